@@ -1,0 +1,5 @@
+"""Settings of the caches; sits on `caramba_fast.formats` alone."""
+
+from caramba_fast.config.kvcache import KVCacheKind, KVCacheTensorConfig
+
+__all__ = ["KVCacheKind", "KVCacheTensorConfig"]

@@ -1,0 +1,61 @@
+"""What one cached tensor (K or V of a layer) is stored as."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from caramba_fast.formats import ALIASES, BLOCK_SIZES, KIND_NAMES, Format, resolve
+
+
+class KVCacheKind(str, Enum):
+    """Storage kinds; ``KVCacheKind("q8")`` and ``KVCacheKind("q4")`` are accepted aliases."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    Q8_0 = "q8_0"
+    Q4_0 = "q4_0"
+    NF4 = "nf4"
+
+    @classmethod
+    def _missing_(cls, value: object) -> KVCacheKind:
+        name = value.lower() if isinstance(value, str) else value
+        if isinstance(name, str):
+            name = ALIASES.get(name, name)
+            for member in cls:
+                if member.value == name:
+                    return member
+        raise ValueError(f"unknown cache kind {value!r}; known kinds are {', '.join(KIND_NAMES)}")
+
+    @property
+    def format(self) -> Format:
+        """The row of the format table."""
+        return resolve(self.value)
+
+
+class KVCacheTensorConfig(BaseModel):
+    """Storage of one cached tensor.
+
+    Attributes:
+        kind: storage kind or its name.
+        qblock: values that share a scale, 32, 64 or 128; must divide the lane width.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: KVCacheKind = KVCacheKind.FP16
+    qblock: int = Field(default=32)
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _kind_by_name(cls, value: object) -> KVCacheKind:
+        return KVCacheKind(value)
+
+    @field_validator("qblock")
+    @classmethod
+    def _known_block(cls, value: int) -> int:
+        if value not in BLOCK_SIZES:
+            raise ValueError(f"qblock is {value}; allowed are {', '.join(map(str, BLOCK_SIZES))}")
+        return value

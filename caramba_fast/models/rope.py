@@ -1,0 +1,98 @@
+"""Rotary position embedding: frequencies, tables, rotation.
+
+Sources: RoFormer (arXiv:2104.09864); linear interpolation (arXiv:2306.15595); YaRN
+(arXiv:2309.00071); the llama3 rule of the Llama 3.1 release. Halves are rotated against each
+other (the "half-split" layout of Hugging Face checkpoints), not even against odd lanes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from caramba_fast.models.config import RopeParameters
+
+
+def frequencies(rope: RopeParameters, head_dim: int) -> tuple[Tensor, float]:
+    """Inverse frequencies and the factor cos and sin are multiplied with.
+
+    Returns:
+        ``inv_freq`` (head_dim / 2,) float64 in radians per token, and the attention factor.
+    """
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    plain = rope.rope_theta**-exponent
+    if rope.rope_type == "linear":
+        return plain / rope.factor, 1.0
+    if rope.rope_type == "llama3":
+        return _llama3(rope, plain), 1.0
+    if rope.rope_type == "yarn":
+        return _yarn(rope, plain, head_dim)
+    return plain, 1.0
+
+
+def _trained_length(rope: RopeParameters) -> int:
+    return rope.original_max_position_embeddings or 8192
+
+
+def _llama3(rope: RopeParameters, plain: Tensor) -> Tensor:
+    """Low frequencies are slowed by ``factor``, high ones kept, a linear ramp between."""
+    turns = _trained_length(rope) * plain / (2 * math.pi)
+    ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep = ramp.clamp(0, 1)
+    return keep * plain + (1 - keep) * plain / rope.factor
+
+
+def _yarn(rope: RopeParameters, plain: Tensor, head_dim: int) -> tuple[Tensor, float]:
+    """NTK-by-parts: the ramp runs over dimensions, between beta_fast and beta_slow turns."""
+
+    def dimension_of(turns: float) -> float:
+        length = _trained_length(rope)
+        return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    index = torch.arange(head_dim // 2, dtype=torch.float64)
+    ramp = ((index - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return ramp * plain / rope.factor + (1 - ramp) * plain, _yarn_attention_factor(rope)
+
+
+def _yarn_attention_factor(rope: RopeParameters) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+    return magnitude(1.0)
+
+
+class RopeTable(torch.nn.Module):
+    """cos and sin for any position, computed from float32 angles as transformers does.
+
+    The table lives outside ``state_dict`` and stays float32 when the model is cast.
+    """
+
+    def __init__(self, rope: RopeParameters, head_dim: int) -> None:
+        super().__init__()
+        inv_freq, self.attention_factor = frequencies(rope, head_dim)
+        self.inv_freq = inv_freq.to(torch.float32)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions (B, T) -> cos, sin, each (B, 1, T, head_dim / 2) float32."""
+        if self.inv_freq.device != positions.device:
+            self.inv_freq = self.inv_freq.to(positions.device)
+        angles = positions[:, None, :, None].to(torch.float32) * self.inv_freq
+        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates pairs (i, i + D/2) of x (B, H, T, D) by the angle of their position."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

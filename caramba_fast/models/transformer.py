@@ -1,0 +1,175 @@
+"""A small Llama-family decoder whose attention reads caramba_fast caches.
+
+Parameter names are Hugging Face's (``model.layers.0.self_attn.q_proj.weight``), so a
+``LlamaForCausalLM``, ``MistralForCausalLM``, ``Qwen2ForCausalLM`` or ``Qwen3ForCausalLM``
+checkpoint loads as it is. It sits on `caramba_fast.cache`; nothing here knows a storage format.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from caramba_fast.models.config import ModelConfig
+from caramba_fast.models.rope import RopeTable, rotate
+
+if TYPE_CHECKING:
+    from caramba_fast.cache import LayerKVCache, ModelKVCache
+
+Phases = tuple[Tensor, Tensor]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with optional biases, q/k norm and a sliding window."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim, self.window = config.head_dim, config.sliding_window
+        width, kv_width = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.o_bias)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
+
+    def forward(self, x: Tensor, phases: Phases, cache: LayerKVCache | None, exact: bool) -> Tensor:
+        """x (B, T, hidden) -> (B, T, hidden). ``exact``: an empty cache attends to exact K, V."""
+        q = rotate(self.q_norm(self._heads(self.q_proj(x), self.n_heads)), *phases)
+        k = rotate(self.k_norm(self._heads(self.k_proj(x), self.n_kv_heads)), *phases)
+        v = self._heads(self.v_proj(x), self.n_kv_heads)
+        if cache is None:
+            out = self._self_attend(q, k, v)
+        else:
+            first = cache.is_empty
+            cache.append(k, v)
+            if first and exact and x.shape[1] > 1:
+                out = self._self_attend(q, k, v)
+            else:
+                window = (-1, -1) if self.window is None else (self.window - 1, 0)
+                out = cache.attend(q, window_size=window)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+
+    def _self_attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        groups = self.n_heads // self.n_kv_heads
+        if groups > 1:  # SDPA's own enable_gqa leaves the flash kernel on CPU
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        length = q.shape[2]
+        if self.window is None or length <= self.window:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        row = torch.arange(length, device=q.device)
+        distance = row[:, None] - row
+        mask = (distance >= 0) & (distance < self.window)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
+        self.up_proj = nn.Linear(hidden, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Pre-norm attention, then pre-norm MLP."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, phases: Phases, cache: LayerKVCache | None, exact: bool) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), phases, cache, exact)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, final norm: what Hugging Face calls ``model``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class Transformer(nn.Module):
+    """The native language model; satisfies `caramba_fast.models.LanguageModel`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.rope = RopeTable(config.rope, config.head_dim)
+        self.apply(self._initialise)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def _initialise(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """End-of-sequence id (the first, where the checkpoint names several)."""
+        eos = self.config.eos_token_id
+        return eos[0] if isinstance(eos, tuple) else eos
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    def forward(
+        self,
+        query_token_ids: Tensor,
+        kv_cache: ModelKVCache | None = None,
+        *,
+        logits_index: Tensor | None = None,
+    ) -> Tensor:
+        """Logits after each query token; the cache, if given, grows by T tokens a row.
+
+        Args:
+            query_token_ids: (B, T) int64, the tokens that follow what ``kv_cache`` holds.
+            kv_cache: caches of all layers, or None to attend among the query tokens alone.
+            logits_index: (B,) int64; compute logits at this one position of each row, so that
+                a long prompt does not pay for T × vocabulary logits.
+
+        Returns:
+            (B, T, V) logits, or (B, 1, V) with ``logits_index``.
+        """
+        batch, length = query_token_ids.shape
+        steps = torch.arange(length, device=query_token_ids.device)
+        if kv_cache is None:
+            positions = steps.expand(batch, length)
+        else:
+            positions = kv_cache.seq_lens[:, None] + steps
+        phases = self.rope(positions)
+        exact = kv_cache is not None and kv_cache.prefill == "exact"
+        x = self.model.embed_tokens(query_token_ids)
+        for index, layer in enumerate(self.model.layers):
+            x = layer(x, phases, None if kv_cache is None else kv_cache[index], exact)
+        if logits_index is not None:
+            x = x[torch.arange(batch, device=x.device), logits_index][:, None]
+        return self.lm_head(self.model.norm(x))

@@ -1,0 +1,30 @@
+"""Ops: tensors in, tensors out, no state. One file an op: schema, fake, reference, public function."""
+
+from caramba_fast.ops.append import append_
+from caramba_fast.ops.decode_attention import decode_attention
+from caramba_fast.ops.dequantize import dequantize
+from caramba_fast.ops.merge_state import merge_state
+from caramba_fast.ops.quantize import quantize
+from caramba_fast.ops.registry import (
+    BackendError,
+    BackendStatus,
+    apply_environment,
+    backends,
+    use_backend,
+)
+from caramba_fast.ops.view import KVView
+
+__all__ = [
+    "BackendError",
+    "BackendStatus",
+    "KVView",
+    "append_",
+    "backends",
+    "decode_attention",
+    "dequantize",
+    "merge_state",
+    "quantize",
+    "use_backend",
+]
+
+apply_environment()

@@ -1,0 +1,61 @@
+"""Argument checks shared by the ops: an error names the argument, what it was, what is allowed."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from caramba_fast.formats import QUANTIZED_KINDS, SCALE_DTYPE, Format, resolve
+
+
+def float_tensor(name: str, value: object) -> None:
+    """Raises TypeError unless ``value`` is a tensor of fp32, fp16 or bf16."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}; a torch.Tensor is needed")
+    if str(value.dtype) not in ("torch.float32", "torch.float16", "torch.bfloat16"):
+        raise TypeError(f"{name} has dtype {value.dtype}; allowed are float32, float16, bfloat16")
+
+
+def same_device(**tensors: Tensor | None) -> None:
+    """Raises ValueError when the named tensors lie on different devices."""
+    places = {name: value.device for name, value in tensors.items() if value is not None}
+    if len(set(places.values())) > 1:
+        listed = ", ".join(f"{name} on {device}" for name, device in places.items())
+        raise ValueError(f"tensors must share one device; got {listed}")
+
+
+def quantized_kind(kind: object) -> Format:
+    """The format of a quantized kind; raises ValueError for fp32, fp16 and bf16."""
+    form = resolve(kind)
+    if not form.quantized:
+        raise ValueError(
+            f"kind {form.name!r} stores values as they are; quantized kinds are "
+            f"{', '.join(QUANTIZED_KINDS)}"
+        )
+    return form
+
+
+def codes_and_scales(name: str, codes: Tensor, scales: Tensor | None, kind: object) -> Format:
+    """Checks one stored tensor: dtypes, leading shape, and a block size that fits."""
+    form = resolve(kind)
+    if codes.dtype != form.dtype:
+        raise TypeError(f"{name} codes have dtype {codes.dtype}; {form.name} stores {form.dtype}")
+    if not form.quantized:
+        if scales is not None:
+            raise ValueError(f"{name} scales were given, but {form.name} has none")
+        return form
+    if scales is None:
+        raise ValueError(f"{name} scales are missing; {form.name} needs one for each block")
+    if scales.dtype != SCALE_DTYPE:
+        raise TypeError(f"{name} scales have dtype {scales.dtype}; allowed is {SCALE_DTYPE}")
+    if codes.shape[:-1] != scales.shape[:-1]:
+        raise ValueError(
+            f"{name} codes {tuple(codes.shape)} and scales {tuple(scales.shape)} differ before "
+            "the last dimension"
+        )
+    width = form.value_width(codes.shape[-1])
+    blocks = scales.shape[-1]
+    if blocks == 0 or width % blocks or width // blocks not in (32, 64, 128):
+        raise ValueError(
+            f"{name}: {width} values with {blocks} scales is no block of 32, 64 or 128 values"
+        )
+    return form

@@ -1,0 +1,77 @@
+"""dequantize: codes and block scales back to values (the inverse of quantize, up to rounding)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from caramba_fast.formats import NF4_LEVELS
+from caramba_fast.ops import checks
+from caramba_fast.ops.registry import register
+
+SCHEMA = "(Tensor codes, Tensor scales, str kind, int head_dim, ScalarType dtype) -> Tensor"
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """bytes (..., n/2) -> codes (..., n): the low nibbles, then the high ones."""
+    return torch.cat((packed & 0xF, packed >> 4), dim=-1)
+
+
+def decode(codes: Tensor, kind: str) -> Tensor:
+    """codes (..., n) of one block, unpacked, -> float32 values before the scale."""
+    if kind == "nf4":
+        levels = torch.tensor(NF4_LEVELS, dtype=torch.float32, device=codes.device)
+        return levels[codes.to(torch.int32)]
+    values = codes.to(torch.float32)
+    return values - 8.0 if kind == "q4_0" else values
+
+
+def reference(
+    codes: Tensor, scales: Tensor, kind: str, head_dim: int, dtype: torch.dtype
+) -> Tensor:
+    """The oracle: pure torch, any device; multiplies in float32, then casts."""
+    form = checks.quantized_kind(kind)
+    blocks = scales.shape[-1]
+    packed = codes.unflatten(-1, (blocks, codes.shape[-1] // blocks))
+    if form.bits == 4:
+        packed = unpack_nibbles(packed)
+    values = decode(packed, form.name) * scales.to(torch.float32).unsqueeze(-1)
+    return values.flatten(-2).to(dtype)
+
+
+def fake(codes: Tensor, scales: Tensor, kind: str, head_dim: int, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty((*codes.shape[:-1], head_dim), dtype=dtype)
+
+
+_op = register("dequantize", SCHEMA, reference=reference, fake=fake)
+
+
+def dequantize(
+    codes: Tensor, scales: Tensor, kind: object, head_dim: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Restores what `quantize` stored.
+
+    Args:
+        codes: (..., head_dim) int8 for q8_0, (..., head_dim / 2) uint8 for q4_0 and nf4.
+        scales: (..., head_dim / block) float16, block being 32, 64 or 128.
+        kind: the kind the codes were made with.
+        head_dim: values to restore in the last dimension; checked against the codes.
+        dtype: float32, float16 or bfloat16.
+
+    Returns:
+        (..., head_dim) of ``dtype``.
+
+    Raises:
+        TypeError, ValueError: dtypes or shapes that do not belong together.
+    """
+    form = checks.quantized_kind(kind)
+    checks.codes_and_scales("dequantize", codes, scales, form.name)
+    if form.value_width(codes.shape[-1]) != head_dim:
+        raise ValueError(
+            f"codes {tuple(codes.shape)} of {form.name} hold "
+            f"{form.value_width(codes.shape[-1])} values, not head_dim={head_dim}"
+        )
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"dtype is {dtype}; allowed are float32, float16, bfloat16")
+    checks.same_device(codes=codes, scales=scales)
+    return _op(codes, scales, form.name, head_dim, dtype)

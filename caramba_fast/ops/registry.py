@@ -1,0 +1,208 @@
+"""Which implementation serves which op on which device, and why the others do not.
+
+Every op is defined once with ``torch.library``. The reference is its CompositeExplicitAutograd kernel,
+so it serves any device; the C++ extension registers for CPU and the Triton launchers for CUDA where
+they exist. A forced backend (`use_backend`, ``CARAMBA_FAST_BACKEND``) is called directly, without
+the dispatcher: one CPU dispatch key cannot hold both C++ and interpreted Triton.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from caramba_fast.ops import extension
+
+NAMESPACE = "caramba_fast"
+BACKENDS = ("auto", "reference", "cpp", "triton")
+ENVIRONMENT_VARIABLE = "CARAMBA_FAST_BACKEND"
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_ops: dict[str, Op] = {}
+#: The forced backend; None lets the dispatcher choose. Read as a plain global so that
+#: ``torch.compile(fullgraph=True)`` can guard on it.
+_forced: str | None = None
+
+
+class BackendError(RuntimeError):
+    """A backend that was asked for and cannot run, with the reason."""
+
+
+@dataclass
+class Op:
+    """One op: calling it dispatches to the forced backend or to torch's dispatcher."""
+
+    name: str
+    overload: Callable[..., Any]
+    reference: Callable[..., Any]
+    _launcher: Callable[..., Any] | None = field(default=None, repr=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _forced is None:
+            return self.overload(*args, **kwargs)
+        if _forced == "reference":
+            return self.reference(*args, **kwargs)
+        device = next(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
+        reason = self.why_not(_forced, device)
+        if reason is not None:
+            raise BackendError(f"{self.name} cannot run on backend {_forced!r}: {reason}")
+        return (self.overload if _forced == "cpp" else self.launcher)(*args, **kwargs)
+
+    @property
+    def launcher(self) -> Callable[..., Any]:
+        """The Triton launcher; triton is imported with the first use."""
+        if self._launcher is None:
+            module = importlib.import_module(f"{NAMESPACE}.kernels.{self.name.rstrip('_')}")
+            self._launcher = getattr(module, self.name)
+        return self._launcher
+
+    def why_not(self, backend: str, device: str) -> str | None:
+        """None when ``backend`` can serve this op on ``device``, else the reason it cannot."""
+        if backend == "reference":
+            return None
+        if backend == "cpp":
+            return self._why_not_cpp(device)
+        return self._why_not_triton(device)
+
+    def _why_not_cpp(self, device: str) -> str | None:
+        if device != "cpu":
+            return f"the C++ extension serves cpu tensors, not {device}"
+        if extension.load_error() is not None:
+            return extension.load_error()
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{self.name}", "CPU"):
+            return "the C++ extension has no kernel for this op"
+        return None
+
+    def _why_not_triton(self, device: str) -> str | None:
+        reason = triton_missing()
+        if reason is not None:
+            return reason
+        if importlib.util.find_spec(f"{NAMESPACE}.kernels.{self.name.rstrip('_')}") is None:
+            return "there is no Triton kernel for this op"
+        if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "Triton runs cpu tensors only interpreted: set TRITON_INTERPRET=1 before import"
+        if device == "cuda" and not torch.cuda.is_available():
+            return "torch finds no CUDA device"
+        if device not in ("cpu", "cuda"):
+            return f"the Triton kernels serve cuda tensors, not {device}"
+        return None
+
+
+def triton_missing() -> str | None:
+    """The reason Triton kernels cannot run anywhere in this process, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install caramba-fast[cuda])"
+    if importlib.util.find_spec(f"{NAMESPACE}.kernels") is None:
+        return "caramba_fast.kernels is not installed (run from a source tree: pip install -e .)"
+    return None
+
+
+def register(
+    name: str, schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]
+) -> Op:
+    """Defines ``caramba_fast::name``; ``schema`` is the part after the name.
+
+    ``fake`` maps fake inputs to fake outputs (shapes, strides and dtypes) for tracing.
+    """
+    _library.define(name + schema)
+    _library.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    op = Op(name, getattr(torch.ops.caramba_fast, name).default, reference)
+    _ops[name] = op
+    if torch.cuda.is_available() and op.why_not("triton", "cuda") is None:
+        _library.impl(name, lambda *args, **kwargs: op.launcher(*args, **kwargs), "CUDA")
+    return op
+
+
+class use_backend:  # noqa: N801 - reads as a verb: use_backend("cpp"), with use_backend("cpp"):
+    """Forces one backend for every op, until changed; as a context manager, for a block.
+
+    Args:
+        name: "auto" (the dispatcher chooses), "reference", "cpp" or "triton".
+
+    Raises:
+        BackendError: an unknown name, or a backend that no op can run on here, with the reason.
+            An op that alone lacks the chosen backend raises when it is called.
+    """
+
+    def __init__(self, name: str) -> None:
+        global _forced
+        _check_choice(name)
+        self._previous = _forced
+        _forced = None if name == "auto" else name
+
+    def __enter__(self) -> use_backend:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _forced
+        _forced = self._previous
+
+
+def _check_choice(name: str) -> None:
+    if name not in BACKENDS:
+        raise BackendError(f"unknown backend {name!r}; known are {', '.join(BACKENDS)}")
+    if name == "cpp" and extension.load_error() is not None:
+        raise BackendError(f"backend 'cpp' is not available: {extension.load_error()}")
+    if name == "triton":
+        reason = triton_missing()
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        if reason is None and not torch.cuda.is_available() and not interpreted:
+            reason = "torch finds no CUDA device, and TRITON_INTERPRET=1 is not set"
+        if reason is not None:
+            raise BackendError(f"backend 'triton' is not available: {reason}")
+
+
+def apply_environment() -> None:
+    """Honours ``CARAMBA_FAST_BACKEND``; raises BackendError as `use_backend` does."""
+    chosen = os.environ.get(ENVIRONMENT_VARIABLE)
+    if chosen:
+        use_backend(chosen)
+
+
+@dataclass(frozen=True)
+class BackendStatus:
+    """What serves one op on one device; ``reasons`` says why each other backend does not."""
+
+    op: str
+    device: str
+    runs: str
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        why = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
+        return f"{self.op:<18} {self.device:<5} {self.runs:<10} {why}"
+
+
+def backends() -> list[BackendStatus]:
+    """For every op and device kind: the implementation that runs, and why the others do not.
+
+    Devices are cpu and those torch can use here (cuda, mps).
+    """
+    devices = ["cpu"]
+    devices += ["cuda"] if torch.cuda.is_available() else []
+    devices += ["mps"] if torch.backends.mps.is_available() else []
+    return [_status(op, device) for op in _ops.values() for device in devices]
+
+
+def _status(op: Op, device: str) -> BackendStatus:
+    preferred = ["triton", "cpp", "reference"] if device == "cuda" else ["cpp", "triton", "reference"]
+    reasons: dict[str, str] = {}
+    runs = ""
+    for backend in preferred:
+        reason = op.why_not(backend, device)
+        if reason is None and _forced not in (None, backend):
+            reason = f"backend {_forced!r} is forced"
+        elif reason is None and _forced is None and backend == "triton" and device == "cpu":
+            reason = "interpreted Triton runs only when asked for: use_backend('triton')"
+        if reason is None and not runs:
+            runs = backend
+        else:
+            reasons[backend] = reason or f"{runs} is faster"
+    return BackendStatus(op.name, device, runs or "none", reasons)
