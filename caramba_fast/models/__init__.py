@@ -1,0 +1,27 @@
+"""Models: what generation asks of one, the native Transformer, and the demo weights."""
+
+from caramba_fast.models.checkpoint import load_model
+from caramba_fast.models.config import CheckpointError, ModelConfig, RopeParameters
+from caramba_fast.models.demos import (
+    demo_path,
+    demo_tokenizer,
+    held_out_text,
+    load_demo,
+    load_tokenizer,
+)
+from caramba_fast.models.protocol import LanguageModel
+from caramba_fast.models.transformer import Transformer
+
+__all__ = [
+    "CheckpointError",
+    "LanguageModel",
+    "ModelConfig",
+    "RopeParameters",
+    "Transformer",
+    "demo_path",
+    "demo_tokenizer",
+    "held_out_text",
+    "load_demo",
+    "load_model",
+    "load_tokenizer",
+]

@@ -7,19 +7,30 @@ checkpoint loads as it is. It sits on `caramba_fast.cache`; nothing here knows a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from caramba_fast.cache import LayerKVCache, LayerShape, ModelKVCache
 from caramba_fast.models.config import ModelConfig
 from caramba_fast.models.rope import RopeTable, rotate
 
-if TYPE_CHECKING:
-    from caramba_fast.cache import LayerKVCache, ModelKVCache
 
-Phases = tuple[Tensor, Tensor]
+class Step(NamedTuple):
+    """What every layer of one forward pass needs besides the activations.
+
+    Attributes:
+        phases: cos and sin of the query positions.
+        exact: a prompt on an empty cache attends to its exact K and V.
+        query_lens: real tokens of each row, or None when no row is padded.
+    """
+
+    phases: tuple[Tensor, Tensor]
+    exact: bool
+    query_lens: Sequence[int] | None
 
 
 class Attention(nn.Module):
@@ -40,17 +51,17 @@ class Attention(nn.Module):
         else:
             self.q_norm = self.k_norm = nn.Identity()
 
-    def forward(self, x: Tensor, phases: Phases, cache: LayerKVCache | None, exact: bool) -> Tensor:
-        """x (B, T, hidden) -> (B, T, hidden). ``exact``: an empty cache attends to exact K, V."""
-        q = rotate(self.q_norm(self._heads(self.q_proj(x), self.n_heads)), *phases)
-        k = rotate(self.k_norm(self._heads(self.k_proj(x), self.n_kv_heads)), *phases)
+    def forward(self, x: Tensor, step: Step, cache: LayerKVCache | None) -> Tensor:
+        """x (B, T, hidden) -> (B, T, hidden)."""
+        q = rotate(self.q_norm(self._heads(self.q_proj(x), self.n_heads)), *step.phases)
+        k = rotate(self.k_norm(self._heads(self.k_proj(x), self.n_kv_heads)), *step.phases)
         v = self._heads(self.v_proj(x), self.n_kv_heads)
         if cache is None:
             out = self._self_attend(q, k, v)
         else:
             first = cache.is_empty
-            cache.append(k, v)
-            if first and exact and x.shape[1] > 1:
+            cache.append(k, v, step.query_lens)
+            if first and step.exact and x.shape[1] > 1:
                 out = self._self_attend(q, k, v)
             else:
                 window = (-1, -1) if self.window is None else (self.window - 1, 0)
@@ -84,6 +95,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(inner, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (B, T, hidden) -> (B, T, hidden)."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -97,8 +109,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, phases: Phases, cache: LayerKVCache | None, exact: bool) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), phases, cache, exact)
+    def forward(self, x: Tensor, step: Step, cache: LayerKVCache | None) -> Tensor:
+        """x (B, T, hidden) -> (B, T, hidden)."""
+        x = x + self.self_attn(self.input_layernorm(x), step, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -138,14 +151,32 @@ class Transformer(nn.Module):
         return eos[0] if isinstance(eos, tuple) else eos
 
     @property
+    def pad_token_id(self) -> int | None:
+        """Padding id of the checkpoint, or None."""
+        return self.config.pad_token_id
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens the model knows."""
+        return self.config.vocab_size
+
+    @property
     def device(self) -> torch.device:
+        """Where the weights are."""
         return self.lm_head.weight.device
+
+    @property
+    def cache_layout(self) -> list[LayerShape]:
+        """What each layer caches."""
+        heads, dim = self.config.num_key_value_heads, self.config.head_dim
+        return [LayerShape(heads * dim, heads * dim, heads)] * self.config.num_hidden_layers
 
     def forward(
         self,
         query_token_ids: Tensor,
         kv_cache: ModelKVCache | None = None,
         *,
+        query_lens: Sequence[int] | None = None,
         logits_index: Tensor | None = None,
     ) -> Tensor:
         """Logits after each query token; the cache, if given, grows by T tokens a row.
@@ -153,6 +184,8 @@ class Transformer(nn.Module):
         Args:
             query_token_ids: (B, T) int64, the tokens that follow what ``kv_cache`` holds.
             kv_cache: caches of all layers, or None to attend among the query tokens alone.
+            query_lens: of the T tokens of row b the first ``query_lens[b]`` count and the rest is
+                padding, whose logits mean nothing; by default all count.
             logits_index: (B,) int64; compute logits at this one position of each row, so that
                 a long prompt does not pay for T × vocabulary logits.
 
@@ -165,11 +198,11 @@ class Transformer(nn.Module):
             positions = steps.expand(batch, length)
         else:
             positions = kv_cache.seq_lens[:, None] + steps
-        phases = self.rope(positions)
         exact = kv_cache is not None and kv_cache.prefill == "exact"
+        step = Step(self.rope(positions), exact, query_lens)
         x = self.model.embed_tokens(query_token_ids)
         for index, layer in enumerate(self.model.layers):
-            x = layer(x, phases, None if kv_cache is None else kv_cache[index], exact)
+            x = layer(x, step, None if kv_cache is None else kv_cache[index])
         if logits_index is not None:
             x = x[torch.arange(batch, device=x.device), logits_index][:, None]
         return self.lm_head(self.model.norm(x))

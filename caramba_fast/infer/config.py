@@ -1,0 +1,81 @@
+"""GenerateConfig: every setting of a generation, checked when it is made."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from caramba_fast.config import KVCacheKind, KVCacheTensorConfig
+
+
+class GenerateConfig(BaseModel):
+    """Settings of `Generator` and `generate`.
+
+    Attributes:
+        max_new_tokens: tokens to generate at most, per call.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: keep the k likeliest tokens; None for all.
+        top_p: keep the smallest set of likeliest tokens whose probability reaches top_p, after
+            top_k (arXiv:1904.09751); None for all.
+        seed: makes sampling repeatable; None draws from torch's global generator.
+        eos_token_id: ids that end a row; None takes the model's own.
+        ignore_eos: never stop early.
+        pad_token_id: fills rows that ended; None takes the model's own, else an eos id.
+        max_seq_len: tokens a row of the cache can hold.
+        cache_kind: how K and V are stored: fp32, fp16, bf16, q8 (q8_0), q4 (q4_0) or nf4.
+        cache_qblock: values that share a scale: 32, 64 or 128.
+        prefill: "exact": a first prompt attends to its exact K and V; "stored": to what the cache
+            returns, which makes results independent of how a prompt is cut into chunks.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_new_tokens: int = Field(default=64, ge=1)
+    temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    top_k: int | None = Field(default=None, ge=1)
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    seed: int | None = Field(default=None, ge=0)
+    eos_token_id: int | tuple[int, ...] | None = None
+    ignore_eos: bool = False
+    pad_token_id: int | None = Field(default=None, ge=0)
+    max_seq_len: int = Field(default=2048, ge=1)
+    cache_kind: KVCacheKind = KVCacheKind.FP16
+    cache_qblock: int = 32
+    prefill: Literal["exact", "stored"] = "exact"
+
+    @field_validator("cache_kind", mode="before")
+    @classmethod
+    def _kind_by_name(cls, value: object) -> KVCacheKind:
+        if value == "auto":
+            raise ValueError(
+                "cache_kind='auto' is not available in this version; choose a kind: "
+                + ", ".join(kind.value for kind in KVCacheKind)
+            )
+        return KVCacheKind(value)
+
+    @field_validator("eos_token_id")
+    @classmethod
+    def _eos_not_negative(cls, value: int | tuple[int, ...] | None) -> int | tuple[int, ...] | None:
+        ids = (value,) if isinstance(value, int) else value or ()
+        if any(index < 0 for index in ids):
+            raise ValueError(f"eos_token_id is {value}; ids of 0 or more are allowed")
+        return value
+
+    @model_validator(mode="after")
+    def _fits(self) -> GenerateConfig:
+        self.tensor_config()
+        if self.ignore_eos and self.eos_token_id is not None:
+            raise ValueError("ignore_eos=True contradicts eos_token_id; give one of them")
+        return self
+
+    def tensor_config(self) -> KVCacheTensorConfig:
+        """How K and V are stored."""
+        return KVCacheTensorConfig(kind=self.cache_kind, qblock=self.cache_qblock)
+
+    def updated(self, **changes: Any) -> GenerateConfig:
+        """A copy with some fields changed, checked like a new one."""
+        return GenerateConfig(**{**self.model_dump(exclude_unset=True), **changes})
+
+
+__all__ = ["GenerateConfig", "ValidationError"]
