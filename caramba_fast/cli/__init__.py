@@ -1,0 +1,24 @@
+"""The command line: ``caramba-fast demo``, ``doctor``, ``generate``."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Entry point of ``caramba-fast``; says what to install when the extra is missing."""
+    missing = [name for name in ("typer", "rich", "tokenizers") if not _installed(name)]
+    if missing:
+        sys.exit(
+            f"caramba-fast: the command line needs {', '.join(missing)}: "
+            "pip install 'caramba-fast[cli]'"
+        )
+    from caramba_fast.cli.app import app  # noqa: PLC0415 - only with the extra
+
+    app()
+
+
+def _installed(name: str) -> bool:
+    import importlib.util  # noqa: PLC0415
+
+    return importlib.util.find_spec(name) is not None

@@ -1,0 +1,5 @@
+"""``python -m caramba_fast.cli``."""
+
+from caramba_fast.cli import main
+
+main()

@@ -1,0 +1,77 @@
+"""The commands and their options; what they do is in a module each."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="caramba-fast",
+    help="Decode from quantized KV caches that are read as they are stored.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+#: What a user can get wrong; shown as one line, without a traceback.
+USER_ERRORS = (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError, RuntimeError)
+
+
+def fail(error: BaseException) -> typer.Exit:
+    """One line on stderr, exit status 1."""
+    typer.secho(f"caramba-fast: {error}", fg="red", err=True)
+    return typer.Exit(1)
+
+
+@app.command()
+def demo(
+    tokens: Annotated[int, typer.Option(help="Tokens of held-out text to measure quality on.", min=512)] = 8192,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to write with each cache.", min=2)] = 48,
+) -> None:
+    """A trained model writes from fp16, q8, q4 and nf4 caches: what each saves and costs."""
+    from caramba_fast.cli.demo import run_demo  # noqa: PLC0415
+
+    try:
+        run_demo(quality_tokens=tokens, new_tokens=new_tokens)
+    except USER_ERRORS as error:
+        raise fail(error) from error
+
+
+@app.command()
+def doctor() -> None:
+    """Versions, device, and which backend serves which op, with the reason why others do not."""
+    from caramba_fast.cli.doctor import run_doctor  # noqa: PLC0415
+
+    run_doctor()
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to continue; '-' reads standard input.")],
+    model: Annotated[
+        str, typer.Option(help="A Hugging Face checkpoint folder, or 'demo'.")
+    ] = "demo",
+    cache: Annotated[str, typer.Option(help="fp32, fp16, bf16, q8, q4 or nf4.")] = "fp16",
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep this much probability.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    max_seq_len: Annotated[int, typer.Option(help="Tokens the cache can hold.")] = 2048,
+    device: Annotated[str, typer.Option(help="cpu, cuda or mps.")] = "cpu",
+    stats: Annotated[bool, typer.Option(help="Print the run's figures to stderr.")] = True,
+) -> None:
+    """Continues PROMPT, token by token."""
+    from caramba_fast.cli.generate import run_generate  # noqa: PLC0415
+
+    settings = dict(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+        max_seq_len=max_seq_len, cache_kind=cache,
+    )  # fmt: skip
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        run_generate(text, None if model == "demo" else Path(model), settings, device, stats)
+    except USER_ERRORS as error:
+        raise fail(error) from error
