@@ -1,0 +1,68 @@
+# Every target does all of its own set-up in .venv, with the versions of constraints.txt.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+DEVICE ?= cpu
+PIP    := $(BIN)/python -m pip install -q -c constraints.txt
+BUILD  := pyproject.toml setup.py $(wildcard csrc/*)
+
+.PHONY: help demo test test-device lint format bench train clean
+
+help:
+	@echo "make demo         a trained model writes from fp16, q8, q4 and nf4 caches"
+	@echo "make test         all tests"
+	@echo "make test-device  the parity tests on DEVICE=cpu|cuda|mps"
+	@echo "make lint         formatting, lint, types, layers"
+	@echo "make bench        time the ops on this machine (DEVICE=cpu|cuda)"
+	@echo "make train        train the demo model again (about two hours)"
+
+# torch comes first: the C++ extension is built against it, without build isolation.
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch numpy setuptools wheel ninja
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch $(BUILD)
+	$(PIP) --no-build-isolation -e '.[cli]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.torch $(BUILD)
+	$(PIP) --no-build-isolation -e '.[test]'
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.test
+	$(PIP) -e '.[lint]' --no-build-isolation
+	@touch $@
+
+demo: $(VENV)/.demo
+	$(BIN)/caramba-fast demo
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest --device=$(DEVICE)
+
+test-device: $(VENV)/.test
+	$(BIN)/python -m pytest --device=$(DEVICE) -m device
+
+# import-linter reads an ordinary install: an editable one hides the layers behind a finder.
+lint: $(VENV)/.lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror csrc/*
+	$(BIN)/mypy
+	rm -rf build/lint
+	CARAMBA_FAST_BUILD_CPP=0 $(PIP) --no-deps --no-build-isolation --target build/lint .
+	PYTHONPATH=build/lint $(BIN)/lint-imports
+
+format: $(VENV)/.lint
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i csrc/*
+
+bench: $(VENV)/.test
+	$(BIN)/python -m caramba_fast.bench.run --device $(DEVICE)
+
+train: $(VENV)/.demo
+	$(BIN)/python examples/train_demo.py --out runs/demo-gqa
+
+clean:
+	rm -rf build dist *.egg-info caramba_fast/*.so .pytest_cache .ruff_cache .mypy_cache

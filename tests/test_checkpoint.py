@@ -1,0 +1,310 @@
+"""A checkpoint folder that cannot be used says which file or field is wrong, and runs nothing."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from caramba_fast.models import CheckpointError, ModelConfig, Transformer, load_model
+
+CONFIG = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    torch.manual_seed(1)
+    save_file(Transformer(CONFIG).state_dict(), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG.to_hf()))
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(whole, tmp_path / "model"))
+
+
+def set_fields(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def drop_field(folder: Path, name: str) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    del config[name]
+    file.write_text(json.dumps(config))
+
+
+def edit_weights(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    state = load_file(folder / "model.safetensors")
+    edit(state)
+    save_file(state, folder / "model.safetensors")
+
+
+def shard(folder: Path, names: Any = ("a.safetensors", "b.safetensors")) -> None:
+    """Two shards; the index calls them what ``names`` says."""
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    halves: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+    for number, (name, value) in enumerate(state.items()):
+        halves[number % 2][name] = value
+    for file, half in zip(("a.safetensors", "b.safetensors"), halves, strict=True):
+        save_file(half, folder / file)
+    table = {name: names[number % 2] for number, name in enumerate(state)}
+    (folder / INDEX).write_text(json.dumps({"weight_map": table}))
+
+
+def truncate(file: Path, keep: float) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[: int(len(data) * keep)])
+
+
+def write(folder: Path, name: str, text: str | bytes) -> None:
+    (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+
+
+def replace_weights(folder: Path, name: str, content: str | bytes = b"") -> None:
+    (folder / "model.safetensors").unlink()
+    write(folder, name, content)
+
+
+NORM, Q = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (shutil.rmtree, "model is not a folder"),
+    "a file for a folder": (
+        lambda f: (shutil.rmtree(f), f.write_text("x")),
+        "model is not a folder",
+    ),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json does not exist"),
+    "config cut short": (lambda f: truncate(f / "config.json", 0.5), "config.json .* JSON"),
+    "empty config": (lambda f: write(f, "config.json", ""), "config.json .* JSON"),
+    "config not utf-8": (lambda f: write(f, "config.json", b'{"a": "\xff"}'), "config.json"),
+    "config is a list": (lambda f: write(f, "config.json", "[1]"), "config.json holds a list"),
+    "config is null": (lambda f: write(f, "config.json", "null"), "config.json holds"),
+    "config nested too deep": (lambda f: write(f, "config.json", "[" * 100_000), "config.json"),
+    "config is a folder": (
+        lambda f: ((f / "config.json").unlink(), (f / "config.json").mkdir()),
+        "config.json",
+    ),
+    "no model_type": (lambda f: drop_field(f, "model_type"), "model_type"),
+    "unsupported model_type": (lambda f: set_fields(f, model_type="gpt2"), "model_type.*gpt2.*llama"),
+    "unsupported activation": (lambda f: set_fields(f, hidden_act="gelu"), "hidden_act.*gelu"),
+    "unsupported rope": (
+        lambda f: set_fields(f, rope_parameters={"rope_type": "longrope"}),
+        "rope_type.*longrope.*llama3",
+    ),
+    "unsupported older rope": (
+        lambda f: set_fields(f, rope_parameters=None, rope_scaling={"type": "dynamic"}),
+        "rope_type.*dynamic.*llama3",
+    ),
+    "partial rotation": (
+        lambda f: set_fields(f, partial_rotary_factor=0.5),
+        "partial_rotary_factor",
+    ),
+    "no vocab_size": (lambda f: drop_field(f, "vocab_size"), "vocab_size"),
+    "no heads": (lambda f: drop_field(f, "num_attention_heads"), "num_attention_heads"),
+    "heads do not divide": (
+        lambda f: set_fields(f, num_key_value_heads=3),
+        "num_attention_heads.*num_key_value_heads",
+    ),
+    "heads 0": (lambda f: set_fields(f, num_attention_heads=0), "num_attention_heads"),
+    "odd head_dim": (lambda f: set_fields(f, head_dim=7), "head_dim"),
+    "negative layers": (lambda f: set_fields(f, num_hidden_layers=-1), "num_hidden_layers"),
+    "rope factor below 1": (
+        lambda f: set_fields(f, rope_parameters={"rope_type": "linear", "factor": 0.5}),
+        "factor",
+    ),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors"),
+    "weights cut short": (
+        lambda f: truncate(f / "model.safetensors", 0.9),
+        "model.safetensors cannot be read",
+    ),
+    "weights cut in the header": (
+        lambda f: truncate(f / "model.safetensors", 0.001),
+        "model.safetensors cannot be read",
+    ),
+    "weights empty": (
+        lambda f: write(f, "model.safetensors", b""),
+        "model.safetensors cannot be read",
+    ),
+    "no tensor in the weights": (lambda f: edit_weights(f, dict.clear), "holds no weights"),
+    "a missing tensor": (
+        lambda f: edit_weights(f, lambda s: s.pop(NORM)),
+        f"missing {re.escape(NORM)}",
+    ),
+    "an unexpected tensor": (
+        lambda f: edit_weights(f, lambda s: s.update(extra=torch.ones(1))),
+        "unexpected extra",
+    ),
+    "a tensor of another shape": (
+        lambda f: edit_weights(f, lambda s: s.update({Q: torch.ones(3, 5)})),
+        rf"{re.escape(Q)} has shape \(3, 5\), not \(32, 32\)",
+    ),
+    "more layers than weights": (
+        lambda f: set_fields(f, num_hidden_layers=2),
+        r"missing model\.layers\.1",
+    ),
+    "a transposed tensor": (
+        lambda f: set_fields(f, intermediate_size=32, hidden_size=48),
+        "has shape",
+    ),
+    "index names a parent": (
+        lambda f: shard(f, ("../a.safetensors", "b.safetensors")),
+        r"outside the folder: '\.\./a\.safetensors'",
+    ),
+    "index names an absolute path": (
+        lambda f: shard(f, (str(f / "a.safetensors"), "b.safetensors")),
+        "outside the folder",
+    ),
+    "index names the parent folder": (lambda f: shard(f, ("..", "b.safetensors")), r"\.\."),
+    "index names nothing": (lambda f: shard(f, ("", "b.safetensors")), "index.json|lacks"),
+    "index names a number": (lambda f: shard(f, (1, 2)), "index.json"),
+    "index names a list": (lambda f: shard(f, ([], [])), "index.json"),
+    "a shard is missing": (
+        lambda f: (shard(f), (f / "b.safetensors").unlink()),
+        r"lacks shards.*b\.safetensors",
+    ),
+    "a shard is cut short": (
+        lambda f: (shard(f), truncate(f / "b.safetensors", 0.5)),
+        "b.safetensors cannot be read",
+    ),
+    "index is damaged": (lambda f: replace_weights(f, INDEX, '{"weight'), "index.json is not"),
+    "index is a list": (lambda f: replace_weights(f, INDEX, "[]"), "index.json is not"),
+    "index has no map": (lambda f: replace_weights(f, INDEX, "{}"), "index.json is not"),
+    "index map is a list": (
+        lambda f: replace_weights(f, INDEX, '{"weight_map": ["a.safetensors"]}'),
+        "index.json is not",
+    ),
+    "index is empty": (
+        lambda f: replace_weights(f, INDEX, '{"weight_map": {}}'),
+        "no weights|index.json",
+    ),
+}
+
+
+def test_the_undamaged_folder_loads(folder: Path) -> None:
+    assert load_model(folder).config == load_model(str(folder)).config
+
+
+def test_the_undamaged_shards_load(folder: Path, whole: Path) -> None:
+    shard(folder)
+    ids = torch.arange(5)[None]
+    torch.testing.assert_close(load_model(folder)(ids), load_model(whole)(ids))
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_reported_by_name(folder: Path, name: str) -> None:
+    damage, message = DAMAGE[name]
+    damage(folder)
+    with pytest.raises(CheckpointError, match=f"(?s){message}"):
+        load_model(folder)
+
+
+MISTYPED: dict[str, Any] = {
+    "num_attention_heads": "four",
+    "hidden_size": "wide",
+    "num_key_value_heads": [2],
+    "head_dim": {"a": 1},
+    "vocab_size": 64.5,
+    "rms_norm_eps": "small",
+    "eos_token_id": "</s>",
+    "rope_theta": "large",
+    "rope_scaling": "linear",
+    "rope_parameters": [1, 2],
+    "partial_rotary_factor": "half",
+    "max_position_embeddings": "many",
+    "tie_word_embeddings": "perhaps",
+}
+
+
+@pytest.mark.parametrize("field", MISTYPED)
+def test_a_field_of_the_wrong_type_is_named(folder: Path, field: str) -> None:
+    if field.startswith("rope"):
+        drop_field(folder, "rope_parameters")
+    set_fields(folder, **{field: MISTYPED[field]})
+    with pytest.raises(CheckpointError, match=field):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(("field", "value"), [("sliding_window", "wide"), ("layer_types", 3)])
+def test_a_window_of_the_wrong_type_is_named(folder: Path, field: str, value: Any) -> None:
+    set_fields(folder, **{"model_type": "mistral", "sliding_window": 8, field: value})
+    with pytest.raises(CheckpointError, match=field):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "num_attention_heads"])
+def test_a_size_that_head_dim_follows_from_must_be_a_number(folder: Path, field: str) -> None:
+    drop_field(folder, "head_dim")
+    set_fields(folder, **{field: "many"})
+    with pytest.raises(CheckpointError, match=field):
+        load_model(folder)
+
+
+def test_a_null_field_counts_as_absent(folder: Path) -> None:
+    set_fields(folder, partial_rotary_factor=None, head_dim=None, rope_scaling=None)
+    assert load_model(folder).config.head_dim == 8
+
+
+def test_inverse_frequencies_of_old_checkpoints_are_ignored(folder: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_weights(folder, lambda state: state.update({name: torch.ones(4)}))
+    load_model(folder)
+
+
+def test_an_unknown_dtype_is_refused(folder: Path) -> None:
+    with pytest.raises(TypeError, match="float16"):
+        load_model(folder, dtype=torch.int8)
+
+
+class Touches:
+    """Unpickling it creates a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.pt", "model.safetensors"])
+def test_a_pickle_is_never_opened(folder: Path, tmp_path: Path, name: str) -> None:
+    marker = tmp_path / "unpickled"
+    evil = pickle.dumps(Touches(marker))
+    replace_weights(folder, name, evil)
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        load_model(folder)
+    assert not marker.exists()
+    pickle.loads(evil)
+    assert marker.exists()
+
+
+def test_an_index_that_names_a_pickle_does_not_open_it(folder: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "unpickled"
+    table = {"weight_map": {NORM: "pytorch_model.bin"}}
+    replace_weights(folder, INDEX, json.dumps(table))
+    write(folder, "pytorch_model.bin", pickle.dumps(Touches(marker)))
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
+        load_model(folder)
+    assert not marker.exists()

@@ -1,0 +1,329 @@
+"""The command line: text out, one line of error where something is wrong, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from typer.testing import CliRunner
+
+import caramba_fast
+from caramba_fast.cli import main
+from caramba_fast.cli.app import app
+from caramba_fast.cli.generate import TextWriter
+from caramba_fast.infer import Generator
+from caramba_fast.models import ModelConfig, Transformer, load_model, load_tokenizer
+from caramba_fast.ops import backends
+
+TEXT = ["def read(path):\n    return open(path).read()\n", "naïve café: żółw 🦜🦜\n"] * 4
+PROMPT = "def read(path):"
+COMMANDS = ["demo", "doctor", "generate"]
+
+
+def make_tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = make_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = ModelConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(2)
+    save_file(Transformer(config).state_dict(), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config.to_hf()))
+    return folder
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def invoke(*arguments: object, stdin: str | None = None) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+
+
+def generate(prompt: str, folder: Path, *options: object, stdin: str | None = None) -> Any:
+    return invoke("generate", prompt, "--model", folder, "--max-new-tokens", 8, *options, stdin=stdin)
+
+
+def assert_one_line_of_error(result: Any, *parts: str) -> None:
+    assert result.exit_code == 1, result.output
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("caramba-fast: ")
+    for part in parts:
+        assert part in lines[0]
+
+
+# -- generate --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "naïve 🦜", "two\nlines\n", " leading space", "[red]x"])
+def test_generate_writes_the_prompt_and_its_continuation(folder: Path, prompt: str) -> None:
+    result = generate(
+        prompt, folder, "--cache", "fp32", "--temperature", 0, "--max-new-tokens", 40
+    )
+    assert result.exit_code == 0, result.output
+    tokenizer = load_tokenizer(folder)
+    generator = Generator(
+        load_model(folder), cache_kind="fp32", temperature=0.0, max_new_tokens=40
+    )
+    ids = generator.generate([tokenizer.encode(prompt).ids])[0].tolist()
+    assert result.stdout == tokenizer.decode(ids) + "\n"
+
+
+@pytest.mark.parametrize("cache", ["fp32", "fp16", "bf16", "q8", "q8_0", "q4", "q4_0", "nf4"])
+def test_generate_runs_with_every_cache(folder: Path, cache: str) -> None:
+    result = generate(PROMPT, folder, "--cache", cache)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(PROMPT)
+    assert "8 tokens" in result.stderr
+    assert f"({cache}_0)" in result.stderr or f"({cache})" in result.stderr
+
+
+def test_the_default_cache_and_no_stats(folder: Path) -> None:
+    result = generate(PROMPT, folder, "--no-stats")
+    assert result.exit_code == 0
+    assert result.stderr == ""
+
+
+def test_a_single_token_has_figures_without_nan(folder: Path) -> None:
+    result = generate(PROMPT, folder, "--max-new-tokens", 1)
+    assert result.exit_code == 0
+    assert "nan" not in result.stderr
+
+
+def test_a_seed_repeats_the_text(folder: Path) -> None:
+    first, second, other = (
+        generate(PROMPT, folder, "--seed", seed, "--temperature", 1.5).stdout for seed in (3, 3, 4)
+    )
+    assert first == second != other
+
+
+def test_a_dash_reads_standard_input(folder: Path) -> None:
+    options = ("--temperature", 0)
+    piped = generate("-", folder, *options, stdin=PROMPT)
+    assert piped.exit_code == 0, piped.output
+    assert piped.stdout == generate(PROMPT, folder, *options).stdout
+
+
+WRONG: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
+    "unknown cache": (("--cache", "q3"), ("cache_kind", "q3", "fp32", "fp16", "bf16", "q8", "q4", "nf4")),
+    "auto": (("--cache", "auto"), ("cache_kind", "auto", "q4_0")),
+    "top_p": (("--top-p", 1.5), ("top_p=1.5", "less than or equal to 1")),
+    "top_k": (("--top-k", 0), ("top_k=0", "greater than or equal to 1")),
+    "temperature": (("--temperature", -1), ("temperature=-1", "greater than or equal to 0")),
+    "no tokens": (("--max-new-tokens", 0), ("max_new_tokens=0", "greater than or equal to 1")),
+    "seed": (("--seed", -1), ("seed=-1",)),
+    "large seed": (("--seed", 2**64), ("seed",)),
+    "no room": (("--max-seq-len", 4), ("max_seq_len=4",)),
+    "unknown device": (("--device", "toaster"), ("toaster",)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_option_is_one_line(folder: Path, name: str) -> None:
+    options, parts = WRONG[name]
+    assert_one_line_of_error(generate(PROMPT, folder, *options), *parts)
+
+
+def test_two_wrong_options_are_named_in_one_line(folder: Path) -> None:
+    result = generate(PROMPT, folder, "--cache", "q3", "--top-p", 0)
+    assert_one_line_of_error(result, "cache_kind", "top_p")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_is_not_there_is_one_line(folder: Path) -> None:
+    assert_one_line_of_error(generate(PROMPT, folder, "--device", "cuda"), "CUDA")
+
+
+@pytest.mark.parametrize("stdin", [None, ""])
+def test_an_empty_prompt_is_refused(folder: Path, stdin: str | None) -> None:
+    result = generate("" if stdin is None else "-", folder, stdin=stdin)
+    assert_one_line_of_error(result, "prompt is empty")
+    assert result.stdout == ""
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    assert_one_line_of_error(generate(PROMPT, tmp_path / "nowhere"), "nowhere", "not a folder")
+
+
+def test_a_folder_without_a_tokenizer_is_named(copy: Path) -> None:
+    (copy / "tokenizer.json").unlink()
+    assert_one_line_of_error(generate(PROMPT, copy), "tokenizer.json")
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"model": 3}', "[]"])
+def test_a_damaged_tokenizer_is_named(copy: Path, content: str) -> None:
+    (copy / "tokenizer.json").write_text(content)
+    assert_one_line_of_error(generate(PROMPT, copy), "tokenizer.json")
+
+
+def test_a_tokenizer_larger_than_the_model_is_one_line(copy: Path) -> None:
+    tokenizer = load_tokenizer(copy)
+    tokenizer.add_tokens(["zzz"])
+    tokenizer.save(str(copy / "tokenizer.json"))
+    assert_one_line_of_error(generate("zzz", copy), "token id")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("num_key_value_heads", 3), ("hidden_size", "wide"), ("model_type", "gpt2")]
+)
+def test_a_config_that_is_wrong_is_one_line(copy: Path, field: str, value: object) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, field: value}))
+    assert_one_line_of_error(generate(PROMPT, copy), field)
+
+
+def test_damaged_weights_are_one_line(copy: Path) -> None:
+    (copy / "model.safetensors").write_bytes(b"\0" * 40)
+    assert_one_line_of_error(generate(PROMPT, copy), "model.safetensors")
+
+
+def test_help_lists_the_commands() -> None:
+    result = invoke("--help")
+    assert result.exit_code == 0
+    assert all(command in result.stdout for command in COMMANDS)
+
+
+# -- writing text as it comes --------------------------------------------------------------------
+
+
+def written(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    parts: list[str] = []
+    writer = TextWriter(tokenizer.decode, lambda text: parts.append(text))
+    for token in ids:
+        writer.put(token)
+    writer.close()
+    return parts
+
+
+@pytest.mark.parametrize("text", [*TEXT[:2], "\n\n", "🦜", "a\ufffdb", "x\n🦜\ny"])
+def test_the_writer_writes_the_whole_text(text: str) -> None:
+    tokenizer = make_tokenizer()
+    assert "".join(written(tokenizer, tokenizer.encode(text).ids)) == text
+
+
+def test_the_writer_never_shows_half_a_character() -> None:
+    tokenizer = make_tokenizer()
+    ids = tokenizer.encode("🐢é").ids
+    assert len(ids) > 2
+    parts = written(tokenizer, ids)
+    assert "\ufffd" not in "".join(parts)
+    assert "🐢" in parts[:-1] or parts == ["🐢é"] or "🐢" in parts
+
+
+def test_bytes_that_never_become_a_character_are_shown_at_the_end() -> None:
+    tokenizer = make_tokenizer()
+    ids = tokenizer.encode("a🐢").ids[:-1]
+    assert "".join(written(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_spaces_survive_with_a_sentencepiece_tokenizer() -> None:
+    """Its decoder drops the space before the first word of what it is given."""
+    words = ["▁def", "▁f", "▁return", "\n", "▁x"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, words[0]))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    ids = [0, 1, 3, 2, 4, 3, 3, 4]
+    assert "".join(written(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+# -- doctor ----------------------------------------------------------------------------------
+
+
+def test_doctor_lists_every_op_and_why_a_backend_is_not_used() -> None:
+    result = invoke("doctor")
+    assert result.exit_code == 0, result.output
+    for status in backends():
+        assert status.op in result.stdout
+        for backend, reason in status.reasons.items():
+            assert f"{backend}:" in result.stdout
+            assert reason.split()[0] in result.stdout
+    for name in ("torch", "triton", "transformers", "CARAMBA_FAST_BACKEND"):
+        assert name in result.stdout
+    assert caramba_fast.__version__ in result.stdout
+
+
+# -- whole processes -------------------------------------------------------------------------
+
+
+def run(*arguments: object, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    root = str(Path(caramba_fast.__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8", **environment}
+    return subprocess.run(
+        [sys.executable, "-m", "caramba_fast.cli", *map(str, arguments)],
+        input=stdin, env=env, capture_output=True, text=True, encoding="utf-8", timeout=120,
+        check=False,
+    )  # fmt: skip
+
+
+def test_the_command_line_runs_as_a_process(folder: Path) -> None:
+    options = ("--model", folder, "--cache", "q4", "--max-new-tokens", 8, "--seed", 1)
+    done = run("generate", "-", *options, stdin=PROMPT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(PROMPT)
+    assert re.search(r"8 tokens, [\d.]+ tokens/s.*\(q4_0\)", done.stderr)
+
+
+def test_an_error_of_a_process_is_one_line(folder: Path) -> None:
+    done = run("generate", PROMPT, "--model", folder, "--cache", "q3")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert "q4_0" in done.stderr
+
+
+@pytest.mark.parametrize("command", [("doctor",), ("generate", PROMPT)], ids=lambda c: c[0])
+def test_an_unknown_backend_in_the_environment_is_one_line(command: tuple[str, ...]) -> None:
+    done = run(*command, CARAMBA_FAST_BACKEND="abacus")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "abacus" in done.stderr
+    assert "reference" in done.stderr
+
+
+@pytest.mark.parametrize("package", ["typer", "rich", "tokenizers"])
+def test_main_says_what_to_install(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    message = str(stopped.value)
+    assert f"needs {package}:" in message
+    assert "pip install 'caramba-fast[cli]'" in message
+    assert "\n" not in message

@@ -1,0 +1,103 @@
+"""Importing costs what it says, and every public name is there."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import caramba_fast
+
+HEAVY = ("transformers", "triton")
+LAZY = (*HEAVY, "pydantic", "typer", "rich", "safetensors", "tokenizers", "filelock", "yaml")
+PACKAGES = ("cache", "config", "formats", "infer", "models", "ops", "quality")
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level modules in a fresh interpreter after ``statement``, beyond those of torch alone."""
+    code = f"import sys, json\n{statement}\nprint(json.dumps(sorted({{n.split('.')[0] for n in sys.modules}})))"
+    root = str(Path(caramba_fast.__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    return set(json.loads(done.stdout))
+
+
+@pytest.fixture(scope="module")
+def torch_alone() -> set[str]:
+    return loaded_by("import torch")
+
+
+def test_importing_the_package_loads_nothing_but_torch(torch_alone: set[str]) -> None:
+    loaded = loaded_by("import caramba_fast")
+    assert not loaded & (set(LAZY) - torch_alone)
+    assert loaded - torch_alone <= {"caramba_fast"}
+
+
+def test_importing_the_layers_loads_neither_transformers_nor_triton(torch_alone: set[str]) -> None:
+    statement = "\n".join(f"import caramba_fast.{package}" for package in PACKAGES)
+    loaded = loaded_by(statement)
+    assert not loaded & (set(HEAVY) - torch_alone)
+    assert not loaded & ({"typer", "tokenizers", "rich"} - torch_alone)
+
+
+def test_generating_loads_neither_transformers_nor_triton(torch_alone: set[str]) -> None:
+    sizes = "vocab_size=8, hidden_size=32, intermediate_size=32, num_hidden_layers=1"
+    heads = "num_attention_heads=1, num_key_value_heads=1, head_dim=32"
+    statement = (
+        "import torch, caramba_fast\n"
+        "from caramba_fast.models import ModelConfig\n"
+        f"model = caramba_fast.Transformer(ModelConfig({sizes}, {heads}))\n"
+        "caramba_fast.generate(model, [[1, 2]], 3, cache_kind='q4')"
+    )
+    assert not loaded_by(statement) & (set(HEAVY) - torch_alone)
+
+
+@pytest.mark.parametrize("name", caramba_fast.__all__)
+def test_every_public_name_resolves(name: str) -> None:
+    assert getattr(caramba_fast, name) is not None
+    assert name in dir(caramba_fast)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_of_a_layer_resolves(package: str) -> None:
+    module = importlib.import_module(f"caramba_fast.{package}")
+    assert getattr(caramba_fast, package) is module
+    for name in getattr(module, "__all__", ()):
+        assert getattr(module, name) is not None
+
+
+def test_a_star_import_brings_every_public_name() -> None:
+    namespace: dict[str, object] = {}
+    exec("from caramba_fast import *", namespace)
+    assert set(caramba_fast.__all__) <= set(namespace)
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("infer", ["Generator", "GenerateConfig", "generate"]),
+        ("cache", ["LayerKVCache"]),
+        ("config.kvcache", ["KVCacheKind", "KVCacheTensorConfig"]),
+    ],
+)
+def test_the_documented_paths_give_the_same_objects(module: str, names: list[str]) -> None:
+    for name in names:
+        found = getattr(importlib.import_module(f"caramba_fast.{module}"), name)
+        assert getattr(caramba_fast, name) is found
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="caramba_fast.*no attribute 'nothing'"):
+        _ = caramba_fast.nothing
+    assert not hasattr(caramba_fast, "nothing")
+    with pytest.raises(ImportError):
+        exec("from caramba_fast import nothing")

@@ -1,0 +1,202 @@
+"""Sampling draws from the distribution that the filters leave."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from caramba_fast.infer import GenerateConfig
+from caramba_fast.infer.sampling import filtered_logits, sample
+
+DRAWS = 20_000
+#: chi-square quantiles at p = 1e-4, by degrees of freedom.
+CHI_SQUARE = {1: 15.14, 2: 18.42, 3: 21.11, 4: 23.51, 5: 25.74, 6: 27.86, 7: 29.88}
+
+
+def config(**changes: Any) -> GenerateConfig:
+    return GenerateConfig(**{"temperature": 1.0, **changes})
+
+
+def kept(scores: Tensor) -> list[set[int]]:
+    return [set(torch.nonzero(row > -torch.inf).flatten().tolist()) for row in scores]
+
+
+def brute_force(
+    logits: list[float], temperature: float, top_k: int | None, top_p: float | None
+) -> dict[int, float]:
+    """Token -> probability, in plain Python floats; no ties expected."""
+    scores = {token: value / temperature for token, value in enumerate(logits)}
+    order = sorted(scores, key=lambda token: -scores[token])
+    order = order[:top_k] if top_k else order
+    top = scores[order[0]]
+    weights = {token: math.exp(scores[token] - top) for token in order}
+    total = sum(weights.values())
+    if top_p is not None:
+        chosen, reached = [], 0.0
+        for token in order:
+            chosen.append(token)
+            reached += weights[token] / total
+            if reached >= top_p:
+                break
+        weights = {token: weights[token] for token in chosen}
+        total = sum(weights.values())
+    return {token: weight / total for token, weight in weights.items()}
+
+
+def near_a_boundary(
+    logits: list[float], temperature: float, top_k: int | None, top_p: float | None
+) -> bool:
+    """Whether float32 may round a cumulative probability to the other side of top_p."""
+    if top_p is None:
+        return False
+    free = sorted(brute_force(logits, temperature, top_k, None).values(), reverse=True)
+    return bool(np.min(np.abs(np.cumsum(free) - top_p)) < 1e-4)
+
+
+DISTINCT = st.lists(st.integers(-80, 80), min_size=1, max_size=40, unique=True).map(
+    lambda values: [value / 10 for value in values]
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    DISTINCT,
+    st.sampled_from([0.3, 0.7, 1.0, 1.9]),
+    st.one_of(st.none(), st.integers(1, 45)),
+    st.one_of(st.none(), st.floats(0.001, 1.0)),
+)
+def test_filters_equal_brute_force(
+    logits: list[float], temperature: float, top_k: int | None, top_p: float | None
+) -> None:
+    assume(not near_a_boundary(logits, temperature, top_k, top_p))
+    wanted = brute_force(logits, temperature, top_k, top_p)
+    choice = config(temperature=temperature, top_k=top_k, top_p=top_p)
+    scores = filtered_logits(torch.tensor([logits, logits[::-1]]), choice)
+    last = len(logits) - 1
+    assert kept(scores) == [set(wanted), {last - token for token in wanted}]
+    probability = scores.softmax(-1)[0]
+    for token, p in wanted.items():
+        assert probability[token] == pytest.approx(p, abs=1e-5)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([0.5, 1.0, 1.3]),
+    st.one_of(st.none(), st.integers(1, 60)),
+    st.one_of(st.none(), st.floats(0.01, 0.999)),
+)
+def test_the_order_is_that_of_transformers(
+    seed: int, temperature: float, top_k: int | None, top_p: float | None
+) -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(seed)) * 3
+    rows = logits.tolist()
+    assume(not any(near_a_boundary(row, temperature, top_k, top_p) for row in rows))
+    scores = TemperatureLogitsWarper(temperature)(None, logits.clone())
+    if top_k is not None:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p is not None:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    ours = filtered_logits(logits, config(temperature=temperature, top_k=top_k, top_p=top_p))
+    torch.testing.assert_close(ours, scores)
+
+
+@pytest.mark.parametrize("top_p", [1e-30, 1e-6, 0.2])
+@pytest.mark.parametrize("size", [1, 2, 50_000])
+def test_top_p_keeps_at_least_the_likeliest(top_p: float, size: int) -> None:
+    logits = torch.zeros(2, size)
+    logits[:, -1] = 20.0
+    assert kept(filtered_logits(logits, config(top_p=top_p))) == [{size - 1}] * 2
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.99999])
+def test_top_p_keeps_a_token_of_equal_logits(top_p: float) -> None:
+    count = len(kept(filtered_logits(torch.zeros(1, 100), config(top_p=top_p)))[0])
+    assert 1 <= count <= 100
+    assert abs(count - 100 * top_p) <= 1.01
+
+
+@pytest.mark.parametrize("changes", [{}, dict(top_p=1.0), dict(top_k=8), dict(top_k=1000)], ids=str)
+def test_filters_that_keep_everything_change_nothing(changes: dict[str, Any]) -> None:
+    logits = torch.randn(4, 8)
+    torch.testing.assert_close(filtered_logits(logits, config(**changes)), logits)
+
+
+def test_the_logits_that_came_in_are_left_alone() -> None:
+    logits = torch.randn(2, 9)
+    before = logits.clone()
+    choice = config(temperature=0.5, top_k=3, top_p=0.5)
+    filtered_logits(logits, choice)
+    sample(logits, choice, None)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_filters_work_in_float32(dtype: torch.dtype) -> None:
+    logits = torch.randn(2, 9).to(dtype)
+    scores = filtered_logits(logits, config(temperature=0.7))
+    torch.testing.assert_close(scores, logits.float() / 0.7)
+
+
+def test_temperature_0_takes_the_largest_logit() -> None:
+    logits = torch.randn(64, 33)
+    out = sample(logits, config(temperature=0.0), None)
+    assert out.dtype == torch.int64
+    assert torch.equal(out, logits.argmax(-1))
+
+
+def test_temperature_0_uses_no_randomness() -> None:
+    state = torch.get_rng_state()
+    sample(torch.randn(2, 3, generator=torch.Generator()), config(temperature=0.0, top_p=0.5), None)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-10, 1e-38, 1e-44, 1e-300])
+def test_a_tiny_temperature_is_greedy_in_the_limit(temperature: float) -> None:
+    logits = torch.tensor([[2.0, 5.0, -40.0], [-1.0, -3.0, -7.0]])
+    out = sample(logits, config(temperature=temperature), torch.Generator().manual_seed(0))
+    assert out.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        dict(temperature=0.6),
+        dict(temperature=1.7),
+        dict(top_k=3),
+        dict(top_p=0.8),
+        dict(temperature=1.5, top_k=5, top_p=0.7),
+    ],
+    ids=str,
+)
+def test_frequencies_follow_the_distribution(changes: dict[str, Any]) -> None:
+    logits = [1.2, -0.4, 2.0, 0.1, 0.7, -1.5, 1.5, 0.4]
+    choice = config(**changes)
+    wanted = brute_force(logits, choice.temperature, choice.top_k, choice.top_p)
+    rows = torch.tensor(logits).expand(DRAWS, -1)
+    drawn = sample(rows, choice, torch.Generator().manual_seed(1234))
+    counts = torch.bincount(drawn, minlength=len(logits)).tolist()
+    assert {token for token, count in enumerate(counts) if count} == set(wanted)
+    statistic = sum((counts[t] - DRAWS * p) ** 2 / (DRAWS * p) for t, p in wanted.items())
+    assert statistic < CHI_SQUARE[len(wanted) - 1]
+
+
+def test_frequencies_of_single_draws_one_after_another() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    generator = torch.Generator().manual_seed(77)
+    choice = config()
+    counts = [0, 0, 0]
+    for _ in range(DRAWS // 10):
+        counts[int(sample(logits, choice, generator))] += 1
+    wanted = (logits[0].softmax(-1) * (DRAWS // 10)).tolist()
+    statistic = sum((c - w) ** 2 / w for c, w in zip(counts, wanted, strict=True))
+    assert statistic < CHI_SQUARE[2]
