@@ -78,13 +78,14 @@ class LayerCacheContract:
         expected, _ = dense.attend(q, *cache.get(), [20, 13], window=window)
         assert relative_l2(out, expected) <= RELATIVE_L2[torch.float32]
 
-    def test_attend_in_several_passes_equals_one(self, kind, monkeypatch):
-        cache, _, _ = self.filled(kind, 40)
-        q = torch.randn(BATCH, HEADS, 30, DIM)
+    def test_many_queries_in_pieces_equal_single_steps(self, kind):
+        cache, _, _ = self.filled(kind, 60)
+        q = torch.randn(BATCH, HEADS, 40, DIM)
         whole = cache.attend(q, return_softmax_lse=True)
-        monkeypatch.setattr("caramba_fast.cache.layer.SCORES_PER_PASS", BATCH * HEADS * 128 * 7)
-        for a, b in zip(whole, cache.attend(q, return_softmax_lse=True), strict=True):
+        for a, b in zip(whole, cache.attend(q, return_softmax_lse=True, q_chunk=7), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        expected, _ = dense.attend(q, *cache.get(), [60, 60])
+        assert relative_l2(whole[0], expected) <= RELATIVE_L2[torch.float32]
 
     def test_padded_queries_of_a_short_row_do_not_disturb_the_real_ones(self, kind):
         cache, _, _ = self.filled(kind, 6)
@@ -168,7 +169,7 @@ class LayerCacheContract:
             (lambda c: c.append(tokens(1), torch.randn(2, 1, 64)), r"v has shape \(2, 1, 64\)"),
             (lambda c: c.append(tokens(1, batch=3), tokens(1)), "k has shape"),
             (lambda c: c.append(tokens(0), tokens(0)), "T >= 1"),
-            (lambda c: c.append(tokens(2), tokens(1)), "k has 2 tokens and v 1"),
+            (lambda c: c.append(tokens(2), tokens(1)), "k has 2, v has 1 tokens"),
             (lambda c: c.append(tokens(1).long(), tokens(1)), "k has dtype torch.int64"),
             (lambda c: c.append(tokens(2), tokens(2), [1, 3]), r"new_lens\[1\] is 3"),
             (lambda c: c.append(tokens(2), tokens(2), [1]), "1 entries for 2 rows"),

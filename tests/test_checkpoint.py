@@ -108,7 +108,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "config.json",
     ),
     "no model_type": (lambda f: drop_field(f, "model_type"), "model_type"),
-    "unsupported model_type": (lambda f: set_fields(f, model_type="gpt2"), "model_type.*gpt2.*llama"),
+    "unsupported model_type": (
+        lambda f: set_fields(f, model_type="gpt2"),
+        "model_type.*gpt2.*llama",
+    ),
     "unsupported activation": (lambda f: set_fields(f, hidden_act="gelu"), "hidden_act.*gelu"),
     "unsupported rope": (
         lambda f: set_fields(f, rope_parameters={"rope_type": "longrope"}),

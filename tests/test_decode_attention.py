@@ -7,7 +7,6 @@ import torch
 from tolerances import RELATIVE_L2, relative_l2
 
 from caramba_fast.ops import KVView, decode_attention, merge_state, use_backend
-from caramba_fast.ops.options import UNBUILT
 from caramba_fast.ops.view import Lanes
 
 
@@ -190,22 +189,14 @@ def test_opcheck_and_fullgraph(kind):
         torch.testing.assert_close(run(q), decode_attention(q, k, v, seqlens, n_kv_heads=kv_heads))
 
 
-def test_options_that_are_not_built_raise_by_name():
-    q, k, v, _, _, seqlens, kv_heads = case()
-    used = {name: True if isinstance(unused, bool) else 4 if unused == 0 else q for name, unused in UNBUILT.items()}
-    for name, value in used.items():
-        with pytest.raises(NotImplementedError, match=name):
-            decode_attention(q, k, v, seqlens, n_kv_heads=kv_heads, **{name: value})
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(q=torch.randn(2, 4, 64)), r"q has shape \(2, 4, 64\); \(B, H_q, T, D\)"),
+        (dict(q=torch.randn(2, 4, 64)), r"q has shape \(2, 4, 64\), .*\(B, H_q, T, D\)"),
         (dict(q=torch.randn(2, 4, 0, 64)), "none of them 0"),
         (dict(q=torch.randn(2, 3, 1, 64)), "3 heads, not a multiple of n_kv_heads=2"),
         (dict(q=torch.randn(2, 4, 1, 48)), "q has head_dim 48"),
-        (dict(q=torch.randn(3, 4, 1, 64)), "B=3 as in q"),
+        (dict(q=torch.randn(3, 4, 1, 64)), "B=3 as in q is needed"),
         (dict(q=torch.randn(2, 4, 1, 64, dtype=torch.float64)), "q has dtype torch.float64"),
         (dict(n_kv_heads=0), "n_kv_heads=0"),
         (dict(cache_seqlens=torch.tensor([3, 4])), "int32 is needed"),
@@ -213,7 +204,7 @@ def test_options_that_are_not_built_raise_by_name():
         (dict(window_size=(-2, 0)), "window_size is"),
         (dict(softcap=-1.0), "softcap is -1.0"),
         (dict(num_splits=-1), "num_splits is -1"),
-        (dict(cache_leftpad=torch.tensor([0, 0])), "cache_leftpad has shape"),
+        (dict(cache_leftpad=torch.tensor([0, 0])), r"cache_leftpad is \(2,\) torch.int64"),
     ],
 )
 def test_bad_input_says_what_is_wrong_and_what_is_allowed(change, message):

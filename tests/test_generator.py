@@ -1,4 +1,4 @@
-"""Generator: the tokens are the model's own, whatever the turns, the batch and the interruptions."""
+"""Generator: the tokens are the model's own, whatever the turns, the batch, the breaks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model(device: torch.device) -> Transformer:
 
 
 def greedy(model: Transformer, **settings: Any) -> Generator:
-    defaults = dict(temperature=0.0, cache_kind="fp32", max_new_tokens=6, max_seq_len=128)
+    defaults = {"temperature": 0.0, "cache_kind": "fp32", "max_new_tokens": 6, "max_seq_len": 128}
     return Generator(model, **{**defaults, **settings})
 
 
@@ -148,6 +148,13 @@ def test_no_gradient_is_recorded(model: Transformer) -> None:
         assert not generator.decode_step([4]).requires_grad
 
 
+def test_a_conversation_begun_in_inference_mode_goes_on_outside_it(model: Transformer) -> None:
+    generator = greedy(model)
+    with torch.inference_mode():
+        history = generator.generate([A])[0].tolist()
+    assert generator.generate([MORE]).tolist() == [MORE + uncached(model, history + MORE)]
+
+
 # -- turns -----------------------------------------------------------------------------------
 
 
@@ -202,7 +209,16 @@ def test_rollback_of_single_rows(model: Transformer, counts: Sequence[int] | Ten
         (torch.tensor([1.0, 0.0]), TypeError),
         (True, TypeError),
     ],
-    ids=["too many", "negative", "rows", "too many of a row", "text", "floats", "float tensor", "bool"],
+    ids=[
+        "too many",
+        "negative",
+        "rows",
+        "too many of a row",
+        "text",
+        "floats",
+        "float tensor",
+        "bool",
+    ],
 )
 def test_a_rollback_that_cannot_be_changes_nothing(
     model: Transformer, counts: Any, error: type[Exception]
@@ -237,9 +253,7 @@ def test_prefill_and_decode_step_give_the_logits_of_a_whole_forward(model: Trans
         assert logits.shape == (1, VOCABULARY)
         torch.testing.assert_close(logits[0], next_logits(model, history), atol=1e-3, rtol=0)
     logits = generator.prefill(torch.tensor([MORE]))
-    torch.testing.assert_close(
-        logits[0], next_logits(model, history + MORE), atol=1e-3, rtol=0
-    )
+    torch.testing.assert_close(logits[0], next_logits(model, history + MORE), atol=1e-3, rtol=0)
 
 
 def test_decode_step_feeds_the_pending_token_first(model: Transformer) -> None:
@@ -340,7 +354,7 @@ def test_any_sequence_of_calls_keeps_the_history(model: Transformer, seed: int) 
 
     def add(new: list[list[int]]) -> None:
         for row, tokens in zip(rows, new, strict=True):
-            row += tokens
+            row.extend(tokens)
 
     for turn in range(14):
         action = draw.choice(["generate", "iterate", "prefill", "step", "rollback"])
@@ -479,7 +493,9 @@ def test_any_of_several_eos_ids_ends_a_row(model: Transformer) -> None:
     assert out[0, len(A) :].tolist() == path[: path.index(path[3]) + 1]
 
 
-def test_every_eos_id_of_the_checkpoint_ends_a_row(device: torch.device, model: Transformer) -> None:
+def test_every_eos_id_of_the_checkpoint_ends_a_row(
+    device: torch.device, model: Transformer
+) -> None:
     path = uncached(model, A, 12)
     unused = next(i for i in range(VOCABULARY) if i not in path)
     named = new_model(device, eos_token_id=(unused, path[3]))
@@ -504,6 +520,15 @@ def test_eos_id_0_counts(device: torch.device, model: Transformer) -> None:
     assert 0 in path
     out = greedy(named, max_new_tokens=steps).generate([A])
     assert out[0, len(A) :].tolist() == path[: path.index(0) + 1]
+
+
+@pytest.mark.parametrize("source", ["config", "model"])
+def test_an_empty_list_of_eos_ids_never_ends_a_row(
+    device: torch.device, model: Transformer, source: str
+) -> None:
+    named = new_model(device, eos_token_id=() if source == "model" else 3)
+    settings = {"eos_token_id": []} if source == "config" else {}
+    assert greedy(named, **settings).generate([A]).tolist() == [A + uncached(model, A)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 9])
@@ -537,7 +562,7 @@ def test_generate_iter_yields_ints_for_one_row(model: Transformer) -> None:
 
 def test_generate_iter_yields_a_tensor_of_rows_for_a_batch(model: Transformer) -> None:
     eos = an_eos_for(model, A, [B], 12)
-    settings = dict(max_new_tokens=12, eos_token_id=eos, pad_token_id=PAD)
+    settings = {"max_new_tokens": 12, "eos_token_id": eos, "pad_token_id": PAD}
     steps = list(greedy(model, **settings).generate_iter([A, B]))
     assert all(s.shape == (2,) and s.dtype == torch.int64 and s.device.type == "cpu" for s in steps)
     whole = greedy(model, **settings).generate([A, B])
@@ -691,12 +716,14 @@ def test_the_longest_row_decides_and_is_named(model: Transformer) -> None:
 # -- failures in the middle --------------------------------------------------------------------
 
 
-class Broken(Exception):
+class BrokenLayerError(Exception):
     """What a failing layer raises."""
 
 
 @pytest.fixture
-def break_at(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+def break_at(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[int], None]]:
     """Makes the second layer fail at its n-th call from now."""
     layer = model.model.layers[1]
     whole = layer.forward
@@ -705,7 +732,7 @@ def break_at(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         left[0] -= 1
         if left[0] == -1:
-            raise Broken
+            raise BrokenLayerError
         return whole(*args, **kwargs)
 
     def arm(call: int) -> None:
@@ -730,7 +757,7 @@ def test_a_prompt_that_fails_leaves_the_conversation(
     generator.generate(starts)
     before = lengths_of(generator)
     break_at(0)
-    with pytest.raises(Broken):
+    with pytest.raises(BrokenLayerError):
         generator.generate(rows)
     assert lengths_of(generator) == before
     expected = [
@@ -745,7 +772,7 @@ def test_a_first_prompt_that_fails_leaves_no_conversation(
 ) -> None:
     generator = greedy(model)
     break_at(0)
-    with pytest.raises(Broken):
+    with pytest.raises(BrokenLayerError):
         generator.generate([A, B])
     assert generator.generate([C]).tolist() == [C + uncached(model, C)]
 
@@ -756,7 +783,7 @@ def test_decode_step_that_fails_leaves_the_conversation(
     generator = greedy(model)
     generator.prefill([A])
     break_at(0)
-    with pytest.raises(Broken):
+    with pytest.raises(BrokenLayerError):
         generator.decode_step([8])
     logits = generator.decode_step([8])
     torch.testing.assert_close(logits[0], next_logits(model, [*A, 8]), atol=1e-3, rtol=0)
@@ -769,7 +796,7 @@ def test_a_step_that_fails_keeps_what_was_yielded(
     generator = greedy(model)
     break_at(step)
     seen: list[int] = []
-    with pytest.raises(Broken):
+    with pytest.raises(BrokenLayerError):
         seen.extend(generator.generate_iter([A]))
     seen = uncached(model, A, step)
     assert generator.generate([MORE]).tolist() == [MORE + uncached(model, A + seen + MORE)]
@@ -782,7 +809,7 @@ def test_a_step_that_fails_after_a_row_ended_keeps_both_rows(
     generator = greedy(model, max_new_tokens=12, eos_token_id=eos)
     ended = uncached(model, A, 12).index(eos)
     break_at(ended + 2)
-    with pytest.raises(Broken):
+    with pytest.raises(BrokenLayerError):
         list(generator.generate_iter([A, B]))
     rows = [A + uncached(model, A, ended + 1) + MORE, B + uncached(model, B, ended + 2) + REST]
     for row, out in zip(rows, generator.prefill([MORE, REST]), strict=True):
@@ -797,7 +824,7 @@ def test_generate_that_fails_after_some_steps_leaves_the_conversation(
     history = generator.generate([A])[0].tolist()
     before = lengths_of(generator)
     break_at(3)
-    with pytest.raises(Broken):
+    with pytest.raises(BrokenLayerError):
         generator.generate([MORE])
     assert lengths_of(generator) == before
     assert generator.generate([MORE]).tolist() == [MORE + uncached(model, history + MORE)]
@@ -822,34 +849,32 @@ def test_sampling_that_fails_does_not_feed_a_token_twice(
         with pytest.raises(RuntimeError):
             next(steps)
     logits = generator.prefill([MORE])
-    torch.testing.assert_close(
-        logits[0], next_logits(model, A + seen + MORE), atol=1e-3, rtol=0
-    )
+    torch.testing.assert_close(logits[0], next_logits(model, A + seen + MORE), atol=1e-3, rtol=0)
 
 
 # -- settings and input that are wrong ---------------------------------------------------------
 
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown kind": (dict(cache_kind="q3"), "cache_kind.*q3.*fp32, fp16, bf16, q8_0, q4_0, nf4"),
-    "kind of another type": (dict(cache_kind=4), "cache_kind.*fp16"),
-    "auto": (dict(cache_kind="auto"), "cache_kind.*not available.*fp32, fp16, bf16"),
-    "negative temperature": (dict(temperature=-0.1), "temperature.*greater than or equal to 0"),
-    "infinite temperature": (dict(temperature=float("inf")), "temperature.*finite"),
-    "nan temperature": (dict(temperature=float("nan")), "temperature.*finite"),
-    "top_p 0": (dict(top_p=0.0), "top_p.*greater than 0"),
-    "top_p 1.5": (dict(top_p=1.5), "top_p.*less than or equal to 1"),
-    "top_p nan": (dict(top_p=float("nan")), "top_p"),
-    "top_k 0": (dict(top_k=0), "top_k.*greater than or equal to 1"),
-    "no new tokens": (dict(max_new_tokens=0), "max_new_tokens.*greater than or equal to 1"),
-    "no room": (dict(max_seq_len=0), "max_seq_len.*greater than or equal to 1"),
-    "unknown field": (dict(top_q=1), "top_q"),
-    "block": (dict(cache_qblock=48), "qblock.*48.*32, 64, 128"),
-    "prefill": (dict(prefill="fast"), "prefill.*'exact' or 'stored'"),
-    "negative eos": (dict(eos_token_id=-1), "eos_token_id.*0 or more"),
-    "negative eos in a list": (dict(eos_token_id=[3, -1]), "eos_token_id.*0 or more"),
-    "negative pad": (dict(pad_token_id=-1), "pad_token_id.*greater than or equal to 0"),
-    "negative seed": (dict(seed=-1), "seed.*greater than or equal to 0"),
-    "eos both ways": (dict(ignore_eos=True, eos_token_id=3), "ignore_eos.*eos_token_id"),
+    "unknown kind": ({"cache_kind": "q3"}, "cache_kind.*q3.*fp32, fp16, bf16, q8_0, q4_0, nf4"),
+    "kind of another type": ({"cache_kind": 4}, "cache_kind.*fp16"),
+    "auto": ({"cache_kind": "auto"}, "cache_kind.*not available.*fp32, fp16, bf16"),
+    "negative temperature": ({"temperature": -0.1}, "temperature.*greater than or equal to 0"),
+    "infinite temperature": ({"temperature": float("inf")}, "temperature.*finite"),
+    "nan temperature": ({"temperature": float("nan")}, "temperature.*finite"),
+    "top_p 0": ({"top_p": 0.0}, "top_p.*greater than 0"),
+    "top_p 1.5": ({"top_p": 1.5}, "top_p.*less than or equal to 1"),
+    "top_p nan": ({"top_p": float("nan")}, "top_p"),
+    "top_k 0": ({"top_k": 0}, "top_k.*greater than or equal to 1"),
+    "no new tokens": ({"max_new_tokens": 0}, "max_new_tokens.*greater than or equal to 1"),
+    "no room": ({"max_seq_len": 0}, "max_seq_len.*greater than or equal to 1"),
+    "unknown field": ({"top_q": 1}, "top_q"),
+    "block": ({"cache_qblock": 48}, "qblock.*48.*32, 64, 128"),
+    "prefill": ({"prefill": "fast"}, "prefill.*'exact' or 'stored'"),
+    "negative eos": ({"eos_token_id": -1}, "eos_token_id.*0 or more"),
+    "negative eos in a list": ({"eos_token_id": [3, -1]}, "eos_token_id.*0 or more"),
+    "negative pad": ({"pad_token_id": -1}, "pad_token_id.*greater than or equal to 0"),
+    "negative seed": ({"seed": -1}, "seed.*greater than or equal to 0"),
+    "eos both ways": ({"ignore_eos": True, "eos_token_id": 3}, "ignore_eos.*eos_token_id"),
 }
 
 
@@ -883,7 +908,7 @@ def test_special_ids_outside_the_vocabulary_are_refused(model: Transformer, fiel
 
 
 def test_a_block_that_does_not_fit_the_heads_is_refused(model: Transformer) -> None:
-    with pytest.raises(ValueError, match="qblock.*32"):
+    with pytest.raises(ValueError, match=r"qblock.*32"):
         greedy(model, cache_kind="q4", cache_qblock=64).generate([A])
 
 

@@ -35,27 +35,32 @@ from caramba_fast.models import (
 TOLERANCE = 1e-4
 TOKENS = 21
 WINDOW = 6
-SIZES: dict[str, Any] = dict(
-    vocab_size=97,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-)
-LLAMA3 = dict(
-    rope_type="llama3",
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=64,
-    rope_theta=500.0,
-)
-YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, rope_theta=10000.0)
-LINEAR = dict(rope_type="linear", factor=4.0, rope_theta=10000.0)
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 500.0,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 ROPES: dict[str, dict[str, Any]] = {
-    "theta": dict(rope_type="default", rope_theta=777.0),
+    "theta": {"rope_type": "default", "rope_theta": 777.0},
     "linear": LINEAR,
     "llama3": LLAMA3,
     "yarn": YARN,
@@ -63,26 +68,30 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn-mscale": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
     "yarn-betas": {**YARN, "beta_fast": 8.0, "beta_slow": 0.5, "truncate": False},
 }
-WINDOWED: dict[str, Any] = dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=0)
+WINDOWED: dict[str, Any] = {
+    "use_sliding_window": True,
+    "sliding_window": WINDOW,
+    "max_window_layers": 0,
+}
 VARIANTS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
-    "llama-mha": (LlamaConfig, dict(num_key_value_heads=4)),
-    "llama-mqa": (LlamaConfig, dict(num_key_value_heads=1)),
-    "llama-tied": (LlamaConfig, dict(tie_word_embeddings=True)),
-    "llama-wide-heads": (LlamaConfig, dict(head_dim=32)),
-    "llama-attention-bias": (LlamaConfig, dict(attention_bias=True)),
-    "llama-mlp-bias": (LlamaConfig, dict(mlp_bias=True)),
-    "llama-eps": (LlamaConfig, dict(rms_norm_eps=1e-2)),
-    "mistral-window": (MistralConfig, dict(sliding_window=WINDOW)),
-    "mistral-full": (MistralConfig, dict(sliding_window=None)),
+    "llama-mha": (LlamaConfig, {"num_key_value_heads": 4}),
+    "llama-mqa": (LlamaConfig, {"num_key_value_heads": 1}),
+    "llama-tied": (LlamaConfig, {"tie_word_embeddings": True}),
+    "llama-wide-heads": (LlamaConfig, {"head_dim": 32}),
+    "llama-attention-bias": (LlamaConfig, {"attention_bias": True}),
+    "llama-mlp-bias": (LlamaConfig, {"mlp_bias": True}),
+    "llama-eps": (LlamaConfig, {"rms_norm_eps": 1e-2}),
+    "mistral-window": (MistralConfig, {"sliding_window": WINDOW}),
+    "mistral-full": (MistralConfig, {"sliding_window": None}),
     "qwen2": (Qwen2Config, {}),
-    "qwen2-tied": (Qwen2Config, dict(tie_word_embeddings=True)),
+    "qwen2-tied": (Qwen2Config, {"tie_word_embeddings": True}),
     "qwen2-window": (Qwen2Config, WINDOWED),
     "qwen2-window-in-no-layer": (Qwen2Config, {**WINDOWED, "max_window_layers": 2}),
-    "qwen3": (Qwen3Config, dict(head_dim=32)),
-    "qwen3-attention-bias": (Qwen3Config, dict(head_dim=16, attention_bias=True)),
+    "qwen3": (Qwen3Config, {"head_dim": 32}),
+    "qwen3-attention-bias": (Qwen3Config, {"head_dim": 16, "attention_bias": True}),
     "qwen3-window": (Qwen3Config, dict(head_dim=32, **WINDOWED)),
-    **{f"rope-{name}": (LlamaConfig, dict(rope_parameters=rope)) for name, rope in ROPES.items()},
+    **{f"rope-{name}": (LlamaConfig, {"rope_parameters": rope}) for name, rope in ROPES.items()},
 }
 
 
@@ -143,9 +152,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> Cas
 
 def new_cache(model: Transformer, rows: int, length: int = 64, **options: Any) -> ModelKVCache:
     kind = KVCacheTensorConfig(kind=options.pop("kind", "fp32"))
-    return ModelKVCache(
-        model.cache_layout, rows, length, kind, kind, model.device, **options
-    )
+    return ModelKVCache(model.cache_layout, rows, length, kind, kind, model.device, **options)
 
 
 @torch.no_grad()
@@ -200,7 +207,7 @@ def test_the_older_spelling_of_rope_gives_the_same_logits(
     tmp_path: Path, rope: str, key: str
 ) -> None:
     parameters = ROPES[rope]
-    model = written_by_transformers(tmp_path, LlamaConfig, dict(rope_parameters=parameters))
+    model = written_by_transformers(tmp_path, LlamaConfig, {"rope_parameters": parameters})
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
     config.pop("rope_parameters")
@@ -236,7 +243,7 @@ def test_layers_that_mix_full_and_sliding_attention_are_refused(tmp_path: Path) 
 
 def test_yarn_without_a_factor_takes_the_ratio_of_the_lengths(tmp_path: Path) -> None:
     model = written_by_transformers(
-        tmp_path, LlamaConfig, dict(rope_parameters={**YARN, "factor": None})
+        tmp_path, LlamaConfig, {"rope_parameters": {**YARN, "factor": None}}
     )
     ids = random_ids()
     assert_close(native_logits(load_model(tmp_path), ids), logits_of(model, ids))
@@ -244,7 +251,7 @@ def test_yarn_without_a_factor_takes_the_ratio_of_the_lengths(tmp_path: Path) ->
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_shards_with_an_index_load_like_one_file(tmp_path: Path, tied: bool) -> None:
-    changes = dict(tie_word_embeddings=tied)
+    changes = {"tie_word_embeddings": tied}
     model = written_by_transformers(tmp_path, LlamaConfig, changes, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     ids = random_ids()
@@ -270,7 +277,7 @@ def test_a_loaded_model_is_frozen_and_in_eval_mode(llama: Case) -> None:
 
 
 def test_tied_embeddings_stay_one_tensor_when_the_model_is_cast(tmp_path: Path) -> None:
-    written_by_transformers(tmp_path, LlamaConfig, dict(tie_word_embeddings=True))
+    written_by_transformers(tmp_path, LlamaConfig, {"tie_word_embeddings": True})
     native = load_model(tmp_path).to(torch.bfloat16)
     assert native.lm_head.weight.data_ptr() == native.model.embed_tokens.weight.data_ptr()
 
@@ -364,16 +371,16 @@ def test_exact_prefill_does_not_see_the_storage_kind(llama: Case, kind: str, tok
 
 NATIVE: dict[str, dict[str, Any]] = {
     "llama": {},
-    "llama-biases": dict(qkv_bias=True, o_bias=True, mlp_bias=True),
-    "llama-tied": dict(tie_word_embeddings=True),
-    "mistral": dict(model_type="mistral"),
-    "mistral-window": dict(model_type="mistral", sliding_window=WINDOW),
-    "qwen2": dict(model_type="qwen2", qkv_bias=True),
-    "qwen2-window": dict(model_type="qwen2", qkv_bias=True, sliding_window=WINDOW),
-    "qwen3": dict(model_type="qwen3", qk_norm=True),
-    "qwen3-window": dict(model_type="qwen3", qk_norm=True, sliding_window=WINDOW),
-    "special-ids": dict(bos_token_id=4, eos_token_id=(5, 6), pad_token_id=7),
-    **{f"rope-{name}": dict(rope=RopeParameters(**rope)) for name, rope in ROPES.items()},
+    "llama-biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    "llama-tied": {"tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral"},
+    "mistral-window": {"model_type": "mistral", "sliding_window": WINDOW},
+    "qwen2": {"model_type": "qwen2", "qkv_bias": True},
+    "qwen2-window": {"model_type": "qwen2", "qkv_bias": True, "sliding_window": WINDOW},
+    "qwen3": {"model_type": "qwen3", "qk_norm": True},
+    "qwen3-window": {"model_type": "qwen3", "qk_norm": True, "sliding_window": WINDOW},
+    "special-ids": {"bos_token_id": 4, "eos_token_id": (5, 6), "pad_token_id": 7},
+    **{f"rope-{name}": {"rope": RopeParameters(**rope)} for name, rope in ROPES.items()},
 }
 
 
@@ -400,7 +407,9 @@ def test_a_folder_written_here_loads_in_transformers(own_folder: tuple[Path, Tra
     assert_close(native_logits(model, ids), logits_of(theirs, ids))
 
 
-@pytest.mark.parametrize("name", ["llama", "special-ids", "mistral", "mistral-window", "qwen2-window"])
+@pytest.mark.parametrize(
+    "name", ["llama", "special-ids", "mistral", "mistral-window", "qwen2-window"]
+)
 def test_transformers_reads_the_config_as_it_was_meant(tmp_path: Path, name: str) -> None:
     """What is None here must not come back as a default of the family."""
     ours = written_here(tmp_path, NATIVE[name]).config

@@ -114,7 +114,9 @@ def test_an_empty_mask_row_is_not_hidden_by_padding_of_another() -> None:
 
 
 @given(
-    st.lists(st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=8), min_size=2, max_size=5),
+    st.lists(
+        st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=8), min_size=2, max_size=5
+    ),
     st.booleans(),
     st.integers(0, 3),
 )

@@ -124,7 +124,7 @@ def test_top_p_keeps_a_token_of_equal_logits(top_p: float) -> None:
     assert abs(count - 100 * top_p) <= 1.01
 
 
-@pytest.mark.parametrize("changes", [{}, dict(top_p=1.0), dict(top_k=8), dict(top_k=1000)], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"top_p": 1.0}, {"top_k": 8}, {"top_k": 1000}], ids=str)
 def test_filters_that_keep_everything_change_nothing(changes: dict[str, Any]) -> None:
     logits = torch.randn(4, 8)
     torch.testing.assert_close(filtered_logits(logits, config(**changes)), logits)
@@ -170,11 +170,11 @@ def test_a_tiny_temperature_is_greedy_in_the_limit(temperature: float) -> None:
     "changes",
     [
         {},
-        dict(temperature=0.6),
-        dict(temperature=1.7),
-        dict(top_k=3),
-        dict(top_p=0.8),
-        dict(temperature=1.5, top_k=5, top_p=0.7),
+        {"temperature": 0.6},
+        {"temperature": 1.7},
+        {"top_k": 3},
+        {"top_p": 0.8},
+        {"temperature": 1.5, "top_k": 5, "top_p": 0.7},
     ],
     ids=str,
 )

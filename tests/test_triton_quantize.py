@@ -86,11 +86,16 @@ def test_layouts(kind: str, layout: str, device: torch.device) -> None:
 
 @quantized
 def test_dequantize_reads_strided_codes_and_scales(kind: str, device: torch.device) -> None:
-    codes, scales = quantize_reference(torch.randn(2, 3, 9, 64), kind, 32)
-    codes, scales = codes[:, :, ::2], scales[:, :, ::2]
-    wanted = dequantize_reference(codes, scales, kind, 64, torch.float16)
-    got = dequantize(codes.to(device), scales.to(device), kind, 64, torch.float16)
-    assert_same_bits(got, wanted)
+    codes, scales = quantize_reference(torch.randn(2, 3, 9, 192), kind, 32)
+    width = codes.shape[-1] // 3
+    for part in (
+        (codes[:, :, ::2], scales[:, :, ::2]),
+        (codes[0, 0, :, width : 3 * width], scales[0, 0, :, 2:]),
+        (codes.transpose(1, 2), scales.transpose(1, 2)),
+    ):
+        dim = 32 * part[1].shape[-1]
+        got = dequantize(*(tensor.to(device) for tensor in part), kind, dim, torch.float16)
+        assert_same_bits(got, dequantize_reference(*part, kind, dim, torch.float16))
 
 
 @quantized
@@ -117,7 +122,8 @@ def test_agrees_with_ggml(kind: str, device: torch.device) -> None:
     gguf = pytest.importorskip("gguf")
     named = inputs()
     finite = ("normal", "graded", "zero", "negative zero", "ties", "halves", "midpoints")
-    x = torch.cat([named[name] for name in finite])
+    undecided = ("undecided q8_0", "undecided q4_0")
+    x = torch.cat([named[name] for name in (*finite, *undecided)])
     stored = gguf.quants.quantize(x.numpy(), gguf.GGMLQuantizationType[kind.upper()])
     stored = torch.from_numpy(stored).unflatten(-1, (x.shape[-1] // 32, -1))
     codes, scales = quantize(x.to(device), kind, 32)

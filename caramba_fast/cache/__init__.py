@@ -1,8 +1,22 @@
 """Caches: what a model has seen, stored in any kind, grown, cropped and attended to."""
 
-from caramba_fast.cache.layer import LayerKVCache
+from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerCache, LayerKVCache
 from caramba_fast.cache.lengths import RowLengths
-from caramba_fast.cache.model import LayerShape, ModelKVCache
+from caramba_fast.cache.model import AnyLayerShape, DecoupledLayerShape, LayerShape, ModelKVCache
+from caramba_fast.cache.pages import OutOfPagesError, PageAllocator, PageTable
 from caramba_fast.cache.tensor import CacheTensor
 
-__all__ = ["CacheTensor", "LayerKVCache", "LayerShape", "ModelKVCache", "RowLengths"]
+__all__ = [
+    "AnyLayerShape",
+    "CacheTensor",
+    "DecoupledLayerKVCache",
+    "DecoupledLayerShape",
+    "LayerCache",
+    "LayerKVCache",
+    "LayerShape",
+    "ModelKVCache",
+    "OutOfPagesError",
+    "PageAllocator",
+    "PageTable",
+    "RowLengths",
+]

@@ -1,66 +1,98 @@
-"""LayerKVCache: the K and V cache of one attention layer, stored in any mix of kinds."""
+"""Caches of one attention layer: standard (K, V) and decoupled (K_sem, K_geo, V).
+
+What grows, shrinks and moves is the same for both, contiguous or paged, with or without tail and sinks:
+it is written once, in `LayerCache`, over the layer's streams.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from caramba_fast.cache.lengths import Counts, RowLengths
+from caramba_fast.cache.pages import PageAllocator, PageTable
+from caramba_fast.cache.tail import TailKeeper
 from caramba_fast.cache.tensor import CacheTensor, capacity
 from caramba_fast.config import KVCacheTensorConfig
-from caramba_fast.ops import append_, checks, decode_attention
-from caramba_fast.ops.view import Lanes
+from caramba_fast.ops import (
+    Transform,
+    append_,
+    checks,
+    decode_attention,
+    decoupled_append_,
+    decoupled_decode_attention,
+    decoupled_extend_attention,
+    extend_attention,
+)
+from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
+from caramba_fast.ops.transform import undo_on_key, undo_on_value
+from caramba_fast.ops.view import Lanes, load
 
-#: Score entries of one reference pass; more query tokens than fit go in several passes.
-SCORES_PER_PASS = 2**24
 
-
-class LayerKVCache:
-    """Contiguous cache of one layer.
+class LayerCache:
+    """Streams of one layer and the lengths of their rows; see the two classes below.
 
     Args:
         batch_size: rows.
-        max_seq_len: tokens a row can hold; memory is allocated for it, rounded up to 128.
-        k_dim, v_dim: width of K and of V over all kv heads, ``n_kv_heads * head_dim`` each.
-        k_cfg, v_cfg: how each is stored; by default fp16.
+        max_seq_len: tokens a row can hold.
+        dims: width of each stream over all kv heads.
+        configs: storage of each stream, same keys.
         device: where the buffers live.
-        n_kv_heads: kv heads; both widths must be multiples of it.
-
-    Raises:
-        ValueError: a size that is not positive or does not divide, a block that does not fit.
+        n_kv_heads: kv heads; every width is a multiple of it.
+        page_size: None for a contiguous cache (memory for max_seq_len tokens a row, rounded up to 128),
+            else tokens of a page, a multiple of 32.
+        num_pages: pages of the pool; by default enough for every row to reach max_seq_len.
     """
+
+    _append_op: Callable[..., None]
+    _decode_op: Callable[..., Any]
+    _extend_op: Callable[..., Any]
 
     def __init__(
         self,
         batch_size: int,
         max_seq_len: int,
-        k_dim: int,
-        v_dim: int,
-        k_cfg: KVCacheTensorConfig | None = None,
-        v_cfg: KVCacheTensorConfig | None = None,
-        device: torch.device | str = "cpu",
-        n_kv_heads: int = 1,
+        dims: dict[str, int],
+        configs: dict[str, KVCacheTensorConfig],
+        device: torch.device | str,
+        n_kv_heads: int,
+        page_size: int | None,
+        num_pages: int | None,
     ) -> None:
-        sizes = dict(
-            batch_size=batch_size, max_seq_len=max_seq_len, k_dim=k_dim, v_dim=v_dim,
-            n_kv_heads=n_kv_heads,
-        )  # fmt: skip
-        for name, value in sizes.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} is {value!r}; a positive int is needed")
-        for name in ("k_dim", "v_dim"):
-            if sizes[name] % n_kv_heads:
-                raise ValueError(f"{name}={sizes[name]} is not a multiple of n_kv_heads={n_kv_heads}")
+        _check_sizes(batch_size, max_seq_len, n_kv_heads, dims, page_size, num_pages)
+        _check_agreement(configs)
         self.batch_size, self.max_seq_len, self.n_kv_heads = batch_size, max_seq_len, n_kv_heads
         self.device = torch.device(device)
-        k_head, v_head = k_dim // n_kv_heads, v_dim // n_kv_heads
-        lanes, slots = Lanes.of(n_kv_heads, k_head, v_head), capacity(max_seq_len)
-        k_cfg, v_cfg = k_cfg or KVCacheTensorConfig(), v_cfg or KVCacheTensorConfig()
-        self.k = CacheTensor(batch_size, slots, lanes, k_head, k_cfg, self.device)
-        self.v = CacheTensor(batch_size, slots, lanes, v_head, v_cfg, self.device)
+        with torch.inference_mode(False):  # buffers made under it could not be written outside it
+            self._allocate(dims, configs, page_size, num_pages)
+        first = next(iter(configs.values()))
+        self.residual_len, self.tail_slack = first.residual_len, first.tail_slack
+        self._tail = TailKeeper(batch_size, first.residual_len, first.tail_len)
+
+    def _allocate(
+        self,
+        dims: dict[str, int],
+        configs: dict[str, KVCacheTensorConfig],
+        page_size: int | None,
+        num_pages: int | None,
+    ) -> None:
+        batch_size, max_seq_len, n_kv_heads = self.batch_size, self.max_seq_len, self.n_kv_heads
+        heads = {name: dim // n_kv_heads for name, dim in dims.items()}
+        lanes = Lanes.of(n_kv_heads, *heads.values())
+        self.pages: PageTable | None = None
+        blocks = (batch_size, capacity(max_seq_len))
+        if page_size is not None:
+            per_row = -(-max_seq_len // page_size)
+            blocks = (num_pages or batch_size * per_row, page_size)
+            allocator = PageAllocator(blocks[0])
+            self.pages = PageTable(batch_size, per_row, page_size, allocator, self.device)
+        self.streams = {
+            name: CacheTensor(batch_size, blocks, lanes, heads[name], configs[name], self.device)
+            for name in dims
+        }
         self.lengths = RowLengths(batch_size, self.device)
 
     # -- what it holds ------------------------------------------------------------------
@@ -77,39 +109,80 @@ class LayerKVCache:
 
     @property
     def is_empty(self) -> bool:
+        """Whether no row holds a token."""
         return self.pos == 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated: codes and scales of K and V, unused slots included."""
-        return self.k.nbytes + self.v.nbytes
+        """Bytes allocated: codes, scales, tails and sinks of all streams, unused slots, block table."""
+        table = 0 if self.pages is None else self.pages.tensor.nbytes
+        return table + sum(stream.nbytes for stream in self.streams.values())
 
-    def get(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """K (B, H_kv, pos, D_k) and V (B, H_kv, pos, D_v), dequantized; 0 past a row's length."""
-        held = torch.arange(self.pos, device=self.device) < self.seq_lens[:, None]
-        held = held[:, None, :, None]
-        k, v = self.k.values(self.pos, dtype), self.v.values(self.pos, dtype)
-        return torch.where(held, k, torch.zeros_like(k)), torch.where(held, v, torch.zeros_like(v))
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of codes and scales that one token of one row takes."""
+        parts = [x for s in self.streams.values() for x in (s.codes, s.scales) if x is not None]
+        return sum(x.nbytes / (x.shape[0] * x.shape[2]) for x in parts)
+
+    def get(
+        self, dtype: torch.dtype = torch.float32, cache_leftpad: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Every stream dequantized, in the model's basis: (B, H_kv, pos, D); 0 past a row's length.
+
+        The codes are read, not the fp16 tail or sinks.
+        """
+        position = torch.arange(self.pos, device=self.device)
+        held = (position < self.seq_lens[:, None])[:, None, :, None]
+        t = position.expand(self.batch_size, -1)
+        t = t if cache_leftpad is None else t - cache_leftpad[:, None]
+        found = []
+        for name, stream in self.streams.items():
+            x = self._stored(stream, self.pos)
+            x = undo_on_value(x, stream.transform) if name == "v" else undo_on_key(x, t, stream.transform)
+            found.append(torch.where(held, x, torch.zeros_like(x)).to(dtype))
+        return tuple(found)
+
+    def _stored(self, stream: CacheTensor, length: int) -> Tensor:
+        """(B, H_kv, length, D) float32 in the stored basis."""
+        parts = []
+        for buffer in (stream.codes, stream.scales):
+            if buffer is not None and self.pages is not None:
+                page = self.pages.columns(length).to(torch.int64).clamp(min=0)
+                buffer = buffer[page].transpose(1, 2).flatten(2, 3)  # noqa: PLW2901
+            parts.append(None if buffer is None else buffer[:, :, :length])
+        assert parts[0] is not None
+        return stream.lanes.unpack(load(parts[0], parts[1], stream.config.kind.value, torch.float32))
+
+    def set_transforms(self, **transforms: Transform) -> None:
+        """Fixes the constants streams are stored with, by stream name, until `reset`.
+
+        Raises:
+            ValueError: the cache holds tokens, a stream is unknown, or constants do not fit.
+        """
+        if not self.is_empty:
+            raise ValueError(f"transforms are fixed while tokens are cached ({self.pos} are); reset() first")
+        problems = [f"unknown stream {n!r}; streams are {', '.join(self.streams)}" for n in transforms if n not in self.streams]
+        for name, transform in transforms.items():
+            if name in self.streams:
+                dim = self.streams[name].head_dim
+                problems += transform.problems(name, self.n_kv_heads, dim, self.max_seq_len)
+        if "v" in transforms and (transforms["v"].mean is not None or transforms["v"].bias is not None):
+            problems.append("v can be scaled and rotated; mean and bias are for keys")
+        checks.raise_all("set_transforms", problems)
+        for name, transform in transforms.items():
+            self.streams[name].transform = transform.to(self.device)
 
     # -- growing ------------------------------------------------------------------------
 
-    def append(self, k: Tensor, v: Tensor, new_lens: Sequence[int] | None = None) -> None:
-        """Quantizes and stores T tokens a row.
-
-        Args:
-            k: (B, H_kv, T, D_k), or flat (B, T, k_dim); float32, float16 or bfloat16.
-            v: (B, H_kv, T, D_v), or flat (B, T, v_dim).
-            new_lens: of the T tokens of row b the first ``new_lens[b]`` count, the rest is padding;
-                by default all count.
-
-        Raises:
-            ValueError: a wrong shape, or a row that would exceed max_seq_len.
-            TypeError: a wrong dtype. The cache is unchanged in every case.
-        """
-        k, v = self._heads("k", k, self.k), self._heads("v", v, self.v)
-        tokens = k.shape[2]
-        if v.shape[2] != tokens:
-            raise ValueError(f"k has {tokens} tokens and v {v.shape[2]}; they must agree")
+    def _append(
+        self, new: dict[str, Tensor], new_lens: Sequence[int] | None, cache_leftpad: Tensor | None
+    ) -> None:
+        new = {name: self._heads(name, x, self.streams[name]) for name, x in new.items()}
+        counts = {name: x.shape[2] for name, x in new.items()}
+        tokens = next(iter(counts.values()))
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
+            raise ValueError(f"{listed} tokens; they must agree")
         added = self.lengths.per_row("new_lens", tokens if new_lens is None else new_lens)
         for row, (length, count) in enumerate(zip(self.lengths.host, added, strict=True)):
             if not 0 <= count <= tokens:
@@ -119,8 +192,27 @@ class LayerKVCache:
                     f"row {row} holds {length} tokens and cannot take {count} more: "
                     f"max_seq_len is {self.max_seq_len}"
                 )
-        append_(self.k.view(), self.v.view(), k, v, self.seq_lens)
-        self.lengths.advance(tokens, added)
+        table = None
+        if self.pages is not None:
+            self._copy_pages(self.pages.reserve(self.lengths.host, added))
+            table = self.pages.tensor
+        query_lens = None if min(added) == tokens else self.lengths.on_device(added)
+        views = [stream.view for stream in self.streams.values()]
+        type(self)._append_op(
+            *views, *new.values(), self.seq_lens, block_table=table, cache_leftpad=cache_leftpad,
+            query_lens=query_lens,
+        )  # fmt: skip
+        self.lengths.advance(tokens, added, query_lens)
+        self._tail.appended(self.lengths.host)
+
+    def _copy_pages(self, moved: list[tuple[int, int]]) -> None:
+        if not moved:
+            return
+        source, target = (torch.tensor(pages, device=self.device) for pages in zip(*moved, strict=True))
+        for stream in self.streams.values():
+            for buffer in (stream.codes, stream.scales):
+                if buffer is not None:
+                    buffer[target] = buffer[source]
 
     def _heads(self, name: str, x: Tensor, stream: CacheTensor) -> Tensor:
         checks.float_tensor(name, x)
@@ -133,42 +225,45 @@ class LayerKVCache:
                 f"{name} has shape {tuple(x.shape)}; ({self.batch_size}, {wanted[0]}, T, {wanted[1]}) "
                 f"or ({self.batch_size}, T, {wanted[0] * wanted[1]}) with T >= 1 is needed"
             )
-        if x.device != self.k.codes.device:
-            raise ValueError(f"{name} is on {x.device}; the cache is on {self.k.codes.device}")
+        if x.device != stream.codes.device:
+            raise ValueError(f"{name} is on {x.device}; the cache is on {stream.codes.device}")
         return x
 
     # -- reading ------------------------------------------------------------------------
 
-    def attend(self, q: Tensor, **options: Any) -> Tensor:
-        """Attention of the T newest tokens over everything cached, as `ops.decode_attention`.
+    @property
+    def max_query_tokens(self) -> int | None:
+        """Most tokens `attend` takes at once: tail_slack with a tail, else any number."""
+        return self.tail_slack if self.residual_len else None
 
-        Args:
-            q: (B, H_q, T, D_k), queries of the T tokens appended last.
-            options: softmax_scale, window_size, softcap, … of `ops.decode_attention`.
-
-        Raises:
-            ValueError: more queries than tokens cached, or an option that does not fit.
-        """
-        if q.ndim != 4 or not 1 <= q.shape[2] <= max(self.lengths.padded_to, 0):
+    def _attend(self, *queries: Tensor, **options: Any) -> Any:
+        q = queries[0]
+        tokens = q.shape[2] if q.ndim == 4 else 0
+        lengths, most = self.lengths, self.max_query_tokens
+        if not 1 <= tokens <= max(self.pos, lengths.newest):
             raise ValueError(
                 f"q has shape {tuple(q.shape)}; (B, H_q, T, D) with T from 1 to the "
-                f"{self.lengths.padded_to} tokens cached is needed"
+                f"{max(self.pos, lengths.newest)} tokens cached is needed"
             )
-        heads, tokens = q.shape[1], q.shape[2]
-        length = min(self.lengths.padded_to, self.k.codes.shape[2])
-        k, v = self.k.view(length), self.v.view(length)
-        step = max(1, SCORES_PER_PASS // (self.batch_size * heads * k.codes.shape[2]))
-        parts = []
-        for start in range(0, tokens, step):
-            part = q[:, :, start : start + step]
-            behind = tokens - start - part.shape[2]
-            ends = self.lengths.ends - behind if behind else self.lengths.ends
-            parts.append(
-                decode_attention(part, k, v, ends, n_kv_heads=self.n_kv_heads, **options)
+        if most is not None and tokens > most:
+            raise ValueError(f"q has T={tokens} tokens; with a tail up to tail_slack={most} are allowed")
+        if lengths.query_lens is not None and tokens != lengths.newest:
+            raise ValueError(
+                f"q has T={tokens} tokens after an append of {lengths.newest} with padding; "
+                "they must agree"
             )
-        if options.get("return_softmax_lse"):
-            return tuple(torch.cat(each, dim=2) for each in zip(*parts, strict=True))  # type: ignore[return-value]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        if self.pages is None:
+            views = [s.view.slice(capacity(max(self.pos, 1))) for s in self.streams.values()]
+        else:
+            views = [s.view for s in self.streams.values()]
+            options["block_table"] = self.pages.columns(self.pos)
+        if lengths.query_lens is not None:
+            options.setdefault("query_lens", lengths.query_lens)
+        if self.residual_len:
+            options["residual_len"] = self.residual_len
+        kind = type(self)
+        op = kind._decode_op if tokens <= MAX_QUERY_TOKENS else kind._extend_op
+        return op(*queries, *views, self.seq_lens, n_kv_heads=self.n_kv_heads, **options)
 
     # -- shrinking and moving -----------------------------------------------------------
 
@@ -182,7 +277,7 @@ class LayerKVCache:
         for row, (length, count) in enumerate(zip(self.lengths.host, counts, strict=True)):
             if not 0 <= count <= length:
                 raise ValueError(f"cannot crop {count} tokens of row {row}, which holds {length}")
-        self.lengths.set([a - b for a, b in zip(self.lengths.host, counts, strict=True)])
+        self.set_lengths([a - b for a, b in zip(self.lengths.host, counts, strict=True)])
 
     def truncate(self, new_pos: int) -> None:
         """Keeps the first ``new_pos`` tokens of every row; rows that are shorter stay as they are.
@@ -192,33 +287,221 @@ class LayerKVCache:
         """
         if not isinstance(new_pos, int) or not 0 <= new_pos <= self.pos:
             raise ValueError(f"new_pos is {new_pos!r}; 0 to {self.pos} (tokens cached) is allowed")
-        self.lengths.set([min(length, new_pos) for length in self.lengths.host])
+        self.set_lengths([min(length, new_pos) for length in self.lengths.host])
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Shortens rows to ``lengths``, none longer than it is."""
+        self._tail.shortened(self.lengths.host, lengths, self._refill)
+        self.lengths.set(lengths)
+        if self.pages is not None:
+            self.pages.shrink(lengths)
+
+    def _refill(self, row: int, start: int, stop: int) -> None:
+        """Puts positions start…stop of a row back into the ring, from their codes."""
+        for stream in self.streams.values():
+            assert stream.tail is not None
+            position = torch.arange(start, stop, device=self.device)
+            stored = stream.lanes.pack(self._stored(stream, stop)[row : row + 1, :, start:])
+            stream.tail[row, :, position % stream.tail.shape[2]] = stored[0].to(stream.tail.dtype)
 
     def reorder(self, beam_idx: Tensor) -> None:
-        """Row b becomes what row ``beam_idx[b]`` was (beam search).
+        """Row b becomes what row ``beam_idx[b]`` was (beam search); a paged cache shares the pages.
 
         Args:
-            beam_idx: (B,) integer tensor; on cpu when rows differ in length, since lengths are
-                never read from a device.
+            beam_idx: (B,) integer tensor; on cpu when the cache is paged or rows differ in length, since
+                nothing is ever read from a device.
         """
         if beam_idx.shape != (self.batch_size,) or beam_idx.is_floating_point():
             raise ValueError(
                 f"beam_idx is {tuple(beam_idx.shape)} {beam_idx.dtype}; ({self.batch_size},) "
                 "integers are needed"
             )
-        host = self.lengths.host
+        order = beam_idx.to(device=self.device, dtype=torch.int64)
         if beam_idx.device.type == "cpu":
             rows = beam_idx.tolist()
             if min(rows) < 0 or max(rows) >= self.batch_size:
                 raise ValueError(f"beam_idx is {rows}; 0 to {self.batch_size - 1} is allowed")
-            host = [host[row] for row in rows]
-        elif len(set(host)) > 1:
-            raise ValueError("beam_idx must be on cpu while rows differ in length")
-        order = beam_idx.to(self.k.codes.device)
-        for stream in (self.k, self.v):
-            stream.reorder(order, self.pos)
-        self.lengths.set(host)
+            self._tail.reordered(rows)
+            if self.pages is not None:
+                self.pages.reorder(rows)
+            self.lengths.set([self.lengths.host[row] for row in rows])
+        elif self.pages is not None or len(set(self.lengths.host)) > 1:
+            raise ValueError("beam_idx must be on cpu while rows differ in length or are paged")
+        for stream in self.streams.values():
+            whole = [stream.tail, stream.sink]
+            used = [] if self.pages else [x[:, :, : self.pos] for x in (stream.codes, stream.scales) if x is not None]
+            for part in (*used, *(x for x in whole if x is not None)):
+                part.copy_(part.index_select(0, order))
 
     def reset(self) -> None:
-        """Forgets everything; the memory stays allocated."""
-        self.lengths.set([0] * self.batch_size)
+        """Forgets everything, transforms set by hand included; the memory stays allocated."""
+        self.set_lengths([0] * self.batch_size)
+        for stream in self.streams.values():
+            stream.transform = Transform(rotate=stream.config.rotate)
+
+
+class LayerKVCache(LayerCache):
+    """K and V of one layer, each in any kind.
+
+    Args:
+        batch_size: rows.
+        max_seq_len: tokens a row can hold.
+        k_dim, v_dim: width of K and of V over all kv heads, ``n_kv_heads * head_dim`` each.
+        k_cfg, v_cfg: how each is stored; by default fp16.
+        device: where the buffers live.
+        n_kv_heads: kv heads; both widths must be multiples of it.
+        page_size, num_pages: a paged cache; see `LayerCache`.
+
+    Raises:
+        ValueError: a size that is not positive or does not divide, a block that does not fit.
+    """
+
+    _append_op = staticmethod(append_)
+    _decode_op = staticmethod(decode_attention)
+    _extend_op = staticmethod(extend_attention)
+
+    def __init__(
+        self,
+        batch_size: int,
+        max_seq_len: int,
+        k_dim: int,
+        v_dim: int,
+        k_cfg: KVCacheTensorConfig | None = None,
+        v_cfg: KVCacheTensorConfig | None = None,
+        device: torch.device | str = "cpu",
+        n_kv_heads: int = 1,
+        *,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+    ) -> None:
+        dims = {"k": k_dim, "v": v_dim}
+        configs = {"k": k_cfg or KVCacheTensorConfig(), "v": v_cfg or KVCacheTensorConfig()}
+        super().__init__(
+            batch_size, max_seq_len, dims, configs, device, n_kv_heads, page_size, num_pages
+        )
+        self.k, self.v = self.streams["k"], self.streams["v"]
+
+    def append(
+        self,
+        k: Tensor,
+        v: Tensor,
+        new_lens: Sequence[int] | None = None,
+        cache_leftpad: Tensor | None = None,
+    ) -> None:
+        """Quantizes and stores T tokens a row.
+
+        Args:
+            k: (B, H_kv, T, D_k), or flat (B, T, k_dim); float32, float16 or bfloat16.
+            v: (B, H_kv, T, D_v), or flat (B, T, v_dim).
+            new_lens: of the T tokens of row b the first ``new_lens[b]`` count, the rest is padding and
+                is not stored; by default all count.
+            cache_leftpad: (B,) int32, leading slots that hold padding (transforms count from there).
+
+        Raises:
+            ValueError: a wrong shape, or a row that would exceed max_seq_len.
+            OutOfPagesError: the pool of a paged cache is too small.
+            TypeError: a wrong dtype. The cache is unchanged in every case.
+        """
+        self._append({"k": k, "v": v}, new_lens, cache_leftpad)
+
+    def attend(self, q: Tensor, **options: Any) -> Any:
+        """Attention of the T newest tokens over everything cached, as `ops.decode_attention`.
+
+        Args:
+            q: (B, H_q, T, D_k), queries of the T tokens appended last; more than 32 go through
+                `ops.extend_attention`.
+            options: softmax_scale, window_size, softcap, … of `ops.decode_attention`.
+
+        Raises:
+            ValueError: more queries than tokens cached, or an option that does not fit.
+        """
+        return self._attend(q, **options)
+
+
+class DecoupledLayerKVCache(LayerCache):
+    """K_sem, K_geo and V of one layer of decoupled attention, each in any kind.
+
+    Args:
+        batch_size, max_seq_len, device, n_kv_heads, page_size, num_pages: as in `LayerKVCache`.
+        k_sem_dim, k_geo_dim, v_dim: widths over all kv heads.
+        k_sem_cfg, k_geo_cfg, v_cfg: how each is stored; by default fp16.
+
+    Raises:
+        ValueError: as in `LayerKVCache`.
+    """
+
+    _append_op = staticmethod(decoupled_append_)
+    _decode_op = staticmethod(decoupled_decode_attention)
+    _extend_op = staticmethod(decoupled_extend_attention)
+
+    def __init__(
+        self,
+        batch_size: int,
+        max_seq_len: int,
+        k_sem_dim: int,
+        k_geo_dim: int,
+        v_dim: int,
+        k_sem_cfg: KVCacheTensorConfig | None = None,
+        k_geo_cfg: KVCacheTensorConfig | None = None,
+        v_cfg: KVCacheTensorConfig | None = None,
+        device: torch.device | str = "cpu",
+        n_kv_heads: int = 1,
+        *,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+    ) -> None:
+        dims = {"k_sem": k_sem_dim, "k_geo": k_geo_dim, "v": v_dim}
+        given = {"k_sem": k_sem_cfg, "k_geo": k_geo_cfg, "v": v_cfg}
+        configs = {name: config or KVCacheTensorConfig() for name, config in given.items()}
+        super().__init__(
+            batch_size, max_seq_len, dims, configs, device, n_kv_heads, page_size, num_pages
+        )
+        self.k_sem, self.k_geo, self.v = (self.streams[name] for name in dims)
+
+    def append(
+        self,
+        k_sem: Tensor,
+        k_geo: Tensor,
+        v: Tensor,
+        new_lens: Sequence[int] | None = None,
+        cache_leftpad: Tensor | None = None,
+    ) -> None:
+        """Quantizes and stores T tokens a row: (B, H_kv, T, D) each, or flat (B, T, dim).
+
+        Arguments and errors as in `LayerKVCache.append`.
+        """
+        self._append({"k_sem": k_sem, "k_geo": k_geo, "v": v}, new_lens, cache_leftpad)
+
+    def attend(self, q_sem: Tensor, q_geo: Tensor, **options: Any) -> Any:
+        """Attention of the T newest tokens, as `ops.decoupled_decode_attention`.
+
+        Args:
+            q_sem: (B, H_q, T, D_sem); q_geo: (B, H_q, T, D_geo).
+            options: sem_scale, geo_scale, window_size, … of the op.
+        """
+        return self._attend(q_sem, q_geo, **options)
+
+
+def _check_sizes(
+    batch_size: int, max_seq_len: int, n_kv_heads: int, dims: dict[str, int], page_size: int | None, num_pages: int | None
+) -> None:
+    sizes: dict[str, Any] = {"batch_size": batch_size, "max_seq_len": max_seq_len, "n_kv_heads": n_kv_heads}
+    sizes.update({f"{name}_dim": dim for name, dim in dims.items()})
+    sizes.update({n: x for n, x in (("page_size", page_size), ("num_pages", num_pages)) if x is not None})
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} is {value!r}; a positive int is needed")
+    for name, dim in dims.items():
+        if dim % n_kv_heads:
+            raise ValueError(f"{name}_dim={dim} is not a multiple of n_kv_heads={n_kv_heads}")
+    if page_size is not None and page_size % 32:
+        raise ValueError(f"page_size is {page_size}; a multiple of 32 is needed")
+    if num_pages is not None and page_size is None:
+        raise ValueError("num_pages was given without page_size; only a paged cache has pages")
+
+
+def _check_agreement(configs: dict[str, KVCacheTensorConfig]) -> None:
+    for field in ("residual_len", "tail_slack", "sink_len"):
+        values = {name: getattr(config, field) for name, config in configs.items()}
+        if len(set(values.values())) > 1:
+            raise ValueError(f"{field} must be the same for all tensors of a layer, got {values}")

@@ -20,39 +20,35 @@ class RowLengths:
     Attributes:
         host: list of B ints.
         seq_lens: (B,) int32 on the device, updated in place, equal to ``host``.
-        ends: (B,) int32, where the last append ended, padding of short rows included; this is
-            what attention over the newest queries calls ``cache_seqlens``.
+        newest: tokens of the last append, padding included; 0 after anything else.
+        query_lens: (B,) int32, how many of them are real in each row, or None for all.
     """
 
     def __init__(self, batch_size: int, device: torch.device) -> None:
         self.host = [0] * batch_size
         self.seq_lens = torch.zeros(batch_size, dtype=torch.int32, device=device)
-        self.ends = self.seq_lens
-        self.padded_to = 0
+        self.newest = 0
+        self.query_lens: Tensor | None = None
 
     @property
     def longest(self) -> int:
         return max(self.host)
 
-    def advance(self, tokens: int, new_lens: Sequence[int] | None = None) -> None:
-        """Adds ``tokens`` to every row, or ``new_lens[b]`` of them to row b."""
-        if new_lens is None or all(count == tokens for count in new_lens):
-            self.host = [length + tokens for length in self.host]
-            self.seq_lens.add_(tokens)
-            self.ends = self.seq_lens
-            self.padded_to = self.longest
-            return
-        self.padded_to = self.longest + tokens
-        self.ends = self.seq_lens + tokens
-        self.set([length + count for length, count in zip(self.host, new_lens, strict=True)], settle=False)
+    def on_device(self, counts: Sequence[int]) -> Tensor:
+        """(B,) int32 beside ``seq_lens``."""
+        return torch.tensor(counts, dtype=torch.int32).to(self.seq_lens.device, non_blocking=True)
 
-    def set(self, lengths: list[int], *, settle: bool = True) -> None:
-        """Replaces all lengths; ``settle`` also forgets the padding of the last append."""
-        self.host = lengths
-        self.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32), non_blocking=True)
-        if settle:
-            self.ends = self.seq_lens
-            self.padded_to = self.longest
+    def advance(self, tokens: int, added: Sequence[int], query_lens: Tensor | None) -> None:
+        """Row b grows by ``added[b]`` of the ``tokens`` appended; ``query_lens`` says so on the device."""
+        self.host = [length + count for length, count in zip(self.host, added, strict=True)]
+        self.seq_lens.add_(tokens if query_lens is None else query_lens)
+        self.newest, self.query_lens = tokens, query_lens
+
+    def set(self, lengths: Sequence[int]) -> None:
+        """Replaces all lengths."""
+        self.host = list(lengths)
+        self.seq_lens.copy_(torch.tensor(self.host, dtype=torch.int32), non_blocking=True)
+        self.newest, self.query_lens = 0, None
 
     def per_row(self, name: str, counts: Counts) -> list[int]:
         """``counts`` as B host ints.
@@ -74,4 +70,6 @@ class RowLengths:
             counts = counts.tolist()
         if len(counts) != len(self.host):
             raise ValueError(f"{name} has {len(counts)} entries for {len(self.host)} rows")
-        return [int(count) for count in counts]
+        if not all(isinstance(count, int) and not isinstance(count, bool) for count in counts):
+            raise TypeError(f"{name} is {counts!r}; ints are needed")
+        return list(counts)

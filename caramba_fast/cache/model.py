@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from caramba_fast.cache.layer import LayerKVCache
+from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerCache, LayerKVCache
 from caramba_fast.cache.lengths import Counts
 from caramba_fast.config import KVCacheTensorConfig
 
@@ -25,8 +25,21 @@ class LayerShape:
     n_kv_heads: int
 
 
+@dataclass(frozen=True)
+class DecoupledLayerShape:
+    """What one layer of decoupled attention caches."""
+
+    k_sem_dim: int
+    k_geo_dim: int
+    v_dim: int
+    n_kv_heads: int
+
+
+AnyLayerShape = LayerShape | DecoupledLayerShape
+
+
 class ModelKVCache:
-    """One `LayerKVCache` a layer.
+    """One cache a layer, all of the same length.
 
     Args:
         layers: shapes of the model's layers (a model's ``cache_layout``).
@@ -34,38 +47,50 @@ class ModelKVCache:
         k_cfg, v_cfg: storage of K and V, the same in every layer.
         prefill: "exact": a prompt on an empty cache attends to its exact K and V while they are
             quantized; "stored": it attends to what the cache will return.
+        k_sem_cfg, k_geo_cfg: storage of the keys of decoupled layers; by default ``k_cfg``.
+        page_size: tokens of a page for paged caches; None for contiguous ones.
+        num_pages: pages of each layer's pool.
     """
 
     def __init__(
         self,
-        layers: Sequence[LayerShape],
+        layers: Sequence[AnyLayerShape],
         batch_size: int,
         max_seq_len: int,
         k_cfg: KVCacheTensorConfig | None = None,
         v_cfg: KVCacheTensorConfig | None = None,
         device: torch.device | str = "cpu",
         prefill: PrefillMode = "exact",
+        *,
+        k_sem_cfg: KVCacheTensorConfig | None = None,
+        k_geo_cfg: KVCacheTensorConfig | None = None,
+        page_size: int | None = None,
+        num_pages: int | None = None,
     ) -> None:
         if not layers:
             raise ValueError("layers is empty; one LayerShape a layer is needed")
         if prefill not in ("exact", "stored"):
             raise ValueError(f"prefill is {prefill!r}; allowed are 'exact' and 'stored'")
         self.prefill = prefill
-        self.layers = [
-            LayerKVCache(
-                batch_size, max_seq_len, shape.k_dim, shape.v_dim, k_cfg, v_cfg, device,
-                shape.n_kv_heads,
-            )
-            for shape in layers
-        ]  # fmt: skip
+        common = dict(device=device, page_size=page_size, num_pages=num_pages)
 
-    def __getitem__(self, index: int) -> LayerKVCache:
+        def layer(shape: AnyLayerShape) -> LayerCache:
+            sizes = {**vars(shape), "batch_size": batch_size, "max_seq_len": max_seq_len}
+            if isinstance(shape, LayerShape):
+                return LayerKVCache(**sizes, k_cfg=k_cfg, v_cfg=v_cfg, **common)
+            return DecoupledLayerKVCache(
+                **sizes, k_sem_cfg=k_sem_cfg or k_cfg, k_geo_cfg=k_geo_cfg or k_cfg, v_cfg=v_cfg, **common
+            )
+
+        self.layers = [layer(shape) for shape in layers]
+
+    def __getitem__(self, index: int) -> LayerCache:
         return self.layers[index]
 
     def __len__(self) -> int:
         return len(self.layers)
 
-    def __iter__(self) -> Iterator[LayerKVCache]:
+    def __iter__(self) -> Iterator[LayerCache]:
         return iter(self.layers)
 
     @property
@@ -98,9 +123,13 @@ class ModelKVCache:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes one cached token of one row takes, over all layers."""
-        slots = self.layers[0].k.codes.shape[2]
-        return self.nbytes / (self.batch_size * slots)
+        """Bytes of codes and scales that one cached token of one row takes, over all layers."""
+        return sum(layer.bytes_per_token for layer in self.layers)
+
+    @property
+    def max_query_tokens(self) -> int | None:
+        """Most tokens one forward pass may take on a cache that is not empty; None for any number."""
+        return self.layers[0].max_query_tokens
 
     def restore(self, row_lengths: list[int]) -> None:
         """Goes back to lengths that held before, in layers that have moved on and those that have not.
@@ -108,7 +137,7 @@ class ModelKVCache:
         For a forward pass that failed half way; ``row_lengths`` is what the property said before.
         """
         for layer in self.layers:
-            layer.lengths.set(list(row_lengths))
+            layer.set_lengths(row_lengths)
 
     def crop(self, n: Counts) -> None:
         """Removes the newest ``n`` tokens (int, or one count a row) in every layer."""

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from caramba_fast.config import KVCacheTensorConfig
 from caramba_fast.formats import SCALE_DTYPE, check_block
-from caramba_fast.ops.view import KVView, Lanes, load
+from caramba_fast.ops import KVView, Transform
+from caramba_fast.ops.view import Lanes
 
 #: Capacity is rounded up to this many slots, so that kernels load codes without masks.
 SLOT_MULTIPLE = 128
+SIDE_DTYPE = torch.float16
 
 
 def capacity(max_seq_len: int) -> int:
@@ -19,51 +21,57 @@ def capacity(max_seq_len: int) -> int:
 
 
 class CacheTensor:
-    """Codes (B, lanes, S, width) and scales (B, lanes, S, lane_dim / qblock) of one stream.
+    """Codes, scales, fp16 tail and fp16 sinks of one stream.
 
     The buffers are uninitialised: slots at or past a row's length hold anything.
+
+    Args:
+        batch_size: rows, which tail and sinks have each their own of.
+        blocks: (rows, slots) of a contiguous cache or (pages, slots of a page) of a paged one.
+        lanes: how kv heads are put side by side.
+        head_dim: values of one kv head.
+        config: how the stream is stored.
+        device: where.
     """
 
     def __init__(
         self,
         batch_size: int,
-        slots: int,
+        blocks: tuple[int, int],
         lanes: Lanes,
         head_dim: int,
         config: KVCacheTensorConfig,
         device: torch.device,
     ) -> None:
         self.config, self.lanes, self.head_dim = config, lanes, head_dim
-        form = config.kind.format
-        dim = lanes.heads_per_lane * head_dim
-        lead = (batch_size, lanes.count, slots)
+        form, dim = config.kind.format, lanes.heads_per_lane * head_dim
+        lead = (blocks[0], lanes.count, blocks[1])
         self.scales: Tensor | None = None
         if form.quantized:
             check_block(dim, config.qblock, "qblock")
             self.scales = torch.empty((*lead, dim // config.qblock), dtype=SCALE_DTYPE, device=device)
         self.codes = torch.empty((*lead, form.code_width(dim)), dtype=form.dtype, device=device)
 
+        def side(size: int) -> Tensor | None:
+            shape = (batch_size, lanes.count, size, dim)
+            return torch.empty(shape, dtype=SIDE_DTYPE, device=device) if size else None
+
+        self.tail, self.sink = side(config.tail_len), side(config.sink_len)
+        self.transform = Transform(rotate=config.rotate)
+
     @property
     def buffers(self) -> list[Tensor]:
-        return [self.codes] if self.scales is None else [self.codes, self.scales]
+        """Everything allocated."""
+        return [x for x in (self.codes, self.scales, self.tail, self.sink) if x is not None]
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, scales and unused slots included."""
+        """Bytes allocated, scales, tail, sinks and unused slots included."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
-    def view(self, length: int | None = None) -> KVView:
-        """What the ops read: all slots, or the first ``length`` rounded up to whole tiles."""
-        whole = KVView(self.codes, self.scales, self.config.kind.value)
-        return whole if length is None else whole.slice(capacity(length))
-
-    def values(self, length: int, dtype: torch.dtype) -> Tensor:
-        """Dequantized (B, H_kv, length, D); slots past a row's length hold anything."""
-        part = self.view().slice(length)
-        return self.lanes.unpack(load(part.codes, part.scales, part.kind, dtype))
-
-    def reorder(self, rows: Tensor, length: int) -> None:
-        """Row b becomes what row ``rows[b]`` was, for the first ``length`` slots."""
-        for buffer in self.buffers:
-            used = buffer[:, :, :length]
-            used.copy_(used.index_select(0, rows))
+    @property
+    def view(self) -> KVView:
+        """What the ops read and write: all slots."""
+        return KVView(
+            self.codes, self.scales, self.config.kind.value, self.tail, self.sink, self.transform
+        )

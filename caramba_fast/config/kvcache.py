@@ -41,12 +41,23 @@ class KVCacheTensorConfig(BaseModel):
     Attributes:
         kind: storage kind or its name.
         qblock: values that share a scale, 32, 64 or 128; must divide the lane width.
+        rotate: store in the basis of a Walsh-Hadamard transform over head_dim (exact, undone by
+            attention); spreads outlier channels.
+        residual_len: keys less than this many tokens behind a query are read in fp16, from a ring
+            beside the codes; the same for all tensors of a layer. 0 for none.
+        tail_slack: further tokens the ring holds, so that up to this many can be verified or cropped
+            at once without losing any.
+        sink_len: the first tokens of a row are read in fp16 as well; the same for all tensors of a layer.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: KVCacheKind = KVCacheKind.FP16
     qblock: int = Field(default=32)
+    rotate: bool = False
+    residual_len: int = Field(default=0, ge=0)
+    tail_slack: int = Field(default=32, ge=1)
+    sink_len: int = Field(default=0, ge=0)
 
     @field_validator("kind", mode="before")
     @classmethod
@@ -59,3 +70,8 @@ class KVCacheTensorConfig(BaseModel):
         if value not in BLOCK_SIZES:
             raise ValueError(f"qblock is {value}; allowed are {', '.join(map(str, BLOCK_SIZES))}")
         return value
+
+    @property
+    def tail_len(self) -> int:
+        """Tokens the fp16 ring holds; 0 without a tail."""
+        return self.residual_len + self.tail_slack if self.residual_len else 0

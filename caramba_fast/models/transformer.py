@@ -61,7 +61,7 @@ class Attention(nn.Module):
         else:
             first = cache.is_empty
             cache.append(k, v, step.query_lens)
-            if first and step.exact and x.shape[1] > 1:
+            if first and step.exact:
                 out = self._self_attend(q, k, v)
             else:
                 window = (-1, -1) if self.window is None else (self.window - 1, 0)
@@ -147,8 +147,13 @@ class Transformer(nn.Module):
     @property
     def eos_token_id(self) -> int | None:
         """End-of-sequence id (the first, where the checkpoint names several)."""
+        return next(iter(self.eos_token_ids), None)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """All end-of-sequence ids of the checkpoint."""
         eos = self.config.eos_token_id
-        return eos[0] if isinstance(eos, tuple) else eos
+        return (eos,) if isinstance(eos, int) else tuple(eos or ())
 
     @property
     def pad_token_id(self) -> int | None:
@@ -199,6 +204,13 @@ class Transformer(nn.Module):
         else:
             positions = kv_cache.seq_lens[:, None] + steps
         exact = kv_cache is not None and kv_cache.prefill == "exact"
+        if kv_cache is not None and not (exact and kv_cache.pos == 0):
+            most = kv_cache.max_query_tokens
+            if most is not None and length > most:
+                raise ValueError(
+                    f"query_token_ids has T={length} tokens; a cache with a tail takes up to "
+                    f"tail_slack={most} at once behind what it holds"
+                )
         step = Step(self.rope(positions), exact, query_lens)
         x = self.model.embed_tokens(query_token_ids)
         for index, layer in enumerate(self.model.layers):

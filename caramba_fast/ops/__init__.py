@@ -1,8 +1,10 @@
 """Ops: tensors in, tensors out, no state. One file an op: schema, fake, reference, public function."""
 
-from caramba_fast.ops.append import append_
+from caramba_fast.ops.append import append_, decoupled_append_
 from caramba_fast.ops.decode_attention import decode_attention
+from caramba_fast.ops.decoupled_decode_attention import decoupled_decode_attention
 from caramba_fast.ops.dequantize import dequantize
+from caramba_fast.ops.extend_attention import decoupled_extend_attention, extend_attention
 from caramba_fast.ops.merge_state import merge_state
 from caramba_fast.ops.quantize import quantize
 from caramba_fast.ops.registry import (
@@ -12,17 +14,24 @@ from caramba_fast.ops.registry import (
     backends,
     use_backend,
 )
+from caramba_fast.ops.transform import Transform, phase_table
 from caramba_fast.ops.view import KVView
 
 __all__ = [
     "BackendError",
     "BackendStatus",
     "KVView",
+    "Transform",
     "append_",
     "backends",
     "decode_attention",
+    "decoupled_append_",
+    "decoupled_decode_attention",
+    "decoupled_extend_attention",
     "dequantize",
+    "extend_attention",
     "merge_state",
+    "phase_table",
     "quantize",
     "use_backend",
 ]

@@ -1,4 +1,8 @@
-"""append_: quantize new K and V and write them behind what is cached, in one launch."""
+"""append_ and decoupled_append_: transform, quantize and write new tokens, in one launch.
+
+Tokens go behind what is cached: into the codes, and where the cache has them into the fp16 tail (a ring
+of the newest) and the fp16 sinks (the first real ones).
+"""
 
 from __future__ import annotations
 
@@ -7,126 +11,150 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba_fast.formats import resolve
 from caramba_fast.ops import checks
-from caramba_fast.ops.options import refuse_unbuilt
-from caramba_fast.ops.quantize import reference as quantize_reference
 from caramba_fast.ops.registry import register
-from caramba_fast.ops.view import KVView, Lanes, stored_lanes
-
-SCHEMA = (
-    "(Tensor(a!) k_codes, Tensor(b!)? k_scales, Tensor(c!) v_codes, Tensor(d!)? v_scales, "
-    "Tensor k_new, Tensor v_new, Tensor start, str k_kind, str v_kind, *, "
-    "Tensor? block_table=None, Tensor? cache_leftpad=None, "
-    "Tensor(e!)? k_tail=None, Tensor(f!)? v_tail=None, int residual_len=0, "
-    "Tensor(g!)? k_sink=None, Tensor(h!)? v_sink=None, "
-    "Tensor? k_bias=None, Tensor? k_pairs=None, Tensor? theta=None, "
-    "Tensor? k_scale=None, Tensor? v_scale=None, bool rotate_k=False, bool rotate_v=False) -> ()"
-)
+from caramba_fast.ops.schema import DECOUPLED, STANDARD, append_schema
+from caramba_fast.ops.view import KVView
+from caramba_fast.ops.write import Destination
 
 
-def reference(
-    k_codes: Tensor,
-    k_scales: Tensor | None,
-    v_codes: Tensor,
-    v_scales: Tensor | None,
-    k_new: Tensor,
-    v_new: Tensor,
-    start: Tensor,
-    k_kind: str,
-    v_kind: str,
-    **options: Any,
-) -> None:
+def _reference(streams: tuple[str, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    count = len(streams)
+    stored, new = args[: 2 * count], args[2 * count : 3 * count]
+    start, kinds = args[3 * count], args[3 * count + 1 :]
+    options = dict(options)
+    destination = Destination(
+        start, new[0].shape[2], options.pop("query_lens", None), options.pop("cache_leftpad", None),
+        options.pop("block_table", None),
+    )  # fmt: skip
+    for index, stream in enumerate(streams):
+        view = KVView.of(stream, stored[2 * index], stored[2 * index + 1], kinds[index], options)
+        destination.write(view, new[index], is_key=stream != "v")
+
+
+def reference(*args: Any, **options: Any) -> None:
     """The oracle: pure torch, any device."""
-    refuse_unbuilt("append_", options)
-    lanes = stored_lanes(k_codes, k_kind, k_new.shape[1], k_new.shape[3])
-    _write(k_codes, k_scales, lanes, k_new, start, k_kind)
-    _write(v_codes, v_scales, lanes, v_new, start, v_kind)
+    _reference(STANDARD, args, options)
 
 
-def _write(
-    codes: Tensor, scales: Tensor | None, lanes: Lanes, new: Tensor, start: Tensor, kind: str
-) -> None:
-    """Slots start[b] … start[b] + T - 1 of row b; slots past the buffer are dropped."""
-    packed = lanes.pack(new)
-    if scales is None:
-        _scatter(codes, packed.to(codes.dtype), start)
-        return
-    new_codes, new_scales = quantize_reference(packed, kind, packed.shape[-1] // scales.shape[-1])
-    _scatter(codes, new_codes, start)
-    _scatter(scales, new_scales, start)
-
-
-def _scatter(buffer: Tensor, values: Tensor, start: Tensor) -> None:
-    """Writes without a data-dependent shape.
-
-    A slot past the end is redirected to a slot that is being written anyway, with that slot's
-    own value: the row's first new token, or what already stands in the last slot of a full row.
-    """
-    capacity, length = buffer.shape[2], values.shape[2]
-    begin = start.to(torch.int64)
-    slots = begin[:, None] + torch.arange(length, device=buffer.device)
-    home = begin.clamp(max=capacity - 1)
-    rows = torch.arange(buffer.shape[0], device=buffer.device)
-    old = buffer[rows, :, home][:, :, None]
-    spare = torch.where((begin < capacity)[:, None, None, None], values[:, :, :1], old)
-    inside = slots < capacity
-    slots = torch.where(inside, slots, home[:, None])
-    values = torch.where(inside[:, None, :, None], values, spare)
-    buffer[rows[:, None], :, slots] = values.transpose(1, 2)
+def decoupled_reference(*args: Any, **options: Any) -> None:
+    """The oracle for K_sem, K_geo and V."""
+    _reference(DECOUPLED, args, options)
 
 
 def fake(*_: Any, **__: Any) -> None:
     return None
 
 
-_op = register("append_", SCHEMA, reference=reference, fake=fake)
+_op = register("append_", append_schema(STANDARD), reference=reference, fake=fake)
+_decoupled_op = register(
+    "decoupled_append_", append_schema(DECOUPLED), reference=decoupled_reference, fake=fake
+)
 
 
 def append_(
-    k: KVView, v: KVView, k_new: Tensor, v_new: Tensor, start: Tensor, **options: Any
+    k: KVView,
+    v: KVView,
+    k_new: Tensor,
+    v_new: Tensor,
+    start: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    query_lens: Tensor | None = None,
 ) -> None:
     """Writes T tokens into the buffers of ``k`` and ``v``, in place.
 
     Args:
-        k, v: buffers to write to; capacity is S of their codes.
+        k, v: buffers to write to, with the transform to store them in.
         k_new: (B, H_kv, T, D_k) float32, float16 or bfloat16.
         v_new: (B, H_kv, T, D_v), same dtypes.
-        start: (B,) int32, tokens already cached in each row (the new ones excluded). Slots at or
-            past the capacity are dropped, so padding at the end of a short row is harmless.
-        options: the keyword options of DESIGN's append; those not built yet raise by name.
+        start: (B,) int32, tokens already cached in each row (the new ones excluded). Slots past the
+            capacity, or without a page, are dropped.
+        block_table: (B, pages) int32, for paged buffers; -1 where a row has no page.
+        cache_leftpad: (B,) int32, leading slots that hold padding; the transforms count from there.
+        query_lens: (B,) int32, how many of the T tokens are real; by default all. The others are not
+            written.
 
     Raises:
         TypeError, ValueError: naming the argument; nothing is written.
-        NotImplementedError: an option this version does not have.
     """
-    for name, new, view in (("k_new", k_new, k), ("v_new", v_new, v)):
-        checks.float_tensor(name, new)
-        view.check(name[0])
-        if new.ndim != 4 or new.shape[0] != view.codes.shape[0]:
-            raise ValueError(
-                f"{name} has shape {tuple(new.shape)}; (B, H_kv, T, D) with "
-                f"B={view.codes.shape[0]} is needed"
-            )
-        _check_lanes(name, new, view)
-    if k_new.shape[:3] != v_new.shape[:3]:
-        raise ValueError(
-            f"k_new {tuple(k_new.shape)} and v_new {tuple(v_new.shape)} differ in B, H_kv or T"
-        )
-    if start.shape != (k_new.shape[0],) or start.dtype != torch.int32:
-        raise ValueError(
-            f"start has shape {tuple(start.shape)} and dtype {start.dtype}; "
-            f"({k_new.shape[0]},) int32 is needed"
-        )
-    checks.same_device(k=k.codes, v=v.codes, k_new=k_new, v_new=v_new, start=start)
-    _op(k.codes, k.scales, v.codes, v.scales, k_new, v_new, start, k.kind, v.kind, **options)
+    views, new = {"k": k, "v": v}, {"k": k_new, "v": v_new}
+    _append(_op, views, new, start, block_table, cache_leftpad, query_lens)
 
 
-def _check_lanes(name: str, new: Tensor, view: KVView) -> None:
-    heads, dim = new.shape[1], new.shape[3]
-    grouped = view.lane_dim // dim if dim else 0
+def decoupled_append_(
+    k_sem: KVView,
+    k_geo: KVView,
+    v: KVView,
+    k_sem_new: Tensor,
+    k_geo_new: Tensor,
+    v_new: Tensor,
+    start: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    query_lens: Tensor | None = None,
+) -> None:
+    """`append_` for decoupled attention: semantic keys, geometric keys and values."""
+    views = {"k_sem": k_sem, "k_geo": k_geo, "v": v}
+    new = {"k_sem": k_sem_new, "k_geo": k_geo_new, "v": v_new}
+    _append(_decoupled_op, views, new, start, block_table, cache_leftpad, query_lens)
+
+
+def _append(
+    op: Any,
+    views: dict[str, KVView],
+    new: dict[str, Tensor],
+    start: Tensor,
+    block_table: Tensor | None,
+    cache_leftpad: Tensor | None,
+    query_lens: Tensor | None,
+) -> None:
+    problems: list[str] = []
+    first = next(iter(new.values()))
+    for name, view in views.items():
+        checks.float_tensor(f"{name}_new", new[name])
+        view.check(name)
+        problems += _stream_problems(name, view, new[name], first, block_table)
+    rows = {"start": start, "cache_leftpad": cache_leftpad, "query_lens": query_lens}
+    for name, tensor in rows.items():
+        problems += checks.row_integers(name, tensor, first.shape[0])
+    problems += checks.block_table(block_table, first.shape[0])
+    checks.raise_all("append_", problems)
+    checks.same_device(
+        start=start, block_table=block_table, **{f"{n}_codes": v.codes for n, v in views.items()},
+        **{f"{n}_new": x for n, x in new.items()},
+    )  # fmt: skip
+    options: dict[str, Any] = {}
+    for name, view in views.items():
+        options.update(view.options(name))
+    given = dict(block_table=block_table, cache_leftpad=cache_leftpad, query_lens=query_lens)
+    options.update({key: value for key, value in given.items() if value is not None})
+    stored = [part for view in views.values() for part in (view.codes, view.scales)]
+    kinds = [view.kind for view in views.values()]
+    op(*stored, *new.values(), start, *kinds, **options)
+
+
+def _stream_problems(
+    name: str, view: KVView, new: Tensor, first: Tensor, block_table: Tensor | None
+) -> list[str]:
+    if new.ndim != 4 or 0 in new.shape or new.shape[:3] != first.shape[:3]:
+        same = "" if new is first else f", agreeing with {tuple(first.shape)} in B, H_kv and T,"
+        return [f"{name}_new has shape {tuple(new.shape)}; (B, H_kv, T, D){same} is needed"]
+    batch, heads, _, dim = new.shape
+    problems = []
+    if block_table is None and view.codes.shape[0] != batch:
+        problems.append(f"{name}_new has B={batch}, its codes {view.codes.shape[0]}")
+    for part, tensor in (("tail", view.tail), ("sink", view.sink)):
+        if tensor is not None and tensor.shape[0] != batch:
+            problems.append(f"{name}_{part} has B={tensor.shape[0]}, not {batch}")
+    grouped = view.lane_dim // dim
     if not grouped or view.lane_dim % dim or -(-heads // grouped) != view.codes.shape[1]:
-        raise ValueError(
-            f"{name} has {heads} heads of {dim}; the {view.codes.shape[1]} lanes of "
-            f"{view.lane_dim} ({resolve(view.kind).name}) hold something else"
+        problems.append(
+            f"{name}_new has {heads} heads of {dim}; the {view.codes.shape[1]} lanes of "
+            f"{view.lane_dim} hold something else"
         )
+    pages = 1 if block_table is None or block_table.ndim != 2 else block_table.shape[1]
+    slots = view.codes.shape[2] * pages
+    return problems + view.transform.problems(name, heads, dim, slots)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from caramba_fast.formats import QUANTIZED_KINDS, SCALE_DTYPE, Format, resolve
@@ -59,3 +60,28 @@ def codes_and_scales(name: str, codes: Tensor, scales: Tensor | None, kind: obje
             f"{name}: {width} values with {blocks} scales is no block of 32, 64 or 128 values"
         )
     return form
+
+
+def row_integers(name: str, tensor: Tensor | None, batch: int) -> list[str]:
+    """Problems of a per-row (B,) int32 tensor; None is fine."""
+    if tensor is None or (tensor.shape == (batch,) and tensor.dtype == torch.int32):
+        return []
+    return [f"{name} is {tuple(tensor.shape)} {tensor.dtype}; ({batch},) int32 is needed"]
+
+
+def block_table(table: Tensor | None, batch: int) -> list[str]:
+    """Problems of a (B, pages) int32 block table; None is fine."""
+    if table is None:
+        return []
+    if table.ndim != 2 or table.shape[0] != batch or table.dtype != torch.int32 or not table.shape[1]:
+        return [f"block_table is {tuple(table.shape)} {table.dtype}; ({batch}, pages) int32 is needed"]
+    return []
+
+
+def raise_all(op: str, problems: list[str]) -> None:
+    """Raises one ValueError that lists every problem; does nothing without any."""
+    if len(problems) == 1:
+        raise ValueError(f"{op}: {problems[0]}")
+    if problems:
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise ValueError(f"{op} cannot run for {len(problems)} reasons:\n{listed}")

@@ -8,16 +8,19 @@ contiguous memory; B and lanes may have any stride.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from caramba_fast.formats import Format, check_block, resolve
+from caramba_fast.formats import Format, resolve
 from caramba_fast.ops import checks
 from caramba_fast.ops.dequantize import reference as dequantize_reference
+from caramba_fast.ops.transform import Transform
 
 LANE_MULTIPLE = 32
+IDENTITY = Transform()
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ def stored_lanes(codes: Tensor, kind: str, n_kv_heads: int, head_dim: int) -> La
 
 
 def load(codes: Tensor, scales: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
-    """Codes (B, lanes, S, width) -> values (B, lanes, S, lane_dim) in ``dtype``; reference only."""
+    """Codes (..., width) -> values (..., lane_dim) in ``dtype``; reference only."""
     form = resolve(kind)
     if scales is None:
         return codes.to(dtype)
@@ -71,17 +74,25 @@ def load(codes: Tensor, scales: Tensor | None, kind: str, dtype: torch.dtype) ->
 
 @dataclass(frozen=True)
 class KVView:
-    """Codes and scales of K or of V.
+    """One stored stream (K or V, or one of the two keys of decoupled attention).
 
     Attributes:
-        codes: (B, lanes, S, width), dtype and width as the format table has them.
-        scales: (B, lanes, S, lane_dim / block) float16; None for fp32, fp16 and bf16.
+        codes: (B, lanes, S, width), or (pages, lanes, page_size, width) when paged; dtype and
+            width as the format table has them.
+        scales: codes' shape with lane_dim / block at the end, float16; None for unquantized kinds.
         kind: kind name.
+        tail: (B, lanes, R, lane_dim) float16, a ring of the newest tokens in the stored basis:
+            token j is in slot j % R. None for no tail.
+        sink: (B, lanes, sink_len, lane_dim) float16, the first real tokens of each row.
+        transform: the basis in which all of these are stored.
     """
 
     codes: Tensor
     scales: Tensor | None
     kind: str
+    tail: Tensor | None = None
+    sink: Tensor | None = None
+    transform: Transform = IDENTITY
 
     @property
     def format(self) -> Format:
@@ -97,11 +108,47 @@ class KVView:
             raise ValueError(
                 f"{name} codes have shape {tuple(self.codes.shape)}; (B, lanes, S, width) is needed"
             )
-        form = checks.codes_and_scales(name, self.codes, self.scales, self.kind)
-        if self.scales is not None:
-            check_block(self.lane_dim, self.lane_dim // self.scales.shape[-1], f"{form.name} block")
+        checks.codes_and_scales(name, self.codes, self.scales, self.kind)
+        for part, tensor in (("tail", self.tail), ("sink", self.sink)):
+            if tensor is not None and (
+                tensor.ndim != 4
+                or tensor.shape[1] != self.codes.shape[1]
+                or tensor.shape[3] != self.lane_dim
+                or tensor.dtype != torch.float16
+            ):
+                raise ValueError(
+                    f"{name}_{part} is {tuple(tensor.shape)} {tensor.dtype}; (B, {self.codes.shape[1]}, "
+                    f"n, {self.lane_dim}) float16 is needed"
+                )
 
     def slice(self, length: int) -> KVView:
-        """The view of the first ``length`` slots; no copy."""
+        """The view of the first ``length`` slots of a contiguous cache; no copy."""
         scales = None if self.scales is None else self.scales[:, :, :length]
-        return KVView(self.codes[:, :, :length], scales, self.kind)
+        return replace(self, codes=self.codes[:, :, :length], scales=scales)
+
+    def options(self, name: str) -> dict[str, Any]:
+        """The keyword options of the ops for stream ``name``, those in use."""
+        t = self.transform
+        found = {
+            f"{name}_tail": self.tail,
+            f"{name}_sink": self.sink,
+            f"{name}_mean": t.mean,
+            f"{name}_bias": t.bias,
+            f"{name}_pairs": t.pairs,
+            f"{name}_phases": t.phases,
+            f"{name}_scale": t.scale,
+            f"rotate_{name}": t.rotate or None,
+        }
+        return {key: value for key, value in found.items() if value is not None}
+
+    @classmethod
+    def of(
+        cls, name: str, codes: Tensor, scales: Tensor | None, kind: str, options: dict[str, Any]
+    ) -> KVView:
+        """The inverse of `options`: takes what belongs to stream ``name`` out of ``options``."""
+        tail, sink = options.pop(f"{name}_tail", None), options.pop(f"{name}_sink", None)
+        transform = Transform(
+            **{part: options.pop(f"{name}_{part}", None) for part in ("mean", "bias", "pairs", "phases", "scale")},
+            rotate=options.pop(f"rotate_{name}", False),
+        )
+        return cls(codes, scales, kind, tail, sink, transform)

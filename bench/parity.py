@@ -1,0 +1,164 @@
+"""Do all backends agree with the reference, bit for bit? A grid of inputs that break kernels.
+
+The tests use it, and ``python -m caramba_fast.bench.parity [--device cuda]`` runs it where pytest
+is not installed. The reference is computed on the CPU whatever the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from caramba_fast.formats import BLOCK_SIZES, NF4_LEVELS, QUANTIZED_KINDS, resolve
+from caramba_fast.ops.dequantize import dequantize
+from caramba_fast.ops.dequantize import reference as dequantize_reference
+from caramba_fast.ops.quantize import quantize
+from caramba_fast.ops.quantize import reference as quantize_reference
+from caramba_fast.ops.registry import BackendError, use_backend
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DIM = 256
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def same_bits(a: Tensor, b: Tensor) -> Tensor:
+    """Elementwise: equal bits (so -0.0 differs from 0.0), or both NaN."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        raise ValueError(f"{a.dtype} {tuple(a.shape)} against {b.dtype} {tuple(b.shape)}")
+    equal = a.view(_BITS[a.itemsize]) == b.view(_BITS[b.itemsize])
+    return equal | (a.isnan() & b.isnan()) if a.is_floating_point() else equal
+
+
+def inputs(dim: int = DIM) -> dict[str, Tensor]:
+    """Named rows (rows, dim) of float32: ordinary ones, and those at the edges of each format."""
+    normal = torch.randn(5, dim)
+    ties = torch.randn(4, dim).clamp(-2, 2)
+    ties[0, 3::32], ties[0, 20::32] = 3.0, -3.0
+    ties[1, 3::32], ties[1, 20::32] = -3.0, 3.0
+    ties[2, 20::32], ties[2, 29::32] = 3.0, -3.0
+    ties[3] = torch.where(torch.rand(dim) < 0.5, -1.0, 1.0)
+    halves = torch.arange(dim).remainder(32).mul(4).sub(62.5).expand(1, -1).clone()
+    halves[:, ::32] = 127.0  # q8_0's scale becomes 1, everything else lies between two codes
+    levels = torch.tensor(NF4_LEVELS)
+    middles = (levels[1:] + levels[:-1]) / 2
+    midpoints = torch.cat((levels, middles, torch.zeros(1)))
+    damaged = torch.randn(6, dim)
+    for row, value in enumerate((torch.nan, torch.inf, -torch.inf, -torch.nan)):
+        damaged[row, 7 + 11 * row] = value
+    damaged[4, 0], damaged[4, 1] = torch.inf, -torch.inf
+    damaged[5] = torch.nan
+    extremes = torch.where(torch.rand(2, dim) < 0.5, -1.0, 1.0) * torch.finfo(torch.float32).max
+    return {
+        "normal": normal,
+        "graded": normal * torch.logspace(-9, 6, dim),
+        "huge": normal.sign() * 1e38 * torch.rand(5, dim),
+        "extremes": extremes,
+        "tiny": normal * 1e-38,
+        "subnormal": normal * 1e-42,
+        # The reciprocal of a scale overflows below 2^-128; magnitudes on both sides of that.
+        "no reciprocal": torch.linspace(-1, 1, dim) * torch.logspace(-41, -35, 24)[:, None],
+        "fp16 scale underflow": normal * torch.logspace(-9, -4, 5)[:, None],
+        "zero": torch.zeros(1, dim),
+        "negative zero": torch.full((1, dim), -0.0),
+        "mixed zeros": torch.tensor([-0.0, 0.0]).repeat(1, dim // 2),
+        "ties": ties,
+        "halves": halves,
+        "undecided q8_0": _undecided((torch.arange(-127, 127) + 0.5) / 127, dim),
+        "undecided q4_0": _undecided((torch.arange(-8, 8) + 0.5) / 8, dim),
+        "undecided nf4": _undecided(middles, dim),
+        "midpoints": midpoints.repeat(dim // 32)[None] * torch.tensor([[1.0], [-1.0], [2.0]]),
+        "damaged": damaged,
+    }
+
+
+def _undecided(fractions: Tensor, dim: int) -> Tensor:
+    """Blocks of 32 whose values are ``fractions`` of the largest: a last-bit error shows there."""
+    largest = torch.rand(8, dim // 32, 1) + 0.5
+    chosen = fractions[torch.randint(len(fractions), (8, dim // 32, 31))]
+    return torch.cat((largest, chosen * largest), dim=-1).flatten(1)
+
+
+def backend_error(backend: str, device: torch.device) -> str | None:
+    """Why a backend cannot run quantize and dequantize on this device, or None."""
+    try:
+        with use_backend(backend):
+            codes, scales = quantize(torch.zeros(1, 32, device=device), "q8_0", 32)
+            dequantize(codes, scales, "q8_0", 32)
+    except BackendError as error:
+        return str(error)
+    return None
+
+
+def quantize_failures(
+    backend: str, device: torch.device, kind: str, block: int, dtype: torch.dtype
+) -> list[str]:
+    """Quantizes every input at once; returns one line for each input that differs."""
+    named = inputs()
+    x = torch.cat(list(named.values())).to(dtype)
+    with use_backend(backend):
+        codes, scales = (part.cpu() for part in quantize(x.to(device), kind, block))
+    wanted_codes, wanted_scales = quantize_reference(x, kind, block)
+    good_codes = same_bits(codes, wanted_codes).all(-1)
+    good_scales = same_bits(scales, wanted_scales).all(-1)
+    where = f"{backend} quantize {kind} block {block} {dtype}"
+    found = []
+    first = 0
+    for name, rows in named.items():
+        span = slice(first, first + len(rows))
+        first += len(rows)
+        for part, good in (("codes", good_codes), ("scales", good_scales)):
+            if not good[span].all():
+                found.append(f"{where}: {part} of {name!r} differ")
+    return found
+
+
+def dequantize_failures(
+    backend: str, device: torch.device, kind: str, block: int, dtype: torch.dtype
+) -> list[str]:
+    """Restores random bytes with scales of every bit pattern; one line if values differ."""
+    form = resolve(kind)
+    codes = torch.randint(0, 256, (301, form.code_width(DIM)), dtype=torch.uint8).view(form.dtype)
+    scales = torch.randint(-(2**15), 2**15, (301, DIM // block), dtype=torch.int16)
+    scales = scales.view(torch.float16)
+    with use_backend(backend):
+        got = dequantize(codes.to(device), scales.to(device), kind, DIM, dtype).cpu()
+    good = same_bits(got, dequantize_reference(codes, scales, kind, DIM, dtype))
+    where = f"{backend} dequantize {kind} block {block} {dtype}"
+    return [] if good.all() else [f"{where}: {int((~good).sum())} values differ"]
+
+
+def failures(backend: str, device: torch.device) -> Iterator[str]:
+    """The whole grid for one backend: one line a disagreement, none if all is well."""
+    for kind in QUANTIZED_KINDS:
+        for block in BLOCK_SIZES:
+            for dtype in DTYPES:
+                yield from quantize_failures(backend, device, kind, block, dtype)
+                yield from dequantize_failures(backend, device, kind, block, dtype)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns 1 if a backend differs from the reference."""
+    parser = argparse.ArgumentParser(prog="caramba_fast.bench.parity", description=__doc__)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--require", nargs="*", default=[], help="backends that have to run")
+    chosen = parser.parse_args(argv)
+    device = torch.device(chosen.device)
+    torch.manual_seed(0)
+    status = 0
+    for backend in ("reference", "cpp", "triton"):
+        reason = backend_error(backend, device)
+        if reason is not None:
+            print(f"{backend:<10} not run: {reason}")
+            status |= backend in chosen.require
+            continue
+        found = list(failures(backend, device))
+        print(f"{backend:<10} {len(found)} disagreements", *found, sep="\n  ")
+        status |= bool(found)
+    return int(status)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

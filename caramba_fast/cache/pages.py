@@ -1,0 +1,140 @@
+"""Pages: fixed-size pieces of a pool that rows take as they grow, share, and give back.
+
+A page has a reference count. Rows that continue from the same tokens share pages; a shared page is copied
+before a row writes into it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class OutOfPagesError(RuntimeError):
+    """The pool has fewer free pages than an append needs; nothing was written."""
+
+
+class PageAllocator:
+    """A pool of ``num_pages`` pages with reference counts."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"num_pages is {num_pages}; 1 or more is needed")
+        self.references = [0] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        """Pages nobody holds."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """A free page, held once; raises OutOfPagesError when there is none."""
+        if not self._free:
+            raise OutOfPagesError(f"all {len(self.references)} pages are in use")
+        page = self._free.pop()
+        self.references[page] = 1
+        return page
+
+    def share(self, page: int) -> int:
+        """One more holder of a page that is held."""
+        if self.references[page] < 1:
+            raise ValueError(f"page {page} is free and cannot be shared")
+        self.references[page] += 1
+        return page
+
+    def release(self, page: int) -> None:
+        """One holder less; the last one frees the page."""
+        if self.references[page] < 1:
+            raise ValueError(f"page {page} is free and cannot be released")
+        self.references[page] -= 1
+        if not self.references[page]:
+            self._free.append(page)
+
+
+class PageTable:
+    """Which pages hold which row, on the host and as the (B, pages) int32 tensor kernels read.
+
+    Args:
+        batch_size: rows.
+        pages_per_row: most pages of one row.
+        page_size: tokens of a page.
+        allocator: the pool.
+        device: where the tensor lives; -1 stands where a row has no page.
+    """
+
+    def __init__(
+        self, batch_size: int, pages_per_row: int, page_size: int, allocator: PageAllocator, device: torch.device
+    ) -> None:
+        self.page_size, self.allocator = page_size, allocator
+        self.rows: list[list[int]] = [[] for _ in range(batch_size)]
+        self._width = pages_per_row
+        self.tensor = torch.full((batch_size, pages_per_row), -1, dtype=torch.int32, device=device)
+
+    def reserve(self, held: Sequence[int], added: Sequence[int]) -> list[tuple[int, int]]:
+        """Makes room for ``added[b]`` tokens behind the ``held[b]`` of each row.
+
+        Returns:
+            (from, to) pages whose content has to be copied before writing: they were shared.
+
+        Raises:
+            OutOfPagesError: before anything has changed.
+        """
+        growing = [row for row, count in enumerate(added) if count]
+        new = {row: -(-(held[row] + added[row]) // self.page_size) - len(self.rows[row]) for row in growing}
+        split = [row for row in growing if held[row] % self.page_size]
+        writers = Counter(self.rows[row][-1] for row in split)
+        copies = sum(
+            count - (self.allocator.references[page] == count) for page, count in writers.items()
+        )
+        needed = copies + sum(max(count, 0) for count in new.values())
+        if needed > self.allocator.free:
+            raise OutOfPagesError(
+                f"{needed} pages are needed and {self.allocator.free} of "
+                f"{len(self.allocator.references)} are free"
+            )
+        moved = []
+        for row in split:
+            old = self.rows[row][-1]
+            if self.allocator.references[old] > 1:
+                self.rows[row][-1] = self.allocator.take()
+                self.allocator.release(old)
+                moved.append((old, self.rows[row][-1]))
+        for row, count in new.items():
+            self.rows[row] += [self.allocator.take() for _ in range(count)]
+        if moved or any(count > 0 for count in new.values()):
+            self._publish()
+        return moved
+
+    def shrink(self, lengths: Sequence[int]) -> None:
+        """Gives back the pages past each row's length."""
+        changed = False
+        for row, length in enumerate(lengths):
+            keep = -(-length // self.page_size)
+            for page in self.rows[row][keep:]:
+                self.allocator.release(page)
+                changed = True
+            del self.rows[row][keep:]
+        if changed:
+            self._publish()
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Row b takes the pages of row ``order[b]``, shared, not copied."""
+        rows = [[self.allocator.share(page) for page in self.rows[row]] for row in order]
+        for row in self.rows:
+            for page in row:
+                self.allocator.release(page)
+        self.rows = rows
+        self._publish()
+
+    def _publish(self) -> None:
+        padded = [row + [-1] * (self._width - len(row)) for row in self.rows]
+        host = torch.tensor(padded, dtype=torch.int32)
+        self.tensor.copy_(host, non_blocking=True)
+
+    def columns(self, longest: int) -> Tensor:
+        """The part of the tensor that covers ``longest`` tokens."""
+        return self.tensor[:, : max(1, -(-longest // self.page_size))]

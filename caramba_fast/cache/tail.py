@@ -1,0 +1,46 @@
+"""TailKeeper: which positions the fp16 ring of each row really holds.
+
+The ring has residual_len + tail_slack slots; position j is in slot j modulo that. Cropping up to
+tail_slack tokens loses nothing. A deeper crop needs positions whose slots were overwritten: those are put
+back from their codes, so that every read stays correct, at the codes' precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+
+class TailKeeper:
+    """Per row, the lowest position whose fp16 values are in the ring.
+
+    Args:
+        batch_size: rows.
+        residual_len: tokens behind a query that are read from the ring; 0 for no ring.
+        size: slots of the ring.
+    """
+
+    def __init__(self, batch_size: int, residual_len: int, size: int) -> None:
+        self.residual_len, self.size = residual_len, size
+        self.lowest = [0] * batch_size
+
+    def appended(self, lengths: Sequence[int]) -> None:
+        """Rows have grown to ``lengths``."""
+        if self.residual_len:
+            self.lowest = [max(low, n - self.size) for low, n in zip(self.lowest, lengths, strict=True)]
+
+    def shortened(
+        self, before: Sequence[int], after: Sequence[int], refill: Callable[[int, int, int], None]
+    ) -> None:
+        """Rows go from ``before`` to ``after`` tokens; calls refill(row, start, stop) where needed."""
+        if not self.residual_len:
+            return
+        for row, (old, new) in enumerate(zip(before, after, strict=True)):
+            needed = max(0, new - self.residual_len + 1)
+            if new < old and self.lowest[row] > needed:
+                if new > needed:
+                    refill(row, needed, min(self.lowest[row], new))
+                self.lowest[row] = needed
+
+    def reordered(self, rows: Sequence[int]) -> None:
+        """Row b is now what row ``rows[b]`` was."""
+        self.lowest = [self.lowest[row] for row in rows]

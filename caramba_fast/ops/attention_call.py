@@ -1,0 +1,200 @@
+"""Between the flat schemas of the attention ops and the views users hold: checks, packing, unpacking."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caramba_fast.ops import checks
+from caramba_fast.ops.attention import State, solve
+from caramba_fast.ops.view import KVView, stored_lanes
+
+#: Most query tokens of the decode ops; longer prompts go through the extend ops.
+MAX_QUERY_TOKENS = 32
+
+
+def reference(
+    streams: Sequence[str], factors: Sequence[str], args: Sequence[Any], options: dict[str, Any]
+) -> State:
+    """The oracle of every attention op, from the arguments of its schema."""
+    count, options = len(streams), dict(options)
+    queries, rest = args[: count - 1], args[count - 1 :]
+    stored, cache_seqlens, kinds = rest[: 2 * count], rest[2 * count], rest[2 * count + 1 :]
+    views = [
+        KVView.of(stream, stored[2 * i], stored[2 * i + 1], kinds[i], options)
+        for i, stream in enumerate(streams)
+    ]
+    nulls = [options.pop(f"null_{stream}", None) for stream in streams]
+    given = [options.pop(name, None) for name in factors]
+    scales = [1 / math.sqrt(q.shape[-1]) if f is None else f for q, f in zip(queries, given, strict=True)]
+    options.pop("num_splits", None)
+    return solve(
+        queries, views[:-1], views[-1], scales, cache_seqlens, nulls[:-1], null_v=nulls[-1], **options
+    )
+
+
+def fake(streams: Sequence[str], args: Sequence[Any], n_kv_heads: int) -> State:
+    """Shapes and dtypes of out and lse."""
+    count = len(streams)
+    q, rest = args[0], args[count - 1 :]
+    kinds = rest[2 * count + 1 :]
+    per_lane = stored_lanes(rest[0], kinds[0], n_kv_heads, q.shape[-1]).heads_per_lane
+    v_dim = KVView(rest[2 * count - 2], None, kinds[-1]).lane_dim // per_lane
+    out = q.new_empty((*q.shape[:3], v_dim))
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def call(
+    op: Any,
+    queries: dict[str, Tensor],
+    views: dict[str, KVView],
+    cache_seqlens: Tensor,
+    n_kv_heads: int,
+    options: dict[str, Any],
+    max_tokens: int | None,
+) -> State:
+    """Checks everything, then calls the op with its flat arguments.
+
+    Args:
+        queries: by the name of the key stream they meet.
+        views: key streams in that order, then v.
+        max_tokens: most query tokens, or None for no limit.
+    """
+    for name, q in queries.items():
+        checks.float_tensor(f"q for {name}" if len(queries) > 1 else "q", q)
+    for name, view in views.items():
+        view.check(name)
+    options = {key: value for key, value in options.items() if value is not None}
+    checks.raise_all(op.name, _problems(queries, views, cache_seqlens, n_kv_heads, options, max_tokens))
+    first = next(iter(queries.values()))
+    checks.same_device(
+        q=first, cache_seqlens=cache_seqlens, **{f"{n}_codes": v.codes for n, v in views.items()},
+        **{key: value for key, value in options.items() if isinstance(value, Tensor)},
+    )  # fmt: skip
+    for name, view in views.items():
+        options.update(view.options(name))
+    stored = [part for view in views.values() for part in (view.codes, view.scales)]
+    kinds = [view.kind for view in views.values()]
+    return op(*queries.values(), *stored, cache_seqlens, *kinds, n_kv_heads=n_kv_heads, **options)
+
+
+def _problems(
+    queries: dict[str, Tensor],
+    views: dict[str, KVView],
+    cache_seqlens: Tensor,
+    n_kv_heads: int,
+    options: dict[str, Any],
+    max_tokens: int | None,
+) -> list[str]:
+    first = next(iter(queries.values()))
+    for name, q in queries.items():
+        if q.ndim != 4 or 0 in q.shape or q.shape[:3] != first.shape[:3] or q.dtype != first.dtype:
+            return [
+                f"q{name.removeprefix('k')} has shape {tuple(q.shape)}, {q.dtype}; (B, H_q, T, D), none of "
+                "them 0, with one B, H_q, T and dtype for all queries, is needed"
+            ]
+    batch, heads, tokens, _ = first.shape
+    if n_kv_heads < 1 or heads % n_kv_heads:
+        return [f"q has {heads} heads, not a multiple of n_kv_heads={n_kv_heads}"]
+    problems = []
+    if max_tokens is not None and tokens > max_tokens:
+        problems.append(f"q has T={tokens} tokens; up to {max_tokens} are allowed (extend_attention takes more)")
+    for name, tensor in (("cache_seqlens", cache_seqlens), *((n, options.get(n)) for n in ("cache_leftpad", "query_lens"))):
+        problems += checks.row_integers(name, tensor, batch)
+    problems += checks.block_table(options.get("block_table"), batch)
+    problems += _view_problems(queries, views, n_kv_heads, batch, options.get("block_table"))
+    problems += _side_problems(views, options.get("residual_len", 0), tokens, batch)
+    problems += _null_problems(queries, views, options, n_kv_heads, heads)
+    return problems + _scalar_problems(options)
+
+
+def _view_problems(
+    queries: dict[str, Tensor], views: dict[str, KVView], n_kv_heads: int, batch: int, table: Tensor | None
+) -> list[str]:
+    problems: list[str] = []
+    lead = next(iter(views.values())).codes.shape[:3]
+    slots = lead[2] * (1 if table is None else table.shape[1])
+    per_lane = 0
+    for name, view in views.items():
+        if view.codes.shape[:3] != lead:
+            problems.append(f"{name} codes {tuple(view.codes.shape)} differ from {tuple(lead)} in (B, lanes, S)")
+        if name in queries:
+            dim = queries[name].shape[3]
+            fits = view.lane_dim % dim == 0 and view.lane_dim >= dim
+            grouped = view.lane_dim // dim
+            if not fits or -(-n_kv_heads // grouped) != lead[1] or (per_lane and grouped != per_lane):
+                problems.append(
+                    f"q has head_dim {dim} and n_kv_heads is {n_kv_heads}; {name}'s {lead[1]} lanes of "
+                    f"{view.lane_dim} hold something else"
+                )
+                continue
+            per_lane = grouped
+        elif per_lane and view.lane_dim % per_lane:
+            problems.append(f"{name}'s lanes of {view.lane_dim} cannot hold {per_lane} heads, as the keys' do")
+        if per_lane:
+            problems += view.transform.problems(name, n_kv_heads, view.lane_dim // per_lane, slots)
+    if table is None and lead[0] != batch:
+        problems.append(f"the cache has B={lead[0]}; B={batch} as in q is needed")
+    if table is not None and lead[2] % 32:
+        problems.append(f"pages have {lead[2]} slots; a multiple of 32 is needed")
+    return problems
+
+
+def _side_problems(views: dict[str, KVView], residual_len: int, tokens: int, batch: int) -> list[str]:
+    """Tail and sinks: in all streams alike, or in none."""
+    problems = []
+    first = next(iter(views.values()))
+    for part, wanted in (("tail", _rows_and_slots(first.tail)), ("sink", _rows_and_slots(first.sink))):
+        sizes = {name: _rows_and_slots(getattr(view, part)) for name, view in views.items()}
+        if any(size != wanted for size in sizes.values()):
+            problems.append(f"{part} buffers differ between streams: {sizes}")
+        elif wanted is not None and wanted[0] != batch:
+            problems.append(f"{part} buffers have B={wanted[0]}, q has {batch}")
+    tail = first.tail
+    if residual_len < 0 or (residual_len and tail is None):
+        problems.append(f"residual_len is {residual_len}; 0, or more with a tail in every stream, is allowed")
+    if tail is not None and residual_len + tokens > tail.shape[2] + 1:
+        problems.append(
+            f"T={tokens} query tokens and residual_len={residual_len} need a tail of "
+            f"{residual_len + tokens - 1}, it has {tail.shape[2]} (residual_len + tail_slack)"
+        )
+    return problems
+
+
+def _rows_and_slots(buffer: Tensor | None) -> tuple[int, int] | None:
+    return None if buffer is None else (buffer.shape[0], buffer.shape[2])
+
+
+def _null_problems(
+    queries: dict[str, Tensor], views: dict[str, KVView], options: dict[str, Any], n_kv_heads: int, heads: int
+) -> list[str]:
+    problems = []
+    nulls = {name: options.get(f"null_{name}") for name in views}
+    missing = [f"null_{name}" for name, tensor in nulls.items() if tensor is None]
+    if 0 < len(missing) < len(nulls):
+        problems.append(f"null keys and values go together; missing {', '.join(missing)}")
+    for name, tensor in nulls.items():
+        dim = queries[name].shape[3] if name in queries else None
+        if tensor is not None and (tensor.ndim != 2 or tensor.shape[0] != n_kv_heads or dim not in (None, tensor.shape[1])):
+            problems.append(f"null_{name} is {tuple(tensor.shape)}; ({n_kv_heads}, {dim or 'D_v'}) is needed")
+    s_aux = options.get("s_aux")
+    if s_aux is not None and s_aux.shape != (heads,):
+        problems.append(f"s_aux is {tuple(s_aux.shape)}; one logit a query head, ({heads},), is needed")
+    return problems
+
+
+def _scalar_problems(options: dict[str, Any]) -> list[str]:
+    problems = []
+    window = options.get("window_size", (-1, -1))
+    if len(window) != 2 or min(window) < -1:
+        problems.append(f"window_size is {window!r}; (left, right), each -1 or more, is needed")
+    for name, allowed in (("softcap", "0 (none)"), ("num_splits", "0 (automatic)"), ("num_sink_tokens", "0")):
+        if options.get(name, 0) < 0:
+            problems.append(f"{name} is {options[name]}; {allowed} or more is allowed")
+    if options.get("q_chunk", 1) < 1:
+        problems.append(f"q_chunk is {options['q_chunk']}; 1 or more is allowed")
+    return problems

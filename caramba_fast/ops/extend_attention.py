@@ -1,0 +1,113 @@
+"""extend_attention: a chunk of a prompt on top of what is cached, in bounded scratch.
+
+The same attention as `decode_attention`, for any number of query tokens: a stretch of the cache is
+dequantized, attended to by a chunk of queries, and merged into the result; a mask of prompt × cache or a
+dequantized copy of the cache never exists.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from caramba_fast.ops import attention_call
+from caramba_fast.ops.attention import QUERIES_PER_PIECE
+from caramba_fast.ops.decode_attention import FACTORS
+from caramba_fast.ops.decoupled_decode_attention import FACTORS as DECOUPLED_FACTORS
+from caramba_fast.ops.registry import register
+from caramba_fast.ops.schema import DECOUPLED, STANDARD, attention_schema
+from caramba_fast.ops.view import KVView
+
+EXTRA = (f"int q_chunk={QUERIES_PER_PIECE}",)
+
+
+def reference(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """The oracle: pure torch, any device."""
+    return attention_call.reference(STANDARD, FACTORS, args, options)
+
+
+def decoupled_reference(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """The oracle for two key streams."""
+    return attention_call.reference(DECOUPLED, DECOUPLED_FACTORS, args, options)
+
+
+def fake(*args: Any, n_kv_heads: int, **_: Any) -> tuple[Tensor, Tensor]:
+    return attention_call.fake(STANDARD, args, n_kv_heads)
+
+
+def decoupled_fake(*args: Any, n_kv_heads: int, **_: Any) -> tuple[Tensor, Tensor]:
+    return attention_call.fake(DECOUPLED, args, n_kv_heads)
+
+
+_op = register(
+    "extend_attention", attention_schema(STANDARD, FACTORS, EXTRA), reference=reference, fake=fake
+)
+_decoupled_op = register(
+    "decoupled_extend_attention",
+    attention_schema(DECOUPLED, DECOUPLED_FACTORS, EXTRA),
+    reference=decoupled_reference,
+    fake=decoupled_fake,
+)
+
+
+def _reach(options: dict[str, Any]) -> dict[str, Any]:
+    """``local_window=w`` is another way to say ``window_size=(w - 1, 0)``."""
+    window = options.pop("local_window", None)
+    if window is None:
+        return options
+    if "window_size" in options:
+        raise ValueError("local_window and window_size were both given; they say the same, give one")
+    if window < 1:
+        raise ValueError(f"local_window is {window}; 1 or more is allowed")
+    return {**options, "window_size": (window - 1, 0)}
+
+
+def extend_attention(
+    q: Tensor,
+    k: KVView,
+    v: KVView,
+    cache_seqlens: Tensor,
+    *,
+    n_kv_heads: int,
+    return_softmax_lse: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of a prompt chunk over what is cached, itself included.
+
+    Args:
+        q: (B, H_q, T, D), any T.
+        q_chunk: query tokens taken at a time; bounds the scratch.
+        local_window: tokens a query reaches back, itself included: ``window_size=(w - 1, 0)``.
+        k, v, cache_seqlens, n_kv_heads, return_softmax_lse, options: as in `decode_attention`.
+
+    Returns:
+        out (B, H_q, T, D_v) in q's dtype, and lse (B, H_q, T) float32 if asked for.
+
+    Raises:
+        TypeError, ValueError: naming every argument that is wrong, what it was and what is allowed.
+    """
+    out, lse = attention_call.call(
+        _op, {"k": q}, {"k": k, "v": v}, cache_seqlens, n_kv_heads, _reach(options), None
+    )
+    return (out, lse) if return_softmax_lse else out
+
+
+def decoupled_extend_attention(
+    q_sem: Tensor,
+    q_geo: Tensor,
+    k_sem: KVView,
+    k_geo: KVView,
+    v: KVView,
+    cache_seqlens: Tensor,
+    *,
+    n_kv_heads: int,
+    return_softmax_lse: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`extend_attention` with semantic and geometric keys, as `decoupled_decode_attention`."""
+    out, lse = attention_call.call(
+        _decoupled_op, {"k_sem": q_sem, "k_geo": q_geo}, {"k_sem": k_sem, "k_geo": k_geo, "v": v},
+        cache_seqlens, n_kv_heads, _reach(options), None,
+    )  # fmt: skip
+    return (out, lse) if return_softmax_lse else out

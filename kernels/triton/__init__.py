@@ -1,0 +1,1 @@
+"""Triton kernels: one file an op, imported with the op's first use; they register nothing."""

@@ -1,0 +1,175 @@
+"""The storage formats as device functions: what `caramba_fast.formats` states, in Triton.
+
+A kernel takes ``FORMAT`` (the index of the table's row) and ``BITS``; nothing here is a copy per
+kernel, and a new format is one more branch of `_scale`, `_encode` and of a decode function.
+Formats of one code a byte work on a whole block, ``x (blocks, n)``; formats of two codes a byte on
+its halves, ``low`` and ``high (blocks, n/2)``, because a byte holds one value of each.
+
+Arithmetic is float32 in the order of the reference. Magnitudes are compared as integers: for
+finite floats that is the same order, and one maximum also finds NaN and Inf.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from caramba_fast.formats import FORMATS, NF4_LEVELS
+
+from .nf4_asm import NF4_LOOKUP
+
+Q8_0 = tl.constexpr(FORMATS["q8_0"].index)
+Q4_0 = tl.constexpr(FORMATS["q4_0"].index)
+NF4 = tl.constexpr(FORMATS["nf4"].index)
+
+_levels = torch.tensor(NF4_LEVELS, dtype=torch.float32)
+LEVELS = tl.constexpr(NF4_LEVELS)
+#: Rounded in float32, like the reference's.
+MIDPOINTS = tl.constexpr(tuple(((_levels[1:] + _levels[:-1]) / 2).tolist()))
+LOOKUP = tl.constexpr(NF4_LOOKUP)
+
+INFINITY_BITS = tl.constexpr(0x7F800000)
+#: 2^-128 as bits: the reciprocal of a scale up to here overflows float32.
+NO_RECIPROCAL_BITS = tl.constexpr(0x00200000)
+
+
+@triton.jit
+def magnitude(x):
+    """The bits of |x|: int32, ordered like the numbers, NaN above infinity."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _reciprocal(scale):
+    """1 / scale, or 0 where that overflows; such scales are 0 in fp16."""
+    usable = magnitude(scale) > NO_RECIPROCAL_BITS
+    divisor = tl.where(usable, scale, 1.0)
+    return tl.where(usable, tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor), 0.0)
+
+
+@triton.jit
+def _scale(amax, negative, FORMAT: tl.constexpr):
+    """The unrounded scale; ``negative``: the sign of q4_0's element of largest magnitude."""
+    if FORMAT == Q8_0:
+        scale = tl.div_rn(amax, tl.full(amax.shape, 127.0, tl.float32))
+    elif FORMAT == Q4_0:
+        # m / -8. Not through -amax: Triton negates as 0 - x, which would lose the scale -0.
+        scale = amax * tl.where(negative, 0.125, -0.125)
+    else:
+        tl.static_assert(FORMAT == NF4)
+        scale = amax
+    return scale
+
+
+@triton.jit
+def _nearest_level(x):
+    """Index of the nearest NF4 level: four comparisons; a midpoint belongs to the level below."""
+    M: tl.constexpr = MIDPOINTS
+    b3 = x > M[7]
+    b2 = x > tl.where(b3, M[11], M[3])
+    b1 = x > tl.where(b3, tl.where(b2, M[13], M[9]), tl.where(b2, M[5], M[1]))
+    above = tl.where(b2, tl.where(b1, M[14], M[12]), tl.where(b1, M[10], M[8]))
+    below = tl.where(b2, tl.where(b1, M[6], M[4]), tl.where(b1, M[2], M[0]))
+    b0 = x > tl.where(b3, above, below)
+    return (tl.where(b3, 8, 0) + tl.where(b2, 4, 0)) + (tl.where(b1, 2, 0) + tl.where(b0, 1, 0))
+
+
+@triton.jit
+def _encode(x, inverse, FORMAT: tl.constexpr):
+    """x (blocks, w), inverse scale (blocks, 1) -> codes int32."""
+    scaled = x * inverse
+    if FORMAT == Q8_0:
+        whole = scaled.to(tl.int32)
+        rest = scaled - whole.to(tl.float32)
+        # Half away from zero; adding 0.5 before truncating would round 0.49999997 up.
+        code = whole + (rest >= 0.5).to(tl.int32) - (rest <= -0.5).to(tl.int32)
+        code = tl.minimum(tl.maximum(code, -127), 127)
+    elif FORMAT == Q4_0:
+        code = tl.minimum(tl.maximum((scaled + 8.5).to(tl.int32), 0), 15)
+    else:
+        tl.static_assert(FORMAT == NF4)
+        code = _nearest_level(scaled)
+    return code
+
+
+@triton.jit
+def _first_key(x, bits, first: tl.constexpr):
+    """The position (times 2, plus the sign) of the first element of magnitude ``bits``, a block."""
+    position = first + tl.arange(0, x.shape[1])
+    key = position[None, :] * 2 + (x.to(tl.int32, bitcast=True) < 0).to(tl.int32)
+    return tl.min(tl.where(magnitude(x) == bits[:, None], key, 0x7FFFFFFF), axis=1)
+
+
+@triton.jit
+def encode_bytes(x, FORMAT: tl.constexpr):
+    """x (blocks, n) float32 -> codes (blocks, n) int32 and scale (blocks,) float32."""
+    bits = tl.max(magnitude(x), axis=1)
+    finite = bits < INFINITY_BITS
+    bits = tl.where(finite, bits, 0)
+    x = tl.where(finite[:, None], x, 0.0)
+    scale = _scale(bits.to(tl.float32, bitcast=True), bits < 0, FORMAT)
+    codes = _encode(x, _reciprocal(scale)[:, None], FORMAT)
+    return codes, tl.where(finite, scale, float("nan"))
+
+
+@triton.jit
+def encode_nibbles(low, high, FORMAT: tl.constexpr):
+    """low, high (blocks, n/2) float32 -> packed (blocks, n/2) int32 and scale (blocks,) float32."""
+    bits = tl.maximum(tl.max(magnitude(low), axis=1), tl.max(magnitude(high), axis=1))
+    finite = bits < INFINITY_BITS
+    bits = tl.where(finite, bits, 0)
+    low = tl.where(finite[:, None], low, 0.0)
+    high = tl.where(finite[:, None], high, 0.0)
+    negative = bits < 0  # no format but q4_0 needs the sign
+    if FORMAT == Q4_0:
+        key = tl.minimum(_first_key(low, bits, 0), _first_key(high, bits, high.shape[1]))
+        negative = (key & 1) == 1
+    scale = _scale(bits.to(tl.float32, bitcast=True), negative, FORMAT)
+    inverse = _reciprocal(scale)[:, None]
+    packed = _encode(low, inverse, FORMAT) | (_encode(high, inverse, FORMAT) << 4)
+    return packed, tl.where(finite, scale, float("nan"))
+
+
+@triton.jit
+def decode_bytes(codes, FORMAT: tl.constexpr):
+    """codes (..., n) int8 -> float32 values before the scale."""
+    tl.static_assert(FORMAT == Q8_0)
+    return codes.to(tl.float32)
+
+
+@triton.jit
+def _level(code):
+    """code int32 in 0..15 -> its NF4 level, a tree over the code's bits."""
+    L: tl.constexpr = LEVELS
+    b0 = (code & 1) != 0
+    b1 = (code & 2) != 0
+    b2 = (code & 4) != 0
+    q0 = tl.where(b1, tl.where(b0, L[3], L[2]), tl.where(b0, L[1], L[0]))
+    q1 = tl.where(b1, tl.where(b0, L[7], L[6]), tl.where(b0, L[5], L[4]))
+    q2 = tl.where(b1, tl.where(b0, L[11], L[10]), tl.where(b0, L[9], L[8]))
+    q3 = tl.where(b1, tl.where(b0, L[15], L[14]), tl.where(b0, L[13], L[12]))
+    return tl.where((code & 8) != 0, tl.where(b2, q3, q2), tl.where(b2, q1, q0))
+
+
+@triton.jit
+def decode_nibbles(packed, FORMAT: tl.constexpr, PTX: tl.constexpr):
+    """packed (..., n/2) uint8 -> low, high (..., n/2) float32 values before the scale.
+
+    ``PTX`` allows inline assembly; results are the same without.
+    """
+    if FORMAT == Q4_0:
+        low = (packed & 0xF).to(tl.float32) - 8.0
+        high = (packed >> 4).to(tl.float32) - 8.0
+    elif PTX:
+        tl.static_assert(FORMAT == NF4)
+        low, high = tl.inline_asm_elementwise(
+            LOOKUP, "=r,=r,=r,=r,=r,=r,=r,=r,r", [packed], (tl.int32, tl.int32), True, 4
+        )
+        low = low.to(tl.float32, bitcast=True)
+        high = high.to(tl.float32, bitcast=True)
+    else:
+        tl.static_assert(FORMAT == NF4)
+        low = _level((packed & 0xF).to(tl.int32))
+        high = _level((packed >> 4).to(tl.int32))
+    return low, high
