@@ -18,6 +18,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Inductor keys its cache by op name: code compiled for an older schema would be found again.
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    config.addinivalue_line("markers", "device: compares ops with the oracle on --device")
     if config.getoption("--device") == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
 

@@ -9,7 +9,10 @@ import torch
 from caramba_fast import BackendError, backends, quantize, use_backend
 from caramba_fast.ops import registry
 
-OPS = {"quantize", "dequantize", "append_", "decode_attention", "merge_state"}
+OPS = {
+    "quantize", "dequantize", "append_", "decoupled_append_", "decode_attention", "extend_attention",
+    "decoupled_decode_attention", "decoupled_extend_attention", "merge_state",
+}  # fmt: skip
 
 
 def status(op):

@@ -674,7 +674,7 @@ def test_overflow_raises_before_anything_changed(model: Transformer, call: str) 
     with pytest.raises(ValueError, match="max_seq_len=26"):
         getattr(generator, call)([list(range(30))])
     assert generator.cache.row_lengths == lengths
-    assert generator.metrics is metrics
+    assert generator.metrics == metrics
     assert generator.generate([MORE]).tolist() == [MORE + uncached(model, history + MORE)]
 
 

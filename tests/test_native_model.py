@@ -237,7 +237,7 @@ def test_a_window_is_understood_without_a_list_of_layer_types(
 
 def test_layers_that_mix_full_and_sliding_attention_are_refused(tmp_path: Path) -> None:
     written_by_transformers(tmp_path, Qwen2Config, {**WINDOWED, "max_window_layers": 1})
-    with pytest.raises(CheckpointError, match="mix full and sliding"):
+    with pytest.raises(CheckpointError, match="mixes full and sliding"):
         load_model(tmp_path)
 
 

@@ -49,7 +49,7 @@ def test_the_callers_lists_are_not_shared() -> None:
 
 
 def test_padding_is_stripped_at_both_ends_of_a_batch_and_kept_inside() -> None:
-    prompts = read([[0, 0, 1, 0, 2], [3, 0, 0, 0, 0]])
+    prompts = read(torch.tensor([[0, 0, 1, 0, 2], [3, 0, 0, 0, 0]]))
     assert prompts.rows == [[1, 0, 2], [3]]
     assert prompts.width == 5
 
@@ -110,7 +110,7 @@ def test_booleans_are_no_token_ids() -> None:
 
 def test_an_empty_mask_row_is_not_hidden_by_padding_of_another() -> None:
     with pytest.raises(ValueError, match="prompt 0 is empty"):
-        read([[0, 0], [1, 2]])
+        read(torch.tensor([[0, 0], [1, 2]]))
 
 
 @given(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -19,10 +21,17 @@ app = typer.Typer(
 USER_ERRORS = (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError, RuntimeError)
 
 
-def fail(error: BaseException) -> typer.Exit:
-    """One line on stderr, exit status 1."""
-    typer.secho(f"caramba-fast: {error}", fg="red", err=True)
-    return typer.Exit(1)
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """What the user got wrong as one line on stderr, exit status 1.
+
+    Imports belong inside: ``CARAMBA_FAST_BACKEND`` is read with the first one.
+    """
+    try:
+        yield
+    except USER_ERRORS as error:
+        typer.secho(f"caramba-fast: {error}", fg="red", err=True)
+        raise typer.Exit(1) from error
 
 
 @app.command()
@@ -31,20 +40,19 @@ def demo(
     new_tokens: Annotated[int, typer.Option(help="Tokens to write with each cache.", min=2)] = 48,
 ) -> None:
     """A trained model writes from fp16, q8, q4 and nf4 caches: what each saves and costs."""
-    from caramba_fast.cli.demo import run_demo  # noqa: PLC0415
+    with one_line_errors():
+        from caramba_fast.cli.demo import run_demo  # noqa: PLC0415
 
-    try:
         run_demo(quality_tokens=tokens, new_tokens=new_tokens)
-    except USER_ERRORS as error:
-        raise fail(error) from error
 
 
 @app.command()
 def doctor() -> None:
     """Versions, device, and which backend serves which op, with the reason why others do not."""
-    from caramba_fast.cli.doctor import run_doctor  # noqa: PLC0415
+    with one_line_errors():
+        from caramba_fast.cli.doctor import run_doctor  # noqa: PLC0415
 
-    run_doctor()
+        run_doctor()
 
 
 @app.command()
@@ -64,14 +72,12 @@ def generate(
     stats: Annotated[bool, typer.Option(help="Print the run's figures to stderr.")] = True,
 ) -> None:
     """Continues PROMPT, token by token."""
-    from caramba_fast.cli.generate import run_generate  # noqa: PLC0415
-
     settings = dict(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
         max_seq_len=max_seq_len, cache_kind=cache,
     )  # fmt: skip
-    try:
+    with one_line_errors():
+        from caramba_fast.cli.generate import run_generate  # noqa: PLC0415
+
         text = sys.stdin.read() if prompt == "-" else prompt
         run_generate(text, None if model == "demo" else Path(model), settings, device, stats)
-    except USER_ERRORS as error:
-        raise fail(error) from error

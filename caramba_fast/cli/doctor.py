@@ -8,6 +8,7 @@ from importlib import metadata
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import caramba_fast
@@ -57,5 +58,5 @@ def run_doctor(console: Console | None = None) -> None:
     served = Table("op", "device", "runs", "why not the others", title="Backends", title_justify="left")
     for status in backends():
         why = "\n".join(f"{name}: {reason}" for name, reason in status.reasons.items())
-        served.add_row(status.op, status.device, status.runs, why)
+        served.add_row(status.op, status.device, status.runs, escape(why))
     console.print(served)

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from pydantic import ValidationError
 
-from caramba_fast.infer import GenerateConfig, Generator
+from caramba_fast.config.errors import explain
+from caramba_fast.infer import GenerateConfig, GenerationMetrics, Generator
 from caramba_fast.models import demo_path, load_model, load_tokenizer
-
-
-def explain(error: ValidationError) -> str:
-    """pydantic's report as one line: field, what was given, what is allowed."""
-    parts = []
-    for item in error.errors():
-        name = ".".join(str(part) for part in item["loc"]) or "config"
-        parts.append(f"{name}={item['input']!r}: {item['msg'].removeprefix('Value error, ')}")
-    return "; ".join(parts)
 
 
 def run_generate(
@@ -31,6 +24,7 @@ def run_generate(
         config = GenerateConfig(**settings)
     except ValidationError as error:
         raise ValueError(explain(error)) from error
+    check_device(device)
     folder = path or demo_path()
     model = load_model(folder, device=device)
     tokenizer = load_tokenizer(folder)
@@ -38,43 +32,68 @@ def run_generate(
     if not ids:
         raise ValueError("the prompt is empty; give at least one character")
     generator = Generator(model, config)
+    tokens = generator.generate_iter([ids])
     typer.echo(text, nl=False)
-    writer = TextWriter(tokenizer.decode, sys.stdout.write)
-    for token in generator.generate_iter([ids]):
+    writer = TextWriter(tokenizer.decode, sys.stdout.write, ids)
+    for token in tokens:
         writer.put(int(token))
         sys.stdout.flush()
     writer.close()
     typer.echo()
     if stats and generator.metrics is not None:
-        m = generator.metrics
-        typer.secho(
-            f"{m.new_tokens} tokens, {m.decode_tokens_per_s:.1f} tokens/s, first after "
-            f"{1000 * m.ttft_s:.0f} ms, cache {m.bytes_per_token:.0f} bytes/token ({config.cache_kind.value})",
-            fg="bright_black",
-            err=True,
-        )
+        typer.secho(summary(generator.metrics, config.cache_kind.value), fg="bright_black", err=True)
+
+
+def check_device(name: str) -> None:
+    """Raises ValueError unless torch can compute on ``name`` here."""
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name.split(":", maxsplit=1)[0] not in available:
+        raise ValueError(f"device is {name!r}; known are {', '.join(available)}")
+    if not available[name.split(":", maxsplit=1)[0]]:
+        raise ValueError(f"device is {name!r}, but torch finds no {name.upper()} device here")
+
+
+def summary(metrics: GenerationMetrics, kind: str) -> str:
+    """The figures of a run in one line."""
+    speed = f", {metrics.decode_tokens_per_s:.1f} tokens/s" if metrics.new_tokens > 1 else ""
+    return (
+        f"{metrics.new_tokens} tokens{speed}, first after {1000 * metrics.ttft_s:.0f} ms, "
+        f"cache {metrics.bytes_per_token:.0f} bytes/token ({kind})"
+    )
 
 
 class TextWriter:
-    """Writes text as tokens arrive, holding back bytes that are not a whole character yet."""
+    """Writes text as tokens arrive.
 
-    def __init__(self, decode: Callable[[list[int]], str], write: Callable[[str], object]) -> None:
+    A token is decoded together with those before it, since decoders drop the space before a first word,
+    and bytes that are not a whole character yet are held back.
+
+    Args:
+        decode: tokens to text.
+        write: takes each new piece of text.
+        context: tokens before the first one put, already written.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        write: Callable[[str], object],
+        context: Sequence[int] = (),
+    ) -> None:
         self._decode, self._write = decode, write
-        self._tokens: list[int] = []
-        self._written = 0
+        self._written, self._waiting = list(context[-8:]), list[int]()
 
     def put(self, token: int) -> None:
         """Takes one token."""
-        self._tokens.append(token)
-        text = self._decode(self._tokens)
-        if text.endswith("\ufffd"):
-            return
-        self._write(text[self._written :])
-        self._written = len(text)
-        if text.endswith("\n"):  # a safe place to forget what was written: decoding stays short
-            self._tokens, self._written = [], 0
+        self._waiting.append(token)
+        if not self._new_text().endswith("\ufffd"):
+            self.close()
+
+    def _new_text(self) -> str:
+        return self._decode(self._written + self._waiting)[len(self._decode(self._written)) :]
 
     def close(self) -> None:
         """Writes what is left, whole character or not."""
-        text = self._decode(self._tokens)
-        self._write(text[self._written :])
+        if self._waiting:
+            self._write(self._new_text())
+            self._written, self._waiting = self._waiting, []

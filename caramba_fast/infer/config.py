@@ -14,7 +14,7 @@ class GenerateConfig(BaseModel):
 
     Attributes:
         max_new_tokens: tokens to generate at most, per call.
-        temperature: 0 is greedy; otherwise logits are divided by it.
+        temperature: 0 (or less than 1e-5) is greedy; otherwise logits are divided by it.
         top_k: keep the k likeliest tokens; None for all.
         top_p: keep the smallest set of likeliest tokens whose probability reaches top_p, after
             top_k (arXiv:1904.09751); None for all.
@@ -35,7 +35,7 @@ class GenerateConfig(BaseModel):
     temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
     top_k: int | None = Field(default=None, ge=1)
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
-    seed: int | None = Field(default=None, ge=0)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
     eos_token_id: int | tuple[int, ...] | None = None
     ignore_eos: bool = False
     pad_token_id: int | None = Field(default=None, ge=0)

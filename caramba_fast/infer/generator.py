@@ -49,8 +49,10 @@ class Generator:
         self.model = model
         self.config = (config or GenerateConfig()).updated(**overrides)
         self.eos_ids = self._eos_ids()
-        self.metrics: GenerationMetrics | None = None
         self._cache: ModelKVCache | None = None
+        self._cache_bytes, self._bytes_per_token = 0, 0.0
+        self._run_state: _Run | None = None
+        self._measured: tuple[Stopwatch, int, int] | None = None
         self._pending: list[list[int]] = []  # sampled, not yet in the cache; one list a row
         self._rng: torch.Generator | None = None
         if self.config.seed is not None:
@@ -75,8 +77,10 @@ class Generator:
     @property
     def pad_token_id(self) -> int | None:
         """The padding id of the config, else of the model."""
-        pad = self.config.pad_token_id
-        return self.model.pad_token_id if pad is None else pad
+        if self.config.pad_token_id is not None:
+            return self.config.pad_token_id
+        pad = self.model.pad_token_id
+        return pad if pad is not None and 0 <= pad < self.model.vocab_size else None
 
     @property
     def _fill(self) -> int:
@@ -110,6 +114,7 @@ class Generator:
     def decode_step(self, token_ids: Tensor | Sequence[int]) -> Tensor:
         """Feeds one token a row, (B,), and returns the logits (B, V) of the next."""
         ids = torch.as_tensor(token_ids)
+        self._settle()
         if self._cache is None:
             raise RuntimeError("decode_step before any prefill: there is no cache yet")
         if ids.shape != (self._cache.batch_size,):
@@ -121,6 +126,7 @@ class Generator:
 
         A token that was sampled last and is not in the cache yet counts as one.
         """
+        self._settle()
         if self._cache is None:
             raise RuntimeError("rollback before any prefill: there is nothing to remove")
         counts = self._cache[0].lengths.per_row("n", n)
@@ -133,7 +139,11 @@ class Generator:
         self._pending = [p[: len(p) - d] for p, d in zip(self._pending, dropped, strict=True)]
 
     def reset(self) -> None:
-        """Ends the conversation; the next prompt starts a new one and may have another batch size."""
+        """Ends the conversation; the next prompt starts a new one and may have another batch size.
+
+        Sampling goes on from where the seed has brought it.
+        """
+        self._run_state = None
         self._cache = None
         self._pending = []
 
@@ -157,7 +167,12 @@ class Generator:
                 anything changes.
         """
         prompts = self._read(input_ids, attention_mask)
-        steps = list(self._run(prompts))
+        before = self._snapshot()
+        try:
+            steps = list(self._run(prompts))
+        except BaseException:
+            self._restore(before)
+            raise
         device = self.model.device
         new = torch.stack(steps, dim=1).to(device)
         return torch.cat((prompts.padded_front(self._fill, device), new), dim=1)
@@ -182,38 +197,66 @@ class Generator:
         """Yields (B,) tokens on the CPU; however it ends, the conversation stays consistent."""
         watch = Stopwatch()
         rows = len(prompts.rows)
-        prompt_tokens = sum(prompts.lens)
         with torch.no_grad():
             logits = self._feed(prompts, room=self.config.max_new_tokens - 1)
         cache = self._cache
         assert cache is not None
-        alive = [True] * rows
-        surplus = [0] * rows  # padding fed to rows that ended, to be cropped again
+        run = self._run_state = _Run(rows)
+        self._measured = (watch, rows, sum(prompts.lens))
         last: list[int] = []
         try:
             for index in range(self.config.max_new_tokens):
+                if self._run_state is not run:
+                    raise RuntimeError("the conversation went on without this iteration; it cannot continue")
+                if index:
+                    watch.resume()
                 with torch.no_grad():
                     if index:
                         fed = torch.tensor(last, device=self.model.device)
                         logits = self._forward(fed[:, None])
-                        surplus = [s + (not a) for s, a in zip(surplus, alive, strict=True)]
+                        run.fed()
+                        self._pending = [[] if a else p for a, p in zip(run.alive, self._pending, strict=True)]
                     sampled = sample(logits, self.config, self._rng).tolist()
-                last = [token if a else self._fill for token, a in zip(sampled, alive, strict=True)]
-                for row, living in enumerate(alive):
-                    if living:
-                        self._pending[row] = [last[row]]
-                watch.step(sum(alive))
-                alive = [a and t not in self.eos_ids for a, t in zip(alive, last, strict=True)]
-                self.metrics = watch.report(rows, prompt_tokens, cache.nbytes, cache.bytes_per_token)
+                last = [token if a else self._fill for token, a in zip(sampled, run.alive, strict=True)]
+                self._pending = [[t] if a else p for t, a, p in zip(last, run.alive, self._pending, strict=True)]
+                watch.step(sum(run.alive))
+                run.alive = [a and t not in self.eos_ids for a, t in zip(run.alive, last, strict=True)]
                 yield torch.tensor(last)
-                if not any(alive):
+                if not any(run.alive):
                     return
         finally:
-            cache.crop(surplus)
+            if self._run_state is run:
+                self._settle()
+
+    @property
+    def metrics(self) -> GenerationMetrics | None:
+        """Figures of the last run, so far; None before the first."""
+        if self._measured is None or not self._measured[0].steps:
+            return None
+        watch, rows, prompt_tokens = self._measured
+        return watch.report(rows, prompt_tokens, self._cache_bytes, self._bytes_per_token)
 
     # -- inside -------------------------------------------------------------------------
 
+    def _settle(self) -> None:
+        """Ends a run that is under way: what was fed to rows that had ended is removed again."""
+        run, self._run_state = self._run_state, None
+        if run is not None and self._cache is not None and any(run.surplus):
+            self._cache.crop(run.surplus)
+
+    def _snapshot(self) -> tuple[ModelKVCache | None, list[int], list[list[int]]]:
+        self._settle()
+        lengths = [] if self._cache is None else self._cache.row_lengths
+        return self._cache, lengths, self._pending
+
+    def _restore(self, snapshot: tuple[ModelKVCache | None, list[int], list[list[int]]]) -> None:
+        self._run_state = None
+        self._cache, lengths, self._pending = snapshot
+        if self._cache is not None:
+            self._cache.restore(lengths)
+
     def _read(self, input_ids: TokenIds, attention_mask: Mask) -> Prompts:
+        self._settle()
         prompts = read_prompts(input_ids, attention_mask, self.pad_token_id, self.model.vocab_size)
         if self._cache is not None and self._cache.batch_size != len(prompts.rows):
             raise ValueError(
@@ -237,21 +280,45 @@ class Generator:
         """Pending tokens and prompts through the model; logits (B, V) after each row's last token."""
         self._check_room(prompts, room)
         pending = self._pending or [[]] * len(prompts.rows)
-        whole = Prompts([p + row for p, row in zip(pending, prompts.rows, strict=True)], 0)
+        rows = [p + row for p, row in zip(pending, prompts.rows, strict=True)]
+        before = self._snapshot()
         if self._cache is None:
-            config = self.config.tensor_config()
-            self._cache = ModelKVCache(
-                self.model.cache_layout, len(prompts.rows), self.config.max_seq_len, config, config,
-                self.model.device, self.config.prefill,
-            )  # fmt: skip
-            self._pending = [[] for _ in prompts.rows]
-        lens = whole.lens
-        logits = self._forward(
-            whole.padded_end(self._fill, self.model.device),
-            query_lens=None if len(set(lens)) == 1 else lens,
-            logits_index=torch.tensor([length - 1 for length in lens], device=self.model.device),
-        )
-        self._pending = [[] for _ in prompts.rows]
+            self._cache = self._new_cache(len(rows))
+        try:
+            logits = self._feed_pieces(rows)
+        except BaseException:
+            self._restore(before)
+            raise
+        self._pending = [[] for _ in rows]
+        return logits
+
+    def _new_cache(self, rows: int) -> ModelKVCache:
+        config = self.config.tensor_config()
+        cache = ModelKVCache(
+            self.model.cache_layout, rows, self.config.max_seq_len, config, config, self.model.device,
+            self.config.prefill,
+        )  # fmt: skip
+        self._cache_bytes, self._bytes_per_token = cache.nbytes, cache.bytes_per_token
+        return cache
+
+    def _feed_pieces(self, rows: list[list[int]]) -> Tensor:
+        """The rows through the model, in as many pieces as the cache asks for."""
+        cache, device = self._cache, self.model.device
+        assert cache is not None
+        longest = max(map(len, rows))
+        exact = cache.pos == 0 and self.config.prefill == "exact"
+        step = longest if exact else (cache.max_query_tokens or longest)
+        logits: Tensor | None = None
+        for start in range(0, longest, step):
+            pieces = [row[start : start + step] for row in rows]
+            width, lens = max(map(len, pieces)), [len(piece) for piece in pieces]
+            tokens = torch.tensor([p + [self._fill] * (width - len(p)) for p in pieces], device=device)
+            index = torch.tensor([max(length - 1, 0) for length in lens], device=device)
+            padded = None if min(lens) == width else lens
+            latest = self._forward(tokens, query_lens=padded, logits_index=index)
+            fresh = torch.tensor([length > 0 for length in lens], device=device)[:, None]
+            logits = latest if logits is None else torch.where(fresh, latest, logits)
+        assert logits is not None
         return logits
 
     def _forward(self, tokens: Tensor, **options: Any) -> Tensor:
@@ -288,6 +355,18 @@ def generate(
     if max_new_tokens is not None:
         overrides["max_new_tokens"] = max_new_tokens
     return Generator(model, config, **overrides).generate(input_ids, attention_mask)
+
+
+class _Run:
+    """A run under way: which rows still write, and the padding fed to those that do not."""
+
+    def __init__(self, rows: int) -> None:
+        self.alive = [True] * rows
+        self.surplus = [0] * rows
+
+    def fed(self) -> None:
+        """One token was fed to every row."""
+        self.surplus = [s + (not a) for s, a in zip(self.surplus, self.alive, strict=True)]
 
 
 def _check_model(model: object) -> None:

@@ -40,30 +40,34 @@ class GenerationMetrics:
 
 
 class Stopwatch:
-    """Collects the moments at which steps of a run were finished."""
+    """Collects what steps of a run took; what a consumer does between two of them does not count."""
 
     def __init__(self) -> None:
-        self.began = time.perf_counter()
         self.steps: list[float] = []
         self.new_tokens = 0
+        self.resume()
+
+    def resume(self) -> None:
+        """Work on the next step begins."""
+        self._began = time.perf_counter()
 
     def step(self, new_tokens: int) -> None:
         """One step is done and gave ``new_tokens`` tokens over all rows."""
-        self.steps.append(time.perf_counter())
+        self.steps.append(time.perf_counter() - self._began)
         self.new_tokens += new_tokens
 
     def report(
         self, rows: int, prompt_tokens: int, cache_bytes: int, bytes_per_token: float
     ) -> GenerationMetrics:
         """The figures so far; at least one step must have been taken."""
-        total = self.steps[-1] - self.began
-        gaps = np.diff(self.steps)
+        total = sum(self.steps)
+        gaps = np.asarray(self.steps[1:])
         p50, p99 = np.percentile(gaps, [50, 99]) if len(gaps) else (np.nan, np.nan)
         decode = float(gaps.sum())
         return GenerationMetrics(
             prompt_tokens=prompt_tokens,
             new_tokens=self.new_tokens,
-            ttft_s=self.steps[0] - self.began,
+            ttft_s=self.steps[0],
             inter_token_p50_s=float(p50),
             inter_token_p99_s=float(p99),
             total_s=total,

@@ -53,8 +53,8 @@ def read_prompts(
     Args:
         input_ids: (B, T) or (T,) integer tensor, a list of ids, or ragged lists of ids.
         attention_mask: (B, T), 1 for real tokens; each row one unbroken run of them.
-        pad_token_id: without a mask, and in a batch of two rows or more, leading and trailing
-            ids equal to it are padding.
+        pad_token_id: without a mask, in a tensor of two rows or more, leading and trailing ids equal
+            to it are padding. Lists need no padding: all of their ids are real.
         vocab_size: ids must be below it.
 
     Raises:
@@ -64,7 +64,7 @@ def read_prompts(
     width = max((len(row) for row in rows), default=0)
     if attention_mask is not None:
         rows = _unmasked(rows, attention_mask)
-    elif pad_token_id is not None and len(rows) > 1:
+    elif pad_token_id is not None and len(rows) > 1 and isinstance(input_ids, Tensor):
         rows = [_stripped(row, pad_token_id) for row in rows]
     if not rows:
         raise ValueError("input_ids has no rows; at least one prompt is needed")
@@ -93,25 +93,26 @@ def _as_rows(input_ids: TokenIds) -> list[list[int]]:
             f"input_ids is a {type(input_ids).__name__}; a tensor or lists of token ids are needed "
             "(encode text with the model's tokenizer first)"
         )
-    flat = all(isinstance(item, int) for item in input_ids) and len(input_ids) > 0
-    rows = [list(input_ids)] if flat else [_ints(row) for row in input_ids]
-    return rows
+    if len(input_ids) and all(isinstance(item, int) for item in input_ids):
+        return [_ints(input_ids)]
+    return [_ints(row) for row in input_ids]
 
 
 def _ints(row: object) -> list[int]:
     values = row.tolist() if isinstance(row, Tensor) else row
-    if not isinstance(values, Sequence) or not all(isinstance(item, int) for item in values):
+    if not isinstance(values, Sequence) or not all(type(item) is int for item in values):
         raise TypeError(f"input_ids holds {row!r}; each prompt must be a list of token ids")
     return list(values)
 
 
 def _unmasked(rows: list[list[int]], attention_mask: Tensor | Sequence[Sequence[int]]) -> list[list[int]]:
-    mask = torch.as_tensor(attention_mask).to(torch.bool).tolist()
-    if len(mask) != len(rows) or any(len(a) != len(b) for a, b in zip(mask, rows, strict=True)):
+    flags = torch.as_tensor(attention_mask)
+    mask = (flags[None] if flags.ndim == 1 else flags).to(torch.bool).tolist()
+    if flags.ndim not in (1, 2) or len(mask) != len(rows) or any(len(a) != len(b) for a, b in zip(mask, rows, strict=True)):
         raise ValueError("attention_mask and input_ids differ in shape")
     kept = []
-    for index, (row, flags) in enumerate(zip(rows, mask, strict=True)):
-        real = [i for i, flag in enumerate(flags) if flag]
+    for index, (row, marks) in enumerate(zip(rows, mask, strict=True)):
+        real = [i for i, mark in enumerate(marks) if mark]
         if real and real[-1] - real[0] + 1 != len(real):
             raise ValueError(
                 f"attention_mask row {index} has a gap; real tokens must be one unbroken run"

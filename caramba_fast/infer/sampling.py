@@ -8,10 +8,14 @@ from torch import Tensor
 from caramba_fast.infer.config import GenerateConfig
 
 
+#: Temperatures below this are greedy: the quotient would overflow long before it made a difference.
+GREEDY_BELOW = 1e-5
+
+
 def filtered_logits(logits: Tensor, config: GenerateConfig) -> Tensor:
     """Logits (B, V) float32 after temperature, top-k and top-p; removed tokens are -inf.
 
-    ``config.temperature`` must be above 0.
+    ``config.temperature`` must be at least GREEDY_BELOW.
     """
     scores = logits.to(torch.float32) / config.temperature
     if config.top_k is not None and config.top_k < scores.shape[-1]:
@@ -29,7 +33,7 @@ def filtered_logits(logits: Tensor, config: GenerateConfig) -> Tensor:
 
 def sample(logits: Tensor, config: GenerateConfig, generator: torch.Generator | None) -> Tensor:
     """Next token ids (B,) int64 for logits (B, V)."""
-    if config.temperature == 0.0:
+    if config.temperature < GREEDY_BELOW:
         return logits.argmax(-1)
     probability = filtered_logits(logits, config).softmax(-1)
     return torch.multinomial(probability, 1, generator=generator).squeeze(-1)

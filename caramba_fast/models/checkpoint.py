@@ -39,7 +39,7 @@ def load_model(
         raise CheckpointError(f"{folder} is not a folder; a Hugging Face checkpoint folder is needed")
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"dtype is {dtype}; allowed are float32, float16, bfloat16, None")
-    config = ModelConfig.from_file(folder / "config.json")
+    config = _with_generation_ids(ModelConfig.from_file(folder / "config.json"), folder)
     state = _read_weights(folder)
     with torch.device("meta"):
         model = Transformer(config)
@@ -56,6 +56,19 @@ def load_model(
         parameter.requires_grad_(False)
     model.rope = type(model.rope)(config.rope, config.head_dim)
     return model.eval()
+
+
+def _with_generation_ids(config: ModelConfig, folder: Path) -> ModelConfig:
+    """Takes eos and pad ids from generation_config.json, where chat models keep the fuller list."""
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return config
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        ids = {name: raw[name] for name in ("eos_token_id", "pad_token_id") if raw.get(name) is not None}
+        return ModelConfig.model_validate({**config.model_dump(), **ids})
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not valid: {error}") from error
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from caramba_fast.config.errors import explain
+
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -94,10 +96,9 @@ class ModelConfig(BaseModel):
         if raw.get("hidden_act", "silu") != "silu":
             raise CheckpointError(f"hidden_act is {raw['hidden_act']!r}; only 'silu' is supported")
         fields = {name: raw[name] for name in cls.model_fields if raw.get(name) is not None}
-        heads = raw.get("num_attention_heads")
-        fields.setdefault("num_key_value_heads", heads)
-        if "head_dim" not in fields and heads and raw.get("hidden_size"):
-            fields["head_dim"] = raw["hidden_size"] // heads
+        fields["num_key_value_heads"] = fields.get("num_key_value_heads", raw.get("num_attention_heads"))
+        if "head_dim" not in fields:
+            fields["head_dim"] = _integer(raw, "hidden_size") // _integer(raw, "num_attention_heads")
         fields["rope"] = _rope_from_hf(raw)
         fields["qkv_bias"] = family == "qwen2" or bool(raw.get("attention_bias", False))
         fields["o_bias"] = family != "qwen2" and bool(raw.get("attention_bias", False))
@@ -106,7 +107,7 @@ class ModelConfig(BaseModel):
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            raise CheckpointError(f"config.json is not a valid {family} config: {error}") from error
+            raise CheckpointError(f"config.json is no valid {family} config: {explain(error)}") from error
 
     @classmethod
     def from_file(cls, path: str | Path) -> ModelConfig:
@@ -115,7 +116,7 @@ class ModelConfig(BaseModel):
             raw = json.loads(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} does not exist") from error
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
         if not isinstance(raw, dict):
             raise CheckpointError(f"{path} holds a {type(raw).__name__}, not an object")
@@ -130,59 +131,97 @@ class ModelConfig(BaseModel):
             "qwen3": "Qwen3ForCausalLM",
         }[self.model_type]
         own = {"rope", "qkv_bias", "o_bias", "qk_norm"}
-        fields = self.model_dump(mode="json", exclude=own, exclude_none=True)
-        rope = self.rope.model_dump(exclude_none=True, exclude_defaults=True)
-        rope.setdefault("rope_theta", self.rope.rope_theta)
-        rope.setdefault("rope_type", self.rope.rope_type)
-        scaling = None if self.rope.rope_type == "default" else rope
-        return {
+        rope = self.rope.model_dump(include=_ROPE_FIELDS[self.rope.rope_type], exclude_none=True)
+        raw = {
             "architectures": [architecture],
             "hidden_act": "silu",
             "attention_bias": self.qkv_bias and self.model_type != "qwen2",
             "rope_parameters": rope,
             "rope_theta": self.rope.rope_theta,
-            "rope_scaling": scaling,
+            "rope_scaling": None if self.rope.rope_type == "default" else rope,
             "dtype": "float16",
             "torch_dtype": "float16",
             "use_cache": True,
-            **fields,
+            # None is written out: for these fields transformers has defaults that are not None.
+            **self.model_dump(mode="json", exclude=own),
         }
+        if self.model_type in ("qwen2", "qwen3"):
+            kind = "full_attention" if self.sliding_window is None else "sliding_attention"
+            raw["use_sliding_window"] = self.sliding_window is not None
+            raw["max_window_layers"] = 0 if self.sliding_window else self.num_hidden_layers
+            raw["layer_types"] = [kind] * self.num_hidden_layers
+        return raw
+
+
+_ROPE_BASE = {"rope_type", "rope_theta"}
+#: What transformers expects to find for each rule.
+_ROPE_FIELDS = {
+    "default": _ROPE_BASE,
+    "linear": _ROPE_BASE | {"factor"},
+    "llama3": _ROPE_BASE
+    | {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": _ROPE_BASE
+    | {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"}
+    | {"mscale", "mscale_all_dim", "truncate"},
+}
+
+
+def _integer(raw: dict[str, Any], name: str) -> int:
+    value = raw.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"{name} is {value!r}; a positive integer is needed")
+    return value
 
 
 def _rope_from_hf(raw: dict[str, Any]) -> RopeParameters:
     """transformers 5 writes ``rope_parameters``; 4.x ``rope_theta`` and ``rope_scaling``."""
-    found: dict[str, Any] = dict(raw.get("rope_scaling") or {})
-    found.update(raw.get("rope_parameters") or {})
+    found: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        part = raw.get(name) or {}
+        if not isinstance(part, dict):
+            raise CheckpointError(f"{name} is {part!r}; an object is needed")
+        found.update(part)
     rope_type = found.get("rope_type", found.pop("type", "default"))
     if rope_type not in SUPPORTED_ROPE_TYPES:
         raise CheckpointError(
             f"rope_type is {rope_type!r}; supported are {', '.join(SUPPORTED_ROPE_TYPES)}"
         )
     found["rope_type"] = rope_type
-    found.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
-    if found.get("original_max_position_embeddings") is None:
-        found["original_max_position_embeddings"] = raw.get("max_position_embeddings", 2048)
-    if float(found.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise CheckpointError("partial_rotary_factor other than 1 is not supported by this family")
+    longest = raw.get("max_position_embeddings") or 2048
+    defaults = {
+        "rope_theta": raw.get("rope_theta") or 10000.0,
+        "original_max_position_embeddings": longest,
+    }
+    found.update({name: value for name, value in defaults.items() if found.get(name) is None})
+    partial = found.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise CheckpointError(f"partial_rotary_factor is {partial!r}; only 1 is supported for this family")
     try:
-        return RopeParameters.model_validate({k: v for k, v in found.items() if v is not None})
+        rope = RopeParameters.model_validate({k: v for k, v in found.items() if v is not None})
     except ValidationError as error:
-        raise CheckpointError(f"rope_parameters are not valid: {error}") from error
+        raise CheckpointError(f"rope_parameters are not valid: {explain(error)}") from error
+    if rope_type == "yarn" and found.get("factor") is None:
+        trained = rope.original_max_position_embeddings or longest
+        return rope.model_copy(update={"factor": _integer(raw, "max_position_embeddings") / trained})
+    return rope
 
 
 def _uniform_window(raw: dict[str, Any], family: str) -> int | None:
     """The sliding window all layers share, or None; a mix of layers is refused."""
-    window = raw.get("sliding_window")
-    if window is None or family == "llama":
+    uses = {"llama": False, "mistral": True}.get(family, bool(raw.get("use_sliding_window", False)))
+    if raw.get("sliding_window") is None or not uses:
         return None
-    if family in ("qwen2", "qwen3") and not raw.get("use_sliding_window", False):
+    window, layers = _integer(raw, "sliding_window"), _integer(raw, "num_hidden_layers")
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        first = 0 if family == "mistral" else raw.get("max_window_layers", 28)
+        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    if not isinstance(kinds, list):
+        raise CheckpointError(f"layer_types is {kinds!r}; a list with one entry a layer is needed")
+    if set(kinds) == {"full_attention"}:
         return None
-    kinds = set(raw.get("layer_types") or ["sliding_attention"])
-    if kinds == {"full_attention"}:
-        return None
-    first_windowed = raw.get("max_window_layers", 0) if family != "mistral" else 0
-    if kinds != {"sliding_attention"} or (first_windowed and not raw.get("layer_types")):
+    if set(kinds) != {"sliding_attention"}:
         raise CheckpointError(
-            "layers that mix full and sliding attention are not supported by the native model"
+            "layer_types mixes full and sliding attention, which the native model does not support"
         )
-    return int(window)
+    return window

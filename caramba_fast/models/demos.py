@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from caramba_fast.models.checkpoint import load_model
+from caramba_fast.models.config import CheckpointError
 from caramba_fast.models.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     Raises:
         FileNotFoundError: the folder has none.
+        CheckpointError: it is damaged.
         ModuleNotFoundError: the tokenizers package is missing (``pip install caramba-fast[cli]``).
     """
     file = Path(path) / "tokenizer.json"
@@ -45,7 +47,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise FileNotFoundError(f"{file} does not exist; the folder has no fast tokenizer")
     from tokenizers import Tokenizer  # noqa: PLC0415 - an extra
 
-    return Tokenizer.from_file(str(file))
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}") from error
 
 
 def demo_tokenizer(name: str = "gqa") -> Tokenizer:

@@ -10,8 +10,8 @@ from caramba_fast.ops.quantize import quantize
 from caramba_fast.ops.registry import (
     BackendError,
     BackendStatus,
-    apply_environment,
     backends,
+    start,
     use_backend,
 )
 from caramba_fast.ops.transform import Transform, phase_table
@@ -36,4 +36,4 @@ __all__ = [
     "use_backend",
 ]
 
-apply_environment()
+start()

@@ -68,6 +68,9 @@ def call(
         checks.float_tensor(f"q for {name}" if len(queries) > 1 else "q", q)
     for name, view in views.items():
         view.check(name)
+    unknown = [name for name in options if name not in op.keywords]
+    if unknown:
+        raise TypeError(f"{op.name} has no option {', '.join(unknown)}")
     options = {key: value for key, value in options.items() if value is not None}
     checks.raise_all(op.name, _problems(queries, views, cache_seqlens, n_kv_heads, options, max_tokens))
     first = next(iter(queries.values()))

@@ -23,5 +23,5 @@ def load_error() -> str | None:
     try:
         torch.ops.load_library(str(found[0]))
     except (OSError, RuntimeError) as error:
-        return f"the C++ extension {found[0].name} cannot be loaded: {error}"
+        return f"the C++ extension {found[0].name} cannot be loaded: {error.__cause__ or error}"
     return None

@@ -28,7 +28,8 @@ def _reciprocal(scale: Tensor) -> Tensor:
 
 def encode_q8_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """blocks (..., n) fp32 -> codes (..., n) int8 and unrounded scale (..., 1)."""
-    scale = blocks.abs().amax(-1, keepdim=True) / 127.0
+    # By a tensor: CUDA multiplies by the reciprocal of a Python number, which rounds differently.
+    scale = blocks.abs().amax(-1, keepdim=True) / blocks.new_full((), 127.0)
     scaled = blocks * _reciprocal(scale)
     whole = scaled.trunc()  # round half away from zero, without the double rounding of x + 0.5
     away = ((scaled - whole).abs() >= 0.5).to(scaled.dtype)
@@ -48,7 +49,8 @@ def encode_nf4(blocks: Tensor) -> tuple[Tensor, Tensor]:
     levels = torch.tensor(NF4_LEVELS, dtype=torch.float32, device=blocks.device)
     midpoints = (levels[1:] + levels[:-1]) / 2
     scale = blocks.abs().amax(-1, keepdim=True)
-    return torch.bucketize(blocks * _reciprocal(scale), midpoints, out_int32=True).to(torch.uint8), scale
+    scaled = (blocks * _reciprocal(scale)).contiguous()
+    return torch.bucketize(scaled, midpoints, out_int32=True).to(torch.uint8), scale
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

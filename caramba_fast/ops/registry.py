@@ -28,6 +28,8 @@ _ops: dict[str, Op] = {}
 #: The forced backend; None lets the dispatcher choose. Read as a plain global so that
 #: ``torch.compile(fullgraph=True)`` can guard on it.
 _forced: str | None = None
+#: With a forced backend: op -> device type -> what to call. Worked out when the backend is chosen.
+_routes: dict[str, dict[str, Callable[..., Any]]] = {}
 
 
 class BackendError(RuntimeError):
@@ -41,6 +43,7 @@ class Op:
     name: str
     overload: Callable[..., Any]
     reference: Callable[..., Any]
+    keywords: frozenset[str] = frozenset()
     _launcher: Callable[..., Any] | None = field(default=None, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -49,10 +52,10 @@ class Op:
         if _forced == "reference":
             return self.reference(*args, **kwargs)
         device = next(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
+        if device in _routes[self.name]:
+            return _routes[self.name][device](*args, **kwargs)
         reason = self.why_not(_forced, device)
-        if reason is not None:
-            raise BackendError(f"{self.name} cannot run on backend {_forced!r}: {reason}")
-        return (self.overload if _forced == "cpp" else self.launcher)(*args, **kwargs)
+        raise BackendError(f"{self.name} cannot run on backend {_forced!r}: {reason}")
 
     @property
     def launcher(self) -> Callable[..., Any]:
@@ -113,7 +116,9 @@ def register(
     _library.define(name + schema)
     _library.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    op = Op(name, getattr(torch.ops.caramba_fast, name).default, reference)
+    overload = getattr(torch.ops.caramba_fast, name).default
+    keywords = frozenset(arg.name for arg in overload._schema.arguments if arg.kwarg_only)
+    op = Op(name, overload, reference, keywords)
     _ops[name] = op
     if torch.cuda.is_available() and op.why_not("triton", "cuda") is None:
         _library.impl(name, lambda *args, **kwargs: op.launcher(*args, **kwargs), "CUDA")
@@ -132,17 +137,27 @@ class use_backend:  # noqa: N801 - reads as a verb: use_backend("cpp"), with use
     """
 
     def __init__(self, name: str) -> None:
-        global _forced
         _check_choice(name)
-        self._previous = _forced
-        _forced = None if name == "auto" else name
+        self._previous = _forced or "auto"
+        _force(name)
 
     def __enter__(self) -> use_backend:
         return self
 
     def __exit__(self, *_: object) -> None:
-        global _forced
-        _forced = self._previous
+        _force(self._previous)
+
+
+def _force(name: str) -> None:
+    global _forced, _routes
+    _forced = None if name == "auto" else name
+    _routes = {op.name: {} for op in _ops.values()}
+    if name in ("auto", "reference"):
+        return
+    for op in _ops.values():
+        for device in ("cpu", "cuda"):
+            if op.why_not(name, device) is None:
+                _routes[op.name][device] = op.overload if name == "cpp" else op.launcher
 
 
 def _check_choice(name: str) -> None:
@@ -159,8 +174,9 @@ def _check_choice(name: str) -> None:
             raise BackendError(f"backend 'triton' is not available: {reason}")
 
 
-def apply_environment() -> None:
-    """Honours ``CARAMBA_FAST_BACKEND``; raises BackendError as `use_backend` does."""
+def start() -> None:
+    """Loads the C++ kernels and honours ``CARAMBA_FAST_BACKEND``, raising as `use_backend` does."""
+    extension.load_error()
     chosen = os.environ.get(ENVIRONMENT_VARIABLE)
     if chosen:
         use_backend(chosen)

@@ -1,0 +1,51 @@
+#include "dispatch.h"
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace caramba_fast {
+namespace {
+
+constexpr const char* kVariable = "CARAMBA_FAST_CPU_ISA";
+
+// Best first; the last runs everywhere.
+std::vector<const Kernels*> supported() {
+  std::vector<const Kernels*> tables;
+#if CARAMBA_FAST_X86
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512dq");
+  if (avx512) tables.push_back(&avx512::kernels);
+  if (avx2) tables.push_back(&avx2::kernels);
+#endif
+  tables.push_back(&portable::kernels);
+  return tables;
+}
+
+const Kernels& choose() {
+  const auto tables = supported();
+  const char* wanted = std::getenv(kVariable);
+  if (wanted == nullptr || *wanted == '\0') return *tables.front();
+  std::string names;
+  for (const Kernels* table : tables) {
+    if (std::string(wanted) == table->isa) return *table;
+    names += names.empty() ? "" : ", ";
+    names += table->isa;
+  }
+  throw std::runtime_error(std::string(kVariable) + " is '" + wanted +
+                           "'; this build on this CPU runs: " + names);
+}
+
+}  // namespace
+
+const Kernels& kernels() {
+  static const Kernels& chosen = choose();
+  return chosen;
+}
+
+}  // namespace caramba_fast

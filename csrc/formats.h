@@ -1,0 +1,81 @@
+// The storage formats, as caramba_fast/formats.py has them (tests/test_extension.py compares the
+// two), and how codes lie in memory. Data only, no functions with linkage: this header is shared by
+// translation units compiled for different instruction sets.
+#pragma once
+
+#include <cstdint>
+
+namespace caramba_fast {
+
+// The `index` column of formats.py. The first three store values as they are, so they name the
+// element types of inputs and outputs as well.
+enum class Format : int { fp32 = 0, fp16 = 1, bf16 = 2, q8_0 = 3, q4_0 = 4, nf4 = 5 };
+
+inline constexpr int kValueTypes = 3;
+inline constexpr int kQuantizedFormats = 3;
+
+struct FormatRow {
+  const char* name;
+  Format format;
+  int bits;
+};
+
+// The quantized rows, in the order of `Format`.
+inline constexpr FormatRow kQuantized[kQuantizedFormats] = {
+    {"q8_0", Format::q8_0, 8},
+    {"q4_0", Format::q4_0, 4},
+    {"nf4", Format::nf4, 4},
+};
+static_assert(static_cast<int>(kQuantized[0].format) == kValueTypes &&
+                  static_cast<int>(kQuantized[2].format) == kValueTypes + 2,
+              "kQuantized must follow the order of Format");
+
+inline constexpr int kBlockCount = 3;
+inline constexpr int kBlocks[kBlockCount] = {32, 64, 128};
+
+// The codes of one block of N values. Its scale, an fp16, lies in a tensor of its own.
+//
+//   q8_0          byte j = value j, a signed int8
+//   q4_0, nf4     byte j = value j + N/2 in the high nibble, value j in the low one, j < N/2
+//
+//                  7   6   5   4 | 3   2   1   0
+//                 value j + N/2  |    value j
+template <Format F, int N>
+struct CodeBlock {
+  static constexpr int kBits = F == Format::q8_0 ? 8 : 4;
+  std::uint8_t bytes[N * kBits / 8];
+};
+static_assert(sizeof(CodeBlock<Format::q8_0, 32>) == 32 &&
+              alignof(CodeBlock<Format::q8_0, 32>) == 1);
+static_assert(sizeof(CodeBlock<Format::q4_0, 32>) == 16 &&
+              alignof(CodeBlock<Format::q4_0, 32>) == 1);
+static_assert(sizeof(CodeBlock<Format::nf4, 128>) == 64);
+
+// The 16 quantiles of QLoRA's NormalFloat (arXiv:2305.14314, appendix E), ascending.
+struct Nf4Table {
+  float levels[16] = {-1.0f,
+                      -0.6961928009986877f,
+                      -0.5250730514526367f,
+                      -0.39491748809814453f,
+                      -0.28444138169288635f,
+                      -0.18477343022823334f,
+                      -0.09105003625154495f,
+                      0.0f,
+                      0.07958029955625534f,
+                      0.16093020141124725f,
+                      0.24611230194568634f,
+                      0.33791524171829224f,
+                      0.44070982933044434f,
+                      0.5626170039176941f,
+                      0.7229568362236023f,
+                      1.0f};
+  // Between neighbouring levels; a value on one takes the lower level. The 16th is padding.
+  float midpoints[16] = {};
+
+  constexpr Nf4Table() {
+    for (int i = 0; i < 15; ++i) midpoints[i] = (levels[i + 1] + levels[i]) / 2;
+  }
+};
+inline constexpr Nf4Table kNf4{};
+
+}  // namespace caramba_fast

@@ -1,0 +1,23 @@
+// The kernels for x86 CPUs with AVX2, FMA and F16C.
+#include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
+
+#if CARAMBA_FAST_X86
+#include <immintrin.h>
+
+#define CARAMBA_FAST_ISA avx2
+#define CARAMBA_FAST_VECTOR_BITS 256
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+#include "isa_table.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

@@ -1,0 +1,154 @@
+// Binds the kernels to torch: checks arguments, allocates, splits the work over threads. The only
+// file that knows torch, and only through its stable ABI, so that one binary serves every torch
+// from TORCH_TARGET_VERSION on. Schemas are defined in Python (caramba_fast/ops).
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "dispatch.h"
+
+namespace caramba_fast {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Fewer values than this for each thread cost more to hand out than to do.
+constexpr std::int64_t kGrainValues = 32768;
+
+int value_type(ScalarType type, const char* argument) {
+  switch (type) {
+    case ScalarType::Float:
+      return static_cast<int>(Format::fp32);
+    case ScalarType::Half:
+      return static_cast<int>(Format::fp16);
+    case ScalarType::BFloat16:
+      return static_cast<int>(Format::bf16);
+    default:
+      STD_TORCH_CHECK(false, argument, " has dtype ", torch::headeronly::toString(type),
+                      "; allowed are float32, float16, bfloat16");
+  }
+}
+
+int quantized_index(const std::string& kind) {
+  for (int i = 0; i < kQuantizedFormats; ++i)
+    if (kind == kQuantized[i].name) return i;
+  STD_TORCH_CHECK(false, "kind is '", kind, "'; quantized kinds are q8_0, q4_0, nf4");
+}
+
+int block_index(std::int64_t block, const char* argument) {
+  for (int i = 0; i < kBlockCount; ++i)
+    if (block == kBlocks[i]) return i;
+  STD_TORCH_CHECK(false, argument, " is ", block, "; allowed are 32, 64, 128");
+}
+
+ScalarType code_type(int bits) { return bits == 8 ? ScalarType::Char : ScalarType::Byte; }
+
+Tensor empty_like_but(const Tensor& like, std::int64_t last, ScalarType type) {
+  const auto sizes = like.sizes();
+  std::vector<std::int64_t> shape(sizes.begin(), sizes.end());
+  shape.back() = last;
+  return torch::stable::new_empty(like, shape, type);
+}
+
+Tensor made_contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
+std::tuple<Tensor, Tensor> quantize(const Tensor& x, std::string kind, std::int64_t block) {
+  const int format = quantized_index(kind);
+  const int size = block_index(block, "block");
+  const int type = value_type(x.scalar_type(), "x");
+  STD_TORCH_CHECK(x.dim() > 0, "x is a scalar; at least one dimension is needed");
+  const std::int64_t dim = x.size(x.dim() - 1);
+  STD_TORCH_CHECK(dim % block == 0, "block=", block, " does not divide the ", dim, " values of x");
+
+  const int bits = kQuantized[format].bits;
+  const Tensor values = made_contiguous(x);
+  Tensor codes = empty_like_but(x, dim * bits / 8, code_type(bits));
+  Tensor scales = empty_like_but(x, dim / block, ScalarType::Half);
+
+  const auto run = kernels().formats[format].quantize[size][type];
+  const auto* from = static_cast<const char*>(values.const_data_ptr());
+  auto* to = static_cast<char*>(codes.mutable_data_ptr());
+  auto* to_scales = static_cast<std::uint16_t*>(scales.mutable_data_ptr());
+  const std::int64_t value_bytes = block * static_cast<std::int64_t>(x.element_size());
+  const std::int64_t code_bytes = block * bits / 8;
+  torch::stable::parallel_for(
+      0, x.numel() / block, kGrainValues / block, [&](std::int64_t begin, std::int64_t end) {
+        run(from + begin * value_bytes, to + begin * code_bytes, to_scales + begin, end - begin);
+      });
+  return {codes, scales};
+}
+
+// The block size that codes and scales imply; 0 when they hold nothing.
+std::int64_t implied_block(const Tensor& codes, const Tensor& scales, std::int64_t head_dim,
+                           const FormatRow& format) {
+  STD_TORCH_CHECK(codes.scalar_type() == code_type(format.bits), "codes have dtype ",
+                  torch::headeronly::toString(codes.scalar_type()), "; ", format.name, " stores ",
+                  torch::headeronly::toString(code_type(format.bits)));
+  STD_TORCH_CHECK(scales.scalar_type() == ScalarType::Half, "scales have dtype ",
+                  torch::headeronly::toString(scales.scalar_type()), "; allowed is float16");
+  STD_TORCH_CHECK(scales.is_cpu(), "scales must be a cpu tensor, as codes are");
+  STD_TORCH_CHECK(codes.dim() > 0 && codes.dim() == scales.dim(), "codes have ", codes.dim(),
+                  " dimensions and scales ", scales.dim());
+  const std::int64_t last = codes.dim() - 1;
+  for (std::int64_t i = 0; i < last; ++i)
+    STD_TORCH_CHECK(codes.size(i) == scales.size(i), "codes and scales differ in dimension ", i,
+                    ": ", codes.size(i), " and ", scales.size(i));
+  STD_TORCH_CHECK(codes.size(last) * 8 == head_dim * format.bits, "codes hold ",
+                  codes.size(last) * 8 / format.bits, " values of ", format.name,
+                  ", not head_dim=", head_dim);
+  const std::int64_t blocks = scales.size(last);
+  STD_TORCH_CHECK(blocks > 0 ? head_dim % blocks == 0 : head_dim == 0, "head_dim=", head_dim,
+                  " values cannot have ", blocks, " scales");
+  return blocks > 0 ? head_dim / blocks : 0;
+}
+
+Tensor dequantize(const Tensor& codes, const Tensor& scales, std::string kind,
+                  std::int64_t head_dim, ScalarType dtype) {
+  const int format = quantized_index(kind);
+  const int type = value_type(dtype, "dtype");
+  const std::int64_t block = implied_block(codes, scales, head_dim, kQuantized[format]);
+  Tensor values = empty_like_but(codes, head_dim, dtype);
+  if (values.numel() == 0) return values;
+
+  const auto run = kernels().formats[format].dequantize[block_index(block, "block")][type];
+  const Tensor packed = made_contiguous(codes);
+  const Tensor packed_scales = made_contiguous(scales);
+  const auto* from = static_cast<const char*>(packed.const_data_ptr());
+  const auto* from_scales = static_cast<const std::uint16_t*>(packed_scales.const_data_ptr());
+  auto* to = static_cast<char*>(values.mutable_data_ptr());
+  const std::int64_t code_bytes = block * kQuantized[format].bits / 8;
+  const std::int64_t value_bytes = block * static_cast<std::int64_t>(values.element_size());
+  torch::stable::parallel_for(
+      0, values.numel() / block, kGrainValues / block, [&](std::int64_t begin, std::int64_t end) {
+        run(from + begin * code_bytes, from_scales + begin, to + begin * value_bytes, end - begin);
+      });
+  return values;
+}
+
+}  // namespace
+}  // namespace caramba_fast
+
+// The name of the instruction set in use, for a test or a curious user through ctypes; null when
+// CARAMBA_FAST_CPU_ISA names none that runs here (the ops then say so).
+extern "C" __attribute__((visibility("default"))) const char* caramba_fast_cpu_isa() {
+  try {
+    return caramba_fast::kernels().isa;
+  } catch (const std::runtime_error&) {
+    return nullptr;
+  }
+}
+
+STABLE_TORCH_LIBRARY_IMPL(caramba_fast, CPU, m) {
+  m.impl("quantize", TORCH_BOX(&caramba_fast::quantize));
+  m.impl("dequantize", TORCH_BOX(&caramba_fast::dequantize));
+}

@@ -1,0 +1,137 @@
+// Vectors of kLanes floats or ints, as wide as the instruction set has them. Arithmetic,
+// comparisons (true is -1) and selection (mask ? a : b) are the compilers' own vector extensions;
+// what they lack, or lower badly, is here. Compiled once per instruction set, in that set's
+// namespace.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace caramba_fast {
+namespace CARAMBA_FAST_ISA {
+
+inline constexpr int kLanes = CARAMBA_FAST_VECTOR_BITS ? CARAMBA_FAST_VECTOR_BITS / 32 : 4;
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef std::int32_t Ints __attribute__((vector_size(4 * kLanes)));
+
+template <class V, class T>
+inline V load_as(const T* from) {
+  V v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+template <class V, class T>
+inline void store_as(V v, T* to) {
+  std::memcpy(to, &v, sizeof v);
+}
+
+inline Floats splat(float x) { return Floats{} + x; }
+inline Ints splat(std::int32_t x) { return Ints{} + x; }
+inline Ints bits(Floats x) { return reinterpret_cast<Ints>(x); }
+inline Floats floats(Ints x) { return reinterpret_cast<Floats>(x); }
+inline Floats converted(Ints x) { return __builtin_convertvector(x, Floats); }
+inline Ints truncated(Floats x) { return __builtin_convertvector(x, Ints); }
+inline Ints larger(Ints a, Ints b) { return a > b ? a : b; }
+inline Ints smaller(Ints a, Ints b) { return a < b ? a : b; }
+
+#if CARAMBA_FAST_VECTOR_BITS == 512
+
+inline Ints widen(const std::uint8_t* from) {
+  return reinterpret_cast<Ints>(_mm512_cvtepu8_epi32(load_as<__m128i>(from)));
+}
+inline Ints widen(const std::int8_t* from) {
+  return reinterpret_cast<Ints>(_mm512_cvtepi8_epi32(load_as<__m128i>(from)));
+}
+inline Ints widen(const std::uint16_t* from) {
+  return reinterpret_cast<Ints>(_mm512_cvtepu16_epi32(load_as<__m256i>(from)));
+}
+// The low bits of each lane.
+inline void narrow(Ints v, std::uint8_t* to) {
+  store_as(_mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(v)), to);
+}
+inline void narrow(Ints v, std::uint16_t* to) {
+  store_as(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(v)), to);
+}
+inline std::int32_t largest_of(Ints v) {
+  return _mm512_reduce_max_epi32(reinterpret_cast<__m512i>(v));
+}
+// One bit for each lane: its sign bit, lane 0 lowest.
+inline std::uint32_t signs_of(Ints v) { return _mm512_movepi32_mask(reinterpret_cast<__m512i>(v)); }
+// table[index]; indices are 0..15.
+inline Floats lookup(const float (&table)[16], Ints index) {
+  return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(index), _mm512_loadu_ps(table));
+}
+
+#elif CARAMBA_FAST_VECTOR_BITS == 256
+
+inline Ints widen(const std::uint8_t* from) {
+  return reinterpret_cast<Ints>(
+      _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+}
+inline Ints widen(const std::int8_t* from) {
+  return reinterpret_cast<Ints>(
+      _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+}
+inline Ints widen(const std::uint16_t* from) {
+  return reinterpret_cast<Ints>(_mm256_cvtepu16_epi32(load_as<__m128i>(from)));
+}
+inline __m128i narrow_16(Ints v) {
+  const __m256i wide = reinterpret_cast<__m256i>(v);
+  return _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+}
+inline void narrow(Ints v, std::uint8_t* to) {
+  const __m128i half = narrow_16(v & 0xff);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(half, half));
+}
+inline void narrow(Ints v, std::uint16_t* to) { store_as(narrow_16(v & 0xffff), to); }
+inline std::int32_t largest_of(Ints v) {
+  const __m256i wide = reinterpret_cast<__m256i>(v);
+  __m128i m = _mm_max_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+  m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+  m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1));
+  return _mm_cvtsi128_si32(m);
+}
+inline std::uint32_t signs_of(Ints v) {
+  return static_cast<std::uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(v)));
+}
+inline Floats lookup(const float (&table)[16], Ints index) {
+  const __m256i i = reinterpret_cast<__m256i>(index);  // a permutation reads the low 3 bits
+  const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), i);
+  const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), i);
+  return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));
+}
+
+#else
+
+template <class T>
+inline Ints widen(const T* from) {
+  typedef T Few __attribute__((vector_size(kLanes * sizeof(T))));
+  return __builtin_convertvector(load_as<Few>(from), Ints);
+}
+template <class T>
+inline void narrow(Ints v, T* to) {
+  typedef T Few __attribute__((vector_size(kLanes * sizeof(T))));
+  store_as(__builtin_convertvector(v, Few), to);
+}
+inline std::int32_t largest_of(Ints v) {
+  std::int32_t largest = v[0];
+  for (int lane = 1; lane < kLanes; ++lane) largest = v[lane] > largest ? v[lane] : largest;
+  return largest;
+}
+inline std::uint32_t signs_of(Ints v) {
+  std::uint32_t signs = 0;
+  for (int lane = 0; lane < kLanes; ++lane)
+    signs |= (static_cast<std::uint32_t>(v[lane]) >> 31) << lane;
+  return signs;
+}
+inline Floats lookup(const float (&table)[16], Ints index) {
+  Floats v{};
+  for (int lane = 0; lane < kLanes; ++lane) v[lane] = table[index[lane]];
+  return v;
+}
+
+#endif
+
+}  // namespace CARAMBA_FAST_ISA
+}  // namespace caramba_fast

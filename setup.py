@@ -1,0 +1,59 @@
+"""Builds the C++ extension and places kernels/ and bench/ inside the package; see pyproject.toml.
+
+The extension is a plain shared library that registers its ops with torch when it is loaded
+(`caramba_fast.ops.extension`). It has no Python symbols and uses libtorch's stable ABI only, so one
+file serves every Python and every torch from 2.10 on. ``CARAMBA_FAST_BUILD_CPP=0`` leaves it out.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from setuptools import find_packages, setup
+
+BUILD_CPP = os.environ.get("CARAMBA_FAST_BUILD_CPP", "1") != "0"
+DEMO_FILES = ("safetensors", "json", "txt", "md", "csv")
+
+
+def extension() -> dict[str, Any]:
+    """The arguments of setup() that build ``caramba_fast/_C.abi3.so``."""
+    from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: PLC0415
+
+    module = CppExtension(
+        "caramba_fast._C",
+        sources=sorted(map(str, Path("csrc").glob("*.cpp"))),
+        depends=sorted(map(str, Path("csrc").glob("*.h"))),
+        define_macros=[("TORCH_TARGET_VERSION", "0x020a000000000000")],
+        extra_compile_args=[
+            "-std=c++17",
+            "-O3",
+            "-g0",
+            "-fvisibility=hidden",
+            "-ffp-contract=off",  # a fused multiply-add would change codes between backends
+        ],
+        py_limited_api=True,
+    )
+    return {
+        "ext_modules": [module],
+        "cmdclass": {"build_ext": BuildExtension},
+        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
+    }
+
+
+setup(
+    packages=[
+        *find_packages(include=["caramba_fast", "caramba_fast.*"]),
+        "caramba_fast.kernels",
+        "caramba_fast.bench",
+    ],
+    # kernels/ must stay without an __init__.py: with the repository root on sys.path it would
+    # shadow Hugging Face's `kernels` package.
+    package_dir={"caramba_fast.kernels": "kernels/triton", "caramba_fast.bench": "bench"},
+    package_data={
+        "caramba_fast": ["py.typed"],
+        "caramba_fast.models": [f"demo/**/*.{suffix}" for suffix in DEMO_FILES],
+    },
+    **(extension() if BUILD_CPP else {}),
+)
