@@ -33,16 +33,26 @@ CURRICULUM = ((0.0, 512), (0.55, 1024), (0.75, 2048))
 WARMUP_STEPS, DECAY_FROM = 100, 0.4
 
 
-def demo_config() -> ModelConfig:
-    """3.5 million parameters; head_dim 64, two query heads to a kv head."""
+#: The two architectures, 3.5 million parameters each.
+ARCHITECTURES: dict[str, dict[str, object]] = {
+    "gqa": {"model_type": "llama", "intermediate_size": 704, "num_key_value_heads": 2},
+    "dba": {
+        "model_type": "caramba_dba",
+        "intermediate_size": 816,
+        "num_key_value_heads": 4,
+        "decoupled": {"sem_dim": 32, "geo_dim": 64, "v_dim": 128},
+    },
+}
+
+
+def demo_config(architecture: str) -> ModelConfig:
+    """Four layers of width 256; GQA: two query heads to a kv head of 64."""
     return ModelConfig(
-        model_type="llama",
+        **ARCHITECTURES[architecture],
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
-        intermediate_size=704,
         num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
@@ -141,7 +151,7 @@ def train(args: argparse.Namespace) -> None:
     tokenizer, tokens, held_out = prepare(out)
     form = RecallFormat.of(tokenizer)
     mixer = RecallMixer(tokens, form, args.seed)
-    model = Transformer(demo_config())
+    model = Transformer(demo_config(args.architecture))
     compiled = torch.compile(model, dynamic=False) if args.compile else model
     chosen = optimizers(model, args.rate)
     step, spent, state_path = 0, 0.0, out / "state.pt"
@@ -175,7 +185,7 @@ def train(args: argparse.Namespace) -> None:
         for optimizer in chosen:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         step, seen = step + 1, seen + args.batch_tokens
         if step % args.report == 0:
             model.eval()
@@ -209,6 +219,7 @@ def train(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="gqa")
     parser.add_argument("--minutes", type=float, default=100.0)
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--rate", type=float, default=3e-3)

@@ -54,7 +54,7 @@ def load_model(
         model.lm_head.weight = model.model.embed_tokens.weight
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    model.rope = type(model.rope)(config.rope, config.head_dim)
+    model.rope = type(model.rope)(config.rope, config.rope_dim)
     return model.eval()
 
 

@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from caramba_fast.config.errors import explain
 
-SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+#: Families of Hugging Face checkpoints, and the native one that has decoupled attention.
+SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "caramba_dba")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -41,6 +42,24 @@ class RopeParameters(BaseModel):
     truncate: bool = True
 
 
+class DecoupledDims(BaseModel):
+    """Widths of decoupled bottleneck attention, over all query heads.
+
+    Attributes:
+        sem_dim: semantic queries and keys, without position.
+        geo_dim: geometric queries and keys, with RoPE.
+        v_dim: values.
+        null_kv: a learned key and value of each kv head that every query sees.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sem_dim: int = Field(gt=0)
+    geo_dim: int = Field(gt=0)
+    v_dim: int = Field(gt=0)
+    null_kv: bool = False
+
+
 class ModelConfig(BaseModel):
     """A Llama-family decoder.
 
@@ -50,7 +69,7 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
 
-    model_type: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
+    model_type: Literal["llama", "mistral", "qwen2", "qwen3", "caramba_dba"] = "llama"
     vocab_size: int = Field(gt=0)
     hidden_size: int = Field(gt=0)
     intermediate_size: int = Field(gt=0)
@@ -65,6 +84,7 @@ class ModelConfig(BaseModel):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    decoupled: DecoupledDims | None = None
     sliding_window: int | None = Field(default=None, gt=0)
     tie_word_embeddings: bool = False
     initializer_range: float = Field(default=0.02, gt=0)
@@ -79,7 +99,25 @@ class ModelConfig(BaseModel):
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
+        if (self.decoupled is None) == (self.model_type == "caramba_dba"):
+            raise ValueError("decoupled widths belong to model_type 'caramba_dba', and to no other")
+        if self.decoupled is not None:
+            for name in ("sem_dim", "geo_dim", "v_dim"):
+                if getattr(self.decoupled, name) % self.num_attention_heads:
+                    raise ValueError(
+                        f"{name} ({getattr(self.decoupled, name)}) must be a multiple of "
+                        f"num_attention_heads ({self.num_attention_heads})"
+                    )
+            if self.rope_dim % 2:
+                raise ValueError(f"geo_dim over num_attention_heads is {self.rope_dim}; RoPE needs it even")
         return self
+
+    @property
+    def rope_dim(self) -> int:
+        """Values of a head that RoPE turns."""
+        if self.decoupled is None:
+            return self.head_dim
+        return self.decoupled.geo_dim // self.num_attention_heads
 
     @classmethod
     def from_hf(cls, raw: dict[str, Any]) -> ModelConfig:
@@ -129,8 +167,10 @@ class ModelConfig(BaseModel):
             "mistral": "MistralForCausalLM",
             "qwen2": "Qwen2ForCausalLM",
             "qwen3": "Qwen3ForCausalLM",
+            "caramba_dba": "CarambaDBAForCausalLM",
         }[self.model_type]
         own = {"rope", "qkv_bias", "o_bias", "qk_norm"}
+        own |= {"decoupled"} if self.decoupled is None else set()
         rope = self.rope.model_dump(include=_ROPE_FIELDS[self.rope.rope_type], exclude_none=True)
         raw = {
             "architectures": [architecture],
@@ -208,7 +248,7 @@ def _rope_from_hf(raw: dict[str, Any]) -> RopeParameters:
 
 def _uniform_window(raw: dict[str, Any], family: str) -> int | None:
     """The sliding window all layers share, or None; a mix of layers is refused."""
-    uses = {"llama": False, "mistral": True}.get(family, bool(raw.get("use_sliding_window", False)))
+    uses = {"llama": False, "caramba_dba": False, "mistral": True}.get(family, bool(raw.get("use_sliding_window", False)))
     if raw.get("sliding_window") is None or not uses:
         return None
     window, layers = _integer(raw, "sliding_window"), _integer(raw, "num_hidden_layers")

@@ -14,7 +14,7 @@ from caramba_fast.models.transformer import Transformer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-NAMES = ("gqa",)
+NAMES = ("gqa", "dba")
 _FOLDER = Path(__file__).resolve().parent / "demo"
 
 

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from caramba_fast.cache import LayerShape, ModelKVCache
+from caramba_fast.cache import AnyLayerShape, ModelKVCache
 
 
 @runtime_checkable
@@ -32,7 +32,7 @@ class LanguageModel(Protocol):
         """Where token ids have to be."""
 
     @property
-    def cache_layout(self) -> list[LayerShape]:
+    def cache_layout(self) -> list[AnyLayerShape]:
         """What each layer caches."""
 
     def forward(

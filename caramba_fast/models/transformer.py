@@ -8,29 +8,23 @@ checkpoint loads as it is. It sits on `caramba_fast.cache`; nothing here knows a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from caramba_fast.cache import LayerKVCache, LayerShape, ModelKVCache
+from caramba_fast.cache import (
+    AnyLayerShape,
+    DecoupledLayerShape,
+    LayerCache,
+    LayerKVCache,
+    LayerShape,
+    ModelKVCache,
+)
 from caramba_fast.models.config import ModelConfig
+from caramba_fast.models.decoupled import DecoupledAttention
 from caramba_fast.models.rope import RopeTable, rotate
-
-
-class Step(NamedTuple):
-    """What every layer of one forward pass needs besides the activations.
-
-    Attributes:
-        phases: cos and sin of the query positions.
-        exact: a prompt on an empty cache attends to its exact K and V.
-        query_lens: real tokens of each row, or None when no row is padded.
-    """
-
-    phases: tuple[Tensor, Tensor]
-    exact: bool
-    query_lens: Sequence[int] | None
+from caramba_fast.models.step import Step
 
 
 class Attention(nn.Module):
@@ -105,11 +99,11 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config) if config.decoupled is None else DecoupledAttention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, step: Step, cache: LayerKVCache | None) -> Tensor:
+    def forward(self, x: Tensor, step: Step, cache: LayerCache | None) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden)."""
         x = x + self.self_attn(self.input_layernorm(x), step, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -133,7 +127,7 @@ class Transformer(nn.Module):
         self.config = config
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.rope = RopeTable(config.rope, config.head_dim)
+        self.rope = RopeTable(config.rope, config.rope_dim)
         self.apply(self._initialise)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -171,10 +165,15 @@ class Transformer(nn.Module):
         return self.lm_head.weight.device
 
     @property
-    def cache_layout(self) -> list[LayerShape]:
+    def cache_layout(self) -> list[AnyLayerShape]:
         """What each layer caches."""
-        heads, dim = self.config.num_key_value_heads, self.config.head_dim
-        return [LayerShape(heads * dim, heads * dim, heads)] * self.config.num_hidden_layers
+        config, heads = self.config, self.config.num_key_value_heads
+        shape: AnyLayerShape = LayerShape(heads * config.head_dim, heads * config.head_dim, heads)
+        if config.decoupled is not None:
+            dims, group = config.decoupled, config.num_attention_heads // heads
+            widths = (dims.sem_dim // group, dims.geo_dim // group, dims.v_dim // group)
+            shape = DecoupledLayerShape(*widths, heads)
+        return [shape] * config.num_hidden_layers
 
     def forward(
         self,
