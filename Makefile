@@ -51,7 +51,7 @@ lint: $(VENV)/.lint
 	$(BIN)/mypy
 	rm -rf build/lint
 	CARAMBA_FAST_BUILD_CPP=0 $(PIP) --no-deps --no-build-isolation --target build/lint .
-	PYTHONPATH=build/lint $(BIN)/lint-imports
+	cd build/lint && $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml
 
 format: $(VENV)/.lint
 	$(BIN)/ruff format .

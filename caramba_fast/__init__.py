@@ -12,48 +12,76 @@ import torch as _torch  # noqa: F401 - the one heavy import everyone pays for an
 
 __version__ = "0.1.0"
 
-_HOME: dict[str, str] = {
-    "append_": "ops",
-    "backends": "ops",
-    "decode_attention": "ops",
-    "dequantize": "ops",
-    "merge_state": "ops",
-    "quantize": "ops",
-    "use_backend": "ops",
-    "BackendError": "ops",
-    "KVView": "ops",
-    "KVCacheKind": "config",
-    "KVCacheTensorConfig": "config",
-    "LayerKVCache": "cache",
-    "ModelKVCache": "cache",
-    "LanguageModel": "models",
-    "Transformer": "models",
-    "load_demo": "models",
-    "load_model": "models",
-    "GenerateConfig": "infer",
-    "Generator": "infer",
-    "generate": "infer",
+_NAMES: dict[str, tuple[str, ...]] = {
+    "ops": (
+        "BackendError",
+        "KVView",
+        "Transform",
+        "append_",
+        "backends",
+        "decode_attention",
+        "decoupled_append_",
+        "decoupled_decode_attention",
+        "decoupled_extend_attention",
+        "dequantize",
+        "extend_attention",
+        "merge_state",
+        "quantize",
+        "use_backend",
+    ),
+    "config": (
+        "KVCacheKind",
+        "KVCacheTensorConfig",
+    ),
+    "cache": (
+        "DecoupledLayerKVCache",
+        "LayerKVCache",
+        "ModelKVCache",
+    ),
+    "models": (
+        "LanguageModel",
+        "Transformer",
+        "load_demo",
+        "load_model",
+    ),
+    "infer": (
+        "GenerateConfig",
+        "Generator",
+        "generate",
+    ),
 }
 _PACKAGES = ("cache", "config", "formats", "infer", "models", "ops", "quality")
+_HOME = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = sorted([*_HOME, *_PACKAGES, "__version__"])  # noqa: PLE0605 - names, all of them str
 
 if TYPE_CHECKING:
-    from caramba_fast.cache import LayerKVCache, ModelKVCache
-    from caramba_fast.config import KVCacheKind, KVCacheTensorConfig
-    from caramba_fast.infer import GenerateConfig, Generator, generate
-    from caramba_fast.models import LanguageModel, Transformer, load_demo, load_model
-    from caramba_fast.ops import (
-        BackendError,
-        KVView,
-        append_,
-        backends,
-        decode_attention,
-        dequantize,
-        merge_state,
-        quantize,
-        use_backend,
-    )
+    from caramba_fast.cache import DecoupledLayerKVCache as DecoupledLayerKVCache
+    from caramba_fast.cache import LayerKVCache as LayerKVCache
+    from caramba_fast.cache import ModelKVCache as ModelKVCache
+    from caramba_fast.config import KVCacheKind as KVCacheKind
+    from caramba_fast.config import KVCacheTensorConfig as KVCacheTensorConfig
+    from caramba_fast.infer import GenerateConfig as GenerateConfig
+    from caramba_fast.infer import Generator as Generator
+    from caramba_fast.infer import generate as generate
+    from caramba_fast.models import LanguageModel as LanguageModel
+    from caramba_fast.models import Transformer as Transformer
+    from caramba_fast.models import load_demo as load_demo
+    from caramba_fast.models import load_model as load_model
+    from caramba_fast.ops import BackendError as BackendError
+    from caramba_fast.ops import KVView as KVView
+    from caramba_fast.ops import Transform as Transform
+    from caramba_fast.ops import append_ as append_
+    from caramba_fast.ops import backends as backends
+    from caramba_fast.ops import decode_attention as decode_attention
+    from caramba_fast.ops import decoupled_append_ as decoupled_append_
+    from caramba_fast.ops import decoupled_decode_attention as decoupled_decode_attention
+    from caramba_fast.ops import decoupled_extend_attention as decoupled_extend_attention
+    from caramba_fast.ops import dequantize as dequantize
+    from caramba_fast.ops import extend_attention as extend_attention
+    from caramba_fast.ops import merge_state as merge_state
+    from caramba_fast.ops import quantize as quantize
+    from caramba_fast.ops import use_backend as use_backend
 
 
 def __getattr__(name: str) -> Any:

@@ -93,9 +93,12 @@ def curve_table(path: Path, rows: int = 12) -> str:
     picked = [lines[i] for i in np.linspace(0, len(lines) - 1, min(rows, len(lines))).astype(int)]
     head = ("step", "tokens", "minutes", "context", "held_out", "recall")
     body = "\n".join("| " + " | ".join(line[name] for name in head) + " |" for line in picked)
-    return "| step | tokens | minutes | context | held-out nats/token | recall at half context |\n|" + (
-        "---:|" * len(head)
-    ) + "\n" + body
+    return (
+        "| step | tokens | minutes | context | held-out nats/token | recall at half context |\n|"
+        + ("---:|" * len(head))
+        + "\n"
+        + body
+    )
 
 
 def install(source: Path, folder: Path) -> None:
@@ -123,8 +126,11 @@ def main() -> None:
     raw = "".join(read(held_out_files)).encode("utf-8")
     bits = {
         "this model": model_bits(model, held_out),
-        "token trigram (Witten-Bell), same training text": trigram_bits(train, held_out, model.vocab_size),
-        "xz -9e on the held-out text itself": 8.0 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)),
+        "token trigram (Witten-Bell), same training text": trigram_bits(
+            train, held_out, model.vocab_size
+        ),
+        "xz -9e on the held-out text itself": 8.0
+        * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)),
     }
     form = RecallFormat.of(tokenizer)
     recall = {

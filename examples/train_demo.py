@@ -98,7 +98,9 @@ def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
 def held_out_nll(model: Transformer, tokens: np.ndarray, length: int, rows: int = 8) -> float:
     """Mean nats per token over ``rows`` evenly spaced stretches."""
     starts = np.linspace(0, len(tokens) - length - 2, rows).astype(int)
-    batch = torch.from_numpy(np.stack([tokens[s : s + length + 1] for s in starts]).astype(np.int64))
+    batch = torch.from_numpy(
+        np.stack([tokens[s : s + length + 1] for s in starts]).astype(np.int64)
+    )
     logits = model(batch[:, :-1])
     return float(F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()))
 
@@ -163,7 +165,9 @@ def train(args: argparse.Namespace) -> None:
         step, spent = state["step"], state["spent"]
         mixer.rng = np.random.default_rng((args.seed, step))
     size = sum(p.numel() for p in model.parameters())
-    print(f"{size:,} parameters, {len(tokens):,} tokens, {len(form.words)} recall words", flush=True)
+    print(
+        f"{size:,} parameters, {len(tokens):,} tokens, {len(form.words)} recall words", flush=True
+    )
     curve = (out / "training_curve.csv").open("a", newline="", encoding="utf-8")
     writer = csv.writer(curve)
     if not step:
@@ -193,7 +197,15 @@ def train(args: argparse.Namespace) -> None:
             recall = recall_rate(model, form, held_out, length // 2)
             model.train()
             minutes = (time.monotonic() - began) / 60
-            row = [step, seen, f"{minutes:.1f}", length, f"{np.mean(losses):.4f}", f"{nll:.4f}", f"{recall:.3f}"]
+            row = [
+                step,
+                seen,
+                f"{minutes:.1f}",
+                length,
+                f"{np.mean(losses):.4f}",
+                f"{nll:.4f}",
+                f"{recall:.3f}",
+            ]
             writer.writerow(row)
             curve.flush()
             print(*row, flush=True)

@@ -45,4 +45,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if not a.is_floating_point():
         return torch.equal(a, b)
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
-    return bool(((a.contiguous().view(whole) == b.contiguous().view(whole)) | (a.isnan() & b.isnan())).all())
+    return bool(
+        ((a.contiguous().view(whole) == b.contiguous().view(whole)) | (a.isnan() & b.isnan())).all()
+    )

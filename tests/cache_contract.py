@@ -38,7 +38,9 @@ class LayerCacheContract:
 
     def test_get_returns_what_was_appended_up_to_the_format(self, kind):
         cache, k, v = self.filled(kind, 9)
-        bound = {"fp32": 0, "fp16": 6e-4, "bf16": 5e-3, "q8_0": 0.01, "q4_0": 0.13, "nf4": 0.13}[kind]
+        bound = {"fp32": 0, "fp16": 6e-4, "bf16": 5e-3, "q8_0": 0.01, "q4_0": 0.13, "nf4": 0.13}[
+            kind
+        ]
         for stored, given in zip(cache.get(), (k, v), strict=True):
             assert stored.dtype == torch.float32
             assert relative_l2(stored, given) <= bound
@@ -153,7 +155,9 @@ class LayerCacheContract:
     def test_overflow_is_refused_before_anything_is_written(self, kind):
         cache, _, _ = self.filled(kind, 90)
         before = [x.clone() for x in cache.get()]
-        with pytest.raises(ValueError, match="row 0 holds 90 tokens and cannot take 7 more: max_seq_len is 96"):
+        with pytest.raises(
+            ValueError, match="row 0 holds 90 tokens and cannot take 7 more: max_seq_len is 96"
+        ):
             cache.append(tokens(7), tokens(7))
         cache.crop([5, 0])
         with pytest.raises(ValueError, match="row 1"):
@@ -165,7 +169,10 @@ class LayerCacheContract:
     @pytest.mark.parametrize(
         ("call", "message"),
         [
-            (lambda c: c.append(torch.randn(2, 2, 1, 32), tokens(1)), r"k has shape \(2, 2, 1, 32\)"),
+            (
+                lambda c: c.append(torch.randn(2, 2, 1, 32), tokens(1)),
+                r"k has shape \(2, 2, 1, 32\)",
+            ),
             (lambda c: c.append(tokens(1), torch.randn(2, 1, 64)), r"v has shape \(2, 1, 64\)"),
             (lambda c: c.append(tokens(1, batch=3), tokens(1)), "k has shape"),
             (lambda c: c.append(tokens(0), tokens(0)), "T >= 1"),

@@ -31,7 +31,11 @@ def attend(
     for b in range(batch):
         for t in range(queries):
             position = seqlens[b] - queries + t
-            seen = [j for j in range(k.shape[2]) if visible(position, j, window, (leftpad or [0] * batch)[b])]
+            seen = [
+                j
+                for j in range(k.shape[2])
+                if visible(position, j, window, (leftpad or [0] * batch)[b])
+            ]
             if not seen:
                 continue
             for h in range(heads):

@@ -27,7 +27,8 @@ def write(k: KVView, v: KVView, k_new: Tensor, v_new: Tensor, lengths: list[int]
     for b, length in enumerate(lengths):
         row = slice(b, b + 1)
         pick = [
-            KVView(x.codes[row], None if x.scales is None else x.scales[row], x.kind) for x in (k, v)
+            KVView(x.codes[row], None if x.scales is None else x.scales[row], x.kind)
+            for x in (k, v)
         ]
         if length:
             start = torch.zeros(1, dtype=torch.int32)

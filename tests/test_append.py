@@ -10,7 +10,10 @@ from caramba_fast.ops.view import Lanes
 
 
 def buffers(kind, lanes, dim=64, slots=128, batch=2):
-    return (stored.poisoned(batch, slots, lanes, dim, kind), stored.poisoned(batch, slots, lanes, dim, kind))
+    return (
+        stored.poisoned(batch, slots, lanes, dim, kind),
+        stored.poisoned(batch, slots, lanes, dim, kind),
+    )
 
 
 def starts(*values):
@@ -94,7 +97,10 @@ def test_opcheck(kind):
         (dict(k_new=torch.randn(2, 64)), "k_new has shape"),
         (dict(k_new=torch.randn(3, 2, 1, 64)), "k_new has B=3, its codes 2"),
         (dict(v_new=torch.randn(2, 2, 1, 32)), "v_new has 2 heads of 32"),
-        (dict(v_new=torch.randn(2, 2, 2, 64)), "v_new has shape .* agreeing with .2, 2, 1, 64. in B, H_kv and T"),
+        (
+            dict(v_new=torch.randn(2, 2, 2, 64)),
+            "v_new has shape .* agreeing with .2, 2, 1, 64. in B, H_kv and T",
+        ),
         (dict(k_new=torch.zeros(2, 2, 1, 64, dtype=torch.int32)), "k_new has dtype"),
         (dict(start=torch.zeros(2, dtype=torch.int64)), r"\(2,\) int32 is needed"),
         (dict(start=torch.zeros(3, dtype=torch.int32)), r"start is \(3,\)"),
@@ -103,7 +109,9 @@ def test_opcheck(kind):
 def test_bad_input_is_named_and_nothing_is_written(change, message):
     k, v = buffers("q4_0", Lanes.of(2, 64))
     before = k.codes.clone()
-    good = dict(k=k, v=v, k_new=torch.randn(2, 2, 1, 64), v_new=torch.randn(2, 2, 1, 64), start=starts(0, 0))
+    good = dict(
+        k=k, v=v, k_new=torch.randn(2, 2, 1, 64), v_new=torch.randn(2, 2, 1, 64), start=starts(0, 0)
+    )
     with pytest.raises((TypeError, ValueError), match=message):
         append_(**{**good, **change})
     assert torch.equal(k.codes, before)

@@ -23,7 +23,9 @@ def run(code, **environment):
     import os
 
     env = {**os.environ, **environment}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+    )
 
 
 def test_every_op_is_reported_with_a_reason_for_each_backend_that_does_not_run():
@@ -73,7 +75,10 @@ def test_an_op_without_the_chosen_backend_raises_when_called():
     from caramba_fast.ops import merge_state
 
     state = torch.ones(1, 1, 1, 4), torch.zeros(1, 1, 1)
-    with use_backend("cpp"), pytest.raises(BackendError, match="merge_state cannot run on backend 'cpp'"):
+    with (
+        use_backend("cpp"),
+        pytest.raises(BackendError, match="merge_state cannot run on backend 'cpp'"),
+    ):
         merge_state(*state, *state)
 
 

@@ -16,21 +16,46 @@ def _reference():
         yield
 
 
-def case(k_kind="q8_0", v_kind="q4_0", heads=4, kv_heads=2, dim=64, queries=1, lengths=(37, 5), block=32, v_dim=None):
+def case(
+    k_kind="q8_0",
+    v_kind="q4_0",
+    heads=4,
+    kv_heads=2,
+    dim=64,
+    queries=1,
+    lengths=(37, 5),
+    block=32,
+    v_dim=None,
+):
     """Queries, poisoned and written K and V, their dequantized values, and lengths."""
     v_dim = v_dim or dim
     lanes = Lanes.of(kv_heads, dim, v_dim)
     batch, slots = len(lengths), 128
     k = stored.poisoned(batch, slots, lanes, dim, k_kind, block)
     v = stored.poisoned(batch, slots, lanes, v_dim, v_kind, block)
-    k_new, v_new = torch.randn(batch, kv_heads, slots, dim), torch.randn(batch, kv_heads, slots, v_dim)
+    k_new, v_new = (
+        torch.randn(batch, kv_heads, slots, dim),
+        torch.randn(batch, kv_heads, slots, v_dim),
+    )
     stored.write(k, v, k_new, v_new, list(lengths))
     q = torch.randn(batch, heads, queries, dim)
     seqlens = torch.tensor(lengths, dtype=torch.int32)
     return q, k, v, stored.values(k, lanes), stored.values(v, lanes), seqlens, kv_heads
 
 
-def check(q, k, v, k_values, v_values, seqlens, kv_heads, dtype=torch.float32, window=(-1, -1), leftpad=None, **same):
+def check(
+    q,
+    k,
+    v,
+    k_values,
+    v_values,
+    seqlens,
+    kv_heads,
+    dtype=torch.float32,
+    window=(-1, -1),
+    leftpad=None,
+    **same,
+):
     q = q.to(dtype)
     pad = None if leftpad is None else torch.tensor(leftpad, dtype=torch.int32)
     options = {"softmax_scale" if name == "scale" else name: value for name, value in same.items()}
@@ -72,7 +97,9 @@ def test_several_query_tokens_are_causal_among_themselves(queries):
     check(*case(queries=queries, lengths=(37, 40)))
 
 
-@pytest.mark.parametrize("window", [(0, 0), (3, 0), (10, 0), (100, 0), (5, -1), (-1, 0), (-1, 3), (4, 4)])
+@pytest.mark.parametrize(
+    "window", [(0, 0), (3, 0), (10, 0), (100, 0), (5, -1), (-1, 0), (-1, 3), (4, 4)]
+)
 @pytest.mark.parametrize("queries", [1, 4])
 def test_windows(window, queries):
     check(*case(queries=queries), window=window)
@@ -84,7 +111,9 @@ def test_left_padding(leftpad):
 
 
 def test_options_together():
-    check(*case(queries=3, lengths=(50, 20)), window=(12, 0), leftpad=[41, 3], softcap=5.0, scale=0.3)
+    check(
+        *case(queries=3, lengths=(50, 20)), window=(12, 0), leftpad=[41, 3], softcap=5.0, scale=0.3
+    )
 
 
 @pytest.mark.parametrize("softcap", [0.5, 20.0])
@@ -132,7 +161,9 @@ def test_zero_keys_give_the_plain_mean_over_what_is_allowed(window, leftpad):
     for b in range(2):
         for t in range(queries):
             last = lengths[b] - queries + t
-            first = max(0 if leftpad is None else leftpad[b], 0 if window[0] < 0 else last - window[0])
+            first = max(
+                0 if leftpad is None else leftpad[b], 0 if window[0] < 0 else last - window[0]
+            )
             torch.testing.assert_close(out[b, :, t], torch.full((4, 64), (first + last) / 2))
 
 
@@ -170,7 +201,7 @@ def test_a_row_does_not_depend_on_its_batch():
 
 
 def test_strided_queries_and_views_of_a_longer_buffer():
-    q, k, v, *_, seqlens, kv_heads = case(queries=4)
+    _, k, v, *_, seqlens, kv_heads = case(queries=4)
     wide = torch.randn(2, 4, 64, 4).transpose(2, 3)
     assert torch.equal(
         decode_attention(wide, k, v, seqlens, n_kv_heads=kv_heads),
@@ -182,10 +213,14 @@ def test_opcheck_and_fullgraph(kind):
     q, k, v, _, _, seqlens, kv_heads = case(k_kind=kind, v_kind=kind, queries=2)
     args = (q, k.codes, k.scales, v.codes, v.scales, seqlens, k.kind, v.kind)
     torch.library.opcheck(
-        torch.ops.caramba_fast.decode_attention.default, args, {"n_kv_heads": kv_heads, "window_size": [9, 0]}
+        torch.ops.caramba_fast.decode_attention.default,
+        args,
+        {"n_kv_heads": kv_heads, "window_size": [9, 0]},
     )
     with use_backend("auto"):
-        run = torch.compile(lambda q: decode_attention(q, k, v, seqlens, n_kv_heads=kv_heads), fullgraph=True)
+        run = torch.compile(
+            lambda q: decode_attention(q, k, v, seqlens, n_kv_heads=kv_heads), fullgraph=True
+        )
         torch.testing.assert_close(run(q), decode_attention(q, k, v, seqlens, n_kv_heads=kv_heads))
 
 

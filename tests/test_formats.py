@@ -23,16 +23,18 @@ def test_nf4_levels_are_exact_float32_ascending_and_asymmetric_about_zero():
     assert (levels[0], levels[7], levels[15]) == (-1, 0, 1)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("q8", "q8_0"), ("q4", "q4_0"), ("nf4", "nf4"), ("Q8_0", "q8_0")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("q8", "q8_0"), ("q4", "q4_0"), ("nf4", "nf4"), ("Q8_0", "q8_0")]
+)
 def test_kinds_are_found_by_name_and_alias(name, kind):
     assert KVCacheKind(name).value == kind
 
 
 @pytest.mark.parametrize("wrong", ["q5", "", None, 8, "int8"])
 def test_an_unknown_kind_is_an_error_that_lists_the_known_ones(wrong):
-    with pytest.raises(ValueError, match="fp16.*q4_0.*nf4"):
+    with pytest.raises(ValueError, match=r"fp16.*q4_0.*nf4"):
         KVCacheKind(wrong)
-    with pytest.raises(ValueError, match="fp16.*q4_0.*nf4"):
+    with pytest.raises(ValueError, match=r"fp16.*q4_0.*nf4"):
         resolve(wrong)
 
 

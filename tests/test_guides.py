@@ -55,7 +55,13 @@ def test_basic_usage(model, ids):
 
 def test_stateful_generator(model, ids, device):
     second = ids[:, 2:]
-    space = run(guide_snippets.STATEFUL_GENERATOR, model=model, device=device, input_ids_1=ids, input_ids_2=second)
+    space = run(
+        guide_snippets.STATEFUL_GENERATOR,
+        model=model,
+        device=device,
+        input_ids_1=ids,
+        input_ids_2=second,
+    )
     assert torch.equal(space["output2"][:, : second.shape[1]], second)
     assert space["generator"].cache is None
 
@@ -85,7 +91,10 @@ def test_batch(model, tokenizer, capsys):
     lines = capsys.readouterr().out
     for index, prompt in enumerate(space["prompts"]):
         alone = Generator(model, config).generate(tokenizer.encode(prompt, return_tensors="pt"))
-        assert tokenizer.decode(alone[0]) in tokenizer.batch_decode(space["output_ids"], skip_special_tokens=True)[index]
+        assert (
+            tokenizer.decode(alone[0])
+            in tokenizer.batch_decode(space["output_ids"], skip_special_tokens=True)[index]
+        )
         assert f"Prompt {index}: " in lines
 
 

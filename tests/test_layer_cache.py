@@ -25,7 +25,9 @@ def poison(cache):
 class TestLayerKVCache(LayerCacheContract):
     def make(self, kind, max_seq_len=CAPACITY):
         width, config = KV_HEADS * DIM, KVCacheTensorConfig(kind=kind)
-        return poison(LayerKVCache(BATCH, max_seq_len, width, width, config, config, n_kv_heads=KV_HEADS))
+        return poison(
+            LayerKVCache(BATCH, max_seq_len, width, width, config, config, n_kv_heads=KV_HEADS)
+        )
 
 
 @pytest.mark.parametrize(("heads", "dim", "lanes", "lane_dim"), [
@@ -33,7 +35,9 @@ class TestLayerKVCache(LayerCacheContract):
     (2, 256, 2, 256), (16, 8, 4, 32), (3, 80, 2, 160),
 ])  # fmt: skip
 @pytest.mark.parametrize("max_seq_len", [1, 128, 300])
-def test_nbytes_is_the_format_table_and_the_bytes_allocated(kind, heads, dim, lanes, lane_dim, max_seq_len):
+def test_nbytes_is_the_format_table_and_the_bytes_allocated(
+    kind, heads, dim, lanes, lane_dim, max_seq_len
+):
     config = KVCacheTensorConfig(kind=kind)
     cache = LayerKVCache(3, max_seq_len, heads * dim, heads * dim, config, config, n_kv_heads=heads)
     slots = -(-max_seq_len // 128) * 128
@@ -73,7 +77,9 @@ print(cache.nbytes, resident() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_process_really_takes_that_much_memory():
     """Written pages of a 70 MB cache show in the resident set, and hardly more than them."""
-    output = subprocess.run([sys.executable, "-c", MEMORY_PROBE], capture_output=True, text=True, check=True)
+    output = subprocess.run(
+        [sys.executable, "-c", MEMORY_PROBE], capture_output=True, text=True, check=True
+    )
     nbytes, grown = map(int, output.stdout.split())
     assert abs(grown - nbytes) <= 4 * 2**20
 
@@ -95,7 +101,10 @@ def test_k_and_v_may_be_stored_differently():
         (dict(max_seq_len=-1), "max_seq_len is -1"),
         (dict(k_dim=100, n_kv_heads=3), "k_dim=100 is not a multiple of n_kv_heads=3"),
         (dict(n_kv_heads=True), "n_kv_heads is True"),
-        (dict(k_cfg=KVCacheTensorConfig(kind="q8", qblock=128), k_dim=96), "qblock=128 does not divide 96"),
+        (
+            dict(k_cfg=KVCacheTensorConfig(kind="q8", qblock=128), k_dim=96),
+            "qblock=128 does not divide 96",
+        ),
     ],
 )
 def test_bad_sizes_are_refused(change, message):

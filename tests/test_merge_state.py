@@ -37,7 +37,9 @@ def test_an_empty_side_changes_nothing_and_two_give_zero():
 
 def test_opcheck():
     out, lse = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4)
-    torch.library.opcheck(torch.ops.caramba_fast.merge_state.default, (out, lse, out.flip(0), lse.flip(0)))
+    torch.library.opcheck(
+        torch.ops.caramba_fast.merge_state.default, (out, lse, out.flip(0), lse.flip(0))
+    )
 
 
 @pytest.mark.parametrize(

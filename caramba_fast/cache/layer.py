@@ -138,7 +138,11 @@ class LayerCache:
         found = []
         for name, stream in self.streams.items():
             x = self._stored(stream, self.pos)
-            x = undo_on_value(x, stream.transform) if name == "v" else undo_on_key(x, t, stream.transform)
+            x = (
+                undo_on_value(x, stream.transform)
+                if name == "v"
+                else undo_on_key(x, t, stream.transform)
+            )
             found.append(torch.where(held, x, torch.zeros_like(x)).to(dtype))
         return tuple(found)
 
@@ -151,7 +155,9 @@ class LayerCache:
                 buffer = buffer[page].transpose(1, 2).flatten(2, 3)  # noqa: PLW2901
             parts.append(None if buffer is None else buffer[:, :, :length])
         assert parts[0] is not None
-        return stream.lanes.unpack(load(parts[0], parts[1], stream.config.kind.value, torch.float32))
+        return stream.lanes.unpack(
+            load(parts[0], parts[1], stream.config.kind.value, torch.float32)
+        )
 
     def set_transforms(self, **transforms: Transform) -> None:
         """Fixes the constants streams are stored with, by stream name, until `reset`.
@@ -160,13 +166,21 @@ class LayerCache:
             ValueError: the cache holds tokens, a stream is unknown, or constants do not fit.
         """
         if not self.is_empty:
-            raise ValueError(f"transforms are fixed while tokens are cached ({self.pos} are); reset() first")
-        problems = [f"unknown stream {n!r}; streams are {', '.join(self.streams)}" for n in transforms if n not in self.streams]
+            raise ValueError(
+                f"transforms are fixed while tokens are cached ({self.pos} are); reset() first"
+            )
+        problems = [
+            f"unknown stream {n!r}; streams are {', '.join(self.streams)}"
+            for n in transforms
+            if n not in self.streams
+        ]
         for name, transform in transforms.items():
             if name in self.streams:
                 dim = self.streams[name].head_dim
                 problems += transform.problems(name, self.n_kv_heads, dim, self.max_seq_len)
-        if "v" in transforms and (transforms["v"].mean is not None or transforms["v"].bias is not None):
+        if "v" in transforms and (
+            transforms["v"].mean is not None or transforms["v"].bias is not None
+        ):
             problems.append("v can be scaled and rotated; mean and bias are for keys")
         checks.raise_all("set_transforms", problems)
         for name, transform in transforms.items():
@@ -208,7 +222,9 @@ class LayerCache:
     def _copy_pages(self, moved: list[tuple[int, int]]) -> None:
         if not moved:
             return
-        source, target = (torch.tensor(pages, device=self.device) for pages in zip(*moved, strict=True))
+        source, target = (
+            torch.tensor(pages, device=self.device) for pages in zip(*moved, strict=True)
+        )
         for stream in self.streams.values():
             for buffer in (stream.codes, stream.scales):
                 if buffer is not None:
@@ -246,7 +262,9 @@ class LayerCache:
                 f"{max(self.pos, lengths.newest)} tokens cached is needed"
             )
         if most is not None and tokens > most:
-            raise ValueError(f"q has T={tokens} tokens; with a tail up to tail_slack={most} are allowed")
+            raise ValueError(
+                f"q has T={tokens} tokens; with a tail up to tail_slack={most} are allowed"
+            )
         if lengths.query_lens is not None and tokens != lengths.newest:
             raise ValueError(
                 f"q has T={tokens} tokens after an append of {lengths.newest} with padding; "
@@ -329,7 +347,11 @@ class LayerCache:
             raise ValueError("beam_idx must be on cpu while rows differ in length or are paged")
         for stream in self.streams.values():
             whole = [stream.tail, stream.sink]
-            used = [] if self.pages else [x[:, :, : self.pos] for x in (stream.codes, stream.scales) if x is not None]
+            used = (
+                []
+                if self.pages
+                else [x[:, :, : self.pos] for x in (stream.codes, stream.scales) if x is not None]
+            )
             for part in (*used, *(x for x in whole if x is not None)):
                 part.copy_(part.index_select(0, order))
 
@@ -483,11 +505,22 @@ class DecoupledLayerKVCache(LayerCache):
 
 
 def _check_sizes(
-    batch_size: int, max_seq_len: int, n_kv_heads: int, dims: dict[str, int], page_size: int | None, num_pages: int | None
+    batch_size: int,
+    max_seq_len: int,
+    n_kv_heads: int,
+    dims: dict[str, int],
+    page_size: int | None,
+    num_pages: int | None,
 ) -> None:
-    sizes: dict[str, Any] = {"batch_size": batch_size, "max_seq_len": max_seq_len, "n_kv_heads": n_kv_heads}
+    sizes: dict[str, Any] = {
+        "batch_size": batch_size,
+        "max_seq_len": max_seq_len,
+        "n_kv_heads": n_kv_heads,
+    }
     sizes.update({f"{name}_dim": dim for name, dim in dims.items()})
-    sizes.update({n: x for n, x in (("page_size", page_size), ("num_pages", num_pages)) if x is not None})
+    sizes.update(
+        {n: x for n, x in (("page_size", page_size), ("num_pages", num_pages)) if x is not None}
+    )
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} is {value!r}; a positive int is needed")

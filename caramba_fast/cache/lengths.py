@@ -32,6 +32,7 @@ class RowLengths:
 
     @property
     def longest(self) -> int:
+        """Tokens in the longest row."""
         return max(self.host)
 
     def on_device(self, counts: Sequence[int]) -> Tensor:
@@ -58,7 +59,9 @@ class RowLengths:
             ValueError: a wrong number of rows.
         """
         if isinstance(counts, bool) or not isinstance(counts, (int, Sequence, Tensor)):
-            raise TypeError(f"{name} is a {type(counts).__name__}; an int or one int a row is needed")
+            raise TypeError(
+                f"{name} is a {type(counts).__name__}; an int or one int a row is needed"
+            )
         if isinstance(counts, int):
             return [counts] * len(self.host)
         if isinstance(counts, Tensor):

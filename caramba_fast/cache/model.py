@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -72,14 +72,22 @@ class ModelKVCache:
         if prefill not in ("exact", "stored"):
             raise ValueError(f"prefill is {prefill!r}; allowed are 'exact' and 'stored'")
         self.prefill = prefill
-        common = dict(device=device, page_size=page_size, num_pages=num_pages)
+        common: dict[str, Any] = dict(device=device, page_size=page_size, num_pages=num_pages)
 
         def layer(shape: AnyLayerShape) -> LayerCache:
-            sizes = {**vars(shape), "batch_size": batch_size, "max_seq_len": max_seq_len}
+            sizes: dict[str, Any] = {
+                **vars(shape),
+                "batch_size": batch_size,
+                "max_seq_len": max_seq_len,
+            }
             if isinstance(shape, LayerShape):
                 return LayerKVCache(**sizes, k_cfg=k_cfg, v_cfg=v_cfg, **common)
             return DecoupledLayerKVCache(
-                **sizes, k_sem_cfg=k_sem_cfg or k_cfg, k_geo_cfg=k_geo_cfg or k_cfg, v_cfg=v_cfg, **common
+                **sizes,
+                k_sem_cfg=k_sem_cfg or k_cfg,
+                k_geo_cfg=k_geo_cfg or k_cfg,
+                v_cfg=v_cfg,
+                **common,
             )
 
         self.layers = [layer(shape) for shape in layers]
@@ -95,10 +103,12 @@ class ModelKVCache:
 
     @property
     def batch_size(self) -> int:
+        """Rows."""
         return self.layers[0].batch_size
 
     @property
     def max_seq_len(self) -> int:
+        """Tokens a row can hold."""
         return self.layers[0].max_seq_len
 
     @property

@@ -67,7 +67,12 @@ class PageTable:
     """
 
     def __init__(
-        self, batch_size: int, pages_per_row: int, page_size: int, allocator: PageAllocator, device: torch.device
+        self,
+        batch_size: int,
+        pages_per_row: int,
+        page_size: int,
+        allocator: PageAllocator,
+        device: torch.device,
     ) -> None:
         self.page_size, self.allocator = page_size, allocator
         self.rows: list[list[int]] = [[] for _ in range(batch_size)]
@@ -84,7 +89,10 @@ class PageTable:
             OutOfPagesError: before anything has changed.
         """
         growing = [row for row, count in enumerate(added) if count]
-        new = {row: -(-(held[row] + added[row]) // self.page_size) - len(self.rows[row]) for row in growing}
+        new = {
+            row: -(-(held[row] + added[row]) // self.page_size) - len(self.rows[row])
+            for row in growing
+        }
         split = [row for row in growing if held[row] % self.page_size]
         writers = Counter(self.rows[row][-1] for row in split)
         copies = sum(

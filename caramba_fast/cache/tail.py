@@ -26,7 +26,9 @@ class TailKeeper:
     def appended(self, lengths: Sequence[int]) -> None:
         """Rows have grown to ``lengths``."""
         if self.residual_len:
-            self.lowest = [max(low, n - self.size) for low, n in zip(self.lowest, lengths, strict=True)]
+            self.lowest = [
+                max(low, n - self.size) for low, n in zip(self.lowest, lengths, strict=True)
+            ]
 
     def shortened(
         self, before: Sequence[int], after: Sequence[int], refill: Callable[[int, int, int], None]

@@ -44,12 +44,14 @@ class CacheTensor:
         device: torch.device,
     ) -> None:
         self.config, self.lanes, self.head_dim = config, lanes, head_dim
-        form, dim = config.kind.format, lanes.heads_per_lane * head_dim
+        form, dim = config.kind.storage, lanes.heads_per_lane * head_dim
         lead = (blocks[0], lanes.count, blocks[1])
         self.scales: Tensor | None = None
         if form.quantized:
             check_block(dim, config.qblock, "qblock")
-            self.scales = torch.empty((*lead, dim // config.qblock), dtype=SCALE_DTYPE, device=device)
+            self.scales = torch.empty(
+                (*lead, dim // config.qblock), dtype=SCALE_DTYPE, device=device
+            )
         self.codes = torch.empty((*lead, form.code_width(dim)), dtype=form.dtype, device=device)
 
         def side(size: int) -> Tensor | None:

@@ -36,7 +36,9 @@ def one_line_errors() -> Iterator[None]:
 
 @app.command()
 def demo(
-    tokens: Annotated[int, typer.Option(help="Tokens of held-out text to measure quality on.", min=512)] = 8192,
+    tokens: Annotated[
+        int, typer.Option(help="Tokens of held-out text to measure quality on.", min=512)
+    ] = 8192,
     new_tokens: Annotated[int, typer.Option(help="Tokens to write with each cache.", min=2)] = 48,
 ) -> None:
     """A trained model writes from fp16, q8, q4 and nf4 caches: what each saves and costs."""

@@ -33,12 +33,20 @@ def device_lines() -> list[tuple[str, str]]:
         for index in range(torch.cuda.device_count()):
             found = torch.cuda.get_device_properties(index)
             memory = f"{found.total_memory / 2**30:.0f} GiB"
-            lines.append((f"cuda:{index}", f"{found.name}, sm_{found.major}{found.minor}, {memory}"))
+            lines.append(
+                (f"cuda:{index}", f"{found.name}, sm_{found.major}{found.minor}, {memory}")
+            )
     else:
-        why = "this torch is built without CUDA" if torch.version.cuda is None else "no device found"
+        why = (
+            "this torch is built without CUDA" if torch.version.cuda is None else "no device found"
+        )
         lines.append(("cuda", f"not available: {why}"))
     mps = torch.backends.mps
-    why = "not available: this torch is built without MPS" if not mps.is_built() else "no device found"
+    why = (
+        "not available: this torch is built without MPS"
+        if not mps.is_built()
+        else "no device found"
+    )
     lines.append(("mps", "available" if mps.is_available() else why))
     return lines
 
@@ -55,7 +63,9 @@ def run_doctor(console: Console | None = None) -> None:
         facts.add_row(name, value)
     facts.add_row(ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE, "not set (auto)"))
     console.print(facts)
-    served = Table("op", "device", "runs", "why not the others", title="Backends", title_justify="left")
+    served = Table(
+        "op", "device", "runs", "why not the others", title="Backends", title_justify="left"
+    )
     for status in backends():
         why = "\n".join(f"{name}: {reason}" for name, reason in status.reasons.items())
         served.add_row(status.op, status.device, status.runs, escape(why))

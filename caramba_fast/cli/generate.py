@@ -41,12 +41,18 @@ def run_generate(
     writer.close()
     typer.echo()
     if stats and generator.metrics is not None:
-        typer.secho(summary(generator.metrics, config.cache_kind.value), fg="bright_black", err=True)
+        typer.secho(
+            summary(generator.metrics, config.cache_kind.value), fg="bright_black", err=True
+        )
 
 
 def check_device(name: str) -> None:
     """Raises ValueError unless torch can compute on ``name`` here."""
-    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    available = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+    }
     if name.split(":", maxsplit=1)[0] not in available:
         raise ValueError(f"device is {name!r}; known are {', '.join(available)}")
     if not available[name.split(":", maxsplit=1)[0]]:

@@ -30,7 +30,7 @@ class KVCacheKind(str, Enum):
         raise ValueError(f"unknown cache kind {value!r}; known kinds are {', '.join(KIND_NAMES)}")
 
     @property
-    def format(self) -> Format:
+    def storage(self) -> Format:
         """The row of the format table."""
         return resolve(self.value)
 

@@ -67,7 +67,9 @@ class Generator:
         if given is None:
             given = getattr(self.model, "eos_token_ids", None) or self.model.eos_token_id
         ids = (given,) if isinstance(given, int) else tuple(given or ())
-        for name, index in [("eos_token_id", i) for i in ids] + [("pad_token_id", self.config.pad_token_id)]:
+        for name, index in [("eos_token_id", i) for i in ids] + [
+            ("pad_token_id", self.config.pad_token_id)
+        ]:
             if index is not None and index >= self.model.vocab_size:
                 raise ValueError(
                     f"{name} is {index}; the model's vocabulary allows 0 to {self.model.vocab_size - 1}"
@@ -118,7 +120,9 @@ class Generator:
         if self._cache is None:
             raise RuntimeError("decode_step before any prefill: there is no cache yet")
         if ids.shape != (self._cache.batch_size,):
-            raise ValueError(f"token_ids has shape {tuple(ids.shape)}; ({self._cache.batch_size},) is needed")
+            raise ValueError(
+                f"token_ids has shape {tuple(ids.shape)}; ({self._cache.batch_size},) is needed"
+            )
         return self._feed(self._read(ids[:, None], torch.ones_like(ids)[:, None]), room=0)
 
     def rollback(self, n: Counts) -> None:
@@ -133,7 +137,9 @@ class Generator:
         held = [c + len(p) for c, p in zip(self._cache.row_lengths, self._pending, strict=True)]
         for row, (count, length) in enumerate(zip(counts, held, strict=True)):
             if not 0 <= count <= length:
-                raise ValueError(f"cannot roll back {count} tokens of row {row}, which holds {length}")
+                raise ValueError(
+                    f"cannot roll back {count} tokens of row {row}, which holds {length}"
+                )
         dropped = [min(c, len(p)) for c, p in zip(counts, self._pending, strict=True)]
         self._cache.crop([c - d for c, d in zip(counts, dropped, strict=True)])
         self._pending = [p[: len(p) - d] for p, d in zip(self._pending, dropped, strict=True)]
@@ -207,7 +213,9 @@ class Generator:
         try:
             for index in range(self.config.max_new_tokens):
                 if self._run_state is not run:
-                    raise RuntimeError("the conversation went on without this iteration; it cannot continue")
+                    raise RuntimeError(
+                        "the conversation went on without this iteration; it cannot continue"
+                    )
                 if index:
                     watch.resume()
                 with torch.no_grad():
@@ -215,12 +223,20 @@ class Generator:
                         fed = torch.tensor(last, device=self.model.device)
                         logits = self._forward(fed[:, None])
                         run.fed()
-                        self._pending = [[] if a else p for a, p in zip(run.alive, self._pending, strict=True)]
+                        self._pending = [
+                            [] if a else p for a, p in zip(run.alive, self._pending, strict=True)
+                        ]
                     sampled = sample(logits, self.config, self._rng).tolist()
-                last = [token if a else self._fill for token, a in zip(sampled, run.alive, strict=True)]
-                self._pending = [[t] if a else p for t, a, p in zip(last, run.alive, self._pending, strict=True)]
+                last = [
+                    token if a else self._fill for token, a in zip(sampled, run.alive, strict=True)
+                ]
+                self._pending = [
+                    [t] if a else p for t, a, p in zip(last, run.alive, self._pending, strict=True)
+                ]
                 watch.step(sum(run.alive))
-                run.alive = [a and t not in self.eos_ids for a, t in zip(run.alive, last, strict=True)]
+                run.alive = [
+                    a and t not in self.eos_ids for a, t in zip(run.alive, last, strict=True)
+                ]
                 yield torch.tensor(last)
                 if not any(run.alive):
                     return
@@ -312,7 +328,9 @@ class Generator:
         for start in range(0, longest, step):
             pieces = [row[start : start + step] for row in rows]
             width, lens = max(map(len, pieces)), [len(piece) for piece in pieces]
-            tokens = torch.tensor([p + [self._fill] * (width - len(p)) for p in pieces], device=device)
+            tokens = torch.tensor(
+                [p + [self._fill] * (width - len(p)) for p in pieces], device=device
+            )
             index = torch.tensor([max(length - 1, 0) for length in lens], device=device)
             padded = None if min(lens) == width else lens
             latest = self._forward(tokens, query_lens=padded, logits_index=index)

@@ -30,16 +30,21 @@ class Prompts:
 
     @property
     def lens(self) -> list[int]:
+        """Real tokens in each row."""
         return [len(row) for row in self.rows]
 
     def padded_end(self, fill: int, device: torch.device) -> Tensor:
         """(B, longest) int64, padded at the end: what a forward pass takes."""
         longest = max(self.lens)
-        return torch.tensor([row + [fill] * (longest - len(row)) for row in self.rows], device=device)
+        return torch.tensor(
+            [row + [fill] * (longest - len(row)) for row in self.rows], device=device
+        )
 
     def padded_front(self, fill: int, device: torch.device) -> Tensor:
         """(B, width) int64, padded at the front: the input part of what is returned."""
-        return torch.tensor([[fill] * (self.width - len(row)) + row for row in self.rows], device=device)
+        return torch.tensor(
+            [[fill] * (self.width - len(row)) + row for row in self.rows], device=device
+        )
 
 
 def read_prompts(
@@ -81,7 +86,11 @@ def read_prompts(
 
 def _as_rows(input_ids: TokenIds) -> list[list[int]]:
     if isinstance(input_ids, Tensor):
-        if input_ids.ndim not in (1, 2) or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+        if (
+            input_ids.ndim not in (1, 2)
+            or input_ids.is_floating_point()
+            or input_ids.dtype == torch.bool
+        ):
             raise TypeError(
                 f"input_ids is {tuple(input_ids.shape)} {input_ids.dtype}; "
                 "a (B, T) or (T,) integer tensor is needed"
@@ -105,10 +114,16 @@ def _ints(row: object) -> list[int]:
     return list(values)
 
 
-def _unmasked(rows: list[list[int]], attention_mask: Tensor | Sequence[Sequence[int]]) -> list[list[int]]:
+def _unmasked(
+    rows: list[list[int]], attention_mask: Tensor | Sequence[Sequence[int]]
+) -> list[list[int]]:
     flags = torch.as_tensor(attention_mask)
     mask = (flags[None] if flags.ndim == 1 else flags).to(torch.bool).tolist()
-    if flags.ndim not in (1, 2) or len(mask) != len(rows) or any(len(a) != len(b) for a, b in zip(mask, rows, strict=True)):
+    if (
+        flags.ndim not in (1, 2)
+        or len(mask) != len(rows)
+        or any(len(a) != len(b) for a, b in zip(mask, rows, strict=True))
+    ):
         raise ValueError("attention_mask and input_ids differ in shape")
     kept = []
     for index, (row, marks) in enumerate(zip(rows, mask, strict=True)):

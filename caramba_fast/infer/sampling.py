@@ -7,7 +7,6 @@ from torch import Tensor
 
 from caramba_fast.infer.config import GenerateConfig
 
-
 #: Temperatures below this are greedy: the quotient would overflow long before it made a difference.
 GREEDY_BELOW = 1e-5
 

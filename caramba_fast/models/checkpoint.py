@@ -36,7 +36,9 @@ def load_model(
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; a Hugging Face checkpoint folder is needed")
+        raise CheckpointError(
+            f"{folder} is not a folder; a Hugging Face checkpoint folder is needed"
+        )
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"dtype is {dtype}; allowed are float32, float16, bfloat16, None")
     config = _with_generation_ids(ModelConfig.from_file(folder / "config.json"), folder)
@@ -65,7 +67,11 @@ def _with_generation_ids(config: ModelConfig, folder: Path) -> ModelConfig:
         return config
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-        ids = {name: raw[name] for name in ("eos_token_id", "pad_token_id") if raw.get(name) is not None}
+        ids = {
+            name: raw[name]
+            for name in ("eos_token_id", "pad_token_id")
+            if raw.get(name) is not None
+        }
         return ModelConfig.model_validate({**config.model_dump(), **ids})
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid: {error}") from error
@@ -92,7 +98,9 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     index = folder / INDEX
     if not index.is_file():
-        pickled = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt"))
+        pickled = sorted(p.name for p in folder.glob("*.bin")) + sorted(
+            p.name for p in folder.glob("*.pt")
+        )
         hint = f"; {pickled[0]} is a pickle, which may run code: convert it" if pickled else ""
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
     try:
@@ -124,5 +132,7 @@ def _check_names(model: Transformer, state: dict[str, Tensor], folder: Path) -> 
         if name in wanted and tuple(value.shape) != wanted[name]
     ]
     if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        shown = "; ".join(problems[:8]) + (
+            f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        )
         raise CheckpointError(f"weights in {folder} do not fit config.json: {shown}")

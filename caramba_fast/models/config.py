@@ -109,7 +109,9 @@ class ModelConfig(BaseModel):
                         f"num_attention_heads ({self.num_attention_heads})"
                     )
             if self.rope_dim % 2:
-                raise ValueError(f"geo_dim over num_attention_heads is {self.rope_dim}; RoPE needs it even")
+                raise ValueError(
+                    f"geo_dim over num_attention_heads is {self.rope_dim}; RoPE needs it even"
+                )
         return self
 
     @property
@@ -134,9 +136,13 @@ class ModelConfig(BaseModel):
         if raw.get("hidden_act", "silu") != "silu":
             raise CheckpointError(f"hidden_act is {raw['hidden_act']!r}; only 'silu' is supported")
         fields = {name: raw[name] for name in cls.model_fields if raw.get(name) is not None}
-        fields["num_key_value_heads"] = fields.get("num_key_value_heads", raw.get("num_attention_heads"))
+        fields["num_key_value_heads"] = fields.get(
+            "num_key_value_heads", raw.get("num_attention_heads")
+        )
         if "head_dim" not in fields:
-            fields["head_dim"] = _integer(raw, "hidden_size") // _integer(raw, "num_attention_heads")
+            fields["head_dim"] = _integer(raw, "hidden_size") // _integer(
+                raw, "num_attention_heads"
+            )
         fields["rope"] = _rope_from_hf(raw)
         fields["qkv_bias"] = family == "qwen2" or bool(raw.get("attention_bias", False))
         fields["o_bias"] = family != "qwen2" and bool(raw.get("attention_bias", False))
@@ -145,7 +151,9 @@ class ModelConfig(BaseModel):
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            raise CheckpointError(f"config.json is no valid {family} config: {explain(error)}") from error
+            raise CheckpointError(
+                f"config.json is no valid {family} config: {explain(error)}"
+            ) from error
 
     @classmethod
     def from_file(cls, path: str | Path) -> ModelConfig:
@@ -235,20 +243,26 @@ def _rope_from_hf(raw: dict[str, Any]) -> RopeParameters:
     found.update({name: value for name, value in defaults.items() if found.get(name) is None})
     partial = found.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
-        raise CheckpointError(f"partial_rotary_factor is {partial!r}; only 1 is supported for this family")
+        raise CheckpointError(
+            f"partial_rotary_factor is {partial!r}; only 1 is supported for this family"
+        )
     try:
         rope = RopeParameters.model_validate({k: v for k, v in found.items() if v is not None})
     except ValidationError as error:
         raise CheckpointError(f"rope_parameters are not valid: {explain(error)}") from error
     if rope_type == "yarn" and found.get("factor") is None:
         trained = rope.original_max_position_embeddings or longest
-        return rope.model_copy(update={"factor": _integer(raw, "max_position_embeddings") / trained})
+        return rope.model_copy(
+            update={"factor": _integer(raw, "max_position_embeddings") / trained}
+        )
     return rope
 
 
 def _uniform_window(raw: dict[str, Any], family: str) -> int | None:
     """The sliding window all layers share, or None; a mix of layers is refused."""
-    uses = {"llama": False, "caramba_dba": False, "mistral": True}.get(family, bool(raw.get("use_sliding_window", False)))
+    uses = {"llama": False, "caramba_dba": False, "mistral": True}.get(
+        family, bool(raw.get("use_sliding_window", False))
+    )
     if raw.get("sliding_window") is None or not uses:
         return None
     window, layers = _integer(raw, "sliding_window"), _integer(raw, "num_hidden_layers")

@@ -84,4 +84,6 @@ class DecoupledAttention(nn.Module):
             q, k = F.pad(q, (0, missing)), F.pad(k, (0, missing))
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0
+        )

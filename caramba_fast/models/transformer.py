@@ -39,11 +39,10 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=config.o_bias)
-        if config.qk_norm:
-            self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        else:
-            self.q_norm = self.k_norm = nn.Identity()
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
+            for _ in range(2)
+        )
 
     def forward(self, x: Tensor, step: Step, cache: LayerKVCache | None) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden)."""
@@ -99,7 +98,9 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = Attention(config) if config.decoupled is None else DecoupledAttention(config)
+        self.self_attn = (
+            Attention(config) if config.decoupled is None else DecoupledAttention(config)
+        )
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config)
 

@@ -86,9 +86,15 @@ class Problem:
         self.sink_len = 0 if value.sink is None else value.sink.shape[2]
         self.last = cache_seqlens.to(torch.int64) - 1
         self.newest = self.last if newest is None else newest.to(torch.int64) - 1
-        self.leftpad = torch.zeros_like(self.last) if cache_leftpad is None else cache_leftpad.to(torch.int64)
+        self.leftpad = (
+            torch.zeros_like(self.last) if cache_leftpad is None else cache_leftpad.to(torch.int64)
+        )
         index = torch.arange(self.tokens, device=first.device)
-        count = torch.full_like(self.last, self.tokens) if query_lens is None else query_lens.to(torch.int64)
+        count = (
+            torch.full_like(self.last, self.tokens)
+            if query_lens is None
+            else query_lens.to(torch.int64)
+        )
         self.position = (self.last + 1 - count)[:, None] + index  # (B, T)
         self.real = index < count[:, None]
 
@@ -121,7 +127,12 @@ class Problem:
         key = torch.arange(start, stop, device=self.last.device).expand(self.batch, -1)
         in_sink, in_tail = self.source(key)
         seen = self.visible(key) & ~in_sink & ~in_tail
-        return self._attend(key, seen, [self._load(k.view, start, stop) for k in self.keys], self._load(self.value, start, stop))
+        return self._attend(
+            key,
+            seen,
+            [self._load(k.view, start, stop) for k in self.keys],
+            self._load(self.value, start, stop),
+        )
 
     def tail(self) -> State:
         """The ring of the newest tokens: slot r holds the newest position that is r modulo its size."""
@@ -130,17 +141,23 @@ class Problem:
         slot = torch.arange(ring, device=self.last.device)
         key = self.newest[:, None] - torch.remainder(self.newest[:, None] - slot, ring)
         seen = self.visible(key) & self.source(key)[1]
-        return self._attend(key, seen, [self._side(k.view.tail) for k in self.keys], self._side(self.value.tail))
+        return self._attend(
+            key, seen, [self._side(k.view.tail) for k in self.keys], self._side(self.value.tail)
+        )
 
     def sinks(self) -> State:
         """The first real tokens of each row."""
         key = self.leftpad[:, None] + torch.arange(self.sink_len, device=self.last.device)
         seen = self.visible(key) & self.source(key)[0]
-        return self._attend(key, seen, [self._side(k.view.sink) for k in self.keys], self._side(self.value.sink))
+        return self._attend(
+            key, seen, [self._side(k.view.sink) for k in self.keys], self._side(self.value.sink)
+        )
 
     def null(self) -> State:
         """The learned key and value every query sees, in the model's basis."""
-        logits = sum(torch.matmul(k.q, k.null.float()[:, :, None]) for k in self.keys if k.null is not None)
+        logits = sum(
+            torch.matmul(k.q, k.null.float()[:, :, None]) for k in self.keys if k.null is not None
+        )
         assert isinstance(logits, Tensor) and self.null_v is not None
         out = self.null_v.float()[:, None].expand(self.batch, -1, logits.shape[2], -1)
         return out, self._capped(logits).squeeze(-1)
@@ -184,7 +201,11 @@ class Problem:
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Stretches of slots whose scratch is bounded."""
         codes = self.keys[0].view.codes
-        slots = codes.shape[2] if self.block_table is None else self.block_table.shape[1] * codes.shape[2]
+        slots = (
+            codes.shape[2]
+            if self.block_table is None
+            else self.block_table.shape[1] * codes.shape[2]
+        )
         width = max(stream.lane_dim for stream in (*(k.view for k in self.keys), self.value))
         by_scores = SCORES_PER_PIECE // (self.batch * self.heads * self.tokens)
         by_values = VALUES_PER_PIECE // (self.batch * self.lanes.count * width)
@@ -206,7 +227,9 @@ class Problem:
         if self.null_v is not None:
             state = merge(*state, *self.null())
         if self.s_aux is not None:
-            sink = self._group(self.s_aux.float()[None, :, None].expand(self.batch, -1, self.tokens))
+            sink = self._group(
+                self.s_aux.float()[None, :, None].expand(self.batch, -1, self.tokens)
+            )
             state = merge(*state, torch.zeros_like(state[0]), sink)
         return self._settled(state)
 
@@ -261,7 +284,15 @@ def solve(
         inside = (count - start).clamp(0, chunk[0].shape[2])
         ends = cache_seqlens - count + (start + inside).clamp(max=count)
         part = Problem(
-            chunk, keys, value, factors, nulls, ends, query_lens=inside, newest=cache_seqlens, **options
+            chunk,
+            keys,
+            value,
+            factors,
+            nulls,
+            ends,
+            query_lens=inside,
+            newest=cache_seqlens,
+            **options,
         )
         parts.append(part.solve())
     return torch.cat([out for out, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=2)

@@ -30,10 +30,19 @@ def reference(
     ]
     nulls = [options.pop(f"null_{stream}", None) for stream in streams]
     given = [options.pop(name, None) for name in factors]
-    scales = [1 / math.sqrt(q.shape[-1]) if f is None else f for q, f in zip(queries, given, strict=True)]
+    scales = [
+        1 / math.sqrt(q.shape[-1]) if f is None else f for q, f in zip(queries, given, strict=True)
+    ]
     options.pop("num_splits", None)
     return solve(
-        queries, views[:-1], views[-1], scales, cache_seqlens, nulls[:-1], null_v=nulls[-1], **options
+        queries,
+        views[:-1],
+        views[-1],
+        scales,
+        cache_seqlens,
+        nulls[:-1],
+        null_v=nulls[-1],
+        **options,
     )
 
 
@@ -72,7 +81,9 @@ def call(
     if unknown:
         raise TypeError(f"{op.name} has no option {', '.join(unknown)}")
     options = {key: value for key, value in options.items() if value is not None}
-    checks.raise_all(op.name, _problems(queries, views, cache_seqlens, n_kv_heads, options, max_tokens))
+    checks.raise_all(
+        op.name, _problems(queries, views, cache_seqlens, n_kv_heads, options, max_tokens)
+    )
     first = next(iter(queries.values()))
     checks.same_device(
         q=first, cache_seqlens=cache_seqlens, **{f"{n}_codes": v.codes for n, v in views.items()},
@@ -105,8 +116,13 @@ def _problems(
         return [f"q has {heads} heads, not a multiple of n_kv_heads={n_kv_heads}"]
     problems = []
     if max_tokens is not None and tokens > max_tokens:
-        problems.append(f"q has T={tokens} tokens; up to {max_tokens} are allowed (extend_attention takes more)")
-    for name, tensor in (("cache_seqlens", cache_seqlens), *((n, options.get(n)) for n in ("cache_leftpad", "query_lens"))):
+        problems.append(
+            f"q has T={tokens} tokens; up to {max_tokens} are allowed (extend_attention takes more)"
+        )
+    for name, tensor in (
+        ("cache_seqlens", cache_seqlens),
+        *((n, options.get(n)) for n in ("cache_leftpad", "query_lens")),
+    ):
         problems += checks.row_integers(name, tensor, batch)
     problems += checks.block_table(options.get("block_table"), batch)
     problems += _view_problems(queries, views, n_kv_heads, batch, options.get("block_table"))
@@ -116,7 +132,11 @@ def _problems(
 
 
 def _view_problems(
-    queries: dict[str, Tensor], views: dict[str, KVView], n_kv_heads: int, batch: int, table: Tensor | None
+    queries: dict[str, Tensor],
+    views: dict[str, KVView],
+    n_kv_heads: int,
+    batch: int,
+    table: Tensor | None,
 ) -> list[str]:
     problems: list[str] = []
     lead = next(iter(views.values())).codes.shape[:3]
@@ -124,12 +144,18 @@ def _view_problems(
     per_lane = 0
     for name, view in views.items():
         if view.codes.shape[:3] != lead:
-            problems.append(f"{name} codes {tuple(view.codes.shape)} differ from {tuple(lead)} in (B, lanes, S)")
+            problems.append(
+                f"{name} codes {tuple(view.codes.shape)} differ from {tuple(lead)} in (B, lanes, S)"
+            )
         if name in queries:
             dim = queries[name].shape[3]
             fits = view.lane_dim % dim == 0 and view.lane_dim >= dim
             grouped = view.lane_dim // dim
-            if not fits or -(-n_kv_heads // grouped) != lead[1] or (per_lane and grouped != per_lane):
+            if (
+                not fits
+                or -(-n_kv_heads // grouped) != lead[1]
+                or (per_lane and grouped != per_lane)
+            ):
                 problems.append(
                     f"q has head_dim {dim} and n_kv_heads is {n_kv_heads}; {name}'s {lead[1]} lanes of "
                     f"{view.lane_dim} hold something else"
@@ -137,7 +163,9 @@ def _view_problems(
                 continue
             per_lane = grouped
         elif per_lane and view.lane_dim % per_lane:
-            problems.append(f"{name}'s lanes of {view.lane_dim} cannot hold {per_lane} heads, as the keys' do")
+            problems.append(
+                f"{name}'s lanes of {view.lane_dim} cannot hold {per_lane} heads, as the keys' do"
+            )
         if per_lane:
             problems += view.transform.problems(name, n_kv_heads, view.lane_dim // per_lane, slots)
     if table is None and lead[0] != batch:
@@ -147,11 +175,16 @@ def _view_problems(
     return problems
 
 
-def _side_problems(views: dict[str, KVView], residual_len: int, tokens: int, batch: int) -> list[str]:
+def _side_problems(
+    views: dict[str, KVView], residual_len: int, tokens: int, batch: int
+) -> list[str]:
     """Tail and sinks: in all streams alike, or in none."""
     problems = []
     first = next(iter(views.values()))
-    for part, wanted in (("tail", _rows_and_slots(first.tail)), ("sink", _rows_and_slots(first.sink))):
+    for part, wanted in (
+        ("tail", _rows_and_slots(first.tail)),
+        ("sink", _rows_and_slots(first.sink)),
+    ):
         sizes = {name: _rows_and_slots(getattr(view, part)) for name, view in views.items()}
         if any(size != wanted for size in sizes.values()):
             problems.append(f"{part} buffers differ between streams: {sizes}")
@@ -159,7 +192,9 @@ def _side_problems(views: dict[str, KVView], residual_len: int, tokens: int, bat
             problems.append(f"{part} buffers have B={wanted[0]}, q has {batch}")
     tail = first.tail
     if residual_len < 0 or (residual_len and tail is None):
-        problems.append(f"residual_len is {residual_len}; 0, or more with a tail in every stream, is allowed")
+        problems.append(
+            f"residual_len is {residual_len}; 0, or more with a tail in every stream, is allowed"
+        )
     if tail is not None and residual_len + tokens > tail.shape[2] + 1:
         problems.append(
             f"T={tokens} query tokens and residual_len={residual_len} need a tail of "
@@ -173,7 +208,11 @@ def _rows_and_slots(buffer: Tensor | None) -> tuple[int, int] | None:
 
 
 def _null_problems(
-    queries: dict[str, Tensor], views: dict[str, KVView], options: dict[str, Any], n_kv_heads: int, heads: int
+    queries: dict[str, Tensor],
+    views: dict[str, KVView],
+    options: dict[str, Any],
+    n_kv_heads: int,
+    heads: int,
 ) -> list[str]:
     problems = []
     nulls = {name: options.get(f"null_{name}") for name in views}
@@ -182,11 +221,17 @@ def _null_problems(
         problems.append(f"null keys and values go together; missing {', '.join(missing)}")
     for name, tensor in nulls.items():
         dim = queries[name].shape[3] if name in queries else None
-        if tensor is not None and (tensor.ndim != 2 or tensor.shape[0] != n_kv_heads or dim not in (None, tensor.shape[1])):
-            problems.append(f"null_{name} is {tuple(tensor.shape)}; ({n_kv_heads}, {dim or 'D_v'}) is needed")
+        if tensor is not None and (
+            tensor.ndim != 2 or tensor.shape[0] != n_kv_heads or dim not in (None, tensor.shape[1])
+        ):
+            problems.append(
+                f"null_{name} is {tuple(tensor.shape)}; ({n_kv_heads}, {dim or 'D_v'}) is needed"
+            )
     s_aux = options.get("s_aux")
     if s_aux is not None and s_aux.shape != (heads,):
-        problems.append(f"s_aux is {tuple(s_aux.shape)}; one logit a query head, ({heads},), is needed")
+        problems.append(
+            f"s_aux is {tuple(s_aux.shape)}; one logit a query head, ({heads},), is needed"
+        )
     return problems
 
 
@@ -195,7 +240,11 @@ def _scalar_problems(options: dict[str, Any]) -> list[str]:
     window = options.get("window_size", (-1, -1))
     if len(window) != 2 or min(window) < -1:
         problems.append(f"window_size is {window!r}; (left, right), each -1 or more, is needed")
-    for name, allowed in (("softcap", "0 (none)"), ("num_splits", "0 (automatic)"), ("num_sink_tokens", "0")):
+    for name, allowed in (
+        ("softcap", "0 (none)"),
+        ("num_splits", "0 (automatic)"),
+        ("num_sink_tokens", "0"),
+    ):
         if options.get(name, 0) < 0:
             problems.append(f"{name} is {options[name]}; {allowed} or more is allowed")
     if options.get("q_chunk", 1) < 1:

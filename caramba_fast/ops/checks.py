@@ -73,8 +73,15 @@ def block_table(table: Tensor | None, batch: int) -> list[str]:
     """Problems of a (B, pages) int32 block table; None is fine."""
     if table is None:
         return []
-    if table.ndim != 2 or table.shape[0] != batch or table.dtype != torch.int32 or not table.shape[1]:
-        return [f"block_table is {tuple(table.shape)} {table.dtype}; ({batch}, pages) int32 is needed"]
+    if (
+        table.ndim != 2
+        or table.shape[0] != batch
+        or table.dtype != torch.int32
+        or not table.shape[1]
+    ):
+        return [
+            f"block_table is {tuple(table.shape)} {table.dtype}; ({batch}, pages) int32 is needed"
+        ]
     return []
 
 

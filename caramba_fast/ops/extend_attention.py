@@ -57,7 +57,9 @@ def _reach(options: dict[str, Any]) -> dict[str, Any]:
     if window is None:
         return options
     if "window_size" in options:
-        raise ValueError("local_window and window_size were both given; they say the same, give one")
+        raise ValueError(
+            "local_window and window_size were both given; they say the same, give one"
+        )
     if window < 1:
         raise ValueError(f"local_window is {window}; 1 or more is allowed")
     return {**options, "window_size": (window - 1, 0)}

@@ -17,7 +17,9 @@ STEM = "_C"
 def load_error() -> str | None:
     """None once the extension is loaded, else the reason it is not (built, found, loadable)."""
     folder = Path(__file__).resolve().parent.parent
-    found = [p for suffix in ("so", "pyd", "dylib") for p in sorted(folder.glob(f"{STEM}*.{suffix}"))]
+    found = [
+        p for suffix in ("so", "pyd", "dylib") for p in sorted(folder.glob(f"{STEM}*.{suffix}"))
+    ]
     if not found:
         return f"the C++ extension is not built: no {STEM}.*.so in {folder.name}/ of this install"
     try:

@@ -34,7 +34,9 @@ def fake(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Te
 _op = register("merge_state", SCHEMA, reference=reference, fake=fake)
 
 
-def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def merge_state(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
     """Combines two partial attentions of the same queries over disjoint sets of keys.
 
     Args:

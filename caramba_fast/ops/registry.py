@@ -47,6 +47,7 @@ class Op:
     _launcher: Callable[..., Any] | None = field(default=None, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the op."""
         if _forced is None:
             return self.overload(*args, **kwargs)
         if _forced == "reference":
@@ -121,7 +122,8 @@ def register(
     op = Op(name, overload, reference, keywords)
     _ops[name] = op
     if torch.cuda.is_available() and op.why_not("triton", "cuda") is None:
-        _library.impl(name, lambda *args, **kwargs: op.launcher(*args, **kwargs), "CUDA")
+        # The launcher is looked up at the first call: triton is not imported before.
+        _library.impl(name, lambda *args, **kwargs: op.launcher(*args, **kwargs), "CUDA")  # noqa: PLW0108
     return op
 
 
@@ -208,7 +210,9 @@ def backends() -> list[BackendStatus]:
 
 
 def _status(op: Op, device: str) -> BackendStatus:
-    preferred = ["triton", "cpp", "reference"] if device == "cuda" else ["cpp", "triton", "reference"]
+    preferred = (
+        ["triton", "cpp", "reference"] if device == "cuda" else ["cpp", "triton", "reference"]
+    )
     reasons: dict[str, str] = {}
     runs = ""
     for backend in preferred:

@@ -24,20 +24,30 @@ def append_schema(streams: Sequence[str]) -> str:
     alias = iter("abcdefghijklmnopqrstuvwxyz")
     parts: list[str] = []
     for stream in streams:
-        parts += [f"Tensor({next(alias)}!) {stream}_codes", f"Tensor({next(alias)}!)? {stream}_scales"]
+        parts += [
+            f"Tensor({next(alias)}!) {stream}_codes",
+            f"Tensor({next(alias)}!)? {stream}_scales",
+        ]
     parts += [f"Tensor {stream}_new" for stream in streams]
     parts += ["Tensor start", *[f"str {stream}_kind" for stream in streams], "*"]
     parts += ["Tensor? block_table=None", "Tensor? cache_leftpad=None", "Tensor? query_lens=None"]
     for stream in streams:
-        parts += [f"Tensor({next(alias)}!)? {stream}_tail=None", f"Tensor({next(alias)}!)? {stream}_sink=None"]
+        parts += [
+            f"Tensor({next(alias)}!)? {stream}_tail=None",
+            f"Tensor({next(alias)}!)? {stream}_sink=None",
+        ]
         parts += _constants(stream)
     return f"({', '.join(parts)}) -> ()"
 
 
-def attention_schema(streams: Sequence[str], scales: Sequence[str], extra: Sequence[str] = ()) -> str:
+def attention_schema(
+    streams: Sequence[str], scales: Sequence[str], extra: Sequence[str] = ()
+) -> str:
     """``scales`` names the factor of each key stream's q·k."""
     keys = streams[:-1]
-    parts = ["Tensor q"] if len(keys) == 1 else [f"Tensor q_{key.removeprefix('k_')}" for key in keys]
+    parts = (
+        ["Tensor q"] if len(keys) == 1 else [f"Tensor q_{key.removeprefix('k_')}" for key in keys]
+    )
     for stream in streams:
         parts += [f"Tensor {stream}_codes", f"Tensor? {stream}_scales"]
     parts += ["Tensor cache_seqlens", *[f"str {stream}_kind" for stream in streams], "*"]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ class Transform:
 
     @property
     def is_identity(self) -> bool:
+        """Whether nothing is changed."""
         tensors = (self.mean, self.bias, self.scale)
         return not self.rotate and all(tensor is None for tensor in tensors)
 
@@ -58,13 +60,17 @@ class Transform:
         """What is wrong with the constants for ``heads`` kv heads of ``dim`` and ``slots`` tokens."""
         wrong: list[str] = []
         for field, tensor in (("mean", self.mean), ("scale", self.scale)):
-            if tensor is not None and (tensor.shape != (heads, dim) or tensor.dtype != torch.float32):
+            if tensor is not None and (
+                tensor.shape != (heads, dim) or tensor.dtype != torch.float32
+            ):
                 wrong.append(_describe(f"{name}_{field}", tensor, f"({heads}, {dim}) float32"))
         parts = {"bias": self.bias, "pairs": self.pairs, "phases": self.phases}
         missing = [field for field, tensor in parts.items() if tensor is None]
         if self.bias is None or self.pairs is None or self.phases is None:
             if len(missing) < 3:
-                wrong.append(f"{name}: bias, pairs and phases go together; missing {', '.join(missing)}")
+                wrong.append(
+                    f"{name}: bias, pairs and phases go together; missing {', '.join(missing)}"
+                )
             return wrong
         count = self.bias.shape[1] if self.bias.ndim == 3 else 0
         if self.bias.shape != (heads, count, 2) or self.bias.dtype != torch.float32:
@@ -84,10 +90,9 @@ class Transform:
 
     def to(self, device: torch.device | str) -> Transform:
         """The same constants on another device."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Transform(
-            **{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()}
-        )
+        moved: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()}
+        return Transform(**moved)
 
 
 def _describe(name: str, tensor: Tensor, needed: str) -> str:

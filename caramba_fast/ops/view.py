@@ -43,6 +43,7 @@ class Lanes:
 
     @property
     def count(self) -> int:
+        """Lanes of the layer."""
         return -(-self.n_kv_heads // self.heads_per_lane)
 
     def pack(self, x: Tensor) -> Tensor:
@@ -96,10 +97,12 @@ class KVView:
 
     @property
     def format(self) -> Format:
+        """The row of the format table."""
         return resolve(self.kind)
 
     @property
     def lane_dim(self) -> int:
+        """Values of one lane of one token."""
         return self.format.value_width(self.codes.shape[-1])
 
     def check(self, name: str) -> None:
@@ -148,7 +151,10 @@ class KVView:
         """The inverse of `options`: takes what belongs to stream ``name`` out of ``options``."""
         tail, sink = options.pop(f"{name}_tail", None), options.pop(f"{name}_sink", None)
         transform = Transform(
-            **{part: options.pop(f"{name}_{part}", None) for part in ("mean", "bias", "pairs", "phases", "scale")},
+            **{
+                part: options.pop(f"{name}_{part}", None)
+                for part in ("mean", "bias", "pairs", "phases", "scale")
+            },
             rotate=options.pop(f"rotate_{name}", False),
         )
         return cls(codes, scales, kind, tail, sink, transform)

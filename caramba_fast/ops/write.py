@@ -71,7 +71,9 @@ class Destination:
         if view.scales is None:
             scatter(view.codes, packed, place, slot, keep)
             return
-        codes, scales = quantize_reference(packed, view.kind, packed.shape[-1] // view.scales.shape[-1])
+        codes, scales = quantize_reference(
+            packed, view.kind, packed.shape[-1] // view.scales.shape[-1]
+        )
         scatter(view.codes, codes, place, slot, keep)
         scatter(view.scales, scales, place, slot, keep)
 

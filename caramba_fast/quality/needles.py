@@ -35,7 +35,7 @@ def retrieval_rate(
     batch_size: int = 8,
 ) -> float:
     """Share of needles answered exactly (greedy) when K and V are stored as ``kind``."""
-    config = KVCacheTensorConfig(kind=kind)
+    config = KVCacheTensorConfig(kind=KVCacheKind(kind))
     hits = 0
     for start in range(0, len(needles), batch_size):
         batch = needles[start : start + batch_size]

@@ -92,8 +92,8 @@ def compare_caches(
     Returns:
         one `CacheQuality` a kind, in order.
     """
-    configs = [KVCacheTensorConfig(kind=kind, qblock=qblock) for kind in kinds]
-    base = KVCacheTensorConfig(kind=baseline, qblock=qblock)
+    configs = [KVCacheTensorConfig(kind=KVCacheKind(kind), qblock=qblock) for kind in kinds]
+    base = KVCacheTensorConfig(kind=KVCacheKind(baseline), qblock=qblock)
     runs = [chunked_log_probs(model, ids, config) for config in (base, *configs)]
     sums = torch.zeros(len(runs), 3, dtype=torch.float64)
     count = 0

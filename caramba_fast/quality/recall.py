@@ -20,8 +20,11 @@ _WORD = re.compile(r"^Ġ[a-z]{3,}$")
 class Tokenizer(Protocol):
     """What is asked of a ``tokenizers.Tokenizer``."""
 
-    def get_vocab(self) -> dict[str, int]: ...
-    def encode(self, sequence: str) -> object: ...
+    def get_vocab(self) -> dict[str, int]:
+        """Token to id."""
+
+    def encode(self, sequence: str) -> object:
+        """An encoding with ``ids``."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class RecallFormat:
 
     @property
     def line_length(self) -> int:
+        """Tokens of a line."""
         return len(self.prefix) + len(self.infix) + len(self.suffix) + 2
 
     @property
