@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from caramba_fast.ops.registry import why_not
+
 from .environment import environment
 from .parity import backend_error
 from .registry import COPY, WORKLOADS, Case, cases, differences, implementations
@@ -46,6 +48,7 @@ def measure(
 ) -> tuple[list[Figure], list[str]]:
     """The figures of one case, and the backends left out because they are wrong."""
     work = WORKLOADS[case.op](case, device)
+    backends = [name for name in backends if why_not(case.op, name, device.type) is None]
     wrong = differences(work, backends)
     right = [name for name in backends if name not in wrong]
     samples = interleaved(implementations(work, right, device), device, rounds)
@@ -84,7 +87,7 @@ def print_figures(figures: list[Figure]) -> None:
     """One line each, columns aligned."""
     for row in figures:
         print(
-            f"{row.op:<11}{row.kind:<6}{row.dtype:<6}{row.shape:<16}{row.implementation:<11}"
+            f"{row.op:<17}{row.kind:<6}{row.dtype:<6}{row.shape:<16}{row.implementation:<16}"
             f"{row.median_us:>12.1f} us  [{row.p20_us:.1f}, {row.p80_us:.1f}]"
             f"{row.gb_per_s:>10.1f} GB/s{row.share_of_copy:>8.1%} of copy",
             flush=True,

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from caramba_fast.ops.registry import use_backend
+
 from .registry import Implementation
 
 #: A CPU sample repeats the call until it lasts this long, so that the clock does not matter.
@@ -35,31 +37,35 @@ def quantile(samples: Sequence[float], share: float) -> float:
 
 
 def _cpu_sampler(entry: Implementation, _device: torch.device) -> Callable[[], float]:
-    entry.call()
-    started = time.perf_counter()
-    entry.call()
-    repeats = max(1, round(SHORTEST_SAMPLE_S / (time.perf_counter() - started)))
+    with use_backend(entry.backend):
+        entry.call()
+        started = time.perf_counter()
+        entry.call()
+        repeats = max(1, round(SHORTEST_SAMPLE_S / (time.perf_counter() - started)))
 
     def sample() -> float:
-        begin = time.perf_counter()
-        for _ in range(repeats):
-            entry.call()
-        return (time.perf_counter() - begin) / repeats
+        with use_backend(entry.backend):
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                entry.call()
+            return (time.perf_counter() - begin) / repeats
 
     return sample
 
 
 def _cuda_sampler(entry: Implementation, device: torch.device) -> Callable[[], float]:
-    call = _recorded(entry.call) if entry.graph else entry.call
-    call()
+    with use_backend(entry.backend):
+        call = _recorded(entry.call) if entry.graph else entry.call
+        call()
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def sample() -> float:
-        flush.zero_()
-        begin.record()
-        call()
-        end.record()
+        with use_backend(entry.backend):
+            flush.zero_()
+            begin.record()
+            call()
+            end.record()
         end.synchronize()
         return begin.elapsed_time(end) * 1e-3
 

@@ -1,14 +1,44 @@
 """Attention written out densely in float64, independent of the package: the second opinion.
 
-It shares no code with the reference op: positions, windows and padding are loops over tokens.
+It shares no code with the reference op: positions, windows, padding and the places keys are read from
+are loops over tokens; a stored tensor is decoded, and its basis undone, from the description of the
+formats. Only the 16 levels of NF4 are the package's, whose tests compare them with QLoRA's.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from caramba_fast.formats import NF4_LEVELS
+
+# -- attention ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Sides:
+    """Keys and values that are read from somewhere else than the codes, by position.
+
+    Attributes:
+        residual_len: a query at p reads key j from the tail if and only if p - j < residual_len.
+        sink_len: key j is read from the sinks if and only if j - leftpad < sink_len; sinks first.
+        tail, sink: (k, v) of the model's basis, (B, H_kv, S, D) each; read nowhere else.
+    """
+
+    residual_len: int = 0
+    sink_len: int = 0
+    tail: tuple[Tensor, Tensor] | None = None
+    sink: tuple[Tensor, Tensor] | None = None
+
+    def source(self, position: int, key: int, leftpad: int) -> str:
+        """Where a query at ``position`` reads ``key`` from."""
+        if key - leftpad < self.sink_len:
+            return "sink"
+        return "tail" if position - key < self.residual_len else "codes"
 
 
 def attend(
@@ -21,34 +51,200 @@ def attend(
     window: tuple[int, int] = (-1, -1),
     leftpad: list[int] | None = None,
     softcap: float = 0.0,
+    query_lens: list[int] | None = None,
+    num_sink_tokens: int = 0,
+    null: tuple[Tensor, Tensor] | None = None,
+    s_aux: Tensor | None = None,
+    sides: Sides | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q (B, H_q, T, D), k and v (B, H_kv, S, D) -> out (B, H_q, T, D_v), lse (B, H_q, T)."""
+    """q (B, H_q, T, D), k and v (B, H_kv, S, D) -> out (B, H_q, T, D_v), lse (B, H_q, T).
+
+    ``null`` is a key and a value (H_kv, D) every real query sees, ``s_aux`` a logit (H_q,) without value.
+    """
     batch, heads, queries, dim = q.shape
     group = heads // k.shape[1]
     out = torch.zeros(batch, heads, queries, v.shape[-1], dtype=torch.float64)
     lse = torch.full((batch, heads, queries), -math.inf, dtype=torch.float64)
     factor = dim**-0.5 if scale is None else scale
+    sides = sides or Sides()
+    places = {"codes": (k, v), "tail": sides.tail, "sink": sides.sink}
     for b in range(batch):
-        for t in range(queries):
-            position = seqlens[b] - queries + t
+        pad = (leftpad or [0] * batch)[b]
+        real = queries if query_lens is None else query_lens[b]
+        for t in range(real):
+            position = seqlens[b] - real + t
             seen = [
                 j
-                for j in range(k.shape[2])
-                if visible(position, j, window, (leftpad or [0] * batch)[b])
+                for j in range(min(k.shape[2], position + 1))
+                if visible(position, j, window, pad, num_sink_tokens)
             ]
-            if not seen:
-                continue
+            read = [(places[sides.source(position, j, pad)], j) for j in seen]
+            keys = [place[0][b, :, j].double() for place, j in read]
+            values = [place[1][b, :, j].double() for place, j in read]
+            if null is not None:
+                keys.append(null[0].double())
+                values.append(null[1].double())
             for h in range(heads):
-                logits = (k[b, h // group, seen].double() @ q[b, h, t].double()) * factor
-                if softcap:
-                    logits = softcap * torch.tanh(logits / softcap)
-                lse[b, h, t] = torch.logsumexp(logits, 0)
-                out[b, h, t] = torch.softmax(logits, 0) @ v[b, h // group, seen].double()
+                here = [key[h // group] for key in keys]
+                logits = torch.stack(here) @ q[b, h, t].double() * factor if here else torch.empty(0)
+                logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+                extra = logits.new_empty(0) if s_aux is None else s_aux[h : h + 1].double()
+                every = torch.cat((logits.double(), extra.double()))
+                if not every.numel():
+                    continue
+                lse[b, h, t] = torch.logsumexp(every, 0)
+                if here:
+                    weights = (logits - lse[b, h, t]).exp()
+                    out[b, h, t] = weights @ torch.stack([value[h // group] for value in values])
     return out, lse
 
 
-def visible(position: int, key: int, window: tuple[int, int], leftpad: int) -> bool:
+def visible(
+    position: int, key: int, window: tuple[int, int], leftpad: int, num_sink_tokens: int = 0
+) -> bool:
     """Whether a query at ``position`` may see ``key``."""
     if key > position or key < leftpad:
         return False
-    return window[0] < 0 or position - key <= window[0]
+    return window[0] < 0 or position - key <= window[0] or key - leftpad < num_sink_tokens
+
+
+# -- what is stored -----------------------------------------------------------------------------
+
+
+def decoded(codes: Tensor, scales: Tensor | None, kind: str) -> Tensor:
+    """Codes (…, width) and block scales -> values (…, lane_dim) in float64."""
+    if scales is None:
+        return codes.double()
+    blocks = scales.shape[-1]
+    codes = codes.reshape(*codes.shape[:-1], blocks, codes.shape[-1] // blocks).long()
+    if kind != "q8_0":
+        codes = torch.cat((codes % 16, codes // 16), dim=-1)
+    if kind == "nf4":
+        numbers = torch.tensor(NF4_LEVELS, dtype=torch.float64)[codes]
+    else:
+        numbers = codes.double() - (8 if kind == "q4_0" else 0)
+    return (numbers * scales.double()[..., None]).flatten(-2)
+
+
+def by_head(lanes: Tensor, heads: int, dim: int) -> Tensor:
+    """(B, lanes, S, g * D) -> (B, heads, S, D): head h is the (h % g)-th part of lane h // g."""
+    g = lanes.shape[-1] // dim
+    return torch.stack(
+        [lanes[:, h // g, :, h % g * dim : (h % g + 1) * dim] for h in range(heads)], dim=1
+    )
+
+
+def by_row(pages: Tensor, table: Tensor) -> Tensor:
+    """(pages, lanes, size, width) and a block table -> (B, lanes, S, width); no page reads as NaN."""
+    size = pages.shape[2]
+    rows = torch.full(
+        (table.shape[0], pages.shape[1], table.shape[1] * size, pages.shape[3]),
+        torch.nan,
+        dtype=torch.float64,
+    )
+    for b, row in enumerate(table.tolist()):
+        for i, page in enumerate(row):
+            if 0 <= page < pages.shape[0]:
+                rows[b, :, i * size : (i + 1) * size] = pages[page].double()
+    return rows
+
+
+def by_position(ring: Tensor, seqlens: Sequence[int], slots: int) -> Tensor:
+    """A ring (B, lanes, R, width) -> (B, lanes, slots, width) by token; NaN where it holds nothing."""
+    rows = torch.full((*ring.shape[:2], slots, ring.shape[3]), torch.nan, dtype=torch.float64)
+    size = ring.shape[2]
+    for b, length in enumerate(seqlens):
+        for j in range(max(0, length - size), length):
+            rows[b, :, j] = ring[b, :, j % size].double()
+    return rows
+
+
+def from_leftpad(sink: Tensor, leftpad: Sequence[int], slots: int) -> Tensor:
+    """Sinks (B, lanes, n, width) -> (B, lanes, slots, width) by token; NaN elsewhere."""
+    rows = torch.full((*sink.shape[:2], slots, sink.shape[3]), torch.nan, dtype=torch.float64)
+    for b, pad in enumerate(leftpad):
+        for i in range(min(sink.shape[2], slots - pad)):
+            rows[b, :, pad + i] = sink[b, :, i].double()
+    return rows
+
+
+# -- the basis it is stored in ------------------------------------------------------------------
+
+
+@dataclass
+class Basis:
+    """Constants of a stream in the words of the documentation; angles by ``theta`` (H_kv, P)."""
+
+    mean: Tensor | None = None
+    bias: Tensor | None = None
+    pairs: Tensor | None = None
+    theta: Tensor | None = None
+    scale: Tensor | None = None
+    rotate: bool = False
+
+
+def hadamard_matrix(width: int) -> Tensor:
+    """(width, width) orthonormal float64, one block for each power of two, largest first."""
+    blocks, left = [], width
+    while left:
+        size = 2 ** int(math.log2(left))
+        blocks.append(sylvester(size))
+        left -= size
+    return torch.block_diag(*blocks)
+
+
+def sylvester(size: int) -> Tensor:
+    """The orthonormal Hadamard matrix of a power of two."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix / math.sqrt(size)
+
+
+def turned(bias: Tensor, pairs: Tensor, theta: Tensor, t: int, dim: int) -> Tensor:
+    """R_t b: (H_kv, D) float64, each pair's two values turned by theta * t."""
+    out = torch.zeros(bias.shape[0], dim, dtype=torch.float64)
+    for h in range(bias.shape[0]):
+        for p in range(bias.shape[1]):
+            angle = math.fmod(float(theta[h, p]) * t, 2 * math.pi)
+            first, second = (float(x) for x in bias[h, p])
+            i, j = pairs[h, p].tolist()
+            out[h, i] += first * math.cos(angle) - second * math.sin(angle)
+            out[h, j] += first * math.sin(angle) + second * math.cos(angle)
+    return out
+
+
+def shift(basis: Basis, t: int, heads: int, dim: int) -> Tensor:
+    """What was subtracted from the key of token t: (H_kv, D)."""
+    out = torch.zeros(heads, dim, dtype=torch.float64)
+    if basis.mean is not None:
+        out += basis.mean.double()
+    if basis.bias is not None:
+        out += turned(basis.bias, basis.pairs, basis.theta, t, dim)
+    return out
+
+
+def to_model(stored: Tensor, basis: Basis, leftpad: Sequence[int]) -> Tensor:
+    """stored (B, H_kv, S, D) -> the model's keys or values, token j of row b being t = j - leftpad[b]."""
+    x = unscaled(stored.double(), basis)
+    for b, pad in enumerate(leftpad):
+        for j in range(pad, x.shape[2]):
+            x[b, :, j] += shift(basis, j - pad, *x.shape[1::2])
+    return x
+
+
+def unscaled(x: Tensor, basis: Basis) -> Tensor:
+    """(…, H_kv, S, D) without rotation and scale."""
+    if basis.rotate:
+        x = x @ hadamard_matrix(x.shape[-1])  # symmetric and orthonormal: its own inverse
+    return x.clone() if basis.scale is None else x * basis.scale.double()[:, None]
+
+
+def to_stored(model: Tensor, basis: Basis, leftpad: Sequence[int]) -> Tensor:
+    """The inverse of `to_model`: what is quantized."""
+    x = model.double().clone()
+    for b, pad in enumerate(leftpad):
+        for j in range(x.shape[2]):
+            x[b, :, j] -= shift(basis, max(j - pad, 0), *x.shape[1::2])
+    x = x if basis.scale is None else x / basis.scale.double()[:, None]
+    return x @ hadamard_matrix(x.shape[-1]) if basis.rotate else x

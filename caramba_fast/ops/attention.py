@@ -131,7 +131,7 @@ class Problem:
             key,
             seen,
             [self._load(k.view, start, stop) for k in self.keys],
-            self._load(self.value, start, stop),
+            self._load(self.value, start, stop, used=seen.any(1)),
         )
 
     def tail(self) -> State:
@@ -142,7 +142,10 @@ class Problem:
         key = self.newest[:, None] - torch.remainder(self.newest[:, None] - slot, ring)
         seen = self.visible(key) & self.source(key)[1]
         return self._attend(
-            key, seen, [self._side(k.view.tail) for k in self.keys], self._side(self.value.tail)
+            key,
+            seen,
+            [self._side(k.view.tail) for k in self.keys],
+            self._side(self.value.tail, seen),
         )
 
     def sinks(self) -> State:
@@ -150,7 +153,10 @@ class Problem:
         key = self.leftpad[:, None] + torch.arange(self.sink_len, device=self.last.device)
         seen = self.visible(key) & self.source(key)[0]
         return self._attend(
-            key, seen, [self._side(k.view.sink) for k in self.keys], self._side(self.value.sink)
+            key,
+            seen,
+            [self._side(k.view.sink) for k in self.keys],
+            self._side(self.value.sink, seen),
         )
 
     def null(self) -> State:
@@ -163,27 +169,30 @@ class Problem:
         return out, self._capped(logits).squeeze(-1)
 
     def _attend(self, key: Tensor, seen: Tensor, keys: list[Tensor], values: Tensor) -> State:
-        """Attention over one group; keys and values in the stored basis."""
+        """Attention over one group; keys and values in the stored basis, values nobody sees 0."""
         t = key - self.leftpad[:, None]
         logits = sum(stream.logits(k, t) for stream, k in zip(self.keys, keys, strict=True))
         assert isinstance(logits, Tensor)
         groups = self.heads // self.n_kv_heads
         mask = seen[:, None, None].expand(-1, 1, groups, -1, -1).flatten(2, 3)
         probability, lse = masked_softmax(self._capped(logits), mask)
-        # Slots nobody may see hold anything, NaN included, and 0 * NaN is NaN.
-        used = seen.any(1)[:, None, :, None]
-        return torch.matmul(probability, torch.where(used, values, torch.zeros_like(values))), lse
+        return torch.matmul(probability, values), lse
 
     def _capped(self, logits: Tensor) -> Tensor:
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap > 0 else logits
 
-    def _side(self, buffer: Tensor | None) -> Tensor:
+    def _side(self, buffer: Tensor | None, seen: Tensor | None = None) -> Tensor:
         assert buffer is not None
-        return self.lanes.unpack(buffer.float())
+        used = None if seen is None else seen.any(1)
+        return self.lanes.unpack(_zero_unused(buffer, used).float())
 
-    def _load(self, view: KVView, start: int, stop: int) -> Tensor:
+    def _load(self, view: KVView, start: int, stop: int, used: Tensor | None = None) -> Tensor:
         codes, scales = (self._slots(x, start, stop) for x in (view.codes, view.scales))
         assert codes is not None
+        if scales is None:
+            codes = _zero_unused(codes, used)
+        else:
+            scales = _zero_unused(scales, used)
         return self.lanes.unpack(load(codes, scales, view.kind, torch.float32))
 
     def _slots(self, buffer: Tensor | None, start: int, stop: int) -> Tensor | None:
@@ -238,8 +247,13 @@ class Problem:
         out = state[0].unflatten(2, (-1, self.tokens)).flatten(1, 2)
         lse = state[1].unflatten(2, (-1, self.tokens)).flatten(1, 2)
         real = self.real[:, None]
-        out = torch.where(real[..., None], out, torch.zeros_like(out))
+        out = torch.where(real[..., None], out, 0.0)
         return out.to(self.dtype), torch.where(real, lse, torch.full_like(lse, -torch.inf))
+
+
+def _zero_unused(x: Tensor, used: Tensor | None) -> Tensor:
+    """Zeros where ``used`` (B, N) is false: slots nobody sees hold anything, and 0 * NaN is NaN."""
+    return x if used is None else torch.where(used[:, None, :, None], x, 0.0)
 
 
 def _merged(state: State | None, other: State) -> State:
@@ -255,11 +269,11 @@ def masked_softmax(logits: Tensor, allowed: Tensor) -> State:
     """
     logits = logits.masked_fill(~allowed, -torch.inf)
     largest = logits.amax(-1, keepdim=True)
-    largest = torch.where(largest == -torch.inf, torch.zeros_like(largest), largest)
+    largest = torch.where(largest == -torch.inf, 0.0, largest)
     weights = (logits - largest).exp()
     total = weights.sum(-1, keepdim=True)
     lse = (largest + total.log()).squeeze(-1)
-    return weights / torch.where(total == 0, torch.ones_like(total), total), lse
+    return weights / torch.where(total == 0, 1.0, total), lse
 
 
 def solve(

@@ -43,7 +43,7 @@ def fake(codes: Tensor, scales: Tensor, kind: str, head_dim: int, dtype: torch.d
     return codes.new_empty((*codes.shape[:-1], head_dim), dtype=dtype)
 
 
-_op = register("dequantize", SCHEMA, reference=reference, fake=fake)
+op = register("dequantize", SCHEMA, reference=reference, fake=fake)
 
 
 def dequantize(
@@ -74,4 +74,4 @@ def dequantize(
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"dtype is {dtype}; allowed are float32, float16, bfloat16")
     checks.same_device(codes=codes, scales=scales)
-    return _op(codes, scales, form.name, head_dim, dtype)
+    return op(codes, scales, form.name, head_dim, dtype)

@@ -82,7 +82,7 @@ def fake(x: Tensor, kind: str, block: int) -> tuple[Tensor, Tensor]:
     return codes, x.new_empty((*lead, dim // block), dtype=SCALE_DTYPE)
 
 
-_op = register("quantize", SCHEMA, reference=reference, fake=fake)
+op = register("quantize", SCHEMA, reference=reference, fake=fake)
 
 
 def quantize(x: Tensor, kind: object, block: int = 32) -> tuple[Tensor, Tensor]:
@@ -106,4 +106,4 @@ def quantize(x: Tensor, kind: object, block: int = 32) -> tuple[Tensor, Tensor]:
     if x.ndim == 0:
         raise ValueError("x is a scalar; at least one dimension is needed")
     check_block(x.shape[-1], block)
-    return _op(x, form.name, block)
+    return op(x, form.name, block)

@@ -98,6 +98,11 @@ class Op:
         return None
 
 
+def why_not(op: str, backend: str, device: str) -> str | None:
+    """None when ``backend`` can serve ``op`` on a device type, else the reason it cannot."""
+    return _ops[op].why_not(backend, device)
+
+
 def triton_missing() -> str | None:
     """The reason Triton kernels cannot run anywhere in this process, or None."""
     if importlib.util.find_spec("triton") is None:

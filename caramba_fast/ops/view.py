@@ -16,7 +16,7 @@ from torch import Tensor
 
 from caramba_fast.formats import Format, resolve
 from caramba_fast.ops import checks
-from caramba_fast.ops.dequantize import reference as dequantize_reference
+from caramba_fast.ops.dequantize import op as dequantize_op
 from caramba_fast.ops.transform import Transform
 
 LANE_MULTIPLE = 32
@@ -66,11 +66,11 @@ def stored_lanes(codes: Tensor, kind: str, n_kv_heads: int, head_dim: int) -> La
 
 
 def load(codes: Tensor, scales: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
-    """Codes (..., width) -> values (..., lane_dim) in ``dtype``; reference only."""
+    """Codes (..., width) -> values (..., lane_dim) in ``dtype``, on the backend in force."""
     form = resolve(kind)
     if scales is None:
         return codes.to(dtype)
-    return dequantize_reference(codes, scales, kind, form.value_width(codes.shape[-1]), dtype)
+    return dequantize_op(codes, scales, kind, form.value_width(codes.shape[-1]), dtype)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from caramba_fast.ops.quantize import reference as quantize_reference
+from caramba_fast.ops.quantize import op as quantize_op
 from caramba_fast.ops.transform import apply_to_key, apply_to_value
 from caramba_fast.ops.view import KVView, stored_lanes
 
@@ -71,9 +71,7 @@ class Destination:
         if view.scales is None:
             scatter(view.codes, packed, place, slot, keep)
             return
-        codes, scales = quantize_reference(
-            packed, view.kind, packed.shape[-1] // view.scales.shape[-1]
-        )
+        codes, scales = quantize_op(packed, view.kind, packed.shape[-1] // view.scales.shape[-1])
         scatter(view.codes, codes, place, slot, keep)
         scatter(view.scales, scales, place, slot, keep)
 
