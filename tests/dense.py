@@ -86,7 +86,9 @@ def attend(
                 values.append(null[1].double())
             for h in range(heads):
                 here = [key[h // group] for key in keys]
-                logits = torch.stack(here) @ q[b, h, t].double() * factor if here else torch.empty(0)
+                logits = (
+                    torch.stack(here) @ q[b, h, t].double() * factor if here else torch.empty(0)
+                )
                 logits = softcap * torch.tanh(logits / softcap) if softcap else logits
                 extra = logits.new_empty(0) if s_aux is None else s_aux[h : h + 1].double()
                 every = torch.cat((logits.double(), extra.double()))

@@ -71,6 +71,10 @@ class ModelKVCache:
             raise ValueError("layers is empty; one LayerShape a layer is needed")
         if prefill not in ("exact", "stored"):
             raise ValueError(f"prefill is {prefill!r}; allowed are 'exact' and 'stored'")
+        if not isinstance(layers[0], DecoupledLayerShape) and (k_sem_cfg or k_geo_cfg):
+            raise ValueError(
+                "k_sem_cfg and k_geo_cfg are for decoupled attention; this model has K and V"
+            )
         self.prefill = prefill
         common: dict[str, Any] = dict(device=device, page_size=page_size, num_pages=num_pages)
 

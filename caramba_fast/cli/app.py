@@ -63,7 +63,9 @@ def generate(
     model: Annotated[
         str, typer.Option(help="A Hugging Face checkpoint folder, or 'demo'.")
     ] = "demo",
-    cache: Annotated[str, typer.Option(help="fp32, fp16, bf16, q8, q4 or nf4.")] = "fp16",
+    cache: Annotated[
+        str, typer.Option(help="fp32, fp16, bf16, q8, q4, nf4; or K/V as in q8/q4.")
+    ] = "fp16",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,

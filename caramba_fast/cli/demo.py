@@ -1,4 +1,4 @@
-"""``caramba-fast demo``: the trained demo model through each cache kind, in one table."""
+"""``caramba-fast demo``: the trained demo models through each cache kind, in one table each."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from tokenizers import Tokenizer
 
+from caramba_fast.cache import DecoupledLayerShape, LayerShape, ModelKVCache
+from caramba_fast.config import cache_configs
 from caramba_fast.infer import GenerationMetrics, Generator
 from caramba_fast.models import Transformer, demo_tokenizer, held_out_text, load_demo
 from caramba_fast.ops import backends
@@ -23,13 +25,27 @@ from caramba_fast.quality import (
     retrieval_rate,
 )
 
-KINDS = ("fp16", "q8", "q4", "nf4")
+#: Demo model -> what it is, and the caches it is shown with; the first is the baseline.
+SHOWN = {
+    "gqa": ("standard attention (GQA)", ("fp16", "q8", "q4", "nf4")),
+    "dba": ("decoupled attention (DBA)", ("fp16", "q8", "q4", "q4/q8/q4")),
+}
 PROMPT = '''def read_lines(path, encoding="utf-8"):
     """Return the lines of a text file as a list of strings."""
     with open(path, encoding=encoding) as'''
 CONTEXT_TOKENS = 512
 WINDOW = 1024
 NEEDLE_DISTANCE, NEEDLES = 1024, 32
+#: A layer of width 2048 with 16 heads, and the decoupled widths of the inference guide.
+WIDTH, HEADS = 2048, 16
+GUIDE_SHAPES = (
+    ("standard, K and V of 2048", LayerShape(WIDTH, WIDTH, HEADS), ("fp16", "q8", "q4")),
+    (
+        "DBA: sem 128, geo 256, V 256",
+        DecoupledLayerShape(128, 256, 256, HEADS),
+        ("fp16", "q8", "q4/q8/q4"),
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -55,33 +71,49 @@ def write_with(
     return tokenizer.decode(output), generator.metrics
 
 
-def run_demo(quality_tokens: int, new_tokens: int, console: Console | None = None) -> list[DemoRow]:
-    """Measures every kind, prints continuations and the table, and returns the rows."""
-    console = console or Console()
-    model, tokenizer = load_demo(), demo_tokenizer()
+def measure_model(
+    name: str, quality_tokens: int, new_tokens: int, progress: Progress
+) -> tuple[list[DemoRow], Transformer, int]:
+    """All rows of one demo model, the model, and the tokens of the prompt."""
+    kinds = SHOWN[name][1]
+    model, tokenizer = load_demo(name), demo_tokenizer(name)
     held_out = np.asarray(tokenizer.encode(held_out_text()).ids)
-    question = tokenizer.encode(PROMPT).ids
-    prompt = held_out[:CONTEXT_TOKENS].tolist() + tokenizer.encode("\n\n").ids + question
+    context = held_out[:CONTEXT_TOKENS].tolist()
+    prompt = context + tokenizer.encode("\n\n" + PROMPT).ids
     windows = max(1, min(quality_tokens, len(held_out)) // WINDOW)
     ids = torch.from_numpy(held_out[: windows * WINDOW].reshape(windows, WINDOW))
     needles = draw_needles(RecallFormat.of(tokenizer), held_out, NEEDLE_DISTANCE, NEEDLES)
+    task = progress.add_task(f"{name}: held-out text", total=2 * len(kinds) + 1)
+    qualities = compare_caches(model, ids, kinds)
+    progress.advance(task)
     rows = []
-    with _progress(console) as progress:
-        task = progress.add_task("quality on held-out text", total=2 * len(KINDS) + 1)
-        qualities = compare_caches(model, ids, KINDS)
+    for kind, quality in zip(kinds, qualities, strict=True):
+        progress.update(task, description=f"{name} {kind}: writing")
+        text, metrics = write_with(model, tokenizer, prompt, kind, new_tokens)
         progress.advance(task)
-        for kind, quality in zip(KINDS, qualities, strict=True):
-            progress.update(task, description=f"{kind}: writing")
-            text, metrics = write_with(model, tokenizer, prompt, kind, new_tokens)
-            progress.advance(task)
-            progress.update(task, description=f"{kind}: needles")
-            recall = retrieval_rate(model, needles, kind)
-            progress.advance(task)
-            rows.append(DemoRow(kind, text, metrics, quality, recall))
-    _print_texts(console, rows)
-    console.print(_table(rows, len(prompt)))
-    _print_notes(console, model, windows)
-    return rows
+        progress.update(task, description=f"{name} {kind}: needles")
+        rows.append(DemoRow(kind, text, metrics, quality, retrieval_rate(model, needles, kind)))
+        progress.advance(task)
+    return rows, model, len(prompt)
+
+
+def run_demo(
+    quality_tokens: int, new_tokens: int, console: Console | None = None
+) -> dict[str, list[DemoRow]]:
+    """Measures every model and kind, prints it all, and returns the rows by model."""
+    console = console or Console()
+    with _progress(console) as progress:
+        measured = {
+            name: measure_model(name, quality_tokens, new_tokens, progress) for name in SHOWN
+        }
+    console.print("[bold]Prompt[/bold] (after 512 tokens of other code)")
+    console.print(escape(PROMPT), style="dim", highlight=False)
+    for name, (rows, model, prompt_tokens) in measured.items():
+        _print_texts(console, name, rows)
+        console.print(_table(name, rows, model, prompt_tokens))
+    console.print(_compression_table())
+    _print_notes(console, next(iter(measured.values()))[0])
+    return {name: rows for name, (rows, _, _) in measured.items()}
 
 
 def _progress(console: Console) -> Progress:
@@ -89,17 +121,20 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True)
 
 
-def _print_texts(console: Console, rows: list[DemoRow]) -> None:
-    console.print("[bold]Prompt[/bold] (after 512 tokens of other code)")
-    console.print(escape(PROMPT), style="dim", highlight=False)
+def _print_texts(console: Console, name: str, rows: list[DemoRow]) -> None:
+    """Each continuation once, under all the caches that wrote it."""
+    kinds: dict[str, list[str]] = {}
     for row in rows:
-        console.print(f"\n[bold]{row.kind}[/bold] continues")
-        console.print(escape(row.text.rstrip()), highlight=False)
+        kinds.setdefault(row.text, []).append(row.kind)
+    for text, writers in kinds.items():
+        console.print(f"\n[bold]{name}[/bold], {' and '.join(writers)}:")
+        console.print(escape(text.rstrip()), highlight=False)
     console.print()
 
 
-def _table(rows: list[DemoRow], prompt_tokens: int) -> Table:
-    table = Table(title=f"One model, {len(rows)} caches", title_justify="left")
+def _table(name: str, rows: list[DemoRow], model: Transformer, prompt_tokens: int) -> Table:
+    size = sum(parameter.numel() for parameter in model.parameters())
+    table = Table(title=f"{SHOWN[name][0]}, {size / 1e6:.1f}M parameters", title_justify="left")
     table.add_column("cache")
     for heading in (
         "bytes/\ntoken", "of\nfp16", "cache\nMiB", "first token\nms", "tokens/s", "ΔNLL\nnats",
@@ -126,14 +161,30 @@ def _table(rows: list[DemoRow], prompt_tokens: int) -> Table:
     return table
 
 
-def _print_notes(console: Console, model: Transformer, windows: int) -> None:
+def _compression_table() -> Table:
+    """Bytes the caches of one layer really take, counted on caches that are allocated."""
+    table = Table(title=f"Cache of one layer, {HEADS} heads", title_justify="left")
+    table.add_column("attention")
+    table.add_column("cache")
+    table.add_column("bytes/token", justify="right")
+    table.add_column("reduction", justify="right")
+    base = 0.0
+    for label, shape, kinds in GUIDE_SHAPES:
+        for kind in kinds:
+            cache = ModelKVCache([shape], 1, 128, device="meta", **cache_configs(kind))
+            base = base or cache.bytes_per_token
+            size = cache.bytes_per_token
+            table.add_row(label, kind, f"{size:.0f}", f"{base / size:.1f}x")
+            label = ""  # noqa: PLW2901
+    return table
+
+
+def _print_notes(console: Console, rows: list[DemoRow]) -> None:
     attention = next(s for s in backends() if s.op == "decode_attention" and s.device == "cpu")
-    size = sum(parameter.numel() for parameter in model.parameters())
     console.print(
-        f"Model: {size / 1e6:.1f}M parameters, trained on Python's standard library. ΔNLL, perplexity "
-        f"and top token: {windows * WINDOW:,} tokens of held-out source, against the fp16 cache. "
-        f"Needles: a line {NEEDLE_DISTANCE} tokens back, {NEEDLES} trials.\n"
-        f"Attention over the cache ran on: {attention.runs}.",
+        f"ΔNLL, perplexity and top token: {rows[0].quality.tokens:,} predictions on Python source the "
+        f"models have not seen, against the fp16 cache. Needles: a line {NEEDLE_DISTANCE} tokens back, "
+        f"{NEEDLES} trials. Attention over the cache ran on: {attention.runs}.",
         style="dim",
         highlight=False,
     )

@@ -41,9 +41,7 @@ def run_generate(
     writer.close()
     typer.echo()
     if stats and generator.metrics is not None:
-        typer.secho(
-            summary(generator.metrics, config.cache_kind.value), fg="bright_black", err=True
-        )
+        typer.secho(summary(generator.metrics, config.cache_name), fg="bright_black", err=True)
 
 
 def check_device(name: str) -> None:

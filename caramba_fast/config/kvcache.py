@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -75,3 +76,37 @@ class KVCacheTensorConfig(BaseModel):
     def tail_len(self) -> int:
         """Tokens the fp16 ring holds; 0 without a tail."""
         return self.residual_len + self.tail_slack if self.residual_len else 0
+
+
+def kind_names(kind: KVCacheKind | str) -> tuple[str, ...]:
+    """The kinds named by ``kind``: one for all streams, "K/V", or "K_sem/K_geo/V".
+
+    Raises:
+        ValueError: an unknown kind, or more than three.
+    """
+    text = kind.value if isinstance(kind, KVCacheKind) else kind
+    if not isinstance(text, str) or text.count("/") > 2:
+        raise ValueError(
+            f"cache kind is {kind!r}; a kind, 'K/V' or 'K_sem/K_geo/V' is needed, of {', '.join(KIND_NAMES)}"
+        )
+    return tuple(KVCacheKind(part).value for part in text.split("/"))
+
+
+def cache_configs(kind: KVCacheKind | str, **fields: Any) -> dict[str, Any]:
+    """Storage of each stream for `kind_names`, as keyword arguments of the caches.
+
+    Args:
+        kind: "q4", "q8/q4" (K/V) or "q4/q8/q4" (K_sem/K_geo/V of decoupled attention).
+        fields: further fields of `KVCacheTensorConfig`, for all streams.
+    """
+    names = kind_names(kind)
+    streams = {
+        1: ("k_cfg", "v_cfg"),
+        2: ("k_cfg", "v_cfg"),
+        3: ("k_sem_cfg", "k_geo_cfg", "v_cfg"),
+    }[len(names)]
+    kinds = names * 2 if len(names) == 1 else names
+    return {
+        stream: KVCacheTensorConfig(kind=KVCacheKind(name), **fields)
+        for stream, name in zip(streams, kinds, strict=True)
+    }

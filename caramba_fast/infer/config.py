@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from caramba_fast.config import KVCacheKind, KVCacheTensorConfig
+from caramba_fast.config import KVCacheKind, cache_configs, kind_names
 
 
 class GenerateConfig(BaseModel):
@@ -23,10 +23,17 @@ class GenerateConfig(BaseModel):
         ignore_eos: never stop early.
         pad_token_id: fills rows that ended; None takes the model's own, else an eos id.
         max_seq_len: tokens a row of the cache can hold.
-        cache_kind: how K and V are stored: fp32, fp16, bf16, q8 (q8_0), q4 (q4_0) or nf4.
+        cache_kind: how the cache is stored: fp32, fp16, bf16, q8 (q8_0), q4 (q4_0) or nf4; "q8/q4"
+            stores K and V differently, "q4/q8/q4" K_sem, K_geo and V of decoupled attention.
         cache_qblock: values that share a scale: 32, 64 or 128.
+        cache_rotate: store K and V in a rotated basis (`KVCacheTensorConfig.rotate`).
+        cache_residual_len: keys less than this many tokens back are read in fp16.
+        cache_sink_len: the first tokens of a row are read in fp16 as well.
         prefill: "exact": a first prompt attends to its exact K and V; "stored": to what the cache
             returns, which makes results independent of how a prompt is cut into chunks.
+        prefill_chunk: most prompt tokens of one forward pass, which bounds memory; None for no limit.
+            With prefill="exact" only the first chunk attends to exact K and V, so that a chunked
+            prompt differs from a whole one by quantization noise.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -40,18 +47,24 @@ class GenerateConfig(BaseModel):
     ignore_eos: bool = False
     pad_token_id: int | None = Field(default=None, ge=0)
     max_seq_len: int = Field(default=2048, ge=1)
-    cache_kind: KVCacheKind = KVCacheKind.FP16
+    cache_kind: KVCacheKind | str = KVCacheKind.FP16
     cache_qblock: int = 32
+    cache_rotate: bool = False
+    cache_residual_len: int = Field(default=0, ge=0)
+    cache_sink_len: int = Field(default=0, ge=0)
     prefill: Literal["exact", "stored"] = "exact"
+    prefill_chunk: int | None = Field(default=None, ge=1)
 
     @field_validator("cache_kind", mode="before")
     @classmethod
-    def _kind_by_name(cls, value: object) -> KVCacheKind:
+    def _kind_by_name(cls, value: object) -> KVCacheKind | str:
         if value == "auto":
             raise ValueError(
                 "cache_kind='auto' is not available in this version; choose a kind: "
                 + ", ".join(kind.value for kind in KVCacheKind)
             )
+        if isinstance(value, str) and "/" in value:
+            return "/".join(kind_names(value))
         return KVCacheKind(value)
 
     @field_validator("eos_token_id")
@@ -64,14 +77,25 @@ class GenerateConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fits(self) -> GenerateConfig:
-        self.tensor_config()
+        self.stream_configs()
         if self.ignore_eos and self.eos_token_id is not None:
             raise ValueError("ignore_eos=True contradicts eos_token_id; give one of them")
         return self
 
-    def tensor_config(self) -> KVCacheTensorConfig:
-        """How K and V are stored."""
-        return KVCacheTensorConfig(kind=self.cache_kind, qblock=self.cache_qblock)
+    def stream_configs(self) -> dict[str, Any]:
+        """How each stream is stored, as keyword arguments of `ModelKVCache`."""
+        return cache_configs(
+            self.cache_kind,
+            qblock=self.cache_qblock,
+            rotate=self.cache_rotate,
+            residual_len=self.cache_residual_len,
+            sink_len=self.cache_sink_len,
+        )
+
+    @property
+    def cache_name(self) -> str:
+        """The cache kind as text."""
+        return "/".join(kind_names(self.cache_kind))
 
     def updated(self, **changes: Any) -> GenerateConfig:
         """A copy with some fields changed, checked like a new one."""

@@ -309,11 +309,14 @@ class Generator:
         return logits
 
     def _new_cache(self, rows: int) -> ModelKVCache:
-        config = self.config.tensor_config()
         cache = ModelKVCache(
-            self.model.cache_layout, rows, self.config.max_seq_len, config, config, self.model.device,
-            self.config.prefill,
-        )  # fmt: skip
+            self.model.cache_layout,
+            rows,
+            self.config.max_seq_len,
+            device=self.model.device,
+            prefill=self.config.prefill,
+            **self.config.stream_configs(),
+        )
         self._cache_bytes, self._bytes_per_token = cache.nbytes, cache.bytes_per_token
         return cache
 
@@ -323,10 +326,14 @@ class Generator:
         assert cache is not None
         longest = max(map(len, rows))
         exact = cache.pos == 0 and self.config.prefill == "exact"
-        step = longest if exact else (cache.max_query_tokens or longest)
+        most = self.config.prefill_chunk or longest
+        behind = min(most, cache.max_query_tokens or most)
+        step = min(longest, most if exact else behind)
         logits: Tensor | None = None
-        for start in range(0, longest, step):
+        start = 0
+        while start < longest:
             pieces = [row[start : start + step] for row in rows]
+            start, step = start + step, behind
             width, lens = max(map(len, pieces)), [len(piece) for piece in pieces]
             tokens = torch.tensor(
                 [p + [self._fill] * (width - len(p)) for p in pieces], device=device

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from caramba_fast.cache import ModelKVCache
-from caramba_fast.config import KVCacheKind, KVCacheTensorConfig
+from caramba_fast.config import KVCacheKind, cache_configs
 from caramba_fast.models import LanguageModel
 from caramba_fast.quality.recall import RecallFormat, needle_prompt
 
@@ -35,7 +35,7 @@ def retrieval_rate(
     batch_size: int = 8,
 ) -> float:
     """Share of needles answered exactly (greedy) when K and V are stored as ``kind``."""
-    config = KVCacheTensorConfig(kind=KVCacheKind(kind))
+    configs = cache_configs(kind)
     hits = 0
     for start in range(0, len(needles), batch_size):
         batch = needles[start : start + batch_size]
@@ -43,7 +43,12 @@ def retrieval_rate(
         longest = max(lens)
         rows = [np.pad(prompt, (0, longest - len(prompt))) for prompt, _ in batch]
         cache = ModelKVCache(
-            model.cache_layout, len(batch), longest, config, config, model.device, prefill="stored"
+            model.cache_layout,
+            len(batch),
+            longest,
+            device=model.device,
+            prefill="stored",
+            **configs,
         )
         logits = model.forward(
             torch.from_numpy(np.stack(rows)).to(model.device),

@@ -6,15 +6,17 @@ returns, exactly as it would while decoding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from caramba_fast.cache import ModelKVCache
-from caramba_fast.config import KVCacheKind, KVCacheTensorConfig
+from caramba_fast.config import KVCacheKind, cache_configs, kind_names
 from caramba_fast.models import LanguageModel
 
 CHUNK = 256
@@ -47,14 +49,18 @@ class CacheQuality:
 
 @torch.no_grad()
 def chunked_log_probs(
-    model: LanguageModel, ids: Tensor, config: KVCacheTensorConfig, chunk: int = CHUNK
+    model: LanguageModel,
+    ids: Tensor,
+    configs: dict[str, Any],
+    chunk: int = CHUNK,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Next-token log probabilities of teacher-forced text, ``chunk`` positions at a time.
 
     Args:
         model: the model, on ids' device.
         ids: (B, T) token ids, T of 2 or more.
-        config: how K and V are stored.
+        configs: how each stream is stored (`caramba_fast.config.cache_configs`).
+        chunk: positions computed at a time; the figures do not depend on it.
 
     Yields:
         log probabilities (B, t, V) float32 and the tokens (B, t) they are to predict.
@@ -63,7 +69,7 @@ def chunked_log_probs(
         raise ValueError(f"ids has shape {tuple(ids.shape)}; (B, T) with T >= 2 is needed")
     length = ids.shape[1] - 1
     cache = ModelKVCache(
-        model.cache_layout, ids.shape[0], length, config, config, ids.device, prefill="stored"
+        model.cache_layout, ids.shape[0], length, device=ids.device, prefill="stored", **configs
     )
     for start in range(0, length, chunk):
         stop = min(start + chunk, length)
@@ -85,16 +91,15 @@ def compare_caches(
     Args:
         model: the model.
         ids: (B, T) token ids of real text.
-        kinds: cache kinds to measure.
+        kinds: cache kinds to measure; "q8/q4" stores K and V differently.
         baseline: the kind to compare with.
         qblock: values that share a scale.
 
     Returns:
         one `CacheQuality` a kind, in order.
     """
-    configs = [KVCacheTensorConfig(kind=KVCacheKind(kind), qblock=qblock) for kind in kinds]
-    base = KVCacheTensorConfig(kind=KVCacheKind(baseline), qblock=qblock)
-    runs = [chunked_log_probs(model, ids, config) for config in (base, *configs)]
+    stores = [cache_configs(kind, qblock=qblock) for kind in (baseline, *kinds)]
+    runs = [chunked_log_probs(model, ids, configs) for configs in stores]
     sums = torch.zeros(len(runs), 3, dtype=torch.float64)
     count = 0
     for parts in zip(*runs, strict=True):
@@ -107,23 +112,36 @@ def compare_caches(
             sums[index] += torch.stack((nll, kl, same)).double().cpu()
     means = sums / count
     return [
-        _row(model, config, means[index + 1], float(means[0, 0]), count)
-        for index, config in enumerate(configs)
+        _row(
+            model,
+            "/".join(kind_names(kind)),
+            stores[index],
+            means[index],
+            float(means[0, 0]),
+            count,
+        )
+        for index, kind in enumerate(kinds, start=1)
     ]
 
 
 def _row(
-    model: LanguageModel, config: KVCacheTensorConfig, means: Tensor, base_nll: float, count: int
+    model: LanguageModel,
+    name: str,
+    configs: dict[str, Any],
+    means: Tensor,
+    base_nll: float,
+    count: int,
 ) -> CacheQuality:
     nll, kl, same = means.tolist()
-    sample = ModelKVCache(model.cache_layout, 1, 128, config, config, "meta")
     return CacheQuality(
-        kind=config.kind.value,
+        kind=name,
         tokens=count,
         nll=nll,
         delta_nll=nll - base_nll,
-        ppl_ratio=float(torch.tensor(nll - base_nll, dtype=torch.float64).exp()),
+        ppl_ratio=math.exp(nll - base_nll),
         mean_kl=kl,
         top1_agreement=same,
-        bytes_per_token=sample.bytes_per_token,
+        bytes_per_token=ModelKVCache(
+            model.cache_layout, 1, 128, device="meta", **configs
+        ).bytes_per_token,
     )
