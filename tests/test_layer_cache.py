@@ -2,31 +2,33 @@
 
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
 import torch
-from cache_contract import BATCH, CAPACITY, DIM, KV_HEADS, LayerCacheContract
+from cache_contract import BATCH, KV_HEADS, LayerCacheContract, plain, setup  # noqa: F401
 
 from caramba_fast.cache import LayerKVCache, LayerShape, ModelKVCache
 from caramba_fast.config import KVCacheKind, KVCacheTensorConfig
 from caramba_fast.formats import FORMATS
 
 
-def poison(cache):
-    for stream in (cache.k, cache.v):
-        if stream.scales is None:
-            stream.codes.fill_(torch.nan)
-        else:
-            stream.codes.random_(0, 120)
-            stream.scales.fill_(torch.nan)
-    return cache
-
-
 class TestLayerKVCache(LayerCacheContract):
-    def make(self, kind, max_seq_len=CAPACITY):
-        width, config = KV_HEADS * DIM, KVCacheTensorConfig(kind=kind)
-        return poison(
-            LayerKVCache(BATCH, max_seq_len, width, width, config, config, n_kv_heads=KV_HEADS)
+    dims: ClassVar = {"k": 32, "v": 32}
+
+    def build(self, max_seq_len, config):
+        width = KV_HEADS * 32
+        return LayerKVCache(BATCH, max_seq_len, width, width, config, config, n_kv_heads=KV_HEADS)
+
+
+class TestLayerKVCacheOfSharedLanes(TestLayerKVCache):
+    """Two heads of 80 side by side, and values of 16 that fill half a lane."""
+
+    dims: ClassVar = {"k": 80, "v": 16}
+
+    def build(self, max_seq_len, config):
+        return LayerKVCache(
+            BATCH, max_seq_len, KV_HEADS * 80, KV_HEADS * 16, config, config, n_kv_heads=KV_HEADS
         )
 
 

@@ -10,7 +10,7 @@ A key is stored as ``rotate((k - mean - R_t bias) / scale)`` and a value as ``ro
 
 The query takes ``rotate(q * scale)``, and what was subtracted comes back as ``q · (mean + R_t bias)`` in
 the logit: one constant and, for each pair, ``A cos(theta t) + B sin(theta t)``. All of it is exact in real
-arithmetic. The rotation is QuaRot's (arXiv:2404.00456); the rest is described in docs/design notes.
+arithmetic. The rotation is QuaRot's (arXiv:2404.00456); the derivations are in docs/transforms.md.
 
 ``t`` is the slot index minus ``cache_leftpad``. Phases come from one table that append and decode of every
 backend read, built in float64 on the CPU: 128 in-tile angles, then one angle for each tile start.
