@@ -14,7 +14,7 @@ help:
 	@echo "make test-device  the parity tests on DEVICE=cpu|cuda|mps"
 	@echo "make lint         formatting, lint, types, layers"
 	@echo "make bench        time the ops on this machine (DEVICE=cpu|cuda)"
-	@echo "make train        train the demo model again (about two hours)"
+	@echo "make train        train both demo models again (close to three hours)"
 
 # torch comes first: the C++ extension is built against it, without build isolation.
 $(VENV)/.torch: constraints.txt
@@ -62,7 +62,10 @@ bench: $(VENV)/.test
 	$(BIN)/python -m caramba_fast.bench.run --device $(DEVICE)
 
 train: $(VENV)/.demo
-	$(BIN)/python examples/train_demo.py --out runs/demo-gqa
+	for name in gqa dba; do \
+		$(BIN)/python examples/train_demo.py --architecture $$name --out runs/demo-$$name && \
+		$(BIN)/python examples/demo_card.py runs/demo-$$name --name $$name || exit 1; \
+	done
 
 clean:
 	rm -rf build dist *.egg-info caramba_fast/*.so .pytest_cache .ruff_cache .mypy_cache

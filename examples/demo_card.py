@@ -115,7 +115,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("--name", default="gqa")
-    parser.add_argument("--command", default="make train")
     args = parser.parse_args()
     package = Path(__file__).resolve().parent.parent / "caramba_fast" / "models" / "demo"
     install(args.source, package / args.name)
@@ -140,14 +139,24 @@ def main() -> None:
     size = sum(parameter.numel() for parameter in model.parameters())
     with (args.source / "training_curve.csv").open(encoding="utf-8") as file:
         last = list(csv.DictReader(file))[-1]
+    dims = model.config.decoupled
+    if dims is None:
+        kind = "a Hugging Face `LlamaForCausalLM` folder"
+        heads = f"{model.config.num_key_value_heads} kv heads of {model.config.head_dim}"
+    else:
+        kind = "a folder `caramba_fast.models.load_model` reads (transformers has no such model)"
+        heads = (
+            f"{model.config.num_key_value_heads} kv heads of decoupled attention: semantic keys of width "
+            f"{dims.sem_dim}, geometric keys of {dims.geo_dim}, values of {dims.v_dim}"
+        )
     lines = [
         f"# Demo model `{args.name}`",
         "",
         f"A {size / 1e6:.2f}M-parameter decoder ({model.config.num_hidden_layers} layers, width "
         f"{model.config.hidden_size}, {model.config.num_attention_heads} query heads over "
-        f"{model.config.num_key_value_heads} kv heads of {model.config.head_dim}, context "
+        f"{heads}, context "
         f"{model.config.max_position_embeddings}, byte-level BPE of {model.vocab_size} tokens), stored in "
-        "float16 as a Hugging Face `LlamaForCausalLM`. It exists so that speed and quality of quantized "
+        f"float16 as {kind}. It exists so that speed and quality of quantized "
         "caches can be measured offline, on a model that has learned something.",
         "",
         "## Data",
@@ -159,8 +168,9 @@ def main() -> None:
         "",
         "## Training",
         "",
-        f"`{args.command}`: {int(last['step']):,} steps, {int(last['tokens']):,} tokens, "
-        f"{float(last['minutes']):.0f} minutes on two CPU cores. Muon for the blocks' matrices, AdamW for the "
+        f"`python examples/train_demo.py --architecture {args.name} --out runs/demo-{args.name} --minutes "
+        f"{float(last['minutes']):.0f}`: {int(last['step']):,} steps, {int(last['tokens']):,} tokens, "
+        "on a machine of two CPU cores that had other work besides. Muon for the blocks' matrices, AdamW for the "
         "rest, bfloat16 autocast, context 512, then 1024, then 2048.",
         "",
         curve_table(args.source / "training_curve.csv"),

@@ -1,6 +1,7 @@
 """Trains a demo model from nothing but the Python standard library's source.
 
-    python examples/train_demo.py --out runs/demo-gqa --minutes 100
+    python examples/train_demo.py --architecture gqa --out runs/demo-gqa
+    python examples/train_demo.py --architecture dba --out runs/demo-dba
 
 Muon for the matrices of the blocks, AdamW for the rest; bfloat16 autocast; context 512, then 1024,
 then 2048 tokens, the distance of recall pairs growing with it. Writes a Hugging Face checkpoint
@@ -145,6 +146,16 @@ def save(model: Transformer, out: Path) -> None:
         (out / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def _forget_after(path: Path, step: int) -> None:
+    """Drops the rows of the curve that a resumed run will write again."""
+    with path.open(newline="", encoding="utf-8") as file:
+        head, *rows = csv.reader(file)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows(
+            [head, *(r for r in rows if int(r[0]) <= step)]
+        )
+
+
 def train(args: argparse.Namespace) -> None:
     out = args.out
     out.mkdir(parents=True, exist_ok=True)
@@ -164,6 +175,7 @@ def train(args: argparse.Namespace) -> None:
             optimizer.load_state_dict(saved)
         step, spent = state["step"], state["spent"]
         mixer.rng = np.random.default_rng((args.seed, step))
+        _forget_after(out / "training_curve.csv", step)
     size = sum(p.numel() for p in model.parameters())
     print(
         f"{size:,} parameters, {len(tokens):,} tokens, {len(form.words)} recall words", flush=True
@@ -232,8 +244,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="gqa")
-    parser.add_argument("--minutes", type=float, default=100.0)
-    parser.add_argument("--batch-tokens", type=int, default=8192)
+    parser.add_argument("--minutes", type=float, default=80.0)
+    parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)

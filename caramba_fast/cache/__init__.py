@@ -1,6 +1,7 @@
 """Caches: what a model has seen, stored in any kind, grown, cropped and attended to."""
 
-from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerCache, LayerKVCache
+from caramba_fast.cache.base import LayerCache
+from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerKVCache
 from caramba_fast.cache.lengths import RowLengths
 from caramba_fast.cache.model import AnyLayerShape, DecoupledLayerShape, LayerShape, ModelKVCache
 from caramba_fast.cache.pages import OutOfPagesError, PageAllocator, PageTable

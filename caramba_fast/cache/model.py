@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerCache, LayerKVCache
+from caramba_fast.cache.base import LayerCache
+from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerKVCache
 from caramba_fast.cache.lengths import Counts
 from caramba_fast.config import KVCacheTensorConfig
 

@@ -1,0 +1,354 @@
+"""LayerCache: what the caches of one attention layer have in common.
+
+What grows, shrinks and moves is the same for standard and decoupled attention, contiguous or paged, with or
+without tail and sinks: it is written once, over the layer's streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caramba_fast.cache.lengths import Counts, RowLengths
+from caramba_fast.cache.pages import PageAllocator, PageTable
+from caramba_fast.cache.sizes import check_agreement, check_sizes
+from caramba_fast.cache.tail import TailKeeper
+from caramba_fast.cache.tensor import CacheTensor, capacity
+from caramba_fast.config import KVCacheTensorConfig
+from caramba_fast.ops import Transform, checks
+from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
+from caramba_fast.ops.transform import undo_on_key, undo_on_value
+from caramba_fast.ops.view import Lanes, load
+
+
+class LayerCache:
+    """Streams of one layer and the lengths of their rows; see `caramba_fast.cache.layer`.
+
+    Args:
+        batch_size: rows.
+        max_seq_len: tokens a row can hold.
+        dims: width of each stream over all kv heads.
+        configs: storage of each stream, same keys.
+        device: where the buffers live.
+        n_kv_heads: kv heads; every width is a multiple of it.
+        page_size: None for a contiguous cache (memory for max_seq_len tokens a row, rounded up to 128),
+            else tokens of a page, a multiple of 32.
+        num_pages: pages of the pool; by default enough for every row to reach max_seq_len.
+    """
+
+    _append_op: Callable[..., None]
+    _decode_op: Callable[..., Any]
+    _extend_op: Callable[..., Any]
+
+    def __init__(
+        self,
+        batch_size: int,
+        max_seq_len: int,
+        dims: dict[str, int],
+        configs: dict[str, KVCacheTensorConfig],
+        device: torch.device | str,
+        n_kv_heads: int,
+        page_size: int | None,
+        num_pages: int | None,
+    ) -> None:
+        check_sizes(batch_size, max_seq_len, n_kv_heads, dims, page_size, num_pages)
+        check_agreement(configs)
+        self.batch_size, self.max_seq_len, self.n_kv_heads = batch_size, max_seq_len, n_kv_heads
+        self.device = torch.device(device)
+        with torch.inference_mode(False):  # buffers made under it could not be written outside it
+            self._allocate(dims, configs, page_size, num_pages)
+        first = next(iter(configs.values()))
+        self.residual_len, self.tail_slack = first.residual_len, first.tail_slack
+        self._tail = TailKeeper(batch_size, first.residual_len, first.tail_len)
+
+    def _allocate(
+        self,
+        dims: dict[str, int],
+        configs: dict[str, KVCacheTensorConfig],
+        page_size: int | None,
+        num_pages: int | None,
+    ) -> None:
+        batch_size, max_seq_len, n_kv_heads = self.batch_size, self.max_seq_len, self.n_kv_heads
+        heads = {name: dim // n_kv_heads for name, dim in dims.items()}
+        lanes = Lanes.of(n_kv_heads, *heads.values())
+        self.pages: PageTable | None = None
+        blocks = (batch_size, capacity(max_seq_len))
+        if page_size is not None:
+            per_row = -(-max_seq_len // page_size)
+            blocks = (num_pages or batch_size * per_row, page_size)
+            allocator = PageAllocator(blocks[0])
+            self.pages = PageTable(batch_size, per_row, page_size, allocator, self.device)
+        self.streams = {
+            name: CacheTensor(batch_size, blocks, lanes, heads[name], configs[name], self.device)
+            for name in dims
+        }
+        self.lengths = RowLengths(batch_size, self.device)
+
+    # -- what it holds ------------------------------------------------------------------
+
+    @property
+    def pos(self) -> int:
+        """Tokens in the longest row."""
+        return self.lengths.longest
+
+    @property
+    def seq_lens(self) -> Tensor:
+        """(B,) int32 on the device, tokens in each row; updated in place."""
+        return self.lengths.seq_lens
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row holds a token."""
+        return self.pos == 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated: codes, scales, tails and sinks of all streams, unused slots, block table."""
+        table = 0 if self.pages is None else self.pages.tensor.nbytes
+        return table + sum(stream.nbytes for stream in self.streams.values())
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of codes and scales that one token of one row takes."""
+        parts = [x for s in self.streams.values() for x in (s.codes, s.scales) if x is not None]
+        return sum(x.nbytes / (x.shape[0] * x.shape[2]) for x in parts)
+
+    def get(
+        self, dtype: torch.dtype = torch.float32, cache_leftpad: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Every stream dequantized, in the model's basis: (B, H_kv, pos, D); 0 past a row's length.
+
+        The codes are read, not the fp16 tail or sinks.
+        """
+        position = torch.arange(self.pos, device=self.device)
+        held = (position < self.seq_lens[:, None])[:, None, :, None]
+        t = position.expand(self.batch_size, -1)
+        t = t if cache_leftpad is None else t - cache_leftpad[:, None]
+        found = []
+        for name, stream in self.streams.items():
+            x = self._stored(stream, self.pos)
+            x = (
+                undo_on_value(x, stream.transform)
+                if name == "v"
+                else undo_on_key(x, t, stream.transform)
+            )
+            found.append(torch.where(held, x, torch.zeros_like(x)).to(dtype))
+        return tuple(found)
+
+    def _stored(self, stream: CacheTensor, length: int) -> Tensor:
+        """(B, H_kv, length, D) float32 in the stored basis."""
+        parts = []
+        for buffer in (stream.codes, stream.scales):
+            if buffer is not None and self.pages is not None:
+                page = self.pages.columns(length).to(torch.int64).clamp(min=0)
+                buffer = buffer[page].transpose(1, 2).flatten(2, 3)  # noqa: PLW2901
+            parts.append(None if buffer is None else buffer[:, :, :length])
+        assert parts[0] is not None
+        return stream.lanes.unpack(
+            load(parts[0], parts[1], stream.config.kind.value, torch.float32)
+        )
+
+    def set_transforms(self, **transforms: Transform) -> None:
+        """Fixes the constants streams are stored with, by stream name, until `reset`.
+
+        Raises:
+            ValueError: the cache holds tokens, a stream is unknown, or constants do not fit.
+        """
+        if not self.is_empty:
+            raise ValueError(
+                f"transforms are fixed while tokens are cached ({self.pos} are); reset() first"
+            )
+        problems = [
+            f"unknown stream {n!r}; streams are {', '.join(self.streams)}"
+            for n in transforms
+            if n not in self.streams
+        ]
+        for name, transform in transforms.items():
+            if name in self.streams:
+                dim = self.streams[name].head_dim
+                problems += transform.problems(name, self.n_kv_heads, dim, self.max_seq_len)
+        if "v" in transforms and (
+            transforms["v"].mean is not None or transforms["v"].bias is not None
+        ):
+            problems.append("v can be scaled and rotated; mean and bias are for keys")
+        checks.raise_all("set_transforms", problems)
+        for name, transform in transforms.items():
+            self.streams[name].transform = transform.to(self.device)
+
+    # -- growing ------------------------------------------------------------------------
+
+    def _append(
+        self, new: dict[str, Tensor], new_lens: Sequence[int] | None, cache_leftpad: Tensor | None
+    ) -> None:
+        new = {name: self._heads(name, x, self.streams[name]) for name, x in new.items()}
+        counts = {name: x.shape[2] for name, x in new.items()}
+        tokens = next(iter(counts.values()))
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
+            raise ValueError(f"{listed} tokens; they must agree")
+        added = self.lengths.per_row("new_lens", tokens if new_lens is None else new_lens)
+        for row, (length, count) in enumerate(zip(self.lengths.host, added, strict=True)):
+            if not 0 <= count <= tokens:
+                raise ValueError(f"new_lens[{row}] is {count}; 0 to T={tokens} is allowed")
+            if length + count > self.max_seq_len:
+                raise ValueError(
+                    f"row {row} holds {length} tokens and cannot take {count} more: "
+                    f"max_seq_len is {self.max_seq_len}"
+                )
+        table = None
+        if self.pages is not None:
+            self._copy_pages(self.pages.reserve(self.lengths.host, added))
+            table = self.pages.tensor
+        query_lens = None if min(added) == tokens else self.lengths.on_device(added)
+        views = [stream.view for stream in self.streams.values()]
+        type(self)._append_op(
+            *views, *new.values(), self.seq_lens, block_table=table, cache_leftpad=cache_leftpad,
+            query_lens=query_lens,
+        )  # fmt: skip
+        self.lengths.advance(tokens, added, query_lens)
+        self._tail.appended(self.lengths.host)
+
+    def _copy_pages(self, moved: list[tuple[int, int]]) -> None:
+        if not moved:
+            return
+        source, target = (
+            torch.tensor(pages, device=self.device) for pages in zip(*moved, strict=True)
+        )
+        for stream in self.streams.values():
+            for buffer in (stream.codes, stream.scales):
+                if buffer is not None:
+                    buffer[target] = buffer[source]
+
+    def _heads(self, name: str, x: Tensor, stream: CacheTensor) -> Tensor:
+        checks.float_tensor(name, x)
+        wanted = (self.n_kv_heads, stream.head_dim)
+        if x.ndim == 3 and x.shape[2] == wanted[0] * wanted[1]:
+            x = x.unflatten(2, wanted).transpose(1, 2)
+        fits = x.ndim == 4 and x.shape[0] == self.batch_size and (x.shape[1], x.shape[3]) == wanted
+        if not fits or x.shape[2] == 0:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}; ({self.batch_size}, {wanted[0]}, T, {wanted[1]}) "
+                f"or ({self.batch_size}, T, {wanted[0] * wanted[1]}) with T >= 1 is needed"
+            )
+        if x.device != stream.codes.device:
+            raise ValueError(f"{name} is on {x.device}; the cache is on {stream.codes.device}")
+        return x
+
+    # -- reading ------------------------------------------------------------------------
+
+    @property
+    def max_query_tokens(self) -> int | None:
+        """Most tokens `attend` takes at once: tail_slack with a tail, else any number."""
+        return self.tail_slack if self.residual_len else None
+
+    def _attend(self, *queries: Tensor, **options: Any) -> Any:
+        q = queries[0]
+        tokens = q.shape[2] if q.ndim == 4 else 0
+        lengths, most = self.lengths, self.max_query_tokens
+        if not 1 <= tokens <= max(self.pos, lengths.newest):
+            raise ValueError(
+                f"q has shape {tuple(q.shape)}; (B, H_q, T, D) with T from 1 to the "
+                f"{max(self.pos, lengths.newest)} tokens cached is needed"
+            )
+        if most is not None and tokens > most:
+            raise ValueError(
+                f"q has T={tokens} tokens; with a tail up to tail_slack={most} are allowed"
+            )
+        if lengths.query_lens is not None and tokens != lengths.newest:
+            raise ValueError(
+                f"q has T={tokens} tokens after an append of {lengths.newest} with padding; "
+                "they must agree"
+            )
+        if self.pages is None:
+            views = [s.view.slice(capacity(max(self.pos, 1))) for s in self.streams.values()]
+        else:
+            views = [s.view for s in self.streams.values()]
+            options["block_table"] = self.pages.columns(self.pos)
+        if lengths.query_lens is not None:
+            options.setdefault("query_lens", lengths.query_lens)
+        if self.residual_len:
+            options["residual_len"] = self.residual_len
+        kind = type(self)
+        op = kind._decode_op if tokens <= MAX_QUERY_TOKENS else kind._extend_op
+        return op(*queries, *views, self.seq_lens, n_kv_heads=self.n_kv_heads, **options)
+
+    # -- shrinking and moving -----------------------------------------------------------
+
+    def crop(self, n: Counts) -> None:
+        """Removes the newest ``n`` tokens of every row, or ``n[b]`` of row b (a CPU tensor or list).
+
+        Raises:
+            TypeError, ValueError: negative, more than a row holds, or a wrong number of rows.
+        """
+        counts = self.lengths.per_row("n", n)
+        for row, (length, count) in enumerate(zip(self.lengths.host, counts, strict=True)):
+            if not 0 <= count <= length:
+                raise ValueError(f"cannot crop {count} tokens of row {row}, which holds {length}")
+        self.set_lengths([a - b for a, b in zip(self.lengths.host, counts, strict=True)])
+
+    def truncate(self, new_pos: int) -> None:
+        """Keeps the first ``new_pos`` tokens of every row; rows that are shorter stay as they are.
+
+        Raises:
+            ValueError: ``new_pos`` is negative or beyond the longest row.
+        """
+        if not isinstance(new_pos, int) or not 0 <= new_pos <= self.pos:
+            raise ValueError(f"new_pos is {new_pos!r}; 0 to {self.pos} (tokens cached) is allowed")
+        self.set_lengths([min(length, new_pos) for length in self.lengths.host])
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Shortens rows to ``lengths``, none longer than it is."""
+        self._tail.shortened(self.lengths.host, lengths, self._refill)
+        self.lengths.set(lengths)
+        if self.pages is not None:
+            self.pages.shrink(lengths)
+
+    def _refill(self, row: int, start: int, stop: int) -> None:
+        """Puts positions start…stop of a row back into the ring, from their codes."""
+        for stream in self.streams.values():
+            assert stream.tail is not None
+            position = torch.arange(start, stop, device=self.device)
+            stored = stream.lanes.pack(self._stored(stream, stop)[row : row + 1, :, start:])
+            stream.tail[row, :, position % stream.tail.shape[2]] = stored[0].to(stream.tail.dtype)
+
+    def reorder(self, beam_idx: Tensor) -> None:
+        """Row b becomes what row ``beam_idx[b]`` was (beam search); a paged cache shares the pages.
+
+        Args:
+            beam_idx: (B,) integer tensor; on cpu when the cache is paged or rows differ in length, since
+                nothing is ever read from a device.
+        """
+        if beam_idx.shape != (self.batch_size,) or beam_idx.is_floating_point():
+            raise ValueError(
+                f"beam_idx is {tuple(beam_idx.shape)} {beam_idx.dtype}; ({self.batch_size},) "
+                "integers are needed"
+            )
+        order = beam_idx.to(device=self.device, dtype=torch.int64)
+        if beam_idx.device.type == "cpu":
+            rows = beam_idx.tolist()
+            if min(rows) < 0 or max(rows) >= self.batch_size:
+                raise ValueError(f"beam_idx is {rows}; 0 to {self.batch_size - 1} is allowed")
+            self._tail.reordered(rows)
+            if self.pages is not None:
+                self.pages.reorder(rows)
+            self.lengths.set([self.lengths.host[row] for row in rows])
+        elif self.pages is not None or len(set(self.lengths.host)) > 1:
+            raise ValueError("beam_idx must be on cpu while rows differ in length or are paged")
+        for stream in self.streams.values():
+            whole = [stream.tail, stream.sink]
+            used = (
+                []
+                if self.pages
+                else [x[:, :, : self.pos] for x in (stream.codes, stream.scales) if x is not None]
+            )
+            for part in (*used, *(x for x in whole if x is not None)):
+                part.copy_(part.index_select(0, order))
+
+    def reset(self) -> None:
+        """Forgets everything, transforms set by hand included; the memory stays allocated."""
+        self.set_lengths([0] * self.batch_size)
+        for stream in self.streams.values():
+            stream.transform = Transform(rotate=stream.config.rotate)
