@@ -212,6 +212,14 @@ class LayerCacheContract:
         buffers += [] if cache.pages is None else [cache.pages.tensor]
         assert cache.nbytes == sum(buffer.untyped_storage().nbytes() for buffer in buffers)
 
+    @pytest.mark.parametrize("stored", ["fp32", "q4_0+sides"])
+    def test_tokens_that_require_grad_leave_no_graph_in_the_cache(self, stored):
+        """Otherwise every step of a model without no_grad would stay in memory."""
+        cache = self.make(next(setup for setup in SETUPS if str(setup) == stored))
+        cache.append(*(x.requires_grad_() for x in self.tokens(3)))
+        buffers = [x for stream in cache.streams.values() for x in stream.buffers]
+        assert not any(buffer.requires_grad for buffer in buffers)
+
     # -- attention --------------------------------------------------------------------------
 
     @pytest.mark.parametrize("queries", [1, 5])
@@ -285,9 +293,7 @@ class LayerCacheContract:
             q = self.queries(1)
         found = cache.attend(*q)
         lens = [8, 100] if q[0].shape[2] > 1 else [1, 0]
-        expected, _ = self.expected(
-            cache, setup, [x[:, :, :8] for x in q], query_lens=[lens[0], 0]
-        )
+        expected, _ = self.expected(cache, setup, [x[:, :, :8] for x in q], query_lens=[lens[0], 0])
         assert relative_l2(found[:1, :, :8], expected[:1]) <= RELATIVE_L2[torch.float32]
 
     # -- shrinking and moving -----------------------------------------------------------------
@@ -327,9 +333,7 @@ class LayerCacheContract:
         for old, new in zip(before, cache.get(), strict=True):
             assert torch.equal(new, old[order][:, :, : max(lengths)])
         q = self.queries(2)
-        cases.check(
-            cache.attend(*q, return_softmax_lse=True), self.expected(cache, setup, q)
-        )
+        cases.check(cache.attend(*q, return_softmax_lse=True), self.expected(cache, setup, q))
 
     def test_rows_that_were_one_grow_apart(self, setup):
         cache, _ = self.filled(setup, 37)
@@ -339,9 +343,7 @@ class LayerCacheContract:
         for old, now, given in zip(before, cache.get(), new, strict=True):
             assert torch.equal(now[:, :, :37], old)
             assert relative_l2(now[:, :, 37:], given) <= 4 * ERROR[setup.kind]
-        cases.check(
-            cache.attend(*q, return_softmax_lse=True), self.expected(cache, setup, q)
-        )
+        cases.check(cache.attend(*q, return_softmax_lse=True), self.expected(cache, setup, q))
 
     def test_reset_starts_anew(self, setup):
         cache, new = self.filled(setup, 10)

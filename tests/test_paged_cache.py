@@ -168,9 +168,7 @@ def test_every_page_size_takes_transforms_of_max_seq_len(contract, page_size, ma
     contract.set_transforms(cache, setup)
     cache.append(*contract.tokens(max_seq_len))
     q = contract.queries(2)
-    cases.check(
-        cache.attend(*q, return_softmax_lse=True), contract.expected(cache, setup, q)
-    )
+    cases.check(cache.attend(*q, return_softmax_lse=True), contract.expected(cache, setup, q))
 
 
 @pytest.mark.parametrize(("change", "message"), [

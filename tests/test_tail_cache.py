@@ -42,7 +42,9 @@ def side_by_side(case):
 
 
 @pytest.mark.parametrize("options", [SIDES, (*SIDES, *CONSTANTS, "leftpad", "pages")], ids=len)
-@pytest.mark.parametrize("streams", [{"k": 32, "v": 32}, {"k_sem": 8, "k_geo": 16, "v": 32}], ids=len)
+@pytest.mark.parametrize(
+    "streams", [{"k": 32, "v": 32}, {"k_sem": 8, "k_geo": 16, "v": 32}], ids=len
+)
 def test_one_call_equals_one_call_a_token(streams, options):
     op = append_ if len(streams) == 2 else decoupled_append_
     case = cases.build(options, dims=streams, kinds=("q4_0",) * len(streams))
@@ -230,6 +232,25 @@ def test_any_history_reads_the_right_values(seed, page_size):
             mirror.reorder([rng.randrange(2), rng.randrange(2)])
 
 
+def test_an_order_on_the_device_is_as_careful_as_one_on_the_host():
+    """Nothing is read from a device (here "meta"): of rows that may have moved, the worst is assumed."""
+    config = KVCacheTensorConfig(kind="q4", residual_len=6, tail_slack=4)
+    caches = [
+        LayerKVCache(2, 128, 64, 64, config, config, n_kv_heads=2, device=device)
+        for device in ("cpu", "meta")
+    ]
+    for cache in caches:
+        new = torch.zeros(2, 2, 40, 32, device=cache.device)
+        cache.append(new, new, [40, 18])
+        cache.crop([12, 0])
+        cache.append(new[:, :, :10], new[:, :, :10], [0, 10])
+        cache.reorder(torch.tensor([0, 0]).to(cache.device, non_blocking=True))
+    host, device = caches
+    assert device.lengths.host == host.lengths.host == [28, 28]
+    assert min(device._tail.lowest) >= max(host._tail.lowest)
+    assert device.lengths.query_lens is host.lengths.query_lens is None
+
+
 @pytest.mark.parametrize("cut", [9, 40, 45])
 def test_a_rebuilt_cache_and_a_deeply_cropped_one_agree_to_the_format(cut):
     cropped, rebuilt = make(), make()
@@ -295,7 +316,12 @@ def test_settings_of_a_tail_must_agree_and_be_positive():
     config = KVCacheTensorConfig
     with pytest.raises(ValueError, match="tail_slack must be the same"):
         LayerKVCache(
-            1, 64, 64, 64, config(residual_len=4, tail_slack=8), config(residual_len=4, tail_slack=9)
+            1,
+            64,
+            64,
+            64,
+            config(residual_len=4, tail_slack=8),
+            config(residual_len=4, tail_slack=9),
         )
     with pytest.raises(ValueError, match="sink_len must be the same"):
         LayerKVCache(1, 64, 64, 64, config(sink_len=4), config())

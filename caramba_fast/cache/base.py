@@ -180,6 +180,7 @@ class LayerCache:
 
     # -- growing ------------------------------------------------------------------------
 
+    @torch.no_grad()  # a cache holds numbers, not a graph
     def _append(
         self, new: dict[str, Tensor], new_lens: Sequence[int] | None, cache_leftpad: Tensor | None
     ) -> None:
@@ -295,7 +296,7 @@ class LayerCache:
         Raises:
             ValueError: ``new_pos`` is negative or beyond the longest row.
         """
-        if not isinstance(new_pos, int) or not 0 <= new_pos <= self.pos:
+        if type(new_pos) is not int or not 0 <= new_pos <= self.pos:
             raise ValueError(f"new_pos is {new_pos!r}; 0 to {self.pos} (tokens cached) is allowed")
         self.set_lengths([min(length, new_pos) for length in self.lengths.host])
 
@@ -321,7 +322,8 @@ class LayerCache:
             beam_idx: (B,) integer tensor; on cpu when the cache is paged or rows differ in length, since
                 nothing is ever read from a device.
         """
-        if beam_idx.shape != (self.batch_size,) or beam_idx.is_floating_point():
+        countable = not beam_idx.is_floating_point() and beam_idx.dtype != torch.bool
+        if beam_idx.shape != (self.batch_size,) or not countable:
             raise ValueError(
                 f"beam_idx is {tuple(beam_idx.shape)} {beam_idx.dtype}; ({self.batch_size},) "
                 "integers are needed"

@@ -120,7 +120,7 @@ def phase_table(theta: Tensor, slots: int) -> Tensor:
 
 def phases_at(phases: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin at tokens t (B, N): each (B, H_kv, P, N), by the angle-addition rule."""
-    t = t.clamp(min=0)
+    t = t.clamp(0, (phases.shape[2] - PHASE_TILE) * PHASE_TILE - 1)  # padding may lie outside
     inside = phases[:, :, t % PHASE_TILE]  # (H_kv, P, B, N, 2)
     start = phases[:, :, PHASE_TILE + t // PHASE_TILE]
     cos = start[..., 0] * inside[..., 0] - start[..., 1] * inside[..., 1]
