@@ -136,6 +136,15 @@ def test_too_few_pages_are_refused_before_anything_changed(grow):
     assert torch.equal(pages.tensor, before[1])
 
 
+def test_one_writer_to_a_shared_page_needs_a_page_for_its_copy():
+    pages = table(pages=1)
+    pages.reserve([0, 0], [5, 0])
+    pages.reorder([0, 0])
+    with pytest.raises(OutOfPagesError, match="1 pages are needed and 0 of 1 are free"):
+        pages.reserve([5, 5], [1, 0])
+    assert pages.rows == [[0], [0]] and pages.allocator.references == [2]
+
+
 def test_columns_cover_the_longest_row_and_at_least_one_page():
     pages = table()
     assert [pages.columns(n).shape[1] for n in (0, 1, 32, 33, 128)] == [1, 1, 1, 2, 4]

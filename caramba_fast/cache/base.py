@@ -7,6 +7,7 @@ without tail and sinks: it is written once, over the layer's streams.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from caramba_fast.cache.sizes import check_agreement, check_sizes
 from caramba_fast.cache.tail import TailKeeper
 from caramba_fast.cache.tensor import CacheTensor, capacity
 from caramba_fast.config import KVCacheTensorConfig
-from caramba_fast.ops import Transform, checks
+from caramba_fast.ops import KVView, Transform, checks
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 from caramba_fast.ops.transform import undo_on_key, undo_on_value
 from caramba_fast.ops.view import Lanes, load
@@ -176,7 +177,8 @@ class LayerCache:
             problems.append("v can be scaled and rotated; mean and bias are for keys")
         checks.raise_all("set_transforms", problems)
         for name, transform in transforms.items():
-            self.streams[name].transform = transform.to(self.device)
+            rotate = transform.rotate or self.streams[name].config.rotate
+            self.streams[name].transform = replace(transform.to(self.device), rotate=rotate)
 
     # -- growing ------------------------------------------------------------------------
 
@@ -205,12 +207,27 @@ class LayerCache:
             table = self.pages.tensor
         query_lens = None if min(added) == tokens else self.lengths.on_device(added)
         views = [stream.view for stream in self.streams.values()]
+        try:
+            self._write(views, new, table, cache_leftpad, query_lens)
+        except BaseException:
+            if self.pages is not None:  # nothing was written: the pages reserved for it go back
+                self.pages.shrink(self.lengths.host)
+            raise
+        self.lengths.advance(tokens, added, query_lens)
+        self._tail.appended(self.lengths.host)
+
+    def _write(
+        self,
+        views: list[KVView],
+        new: dict[str, Tensor],
+        table: Tensor | None,
+        cache_leftpad: Tensor | None,
+        query_lens: Tensor | None,
+    ) -> None:
         type(self)._append_op(
             *views, *new.values(), self.seq_lens, block_table=table, cache_leftpad=cache_leftpad,
             query_lens=query_lens,
         )  # fmt: skip
-        self.lengths.advance(tokens, added, query_lens)
-        self._tail.appended(self.lengths.host)
 
     def _copy_pages(self, moved: list[tuple[int, int]]) -> None:
         if not moved:
@@ -339,6 +356,9 @@ class LayerCache:
             self.lengths.set([self.lengths.host[row] for row in rows])
         elif self.pages is not None or len(set(self.lengths.host)) > 1:
             raise ValueError("beam_idx must be on cpu while rows differ in length or are paged")
+        else:
+            self._tail.reordered_unknown()
+            self.lengths.set(self.lengths.host)
         for stream in self.streams.values():
             whole = [stream.tail, stream.sink]
             used = (

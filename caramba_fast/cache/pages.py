@@ -41,18 +41,24 @@ class PageAllocator:
 
     def share(self, page: int) -> int:
         """One more holder of a page that is held."""
-        if self.references[page] < 1:
-            raise ValueError(f"page {page} is free and cannot be shared")
+        self._check_held(page, "shared")
         self.references[page] += 1
         return page
 
     def release(self, page: int) -> None:
         """One holder less; the last one frees the page."""
-        if self.references[page] < 1:
-            raise ValueError(f"page {page} is free and cannot be released")
+        self._check_held(page, "released")
         self.references[page] -= 1
         if not self.references[page]:
             self._free.append(page)
+
+    def _check_held(self, page: int, verb: str) -> None:
+        if not 0 <= page < len(self.references):
+            raise ValueError(
+                f"page {page} does not exist; 0 to {len(self.references) - 1} is allowed"
+            )
+        if self.references[page] < 1:
+            raise ValueError(f"page {page} is free and cannot be {verb}")
 
 
 class PageTable:
@@ -94,7 +100,10 @@ class PageTable:
             for row in growing
         }
         split = [row for row in growing if held[row] % self.page_size]
-        writers = Counter(self.rows[row][-1] for row in split)
+        place = {
+            row: held[row] // self.page_size for row in split
+        }  # of the page that is written to
+        writers = Counter(self.rows[row][place[row]] for row in split)
         copies = sum(
             count - (self.allocator.references[page] == count) for page, count in writers.items()
         )
@@ -106,11 +115,11 @@ class PageTable:
             )
         moved = []
         for row in split:
-            old = self.rows[row][-1]
+            old = self.rows[row][place[row]]
             if self.allocator.references[old] > 1:
-                self.rows[row][-1] = self.allocator.take()
+                self.rows[row][place[row]] = self.allocator.take()
                 self.allocator.release(old)
-                moved.append((old, self.rows[row][-1]))
+                moved.append((old, self.rows[row][place[row]]))
         for row, count in new.items():
             self.rows[row] += [self.allocator.take() for _ in range(count)]
         if moved or any(count > 0 for count in new.values()):

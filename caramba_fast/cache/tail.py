@@ -37,11 +37,15 @@ class TailKeeper:
         if not self.residual_len:
             return
         for row, (old, new) in enumerate(zip(before, after, strict=True)):
-            needed = max(0, new - self.residual_len + 1)
+            needed = max(0, new - self.size + 1)  # the newest tokens may be asked again
             if new < old and self.lowest[row] > needed:
                 if new > needed:
                     refill(row, needed, min(self.lowest[row], new))
                 self.lowest[row] = needed
+
+    def reordered_unknown(self) -> None:
+        """Rows were permuted by an order the host does not know: assume the worst for each."""
+        self.lowest = [max(self.lowest)] * len(self.lowest)
 
     def reordered(self, rows: Sequence[int]) -> None:
         """Row b is now what row ``rows[b]`` was."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -134,13 +135,14 @@ def _print_texts(console: Console, name: str, rows: list[DemoRow]) -> None:
 
 def _table(name: str, rows: list[DemoRow], model: Transformer, prompt_tokens: int) -> Table:
     size = sum(parameter.numel() for parameter in model.parameters())
-    table = Table(title=f"{SHOWN[name][0]}, {size / 1e6:.1f}M parameters", title_justify="left")
-    table.add_column("cache")
+    title = f"{SHOWN[name][0]}, {size / 1e6:.1f}M parameters"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("cache", no_wrap=True)
     for heading in (
-        "bytes/\ntoken", "of\nfp16", "cache\nMiB", "first token\nms", "tokens/s", "ΔNLL\nnats",
-        "perplexity\nratio", "same\ntop token", "needles\nfound",
+        "bytes/\ntoken", "of\nfp16", "cache\nMiB", "first\nms", "tok/s", "ΔNLL\nnats",
+        "PPL\nratio", "same\ntop-1", "needles\nfound",
     ):  # fmt: skip
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     base = rows[0].metrics.bytes_per_token
     for row in rows:
         m, q = row.metrics, row.quality
@@ -156,14 +158,17 @@ def _table(name: str, rows: list[DemoRow], model: Transformer, prompt_tokens: in
             f"{q.top1_agreement:.1%}",
             f"{row.recall:.0%}",
         )
-    table.caption = f"first token and tokens/s: after a prompt of {prompt_tokens} tokens, batch 1"
+    table.caption = (
+        f"first: time to first token; with tok/s, after a prompt of {prompt_tokens} tokens"
+    )
     table.caption_justify = "left"
     return table
 
 
 def _compression_table() -> Table:
     """Bytes the caches of one layer really take, counted on caches that are allocated."""
-    table = Table(title=f"Cache of one layer, {HEADS} heads", title_justify="left")
+    title = f"Cache of one layer of {HEADS} heads"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("attention")
     table.add_column("cache")
     table.add_column("bytes/token", justify="right")

@@ -13,7 +13,7 @@ from torch import Tensor
 from caramba_fast.ops import checks
 from caramba_fast.ops.registry import register
 from caramba_fast.ops.schema import DECOUPLED, STANDARD, append_schema
-from caramba_fast.ops.view import KVView
+from caramba_fast.ops.view import KVView, common_problems, paged_slots
 from caramba_fast.ops.write import Destination
 
 
@@ -120,6 +120,8 @@ def _append(
     for name, tensor in rows.items():
         problems += checks.row_integers(name, tensor, first.shape[0])
     problems += checks.block_table(block_table, first.shape[0])
+    if not problems:
+        problems += common_problems(views, block_table, first.shape[0])
     checks.raise_all("append_", problems)
     checks.same_device(
         start=start, block_table=block_table, **{f"{n}_codes": v.codes for n, v in views.items()},
@@ -145,15 +147,13 @@ def _stream_problems(
     problems = []
     if block_table is None and view.codes.shape[0] != batch:
         problems.append(f"{name}_new has B={batch}, its codes {view.codes.shape[0]}")
-    for part, tensor in (("tail", view.tail), ("sink", view.sink)):
-        if tensor is not None and tensor.shape[0] != batch:
-            problems.append(f"{name}_{part} has B={tensor.shape[0]}, not {batch}")
     grouped = view.lane_dim // dim
     if not grouped or view.lane_dim % dim or -(-heads // grouped) != view.codes.shape[1]:
         problems.append(
             f"{name}_new has {heads} heads of {dim}; the {view.codes.shape[1]} lanes of "
             f"{view.lane_dim} hold something else"
         )
-    pages = 1 if block_table is None or block_table.ndim != 2 else block_table.shape[1]
-    slots = view.codes.shape[2] * pages
+    if block_table is not None and block_table.ndim != 2:
+        return problems
+    slots = paged_slots(view.codes, block_table)
     return problems + view.transform.problems(name, heads, dim, slots)

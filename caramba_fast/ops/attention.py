@@ -201,7 +201,7 @@ class Problem:
             return None if buffer is None else buffer[:, :, start:stop]
         size = buffer.shape[2]
         first, last = start // size, -(-stop // size)
-        page = self.block_table[:, first:last].to(torch.int64).clamp(min=0)
+        page = self.block_table[:, first:last].to(torch.int64).clamp(0, buffer.shape[0] - 1)
         joined = buffer[page].transpose(1, 2).flatten(2, 3)  # (B, lanes, pages * size, width)
         return joined[:, :, start - first * size : stop - first * size]
 

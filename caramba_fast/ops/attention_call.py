@@ -11,7 +11,13 @@ from torch import Tensor
 
 from caramba_fast.ops import checks
 from caramba_fast.ops.attention import State, solve
-from caramba_fast.ops.view import KVView, stored_lanes
+from caramba_fast.ops.view import (
+    KVView,
+    common_problems,
+    paged_slots,
+    stored_lanes,
+    stream_options,
+)
 
 #: Most query tokens of the decode ops; longer prompts go through the extend ops.
 MAX_QUERY_TOKENS = 32
@@ -80,6 +86,15 @@ def call(
     unknown = [name for name in options if name not in op.keywords]
     if unknown:
         raise TypeError(f"{op.name} has no option {', '.join(unknown)}")
+    described = {option for name in views for option in stream_options(name)} & set(options)
+    if described:
+        raise TypeError(
+            f"{', '.join(sorted(described))}: given with the stream's KVView, not as options"
+        )
+    if not isinstance(cache_seqlens, Tensor):
+        raise TypeError(
+            f"cache_seqlens is a {type(cache_seqlens).__name__}; a (B,) int32 tensor is needed"
+        )
     options = {key: value for key, value in options.items() if value is not None}
     checks.raise_all(
         op.name, _problems(queries, views, cache_seqlens, n_kv_heads, options, max_tokens)
@@ -124,9 +139,13 @@ def _problems(
         *((n, options.get(n)) for n in ("cache_leftpad", "query_lens")),
     ):
         problems += checks.row_integers(name, tensor, batch)
-    problems += checks.block_table(options.get("block_table"), batch)
-    problems += _view_problems(queries, views, n_kv_heads, batch, options.get("block_table"))
-    problems += _side_problems(views, options.get("residual_len", 0), tokens, batch)
+    table = options.get("block_table")
+    problems += checks.block_table(table, batch)
+    if table is not None and table.ndim != 2:
+        return problems
+    problems += _view_problems(queries, views, n_kv_heads, batch, table)
+    problems += common_problems(views, table, batch)
+    problems += _tail_problems(views, options.get("residual_len", 0), tokens)
     problems += _null_problems(queries, views, options, n_kv_heads, heads)
     return problems + _scalar_problems(options)
 
@@ -140,7 +159,7 @@ def _view_problems(
 ) -> list[str]:
     problems: list[str] = []
     lead = next(iter(views.values())).codes.shape[:3]
-    slots = lead[2] * (1 if table is None else table.shape[1])
+    slots = paged_slots(next(iter(views.values())).codes, table)
     per_lane = 0
     for name, view in views.items():
         if view.codes.shape[:3] != lead:
@@ -170,27 +189,12 @@ def _view_problems(
             problems += view.transform.problems(name, n_kv_heads, view.lane_dim // per_lane, slots)
     if table is None and lead[0] != batch:
         problems.append(f"the cache has B={lead[0]}; B={batch} as in q is needed")
-    if table is not None and lead[2] % 32:
-        problems.append(f"pages have {lead[2]} slots; a multiple of 32 is needed")
     return problems
 
 
-def _side_problems(
-    views: dict[str, KVView], residual_len: int, tokens: int, batch: int
-) -> list[str]:
-    """Tail and sinks: in all streams alike, or in none."""
+def _tail_problems(views: dict[str, KVView], residual_len: int, tokens: int) -> list[str]:
     problems = []
-    first = next(iter(views.values()))
-    for part, wanted in (
-        ("tail", _rows_and_slots(first.tail)),
-        ("sink", _rows_and_slots(first.sink)),
-    ):
-        sizes = {name: _rows_and_slots(getattr(view, part)) for name, view in views.items()}
-        if any(size != wanted for size in sizes.values()):
-            problems.append(f"{part} buffers differ between streams: {sizes}")
-        elif wanted is not None and wanted[0] != batch:
-            problems.append(f"{part} buffers have B={wanted[0]}, q has {batch}")
-    tail = first.tail
+    tail = next(iter(views.values())).tail
     if residual_len < 0 or (residual_len and tail is None):
         problems.append(
             f"residual_len is {residual_len}; 0, or more with a tail in every stream, is allowed"
@@ -203,10 +207,6 @@ def _side_problems(
     return problems
 
 
-def _rows_and_slots(buffer: Tensor | None) -> tuple[int, int] | None:
-    return None if buffer is None else (buffer.shape[0], buffer.shape[2])
-
-
 def _null_problems(
     queries: dict[str, Tensor],
     views: dict[str, KVView],
@@ -215,12 +215,14 @@ def _null_problems(
     heads: int,
 ) -> list[str]:
     problems = []
+    per_lane = max(1, next(iter(views.values())).lane_dim // next(iter(queries.values())).shape[3])
+    v_dim = views["v"].lane_dim // per_lane
     nulls = {name: options.get(f"null_{name}") for name in views}
     missing = [f"null_{name}" for name, tensor in nulls.items() if tensor is None]
     if 0 < len(missing) < len(nulls):
         problems.append(f"null keys and values go together; missing {', '.join(missing)}")
     for name, tensor in nulls.items():
-        dim = queries[name].shape[3] if name in queries else None
+        dim = queries[name].shape[3] if name in queries else v_dim
         if tensor is not None and (
             tensor.ndim != 2 or tensor.shape[0] != n_kv_heads or dim not in (None, tensor.shape[1])
         ):

@@ -8,6 +8,7 @@ contiguous memory; B and lanes may have any stride.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,6 +72,51 @@ def load(codes: Tensor, scales: Tensor | None, kind: str, dtype: torch.dtype) ->
     if scales is None:
         return codes.to(dtype)
     return dequantize_op(codes, scales, kind, form.value_width(codes.shape[-1]), dtype)
+
+
+def stream_options(name: str) -> tuple[str, ...]:
+    """The keyword options of the ops that describe stream ``name``."""
+    parts = ("tail", "sink", "mean", "bias", "pairs", "phases", "scale")
+    return (*(f"{name}_{part}" for part in parts), f"rotate_{name}")
+
+
+def paged_slots(codes: Tensor, block_table: Tensor | None) -> int:
+    """Tokens a transform's phases must cover: all slots, or up to the first of the last page.
+
+    The last page may reach past the longest row a paged cache allows.
+    """
+    size = codes.shape[2]
+    return size if block_table is None else (block_table.shape[1] - 1) * size + 1
+
+
+def _rows_and_slots(buffer: Tensor | None) -> tuple[int, int] | None:
+    return None if buffer is None else (buffer.shape[0], buffer.shape[2])
+
+
+def common_problems(
+    views: Mapping[str, KVView], block_table: Tensor | None, batch: int
+) -> list[str]:
+    """What is wrong with the streams of one layer taken together.
+
+    Tail and sinks are in all streams alike or in none, values have no bias, pages have whole tiles.
+    """
+    problems: list[str] = []
+    first = next(iter(views.values()))
+    for part, wanted in (
+        ("tail", _rows_and_slots(first.tail)),
+        ("sink", _rows_and_slots(first.sink)),
+    ):
+        sizes = {name: _rows_and_slots(getattr(view, part)) for name, view in views.items()}
+        if any(size != wanted for size in sizes.values()):
+            problems.append(f"{part} buffers differ between streams: {sizes}")
+        elif wanted is not None and wanted[0] != batch:
+            problems.append(f"{part} buffers have B={wanted[0]}; B={batch} is needed")
+    values = views["v"].transform
+    if values.mean is not None or values.bias is not None:
+        problems.append("v can be scaled and rotated; mean and bias are for keys")
+    if block_table is not None and first.codes.shape[2] % LANE_MULTIPLE:
+        problems.append(f"pages have {first.codes.shape[2]} slots; a multiple of 32 is needed")
+    return problems
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,9 @@ class Destination:
             pages = self.block_table.shape[1]
             page = (self.position // slots).clamp(max=pages - 1)
             place = self.block_table.to(torch.int64).gather(1, page)
-            keep = self.real & (self.position < pages * slots) & (place >= 0)
-            place, slot = place.clamp(min=0), self.position % slots
+            exists = (place >= 0) & (place < view.codes.shape[0])
+            keep = self.real & (self.position < pages * slots) & exists
+            place, slot = place.clamp(0, view.codes.shape[0] - 1), self.position % slots
         if view.scales is None:
             scatter(view.codes, packed, place, slot, keep)
             return
