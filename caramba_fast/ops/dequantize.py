@@ -21,7 +21,7 @@ def decode(codes: Tensor, kind: str) -> Tensor:
     """codes (..., n) of one block, unpacked, -> float32 values before the scale."""
     if kind == "nf4":
         levels = torch.tensor(NF4_LEVELS, dtype=torch.float32, device=codes.device)
-        return levels[codes.to(torch.int32)]
+        return levels.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
     values = codes.to(torch.float32)
     return values - 8.0 if kind == "q4_0" else values
 
