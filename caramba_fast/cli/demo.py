@@ -164,8 +164,8 @@ def _table(name: str, rows: list[DemoRow], model: Transformer, prompt_tokens: in
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("cache", no_wrap=True)
     for heading in (
-        "bytes/\ntoken", "of\nfp16", "cache\nMiB", "first\nms", "tok/s", "ΔNLL\nnats",
-        "PPL\nratio", "same\ntop-1", "needles\nfound",
+        "bytes/\ntoken", "of\nfp16", "MiB", "first\nms", "tok/s", "ΔNLL\nnats",
+        "PPL\nratio", "same\ntop-1", "needle\nfound",
     ):  # fmt: skip
         table.add_column(heading, justify="right", no_wrap=True)
     base = rows[0].metrics.bytes_per_token
@@ -174,7 +174,7 @@ def _table(name: str, rows: list[DemoRow], model: Transformer, prompt_tokens: in
         table.add_row(
             row.kind,
             f"{m.bytes_per_token:.0f}",
-            f"{m.bytes_per_token / base:.1%}",
+            f"{m.bytes_per_token / base:.0%}",
             f"{m.cache_bytes / 2**20:.2f}",
             f"{1000 * m.ttft_s:.0f}",
             f"{m.decode_tokens_per_s:.0f}",
