@@ -115,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("--name", default="gqa")
+    parser.add_argument("--remark", default="", help="what a reader must know of this very run")
     args = parser.parse_args()
     package = Path(__file__).resolve().parent.parent / "caramba_fast" / "models" / "demo"
     install(args.source, package / args.name)
@@ -171,7 +172,8 @@ def main() -> None:
         f"`python examples/train_demo.py --architecture {args.name} --out runs/demo-{args.name} --minutes "
         f"{float(last['minutes']):.0f}`: {int(last['step']):,} steps, {int(last['tokens']):,} tokens, "
         "on a machine of two CPU cores that had other work besides. Muon for the blocks' matrices, AdamW for the "
-        "rest, bfloat16 autocast, context 512, then 1024, then 2048.",
+        "rest, bfloat16 autocast, context 512, then 1024, then 2048."
+        + (f" {args.remark}" if args.remark else ""),
         "",
         curve_table(args.source / "training_curve.csv"),
         "",

@@ -94,8 +94,8 @@ def needle_prompt(
     keys, values = chosen[::2], chosen[1::2]
     question = form.question(keys[0])
     behind = distance - len(question) - len(form.suffix)
-    between = sum_length = distractors * form.line_length
-    filler = text[len(text) - max(behind - between, 0) :] if behind > sum_length else text[:0]
+    between = distractors * form.line_length
+    filler = text[len(text) - (behind - between) :] if behind > between else text[:0]
     starts = np.flatnonzero(np.isin(filler, form.suffix[-1:])) + 1
     places = np.sort(rng.choice(starts, size=distractors)) if len(starts) else np.zeros(0, int)
     pieces = np.split(filler, places)
