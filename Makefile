@@ -6,7 +6,7 @@ DEVICE ?= cpu
 PIP    := $(BIN)/python -m pip install -q -c constraints.txt
 BUILD  := pyproject.toml setup.py $(wildcard csrc/*)
 
-.PHONY: help demo test test-device lint format bench train clean
+.PHONY: help demo test test-device lint format bench train train-biased clean
 
 help:
 	@echo "make demo         a trained model writes from fp16, q8, q4 and nf4 caches"
@@ -15,6 +15,7 @@ help:
 	@echo "make lint         formatting, lint, types, layers"
 	@echo "make bench        time the ops on this machine (DEVICE=cpu|cuda)"
 	@echo "make train        train both demo models again (close to three hours)"
+	@echo "make train-biased give the GQA demo model large key biases again (minutes)"
 
 # torch comes first: the C++ extension is built against it, without build isolation.
 $(VENV)/.torch: constraints.txt
@@ -66,6 +67,9 @@ train: $(VENV)/.demo
 		$(BIN)/python examples/train_demo.py --architecture $$name --out runs/demo-$$name && \
 		$(BIN)/python examples/demo_card.py runs/demo-$$name --name $$name || exit 1; \
 	done
+
+train-biased: $(VENV)/.demo
+	$(BIN)/python examples/train_biased.py
 
 clean:
 	rm -rf build dist *.egg-info caramba_fast/*.so .pytest_cache .ruff_cache .mypy_cache

@@ -51,6 +51,7 @@ class Row:
     kind: str
     dtype: str
     block: int
+    fit: str
     num_warps: int
     registers: int
     spills: int
@@ -88,6 +89,7 @@ def inspect(variant: Variant, target_name: str) -> Row:
         kind=variant.kind,
         dtype=variant.dtype,
         block=variant.block,
+        fit=variant.fit,
         num_warps=variant.num_warps,
         instructions_per_value=round(used.instructions * threads / variant.values, 2),
         **asdict(used),
@@ -105,7 +107,8 @@ def rows(targets: Iterable[str], variants: Iterable[Variant] = VARIANTS) -> Iter
 def problems(row: Row) -> list[str]:
     """What is wrong with a row; empty if nothing is."""
     found = []
-    where = f"{row.op}[{row.kind}, {row.dtype}, block {row.block}] on {row.target}"
+    what = ", ".join(filter(None, (row.kind, row.dtype, f"block {row.block}", row.fit)))
+    where = f"{row.op}[{what}] on {row.target}"
     if row.spills:
         found.append(f"{where} spills registers ({row.spills})")
     limit = TARGETS[row.target].shared_limit

@@ -19,7 +19,8 @@ class Variant:
     """One specialization of a kernel.
 
     Attributes:
-        op, kind, dtype, block: what it serves; dtype is that of the unquantized side.
+        op, kind, dtype, block, fit: what it serves; dtype is that of the unquantized side, fit empty for
+            an op that finds no scales.
         kernel: the ``@triton.jit`` function.
         arguments: types of the run-time arguments, in Triton's spelling.
         constants: the constexpr arguments. ``PTX``, if there, becomes true on NVIDIA only.
@@ -36,13 +37,14 @@ class Variant:
     constants: dict[str, Any]
     num_warps: int
     values: int
+    fit: str = ""
 
     def on(self, backend: str) -> dict[str, Any]:
         """The constants for "cuda" or "hip"."""
         return self.constants | ({"PTX": backend == "cuda"} if "PTX" in self.constants else {})
 
 
-def _quantize(kind: str, dtype: str, block: int) -> Variant:
+def _quantize(kind: str, dtype: str, block: int, fit: str = "amax") -> Variant:
     return Variant(
         op="quantize",
         kind=kind,
@@ -56,9 +58,10 @@ def _quantize(kind: str, dtype: str, block: int) -> Variant:
             "row_stride": "i32",
             "n_blocks": "i32",
         },
-        constants=quantize.constants(resolve(kind), HEAD_DIM, block),
+        constants=quantize.constants(resolve(kind), HEAD_DIM, block, fit),
         num_warps=quantize.NUM_WARPS,
-        values=quantize.VALUES_PER_PROGRAM,
+        values=quantize.VALUES_PER_PROGRAM[fit],
+        fit=fit,
     )
 
 
@@ -89,6 +92,9 @@ def _table() -> Iterator[Variant]:
             yield build(kind, "fp16", 32)
             yield build(kind, "fp32", 32)
         yield build("q4_0", "fp16", 64)
+    for kind in QUANTIZED_KINDS:
+        yield _quantize(kind, "fp16", 32, "mse")
+    yield _quantize("q4_0", "fp32", 128, "mse")
 
 
 VARIANTS: tuple[Variant, ...] = tuple(_table())

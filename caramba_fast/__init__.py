@@ -32,8 +32,10 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "config": (
         "KVCacheKind",
         "KVCacheTensorConfig",
+        "Rotary",
     ),
     "cache": (
+        "Calibration",
         "DecoupledLayerKVCache",
         "LayerKVCache",
         "ModelKVCache",
@@ -44,6 +46,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "load_demo",
         "load_model",
     ),
+    "quality.calibrate": ("calibrate",),
     "infer": (
         "GenerateConfig",
         "Generator",
@@ -56,11 +59,13 @@ _HOME = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = sorted([*_HOME, *_PACKAGES, "__version__"])  # noqa: PLE0605 - names, all of them str
 
 if TYPE_CHECKING:
+    from caramba_fast.cache import Calibration as Calibration
     from caramba_fast.cache import DecoupledLayerKVCache as DecoupledLayerKVCache
     from caramba_fast.cache import LayerKVCache as LayerKVCache
     from caramba_fast.cache import ModelKVCache as ModelKVCache
     from caramba_fast.config import KVCacheKind as KVCacheKind
     from caramba_fast.config import KVCacheTensorConfig as KVCacheTensorConfig
+    from caramba_fast.config import Rotary as Rotary
     from caramba_fast.infer import GenerateConfig as GenerateConfig
     from caramba_fast.infer import Generator as Generator
     from caramba_fast.infer import generate as generate
@@ -82,6 +87,7 @@ if TYPE_CHECKING:
     from caramba_fast.ops import merge_state as merge_state
     from caramba_fast.ops import quantize as quantize
     from caramba_fast.ops import use_backend as use_backend
+    from caramba_fast.quality.calibrate import calibrate as calibrate
 
 
 def __getattr__(name: str) -> Any:

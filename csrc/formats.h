@@ -33,6 +33,10 @@ static_assert(static_cast<int>(kQuantized[0].format) == kValueTypes &&
 inline constexpr int kBlockCount = 3;
 inline constexpr int kBlocks[kBlockCount] = {32, 64, 128};
 
+// How a scale is found, as FITS of caramba_fast/ops/quantize.py has it.
+inline constexpr int kFitCount = 2;
+inline constexpr const char* kFits[kFitCount] = {"amax", "mse"};
+
 // The codes of one block of N values. Its scale, an fp16, lies in a tensor of its own.
 //
 //   q8_0          byte j = value j, a signed int8

@@ -7,6 +7,7 @@
 #include "formats.h"
 #include "kernels.h"
 #include "quantize.h"
+#include "quantize_fit.h"
 
 #define CARAMBA_FAST_STRING_OF(name) #name
 #define CARAMBA_FAST_STRING(name) CARAMBA_FAST_STRING_OF(name)
@@ -16,12 +17,18 @@ namespace CARAMBA_FAST_ISA {
 
 template <Format F>
 inline constexpr FormatKernels kFormatKernels = {
-    {{quantize_blocks<F, 32, Format::fp32>, quantize_blocks<F, 32, Format::fp16>,
-      quantize_blocks<F, 32, Format::bf16>},
-     {quantize_blocks<F, 64, Format::fp32>, quantize_blocks<F, 64, Format::fp16>,
-      quantize_blocks<F, 64, Format::bf16>},
-     {quantize_blocks<F, 128, Format::fp32>, quantize_blocks<F, 128, Format::fp16>,
-      quantize_blocks<F, 128, Format::bf16>}},
+    {{{quantize_blocks<F, 32, Format::fp32>, quantize_blocks<F, 32, Format::fp16>,
+       quantize_blocks<F, 32, Format::bf16>},
+      {quantize_blocks<F, 64, Format::fp32>, quantize_blocks<F, 64, Format::fp16>,
+       quantize_blocks<F, 64, Format::bf16>},
+      {quantize_blocks<F, 128, Format::fp32>, quantize_blocks<F, 128, Format::fp16>,
+       quantize_blocks<F, 128, Format::bf16>}},
+     {{fit_blocks<F, 32, Format::fp32>, fit_blocks<F, 32, Format::fp16>,
+       fit_blocks<F, 32, Format::bf16>},
+      {fit_blocks<F, 64, Format::fp32>, fit_blocks<F, 64, Format::fp16>,
+       fit_blocks<F, 64, Format::bf16>},
+      {fit_blocks<F, 128, Format::fp32>, fit_blocks<F, 128, Format::fp16>,
+       fit_blocks<F, 128, Format::bf16>}}},
     {{dequantize_blocks<F, 32, Format::fp32>, dequantize_blocks<F, 32, Format::fp16>,
       dequantize_blocks<F, 32, Format::bf16>},
      {dequantize_blocks<F, 64, Format::fp32>, dequantize_blocks<F, 64, Format::fp16>,

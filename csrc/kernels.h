@@ -21,9 +21,10 @@ using QuantizeBlocks = void (*)(const void* values, void* codes, std::uint16_t* 
 using DequantizeBlocks = void (*)(const void* codes, const std::uint16_t* scales, void* values,
                                   std::int64_t count);
 
-// One format: a function for each block size (in the order of kBlocks) and element type.
+// One format: a function for each fit (in the order of kFits), block size (kBlocks) and element
+// type.
 struct FormatKernels {
-  QuantizeBlocks quantize[kBlockCount][kValueTypes];
+  QuantizeBlocks quantize[kFitCount][kBlockCount][kValueTypes];
   DequantizeBlocks dequantize[kBlockCount][kValueTypes];
 };
 

@@ -35,18 +35,19 @@ inline std::int32_t first_largest(const typename Values<T>::Storage* x) {
   return largest | static_cast<std::int32_t>(sign << 31);
 }
 
-// How a format encodes: what it needs to know of a block, the unrounded scale that follows from it,
-// and the codes of values given 1 / scale.
+// How a format encodes: what it needs to know of a block, what that is divided by for an unrounded
+// scale (fit "amax" uses the first of these, fit "mse" tries all, as CANDIDATES of the reference
+// does), and the codes of values given 1 / scale.
 template <Format F>
 struct Encoder;
 
 template <>
 struct Encoder<Format::q8_0> {
+  static constexpr float kDivisors[] = {127.0f};
   template <Format T, int N>
   static std::int32_t extreme(const typename Values<T>::Storage* x) {
     return largest_magnitude<T, N>(x);
   }
-  static Floats scale(Floats extreme) { return extreme / 127.0f; }
   // Rounds half away from zero: adding the float just below 0.5 reaches the next integer from n +
   // 0.5 on and, unlike adding 0.5, not from the float before it. |scaled| is below 127.5: no clamp.
   static Ints code(Floats x, float inverse) {
@@ -58,11 +59,11 @@ struct Encoder<Format::q8_0> {
 
 template <>
 struct Encoder<Format::q4_0> {
+  static constexpr float kDivisors[] = {-8.0f, -7.5f, -8.5f, -9.0f, -9.5f};
   template <Format T, int N>
   static std::int32_t extreme(const typename Values<T>::Storage* x) {
     return first_largest<T, N>(x);
   }
-  static Floats scale(Floats extreme) { return extreme / -8.0f; }
   // x * inverse is in [-8, 8]: only the other sign's extreme, 16, is out of range.
   static Ints code(Floats x, float inverse) {
     return smaller(truncated(x * inverse + 8.5f), splat(15));
@@ -71,12 +72,12 @@ struct Encoder<Format::q4_0> {
 
 template <>
 struct Encoder<Format::nf4> {
+  static constexpr float kDivisors[] = {1.0f, 1.0869565f, 1.1904762f, 1.3157895f};
   template <Format T, int N>
   static std::int32_t extreme(const typename Values<T>::Storage* x) {
     return largest_magnitude<T, N>(x);
   }
-  static Floats scale(Floats extreme) { return extreme; }
-  // The number of midpoints below x / amax.
+  // The number of midpoints below x / scale.
   static Ints code(Floats x, float inverse) {
     const Floats scaled = x * inverse;
 #if CARAMBA_FAST_VECTOR_BITS == 512
@@ -96,29 +97,34 @@ struct Encoder<Format::nf4> {
 // Blocks whose scales are computed together, so that a division serves a vector of blocks.
 inline constexpr int kChunk = 16;
 
+// 1 / scale. A scale of 0, or below 3e-39, has no finite reciprocal; its fp16 is 0 and so are its
+// values.
+inline Floats reciprocal(Floats scale) {
+  const Floats inverse = 1.0f / scale;
+  const Ints usable = (bits(inverse) & kMagnitude) < splat(kInfinity);
+  return floats(bits(inverse) & usable);
+}
+
 template <Format F>
 inline void chunk_scales(const std::int32_t* extremes, float* inverses, std::uint16_t* scales) {
   for (int i = 0; i < kChunk; i += kLanes) {
     const Ints extreme = load_as<Ints>(extremes + i);
     const Ints finite = (extreme & kMagnitude) < splat(kInfinity);
-    const Floats scale = Encoder<F>::scale(floats(extreme));
-    const Floats inverse = 1.0f / scale;
-    // A scale of 0, or below 3e-39, has no finite reciprocal; its fp16 is 0 and so are its values.
-    const Ints usable = finite & ((bits(inverse) & kMagnitude) < splat(kInfinity));
-    store_as(floats(bits(inverse) & usable), inverses + i);
+    const Floats scale = floats(extreme) / Encoder<F>::kDivisors[0];
+    store_as(floats(bits(reciprocal(scale)) & finite), inverses + i);
     store_half(finite ? scale : floats(splat(kNaN)), scales + i);
   }
 }
 
-template <Format F, Format T, int N>
+template <class E, Format T, Format F, int N>
 inline void encode(const typename Values<T>::Storage* x, float inverse, CodeBlock<F, N>& out) {
   if constexpr (CodeBlock<F, N>::kBits == 8) {
     for (int j = 0; j < N; j += kLanes)
-      narrow(Encoder<F>::code(Values<T>::load(x + j), inverse), out.bytes + j);
+      narrow(E::code(Values<T>::load(x + j), inverse), out.bytes + j);
   } else {
     for (int j = 0; j < N / 2; j += kLanes) {
-      const Ints low = Encoder<F>::code(Values<T>::load(x + j), inverse);
-      const Ints high = Encoder<F>::code(Values<T>::load(x + j + N / 2), inverse);
+      const Ints low = E::code(Values<T>::load(x + j), inverse);
+      const Ints high = E::code(Values<T>::load(x + j + N / 2), inverse);
       narrow(low | high << 4, out.bytes + j);
     }
   }
@@ -141,7 +147,7 @@ void quantize_blocks(const void* values, void* codes, std::uint16_t* scales, std
     std::memcpy(scales + begin, rounded, blocks * sizeof *rounded);
     for (int i = 0; i < blocks; ++i) {
       const bool finite = (extremes[i] & kMagnitude) < kInfinity;
-      encode<F, T, N>(finite ? from + (begin + i) * N : kZeros, inverses[i], to[begin + i]);
+      encode<Encoder<F>, T>(finite ? from + (begin + i) * N : kZeros, inverses[i], to[begin + i]);
     }
   }
 }

@@ -49,6 +49,12 @@ int block_index(std::int64_t block, const char* argument) {
   STD_TORCH_CHECK(false, argument, " is ", block, "; allowed are 32, 64, 128");
 }
 
+int fit_index(const std::string& fit) {
+  for (int i = 0; i < kFitCount; ++i)
+    if (fit == kFits[i]) return i;
+  STD_TORCH_CHECK(false, "fit is '", fit, "'; allowed are amax, mse");
+}
+
 ScalarType code_type(int bits) { return bits == 8 ? ScalarType::Char : ScalarType::Byte; }
 
 Tensor empty_like_but(const Tensor& like, std::int64_t last, ScalarType type) {
@@ -62,8 +68,10 @@ Tensor made_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-std::tuple<Tensor, Tensor> quantize(const Tensor& x, std::string kind, std::int64_t block) {
+std::tuple<Tensor, Tensor> quantize(const Tensor& x, std::string kind, std::int64_t block,
+                                    std::string fit) {
   const int format = quantized_index(kind);
+  const int rule = fit_index(fit);
   const int size = block_index(block, "block");
   const int type = value_type(x.scalar_type(), "x");
   STD_TORCH_CHECK(x.dim() > 0, "x is a scalar; at least one dimension is needed");
@@ -75,7 +83,7 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, std::string kind, std::int6
   Tensor codes = empty_like_but(x, dim * bits / 8, code_type(bits));
   Tensor scales = empty_like_but(x, dim / block, ScalarType::Half);
 
-  const auto run = kernels().formats[format].quantize[size][type];
+  const auto run = kernels().formats[format].quantize[rule][size][type];
   const auto* from = static_cast<const char*>(values.const_data_ptr());
   auto* to = static_cast<char*>(codes.mutable_data_ptr());
   auto* to_scales = static_cast<std::uint16_t*>(scales.mutable_data_ptr());

@@ -58,6 +58,23 @@ inline std::int32_t largest_of(Ints v) {
 }
 // One bit for each lane: its sign bit, lane 0 lowest.
 inline std::uint32_t signs_of(Ints v) { return _mm512_movepi32_mask(reinterpret_cast<__m512i>(v)); }
+// Lane i: the sum of v[i], its upper half added to its lower one until one value is left.
+inline Floats sums_of(const Floats (&v)[kLanes]) {
+  __m512 sum[4];
+  for (int i = 0; i < 4; ++i) {  // quarter k of sum[i] is what is left of v[i + 4 k]
+    const __m512 low = _mm512_add_ps(_mm512_shuffle_f32x4(v[i], v[i + 4], 0x44),
+                                     _mm512_shuffle_f32x4(v[i], v[i + 4], 0xee));
+    const __m512 high = _mm512_add_ps(_mm512_shuffle_f32x4(v[i + 8], v[i + 12], 0x44),
+                                      _mm512_shuffle_f32x4(v[i + 8], v[i + 12], 0xee));
+    sum[i] =
+        _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+  }
+  const __m512 low = _mm512_add_ps(_mm512_shuffle_ps(sum[0], sum[1], 0x44),
+                                   _mm512_shuffle_ps(sum[0], sum[1], 0xee));
+  const __m512 high = _mm512_add_ps(_mm512_shuffle_ps(sum[2], sum[3], 0x44),
+                                    _mm512_shuffle_ps(sum[2], sum[3], 0xee));
+  return _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x88), _mm512_shuffle_ps(low, high, 0xdd));
+}
 // table[index]; indices are 0..15.
 inline Floats lookup(const float (&table)[16], Ints index) {
   return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(index), _mm512_loadu_ps(table));
@@ -95,6 +112,17 @@ inline std::int32_t largest_of(Ints v) {
 inline std::uint32_t signs_of(Ints v) {
   return static_cast<std::uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(v)));
 }
+inline Floats sums_of(const Floats (&v)[kLanes]) {
+  __m256 sum[4];
+  for (int i = 0; i < 4; ++i)  // half k of sum[i] is what is left of v[i + 4 k]
+    sum[i] = _mm256_add_ps(_mm256_permute2f128_ps(v[i], v[i + 4], 0x20),
+                           _mm256_permute2f128_ps(v[i], v[i + 4], 0x31));
+  const __m256 low = _mm256_add_ps(_mm256_shuffle_ps(sum[0], sum[1], 0x44),
+                                   _mm256_shuffle_ps(sum[0], sum[1], 0xee));
+  const __m256 high = _mm256_add_ps(_mm256_shuffle_ps(sum[2], sum[3], 0x44),
+                                    _mm256_shuffle_ps(sum[2], sum[3], 0xee));
+  return _mm256_add_ps(_mm256_shuffle_ps(low, high, 0x88), _mm256_shuffle_ps(low, high, 0xdd));
+}
 inline Floats lookup(const float (&table)[16], Ints index) {
   const __m256i i = reinterpret_cast<__m256i>(index);  // a permutation reads the low 3 bits
   const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), i);
@@ -125,10 +153,16 @@ inline std::uint32_t signs_of(Ints v) {
     signs |= (static_cast<std::uint32_t>(v[lane]) >> 31) << lane;
   return signs;
 }
+inline Floats sums_of(const Floats (&v)[kLanes]) {
+  Floats lanes[kLanes];  // v transposed
+  for (int lane = 0; lane < kLanes; ++lane)
+    lanes[lane] = Floats{v[0][lane], v[1][lane], v[2][lane], v[3][lane]};
+  return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
+}
 inline Floats lookup(const float (&table)[16], Ints index) {
-  Floats v{};
-  for (int lane = 0; lane < kLanes; ++lane) v[lane] = table[index[lane]];
-  return v;
+  std::int32_t i[kLanes];  // through memory: SSE2 is slow at taking lanes out of a vector
+  store_as(index, i);
+  return Floats{table[i[0]], table[i[1]], table[i[2]], table[i[3]]};
 }
 
 #endif

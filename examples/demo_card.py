@@ -115,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("--name", default="gqa")
+    parser.add_argument("--command", help="what trained it, where one plain run did not")
     parser.add_argument("--remark", default="", help="what a reader must know of this very run")
     args = parser.parse_args()
     package = Path(__file__).resolve().parent.parent / "caramba_fast" / "models" / "demo"
@@ -140,6 +141,10 @@ def main() -> None:
     size = sum(parameter.numel() for parameter in model.parameters())
     with (args.source / "training_curve.csv").open(encoding="utf-8") as file:
         last = list(csv.DictReader(file))[-1]
+    command = args.command or (
+        f"python examples/train_demo.py --architecture {args.name} --out runs/demo-{args.name} "
+        f"--minutes {float(last['minutes']):.0f}"
+    )
     dims = model.config.decoupled
     if dims is None:
         kind = "a Hugging Face `LlamaForCausalLM` folder"
@@ -169,8 +174,7 @@ def main() -> None:
         "",
         "## Training",
         "",
-        f"`python examples/train_demo.py --architecture {args.name} --out runs/demo-{args.name} --minutes "
-        f"{float(last['minutes']):.0f}`: {int(last['step']):,} steps, {int(last['tokens']):,} tokens, "
+        f"`{command}`: {int(last['step']):,} steps, {int(last['tokens']):,} tokens, "
         "on a machine of two CPU cores that had other work besides. Muon for the blocks' matrices, AdamW for the "
         "rest, bfloat16 autocast, context 512, then 1024, then 2048."
         + (f" {args.remark}" if args.remark else ""),

@@ -2,35 +2,44 @@
 
     python examples/train_demo.py --architecture gqa --out runs/demo-gqa
     python examples/train_demo.py --architecture dba --out runs/demo-dba
+    python examples/train_demo.py --architecture dba --init runs/demo-dba --out runs/more --rate 2e-3
 
 Muon for the matrices of the blocks, AdamW for the rest; bfloat16 autocast; context 512, then 1024,
 then 2048 tokens, the distance of recall pairs growing with it. Writes a Hugging Face checkpoint
 folder (fp16) and ``training_curve.csv``. A run that was stopped goes on from its last state.
+``--init`` is a warm restart: the weights and curve of a finished run, new optimizers, a new budget.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
+import shutil
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from demo_data import EOS, PAD, RecallMixer, encode, read, source_files, train_tokenizer
+from demo_training import (
+    Curve,
+    Optimizers,
+    held_out_nll,
+    rate_factor,
+    recall_rate,
+    weighted_loss,
+)
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from torch import Tensor
 
-from caramba_fast.models.config import ModelConfig
-from caramba_fast.models.transformer import Transformer
-from caramba_fast.quality.recall import RecallFormat, needle_prompt
+from caramba_fast.models import ModelConfig, Transformer, load_model
+from caramba_fast.quality import RecallFormat
 
 VOCAB_SIZE = 2048
 #: (share of the run after which it holds, context length)
 CURRICULUM = ((0.0, 512), (0.55, 1024), (0.75, 2048))
+RESTART_CURRICULUM = ((0.0, 1024), (0.75, 2048))
 WARMUP_STEPS, DECAY_FROM = 100, 0.4
 
 
@@ -75,52 +84,6 @@ def prepare(out: Path) -> tuple[Tokenizer, np.ndarray, np.ndarray]:
     return tokenizer, encode(tokenizer, read(train)), encode(tokenizer, read(held_out))
 
 
-def optimizers(model: Transformer, rate: float) -> list[torch.optim.Optimizer]:
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n]
-    rest = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "layers" in n)]
-    return [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-
-
-def rate_factor(step: int, progress: float) -> float:
-    """Linear warm-up, flat, then linear decay to a fiftieth."""
-    decay = 1.0 if progress < DECAY_FROM else (1.0 - progress) / (1.0 - DECAY_FROM)
-    return min(1.0, (step + 1) / WARMUP_STEPS) * max(decay, 0.02)
-
-
-def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
-    return (loss * weights.flatten()).sum() / weights.sum()
-
-
-@torch.no_grad()
-def held_out_nll(model: Transformer, tokens: np.ndarray, length: int, rows: int = 8) -> float:
-    """Mean nats per token over ``rows`` evenly spaced stretches."""
-    starts = np.linspace(0, len(tokens) - length - 2, rows).astype(int)
-    batch = torch.from_numpy(
-        np.stack([tokens[s : s + length + 1] for s in starts]).astype(np.int64)
-    )
-    logits = model(batch[:, :-1])
-    return float(F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()))
-
-
-@torch.no_grad()
-def recall_rate(
-    model: Transformer, form: RecallFormat, tokens: np.ndarray, distance: int, trials: int = 32
-) -> float:
-    """Share of needles answered exactly at ``distance`` tokens, chance being 1 / words."""
-    rng = np.random.default_rng(distance)
-    hits = 0
-    for _ in range(trials):
-        start = rng.integers(len(tokens) - distance - 64)
-        prompt, value = needle_prompt(form, tokens[start : start + distance + 64], distance, rng)
-        logits = model(torch.from_numpy(prompt)[None], logits_index=torch.tensor([len(prompt) - 1]))
-        hits += int(logits[0, 0].argmax()) == value
-    return hits / trials
-
-
 def save(model: Transformer, out: Path) -> None:
     """A folder that AutoModelForCausalLM and AutoTokenizer load."""
     tied = model.config.tie_word_embeddings
@@ -146,97 +109,127 @@ def save(model: Transformer, out: Path) -> None:
         (out / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _forget_after(path: Path, step: int) -> None:
-    """Drops the rows of the curve that a resumed run will write again."""
-    with path.open(newline="", encoding="utf-8") as file:
-        head, *rows = csv.reader(file)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows(
-            [head, *(r for r in rows if int(r[0]) <= step)]
-        )
+@dataclass
+class Progress:
+    """Where a run stands; ``step``, ``tokens`` and ``minutes`` count what ``--init`` had behind it.
+
+    Attributes:
+        step: optimizer steps made.
+        tokens: tokens seen.
+        minutes: time spent.
+        first: (step, tokens, minutes) of the weights the run began with.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    minutes: float = 0.0
+    first: tuple[int, int, float] = (0, 0, 0.0)
+
+    @classmethod
+    def after(cls, curve: Path) -> Progress:
+        """Where the run that wrote ``curve`` ended."""
+        last = Curve.read(curve)[-1]
+        done = int(last["step"]), int(last["tokens"]), float(last["minutes"])
+        return cls(*done, done)
+
+    @property
+    def steps_here(self) -> int:
+        """Steps since the optimizers were new."""
+        return self.step - self.first[0]
+
+    def share(self, args: argparse.Namespace) -> float:
+        """Of this run's budget, how much is used."""
+        if args.tokens:
+            return (self.tokens - self.first[1]) / args.tokens
+        return (self.minutes - self.first[2]) / args.minutes
+
+
+class Run:
+    """One training run: what it holds, and how it is stopped and taken up again."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.out = args, args.out
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.state_path = self.out / "state.pt"
+        resumed = self.state_path.exists()
+        if args.init and not resumed:
+            for name in ("tokenizer.json", "training_curve.csv"):
+                shutil.copyfile(args.init / name, self.out / name)
+        self.tokenizer, tokens, self.held_out = prepare(self.out)
+        self.form = RecallFormat.of(self.tokenizer)
+        self.mixer = RecallMixer(tokens, self.form, args.seed)
+        self.model = Transformer(demo_config(args.architecture))
+        self.optimizers = Optimizers(self.model, args.rate)
+        self.progress = Progress()
+        if resumed:
+            self._resume()
+        elif args.init:
+            self.model.load_state_dict(load_model(args.init).state_dict())
+            self.progress = Progress.after(args.init / "training_curve.csv")
+        if self.progress.step:
+            self.mixer.rng = np.random.default_rng((args.seed, self.progress.step))
+        self.curve = Curve(self.out / "training_curve.csv", self.progress.step)
+        size = sum(p.numel() for p in self.model.parameters())
+        print(f"{size:,} parameters, {len(tokens):,} tokens, {len(self.form.words)} recall words")
+
+    def _resume(self) -> None:
+        state = torch.load(self.state_path, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers.parts, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.progress = Progress(**state["progress"])
+
+    def keep(self) -> None:
+        """Saves the checkpoint folder, and all that a resumed run needs."""
+        partial = self.state_path.with_suffix(".part")
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers.parts],
+            "progress": asdict(self.progress),
+        }
+        torch.save(state, partial)
+        partial.replace(self.state_path)
+        save(self.model, self.out)
+
+    def report(self, length: int, losses: list[float]) -> None:
+        """One row of the curve."""
+        self.model.eval()
+        nll = held_out_nll(self.model, self.held_out, length)
+        recall = recall_rate(self.model, self.form, self.held_out, length // 2)
+        self.model.train()
+        done = self.progress
+        self.curve.add(done.step, done.tokens, done.minutes, length, losses, nll, recall)
+        losses.clear()
 
 
 def train(args: argparse.Namespace) -> None:
-    out = args.out
-    out.mkdir(parents=True, exist_ok=True)
+    """Trains until the budget is used up."""
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
-    tokenizer, tokens, held_out = prepare(out)
-    form = RecallFormat.of(tokenizer)
-    mixer = RecallMixer(tokens, form, args.seed)
-    model = Transformer(demo_config(args.architecture))
-    compiled = torch.compile(model, dynamic=False) if args.compile else model
-    chosen = optimizers(model, args.rate)
-    step, spent, state_path = 0, 0.0, out / "state.pt"
-    if state_path.exists():
-        state = torch.load(state_path, weights_only=True)
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(chosen, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        step, spent = state["step"], state["spent"]
-        mixer.rng = np.random.default_rng((args.seed, step))
-        _forget_after(out / "training_curve.csv", step)
-    size = sum(p.numel() for p in model.parameters())
-    print(
-        f"{size:,} parameters, {len(tokens):,} tokens, {len(form.words)} recall words", flush=True
-    )
-    curve = (out / "training_curve.csv").open("a", newline="", encoding="utf-8")
-    writer = csv.writer(curve)
-    if not step:
-        writer.writerow(["step", "tokens", "minutes", "context", "train", "held_out", "recall"])
-    began, seen, losses = time.monotonic() - spent, step * args.batch_tokens, []
-    saved_at = time.monotonic()
-    while (progress := (time.monotonic() - began) / (60 * args.minutes)) < 1.0:
-        length = [size for share, size in CURRICULUM if progress >= share][-1]
-        rows, weights = mixer.batch(args.batch_tokens // length, length, length)
-        batch, weight = torch.from_numpy(rows), torch.from_numpy(weights)
-        for optimizer in chosen:
-            for group in optimizer.param_groups:
-                group["lr"] = args.rate * rate_factor(step, progress)
+    run = Run(args)
+    compiled = torch.compile(run.model, dynamic=False) if args.compile else run.model
+    done, losses = run.progress, []
+    restarted = done.first[0] > 0
+    curriculum, decay_from = (RESTART_CURRICULUM, 0.0) if restarted else (CURRICULUM, DECAY_FROM)
+    saved_at = clock = time.monotonic()
+    while (share := done.share(args)) < 1.0:
+        length = [size for begins, size in curriculum if share >= begins][-1]
+        rows, weights = run.mixer.batch(args.batch_tokens // length, length, length)
+        batch = torch.from_numpy(rows)
         with torch.autocast("cpu", torch.bfloat16):
             logits = compiled(batch[:, :-1])
-        loss = weighted_loss(logits, batch[:, 1:], weight)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in chosen:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        loss = weighted_loss(logits, batch[:, 1:], torch.from_numpy(weights))
+        run.optimizers.step(loss, rate_factor(done.steps_here, share, WARMUP_STEPS, decay_from))
         losses.append(float(loss.detach()))
-        step, seen = step + 1, seen + args.batch_tokens
-        if step % args.report == 0:
-            model.eval()
-            nll = held_out_nll(model, held_out, length)
-            recall = recall_rate(model, form, held_out, length // 2)
-            model.train()
-            minutes = (time.monotonic() - began) / 60
-            row = [
-                step,
-                seen,
-                f"{minutes:.1f}",
-                length,
-                f"{np.mean(losses):.4f}",
-                f"{nll:.4f}",
-                f"{recall:.3f}",
-            ]
-            writer.writerow(row)
-            curve.flush()
-            print(*row, flush=True)
-            losses.clear()
-        if time.monotonic() - saved_at > 300:
-            saved_at = time.monotonic()
-            partial = state_path.with_suffix(".part")
-            torch.save(
-                {
-                    "model": model.state_dict(),
-                    "optimizers": [optimizer.state_dict() for optimizer in chosen],
-                    "step": step,
-                    "spent": time.monotonic() - began,
-                },
-                partial,
-            )
-            partial.replace(state_path)
-            save(model, out)
-    save(model, out)
+        now = time.monotonic()
+        done.step, done.tokens = done.step + 1, done.tokens + args.batch_tokens
+        done.minutes, clock = done.minutes + (now - clock) / 60, now
+        if done.step % args.report == 0:
+            run.report(length, losses)
+        if now - saved_at > 300:
+            saved_at = now
+            run.keep()
+    save(run.model, run.out)
     print("saved", flush=True)
 
 
@@ -244,12 +237,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="gqa")
+    parser.add_argument("--init", type=Path, help="checkpoint folder to train on from")
     parser.add_argument("--minutes", type=float, default=80.0)
+    parser.add_argument("--tokens", type=int, help="train for so many tokens instead of minutes")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--report", type=int, default=100)
+    parser.add_argument("--report", type=int, default=50)
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     train(parser.parse_args())
 

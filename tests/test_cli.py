@@ -28,7 +28,7 @@ from caramba_fast.ops import BackendStatus, backends
 
 TEXT = ["def read(path):\n    return open(path).read()\n", "naïve café: żółw 🦜🦜\n"] * 4
 PROMPT = "def read(path):"
-COMMANDS = ["demo", "doctor", "generate"]
+COMMANDS = ["demo", "doctor", "generate", "quality"]
 
 
 def make_tokenizer() -> Tokenizer:

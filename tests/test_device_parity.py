@@ -16,6 +16,7 @@ from torch import Tensor
 from caramba_fast.cache import DecoupledLayerKVCache, LayerKVCache
 from caramba_fast.config import KVCacheTensorConfig
 from caramba_fast.ops import Transform, dequantize, merge_state, phase_table, quantize, use_backend
+from caramba_fast.ops.quantize import FITS
 
 pytestmark = pytest.mark.device
 
@@ -27,14 +28,15 @@ def on(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     return [tensor.to(device) for tensor in tensors]
 
 
+@pytest.mark.parametrize("fit", FITS)
 @pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_quantize_and_dequantize_are_bit_equal(device, kind, dtype):
+def test_quantize_and_dequantize_are_bit_equal(device, kind, dtype, fit):
     x = torch.cat((*awkward_blocks().values(), damaged_blocks())).to(dtype)
     with use_backend("reference"):
-        expected = quantize(x, kind)
+        expected = quantize(x, kind, fit=fit)
         values = dequantize(*expected, kind, 64, dtype)
-    got = quantize(x.to(device), kind)
+    got = quantize(x.to(device), kind, fit=fit)
     assert all(same_bits(a.cpu(), b) for a, b in zip(got, expected, strict=True))
     assert same_bits(dequantize(*got, kind, 64, dtype).cpu(), values)
 

@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import gguf
@@ -14,13 +16,16 @@ import torch
 from torch import Tensor
 
 from caramba_fast import ops
+from caramba_fast.bench.parity import undecided_scales
 from caramba_fast.formats import BLOCK_SIZES, FORMATS, NF4_LEVELS, QUANTIZED_KINDS
 from caramba_fast.ops import extension
 from caramba_fast.ops.dequantize import reference as dequantize_reference
+from caramba_fast.ops.quantize import CANDIDATES, FITS
 from caramba_fast.ops.quantize import reference as quantize_reference
 
 ISA_VARIABLE = "CARAMBA_FAST_CPU_ISA"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+both_fits = pytest.mark.parametrize("fit", FITS)
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
 
@@ -30,15 +35,25 @@ def loaded():
     assert extension.load_error() is None, extension.load_error()
 
 
-def quantize(x: Tensor, kind: str, block: int) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, kind: str, block: int, fit: str = "amax") -> tuple[Tensor, Tensor]:
     with ops.use_backend("cpp"):
-        return ops.quantize(x, kind, block)
+        return ops.quantize(x, kind, block, fit)
 
 
 def dequantize(codes: Tensor, scales: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     dim = FORMATS[kind].value_width(codes.shape[-1])
     with ops.use_backend("cpp"):
         return ops.dequantize(codes, scales, kind, dim, dtype)
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    previous = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(previous)
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
@@ -54,9 +69,9 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     assert not len(where), f"{len(where)} differ, first at {where[0].tolist()}"
 
 
-def check(x: Tensor, kind: str, block: int) -> None:
-    codes, scales = quantize(x, kind, block)
-    expected_codes, expected_scales = quantize_reference(x, kind, block)
+def check(x: Tensor, kind: str, block: int, fit: str = "amax") -> None:
+    codes, scales = quantize(x, kind, block, fit)
+    expected_codes, expected_scales = quantize_reference(x, kind, block, fit)
     assert_same_bits(codes, expected_codes)
     assert_same_bits(scales, expected_scales)
 
@@ -88,29 +103,42 @@ def hard_values(dim: int) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block", BLOCK_SIZES)
 @pytest.mark.parametrize("kind", QUANTIZED_KINDS)
-def test_quantize_is_the_reference(kind, block, dtype):
-    for threads in (1, 2, 3):
-        previous = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            check(hard_values(block).to(dtype), kind, block)
-            check(hard_values(3 * block).to(dtype), kind, block)
-            check(torch.randn(7, 999, block).to(dtype), kind, block)  # several threads, ragged
-        finally:
-            torch.set_num_threads(previous)
+@both_fits
+def test_quantize_is_the_reference(fit, kind, block, dtype):
+    inputs = (
+        hard_values(block).to(dtype),
+        hard_values(3 * block).to(dtype),
+        undecided_scales(kind, block, rows=100).to(dtype),  # a sum in another order shows here
+        torch.randn(7, 999, block).to(dtype),  # several threads, ragged
+    )
+    for x in inputs:
+        expected = quantize_reference(x, kind, block, fit)
+        for threads in (1, 2, 3):
+            with torch_threads(threads):
+                for pair in zip(quantize(x, kind, block, fit), expected, strict=True):
+                    assert_same_bits(*pair)
+
+
+@both_fits
+@pytest.mark.parametrize("kind", QUANTIZED_KINDS)
+def test_few_blocks(kind, fit):
+    """Fewer than a vector of blocks, and one more."""
+    for blocks in (1, 2, 3, 5, 9, 17):
+        check(torch.randn(blocks, 32), kind, 32, fit)
 
 
 @pytest.mark.parametrize("kind", QUANTIZED_KINDS)
-def test_every_float_pattern_is_quantized_like_the_reference(kind):
+@both_fits
+def test_every_float_pattern_is_quantized_like_the_reference(fit, kind):
     bits = torch.randint(-(2**31), 2**31, (20000, 32), generator=torch.Generator().manual_seed(0))
     exponents = (bits.to(torch.int32) & 0x807FFFFF) | 0x3F000000
     values = bits.to(torch.int32).view(torch.float32)
-    check(values, kind, 32)
-    check(exponents.view(torch.float32), kind, 32)
-    check(values.clamp(-1e-37, 1e-37), kind, 32)
+    check(values, kind, 32, fit)
+    check(exponents.view(torch.float32), kind, 32, fit)
+    check(values.clamp(-1e-37, 1e-37), kind, 32, fit)
     alone = torch.zeros_like(values)
     alone[:, 11] = values[:, 11]
-    check(alone, kind, 32)
+    check(alone, kind, 32, fit)
 
 
 @pytest.mark.parametrize("kind", QUANTIZED_KINDS)
@@ -179,7 +207,8 @@ def test_codes_are_ggml_codes(kind, type_name):
 @pytest.mark.parametrize("kind", QUANTIZED_KINDS)
 def test_opcheck(kind):
     x = torch.randn(2, 3, 64)
-    torch.library.opcheck(torch.ops.caramba_fast.quantize.default, (x, kind, 32))
+    for arguments in ((x, kind, 32), (x, kind, 32, "mse")):
+        torch.library.opcheck(torch.ops.caramba_fast.quantize.default, arguments)
     codes, scales = quantize(x, kind, 32)
     args = (codes, scales, kind, 64, torch.float16)
     torch.library.opcheck(torch.ops.caramba_fast.dequantize.default, args)
@@ -192,6 +221,7 @@ def test_bad_arguments_are_named():
     f32 = torch.float32
     for message, call in (
         ("kind is 'q9'", lambda: op(x, "q9", 32)),
+        ("fit is 'max'; allowed are amax, mse", lambda: op(x, "q8_0", 32, "max")),
         ("block is 48", lambda: op(x, "q8_0", 48)),
         ("block=64 does not divide the 96 values of x", lambda: op(x, "q8_0", 64)),
         ("x has dtype Double", lambda: op(x.double(), "q8_0", 32)),
@@ -216,6 +246,16 @@ def test_format_table_is_the_python_one():
     codes = torch.arange(16, dtype=torch.uint8)[None]  # the low nibbles; the high ones are 0
     values = dequantize(codes, torch.ones(1, 1).half(), "nf4", torch.float32)
     assert values[0, :16].tolist() == list(NF4_LEVELS)
+
+
+def test_candidates_are_the_python_ones():
+    text = (CSRC / "quantize.h").read_text()
+    found = re.findall(
+        r"struct Encoder<Format::(\w+)> \{\s*static constexpr float kDivisors\[\] = \{(.*?)\}", text
+    )
+    # q4_0 divides the signed extreme by negative numbers: its code is -8.
+    listed = {kind: tuple(abs(float(x.strip(" f"))) for x in row.split(",")) for kind, row in found}
+    assert listed == CANDIDATES
 
 
 def isa_in_use() -> str | None:

@@ -1,4 +1,4 @@
-"""The reference quantize and dequantize against GGML's and bitsandbytes' own code."""
+"""The reference quantize and dequantize against GGML's and bitsandbytes' own code, and against float64."""
 
 import gguf
 import numpy as np
@@ -8,8 +8,10 @@ from blocks import awkward_blocks, damaged_blocks, same_bits
 
 from caramba_fast.formats import FORMATS, NF4_LEVELS
 from caramba_fast.ops import dequantize, quantize, use_backend
+from caramba_fast.ops.quantize import CANDIDATES, FITS
 
 QUANTIZED = ("q8_0", "q4_0", "nf4")
+both_fits = pytest.mark.parametrize("fit", FITS)
 GGML = {
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
     "q4_0": gguf.GGMLQuantizationType.Q4_0,
@@ -85,30 +87,97 @@ def test_shapes_error_bound_and_second_pass(kind, block, dtype):
     assert torch.equal(dequantize(codes, scales, kind, 256, dtype), back.to(dtype))
 
 
+def distributions(block):
+    """(rows, block) float32 that differ in where their largest values lie."""
+    normal = torch.randn(300, block)
+    sparse = normal * (torch.rand(300, block) < 0.1)
+    heavy = (normal / torch.randn(300, block).abs().clamp(min=1e-2)).clamp(-1000, 1000)
+    steps = torch.randint(-9, 10, (300, block)).float()
+    graded = normal * torch.logspace(-3, 4, 300)[:, None]
+    return torch.cat((normal, sparse, heavy, steps, graded, torch.rand(300, block) + 1))
+
+
+def squared_error(x, kind, block, fit):
+    """(rows,) float64."""
+    back = dequantize(*quantize(x, kind, block, fit), kind, block)
+    return (back.double() - x.double()).square().sum(-1)
+
+
+def rounding_noise(x):
+    """What fp16 scales and fp32 sums may add to the squared error of a block."""
+    return 2**-20 * x.double().square().sum(-1) + 128 * (127 * 2**-25) ** 2
+
+
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_damage_stays_visible_and_in_its_block(kind):
-    codes, scales = quantize(damaged_blocks(), kind)
+@pytest.mark.parametrize("block", [32, 64, 128])
+def test_mse_has_no_larger_error_than_amax(kind, block):
+    x = distributions(block)
+    ours, amax = (squared_error(x, kind, block, fit) for fit in ("mse", "amax"))
+    assert (ours <= amax + rounding_noise(x)).all()
+    normal = slice(0, 300)
+    assert ours[normal].sum() < amax[normal].sum() * {"q8_0": 1.0, "q4_0": 0.95, "nf4": 0.95}[kind]
+
+
+def least_error(x, step, values):
+    """(rows,) float64: x rounded to the nearest of ``values * step``, with the best scale for that."""
+    q = values[torch.bucketize(x / step, (values[1:] + values[:-1]) / 2)]
+    scale = (x * q).sum(-1, keepdim=True) / q.square().sum(-1, keepdim=True).clamp(min=1e-30)
+    return (x - scale * q).square().sum(-1)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("block", [32, 128])
+def test_mse_is_the_best_of_its_candidates(kind, block):
+    """A float64 search that shares no code with the reference.
+
+    Where a value lies halfway between two codes (q4_0's largest one does, as code 7.5), either will do.
+    """
+    codes = {"q8_0": range(-127, 128), "q4_0": range(-8, 8), "nf4": NF4_LEVELS}[kind]
+    values = torch.tensor(codes, dtype=torch.float64)
+    x = distributions(block)
+    x = x * (1 + 0.01 * torch.rand_like(x))
+    top = x.double().gather(-1, x.abs().argmax(-1, keepdim=True))
+    top = -top if kind == "q4_0" else top.abs()
+    top = torch.where(top == 0, 1.0, top)
+    errors = [
+        torch.maximum(
+            *(least_error(x.double(), top / c * (1 + nudge), values) for nudge in (-1e-6, 1e-6))
+        )
+        for c in CANDIDATES[kind]
+    ]
+    best = torch.stack(errors).amin(0)
+    assert (squared_error(x, kind, block, "mse") <= best + rounding_noise(x)).all()
+
+
+@both_fits
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_damage_stays_visible_and_in_its_block(kind, fit):
+    codes, scales = quantize(damaged_blocks(), kind, fit=fit)
     assert scales[:, 0].isnan().all() and scales[:, 1].isfinite().all()
     back = dequantize(codes, scales, kind, 64)
     assert back[:, :32].isnan().all() and back[:, 32:].isfinite().all()
 
 
+@both_fits
 @pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize("name", ["zero", "negative zero", "subnormal"])
-def test_blocks_too_small_for_a_scale_decode_to_zeros(kind, name):
-    back = dequantize(*quantize(awkward_blocks()[name], kind), kind, 64)
+def test_blocks_too_small_for_a_scale_decode_to_zeros(kind, name, fit):
+    back = dequantize(*quantize(awkward_blocks()[name], kind, fit=fit), kind, 64)
     assert (back == 0).all()
 
 
+@both_fits
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_opcheck_and_fullgraph(kind):
+def test_opcheck_and_fullgraph(kind, fit):
     x = torch.randn(4, 64)
-    torch.library.opcheck(torch.ops.caramba_fast.quantize.default, (x, kind, 32))
-    codes, scales = quantize(x, kind)
+    torch.library.opcheck(torch.ops.caramba_fast.quantize.default, (x, kind, 32, fit))
+    codes, scales = quantize(x, kind, fit=fit)
     torch.library.opcheck(
         torch.ops.caramba_fast.dequantize.default, (codes, scales, kind, 64, torch.float16)
     )
-    compiled = torch.compile(lambda x: dequantize(*quantize(x, kind), kind, 64), fullgraph=True)
+    compiled = torch.compile(
+        lambda x: dequantize(*quantize(x, kind, fit=fit), kind, 64), fullgraph=True
+    )
     with use_backend("auto"):
         assert torch.equal(compiled(x), dequantize(codes, scales, kind, 64))
 
@@ -122,6 +191,7 @@ def test_opcheck_and_fullgraph(kind):
         (lambda: quantize(torch.ones(()), "q8"), ValueError, "x is a scalar"),
         (lambda: quantize(torch.ones(48), "q8"), ValueError, "block=32 does not divide 48"),
         (lambda: quantize(torch.ones(64), "q8", 16), ValueError, "allowed are 32, 64, 128"),
+        (lambda: quantize(torch.ones(64), "q4", fit="max"), ValueError, "fit is 'max'; allowed are amax, mse"),
         (lambda: quantize(torch.ones(64), "q5"), ValueError, "unknown cache kind 'q5'"),
         (lambda: quantize(torch.ones(64), "fp16"), ValueError, "quantized kinds are q8_0, q4_0, nf4"),
         (lambda: dequantize(*quantize(torch.ones(64), "q4"), "q8", 64), TypeError, "q8_0 stores torch.int8"),
@@ -139,10 +209,12 @@ def test_bad_input_says_what_is_wrong_and_what_is_allowed(call, error, message):
         call()
 
 
+@both_fits
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_empty_and_strided_tensors(kind):
-    codes, scales = quantize(torch.ones(0, 64), kind)
+def test_empty_and_strided_tensors(kind, fit):
+    codes, scales = quantize(torch.ones(0, 64), kind, fit=fit)
     assert codes.shape[0] == scales.shape[0] == 0
     wide = torch.randn(4, 128)
     strided = wide[:, ::2]
-    assert all(map(same_bits, quantize(strided, kind), quantize(strided.contiguous(), kind)))
+    dense = strided.contiguous()
+    assert all(map(same_bits, quantize(strided, kind, fit=fit), quantize(dense, kind, fit=fit)))

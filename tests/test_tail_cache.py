@@ -306,7 +306,7 @@ def test_nbytes_count_the_ring_and_the_sinks():
 
 def test_more_tokens_at_once_than_the_slack_are_refused():
     cache = make()
-    cache.append(tokens(20), tokens(20))
+    cache.append(tokens(20), tokens(20), will_attend=False)
     with pytest.raises(ValueError, match="T=5 tokens; with a tail up to tail_slack=4 are allowed"):
         cache.attend(torch.randn(1, 4, 5, 32))
     assert cache.attend(torch.randn(1, 4, 4, 32)).isfinite().all()

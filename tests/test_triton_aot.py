@@ -23,6 +23,7 @@ GOOD = aot.Row(
     kind="q4_0",
     dtype="fp16",
     block=32,
+    fit="amax",
     num_warps=4,
     registers=40,
     spills=0,
@@ -51,7 +52,8 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 
 def test_one_row_for_each_variant_and_target(table: list[dict[str, str]]) -> None:
-    keys = {(row["target"], row["op"], row["kind"], row["dtype"], row["block"]) for row in table}
+    columns = ("target", "op", "kind", "dtype", "block", "fit")
+    keys = {tuple(row[name] for name in columns) for row in table}
     assert len(table) == len(keys) == len(VARIANTS) * len(aot.TARGETS)
 
 

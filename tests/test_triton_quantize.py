@@ -20,10 +20,10 @@ from caramba_fast.bench.parity import (
     quantize_failures,
     same_bits,
 )
-from caramba_fast.formats import BLOCK_SIZES, NF4_LEVELS, QUANTIZED_KINDS
+from caramba_fast.formats import BLOCK_SIZES, NF4_LEVELS, QUANTIZED_KINDS, resolve
 from caramba_fast.ops.dequantize import dequantize
 from caramba_fast.ops.dequantize import reference as dequantize_reference
-from caramba_fast.ops.quantize import quantize
+from caramba_fast.ops.quantize import CANDIDATES, FITS, quantize
 from caramba_fast.ops.quantize import reference as quantize_reference
 from caramba_fast.ops.registry import use_backend
 
@@ -34,6 +34,7 @@ pytestmark = [  # numpy, under the interpreter: scales beyond fp16, inf * 0
 ]
 quantized = pytest.mark.parametrize("kind", QUANTIZED_KINDS)
 all_blocks = pytest.mark.parametrize("block", BLOCK_SIZES)
+both_fits = pytest.mark.parametrize("fit", FITS)
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
@@ -60,11 +61,14 @@ def assert_same_bits(got: torch.Tensor, wanted: torch.Tensor) -> None:
     assert same_bits(got.cpu(), wanted).all()
 
 
+@both_fits
 @quantized
 @all_blocks
 @all_dtypes
-def test_quantize(kind: str, block: int, dtype: torch.dtype, device: torch.device) -> None:
-    assert not quantize_failures("triton", device, kind, block, dtype)
+def test_quantize(
+    kind: str, block: int, dtype: torch.dtype, fit: str, device: torch.device
+) -> None:
+    assert not quantize_failures("triton", device, kind, block, dtype, fit)
 
 
 @quantized
@@ -74,12 +78,28 @@ def test_dequantize(kind: str, block: int, dtype: torch.dtype, device: torch.dev
     assert not dequantize_failures("triton", device, kind, block, dtype)
 
 
+def test_fits_and_candidates_are_the_reference_ones() -> None:
+    from caramba_fast.kernels import formats
+
+    assert formats.FITS == FITS
+    rows = {kind: formats.CANDIDATES.value[resolve(kind).index] for kind in QUANTIZED_KINDS}
+    assert rows == CANDIDATES
+
+
+def test_an_unknown_fit_is_refused(device: torch.device) -> None:
+    from caramba_fast.kernels import quantize as launcher
+
+    with pytest.raises(ValueError, match="fit is 'max'; allowed are amax, mse"):
+        launcher.quantize(torch.ones(32, device=device), "q8_0", 32, "max")
+
+
+@both_fits
 @quantized
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(kind: str, layout: str, device: torch.device) -> None:
+def test_layouts(kind: str, layout: str, fit: str, device: torch.device) -> None:
     x = LAYOUTS[layout]()
     for got, wanted in zip(
-        quantize(x.to(device), kind, 32), quantize_reference(x, kind, 32), strict=True
+        quantize(x.to(device), kind, 32, fit), quantize_reference(x, kind, 32, fit), strict=True
     ):
         assert_same_bits(got, wanted)
 

@@ -1,15 +1,19 @@
 """Caches: what a model has seen, stored in any kind, grown, cropped and attended to."""
 
 from caramba_fast.cache.base import LayerCache
+from caramba_fast.cache.calibration import Calibration, CalibrationError
 from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerKVCache
 from caramba_fast.cache.lengths import RowLengths
 from caramba_fast.cache.model import AnyLayerShape, DecoupledLayerShape, LayerShape, ModelKVCache
 from caramba_fast.cache.pages import OutOfPagesError, PageAllocator, PageTable
+from caramba_fast.cache.statistics import StreamStatistics
 from caramba_fast.cache.tensor import CacheTensor
 
 __all__ = [
     "AnyLayerShape",
     "CacheTensor",
+    "Calibration",
+    "CalibrationError",
     "DecoupledLayerKVCache",
     "DecoupledLayerShape",
     "LayerCache",
@@ -20,4 +24,5 @@ __all__ = [
     "PageAllocator",
     "PageTable",
     "RowLengths",
+    "StreamStatistics",
 ]

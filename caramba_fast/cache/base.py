@@ -15,10 +15,11 @@ from torch import Tensor
 
 from caramba_fast.cache.lengths import Counts, RowLengths
 from caramba_fast.cache.pages import PageAllocator, PageTable
-from caramba_fast.cache.sizes import check_agreement, check_sizes
+from caramba_fast.cache.sizes import check_agreement, check_knowledge, check_sizes
+from caramba_fast.cache.statistics import MIN_TOKENS, StreamStatistics, derive, observe
 from caramba_fast.cache.tail import TailKeeper
 from caramba_fast.cache.tensor import CacheTensor, capacity
-from caramba_fast.config import KVCacheTensorConfig
+from caramba_fast.config import KVCacheTensorConfig, Rotary
 from caramba_fast.ops import KVView, Transform, checks
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 from caramba_fast.ops.transform import undo_on_key, undo_on_value
@@ -38,6 +39,13 @@ class LayerCache:
         page_size: None for a contiguous cache (memory for max_seq_len tokens a row, rounded up to 128),
             else tokens of a page, a multiple of 32.
         num_pages: pages of the pool; by default enough for every row to reach max_seq_len.
+        rotary: RoPE of the key streams that have it, by stream name.
+        key_bias: statistics of keys that follow from the model's weights (``k_proj.bias``).
+        calibration: statistics of streams measured beforehand.
+
+    Constants of the transforms a config asks for (center, scale) come from ``key_bias``, ``calibration``
+    or the first prompt of at least 64 real tokens, whichever of them there is; without any, keys and values
+    are stored as they are. They stay while the cache holds tokens.
     """
 
     _append_op: Callable[..., None]
@@ -54,9 +62,19 @@ class LayerCache:
         n_kv_heads: int,
         page_size: int | None,
         num_pages: int | None,
+        *,
+        rotary: dict[str, Rotary] | None = None,
+        key_bias: dict[str, StreamStatistics] | None = None,
+        calibration: dict[str, StreamStatistics] | None = None,
     ) -> None:
         check_sizes(batch_size, max_seq_len, n_kv_heads, dims, page_size, num_pages)
         check_agreement(configs)
+        self.rotary, self._key_bias = rotary or {}, key_bias or {}
+        self._calibration = calibration or {}
+        heads = {name: dim // n_kv_heads for name, dim in dims.items()}
+        check_knowledge(heads, n_kv_heads, self.rotary, self._key_bias, self._calibration)
+        self._by_hand = False  # set_transforms has been called
+        self._widened = 0  # tokens the tails have been given room for
         self.batch_size, self.max_seq_len, self.n_kv_heads = batch_size, max_seq_len, n_kv_heads
         self.device = torch.device(device)
         with torch.inference_mode(False):  # buffers made under it could not be written outside it
@@ -176,16 +194,48 @@ class LayerCache:
         ):
             problems.append("v can be scaled and rotated; mean and bias are for keys")
         checks.raise_all("set_transforms", problems)
+        self._by_hand = True
         for name, transform in transforms.items():
             rotate = transform.rotate or self.streams[name].config.rotate
             self.streams[name].transform = replace(transform.to(self.device), rotate=rotate)
+
+    def _fix_transforms(
+        self, new: dict[str, Tensor], added: list[int], cache_leftpad: Tensor | None
+    ) -> None:
+        """Takes the constants configs ask for from the best source there is; the cache is empty."""
+        wanted = [n for n, s in self.streams.items() if s.config.center or s.config.scale]
+        if self._by_hand or not wanted:
+            return
+        for name in wanted:
+            stream, rotary = self.streams[name], self.rotary.get(name)
+            measured = self._calibration.get(name)
+            if measured is None and sum(added) >= MIN_TOKENS:
+                measured = self._observe(new[name], added, cache_leftpad, rotary)
+            center = self._key_bias.get(name, measured)
+            found = derive(stream.config, rotary, capacity(self.max_seq_len), center, measured)
+            stream.transform = found.to(self.device)
+
+    def _observe(
+        self, x: Tensor, added: list[int], cache_leftpad: Tensor | None, rotary: Rotary | None
+    ) -> StreamStatistics:
+        t = torch.arange(x.shape[2], device=x.device).expand(x.shape[0], -1)
+        real = t < torch.tensor(added, device=x.device)[:, None]
+        if cache_leftpad is not None:
+            t = t - cache_leftpad[:, None]
+            real = real & (t >= 0)
+        return observe(x, t, real, rotary, capacity(self.max_seq_len))
 
     # -- growing ------------------------------------------------------------------------
 
     @torch.no_grad()  # a cache holds numbers, not a graph
     def _append(
-        self, new: dict[str, Tensor], new_lens: Sequence[int] | None, cache_leftpad: Tensor | None
+        self,
+        new: dict[str, Tensor],
+        new_lens: Sequence[int] | None,
+        cache_leftpad: Tensor | None,
+        will_attend: bool,
     ) -> None:
+        self._narrow()
         new = {name: self._heads(name, x, self.streams[name]) for name, x in new.items()}
         counts = {name: x.shape[2] for name, x in new.items()}
         tokens = next(iter(counts.values()))
@@ -206,12 +256,20 @@ class LayerCache:
             self._copy_pages(self.pages.reserve(self.lengths.host, added))
             table = self.pages.tensor
         query_lens = None if min(added) == tokens else self.lengths.on_device(added)
+        if self.is_empty:
+            self._fix_transforms(new, added, cache_leftpad)
+        if self.residual_len and will_attend and tokens > self.tail_slack:
+            start = self.seq_lens.clone()
+            for stream in self.streams.values():
+                stream.widen_tail(start, tokens)
+            self._widened = tokens
         views = [stream.view for stream in self.streams.values()]
         try:
             self._write(views, new, table, cache_leftpad, query_lens)
         except BaseException:
             if self.pages is not None:  # nothing was written: the pages reserved for it go back
                 self.pages.shrink(self.lengths.host)
+            self._narrow()
             raise
         self.lengths.advance(tokens, added, query_lens)
         self._tail.appended(self.lengths.host)
@@ -257,23 +315,26 @@ class LayerCache:
 
     # -- reading ------------------------------------------------------------------------
 
-    @property
-    def max_query_tokens(self) -> int | None:
-        """Most tokens `attend` takes at once: tail_slack with a tail, else any number."""
-        return self.tail_slack if self.residual_len else None
+    def _narrow(self) -> None:
+        """Gives up the room a tail was given for many tokens at once."""
+        if self._widened:
+            self._widened = 0
+            for stream in self.streams.values():
+                stream.narrow_tail(self.seq_lens)
 
     def _attend(self, *queries: Tensor, **options: Any) -> Any:
         q = queries[0]
         tokens = q.shape[2] if q.ndim == 4 else 0
-        lengths, most = self.lengths, self.max_query_tokens
+        lengths, most = self.lengths, max(self.tail_slack, self._widened)
         if not 1 <= tokens <= max(self.pos, lengths.newest):
             raise ValueError(
                 f"q has shape {tuple(q.shape)}; (B, H_q, T, D) with T from 1 to the "
                 f"{max(self.pos, lengths.newest)} tokens cached is needed"
             )
-        if most is not None and tokens > most:
+        if self.residual_len and tokens > most:
             raise ValueError(
-                f"q has T={tokens} tokens; with a tail up to tail_slack={most} are allowed"
+                f"q has T={tokens} tokens; with a tail up to tail_slack={self.tail_slack} are allowed, "
+                "or those of the latest append, once and right after it"
             )
         if lengths.query_lens is not None and tokens != lengths.newest:
             raise ValueError(
@@ -291,7 +352,9 @@ class LayerCache:
             options["residual_len"] = self.residual_len
         kind = type(self)
         op = kind._decode_op if tokens <= MAX_QUERY_TOKENS else kind._extend_op
-        return op(*queries, *views, self.seq_lens, n_kv_heads=self.n_kv_heads, **options)
+        result = op(*queries, *views, self.seq_lens, n_kv_heads=self.n_kv_heads, **options)
+        self._narrow()
+        return result
 
     # -- shrinking and moving -----------------------------------------------------------
 
@@ -319,6 +382,7 @@ class LayerCache:
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Shortens rows to ``lengths``, none longer than it is."""
+        self._narrow()
         self._tail.shortened(self.lengths.host, lengths, self._refill)
         self.lengths.set(lengths)
         if self.pages is not None:
@@ -345,6 +409,7 @@ class LayerCache:
                 f"beam_idx is {tuple(beam_idx.shape)} {beam_idx.dtype}; ({self.batch_size},) "
                 "integers are needed"
             )
+        self._narrow()
         order = beam_idx.to(device=self.device, dtype=torch.int64)
         if beam_idx.device.type == "cpu":
             rows = beam_idx.tolist()
@@ -372,5 +437,6 @@ class LayerCache:
     def reset(self) -> None:
         """Forgets everything, transforms set by hand included; the memory stays allocated."""
         self.set_lengths([0] * self.batch_size)
+        self._by_hand = False
         for stream in self.streams.values():
             stream.transform = Transform(rotate=stream.config.rotate)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from caramba_fast.cache.base import LayerCache
-from caramba_fast.config import KVCacheTensorConfig
+from caramba_fast.cache.statistics import StreamStatistics
+from caramba_fast.config import KVCacheTensorConfig, Rotary
 from caramba_fast.ops import (
     append_,
     decode_attention,
@@ -31,6 +32,8 @@ class LayerKVCache(LayerCache):
         device: where the buffers live.
         n_kv_heads: kv heads; both widths must be multiples of it.
         page_size, num_pages: a paged cache; see `LayerCache`.
+        rope: RoPE of the keys, which configs with ``center`` or ``scale`` take into account.
+        key_bias, calibration: where their constants come from; see `LayerCache`.
 
     Raises:
         ValueError: a size that is not positive or does not divide, a block that does not fit.
@@ -53,12 +56,18 @@ class LayerKVCache(LayerCache):
         *,
         page_size: int | None = None,
         num_pages: int | None = None,
+        rope: Rotary | None = None,
+        key_bias: StreamStatistics | None = None,
+        calibration: dict[str, StreamStatistics] | None = None,
     ) -> None:
         dims = {"k": k_dim, "v": v_dim}
         configs = {"k": k_cfg or KVCacheTensorConfig(), "v": v_cfg or KVCacheTensorConfig()}
         super().__init__(
-            batch_size, max_seq_len, dims, configs, device, n_kv_heads, page_size, num_pages
-        )
+            batch_size, max_seq_len, dims, configs, device, n_kv_heads, page_size, num_pages,
+            rotary={} if rope is None else {"k": rope},
+            key_bias={} if key_bias is None else {"k": key_bias},
+            calibration=calibration,
+        )  # fmt: skip
         self.k, self.v = self.streams["k"], self.streams["v"]
 
     def append(
@@ -67,6 +76,8 @@ class LayerKVCache(LayerCache):
         v: Tensor,
         new_lens: Sequence[int] | None = None,
         cache_leftpad: Tensor | None = None,
+        *,
+        will_attend: bool = True,
     ) -> None:
         """Quantizes and stores T tokens a row.
 
@@ -76,13 +87,15 @@ class LayerKVCache(LayerCache):
             new_lens: of the T tokens of row b the first ``new_lens[b]`` count, the rest is padding and
                 is not stored; by default all count.
             cache_leftpad: (B,) int32, leading slots that hold padding (transforms count from there).
+            will_attend: whether `attend` follows with the queries of all T tokens. With a tail, more than
+                tail_slack of them need memory until then; False saves it.
 
         Raises:
             ValueError: a wrong shape, or a row that would exceed max_seq_len.
             OutOfPagesError: the pool of a paged cache is too small.
             TypeError: a wrong dtype. The cache is unchanged in every case.
         """
-        self._append({"k": k, "v": v}, new_lens, cache_leftpad)
+        self._append({"k": k, "v": v}, new_lens, cache_leftpad, will_attend)
 
     def attend(self, q: Tensor, **options: Any) -> Any:
         """Attention of the T newest tokens over everything cached, as `ops.decode_attention`.
@@ -105,6 +118,8 @@ class DecoupledLayerKVCache(LayerCache):
         batch_size, max_seq_len, device, n_kv_heads, page_size, num_pages: as in `LayerKVCache`.
         k_sem_dim, k_geo_dim, v_dim: widths over all kv heads.
         k_sem_cfg, k_geo_cfg, v_cfg: how each is stored; by default fp16.
+        rope: RoPE of the geometric keys.
+        calibration: where the constants of ``center`` and ``scale`` come from; see `LayerCache`.
 
     Raises:
         ValueError: as in `LayerKVCache`.
@@ -129,13 +144,17 @@ class DecoupledLayerKVCache(LayerCache):
         *,
         page_size: int | None = None,
         num_pages: int | None = None,
+        rope: Rotary | None = None,
+        calibration: dict[str, StreamStatistics] | None = None,
     ) -> None:
         dims = {"k_sem": k_sem_dim, "k_geo": k_geo_dim, "v": v_dim}
         given = {"k_sem": k_sem_cfg, "k_geo": k_geo_cfg, "v": v_cfg}
         configs = {name: config or KVCacheTensorConfig() for name, config in given.items()}
         super().__init__(
-            batch_size, max_seq_len, dims, configs, device, n_kv_heads, page_size, num_pages
-        )
+            batch_size, max_seq_len, dims, configs, device, n_kv_heads, page_size, num_pages,
+            rotary={} if rope is None else {"k_geo": rope},
+            calibration=calibration,
+        )  # fmt: skip
         self.k_sem, self.k_geo, self.v = (self.streams[name] for name in dims)
 
     def append(
@@ -145,12 +164,15 @@ class DecoupledLayerKVCache(LayerCache):
         v: Tensor,
         new_lens: Sequence[int] | None = None,
         cache_leftpad: Tensor | None = None,
+        *,
+        will_attend: bool = True,
     ) -> None:
         """Quantizes and stores T tokens a row: (B, H_kv, T, D) each, or flat (B, T, dim).
 
         Arguments and errors as in `LayerKVCache.append`.
         """
-        self._append({"k_sem": k_sem, "k_geo": k_geo, "v": v}, new_lens, cache_leftpad)
+        new = {"k_sem": k_sem, "k_geo": k_geo, "v": v}
+        self._append(new, new_lens, cache_leftpad, will_attend)
 
     def attend(self, q_sem: Tensor, q_geo: Tensor, **options: Any) -> Any:
         """Attention of the T newest tokens, as `ops.decoupled_decode_attention`.

@@ -3,37 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from caramba_fast.cache.base import LayerCache
+from caramba_fast.cache.calibration import Calibration
 from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerKVCache
 from caramba_fast.cache.lengths import Counts
-from caramba_fast.config import KVCacheTensorConfig
+from caramba_fast.cache.statistics import StreamStatistics
+from caramba_fast.config import KVCacheTensorConfig, Rotary
 
 PrefillMode = Literal["exact", "stored"]
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer caches: widths of K and V over all kv heads."""
+    """What one layer caches: widths of K and V over all kv heads, and what is known of the keys.
+
+    Attributes:
+        rope: RoPE of the keys, None without.
+        key_bias: what the model's weights say of the keys before RoPE (``k_proj.bias``), if it has any.
+    """
 
     k_dim: int
     v_dim: int
     n_kv_heads: int
+    rope: Rotary | None = None
+    key_bias: StreamStatistics | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class DecoupledLayerShape:
-    """What one layer of decoupled attention caches."""
+    """What one layer of decoupled attention caches; ``rope`` is that of the geometric keys."""
 
     k_sem_dim: int
     k_geo_dim: int
     v_dim: int
     n_kv_heads: int
+    rope: Rotary | None = None
 
 
 AnyLayerShape = LayerShape | DecoupledLayerShape
@@ -51,6 +61,11 @@ class ModelKVCache:
         k_sem_cfg, k_geo_cfg: storage of the keys of decoupled layers; by default ``k_cfg``.
         page_size: tokens of a page for paged caches; None for contiguous ones.
         num_pages: pages of each layer's pool.
+        calibration: statistics of this model, from which the constants of ``center`` and ``scale`` are taken
+            instead of from the first prompt.
+
+    Raises:
+        ValueError: what `LayerKVCache` raises, or a calibration of another model.
     """
 
     def __init__(
@@ -67,6 +82,7 @@ class ModelKVCache:
         k_geo_cfg: KVCacheTensorConfig | None = None,
         page_size: int | None = None,
         num_pages: int | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         if not layers:
             raise ValueError("layers is empty; one LayerShape a layer is needed")
@@ -79,11 +95,20 @@ class ModelKVCache:
         self.prefill = prefill
         common: dict[str, Any] = dict(device=device, page_size=page_size, num_pages=num_pages)
 
-        def layer(shape: AnyLayerShape) -> LayerCache:
+        measured: Sequence[dict[str, StreamStatistics] | None] = [None] * len(layers)
+        if calibration is not None:
+            measured = calibration.layers
+            if len(measured) != len(layers):
+                raise ValueError(
+                    f"calibration has {len(measured)} layers; the model has {len(layers)}"
+                )
+
+        def layer(shape: AnyLayerShape, known: dict[str, StreamStatistics] | None) -> LayerCache:
             sizes: dict[str, Any] = {
                 **vars(shape),
                 "batch_size": batch_size,
                 "max_seq_len": max_seq_len,
+                "calibration": known,
             }
             if isinstance(shape, LayerShape):
                 return LayerKVCache(**sizes, k_cfg=k_cfg, v_cfg=v_cfg, **common)
@@ -95,7 +120,7 @@ class ModelKVCache:
                 **common,
             )
 
-        self.layers = [layer(shape) for shape in layers]
+        self.layers = [layer(*pair) for pair in zip(layers, measured, strict=True)]
 
     def __getitem__(self, index: int) -> LayerCache:
         return self.layers[index]
@@ -140,11 +165,6 @@ class ModelKVCache:
     def bytes_per_token(self) -> float:
         """Bytes of codes and scales that one cached token of one row takes, over all layers."""
         return sum(layer.bytes_per_token for layer in self.layers)
-
-    @property
-    def max_query_tokens(self) -> int | None:
-        """Most tokens one forward pass may take on a cache that is not empty; None for any number."""
-        return self.layers[0].max_query_tokens
 
     def restore(self, row_lengths: list[int]) -> None:
         """Goes back to lengths that held before, in layers that have moved on and those that have not.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from caramba_fast.config import KVCacheTensorConfig
+from caramba_fast.cache.statistics import StreamStatistics
+from caramba_fast.config import KVCacheTensorConfig, Rotary
 
 
 def check_sizes(
@@ -37,8 +38,34 @@ def check_sizes(
         raise ValueError("num_pages was given without page_size; only a paged cache has pages")
 
 
+def check_knowledge(
+    heads: dict[str, int],
+    n_kv_heads: int,
+    rotary: dict[str, Rotary],
+    *statistics: dict[str, StreamStatistics],
+) -> None:
+    """Raises ValueError when RoPE or statistics do not fit the streams' head_dims ``heads``."""
+    problems = [
+        f"rope turns dim {rope.width - 1} of {name}, whose head_dim is {heads[name]}"
+        for name, rope in rotary.items()
+        if rope.width > heads[name]
+    ]
+    for found in statistics:
+        for name, known in found.items():
+            if name not in heads:
+                problems.append(
+                    f"statistics of unknown stream {name!r}; streams are {', '.join(heads)}"
+                )
+            else:
+                problems += known.problems(name, n_kv_heads, heads[name])
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
 def check_agreement(configs: dict[str, KVCacheTensorConfig]) -> None:
-    """Raises ValueError when tail or sinks differ between the tensors of a layer."""
+    """Raises ValueError when tail or sinks differ between the tensors of a layer, or values are centered."""
+    if configs["v"].center:
+        raise ValueError("v is to be centered; center is for keys")
     for field in ("residual_len", "tail_slack", "sink_len"):
         values = {name: getattr(config, field) for name, config in configs.items()}
         if len(set(values.values())) > 1:

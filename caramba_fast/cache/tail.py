@@ -3,11 +3,53 @@
 The ring has residual_len + tail_slack slots; position j is in slot j modulo that. Cropping up to
 tail_slack tokens loses nothing. A deeper crop needs positions whose slots were overwritten: those are put
 back from their codes, so that every read stays correct, at the codes' precision.
+
+More tokens than tail_slack at once (a chunk of a prompt) would overwrite what their first queries still
+have to read: they are written to a `WideRing` that lives from the append until they have been attended to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+class WideRing:
+    """A ring for ``tokens`` new tokens and the residual_len before them, in place of a stream's own.
+
+    Args:
+        ring: (B, lanes, R, lane_dim), the stream's ring.
+        start: (B,) integer, tokens held before the append.
+        tokens: tokens appended.
+        residual_len: tokens behind a query that are read from the ring.
+    """
+
+    def __init__(self, ring: Tensor, start: Tensor, tokens: int, residual_len: int) -> None:
+        self.ring, self.start = ring, start.to(torch.int64)
+        shape = (*ring.shape[:2], residual_len + tokens, ring.shape[3])
+        self.wide = ring.new_empty(shape)
+        back = torch.arange(1, residual_len + 1, device=ring.device)
+        _copy(ring, self.wide, self.start[:, None] - back)
+
+    def narrowed(self, end: Tensor) -> Tensor:
+        """The stream's ring again, with the newest of the tokens up to ``end`` (B,) in it."""
+        position = end.to(torch.int64)[:, None] - torch.arange(
+            1, self.ring.shape[2] + 1, device=self.ring.device
+        )
+        _copy(self.wide, self.ring, position, position >= self.start[:, None])
+        return self.ring
+
+
+def _copy(source: Tensor, target: Tensor, position: Tensor, keep: Tensor | None = None) -> None:
+    """Moves positions (B, N) from ring to ring; where ``keep`` is false the target stays as it is."""
+    row = torch.arange(len(position), device=position.device)[:, None]
+    slot = position % target.shape[2]
+    values = source[row, :, position % source.shape[2]]
+    if keep is not None:
+        values = torch.where(keep[..., None, None], values, target[row, :, slot])
+    target[row, :, slot] = values
 
 
 class TailKeeper:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from caramba_fast.cache.tail import WideRing
 from caramba_fast.config import KVCacheTensorConfig
 from caramba_fast.formats import SCALE_DTYPE, check_block
 from caramba_fast.ops import KVView, Transform
@@ -59,7 +60,19 @@ class CacheTensor:
             return torch.empty(shape, dtype=SIDE_DTYPE, device=device) if size else None
 
         self.tail, self.sink = side(config.tail_len), side(config.sink_len)
+        self._wide: WideRing | None = None
         self.transform = Transform(rotate=config.rotate)
+
+    def widen_tail(self, start: Tensor, tokens: int) -> None:
+        """Makes room for ``tokens`` at once behind the ``start`` (B,) held, until `narrow_tail`."""
+        assert self.tail is not None
+        self._wide = WideRing(self.tail, start, tokens, self.config.residual_len)
+        self.tail = self._wide.wide
+
+    def narrow_tail(self, end: Tensor) -> None:
+        """Goes back to the ring of usual size; ``end`` (B,) are the tokens held now."""
+        if self._wide is not None:
+            self.tail, self._wide = self._wide.narrowed(end), None
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -75,5 +88,6 @@ class CacheTensor:
     def view(self) -> KVView:
         """What the ops read and write: all slots."""
         return KVView(
-            self.codes, self.scales, self.config.kind.value, self.tail, self.sink, self.transform
-        )
+            self.codes, self.scales, self.config.kind.value, self.tail, self.sink, self.transform,
+            self.config.fit,
+        )  # fmt: skip

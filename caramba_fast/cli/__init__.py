@@ -1,4 +1,4 @@
-"""The command line: ``caramba-fast demo``, ``doctor``, ``generate``."""
+"""The command line: ``caramba-fast demo``, ``doctor``, ``generate``, ``quality``."""
 
 from __future__ import annotations
 

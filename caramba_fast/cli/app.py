@@ -85,3 +85,49 @@ def generate(
 
         text = sys.stdin.read() if prompt == "-" else prompt
         run_generate(text, None if model == "demo" else Path(model), settings, device, stats)
+
+
+@app.command()
+def quality(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A Hugging Face checkpoint folder, demo:gqa, demo:dba, or a hard variant such as "
+            "demo:gqa/outliers-8."
+        ),
+    ] = "demo:gqa",
+    text: Annotated[
+        str | None,
+        typer.Option(
+            help="A text file to measure on, or 'demo', which demo models need not be told."
+        ),
+    ] = None,
+    cache: Annotated[
+        list[str] | None,
+        typer.Option(help="A cache to measure, as in q4 or q8/q4; repeat for several."),
+    ] = None,
+    baseline: Annotated[str, typer.Option(help="The cache to compare with.")] = "fp16",
+    context: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens of a text window; repeat for several. Default: 1024."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of text at each context.")] = 16384,
+    needles: Annotated[int, typer.Option(help="Needles at each context; 0 for none.")] = 1024,
+    calibrate: Annotated[
+        bool,
+        typer.Option(help="Take the transforms' constants from the first 2048 tokens of the text."),
+    ] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda or mps.")] = "cpu",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the table, the plot, and parts to resume from."),
+    ] = None,
+) -> None:
+    """What each cache costs a model: loss, KL, top token, acceptance, needles, with intervals."""
+    with one_line_errors():
+        from caramba_fast.cli.quality import run_quality  # noqa: PLC0415
+
+        run_quality(
+            model, text, cache or (), context or (), out, baseline=baseline, tokens=tokens,
+            needles=needles, calibrated=calibrate, device=device,
+        )  # fmt: skip

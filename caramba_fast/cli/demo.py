@@ -14,14 +14,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from caramba_fast.cache import DecoupledLayerShape, LayerShape, ModelKVCache
-from caramba_fast.config import cache_configs
+from caramba_fast.cache import DecoupledLayerShape, LayerShape
 from caramba_fast.infer import GenerationMetrics, Generator
 from caramba_fast.models import Transformer, demo_tokenizer, held_out_text, load_demo
 from caramba_fast.ops import backends
 from caramba_fast.quality import (
     CacheQuality,
     RecallFormat,
+    cache_size,
     compare_caches,
     draw_needles,
     retrieval_rate,
@@ -199,9 +199,8 @@ def _compression_table() -> Table:
     base = 0.0
     for label, shape, kinds in GUIDE_SHAPES:
         for kind in kinds:
-            cache = ModelKVCache([shape], 1, 128, device="meta", **cache_configs(kind))
-            base = base or cache.bytes_per_token
-            size = cache.bytes_per_token
+            size = cache_size([shape], kind, 128).bytes_per_token
+            base = base or size
             table.add_row(label, kind, f"{size:.0f}", f"{base / size:.1f}x")
             label = ""  # noqa: PLW2901
     return table

@@ -1,5 +1,14 @@
 """Settings of the caches; sits on `caramba_fast.formats` alone."""
 
-from caramba_fast.config.kvcache import KVCacheKind, KVCacheTensorConfig, cache_configs, kind_names
+from caramba_fast.config.kvcache import KVCacheKind, KVCacheTensorConfig
+from caramba_fast.config.rotary import Rotary
+from caramba_fast.config.spec import cache_configs, kind_names, spec_name
 
-__all__ = ["KVCacheKind", "KVCacheTensorConfig", "cache_configs", "kind_names"]
+__all__ = [
+    "KVCacheKind",
+    "KVCacheTensorConfig",
+    "Rotary",
+    "cache_configs",
+    "kind_names",
+    "spec_name",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -44,6 +44,12 @@ class KVCacheTensorConfig(BaseModel):
         qblock: values that share a scale, 32, 64 or 128; must divide the lane width.
         rotate: store in the basis of a Walsh-Hadamard transform over head_dim (exact, undone by
             attention); spreads outlier channels.
+        center: take the constant part out of keys before they are stored (exact, added back by
+            attention): on RoPE dims a bias that turns with the position, elsewhere the mean. For keys.
+        scale: divide channels that are much larger than the rest by a constant of their own (exact,
+            undone by attention); for keys the same on both dims of a RoPE pair.
+        fit: how a block's scale is chosen: "amax", GGML's and QLoRA's rule, from its largest
+            value; "mse", the one of least squared error among scales near it. Storage is the same.
         residual_len: keys less than this many tokens behind a query are read in fp16, from a ring
             beside the codes; the same for all tensors of a layer. 0 for none.
         tail_slack: further tokens the ring holds, so that up to this many can be verified or cropped
@@ -56,6 +62,9 @@ class KVCacheTensorConfig(BaseModel):
     kind: KVCacheKind = KVCacheKind.FP16
     qblock: int = Field(default=32)
     rotate: bool = False
+    center: bool = False
+    scale: bool = False
+    fit: Literal["amax", "mse"] = "amax"
     residual_len: int = Field(default=0, ge=0)
     tail_slack: int = Field(default=32, ge=1)
     sink_len: int = Field(default=0, ge=0)
@@ -76,37 +85,3 @@ class KVCacheTensorConfig(BaseModel):
     def tail_len(self) -> int:
         """Tokens the fp16 ring holds; 0 without a tail."""
         return self.residual_len + self.tail_slack if self.residual_len else 0
-
-
-def kind_names(kind: KVCacheKind | str) -> tuple[str, ...]:
-    """The kinds named by ``kind``: one for all streams, "K/V", or "K_sem/K_geo/V".
-
-    Raises:
-        ValueError: an unknown kind, or more than three.
-    """
-    text = kind.value if isinstance(kind, KVCacheKind) else kind
-    if not isinstance(text, str) or text.count("/") > 2:
-        raise ValueError(
-            f"cache kind is {kind!r}; a kind, 'K/V' or 'K_sem/K_geo/V' is needed, of {', '.join(KIND_NAMES)}"
-        )
-    return tuple(KVCacheKind(part).value for part in text.split("/"))
-
-
-def cache_configs(kind: KVCacheKind | str, **fields: Any) -> dict[str, Any]:
-    """Storage of each stream for `kind_names`, as keyword arguments of the caches.
-
-    Args:
-        kind: "q4", "q8/q4" (K/V) or "q4/q8/q4" (K_sem/K_geo/V of decoupled attention).
-        fields: further fields of `KVCacheTensorConfig`, for all streams.
-    """
-    names = kind_names(kind)
-    streams = {
-        1: ("k_cfg", "v_cfg"),
-        2: ("k_cfg", "v_cfg"),
-        3: ("k_sem_cfg", "k_geo_cfg", "v_cfg"),
-    }[len(names)]
-    kinds = names * 2 if len(names) == 1 else names
-    return {
-        stream: KVCacheTensorConfig(kind=KVCacheKind(name), **fields)
-        for stream, name in zip(streams, kinds, strict=True)
-    }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from caramba_fast.config import KVCacheKind, cache_configs, kind_names
+from caramba_fast.config import KVCacheKind, cache_configs, spec_name
 
 
 class GenerateConfig(BaseModel):
@@ -23,12 +24,17 @@ class GenerateConfig(BaseModel):
         ignore_eos: never stop early.
         pad_token_id: fills rows that ended; None takes the model's own, else an eos id.
         max_seq_len: tokens a row of the cache can hold.
-        cache_kind: how the cache is stored: fp32, fp16, bf16, q8 (q8_0), q4 (q4_0) or nf4; "q8/q4"
-            stores K and V differently, "q4/q8/q4" K_sem, K_geo and V of decoupled attention.
-        cache_qblock: values that share a scale: 32, 64 or 128.
+        cache_kind: how the cache is stored: fp32, fp16, bf16, q8 (q8_0), q4 (q4_0) or nf4, each with
+            the defaults measured to be good for it; "q8/q4" stores K and V differently,
+            "q4/q8/q4" K_sem, K_geo and V of decoupled attention; options follow a colon,
+            "q4:plain,rotate" (`caramba_fast.config.spec`).
+        cache_qblock: values that share a scale: 32, 64 or 128. None leaves this and the next three to the
+            kind's defaults.
         cache_rotate: store K and V in a rotated basis (`KVCacheTensorConfig.rotate`).
         cache_residual_len: keys less than this many tokens back are read in fp16.
         cache_sink_len: the first tokens of a row are read in fp16 as well.
+        cache_calibration: a file `caramba_fast.calibrate` made for this model, from which a cache takes
+            the constants of its transforms; without one, from the first prompt.
         prefill: "exact": a first prompt attends to its exact K and V; "stored": to what the cache
             returns, which makes results independent of how a prompt is cut into chunks.
         prefill_chunk: most prompt tokens of one forward pass, which bounds memory; None for no limit.
@@ -48,10 +54,11 @@ class GenerateConfig(BaseModel):
     pad_token_id: int | None = Field(default=None, ge=0)
     max_seq_len: int = Field(default=2048, ge=1)
     cache_kind: KVCacheKind | str = KVCacheKind.FP16
-    cache_qblock: int = 32
-    cache_rotate: bool = False
-    cache_residual_len: int = Field(default=0, ge=0)
-    cache_sink_len: int = Field(default=0, ge=0)
+    cache_qblock: int | None = None
+    cache_rotate: bool | None = None
+    cache_residual_len: int | None = Field(default=None, ge=0)
+    cache_sink_len: int | None = Field(default=None, ge=0)
+    cache_calibration: Path | None = None
     prefill: Literal["exact", "stored"] = "exact"
     prefill_chunk: int | None = Field(default=None, ge=1)
 
@@ -63,8 +70,8 @@ class GenerateConfig(BaseModel):
                 "cache_kind='auto' is not available in this version; choose a kind: "
                 + ", ".join(kind.value for kind in KVCacheKind)
             )
-        if isinstance(value, str) and "/" in value:
-            return "/".join(kind_names(value))
+        if isinstance(value, str) and ("/" in value or ":" in value):
+            return spec_name(value)
         return KVCacheKind(value)
 
     @field_validator("eos_token_id")
@@ -95,7 +102,7 @@ class GenerateConfig(BaseModel):
     @property
     def cache_name(self) -> str:
         """The cache kind as text."""
-        return "/".join(kind_names(self.cache_kind))
+        return spec_name(self.cache_kind)
 
     def updated(self, **changes: Any) -> GenerateConfig:
         """A copy with some fields changed, checked like a new one."""

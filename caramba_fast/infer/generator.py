@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from caramba_fast.cache import ModelKVCache
+from caramba_fast.cache import Calibration, ModelKVCache
 from caramba_fast.cache.lengths import Counts
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.metrics import GenerationMetrics, Stopwatch
@@ -54,6 +54,9 @@ class Generator:
         self._run_state: _Run | None = None
         self._measured: tuple[Stopwatch, int, int] | None = None
         self._pending: list[list[int]] = []  # sampled, not yet in the cache; one list a row
+        self._calibration: Calibration | None = None
+        if self.config.cache_calibration is not None:
+            self._calibration = Calibration.load(self.config.cache_calibration)
         self._rng: torch.Generator | None = None
         if self.config.seed is not None:
             self._rng = torch.Generator(device=model.device).manual_seed(self.config.seed)
@@ -315,6 +318,7 @@ class Generator:
             self.config.max_seq_len,
             device=self.model.device,
             prefill=self.config.prefill,
+            calibration=self._calibration,
             **self.config.stream_configs(),
         )
         self._cache_bytes, self._bytes_per_token = cache.nbytes, cache.bytes_per_token
@@ -325,15 +329,12 @@ class Generator:
         cache, device = self._cache, self.model.device
         assert cache is not None
         longest = max(map(len, rows))
-        exact = cache.pos == 0 and self.config.prefill == "exact"
-        most = self.config.prefill_chunk or longest
-        behind = min(most, cache.max_query_tokens or most)
-        step = min(longest, most if exact else behind)
+        step = min(longest, self.config.prefill_chunk or longest)
         logits: Tensor | None = None
         start = 0
         while start < longest:
             pieces = [row[start : start + step] for row in rows]
-            start, step = start + step, behind
+            start += step
             width, lens = max(map(len, pieces)), [len(piece) for piece in pieces]
             tokens = torch.tensor(
                 [p + [self._fill] * (width - len(p)) for p in pieces], device=device

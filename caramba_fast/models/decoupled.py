@@ -51,9 +51,9 @@ class DecoupledAttention(nn.Module):
         if cache is None:
             out = self._self_attend(q_sem, q_geo, k_sem, k_geo, v)
         else:
-            first = cache.is_empty
-            cache.append(k_sem, k_geo, v, step.query_lens)
-            if first and step.exact:
+            exact = step.exact and cache.is_empty
+            cache.append(k_sem, k_geo, v, step.query_lens, will_attend=not exact)
+            if exact:
                 out = self._self_attend(q_sem, q_geo, k_sem, k_geo, v)
             else:
                 out = cache.attend(q_sem, q_geo, **self._null())

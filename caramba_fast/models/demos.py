@@ -1,20 +1,29 @@
-"""The trained demo models that ship with the package: offline, real text, real quality figures."""
+"""The trained demo models that ship with the package: offline, real text, real quality figures.
+
+`HARD_NAMES` are variants on which cache quantization is judged. They ship as what differs from the
+model they were made from (``delta.safetensors``), so they are composed when they are loaded.
+"""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from caramba_fast.models.checkpoint import load_model
-from caramba_fast.models.config import CheckpointError
+from caramba_fast.models.config import CheckpointError, ModelConfig
 from caramba_fast.models.transformer import Transformer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 NAMES = ("gqa", "dba")
+#: Hard variant -> the demo model whose weights its delta goes on top of.
+_BASES = {"gqa_bias": "gqa"}
+HARD_NAMES = tuple(_BASES)
+DELTA = "delta.safetensors"
 _FOLDER = Path(__file__).resolve().parent / "demo"
 
 
@@ -22,16 +31,86 @@ def demo_path(name: str = "gqa") -> Path:
     """The Hugging Face checkpoint folder of a demo model.
 
     Raises:
-        ValueError: an unknown name; the message lists the known ones.
+        ValueError: an unknown name, or a hard variant, which has no full checkpoint in the
+            package (`save_demo` writes one); the message lists the known names.
     """
-    if name not in NAMES:
-        raise ValueError(f"unknown demo model {name!r}; known are {', '.join(NAMES)}")
-    return _FOLDER / name
+    if name in HARD_NAMES:
+        raise ValueError(
+            f"demo model {name!r} ships as a delta to {_BASES[name]!r}, not as a checkpoint folder; "
+            f"save_demo({name!r}, folder) writes one. Checkpoint folders are {', '.join(NAMES)}"
+        )
+    return _folder(name)
 
 
 def load_demo(name: str = "gqa", *, device: torch.device | str = "cpu") -> Transformer:
-    """A demo model in float32 (its weights are stored in float16)."""
-    return load_model(demo_path(name), device=device)
+    """A demo model or a hard variant in float32 (weights are stored in float16).
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+    """
+    if name in HARD_NAMES:
+        return with_delta(load_demo(_BASES[name], device=device), _folder(name))
+    return load_model(_folder(name), device=device)
+
+
+def save_demo(name: str, folder: str | Path) -> None:
+    """Writes a demo model or hard variant as a full Hugging Face checkpoint folder, in float16.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+    """
+    from safetensors.torch import save_file  # noqa: PLC0415 - only saving needs it
+
+    model, out = load_demo(name), Path(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    state = {key: value.half().contiguous() for key, value in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    save_file(state, str(out / "model.safetensors"), metadata={"format": "pt"})
+    shutil.copyfile(_folder(name) / "config.json", out / "config.json")
+    for file in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(_folder(_BASES.get(name, name)) / file, out / file)
+
+
+def with_delta(base: Transformer, folder: Path) -> Transformer:
+    """``base`` with the tensors and config of a delta folder in place of its own.
+
+    Args:
+        base: the model the delta was made from; tensors the delta leaves alone are shared with it.
+        folder: holds ``config.json`` and ``delta.safetensors`` (any dtype; cast to the base's).
+
+    Raises:
+        CheckpointError: the folder is damaged, or base and delta together are not the tensors that
+            config.json asks for.
+    """
+    from safetensors import SafetensorError  # noqa: PLC0415 - only loading needs it
+    from safetensors.torch import load_file  # noqa: PLC0415
+
+    file = folder / DELTA
+    try:
+        delta = load_file(str(file))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
+    with torch.device("meta"):
+        model = Transformer(ModelConfig.from_file(folder / "config.json"))
+    weight = base.lm_head.weight
+    state = base.state_dict() | {name: value.to(weight) for name, value in delta.items()}
+    try:
+        model.load_state_dict(state, strict=True, assign=True)
+    except RuntimeError as error:
+        raise CheckpointError(f"{file} does not fit its base and config.json: {error}") from error
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model.rope = base.rope
+    return model.requires_grad_(False).eval()
+
+
+def _folder(name: str) -> Path:
+    if name not in (*NAMES, *HARD_NAMES):
+        raise ValueError(
+            f"unknown demo model {name!r}; known are {', '.join((*NAMES, *HARD_NAMES))}"
+        )
+    return _FOLDER / name
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -54,8 +133,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def demo_tokenizer(name: str = "gqa") -> Tokenizer:
-    """The demo model's byte-level BPE tokenizer."""
-    return load_tokenizer(demo_path(name))
+    """The byte-level BPE tokenizer of a demo model or hard variant."""
+    return load_tokenizer(_folder(_BASES.get(name, name)))
 
 
 def held_out_text() -> str:

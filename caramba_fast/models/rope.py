@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from caramba_fast.config import Rotary
 from caramba_fast.models.config import RopeParameters
 
 
@@ -21,8 +23,12 @@ def frequencies(rope: RopeParameters, head_dim: int) -> tuple[Tensor, float]:
     Returns:
         ``inv_freq`` (head_dim / 2,) float64 in radians per token, and the attention factor.
     """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    plain = rope.rope_theta**-exponent
+    values, factor = _frequencies(rope, head_dim)
+    return torch.tensor(values.tolist(), dtype=torch.float64), factor
+
+
+def _frequencies(rope: RopeParameters, head_dim: int) -> tuple[np.ndarray, float]:
+    plain = rope.rope_theta ** -(np.arange(0, head_dim, 2) / head_dim)
     if rope.rope_type == "linear":
         return plain / rope.factor, 1.0
     if rope.rope_type == "llama3":
@@ -36,15 +42,15 @@ def _trained_length(rope: RopeParameters) -> int:
     return rope.original_max_position_embeddings or 8192
 
 
-def _llama3(rope: RopeParameters, plain: Tensor) -> Tensor:
+def _llama3(rope: RopeParameters, plain: np.ndarray) -> np.ndarray:
     """Low frequencies are slowed by ``factor``, high ones kept, a linear ramp between."""
     turns = _trained_length(rope) * plain / (2 * math.pi)
     ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    keep = ramp.clamp(0, 1)
+    keep = ramp.clip(0, 1)
     return keep * plain + (1 - keep) * plain / rope.factor
 
 
-def _yarn(rope: RopeParameters, plain: Tensor, head_dim: int) -> tuple[Tensor, float]:
+def _yarn(rope: RopeParameters, plain: np.ndarray, head_dim: int) -> tuple[np.ndarray, float]:
     """NTK-by-parts: the ramp runs over dimensions, between beta_fast and beta_slow turns."""
 
     def dimension_of(turns: float) -> float:
@@ -55,8 +61,8 @@ def _yarn(rope: RopeParameters, plain: Tensor, head_dim: int) -> tuple[Tensor, f
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    index = torch.arange(head_dim // 2, dtype=torch.float64)
-    ramp = ((index - low) / max(high - low, 1e-3)).clamp(0, 1)
+    index = np.arange(head_dim // 2)
+    ramp = ((index - low) / max(high - low, 1e-3)).clip(0, 1)
     return ramp * plain / rope.factor + (1 - ramp) * plain, _yarn_attention_factor(rope)
 
 
@@ -75,13 +81,16 @@ def _yarn_attention_factor(rope: RopeParameters) -> float:
 class RopeTable(torch.nn.Module):
     """cos and sin for any position, computed from float32 angles as transformers does.
 
-    The table lives outside ``state_dict`` and stays float32 when the model is cast.
+    ``rotary`` says which dims turn, and how fast. The table lives outside ``state_dict`` and stays float32
+    when the model is cast.
     """
 
     def __init__(self, rope: RopeParameters, head_dim: int) -> None:
         super().__init__()
         inv_freq, self.attention_factor = frequencies(rope, head_dim)
         self.inv_freq = inv_freq.to(torch.float32)
+        values = _frequencies(rope, head_dim)[0].astype(np.float32)  # as the angles are computed
+        self.rotary = Rotary.half_split(values.tolist())
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions (B, T) -> cos, sin, each (B, 1, T, head_dim / 2) float32."""

@@ -20,6 +20,7 @@ from caramba_fast.cache import (
     LayerKVCache,
     LayerShape,
     ModelKVCache,
+    StreamStatistics,
 )
 from caramba_fast.models.config import ModelConfig
 from caramba_fast.models.decoupled import DecoupledAttention
@@ -52,9 +53,9 @@ class Attention(nn.Module):
         if cache is None:
             out = self._self_attend(q, k, v)
         else:
-            first = cache.is_empty
-            cache.append(k, v, step.query_lens)
-            if first and step.exact:
+            exact = step.exact and cache.is_empty
+            cache.append(k, v, step.query_lens, will_attend=not exact)
+            if exact:
                 out = self._self_attend(q, k, v)
             else:
                 window = (-1, -1) if self.window is None else (self.window - 1, 0)
@@ -103,6 +104,23 @@ class Block(nn.Module):
         )
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config)
+
+    def key_bias(self) -> StreamStatistics | None:
+        """What the weights say of the keys before RoPE: ``k_proj.bias``, and how far inputs move them.
+
+        Inputs are RMS-normalised: channel i of them has about the rms of the norm's weight i.
+        """
+        attention = self.self_attn
+        if not isinstance(attention, Attention) or attention.k_proj.bias is None:
+            return None
+        if not isinstance(attention.k_norm, nn.Identity):
+            return None  # normalised keys have lost the bias's size
+        weight = attention.k_proj.weight.detach().float()
+        moved = (weight * self.input_layernorm.weight.detach().float()).norm(dim=1)
+        shape = (attention.n_kv_heads, attention.head_dim)
+        return StreamStatistics.exact(
+            attention.k_proj.bias.detach().view(shape).cpu(), moved.view(shape).cpu()
+        )
 
     def forward(self, x: Tensor, step: Step, cache: LayerCache | None) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden)."""
@@ -169,12 +187,14 @@ class Transformer(nn.Module):
     def cache_layout(self) -> list[AnyLayerShape]:
         """What each layer caches."""
         config, heads = self.config, self.config.num_key_value_heads
-        shape: AnyLayerShape = LayerShape(heads * config.head_dim, heads * config.head_dim, heads)
+        rope = self.rope.rotary
         if config.decoupled is not None:
             dims, group = config.decoupled, config.num_attention_heads // heads
             widths = (dims.sem_dim // group, dims.geo_dim // group, dims.v_dim // group)
-            shape = DecoupledLayerShape(*widths, heads)
-        return [shape] * config.num_hidden_layers
+            return [DecoupledLayerShape(*widths, heads, rope)] * config.num_hidden_layers
+        width = heads * config.head_dim
+        blocks = (layer for layer in self.model.layers if isinstance(layer, Block))
+        return [LayerShape(width, width, heads, rope, block.key_bias()) for block in blocks]
 
     def forward(
         self,
@@ -204,13 +224,6 @@ class Transformer(nn.Module):
         else:
             positions = kv_cache.seq_lens[:, None] + steps
         exact = kv_cache is not None and kv_cache.prefill == "exact"
-        if kv_cache is not None and not (exact and kv_cache.pos == 0):
-            most = kv_cache.max_query_tokens
-            if most is not None and length > most:
-                raise ValueError(
-                    f"query_token_ids has T={length} tokens; a cache with a tail takes up to "
-                    f"tail_slack={most} at once behind what it holds"
-                )
         step = Step(self.rope(positions), exact, query_lens)
         x = self.model.embed_tokens(query_token_ids)
         for index, layer in enumerate(self.model.layers):

@@ -6,11 +6,13 @@ of the newest) and the fp16 sinks (the first real ones).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from caramba_fast.ops import checks
+from caramba_fast.ops.quantize import FITS
 from caramba_fast.ops.registry import register
 from caramba_fast.ops.schema import DECOUPLED, STANDARD, append_schema
 from caramba_fast.ops.view import KVView, common_problems, paged_slots
@@ -27,7 +29,9 @@ def _reference(streams: tuple[str, ...], args: tuple[Any, ...], options: dict[st
         options.pop("block_table", None),
     )  # fmt: skip
     for index, stream in enumerate(streams):
+        fit = options.pop(f"fit_{stream}", "amax")
         view = KVView.of(stream, stored[2 * index], stored[2 * index + 1], kinds[index], options)
+        view = replace(view, fit=fit)
         destination.write(view, new[index], is_key=stream != "v")
 
 
@@ -130,6 +134,8 @@ def _append(
     options: dict[str, Any] = {}
     for name, view in views.items():
         options.update(view.options(name))
+        if view.fit != "amax":
+            options[f"fit_{name}"] = view.fit
     given = dict(block_table=block_table, cache_leftpad=cache_leftpad, query_lens=query_lens)
     options.update({key: value for key, value in given.items() if value is not None})
     stored = [part for view in views.values() for part in (view.codes, view.scales)]
@@ -145,6 +151,8 @@ def _stream_problems(
         return [f"{name}_new has shape {tuple(new.shape)}; (B, H_kv, T, D){same} is needed"]
     batch, heads, _, dim = new.shape
     problems = []
+    if view.fit not in FITS:
+        problems.append(f"{name} has fit {view.fit!r}; allowed are {', '.join(FITS)}")
     if block_table is None and view.codes.shape[0] != batch:
         problems.append(f"{name}_new has B={batch}, its codes {view.codes.shape[0]}")
     grouped = view.lane_dim // dim

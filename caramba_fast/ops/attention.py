@@ -70,7 +70,6 @@ class Problem:
         window_size: Sequence[int] = (-1, -1),
         num_sink_tokens: int = 0,
         softcap: float = 0.0,
-        newest: Tensor | None = None,
     ) -> None:
         first = queries[0]
         self.batch, self.heads, self.tokens, head_dim = first.shape
@@ -85,7 +84,6 @@ class Problem:
         self.window, self.num_sink_tokens, self.softcap = window_size, num_sink_tokens, softcap
         self.sink_len = 0 if value.sink is None else value.sink.shape[2]
         self.last = cache_seqlens.to(torch.int64) - 1
-        self.newest = self.last if newest is None else newest.to(torch.int64) - 1
         self.leftpad = (
             torch.zeros_like(self.last) if cache_leftpad is None else cache_leftpad.to(torch.int64)
         )
@@ -135,17 +133,27 @@ class Problem:
         )
 
     def tail(self) -> State:
-        """The ring of the newest tokens: slot r holds the newest position that is r modulo its size."""
+        """The newest tokens the queries read from the ring, where position j is in slot j modulo its size."""
         assert self.value.tail is not None
-        ring = self.value.tail.shape[2]
-        slot = torch.arange(ring, device=self.last.device)
-        key = self.newest[:, None] - torch.remainder(self.newest[:, None] - slot, ring)
+        count = self.residual_len + self.tokens - 1
+        key = (
+            self.position[:, :1]
+            - (self.residual_len - 1)
+            + torch.arange(count, device=self.last.device)
+        )
         seen = self.visible(key) & self.source(key)[1]
+        slot = key % self.value.tail.shape[2]
+
+        def read(buffer: Tensor | None) -> Tensor:
+            assert buffer is not None
+            index = slot[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
+            return buffer.gather(2, index)
+
         return self._attend(
             key,
             seen,
-            [self._side(k.view.tail) for k in self.keys],
-            self._side(self.value.tail, seen),
+            [self._side(read(k.view.tail)) for k in self.keys],
+            self._side(read(self.value.tail), seen),
         )
 
     def sinks(self) -> State:
@@ -305,7 +313,6 @@ def solve(
             nulls,
             ends,
             query_lens=inside,
-            newest=cache_seqlens,
             **options,
         )
         parts.append(part.solve())

@@ -36,7 +36,7 @@ def append_schema(streams: Sequence[str]) -> str:
             f"Tensor({next(alias)}!)? {stream}_tail=None",
             f"Tensor({next(alias)}!)? {stream}_sink=None",
         ]
-        parts += _constants(stream)
+        parts += [*_constants(stream), f'str fit_{stream}="amax"']
     return f"({', '.join(parts)}) -> ()"
 
 

@@ -131,24 +131,31 @@ def phases_at(phases: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
 def hadamard(x: Tensor) -> Tensor:
     """Orthonormal Walsh-Hadamard transform of the last dimension; its own inverse.
 
-    A width that is no power of two is cut into its powers of two, largest first (80 = 64 + 16).
+    A width that is no power of two is cut into its powers of two, largest first (80 = 64 + 16). As one
+    product with the matrix: on a CPU a fast transform in torch ops costs more in calls than it saves.
     """
-    width = x.shape[-1]
-    parts, start = [], 0
-    while start < width:
-        size = 1 << ((width - start).bit_length() - 1)
-        parts.append(_hadamard_power_of_two(x[..., start : start + size]))
-        start += size
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    key = (x.shape[-1], x.dtype, x.device)
+    if type(x) is not Tensor:  # tracing: what is made now is not for later use
+        return torch.matmul(x, hadamard_matrix(*key))
+    if key not in _matrices:
+        _matrices[key] = hadamard_matrix(*key)
+    return torch.matmul(x, _matrices[key])
 
 
-def _hadamard_power_of_two(x: Tensor) -> Tensor:
-    size, half = x.shape[-1], 1
-    while half < size:
-        a, b = x.unflatten(-1, (size // (2 * half), 2, half)).unbind(-2)
-        x = torch.stack((a + b, a - b), dim=-2).flatten(-3)
-        half *= 2
-    return x * (1.0 / math.sqrt(size))
+_matrices: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+
+def hadamard_matrix(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(width, width), symmetric and orthonormal, block-diagonal where width is no power of two."""
+    blocks, left = [], width
+    while left:
+        size = 1 << (left.bit_length() - 1)
+        index = torch.arange(size)
+        common = index[:, None] & index  # entry (i, j) is -1 to the number of ones in i & j
+        ones = sum((common >> bit) & 1 for bit in range(size.bit_length()))
+        blocks.append((1 - 2 * (torch.as_tensor(ones) % 2)).double() / math.sqrt(size))
+        left -= size
+    return torch.block_diag(*blocks).to(device, dtype)
 
 
 def _pair_dims(transform: Transform) -> tuple[Tensor, Tensor]:

@@ -132,6 +132,7 @@ class KVView:
             token j is in slot j % R. None for no tail.
         sink: (B, lanes, sink_len, lane_dim) float16, the first real tokens of each row.
         transform: the basis in which all of these are stored.
+        fit: how append finds scales (`caramba_fast.ops.quantize`); reading does not depend on it.
     """
 
     codes: Tensor
@@ -140,6 +141,7 @@ class KVView:
     tail: Tensor | None = None
     sink: Tensor | None = None
     transform: Transform = IDENTITY
+    fit: str = "amax"
 
     @property
     def format(self) -> Format:

@@ -72,7 +72,8 @@ class Destination:
         if view.scales is None:
             scatter(view.codes, packed, place, slot, keep)
             return
-        codes, scales = quantize_op(packed, view.kind, packed.shape[-1] // view.scales.shape[-1])
+        block = packed.shape[-1] // view.scales.shape[-1]
+        codes, scales = quantize_op(packed, view.kind, block, view.fit)
         scatter(view.codes, codes, place, slot, keep)
         scatter(view.scales, scales, place, slot, keep)
 

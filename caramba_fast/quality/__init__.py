@@ -1,14 +1,45 @@
 """Quality: what storing K and V in a given kind costs a model, measured on real text."""
 
+from caramba_fast.quality.compare import Scores, compare
+from caramba_fast.quality.figures import (
+    CacheQuality,
+    NeedleQuality,
+    cache_quality,
+    compare_caches,
+    needle_quality,
+)
+from caramba_fast.quality.forward import (
+    CacheSize,
+    Forward,
+    ModelForward,
+    cache_size,
+    cached_forward,
+)
+from caramba_fast.quality.lab import measure
 from caramba_fast.quality.needles import draw_needles, retrieval_rate
-from caramba_fast.quality.nll import CacheQuality, compare_caches
-from caramba_fast.quality.recall import RecallFormat, needle_prompt
+from caramba_fast.quality.recall import RecallFormat, RecallRow, needle_prompt, recall_rows
+from caramba_fast.quality.report import QualityReport, read_csv
 
 __all__ = [
     "CacheQuality",
+    "CacheSize",
+    "Forward",
+    "ModelForward",
+    "NeedleQuality",
+    "QualityReport",
     "RecallFormat",
+    "RecallRow",
+    "Scores",
+    "cache_quality",
+    "cache_size",
+    "cached_forward",
+    "compare",
     "compare_caches",
     "draw_needles",
+    "measure",
     "needle_prompt",
+    "needle_quality",
+    "read_csv",
+    "recall_rows",
     "retrieval_rate",
 ]

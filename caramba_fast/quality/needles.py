@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ def retrieval_rate(
     batch_size: int = 8,
 ) -> float:
     """Share of needles answered exactly (greedy) when K and V are stored as ``kind``."""
-    configs = cache_configs(kind)
+    configs: dict[str, Any] = cache_configs(kind)
     hits = 0
     for start in range(0, len(needles), batch_size):
         batch = needles[start : start + batch_size]

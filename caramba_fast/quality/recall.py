@@ -10,21 +10,29 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-_WORD = re.compile(r"^Ġ[a-z]{3,}$")
+#: A lower-case word that starts with a space, as byte-level BPE and SentencePiece write it.
+_WORD = re.compile(r"^[Ġ▁][a-z]{3,}$")
+_FEWEST_WORDS = 64
 
 
 class Tokenizer(Protocol):
-    """What is asked of a ``tokenizers.Tokenizer``."""
+    """What is asked of a ``tokenizers.Tokenizer`` or of a tokenizer of transformers."""
 
     def get_vocab(self) -> dict[str, int]:
         """Token to id."""
 
-    def encode(self, sequence: str) -> object:
-        """An encoding with ``ids``."""
+    def encode(self, sequence: str, *, add_special_tokens: bool = True) -> Any:
+        """Token ids, or an encoding with ``ids``."""
+
+
+def token_ids(tokenizer: Tokenizer, text: str, *, special: bool = False) -> np.ndarray:
+    """The tokens of ``text``, (N,) int64; ``special``: with those a tokenizer adds of its own."""
+    encoding = tokenizer.encode(text, add_special_tokens=special)
+    return np.asarray(getattr(encoding, "ids", encoding), dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -38,16 +46,36 @@ class RecallFormat:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> RecallFormat:
-        """Takes every one-token lower-case word of the vocabulary as key or value."""
+        """Takes every one-token lower-case word of the vocabulary as key or value.
+
+        The rest of a line is read off from how two lines are tokenized in a row, since a tokenizer may
+        write what starts a text differently.
+
+        Raises:
+            ValueError: fewer than 64 such words, or lines that are not written as
+                ``prefix key infix value suffix``.
+        """
         vocab = tokenizer.get_vocab()
-        words = sorted(index for token, index in vocab.items() if _WORD.match(token))
-        if len(words) < 64:
-            raise ValueError(f"tokenizer has {len(words)} one-token words; recall needs 64 or more")
-
-        def ids(text: str) -> np.ndarray:
-            return np.asarray(tokenizer.encode(text).ids, dtype=np.int64)  # type: ignore[attr-defined]
-
-        return cls(np.asarray(words, dtype=np.int64), ids("#:"), ids(" ="), ids("\n"))
+        words = sorted((index, token) for token, index in vocab.items() if _WORD.match(token))
+        if len(words) < _FEWEST_WORDS:
+            raise ValueError(
+                f"the tokenizer has {len(words)} one-token words like 'Ġvalue' or '▁value'; needles need "
+                f"{_FEWEST_WORDS} or more: switch them off"
+            )
+        (key, first), (value, second) = words[0], words[1]
+        line = f"#: {first[1:]} = {second[1:]}\n"
+        ids = token_ids(tokenizer, "\n" + 2 * line)
+        keys, values = (np.flatnonzero(ids == index) for index in (key, value))
+        if len(keys) == 2 == len(values) and keys[0] < values[0] < keys[1] < values[1]:
+            infix, between = ids[keys[0] + 1 : values[0]], ids[values[0] + 1 : keys[1]]
+            suffix = ids[values[1] + 1 :]
+            prefix = between[len(suffix) :]
+            if len(suffix) and len(prefix) and np.array_equal(between[: len(suffix)], suffix):
+                return cls(np.asarray([index for index, _ in words]), prefix, infix, suffix)
+        raise ValueError(
+            f"the tokenizer writes {line!r} as {ids.tolist()} (twice, behind a line end), where one token a "
+            "word and a line end of its own are needed: switch needles off"
+        )
 
     @property
     def line_length(self) -> int:
@@ -103,3 +131,91 @@ def needle_prompt(
     for index, piece in enumerate(pieces[1:], start=1):
         parts += [form.line(keys[index], values[index]), piece]
     return np.concatenate((*parts, question)), int(values[0])
+
+
+@dataclass(frozen=True)
+class RecallRow:
+    """A text with many needles and, at its end, the question for each of them.
+
+    Attributes:
+        ids: (T,) int64 tokens.
+        positions: (pairs,) the tokens at which the values are to be predicted, ascending.
+        answers: (pairs,) the values.
+        depths: (pairs,) where in the text before the questions each value was given: 0 is its start.
+        distances: (pairs,) tokens between the value given and the one asked for.
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray
+    answers: np.ndarray
+    depths: np.ndarray
+    distances: np.ndarray
+
+
+def recall_rows(
+    form: RecallFormat,
+    text: Sequence[int] | np.ndarray,
+    length: int,
+    pairs: int,
+    rng: np.random.Generator,
+) -> RecallRow:
+    """Hides ``pairs`` lines ``#: key = value`` in a text and asks for all of them, in random order.
+
+    Each question is completed with its true value, so that one forward pass measures every needle, and
+    none depends on what the model answered before. Keys and values of a row are all different, so that an
+    answer is determined by its line alone. Lines stand at random line starts, one in each of ``pairs``
+    equal stretches of the text (rounded to where lines start).
+
+    Args:
+        form: how lines are written.
+        text: token ids; a random stretch of it is used.
+        length: tokens of the row.
+        pairs: needles.
+        rng: draws stretch, words, places and order.
+
+    Raises:
+        ValueError: too few words for so many pairs, no room for them, or too little text.
+    """
+    text = np.asarray(text, dtype=np.int64)
+    if pairs < 1 or 2 * pairs > len(form.words):
+        raise ValueError(
+            f"pairs is {pairs}; 1 to {len(form.words) // 2} is allowed with {len(form.words)} words"
+        )
+    room = length - 2 * pairs * form.line_length
+    if room < 1:
+        raise ValueError(
+            f"{pairs} needles take {2 * pairs * form.line_length} tokens with their questions; the "
+            f"length is {length}"
+        )
+    if len(text) < room:
+        raise ValueError(f"text has {len(text)} tokens; {room} are needed around {pairs} needles")
+    start = rng.integers(len(text) - room + 1)
+    filler = text[start : start + room]
+    words = rng.choice(form.words, size=2 * pairs, replace=False)
+    keys, values = words[:pairs], words[pairs:]
+    pieces = np.split(filler, _places(form, filler, pairs, rng))
+    parts, given, end = [pieces[0]], np.zeros(pairs, dtype=np.int64), len(pieces[0])
+    for index, piece in enumerate(pieces[1:]):
+        given[index] = end + form.value_offset
+        parts += [form.line(keys[index], values[index]), piece]
+        end += form.line_length + len(piece)
+    order = rng.permutation(pairs)
+    asked = end + form.line_length * np.arange(pairs) + form.value_offset
+    ids = np.concatenate((*parts, *(form.line(keys[i], values[i]) for i in order)))
+    return RecallRow(ids, asked - 1, values[order], given[order] / end, asked - given[order])
+
+
+def pairs_that_fit(form: RecallFormat, length: int) -> int:
+    """Needles whose lines and questions make up half of a row; 0 if not one fits."""
+    return min(length // (4 * form.line_length), len(form.words) // 2)
+
+
+def _places(
+    form: RecallFormat, filler: np.ndarray, pairs: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Ascending offsets in the filler, at line starts where it has any."""
+    drawn = (np.arange(pairs) + rng.random(pairs)) * len(filler) / pairs
+    starts = np.flatnonzero(filler == form.suffix[-1]) + 1
+    if not len(starts):
+        return drawn.astype(np.int64)
+    return starts[np.searchsorted(starts, drawn).clip(max=len(starts) - 1)]

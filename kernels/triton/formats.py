@@ -1,12 +1,13 @@
 """The storage formats as device functions: what `caramba_fast.formats` states, in Triton.
 
 A kernel takes ``FORMAT`` (the index of the table's row) and ``BITS``; nothing here is a copy per
-kernel, and a new format is one more branch of `_scale`, `_encode` and of a decode function.
+kernel, and a new format is a row of `CANDIDATES` and one more branch of `_encode`, `_values` and of a
+decode function.
 Formats of one code a byte work on a whole block, ``x (blocks, n)``; formats of two codes a byte on
 its halves, ``low`` and ``high (blocks, n/2)``, because a byte holds one value of each.
 
-Arithmetic is float32 in the order of the reference. Magnitudes are compared as integers: for
-finite floats that is the same order, and one maximum also finds NaN and Inf.
+Arithmetic is float32 in the order of the reference, sums included. Magnitudes are compared as
+integers: for finite floats that is the same order, and one maximum also finds NaN and Inf.
 """
 
 from __future__ import annotations
@@ -29,6 +30,13 @@ LEVELS = tl.constexpr(NF4_LEVELS)
 MIDPOINTS = tl.constexpr(tuple(((_levels[1:] + _levels[:-1]) / 2).tolist()))
 LOOKUP = tl.constexpr(NF4_LOOKUP)
 
+FITS = ("amax", "mse")
+#: What fit "mse" divides a block's largest value by, a row for each format's index; "amax" takes the first.
+CANDIDATES = tl.constexpr(
+    ((), (), (), (127.0,), (8.0, 7.5, 8.5, 9.0, 9.5), (1.0, 1.0869565, 1.1904762, 1.3157895))
+)
+LARGEST_BLOCK_LOG2 = tl.constexpr(7)
+
 INFINITY_BITS = tl.constexpr(0x7F800000)
 #: 2^-128 as bits: the reciprocal of a scale up to here overflows float32.
 NO_RECIPROCAL_BITS = tl.constexpr(0x00200000)
@@ -49,16 +57,14 @@ def _reciprocal(scale):
 
 
 @triton.jit
-def _scale(amax, negative, FORMAT: tl.constexpr):
-    """The unrounded scale; ``negative``: the sign of q4_0's element of largest magnitude."""
-    if FORMAT == Q8_0:
-        scale = tl.div_rn(amax, tl.full(amax.shape, 127.0, tl.float32))
-    elif FORMAT == Q4_0:
-        # m / -8. Not through -amax: Triton negates as 0 - x, which would lose the scale -0.
-        scale = amax * tl.where(negative, 0.125, -0.125)
+def _scale(top, CANDIDATE: tl.constexpr):
+    """The unrounded scale that makes ``top`` the code (or level) CANDIDATE."""
+    if CANDIDATE == 1.0:
+        scale = top
+    elif CANDIDATE == 8.0:
+        scale = top * 0.125
     else:
-        tl.static_assert(FORMAT == NF4)
-        scale = amax
+        scale = tl.div_rn(top, tl.full(top.shape, CANDIDATE, tl.float32))
     return scale
 
 
@@ -94,6 +100,59 @@ def _encode(x, inverse, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _values(code, FORMAT: tl.constexpr):
+    """code int32 -> what the scale multiplies, float32."""
+    if FORMAT == Q8_0:
+        value = code.to(tl.float32)
+    elif FORMAT == Q4_0:
+        value = (code - 8).to(tl.float32)
+    else:
+        tl.static_assert(FORMAT == NF4)
+        value = _level(code)
+    return value
+
+
+@triton.jit
+def _halving_sum(x):
+    """(blocks, w) -> (blocks,): the second half is added to the first until one is left.
+
+    Bit-exact however elements lie in threads: each reduction is of two elements, one addition.
+    """
+    for _ in tl.static_range(LARGEST_BLOCK_LOG2):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), axis=1)
+    return tl.reshape(x, (x.shape[0],))
+
+
+@triton.jit
+def _products(x, inverse, FORMAT: tl.constexpr):
+    """x q and q q for the values q of the codes of x."""
+    q = _values(_encode(x, inverse[:, None], FORMAT), FORMAT)
+    return x * q, q * q
+
+
+@triton.jit
+def _choose(product, square, inverse, gain, best_scale, best_inverse):
+    """The better of the best so far and the scale refitted to codes: sums of x q and q q, (blocks,)."""
+    some = square > 0
+    scale = tl.where(some, tl.div_rn(product, tl.where(some, square, 1.0)), 0.0)
+    reached = product * scale
+    better = reached > gain
+    return (
+        tl.where(better, reached, gain),
+        tl.where(better, scale, best_scale),
+        tl.where(better, inverse, best_inverse),
+    )
+
+
+@triton.jit
+def _nothing(top):
+    """gain, scale and inverse that any candidate betters."""
+    zero = tl.zeros_like(top)
+    return zero - 1.0, zero, zero
+
+
+@triton.jit
 def _first_key(x, bits, first: tl.constexpr):
     """The position (times 2, plus the sign) of the first element of magnitude ``bits``, a block."""
     position = first + tl.arange(0, x.shape[1])
@@ -102,31 +161,56 @@ def _first_key(x, bits, first: tl.constexpr):
 
 
 @triton.jit
-def encode_bytes(x, FORMAT: tl.constexpr):
+def encode_bytes(x, FORMAT: tl.constexpr, FIT: tl.constexpr = "amax"):
     """x (blocks, n) float32 -> codes (blocks, n) int32 and scale (blocks,) float32."""
+    C: tl.constexpr = CANDIDATES[FORMAT]
     bits = tl.max(magnitude(x), axis=1)
     finite = bits < INFINITY_BITS
     bits = tl.where(finite, bits, 0)
     x = tl.where(finite[:, None], x, 0.0)
-    scale = _scale(bits.to(tl.float32, bitcast=True), bits < 0, FORMAT)
-    codes = _encode(x, _reciprocal(scale)[:, None], FORMAT)
+    top = bits.to(tl.float32, bitcast=True)
+    if FIT == "amax":
+        scale = _scale(top, C[0])
+        inverse = _reciprocal(scale)
+    else:
+        tl.static_assert(FIT == "mse")
+        gain, scale, inverse = _nothing(top)
+        for i in tl.static_range(len(C)):
+            tried = _reciprocal(_scale(top, C[i]))
+            product, square = _products(x, tried, FORMAT)
+            product, square = _halving_sum(product), _halving_sum(square)
+            gain, scale, inverse = _choose(product, square, tried, gain, scale, inverse)
+    codes = _encode(x, inverse[:, None], FORMAT)
     return codes, tl.where(finite, scale, float("nan"))
 
 
 @triton.jit
-def encode_nibbles(low, high, FORMAT: tl.constexpr):
+def encode_nibbles(low, high, FORMAT: tl.constexpr, FIT: tl.constexpr = "amax"):
     """low, high (blocks, n/2) float32 -> packed (blocks, n/2) int32 and scale (blocks,) float32."""
+    C: tl.constexpr = CANDIDATES[FORMAT]
     bits = tl.maximum(tl.max(magnitude(low), axis=1), tl.max(magnitude(high), axis=1))
     finite = bits < INFINITY_BITS
     bits = tl.where(finite, bits, 0)
     low = tl.where(finite[:, None], low, 0.0)
     high = tl.where(finite[:, None], high, 0.0)
-    negative = bits < 0  # no format but q4_0 needs the sign
+    top = bits.to(tl.float32, bitcast=True)
     if FORMAT == Q4_0:
         key = tl.minimum(_first_key(low, bits, 0), _first_key(high, bits, high.shape[1]))
-        negative = (key & 1) == 1
-    scale = _scale(bits.to(tl.float32, bitcast=True), negative, FORMAT)
-    inverse = _reciprocal(scale)[:, None]
+        # Not -top: Triton negates as 0 - x, which would lose the scale -0.
+        top = top * tl.where((key & 1) == 1, 1.0, -1.0)
+    if FIT == "amax":
+        scale = _scale(top, C[0])
+        inverse = _reciprocal(scale)
+    else:
+        tl.static_assert(FIT == "mse")
+        gain, scale, inverse = _nothing(top)
+        for i in tl.static_range(len(C)):
+            tried = _reciprocal(_scale(top, C[i]))
+            product, square = _products(low, tried, FORMAT)
+            products, squares = _products(high, tried, FORMAT)
+            product, square = _halving_sum(product + products), _halving_sum(square + squares)
+            gain, scale, inverse = _choose(product, square, tried, gain, scale, inverse)
+    inverse = inverse[:, None]
     packed = _encode(low, inverse, FORMAT) | (_encode(high, inverse, FORMAT) << 4)
     return packed, tl.where(finite, scale, float("nan"))
 

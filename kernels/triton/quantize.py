@@ -13,12 +13,13 @@ from torch import Tensor
 from caramba_fast.formats import SCALE_DTYPE, Format, resolve
 
 from .casts import to_float32
-from .formats import encode_bytes, encode_nibbles
+from .formats import FITS, encode_bytes, encode_nibbles
 from .launch import EXACT, as_rows, on_device
 
 #: Values of one program: with 4 warps 32 a thread, so four 16-byte loads of fp16 in flight each,
-#: and the whole tile in registers (no loop, no second read).
-VALUES_PER_PROGRAM = 4096
+#: and the whole tile in registers (no loop, no second read). "mse" is bound by arithmetic, and holds codes
+#: and products beside the values: with 16 a thread nothing spills.
+VALUES_PER_PROGRAM = {"amax": 4096, "mse": 2048}
 NUM_WARPS = 4
 
 
@@ -34,6 +35,7 @@ def quantize_kernel(
     BLOCKS: tl.constexpr,
     FORMAT: tl.constexpr,
     BITS: tl.constexpr,
+    FIT: tl.constexpr,
 ):
     """x (rows, dim) with ``row_stride`` -> contiguous codes and scales; BLOCKS blocks a program."""
     WIDTH: tl.constexpr = BLOCK * BITS // 8
@@ -44,29 +46,32 @@ def quantize_kernel(
     source = x_ptr + start[:, None] + lane
     x = to_float32(tl.load(source, mask=inside[:, None], other=0.0))
     if BITS == 8:
-        codes, scale = encode_bytes(x, FORMAT)
+        codes, scale = encode_bytes(x, FORMAT, FIT)
     else:
         high = to_float32(tl.load(source + WIDTH, mask=inside[:, None], other=0.0))
-        codes, scale = encode_nibbles(x, high, FORMAT)
+        codes, scale = encode_nibbles(x, high, FORMAT, FIT)
     target = codes_ptr + block[:, None] * WIDTH + lane
     tl.store(target, codes.to(codes_ptr.dtype.element_ty), mask=inside[:, None])
     tl.store(scales_ptr + block, scale.to(scales_ptr.dtype.element_ty), mask=inside)
 
 
-def constants(form: Format, dim: int, block: int) -> dict[str, int]:
+def constants(form: Format, dim: int, block: int, fit: str) -> dict[str, int | str]:
     """The constexpr arguments for rows of ``dim`` values."""
     return {
         "BLOCKS_PER_ROW": dim // block,
         "BLOCK": block,
-        "BLOCKS": VALUES_PER_PROGRAM // block,
+        "BLOCKS": VALUES_PER_PROGRAM[fit] // block,
         "FORMAT": form.index,
         "BITS": form.bits,
+        "FIT": fit,
     }
 
 
-def quantize(x: Tensor, kind: str, block: int) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, kind: str, block: int, fit: str = "amax") -> tuple[Tensor, Tensor]:
     """x (..., dim) fp32, fp16 or bf16 -> codes (..., code width) and scales (..., dim / block)."""
     form = resolve(kind)
+    if fit not in FITS:
+        raise ValueError(f"fit is {fit!r}; allowed are {', '.join(FITS)}")
     *lead, dim = x.shape
     codes = torch.empty((*lead, form.code_width(dim)), dtype=form.dtype, device=x.device)
     scales = torch.empty((*lead, dim // block), dtype=SCALE_DTYPE, device=x.device)
@@ -74,8 +79,8 @@ def quantize(x: Tensor, kind: str, block: int) -> tuple[Tensor, Tensor]:
     if n_blocks == 0:
         return codes, scales
     rows = as_rows(x)
-    fixed = constants(form, dim, block)
-    grid = (triton.cdiv(n_blocks, fixed["BLOCKS"]),)
+    fixed = constants(form, dim, block, fit)
+    grid = (triton.cdiv(n_blocks, VALUES_PER_PROGRAM[fit] // block),)
     with on_device(x):
         quantize_kernel[grid](
             rows, codes, scales, rows.stride(0), n_blocks, **fixed, num_warps=NUM_WARPS, **EXACT

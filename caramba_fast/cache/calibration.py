@@ -1,0 +1,113 @@
+"""Calibration: statistics of every stream of every layer of a model, kept in a file.
+
+Made by `caramba_fast.calibrate`; a `ModelKVCache` given one takes its transforms from it instead of from the
+first prompt. The file is a safetensors file with ``layers.<i>.<stream>.<mean|std|diversity>``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from caramba_fast.cache.statistics import StreamStatistics
+
+FORMAT = "caramba_fast.calibration"
+VERSION = 1
+PARTS = ("mean", "std", "diversity")
+
+
+class CalibrationError(ValueError):
+    """A calibration that cannot be used, and why."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Statistics by layer and stream.
+
+    Attributes:
+        layers: for each layer, the statistics of its streams ("k" and "v", or "k_sem", "k_geo", "v").
+        about: what it was made from, in words; kept in the file.
+    """
+
+    layers: Sequence[dict[str, StreamStatistics]]
+    about: dict[str, str] = field(default_factory=dict)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file whole or not at all.
+
+        Raises:
+            OSError: the folder does not exist or cannot be written.
+        """
+        from safetensors.torch import save_file  # noqa: PLC0415 - only files need it
+
+        target = Path(path)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.part")
+        tensors = {
+            f"layers.{index}.{stream}.{part}": getattr(found, part)
+            .to("cpu", torch.float32)
+            .contiguous()
+            for index, layer in enumerate(self.layers)
+            for stream, found in layer.items()
+            for part in PARTS
+        }
+        tokens = [{name: found.tokens for name, found in layer.items()} for layer in self.layers]
+        metadata = {
+            "format": FORMAT,
+            "version": str(VERSION),
+            "tokens": json.dumps(tokens),
+            "about": json.dumps(self.about),
+        }
+        try:
+            save_file(tensors, str(partial), metadata=metadata)
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """Reads a file `save` wrote.
+
+        Raises:
+            CalibrationError: no such file, a damaged one, or one of another kind or version.
+        """
+        from safetensors import SafetensorError, safe_open  # noqa: PLC0415
+
+        if not Path(path).is_file():
+            raise CalibrationError(f"{path} does not exist; caramba_fast.calibrate makes one")
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                metadata = file.metadata() or {}
+                _check_header(metadata, path)
+                layers = [
+                    {
+                        stream: _statistics(file, f"layers.{index}.{stream}", int(count))
+                        for stream, count in streams.items()
+                    }
+                    for index, streams in enumerate(json.loads(metadata["tokens"]))
+                ]
+                about = json.loads(metadata.get("about", "{}"))
+        except CalibrationError:
+            raise
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CalibrationError(f"{path} cannot be read as a calibration: {error}") from error
+        return cls(layers, about)
+
+
+def _check_header(metadata: dict[str, str], path: str | Path) -> None:
+    if metadata.get("format") != FORMAT:
+        raise CalibrationError(f"{path} is a safetensors file, but no calibration")
+    if metadata.get("version") != str(VERSION):
+        raise CalibrationError(
+            f"{path} is a calibration of version {metadata.get('version')}; version {VERSION} is read"
+        )
+
+
+def _statistics(file: Any, name: str, tokens: int) -> StreamStatistics:
+    mean, std, diversity = (file.get_tensor(f"{name}.{part}") for part in PARTS)
+    return StreamStatistics(mean, std, diversity, tokens)

@@ -1,0 +1,278 @@
+"""``caramba-fast quality``: what each cache costs a model, measured on text."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from caramba_fast.cache import Calibration, DecoupledLayerShape
+from caramba_fast.cli.generate import check_device
+from caramba_fast.models import (
+    Transformer,
+    demo_tokenizer,
+    held_out_text,
+    load_demo,
+    load_model,
+    load_tokenizer,
+)
+from caramba_fast.quality import CacheQuality, QualityReport, RecallFormat, cached_forward, measure
+from caramba_fast.quality.calibrate import calibrate
+from caramba_fast.quality.hard import hard_variants
+from caramba_fast.quality.plot import save_plot
+from caramba_fast.quality.recall import token_ids
+
+#: Caches measured by default, for standard and for decoupled attention.
+STANDARD = ("q8", "q8/q4", "q4", "q4:plain", "nf4", "nf4:plain")
+DECOUPLED = ("q8", "q4/q8/q4", "q4", "q4:plain", "nf4", "nf4:plain")
+DEMO = "demo"
+DEFAULT_CONTEXT = 1024
+#: Tokens at the start of the text that are read for `calibrate` and not measured.
+CALIBRATION_TOKENS = 2048
+PARTS, TABLE, REPORT, PICTURE = "parts", "quality.csv", "quality.json", "quality.png"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with its tokenizer; ``demo`` is the demo model's name, None for a checkpoint."""
+
+    name: str
+    model: Transformer
+    tokenizer: Tokenizer
+    demo: str | None
+
+
+def run_quality(
+    name: str,
+    text: str | None,
+    caches: Sequence[str],
+    contexts: Sequence[int],
+    out: Path | None,
+    *,
+    baseline: str,
+    tokens: int,
+    needles: int,
+    calibrated: bool,
+    device: str,
+    console: Console | None = None,
+) -> QualityReport:
+    """Measures, prints the tables, writes the files into ``out``, and returns the report.
+
+    Raises:
+        ValueError, FileNotFoundError, ModuleNotFoundError: what is wrong, and what is allowed.
+    """
+    console = console or Console()
+    check_device(device)
+    subject = load_subject(name, device)
+    ids = read_text(subject, text)
+    calibration = None
+    if calibrated:
+        calibration, ids = _calibration(subject.model, ids)
+    form = _recall_format(subject.tokenizer) if needles else None
+    first = token_ids(subject.tokenizer, "", special=True)
+    with _progress(console) as progress, _warnings_to(console):
+        task = progress.add_task(name, total=None)
+        report = measure(
+            cached_forward(subject.model, calibration=calibration),
+            caches or _default_caches(subject.model),
+            text_ids=ids,
+            recall=form,
+            contexts=check_contexts(subject.model, contexts),
+            tokens=tokens,
+            needles=needles,
+            baseline=baseline,
+            bos_token_id=int(first[0]) if len(first) == 1 else None,
+            folder=None if out is None else out / PARTS,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    report.about["name"] = name
+    for context in report.contexts:
+        console.print(table(report, context, name))
+    _print_notes(console, report)
+    if out is not None:
+        write(report, out, name, console)
+    return report
+
+
+def load_subject(name: str, device: str) -> Subject:
+    """``demo:gqa``, a hard variant such as ``demo:gqa/outliers-8``, or a checkpoint folder."""
+    kind, colon, demo = name.partition(":")
+    if kind != DEMO or not colon:
+        folder = Path(name)
+        if not folder.is_dir():
+            raise ValueError(
+                f"{name!r} is neither a checkpoint folder nor a demo model; known are "
+                f"{', '.join(f'{DEMO}:{known}' for known in ('gqa', 'dba'))}"
+            )
+        return Subject(name, load_model(folder, device=device), load_tokenizer(folder), None)
+    demo, slash, variant = demo.partition("/")
+    variants = hard_variants(demo)
+    if not slash:
+        return Subject(name, load_demo(demo, device=device), demo_tokenizer(demo), demo)
+    if variant not in variants:
+        raise ValueError(
+            f"unknown variant {variant!r} of {DEMO}:{demo}; known are {', '.join(variants)}"
+        )
+    return Subject(name, variants[variant]().to(device), demo_tokenizer(demo), demo)
+
+
+def read_text(subject: Subject, text: str | None) -> np.ndarray:
+    """Token ids of the text to measure on: a file, or the text the demo models have not seen."""
+    if text is None and subject.demo is None:
+        raise ValueError(
+            f"{subject.name} needs a text to be measured on: --text FILE, of a kind the model is used for "
+            f"and has not been trained on (--text {DEMO} takes the demo models' Python source)"
+        )
+    if text is None or text == DEMO:
+        content = held_out_text()
+    elif not Path(text).is_file():
+        raise FileNotFoundError(f"--text {text} is not a file; give one, or '{DEMO}'")
+    else:
+        try:
+            content = Path(text).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--text {text} is not UTF-8 text: {error}") from error
+    ids = token_ids(subject.tokenizer, content)
+    if len(ids) and int(ids.max()) >= subject.model.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {subject.name} gives token {int(ids.max())}; the model knows "
+            f"{subject.model.vocab_size}: they do not belong together"
+        )
+    return ids
+
+
+def check_contexts(model: Transformer, contexts: Sequence[int]) -> list[int]:
+    """The contexts asked for, or the default one."""
+    most = model.config.max_position_embeddings
+    wrong = [context for context in contexts if not 2 <= context <= most]
+    if wrong:
+        raise ValueError(
+            f"context is {wrong[0]}; 2 to {most} (the model's max_position_embeddings) is allowed"
+        )
+    return list(dict.fromkeys(contexts)) or [min(DEFAULT_CONTEXT, most)]
+
+
+def _default_caches(model: Transformer) -> Sequence[str]:
+    return DECOUPLED if isinstance(model.cache_layout[0], DecoupledLayerShape) else STANDARD
+
+
+def _calibration(model: Transformer, ids: np.ndarray) -> tuple[Calibration, np.ndarray]:
+    """Statistics from the start of the text, and the rest of it."""
+    used = ids[:CALIBRATION_TOKENS]
+    window = min(len(used), model.config.max_position_embeddings)
+    rows = used[: len(used) // window * window].reshape(-1, window) if window else used[None]
+    return calibrate(model, rows), ids[CALIBRATION_TOKENS:]  # type: ignore[arg-type]
+
+
+def _recall_format(tokenizer: Tokenizer) -> RecallFormat:
+    try:
+        return RecallFormat.of(tokenizer)
+    except ValueError as error:
+        raise ValueError(f"{error} (--needles 0)") from error
+
+
+@contextmanager
+def _warnings_to(console: Console) -> Iterator[None]:
+    """Shows warnings as plain lines above the progress bar."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: console.print(
+            f"warning: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True
+        )
+        yield
+
+
+def _progress(console: Console) -> Progress:
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    return Progress(*columns, console=console, transient=True)
+
+
+def table(report: QualityReport, context: int, name: str) -> Table:
+    """The figures of all caches at one context."""
+    rows = [row for row in report.rows if row.context == context]
+    found = Table(
+        title=f"{name}, context {context}", title_justify="left", box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    found.add_column("cache", overflow="fold", min_width=12)
+    headings = ["bytes/\ntoken", "ΔNLL\nmnat", "PPL\nratio", "KL\nmnat", "KL p99\nmnat",
+                "same\ntop-1", "accept"]  # fmt: skip
+    if rows[0].needles:
+        headings += ["needles\nfound", "Δ answer\nmnat"]
+    for heading in headings:
+        found.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        cells = [
+            f"{row.kind} *" if row.pareto else row.kind,
+            f"{row.cache_bytes_per_token:.0f}",
+            _thousandths(row, "delta_nll", "+"),
+            f"{row.ppl_ratio:.4f}",
+            _thousandths(row, "mean_kl"),
+            _three_digits(1000 * row.p99_kl),
+            f"{row.top1_agreement:.1%}",
+            f"{row.acceptance:.1%}",
+        ]
+        if rows[0].needles:
+            cells += [f"{row.recall:.1%}", _thousandths(row, "delta_needle_nll", "+")]
+        found.add_row(*cells)
+    return found
+
+
+def _thousandths(row: CacheQuality, figure: str, sign: str = "") -> str:
+    """A figure in thousandths, with half its interval, to two digits of the latter."""
+    value, (low, high) = 1000 * getattr(row, figure), row.ci[figure]
+    half = 500 * (high - low)
+    if not math.isfinite(half) or half == 0:
+        return f"{value:{sign}.3g}"
+    digits = max(0, 1 - math.floor(math.log10(half)))
+    return f"{value:{sign}.{min(digits, 2)}f}±{half:.{min(digits, 2)}f}"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _print_notes(console: Console, report: QualityReport) -> None:
+    base = report.rows[0]
+    needles = answers = ""
+    if base.needles:
+        needles = f" and {base.needles:,} needles"
+        answers = "Δ answer: how much less likely the needles' answers are. "
+    console.print(
+        f"Against {base.kind}, on {base.tokens:,} predictions in {base.windows} windows of text{needles}, at each "
+        "context; ± is half a 95% confidence interval over windows. Bytes: a whole cache of the context, divided "
+        "by its tokens. mnat: thousandths of a nat. accept: share of drafted tokens speculative sampling would "
+        f"keep. {answers}*: no other cache is both smaller and closer to the baseline.",
+        style="dim",
+        highlight=False,
+    )
+
+
+def write(report: QualityReport, out: Path, name: str, console: Console) -> None:
+    """The files, and what they are."""
+    report.to_csv(out / TABLE)
+    report.to_json(out / REPORT)
+    files: list[Any] = [out / TABLE, out / REPORT]
+    try:
+        save_plot(report, out / PICTURE, name)
+        files.append(out / PICTURE)
+    except ModuleNotFoundError as error:
+        console.print(f"no picture: {error}", style="yellow", markup=False)
+    console.print(f"Written: {', '.join(map(str, files))}.", highlight=False, soft_wrap=True)
+    console.print(
+        f"Finished parts are in {out / PARTS}: another run into this folder only measures what is new.",
+        style="dim", highlight=False, soft_wrap=True,
+    )  # fmt: skip

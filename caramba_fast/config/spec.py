@@ -1,0 +1,138 @@
+"""How a cache is written in one word: ``"q4"``, ``"q8/q4"``, ``"q4:rotate,residual_len=32/q8:plain"``.
+
+A spec names a kind for each stream (one for all, K/V, or K_sem/K_geo/V) and, behind a colon, options of
+`KVCacheTensorConfig`. A kind alone means that kind with its defaults (`DEFAULTS`), which were chosen by
+measurement (docs/quality.md); ``plain`` leaves the defaults out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from caramba_fast.config.errors import explain
+from caramba_fast.config.kvcache import KVCacheKind, KVCacheTensorConfig
+from caramba_fast.formats import KIND_NAMES
+
+#: Settings of each kind, for keys and for values, where they differ from KVCacheTensorConfig's.
+DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {}
+
+#: Settings all streams of a layer share.
+SHARED = ("residual_len", "tail_slack", "sink_len")
+STREAMS = {1: ("k_cfg", "v_cfg"), 2: ("k_cfg", "v_cfg"), 3: ("k_sem_cfg", "k_geo_cfg", "v_cfg")}
+FLAGS = ("rotate", "center", "scale")
+NUMBERS = ("qblock", *SHARED)
+GRAMMAR = (
+    "kind[:option,...] for all streams, K/V or K_sem/K_geo/V; kinds are "
+    f"{', '.join(KIND_NAMES)}; options are plain, {', '.join(FLAGS)}, "
+    f"fit=amax|mse, {', '.join(f'{name}=N' for name in NUMBERS)}"
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stream of a spec: its kind, whether defaults are left out, and the options given."""
+
+    kind: KVCacheKind
+    plain: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        """Reads ``kind[:option,...]``; raises ValueError naming what is allowed."""
+        kind, colon, rest = text.partition(":")
+        names = rest.split(",") if colon else []
+        given: dict[str, Any] = {}
+        for name in (name for name in names if name != "plain"):
+            key, value = _option(name, text)
+            if key in given:
+                raise ValueError(f"cache spec {text!r} gives {key} twice")
+            given[key] = value
+        return cls(KVCacheKind(kind), "plain" in names, given)
+
+    def __str__(self) -> str:
+        words = ["plain"] if self.plain else []
+        for key, value in sorted(self.options.items()):
+            words.append(key if value is True else f"{key}={str(value).lower()}")
+        return self.kind.value + (":" + ",".join(words) if words else "")
+
+
+def _option(text: str, spec: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if key in FLAGS and value in ("", "true", "false"):
+        return key, value != "false"
+    if key in NUMBERS and equals and value.isdecimal():
+        return key, int(value)
+    if key == "fit" and equals:
+        return key, value
+    raise ValueError(f"cache spec {spec!r} has the option {text!r}; {GRAMMAR}")
+
+
+def parse_spec(spec: KVCacheKind | str) -> list[Part]:
+    """The parts of a spec.
+
+    Raises:
+        ValueError: an unknown kind or option, or more than three parts; the message has the grammar.
+    """
+    text = spec.value if isinstance(spec, KVCacheKind) else spec
+    if not isinstance(text, str) or text.count("/") > 2:
+        raise ValueError(f"cache spec is {spec!r}; {GRAMMAR}")
+    parts = [Part.parse(part) for part in text.split("/")]
+    if len(parts) > 1 and parts[-1].options.get("center"):
+        raise ValueError(f"cache spec {text!r} centers values; center is for keys")
+    return parts
+
+
+def spec_name(spec: KVCacheKind | str) -> str:
+    """The spec in canonical words: full kind names, options in order."""
+    return "/".join(str(part) for part in parse_spec(spec))
+
+
+def kind_names(spec: KVCacheKind | str) -> tuple[str, ...]:
+    """The kinds a spec names, without options: one for all streams, K/V, or K_sem/K_geo/V."""
+    return tuple(part.kind.value for part in parse_spec(spec))
+
+
+def cache_configs(spec: KVCacheKind | str, **fields: Any) -> dict[str, Any]:
+    """Storage of each stream, as keyword arguments of the caches.
+
+    Args:
+        spec: "q4", "q8/q4" (K/V), "q4/q8/q4" (K_sem/K_geo/V of decoupled attention), with options.
+        fields: fields of `KVCacheTensorConfig` for all streams, where the spec says nothing; None leaves
+            a field to the kind's defaults. ``center`` goes to keys alone.
+
+    Raises:
+        ValueError: a spec that is no such thing, a setting out of range, or streams that disagree on
+            what a layer shares (residual_len, tail_slack, sink_len).
+    """
+    parts = parse_spec(spec)
+    streams = STREAMS[len(parts)]
+    if len(parts) == 1:
+        parts = parts * len(streams)
+    given = {name: value for name, value in fields.items() if value is not None}
+    chosen: dict[str, dict[str, Any]] = {}
+    for stream, part in zip(streams, parts, strict=True):
+        role = "v" if stream == "v_cfg" else "k"
+        defaults = {} if part.plain else DEFAULTS.get(part.kind.value, {}).get(role, {})
+        settings = {**defaults, **given, **part.options}
+        if role == "v":
+            settings.pop("center", None)
+        chosen[stream] = {"kind": part.kind, **settings}
+    for name in SHARED:
+        _share(name, chosen, [part.options[name] for part in parts if name in part.options])
+    try:
+        return {stream: KVCacheTensorConfig(**settings) for stream, settings in chosen.items()}
+    except ValidationError as error:
+        raise ValueError(explain(error)) from error
+
+
+def _share(name: str, chosen: dict[str, dict[str, Any]], explicit: list[int]) -> None:
+    """One value for all streams: the one asked for, else the largest of the defaults."""
+    if len(set(explicit)) > 1:
+        raise ValueError(f"{name} must be the same for all streams of a layer, got {explicit}")
+    found = explicit or [settings[name] for settings in chosen.values() if name in settings]
+    if found:
+        for settings in chosen.values():
+            settings[name] = max(found)

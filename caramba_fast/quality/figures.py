@@ -1,0 +1,206 @@
+"""From scores, position by position, to the figures of a cache, each with its 95% confidence interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from caramba_fast.config import KVCacheKind
+from caramba_fast.models import LanguageModel
+from caramba_fast.quality.compare import Scores, compare
+from caramba_fast.quality.forward import CacheSize, cache_size, cached_forward
+from caramba_fast.quality.intervals import (
+    Interval,
+    mean_interval,
+    paired_interval,
+    quantile_interval,
+    share_interval,
+)
+
+#: Quarters of the text in which needles are counted apart; 0 is its start.
+DEPTHS = ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0))
+
+
+@dataclass(frozen=True)
+class CacheQuality:
+    """Figures of one cache on text of one context length.
+
+    Attributes:
+        kind: cache spec.
+        tokens: predictions measured.
+        nll: mean negative log likelihood, nats per token.
+        delta_nll: nll minus the baseline's on the same tokens.
+        ppl_ratio: exp(delta_nll).
+        mean_kl: mean KL(baseline ‖ candidate) of the next-token distributions, nats.
+        top1_agreement: share of positions where both rank the same token first.
+        bytes_per_token: bytes of codes and scales that one cached token takes.
+        p99_kl: 99th percentile of the KL.
+        acceptance: mean Σ min(p_baseline, p_candidate): the share of tokens drawn through this cache that
+            speculative sampling against the baseline would keep.
+        bits_per_value: of codes and scales, for each cached number.
+        cache_bytes_per_token: bytes of a whole cache of ``context`` tokens, tail, sinks and unused slots
+            included, divided by ``context``.
+        context: tokens of a text window; predictions are made after 1 to context - 1 of them.
+        windows: independent samples of the intervals.
+        needles: needles asked for; 0 where they are off.
+        recall: share of needles answered exactly (greedy), or nan.
+        delta_recall: recall minus the baseline's on the same needles, or nan.
+        delta_needle_nll: nats by which the answers are less likely than with the baseline, or nan; moves
+            long before a needle is lost.
+        pareto: no other cache of the report has both a lower mean_kl and fewer cache bytes.
+        ci: 95% confidence interval (low, high) of each figure that has one, by name; nan for one window.
+    """
+
+    kind: str
+    tokens: int
+    nll: float
+    delta_nll: float
+    ppl_ratio: float
+    mean_kl: float
+    top1_agreement: float
+    bytes_per_token: float
+    p99_kl: float = math.nan
+    acceptance: float = math.nan
+    bits_per_value: float = math.nan
+    cache_bytes_per_token: float = math.nan
+    context: int = 0
+    windows: int = 0
+    needles: int = 0
+    recall: float = math.nan
+    delta_recall: float = math.nan
+    delta_needle_nll: float = math.nan
+    pareto: bool = False
+    ci: dict[str, Interval] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NeedleQuality:
+    """Retrieval through one cache of needles given in one stretch of the text.
+
+    Attributes:
+        kind: cache spec.
+        context: tokens of a row.
+        depth_from, depth_to: where the needles stood, as shares of the text before the questions.
+        needles: how many.
+        recall: share answered exactly (greedy).
+        delta_recall: recall minus the baseline's on the same needles.
+        delta_needle_nll: nats by which the answers are less likely than with the baseline.
+        ci: 95% confidence interval (low, high) of the last three, rows being the samples.
+    """
+
+    kind: str
+    context: int
+    depth_from: float
+    depth_to: float
+    needles: int
+    recall: float
+    delta_recall: float
+    delta_needle_nll: float
+    ci: dict[str, Interval] = field(default_factory=dict)
+
+
+def cache_quality(
+    kind: str,
+    scores: Scores,
+    baseline: Scores,
+    size: CacheSize,
+    recall: NeedleQuality | None = None,
+) -> CacheQuality:
+    """The figures of text windows, one a row of the scores.
+
+    Args:
+        kind: cache spec.
+        scores: of the cache, (W, context - 1).
+        baseline: of the baseline on the same windows.
+        size: bytes of the cache.
+        recall: retrieval over the whole depth, if needles were measured.
+    """
+    nll, nll_ci = mean_interval(scores.nll)
+    delta, delta_ci = mean_interval(scores.nll.astype(np.float64) - baseline.nll)
+    kl, kl_ci = mean_interval(scores.kl, within=(0.0, math.inf))
+    p99, p99_ci = quantile_interval(scores.kl, 0.99)
+    same, same_ci = share_interval(scores.same)
+    if scores is baseline:  # equal by definition, not by observation
+        same_ci = (1.0, 1.0)
+    accept, accept_ci = mean_interval(scores.accept, within=(0.0, 1.0))
+    ci = {
+        "nll": nll_ci, "delta_nll": delta_ci, "ppl_ratio": (_exp(delta_ci[0]), _exp(delta_ci[1])),
+        "mean_kl": kl_ci, "p99_kl": p99_ci, "top1_agreement": same_ci, "acceptance": accept_ci,
+    }  # fmt: skip
+    needles: dict[str, Any] = {}
+    if recall is not None:
+        needles = {name: getattr(recall, name) for name in recall.ci}
+        ci.update(recall.ci)
+    return CacheQuality(
+        kind=kind, tokens=scores.nll.size, nll=nll, delta_nll=delta, ppl_ratio=_exp(delta),
+        mean_kl=kl, top1_agreement=same, bytes_per_token=size.bytes_per_token, p99_kl=p99,
+        acceptance=accept, bits_per_value=size.bits_per_value,
+        cache_bytes_per_token=size.cache_bytes_per_token, context=scores.shape[1] + 1,
+        windows=scores.shape[0], needles=0 if recall is None else recall.needles, ci=ci, **needles,
+    )  # fmt: skip
+
+
+def _exp(value: float) -> float:
+    """exp, infinite where it overflows: a broken cache may lose any number of nats."""
+    return math.exp(value) if not value > 700 else math.inf
+
+
+def needle_quality(
+    kind: str,
+    context: int,
+    scores: Scores,
+    baseline: Scores,
+    depths: np.ndarray,
+    between: tuple[float, float] = (0.0, 1.0),
+) -> NeedleQuality:
+    """Retrieval of the needles whose depth lies in ``between``.
+
+    Args:
+        kind: cache spec.
+        context: tokens of a row.
+        scores: of the cache at the questions, (R, pairs).
+        baseline: of the baseline at the same questions.
+        depths: (R, pairs), 0 to 1.
+        between: from the first share of the text up to but without the second (1 is within).
+    """
+    low, high = between
+    chosen = (depths >= low) & ((depths < high) | (high >= 1))
+    rate, rate_ci = share_interval(scores.correct, chosen)
+    delta, delta_ci = paired_interval(scores.correct, baseline.correct, chosen)
+    if scores is baseline:  # equal by definition, not by observation
+        delta_ci = (0.0, 0.0)
+    nll, nll_ci = mean_interval(scores.nll.astype(np.float64) - baseline.nll, chosen)
+    ci = {"recall": rate_ci, "delta_recall": delta_ci, "delta_needle_nll": nll_ci}
+    return NeedleQuality(kind, context, low, high, int(chosen.sum()), rate, delta, nll, ci)
+
+
+def compare_caches(
+    model: LanguageModel,
+    ids: Tensor,
+    kinds: Sequence[KVCacheKind | str],
+    *,
+    baseline: KVCacheKind | str = KVCacheKind.FP16,
+) -> list[CacheQuality]:
+    """Measures each kind of cache against the baseline on the same tokens.
+
+    Args:
+        model: the model.
+        ids: (B, T) token ids of real text; each row is a sample of the confidence intervals.
+        kinds: cache specs to measure; "q8/q4" stores K and V differently.
+        baseline: the cache to compare with.
+
+    Returns:
+        one `CacheQuality` a kind, in order.
+    """
+    names = [kind.value if isinstance(kind, KVCacheKind) else kind for kind in (baseline, *kinds)]
+    sizes = [cache_size(model.cache_layout, name, ids.shape[-1]) for name in names]
+    scores = compare(cached_forward(model), ids, names[1:], names[0])
+    return [
+        cache_quality(name, scores[name], scores[names[0]], size)
+        for name, size in zip(names[1:], sizes[1:], strict=True)
+    ]

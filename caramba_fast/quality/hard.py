@@ -1,0 +1,174 @@
+"""Hard variants of a model: the same function, with keys or values that are harder to quantize.
+
+Small models have no outlier channels of their own, large ones do, and what a 4-bit cache costs is
+decided by them: one channel sets the scale of the block it lies in. Attention lets them be made without
+training. With RoPE a key pair may grow by any factor if the query pair shrinks by it, because both dims of a
+pair turn together; a value channel may grow if the output projection's column shrinks. Logits stay what they
+were, so that whatever a cache loses on such a model, it loses to outliers.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from caramba_fast.models import Transformer, load_demo
+from caramba_fast.models.decoupled import DecoupledAttention
+from caramba_fast.models.demos import NAMES
+from caramba_fast.models.transformer import Attention
+
+
+@torch.no_grad()
+def scale_key_pairs(
+    model: Transformer, low: float, high: float, *, count: int = 2, seed: int = 0
+) -> Transformer:
+    """A copy of ``model`` with some RoPE pairs of K larger and those of Q smaller.
+
+    Of every layer and kv head ``count`` pairs grow, each by a factor of its own; the queries of the
+    head's whole group shrink by it. Decoupled attention: ``count`` pairs of K_geo, and as many single
+    channels of K_sem, which has no RoPE. With q/k norm the norms' weights carry the factors; as all
+    heads of a layer share them, so do they share the pairs.
+
+    Args:
+        model: a native model; it is left as it is.
+        low: smallest factor.
+        high: largest factor; factors are log-uniform in between. Powers of two are exact in any dtype.
+        count: pairs of each kv head.
+        seed: which pairs, which factors.
+
+    Raises:
+        ValueError: factors that are not 0 < low <= high, or more pairs than a head has.
+    """
+    draw = _Draw(low, high, count, seed)
+    changed = copy.deepcopy(model)
+    for attention in _attentions(changed):
+        if isinstance(attention, DecoupledAttention):
+            _scale_decoupled_keys(attention, draw)
+        else:
+            _scale_keys(attention, draw)
+    return changed
+
+
+@torch.no_grad()
+def scale_value_channels(
+    model: Transformer, low: float, high: float, *, count: int = 2, seed: int = 0
+) -> Transformer:
+    """A copy of ``model`` with some channels of V larger and their columns of o_proj smaller.
+
+    Args:
+        model: a native model, of standard or decoupled attention; it is left as it is.
+        low: smallest factor.
+        high: largest factor; factors are log-uniform in between. Powers of two are exact in any dtype.
+        count: channels of each kv head.
+        seed: which channels, which factors.
+
+    Raises:
+        ValueError: factors that are not 0 < low <= high, or more channels than a head has.
+    """
+    draw = _Draw(low, high, count, seed)
+    changed = copy.deepcopy(model)
+    for attention in _attentions(changed):
+        heads, groups = attention.n_kv_heads, attention.n_heads // attention.n_kv_heads
+        factors = draw(heads, attention.v_proj.out_features // heads)
+        _scale_rows(attention.v_proj, factors)
+        if isinstance(attention, DecoupledAttention) and attention.has_null:
+            attention.null_v.mul_(factors.to(attention.null_v))
+        columns = factors.repeat_interleave(groups, 0).flatten()
+        attention.o_proj.weight.div_(columns.to(attention.o_proj.weight))
+    return changed
+
+
+def hard_variants(name: str) -> dict[str, Callable[[], Transformer]]:
+    """Hard variants of a demo model, by name; calling one builds it.
+
+    "outliers-8" has key pairs of eight times their size, "outliers-64" of 2 to 64 times,
+    "value-outliers" value channels of 8 to 64 times, and "bias" (gqa) the key biases of
+    `load_demo("gqa_bias")`, which was trained with them.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+    """
+    if name not in NAMES:
+        raise ValueError(f"unknown demo model {name!r}; known are {', '.join(NAMES)}")
+    variants: dict[str, Callable[[], Transformer]] = {
+        "outliers-8": lambda: scale_key_pairs(load_demo(name), 8, 8),
+        "outliers-64": lambda: scale_key_pairs(load_demo(name), 2, 64),
+        "value-outliers": lambda: scale_value_channels(load_demo(name), 8, 64),
+    }
+    if name == "gqa":
+        variants["bias"] = partial(load_demo, "gqa_bias")
+    return variants
+
+
+class _Draw:
+    """Draws factors (heads, channels): 1, but for ``count`` channels of each head."""
+
+    def __init__(self, low: float, high: float, count: int, seed: int) -> None:
+        if not 0 < low <= high < math.inf:
+            raise ValueError(f"factors are {low} to {high}; 0 < low <= high is needed")
+        if count < 1:
+            raise ValueError(f"count is {count}; 1 or more is needed")
+        self.low, self.high, self.count = low, high, count
+        self.rng = np.random.default_rng(seed)
+
+    def __call__(self, heads: int, channels: int) -> Tensor:
+        if self.count > channels:
+            raise ValueError(f"count is {self.count}; a head has {channels} to choose from")
+        factors = np.ones((heads, channels))
+        for row in factors:
+            exponents = self.rng.uniform(math.log2(self.low), math.log2(self.high), self.count)
+            row[self.rng.choice(channels, self.count, replace=False)] = 2.0**exponents
+        return torch.from_numpy(factors)
+
+    def pairs(self, heads: int, head_dim: int) -> Tensor:
+        """(heads, head_dim), the same for both dims of a half-split RoPE pair."""
+        return self(heads, head_dim // 2).repeat(1, 2)
+
+
+def _attentions(model: Transformer) -> Iterator[Attention | DecoupledAttention]:
+    for module in model.model.layers.modules():
+        if isinstance(module, (Attention, DecoupledAttention)):
+            yield module
+
+
+def _scale_keys(attention: Attention, draw: _Draw) -> None:
+    if isinstance(attention.k_norm, nn.RMSNorm) and isinstance(attention.q_norm, nn.RMSNorm):
+        factors = draw.pairs(1, attention.head_dim)[0].to(attention.k_norm.weight)
+        attention.k_norm.weight.mul_(factors)
+        attention.q_norm.weight.div_(factors)
+        return
+    factors = draw.pairs(attention.n_kv_heads, attention.head_dim)
+    _scale_rows(attention.k_proj, factors)
+    _scale_rows(attention.q_proj, _of_queries(attention, factors))
+
+
+def _scale_decoupled_keys(attention: DecoupledAttention, draw: _Draw) -> None:
+    heads = attention.n_kv_heads
+    sem = draw(heads, attention.sem_head)
+    geo = draw.pairs(heads, attention.geo_head)
+    _scale_rows(attention.k_sem_proj, sem)
+    _scale_rows(attention.k_geo_proj, geo)
+    _scale_rows(attention.q_sem_proj, _of_queries(attention, sem))
+    _scale_rows(attention.q_geo_proj, _of_queries(attention, geo))
+    if attention.has_null:
+        attention.null_k_sem.mul_(sem.to(attention.null_k_sem))
+        attention.null_k_geo.mul_(geo.to(attention.null_k_geo))
+
+
+def _of_queries(attention: Attention | DecoupledAttention, factors: Tensor) -> Tensor:
+    """Factors (H_kv, D) of keys -> those (H_q, D) of the queries that meet them."""
+    return factors.reciprocal().repeat_interleave(attention.n_heads // attention.n_kv_heads, 0)
+
+
+def _scale_rows(linear: nn.Linear, factors: Tensor) -> None:
+    """Multiplies the outputs of ``linear`` with factors (heads, D)."""
+    flat = factors.flatten().to(linear.weight)
+    linear.weight.mul_(flat[:, None])
+    if linear.bias is not None:
+        linear.bias.mul_(flat)

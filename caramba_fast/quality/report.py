@@ -1,0 +1,163 @@
+"""QualityReport: the table of a measurement, which caches are worth having, and its files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from caramba_fast.quality.figures import CacheQuality, NeedleQuality
+
+Row = TypeVar("Row", CacheQuality, NeedleQuality)
+_READ: dict[Any, Any] = {
+    "str": str,
+    "int": int,
+    "float": float,
+    "bool": lambda value: value in (True, "True"),
+}
+
+
+@dataclass(frozen=True)
+class QualityReport:
+    """Figures of all caches at all contexts.
+
+    Attributes:
+        rows: by context, the baseline first, then the caches as they were given.
+        needles: retrieval by depth, in the same order; empty without needles.
+        about: what was measured, in plain values.
+    """
+
+    rows: list[CacheQuality] = field(default_factory=list)
+    needles: list[NeedleQuality] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def contexts(self) -> list[int]:
+        """The contexts measured, in order."""
+        return list(dict.fromkeys(row.context for row in self.rows))
+
+    @property
+    def baseline(self) -> str:
+        """The cache all others are compared with."""
+        return str(self.about.get("baseline", ""))
+
+    def row(self, kind: str, context: int | None = None) -> CacheQuality:
+        """The figures of one cache, at the first context by default.
+
+        Raises:
+            KeyError: it was not measured; the message lists what was.
+        """
+        wanted = self.contexts[0] if context is None and self.rows else context
+        for row in self.rows:
+            if (row.kind, row.context) == (kind, wanted):
+                return row
+        known = ", ".join(f"{row.kind} at {row.context}" for row in self.rows)
+        raise KeyError(f"{kind} at {wanted} was not measured; there are {known}")
+
+    def to_json(self, path: str | Path) -> None:
+        """Everything, as JSON: nan is null, infinities are strings."""
+        content = {
+            "about": self.about,
+            "rows": [asdict(row) for row in self.rows],
+            "needles": [asdict(row) for row in self.needles],
+        }
+        text = json.dumps(_plain(content), indent=1, allow_nan=False)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> QualityReport:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: the file is damaged or something else.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            return cls(
+                [_row(CacheQuality, row) for row in content["rows"]],
+                [_row(NeedleQuality, row) for row in content["needles"]],
+                content["about"],
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is not a quality report: {error!r}") from error
+
+    def to_csv(self, path: str | Path) -> None:
+        """The rows, one line each; intervals are columns ``<figure>_low`` and ``<figure>_high``."""
+        lines = [_flat(row) for row in self.rows]
+        columns = dict.fromkeys(name for line in lines for name in line)
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(columns))
+            writer.writeheader()
+            writer.writerows(lines)
+
+
+def read_csv(path: str | Path) -> list[CacheQuality]:
+    """The rows `QualityReport.to_csv` wrote.
+
+    Raises:
+        ValueError: the file is something else.
+    """
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            return [_row(CacheQuality, _nested(line)) for line in csv.DictReader(file)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a table of a quality report: {error!r}") from error
+
+
+def on_pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
+    """For each (cost, loss): is there no other with both at most as large, and one smaller?"""
+    return [
+        not any(
+            cost <= own_cost and loss <= own_loss and (cost, loss) != (own_cost, own_loss)
+            for cost, loss in points
+        )
+        for own_cost, own_loss in points
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _row(kind: type[Row], values: dict[str, Any]) -> Row:
+    given: dict[str, Any] = {}
+    for column in fields(kind):
+        value = values[column.name]
+        if column.name == "ci":
+            given["ci"] = {
+                name: (_number(low), _number(high)) for name, (low, high) in value.items()
+            }
+        else:
+            read = _READ[column.type]
+            given[column.name] = _number(value) if read is float else read(value)
+    return kind(**given)
+
+
+def _flat(row: CacheQuality) -> dict[str, Any]:
+    line = {column.name: getattr(row, column.name) for column in fields(row) if column.name != "ci"}
+    for name, (low, high) in row.ci.items():
+        line.update({f"{name}_low": low, f"{name}_high": high})
+    return line
+
+
+def _nested(line: dict[str, str]) -> dict[str, Any]:
+    ci = {
+        name: (line[f"{name}_low"], line[f"{name}_high"])
+        for name in line
+        if line.get(f"{name}_low") and line.get(f"{name}_high")
+    }
+    return {**line, "ci": ci}

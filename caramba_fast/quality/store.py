@@ -1,0 +1,129 @@
+"""Finished parts of a measurement, kept in a folder so that an interrupted run can be taken up again.
+
+A part is what one cache scored on one batch. Its file is named by a digest of all that decides its numbers,
+and written whole or not at all; ``manifest.json`` says what the folder is about, and nothing else is put
+into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import warnings
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from caramba_fast.config import cache_configs
+from caramba_fast.quality.batches import Batch
+from caramba_fast.quality.compare import Scores
+
+MANIFEST = "manifest.json"
+_DAMAGE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
+
+
+class ScoreStore:
+    """Scores by name, in memory, or also in ``folder``.
+
+    Args:
+        folder: where to keep them; made if missing. None keeps them in memory only.
+        settings: what all parts have in common, plain JSON values.
+
+    Raises:
+        ValueError: the folder was made with other settings (the message names those that differ), or its
+            manifest is damaged.
+    """
+
+    def __init__(self, folder: str | Path | None, settings: dict[str, Any]) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self._digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self.lock():
+                self._claim(self.folder / MANIFEST, settings)
+
+    def lock(self) -> contextlib.AbstractContextManager[Any]:
+        """Held while a part is looked for, measured and written; others that share the folder wait."""
+        if self.folder is None:
+            return contextlib.nullcontext()
+        from filelock import FileLock  # noqa: PLC0415 - only folders need it
+
+        return FileLock(self.folder / ".lock")
+
+    def load(self, spec: str, batch: Batch) -> Scores | None:
+        """What ``spec`` scored on the batch; None if it is not there.
+
+        A damaged file is warned about and counts as missing.
+        """
+        if self.folder is None or not (file := self._file(spec, batch)).is_file():
+            return None
+        try:
+            with np.load(file, allow_pickle=False) as stored:
+                scores = Scores(*(stored[name] for name in Scores.names()))
+            shapes = {getattr(scores, name).shape for name in Scores.names()}
+            if shapes != {batch.scored}:
+                raise ValueError(f"it has scores of shape {shapes}, not {batch.scored}")
+        except _DAMAGE as error:
+            why = str(error) or type(error).__name__
+            warnings.warn(f"{file} is damaged and measured again: {why}", stacklevel=2)
+            return None
+        return scores
+
+    def save(self, spec: str, batch: Batch, scores: Scores) -> None:
+        """Writes the scores, whole or not at all."""
+        if self.folder is not None:
+            with _replacing(self._file(spec, batch)) as stream:
+                np.savez(stream, **vars(scores))
+
+    def _file(self, spec: str, batch: Batch) -> Path:
+        assert self.folder is not None
+        digest = self._digest.copy()
+        for stream, config in cache_configs(spec).items():  # what "q4" means may change
+            digest.update(f"{stream} {config.model_dump_json()}".encode())
+        for array in (batch.ids, batch.positions):
+            if array is not None:
+                digest.update(str(array.shape).encode())
+                digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
+        part = "text" if batch.depths is None else "needles"
+        words = re.sub(r"[^A-Za-z0-9_=-]+", ".", spec)[:60]
+        return self.folder / f"{part}{batch.ids.shape[1]}-{words}-{digest.hexdigest()[:12]}.npz"
+
+    @staticmethod
+    def _claim(file: Path, settings: dict[str, Any]) -> None:
+        """Writes the manifest, or checks that the one there says the same."""
+        if not file.exists():
+            with _replacing(file) as stream:
+                stream.write(json.dumps(settings, indent=1).encode() + b"\n")
+            return
+        try:
+            there = json.loads(file.read_text(encoding="utf-8"))
+            names = sorted(set(there) | set(settings))
+            other = [name for name in names if there.get(name) != settings.get(name)]
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{file} is damaged ({error}); remove the folder to start anew"
+            ) from error
+        if other:
+            found = "; ".join(f"{n} is {there.get(n)!r}, not {settings.get(n)!r}" for n in other)
+            raise ValueError(
+                f"{file.parent} holds another measurement, whose {found}: give another folder, or remove it"
+            )
+
+
+@contextlib.contextmanager
+def _replacing(file: Path) -> Iterator[IO[bytes]]:
+    """A file to write that takes the place of ``file`` when it is whole."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        with partial.open("wb") as stream:
+            yield stream
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
