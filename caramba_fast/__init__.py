@@ -46,7 +46,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "load_demo",
         "load_model",
     ),
-    "quality.calibrate": ("calibrate",),
+    "quality": ("calibrate",),
     "infer": (
         "GenerateConfig",
         "Generator",
@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from caramba_fast.ops import merge_state as merge_state
     from caramba_fast.ops import quantize as quantize
     from caramba_fast.ops import use_backend as use_backend
-    from caramba_fast.quality.calibrate import calibrate as calibrate
+    from caramba_fast.quality import calibrate as calibrate
 
 
 def __getattr__(name: str) -> Any:

@@ -59,7 +59,7 @@ struct Encoder<Format::q8_0> {
 
 template <>
 struct Encoder<Format::q4_0> {
-  static constexpr float kDivisors[] = {-8.0f, -7.5f, -8.5f, -9.0f, -9.5f};
+  static constexpr float kDivisors[] = {-8.0f, -7.25f, -8.5f, -9.0f, -9.5f};
   template <Format T, int N>
   static std::int32_t extreme(const typename Values<T>::Storage* x) {
     return first_largest<T, N>(x);

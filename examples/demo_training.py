@@ -93,6 +93,7 @@ class Curve:
         self._writer = csv.DictWriter(self._file, self.COLUMNS, lineterminator="\n")
         self._writer.writeheader()
         self._writer.writerows(kept)
+        self._file.flush()
 
     @staticmethod
     def read(path: Path) -> list[dict[str, str]]:

@@ -241,7 +241,7 @@ def card(args: argparse.Namespace, held_out: np.ndarray, steps: int, minutes: fl
         f"{minutes:.1f} minutes on {args.threads} CPU core(s), context {CONTEXT}, by KL from `{BASE}`'s own "
         "predictions. The biases are held fixed; "
         "only `q_proj` (weight and bias) and `k_proj.weight` learn. Query rows on the biased pairs start "
-        f"shrunk, so that a bias first adds {INITIAL_SHARE} of what the pair's keys added to the logits.",
+        f"shrunk, so that a bias first adds {INITIAL_SHARE:g} times what the pair's keys added to the logits.",
         "",
         f"| step | tokens | minutes | KL | held-out nats/token | recall at {LENGTH} |",
         "|---:|---:|---:|---:|---:|---:|",
@@ -260,9 +260,9 @@ def card(args: argparse.Namespace, held_out: np.ndarray, steps: int, minutes: fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=PACKAGE)
-    parser.add_argument("--minutes", type=float, default=6.0)
+    parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--batch-tokens", type=int, default=4096)
-    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--rate", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--report", type=int, default=25)

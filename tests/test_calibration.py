@@ -81,7 +81,9 @@ def statistics():
 
 
 def test_files_that_are_none_are_named(tmp_path):
-    with pytest.raises(CalibrationError, match=r"does not exist; caramba_fast\.calibrate makes one"):
+    with pytest.raises(
+        CalibrationError, match=r"does not exist; caramba_fast\.calibrate makes one"
+    ):
         Calibration.load(tmp_path / "none.safetensors")
     path = tmp_path / "other.safetensors"
     save_file({"x": torch.zeros(2)}, str(path))

@@ -80,14 +80,16 @@ def test_greedy_text_through_an_fp32_cache_equals_uncached_text(demo):
     assert cached == tokens
 
 
-def test_stored_prefill_does_not_depend_on_chunks(demo, held_out):
+@pytest.mark.parametrize(("kind", "rounding"), [("q4:plain", 1e-4), ("q4", 5e-3)])
+def test_stored_prefill_does_not_depend_on_chunks(demo, held_out, kind, rounding):
+    """But for values that fall on the other side of a rounding, of which a tail and a rotation have more."""
     model, _ = demo
     prompt = held_out[:300].tolist()
-    settings = dict(cache_kind="q4", prefill="stored", max_new_tokens=1)
+    settings = dict(cache_kind=kind, prefill="stored", max_new_tokens=1)
     whole = Generator(model, **settings).prefill([prompt])
     for chunk in (64, 37):
         pieces = Generator(model, **settings, prefill_chunk=chunk).prefill([prompt])
-        torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=rounding)
 
 
 @pytest.mark.parametrize("kind", ["q8", "q4", "nf4"])

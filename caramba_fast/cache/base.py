@@ -42,6 +42,8 @@ class LayerCache:
         rotary: RoPE of the key streams that have it, by stream name.
         key_bias: statistics of keys that follow from the model's weights (``k_proj.bias``).
         calibration: statistics of streams measured beforehand.
+        constants_from_prompt: whether a first prompt may set what these leave open. What is stored then depends
+            on how that prompt was cut into chunks.
 
     Constants of the transforms a config asks for (center, scale) come from ``key_bias``, ``calibration``
     or the first prompt of at least 64 real tokens, whichever of them there is; without any, keys and values
@@ -66,11 +68,12 @@ class LayerCache:
         rotary: dict[str, Rotary] | None = None,
         key_bias: dict[str, StreamStatistics] | None = None,
         calibration: dict[str, StreamStatistics] | None = None,
+        constants_from_prompt: bool = True,
     ) -> None:
         check_sizes(batch_size, max_seq_len, n_kv_heads, dims, page_size, num_pages)
         check_agreement(configs)
         self.rotary, self._key_bias = rotary or {}, key_bias or {}
-        self._calibration = calibration or {}
+        self._calibration, self._from_prompt = calibration or {}, constants_from_prompt
         heads = {name: dim // n_kv_heads for name, dim in dims.items()}
         check_knowledge(heads, n_kv_heads, self.rotary, self._key_bias, self._calibration)
         self._by_hand = False  # set_transforms has been called
@@ -209,7 +212,7 @@ class LayerCache:
         for name in wanted:
             stream, rotary = self.streams[name], self.rotary.get(name)
             measured = self._calibration.get(name)
-            if measured is None and sum(added) >= MIN_TOKENS:
+            if measured is None and self._from_prompt and sum(added) >= MIN_TOKENS:
                 measured = self._observe(new[name], added, cache_leftpad, rotary)
             center = self._key_bias.get(name, measured)
             found = derive(stream.config, rotary, capacity(self.max_seq_len), center, measured)

@@ -33,7 +33,7 @@ class LayerKVCache(LayerCache):
         n_kv_heads: kv heads; both widths must be multiples of it.
         page_size, num_pages: a paged cache; see `LayerCache`.
         rope: RoPE of the keys, which configs with ``center`` or ``scale`` take into account.
-        key_bias, calibration: where their constants come from; see `LayerCache`.
+        key_bias, calibration, constants_from_prompt: where their constants come from; see `LayerCache`.
 
     Raises:
         ValueError: a size that is not positive or does not divide, a block that does not fit.
@@ -59,6 +59,7 @@ class LayerKVCache(LayerCache):
         rope: Rotary | None = None,
         key_bias: StreamStatistics | None = None,
         calibration: dict[str, StreamStatistics] | None = None,
+        constants_from_prompt: bool = True,
     ) -> None:
         dims = {"k": k_dim, "v": v_dim}
         configs = {"k": k_cfg or KVCacheTensorConfig(), "v": v_cfg or KVCacheTensorConfig()}
@@ -67,6 +68,7 @@ class LayerKVCache(LayerCache):
             rotary={} if rope is None else {"k": rope},
             key_bias={} if key_bias is None else {"k": key_bias},
             calibration=calibration,
+            constants_from_prompt=constants_from_prompt,
         )  # fmt: skip
         self.k, self.v = self.streams["k"], self.streams["v"]
 
@@ -119,7 +121,8 @@ class DecoupledLayerKVCache(LayerCache):
         k_sem_dim, k_geo_dim, v_dim: widths over all kv heads.
         k_sem_cfg, k_geo_cfg, v_cfg: how each is stored; by default fp16.
         rope: RoPE of the geometric keys.
-        calibration: where the constants of ``center`` and ``scale`` come from; see `LayerCache`.
+        calibration, constants_from_prompt: where the constants of ``center`` and ``scale`` come from; see
+            `LayerCache`.
 
     Raises:
         ValueError: as in `LayerKVCache`.
@@ -146,6 +149,7 @@ class DecoupledLayerKVCache(LayerCache):
         num_pages: int | None = None,
         rope: Rotary | None = None,
         calibration: dict[str, StreamStatistics] | None = None,
+        constants_from_prompt: bool = True,
     ) -> None:
         dims = {"k_sem": k_sem_dim, "k_geo": k_geo_dim, "v": v_dim}
         given = {"k_sem": k_sem_cfg, "k_geo": k_geo_cfg, "v": v_cfg}
@@ -154,6 +158,7 @@ class DecoupledLayerKVCache(LayerCache):
             batch_size, max_seq_len, dims, configs, device, n_kv_heads, page_size, num_pages,
             rotary={} if rope is None else {"k_geo": rope},
             calibration=calibration,
+            constants_from_prompt=constants_from_prompt,
         )  # fmt: skip
         self.k_sem, self.k_geo, self.v = (self.streams[name] for name in dims)
 

@@ -63,6 +63,8 @@ class ModelKVCache:
         num_pages: pages of each layer's pool.
         calibration: statistics of this model, from which the constants of ``center`` and ``scale`` are taken
             instead of from the first prompt.
+        constants_from_prompt: whether a first prompt may set constants; by default only with
+            ``prefill="exact"``, since "stored" promises that chunks do not matter.
 
     Raises:
         ValueError: what `LayerKVCache` raises, or a calibration of another model.
@@ -83,6 +85,7 @@ class ModelKVCache:
         page_size: int | None = None,
         num_pages: int | None = None,
         calibration: Calibration | None = None,
+        constants_from_prompt: bool | None = None,
     ) -> None:
         if not layers:
             raise ValueError("layers is empty; one LayerShape a layer is needed")
@@ -94,6 +97,9 @@ class ModelKVCache:
             )
         self.prefill = prefill
         common: dict[str, Any] = dict(device=device, page_size=page_size, num_pages=num_pages)
+        common["constants_from_prompt"] = (
+            prefill == "exact" if constants_from_prompt is None else constants_from_prompt
+        )
 
         measured: Sequence[dict[str, StreamStatistics] | None] = [None] * len(layers)
         if calibration is not None:

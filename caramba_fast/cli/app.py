@@ -64,8 +64,14 @@ def generate(
         str, typer.Option(help="A Hugging Face checkpoint folder, or 'demo'.")
     ] = "demo",
     cache: Annotated[
-        str, typer.Option(help="fp32, fp16, bf16, q8, q4, nf4; or K/V as in q8/q4.")
+        str,
+        typer.Option(
+            help="fp32, fp16, bf16, q8, q4, nf4; K/V as in q8/q4; options as in q4:plain."
+        ),
     ] = "fp16",
+    calibration: Annotated[
+        Path | None, typer.Option(help="A file made by 'caramba-fast calibrate' for this model.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,
@@ -78,13 +84,33 @@ def generate(
     """Continues PROMPT, token by token."""
     settings = dict(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-        max_seq_len=max_seq_len, cache_kind=cache,
+        max_seq_len=max_seq_len, cache_kind=cache, cache_calibration=calibration,
     )  # fmt: skip
     with one_line_errors():
         from caramba_fast.cli.generate import run_generate  # noqa: PLC0415
 
         text = sys.stdin.read() if prompt == "-" else prompt
         run_generate(text, None if model == "demo" else Path(model), settings, device, stats)
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Argument(help="The file to write, a .safetensors file.")],
+    model: Annotated[
+        str, typer.Option(help="A Hugging Face checkpoint folder, demo:gqa or demo:dba.")
+    ] = "demo:gqa",
+    text: Annotated[
+        str | None,
+        typer.Option(help="A text file like what the model will read; demo models need none."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of it to read.", min=64)] = 2048,
+    device: Annotated[str, typer.Option(help="cpu, cuda or mps.")] = "cpu",
+) -> None:
+    """Measures a model's keys and values, so that caches need not learn their constants from a prompt."""
+    with one_line_errors():
+        from caramba_fast.cli.calibrate import run_calibrate  # noqa: PLC0415
+
+        run_calibrate(out, model, text, tokens, device)
 
 
 @app.command()

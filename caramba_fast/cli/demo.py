@@ -29,8 +29,8 @@ from caramba_fast.quality import (
 
 #: Demo model -> what it is, and the caches it is shown with; the first is the baseline.
 SHOWN = {
-    "gqa": ("standard attention (GQA)", ("fp16", "q8", "q4", "nf4")),
-    "dba": ("decoupled attention (DBA)", ("fp16", "q8", "q4", "q4/q8/q4")),
+    "gqa": ("standard attention (GQA)", ("fp16", "q8", "q4", "q4:plain", "nf4")),
+    "dba": ("decoupled attention (DBA)", ("fp16", "q8", "q4", "q4:plain", "q4/q8/q4")),
 }
 PROMPT = '''def read_lines(path, encoding="utf-8"):
     """Return the lines of a text file as a list of strings."""

@@ -27,8 +27,14 @@ from caramba_fast.models import (
     load_model,
     load_tokenizer,
 )
-from caramba_fast.quality import CacheQuality, QualityReport, RecallFormat, cached_forward, measure
-from caramba_fast.quality.calibrate import calibrate
+from caramba_fast.quality import (
+    CacheQuality,
+    QualityReport,
+    RecallFormat,
+    cached_forward,
+    calibrate,
+    measure,
+)
 from caramba_fast.quality.hard import hard_variants
 from caramba_fast.quality.plot import save_plot
 from caramba_fast.quality.recall import token_ids

@@ -36,7 +36,8 @@ class GenerateConfig(BaseModel):
         cache_calibration: a file `caramba_fast.calibrate` made for this model, from which a cache takes
             the constants of its transforms; without one, from the first prompt.
         prefill: "exact": a first prompt attends to its exact K and V; "stored": to what the cache
-            returns, which makes results independent of how a prompt is cut into chunks.
+            returns, which makes results independent of how a prompt is cut into chunks; the constants of
+            the cache's transforms then come from the model or a calibration, never from the prompt.
         prefill_chunk: most prompt tokens of one forward pass, which bounds memory; None for no limit.
             With prefill="exact" only the first chunk attends to exact K and V, so that a chunked
             prompt differs from a whole one by quantization noise.

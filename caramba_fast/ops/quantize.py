@@ -25,10 +25,11 @@ SCHEMA = '(Tensor x, str kind, int block, str fit="amax") -> (Tensor codes, Tens
 FITS = ("amax", "mse")
 
 #: What "mse" tries: the largest value of a block becomes this code (q4_0: -8 is amax's) or this level.
-#: Four to five find nine tenths of what a search over twenty does.
+#: Four to five find nine tenths of what a search over twenty does. None puts that value halfway between two
+#: codes (as 7.5 would), where the last bit of the input would decide.
 CANDIDATES: dict[str, tuple[float, ...]] = {
     "q8_0": (127.0,),
-    "q4_0": (8.0, 7.5, 8.5, 9.0, 9.5),
+    "q4_0": (8.0, 7.25, 8.5, 9.0, 9.5),
     "nf4": (1.0, 1.0869565, 1.1904762, 1.3157895),
 }
 

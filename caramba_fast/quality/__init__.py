@@ -1,5 +1,6 @@
 """Quality: what storing K and V in a given kind costs a model, measured on real text."""
 
+from caramba_fast.quality.calibrate import calibrate
 from caramba_fast.quality.compare import Scores, compare
 from caramba_fast.quality.figures import (
     CacheQuality,
@@ -33,6 +34,7 @@ __all__ = [
     "cache_quality",
     "cache_size",
     "cached_forward",
+    "calibrate",
     "compare",
     "compare_caches",
     "draw_needles",

@@ -116,7 +116,7 @@ class CachedForward:
         rows, length = ids.shape
         chunk = max(1, min(self.chunk, MOST_LOGITS // (rows * self.model.vocab_size)))
         cache = ModelKVCache(
-            self.layout, rows, length, device=self.model.device, prefill="stored",
+            self.layout, rows, length, device=self.model.device, prefill="stored", constants_from_prompt=True,
             calibration=self.calibration, **_with_room(cache_configs(spec), chunk),
         )  # fmt: skip
         for part in ids.to(self.model.device).split(chunk, dim=1):

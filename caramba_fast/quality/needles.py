@@ -49,6 +49,7 @@ def retrieval_rate(
             longest,
             device=model.device,
             prefill="stored",
+            constants_from_prompt=True,
             **configs,
         )
         logits = model.forward(

@@ -33,7 +33,7 @@ LOOKUP = tl.constexpr(NF4_LOOKUP)
 FITS = ("amax", "mse")
 #: What fit "mse" divides a block's largest value by, a row for each format's index; "amax" takes the first.
 CANDIDATES = tl.constexpr(
-    ((), (), (), (127.0,), (8.0, 7.5, 8.5, 9.0, 9.5), (1.0, 1.0869565, 1.1904762, 1.3157895))
+    ((), (), (), (127.0,), (8.0, 7.25, 8.5, 9.0, 9.5), (1.0, 1.0869565, 1.1904762, 1.3157895))
 )
 LARGEST_BLOCK_LOG2 = tl.constexpr(7)
 

@@ -1,0 +1,30 @@
+"""``caramba-fast calibrate``: a file with statistics of a model's keys and values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import typer
+
+from caramba_fast.cli.generate import check_device
+from caramba_fast.cli.quality import load_subject, read_text
+from caramba_fast.quality import calibrate
+
+
+def run_calibrate(out: Path, name: str, text: str | None, tokens: int, device: str) -> None:
+    """Reads the text once and writes the file.
+
+    Raises:
+        ValueError, FileNotFoundError: what is wrong with the model, the text or the file to write.
+    """
+    check_device(device)
+    if out.suffix != ".safetensors" or not out.parent.is_dir():
+        raise ValueError(f"{out} must be a .safetensors file in a folder that exists")
+    subject = load_subject(name, device)
+    ids = read_text(subject, text)[:tokens]
+    window = min(len(ids), subject.model.config.max_position_embeddings)
+    rows = torch.from_numpy(ids[: len(ids) // max(window, 1) * window].reshape(-1, max(window, 1)))
+    found = calibrate(subject.model, rows, about={"model": name, "text": text or "demo"})
+    found.save(out)
+    typer.echo(f"{out}: {rows.numel()} tokens, {len(found.layers)} layers")

@@ -1,0 +1,151 @@
+"""Which tokens a query row can see, cut into splits: by the device, from lengths the host never reads.
+
+A program attends to one split of one lane. How many splits there are at most is the host's choice
+(`plan`), from shapes alone, so that one CUDA graph serves every length; how long a split is follows
+from the row's own visible range, and programs beyond it leave at once.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+#: Where a program reads its keys from.
+CODES, TAIL, SINKS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+#: Published for a GH200: a program costs as much as ten more tiles, merging one split a fifth of a tile.
+PROGRAM_OVERHEAD, MERGE_OVERHEAD = 10.0, 0.22
+#: Shortest split in tokens, and how many splits there are at most.
+SHORTEST, MOST_SPLITS = 128, 128
+#: A row that is short, for which the shortest split is chosen.
+SHORT_ROW = 1024
+#: Programs of 4 warps an SM holds at once, by registers (about 200 a thread).
+RESIDENT = 2
+#: Processors assumed where there is no GPU (the interpreter).
+ASSUMED_PROCESSORS = 4
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """SMs (or compute units) of a device."""
+    if device.type != "cuda":
+        return ASSUMED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def cheapest(tiles: int, programs: int, slots: int) -> int:
+    """How many splits make ``tiles`` of each of ``programs`` (batch, lane) rows finish first.
+
+    The model is waves * (tiles of a split + overhead) + merge * splits.
+    """
+
+    def cost(splits: int) -> float:
+        waves = -(-programs * splits // slots)
+        return waves * (-(-tiles // splits) + PROGRAM_OVERHEAD) + MERGE_OVERHEAD * splits
+
+    return min(range(1, min(tiles, MOST_SPLITS) + 1), key=cost)
+
+
+def plan(
+    tokens: int, tile: int, programs: int, device: torch.device, wanted: int
+) -> tuple[int, int]:
+    """(splits at most, tiles a split has at least), from shapes alone.
+
+    Args:
+        tokens: capacity of a row, or the reach of its window.
+        tile: tokens of a tile.
+        programs: rows times lanes.
+        wanted: splits the caller asked for, 0 for none.
+    """
+    tiles = max(1, triton.cdiv(tokens, tile))
+    if wanted:
+        return min(wanted, tiles), 1
+    slots = processors(device) * RESIDENT
+    short = min(tiles, triton.cdiv(SHORT_ROW, tile))
+    shortest = triton.cdiv(SHORTEST, tile)
+    least = max(shortest, triton.cdiv(short, cheapest(short, programs, slots)))
+    return max(1, min(cheapest(tiles, programs, slots), triton.cdiv(tiles, least))), least
+
+
+@triton.jit
+def row_span(batch, seqlens_ptr, leftpad_ptr, query_lens_ptr, TOKENS: tl.constexpr):
+    """(first query's position, tokens cached, real queries, padding) of a row."""
+    length = tl.load(seqlens_ptr + batch)
+    count = TOKENS
+    if query_lens_ptr is not None:
+        count = tl.load(query_lens_ptr + batch)
+    pad = 0
+    if leftpad_ptr is not None:
+        pad = tl.load(leftpad_ptr + batch)
+    return length - count, length, count, pad
+
+
+@triton.jit
+def visible_range(span, limits, SOURCE: tl.constexpr, C: tl.constexpr):
+    """Two ranges of positions, [start, kept_stop) and [middle, stop), that hold all visible keys.
+
+    The first is what ``num_sink_tokens`` keeps visible in front of a window, and is empty otherwise.
+
+    Args:
+        span: first query's position, tokens cached, real queries, padding.
+        limits: window, tokens kept in front of it, residual_len (0 without a tail).
+    """
+    first, length, count, pad = span
+    window, kept, residual = limits
+    start = pad + C.sink_len
+    stop = length - residual
+    if SOURCE == SINKS:
+        start = pad
+        stop = tl.minimum(pad + C.sink_len, length)
+    middle = start
+    if C.window:
+        middle = tl.maximum(start, first - window).to(tl.int32)
+    kept_stop = start
+    if C.kept:
+        kept_stop = tl.minimum(pad + kept, middle)
+    if SOURCE == TAIL:
+        stop = length
+        oldest = tl.maximum(start, first - residual + 1)
+        middle = oldest if C.kept else tl.maximum(middle, oldest)
+        kept_stop = start
+    stop = tl.where(count > 0, stop, 0)
+    return start, tl.minimum(kept_stop, stop), middle, stop
+
+
+@triton.jit
+def tiles_of_split(split, splits, least, start, kept_stop, middle, stop, TILE: tl.constexpr):
+    """This split's tiles: (first, last, tiles of the first range, its first tile, the second's)."""
+    kept_first = start // TILE
+    kept_last = (kept_stop + TILE - 1) // TILE
+    kept = tl.where(kept_stop > start, kept_last - kept_first, 0)
+    # A tile both ranges share belongs to the first.
+    first = middle // TILE
+    first = tl.where(kept > 0, tl.maximum(first, kept_last), first)
+    rest = tl.where(stop > middle, (stop + TILE - 1) // TILE - first, 0)
+    tiles = kept + tl.maximum(rest, 0)
+    chunk = tl.maximum((tiles + splits - 1) // splits, least)
+    begin = tl.minimum(split * chunk, tiles)
+    return begin, tl.minimum(begin + chunk, tiles), kept, kept_first, first
+
+
+@triton.jit
+def seen(position, real, key, pad, limits, SOURCE: tl.constexpr, C: tl.constexpr):
+    """(R, N): whether the query at position (R,) reads key (N,) from SOURCE."""
+    window, kept, residual = limits
+    distance = position[:, None] - key[None, :]
+    if SOURCE == CODES:
+        allowed = (distance >= residual) & (key >= pad + C.sink_len)[None, :]
+    elif SOURCE == TAIL:
+        allowed = (distance >= 0) & (distance < residual) & (key >= pad + C.sink_len)[None, :]
+    else:
+        allowed = (distance >= 0) & ((key >= pad) & (key < pad + C.sink_len))[None, :]
+    if C.window:
+        near = distance <= window
+        if C.kept:
+            near = near | (key < pad + kept)[None, :]
+        allowed = allowed & near
+    return allowed & real[:, None]

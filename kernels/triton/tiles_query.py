@@ -1,0 +1,192 @@
+"""Queries as operands of ``tl.dot``, and what the transforms of K make of them.
+
+The rows of a lane are the g * G * T queries of its g kv heads; a row has its query's values in the
+columns of its own head and zeros in the others' (a block-diagonal Q), so that one product serves all
+heads of a lane. In fp16 a row is divided by a power of two first, which costs nothing: the product is
+multiplied by the softmax scale anyway.
+
+Where K is transformed a kernel of its own prepares the queries, once for all splits: ``H (q * scale)``
+and the coefficients of what centering took out of the logits (`caramba_fast.ops.transform`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .casts import from_float32, to_float32
+from .tiles import part_columns, parts_of
+
+#: Tokens from one angle of the second level of the phase table to the next.
+PHASE_TILE = tl.constexpr(128)
+#: Input dimensions a matrix product by a row takes at a time: bounds registers.
+ROWS_AT_ONCE = tl.constexpr(32)
+
+
+@triton.jit
+def hadamard_tile(i, j, DIM: tl.constexpr):
+    """Entries (i, j) of the orthonormal Walsh-Hadamard matrix of any width, i (n,), j (m,).
+
+    A width that is no power of two is cut into its powers of two, largest first.
+    """
+    tile = tl.zeros((i.shape[0], j.shape[0]), tl.float32)
+    start = 0
+    for bit in tl.static_range(9):
+        if DIM & (256 >> bit):
+            both = (i - start)[:, None] & (j - start)[None, :]
+            both = both ^ (both >> 4)
+            both = both ^ (both >> 2)
+            odd = ((both ^ (both >> 1)) ^ (both >> 8)) & 1
+            stop = start + (256 >> bit)
+            inside = ((i >= start) & (i < stop))[:, None] & ((j >= start) & (j < stop))[None, :]
+            size = tl.where(odd == 1, -1.0, 1.0) * (1.0 / (256 >> bit)) ** 0.5
+            tile = tl.where(inside, size, tile)
+            start = stop
+    return tile
+
+
+@triton.jit
+def prepare_kernel(
+    q_ptr,
+    q_batch_stride,
+    q_head_stride,
+    q_token_stride,
+    mean_ptr,
+    bias_ptr,
+    pairs_ptr,
+    scale_ptr,
+    out_ptr,
+    coefficients_ptr,
+    factor,
+    GROUPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROTATE: tl.constexpr,
+):
+    """One query row -> its transform (B, H_q * T, D), and 1 + 2 P coefficients times ``factor``.
+
+    Coefficients: q · mean, then A_p, then B_p (see docs/transforms.md).
+    """
+    row, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, rows = row // TOKENS, tl.num_programs(0)
+    kv = head // GROUPS
+    q = q_ptr + batch * q_batch_stride + head * q_head_stride + row % TOKENS * q_token_stride
+    dim = tl.arange(0, PADDED)
+    inside = dim < DIM
+    x = to_float32(tl.load(q + dim, mask=inside, other=0.0))
+    coefficients = coefficients_ptr + (batch * rows + row) * (1 + 2 * PAIRS)
+    constant = 0.0
+    if mean_ptr is not None:
+        constant = tl.sum(x * tl.load(mean_ptr + kv * DIM + dim, mask=inside, other=0.0))
+    tl.store(coefficients, constant * factor)
+    for p in tl.static_range(PAIRS):
+        at = (kv * PAIRS + p) * 2
+        first = to_float32(tl.load(q + tl.load(pairs_ptr + at)))
+        second = to_float32(tl.load(q + tl.load(pairs_ptr + at + 1)))
+        b1, b2 = tl.load(bias_ptr + at), tl.load(bias_ptr + at + 1)
+        tl.store(coefficients + 1 + p, (first * b1 + second * b2) * factor)
+        tl.store(coefficients + 1 + PAIRS + p, (second * b1 - first * b2) * factor)
+    if ROTATE:
+        x = tl.zeros((PADDED,), tl.float32)
+        for start in range(0, DIM, ROWS_AT_ONCE):
+            i = start + tl.arange(0, ROWS_AT_ONCE)
+            part = to_float32(tl.load(q + i, mask=i < DIM, other=0.0))
+            if scale_ptr is not None:
+                part *= tl.load(scale_ptr + kv * DIM + i, mask=i < DIM, other=0.0)
+            x += tl.sum(part[:, None] * hadamard_tile(i, dim, DIM), axis=0)
+    elif scale_ptr is not None:
+        x *= tl.load(scale_ptr + kv * DIM + dim, mask=inside, other=0.0)
+    tl.store(out_ptr + (batch * rows + row) * DIM + dim, x, mask=inside)
+
+
+@triton.jit
+def _query_part(q, source, own_head, real, part: tl.constexpr, S: tl.constexpr):
+    column = part_columns(part, S)
+    mask = (own_head[:, None] == (column // S.dim)[None, :]) & real[:, None]
+    return to_float32(tl.load(q + source[:, None] + (column % S.dim)[None, :], mask=mask, other=0.0))
+
+
+@triton.jit
+def _power_of_two(x):
+    """The largest power of two up to x, from 2^-100 to 2^100, and one over it."""
+    bits = tl.minimum(tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 27 << 23), 227 << 23)
+    inverse = (254 << 23) - bits
+    return bits.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_query(q, source, own_head, real, factor, S: tl.constexpr):
+    """The parts of Q, (R, width of the part) each, and the factor (R,) of the scores.
+
+    Args:
+        q: pointer to the batch row's queries.
+        source: (R,) offset of each row's query.
+        own_head: (R,) which head of the lane a row belongs to.
+        real: (R,) whether the row is a query at all.
+    """
+    wide = ()
+    largest = tl.zeros(own_head.shape, tl.float32)
+    for part in tl.static_range(parts_of(S)):
+        x = _query_part(q, source, own_head, real, part, S)
+        largest = tl.maximum(largest, tl.max(tl.abs(x), axis=1))
+        wide = wide + (x,)
+    if S.dot == tl.float32:
+        parts = wide
+        size = tl.full(own_head.shape, 1.0, tl.float32)
+    else:
+        size, inverse = _power_of_two(largest)
+        parts = ()
+        for part in tl.static_range(parts_of(S)):
+            parts = parts + (from_float32(wide[part] * inverse[:, None], S.dot),)
+    return parts, size * factor
+
+
+# -- what centering took out --------------------------------------------------------------------
+
+
+@triton.jit
+def _table_row(phases, index, valid):
+    """cos and sin of one row of the table for each coefficient."""
+    return (
+        tl.load(phases + index * 2, mask=valid, other=0.0),
+        tl.load(phases + index * 2 + 1, mask=valid, other=0.0),
+    )
+
+
+@triton.jit
+def harmonics(phases_ptr, lane, t, S: tl.constexpr, C: tl.constexpr):
+    """cos and sin of all angles of a lane at tokens t, t + 1, ...: (harmonics, tile) float32.
+
+    Rows are the cosines of each pair of each head of the lane, then the sines. The angle of the tile's
+    first token comes from the table's two levels, the angles within the tile from its first level.
+    ``t`` may be negative, for tiles that begin in the padding.
+    """
+    number = tl.arange(0, S.harmonics)
+    sine = number >= S.harmonics // 2
+    pair = number % (S.harmonics // 2)
+    head = lane * C.per_lane + pair // S.pairs
+    valid = (pair < C.per_lane * S.pairs) & (head < C.heads)
+    phases = phases_ptr + ((head * S.pairs + pair % S.pairs) * S.table * 2)
+    ahead = tl.abs(t)
+    c, s = _table_row(phases, PHASE_TILE + ahead // PHASE_TILE, valid)
+    c1, s1 = _table_row(phases, ahead % PHASE_TILE, valid)
+    cos, sin = c * c1 - s * s1, s * c1 + c * s1
+    sin = tl.where(t < 0, -sin, sin)
+    inside = phases[:, None] + (tl.arange(0, C.tile) * 2)[None, :]
+    cos_inside = tl.load(inside, mask=valid[:, None], other=0.0)
+    sin_inside = tl.load(inside + 1, mask=valid[:, None], other=0.0)
+    with_cos, with_sin = tl.where(sine, sin, cos), tl.where(sine, cos, -sin)
+    return with_cos[:, None] * cos_inside + with_sin[:, None] * sin_inside
+
+
+@triton.jit
+def load_coefficients(coefficients, row, own_head, real, S: tl.constexpr, C: tl.constexpr):
+    """A and B of each row, (R, harmonics) float32, zeros in the columns of other heads."""
+    number = tl.arange(0, S.harmonics)
+    pair = number % (S.harmonics // 2)
+    index = 1 + tl.where(number >= S.harmonics // 2, S.pairs, 0) + pair % S.pairs
+    mask = (own_head[:, None] == (pair // S.pairs)[None, :]) & (pair < C.per_lane * S.pairs)[None, :]
+    source = coefficients + (row * (1 + 2 * S.pairs))[:, None] + index[None, :]
+    return tl.load(source, mask=mask & real[:, None], other=0.0)
