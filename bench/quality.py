@@ -2,26 +2,32 @@
 
 Every setting alone and together, on both demo models and on hard variants of them, against an fp16 cache;
 then the chosen defaults with needles at two contexts. Writes ``bench/results/quality/<subject>.csv`` (the
-matrix) and ``<subject>-claims.csv``, from which `quality_page` makes docs/quality.md. Resumable: finished
-parts are kept in ``--parts``.
+matrix), ``<subject>-claims.csv`` (and .json) and ``<subject>-prompts.csv``, from which `quality_page` makes
+docs/quality.md. Resumable: finished parts are kept in ``--parts``.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
+from tokenizers import Tokenizer
 
 from caramba_fast.models import Transformer, demo_tokenizer, held_out_text, load_demo
-from caramba_fast.quality import QualityReport, RecallFormat, cached_forward, measure
+from caramba_fast.quality import QualityReport, RecallFormat, cached_forward, compare, measure
 from caramba_fast.quality.hard import hard_variants
 
 RESULTS = Path(__file__).resolve().parent / "results" / "quality"
 CONTEXT, TOKENS, HARD_TOKENS, CLAIM_TOKENS, NEEDLES = 1024, 16384, 8192, 32768, 2048
 CLAIM_CONTEXTS = (1024, 2048)
+#: Prompts of each kind, tokens of text between them, and tokens measured behind each.
+PROMPTS, SPACING, FOLLOWING = 6, 3000, 512
+PARTS = ("matrix", "claims", "prompts")
 
 #: What a full set of transforms is, for keys and for values.
 KEYS, VALUES = "fit=mse,rotate,center,scale", "fit=mse,scale"
@@ -99,6 +105,56 @@ def claims(streams: int, hard: bool) -> list[str]:
     return ["q8", "q8:plain", "q4", "q4:plain", "nf4", "nf4:plain", *mixed]
 
 
+def prompts(ids: np.ndarray, tokenizer: Tokenizer) -> dict[str, Callable[[int], np.ndarray]]:
+    """Short and repetitive prompts, from which constants are hard to take; the i-th of each kind."""
+
+    def words(text: str) -> np.ndarray:
+        return np.asarray(tokenizer.encode(text).ids)
+
+    def at(i: int, count: int) -> np.ndarray:
+        return ids[SPACING * i :][:count]
+
+    return {
+        "64 tokens of text": lambda i: at(i, 64),
+        "256 tokens of text": lambda i: at(i, 256),
+        "one token, 64 times": lambda i: np.resize(at(i, 1), 64),
+        "two tokens in turn, 64": lambda i: np.resize(at(i, 2), 64),
+        "a line of 12, repeated to 96": lambda i: np.resize(at(i, 12), 96),
+        "a line of 12, repeated to 300": lambda i: np.resize(at(i, 12), 300),
+        "20 tokens, repeated to 128": lambda i: np.resize(at(i, 20), 128),
+        "32 tokens, repeated to 128": lambda i: np.resize(at(i, 32), 128),
+        "a list of digits, 96": lambda i: np.resize(words(f"{i}, 1, 2, 3, 4, 5, 6, 7, 8, 9, "), 96),
+        "random tokens, 96": lambda i: np.random.default_rng(i).integers(2, 2048, 96),
+    }
+
+
+def study_prompts(name: str, model: Transformer) -> None:
+    """Mean KL on text that follows each kind of prompt, with and without constants taken from it."""
+    tokenizer = demo_tokenizer("gqa")
+    ids = np.asarray(tokenizer.encode(held_out_text()).ids)
+    streams = 2 if model.config.decoupled is None else 3
+    without = _both("q4", "fit=mse,rotate", "fit=mse", streams)
+    given = _both("q4", KEYS, VALUES, streams)
+    rows = []
+    for kind, prompt in prompts(ids, tokenizer).items():
+        found: list[list[float]] = []
+        for i in range(PROMPTS):
+            start = prompt(i)
+            text = np.concatenate((start, ids[SPACING * i + SPACING // 2 :][:FOLLOWING]))
+            scores = compare(
+                cached_forward(model, chunk=len(start)),
+                torch.from_numpy(text)[None],
+                [without, given],
+            )
+            found.append([float(scores[s].kl[0, len(start) :].mean()) for s in (without, given)])
+        means = np.mean(found, axis=0)
+        worst = max(b / a for a, b in found)
+        rows.append([kind, *(f"{1000 * mean:.3f}" for mean in means), f"{worst:.2f}"])
+    with (RESULTS / f"{name}-prompts.csv").open("w", newline="", encoding="utf-8") as file:
+        head = ["prompt", "kl_without", "kl_with", "worst_ratio"]
+        csv.writer(file, lineterminator="\n").writerows([head, *rows])
+
+
 def subjects() -> dict[str, Callable[[], Transformer]]:
     """Both demo models and their hard variants."""
     found: dict[str, Callable[[], Transformer]] = {}
@@ -124,19 +180,23 @@ def study(name: str, model: Transformer, parts: Path, what: Sequence[str]) -> No
             forward, specs, text_ids=text, recall=recall, batch=2, folder=parts / name, progress=show,
             **sizes,  # type: ignore[arg-type]
         )  # fmt: skip
-        report.to_csv(RESULTS / file)
+        report.to_csv(RESULTS / f"{file}.csv")
+        if recall is not None:
+            report.to_json(RESULTS / f"{file}.json")
         print(file=sys.stderr)
 
     RESULTS.mkdir(parents=True, exist_ok=True)
     if "matrix" in what:
         tokens = HARD_TOKENS if hard else TOKENS
-        run(matrix(streams), f"{name}.csv", None, contexts=(CONTEXT,), tokens=tokens)
+        run(matrix(streams), name, None, contexts=(CONTEXT,), tokens=tokens)
     if "claims" in what:
         run(
-            claims(streams, hard), f"{name}-claims.csv", RecallFormat.of(tokenizer),
+            claims(streams, hard), f"{name}-claims", RecallFormat.of(tokenizer),
             contexts=(CONTEXT,) if hard else CLAIM_CONTEXTS, needles=NEEDLES,
             tokens=TOKENS if hard else CLAIM_TOKENS,
         )  # fmt: skip
+    if "prompts" in what:
+        study_prompts(name, model)
 
 
 def main() -> None:
@@ -145,13 +205,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("subjects", nargs="*", help=f"of {', '.join(known)}; by default all")
     parser.add_argument("--parts", type=Path, default=Path("runs/quality"))
-    parser.add_argument("--only", choices=("matrix", "claims"))
+    parser.add_argument("--only", choices=PARTS)
     args = parser.parse_args()
     unknown = [name for name in args.subjects if name not in known]
     if unknown:
         parser.error(f"unknown subject {unknown[0]!r}; known are {', '.join(known)}")
     for name in args.subjects or known:
-        study(name, known[name](), args.parts, (args.only,) if args.only else ("matrix", "claims"))
+        study(name, known[name](), args.parts, (args.only,) if args.only else PARTS)
 
 
 if __name__ == "__main__":

@@ -117,3 +117,10 @@ def test_a_calibration_of_another_model_is_refused(calibration):
     twice = Calibration([*calibration.layers, *calibration.layers])
     with pytest.raises(ValueError, match="calibration has 8 layers; the model has 4"):
         ModelKVCache(layout, 1, 64, calibration=twice, **cache_configs("q4"))
+
+
+def test_generation_refuses_a_calibration_of_another_model_at_once(calibration, tmp_path):
+    path = tmp_path / "kept.safetensors"
+    Calibration([*calibration.layers, *calibration.layers]).save(path)
+    with pytest.raises(ValueError, match="calibration has 8 layers; the model has 4"):
+        Generator(load_demo("gqa"), cache_calibration=path)

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from caramba_fast.cache.knowledge import Knowledge
 from caramba_fast.cache.lengths import Counts, RowLengths
 from caramba_fast.cache.pages import PageAllocator, PageTable
-from caramba_fast.cache.sizes import check_agreement, check_knowledge, check_sizes
-from caramba_fast.cache.statistics import MIN_TOKENS, StreamStatistics, derive, observe
+from caramba_fast.cache.sizes import check_agreement, check_sizes
 from caramba_fast.cache.tail import TailKeeper
 from caramba_fast.cache.tensor import CacheTensor, capacity
-from caramba_fast.config import KVCacheTensorConfig, Rotary
+from caramba_fast.config import KVCacheTensorConfig
 from caramba_fast.ops import KVView, Transform, checks
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 from caramba_fast.ops.transform import undo_on_key, undo_on_value
@@ -39,15 +39,8 @@ class LayerCache:
         page_size: None for a contiguous cache (memory for max_seq_len tokens a row, rounded up to 128),
             else tokens of a page, a multiple of 32.
         num_pages: pages of the pool; by default enough for every row to reach max_seq_len.
-        rotary: RoPE of the key streams that have it, by stream name.
-        key_bias: statistics of keys that follow from the model's weights (``k_proj.bias``).
-        calibration: statistics of streams measured beforehand.
-        constants_from_prompt: whether a first prompt may set what these leave open. What is stored then depends
-            on how that prompt was cut into chunks.
-
-    Constants of the transforms a config asks for (center, scale) come from ``key_bias``, ``calibration``
-    or the first prompt of at least 64 real tokens, whichever of them there is; without any, keys and values
-    are stored as they are. They stay while the cache holds tokens.
+        known: what is known of keys and values beforehand. The constants of the transforms follow from it when
+            the first tokens arrive, and stay while the cache holds any.
     """
 
     _append_op: Callable[..., None]
@@ -65,17 +58,12 @@ class LayerCache:
         page_size: int | None,
         num_pages: int | None,
         *,
-        rotary: dict[str, Rotary] | None = None,
-        key_bias: dict[str, StreamStatistics] | None = None,
-        calibration: dict[str, StreamStatistics] | None = None,
-        constants_from_prompt: bool = True,
+        known: Knowledge | None = None,
     ) -> None:
         check_sizes(batch_size, max_seq_len, n_kv_heads, dims, page_size, num_pages)
         check_agreement(configs)
-        self.rotary, self._key_bias = rotary or {}, key_bias or {}
-        self._calibration, self._from_prompt = calibration or {}, constants_from_prompt
-        heads = {name: dim // n_kv_heads for name, dim in dims.items()}
-        check_knowledge(heads, n_kv_heads, self.rotary, self._key_bias, self._calibration)
+        self.known = known or Knowledge()
+        self.known.check({name: dim // n_kv_heads for name, dim in dims.items()}, n_kv_heads)
         self._by_hand = False  # set_transforms has been called
         self._widened = 0  # tokens the tails have been given room for
         self.batch_size, self.max_seq_len, self.n_kv_heads = batch_size, max_seq_len, n_kv_heads
@@ -202,32 +190,6 @@ class LayerCache:
             rotate = transform.rotate or self.streams[name].config.rotate
             self.streams[name].transform = replace(transform.to(self.device), rotate=rotate)
 
-    def _fix_transforms(
-        self, new: dict[str, Tensor], added: list[int], cache_leftpad: Tensor | None
-    ) -> None:
-        """Takes the constants configs ask for from the best source there is; the cache is empty."""
-        wanted = [n for n, s in self.streams.items() if s.config.center or s.config.scale]
-        if self._by_hand or not wanted:
-            return
-        for name in wanted:
-            stream, rotary = self.streams[name], self.rotary.get(name)
-            measured = self._calibration.get(name)
-            if measured is None and self._from_prompt and sum(added) >= MIN_TOKENS:
-                measured = self._observe(new[name], added, cache_leftpad, rotary)
-            center = self._key_bias.get(name, measured)
-            found = derive(stream.config, rotary, capacity(self.max_seq_len), center, measured)
-            stream.transform = found.to(self.device)
-
-    def _observe(
-        self, x: Tensor, added: list[int], cache_leftpad: Tensor | None, rotary: Rotary | None
-    ) -> StreamStatistics:
-        t = torch.arange(x.shape[2], device=x.device).expand(x.shape[0], -1)
-        real = t < torch.tensor(added, device=x.device)[:, None]
-        if cache_leftpad is not None:
-            t = t - cache_leftpad[:, None]
-            real = real & (t >= 0)
-        return observe(x, t, real, rotary, capacity(self.max_seq_len))
-
     # -- growing ------------------------------------------------------------------------
 
     @torch.no_grad()  # a cache holds numbers, not a graph
@@ -259,8 +221,12 @@ class LayerCache:
             self._copy_pages(self.pages.reserve(self.lengths.host, added))
             table = self.pages.tensor
         query_lens = None if min(added) == tokens else self.lengths.on_device(added)
-        if self.is_empty:
-            self._fix_transforms(new, added, cache_leftpad)
+        if self.is_empty and not self._by_hand:
+            configs = {name: stream.config for name, stream in self.streams.items()}
+            slots = capacity(self.max_seq_len)
+            found = self.known.transforms(configs, slots, new, added, cache_leftpad)
+            for name, transform in found.items():
+                self.streams[name].transform = transform.to(self.device)
         if self.residual_len and will_attend and tokens > self.tail_slack:
             start = self.seq_lens.clone()
             for stream in self.streams.values():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from caramba_fast.cache.base import LayerCache
+from caramba_fast.cache.knowledge import Knowledge
 from caramba_fast.cache.statistics import StreamStatistics
 from caramba_fast.config import KVCacheTensorConfig, Rotary
 from caramba_fast.ops import (
@@ -33,7 +34,7 @@ class LayerKVCache(LayerCache):
         n_kv_heads: kv heads; both widths must be multiples of it.
         page_size, num_pages: a paged cache; see `LayerCache`.
         rope: RoPE of the keys, which configs with ``center`` or ``scale`` take into account.
-        key_bias, calibration, constants_from_prompt: where their constants come from; see `LayerCache`.
+        key_bias, calibration, constants_from_prompt: where their constants come from; see `Knowledge`.
 
     Raises:
         ValueError: a size that is not positive or does not divide, a block that does not fit.
@@ -65,10 +66,10 @@ class LayerKVCache(LayerCache):
         configs = {"k": k_cfg or KVCacheTensorConfig(), "v": v_cfg or KVCacheTensorConfig()}
         super().__init__(
             batch_size, max_seq_len, dims, configs, device, n_kv_heads, page_size, num_pages,
-            rotary={} if rope is None else {"k": rope},
-            key_bias={} if key_bias is None else {"k": key_bias},
-            calibration=calibration,
-            constants_from_prompt=constants_from_prompt,
+            known=Knowledge(
+                {} if rope is None else {"k": rope}, {} if key_bias is None else {"k": key_bias},
+                calibration or {}, constants_from_prompt,
+            ),
         )  # fmt: skip
         self.k, self.v = self.streams["k"], self.streams["v"]
 
@@ -122,7 +123,7 @@ class DecoupledLayerKVCache(LayerCache):
         k_sem_cfg, k_geo_cfg, v_cfg: how each is stored; by default fp16.
         rope: RoPE of the geometric keys.
         calibration, constants_from_prompt: where the constants of ``center`` and ``scale`` come from; see
-            `LayerCache`.
+            `caramba_fast.cache.knowledge.Knowledge`.
 
     Raises:
         ValueError: as in `LayerKVCache`.
@@ -156,9 +157,9 @@ class DecoupledLayerKVCache(LayerCache):
         configs = {name: config or KVCacheTensorConfig() for name, config in given.items()}
         super().__init__(
             batch_size, max_seq_len, dims, configs, device, n_kv_heads, page_size, num_pages,
-            rotary={} if rope is None else {"k_geo": rope},
-            calibration=calibration,
-            constants_from_prompt=constants_from_prompt,
+            known=Knowledge(
+                {} if rope is None else {"k_geo": rope}, {}, calibration or {}, constants_from_prompt
+            ),
         )  # fmt: skip
         self.k_sem, self.k_geo, self.v = (self.streams[name] for name in dims)
 

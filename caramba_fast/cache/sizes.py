@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from caramba_fast.cache.statistics import StreamStatistics
-from caramba_fast.config import KVCacheTensorConfig, Rotary
+from caramba_fast.config import KVCacheTensorConfig
 
 
 def check_sizes(
@@ -36,30 +35,6 @@ def check_sizes(
         raise ValueError(f"page_size is {page_size}; a multiple of 32 is needed")
     if num_pages is not None and page_size is None:
         raise ValueError("num_pages was given without page_size; only a paged cache has pages")
-
-
-def check_knowledge(
-    heads: dict[str, int],
-    n_kv_heads: int,
-    rotary: dict[str, Rotary],
-    *statistics: dict[str, StreamStatistics],
-) -> None:
-    """Raises ValueError when RoPE or statistics do not fit the streams' head_dims ``heads``."""
-    problems = [
-        f"rope turns dim {rope.width - 1} of {name}, whose head_dim is {heads[name]}"
-        for name, rope in rotary.items()
-        if rope.width > heads[name]
-    ]
-    for found in statistics:
-        for name, known in found.items():
-            if name not in heads:
-                problems.append(
-                    f"statistics of unknown stream {name!r}; streams are {', '.join(heads)}"
-                )
-            else:
-                problems += known.problems(name, n_kv_heads, heads[name])
-    if problems:
-        raise ValueError("; ".join(problems))
 
 
 def check_agreement(configs: dict[str, KVCacheTensorConfig]) -> None:

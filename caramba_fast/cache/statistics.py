@@ -1,7 +1,8 @@
 """What is known of a stream's values, and the transform that follows from it.
 
 `StreamStatistics` come from a model's key biases, from calibration text (`caramba_fast.calibrate`) or from
-the first prompt a cache sees. `derive` turns them into the constants of `caramba_fast.ops.Transform`:
+the first prompt a cache sees (`caramba_fast.cache.knowledge`). `derive` turns them into the constants of
+`caramba_fast.ops.Transform`:
 
     center   keys lose the bias of up to MAX_PAIRS RoPE pairs a kv head, where it outweighs what varies,
              and the mean of dims without RoPE
@@ -27,7 +28,7 @@ from caramba_fast.ops.transform import phases_at
 #: Real tokens a prompt needs before constants are taken from it.
 MIN_TOKENS = 64
 FULL_DIVERSITY, MIN_DIVERSITY = 12.0, 4.0
-#: Most tokens of a row that are looked at, evenly spaced.
+#: Most tokens that are looked at over all rows, evenly spaced.
 SAMPLED_TOKENS = 2048
 COMPARED_TOKENS = 256
 #: Phase tables kept for further layers and caches, a few hundred KiB each.
@@ -123,8 +124,9 @@ def observe(
         rotary: the stream's RoPE, or None.
         slots: tokens a row can have.
     """
-    if x.shape[2] > SAMPLED_TOKENS:
-        index = torch.linspace(0, x.shape[2] - 1, SAMPLED_TOKENS, device=x.device).round().long()
+    most = max(MIN_TOKENS, SAMPLED_TOKENS // x.shape[0])
+    if x.shape[2] > most:
+        index = torch.linspace(0, x.shape[2] - 1, most, device=x.device).round().long()
         x, t, real = x[:, :, index], t[:, index], real[:, index]
     x = x.float()
     if rotary is not None:

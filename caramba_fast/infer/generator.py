@@ -57,6 +57,7 @@ class Generator:
         self._calibration: Calibration | None = None
         if self.config.cache_calibration is not None:
             self._calibration = Calibration.load(self.config.cache_calibration)
+            self._new_cache(1, torch.device("meta"))  # says at once what does not fit the model
         self._rng: torch.Generator | None = None
         if self.config.seed is not None:
             self._rng = torch.Generator(device=model.device).manual_seed(self.config.seed)
@@ -302,7 +303,7 @@ class Generator:
         rows = [p + row for p, row in zip(pending, prompts.rows, strict=True)]
         before = self._snapshot()
         if self._cache is None:
-            self._cache = self._new_cache(len(rows))
+            self._cache = self._new_cache(len(rows), self.model.device)
         try:
             logits = self._feed_pieces(rows)
         except BaseException:
@@ -311,12 +312,12 @@ class Generator:
         self._pending = [[] for _ in rows]
         return logits
 
-    def _new_cache(self, rows: int) -> ModelKVCache:
+    def _new_cache(self, rows: int, device: torch.device) -> ModelKVCache:
         cache = ModelKVCache(
             self.model.cache_layout,
             rows,
             self.config.max_seq_len,
-            device=self.model.device,
+            device=device,
             prefill=self.config.prefill,
             calibration=self._calibration,
             **self.config.stream_configs(),

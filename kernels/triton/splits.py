@@ -134,18 +134,18 @@ def tiles_of_split(split, splits, least, start, kept_stop, middle, stop, TILE: t
 
 @triton.jit
 def seen(position, real, key, pad, limits, SOURCE: tl.constexpr, C: tl.constexpr):
-    """(R, N): whether the query at position (R,) reads key (N,) from SOURCE."""
+    """(N, R): whether the query at position (R,) reads key (N,) from SOURCE."""
     window, kept, residual = limits
-    distance = position[:, None] - key[None, :]
+    distance = position[None, :] - key[:, None]
     if SOURCE == CODES:
-        allowed = (distance >= residual) & (key >= pad + C.sink_len)[None, :]
+        allowed = (distance >= residual) & (key >= pad + C.sink_len)[:, None]
     elif SOURCE == TAIL:
-        allowed = (distance >= 0) & (distance < residual) & (key >= pad + C.sink_len)[None, :]
+        allowed = (distance >= 0) & (distance < residual) & (key >= pad + C.sink_len)[:, None]
     else:
-        allowed = (distance >= 0) & ((key >= pad) & (key < pad + C.sink_len))[None, :]
+        allowed = (distance >= 0) & ((key >= pad) & (key < pad + C.sink_len))[:, None]
     if C.window:
         near = distance <= window
         if C.kept:
-            near = near | (key < pad + kept)[None, :]
+            near = near | (key < pad + kept)[:, None]
         allowed = allowed & near
-    return allowed & real[:, None]
+    return allowed & real[None, :]

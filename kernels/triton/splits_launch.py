@@ -1,10 +1,10 @@
-"""From the flat arguments of the decode ops to three launches; no host sync, no hidden copies of a cache."""
+"""From the flat arguments of the decode ops to three launches; no host sync, no copy of a cache."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,50 +12,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from caramba_fast.formats import FORMATS, Format, resolve
+from caramba_fast.formats import Format, resolve
 
 from .casts import INTERPRETED
 from .launch import has_ptx, on_device
 from .merge_splits import LOG2E, merge_kernel
 from .splits import plan
 from .tiles_attend import partials_kernel
-from .tiles_layout import Shape, Stream, segments, settings
+from .tiles_layout import Settings, Shape, Stream, segments, settings
 from .tiles_query import prepare_kernel
 
-#: Widest head the kernels were laid out for.
+#: Widest head, and oldest NVIDIA generation, the kernels were laid out for.
 WIDEST_HEAD = 256
 OLDEST_CAPABILITY = (8, 0)
-
-
-@dataclass
-class Stored:
-    """One stream as the op got it."""
-
-    codes: Tensor
-    scales: Tensor | None
-    form: Format
-    options: dict[str, Any]
-    query: Tensor | None = None
-
-    @property
-    def width(self) -> int:
-        return self.form.value_width(self.codes.shape[3])
-
-    @property
-    def pointers(self) -> tuple[Any, ...]:
-        """Codes and scales, each one's strides of B and of lanes."""
-        scales = (0, 0) if self.scales is None else self.scales.stride()[:2]
-        return (self.codes, self.scales, *self.codes.stride()[:2], *scales)
-
-    def described(self, per_lane: int, dot: Any) -> Stream:
-        """The constexpr record."""
-        block = 32 if self.scales is None else self.width // self.scales.shape[3]
-        bias, phases = self.options.get("bias"), self.options.get("phases")
-        pairs = 0 if bias is None else bias.shape[1]
-        harmonics = max(16, triton.next_power_of_2(2 * pairs * per_lane)) if pairs else 0
-        table = phases.shape[2] if pairs else 0
-        dim, cut = self.width // per_lane, segments(self.width)
-        return Stream(self.form.index, block, dot, self.width, dim, cut, pairs, table, harmonics)
+PARTS = ("tail", "sink", "mean", "bias", "pairs", "phases", "scale")
 
 
 def dot_dtype(form: Format, query: torch.dtype) -> Any:
@@ -71,77 +41,246 @@ def dot_dtype(form: Format, query: torch.dtype) -> Any:
     return tl.float16
 
 
+@dataclass
+class Stored:
+    """One stream as the op got it: codes, scales, and what describes it; keys with their queries."""
+
+    codes: Tensor
+    scales: Tensor | None
+    form: Format
+    options: dict[str, Any]
+    query: Tensor | None = None
+    factor: float = 1.0
+    null: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Values of a lane."""
+        return self.form.value_width(self.codes.shape[3])
+
+    @property
+    def pointers(self) -> tuple[Any, ...]:
+        """Codes and scales, and the strides of B and of lanes of each."""
+        scales = (0, 0) if self.scales is None else self.scales.stride()[:2]
+        return (self.codes, self.scales, *self.codes.stride()[:2], *scales)
+
+    @property
+    def strided_query(self) -> tuple[Any, ...]:
+        """The query and its strides of B, H and T."""
+        if self.query is None:
+            return (None, 0, 0, 0)
+        return (self.query, *self.query.stride()[:3])
+
+    def record(self, per_lane: int, query: torch.dtype) -> Stream:
+        """What the kernel is specialized for."""
+        block = 32 if self.scales is None else self.width // self.scales.shape[3]
+        bias, phases = self.options.get("bias"), self.options.get("phases")
+        pairs, table, harmonics = 0, 0, 0
+        if bias is not None and phases is not None:
+            pairs, table = bias.shape[1], phases.shape[2]
+            harmonics = max(16, triton.next_power_of_2(2 * pairs * per_lane))
+        return Stream(
+            self.form.index, block, dot_dtype(self.form, query), self.width, self.width // per_lane,
+            segments(self.width), pairs, table, harmonics,
+        )  # fmt: skip
+
+    def problems(self, name: str) -> list[str]:
+        """Layouts a kernel would misread."""
+        found = []
+        for part, x in (("codes", self.codes), ("scales", self.scales)):
+            if x is not None and (x.stride(3) != 1 or x.stride(2) != x.shape[3]) and x.shape[2] > 1:
+                found.append(f"{name}_{part} of strides {x.stride()}: a lane's slots must be contiguous")
+        return found
+
+
+@dataclass
+class Call:
+    """One call of a decode op: streams by name (keys, then v), and the options of the attention."""
+
+    keys: list[Stored]
+    value: Stored
+    cache_seqlens: Tensor
+    n_kv_heads: int
+    block_table: Tensor | None = None
+    cache_leftpad: Tensor | None = None
+    query_lens: Tensor | None = None
+    residual_len: int = 0
+    s_aux: Tensor | None = None
+    window_size: Sequence[int] = (-1, -1)
+    num_sink_tokens: int = 0
+    softcap: float = 0.0
+    num_splits: int = 0
+    q: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        query = self.keys[0].query
+        assert query is not None
+        self.q = query
+        self.batch, self.heads, self.tokens, self.dim = query.shape
+        self.per_lane = self.keys[0].width // self.dim
+        self.lanes = self.value.codes.shape[1]
+        self.window = int(self.window_size[0])
+        self.residual = self.residual_len if "tail" in self.value.options else 0
+        self.sink_len = self.value.options["sink"].shape[2] if "sink" in self.value.options else 0
+
+    @cached_property
+    def records(self) -> list[Stream]:
+        """The streams' constexpr records, keys first."""
+        return [s.record(self.per_lane, self.q.dtype) for s in (*self.keys, self.value)]
+
+    @cached_property
+    def settings(self) -> Settings:
+        """Launch settings."""
+        rows = self.per_lane * self.heads // self.n_kv_heads * self.tokens
+        return settings(self.records, rows, self.value.codes.shape[2])
+
+    @cached_property
+    def shape(self) -> Shape:
+        """The other constexpr record."""
+        size, paged = self.value.codes.shape[2], self.block_table is not None
+        return Shape(
+            groups=self.heads // self.n_kv_heads, tokens=self.tokens, heads=self.n_kv_heads,
+            per_lane=self.per_lane, rows=self.settings.rows, tile=self.settings.tile,
+            page=size if paged else 0, masked=not paged and size % self.settings.tile != 0,
+            sink_len=self.sink_len, window=self.window >= 0,
+            kept=self.window >= 0 and self.num_sink_tokens > 0, softcap=self.softcap > 0,
+            tail=self.residual > 0, ptx=has_ptx(), precision="tf32x3" if has_ptx() else "ieee",
+        )  # fmt: skip
+
+    @property
+    def row_groups(self) -> int:
+        """Programs that share a lane's queries."""
+        return triton.cdiv(self.per_lane * self.shape.groups * self.tokens, self.shape.rows)
+
+    def plan(self) -> tuple[int, int]:
+        """Most splits, and tiles each has at least."""
+        slots = self.value.codes.shape[2]
+        if self.block_table is not None:
+            slots *= self.block_table.shape[1]
+        if self.window >= 0:
+            slots = min(slots, self.window + self.tokens + self.num_sink_tokens + self.shape.tile)
+        programs = self.batch * self.lanes * self.row_groups
+        return plan(slots, self.shape.tile, programs, self.q.device, self.num_splits)
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """The launches."""
+        queries, waves = zip(*(self._prepared(s, r) for s, r in zip(self.keys, self.records[:-1], strict=True)), strict=True)
+        partial, sums = self._partials(queries, waves)
+        return self._merged(partial, sums)
+
+    def _prepared(self, stream: Stored, record: Stream) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """(query, strides, factor) and (coefficients, phases) of a key stream, transformed if it is."""
+        factor = stream.factor if self.softcap > 0 else stream.factor * LOG2E.value
+        given, options = stream.query, stream.options
+        assert given is not None
+        known = [options.get(name) for name in ("mean", "bias", "pairs", "scale")]
+        rotate = options.get("rotate", False)
+        if not rotate and all(x is None for x in known):
+            return (*stream.strided_query, factor), (None, None)
+        rows = self.heads * self.tokens
+        out = given.new_empty((self.batch, rows, record.dim), dtype=torch.float32)
+        waves = given.new_empty((self.batch, rows, 1 + 2 * record.pairs), dtype=torch.float32)
+        known = [None if x is None else x.contiguous() for x in known]
+        prepare_kernel[(rows, self.batch)](
+            *stream.strided_query, *known, out, waves, factor, GROUPS=self.shape.groups,
+            TOKENS=self.tokens, DIM=record.dim, PADDED=triton.next_power_of_2(record.dim),
+            PAIRS=record.pairs, ROTATE=rotate,
+        )  # fmt: skip
+        strides = (rows * record.dim, self.tokens * record.dim, record.dim)
+        centered = options.get("mean") is not None or record.pairs > 0
+        phases = options.get("phases")
+        return (out, *strides, factor), (waves if centered else None, None if phases is None else phases.contiguous())
+
+    def _partials(self, queries: Sequence[Any], waves: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Partial outputs (B, H_q * T, programs, D_v) and their base-2 lse."""
+        shape, (k, *g, v) = self.shape, self.records
+        splits, least = self.plan()
+        in_all = splits + shape.tail + (shape.sink_len > 0)
+        partial = self.q.new_empty((self.batch, self.heads * self.tokens, in_all, v.dim), dtype=torch.float32)
+        sums = partial.new_empty(partial.shape[:3])
+        table = self.block_table
+        streams = [self.keys[0], self.keys[1] if g else None, self.value]
+        sides = [
+            tuple(None if s is None or part not in s.options else s.options[part].contiguous() for s in streams)
+            for part in ("tail", "sink")
+        ]
+        geo = g[0] if g else None
+        grid = (in_all, self.lanes * self.row_groups, self.batch)
+        partials_kernel[grid](
+            sum(queries, ()) + (() if g else (None,)), *(None if s is None else s.pointers for s in streams), *sides,
+            sum(waves, ()) + (() if g else (None, None)),
+            (self.cache_seqlens, self.cache_leftpad, self.query_lens),
+            table, 0 if table is None else table.stride(0), partial, sums,
+            (self.window, self.num_sink_tokens, self.residual), self.value.codes.shape[2],
+            self.value.options["tail"].shape[2] if shape.tail else 0, splits, least, self.softcap,
+            k, geo, v, k.side, None if geo is None else geo.side, v.side, shape,
+            num_warps=self.settings.num_warps, num_stages=self.settings.num_stages,
+        )  # fmt: skip
+        return partial, sums
+
+    def _merged(self, partial: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """out and lse."""
+        dim, in_all = partial.shape[3], partial.shape[2]
+        out = self.q.new_empty((self.batch, self.heads, self.tokens, dim))
+        lse = sums.new_empty((self.batch, self.heads, self.tokens))
+        key = self.keys[0]
+        geo = self.keys[1] if len(self.keys) > 1 else Stored(key.codes, None, key.form, {})
+        widest = max(self.dim, 0 if geo.query is None else geo.query.shape[3])
+        scale = self.value.options.get("scale")
+        merge_kernel[(self.heads * self.tokens, self.batch)](
+            partial, sums, out, lse, self.cache_seqlens, self.query_lens, *key.strided_query,
+            *geo.strided_query, key.null, geo.null, self.value.null, self.s_aux, scale, key.factor,
+            geo.factor, self.softcap, in_all, GROUPS=self.shape.groups, TOKENS=self.tokens,
+            K_DIM=self.dim, G_DIM=0 if geo.query is None else geo.query.shape[3], DIM=dim,
+            PADDED=triton.next_power_of_2(dim), K_PADDED=triton.next_power_of_2(widest),
+            MOST=triton.next_power_of_2(in_all), SOFTCAP=self.softcap > 0,
+            ROTATE=self.value.options.get("rotate", False),
+        )  # fmt: skip
+        return out, lse
+
+
 def launch(
     queries: Mapping[str, Tensor],
     stored: Mapping[str, tuple[Tensor, Tensor | None, str]],
     cache_seqlens: Tensor,
     factors: Mapping[str, float | None],
-    *,
-    n_kv_heads: int,
-    block_table: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    query_lens: Tensor | None = None,
-    residual_len: int = 0,
-    s_aux: Tensor | None = None,
-    window_size: Sequence[int] = (-1, -1),
-    num_sink_tokens: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 0,
-    **described: Any,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Runs one decode op. ``described`` holds the options of the streams, by their names."""
-    streams = {name: _taken(name, *stored[name], queries.get(name), described) for name in stored}
-    keys, value = [streams[name] for name in queries], streams["v"]
-    nulls = [described.pop(f"null_{name}", None) for name in streams]
-    first = next(iter(queries.values()))
-    _check(first, streams, described)
-    batch, heads, tokens, _ = first.shape
-    given = {name: q.shape[3] ** -0.5 if factors[name] is None else factors[name] for name, q in queries.items()}
-    raw = [float(x) for x in given.values()]
-    scaled = [x if softcap > 0 else x * LOG2E.value for x in raw]
+    """Runs one decode op.
 
-    per_lane = keys[0].width // first.shape[3]
-    records = [s.described(per_lane, dot_dtype(s.form, first.dtype)) for s in (*keys, value)]
-    tail, sink = value.options.get("tail"), value.options.get("sink")
-    residual = residual_len if tail is not None else 0
-    size = value.codes.shape[2]
-    slots = size if block_table is None else size * block_table.shape[1]
-    rows = per_lane * heads // n_kv_heads * tokens
-    chosen = settings(records, rows, size)
-    window = int(window_size[0])
-    shape = Shape(
-        groups=heads // n_kv_heads, tokens=tokens, heads=n_kv_heads, per_lane=per_lane,
-        rows=chosen.rows, tile=chosen.tile, page=0 if block_table is None else size,
-        masked=size % chosen.tile != 0, sink_len=0 if sink is None else sink.shape[2],
-        window=window >= 0, kept=window >= 0 and num_sink_tokens > 0, softcap=softcap > 0,
-        tail=residual > 0, ptx=has_ptx(), precision="tf32x3" if has_ptx() else "ieee",
-    )  # fmt: skip
-    lanes, pieces = value.codes.shape[1], triton.cdiv(rows, chosen.rows)
-    reach = slots if window < 0 else min(slots, window + tokens + num_sink_tokens + chosen.tile)
-    splits, least = plan(reach, chosen.tile, batch * lanes * pieces, first.device, num_splits)
-    in_all = splits + (residual > 0) + (shape.sink_len > 0)
-    partial = first.new_empty((batch, heads * tokens, in_all, records[-1].dim), dtype=torch.float32)
-    sums = first.new_empty((batch, heads * tokens, in_all), dtype=torch.float32)
-    out = first.new_empty((batch, heads, tokens, records[-1].dim))
-    lse = first.new_empty((batch, heads, tokens), dtype=torch.float32)
-    with on_device(first):
-        prepared = [_prepared(s, record, f, shape) for s, record, f in zip(keys, records[:-1], scaled, strict=True)]
-        asked = [(p[0], *p[0].stride()[:3], f) for p, f in zip(prepared, scaled, strict=True)]
-        g_record = records[1] if len(keys) == 2 else None
-        sides = [
-            tuple(None if x is None else x.contiguous() for x in _three(streams, part))
-            for part in ("tail", "sink")
-        ]
-        partials_kernel[(in_all, lanes * pieces, batch)](
-            sum(asked, ()), keys[0].pointers, keys[1].pointers if g_record else None, value.pointers,
-            *sides, tuple(x for p, s in zip(prepared, keys, strict=True) for x in (p[1], s.options.get("phases")))
-            + (() if g_record else (None, None)),
-            (cache_seqlens, cache_leftpad, query_lens), block_table,
-            0 if block_table is None else block_table.stride(0), partial, sums,
-            (window, num_sink_tokens, residual), size, 0 if tail is None else tail.shape[2], splits,
-            least, softcap, records[0], g_record, records[-1], records[0].side,
-            g_record and g_record.side, records[-1].side, shape,
-            num_warps=chosen.num_warps, num_stages=chosen.num_stages,
-        )  # fmt: skip
-        _merge(queries, raw, nulls, s_aux, value, shape, partial, sums, out, lse, cache_seqlens, query_lens, softcap)
-    return out, lse
+    Args:
+        queries, factors: by key stream.
+        stored: codes, scales and kind of each stream, keys first, then v.
+        options: the op's keyword arguments; those of streams by their names.
+
+    Raises:
+        NotImplementedError: what these kernels cannot serve, and what can.
+    """
+    streams = {}
+    for name, (codes, scales, kind) in stored.items():
+        own = {part: options.pop(f"{name}_{part}", None) for part in PARTS}
+        own = {part: x for part, x in own.items() if x is not None}
+        own["rotate"] = options.pop(f"rotate_{name}", False)
+        null = options.pop(f"null_{name}", None)
+        streams[name] = Stored(codes, scales, resolve(kind), own, null=null)
+    for name, q in queries.items():
+        given = factors[name]
+        streams[name].query = q if q.stride(3) == 1 else q.contiguous()
+        streams[name].factor = q.shape[3] ** -0.5 if given is None else given
+    _refuse(queries, streams)
+    call = Call([streams[name] for name in queries], streams["v"], cache_seqlens, **options)
+    with on_device(call.q):
+        return call.run()
+
+
+def _refuse(queries: Mapping[str, Tensor], streams: Mapping[str, Stored]) -> None:
+    found = [problem for name, stream in streams.items() for problem in stream.problems(name)]
+    for name, q in queries.items():
+        if q.shape[3] > WIDEST_HEAD:
+            found.append(f"head_dim of {name} is {q.shape[3]}; up to {WIDEST_HEAD} is supported")
+        if q.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(q.device) < OLDEST_CAPABILITY:
+            found.append("the GPU is older than sm_80")
+    if found:
+        raise NotImplementedError(
+            f"the Triton kernels cannot run this: {'; '.join(found)} (use_backend('reference') can)"
+        )

@@ -84,11 +84,10 @@ def _unpacked_bytes(codes, scale, DOT: tl.constexpr, PTX: tl.constexpr):
 def _unpacked_nibbles(codes, scale, FORMAT: tl.constexpr, DOT: tl.constexpr, PTX: tl.constexpr):
     """codes (N, w / 2) uint8 -> values of the low and of the high nibbles, (N, w / 2) each."""
     if PTX and DOT == tl.float16:
-        half: tl.constexpr = (tl.float16, tl.float16)
         if FORMAT == Q4_0:
-            low, high = tl.inline_asm_elementwise(Q4_ASM, "=r,=r,=r,=r,r", [codes], half, True, 4)
+            low, high = tl.inline_asm_elementwise(Q4_ASM, "=r,=r,=r,=r,r", [codes], (tl.float16, tl.float16), True, 4)
         else:
-            low, high = tl.inline_asm_elementwise(NF4_ASM, "=r,=r,=r,=r,r", [codes], half, True, 4)
+            low, high = tl.inline_asm_elementwise(NF4_ASM, "=r,=r,=r,=r,r", [codes], (tl.float16, tl.float16), True, 4)
         if FORMAT == Q4_0:
             low, high = _scaled(low - 1032.0, scale, DOT), _scaled(high - 1032.0, scale, DOT)
         else:

@@ -46,7 +46,7 @@ def _side(buffer, batch, lane, lanes, size, S: tl.constexpr):
 
 
 @triton.jit
-def _tile(stream, page, origin, slot, inside, used, S: tl.constexpr, MASKED, VALUES, C: tl.constexpr):
+def _tile(stream, page, origin, slot, inside, used, S: tl.constexpr, MASKED: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
     """The tile that begins ``origin`` slots into a page (page 0 of a contiguous cache is all of it)."""
     codes, scales = stream[0], stream[1]
     codes += page * stream[2] + origin * (S.width // (2 if S.form > 3 else 1))
@@ -57,10 +57,10 @@ def _tile(stream, page, origin, slot, inside, used, S: tl.constexpr, MASKED, VAL
 
 @triton.jit
 def _products(q, k, C: tl.constexpr):
-    """Q · K^T over the parts of a lane: (R, N) float32."""
-    total = tl.dot(q[0], tl.trans(k[0]), input_precision=C.precision)
+    """K · Q^T over the parts of a lane: (N, R) float32."""
+    total = tl.dot(k[0], tl.trans(q[0]), input_precision=C.precision)
     for part in tl.static_range(1, len(q)):
-        total = tl.dot(q[part], tl.trans(k[part]), total, input_precision=C.precision)
+        total = tl.dot(k[part], tl.trans(q[part]), total, input_precision=C.precision)
     return total
 
 
@@ -69,14 +69,14 @@ def _weighted(accumulators, alpha, p, v, C: tl.constexpr):
     """Each part's accumulator times alpha, plus P · V."""
     found = ()
     for part in tl.static_range(len(v)):
-        scaled = accumulators[part] * alpha[:, None]
-        found = found + (tl.dot(p, v[part], scaled, input_precision=C.precision),)
+        scaled = accumulators[part] * alpha[None, :]
+        found = found + (tl.dot(tl.trans(v[part]), p, scaled, input_precision=C.precision),)
     return found
 
 
 @triton.jit
 def _zero_part(column, C: tl.constexpr):
-    return tl.zeros((C.rows, column.shape[0]), tl.float32)
+    return tl.zeros((column.shape[0], C.rows), tl.float32)
 
 
 @triton.jit
@@ -93,9 +93,9 @@ def _store_partial(partial, row, own_head, real, accumulators, total, splits, S:
     factor = tl.where(total == 0.0, 0.0, 1.0 / (tl.where(total == 0.0, 1.0, total) * GAIN))
     for part in tl.static_range(parts_of(S)):
         column = part_columns(part, S)
-        mask = (own_head[:, None] == (column // S.dim)[None, :]) & real[:, None]
-        target = partial + (row * (splits * S.dim))[:, None] + (column % S.dim)[None, :]
-        tl.store(target, accumulators[part] * factor[:, None], mask=mask)
+        mask = (own_head[None, :] == (column // S.dim)[:, None]) & real[None, :]
+        target = partial + (row * (splits * S.dim))[None, :] + (column % S.dim)[:, None]
+        tl.store(target, accumulators[part] * factor[None, :], mask=mask)
 
 
 @triton.jit
@@ -187,25 +187,25 @@ def attend(
             page, origin, slot, inside = _place(token, key, used, table, slots, span[3], SOURCE, C)
             MASKED: tl.constexpr = C.masked or SOURCE != CODES
             tile = _tile(k, page, origin, slot, inside, used, K, MASKED, False, C)
-            logits = _products(q, tile, C) * size[:, None] + constant[:, None]
+            logits = _products(q, tile, C) * size[None, :] + constant[None, :]
             if K.pairs > 0:
                 turned = harmonics(centered[1], lane, token - span[3], K, C)
-                logits = tl.dot(waves, turned, logits, input_precision=C.precision)
+                logits = tl.dot(tl.trans(turned), tl.trans(waves), logits, input_precision=C.precision)
             if G is not None:
                 tile = _tile(g, page, origin, slot, inside, used, G, MASKED, False, C)
-                logits += _products(q_geo, tile, C) * size_geo[:, None]
+                logits += _products(q_geo, tile, C) * size_geo[None, :]
                 if G.pairs > 0:
                     turned = harmonics(centered[3], lane, token - span[3], G, C)
-                    logits = tl.dot(waves_geo, turned, logits, input_precision=C.precision)
+                    logits = tl.dot(tl.trans(turned), tl.trans(waves_geo), logits, input_precision=C.precision)
             if C.softcap:
                 logits = capped(logits, softcap, True) * LOG2E
             allowed = seen(position, real, key, span[3], limits, SOURCE, C)
             logits = tl.where(allowed, logits, float("-inf"))
-            larger = tl.maximum(largest, tl.max(logits, axis=1))
+            larger = tl.maximum(largest, tl.max(logits, axis=0))
             base = tl.where(larger == float("-inf"), 0.0, larger)
-            p = tl.exp2(logits - base[:, None])
+            p = tl.exp2(logits - base[None, :])
             alpha = tl.exp2(largest - base)
-            total = total * alpha + tl.sum(p, axis=1)
+            total = total * alpha + tl.sum(p, axis=0)
             largest = larger
             tile = _tile(v, page, origin, slot, inside, used, V, MASKED, True, C)
             accumulators = _weighted(accumulators, alpha, p.to(V.dot), tile, C)

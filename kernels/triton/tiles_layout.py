@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,3 +90,35 @@ class Shape:
     tail: bool = False
     ptx: bool = True
     precision: str = "tf32x3"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Launch settings of the split-KV kernel: query rows and tokens of a tile, warps, stages."""
+
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+#: Most query rows of a program; more become row groups, which read the cache again (from L2, mostly).
+MOST_ROWS = 64
+
+
+def settings(streams: Sequence[Stream], rows: int, unit: int) -> Settings:
+    """Settings for the streams of a layer.
+
+    Args:
+        rows: query rows of a lane.
+        unit: slots of a page, or of a contiguous cache: a tile should divide it.
+    """
+    widest = max(stream.width for stream in streams)
+    wide = any(stream.dot == tl.float32 for stream in streams)
+    padded = min(MOST_ROWS, max(16, 1 << (rows - 1).bit_length()))
+    if widest > 256:
+        padded = min(padded, 32)
+    tile = 64 if widest <= 128 else 32
+    while unit % tile and tile > 32:
+        tile //= 2
+    return Settings(padded, tile, 4, 2 if wide or widest > 256 else 3)
