@@ -49,9 +49,9 @@ class Calibration:
         target = Path(path)
         partial = target.with_name(f".{target.name}.{os.getpid()}.part")
         tensors = {
-            f"layers.{index}.{stream}.{part}": getattr(found, part)
-            .to("cpu", torch.float32)
-            .contiguous()
+            f"layers.{index}.{stream}.{part}": getattr(found, part).to(
+                "cpu", torch.float32, copy=True
+            )
             for index, layer in enumerate(self.layers)
             for stream, found in layer.items()
             for part in PARTS
