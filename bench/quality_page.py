@@ -256,8 +256,8 @@ def prompt_lines() -> list[str]:
 
 
 def picture(demo: str) -> str:
-    """Draws the matrix of the model as trained; returns the file's name."""
-    report = QualityReport(rows=read(demo), about={"baseline": "fp16"})
+    """Draws what is promised of the model as trained; returns the file's name."""
+    report = QualityReport(rows=read(f"{demo}-claims"), about={"baseline": "fp16"})
     save_plot(report, DOCS / f"quality-{demo}.png", f"{demo} demo model")
     return f"quality-{demo}.png"
 
@@ -279,13 +279,15 @@ def page() -> str:
         if not subjects(demo):
             continue
         lines += [f"## {label}: what is promised", "", *claim_lines(demo)]
+        if read(f"{demo}-claims"):
+            lines += [f"![KL against bytes per token]({picture(demo)})", ""]
         lines += [
             f"## {label}: every setting",
             "",
             "KL in thousandths of a nat · perplexity ratio, at context 1024.",
             "",
         ]
-        lines += [*matrix_lines(demo, streams), f"![quality against bytes]({picture(demo)})", ""]
+        lines += matrix_lines(demo, streams)
         depths = depth_lines(demo)
         if depths:
             lines += ["Needles found, by depth (0% is the start of the context):", "", *depths]

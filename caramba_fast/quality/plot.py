@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _SHORT, _FEW = 16, 12
 #: Width of a letter of a label, and how far up from its point a label may stand, in points.
 _LETTER, _HEIGHTS = 4.8, (0, 8, -8, 16, -16, 24, -24)
+#: Inches a letter and a line of the key take.
+_KEY_LETTER, _KEY_LINE = 0.061, 0.17
 Box = tuple[float, float, float, float]
 
 
@@ -41,7 +43,11 @@ def plot_report(report: QualityReport, title: str = "") -> Figure:
     numbered = len(kinds) > _FEW or any(len(kind) > _SHORT for kind in kinds)
     labels = {kind: str(i) if numbered else kind for i, kind in enumerate(kinds, start=1)}
     panels = len(report.contexts)
-    figure = Figure(figsize=(5.6 * panels + 2.8 * numbered, 4.4), layout="constrained")
+    width, height = 5.6 * panels, 4.4
+    if numbered:  # room for the key beside the panels
+        width += _KEY_LETTER * (4 + max(map(len, kinds)))
+        height = max(height, 0.6 + _KEY_LINE * len(kinds))
+    figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(1, panels, squeeze=False)[0]
     for axis, context in zip(axes, report.contexts, strict=True):
         rows = [row for row in report.rows if row.context == context]
@@ -56,7 +62,7 @@ def plot_report(report: QualityReport, title: str = "") -> Figure:
             prop={"family": "monospace", "size": 7},
         )  # fmt: skip
     if title:
-        figure.suptitle(title, fontsize=11)
+        figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     figure.draw_without_rendering()  # fixes where the axes are
     for axis, context in zip(axes, report.contexts, strict=True):
         rows = [row for row in report.rows if row.context == context]
