@@ -214,37 +214,35 @@ def table(report: QualityReport, context: int, name: str) -> Table:
         padding=(0, 1, 0, 0),
     )  # fmt: skip
     found.add_column("cache", overflow="fold", min_width=12)
-    headings = ["bytes/\ntoken", "ΔNLL\nmnat", "PPL\nratio", "KL\nmnat", "KL p99\nmnat",
-                "same\ntop-1", "accept"]  # fmt: skip
+    headings = ["bytes/\ntoken", "PPL\nratio", "KL\nmnat", "KL p99\nmnat", "same\ntop-1", "accept"]
     if rows[0].needles:
-        headings += ["needles\nfound", "Δ answer\nmnat"]
+        headings.append("needles\nfound")
     for heading in headings:
         found.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         cells = [
             f"{row.kind} *" if row.pareto else row.kind,
             f"{row.cache_bytes_per_token:.0f}",
-            _thousandths(row, "delta_nll", "+"),
-            f"{row.ppl_ratio:.4f}",
+            f"{row.ppl_ratio:.4f}" if row.ppl_ratio < 10 else f"{row.ppl_ratio:.1f}",
             _thousandths(row, "mean_kl"),
             _three_digits(1000 * row.p99_kl),
             f"{row.top1_agreement:.1%}",
             f"{row.acceptance:.1%}",
         ]
         if rows[0].needles:
-            cells += [f"{row.recall:.1%}", _thousandths(row, "delta_needle_nll", "+")]
+            cells.append(f"{row.recall:.1%}")
         found.add_row(*cells)
     return found
 
 
-def _thousandths(row: CacheQuality, figure: str, sign: str = "") -> str:
+def _thousandths(row: CacheQuality, figure: str) -> str:
     """A figure in thousandths, with half its interval, to two digits of the latter."""
     value, (low, high) = 1000 * getattr(row, figure), row.ci[figure]
     half = 500 * (high - low)
     if not math.isfinite(half) or half == 0:
-        return f"{value:{sign}.3g}"
+        return f"{value:.3g}"
     digits = max(0, 1 - math.floor(math.log10(half)))
-    return f"{value:{sign}.{min(digits, 2)}f}±{half:.{min(digits, 2)}f}"
+    return f"{value:.{min(digits, 2)}f}±{half:.{min(digits, 2)}f}"
 
 
 def _three_digits(value: float) -> str:
@@ -253,15 +251,12 @@ def _three_digits(value: float) -> str:
 
 def _print_notes(console: Console, report: QualityReport) -> None:
     base = report.rows[0]
-    needles = answers = ""
-    if base.needles:
-        needles = f" and {base.needles:,} needles"
-        answers = "Δ answer: how much less likely the needles' answers are. "
+    needles = f" and {base.needles:,} needles" if base.needles else ""
     console.print(
         f"Against {base.kind}, on {base.tokens:,} predictions in {base.windows} windows of text{needles}, at each "
-        "context; ± is half a 95% confidence interval over windows. Bytes: a whole cache of the context, divided "
-        "by its tokens. mnat: thousandths of a nat. accept: share of drafted tokens speculative sampling would "
-        f"keep. {answers}*: no other cache is both smaller and closer to the baseline.",
+        "context; ± is half a 95% confidence interval over windows (all intervals are in the CSV). Bytes: a whole "
+        "cache of the context, divided by its tokens. mnat: thousandths of a nat. accept: share of drafted tokens "
+        "speculative sampling would keep. *: no other cache is both smaller and closer to the baseline.",
         style="dim",
         highlight=False,
     )
