@@ -14,13 +14,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from .binary import resources
+from .binary import loop_instructions, resources
 from .variants import VARIANTS, Variant
 
 
@@ -52,6 +52,7 @@ class Row:
     dtype: str
     block: int
     fit: str
+    options: str
     num_warps: int
     registers: int
     spills: int
@@ -59,28 +60,55 @@ class Row:
     instructions: int
     #: Thread instructions for each value: instructions * threads / values of a program.
     instructions_per_value: float
+    #: Warp instructions of the main loop for each cached token: instructions * warps / tokens of a tile; 0
+    #: for kernels without one, and on AMD.
+    loop_per_token: float
+
+
+def _flattened(
+    place: tuple[int, ...], kind: Any, constants: dict[Any, Any], attributes: dict[Any, Any]
+) -> Any:
+    """A run-time argument's type for the signature; notes what is None and what is aligned."""
+    if isinstance(kind, tuple):
+        return tuple(
+            _flattened((*place, i), part, constants, attributes) for i, part in enumerate(kind)
+        )
+    if kind is None:
+        constants[place] = None
+        return "constexpr"
+    if kind.startswith("*") or kind.endswith("!"):
+        attributes[place] = [["tt.divisibility", 16]]
+    return kind.removesuffix("!")
 
 
 def compile_variant(variant: Variant, target: GPUTarget) -> CompiledKernel:
     """Compiles for a target as a launch with 16-byte aligned pointers and strides would."""
-    constants = variant.on(target.backend)
-    signature = {
-        name: variant.arguments.get(name, "constexpr") for name in variant.kernel.arg_names
+    given = variant.constants
+    signature: dict[str, Any] = {}
+    constants: dict[Any, Any] = {}
+    attributes: dict[Any, Any] = {}
+    for i, name in enumerate(variant.kernel.arg_names):
+        if name in given:
+            signature[name], constants[(i,)] = "constexpr", given[name]
+        else:
+            kind = variant.arguments[name]
+            signature[name] = _flattened((i,), kind, constants, attributes)
+    source = ASTSource(variant.kernel, signature, constexprs=constants, attrs=attributes)
+    options = {
+        "num_warps": variant.num_warps,
+        "num_stages": variant.num_stages,
+        "enable_fp_fusion": variant.fusion,
     }
-    aligned = {
-        (position,): [["tt.divisibility", 16]]
-        for position, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name.endswith("_stride")
-    }
-    source = ASTSource(variant.kernel, signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": variant.num_warps, "enable_fp_fusion": False}
     return triton.compile(source, target=target, options=options)
 
 
 def inspect(variant: Variant, target_name: str) -> Row:
     """Compiles one variant and measures the result."""
     target = TARGETS[target_name].gpu
-    used = resources(compile_variant(variant, target))
+    variant = variant.on(target.backend, target.arch)
+    compiled = compile_variant(variant, target)
+    used = resources(compiled)
+    loop = loop_instructions(compiled) if variant.tile else 0
     threads = variant.num_warps * target.warp_size
     return Row(
         triton=triton.__version__,
@@ -90,8 +118,10 @@ def inspect(variant: Variant, target_name: str) -> Row:
         dtype=variant.dtype,
         block=variant.block,
         fit=variant.fit,
+        options=variant.options,
         num_warps=variant.num_warps,
         instructions_per_value=round(used.instructions * threads / variant.values, 2),
+        loop_per_token=round(loop * variant.num_warps / max(variant.tile, 1), 1),
         **asdict(used),
     )
 
@@ -107,7 +137,9 @@ def rows(targets: Iterable[str], variants: Iterable[Variant] = VARIANTS) -> Iter
 def problems(row: Row) -> list[str]:
     """What is wrong with a row; empty if nothing is."""
     found = []
-    what = ", ".join(filter(None, (row.kind, row.dtype, f"block {row.block}", row.fit)))
+    what = ", ".join(
+        filter(None, (row.kind, row.dtype, f"block {row.block}", row.fit, row.options))
+    )
     where = f"{row.op}[{what}] on {row.target}"
     if row.spills:
         found.append(f"{where} spills registers ({row.spills})")

@@ -50,6 +50,29 @@ def sass(cubin: bytes) -> list[str]:
     return lines
 
 
+def loop_instructions(compiled: CompiledKernel) -> int:
+    """Instructions of the main loop: the longest that multiplies matrices; 0 on AMD.
+
+    A loop is what lies between a backward branch and its target. Of two nested ones the inner counts,
+    and of several (the codes', the tail's, the sinks') the longest that copies to shared memory in
+    the background, as only the codes' does.
+    """
+    if "cubin" not in compiled.asm:
+        return 0
+    found = re.findall(
+        r"^\s*/\*([0-9a-f]{4,})\*/\s+(.+?)\s*;", _dump(compiled.asm["cubin"], "-sass"), re.M
+    )
+    lines = [(int(address, 16), text) for address, text in found]
+    bodies = []
+    for address, text in lines:
+        target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
+        if target and int(target[1], 16) < address:
+            bodies.append([x for at, x in lines if int(target[1], 16) <= at <= address])
+    wanted = [body for body in bodies if any("MMA" in x for x in body)]
+    copying = [body for body in wanted if any("LDGSTS" in x for x in body)]
+    return max((len(body) for body in copying or wanted), default=0)
+
+
 def _nvidia(cubin: bytes, shared_bytes: int) -> Resources:
     usage = dict(re.findall(r"(\w+):(\d+)", _dump(cubin, "-res-usage")))
     return Resources(

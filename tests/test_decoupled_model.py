@@ -64,7 +64,8 @@ def test_semantic_keys_carry_no_position():
 
 def test_the_cache_takes_what_the_widths_say():
     model = make()
-    cache = ModelKVCache(model.cache_layout, 1, 128, **cache_configs("q4/q8/q4"))
+    plain = cache_configs("q4:plain/q8:plain/q4:plain")
+    cache = ModelKVCache(model.cache_layout, 1, 128, **plain)
     assert cache.bytes_per_token == 2 * (32 * 4.5 + 64 * 8.5 + 128 * 4.5) / 8
     assert cache.nbytes == 128 * cache.bytes_per_token
 

@@ -24,12 +24,14 @@ GOOD = aot.Row(
     dtype="fp16",
     block=32,
     fit="amax",
+    options="",
     num_warps=4,
     registers=40,
     spills=0,
     shared_bytes=1024,
     instructions=100,
     instructions_per_value=3.0,
+    loop_per_token=0.0,
 )
 
 
@@ -52,7 +54,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 
 def test_one_row_for_each_variant_and_target(table: list[dict[str, str]]) -> None:
-    columns = ("target", "op", "kind", "dtype", "block", "fit")
+    columns = ("target", "op", "kind", "dtype", "block", "fit", "options")
     keys = {tuple(row[name] for name in columns) for row in table}
     assert len(table) == len(keys) == len(VARIANTS) * len(aot.TARGETS)
 

@@ -1,7 +1,7 @@
 """decode_attention in Triton: partial results of splits of the cache, then their merge.
 
 Three launches at most: the queries' transform where K has one, the splits, the merge. What they compute
-is defined by `caramba_fast.ops.attention`; the kernels are in tiles_attend, tiles_query and merge_splits.
+is defined by `caramba_fast.ops.attention`; the kernels are in tiles_kernel, tiles_query and merge_splits.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,88 +10,29 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from caramba_fast.formats import Format, resolve
+from caramba_fast.formats import resolve
 
-from .casts import INTERPRETED
 from .launch import has_ptx, on_device
 from .merge_splits import LOG2E, merge_kernel
 from .splits import plan
-from .tiles_attend import partials_kernel
-from .tiles_layout import Settings, Shape, Stream, segments, settings
+from .splits_stream import PARTS, Stored
+from .tiles_kernel import partials_kernel
+from .tiles_layout import Settings, Shape, Stream, on_amd, on_blackwell, settings
 from .tiles_query import prepare_kernel
 
 #: Widest head, and oldest NVIDIA generation, the kernels were laid out for.
 WIDEST_HEAD = 256
-OLDEST_CAPABILITY = (8, 0)
-PARTS = ("tail", "sink", "mean", "bias", "pairs", "phases", "scale")
+OLDEST_CAPABILITY, BLACKWELL = (8, 0), (10, 0)
 
 
-def dot_dtype(form: Format, query: torch.dtype) -> Any:
-    """Operands of ``tl.dot``: float16 wherever it can hold the format and is as good as the query.
-
-    bfloat16 keys meet bfloat16 queries as they are; a float16 query would lose bits, so that mix takes
-    float32 (three TF32 products), like everything of a float32 query. The interpreter has no bfloat16.
-    """
-    if query == torch.float32 or form.name == "fp32":
-        return tl.float32
-    if form.name == "bf16":
-        return tl.bfloat16 if query == torch.bfloat16 and not INTERPRETED.value else tl.float32
-    return tl.float16
-
-
-@dataclass
-class Stored:
-    """One stream as the op got it: codes, scales, and what describes it; keys with their queries."""
-
-    codes: Tensor
-    scales: Tensor | None
-    form: Format
-    options: dict[str, Any]
-    query: Tensor | None = None
-    factor: float = 1.0
-    null: Tensor | None = None
-
-    @property
-    def width(self) -> int:
-        """Values of a lane."""
-        return self.form.value_width(self.codes.shape[3])
-
-    @property
-    def pointers(self) -> tuple[Any, ...]:
-        """Codes and scales, and the strides of B and of lanes of each."""
-        scales = (0, 0) if self.scales is None else self.scales.stride()[:2]
-        return (self.codes, self.scales, *self.codes.stride()[:2], *scales)
-
-    @property
-    def strided_query(self) -> tuple[Any, ...]:
-        """The query and its strides of B, H and T."""
-        if self.query is None:
-            return (None, 0, 0, 0)
-        return (self.query, *self.query.stride()[:3])
-
-    def record(self, per_lane: int, query: torch.dtype) -> Stream:
-        """What the kernel is specialized for."""
-        block = 32 if self.scales is None else self.width // self.scales.shape[3]
-        bias, phases = self.options.get("bias"), self.options.get("phases")
-        pairs, table, harmonics = 0, 0, 0
-        if bias is not None and phases is not None:
-            pairs, table = bias.shape[1], phases.shape[2]
-            harmonics = max(16, triton.next_power_of_2(2 * pairs * per_lane))
-        return Stream(
-            self.form.index, block, dot_dtype(self.form, query), self.width, self.width // per_lane,
-            segments(self.width), pairs, table, harmonics,
-        )  # fmt: skip
-
-    def problems(self, name: str) -> list[str]:
-        """Layouts a kernel would misread."""
-        found = []
-        for part, x in (("codes", self.codes), ("scales", self.scales)):
-            if x is not None and (x.stride(3) != 1 or x.stride(2) != x.shape[3]) and x.shape[2] > 1:
-                found.append(f"{name}_{part} of strides {x.stride()}: a lane's slots must be contiguous")
-        return found
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The NVIDIA generation; OLDEST_CAPABILITY for anything else."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return OLDEST_CAPABILITY
+    return torch.cuda.get_device_capability(device)
 
 
 @dataclass
@@ -132,7 +74,10 @@ class Call:
     def settings(self) -> Settings:
         """Launch settings."""
         rows = self.per_lane * self.heads // self.n_kv_heads * self.tokens
-        return settings(self.records, rows, self.value.codes.shape[2])
+        chosen = settings(self.records, rows, self.value.codes.shape[2])
+        if torch.version.hip is not None:
+            return on_amd(chosen)
+        return on_blackwell(chosen) if capability(self.q.device) >= BLACKWELL else chosen
 
     @cached_property
     def shape(self) -> Shape:
@@ -164,7 +109,10 @@ class Call:
 
     def run(self) -> tuple[Tensor, Tensor]:
         """The launches."""
-        queries, waves = zip(*(self._prepared(s, r) for s, r in zip(self.keys, self.records[:-1], strict=True)), strict=True)
+        queries, waves = zip(
+            *(self._prepared(s, r) for s, r in zip(self.keys, self.records[:-1], strict=True)),
+            strict=True,
+        )
         partial, sums = self._partials(queries, waves)
         return self._merged(partial, sums)
 
@@ -189,25 +137,34 @@ class Call:
         strides = (rows * record.dim, self.tokens * record.dim, record.dim)
         centered = options.get("mean") is not None or record.pairs > 0
         phases = options.get("phases")
-        return (out, *strides, factor), (waves if centered else None, None if phases is None else phases.contiguous())
+        return (out, *strides, factor), (
+            waves if centered else None,
+            None if phases is None else phases.contiguous(),
+        )
 
     def _partials(self, queries: Sequence[Any], waves: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """Partial outputs (B, H_q * T, programs, D_v) and their base-2 lse."""
         shape, (k, *g, v) = self.shape, self.records
         splits, least = self.plan()
         in_all = splits + shape.tail + (shape.sink_len > 0)
-        partial = self.q.new_empty((self.batch, self.heads * self.tokens, in_all, v.dim), dtype=torch.float32)
+        partial = self.q.new_empty(
+            (self.batch, self.heads * self.tokens, in_all, v.dim), dtype=torch.float32
+        )
         sums = partial.new_empty(partial.shape[:3])
         table = self.block_table
         streams = [self.keys[0], self.keys[1] if g else None, self.value]
         sides = [
-            tuple(None if s is None or part not in s.options else s.options[part].contiguous() for s in streams)
+            tuple(
+                None if s is None or part not in s.options else s.options[part].contiguous()
+                for s in streams
+            )
             for part in ("tail", "sink")
         ]
         geo = g[0] if g else None
         grid = (in_all, self.lanes * self.row_groups, self.batch)
         partials_kernel[grid](
-            sum(queries, ()) + (() if g else (None,)), *(None if s is None else s.pointers for s in streams), *sides,
+            sum(queries, ()) + (() if g else (None,)),
+            tuple(None if s is None else s.pointers for s in streams), *sides,
             sum(waves, ()) + (() if g else (None, None)),
             (self.cache_seqlens, self.cache_leftpad, self.query_lens),
             table, 0 if table is None else table.stride(0), partial, sums,
@@ -278,7 +235,11 @@ def _refuse(queries: Mapping[str, Tensor], streams: Mapping[str, Stored]) -> Non
     for name, q in queries.items():
         if q.shape[3] > WIDEST_HEAD:
             found.append(f"head_dim of {name} is {q.shape[3]}; up to {WIDEST_HEAD} is supported")
-        if q.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(q.device) < OLDEST_CAPABILITY:
+        if (
+            q.is_cuda
+            and torch.version.hip is None
+            and torch.cuda.get_device_capability(q.device) < OLDEST_CAPABILITY
+        ):
             found.append("the GPU is older than sm_80")
     if found:
         raise NotImplementedError(

@@ -7,6 +7,11 @@ values, accumulators) is a tuple of such parts; `part_columns` says which values
 
 Codes of slots nobody has written are loaded and unpacked like any other: keys are masked in the
 scores, values by a scale (or a value) of 0.
+
+Where fp16 is enough and PTX can be used, codes are unpacked in packed registers (tiles_asm): keys two
+bytes at a time, because in the layout in which they enter the product a thread holds two neighbours;
+values as words of four bytes, because bytes would be taken apart and put together again on their way
+through registers (docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -16,16 +21,26 @@ import triton.language as tl
 
 from .casts import from_float32, to_float32
 from .formats import NF4, Q4_0, Q8_0, decode_bytes, decode_nibbles
-from .tiles_asm import NF4_HALF, NF4_HALF_GAIN, Q4_HALF, Q8_HALF
+from .tiles_asm import (
+    NF4_HALF_GAIN,
+    NF4_PAIR,
+    NF4_WORD,
+    Q4_PAIR,
+    Q4_WORD,
+    Q8_PAIR,
+    Q8_WORD,
+)
 
 HALF_GAIN = tl.constexpr(NF4_HALF_GAIN)
-Q8_ASM, Q4_ASM, NF4_ASM = tl.constexpr(Q8_HALF), tl.constexpr(Q4_HALF), tl.constexpr(NF4_HALF)
+#: By the format's index.
+PAIR = tl.constexpr((None, None, None, Q8_PAIR, Q4_PAIR, NF4_PAIR))
+WORD = tl.constexpr((None, None, None, Q8_WORD, Q4_WORD, NF4_WORD))
 
 
 @triton.jit
 def halves(FORMAT: tl.constexpr):
-    """Parts of one segment."""
-    return 2 if FORMAT == Q4_0 or FORMAT == NF4 else 1
+    """Parts of one segment; values of one byte."""
+    return 1 if FORMAT < Q4_0 else 2
 
 
 @triton.jit
@@ -52,51 +67,79 @@ def part_columns(part: tl.constexpr, S: tl.constexpr):
     return column
 
 
+# -- unpacking ----------------------------------------------------------------------------------
+
+
 @triton.jit
-def _scaled(x, scale, DOT: tl.constexpr):
-    """x (N, w) times scale (N, blocks of the segment), in DOT's arithmetic."""
+def _scaled(x, scale, OFFSET: tl.constexpr):
+    """x (N, w), less 1 if OFFSET, times scale (N, blocks of the segment)."""
     blocks: tl.constexpr = scale.shape[1]
     wide = tl.reshape(x, (x.shape[0], blocks, x.shape[1] // blocks))
-    return tl.reshape(wide * scale.to(DOT)[:, :, None], x.shape)
-
-
-@triton.jit
-def _scaled_offset(x, scale):
-    """(x - 1) times scale in fp16: one multiply-add, for the constant is the scale itself."""
-    blocks: tl.constexpr = scale.shape[1]
-    wide = tl.reshape(x, (x.shape[0], blocks, x.shape[1] // blocks))
-    factor = tl.broadcast_to(scale[:, :, None], wide.shape)
-    return tl.reshape(tl.fma(wide, factor, -factor), x.shape)
-
-
-@triton.jit
-def _unpacked_bytes(codes, scale, DOT: tl.constexpr, PTX: tl.constexpr):
-    """codes (N, w) int8 -> values (N, w)."""
-    if PTX and DOT == tl.float16:
-        x = tl.inline_asm_elementwise(Q8_ASM, "=r,=r,r", [codes], tl.float16, True, 4)
-        value = _scaled(x, scale, DOT)
+    factor = scale.to(x.dtype)[:, :, None]
+    if OFFSET:
+        # One multiply-add, for the constant is the scale itself.
+        factor = tl.broadcast_to(factor, wide.shape)
+        wide = tl.fma(wide, factor, -factor)
     else:
-        value = from_float32(_scaled(decode_bytes(codes, Q8_0), scale, tl.float32), DOT)
-    return value
+        wide = wide * factor
+    return tl.reshape(wide, x.shape)
 
 
 @triton.jit
-def _unpacked_nibbles(codes, scale, FORMAT: tl.constexpr, DOT: tl.constexpr, PTX: tl.constexpr):
-    """codes (N, w / 2) uint8 -> values of the low and of the high nibbles, (N, w / 2) each."""
-    if PTX and DOT == tl.float16:
-        if FORMAT == Q4_0:
-            low, high = tl.inline_asm_elementwise(Q4_ASM, "=r,=r,=r,=r,r", [codes], (tl.float16, tl.float16), True, 4)
-        else:
-            low, high = tl.inline_asm_elementwise(NF4_ASM, "=r,=r,=r,=r,r", [codes], (tl.float16, tl.float16), True, 4)
-        if FORMAT == Q4_0:
-            low, high = _scaled(low - 1032.0, scale, DOT), _scaled(high - 1032.0, scale, DOT)
-        else:
-            low, high = _scaled_offset(low, scale), _scaled_offset(high, scale)
+def _pairs(a, b):
+    """Words of two fp16 each, (N, w) twice -> (N, 4 w): a's two, b's two, and so on."""
+    x = tl.join(a, b)
+    first = x.to(tl.int16).to(tl.float16, bitcast=True)
+    second = (x >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.reshape(tl.join(first, second), (a.shape[0], a.shape[1] * 4))
+
+
+@triton.jit
+def _from_words(words, FORMAT: tl.constexpr):
+    """words (N, w) of four bytes -> fp16 values before the scale, a tuple of parts (N, 4 w)."""
+    if FORMAT == Q8_0:
+        a, b = tl.inline_asm_elementwise(
+            WORD[FORMAT], "=r,=r,r", [words], (tl.int32, tl.int32), True, 1
+        )
+        parts = (_pairs(a, b),)
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            WORD[FORMAT],
+            "=r,=r,=r,=r,r",
+            [words],
+            (tl.int32, tl.int32, tl.int32, tl.int32),
+            True,
+            1,
+        )
+        parts = (_pairs(a, b), _pairs(c, d))
+    return parts
+
+
+@triton.jit
+def _from_bytes(codes, FORMAT: tl.constexpr):
+    """codes (N, w) -> fp16 values before the scale, a tuple of parts (N, w)."""
+    if FORMAT == Q8_0:
+        parts = (tl.inline_asm_elementwise(PAIR[FORMAT], "=r,r", [codes], tl.float16, True, 2),)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            PAIR[FORMAT], "=r,=r,r", [codes], (tl.float16, tl.float16), True, 2
+        )
+        parts = (low, high)
+    return parts
+
+
+@triton.jit
+def _plain(codes, FORMAT: tl.constexpr, PTX: tl.constexpr):
+    """codes (N, w) -> float32 values before the scale, a tuple of parts (N, w)."""
+    if FORMAT == Q8_0:
+        parts = (decode_bytes(codes, FORMAT),)
     else:
         low, high = decode_nibbles(codes, FORMAT, PTX)
-        low = from_float32(_scaled(low, scale, tl.float32), DOT)
-        high = from_float32(_scaled(high, scale, tl.float32), DOT)
-    return low, high
+        parts = (low, high)
+    return parts
+
+
+# -- loading ------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -106,6 +149,16 @@ def _loaded(pointers, mask, MASKED: tl.constexpr):
     else:
         x = tl.load(pointers)
     return x
+
+
+@triton.jit
+def _codes(codes, slot, inside, S, START, SIZE, BYTES: tl.constexpr, MASKED: tl.constexpr):
+    """A segment's codes, BYTES of them an element."""
+    WIDTH: tl.constexpr = S.width // halves(S.form) // BYTES
+    column = START // halves(S.form) // BYTES + tl.arange(0, SIZE // halves(S.form) // BYTES)
+    if BYTES == 4:
+        codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)
+    return _loaded(codes + slot[:, None] * WIDTH + column[None, :], inside[:, None], MASKED)
 
 
 @triton.jit
@@ -123,25 +176,28 @@ def _segment(
     VALUES: tl.constexpr,
 ):
     """One segment of a tile: a tuple of its parts."""
-    PER_BYTE: tl.constexpr = halves(S.form)
-    column = START // PER_BYTE + tl.arange(0, SIZE // PER_BYTE)
-    source = codes + slot[:, None] * (S.width // PER_BYTE) + column[None, :]
     wanted = used if VALUES else inside
     if S.form < Q8_0:
-        x = _loaded(source, wanted[:, None], MASKED or VALUES)
+        x = _codes(codes, slot, wanted, S, START, SIZE, 1, MASKED or VALUES)
         if x.dtype == S.dot:
             parts = (x,)
         else:
             parts = (from_float32(to_float32(x), S.dot),)
     else:
-        x = _loaded(source, inside[:, None], MASKED)
+        HALF: tl.constexpr = PTX and S.dot == tl.float16
+        x = _codes(codes, slot, inside, S, START, SIZE, 4 if HALF and VALUES else 1, MASKED)
         block = START // S.block + tl.arange(0, SIZE // S.block)
         at = scales + slot[:, None] * (S.width // S.block) + block[None, :]
         scale = _loaded(at, wanted[:, None], MASKED or VALUES)
-        if S.form == Q8_0:
-            parts = (_unpacked_bytes(x, scale, S.dot, PTX),)
+        parts = ()
+        if HALF:
+            raw = _from_words(x, S.form) if VALUES else _from_bytes(x, S.form)
+            for i in tl.static_range(len(raw)):
+                parts += (_scaled(raw[i], scale, S.form == NF4 and not VALUES),)
         else:
-            parts = _unpacked_nibbles(x, scale, S.form, S.dot, PTX)
+            raw = _plain(x, S.form, PTX)
+            for i in tl.static_range(len(raw)):
+                parts += (from_float32(_scaled(raw[i], scale, False), S.dot),)
     return parts
 
 
@@ -167,7 +223,17 @@ def load_tile(
     """
     parts = ()
     for i in tl.static_range(len(S.segments)):
-        parts = parts + _segment(
-            codes, scales, slot, inside, used, S, S.segments[i][0], S.segments[i][1], PTX, MASKED, VALUES
+        parts += _segment(
+            codes,
+            scales,
+            slot,
+            inside,
+            used,
+            S,
+            S.segments[i][0],
+            S.segments[i][1],
+            PTX,
+            MASKED,
+            VALUES,
         )
     return parts

@@ -10,8 +10,17 @@ import struct
 
 from caramba_fast.formats import NF4_LEVELS
 
+#: $1: two int8 -> $0: their values; 0x80 makes them unsigned, and 1152 is 1024 + 128.
+Q8_PAIR = """{
+.reg .b32 t, c;
+mov.b32 c, 0xE480E480;
+prmt.b32 t, $1, 0x64646464, 0x4140;
+xor.b32 t, t, 0x00800080;
+add.rn.f16x2 $0, t, c;
+}"""
+
 #: $2: four int8 -> $0, $1: their values.
-Q8_HALF = """{
+Q8_WORD = """{
 .reg .b32 t, a, b, c;
 mov.b32 c, 0xE480E480;
 xor.b32 t, $2, 0x80808080;
@@ -21,17 +30,38 @@ add.rn.f16x2 $0, a, c;
 add.rn.f16x2 $1, b, c;
 }"""
 
-#: $4: four bytes of two codes -> $0, $1: 1024 + low codes, $2, $3: 1024 + high codes.
-Q4_HALF = """{
-.reg .b32 l, h;
-and.b32 l, $4, 0x0F0F0F0F;
-shr.u32 h, $4, 4;
-and.b32 h, h, 0x0F0F0F0F;
-prmt.b32 $0, l, 0x64646464, 0x4140;
-prmt.b32 $1, l, 0x64646464, 0x4342;
-prmt.b32 $2, h, 0x64646464, 0x4140;
-prmt.b32 $3, h, 0x64646464, 0x4342;
-}"""
+
+def _q4(source: str, selector: str, low: str, high: str) -> list[str]:
+    """Two bytes of ``source`` -> code - 8 of their low and of their high codes.
+
+    Each byte is doubled, so that one ``lop3`` takes a nibble and puts 0x64 above it. A high nibble stays
+    where it is: 1024 + 16 * code, and the multiply-add divides by 16.
+    """
+    return [
+        f"prmt.b32 t, {source}, {source}, {selector};",
+        "lop3.b32 a, t, 0x000F000F, 0x64006400, 0xEA;",
+        "lop3.b32 b, t, 0x00F000F0, 0x64006400, 0xEA;",
+        f"add.rn.f16x2 {low}, a, c;",
+        f"fma.rn.f16x2 {high}, b, d, e;",
+    ]
+
+
+def _program(*lines: str) -> str:
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+_Q4_CONSTANTS = (
+    ".reg .b32 t, a, b, c, d, e;",
+    "mov.b32 c, 0xE408E408;",  # -1032
+    "mov.b32 d, 0x2C002C00;",  # 1 / 16
+    "mov.b32 e, 0xD480D480;",  # -72
+)
+#: $2: two bytes of two codes -> $0: code - 8 of the low codes, $1: of the high codes.
+Q4_PAIR: str = _program(*_Q4_CONSTANTS, *_q4("$2", "0x1100", "$0", "$1"))
+#: $4: four bytes of two codes -> $0, $1: code - 8 of the low codes, $2, $3: of the high codes.
+Q4_WORD: str = _program(
+    *_Q4_CONSTANTS, *_q4("$4", "0x1100", "$0", "$2"), *_q4("$4", "0x3322", "$1", "$3")
+)
 
 #: fp16(1 + NF4_SPREAD * level) is looked up, and ``x * scale - scale`` is one exact-constant multiply-add.
 #: Of all spreads this one has the smallest error (3.6e-4 of the levels' size, no bias to speak of) among
@@ -64,21 +94,36 @@ def _table(byte: int) -> list[int]:
     ]
 
 
-def _nf4() -> str:
-    lines = [".reg .b32 s, t, a, b, p, q;", "mov.b32 s, $4;", "xor.b32 t, $4, 0x88888888;"]
-    for pair in (0, 1):
-        if pair:
-            lines += ["shr.u32 s, s, 16;", "shr.u32 t, t, 16;"]
-        for byte, name in ((0, "p"), (1, "q")):
-            w0, w1, w2, w3 = (f"0x{word:08X}" for word in _table(byte))
-            lines += [
-                f"prmt.b32 a, {w0}, {w1}, s;",
-                f"prmt.b32 b, {w2}, {w3}, t;",
-                f"xor.b32 {name}, a, b;",
-            ]
-        lines += [f"prmt.b32 ${pair}, p, q, 0x6240;", f"prmt.b32 ${2 + pair}, p, q, 0x7351;"]
-    return "{\n" + "\n".join(lines) + "\n}"
+def _nf4(source: str, low: str, high: str) -> list[str]:
+    """Two bytes of ``source`` -> `nf4_halves` of their low and of their high codes."""
+    lines = [f"xor.b32 t, {source}, 0x8888;"]
+    for byte, name in ((0, "p"), (1, "q")):
+        w0, w1, w2, w3 = (f"w{4 * byte + i}" for i in range(4))
+        lines += [
+            f"prmt.b32 a, {w0}, {w1}, {source};",
+            f"prmt.b32 b, {w2}, {w3}, t;",
+            f"xor.b32 {name}, a, b;",
+        ]
+    return [*lines, f"prmt.b32 {low}, p, q, 0x6240;", f"prmt.b32 {high}, p, q, 0x7351;"]
 
 
-#: $4: four bytes of two codes -> $0, $1: `nf4_halves` of the low codes, $2, $3: of the high codes.
-NF4_HALF: str = _nf4()
+#: The table's words, or'ed with a 0 that the assembler does not see through: it would move plain constants
+#: into registers at every look-up (8 instructions a token).
+_NF4_CONSTANTS = (
+    ".reg .b32 t, a, b, p, q, s, z, w<8>;",
+    "mov.u32 a, %lanemask_lt;",
+    "mov.u32 b, %lanemask_eq;",
+    "and.b32 z, a, b;",
+    *(f"or.b32 w{i}, z, 0x{word:08X};" for i, word in enumerate([*_table(0), *_table(1)])),
+)
+#: $2: two bytes of two codes -> $0: `nf4_halves` of the low codes, $1: of the high codes.
+NF4_PAIR: str = _program(*_NF4_CONSTANTS, *_nf4("$2", "$0", "$1"))
+#: $4: four bytes of two codes -> $0, $1: `nf4_halves` of the low codes less 1, $2, $3: of the high codes.
+NF4_WORD: str = _program(
+    *_NF4_CONSTANTS,
+    *_nf4("$4", "$0", "$2"),
+    "shr.u32 s, $4, 16;",
+    *_nf4("s", "$1", "$3"),
+    "mov.b32 t, 0xBC00BC00;",
+    *(f"add.rn.f16x2 ${i}, ${i}, t;" for i in range(4)),
+)

@@ -1,8 +1,6 @@
-"""The split-KV attention kernel: one program reads one split of one lane, once, and leaves a partial result.
+"""One split of one lane: the loop over tiles that every variant of decode attention shares.
 
-Standard and decoupled attention, contiguous and paged caches, the tail, the sinks and every mix of formats
-are this one kernel. A key stream has the same arguments under the prefixes ``k`` and, for the second keys
-of decoupled attention, ``g``; what a call does not use is None and leaves no code.
+Scores are K · Q^T and the output is V^T · P, so that tokens are the long side of both products.
 """
 
 from __future__ import annotations
@@ -11,42 +9,24 @@ import triton
 import triton.language as tl
 
 from .merge_splits import LOG2E, capped
-from .splits import CODES, SINKS, TAIL, row_span, seen, tiles_of_split, visible_range
+from .splits import CODES, TAIL, seen, tiles_of_split, visible_range
 from .tiles import gain, load_tile, part_columns, parts_of
 from .tiles_query import harmonics, load_coefficients, load_query
 
 
 @triton.jit
-def _lane(stream, batch, lane):
-    """Pointers to the codes and scales of a lane's slot 0, and their strides of pages."""
-    lane = lane.to(tl.int64)
-    codes, scales = stream[0] + (batch * stream[2] + lane * stream[3]), stream[1]
-    if scales is not None:
-        scales += batch * stream[4] + lane * stream[5]
-    return codes, scales, stream[2], stream[4]
-
-
-@triton.jit
-def _waves(centered, batch, K: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr):
-    """The batch row's coefficients of each key stream, and the phase tables."""
-    k, g = centered[0], centered[2]
-    if k is not None:
-        k += batch * (ROWS * (1 + 2 * K.pairs))
-    if g is not None:
-        g += batch * (ROWS * (1 + 2 * G.pairs))
-    return k, centered[1], g, centered[3]
-
-
-@triton.jit
-def _side(buffer, batch, lane, lanes, size, S: tl.constexpr):
-    """The same for a tail or sinks, (B, lanes, size, width) contiguous."""
-    if buffer is not None:
-        buffer += (batch * lanes + lane) * size * S.width
-    return buffer, None, 0, 0
-
-
-@triton.jit
-def _tile(stream, page, origin, slot, inside, used, S: tl.constexpr, MASKED: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+def _tile(
+    stream,
+    page,
+    origin,
+    slot,
+    inside,
+    used,
+    S: tl.constexpr,
+    MASKED: tl.constexpr,
+    VALUES: tl.constexpr,
+    C: tl.constexpr,
+):
     """The tile that begins ``origin`` slots into a page (page 0 of a contiguous cache is all of it)."""
     codes, scales = stream[0], stream[1]
     codes += page * stream[2] + origin * (S.width // (2 if S.form > 3 else 1))
@@ -70,7 +50,7 @@ def _weighted(accumulators, alpha, p, v, C: tl.constexpr):
     found = ()
     for part in tl.static_range(len(v)):
         scaled = accumulators[part] * alpha[None, :]
-        found = found + (tl.dot(tl.trans(v[part]), p, scaled, input_precision=C.precision),)
+        found += (tl.dot(tl.trans(v[part]), p, scaled, input_precision=C.precision),)
     return found
 
 
@@ -83,12 +63,14 @@ def _zero_part(column, C: tl.constexpr):
 def _zeros(S: tl.constexpr, C: tl.constexpr):
     parts = ()
     for part in tl.static_range(parts_of(S)):
-        parts = parts + (_zero_part(part_columns(part, S), C),)
+        parts += (_zero_part(part_columns(part, S), C),)
     return parts
 
 
 @triton.jit
-def _store_partial(partial, row, own_head, real, accumulators, total, splits, S: tl.constexpr, GAIN):
+def _store_partial(
+    partial, row, own_head, real, accumulators, total, splits, S: tl.constexpr, GAIN
+):
     """Each row's columns of its own head, divided by the row's sum."""
     factor = tl.where(total == 0.0, 0.0, 1.0 / (tl.where(total == 0.0, 1.0, total) * GAIN))
     for part in tl.static_range(parts_of(S)):
@@ -127,8 +109,6 @@ def attend(
     rows,
     lane,
     split,
-    splits,
-    least,
     span,
     limits,
     slots,
@@ -143,18 +123,19 @@ def attend(
 
     Args:
         q_place, g_place: pointer, offsets (R,) and factor of each key stream's queries.
-        k, g, v: what `_lane` or `_side` returned.
+        k, g, v: what `_lane` or `_buffer` returned.
         centered: coefficients and phases of k, then of g.
         result: pointers to the partial output and lse, and the splits they have room for.
         rows: row numbers, their head in the lane, whether they are real queries, their positions, whether
             there is such a row at all; (R,) each.
+        split: which one, of how many, and the tiles each has at least.
         span: first query's position, length, real queries, padding.
         limits: window, tokens kept in front of it, residual_len.
     """
     row, own_head, real, position, stored = rows
     start, kept_stop, middle, stop = visible_range(span, limits, SOURCE, C)
     begin, end, kept_tiles, kept_first, rest_first = tiles_of_split(
-        split, splits, least, start, kept_stop, middle, stop, C.tile
+        split[0], split[1], split[2], start, kept_stop, middle, stop, C.tile
     )
     largest = tl.full((C.rows,), float("-inf"), tl.float32)
     total = tl.zeros((C.rows,), tl.float32)
@@ -171,11 +152,13 @@ def attend(
             constant += tl.load(centered[2] + row * (1 + 2 * G.pairs), mask=real, other=0.0)
         if K.pairs > 0:
             waves = load_coefficients(centered[0], row, own_head, real, K, C)
-        if G is not None:
-            if G.pairs > 0:
-                waves_geo = load_coefficients(centered[2], row, own_head, real, G, C)
+        GEO_PAIRS: tl.constexpr = 0 if G is None else G.pairs
+        if GEO_PAIRS > 0:
+            waves_geo = load_coefficients(centered[2], row, own_head, real, G, C)
         accumulators = _zeros(V, C)
-        for i in range(begin, end):
+        # The tail and the sinks are a tile or two: no buffers for a pipeline of them.
+        STAGES: tl.constexpr = None if SOURCE == CODES else 1
+        for i in tl.range(begin, end, num_stages=STAGES):
             number = rest_first + i - kept_tiles
             if C.kept:
                 number = tl.where(i < kept_tiles, kept_first + i, number)
@@ -190,13 +173,17 @@ def attend(
             logits = _products(q, tile, C) * size[None, :] + constant[None, :]
             if K.pairs > 0:
                 turned = harmonics(centered[1], lane, token - span[3], K, C)
-                logits = tl.dot(tl.trans(turned), tl.trans(waves), logits, input_precision=C.precision)
+                logits = tl.dot(
+                    tl.trans(turned), tl.trans(waves), logits, input_precision=C.precision
+                )
             if G is not None:
                 tile = _tile(g, page, origin, slot, inside, used, G, MASKED, False, C)
                 logits += _products(q_geo, tile, C) * size_geo[None, :]
-                if G.pairs > 0:
+                if GEO_PAIRS > 0:
                     turned = harmonics(centered[3], lane, token - span[3], G, C)
-                    logits = tl.dot(tl.trans(turned), tl.trans(waves_geo), logits, input_precision=C.precision)
+                    logits = tl.dot(
+                        tl.trans(turned), tl.trans(waves_geo), logits, input_precision=C.precision
+                    )
             if C.softcap:
                 logits = capped(logits, softcap, True) * LOG2E
             allowed = seen(position, real, key, span[3], limits, SOURCE, C)
@@ -209,92 +196,10 @@ def attend(
             largest = larger
             tile = _tile(v, page, origin, slot, inside, used, V, MASKED, True, C)
             accumulators = _weighted(accumulators, alpha, p.to(V.dot), tile, C)
-        _store_partial(result[0], row, own_head, stored, accumulators, total, result[2], V, gain(V, C.ptx))
-    lse = tl.where(total == 0.0, float("-inf"), largest + tl.log2(tl.where(total == 0.0, 1.0, total)))
+        _store_partial(
+            result[0], row, own_head, stored, accumulators, total, result[2], V, gain(V, C.ptx)
+        )
+    lse = tl.where(
+        total == 0.0, float("-inf"), largest + tl.log2(tl.where(total == 0.0, 1.0, total))
+    )
     tl.store(result[1] + row * result[2], lse, mask=stored)
-
-
-@triton.jit
-def partials_kernel(
-    queries,
-    k_stream,
-    g_stream,
-    v_stream,
-    tails,
-    sinks,
-    centered,
-    lengths,
-    table_ptr,
-    table_stride,
-    partial_ptr,
-    lse_ptr,
-    limits,
-    slots,
-    ring,
-    splits,
-    least,
-    softcap,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    V: tl.constexpr,
-    K_SIDE: tl.constexpr,
-    G_SIDE: tl.constexpr,
-    V_SIDE: tl.constexpr,
-    C: tl.constexpr,
-):
-    """Grid: splits, then the tail and the sinks if there are any; lanes * row groups; B.
-
-    Args:
-        queries: pointer, strides of B, H and T, and factor of the first key stream's; then the second's.
-        k_stream, g_stream, v_stream: pointers to codes and scales, their strides of B and of lanes.
-        tails, sinks: pointers of k, g and v, contiguous.
-        centered: coefficients and phases of k, then of g.
-        lengths: pointers to cache_seqlens, cache_leftpad and query_lens.
-        partial_ptr, lse_ptr: (B, H_q * T, programs of the first axis, D_v) and without D_v, float32.
-        limits: window, tokens kept in front of it, residual_len.
-        slots, ring: of a contiguous cache, and of the tail.
-    """
-    split, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    PER_KV: tl.constexpr = C.groups * C.tokens
-    LANES: tl.constexpr = (C.heads + C.per_lane - 1) // C.per_lane
-    PIECES: tl.constexpr = (C.per_lane * PER_KV + C.rows - 1) // C.rows
-    ALL: tl.constexpr = C.heads * PER_KV
-    lane = tl.program_id(1) // PIECES
-    inner = tl.program_id(1) % PIECES * C.rows + tl.arange(0, C.rows)
-    row = lane * (C.per_lane * PER_KV) + inner
-    span = row_span(batch, lengths[0], lengths[1], lengths[2], C.tokens)
-    token = row % C.tokens
-    real = (inner < C.per_lane * PER_KV) & (row < ALL) & (token < span[2])
-    stored = (inner < C.per_lane * PER_KV) & (row < ALL)
-    rows = (row, inner // PER_KV, real, span[0] + token, stored)
-    head = row // C.tokens
-    q = (queries[0] + batch * queries[1], head * queries[2] + token * queries[3], queries[4])
-    q_geo = (None, None, None)
-    if G is not None:
-        q_geo = (queries[5] + batch * queries[6], head * queries[7] + token * queries[8], queries[9])
-    waves = _waves(centered, batch, K, G, ALL)
-    in_all = tl.num_programs(0)
-    result = (partial_ptr + batch * (ALL * in_all) * V.dim + split * V.dim,
-              lse_ptr + batch * (ALL * in_all) + split, in_all)
-    if split < splits:
-        first = batch if C.page == 0 else batch * 0
-        k = _lane(k_stream, first, lane)
-        g = _lane(g_stream, first, lane) if G is not None else None
-        v = _lane(v_stream, first, lane)
-        table = table_ptr
-        if C.page > 0:
-            table += batch * table_stride
-        attend(q, q_geo, k, g, v, waves, table, result, rows, lane, split, splits, least, span, limits,
-               slots, softcap, CODES, K, G, V, C)
-    elif C.tail and split == splits:
-        k = _side(tails[0], batch, lane, LANES, ring, K_SIDE)
-        g = _side(tails[1], batch, lane, LANES, ring, G_SIDE) if G is not None else None
-        v = _side(tails[2], batch, lane, LANES, ring, V_SIDE)
-        attend(q, q_geo, k, g, v, waves, None, result, rows, lane, 0, 1, 1, span, limits,
-               ring, softcap, TAIL, K_SIDE, G_SIDE, V_SIDE, C)
-    elif C.sink_len > 0:
-        k = _side(sinks[0], batch, lane, LANES, C.sink_len, K_SIDE)
-        g = _side(sinks[1], batch, lane, LANES, C.sink_len, G_SIDE) if G is not None else None
-        v = _side(sinks[2], batch, lane, LANES, C.sink_len, V_SIDE)
-        attend(q, q_geo, k, g, v, waves, None, result, rows, lane, 0, 1, 1, span, limits,
-               slots, softcap, SINKS, K_SIDE, G_SIDE, V_SIDE, C)

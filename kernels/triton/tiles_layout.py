@@ -107,18 +107,42 @@ MOST_ROWS = 64
 
 
 def settings(streams: Sequence[Stream], rows: int, unit: int) -> Settings:
-    """Settings for the streams of a layer.
+    """Settings for the streams of a layer, by the SASS of the main loop (docs/kernels.md).
+
+    A tile of 128 tokens spreads the softmax and the barriers over twice as many tokens as one of 64
+    and still fits three programs on an SM for 4-bit streams (two for q8_0). fp16 has instructions to spare
+    but not shared memory; wider lanes, more rows or float32 operands run out of registers.
 
     Args:
         rows: query rows of a lane.
         unit: slots of a page, or of a contiguous cache: a tile should divide it.
     """
+    padded = max(16, 1 << (rows - 1).bit_length())
     widest = max(stream.width for stream in streams)
     wide = any(stream.dot == tl.float32 for stream in streams)
-    padded = min(MOST_ROWS, max(16, 1 << (rows - 1).bit_length()))
-    if widest > 256:
-        padded = min(padded, 32)
-    tile = 64 if widest <= 128 else 32
+    padded = min(padded, 32 if widest > 128 or wide else MOST_ROWS)
+    if wide or widest > 256:
+        tile = 32
+    else:
+        packed = all(stream.form > FORMATS["bf16"].index for stream in streams)
+        tile = 128 if packed and widest <= 128 and padded == 16 else 64
     while unit % tile and tile > 32:
         tile //= 2
-    return Settings(padded, tile, 4, 2 if wide or widest > 256 else 3)
+    stored = sum(stream.width * (1 if stream.form > 2 else 2) for stream in streams)
+    heavy = stored * tile > 3 * 2**14
+    return Settings(padded, tile, 4, 2 if wide or heavy else 3)
+
+
+def on_blackwell(chosen: Settings) -> Settings:
+    """The same without tcgen05: its operands have to pass through tensor memory, and nf4 spilled.
+
+    Two warps are too few for it; with half a tile the work of a warp stays the same.
+    """
+    if chosen.tile < 64:
+        return chosen
+    return replace(chosen, tile=chosen.tile // 2, num_warps=chosen.num_warps // 2)
+
+
+def on_amd(chosen: Settings) -> Settings:
+    """The same for 64 KiB of LDS and plain unpacking, which holds more in registers (nf4 spilled)."""
+    return replace(chosen, tile=min(chosen.tile, 32), num_stages=min(chosen.num_stages, 2))

@@ -105,7 +105,9 @@ def prepare_kernel(
 def _query_part(q, source, own_head, real, part: tl.constexpr, S: tl.constexpr):
     column = part_columns(part, S)
     mask = (own_head[:, None] == (column // S.dim)[None, :]) & real[:, None]
-    return to_float32(tl.load(q + source[:, None] + (column % S.dim)[None, :], mask=mask, other=0.0))
+    return to_float32(
+        tl.load(q + source[:, None] + (column % S.dim)[None, :], mask=mask, other=0.0)
+    )
 
 
 @triton.jit
@@ -131,7 +133,7 @@ def load_query(q, source, own_head, real, factor, S: tl.constexpr):
     for part in tl.static_range(parts_of(S)):
         x = _query_part(q, source, own_head, real, part, S)
         largest = tl.maximum(largest, tl.max(tl.abs(x), axis=1))
-        wide = wide + (x,)
+        wide += (x,)
     if S.dot == tl.float32:
         parts = wide
         size = tl.full(own_head.shape, 1.0, tl.float32)
@@ -139,7 +141,7 @@ def load_query(q, source, own_head, real, factor, S: tl.constexpr):
         size, inverse = _power_of_two(largest)
         parts = ()
         for part in tl.static_range(parts_of(S)):
-            parts = parts + (from_float32(wide[part] * inverse[:, None], S.dot),)
+            parts += (from_float32(wide[part] * inverse[:, None], S.dot),)
     return parts, size * factor
 
 
@@ -187,6 +189,8 @@ def load_coefficients(coefficients, row, own_head, real, S: tl.constexpr, C: tl.
     number = tl.arange(0, S.harmonics)
     pair = number % (S.harmonics // 2)
     index = 1 + tl.where(number >= S.harmonics // 2, S.pairs, 0) + pair % S.pairs
-    mask = (own_head[:, None] == (pair // S.pairs)[None, :]) & (pair < C.per_lane * S.pairs)[None, :]
+    mask = (own_head[:, None] == (pair // S.pairs)[None, :]) & (pair < C.per_lane * S.pairs)[
+        None, :
+    ]
     source = coefficients + (row * (1 + 2 * S.pairs))[:, None] + index[None, :]
     return tl.load(source, mask=mask & real[:, None], other=0.0)

@@ -1,0 +1,86 @@
+"""One stream of a call as the launcher sees it: its tensors, its layout, and the operands it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from caramba_fast.formats import Format
+
+from .casts import INTERPRETED
+from .tiles_layout import Stream, segments
+
+#: Options of a stream, as ``<name>_<part>``.
+PARTS = ("tail", "sink", "mean", "bias", "pairs", "phases", "scale")
+
+
+def dot_dtype(form: Format, query: torch.dtype) -> Any:
+    """Operands of ``tl.dot``: float16 wherever it can hold the format and is as good as the query.
+
+    bfloat16 keys meet bfloat16 queries as they are; a float16 query would lose bits, so that mix takes
+    float32 (three TF32 products), like everything of a float32 query. The interpreter has no bfloat16.
+    """
+    if query == torch.float32 or form.name == "fp32":
+        return tl.float32
+    if form.name == "bf16":
+        return tl.bfloat16 if query == torch.bfloat16 and not INTERPRETED.value else tl.float32
+    return tl.float16
+
+
+@dataclass
+class Stored:
+    """One stream as the op got it: codes, scales, and what describes it; keys with their queries."""
+
+    codes: Tensor
+    scales: Tensor | None
+    form: Format
+    options: dict[str, Any]
+    query: Tensor | None = None
+    factor: float = 1.0
+    null: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Values of a lane."""
+        return self.form.value_width(self.codes.shape[3])
+
+    @property
+    def pointers(self) -> tuple[Any, ...]:
+        """Codes and scales, and the strides of B and of lanes of each."""
+        scales = (0, 0) if self.scales is None else self.scales.stride()[:2]
+        return (self.codes, self.scales, *self.codes.stride()[:2], *scales)
+
+    @property
+    def strided_query(self) -> tuple[Any, ...]:
+        """The query and its strides of B, H and T."""
+        if self.query is None:
+            return (None, 0, 0, 0)
+        return (self.query, *self.query.stride()[:3])
+
+    def record(self, per_lane: int, query: torch.dtype) -> Stream:
+        """What the kernel is specialized for."""
+        block = 32 if self.scales is None else self.width // self.scales.shape[3]
+        bias, phases = self.options.get("bias"), self.options.get("phases")
+        pairs, table, harmonics = 0, 0, 0
+        if bias is not None and phases is not None:
+            pairs, table = bias.shape[1], phases.shape[2]
+            harmonics = max(16, triton.next_power_of_2(2 * pairs * per_lane))
+        return Stream(
+            self.form.index, block, dot_dtype(self.form, query), self.width, self.width // per_lane,
+            segments(self.width), pairs, table, harmonics,
+        )  # fmt: skip
+
+    def problems(self, name: str) -> list[str]:
+        """Layouts a kernel would misread."""
+        found = []
+        for part, x in (("codes", self.codes), ("scales", self.scales)):
+            if x is not None and (x.stride(3) != 1 or x.stride(2) != x.shape[3]) and x.shape[2] > 1:
+                found.append(
+                    f"{name}_{part} of strides {x.stride()}: a lane's slots must be contiguous"
+                )
+        return found

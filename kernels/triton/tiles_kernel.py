@@ -1,0 +1,189 @@
+"""The split-KV attention kernel: one program reads one split of one lane, once, and leaves a partial result.
+
+Standard and decoupled attention, contiguous and paged caches, the tail, the sinks and every mix of formats
+are this one kernel. A key stream is described by a `tiles_layout.Stream`, the second one of decoupled
+attention (``g``) like the first; what a call does not use is None and leaves no code.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .splits import CODES, SINKS, TAIL, row_span
+from .tiles_attend import attend
+
+
+@triton.jit
+def _lane(stream, batch, lane):
+    """Pointers to the codes and scales of a lane's slot 0, and their strides of pages."""
+    lane = lane.to(tl.int64)
+    codes, scales = stream[0] + (batch * stream[2] + lane * stream[3]), stream[1]
+    if scales is not None:
+        scales += batch * stream[4] + lane * stream[5]
+    return codes, scales, stream[2], stream[4]
+
+
+@triton.jit
+def _waves(centered, batch, K: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr):
+    """The batch row's coefficients of each key stream, and the phase tables."""
+    k, g = centered[0], centered[2]
+    if k is not None:
+        k += batch * (ROWS * (1 + 2 * K.pairs))
+    if g is not None:
+        g += batch * (ROWS * (1 + 2 * G.pairs))
+    return k, centered[1], g, centered[3]
+
+
+@triton.jit
+def _buffer(buffer, batch, lane, lanes, size, S: tl.constexpr):
+    """The same for a tail or sinks, (B, lanes, size, width) contiguous."""
+    return buffer + (batch * lanes + lane) * size * S.width, None, 0, 0
+
+
+@triton.jit
+def _codes(
+    streams,
+    table,
+    table_stride,
+    batch,
+    lane,
+    q,
+    q_geo,
+    waves,
+    result,
+    rows,
+    split,
+    span,
+    limits,
+    slots,
+    softcap,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+):
+    """A split of the codes. Pages have no batch dimension; the block table finds them."""
+    first = batch
+    if C.page > 0:
+        table += batch * table_stride
+        first = batch * 0
+    k, v = _lane(streams[0], first, lane), _lane(streams[2], first, lane)
+    if G is None:
+        g = None
+    else:
+        g = _lane(streams[1], first, lane)
+    attend(q, q_geo, k, g, v, waves, table, result, rows, lane, split, span, limits, slots, softcap,
+           CODES, K, G, V, C)  # fmt: skip
+
+
+@triton.jit
+def _side(
+    buffers,
+    size,
+    SOURCE: tl.constexpr,
+    batch,
+    lane,
+    q,
+    q_geo,
+    waves,
+    result,
+    rows,
+    span,
+    limits,
+    softcap,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+):
+    """The tail, or the sinks: one split of fp16 values."""
+    LANES: tl.constexpr = (C.heads + C.per_lane - 1) // C.per_lane
+    k, v = (
+        _buffer(buffers[0], batch, lane, LANES, size, K),
+        _buffer(buffers[2], batch, lane, LANES, size, V),
+    )
+    if G is None:
+        g = None
+    else:
+        g = _buffer(buffers[1], batch, lane, LANES, size, G)
+    attend(q, q_geo, k, g, v, waves, None, result, rows, lane, (0, 1, 1), span, limits, size, softcap,
+           SOURCE, K, G, V, C)  # fmt: skip
+
+
+@triton.jit
+def partials_kernel(
+    queries,
+    streams,
+    tails,
+    sinks,
+    centered,
+    lengths,
+    table_ptr,
+    table_stride,
+    partial_ptr,
+    lse_ptr,
+    limits,
+    slots,
+    ring,
+    splits,
+    least,
+    softcap,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    V: tl.constexpr,
+    K_SIDE: tl.constexpr,
+    G_SIDE: tl.constexpr,
+    V_SIDE: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Grid: splits, then the tail and the sinks if there are any; lanes * row groups; B.
+
+    Args:
+        queries: pointer, strides of B, H and T, and factor of the first key stream's; then the second's.
+        streams: k, g and v: pointers to codes and scales, and of each the strides of B and of lanes.
+        tails, sinks: pointers of k, g and v, contiguous.
+        centered: coefficients and phases of k, then of g.
+        lengths: pointers to cache_seqlens, cache_leftpad and query_lens.
+        partial_ptr, lse_ptr: (B, H_q * T, programs of the first axis, D_v) and without D_v, float32.
+        limits: window, tokens kept in front of it, residual_len.
+        slots, ring: of a contiguous cache, and of the tail.
+    """
+    split, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    PER_KV: tl.constexpr = C.groups * C.tokens
+    PIECES: tl.constexpr = (C.per_lane * PER_KV + C.rows - 1) // C.rows
+    ALL: tl.constexpr = C.heads * PER_KV
+    lane = tl.program_id(1) // PIECES
+    inner = tl.program_id(1) % PIECES * C.rows + tl.arange(0, C.rows)
+    row = lane * (C.per_lane * PER_KV) + inner
+    span = row_span(batch, lengths[0], lengths[1], lengths[2], C.tokens)
+    token = row % C.tokens
+    real = (inner < C.per_lane * PER_KV) & (row < ALL) & (token < span[2])
+    stored = (inner < C.per_lane * PER_KV) & (row < ALL)
+    rows = (row, inner // PER_KV, real, span[0] + token, stored)
+    head = row // C.tokens
+    q = (queries[0] + batch * queries[1], head * queries[2] + token * queries[3], queries[4])
+    q_geo = (None, None, None)
+    if G is not None:
+        q_geo = (
+            queries[5] + batch * queries[6],
+            head * queries[7] + token * queries[8],
+            queries[9],
+        )
+    waves = _waves(centered, batch, K, G, ALL)
+    in_all = tl.num_programs(0)
+    result = (
+        partial_ptr + batch * (ALL * in_all) * V.dim + split * V.dim,
+        lse_ptr + batch * (ALL * in_all) + split,
+        in_all,
+    )
+    if split < splits:
+        part = (split, splits, least)
+        _codes(streams, table_ptr, table_stride, batch, lane, q, q_geo, waves, result, rows, part,
+               span, limits, slots, softcap, K, G, V, C)  # fmt: skip
+    elif C.tail and split == splits:
+        _side(tails, ring, TAIL, batch, lane, q, q_geo, waves, result, rows, span, limits, softcap,
+              K_SIDE, G_SIDE, V_SIDE, C)  # fmt: skip
+    elif C.sink_len > 0:
+        _side(sinks, C.sink_len, SINKS, batch, lane, q, q_geo, waves, result, rows, span, limits,
+              softcap, K_SIDE, G_SIDE, V_SIDE, C)  # fmt: skip
