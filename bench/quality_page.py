@@ -58,8 +58,8 @@ pairs a kv head, as Qwen2 has them.
 
 
 PROMPT_NOTE = """Constants taken from a prompt that repeats itself could do harm to the text that follows. KL in
-thousandths of a nat on 512 tokens of other text behind each prompt, 6 of each kind, 4 bits with rotated keys and no tail: without
-constants → with those taken from the prompt."""
+thousandths of a nat on 512 tokens of other text behind each prompt, 6 of each kind, 4 bits with rotated keys and no
+tail: without constants → with those taken from the prompt."""
 
 
 def read(name: str) -> list[CacheQuality]:
