@@ -37,7 +37,7 @@ PROMPT = '''def read_lines(path, encoding="utf-8"):
     with open(path, encoding=encoding) as'''
 CONTEXT_TOKENS = 512
 WINDOW = 1024
-NEEDLE_DISTANCE, NEEDLES = 1024, 32
+NEEDLE_DISTANCE, NEEDLES = 1024, 16
 ROUNDS = 3
 #: A layer of width 2048 with 16 heads, and the decoupled widths of the inference guide.
 WIDTH, HEADS = 2048, 16
