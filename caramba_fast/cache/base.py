@@ -66,6 +66,8 @@ class LayerCache:
         self.known.check({name: dim // n_kv_heads for name, dim in dims.items()}, n_kv_heads)
         self._by_hand = False  # set_transforms has been called
         self._widened = 0  # tokens the tails have been given room for
+        #: Attend to all slots by name, whatever is held: a recorded read then serves every length.
+        self.reads_all_slots = False
         self.batch_size, self.max_seq_len, self.n_kv_heads = batch_size, max_seq_len, n_kv_heads
         self.device = torch.device(device)
         with torch.inference_mode(False):  # buffers made under it could not be written outside it
@@ -208,18 +210,7 @@ class LayerCache:
             listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
             raise ValueError(f"{listed} tokens; they must agree")
         added = self.lengths.per_row("new_lens", tokens if new_lens is None else new_lens)
-        for row, (length, count) in enumerate(zip(self.lengths.host, added, strict=True)):
-            if not 0 <= count <= tokens:
-                raise ValueError(f"new_lens[{row}] is {count}; 0 to T={tokens} is allowed")
-            if length + count > self.max_seq_len:
-                raise ValueError(
-                    f"row {row} holds {length} tokens and cannot take {count} more: "
-                    f"max_seq_len is {self.max_seq_len}"
-                )
-        table = None
-        if self.pages is not None:
-            self._copy_pages(self.pages.reserve(self.lengths.host, added))
-            table = self.pages.tensor
+        table = self._make_room(tokens, added)
         query_lens = None if min(added) == tokens else self.lengths.on_device(added)
         if self.is_empty and not self._by_hand:
             configs = {name: stream.config for name, stream in self.streams.items()}
@@ -242,6 +233,37 @@ class LayerCache:
             raise
         self.lengths.advance(tokens, added, query_lens)
         self._tail.appended(self.lengths.host)
+
+    def _make_room(self, tokens: int, added: Sequence[int]) -> Tensor | None:
+        """Checks that row b can take ``added[b]`` of ``tokens`` and reserves pages; the block table."""
+        for row, (length, count) in enumerate(zip(self.lengths.host, added, strict=True)):
+            if not 0 <= count <= tokens:
+                raise ValueError(f"new_lens[{row}] is {count}; 0 to T={tokens} is allowed")
+            if length + count > self.max_seq_len:
+                raise ValueError(
+                    f"row {row} holds {length} tokens and cannot take {count} more: "
+                    f"max_seq_len is {self.max_seq_len}"
+                )
+        if self.pages is None:
+            return None
+        self._copy_pages(self.pages.reserve(self.lengths.host, added))
+        return self.pages.tensor
+
+    def before_replay(self) -> None:
+        """The host's part of an append of one token a row whose device work was recorded: makes room.
+
+        Raises:
+            ValueError, OutOfPagesError: as `append`.
+        """
+        self._narrow()
+        self._make_room(1, [1] * self.batch_size)
+
+    def after_replay(self) -> None:
+        """The host takes note of the token that the recorded append has written to each row."""
+        lengths = self.lengths
+        lengths.host = [length + 1 for length in lengths.host]
+        lengths.newest, lengths.query_lens = 1, None
+        self._tail.appended(lengths.host)
 
     def _write(
         self,
@@ -310,11 +332,12 @@ class LayerCache:
                 f"q has T={tokens} tokens after an append of {lengths.newest} with padding; "
                 "they must agree"
             )
-        if self.pages is None:
-            views = [s.view.slice(capacity(max(self.pos, 1))) for s in self.streams.values()]
-        else:
-            views = [s.view for s in self.streams.values()]
-            options["block_table"] = self.pages.columns(self.pos)
+        views = [s.view for s in self.streams.values()]
+        if self.pages is not None:
+            whole = self.reads_all_slots
+            options["block_table"] = self.pages.tensor if whole else self.pages.columns(self.pos)
+        elif not self.reads_all_slots:
+            views = [view.slice(capacity(max(self.pos, 1))) for view in views]
         if lengths.query_lens is not None:
             options.setdefault("query_lens", lengths.query_lens)
         if self.residual_len:

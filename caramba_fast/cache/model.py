@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerKVCache
 from caramba_fast.cache.lengths import Counts
 from caramba_fast.cache.statistics import StreamStatistics
 from caramba_fast.config import KVCacheTensorConfig, Rotary
+from caramba_fast.ops import Transform
 
 PrefillMode = Literal["exact", "stored"]
 
@@ -179,6 +181,34 @@ class ModelKVCache:
         """
         for layer in self.layers:
             layer.set_lengths(row_lengths)
+
+    @property
+    def constants(self) -> list[Transform]:
+        """The transforms of every stream of every layer; new objects when their constants change."""
+        return [stream.transform for layer in self.layers for stream in layer.streams.values()]
+
+    @contextmanager
+    def reading_all_slots(self) -> Iterator[None]:
+        """Within it, attention names all slots: what is recorded there serves every length."""
+        for layer in self.layers:
+            layer.reads_all_slots = True
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.reads_all_slots = False
+
+    def replay(self, run: Callable[[], None]) -> None:
+        """Runs a recorded forward pass of one token a row: ``run`` is the device's part of it.
+
+        Raises:
+            ValueError, OutOfPagesError: there is no room; call `restore` after it.
+        """
+        for layer in self.layers:
+            layer.before_replay()
+        run()
+        for layer in self.layers:
+            layer.after_replay()
 
     def crop(self, n: Counts) -> None:
         """Removes the newest ``n`` tokens (int, or one count a row) in every layer."""

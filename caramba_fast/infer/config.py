@@ -41,6 +41,9 @@ class GenerateConfig(BaseModel):
         prefill_chunk: most prompt tokens of one forward pass, which bounds memory; None for no limit.
             With prefill="exact" only the first chunk attends to exact K and V, so that a chunked
             prompt differs from a whole one by quantization noise.
+        cuda_graph: record the decode step as one CUDA graph and replay it. None does so where the model is
+            on CUDA, the Triton kernels serve it and recording succeeds, and `Generator.decode_graph` says
+            what came of it; True raises where that is not so; False never does.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -62,6 +65,7 @@ class GenerateConfig(BaseModel):
     cache_calibration: Path | None = None
     prefill: Literal["exact", "stored"] = "exact"
     prefill_chunk: int | None = Field(default=None, ge=1)
+    cuda_graph: bool | None = None
 
     @field_validator("cache_kind", mode="before")
     @classmethod

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from caramba_fast.cache import Calibration, ModelKVCache
 from caramba_fast.cache.lengths import Counts
 from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.infer.graph import DecodeGraphs, RecordingError
 from caramba_fast.infer.metrics import GenerationMetrics, Stopwatch
 from caramba_fast.infer.prompts import Prompts, TokenIds, read_prompts
 from caramba_fast.infer.sampling import sample
@@ -34,6 +35,7 @@ class Generator:
     Raises:
         TypeError: the model lacks something of `LanguageModel`; the message lists what.
         ValueError: settings that are wrong in themselves or for this model.
+        RecordingError: (from a decode step) cuda_graph=True and the model cannot be recorded.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Generator:
         if self.config.cache_calibration is not None:
             self._calibration = Calibration.load(self.config.cache_calibration)
             self._new_cache(1, torch.device("meta"))  # says at once what does not fit the model
+        self._graphs = DecodeGraphs(model, self.config.cuda_graph)
         self._rng: torch.Generator | None = None
         if self.config.seed is not None:
             self._rng = torch.Generator(device=model.device).manual_seed(self.config.seed)
@@ -97,6 +100,11 @@ class Generator:
     def cache(self) -> ModelKVCache | None:
         """The cache of the conversation, or None before the first prompt."""
         return self._cache
+
+    @property
+    def decode_graph(self) -> str:
+        """Whether decode steps are replays of one CUDA graph, or why they are not."""
+        return self._graphs.state(self._cache)
 
     # -- step by step -------------------------------------------------------------------
 
@@ -353,8 +361,15 @@ class Generator:
         cache = self._cache
         assert cache is not None
         before = cache.row_lengths
+        step = tokens.shape[1] == 1 and options.get("query_lens") is None and cache.pos > 0
         try:
+            if step and self._graphs.reason is None:
+                return self._graphs.step(cache, tokens)
             return self.model.forward(tokens, cache, **options)[:, -1]
+        except RecordingError as error:
+            cache.restore(before)
+            self._graphs.give_up(str(error))
+            return self._forward(tokens, **options)
         except BaseException:
             cache.restore(before)
             raise

@@ -214,6 +214,11 @@ def backends() -> list[BackendStatus]:
     return [_status(op, device) for op in _ops.values() for device in devices]
 
 
+def serving(op: str, device: str) -> str:
+    """The backend that runs ``op`` on a device type: triton, cpp, reference or none."""
+    return _status(_ops[op], device).runs
+
+
 def _status(op: Op, device: str) -> BackendStatus:
     preferred = (
         ["triton", "cpp", "reference"] if device == "cuda" else ["cpp", "triton", "reference"]

@@ -1,0 +1,173 @@
+"""DecodeGraph: a decode step as one CUDA graph, recorded once and replayed while the cache grows.
+
+A step of a small model is a few hundred launches, whose host time is longer than the kernels'. Recorded, it is
+one. That works because nothing of a step depends on a length the host knows: the kernels read lengths from
+the device, the cache is named whole, and how work is split follows from its capacity.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from caramba_fast.cache import ModelKVCache
+from caramba_fast.models import LanguageModel
+from caramba_fast.ops.registry import serving
+
+
+class Recorder(Protocol):
+    """What records the device's work."""
+
+    def warm_up(self, step: Callable[[], None]) -> None:
+        """Runs ``step`` once, so that whatever is made at a first use exists."""
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Notes what ``step`` gives the device to do, without doing it; returns what does it."""
+
+
+class CudaRecorder:
+    """Records on a stream of its own, as torch asks for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def warm_up(self, step: Callable[[], None]) -> None:
+        """Runs ``step`` on the stream that will record."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            step()
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """One CUDA graph."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            step()
+        return graph.replay
+
+
+class RecordingError(RuntimeError):
+    """A step that cannot be recorded, with the reason; the cache may have lengths that do not hold."""
+
+
+class DecodeGraph:
+    """The decode step of a model on one cache.
+
+    The first step runs as it is, the second is recorded, later ones are replayed; new constants of the
+    cache's transforms start this anew.
+
+    Args:
+        model, cache: what is run; both keep their tensors.
+        recorder: what records; by default CUDA graphs.
+    """
+
+    def __init__(
+        self, model: LanguageModel, cache: ModelKVCache, recorder: Recorder | None = None
+    ) -> None:
+        self.model, self.cache = model, cache
+        self._recorder = recorder or CudaRecorder(model.device)
+        shape = (cache.batch_size, 1)
+        self._tokens = torch.zeros(shape, dtype=torch.int64, device=model.device)
+        self._logits: Tensor | None = None
+        self._replay: Callable[[], None] | None = None
+        self._warm: list[object] = []  # the constants the step has run with
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the next step is a replay, if the constants stay."""
+        return self._replay is not None
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Feeds one token a row, (B, 1) int64, to a cache that is not empty; logits (B, V).
+
+        Raises:
+            RecordingError: the model does something a graph cannot hold.
+            ValueError, OutOfPagesError: there is no room. Call the cache's `restore` after each.
+        """
+        self._tokens.copy_(tokens)
+        constants: list[object] = list(self.cache.constants)
+        same = len(constants) == len(self._warm) and all(map(_is, constants, self._warm))
+        if not same:
+            self._replay, self._warm = None, constants
+            with self.cache.reading_all_slots():
+                self._recorder.warm_up(self._run)
+        elif self._replay is None:
+            self._record()
+        else:
+            self.cache.replay(self._replay)
+        assert self._logits is not None
+        return self._logits.clone()
+
+    def _record(self) -> None:
+        """Recording moves the host's lengths and not the device's: the first replay makes that good."""
+        try:
+            with self.cache.reading_all_slots():
+                replay = self._recorder.record(self._run)
+        except RuntimeError as error:
+            raise RecordingError(str(error)) from error
+        replay()
+        self._replay = replay
+
+    def _run(self) -> None:
+        self._logits = self.model.forward(self._tokens, self.cache)[:, -1]
+
+
+def _is(a: object, b: object) -> bool:
+    return a is b
+
+
+class DecodeGraphs:
+    """The `DecodeGraph` of whichever cache a generator has at the time.
+
+    Args:
+        model: what is recorded.
+        wanted: `GenerateConfig.cuda_graph`.
+
+    Raises:
+        ValueError: a graph was asked for where there cannot be one.
+    """
+
+    def __init__(self, model: LanguageModel, wanted: bool | None) -> None:
+        self._model, self._wanted = model, wanted
+        self._graph: DecodeGraph | None = None
+        self.reason = "cuda_graph is False" if wanted is False else why_no_graph(model.device)
+        if wanted and self.reason is not None:
+            raise ValueError(f"cuda_graph is True and cannot be: {self.reason}")
+
+    def step(self, cache: ModelKVCache, tokens: Tensor) -> Tensor:
+        """`DecodeGraph.step` on ``cache``."""
+        if self._graph is None or self._graph.cache is not cache:
+            self._graph = DecodeGraph(self._model, cache, self._recorder())
+        return self._graph.step(tokens)
+
+    def _recorder(self) -> Recorder:
+        return CudaRecorder(self._model.device)
+
+    def give_up(self, reason: str) -> None:
+        """Later steps run one by one; warns, or raises RecordingError where a graph is a must."""
+        self._graph, self.reason = None, f"recording failed: {reason}"
+        if self._wanted:
+            raise RecordingError(self.reason)
+        warnings.warn(f"decode steps are not replayed as a CUDA graph: {reason}", stacklevel=2)
+
+    def state(self, cache: ModelKVCache | None) -> str:
+        """In words, for users."""
+        if self.reason is not None:
+            return f"not used: {self.reason}"
+        if self._graph is not None and self._graph.cache is cache and self._graph.recorded:
+            return "replayed"
+        return "will be recorded with the second decode step of a conversation"
+
+
+def why_no_graph(device: torch.device) -> str | None:
+    """None where a decode step can be recorded, else the reason it cannot."""
+    if device.type != "cuda":
+        return f"CUDA graphs need a model on cuda; this one is on {device.type}"
+    runs = serving("decode_attention", "cuda")
+    return (
+        None if runs == "triton" else f"backend {runs!r} serves attention, which cannot be recorded"
+    )
