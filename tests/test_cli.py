@@ -283,6 +283,27 @@ def test_doctor_lists_every_op_and_why_a_backend_is_not_used(
     assert caramba_fast.__version__ in result.stdout
 
 
+def test_doctor_says_what_would_run_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    shown = invoke("doctor").stdout
+    planned = shown[shown.index("With a CUDA device") :]
+    for op, runs in (
+        ("decode_attention", "triton"),
+        ("append_", "triton"),
+        ("merge_state", "reference"),
+    ):
+        line = next(x for x in planned.splitlines() if x.strip("│┃ ").split(" ")[0] == op)
+        assert "cuda" in line and runs in line
+    assert "no Triton kernel for this op" in planned and "no CUDA device" not in planned
+    assert "sm_80 or newer and head_dim up to 256" in planned
+
+
+def test_doctor_without_triton_says_what_cuda_would_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("caramba_fast.cli.doctor.triton_missing", lambda: "triton is not installed")
+    assert "plain torch: triton is not installed" in " ".join(invoke("doctor").stdout.split())
+
+
 def test_doctor_stays_readable_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     result = invoke("doctor")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 from importlib import metadata
@@ -12,7 +13,13 @@ from rich.markup import escape
 from rich.table import Table
 
 import caramba_fast
-from caramba_fast.ops.registry import ENVIRONMENT_VARIABLE, backends
+from caramba_fast.ops.registry import (
+    ENVIRONMENT_VARIABLE,
+    BackendStatus,
+    backends,
+    on_cuda,
+    triton_missing,
+)
 
 PACKAGES = ("torch", "triton", "numpy", "transformers", "safetensors", "tokenizers", "pydantic")
 
@@ -63,10 +70,34 @@ def run_doctor(console: Console | None = None) -> None:
         facts.add_row(name, value)
     facts.add_row(ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE, "not set (auto)"))
     console.print(facts)
-    served = Table(
-        "op", "device", "runs", "why not the others", title="Backends", title_justify="left"
-    )
-    for status in backends():
+    _print_backends(console, "Backends", backends())
+    if not torch.cuda.is_available():
+        _print_backends(console, "With a CUDA device", on_cuda())
+    for line in cuda_lines():
+        console.print(escape(line), soft_wrap=False)
+
+
+def _print_backends(console: Console, title: str, statuses: list[BackendStatus]) -> None:
+    served = Table("op", "device", "runs", "why not the others", title=title, title_justify="left")
+    for status in statuses:
         why = "\n".join(f"{name}: {reason}" for name, reason in status.reasons.items())
         served.add_row(status.op, status.device, status.runs, escape(why))
     console.print(served)
+
+
+def cuda_lines() -> list[str]:
+    """What the Triton kernels need, and whether the GPUs here have it."""
+    if triton_missing() is not None:
+        return [f"On CUDA every op would run as plain torch: {triton_missing()}."]
+    limits = importlib.import_module("caramba_fast.kernels.splits_launch")
+    major, minor = limits.OLDEST_CAPABILITY
+    needs = (
+        f"The Triton kernels need sm_{major}{minor} or newer and head_dim up to {limits.WIDEST_HEAD}; they "
+        "refuse anything else with the reason, and use_backend('reference') serves it."
+    )
+    lines = [needs, "Generator replays decode steps as one CUDA graph where these kernels run."]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        found = torch.cuda.get_device_capability(index)
+        if torch.version.hip is None and found < limits.OLDEST_CAPABILITY:
+            lines.append(f"cuda:{index} is sm_{found[0]}{found[1]}: too old for them.")
+    return lines

@@ -66,13 +66,16 @@ class Op:
             self._launcher = getattr(module, self.name)
         return self._launcher
 
-    def why_not(self, backend: str, device: str) -> str | None:
-        """None when ``backend`` can serve this op on ``device``, else the reason it cannot."""
+    def why_not(self, backend: str, device: str, *, suppose: bool = False) -> str | None:
+        """None when ``backend`` can serve this op on ``device``, else the reason it cannot.
+
+        ``suppose`` answers as if there were a CUDA device.
+        """
         if backend == "reference":
             return None
         if backend == "cpp":
             return self._why_not_cpp(device)
-        return self._why_not_triton(device)
+        return self._why_not_triton(device, suppose)
 
     def _why_not_cpp(self, device: str) -> str | None:
         if device != "cpu":
@@ -83,7 +86,7 @@ class Op:
             return "the C++ extension has no kernel for this op"
         return None
 
-    def _why_not_triton(self, device: str) -> str | None:
+    def _why_not_triton(self, device: str, suppose: bool) -> str | None:
         reason = triton_missing()
         if reason is not None:
             return reason
@@ -91,7 +94,7 @@ class Op:
             return "there is no Triton kernel for this op"
         if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             return "Triton runs cpu tensors only interpreted: set TRITON_INTERPRET=1 before import"
-        if device == "cuda" and not torch.cuda.is_available():
+        if device == "cuda" and not (suppose or torch.cuda.is_available()):
             return "torch finds no CUDA device"
         if device not in ("cpu", "cuda"):
             return f"the Triton kernels serve cuda tensors, not {device}"
@@ -214,19 +217,24 @@ def backends() -> list[BackendStatus]:
     return [_status(op, device) for op in _ops.values() for device in devices]
 
 
+def on_cuda() -> list[BackendStatus]:
+    """What each op would run on if this machine had a supported CUDA device, and why not on others."""
+    return [_status(op, "cuda", suppose=True) for op in _ops.values()]
+
+
 def serving(op: str, device: str) -> str:
     """The backend that runs ``op`` on a device type: triton, cpp, reference or none."""
     return _status(_ops[op], device).runs
 
 
-def _status(op: Op, device: str) -> BackendStatus:
+def _status(op: Op, device: str, *, suppose: bool = False) -> BackendStatus:
     preferred = (
         ["triton", "cpp", "reference"] if device == "cuda" else ["cpp", "triton", "reference"]
     )
     reasons: dict[str, str] = {}
     runs = ""
     for backend in preferred:
-        reason = op.why_not(backend, device)
+        reason = op.why_not(backend, device, suppose=suppose)
         if reason is None and _forced not in (None, backend):
             reason = f"backend {_forced!r} is forced"
         elif reason is None and _forced is None and backend == "triton" and device == "cpu":

@@ -235,12 +235,9 @@ def _refuse(queries: Mapping[str, Tensor], streams: Mapping[str, Stored]) -> Non
     for name, q in queries.items():
         if q.shape[3] > WIDEST_HEAD:
             found.append(f"head_dim of {name} is {q.shape[3]}; up to {WIDEST_HEAD} is supported")
-        if (
-            q.is_cuda
-            and torch.version.hip is None
-            and torch.cuda.get_device_capability(q.device) < OLDEST_CAPABILITY
-        ):
-            found.append("the GPU is older than sm_80")
+    major, minor = capability(next(iter(queries.values())).device)
+    if (major, minor) < OLDEST_CAPABILITY:
+        found.append(f"the GPU is sm_{major}{minor}; sm_80 and newer are supported")
     if found:
         raise NotImplementedError(
             f"the Triton kernels cannot run this: {'; '.join(found)} (use_backend('reference') can)"
