@@ -20,6 +20,7 @@ std::vector<const Kernels*> supported() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512dq");
+  if (avx512 && __builtin_cpu_supports("avx512vnni")) tables.push_back(&avx512_vnni::kernels);
   if (avx512) tables.push_back(&avx512::kernels);
   if (avx2) tables.push_back(&avx2::kernels);
 #endif

@@ -1,6 +1,12 @@
 // The kernels for x86 CPUs with AVX2, FMA and F16C.
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#include <vector>
 
 #include "kernels.h"
 
@@ -9,6 +15,7 @@
 
 #define CARAMBA_FAST_ISA avx2
 #define CARAMBA_FAST_VECTOR_BITS 256
+#define CARAMBA_FAST_VNNI 0
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else

@@ -1,6 +1,12 @@
 // The kernels for x86 CPUs with AVX-512 F, BW, VL and DQ.
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#include <vector>
 
 #include "kernels.h"
 
@@ -9,6 +15,7 @@
 
 #define CARAMBA_FAST_ISA avx512
 #define CARAMBA_FAST_VECTOR_BITS 512
+#define CARAMBA_FAST_VNNI 0
 #if defined(__clang__)
 #pragma clang attribute push(                                                    \
     __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"))), \

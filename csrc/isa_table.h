@@ -1,8 +1,11 @@
 // The kernels of one instruction set. Included at the end of each isa_*.cpp, which first defines
 //   CARAMBA_FAST_ISA           the namespace, also the name users see
 //   CARAMBA_FAST_VECTOR_BITS   widest vectors that intrinsics may use: 0, 256 or 512
+//   CARAMBA_FAST_VNNI          1 with 512 bits and products of bytes (VNNI), else 0
 // and raises the compiler's target. System headers must come before that: their inline functions,
 // compiled for a newer CPU, would otherwise be merged by the linker with everyone else's copies.
+#include "append.h"
+#include "attend.h"
 #include "dequantize.h"
 #include "formats.h"
 #include "kernels.h"
@@ -39,7 +42,12 @@ inline constexpr FormatKernels kFormatKernels = {
 // constexpr: filled by the linker, so that loading the library runs no code of this target.
 extern constexpr Kernels kernels = {
     CARAMBA_FAST_STRING(CARAMBA_FAST_ISA),
-    {kFormatKernels<Format::q8_0>, kFormatKernels<Format::q4_0>, kFormatKernels<Format::nf4>}};
+    {kFormatKernels<Format::q8_0>, kFormatKernels<Format::q4_0>, kFormatKernels<Format::nf4>},
+    attend_tasks,
+    merge_partials,
+    partial_floats,
+    merge_states,
+    append_tokens};
 
 }  // namespace CARAMBA_FAST_ISA
 }  // namespace caramba_fast

@@ -28,9 +28,27 @@ struct FormatKernels {
   DequantizeBlocks dequantize[kBlockCount][kValueTypes];
 };
 
+struct Attention;
+struct Task;
+struct AppendJob;
+struct AppendStream;
+
 struct Kernels {
   const char* isa;
   FormatKernels formats[kQuantizedFormats];  // in the order of kQuantized
+  // Decode attention: runs `count` tasks; merges the partial results of one (row, lane); floats of
+  // one partial.
+  void (*attend)(const Attention& a, const Task* tasks, std::int64_t count);
+  void (*merge)(const Attention& a, std::int64_t row, std::int64_t lane,
+                const std::int64_t* partials, int count);
+  std::int64_t (*partial_floats)(const Attention& a);
+  // Rows of two partial attentions (out of `type`, lse) merged.
+  void (*merge_states)(Format type, const void* a, const float* lse_a, const void* b,
+                       const float* lse_b, void* out, float* lse, std::int64_t rows,
+                       std::int64_t dim);
+  // Writes new tokens [begin, end) of one (row, lane) of one stream.
+  void (*append)(const AppendJob& job, const AppendStream& stream, std::int64_t row,
+                 std::int64_t lane, std::int64_t begin, std::int64_t end);
 };
 
 namespace portable {
@@ -41,6 +59,9 @@ namespace avx2 {
 extern const Kernels kernels;
 }
 namespace avx512 {
+extern const Kernels kernels;
+}
+namespace avx512_vnni {
 extern const Kernels kernels;
 }
 #endif

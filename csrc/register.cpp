@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "ops.h"
 
 namespace caramba_fast {
 namespace {
@@ -159,4 +160,9 @@ extern "C" __attribute__((visibility("default"))) const char* caramba_fast_cpu_i
 STABLE_TORCH_LIBRARY_IMPL(caramba_fast, CPU, m) {
   m.impl("quantize", TORCH_BOX(&caramba_fast::quantize));
   m.impl("dequantize", TORCH_BOX(&caramba_fast::dequantize));
+  m.impl("append_", TORCH_BOX(&caramba_fast::append_));
+  m.impl("decoupled_append_", TORCH_BOX(&caramba_fast::decoupled_append_));
+  m.impl("merge_state", TORCH_BOX(&caramba_fast::merge_state));
+  m.impl("decode_attention", TORCH_BOX(&caramba_fast::decode_attention));
+  m.impl("decoupled_decode_attention", TORCH_BOX(&caramba_fast::decoupled_decode_attention));
 }

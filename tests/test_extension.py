@@ -276,7 +276,8 @@ def in_subprocess(isa: str, *command: str) -> subprocess.CompletedProcess:
 def expected_isas() -> list[str]:
     """What this CPU runs by torch's own account, narrowest first."""
     known = ["portable", "avx2", "avx512"]
-    return known[: {"AVX2": 2, "AVX512": 3}.get(torch.backends.cpu.get_cpu_capability(), 1)]
+    isas = known[: {"AVX2": 2, "AVX512": 3}.get(torch.backends.cpu.get_cpu_capability(), 1)]
+    return [*isas, "avx512_vnni"] if "avx512" in isas and torch.cpu._is_vnni_supported() else isas
 
 
 @pytest.mark.skipif(ISA_VARIABLE in os.environ, reason="this run is about one instruction set")

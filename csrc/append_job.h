@@ -1,0 +1,28 @@
+// One call of append as plain data. Data only: shared by translation units of different instruction
+// sets.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+#include "kernels.h"
+
+namespace caramba_fast {
+
+struct AppendStream {
+  StoredStream stored;
+  HeadTensor given;  // (B, H_kv, T, D)
+  QuantizeBlocks quantize =
+      nullptr;  // of fp32 values; null for formats that store values as they are
+  std::int64_t ring = 0, sink_len = 0;
+};
+
+struct AppendJob {
+  std::int64_t batch = 0, heads = 0, tokens = 0, lanes = 0, heads_per_lane = 0;
+  int streams = 0;
+  AppendStream stream[kMostStreams];
+  const std::int32_t *start = nullptr, *leftpad = nullptr, *query_lens = nullptr, *table = nullptr;
+  std::int64_t table_row = 0, pages_per_row = 0, pages = 0, slots = 0;
+};
+
+}  // namespace caramba_fast

@@ -1,0 +1,166 @@
+// append_ and decoupled_append_: from torch's arguments to lanes of tokens over threads.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "append_job.h"
+#include "arguments.h"
+#include "dispatch.h"
+#include "ops.h"
+
+namespace caramba_fast {
+namespace {
+
+// Values that are worth a thread of their own.
+constexpr std::int64_t kGrainValues = 16384;
+
+struct AppendCommon {
+  const Tensor& start;
+  const MaybeTensor &block_table, &cache_leftpad, &query_lens;
+};
+
+QuantizeBlocks quantizer(Format format, int block, const std::string& fit) {
+  const int index = static_cast<int>(format) - kValueTypes;
+  if (index < 0) return nullptr;
+  const int size = block == 32 ? 0 : block == 64 ? 1 : 2;
+  for (int i = 0; i < kFitCount; ++i)
+    if (fit == kFits[i])
+      return kernels().formats[index].quantize[i][size][static_cast<int>(Format::fp32)];
+  STD_TORCH_CHECK(false, "fit is '", fit, "'; allowed are amax, mse");
+}
+
+void append(const AppendCommon& c, const StreamTensors* streams, const Tensor* const* given,
+            const std::string* const* fits, int count) {
+  AppendJob job;
+  const Tensor& first = *given[0];
+  STD_TORCH_CHECK(first.dim() == 4, streams[0].name, "_new has ", first.dim(),
+                  " dimensions; (B, H_kv, T, D) is needed");
+  job.batch = first.size(0);
+  job.heads = first.size(1);
+  job.tokens = first.size(2);
+  job.streams = count;
+  if (job.batch * job.heads * job.tokens == 0) return;
+  Lead lead;
+  std::int64_t values = 0;
+  for (int i = 0; i < count; ++i) {
+    const StreamTensors& s = streams[i];
+    AppendStream& stream = job.stream[i];
+    const Tensor& x = *given[i];
+    stream.given = heads_of(x, s.name);
+    STD_TORCH_CHECK(x.size(0) == job.batch && x.size(1) == job.heads && x.size(2) == job.tokens,
+                    s.name, "_new: streams differ in (B, H_kv, T)");
+    const Format format = format_named(s.kind, s.name);
+    const std::int64_t width = s.codes.dim() == 4 ? s.codes.size(3) : 0;
+    const std::int64_t lane_dim =
+        format == Format::q4_0 || format == Format::nf4 ? 2 * width : width;
+    const std::int64_t per_lane = x.size(3) > 0 ? lane_dim / x.size(3) : 0;
+    STD_TORCH_CHECK(per_lane > 0 && (i == 0 || per_lane == job.heads_per_lane), s.name,
+                    "_codes: lanes of ", lane_dim, " do not fit heads of ", x.size(3));
+    job.heads_per_lane = per_lane;
+    stream.stored = stream_of(s, job.heads, x.size(3), per_lane, lead);
+    stream.quantize = quantizer(stream.stored.format, stream.stored.block, *fits[i]);
+    const auto slots = [&](const MaybeTensor& part) {
+      STD_TORCH_CHECK(!part.has_value() || part->size(0) == job.batch, s.name,
+                      ": sides need B=", job.batch);
+      return part.has_value() ? part->size(2) : 0;
+    };
+    stream.ring = slots(s.tail);
+    stream.sink_len = slots(s.sink);
+    if (stream.ring == 0) stream.stored.tail.data = nullptr;
+    if (stream.sink_len == 0) stream.stored.sink.data = nullptr;
+    values += lane_dim;
+  }
+  job.lanes = lead.lanes;
+  job.slots = lead.slots;
+  job.pages = lead.rows;
+  STD_TORCH_CHECK(job.lanes == (job.heads + job.heads_per_lane - 1) / job.heads_per_lane,
+                  "the cache has ", job.lanes, " lanes of ", job.heads_per_lane, " heads for ",
+                  job.heads, " heads");
+  if (c.block_table.has_value()) {
+    const Tensor& table = *c.block_table;
+    check_cpu(table, "block_table");
+    STD_TORCH_CHECK(table.dim() == 2 && table.size(0) == job.batch &&
+                        table.scalar_type() == ScalarType::Int &&
+                        (table.stride(1) == 1 || table.size(1) <= 1),
+                    "block_table must be (B, pages) int32 with contiguous rows");
+    job.table = static_cast<const std::int32_t*>(table.const_data_ptr());
+    job.table_row = table.stride(0);
+    job.pages_per_row = table.size(1);
+  } else {
+    STD_TORCH_CHECK(lead.rows == job.batch, "the cache has B=", lead.rows,
+                    ", the new tokens B=", job.batch);
+  }
+  job.start = row_integers(c.start, "start", job.batch);
+  job.leftpad = row_integers(c.cache_leftpad, "cache_leftpad", job.batch);
+  job.query_lens = row_integers(c.query_lens, "query_lens", job.batch);
+
+  // Items are (row, lane), cut further by tokens where a thread would get too little.
+  const auto run = kernels().append;
+  const std::int64_t items = job.batch * job.lanes;
+  const std::int64_t all = items * job.tokens;
+  const auto tokens = [&](std::int64_t begin, std::int64_t end) {
+    while (begin < end) {
+      const std::int64_t item = begin / job.tokens, from = begin % job.tokens;
+      const std::int64_t to = std::min(job.tokens, from + end - begin);
+      for (int i = 0; i < count; ++i)
+        run(job, job.stream[i], item / job.lanes, item % job.lanes, from, to);
+      begin += to - from;
+    }
+  };
+  if (all * values < 2 * kGrainValues || torch::stable::get_num_threads() == 1)
+    tokens(0, all);
+  else
+    torch::stable::parallel_for(0, all, std::max<std::int64_t>(1, kGrainValues / values), tokens);
+}
+
+const MaybeTensor kNone;
+
+}  // namespace
+
+void append_(Tensor& k_codes, MaybeTensor k_scales, Tensor& v_codes, MaybeTensor v_scales,
+             const Tensor& k_new, const Tensor& v_new, const Tensor& start,
+             const std::string& k_kind, const std::string& v_kind, const MaybeTensor& block_table,
+             const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens,
+             const MaybeTensor& k_tail, const MaybeTensor& k_sink, const MaybeTensor& k_mean,
+             const MaybeTensor& k_bias, const MaybeTensor& k_pairs, const MaybeTensor& k_phases,
+             const MaybeTensor& k_scale, bool rotate_k, const std::string& fit_k,
+             const MaybeTensor& v_tail, const MaybeTensor& v_sink, const MaybeTensor& v_scale,
+             bool rotate_v, const std::string& fit_v) {
+  const StreamTensors streams[] = {{"k", k_codes, k_scales, k_kind, k_tail, k_sink, k_mean, k_bias,
+                                    k_pairs, k_phases, k_scale, rotate_k},
+                                   {"v", v_codes, v_scales, v_kind, v_tail, v_sink, kNone, kNone,
+                                    kNone, kNone, v_scale, rotate_v}};
+  const Tensor* given[] = {&k_new, &v_new};
+  const std::string* fits[] = {&fit_k, &fit_v};
+  append({start, block_table, cache_leftpad, query_lens}, streams, given, fits, 2);
+}
+
+void decoupled_append_(
+    Tensor& k_sem_codes, MaybeTensor k_sem_scales, Tensor& k_geo_codes, MaybeTensor k_geo_scales,
+    Tensor& v_codes, MaybeTensor v_scales, const Tensor& k_sem_new, const Tensor& k_geo_new,
+    const Tensor& v_new, const Tensor& start, const std::string& k_sem_kind,
+    const std::string& k_geo_kind, const std::string& v_kind, const MaybeTensor& block_table,
+    const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens, const MaybeTensor& k_sem_tail,
+    const MaybeTensor& k_sem_sink, const MaybeTensor& k_sem_mean, const MaybeTensor& k_sem_bias,
+    const MaybeTensor& k_sem_pairs, const MaybeTensor& k_sem_phases, const MaybeTensor& k_sem_scale,
+    bool rotate_k_sem, const std::string& fit_k_sem, const MaybeTensor& k_geo_tail,
+    const MaybeTensor& k_geo_sink, const MaybeTensor& k_geo_mean, const MaybeTensor& k_geo_bias,
+    const MaybeTensor& k_geo_pairs, const MaybeTensor& k_geo_phases, const MaybeTensor& k_geo_scale,
+    bool rotate_k_geo, const std::string& fit_k_geo, const MaybeTensor& v_tail,
+    const MaybeTensor& v_sink, const MaybeTensor& v_scale, bool rotate_v,
+    const std::string& fit_v) {
+  const StreamTensors streams[] = {
+      {"k_sem", k_sem_codes, k_sem_scales, k_sem_kind, k_sem_tail, k_sem_sink, k_sem_mean,
+       k_sem_bias, k_sem_pairs, k_sem_phases, k_sem_scale, rotate_k_sem},
+      {"k_geo", k_geo_codes, k_geo_scales, k_geo_kind, k_geo_tail, k_geo_sink, k_geo_mean,
+       k_geo_bias, k_geo_pairs, k_geo_phases, k_geo_scale, rotate_k_geo},
+      {"v", v_codes, v_scales, v_kind, v_tail, v_sink, kNone, kNone, kNone, kNone, v_scale,
+       rotate_v}};
+  const Tensor* given[] = {&k_sem_new, &k_geo_new, &v_new};
+  const std::string* fits[] = {&fit_k_sem, &fit_k_geo, &fit_v};
+  append({start, block_table, cache_leftpad, query_lens}, streams, given, fits, 3);
+}
+
+}  // namespace caramba_fast

@@ -1,0 +1,186 @@
+// Tensors of an op's arguments as the plain records of attention.h, checked: what the kernels index
+// is within what the tensors hold. Included by the op bindings alone.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "attention.h"
+
+namespace caramba_fast {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+inline Format value_format(const Tensor& x, const char* name) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float:
+      return Format::fp32;
+    case ScalarType::Half:
+      return Format::fp16;
+    case ScalarType::BFloat16:
+      return Format::bf16;
+    default:
+      STD_TORCH_CHECK(false, name, " has dtype ", torch::headeronly::toString(x.scalar_type()),
+                      "; allowed are float32, float16, bfloat16");
+  }
+}
+
+inline Format format_named(const std::string& kind, const char* name) {
+  static constexpr const char* kNames[] = {"fp32", "fp16", "bf16", "q8_0", "q4_0", "nf4"};
+  for (int i = 0; i < 6; ++i)
+    if (kind == kNames[i]) return static_cast<Format>(i);
+  STD_TORCH_CHECK(false, name, "_kind is '", kind,
+                  "'; allowed are fp32, fp16, bf16, q8_0, q4_0, nf4");
+}
+
+inline ScalarType stored_type(Format format) {
+  static constexpr ScalarType kTypes[] = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16,
+                                          ScalarType::Char,  ScalarType::Byte, ScalarType::Byte};
+  return kTypes[static_cast<int>(format)];
+}
+
+inline void check_cpu(const Tensor& x, const std::string& name) {
+  STD_TORCH_CHECK(x.is_cpu(), name, " must be a cpu tensor");
+}
+
+// (B, lanes, n, width) whose slots are contiguous.
+inline Buffer buffer_of(const Tensor& x, const std::string& name, ScalarType type) {
+  check_cpu(x, name);
+  STD_TORCH_CHECK(x.scalar_type() == type, name, " has dtype ",
+                  torch::headeronly::toString(x.scalar_type()), "; ",
+                  torch::headeronly::toString(type), " is needed");
+  STD_TORCH_CHECK(x.dim() == 4, name, " has ", x.dim(),
+                  " dimensions; (B, lanes, n, width) is needed");
+  const bool contiguous =
+      (x.stride(3) == 1 || x.size(3) == 1) && (x.stride(2) == x.size(3) || x.size(2) <= 1);
+  STD_TORCH_CHECK(contiguous, name, " has strides (", x.stride(0), ", ", x.stride(1), ", ",
+                  x.stride(2), ", ", x.stride(3), "); the slots of a lane must be contiguous");
+  const auto bytes = static_cast<std::int64_t>(x.element_size());
+  return {static_cast<char*>(x.mutable_data_ptr()), x.stride(0) * bytes, x.stride(1) * bytes,
+          x.size(3) * bytes};
+}
+
+inline HeadTensor heads_of(const Tensor& x, const char* name) {
+  check_cpu(x, name);
+  STD_TORCH_CHECK(x.dim() == 4, name, " has ", x.dim(), " dimensions; (B, H, T, D) is needed");
+  return {x.const_data_ptr(), value_format(x, name), x.stride(0),
+          x.stride(1),        x.stride(2),           x.stride(3)};
+}
+
+// A contiguous float32 or int32 tensor of a known number of elements; null for none.
+template <class T>
+const T* constants(const MaybeTensor& x, const std::string& name, std::int64_t count) {
+  if (!x.has_value()) return nullptr;
+  check_cpu(*x, name);
+  constexpr ScalarType kType = std::is_same_v<T, float> ? ScalarType::Float : ScalarType::Int;
+  STD_TORCH_CHECK(x->scalar_type() == kType, name, " has dtype ",
+                  torch::headeronly::toString(x->scalar_type()), "; ",
+                  torch::headeronly::toString(kType), " is needed");
+  STD_TORCH_CHECK(x->numel() == count, name, " has ", x->numel(), " elements; ", count,
+                  " are needed");
+  STD_TORCH_CHECK(x->is_contiguous(), name, " must be contiguous");
+  return static_cast<const T*>(x->const_data_ptr());
+}
+
+// The tensors that describe one stream, in the order of the schemas.
+struct StreamTensors {
+  const char* name;
+  const Tensor& codes;
+  const MaybeTensor& scales;
+  const std::string& kind;
+  const MaybeTensor &tail, &sink, &mean, &bias, &pairs, &phases, &scale;
+  bool rotate;
+};
+
+inline Basis basis_of(const StreamTensors& s, std::int64_t heads, std::int64_t dim) {
+  const std::string name = s.name;
+  Basis basis;
+  basis.mean = constants<float>(s.mean, name + "_mean", heads * dim);
+  basis.scale = constants<float>(s.scale, name + "_scale", heads * dim);
+  basis.rotate = s.rotate;
+  if (!s.bias.has_value()) return basis;
+  STD_TORCH_CHECK(s.pairs.has_value() && s.phases.has_value(), name,
+                  ": bias, pairs and phases go together");
+  STD_TORCH_CHECK(s.bias->dim() == 3 && s.phases->dim() == 4, name,
+                  ": bias (H_kv, P, 2) and phases (H_kv, P, rows, 2) are needed");
+  basis.pair_count = s.bias->size(1);
+  basis.phase_rows = s.phases->size(2);
+  STD_TORCH_CHECK(basis.phase_rows > kPhaseTile, name, "_phases has ", basis.phase_rows,
+                  " rows; more than ", kPhaseTile, " are needed");
+  basis.bias = constants<float>(s.bias, name + "_bias", heads * basis.pair_count * 2);
+  basis.pairs = constants<std::int32_t>(s.pairs, name + "_pairs", heads * basis.pair_count * 2);
+  basis.phases =
+      constants<float>(s.phases, name + "_phases", heads * basis.pair_count * basis.phase_rows * 2);
+  for (std::int64_t i = 0; i < heads * basis.pair_count * 2; ++i)
+    STD_TORCH_CHECK(basis.pairs[i] >= 0 && basis.pairs[i] < dim, name, "_pairs names dim ",
+                    basis.pairs[i], " of ", dim);
+  return basis;
+}
+
+// One stored stream; lanes, slots and the first dimension as `lead` has them (filled by the first
+// stream).
+struct Lead {
+  std::int64_t rows = -1, lanes = -1, slots = -1;
+};
+
+inline StoredStream stream_of(const StreamTensors& s, std::int64_t heads, std::int64_t dim,
+                              std::int64_t heads_per_lane, Lead& lead) {
+  const std::string name = s.name;
+  StoredStream stream;
+  stream.format = format_named(s.kind, s.name);
+  stream.dim = dim;
+  stream.lane_dim = dim * heads_per_lane;
+  stream.codes = buffer_of(s.codes, name + "_codes", stored_type(stream.format));
+  if (lead.lanes < 0) lead = {s.codes.size(0), s.codes.size(1), s.codes.size(2)};
+  STD_TORCH_CHECK(s.codes.size(0) == lead.rows && s.codes.size(1) == lead.lanes &&
+                      s.codes.size(2) == lead.slots,
+                  name, "_codes: streams differ in (B, lanes, S)");
+  const bool quantized = static_cast<int>(stream.format) >= kValueTypes;
+  const int bits = quantized ? kQuantized[static_cast<int>(stream.format) - kValueTypes].bits : 0;
+  STD_TORCH_CHECK(s.codes.size(3) == (quantized ? stream.lane_dim * bits / 8 : stream.lane_dim),
+                  name, "_codes has rows of ", s.codes.size(3), "; heads of ", dim, " in lanes of ",
+                  heads_per_lane, " need something else");
+  STD_TORCH_CHECK(quantized == s.scales.has_value(), name,
+                  "_scales: only quantized kinds have scales");
+  if (quantized) {
+    stream.scales = buffer_of(*s.scales, name + "_scales", ScalarType::Half);
+    const std::int64_t blocks = s.scales->size(3);
+    stream.block = static_cast<int>(blocks > 0 ? stream.lane_dim / blocks : 0);
+    STD_TORCH_CHECK(s.scales->size(0) == lead.rows && s.scales->size(1) == lead.lanes &&
+                        s.scales->size(2) == lead.slots,
+                    name, "_scales: codes and scales differ in (B, lanes, S)");
+    STD_TORCH_CHECK((stream.block == 32 || stream.block == 64 || stream.block == 128) &&
+                        stream.block * blocks == stream.lane_dim,
+                    name, "_scales has ", blocks, " scales for ", stream.lane_dim,
+                    " values; blocks of 32, 64 and 128 are allowed");
+  } else {
+    STD_TORCH_CHECK(stream.lane_dim % 32 == 0, name, "'s lanes hold ", stream.lane_dim,
+                    " values; a multiple of 32 is needed");
+  }
+  for (const auto* part : {&s.tail, &s.sink}) {
+    if (!part->has_value()) continue;
+    const char* what = part == &s.tail ? "_tail" : "_sink";
+    (part == &s.tail ? stream.tail : stream.sink) =
+        buffer_of(**part, name + what, ScalarType::Half);
+    STD_TORCH_CHECK((*part)->size(1) == lead.lanes && (*part)->size(3) == stream.lane_dim, name,
+                    what, " does not have the lanes of the codes");
+  }
+  stream.basis = basis_of(s, heads, dim);
+  return stream;
+}
+
+// (B,) int32; null for none.
+inline const std::int32_t* row_integers(const MaybeTensor& x, const char* name,
+                                        std::int64_t batch) {
+  return constants<std::int32_t>(x, name, batch);
+}
+
+}  // namespace caramba_fast

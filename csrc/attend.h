@@ -1,0 +1,751 @@
+// Decode attention over some tiles of one (row, lane), and the merge of such pieces: online softmax
+// (arXiv:1805.02867) over tiles, keys and values read once for all query heads that share them.
+// Every format has a score pass and a value pass of its own; everything else is here, once.
+// Compiled once per instruction set, in that set's namespace.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "attention.h"
+#include "numeric.h"
+#include "tile_float.h"
+#if CARAMBA_FAST_VNNI
+#include "tile_int8.h"
+#endif
+
+namespace caramba_fast {
+namespace CARAMBA_FAST_ISA {
+
+inline bool is_quantized(Format format) { return static_cast<int>(format) >= kValueTypes; }
+inline int bits_of(Format format) {
+  return format == Format::fp32 ? 32 : is_quantized(format) ? (format == Format::q8_0 ? 8 : 4) : 16;
+}
+
+inline float element(const HeadTensor& x, std::int64_t at) {
+  if (x.type == Format::fp32) return static_cast<const float*>(x.data)[at];
+  std::uint16_t padded[kLanes] = {static_cast<const std::uint16_t*>(x.data)[at]};
+  return (x.type == Format::fp16 ? load_half(padded) : load_bfloat(padded))[0];
+}
+
+// One row of a (B, H, T, D) tensor as fp32.
+inline void read_row(const HeadTensor& x, std::int64_t b, std::int64_t h, std::int64_t t,
+                     std::int64_t dim, float* to) {
+  const std::int64_t at = b * x.batch + h * x.head + t * x.token;
+  std::int64_t d = 0;
+  if (x.dim == 1) {
+    for (; d + kLanes <= dim; d += kLanes) {
+      Floats v;
+      if (x.type == Format::fp32)
+        v = load_as<Floats>(static_cast<const float*>(x.data) + at + d);
+      else if (x.type == Format::fp16)
+        v = load_half(static_cast<const std::uint16_t*>(x.data) + at + d);
+      else
+        v = load_bfloat(static_cast<const std::uint16_t*>(x.data) + at + d);
+      store_as(v, to + d);
+    }
+  }
+  for (; d < dim; ++d) to[d] = element(x, at + d * x.dim);
+}
+
+inline void write_row(Format type, const float* from, std::int64_t dim, void* out,
+                      std::int64_t at) {
+  float padded[kLanes];
+  for (std::int64_t d = 0; d < dim; d += kLanes) {
+    const auto count = static_cast<std::size_t>(std::min<std::int64_t>(kLanes, dim - d));
+    std::memset(padded, 0, sizeof padded);
+    std::memcpy(padded, from + d, count * sizeof(float));
+    if (type == Format::fp32) {
+      std::memcpy(static_cast<float*>(out) + at + d, padded, count * sizeof(float));
+    } else {
+      std::uint16_t narrow[kLanes];
+      if (type == Format::fp16)
+        store_half(load_as<Floats>(padded), narrow);
+      else
+        store_bfloat(load_as<Floats>(padded), narrow);
+      std::memcpy(static_cast<std::uint16_t*>(out) + at + d, narrow, count * sizeof(*narrow));
+    }
+  }
+}
+
+// The part of a lane's token that holds one head: whole blocks (32 values where there are none).
+struct HeadSpan {
+  std::int64_t first, width,
+      inner;  // values before it, values in it, those of them before the head
+  int blocks;
+  HeadSpan() = default;
+  HeadSpan(const StoredStream& s, std::int64_t head_in_lane) {
+    const std::int64_t unit = is_quantized(s.format) ? s.block : 32;
+    const std::int64_t begin = head_in_lane * s.dim, end = begin + s.dim;
+    first = begin / unit * unit;
+    width = (end + unit - 1) / unit * unit - first;
+    inner = begin - first;
+    blocks = static_cast<int>(width / unit);
+  }
+};
+
+// 64-byte aligned memory of one thread, kept between calls.
+class Arena {
+ public:
+  void reset() { used_ = 0; }
+  template <class T>
+  T* take(std::int64_t count) {
+    const std::size_t bytes = (static_cast<std::size_t>(count) * sizeof(T) + 63) / 64 * 64;
+    used_ += bytes;
+    return reinterpret_cast<T*>(data_.get() + used_ - bytes);
+  }
+  // Room for everything that is taken afterwards; what was taken is lost.
+  void reserve(std::size_t bytes) {
+    if (bytes > size_) {
+      data_.reset(static_cast<char*>(::operator new(bytes, std::align_val_t(64))));
+      size_ = bytes;
+    }
+    used_ = 0;
+  }
+
+ private:
+  struct Free {
+    void operator()(char* p) const { ::operator delete(p, std::align_val_t(64)); }
+  };
+  std::unique_ptr<char, Free> data_;
+  std::size_t size_ = 0, used_ = 0;
+};
+
+// A key stream as one head's queries meet it.
+struct KeyHead {
+  const StoredStream* stored;
+  HeadSpan span;
+  float* query;     // (rows, width) fp32, transformed, times the factor; zeros outside the head
+  float* constant;  // (rows) q . mean, or null
+  float* waves;     // (rows, pairs, 2) what meets cos and sin, or null
+#if CARAMBA_FAST_VNNI
+  const HeadBytes* bytes;  // null where the integer passes do not serve
+  QueryUnit* units;
+#endif
+};
+
+// Everything one head of a lane accumulates.
+struct HeadState {
+  KeyHead keys[kMostStreams - 1];
+  HeadSpan value;
+  float *most, *total;  // (rows) largest score so far, sum of exponentials relative to it
+  float* sums;          // (rows, value width) weighted values
+#if CARAMBA_FAST_VNNI
+  const HeadBytes* bytes;
+  float* unit_sums;  // (rows, unit width) the same of tiles summed in integers, in the order of
+                     // ValueHalf
+  float* constants;  // (rows, blocks, 16)
+  std::int64_t unit_width;
+#endif
+};
+
+struct Tile {
+  Source source;
+  std::int64_t start;
+  int count;
+  bool masked;
+  std::uint64_t used;  // tokens that some query sees
+};
+
+class Worker {
+ public:
+  Worker(const Attention& a, Arena& arena) : a_(a), arena_(arena) {
+    rows_ = static_cast<int>(a.rows_per_head());
+  }
+
+  void run(const Task& task) {
+    b_ = task.row;
+    lane_ = task.lane;
+    row_ = &a_.rows[b_];
+    heads_ = static_cast<int>(std::min(a_.heads_per_lane, a_.kv_heads - lane_ * a_.heads_per_lane));
+    arena_.reserve(needed());
+    prepare();
+    std::int64_t index = 0;
+    for (int i = 0; i < row_->segment_count; ++i) {
+      const Segment& segment = row_->segments[i];
+      const std::int64_t aligned =
+          segment.source == Source::codes ? segment.start / a_.tile * a_.tile : segment.start;
+      for (std::int64_t at = aligned; at < segment.stop; at += a_.tile, ++index) {
+        if (index < task.first || index >= task.last) continue;
+        const std::int64_t start = std::max(at, segment.start);
+        const std::int64_t stop = std::min(at + a_.tile, segment.stop);
+        attend({segment.source, start, static_cast<int>(stop - start), false, ~std::uint64_t{0}});
+      }
+    }
+    for (int h = 0; h < heads_; ++h) {
+      settle(states_[h]);
+      const std::int64_t head = lane_ * a_.heads_per_lane + h;
+      if (task.partial >= 0)
+        keep(states_[h], a_.partials + task.partial * a_.partial_size + h * partial_of_head());
+      else
+        for (int r = 0; r < rows_; ++r)
+          finish(head, r, states_[h].most[r], states_[h].total[r],
+                 states_[h].sums + r * states_[h].value.width + states_[h].value.inner);
+    }
+  }
+
+  // Merges the partial results of one (row, lane) and writes what they give.
+  void merge(std::int64_t row, std::int64_t lane, const std::int64_t* partials, int count) {
+    b_ = row;
+    lane_ = lane;
+    row_ = &a_.rows[b_];
+    heads_ = static_cast<int>(std::min(a_.heads_per_lane, a_.kv_heads - lane_ * a_.heads_per_lane));
+    const std::int64_t dim = a_.value().dim;
+    arena_.reserve(static_cast<std::size_t>(3 * (dim + 2 * widest()) + 256) * sizeof(float));
+    float* sum = arena_.take<float>(dim);
+    temporary_ = arena_.take<float>(dim + widest());
+    for (int h = 0; h < heads_; ++h)
+      for (int r = 0; r < rows_; ++r) {
+        float most = kNegativeInfinity, total = 0;
+        for (int i = 0; i < count; ++i) most = std::max(most, part(partials[i], h, r)[0]);
+        std::fill(sum, sum + dim, 0.0f);
+        for (int i = 0; i < count; ++i) {
+          const float* from = part(partials[i], h, r);
+          if (from[0] == kNegativeInfinity && !(from[1] != from[1])) continue;
+          const float weight = most == kNegativeInfinity ? 1.0f : std::exp(from[0] - most);
+          total += from[1] * weight;
+          for (std::int64_t d = 0; d < dim; ++d) sum[d] += weight * from[2 + d];
+        }
+        finish(lane_ * a_.heads_per_lane + h, r, most, total, sum);
+      }
+  }
+
+  static std::int64_t partial_of_head(const Attention& a) {
+    return a.rows_per_head() * (a.value().dim + 2);
+  }
+
+ private:
+  std::int64_t partial_of_head() const { return partial_of_head(a_); }
+  const float* part(std::int64_t slot, int h, int r) const {
+    return a_.partials + slot * a_.partial_size + h * partial_of_head() + r * (a_.value().dim + 2);
+  }
+  std::int64_t widest() const {
+    std::int64_t most = 0;
+    for (int i = 0; i < a_.streams; ++i) most = std::max(most, a_.stored[i].dim);
+    return most;
+  }
+
+  // An upper bound of what `prepare` takes.
+  std::size_t needed() const {
+    std::size_t floats = 0;
+    const auto rows = static_cast<std::size_t>(rows_);
+    for (int i = 0; i < a_.streams; ++i) {
+      const auto width = static_cast<std::size_t>(a_.stored[i].dim + 2 * 128);
+      floats += a_.heads_per_lane * rows * (width + 1 + 2 * a_.stored[i].basis.pair_count + 48);
+      floats += kTile * width + 64;  // a decoded tile
+#if CARAMBA_FAST_VNNI
+      if (is_quantized(a_.stored[i].format))
+        floats += a_.heads_per_lane * rows *
+                  (kMostUnits * sizeof(QueryUnit) / 4 + 512 + 16 * kMostBlocks);
+#endif
+      floats += kTile * 2 * static_cast<std::size_t>(a_.stored[i].basis.pair_count);
+    }
+    floats += rows * kScoreRow + 4096 + 4 * static_cast<std::size_t>(widest() + 128);
+#if CARAMBA_FAST_VNNI
+    floats += rows * kMostUnits * sizeof(WeightUnit) / 4 + sizeof(Flips) / 4;
+#endif
+    return floats * sizeof(float) + 64 * 64 * static_cast<std::size_t>(a_.heads_per_lane);
+  }
+
+  // -- queries ----------------------------------------------------------------------------
+
+  void prepare() {
+    temporary_ = arena_.take<float>(2 * widest() + 64);
+    scores_ = arena_.take<float>(static_cast<std::int64_t>(rows_) * kScoreRow);
+    for (int h = 0; h < heads_; ++h) {
+      HeadState& state = states_[h];
+      for (int i = 0; i + 1 < a_.streams; ++i) prepare_keys(state.keys[i], i, h);
+      const StoredStream& value = a_.value();
+      state.value = HeadSpan(value, h);
+      state.most = arena_.take<float>(rows_);
+      state.total = arena_.take<float>(rows_);
+      std::fill(state.most, state.most + rows_, kNegativeInfinity);
+      std::fill(state.total, state.total + rows_, 0.0f);
+      state.sums = zeros(rows_ * state.value.width);
+#if CARAMBA_FAST_VNNI
+      state.bytes = bytes_of(value, state.value);
+      if (state.bytes != nullptr) {
+        state.unit_width = state.bytes->sums();
+        state.unit_sums = zeros(rows_ * state.unit_width);
+        state.constants = zeros(static_cast<std::int64_t>(rows_) * state.bytes->blocks * 16);
+      }
+#endif
+    }
+    std::int64_t widths[2] = {0, 0};  // of keys, of values
+    for (int h = 0; h < heads_; ++h) {
+      for (int i = 0; i + 1 < a_.streams; ++i)
+        widths[0] = std::max(widths[0], states_[h].keys[i].span.width);
+      widths[1] = std::max(widths[1], states_[h].value.width);
+    }
+    decoded_ = arena_.take<float>(kTile * std::max(widths[0], widths[1]) + 16);
+#if CARAMBA_FAST_VNNI
+    weight_units_ = arena_.take<WeightUnit>(static_cast<std::int64_t>(rows_) * kMostUnits);
+    flips_ = arena_.take<Flips>(1);
+#endif
+  }
+
+  float* zeros(std::int64_t count) {
+    float* made = arena_.take<float>(count);
+    std::memset(made, 0, static_cast<std::size_t>(count) * sizeof(float));
+    return made;
+  }
+
+  void prepare_keys(KeyHead& key, int stream, int h) {
+    const StoredStream& s = a_.stored[stream];
+    const std::int64_t head = lane_ * a_.heads_per_lane + h, dim = s.dim;
+    const Basis& basis = s.basis;
+    key.stored = &s;
+    key.span = HeadSpan(s, h);
+    key.query = zeros(rows_ * key.span.width);
+    key.constant = basis.mean != nullptr ? arena_.take<float>(rows_) : nullptr;
+    key.waves = basis.pair_count > 0 ? arena_.take<float>(rows_ * basis.pair_count * 2) : nullptr;
+    for (int r = 0; r < rows_; ++r) {
+      float* q = temporary_;
+      read_query(stream, head, r, q);
+      if (key.constant != nullptr) {
+        float sum = 0;
+        for (std::int64_t d = 0; d < dim; ++d) sum += q[d] * basis.mean[head * dim + d];
+        key.constant[r] = sum;
+      }
+      for (std::int64_t p = 0; p < basis.pair_count; ++p) {
+        const std::int64_t pair = head * basis.pair_count + p;
+        const float first = q[basis.pairs[2 * pair]], second = q[basis.pairs[2 * pair + 1]];
+        const float* b = basis.bias + 2 * pair;
+        float* wave = key.waves + (r * basis.pair_count + p) * 2;
+        wave[0] = first * b[0] + second * b[1];
+        wave[1] = second * b[0] - first * b[1];
+      }
+      if (basis.scale != nullptr)
+        for (std::int64_t d = 0; d < dim; ++d) q[d] *= basis.scale[head * dim + d];
+      if (basis.rotate) hadamard(q, dim);
+      std::copy(q, q + dim, key.query + r * key.span.width + key.span.inner);
+    }
+#if CARAMBA_FAST_VNNI
+    key.bytes = bytes_of(s, key.span);
+    if (key.bytes != nullptr) {
+      const HeadBytes& bytes = *key.bytes;
+      key.units = arena_.take<QueryUnit>(static_cast<std::int64_t>(rows_) * bytes.units);
+      for (int r = 0; r < rows_; ++r) {
+        const float* q = key.query + r * key.span.width;
+        QueryUnit* to = key.units + r * bytes.units;
+        if (s.format == Format::q8_0) prepare_query<Format::q8_0>(q, bytes, to);
+        if (s.format == Format::q4_0) prepare_query<Format::q4_0>(q, bytes, to);
+        if (s.format == Format::nf4) prepare_query<Format::nf4>(q, bytes, to);
+      }
+    }
+#endif
+  }
+
+  // The query of row r of a kv head, times its factor.
+  void read_query(int stream, std::int64_t head, int r, float* to) const {
+    const std::int64_t dim = a_.stored[stream].dim;
+    read_row(a_.queries[stream], b_, head * a_.groups + r / a_.tokens, r % a_.tokens, dim, to);
+    for (std::int64_t d = 0; d < dim; ++d) to[d] *= a_.factors[stream];
+  }
+
+  // -- one tile ---------------------------------------------------------------------------
+
+  // Rows of the buffers a tile is read from.
+  static const char* tokens_of(const Attention& a, const Buffer& buffer, std::int64_t b,
+                               std::int64_t lane, std::int64_t position, bool paged) {
+    if (!paged) return buffer.at(b, lane, position);
+    const std::int64_t page = a.table[b * a.table_row + position / a.slots];
+    return buffer.at(std::clamp<std::int64_t>(page, 0, a.pages - 1), lane, position % a.slots);
+  }
+
+  const char* side(const Buffer& buffer, const Tile& tile) const {
+    const std::int64_t slot =
+        tile.source == Source::tail ? tile.start % a_.ring : tile.start - row_->pad;
+    return buffer.at(b_, lane_, slot);
+  }
+
+  bool visible(std::int64_t query, std::int64_t key, Source source) const {
+    const std::int64_t distance = query - key;
+    if (source == Source::codes ? distance < a_.residual : distance < 0) return false;
+    if (source == Source::tail && distance >= a_.residual) return false;
+    if (a_.window < 0 || distance <= a_.window) return true;
+    return key - row_->pad < a_.kept;
+  }
+
+  // Fills tile.masked, tile.used and masks_ (tokens of the tile that query token t sees).
+  void look(Tile& tile) {
+    const std::int64_t first = row_->length - row_->count, last = row_->length - 1;
+    const std::int64_t newest = tile.start + tile.count - 1;
+    bool all = row_->count == a_.tokens;
+    if (tile.source == Source::codes) all = all && newest <= first - a_.residual;
+    if (tile.source == Source::tail)
+      all = all && newest <= first && last - tile.start < a_.residual;
+    if (tile.source == Source::sinks) all = all && newest <= first;
+    if (a_.window >= 0)
+      all = all && (last - tile.start <= a_.window || newest - row_->pad < a_.kept);
+    tile.masked = !all;
+    tile.used = tile.count == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << tile.count) - 1;
+    if (all) return;
+    masks_.assign(static_cast<std::size_t>(a_.tokens), 0);
+    std::uint64_t used = 0;
+    for (std::int64_t t = 0; t < row_->count; ++t) {
+      for (int i = 0; i < tile.count; ++i)
+        if (visible(first + t, tile.start + i, tile.source)) masks_[t] |= std::uint64_t{1} << i;
+      used |= masks_[t];
+    }
+    tile.used = used;
+  }
+
+  void attend(Tile tile) {
+    look(tile);
+    if (tile.used == 0) return;
+    for (int h = 0; h < heads_; ++h) {
+      HeadState& state = states_[h];
+      std::memset(scores_, 0, static_cast<std::size_t>(rows_) * kScoreRow * sizeof(float));
+      for (int i = 0; i + 1 < a_.streams; ++i) score(state.keys[i], h, tile);
+      if (!weigh_scores(state, tile)) continue;
+      add_values(state, tile);
+    }
+  }
+
+  // scores_ += what one key stream says.
+  void score(const KeyHead& key, int h, const Tile& tile) {
+    const StoredStream& s = *key.stored;
+    shift(key, h, tile);
+    if (tile.source != Source::codes) {
+      const Buffer& buffer = tile.source == Source::tail ? s.tail : s.sink;
+      kScoreTiles[1](key.query, key.span.width, rows_, side(buffer, tile) + 2 * key.span.first,
+                     buffer.token, tile.count, scores_);
+      return;
+    }
+    const char* codes = at(s.codes, tile.start) + key.span.first * bits_of(s.format) / 8;
+    if (!is_quantized(s.format)) {
+      kScoreTiles[static_cast<int>(s.format)](key.query, key.span.width, rows_, codes,
+                                              s.codes.token, tile.count, scores_);
+      return;
+    }
+    const char* scales = at(s.scales, tile.start) + key.span.first / s.block * 2;
+#if CARAMBA_FAST_VNNI
+    if (key.bytes != nullptr) {
+      const HeadBytes& bytes = *key.bytes;
+      tile_scales_.load(scales, s.scales.token, bytes, tile.count, true);
+      if (s.format == Format::q8_0)
+        score_int8<Format::q8_0>(key.units, bytes, rows_, codes, s.codes.token, tile_scales_,
+                                 tile.count, scores_);
+      else if (s.format == Format::q4_0)
+        score_int8<Format::q4_0>(key.units, bytes, rows_, codes, s.codes.token, tile_scales_,
+                                 tile.count, scores_);
+      else
+        score_int8<Format::nf4>(key.units, bytes, rows_, codes, s.codes.token, tile_scales_,
+                                tile.count, scores_);
+      return;
+    }
+#endif
+    decoder_of(s.format, s.block)(codes, s.codes.token, scales, s.scales.token, key.span.blocks,
+                                  tile.count, decoded_);
+    kScoreTiles[0](key.query, key.span.width, rows_, decoded_, key.span.width * 4, tile.count,
+                   scores_);
+  }
+
+  const char* at(const Buffer& buffer, std::int64_t position) const {
+    return tokens_of(a_, buffer, b_, lane_, position, a_.table != nullptr);
+  }
+
+  // What centering took out of the logits.
+  void shift(const KeyHead& key, int h, const Tile& tile) {
+    if (key.constant != nullptr)
+      for (int r = 0; r < rows_; ++r)
+        for (int i = 0; i < tile.count; ++i) scores_[r * kScoreRow + i] += key.constant[r];
+    if (key.waves == nullptr) return;
+    const Basis& basis = key.stored->basis;
+    const std::int64_t head = lane_ * a_.heads_per_lane + h;
+    const std::int64_t most = (basis.phase_rows - kPhaseTile) * kPhaseTile - 1;
+    for (std::int64_t p = 0; p < basis.pair_count; ++p) {
+      const float* table = basis.phases + (head * basis.pair_count + p) * basis.phase_rows * 2;
+      alignas(64) float cosine[kTile], sine[kTile];
+      for (int i = 0; i < tile.count; ++i) {
+        const std::int64_t t = std::clamp<std::int64_t>(tile.start + i - row_->pad, 0, most);
+        const float* inside = table + t % kPhaseTile * 2;
+        const float* start = table + (kPhaseTile + t / kPhaseTile) * 2;
+        cosine[i] = start[0] * inside[0] - start[1] * inside[1];
+        sine[i] = start[1] * inside[0] + start[0] * inside[1];
+      }
+      for (int i = tile.count; i < kTile; ++i) cosine[i] = sine[i] = 0;
+      for (int r = 0; r < rows_; ++r) {
+        const float* wave = key.waves + (r * basis.pair_count + p) * 2;
+        const Floats a = splat(wave[0]), b = splat(wave[1]);
+        float* to = scores_ + r * kScoreRow;
+        for (int i = 0; i < tile.count; i += kLanes) {
+          const Floats sum = fused(a, load_as<Floats>(cosine + i), load_as<Floats>(to + i));
+          store_as(fused(b, load_as<Floats>(sine + i), sum), to + i);
+        }
+      }
+    }
+  }
+
+  // scores_ become weights relative to the new maximum; false if nobody sees anything.
+  bool weigh_scores(HeadState& state, const Tile& tile) {
+    bool any = false;
+    for (int r = 0; r < rows_; ++r) {
+      float* row = scores_ + r * kScoreRow;
+      if (a_.softcap > 0)
+        for (int i = 0; i < tile.count; i += kLanes) {
+          const Floats capped = hyperbolic_tangent(load_as<Floats>(row + i) / a_.softcap);
+          store_as(capped * a_.softcap, row + i);
+        }
+      for (int i = tile.count; i < kTile; ++i) row[i] = kNegativeInfinity;
+      if (tile.masked) {
+        const std::uint64_t seen = masks_[static_cast<std::size_t>(r % a_.tokens)];
+        for (int i = 0; i < tile.count; ++i)
+          if (!(seen >> i & 1)) row[i] = kNegativeInfinity;
+      }
+      Floats most = splat(kNegativeInfinity);
+      for (int i = 0; i < kTile; i += kLanes) most = greater(load_as<Floats>(row + i), most);
+      const float before = state.most[r], now = std::max(before, greatest_of(most));
+      if (now == kNegativeInfinity) {  // also where every score seen is NaN: that must show
+        bool damaged = false;
+        for (int i = 0; i < tile.count; ++i) damaged = damaged || row[i] != row[i];
+        if (damaged) state.total[r] = std::numeric_limits<float>::quiet_NaN();
+        std::fill(row, row + kTile, 0.0f);
+        continue;
+      }
+      any = true;
+      Floats total{};
+      for (int i = 0; i < kTile; i += kLanes) {
+        const Floats weight = exponential(load_as<Floats>(row + i) - now);
+        total += weight;
+        store_as(weight, row + i);
+      }
+      if (now != before) {
+        const float decay = before == kNegativeInfinity ? 0.0f : std::exp(before - now);
+        state.most[r] = now;
+        state.total[r] *= decay;
+        rescale(state, r, decay);
+      }
+      state.total[r] += sum_of(total);
+    }
+    return any;
+  }
+
+  void rescale(HeadState& state, int r, float factor) {
+    scale_by(state.sums + r * state.value.width, state.value.width, factor);
+#if CARAMBA_FAST_VNNI
+    if (state.bytes != nullptr) {
+      scale_by(state.unit_sums + r * state.unit_width, state.unit_width, factor);
+      const std::int64_t width = 16 * state.value.blocks;
+      scale_by(state.constants + r * width, width, factor);
+    }
+#endif
+  }
+
+  static void scale_by(float* x, std::int64_t count, float factor) {
+    for (std::int64_t i = 0; i < count; i += kLanes)
+      store_as(load_as<Floats>(x + i) * factor, x + i);
+  }
+
+  void add_values(HeadState& state, const Tile& tile) {
+    const StoredStream& s = a_.value();
+    const HeadSpan& span = state.value;
+    if (tile.source != Source::codes || !is_quantized(s.format)) {
+      const bool stored = tile.source == Source::codes;
+      const Buffer& buffer = stored ? s.codes : tile.source == Source::tail ? s.tail : s.sink;
+      const Format type = stored ? s.format : Format::fp16;
+      const char* values = stored ? at(buffer, tile.start) : side(buffer, tile);
+      add_floats(state, tile, type, values + span.first * bits_of(type) / 8, buffer.token);
+      return;
+    }
+    const char* codes = at(s.codes, tile.start) + span.first * bits_of(s.format) / 8;
+    const char* scales = at(s.scales, tile.start) + span.first / s.block * 2;
+#if CARAMBA_FAST_VNNI
+    if (state.bytes != nullptr) {
+      const HeadBytes& bytes = *state.bytes;
+      tile_scales_.load(scales, s.scales.token, bytes, tile.count, s.format == Format::q4_0);
+      if (!tile_scales_.odd) {
+        if (s.format == Format::q8_0) add_integers<Format::q8_0>(state, bytes, tile, codes);
+        if (s.format == Format::q4_0) add_integers<Format::q4_0>(state, bytes, tile, codes);
+        if (s.format == Format::nf4) add_integers<Format::nf4>(state, bytes, tile, codes);
+        return;
+      }
+    }
+#endif
+    decoder_of(s.format, s.block)(codes, s.codes.token, scales, s.scales.token, span.blocks,
+                                  tile.count, decoded_);
+    add_floats(state, tile, Format::fp32, reinterpret_cast<const char*>(decoded_), span.width * 4);
+  }
+
+  // Values nobody sees may be anything: runs of those somebody sees are added.
+  void add_floats(HeadState& state, const Tile& tile, Format type, const char* values,
+                  std::int64_t stride) {
+    const ValueTile add = kValueTiles[static_cast<int>(type)];
+    for (int i = 0; i < tile.count;) {
+      if (!(tile.used >> i & 1)) {
+        ++i;
+        continue;
+      }
+      int stop = i + 1;
+      while (stop < tile.count && (tile.used >> stop & 1)) ++stop;
+      add(scores_ + i, rows_, values + i * stride, stride, stop - i, state.sums, state.value.width);
+      i = stop;
+    }
+  }
+
+#if CARAMBA_FAST_VNNI
+  static const HeadBytes* bytes_of(const StoredStream& s, const HeadSpan& span) {
+    const int bits = bits_of(s.format);
+    if (!is_quantized(s.format) || !HeadBytes::fits(bits, s.block, span.blocks)) return nullptr;
+    return head_bytes(bits, s.block, span.blocks);
+  }
+
+  template <Format F>
+  void add_integers(HeadState& state, const HeadBytes& bytes, const Tile& tile, const char* codes) {
+    const std::int64_t stride = a_.value().codes.token;
+    for (int r = 0; r < rows_; ++r)
+      weigh<F>(scores_ + r * kScoreRow, bytes, tile_scales_, weight_units_ + r * bytes.units,
+               state.constants + r * 16 * bytes.blocks);
+    if (F == Format::q4_0) flips_->load(bytes, tile_scales_);
+    value_int8<F>(weight_units_, bytes, rows_, codes, stride, *flips_, tile.count, state.unit_sums,
+                  state.unit_width);
+  }
+#endif
+
+  // -- results ----------------------------------------------------------------------------
+
+  // Brings everything into state.sums.
+  void settle(HeadState& state) {
+#if CARAMBA_FAST_VNNI
+    if (state.bytes == nullptr) return;
+    const HeadBytes& bytes = *state.bytes;
+    for (int r = 0; r < rows_; ++r) {
+      float* to = state.sums + r * state.value.width;
+      const float* from = state.unit_sums + r * state.unit_width;
+      for (int u = 0; u < bytes.units; ++u)
+        for (int vector = 0; vector < 4 * bytes.nibbles; ++vector)
+          for (int i = 0; i < kUnitLanes * 4; ++i, ++from)
+            if (bytes.value[u][vector][i] >= 0) to[bytes.value[u][vector][i]] += *from;
+      for (int b = 0; b < bytes.blocks; ++b) {
+        const float constant =
+            sum_of(load_as<Floats>(state.constants + (r * bytes.blocks + b) * 16));
+        for (int i = 0; i < bytes.block; ++i) to[b * bytes.block + i] += constant;
+      }
+    }
+#else
+    (void)state;
+#endif
+  }
+
+  void keep(const HeadState& state, float* to) const {
+    const std::int64_t dim = a_.value().dim;
+    for (int r = 0; r < rows_; ++r, to += dim + 2) {
+      to[0] = state.most[r];
+      to[1] = state.total[r];
+      const float* from = state.sums + r * state.value.width + state.value.inner;
+      std::copy(from, from + dim, to + 2);
+    }
+  }
+
+  // Writes one query's result: normalized, in the model's basis, with the null key and the sink
+  // logit.
+  void finish(std::int64_t head, int r, float most, float total, const float* sums) {
+    const StoredStream& s = a_.value();
+    const std::int64_t dim = s.dim, token = r % a_.tokens, query = head * a_.groups + r / a_.tokens;
+    const std::int64_t index = (b_ * a_.heads + query) * a_.tokens + token;
+    float* out = temporary_;
+    float lse = kNegativeInfinity;
+    std::fill(out, out + dim, 0.0f);
+    if (token < row_->count) {
+      if (total != 0) {
+        const float inverse = 1.0f / total;
+        for (std::int64_t d = 0; d < dim; ++d) out[d] = sums[d] * inverse;
+        lse = total != total ? total : most + std::log(total);
+        if (s.basis.rotate) hadamard(out, dim);
+        if (s.basis.scale != nullptr)
+          for (std::int64_t d = 0; d < dim; ++d) out[d] *= s.basis.scale[head * dim + d];
+      }
+      if (s.null != nullptr) {
+        float logit = 0;
+        float* q = temporary_ + dim;
+        for (int i = 0; i + 1 < a_.streams; ++i) {
+          read_query(i, head, r, q);
+          const float* null = a_.stored[i].null + head * a_.stored[i].dim;
+          for (std::int64_t d = 0; d < a_.stored[i].dim; ++d) logit += q[d] * null[d];
+        }
+        if (a_.softcap > 0) logit = a_.softcap * std::tanh(logit / a_.softcap);
+        join(out, dim, lse, logit, s.null + head * dim);
+      }
+      if (a_.s_aux != nullptr) join(out, dim, lse, a_.s_aux[query], nullptr);
+    }
+    write_row(a_.queries[0].type, out, dim, a_.out, index * dim);
+    a_.lse[index] = lse;
+  }
+
+  // Another key of one logit and value (0 for none) joins the softmax.
+  static void join(float* out, std::int64_t dim, float& lse, float logit, const float* value) {
+    const float most = std::max(lse, logit);
+    if (most == kNegativeInfinity) return;
+    const float mine = std::exp(lse - most), other = std::exp(logit - most), sum = mine + other;
+    for (std::int64_t d = 0; d < dim; ++d)
+      out[d] = (out[d] * mine + (value == nullptr ? 0.0f : value[d] * other)) / sum;
+    lse = most + std::log(sum);
+  }
+
+  static constexpr int kMostHeads = 32;  // of a lane: head_dim 1 would be the narrowest
+
+  const Attention& a_;
+  Arena& arena_;
+  int rows_, heads_ = 0;
+  std::int64_t b_ = 0, lane_ = 0;
+  const RowPlan* row_ = nullptr;
+  HeadState states_[kMostHeads];
+  float *temporary_ = nullptr, *scores_ = nullptr, *decoded_ = nullptr;
+  std::vector<std::uint64_t> masks_;
+#if CARAMBA_FAST_VNNI
+  TileScales tile_scales_;
+  WeightUnit* weight_units_ = nullptr;
+  Flips* flips_ = nullptr;
+#endif
+};
+
+inline Arena& thread_arena() {
+  thread_local Arena arena;
+  return arena;
+}
+
+inline void attend_tasks(const Attention& a, const Task* tasks, std::int64_t count) {
+  Worker worker(a, thread_arena());
+  for (std::int64_t i = 0; i < count; ++i) worker.run(tasks[i]);
+}
+
+inline void merge_partials(const Attention& a, std::int64_t row, std::int64_t lane,
+                           const std::int64_t* partials, int count) {
+  Worker(a, thread_arena()).merge(row, lane, partials, count);
+}
+
+// Two attentions over disjoint keys become the one over both, row by row.
+inline void merge_states(Format type, const void* a, const float* lse_a, const void* b,
+                         const float* lse_b, void* out, float* lse, std::int64_t rows,
+                         std::int64_t dim) {
+  Arena& arena = thread_arena();
+  arena.reserve(static_cast<std::size_t>(2 * dim + 64) * sizeof(float));
+  float* x = arena.take<float>(dim);
+  float* y = arena.take<float>(dim);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const float most = std::max(lse_a[r], lse_b[r]);
+    const float base = most == kNegativeInfinity ? 0.0f : most;
+    const float mine = std::exp(lse_a[r] - base), other = std::exp(lse_b[r] - base);
+    const float total = mine + other;
+    read_row({a, type, 0, 0, dim, 1}, 0, 0, r, dim, x);
+    read_row({b, type, 0, 0, dim, 1}, 0, 0, r, dim, y);
+    const float share_x = total > 0 ? mine / total : 0, share_y = total > 0 ? other / total : 0;
+    for (std::int64_t d = 0; d < dim; ++d) x[d] = x[d] * share_x + y[d] * share_y;
+    write_row(type, x, dim, out, r * dim);
+    lse[r] = base + std::log(total);
+  }
+}
+
+inline std::int64_t partial_floats(const Attention& a) {
+  return a.heads_per_lane * Worker::partial_of_head(a);
+}
+
+}  // namespace CARAMBA_FAST_ISA
+}  // namespace caramba_fast

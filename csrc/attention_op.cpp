@@ -1,0 +1,345 @@
+// decode_attention and decoupled_decode_attention: from torch's arguments to tasks, threads, and
+// the merge.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "arguments.h"
+#include "attention_plan.h"
+#include "dispatch.h"
+#include "ops.h"
+
+namespace caramba_fast {
+namespace {
+
+// Tiles times query rows that are worth a thread of their own: about 20 microseconds.
+constexpr std::int64_t kGrain = 64;
+constexpr std::int64_t kWidestHead = 1024;
+
+// Numbers of any type as fp32.
+std::vector<float> as_floats(const Tensor& x, const char* name) {
+  check_cpu(x, name);
+  const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
+  std::vector<float> found(static_cast<std::size_t>(x.numel()));
+  const Format format = value_format(x, name);
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    if (format == Format::fp32) {
+      found[i] = static_cast<const float*>(dense.const_data_ptr())[i];
+    } else {
+      const std::uint16_t bits = static_cast<const std::uint16_t*>(dense.const_data_ptr())[i];
+      found[i] = format == Format::fp16 ? static_cast<float>(torch::headeronly::Half(
+                                              bits, torch::headeronly::Half::from_bits()))
+                                        : static_cast<float>(torch::headeronly::BFloat16(
+                                              bits, torch::headeronly::BFloat16::from_bits()));
+    }
+  }
+  return found;
+}
+
+std::vector<std::int64_t> sizes_of(const Tensor& x) {
+  const auto sizes = x.sizes();
+  return {sizes.begin(), sizes.end()};
+}
+
+// What is not about one stream.
+struct Common {
+  const Tensor& cache_seqlens;
+  std::int64_t n_kv_heads;
+  const MaybeTensor &block_table, &cache_leftpad, &query_lens;
+  std::int64_t residual_len;
+  const MaybeTensor& s_aux;
+  const std::vector<std::int64_t>& window_size;
+  std::int64_t num_sink_tokens;
+  double softcap;
+  std::int64_t num_splits;
+};
+
+// Everything of one call; `work` points into it.
+struct Call {
+  Attention work;
+  Plan plan;
+  std::vector<std::vector<float>> numbers;  // null keys and values, s_aux
+
+  void place(const Common& c, const Lead& lead, const StreamTensors* streams, int count);
+  void see(const Common& c);
+  std::tuple<Tensor, Tensor> run(const Common& c, const Tensor& q);
+};
+
+void Call::place(const Common& c, const Lead& lead, const StreamTensors* streams, int count) {
+  work.lanes = lead.lanes;
+  work.slots = lead.slots;
+  work.pages = lead.rows;
+  STD_TORCH_CHECK(work.lanes == (work.kv_heads + work.heads_per_lane - 1) / work.heads_per_lane,
+                  "the cache has ", work.lanes, " lanes of ", work.heads_per_lane,
+                  " heads for n_kv_heads=", work.kv_heads);
+  if (c.block_table.has_value()) {
+    const Tensor& table = *c.block_table;
+    check_cpu(table, "block_table");
+    STD_TORCH_CHECK(table.dim() == 2 && table.size(0) == work.batch &&
+                        table.scalar_type() == ScalarType::Int &&
+                        (table.stride(1) == 1 || table.size(1) <= 1),
+                    "block_table must be (B, pages) int32 with contiguous rows");
+    STD_TORCH_CHECK(work.slots % 32 == 0, "pages have ", work.slots,
+                    " slots; a multiple of 32 is needed");
+    work.table = static_cast<const std::int32_t*>(table.const_data_ptr());
+    work.table_row = table.stride(0);
+    work.pages_per_row = table.size(1);
+    work.tile = work.slots % kTile == 0 ? kTile : 32;
+  } else {
+    STD_TORCH_CHECK(lead.rows == work.batch, "the cache has B=", lead.rows,
+                    ", q has B=", work.batch);
+  }
+  std::int64_t sides[2] = {0, 0};  // slots of tail and of sinks, the same for all streams
+  for (int i = 0; i < count; ++i) {
+    const MaybeTensor* parts[2] = {&streams[i].tail, &streams[i].sink};
+    for (int which = 0; which < 2; ++which) {
+      const std::int64_t slots = parts[which]->has_value() ? (*parts[which])->size(2) : 0;
+      STD_TORCH_CHECK(i == 0 || slots == sides[which], "tails and sinks of all streams must agree");
+      STD_TORCH_CHECK(slots == 0 || (*parts[which])->size(0) == work.batch, streams[i].name,
+                      ": tail and sinks need B=", work.batch);
+      sides[which] = slots;
+    }
+  }
+  work.ring = sides[0];
+  work.sink_len = sides[1];
+  work.residual = work.ring > 0 ? c.residual_len : 0;
+  STD_TORCH_CHECK(c.residual_len >= 0 && (c.residual_len == 0 || work.ring > 0),
+                  "residual_len needs a tail in every stream");
+  STD_TORCH_CHECK(work.residual == 0 || work.residual + work.tokens <= work.ring + 1,
+                  "T=", work.tokens, " and residual_len=", work.residual, " need a tail of ",
+                  work.residual + work.tokens - 1, ", it has ", work.ring);
+}
+
+void Call::see(const Common& c) {
+  STD_TORCH_CHECK(c.window_size.size() == 2, "window_size needs two numbers");
+  work.window = c.window_size[0];
+  work.kept = c.num_sink_tokens;
+  work.softcap = static_cast<float>(c.softcap);
+  const auto* lengths = row_integers(c.cache_seqlens, "cache_seqlens", work.batch);
+  const auto* pads = row_integers(c.cache_leftpad, "cache_leftpad", work.batch);
+  const auto* counts = row_integers(c.query_lens, "query_lens", work.batch);
+  const std::int64_t capacity =
+      work.table != nullptr ? work.slots * work.pages_per_row : work.slots;
+  plan.rows.clear();
+  for (std::int64_t b = 0; b < work.batch; ++b) {
+    const std::int64_t count = counts == nullptr ? work.tokens : counts[b];
+    plan.rows.push_back(plan_row(work, lengths[b], count, pads == nullptr ? 0 : pads[b], capacity));
+  }
+  work.rows = plan.rows.data();
+}
+
+std::tuple<Tensor, Tensor> Call::run(const Common& c, const Tensor& q) {
+  Tensor out = torch::stable::new_empty(q, {work.batch, work.heads, work.tokens, work.value().dim},
+                                        q.scalar_type());
+  Tensor lse =
+      torch::stable::new_empty(q, {work.batch, work.heads, work.tokens}, ScalarType::Float);
+  work.out = out.mutable_data_ptr();
+  work.lse = static_cast<float*>(lse.mutable_data_ptr());
+  std::int64_t tiles = 0;
+  for (const RowPlan& row : plan.rows) tiles += row.tiles * work.lanes;
+  const std::int64_t cost = tiles * (4 + work.rows_per_head() * work.heads_per_lane);
+  const std::int64_t threads = torch::stable::get_num_threads();
+  const std::int64_t pieces = std::clamp<std::int64_t>(cost / kGrain, 1, threads);
+  plan_tasks(plan, work.lanes, pieces, c.num_splits);
+  const Kernels& isa = kernels();
+  thread_local std::vector<float> partials;
+  work.partial_size = isa.partial_floats(work);
+  partials.resize(static_cast<std::size_t>(plan.partials * work.partial_size));
+  work.partials = partials.data();
+  const auto piece = [&](std::int64_t i) {
+    const std::int64_t first = plan.cuts[static_cast<std::size_t>(i)];
+    isa.attend(work, plan.tasks.data() + first, plan.cuts[static_cast<std::size_t>(i) + 1] - first);
+  };
+  if (pieces == 1) {
+    piece(0);
+  } else {
+    torch::stable::parallel_for(0, pieces, 1, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t i = begin; i < end; ++i) piece(i);
+    });
+  }
+  std::vector<std::int64_t> parts;
+  for (std::size_t i = 0; i < plan.tasks.size(); ++i) {
+    const Task& task = plan.tasks[i];
+    if (task.partial < 0) continue;
+    parts.push_back(task.partial);
+    const bool last = i + 1 == plan.tasks.size() || plan.tasks[i + 1].row != task.row ||
+                      plan.tasks[i + 1].lane != task.lane;
+    if (!last) continue;
+    isa.merge(work, task.row, task.lane, parts.data(), static_cast<int>(parts.size()));
+    parts.clear();
+  }
+  return {out, lse};
+}
+
+std::tuple<Tensor, Tensor> attend(const Common& c, const Tensor* const* queries,
+                                  const char* const* names, const std::optional<double>* factors,
+                                  const StreamTensors* streams, const MaybeTensor* const* nulls,
+                                  int count) {
+  Call call;
+  Attention& work = call.work;
+  const Tensor& q = *queries[0];
+  work.streams = count;
+  for (int i = 0; i + 1 < count; ++i) {
+    work.queries[i] = heads_of(*queries[i], names[i]);
+    STD_TORCH_CHECK(queries[i]->size(0) == q.size(0) && queries[i]->size(1) == q.size(1) &&
+                        queries[i]->size(2) == q.size(2) &&
+                        work.queries[i].type == work.queries[0].type,
+                    "queries differ in shape or dtype");
+    const std::int64_t dim = queries[i]->size(3);
+    STD_TORCH_CHECK(dim >= 1 && dim <= kWidestHead, names[i], " has head_dim ", dim, "; 1 to ",
+                    kWidestHead, " is allowed");
+    work.factors[i] = static_cast<float>(
+        factors[i].has_value() ? *factors[i] : 1 / std::sqrt(static_cast<double>(dim)));
+  }
+  work.batch = q.size(0);
+  work.heads = q.size(1);
+  work.tokens = q.size(2);
+  work.kv_heads = c.n_kv_heads;
+  STD_TORCH_CHECK(work.tokens >= 1 && work.tokens <= 32, "q has T=", work.tokens,
+                  " tokens; 1 to 32 are allowed");
+  STD_TORCH_CHECK(work.kv_heads > 0 && work.heads % work.kv_heads == 0, "q has ", work.heads,
+                  " heads, not a multiple of n_kv_heads=", work.kv_heads);
+  work.groups = work.heads / work.kv_heads;
+  Lead lead;
+  const Format key = format_named(streams[0].kind, streams[0].name);
+  const std::int64_t width = streams[0].codes.dim() == 4 ? streams[0].codes.size(3) : 0;
+  const std::int64_t lane_dim = key == Format::q4_0 || key == Format::nf4 ? 2 * width : width;
+  work.heads_per_lane = lane_dim / q.size(3);
+  STD_TORCH_CHECK(work.heads_per_lane >= 1 && work.heads_per_lane <= 32, streams[0].name,
+                  "_codes: lanes of ", lane_dim, " do not hold heads of ", q.size(3));
+  for (int i = 0; i < count; ++i) {
+    std::int64_t dim = 0;
+    if (i + 1 < count) {
+      dim = queries[i]->size(3);
+    } else {
+      const Format value = format_named(streams[i].kind, streams[i].name);
+      const std::int64_t bytes = streams[i].codes.dim() == 4 ? streams[i].codes.size(3) : 0;
+      dim =
+          (value == Format::q4_0 || value == Format::nf4 ? 2 * bytes : bytes) / work.heads_per_lane;
+    }
+    work.stored[i] = stream_of(streams[i], work.kv_heads, dim, work.heads_per_lane, lead);
+    if (!nulls[i]->has_value()) continue;
+    STD_TORCH_CHECK((*nulls[i])->numel() == work.kv_heads * dim, "null_", streams[i].name, " has ",
+                    (*nulls[i])->numel(), " elements; ", work.kv_heads * dim, " are needed");
+    call.numbers.push_back(as_floats(**nulls[i], "a null key or value"));
+    work.stored[i].null = call.numbers.back().data();
+  }
+  const bool nothing = !nulls[0]->has_value();
+  for (int i = 0; i < count; ++i)
+    STD_TORCH_CHECK(nulls[i]->has_value() != nothing, "null keys and values go together");
+  if (c.s_aux.has_value()) {
+    STD_TORCH_CHECK(c.s_aux->numel() == work.heads, "s_aux has ", c.s_aux->numel(), " elements; ",
+                    work.heads, " are needed");
+    call.numbers.push_back(as_floats(*c.s_aux, "s_aux"));
+    work.s_aux = call.numbers.back().data();
+  }
+  call.place(c, lead, streams, count);
+  call.see(c);
+  return call.run(c, q);
+}
+
+const MaybeTensor kNone;
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> decode_attention(
+    const Tensor& q, const Tensor& k_codes, const MaybeTensor& k_scales, const Tensor& v_codes,
+    const MaybeTensor& v_scales, const Tensor& cache_seqlens, const std::string& k_kind,
+    const std::string& v_kind, std::int64_t n_kv_heads, const MaybeTensor& block_table,
+    const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens, std::int64_t residual_len,
+    const MaybeTensor& k_tail, const MaybeTensor& k_sink, const MaybeTensor& k_mean,
+    const MaybeTensor& k_bias, const MaybeTensor& k_pairs, const MaybeTensor& k_phases,
+    const MaybeTensor& k_scale, bool rotate_k, const MaybeTensor& v_tail, const MaybeTensor& v_sink,
+    const MaybeTensor& v_scale, bool rotate_v, const MaybeTensor& null_k, const MaybeTensor& null_v,
+    const MaybeTensor& s_aux, std::optional<double> softmax_scale,
+    const std::vector<std::int64_t>& window_size, std::int64_t num_sink_tokens, double softcap,
+    std::int64_t num_splits) {
+  const StreamTensors streams[] = {{"k", k_codes, k_scales, k_kind, k_tail, k_sink, k_mean, k_bias,
+                                    k_pairs, k_phases, k_scale, rotate_k},
+                                   {"v", v_codes, v_scales, v_kind, v_tail, v_sink, kNone, kNone,
+                                    kNone, kNone, v_scale, rotate_v}};
+  const Common common{cache_seqlens,   n_kv_heads,   block_table, cache_leftpad,
+                      query_lens,      residual_len, s_aux,       window_size,
+                      num_sink_tokens, softcap,      num_splits};
+  const Tensor* queries[] = {&q};
+  const char* names[] = {"q"};
+  const MaybeTensor* nulls[] = {&null_k, &null_v};
+  return attend(common, queries, names, &softmax_scale, streams, nulls, 2);
+}
+
+std::tuple<Tensor, Tensor> decoupled_decode_attention(
+    const Tensor& q_sem, const Tensor& q_geo, const Tensor& k_sem_codes,
+    const MaybeTensor& k_sem_scales, const Tensor& k_geo_codes, const MaybeTensor& k_geo_scales,
+    const Tensor& v_codes, const MaybeTensor& v_scales, const Tensor& cache_seqlens,
+    const std::string& k_sem_kind, const std::string& k_geo_kind, const std::string& v_kind,
+    std::int64_t n_kv_heads, const MaybeTensor& block_table, const MaybeTensor& cache_leftpad,
+    const MaybeTensor& query_lens, std::int64_t residual_len, const MaybeTensor& k_sem_tail,
+    const MaybeTensor& k_sem_sink, const MaybeTensor& k_sem_mean, const MaybeTensor& k_sem_bias,
+    const MaybeTensor& k_sem_pairs, const MaybeTensor& k_sem_phases, const MaybeTensor& k_sem_scale,
+    bool rotate_k_sem, const MaybeTensor& k_geo_tail, const MaybeTensor& k_geo_sink,
+    const MaybeTensor& k_geo_mean, const MaybeTensor& k_geo_bias, const MaybeTensor& k_geo_pairs,
+    const MaybeTensor& k_geo_phases, const MaybeTensor& k_geo_scale, bool rotate_k_geo,
+    const MaybeTensor& v_tail, const MaybeTensor& v_sink, const MaybeTensor& v_scale, bool rotate_v,
+    const MaybeTensor& null_k_sem, const MaybeTensor& null_k_geo, const MaybeTensor& null_v,
+    const MaybeTensor& s_aux, std::optional<double> sem_scale, std::optional<double> geo_scale,
+    const std::vector<std::int64_t>& window_size, std::int64_t num_sink_tokens, double softcap,
+    std::int64_t num_splits) {
+  const StreamTensors streams[] = {
+      {"k_sem", k_sem_codes, k_sem_scales, k_sem_kind, k_sem_tail, k_sem_sink, k_sem_mean,
+       k_sem_bias, k_sem_pairs, k_sem_phases, k_sem_scale, rotate_k_sem},
+      {"k_geo", k_geo_codes, k_geo_scales, k_geo_kind, k_geo_tail, k_geo_sink, k_geo_mean,
+       k_geo_bias, k_geo_pairs, k_geo_phases, k_geo_scale, rotate_k_geo},
+      {"v", v_codes, v_scales, v_kind, v_tail, v_sink, kNone, kNone, kNone, kNone, v_scale,
+       rotate_v}};
+  const Common common{cache_seqlens,   n_kv_heads,   block_table, cache_leftpad,
+                      query_lens,      residual_len, s_aux,       window_size,
+                      num_sink_tokens, softcap,      num_splits};
+  const Tensor* queries[] = {&q_sem, &q_geo};
+  const char* names[] = {"q_sem", "q_geo"};
+  const std::optional<double> factors[] = {sem_scale, geo_scale};
+  const MaybeTensor* nulls[] = {&null_k_sem, &null_k_geo, &null_v};
+  return attend(common, queries, names, factors, streams, nulls, 3);
+}
+
+std::tuple<Tensor, Tensor> merge_state(const Tensor& out_a, const Tensor& lse_a,
+                                       const Tensor& out_b, const Tensor& lse_b) {
+  const Format type = value_format(out_a, "out_a");
+  const std::int64_t rows = lse_a.numel(), dim = rows > 0 ? out_a.numel() / rows : 0;
+  STD_TORCH_CHECK(value_format(out_b, "out_b") == type && out_b.numel() == out_a.numel() &&
+                      lse_b.numel() == rows && rows * dim == out_a.numel(),
+                  "out_a and out_b, lse_a and lse_b must have one shape and dtype");
+  for (const Tensor* lse : {&lse_a, &lse_b})
+    STD_TORCH_CHECK(lse->is_cpu() && lse->scalar_type() == ScalarType::Float,
+                    "lse_a and lse_b must be float32 on cpu");
+  STD_TORCH_CHECK(out_a.is_cpu() && out_b.is_cpu(), "out_a and out_b must be on cpu");
+  const auto dense = [](const Tensor& x) {
+    return x.is_contiguous() ? x : torch::stable::contiguous(x);
+  };
+  const Tensor a = dense(out_a), b = dense(out_b), la = dense(lse_a), lb = dense(lse_b);
+  Tensor out = torch::stable::new_empty(a, sizes_of(out_a), out_a.scalar_type());
+  Tensor lse = torch::stable::new_empty(a, sizes_of(lse_a), ScalarType::Float);
+  const auto* from_a = static_cast<const char*>(a.const_data_ptr());
+  const auto* from_b = static_cast<const char*>(b.const_data_ptr());
+  const auto* lses_a = static_cast<const float*>(la.const_data_ptr());
+  const auto* lses_b = static_cast<const float*>(lb.const_data_ptr());
+  auto* to = static_cast<char*>(out.mutable_data_ptr());
+  auto* to_lse = static_cast<float*>(lse.mutable_data_ptr());
+  const std::int64_t row_bytes = dim * static_cast<std::int64_t>(out_a.element_size());
+  const auto run = kernels().merge_states;
+  if (rows > 0)
+    torch::stable::parallel_for(
+        0, rows, std::max<std::int64_t>(1, 32768 / std::max<std::int64_t>(dim, 1)),
+        [&](std::int64_t begin, std::int64_t end) {
+          run(type, from_a + begin * row_bytes, lses_a + begin, from_b + begin * row_bytes,
+              lses_b + begin, to + begin * row_bytes, to_lse + begin, end - begin, dim);
+        });
+  return {out, lse};
+}
+
+}  // namespace caramba_fast

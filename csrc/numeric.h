@@ -1,0 +1,107 @@
+// Arithmetic that attention needs on vectors: fused products, exponentials, sums, the
+// Walsh-Hadamard transform. Compiled once per instruction set, in that set's namespace.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "half.h"
+#include "vec.h"
+
+namespace caramba_fast {
+namespace CARAMBA_FAST_ISA {
+
+inline constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
+
+// a b + c; the build forbids the compiler to fuse on its own, for codes must not depend on it.
+#if CARAMBA_FAST_VECTOR_BITS == 512
+inline Floats fused(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+#elif CARAMBA_FAST_VECTOR_BITS == 256
+inline Floats fused(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+#else
+inline Floats fused(Floats a, Floats b, Floats c) { return a * b + c; }
+#endif
+
+inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
+
+#if CARAMBA_FAST_VECTOR_BITS == 512
+inline float sum_of(Floats v) { return _mm512_reduce_add_ps(v); }
+inline float greatest_of(Floats v) { return _mm512_reduce_max_ps(v); }
+#else
+inline float sum_of(Floats v) {
+  float lanes[kLanes];
+  store_as(v, lanes);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+inline float greatest_of(Floats v) {
+  float lanes[kLanes];
+  store_as(v, lanes);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i)
+      lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+  return lanes[0];
+}
+#endif
+
+// e^x to 2 ulp; 0 below -87 (also for -infinity), infinity above 88.7; NaN stays NaN.
+inline Floats exponential(Floats x) {
+  const Floats bounded = x > splat(88.8f) ? splat(88.8f) : x;
+  const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats shifted = fused(bounded, splat(1.44269504f), magic);
+  const Floats n = shifted - magic;
+  Floats r = fused(n, splat(-0.693359375f), bounded);
+  r = fused(n, splat(2.12194440e-4f), r);
+  Floats p = splat(1.9875691500e-4f);  // Cephes' expf, https://www.netlib.org/cephes/
+  p = fused(p, r, splat(1.3981999507e-3f));
+  p = fused(p, r, splat(8.3334519073e-3f));
+  p = fused(p, r, splat(4.1665795894e-2f));
+  p = fused(p, r, splat(1.6666665459e-1f));
+  p = fused(p, r, splat(5.0000001201e-1f));
+  p = fused(p * r, r, r) + 1.0f;
+  // Two factors of a power of two each: n may be 128.
+  const Ints whole = bits(shifted) - bits(magic);
+  const Ints half = whole >> 1;
+  const Floats two_to_half = floats((half + 127) << 23);
+  const Floats two_to_rest = floats((whole - half + 127) << 23);
+  const Floats value = p * two_to_half * two_to_rest;
+  return x < splat(-87.3f) ? splat(0.0f) : value;
+}
+
+inline Floats hyperbolic_tangent(Floats x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }
+
+// The orthonormal Walsh-Hadamard transform of x[0, width), in place; a width that is no power of
+// two is cut into its powers of two, largest first. Sums go as in a product with the matrix only to
+// rounding.
+inline void hadamard(float* x, std::int64_t width) {
+  while (width > 0) {
+    std::int64_t size = 1;
+    while (2 * size <= width) size *= 2;
+    for (std::int64_t half = 1; half < size; half *= 2) {
+      if (half >= kLanes) {
+        for (std::int64_t i = 0; i < size; i += 2 * half)
+          for (std::int64_t j = i; j < i + half; j += kLanes) {
+            const Floats a = load_as<Floats>(x + j), b = load_as<Floats>(x + j + half);
+            store_as(a + b, x + j);
+            store_as(a - b, x + j + half);
+          }
+      } else {
+        for (std::int64_t i = 0; i < size; i += 2 * half)
+          for (std::int64_t j = i; j < i + half; ++j) {
+            const float a = x[j], b = x[j + half];
+            x[j] = a + b;
+            x[j + half] = a - b;
+          }
+      }
+    }
+    const float factor = 1.0f / std::sqrt(static_cast<float>(size));
+    for (std::int64_t i = 0; i < size; ++i) x[i] *= factor;
+    x += size;
+    width -= size;
+  }
+}
+
+}  // namespace CARAMBA_FAST_ISA
+}  // namespace caramba_fast

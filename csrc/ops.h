@@ -1,0 +1,73 @@
+// The ops of attention and append, as register.cpp binds them; their arguments are those of the
+// schemas in caramba_fast/ops/schema.py.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "arguments.h"
+
+namespace caramba_fast {
+
+std::tuple<Tensor, Tensor> decode_attention(
+    const Tensor& q, const Tensor& k_codes, const MaybeTensor& k_scales, const Tensor& v_codes,
+    const MaybeTensor& v_scales, const Tensor& cache_seqlens, const std::string& k_kind,
+    const std::string& v_kind, std::int64_t n_kv_heads, const MaybeTensor& block_table,
+    const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens, std::int64_t residual_len,
+    const MaybeTensor& k_tail, const MaybeTensor& k_sink, const MaybeTensor& k_mean,
+    const MaybeTensor& k_bias, const MaybeTensor& k_pairs, const MaybeTensor& k_phases,
+    const MaybeTensor& k_scale, bool rotate_k, const MaybeTensor& v_tail, const MaybeTensor& v_sink,
+    const MaybeTensor& v_scale, bool rotate_v, const MaybeTensor& null_k, const MaybeTensor& null_v,
+    const MaybeTensor& s_aux, std::optional<double> softmax_scale,
+    const std::vector<std::int64_t>& window_size, std::int64_t num_sink_tokens, double softcap,
+    std::int64_t num_splits);
+
+std::tuple<Tensor, Tensor> decoupled_decode_attention(
+    const Tensor& q_sem, const Tensor& q_geo, const Tensor& k_sem_codes,
+    const MaybeTensor& k_sem_scales, const Tensor& k_geo_codes, const MaybeTensor& k_geo_scales,
+    const Tensor& v_codes, const MaybeTensor& v_scales, const Tensor& cache_seqlens,
+    const std::string& k_sem_kind, const std::string& k_geo_kind, const std::string& v_kind,
+    std::int64_t n_kv_heads, const MaybeTensor& block_table, const MaybeTensor& cache_leftpad,
+    const MaybeTensor& query_lens, std::int64_t residual_len, const MaybeTensor& k_sem_tail,
+    const MaybeTensor& k_sem_sink, const MaybeTensor& k_sem_mean, const MaybeTensor& k_sem_bias,
+    const MaybeTensor& k_sem_pairs, const MaybeTensor& k_sem_phases, const MaybeTensor& k_sem_scale,
+    bool rotate_k_sem, const MaybeTensor& k_geo_tail, const MaybeTensor& k_geo_sink,
+    const MaybeTensor& k_geo_mean, const MaybeTensor& k_geo_bias, const MaybeTensor& k_geo_pairs,
+    const MaybeTensor& k_geo_phases, const MaybeTensor& k_geo_scale, bool rotate_k_geo,
+    const MaybeTensor& v_tail, const MaybeTensor& v_sink, const MaybeTensor& v_scale, bool rotate_v,
+    const MaybeTensor& null_k_sem, const MaybeTensor& null_k_geo, const MaybeTensor& null_v,
+    const MaybeTensor& s_aux, std::optional<double> sem_scale, std::optional<double> geo_scale,
+    const std::vector<std::int64_t>& window_size, std::int64_t num_sink_tokens, double softcap,
+    std::int64_t num_splits);
+
+void append_(Tensor& k_codes, MaybeTensor k_scales, Tensor& v_codes, MaybeTensor v_scales,
+             const Tensor& k_new, const Tensor& v_new, const Tensor& start,
+             const std::string& k_kind, const std::string& v_kind, const MaybeTensor& block_table,
+             const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens,
+             const MaybeTensor& k_tail, const MaybeTensor& k_sink, const MaybeTensor& k_mean,
+             const MaybeTensor& k_bias, const MaybeTensor& k_pairs, const MaybeTensor& k_phases,
+             const MaybeTensor& k_scale, bool rotate_k, const std::string& fit_k,
+             const MaybeTensor& v_tail, const MaybeTensor& v_sink, const MaybeTensor& v_scale,
+             bool rotate_v, const std::string& fit_v);
+
+void decoupled_append_(
+    Tensor& k_sem_codes, MaybeTensor k_sem_scales, Tensor& k_geo_codes, MaybeTensor k_geo_scales,
+    Tensor& v_codes, MaybeTensor v_scales, const Tensor& k_sem_new, const Tensor& k_geo_new,
+    const Tensor& v_new, const Tensor& start, const std::string& k_sem_kind,
+    const std::string& k_geo_kind, const std::string& v_kind, const MaybeTensor& block_table,
+    const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens, const MaybeTensor& k_sem_tail,
+    const MaybeTensor& k_sem_sink, const MaybeTensor& k_sem_mean, const MaybeTensor& k_sem_bias,
+    const MaybeTensor& k_sem_pairs, const MaybeTensor& k_sem_phases, const MaybeTensor& k_sem_scale,
+    bool rotate_k_sem, const std::string& fit_k_sem, const MaybeTensor& k_geo_tail,
+    const MaybeTensor& k_geo_sink, const MaybeTensor& k_geo_mean, const MaybeTensor& k_geo_bias,
+    const MaybeTensor& k_geo_pairs, const MaybeTensor& k_geo_phases, const MaybeTensor& k_geo_scale,
+    bool rotate_k_geo, const std::string& fit_k_geo, const MaybeTensor& v_tail,
+    const MaybeTensor& v_sink, const MaybeTensor& v_scale, bool rotate_v, const std::string& fit_v);
+
+std::tuple<Tensor, Tensor> merge_state(const Tensor& out_a, const Tensor& lse_a,
+                                       const Tensor& out_b, const Tensor& lse_b);
+
+}  // namespace caramba_fast
