@@ -1,7 +1,8 @@
-"""Where a figure comes from: device, versions, commit. Every row of a CSV carries it."""
+"""Where a figure comes from: device, versions, commit. Every row of a CSV carries the short form."""
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import subprocess
 from importlib import metadata
@@ -9,18 +10,45 @@ from pathlib import Path
 
 import torch
 
+#: Packages whose version matters to a figure.
+PACKAGES = ("triton", "numpy", "transformers", "optimum-quanto", "flashinfer-python", "flash-attn")
+#: What a figure depends on, beside the package's root.
+SOURCES = {"caramba_fast": "*.py", "kernels": "*.py", "csrc": "*.[hc]*", "bench": "*.py"}
+
 
 def environment(device: torch.device) -> dict[str, str]:
     """Columns that name the machine and the code; "" where something is unknown."""
     return {
         "device": device_name(device),
-        "threads": str(torch.get_num_threads()) if device.type == "cpu" else "",
-        "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version("triton"),
-        "caramba_fast": _version("caramba-fast"),
         "commit": _commit(),
+        "source": source_hash(),
     }
+
+
+def details(device: torch.device) -> dict[str, object]:
+    """Everything about the machine and the versions, for the file beside a CSV."""
+    found: dict[str, object] = {
+        **environment(device),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "caramba_fast": _version("caramba-fast"),
+        "packages": {name: _version(name) or "not installed" for name in PACKAGES},
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        about = torch.cuda.get_device_properties(device)
+        found |= {
+            "cuda": torch.version.cuda,
+            "capability": f"{about.major}.{about.minor}",
+            "multiprocessors": about.multi_processor_count,
+            "memory_bytes": about.total_memory,
+            "l2_bytes": about.L2_cache_size,
+        }
+    else:
+        found |= {"cpu_capability": torch.backends.cpu.get_cpu_capability()}
+    return found
 
 
 def device_name(device: torch.device) -> str:
@@ -31,6 +59,16 @@ def device_name(device: torch.device) -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def source_hash() -> str:
+    """Eight digits over the sources: the same where figures can be compared, with git or without."""
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for folder, pattern in SOURCES.items():
+        for path in sorted((root / folder).rglob(pattern)):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def _version(package: str) -> str:

@@ -1,51 +1,118 @@
 #!/usr/bin/env bash
-# Builds, checks and measures this package on a machine with a CUDA device and no network.
+# Builds, checks, tunes and measures this package on a machine with a CUDA device and no network.
 #
-#   bench/gpu_check.sh [--force] OUT_DIR [build|parity|bench ...]
+#   bench/gpu_check.sh [--force] [--dry-run] OUT_DIR [build|parity|sanitize|tune|bench ...]
 #
-# Stages run in the order given (default: all three), each for 8 minutes at most, and leave
-# OUT_DIR/<stage>.log; bench also leaves OUT_DIR/bench.csv. A stage that succeeded is skipped until
-# a source file changes or --force is given; its mark lies in CARAMBA_FAST_WORK (default: below
-# TMPDIR). PYTHON chooses the interpreter. Exit status: 0 all well or no CUDA device, 1 a stage
-# failed, 2 wrong arguments.
+# Stages run in the order given (default: all), each for 8 minutes at most, and leave OUT_DIR/<stage>.log; tune
+# also tune.csv, bench also bench.csv and bench.json. Kernels are compiled on all cores first. A stage that succeeded is
+# skipped until a source file changes or --force is given; tune and bench go on where they stopped. Marks and tables lie in
+# CARAMBA_FAST_WORK (default: below TMPDIR). PYTHON chooses the interpreter. --dry-run runs every stage on
+# the CPU with tiny shapes and interpreted kernels: it checks this script, nothing else.
+# Exit status: 0 all well or no CUDA device, 1 a stage failed, 2 wrong arguments.
 
 set -euo pipefail
 
 readonly LIMIT_S=480
-readonly STAGES="build parity bench"
+readonly STAGES="build parity sanitize tune bench"
 readonly ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 readonly PYTHON="${PYTHON:-python3}"
-readonly WORK="${CARAMBA_FAST_WORK:-${TMPDIR:-/tmp}/caramba-fast-gpu-check}"
 
 usage() {
-    echo "usage: gpu_check.sh [--force] OUT_DIR [stage...]; stages are: $STAGES" >&2
+    echo "usage: gpu_check.sh [--force] [--dry-run] OUT_DIR [stage...]; stages are: $STAGES" >&2
     exit 2
 }
 
+module() {
+    local name="$1"
+    shift
+    "$PYTHON" -m "caramba_fast.bench.$name" "$@"
+}
+
+# What is left of this stage's time, less a margin in seconds.
+left() {
+    echo $((LIMIT_S - SECONDS - $1))
+}
+
 build() {
-    cd "$ROOT"
-    if ! "$PYTHON" -m pip install --no-build-isolation --no-deps -e .; then
-        echo "build: pip could not install the package from $ROOT; the reason is above"
-        return 1
+    if [[ "$DRY" == 0 ]]; then
+        cd "$ROOT"
+        if ! MAX_JOBS="$(nproc)" "$PYTHON" -m pip install --no-build-isolation --no-deps -e .; then
+            echo "build: pip could not install the package from $ROOT; the reason is above"
+            return 1
+        fi
     fi
     cd /
     "$PYTHON" -c "import caramba_fast; print(*caramba_fast.backends(), sep='\n')"
 }
 
-# Kernels have to be compiled here, whatever the caller's environment says.
 parity() {
     cd "$ROOT"
-    if "$PYTHON" -c "import pytest" 2>/dev/null; then
-        "$PYTHON" -m pytest -q -p no:cacheprovider --device cuda tests/test_triton_*.py
-    else
-        echo "parity: pytest is not installed; running caramba_fast.bench.parity instead"
-        "$PYTHON" -m caramba_fast.bench.parity --device cuda --require triton
+    if [[ "$DRY" == 1 ]]; then
+        module check --quick --backends triton --require triton
+        return
     fi
+    module shards "$(left 60)" --shard check --device cuda --require triton
+    if "$PYTHON" -c "import pytest, pydantic" 2>/dev/null && (($(left 0) > 60)); then
+        timeout "$(left 10)" "$PYTHON" -m pytest -q -p no:cacheprovider --device cuda \
+            tests/test_device_parity.py tests/test_triton_quantize.py
+    else
+        echo "parity: no pytest, no pydantic or no time left; the tests under tests/ were not run"
+    fi
+}
+
+sanitize() {
+    cd "$ROOT"
+    local small=("$PYTHON" -m caramba_fast.bench.check --small --backends triton)
+    if [[ "$DRY" == 1 ]]; then
+        "${small[@]}"
+        return
+    fi
+    small+=(--device cuda)
+    "${small[@]}" # compiles, and fails by itself if results are wrong
+    local tool
+    tool="$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1)" || true
+    if [[ -z "$tool" ]]; then
+        echo "sanitize: compute-sanitizer is not installed; nothing was sanitized"
+        return 0
+    fi
+    if ! "$tool" --error-exitcode 9 "$PYTHON" -c "import torch; torch.zeros(1, device='cuda').cpu()"; then
+        echo "sanitize: $tool does not work on this machine (a tensor of one zero); nothing was sanitized"
+        return 0
+    fi
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # each tensor its own allocation: reading past it shows
+    local check
+    for check in memcheck racecheck synccheck; do
+        (($(left 0) > 60)) || { echo "sanitize: no time for $check"; continue; }
+        echo "sanitize: $check"
+        timeout "$(left 10)" "$tool" --tool "$check" --error-exitcode 9 "${small[@]}"
+    done
+}
+
+tune() {
+    cd "$ROOT"
+    local table=(--out "$WORK/tune.csv")
+    if [[ "$DRY" == 1 ]]; then
+        module tune --device cpu --tiny "${table[@]}"
+        return
+    fi
+    # What did not compile in time is compiled, one by one, when it is measured.
+    module shards "$(left 180)" --compile-only tune || true
+    module tune "${table[@]}" --time-limit "$(left 30)"
 }
 
 bench() {
     cd "$ROOT"
-    "$PYTHON" -m caramba_fast.bench.run --device cuda --out "$OUT_DIR/bench.csv"
+    local table=(--out "$WORK/bench.csv" --resume)
+    if [[ "$DRY" == 1 ]]; then
+        module run --grid tiny --backend triton "${table[@]}"
+        return
+    fi
+    local grid
+    for grid in core full; do
+        (($(left 0) > 60)) || { echo "bench: no time for grid $grid: cases left out"; continue; }
+        module shards "$(($(left 60) / 2))" --compile-only run --device cuda --grid "$grid" || true
+        module run --device cuda --grid "$grid" "${table[@]}" --time-limit "$(left 45)"
+    done
 }
 
 # Whether a stage succeeded after the last change of a source file.
@@ -63,27 +130,38 @@ run_stage() {
     local stage="$1" status=0
     if [[ "$FORCE" == 0 ]] && finished "$stage"; then
         echo "$stage: done before, skipped (--force repeats it)"
-        return 0
-    fi
-    rm -f "$WORK/$stage.done"
-    timeout "$LIMIT_S" bash -euo pipefail -c "$stage" 2>&1 | tee "$OUT_DIR/$stage.log" || status=$?
-    if [[ "$status" == 124 ]]; then
-        echo "$stage: stopped after $LIMIT_S s"
-    elif [[ "$status" != 0 ]]; then
-        echo "$stage: failed with status $status"
     else
-        touch "$WORK/$stage.done"
-        echo "$stage: done"
+        rm -f "$WORK/$stage.done"
+        [[ "$FORCE" == 0 ]] || rm -f "$WORK/$stage.csv"
+        timeout "$LIMIT_S" bash -euo pipefail -c "SECONDS=0; $stage" 2>&1 | tee "$OUT_DIR/$stage.log" || status=$?
+        if [[ "$status" == 124 ]]; then
+            echo "$stage: stopped after $LIMIT_S s"
+        elif [[ "$status" != 0 ]]; then
+            echo "$stage: failed with status $status"
+        elif grep -q "left out" "$OUT_DIR/$stage.log"; then
+            echo "$stage: not finished in its time; call again to go on"
+        else
+            touch "$WORK/$stage.done"
+            echo "$stage: done"
+        fi
     fi
+    local table
+    for table in "$WORK/$stage".{csv,json}; do
+        [[ ! -e "$table" ]] || cp "$table" "$OUT_DIR"
+    done
     return "$status"
 }
 
-FORCE=0
-if [[ "${1:-}" == "--force" ]]; then
-    FORCE=1
+FORCE=0 DRY=0
+while [[ "${1:-}" == --* ]]; do
+    case "$1" in
+        --force) FORCE=1 ;;
+        --dry-run) DRY=1 ;;
+        *) usage ;;
+    esac
     shift
-fi
-[[ $# -ge 1 && "$1" != -* ]] || usage
+done
+[[ $# -ge 1 ]] || usage
 OUT_DIR="$1"
 shift
 # shellcheck disable=SC2206 # the stages' names hold no spaces
@@ -92,20 +170,23 @@ for stage in "${chosen[@]}"; do
     [[ " $STAGES " == *" $stage "* ]] || { echo "gpu_check: unknown stage '$stage'" >&2; usage; }
 done
 
-if ! devices="$("$PYTHON" -c "import torch; print(torch.cuda.device_count())")"; then
+WORK="${CARAMBA_FAST_WORK:-${TMPDIR:-/tmp}/caramba-fast-gpu-check}"
+unset TRITON_INTERPRET CARAMBA_FAST_BACKEND # whatever the caller's environment says
+if [[ "$DRY" == 1 ]]; then
+    WORK+="-dry-run"
+    export TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES="" PYTHONWARNINGS=ignore OMP_NUM_THREADS=1
+elif ! devices="$("$PYTHON" -c "import torch; print(torch.cuda.device_count())")"; then
     echo "gpu_check: $PYTHON cannot import torch" >&2
     exit 1
-fi
-if [[ "$devices" == 0 ]]; then
+elif [[ "$devices" == 0 ]]; then
     echo "no CUDA device: nothing to check (stages asked for: ${chosen[*]})"
     exit 0
 fi
 
 mkdir -p "$OUT_DIR" "$WORK"
 OUT_DIR="$(cd "$OUT_DIR" && pwd)"
-unset TRITON_INTERPRET
-export ROOT PYTHON OUT_DIR
-export -f build parity bench
+export ROOT PYTHON OUT_DIR WORK DRY LIMIT_S
+export -f module left build parity sanitize tune bench
 for stage in "${chosen[@]}"; do
     run_stage "$stage" || exit 1
 done

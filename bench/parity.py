@@ -1,13 +1,12 @@
-"""Do all backends agree with the reference, bit for bit? A grid of inputs that break kernels.
+"""Do quantize and dequantize agree with the reference, bit for bit? A grid of inputs that break kernels.
 
-The tests use it, and ``python -m caramba_fast.bench.parity [--device cuda]`` runs it where pytest
-is not installed. The reference is computed on the CPU whatever the device.
+The tests use it; `check` runs it, and attention's, where pytest is not installed. The reference is computed on the
+CPU whatever the device.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -151,36 +150,21 @@ def dequantize_failures(
     return [] if good.all() else [f"{where}: {int((~good).sum())} values differ"]
 
 
-def failures(backend: str, device: torch.device) -> Iterator[str]:
-    """The whole grid for one backend: one line a disagreement, none if all is well."""
-    for kind in QUANTIZED_KINDS:
-        for block in BLOCK_SIZES:
-            for dtype in DTYPES:
-                for fit in FITS:
-                    yield from quantize_failures(backend, device, kind, block, dtype, fit)
-                yield from dequantize_failures(backend, device, kind, block, dtype)
+def settings(quick: bool) -> list[tuple[str, int, torch.dtype]]:
+    """(kind, block, dtype) of the grid."""
+    return [
+        (kind, block, dtype)
+        for kind in (QUANTIZED_KINDS[:1] if quick else QUANTIZED_KINDS)
+        for block in (BLOCK_SIZES[:1] if quick else BLOCK_SIZES)
+        for dtype in (DTYPES[:1] if quick else DTYPES)
+    ]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns 1 if a backend differs from the reference."""
-    parser = argparse.ArgumentParser(prog="caramba_fast.bench.parity", description=__doc__)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--require", nargs="*", default=[], help="backends that have to run")
-    chosen = parser.parse_args(argv)
-    device = torch.device(chosen.device)
-    torch.manual_seed(0)
-    status = 0
-    for backend in ("reference", "cpp", "triton"):
-        reason = backend_error(backend, device)
-        if reason is not None:
-            print(f"{backend:<10} not run: {reason}")
-            status |= backend in chosen.require
-            continue
-        found = list(failures(backend, device))
-        print(f"{backend:<10} {len(found)} disagreements", *found, sep="\n  ")
-        status |= bool(found)
-    return int(status)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+def failures(
+    backend: str, device: torch.device, chosen: Iterable[tuple[str, int, torch.dtype]]
+) -> Iterator[str]:
+    """One line a disagreement, none if all is well."""
+    for kind, block, dtype in chosen:
+        for fit in FITS:
+            yield from quantize_failures(backend, device, kind, block, dtype, fit)
+        yield from dequantize_failures(backend, device, kind, block, dtype)

@@ -1,178 +1,259 @@
-"""What is measured: one row a case (op, kind, dtype, shape, block).
+"""What is measured: one row a case, an op at one shape in several formats, timed in the same rounds.
 
-An op's entry says how to make its inputs, how to call it, and what is compared: its backends, what users
-would do without it, and a plain torch copy that moves the same number of bytes, the bandwidth to reach.
+The grids say which, in the order in which they are run when time is short. What a case's inputs are, what is called and
+what it is compared with is in `workloads` and `comparators`; what is expected of it, in `predict`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from caramba_fast.cache import CacheTensor, LayerKVCache
-from caramba_fast.config import KVCacheKind, KVCacheTensorConfig
-from caramba_fast.formats import QUANTIZED_KINDS
-from caramba_fast.ops.dequantize import dequantize
-from caramba_fast.ops.quantize import quantize
-from caramba_fast.ops.registry import use_backend
+from caramba_fast.formats import QUANTIZED_KINDS, resolve
+from caramba_fast.ops.view import Lanes
 
-from .parity import same_bits
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
-#: (batch, kv heads, tokens, head_dim) by op, device and whether the run is quick; the full sizes do not
-#: fit into any cache.
-_CONVERSION_SHAPES = {
-    ("cpu", False): ((1, 8, 4096, 128),),
-    ("cpu", True): ((1, 8, 256, 128),),
-    ("cuda", False): ((8, 8, 32768, 128), (1, 8, 4096, 128)),
-    ("cuda", True): ((1, 8, 32768, 128),),
-}
-_ATTENTION_SHAPES = {
-    ("cpu", False): ((1, 8, 1024, 128), (1, 8, 8192, 128), (1, 8, 32768, 128)),
-    ("cpu", True): ((1, 8, 256, 128),),
-    ("cuda", False): ((1, 8, 4096, 128), (1, 8, 32768, 128)),
-    ("cuda", True): ((1, 8, 4096, 128),),
-}
-QUERY_HEADS_PER_KV_HEAD = 4
-COPY = "copy"
+#: Values that share a scale.
+BLOCK = 32
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+ATTENTION = ("decode_attention", "decoupled_decode_attention", "extend_attention")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row: an op on one kind, dtype (of the unquantized side), shape and block."""
-
-    op: str
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    block: int
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """One thing that is timed; ``graph``: whether a CUDA graph can record it."""
-
-    name: str
-    call: Callable[[], Any]
-    graph: bool = True
-    backend: str = "auto"
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A case with its inputs made.
+    """One op at one shape.
 
     Attributes:
-        call: runs the op on the backend in force.
-        moved_bytes: bytes read and written at least, scales included.
-        tolerance: relative L2 error allowed against the reference; None asks for equal bits.
-        peers: what users would call instead, by name.
+        op: its registered name.
+        kinds: formats, each measured; a cache stores K and V in the same.
+        batch, heads, kv_heads, dim: rows, query heads, kv heads, and values of a head.
+        kv: tokens cached, the new ones included.
+        tokens: new tokens: queries of attention, tokens to append.
+        dtype: of the queries, or of the unquantized side.
+        key_dims: values of a head of each key stream where they differ from ``dim``.
+        window: tokens a query reaches back, itself included; 0 for all.
+        threads: CPU threads; 0 for as many as torch has.
+        goal: what the case is there to show.
     """
 
-    call: Callable[[], tuple[Tensor, ...]]
-    moved_bytes: int
-    tolerance: float | None = None
-    peers: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    op: str
+    kinds: tuple[str, ...]
+    batch: int
+    heads: int
+    kv_heads: int
+    dim: int
+    kv: int
+    tokens: int = 1
+    dtype: str = "fp16"
+    key_dims: tuple[int, ...] = ()
+    window: int = 0
+    threads: int = 0
+    goal: str = ""
+
+    @property
+    def name(self) -> str:
+        """Names the case in files, whatever its formats and its goal."""
+        keys = "".join(f"{dim}+" for dim in self.key_dims)
+        parts = [
+            self.op, f"B{self.batch}", f"H{self.heads}/{self.kv_heads}", f"D{keys}{self.dim}",
+            f"KV{self.kv}", f"T{self.tokens}", self.dtype,
+        ]  # fmt: skip
+        parts += [f"window{self.window}"] if self.window else []
+        parts += [f"threads{self.threads}"] if self.threads else []
+        return " ".join(parts)
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Values of a head in every stream, keys first."""
+        return (*(self.key_dims or (self.dim,)), self.dim)
+
+    @property
+    def lanes(self) -> Lanes:
+        """How the kv heads lie side by side."""
+        return Lanes.of(self.kv_heads, *self.dims)
+
+    @property
+    def seen(self) -> int:
+        """Cached tokens that the new ones can see."""
+        return min(self.kv, self.window + self.tokens - 1) if self.window else self.kv
+
+    def token_bytes(self, kind: str) -> int:
+        """Bytes one token takes in all streams, scales included."""
+        lanes, form = self.lanes, resolve(kind)
+        widths = [lanes.heads_per_lane * dim for dim in self.dims]
+        return lanes.count * sum(form.bytes_per_vector(width, BLOCK) for width in widths)
+
+    def moved_bytes(self, kind: str) -> int:
+        """Bytes the op has to move at least: attention reads what it sees, scales included."""
+        if self.op in ATTENTION:
+            return self.batch * self.seen * self.token_bytes(kind)
+        width = DTYPES[self.dtype].itemsize * self.kv_heads
+        if self.op == "append_":
+            given = sum(self.dims) * width + self.token_bytes(kind)
+            return self.batch * self.tokens * given
+        stored = self.kv_heads * resolve(kind).bytes_per_vector(self.dim, BLOCK)
+        return self.batch * self.kv * (self.dim * width + stored)
 
 
-def _quantize(case: Case, device: torch.device) -> Workload:
-    x = torch.randn(case.shape, device=device).to(DTYPES[case.dtype])
-    codes, scales = quantize(x, case.kind, case.block)
-    moved = x.nbytes + codes.nbytes + scales.nbytes
-    return Workload(lambda: quantize(x, case.kind, case.block), moved)
+def _conversions(sizes: tuple[tuple[int, int], ...], dtypes: tuple[str, ...]) -> Iterator[Case]:
+    """quantize and dequantize of (batch, tokens) of 8 heads of 128."""
+    for (batch, kv), dtype, op in product(sizes, dtypes, ("quantize", "dequantize")):
+        yield Case(op, QUANTIZED_KINDS, batch, 8, 8, 128, kv, dtype=dtype)
 
 
-def _dequantize(case: Case, device: torch.device) -> Workload:
-    x = torch.randn(case.shape, device=device)
-    codes, scales = quantize(x, case.kind, case.block)
-    dtype, dim = DTYPES[case.dtype], case.shape[-1]
-    moved = codes.nbytes + scales.nbytes + x.numel() * dtype.itemsize
-    return Workload(lambda: (dequantize(codes, scales, case.kind, dim, dtype),), moved)
+# -- CUDA ---------------------------------------------------------------------------------------
+
+CUDA_KINDS = ("fp16", "q8_0", "q4_0", "nf4")
+CUDA_HEADS = ((32, 8, 128), (64, 8, 128), (32, 32, 128), (16, 2, 64))
+CUDA_BATCHES, CUDA_LENGTHS, CUDA_TOKENS = (1, 8, 32), (1024, 4096, 16384, 32768, 131072), (1, 4, 8)
+#: (batch, KV, T, heads, goal): each goal is tested by a point of its own, the most telling first.
+_CORE = (
+    (8, 32768, 1, 0, "fp16 >= 85% of the copy bandwidth, q8 >= 1.7x and q4 >= 2.8x the best fp16, at 256K tokens"),
+    (1, 32768, 1, 0, "q4 >= 1.5x at batch 1"),
+    (8, 32768, 8, 0, "T = 8 costs at most 1.3x T = 1"),
+    (1, 1024, 1, 0, "never slower than fp16: the smallest point, mostly launches"),
+    (32, 32768, 1, 0, "q4 >= 2.8x where others reach 1.5x"),
+    (1, 16384, 1, 0, "q8 >= 1.7x from KV 16K on"),
+    (1, 131072, 1, 0, "one long row: splits fill the GPU"),
+    (1, 32768, 8, 0, "T = 8 at batch 1"),
+    (8, 32768, 1, 1, "eight query heads a kv head"),
+    (8, 32768, 8, 1, "64 query rows: arithmetic, not bytes"),
+    (8, 32768, 1, 2, "one query head a kv head: 15 of 16 rows are padding"),
+    (8, 32768, 1, 3, "D 64"),
+    (1, 4096, 1, 0, "never slower than fp16"),
+    (8, 4096, 1, 0, "never slower than fp16"),
+    (32, 1024, 1, 0, "many short rows"),
+    (1, 1024, 8, 0, "the smallest point, T = 8"),
+    (8, 32768, 4, 0, "T = 4"),
+    (32, 4096, 4, 0, "T = 4, short rows"),
+    (8, 131072, 1, 0, "the longest at a batch"),
+    (32, 16384, 1, 0, "q8 >= 1.7x, q4 >= 2.8x at 512K tokens"),
+    (1, 32768, 1, 1, "eight query heads a kv head, batch 1"),
+    (1, 16384, 1, 2, "one query head a kv head, batch 1"),
+    (1, 4096, 1, 3, "two kv heads of 64: the fewest bytes a token"),
+    (32, 16384, 8, 3, "D 64, 64 query rows"),
+)  # fmt: skip
+#: KV in fp16 beyond this many bytes: its formats do not fit into memory together.
+_TOGETHER = 40e9
 
 
-def _decode_attention(case: Case, device: torch.device) -> Workload:
-    """One query token, four query heads a kv head; dtype is that of the queries."""
-    batch, heads, tokens, dim = case.shape
-    config = KVCacheTensorConfig(kind=KVCacheKind(case.kind), qblock=case.block)
-    cache = LayerKVCache(
-        batch, tokens, heads * dim, heads * dim, config, config, device, n_kv_heads=heads
+def cuda_core() -> tuple[Case, ...]:
+    """24 points of decode attention, each there for a goal."""
+    return tuple(
+        Case("decode_attention", CUDA_KINDS, batch, *CUDA_HEADS[heads], kv, tokens, goal=goal)
+        for batch, kv, tokens, heads, goal in _CORE
     )
-    cache.append(torch.randn(case.shape, device=device), torch.randn(case.shape, device=device))
-    shape = (batch, heads * QUERY_HEADS_PER_KV_HEAD, 1, dim)
-    q = torch.randn(shape, device=device).to(DTYPES[case.dtype])
 
-    def restored(stream: CacheTensor) -> Tensor:
-        if stream.scales is None:
-            return stream.codes[:, :, :tokens].to(q.dtype)
-        return dequantize(stream.codes, stream.scales, case.kind, dim, q.dtype)[:, :, :tokens]
 
-    def dequantize_and_sdpa() -> Tensor:
-        k, v = restored(cache.k), restored(cache.v)
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+def cuda_ops() -> tuple[Case, ...]:
+    """The other ops, windows and decoupled attention."""
+    decode = Case("decode_attention", CUDA_KINDS, 8, *CUDA_HEADS[0], 32768, dtype="fp16")
+    both = tuple(kind for kind in CUDA_KINDS if kind != "fp16")
+    return (
+        *_conversions(((8, 32768), (1, 4096)), ("fp16",)),
+        *(replace(decode, op="append_", batch=batch, kv=4096, goal="one launch") for batch in (1, 8)),
+        replace(decode, op="extend_attention", kinds=both, batch=1, kv=33280, tokens=512,
+                goal="at most 1.3x flash SDPA over fp16"),
+        *(replace(decode, kv=kv, window=4096, goal="cost follows the window") for kv in (32768, 131072)),
+        replace(decode, op="decoupled_decode_attention", heads=16, kv_heads=16, key_dims=(8, 32), dim=64),
+    )  # fmt: skip
 
-    k, v = restored(cache.k), restored(cache.v)
-    peers = {
-        "dequantize+sdpa": dequantize_and_sdpa,
-        "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+
+def cuda_rest() -> Iterator[Case]:
+    """The grid without its core."""
+    core = {case.name for case in cuda_core()}
+    for heads, kv, batch, tokens in product(CUDA_HEADS, CUDA_LENGTHS, CUDA_BATCHES, CUDA_TOKENS):
+        case = Case("decode_attention", CUDA_KINDS, batch, *heads, kv, tokens)
+        if case.name not in core:
+            yield case
+
+
+# -- CPU ----------------------------------------------------------------------------------------
+
+CPU_KINDS = ("fp16", "bf16", "q8_0", "q4_0", "nf4")
+
+
+def cpu() -> tuple[Case, ...]:
+    """The CPU grid: lengths and batches, then head sizes, query tokens, a window, DBA, one thread."""
+    base = Case("decode_attention", CPU_KINDS, 1, 32, 8, 128, 32768, dtype="fp32")
+    some = replace(base, kinds=("fp16", "q8_0", "q4_0", "nf4"))
+    return (
+        base,
+        replace(base, kv=4096),
+        replace(base, kv=128, goal="a call costs no more than SDPA's"),
+        replace(base, op="append_", kinds=("fp16", "q8_0", "q4_0", "nf4"), kv=4096, goal="at most 10 us"),
+        *_conversions(((1, 32768),), ("fp32", "fp16")),
+        *(replace(some, tokens=tokens) for tokens in (4, 8, 16)),
+        replace(some, threads=1),
+        replace(some, window=1024),
+        *(replace(some, kv=4096, dim=dim) for dim in (64, 80, 96, 256)),
+        *(replace(some, op="decoupled_decode_attention", heads=16, kv_heads=16, key_dims=(8, 32), dim=64, kv=kv)
+          for kv in (4096, 32768)),
+        replace(some, batch=8, kv=128),
+        replace(some, batch=8, kv=4096),
+        replace(some, batch=8),
+        replace(base, op="extend_attention", kinds=("q4_0",), kv=33280, tokens=512,
+                goal="at most 1.2x SDPA over fp32"),
+    )  # fmt: skip
+
+
+def quick(device: str) -> tuple[Case, ...]:
+    """About a minute on a CPU."""
+    if device == "cuda":
+        return cuda_core()[:2]
+    base = Case("decode_attention", CPU_KINDS, 1, 32, 8, 128, 4096, dtype="fp32")
+    return (
+        base,
+        replace(base, kv=128),
+        replace(base, kv=16384, kinds=("fp16", "q8_0", "q4_0", "nf4")),
+        replace(base, op="append_", kinds=("fp16", "q8_0", "q4_0", "nf4")),
+        *_conversions(((1, 8192),), ("fp32", "fp16")),
+    )
+
+
+def tiny() -> tuple[Case, ...]:
+    """One small case an op: checks the benchmark itself, interpreted kernels included."""
+    base = Case("decode_attention", ("fp16", "q4_0"), 1, 4, 2, 32, 128, dtype="fp32")
+    return (
+        base,
+        replace(base, tokens=2, window=40, kinds=("q8_0",)),
+        replace(base, op="decoupled_decode_attention", kinds=("nf4",), heads=4, kv_heads=4, key_dims=(8, 16)),
+        replace(base, op="append_"),
+        replace(base, op="extend_attention", kinds=("q4_0",), kv=160, tokens=40),
+        Case("quantize", ("q4_0",), 1, 2, 2, 32, 64, dtype="fp32"),
+        Case("dequantize", ("q4_0",), 1, 2, 2, 32, 64, dtype="fp32"),
+    )  # fmt: skip
+
+
+def _split(case: Case) -> Iterator[Case]:
+    """The case, or one for each quantized format beside fp16 where they do not fit together."""
+    if case.batch * case.kv * case.token_bytes("fp16") < _TOGETHER:
+        yield case
+        return
+    for kind in case.kinds[1:]:
+        yield replace(case, kinds=(case.kinds[0], kind))
+
+
+GRIDS = ("quick", "tiny", "core", "full", "cpu")
+
+
+def cases(grid: str, device: str) -> list[Case]:
+    """The rows of a grid, the most important first.
+
+    Raises:
+        ValueError: a grid of the other device.
+    """
+    if grid in ("core", "full") and device != "cuda":
+        raise ValueError(f"grid {grid!r} is for cuda; cpu, quick and tiny run on a {device}")
+    if grid == "cpu" and device != "cpu":
+        raise ValueError(f"grid 'cpu' is for the CPU; core, full, quick and tiny run on {device}")
+    found: dict[str, tuple[Case, ...]] = {
+        "quick": quick(device) if grid == "quick" else (),
+        "tiny": tiny(),
+        "core": (*cuda_core(), *cuda_ops()),
+        "full": (*cuda_core(), *cuda_ops(), *cuda_rest()),
+        "cpu": cpu(),
     }
-    return Workload(lambda: (cache.attend(q),), cache.nbytes, tolerance=1e-3, peers=peers)
-
-
-WORKLOADS: dict[str, Callable[[Case, torch.device], Workload]] = {
-    "quantize": _quantize,
-    "dequantize": _dequantize,
-    "decode_attention": _decode_attention,
-}
-
-
-def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """The rows for a device; ``quick`` takes small shapes."""
-    for op in ("quantize", "dequantize"):
-        for shape in _CONVERSION_SHAPES[device.type, quick]:
-            for dtype in DTYPES:
-                for kind in QUANTIZED_KINDS:
-                    yield Case(op, kind, dtype, shape, block=32)
-    for shape in _ATTENTION_SHAPES[device.type, quick]:
-        for kind in ("fp16", *QUANTIZED_KINDS):
-            yield Case("decode_attention", kind, "fp32", shape, block=32)
-
-
-def differences(work: Workload, backends: list[str]) -> list[str]:
-    """Backends whose results are not the reference's, within the tolerance of the workload."""
-    with use_backend("reference"):
-        wanted = work.call()
-    found = []
-    for name in backends:
-        with use_backend(name):
-            results = work.call()
-        if not all(_agree(*pair, work.tolerance) for pair in zip(results, wanted, strict=True)):
-            found.append(name)
-    return found
-
-
-def _agree(got: Tensor, wanted: Tensor, tolerance: float | None) -> bool:
-    if tolerance is None:
-        return bool(same_bits(got, wanted).all())
-    return bool((got - wanted).double().norm() <= tolerance * wanted.double().norm())
-
-
-def implementations(
-    work: Workload, backends: list[str], device: torch.device
-) -> list[Implementation]:
-    """The backends, the peers, and the copy that moves as many bytes (half read, half written)."""
-    source = torch.randint(0, 256, (work.moved_bytes // 2,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    # The reference makes its tables on the host when called, which a graph cannot record.
-    listed = [
-        Implementation(name, work.call, graph=name != "reference", backend=name)
-        for name in backends
-    ]
-    if work.tolerance is not None:  # what users get: it may use faster ops than its own reference
-        listed.append(Implementation("dispatched", work.call))
-    listed += [Implementation(name, call) for name, call in work.peers.items()]
-    return [*listed, Implementation(COPY, lambda: target.copy_(source))]
+    return [part for case in found[grid] for part in _split(case)]

@@ -1,140 +1,140 @@
-"""Measures every case of `registry` on one device: verified first, then timed.
+"""Measures a grid of `registry` on one device: each case predicted, verified, then timed.
 
-``python -m caramba_fast.bench.run [--device cpu|cuda] [--out CSV] [--quick]`` prints a table and
-writes one CSV row for each case and implementation. GB/s count every byte read and written, scales
-included; the share is of a torch copy of as many bytes, timed in the same rounds. Ends with status
-1 if an implementation does not agree with the reference; such a one is not timed.
+``python -m caramba_fast.bench.run [--device cpu|cuda] [--grid NAME] [--out CSV]`` prints a table and writes one
+CSV row for each case, format and implementation, and what the machine is beside it as JSON. The share is of the
+bandwidth a probe measures in the same rounds. Ends with status 1 if a result is further from float64 on the same
+bytes than its format allows; such a one is not timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
+import statistics
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from caramba_fast.ops.registry import why_not
+from caramba_fast.ops.registry import BACKENDS, use_backend
 
-from .environment import environment
-from .parity import backend_error
-from .registry import COPY, WORKLOADS, Case, cases, differences, implementations
-from .timing import interleaved, quantile
+from .environment import details, environment
+from .measure import measure, serving
+from .predict import H200, Machine
+from .registry import GRIDS, Case, cases
+from .report import summary
+from .shards import Shard
+from .table import Row, Table
+from .timing import ROUNDS, interleaved, probe
+from .workloads import workload
 
-
-@dataclass(frozen=True)
-class Figure:
-    """One case and implementation."""
-
-    op: str
-    kind: str
-    dtype: str
-    shape: str
-    block: int
-    implementation: str
-    median_us: float
-    p20_us: float
-    p80_us: float
-    bytes: int
-    gb_per_s: float
-    share_of_copy: float
+#: Of the quick and tiny grids.
+QUICK_ROUNDS, TINY_ROUNDS = 7, 3
+#: Bytes of a case that is compiled ahead: several processes share the memory.
+MOST_TO_COMPILE = 6e9
 
 
-def measure(
-    case: Case, backends: list[str], device: torch.device, rounds: int
-) -> tuple[list[Figure], list[str]]:
-    """The figures of one case, and the backends left out because they are wrong."""
-    work = WORKLOADS[case.op](case, device)
-    backends = [name for name in backends if why_not(case.op, name, device.type) is None]
-    wrong = differences(work, backends)
-    right = [name for name in backends if name not in wrong]
-    samples = interleaved(implementations(work, right, device), device, rounds)
-    copy_s = quantile(samples[COPY], 0.5)
-    figures = []
-    for name, seconds in samples.items():
-        p20, median, p80 = (quantile(seconds, share) for share in (0.2, 0.5, 0.8))
-        figures.append(
-            Figure(
-                **(asdict(case) | {"shape": "x".join(map(str, case.shape))}),
-                implementation=name,
-                median_us=round(median * 1e6, 2),
-                p20_us=round(p20 * 1e6, 2),
-                p80_us=round(p80 * 1e6, 2),
-                bytes=work.moved_bytes,
-                gb_per_s=round(work.moved_bytes / median * 1e-9, 2),
-                share_of_copy=round(copy_s / median, 3),
-            )
-        )
-    return figures, wrong
+def machine_of(device: torch.device) -> Machine:
+    """What bounds kernels here: counted for an H200, else the bandwidth a probe measures before anything else."""
+    if device.type == "cuda" and "H200" in torch.cuda.get_device_name(device):
+        return H200
+    reader = probe("decode_attention", device)
+    taken = interleaved([reader], device, rounds=5)[reader]
+    bandwidth = reader.moved / statistics.median(taken.values())
+    if device.type == "cpu":
+        return Machine(bandwidth)
+    about = torch.cuda.get_device_properties(device)
+    clock = 1e3 * getattr(about, "clock_rate", 0)
+    target = "sm_80" if about.major < 9 else "sm_90" if about.major == 9 else "sm_100"
+    return Machine(bandwidth, 4 * about.multi_processor_count * (clock or 1.5e9), target)
 
 
-def usable_backends(device: torch.device) -> Iterator[str]:
-    """The backends worth timing on a device; prints why another is left out."""
-    for name in ("reference", "cpp", "triton"):
-        reason = backend_error(name, device)
-        if name == "triton" and device.type == "cpu":
-            reason = "interpreted kernels are for tests, not for timing"
-        if reason is None:
-            yield name
-        else:
-            print(f"{name} is not timed: {reason}")
+def compile_kernels(listed: list[Case], device: torch.device, shard: Shard) -> None:
+    """Calls every kernel of this shard's cases once, whatever is in memory: Triton's cache then has them."""
+    pairs = [
+        (case, kind)
+        for case in listed
+        for kind in case.kinds
+        if serving(case.op, device.type) == "triton" and case.moved_bytes(kind) <= MOST_TO_COMPILE
+    ]
+    for case, kind in shard.of(pairs):
+        for entry in workload(replace(case, kinds=(kind,)), device, fill=False).ours:
+            entry.calls[0]()
+    torch.cuda.synchronize(device)
 
 
-def print_figures(figures: list[Figure]) -> None:
-    """One line each, columns aligned."""
-    for row in figures:
-        print(
-            f"{row.op:<17}{row.kind:<6}{row.dtype:<6}{row.shape:<16}{row.implementation:<16}"
-            f"{row.median_us:>12.1f} us  [{row.p20_us:.1f}, {row.p80_us:.1f}]"
-            f"{row.gb_per_s:>10.1f} GB/s{row.share_of_copy:>8.1%} of copy",
-            flush=True,
-        )
-
-
-def write_csv(path: Path, figures: list[Figure], extra: dict[str, str]) -> None:
-    """All figures, each with the environment's columns."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [asdict(row) | extra for row in figures]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+def measured(
+    listed: list[Case], device: torch.device, table: Table, rounds: int, stop_at: float
+) -> tuple[list[Row], int]:
+    """(rows, cases left out because it was past ``stop_at``)."""
+    machine = machine_of(device)
+    found: list[Row] = []
+    for index, case in enumerate(listed):
+        if time.monotonic() > stop_at:
+            return found, len(listed) - index
+        try:
+            rows = measure(case, device, machine, rounds)
+        except RuntimeError as error:  # out of memory, say: the other cases go on, the status tells
+            reason = str(error).splitlines()[0][:160]
+            rows = [{"case": case.name, "op": case.op, "note": f"failed: {reason}"}]
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        found += rows
+        table.add([{**row, **table.environment} for row in rows])
+        print("\n".join(summary(rows, title=True)), flush=True)
+    return found, 0
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="caramba_fast.bench.run", description=__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--grid", choices=GRIDS, help="by default cpu, or core on cuda")
+    parser.add_argument("--quick", action="store_true", help="the same as --grid quick")
+    parser.add_argument("--backend", default="auto", choices=BACKENDS)
+    parser.add_argument("--threads", type=int, default=0, help="of the CPU; 0: torch's choice")
     parser.add_argument("--out", type=Path, help="CSV file to write")
-    parser.add_argument("--quick", action="store_true", help="small shapes, few rounds")
+    parser.add_argument("--resume", action="store_true", help="keep the cases the CSV already has")
+    parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="SECONDS",
+                        help="start no case after this")  # fmt: skip
+    parser.add_argument("--compile-only", type=Shard.parse, metavar="I/N",
+                        help="compile the kernels of every N-th case and format, and end")  # fmt: skip
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
+    started = time.monotonic()
     chosen = _arguments(argv)
     if chosen.device == "cuda" and not torch.cuda.is_available():
         print("run: torch finds no CUDA device", file=sys.stderr)
         return 2
     device = torch.device(chosen.device)
     torch.manual_seed(0)
-    extra = environment(device)
-    print(", ".join(f"{name} {value}" for name, value in extra.items() if value))
-    backends = list(usable_backends(device))
-    figures: list[Figure] = []
-    status = 0
-    for case in cases(device, chosen.quick):
-        measured, wrong = measure(case, backends, device, rounds=7 if chosen.quick else 21)
-        print_figures(measured)
-        figures += measured
-        for name in wrong:
-            print(f"run: {name} disagrees with the reference on {case}", file=sys.stderr)
-            status = 1
-    if chosen.out is not None:
-        write_csv(chosen.out, figures, extra)
-    return status
+    torch.set_num_threads(chosen.threads or torch.get_num_threads())
+    grid = (
+        "quick" if chosen.quick else chosen.grid or ("core" if chosen.device == "cuda" else "cpu")
+    )
+    rounds = {"quick": QUICK_ROUNDS, "tiny": TINY_ROUNDS}.get(grid, ROUNDS)
+    listed = cases(grid, chosen.device)
+    if chosen.compile_only:
+        compile_kernels(listed, device, chosen.compile_only)
+        return 0
+    about = environment(device)
+    print(", ".join(f"{name} {value}" for name, value in about.items() if value))
+    table = Table(chosen.out, about)
+    done = table.start({**details(device), "grid": grid}, chosen.resume)
+    left = [case for case in listed if case.name not in done]
+    if done:
+        print(f"{len(listed) - len(left)} of {len(listed)} cases were measured before")
+    with use_backend(chosen.backend), torch.no_grad():
+        rows, out = measured(left, device, table, rounds, started + chosen.time_limit)
+    if out:
+        print(f"run: {out} of {len(listed)} cases left out: {chosen.time_limit:g} s are over")
+    bad = [row for row in rows if str(row.get("note", "")).startswith(("wrong", "failed"))]
+    for row in bad:
+        print(f"run: {row['case']} {row.get('kind', '')}: {row['note']}", file=sys.stderr)
+    return int(bool(bad))
 
 
 if __name__ == "__main__":
