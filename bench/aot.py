@@ -1,8 +1,8 @@
 """Compiles every kernel variant without a GPU and checks what comes out.
 
-``python -m caramba_fast.bench.aot [--out FILE] [--targets sm_90 gfx942] [--check]`` writes one CSV
-row for each variant and target, beside those FILE holds of other Triton versions; with ``--check``
-it ends with status 1 if a variant spills registers or wants more shared memory than the target has.
+``python -m caramba_fast.bench.aot [--out FILE] [--targets sm_90 gfx942] [--against FILE]`` writes one CSV
+row for each variant and target, beside those FILE holds of other Triton versions. ``--against`` is the gate:
+it ends with status 1 if a row has a problem (`caramba_fast.bench.gate`), or is worse than FILE's.
 Must not run under TRITON_INTERPRET=1: interpreted kernels cannot be compiled.
 """
 
@@ -20,30 +20,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from .binary import loop_instructions, resources
-from .variants import VARIANTS, Variant
+from . import binary, gate
+from .cards import shares
+from .loop import main_loop, typical
+from .variants import Variant, variants
 
-
-@dataclass(frozen=True)
-class Target:
-    """A GPU to compile for; shared_limit: bytes of shared memory (LDS) a block may have."""
-
-    gpu: GPUTarget
-    shared_limit: int
-
-
-#: Limits: CUDA C++ Programming Guide, table of technical specifications; AMD CDNA3 ISA (64 KiB).
-TARGETS: dict[str, Target] = {
-    "sm_80": Target(GPUTarget("cuda", 80, 32), 163 * 1024),
-    "sm_90": Target(GPUTarget("cuda", 90, 32), 227 * 1024),
-    "sm_100": Target(GPUTarget("cuda", 100, 32), 227 * 1024),
-    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024),
+TARGETS: dict[str, GPUTarget] = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 
 
 @dataclass(frozen=True)
 class Row:
-    """One variant on one target; the columns of the CSV."""
+    """One variant on one target; the columns of the CSV. Without a main loop its columns are empty."""
 
     triton: str
     target: str
@@ -60,21 +52,31 @@ class Row:
     instructions: int
     #: Thread instructions for each value: instructions * threads / values of a program.
     instructions_per_value: float
-    #: Warp instructions of the main loop for each cached token: instructions * warps / tokens of a tile; 0
-    #: for kernels without one, and on AMD.
-    loop_per_token: float
+    #: Warp (or wave) instructions of the main loop for each cached token of a lane: instructions * warps /
+    #: tokens of a tile, times the programs that read the token for different query rows.
+    loop_per_token: float | None = None
+    #: Instructions of the main loop that multiply matrices.
+    matrix: int | None = None
+    #: Bytes a thread loads at once of K and V in the main loop: at least, and for most of the bytes.
+    narrowest_load: int | None = None
+    typical_load: int | None = None
+    #: Share of the bandwidth that loop_per_token allows on cards of this target (`cards.CARDS`).
+    a100: float | None = None
+    h100: float | None = None
+    h200: float | None = None
+    rtx4090: float | None = None
+    l4: float | None = None
 
 
 def _flattened(
     place: tuple[int, ...], kind: Any, constants: dict[Any, Any], attributes: dict[Any, Any]
 ) -> Any:
-    """A run-time argument's type for the signature; notes what is None and what is aligned."""
+    """A run-time argument's type for the signature; notes what is None or a number, and what is aligned."""
     if isinstance(kind, tuple):
-        return tuple(
-            _flattened((*place, i), part, constants, attributes) for i, part in enumerate(kind)
-        )
-    if kind is None:
-        constants[place] = None
+        parts = [_flattened((*place, i), x, constants, attributes) for i, x in enumerate(kind)]
+        return type(kind)(*parts) if hasattr(kind, "_fields") else tuple(parts)
+    if kind is None or isinstance(kind, int):
+        constants[place] = kind
         return "constexpr"
     if kind.startswith("*") or kind.endswith("!"):
         attributes[place] = [["tt.divisibility", 16]]
@@ -104,11 +106,9 @@ def compile_variant(variant: Variant, target: GPUTarget) -> CompiledKernel:
 
 def inspect(variant: Variant, target_name: str) -> Row:
     """Compiles one variant and measures the result."""
-    target = TARGETS[target_name].gpu
+    target = TARGETS[target_name]
     variant = variant.on(target.backend, target.arch)
-    compiled = compile_variant(variant, target)
-    used = resources(compiled)
-    loop = loop_instructions(compiled) if variant.tile else 0
+    found = binary.inspect(compile_variant(variant, target))
     threads = variant.num_warps * target.warp_size
     return Row(
         triton=triton.__version__,
@@ -120,43 +120,48 @@ def inspect(variant: Variant, target_name: str) -> Row:
         fit=variant.fit,
         options=variant.options,
         num_warps=variant.num_warps,
-        instructions_per_value=round(used.instructions * threads / variant.values, 2),
-        loop_per_token=round(loop * variant.num_warps / max(variant.tile, 1), 1),
-        **asdict(used),
+        registers=found.registers,
+        spills=found.spills,
+        shared_bytes=found.shared_bytes,
+        instructions=len(found.lines),
+        instructions_per_value=round(len(found.lines) * threads / variant.values, 2),
+        **(_loop_columns(variant, target_name, found) if variant.tile else {}),
     )
 
 
-def rows(targets: Iterable[str], variants: Iterable[Variant] = VARIANTS) -> Iterator[Row]:
+def _loop_columns(variant: Variant, target: str, found: binary.Binary) -> dict[str, Any]:
+    loop = main_loop(found)
+    threads = variant.num_warps * TARGETS[target].warp_size
+    widths = loop.cover(variant.code_bytes * variant.tile / threads)
+    per_token = loop.instructions * variant.num_warps / variant.tile * variant.passes
+    return {
+        "loop_per_token": round(per_token, 1),
+        "matrix": loop.matrix,
+        "narrowest_load": min(widths, default=0),
+        "typical_load": typical(widths),
+        **shares(target, variant.token_bytes, per_token),
+    }
+
+
+def rows(targets: Iterable[str]) -> Iterator[Row]:
     """Every variant on every target, as they are compiled."""
-    listed = tuple(variants)
     for target in targets:
-        for variant in listed:
+        for variant in variants():
             yield inspect(variant, target)
 
 
-def problems(row: Row) -> list[str]:
-    """What is wrong with a row; empty if nothing is."""
-    found = []
-    what = ", ".join(
-        filter(None, (row.kind, row.dtype, f"block {row.block}", row.fit, row.options))
-    )
-    where = f"{row.op}[{what}] on {row.target}"
-    if row.spills:
-        found.append(f"{where} spills registers ({row.spills})")
-    limit = TARGETS[row.target].shared_limit
-    if row.shared_bytes > limit:
-        found.append(f"{where} needs {row.shared_bytes} bytes of shared memory of {limit}")
-    return found
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV this module wrote; none if there is no such file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def others(path: Path, targets: Iterable[str]) -> list[dict[str, str]]:
     """Rows of an earlier CSV that this run does not measure again: other Tritons or targets."""
-    if not path.exists():
-        return []
     measured = {(triton.__version__, target) for target in targets}
-    with path.open(newline="") as file:
-        earlier = list(csv.DictReader(file))
-    return [row for row in earlier if (row["triton"], row["target"]) not in measured]
+    return [row for row in read_csv(path) if (row["triton"], row["target"]) not in measured]
 
 
 def write_csv(file: TextIO, table: Iterable[dict[str, object]]) -> None:
@@ -170,7 +175,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="caramba_fast.bench.aot", description=__doc__)
     parser.add_argument("--out", type=Path, help="CSV file; standard output without")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--check", action="store_true", help="status 1 on spills or over limits")
+    parser.add_argument(
+        "--against", type=Path, help="CSV of recorded rows; status 1 if one is worse"
+    )
     return parser.parse_args(argv)
 
 
@@ -180,6 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     if triton.knobs.runtime.interpret:
         print("aot: unset TRITON_INTERPRET to compile kernels", file=sys.stderr)
         return 2
+    recorded = None if chosen.against is None else gate.by_key(read_csv(chosen.against))
     table = list(rows(chosen.targets))
     measured: list[dict[str, object]] = [asdict(row) for row in table]
     if chosen.out is None:
@@ -189,11 +197,11 @@ def main(argv: list[str] | None = None) -> int:
         chosen.out.parent.mkdir(parents=True, exist_ok=True)
         with chosen.out.open("w", newline="") as file:
             write_csv(file, [*kept, *measured])
-    found = [problem for row in table for problem in problems(row)]
+    found = [problem for row in table for problem in gate.problems(row, recorded)]
     for problem in found:
         print(f"aot: {problem}", file=sys.stderr)
     print(f"aot: {len(table)} kernels compiled, {len(found)} problems", file=sys.stderr)
-    return 1 if found and chosen.check else 0
+    return 1 if found and recorded is not None else 0
 
 
 if __name__ == "__main__":

@@ -19,84 +19,77 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 
 @dataclass(frozen=True)
-class Resources:
+class Binary:
     """One kernel on one target.
 
     Attributes:
         registers: vector registers of a thread.
         spills: 0 if nothing was spilled (NVIDIA: bytes of local memory; AMD: registers).
         shared_bytes: shared memory (LDS) of a block.
-        instructions: machine instructions of the whole kernel, padding excluded.
+        lines: machine instructions in order, padding after the end excluded.
+        jumps: (index of a branch, index of the instruction it goes to).
     """
 
     registers: int
     spills: int
     shared_bytes: int
-    instructions: int
+    lines: list[str]
+    jumps: list[tuple[int, int]]
 
 
-def resources(compiled: CompiledKernel) -> Resources:
-    """Inspects what `triton.compile` returned."""
+def inspect(compiled: CompiledKernel) -> Binary:
+    """Takes apart what `triton.compile` returned."""
     if "cubin" in compiled.asm:
-        return _nvidia(compiled.asm["cubin"], compiled.metadata.shared)
-    return _amd(compiled.asm["amdgcn"], compiled.metadata.shared)
+        return nvidia(_dump(compiled.asm["cubin"]), compiled.metadata.shared)
+    return amd(compiled.asm["amdgcn"], compiled.metadata.shared)
 
 
-def sass(cubin: bytes) -> list[str]:
-    """The machine instructions of an NVIDIA binary in order, padding after the end excluded."""
-    lines = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.+?)\s*;", _dump(cubin, "-sass"), re.MULTILINE)
+def nvidia(listing: str, shared_bytes: int) -> Binary:
+    """Reads the resource usage and the SASS that cuobjdump prints."""
+    usage = dict(re.findall(r"(\w+):(\d+)", listing))
+    found = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.+?)\s*;", listing, re.MULTILINE)
+    at = {int(address, 16): i for i, (address, _) in enumerate(found)}
+    lines = [text for _, text in found]
     while lines and (lines[-1] == "NOP" or lines[-1].startswith("BRA")):
         lines.pop()
-    return lines
-
-
-def loop_instructions(compiled: CompiledKernel) -> int:
-    """Instructions of the main loop: the longest that multiplies matrices; 0 on AMD.
-
-    A loop is what lies between a backward branch and its target. Of two nested ones the inner counts,
-    and of several (the codes', the tail's, the sinks') the longest that copies to shared memory in
-    the background, as only the codes' does.
-    """
-    if "cubin" not in compiled.asm:
-        return 0
-    found = re.findall(
-        r"^\s*/\*([0-9a-f]{4,})\*/\s+(.+?)\s*;", _dump(compiled.asm["cubin"], "-sass"), re.M
-    )
-    lines = [(int(address, 16), text) for address, text in found]
-    bodies = []
-    for address, text in lines:
-        target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
-        if target and int(target[1], 16) < address:
-            bodies.append([x for at, x in lines if int(target[1], 16) <= at <= address])
-    wanted = [body for body in bodies if any("MMA" in x for x in body)]
-    copying = [body for body in wanted if any("LDGSTS" in x for x in body)]
-    return max((len(body) for body in copying or wanted), default=0)
-
-
-def _nvidia(cubin: bytes, shared_bytes: int) -> Resources:
-    usage = dict(re.findall(r"(\w+):(\d+)", _dump(cubin, "-res-usage")))
-    return Resources(
+    targets = ((i, re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for i, text in enumerate(lines))
+    return Binary(
         registers=int(usage["REG"]),
         spills=int(usage["STACK"]) + int(usage["LOCAL"]),
         shared_bytes=shared_bytes,
-        instructions=len(sass(cubin)),
+        lines=lines,
+        jumps=[(i, at[int(target[1], 16)]) for i, target in targets if target],
     )
 
 
-def _amd(assembly: str, shared_bytes: int) -> Resources:
+def amd(assembly: str, shared_bytes: int) -> Binary:
+    """Reads AMD assembly and the notes after it."""
     notes = dict(re.findall(r"\.(\w+):\s+(\d+)$", assembly, re.MULTILINE))
-    body = assembly.split("s_endpgm", maxsplit=1)[0]
-    return Resources(
+    body = assembly.split(".Lfunc_end", maxsplit=1)[0]
+    lines: list[str] = []
+    labels: dict[str, int] = {}
+    for label, text in re.findall(
+        r"^(?:(\.LBB\w+):|\t((?:[vs]|ds|global|buffer|flat)_.*))", body, re.M
+    ):
+        if label:
+            labels[label] = len(lines)
+        else:
+            lines.append(text)
+    while lines and lines[-1].startswith("s_nop"):
+        lines.pop()
+    targets = ((i, re.match(r"s_c?branch\w*\s+(\.LBB\w+)", text)) for i, text in enumerate(lines))
+    return Binary(
         registers=int(notes["vgpr_count"]),
         spills=int(notes["vgpr_spill_count"]) + int(notes["sgpr_spill_count"]),
         shared_bytes=shared_bytes,
-        instructions=len(re.findall(r"^\t(?:[vs]|ds|global|buffer|flat)_", body, re.MULTILINE)),
+        lines=lines,
+        jumps=[(i, labels[target[1]]) for i, target in targets if target],
     )
 
 
-def _dump(cubin: bytes, flag: str) -> str:
+def _dump(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(CUOBJDUMP), flag, file.name]
+        command = [str(CUOBJDUMP), "-sass", "-res-usage", file.name]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout

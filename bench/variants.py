@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import triton.language as tl
+import torch
 
-from caramba_fast.formats import QUANTIZED_KINDS, resolve
+from caramba_fast.formats import FORMATS, QUANTIZED_KINDS, Format, resolve
 from caramba_fast.kernels import dequantize, merge_splits, quantize, tiles_kernel, tiles_query
+from caramba_fast.kernels.splits_stream import dot_dtype
 from caramba_fast.kernels.tiles_layout import (
     Settings,
     Shape,
@@ -22,7 +24,9 @@ from caramba_fast.kernels.tiles_layout import (
 
 #: The width of rows; only an address calculation depends on it.
 HEAD_DIM = 128
-POINTERS = {"fp32": "*fp32", "fp16": "*fp16", "q8_0": "*i8", "q4_0": "*u8", "nf4": "*u8"}
+POINTERS = {
+    "fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "q8_0": "*i8", "q4_0": "*u8", "nf4": "*u8",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Variant:
         values: values a program quantizes or restores; instructions are counted per value.
         options: what else the specialization has.
         tile: tokens of one round of the main loop; 0 for a kernel without one.
+        narrow: whether lanes are narrow (`Settings`).
         fusion: whether a product and a sum may become one instruction.
     """
 
@@ -56,7 +61,31 @@ class Variant:
     options: str = ""
     num_stages: int = 3
     tile: int = 0
+    narrow: bool = False
     fusion: bool = False
+
+    @property
+    def streams(self) -> list[tuple[Stream, Format]]:
+        """The cached streams the main loop reads, and their formats."""
+        rows = list(FORMATS.values())
+        found = [self.constants[name] for name in ("K", "G", "V")] if self.tile else []
+        return [(stream, rows[stream.form]) for stream in found if stream is not None]
+
+    @property
+    def passes(self) -> int:
+        """How many programs read a token of a lane, each for its part of the query rows."""
+        shape = self.constants["C"]
+        return -(-shape.per_lane * shape.groups * shape.tokens // shape.rows)
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of codes, or of values, of a cached token."""
+        return sum(stream.width * form.bits // 8 for stream, form in self.streams)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a cached token, scales included."""
+        return sum(form.bytes_per_vector(s.width, s.block) for s, form in self.streams)
 
     def on(self, backend: str, arch: int | str) -> Variant:
         """The variant that is launched on a target."""
@@ -66,12 +95,12 @@ class Variant:
         if "C" not in constants:
             return replace(self, constants=constants)
         shape = constants["C"]
-        chosen = Settings(shape.rows, self.tile, self.num_warps, self.num_stages)
+        chosen = Settings(shape.rows, self.tile, self.num_warps, self.num_stages, self.narrow)
         if backend != "cuda":
             shape, chosen = replace(shape, ptx=False, precision="ieee"), on_amd(chosen)
         elif int(arch) >= 100:
             chosen = on_blackwell(chosen)
-        constants["C"] = replace(shape, tile=chosen.tile)
+        constants["C"] = replace(shape, rows=chosen.rows, tile=chosen.tile)
         return replace(
             self,
             constants=constants,
@@ -127,13 +156,13 @@ def _dequantize(kind: str, dtype: str, block: int) -> Variant:
 #: Query heads of a kv head, kv heads of a lane, and slots of a cache; a DBA layer has one query head for each
 #: of the four kv heads of its lane.
 GROUPS, SLOTS = 4, 8192
-DOT = {"fp16": tl.float16, "fp32": tl.float32}
+QUERIES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def _stream(kind: str, dim: int, per_lane: int, dtype: str, pairs: int = 0) -> Stream:
     width = dim * per_lane
     return Stream(
-        resolve(kind).index, 32, DOT[dtype], width, dim, segments(width), pairs,
+        resolve(kind).index, 32, dot_dtype(resolve(kind), QUERIES[dtype]), width, dim, segments(width), pairs,
         128 + SLOTS // 128 if pairs else 0, 2 * max(8, pairs * per_lane) if pairs else 0,
     )  # fmt: skip
 
@@ -202,6 +231,7 @@ def _decode(
         values=chosen.tile * (k.width + v.width),
         options=options,
         tile=chosen.tile,
+        narrow=chosen.narrow,
         fusion=True,
     )  # fmt: skip
 
@@ -266,22 +296,42 @@ def _prepare() -> Variant:
 def _decode_table() -> Iterator[Variant]:
     for kind in ("fp16", *QUANTIZED_KINDS):
         yield _decode("D 128", (kind, kind))
+    yield _decode("D 128", ("bf16", "bf16"), dtype="bf16")
     q4 = ("q4_0", "q4_0")
+    yield _decode("D 128", q4, dtype="bf16")
+    yield _decode("D 128, fp32 query", q4, dtype="fp32")
     yield _decode("D 64", q4, (64, 64))
+    yield _decode("D 80", q4, (80, 80), per_lane=2)
     yield _decode("D 256", q4, (256, 256))
     yield _decode("D 128, 32 rows", q4, tokens=8)
+    yield _decode("D 128, T 16", q4, tokens=16)
+    yield _decode("D 64, T 16", q4, (64, 64), tokens=16)
     yield _decode("D 128, paged", q4, page=128)
     yield _decode("D 128, window", q4, window=True)
     yield _decode("D 128, centered", q4, pairs=4)
+    yield _decode("D 128, centered", ("nf4", "nf4"), pairs=4)
     yield _decode("D 128, centered, tail, sinks, window, paged", q4, pairs=4, side=4, window=True,
                   page=128)  # fmt: skip
-    yield _decode("D 128, fp32 query", q4, dtype="fp32")
-    yield _decode("sem 8, geo 32, v 64", ("q8_0", *q4), (8, 32, 64), per_lane=4)
+    dba = {"dims": (8, 32, 64), "per_lane": 4}
+    yield _decode("sem 8, geo 32, v 64", ("q8_0", *q4), **dba)
+    yield _decode("sem 8, geo 32, v 64", ("q8_0", "q8_0", "q8_0"), **dba)
     yield _prepare()
     yield _merge()
 
 
-def _table() -> Iterator[Variant]:
+@functools.cache
+def variants() -> tuple[Variant, ...]:
+    """The table: quantize, dequantize, decode attention, append; at most 100 rows."""
+    return (*_quantize_table(), *_decode_table(), *_append_table())
+
+
+def _append_table() -> tuple[Variant, ...]:
+    from .variants_append import append_variants  # noqa: PLC0415  (it is made of this module's rows)
+
+    return append_variants()
+
+
+def _quantize_table() -> Iterator[Variant]:
     for build in (_quantize, _dequantize):
         for kind in QUANTIZED_KINDS:
             yield build(kind, "fp16", 32)
@@ -290,7 +340,3 @@ def _table() -> Iterator[Variant]:
     for kind in QUANTIZED_KINDS:
         yield _quantize(kind, "fp16", 32, "mse")
     yield _quantize("q4_0", "fp32", 128, "mse")
-    yield from _decode_table()
-
-
-VARIANTS: tuple[Variant, ...] = tuple(_table())

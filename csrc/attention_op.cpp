@@ -19,7 +19,7 @@ namespace caramba_fast {
 namespace {
 
 // Tiles times query rows that are worth a thread of their own: about 20 microseconds.
-constexpr std::int64_t kGrain = 64;
+constexpr std::int64_t kGrain = 128;
 constexpr std::int64_t kWidestHead = 1024;
 
 // Numbers of any type as fp32.

@@ -79,6 +79,31 @@ def call(
         views: key streams in that order, then v.
         max_tokens: most query tokens, or None for no limit.
     """
+    options = {key: value for key, value in options.items() if value is not None}
+    described = _description(op, queries, views, cache_seqlens, n_kv_heads, options)
+    if described is None or described not in _accepted:
+        _check(op, queries, views, cache_seqlens, n_kv_heads, options, max_tokens)
+        if described is not None:
+            if len(_accepted) >= MOST_ACCEPTED:
+                _accepted.clear()
+            _accepted.add(described)
+    for name, view in views.items():
+        options.update(view.options(name))
+    stored = [part for view in views.values() for part in (view.codes, view.scales)]
+    kinds = [view.kind for view in views.values()]
+    return op(*queries.values(), *stored, cache_seqlens, *kinds, n_kv_heads=n_kv_heads, **options)
+
+
+def _check(
+    op: Any,
+    queries: dict[str, Tensor],
+    views: dict[str, KVView],
+    cache_seqlens: Tensor,
+    n_kv_heads: int,
+    options: dict[str, Any],
+    max_tokens: int | None,
+) -> None:
+    """Raises TypeError or ValueError naming everything that is wrong with a call."""
     for name, q in queries.items():
         checks.float_tensor(f"q for {name}" if len(queries) > 1 else "q", q)
     for name, view in views.items():
@@ -95,7 +120,6 @@ def call(
         raise TypeError(
             f"cache_seqlens is a {type(cache_seqlens).__name__}; a (B,) int32 tensor is needed"
         )
-    options = {key: value for key, value in options.items() if value is not None}
     checks.raise_all(
         op.name, _problems(queries, views, cache_seqlens, n_kv_heads, options, max_tokens)
     )
@@ -104,11 +128,42 @@ def call(
         q=first, cache_seqlens=cache_seqlens, **{f"{n}_codes": v.codes for n, v in views.items()},
         **{key: value for key, value in options.items() if isinstance(value, Tensor)},
     )  # fmt: skip
-    for name, view in views.items():
-        options.update(view.options(name))
-    stored = [part for view in views.values() for part in (view.codes, view.scales)]
-    kinds = [view.kind for view in views.values()]
-    return op(*queries.values(), *stored, cache_seqlens, *kinds, n_kv_heads=n_kv_heads, **options)
+
+
+#: Descriptions of calls that were checked and found right: a decode step repeats them, and a check takes as
+#: long as a short attention.
+_accepted: set[Any] = set()
+MOST_ACCEPTED = 4096
+
+
+def _description(
+    op: Any,
+    queries: dict[str, Tensor],
+    views: dict[str, KVView],
+    cache_seqlens: Tensor,
+    n_kv_heads: int,
+    options: dict[str, Any],
+) -> Any:
+    """Everything the checks look at, hashable; None where that cannot be told, or while tracing."""
+    given = (*queries.values(), cache_seqlens)
+    if torch.compiler.is_compiling() or any(type(x) is not Tensor for x in given):
+        return None
+    parts: list[Any] = [op.name, n_kv_heads]
+    parts += [(x.shape, x.dtype, x.device) for x in given]
+    parts += [view.description for view in views.values()]
+    for name, value in options.items():
+        if isinstance(value, Tensor):
+            parts.append((name, value.shape, value.dtype, value.device))
+        elif isinstance(value, (list, tuple)):
+            parts.append((name, tuple(value)))
+        else:
+            parts.append((name, type(value), value))
+    description = tuple(parts)
+    try:
+        hash(description)
+    except TypeError:
+        return None
+    return description
 
 
 def _problems(

@@ -172,6 +172,13 @@ class KVView:
                     f"n, {self.lane_dim}) float16 is needed"
                 )
 
+    @property
+    def description(self) -> tuple[Any, ...]:
+        """Shapes, dtypes and devices of everything, and the kind: what `check` and the ops look at."""
+        parts = (self.codes, self.scales, self.tail, self.sink)
+        told = tuple(x if x is None else (x.shape, x.dtype, x.device) for x in parts)
+        return (self.kind, *told, self.transform.description)
+
     def slice(self, length: int) -> KVView:
         """The view of the first ``length`` slots of a contiguous cache; no copy."""
         scales = None if self.scales is None else self.scales[:, :, :length]

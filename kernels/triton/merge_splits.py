@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .basis import hadamard
 from .casts import from_float32, to_float32
 from .splits import row_span
-from .tiles_query import ROWS_AT_ONCE, hadamard_tile
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -117,14 +117,9 @@ def merge_kernel(
     total = tl.sum(weights, axis=0) + null_weight + tl.exp2(aux - largest)
     dim = tl.arange(0, PADDED)
     inside = dim < DIM
+    x = _merged(partial, lse, largest, splits, dim, DIM)
     if ROTATE:
-        x = tl.zeros((PADDED,), tl.float32)
-        for start in range(0, DIM, ROWS_AT_ONCE):
-            i = start + tl.arange(0, ROWS_AT_ONCE)
-            part = _merged(partial, lse, largest, splits, i, DIM)
-            x += tl.sum(part[:, None] * hadamard_tile(i, dim, DIM), axis=0)
-    else:
-        x = _merged(partial, lse, largest, splits, dim, DIM)
+        x = tl.reshape(hadamard(x[None, :], DIM, PADDED), (PADDED,))
     if v_scale_ptr is not None:
         x *= tl.load(v_scale_ptr + kv * DIM + dim, mask=inside, other=0.0)
     if null_v_ptr is not None:

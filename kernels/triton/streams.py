@@ -6,6 +6,8 @@ Triton specializes as on a constant; so it does on everything in `Layout`.
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import triton
@@ -13,15 +15,20 @@ from torch import Tensor
 
 from caramba_fast.formats import resolve
 
-#: Values of an unquantized stream that are handled like a block.
+from .basis import WIDTH_BITS
+
+#: Values of an unquantized stream that are handled like a block, where the lane's width is a multiple.
 PLAIN_BLOCK = 32
+#: Heads are rotated if they are narrower; `basis.hadamard` goes through as many bits.
+WIDEST_ROTATED = 1 << WIDTH_BITS.value
 
 
 class Stream(NamedTuple):
     """One stream at run time: tensors, their strides in elements, their sizes.
 
-    ``new`` is (row, head, token, dim); buffers are (row or page, lane, slot, value), slots following one
-    another in memory; the constants of the transform are contiguous, ``phase_rows`` rows a pair.
+    ``new`` is (row, head, token, dim), ``new_dim`` None where values are neighbours; buffers are (row or
+    page, lane, slot, value), slots following one another in memory; the constants of the transform are
+    contiguous, ``phase_rows`` rows a pair.
     """
 
     new: Any
@@ -40,11 +47,9 @@ class Stream(NamedTuple):
     tail: Any
     tail_row: Any
     tail_lane: Any
-    ring: Any
     sink: Any
     sink_row: Any
     sink_lane: Any
-    sink_len: Any
     mean: Any
     bias: Any
     pairs: Any
@@ -59,6 +64,8 @@ class Layout(NamedTuple):
     Attributes:
         FORMAT, BITS, FIT: as in `formats`.
         DIM, HEADS: values of a head, heads of a lane.
+        PAD: the power of two above DIM, or DIM.
+        SPREAD: columns of a tile of whole tokens whose heads take PAD columns each.
         BLOCK, BLOCKS: values of a block, blocks of a lane.
         STRIDE: blocks from one token to the next in a program's tile: BLOCKS, or if the stream is rotated
             the power of two above, for then a tile holds whole tokens.
@@ -72,6 +79,8 @@ class Layout(NamedTuple):
     FIT: str
     DIM: int
     HEADS: int
+    PAD: int
+    SPREAD: int
     BLOCK: int
     BLOCKS: int
     STRIDE: int
@@ -81,7 +90,7 @@ class Layout(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Per-row tensors (B,) and the block table (B, pages), shared by the streams."""
+    """What streams share: tensors (B,), the block table (B, pages), slots of the tail and of the sinks."""
 
     start: Any
     query_lens: Any
@@ -89,26 +98,39 @@ class Rows(NamedTuple):
     table: Any
     table_row: Any
     table_pages: Any
+    ring: Any
+    sink_len: Any
 
 
+@functools.cache
 def layout(
     kind: str,
     dim: int,
     heads: int,
-    block: int = PLAIN_BLOCK,
+    block: int | None = None,
     *,
     fit: str = "amax",
     pairs: int = 0,
     rotate: bool = False,
-    values: int = 0,
+    tokens: int = 1,
 ) -> Layout:
-    """For lanes of ``heads`` heads of ``dim``; a program takes ``values`` values, a token at least."""
-    form, blocks = resolve(kind), heads * dim // block
-    whole = triton.next_power_of_2(blocks)
-    stride, count = whole if rotate else blocks, max(whole, values // block)
+    """For lanes of ``heads`` heads of ``dim``; a program takes ``tokens`` tokens, or a few more.
+
+    ``block`` is None for a kind without scales. Cached, for it is asked for at each launch.
+    """
+    if rotate and dim >= WIDEST_ROTATED:
+        raise NotImplementedError(
+            f"the Triton kernels rotate heads narrower than {WIDEST_ROTATED}, not of {dim} "
+            "(use_backend('reference') does)"
+        )
+    form, block = resolve(kind), block or math.gcd(PLAIN_BLOCK, heads * dim)
+    blocks = heads * dim // block
+    whole, pad = triton.next_power_of_2(blocks), triton.next_power_of_2(dim)
+    stride, count = whole if rotate else blocks, whole * tokens
     return Layout(
-        form.index, form.bits, fit, dim, heads, block, blocks, stride, count, pairs, rotate
-    )
+        form.index, form.bits, fit, dim, heads, pad, triton.next_power_of_2(heads * pad), block, blocks,
+        stride, count, pairs, rotate,
+    )  # fmt: skip
 
 
 def layout_of(
@@ -118,7 +140,7 @@ def layout_of(
     scales: Tensor | None,
     new: Tensor,
     options: dict[str, Any],
-    values: int,
+    tokens: int,
 ) -> Layout:
     """The compile-time side of stream ``name`` of an op's flat arguments."""
     lane, dim = resolve(kind).value_width(codes.shape[3]), new.shape[3]
@@ -127,11 +149,11 @@ def layout_of(
         kind,
         dim,
         lane // dim,
-        PLAIN_BLOCK if scales is None else lane // scales.shape[3],
+        None if scales is None else lane // scales.shape[3],
         fit=options.get(f"fit_{name}", "amax"),
         pairs=0 if bias is None else bias.shape[1],
         rotate=bool(options.get(f"rotate_{name}", False)),
-        values=values,
+        tokens=tokens,
     )
 
 
@@ -139,33 +161,39 @@ def stream_of(
     name: str, codes: Tensor, scales: Tensor | None, new: Tensor, options: dict[str, Any]
 ) -> Stream:
     """The run-time side of stream ``name`` of an op's flat arguments."""
-    row, head, token, dim = new.stride()
-    batch, _, tokens, _ = new.shape
+    # The stride of a single row, head or token is arbitrary, no reason to compile again.
+    row, head, token, dim = (
+        step if size > 1 else 0 for step, size in zip(new.stride(), new.shape, strict=True)
+    )
     constants = {
         part: _contiguous(options.get(f"{name}_{part}"))
         for part in ("mean", "bias", "pairs", "phases", "scale")
     }
     phases = constants["phases"]
     return Stream(
-        # The stride of a single row or token is arbitrary, no reason to compile again.
-        new, row if batch > 1 else 0, head, token if tokens > 1 else 0, dim,
+        new, row, head, token, None if dim == 1 else dim,
         *_plane(f"{name}_codes", codes), codes.shape[0], *_plane(f"{name}_scales", scales)[:3],
-        *_plane(f"{name}_tail", options.get(f"{name}_tail")),
-        *_plane(f"{name}_sink", options.get(f"{name}_sink")),
+        *_plane(f"{name}_tail", options.get(f"{name}_tail"))[:3],
+        *_plane(f"{name}_sink", options.get(f"{name}_sink"))[:3],
         constants["mean"], constants["bias"], constants["pairs"], phases,
         0 if phases is None else phases.shape[2], constants["scale"],
     )  # fmt: skip
 
 
-def rows_of(start: Tensor, options: dict[str, Any]) -> Rows:
-    """Where rows are, from an op's flat arguments."""
-    table = _contiguous(options.get("block_table"))
+def rows_of(name: str, start: Tensor, options: dict[str, Any]) -> Rows:
+    """Where rows are, from an op's flat arguments; ``name`` is any stream."""
+    table = options.get("block_table")
+    tail, sink = options.get(f"{name}_tail"), options.get(f"{name}_sink")
+    if table is not None and table.stride(1) != 1:
+        table = table.contiguous()
     return Rows(
         _contiguous(start),
         _contiguous(options.get("query_lens")),
         _contiguous(options.get("cache_leftpad")),
         table,
         *((0, 0) if table is None else (table.stride(0), table.shape[1])),
+        0 if tail is None else tail.shape[2],
+        0 if sink is None else sink.shape[2],
     )
 
 
@@ -179,8 +207,11 @@ def _plane(name: str, buffer: Tensor | None) -> tuple[Tensor | None, int, int, i
     if buffer is None:
         return None, 0, 0, 0
     row, lane, slot, value = buffer.stride()
-    if value != 1 or slot != buffer.shape[3]:
-        raise ValueError(
-            f"{name} has strides {buffer.stride()}; its slots must follow one another in memory"
+    _, _, slots, width = buffer.shape
+    # The stride of a dimension of size 1 is arbitrary.
+    if (value != 1 and width > 1) or (slot != width and slots > 1):
+        raise NotImplementedError(
+            f"the Triton kernels cannot write {name} of strides {buffer.stride()}: a lane's slots must be "
+            "contiguous (use_backend('reference') can)"
         )
-    return buffer, row, lane, buffer.shape[2]
+    return buffer, row, lane, slots

@@ -31,28 +31,30 @@ from .tiles_asm import (
     Q8_WORD,
 )
 
-HALF_GAIN = tl.constexpr(NF4_HALF_GAIN)
 #: By the format's index.
 PAIR = tl.constexpr((None, None, None, Q8_PAIR, Q4_PAIR, NF4_PAIR))
 WORD = tl.constexpr((None, None, None, Q8_WORD, Q4_WORD, NF4_WORD))
 
 
-@triton.jit
-def halves(FORMAT: tl.constexpr):
+# Triton 3.6 makes a tensor of a number that a jitted function returns; these stay numbers.
+
+
+@triton.constexpr_function
+def halves(form):
     """Parts of one segment; values of one byte."""
-    return 1 if FORMAT < Q4_0 else 2
+    return 1 if form < Q4_0.value else 2
 
 
-@triton.jit
-def parts_of(S: tl.constexpr):
+@triton.constexpr_function
+def parts_of(stream):
     """Parts of a lane."""
-    return len(S.segments) * halves(S.form)
+    return len(stream.segments) * halves(stream.form)
 
 
-@triton.jit
-def gain(S: tl.constexpr, PTX: tl.constexpr):
+@triton.constexpr_function
+def gain(stream, ptx):
     """What unpacked values are multiplied by besides their scale; the caller divides it out."""
-    return HALF_GAIN if PTX and S.dot == tl.float16 and S.form == NF4 else 1.0
+    return NF4_HALF_GAIN if ptx and stream.dot == tl.float16 and stream.form == NF4.value else 1.0
 
 
 @triton.jit

@@ -8,10 +8,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .formats import Q8_0
 from .merge_splits import LOG2E, capped
 from .splits import CODES, TAIL, seen, tiles_of_split, visible_range
 from .tiles import gain, load_tile, part_columns, parts_of
-from .tiles_query import harmonics, load_coefficients, load_query
+from .tiles_query import harmonics, load_coefficients, load_query, waves_at
 
 
 @triton.jit
@@ -30,7 +31,7 @@ def _tile(
     """The tile that begins ``origin`` slots into a page (page 0 of a contiguous cache is all of it)."""
     codes, scales = stream[0], stream[1]
     codes += page * stream[2] + origin * (S.width // (2 if S.form > 3 else 1))
-    if scales is not None:
+    if S.form >= Q8_0:
         scales += page * stream[3] + origin * (S.width // S.block)
     return load_tile(codes, scales, slot, inside, used, S, C.ptx, MASKED, VALUES)
 
@@ -56,7 +57,7 @@ def _weighted(accumulators, alpha, p, v, C: tl.constexpr):
 
 @triton.jit
 def _zero_part(column, C: tl.constexpr):
-    return tl.zeros((column.shape[0], C.rows), tl.float32)
+    return tl.full((column.shape[0], C.rows), 0.0, tl.float32)
 
 
 @triton.jit
@@ -138,23 +139,25 @@ def attend(
         split[0], split[1], split[2], start, kept_stop, middle, stop, C.tile
     )
     largest = tl.full((C.rows,), float("-inf"), tl.float32)
-    total = tl.zeros((C.rows,), tl.float32)
+    total = tl.full((C.rows,), 0.0, tl.float32)
     if begin < end:
         q, size = load_query(q_place[0], q_place[1], own_head, real, q_place[2], K)
         size *= 1.0 / gain(K, C.ptx)
         if G is not None:
             q_geo, size_geo = load_query(g_place[0], g_place[1], own_head, real, g_place[2], G)
             size_geo *= 1.0 / gain(G, C.ptx)
-        constant = tl.zeros((C.rows,), tl.float32)
+        constant = tl.full((C.rows,), 0.0, tl.float32)
         if centered[0] is not None:
             constant += tl.load(centered[0] + row * (1 + 2 * K.pairs), mask=real, other=0.0)
         if centered[2] is not None:
             constant += tl.load(centered[2] + row * (1 + 2 * G.pairs), mask=real, other=0.0)
         if K.pairs > 0:
             waves = load_coefficients(centered[0], row, own_head, real, K, C)
+            angles = harmonics(centered[1], lane, K, C)
         GEO_PAIRS: tl.constexpr = 0 if G is None else G.pairs
         if GEO_PAIRS > 0:
             waves_geo = load_coefficients(centered[2], row, own_head, real, G, C)
+            angles_geo = harmonics(centered[3], lane, G, C)
         accumulators = _zeros(V, C)
         # The tail and the sinks are a tile or two: no buffers for a pipeline of them.
         STAGES: tl.constexpr = None if SOURCE == CODES else 1
@@ -172,18 +175,13 @@ def attend(
             tile = _tile(k, page, origin, slot, inside, used, K, MASKED, False, C)
             logits = _products(q, tile, C) * size[None, :] + constant[None, :]
             if K.pairs > 0:
-                turned = harmonics(centered[1], lane, token - span[3], K, C)
-                logits = tl.dot(
-                    tl.trans(turned), tl.trans(waves), logits, input_precision=C.precision
-                )
+                logits += waves_at(waves, angles, centered[1], lane, token - span[3], K, C)
             if G is not None:
                 tile = _tile(g, page, origin, slot, inside, used, G, MASKED, False, C)
                 logits += _products(q_geo, tile, C) * size_geo[None, :]
                 if GEO_PAIRS > 0:
-                    turned = harmonics(centered[3], lane, token - span[3], G, C)
-                    logits = tl.dot(
-                        tl.trans(turned), tl.trans(waves_geo), logits, input_precision=C.precision
-                    )
+                    first = token - span[3]
+                    logits += waves_at(waves_geo, angles_geo, centered[3], lane, first, G, C)
             if C.softcap:
                 logits = capped(logits, softcap, True) * LOG2E
             allowed = seen(position, real, key, span[3], limits, SOURCE, C)

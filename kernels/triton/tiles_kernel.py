@@ -16,29 +16,23 @@ from .tiles_attend import attend
 
 @triton.jit
 def _lane(stream, batch, lane):
-    """Pointers to the codes and scales of a lane's slot 0, and their strides of pages."""
+    """Pointers to the codes and scales of a lane's slot 0, and their strides of pages.
+
+    Triton 3.6 cannot return None: without scales the codes stand in, and are not looked at.
+    """
     lane = lane.to(tl.int64)
-    codes, scales = stream[0] + (batch * stream[2] + lane * stream[3]), stream[1]
-    if scales is not None:
-        scales += batch * stream[4] + lane * stream[5]
+    codes = stream[0] + (batch * stream[2] + lane * stream[3])
+    scales = codes
+    if stream[1] is not None:
+        scales = stream[1] + (batch * stream[4] + lane * stream[5])
     return codes, scales, stream[2], stream[4]
-
-
-@triton.jit
-def _waves(centered, batch, K: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr):
-    """The batch row's coefficients of each key stream, and the phase tables."""
-    k, g = centered[0], centered[2]
-    if k is not None:
-        k += batch * (ROWS * (1 + 2 * K.pairs))
-    if g is not None:
-        g += batch * (ROWS * (1 + 2 * G.pairs))
-    return k, centered[1], g, centered[3]
 
 
 @triton.jit
 def _buffer(buffer, batch, lane, lanes, size, S: tl.constexpr):
     """The same for a tail or sinks, (B, lanes, size, width) contiguous."""
-    return buffer + (batch * lanes + lane) * size * S.width, None, 0, 0
+    values = buffer + (batch * lanes + lane) * size * S.width
+    return values, values, 0, 0
 
 
 @triton.jit
@@ -170,7 +164,12 @@ def partials_kernel(
             head * queries[7] + token * queries[8],
             queries[9],
         )
-    waves = _waves(centered, batch, K, G, ALL)
+    k_waves, g_waves = centered[0], centered[2]
+    if k_waves is not None:
+        k_waves += batch * (ALL * (1 + 2 * K.pairs))
+    if g_waves is not None:
+        g_waves += batch * (ALL * (1 + 2 * G.pairs))
+    waves = (k_waves, centered[1], g_waves, centered[3])
     in_all = tl.num_programs(0)
     result = (
         partial_ptr + batch * (ALL * in_all) * V.dim + split * V.dim,

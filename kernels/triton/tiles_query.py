@@ -14,35 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .basis import PHASE_TILE, hadamard
 from .casts import from_float32, to_float32
 from .tiles import part_columns, parts_of
-
-#: Tokens from one angle of the second level of the phase table to the next.
-PHASE_TILE = tl.constexpr(128)
-#: Input dimensions a matrix product by a row takes at a time: bounds registers.
-ROWS_AT_ONCE = tl.constexpr(32)
-
-
-@triton.jit
-def hadamard_tile(i, j, DIM: tl.constexpr):
-    """Entries (i, j) of the orthonormal Walsh-Hadamard matrix of any width, i (n,), j (m,).
-
-    A width that is no power of two is cut into its powers of two, largest first.
-    """
-    tile = tl.zeros((i.shape[0], j.shape[0]), tl.float32)
-    start = 0
-    for bit in tl.static_range(9):
-        if DIM & (256 >> bit):
-            both = (i - start)[:, None] & (j - start)[None, :]
-            both = both ^ (both >> 4)
-            both = both ^ (both >> 2)
-            odd = ((both ^ (both >> 1)) ^ (both >> 8)) & 1
-            stop = start + (256 >> bit)
-            inside = ((i >= start) & (i < stop))[:, None] & ((j >= start) & (j < stop))[None, :]
-            size = tl.where(odd == 1, -1.0, 1.0) * (1.0 / (256 >> bit)) ** 0.5
-            tile = tl.where(inside, size, tile)
-            start = stop
-    return tile
 
 
 @triton.jit
@@ -88,16 +62,10 @@ def prepare_kernel(
         b1, b2 = tl.load(bias_ptr + at), tl.load(bias_ptr + at + 1)
         tl.store(coefficients + 1 + p, (first * b1 + second * b2) * factor)
         tl.store(coefficients + 1 + PAIRS + p, (second * b1 - first * b2) * factor)
-    if ROTATE:
-        x = tl.zeros((PADDED,), tl.float32)
-        for start in range(0, DIM, ROWS_AT_ONCE):
-            i = start + tl.arange(0, ROWS_AT_ONCE)
-            part = to_float32(tl.load(q + i, mask=i < DIM, other=0.0))
-            if scale_ptr is not None:
-                part *= tl.load(scale_ptr + kv * DIM + i, mask=i < DIM, other=0.0)
-            x += tl.sum(part[:, None] * hadamard_tile(i, dim, DIM), axis=0)
-    elif scale_ptr is not None:
+    if scale_ptr is not None:
         x *= tl.load(scale_ptr + kv * DIM + dim, mask=inside, other=0.0)
+    if ROTATE:
+        x = tl.reshape(hadamard(x[None, :], DIM, PADDED), (PADDED,))
     tl.store(out_ptr + (batch * rows + row) * DIM + dim, x, mask=inside)
 
 
@@ -158,39 +126,83 @@ def _table_row(phases, index, valid):
 
 
 @triton.jit
-def harmonics(phases_ptr, lane, t, S: tl.constexpr, C: tl.constexpr):
-    """cos and sin of all angles of a lane at tokens t, t + 1, ...: (harmonics, tile) float32.
+def _harmonic(lane, S: tl.constexpr, C: tl.constexpr):
+    """Of each harmonic of a lane: whether it is a sine, its pair, its head, and whether it exists.
 
-    Rows are the cosines of each pair of each head of the lane, then the sines. The angle of the tile's
-    first token comes from the table's two levels, the angles within the tile from its first level.
-    ``t`` may be negative, for tiles that begin in the padding.
+    The first half are the cosines of each pair of each head of the lane, the second half the sines.
     """
     number = tl.arange(0, S.harmonics)
-    sine = number >= S.harmonics // 2
     pair = number % (S.harmonics // 2)
     head = lane * C.per_lane + pair // S.pairs
     valid = (pair < C.per_lane * S.pairs) & (head < C.heads)
-    phases = phases_ptr + ((head * S.pairs + pair % S.pairs) * S.table * 2)
+    return number >= S.harmonics // 2, pair, head, valid
+
+
+@triton.jit
+def _phases(phases_ptr, pair, head, S: tl.constexpr):
+    return phases_ptr + (head * S.pairs + pair % S.pairs) * S.table * 2
+
+
+@triton.jit
+def _split(x, S: tl.constexpr):
+    """x as operands of a product: float32, or two fp16 that add up to 22 bits of it."""
+    parts = ()
+    if S.dot == tl.float32:
+        parts += (x,)
+    else:
+        high = x.to(tl.float16)
+        parts += (high, (x - high.to(tl.float32)).to(tl.float16))
+    return parts
+
+
+@triton.jit
+def harmonics(phases_ptr, lane, S: tl.constexpr, C: tl.constexpr):
+    """cos and sin of the angles from a tile's first token to each of its tokens: `_split` (tile, harmonics)."""
+    sine, pair, head, valid = _harmonic(lane, S, C)
+    phases = _phases(phases_ptr, pair, head, S) + sine.to(tl.int32)
+    token = tl.arange(0, C.tile) * 2
+    return _split(tl.load(phases[None, :] + token[:, None], mask=valid[None, :], other=0.0), S)
+
+
+@triton.jit
+def load_coefficients(coefficients, row, own_head, real, S: tl.constexpr, C: tl.constexpr):
+    """A and B of each row, and B and -A, divided by the power of two (R,) that comes last.
+
+    Both are (R, harmonics) float32, with zeros in the columns of other heads.
+    """
+    sine, pair, _, _ = _harmonic(0, S, C)
+    mask = (own_head[:, None] == (pair // S.pairs)[None, :]) & real[:, None]
+    mask = mask & (pair < C.per_lane * S.pairs)[None, :]
+    source = coefficients + (row * (1 + 2 * S.pairs))[:, None] + 1
+    own = tl.load(
+        source + (pair % S.pairs + tl.where(sine, S.pairs, 0))[None, :], mask=mask, other=0.0
+    )
+    other = tl.load(
+        source + (pair % S.pairs + tl.where(sine, 0, S.pairs))[None, :], mask=mask, other=0.0
+    )
+    size, inverse = _power_of_two(tl.max(tl.abs(own), axis=1))
+    other = tl.where(sine[None, :], -other, other)
+    return own * inverse[:, None], other * inverse[:, None], size
+
+
+@triton.jit
+def waves_at(coefficients, angles, phases_ptr, lane, t, S: tl.constexpr, C: tl.constexpr):
+    """What centering took out of the logits of the tile that begins at token t: (tile, R) float32.
+
+    A cos(a + b) + B sin(a + b) = (A cos a + B sin a) cos b + (B cos a - A sin a) sin b, where a is the angle of
+    token t, from the table's two levels: the rows' coefficients are turned, which are fewer than the tile's
+    ``angles``. ``t`` may be negative, for tiles that begin in the padding.
+    """
+    _, pair, head, valid = _harmonic(lane, S, C)
+    phases = _phases(phases_ptr, pair, head, S)
     ahead = tl.abs(t)
     c, s = _table_row(phases, PHASE_TILE + ahead // PHASE_TILE, valid)
     c1, s1 = _table_row(phases, ahead % PHASE_TILE, valid)
     cos, sin = c * c1 - s * s1, s * c1 + c * s1
     sin = tl.where(t < 0, -sin, sin)
-    inside = phases[:, None] + (tl.arange(0, C.tile) * 2)[None, :]
-    cos_inside = tl.load(inside, mask=valid[:, None], other=0.0)
-    sin_inside = tl.load(inside + 1, mask=valid[:, None], other=0.0)
-    with_cos, with_sin = tl.where(sine, sin, cos), tl.where(sine, cos, -sin)
-    return with_cos[:, None] * cos_inside + with_sin[:, None] * sin_inside
-
-
-@triton.jit
-def load_coefficients(coefficients, row, own_head, real, S: tl.constexpr, C: tl.constexpr):
-    """A and B of each row, (R, harmonics) float32, zeros in the columns of other heads."""
-    number = tl.arange(0, S.harmonics)
-    pair = number % (S.harmonics // 2)
-    index = 1 + tl.where(number >= S.harmonics // 2, S.pairs, 0) + pair % S.pairs
-    mask = (own_head[:, None] == (pair // S.pairs)[None, :]) & (pair < C.per_lane * S.pairs)[
-        None, :
-    ]
-    source = coefficients + (row * (1 + 2 * S.pairs))[:, None] + index[None, :]
-    return tl.load(source, mask=mask & real[:, None], other=0.0)
+    x = _split(tl.trans(coefficients[0] * cos[None, :] + coefficients[1] * sin[None, :]), S)
+    wave = tl.dot(angles[0], x[0], input_precision=C.precision)
+    if S.dot != tl.float32:
+        wave = tl.dot(angles[0], x[1], wave)
+        wave = tl.dot(angles[1], x[0], wave)
+    return wave * coefficients[2][None, :]

@@ -1,0 +1,254 @@
+"""append_ in Triton: new tokens are read once and written as codes, scales, fp16 tail and fp16 sinks.
+
+Bit-exact with the reference of `caramba_fast.ops.append`, but for rotated streams, whose sums are made in
+another order. All streams of a layer take one launch; a program handles some tokens of one lane of one
+stream of one row. Nothing waits for the host, nothing is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from caramba_fast.formats import resolve
+
+from .basis import hadamard, hadamard_halves, minus_bias
+from .casts import to_float32
+from .formats import encode_bytes, encode_nibbles
+from .launch import EXACT, on_device
+from .places import place, put, put_sides, put_values, span
+from .streams import Layout, Rows, Stream, layout_of, rows_of, stream_of
+
+STREAMS = ("k", "v")
+MOST_STREAMS = 3
+#: From this many new tokens on a program takes PROMPT_VALUES values of the widest stream, as in
+#: `quantize`; below, one token: a step of decoding then spreads over the GPU, and a thread waits for few
+#: loads.
+PROMPT_TOKENS = 32
+PROMPT_VALUES = 2048
+#: Values of a warp, up to `MOST_WARPS`: 8 a thread. For prompts 16, the most that never spills.
+WARP_VALUES = 256
+MOST_WARPS = 4
+
+
+@triton.jit
+def _values(s, L: tl.constexpr, b, lane, heads, token, t, there, column, WIDTH: tl.constexpr):
+    """(R, C) float32: what is stored, but for the rotation; zeros where no head is.
+
+    token, t (counted from the padding) and there are (R, 1); column (1 or R, C) of a lane whose heads take
+    WIDTH columns each.
+    """
+    dim = column % WIDTH
+    if L.HEADS == 1:
+        head = tl.zeros((1, 1), tl.int32) + lane
+    else:
+        head = lane * L.HEADS + column // WIDTH
+    exists = head < heads
+    if WIDTH > L.DIM:
+        exists = exists & (dim < L.DIM)
+    source = s.new + b * s.new_row + token.to(tl.int64) * s.new_token
+    source = source + head.to(tl.int64) * s.new_head
+    if s.new_dim is None:
+        source = source + dim
+    else:
+        source = source + dim.to(tl.int64) * s.new_dim
+    x = to_float32(tl.load(source, mask=there & exists, other=0.0))
+    constant = head * L.DIM + dim
+    if s.mean is not None:
+        x = x - tl.load(s.mean + constant, mask=exists, other=0.0)
+    if s.bias is not None:
+        x = minus_bias(x, head, dim, t, exists, s.bias, s.pairs, s.phases, s.phase_rows, L.PAIRS)
+    if s.scale is not None:
+        scale = tl.load(s.scale + constant, mask=exists, other=1.0)
+        x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    return x
+
+
+@triton.jit
+def _picked(x, L: tl.constexpr, first, SIZE: tl.constexpr):
+    """x (tokens, N), PAD columns a head -> (ROWS, SIZE): of each block, values from ``first`` on."""
+    place = tl.arange(0, L.STRIDE * SIZE)
+    value = place // SIZE * L.BLOCK + place % SIZE + first
+    column = tl.minimum(value // L.DIM * L.PAD + value % L.DIM, x.shape[1] - 1)
+    index = tl.broadcast_to(column[None, :], (x.shape[0], L.STRIDE * SIZE))
+    return tl.reshape(tl.gather(x, index, 1), (L.ROWS, SIZE))
+
+
+@triton.jit
+def _rotated_blocks(s, L: tl.constexpr, b, lane, heads, group, tokens, first):
+    """Like `_blocks`, from a tile of whole tokens; ``first`` is t of the first new token."""
+    TOKENS: tl.constexpr = L.ROWS // L.STRIDE
+    HALF: tl.constexpr = L.BLOCK // 2
+    token = group * TOKENS + tl.arange(0, TOKENS)[:, None]
+    t, there = first + token, token < tokens
+    if L.HEADS > 1 and L.PAD > L.DIM:
+        # Heads are spread out, so that each begins at a multiple of its powers of two.
+        column = tl.arange(0, L.SPREAD)[None, :]
+        there = there & (column < L.HEADS * L.PAD)
+        x = _values(s, L, b, lane, heads, token, t, there, column, L.PAD)
+        x = hadamard(x, L.DIM, L.PAD)
+        if L.BITS == 4:
+            low, high = _picked(x, L, 0, HALF), _picked(x, L, HALF, HALF)
+        else:
+            low = _picked(x, L, 0, L.BLOCK)
+            high = low
+    elif L.BITS == 4:
+        place = tl.arange(0, L.STRIDE * HALF)[None, :]
+        column = place // HALF * L.BLOCK + place % HALF
+        there = there & (column < L.BLOCKS * L.BLOCK)
+        low = _values(s, L, b, lane, heads, token, t, there, column, L.PAD)
+        high = _values(s, L, b, lane, heads, token, t, there, column + HALF, L.PAD)
+        low, high = hadamard_halves(low, high, L.DIM, L.PAD, HALF)
+        low, high = tl.reshape(low, (L.ROWS, HALF)), tl.reshape(high, (L.ROWS, HALF))
+    else:
+        column = tl.arange(0, L.STRIDE * L.BLOCK)[None, :]
+        there = there & (column < L.BLOCKS * L.BLOCK)
+        x = _values(s, L, b, lane, heads, token, t, there, column, L.PAD)
+        low = tl.reshape(hadamard(x, L.DIM, L.PAD), (L.ROWS, L.BLOCK))
+        high = low
+    return low, high
+
+
+@triton.jit
+def _blocks(s, L: tl.constexpr, b, lane, heads, token, t, there, block):
+    """What is stored of blocks (R,) of tokens (R,): for 4 bits in halves, else whole, and twice."""
+    token, t, there, column = token[:, None], t[:, None], there[:, None], block[:, None] * L.BLOCK
+    if L.BITS == 4:
+        HALF: tl.constexpr = L.BLOCK // 2
+        column = column + tl.arange(0, HALF)[None, :]
+        low = _values(s, L, b, lane, heads, token, t, there, column, L.DIM)
+        high = _values(s, L, b, lane, heads, token, t, there, column + HALF, L.DIM)
+    else:
+        column = column + tl.arange(0, L.BLOCK)[None, :]
+        low = _values(s, L, b, lane, heads, token, t, there, column, L.DIM)
+        high = low
+    return low, high
+
+
+@triton.jit
+def _put_codes(s, L: tl.constexpr, lane, block, at, slot, keep, low, high):
+    """Codes and scales of the blocks; an unquantized stream is stored as it is."""
+    FIT: tl.constexpr = L.FIT
+    CODES: tl.constexpr = L.BLOCK if L.BITS >= 16 else L.BLOCK * L.BITS // 8
+    codes = s.codes + at * s.codes_row + lane.to(tl.int64) * s.codes_lane
+    codes = codes + slot * (L.BLOCKS * CODES) + block * CODES
+    if L.BITS >= 16:
+        put_values(codes, keep, 0, low)
+    else:
+        if L.BITS == 4:
+            packed, scale = encode_nibbles(low, high, L.FORMAT, FIT)
+        else:
+            packed, scale = encode_bytes(low, L.FORMAT, FIT)
+        put(codes, keep, 0, packed.to(s.codes.dtype.element_ty))
+        scales = s.scales + at * s.scales_row + lane.to(tl.int64) * s.scales_lane
+        tl.store(scales + slot * L.BLOCKS + block, scale.to(tl.float16), mask=keep)
+
+
+@triton.jit
+def _write(s, L: tl.constexpr, where, b, lane, heads, group, tokens):
+    """One program's share of stream ``s``: ROWS blocks, token after token."""
+    row = group * L.ROWS + tl.arange(0, L.ROWS)
+    token, block = row // L.STRIDE, row % L.STRIDE
+    there = (token < tokens) & (block < L.BLOCKS)
+    start, first, count = span(where, b, tokens)
+    position, t = start + token, first + token
+    real = there & (token < count)
+    at, slot, keep = place(s, where, b, position, real)
+    if L.ROTATE:
+        low, high = _rotated_blocks(s, L, b, lane, heads, group, tokens, first)
+    else:
+        low, high = _blocks(s, L, b, lane, heads, token, t, there, block)
+    _put_codes(s, L, lane, block, at, slot, keep, low, high)
+    put_sides(s, L, where, b, lane, block, position, t, real, count, token, 0, low)
+    if L.BITS == 4:
+        put_sides(s, L, where, b, lane, block, position, t, real, count, token, L.BLOCK // 2, high)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def append_kernel(
+    first,
+    second,
+    third,
+    where,
+    heads,
+    tokens,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    THIRD: tl.constexpr,
+):
+    """Two streams, or three; grid (groups of blocks, lanes * streams, B).
+
+    first, second and third are fields of a `Stream`, where those of `Rows`, in order.
+    """
+    STREAMS: tl.constexpr = 2 if THIRD is None else 3
+    where = Rows(*where)
+    group, lane = tl.program_id(0), tl.program_id(1) // STREAMS
+    which, b = tl.program_id(1) % STREAMS, tl.program_id(2).to(tl.int64)
+    if which == 0:
+        _write(Stream(*first), FIRST, where, b, lane, heads, group, tokens)
+    if which == 1:
+        _write(Stream(*second), SECOND, where, b, lane, heads, group, tokens)
+    if THIRD is not None:  # noqa: SIM102 - known at compile time, unlike the other
+        if which == 2:
+            _write(Stream(*third), THIRD, where, b, lane, heads, group, tokens)
+
+
+def tokens_at_once(tokens: int, widest: int) -> int:
+    """Tokens of a program, a power of two, of ``tokens`` new ones in lanes of at most ``widest`` values.
+
+    The same in all streams, so that none has programs without work.
+    """
+    if tokens < PROMPT_TOKENS:
+        return 1
+    return max(PROMPT_VALUES // triton.next_power_of_2(widest), 1)
+
+
+def num_warps(layouts: Sequence[Layout]) -> int:
+    """Warps of a program that writes any of these."""
+    values = max(part.ROWS * part.BLOCK for part in layouts)
+    return min(max(values // WARP_VALUES, 1), MOST_WARPS)
+
+
+def _described(
+    names: tuple[str, ...],
+    kinds: Sequence[str],
+    stored: Sequence[Any],
+    new: Sequence[Any],
+    options: dict[str, Any],
+) -> tuple[list[Stream], list[Layout]]:
+    """Each stream at run time and at compile time; ``stored`` are codes and scales in turn."""
+    given = tuple(zip(names, kinds, stored[::2], stored[1::2], new, strict=True))
+    widest = max(resolve(kind).value_width(codes.shape[3]) for _, kind, codes, _, _ in given)
+    at_once = tokens_at_once(new[0].shape[2], widest)
+    streams = [stream_of(name, *parts, options) for name, _, *parts in given]
+    return streams, [layout_of(*parts, options, at_once) for parts in given]
+
+
+def launch(names: tuple[str, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Writes the streams ``names`` of an op's flat arguments.
+
+    Raises:
+        NotImplementedError: buffers or heads that these kernels cannot serve; nothing is written.
+    """
+    count = len(names)
+    stored, new = args[: 2 * count], args[2 * count : 3 * count]
+    start, kinds = args[3 * count], args[3 * count + 1 :]
+    if new[0].numel() == 0:
+        return
+    batch, heads, tokens, _ = new[0].shape
+    streams, layouts = _described(names, kinds, stored, new, options)
+    groups = max(-(-tokens * part.STRIDE // part.ROWS) for part in layouts)
+    absent = [None] * (MOST_STREAMS - count)
+    with on_device(start):
+        append_kernel[groups, stored[0].shape[1] * count, batch](
+            *streams, *absent, rows_of(names[0], start, options), heads, tokens, *layouts, *absent,
+            num_warps=num_warps(layouts), **EXACT,
+        )  # fmt: skip
+
+
+def append_(*args: Any, **options: Any) -> None:
+    """The op's flat arguments: see `caramba_fast.ops.append` and its schema."""
+    launch(STREAMS, args, options)
