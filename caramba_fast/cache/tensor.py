@@ -61,6 +61,7 @@ class CacheTensor:
 
         self.tail, self.sink = side(config.tail_len), side(config.sink_len)
         self._wide: WideRing | None = None
+        self._view: KVView | None = None
         self.transform = Transform(rotate=config.rotate)
 
     def widen_tail(self, start: Tensor, tokens: int) -> None:
@@ -86,8 +87,11 @@ class CacheTensor:
 
     @property
     def view(self) -> KVView:
-        """What the ops read and write: all slots."""
-        return KVView(
-            self.codes, self.scales, self.config.kind.value, self.tail, self.sink, self.transform,
-            self.config.fit,
-        )  # fmt: skip
+        """What the ops read and write: all slots. The same object while nothing of it is replaced."""
+        known = self._view
+        if known is None or known.tail is not self.tail or known.transform is not self.transform:
+            known = self._view = KVView(
+                self.codes, self.scales, self.config.kind.value, self.tail, self.sink, self.transform,
+                self.config.fit,
+            )  # fmt: skip
+        return known

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from caramba_fast.ops import checks
+from caramba_fast.ops import accepted, checks
 from caramba_fast.ops.quantize import FITS
 from caramba_fast.ops.registry import register
 from caramba_fast.ops.schema import DECOUPLED, STANDARD, append_schema
@@ -114,6 +114,30 @@ def _append(
     cache_leftpad: Tensor | None,
     query_lens: Tensor | None,
 ) -> None:
+    given = dict(block_table=block_table, cache_leftpad=cache_leftpad, query_lens=query_lens)
+    options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    accepted.check(
+        accepted.description(op.name, (*new.values(), start), views.values(), options),
+        lambda: _check(views, new, start, block_table, cache_leftpad, query_lens),
+    )
+    for name, view in views.items():
+        options.update(view.options(name))
+        if view.fit != "amax":
+            options[f"fit_{name}"] = view.fit
+    stored = [part for view in views.values() for part in (view.codes, view.scales)]
+    kinds = [view.kind for view in views.values()]
+    op(*stored, *new.values(), start, *kinds, **options)
+
+
+def _check(
+    views: dict[str, KVView],
+    new: dict[str, Tensor],
+    start: Tensor,
+    block_table: Tensor | None,
+    cache_leftpad: Tensor | None,
+    query_lens: Tensor | None,
+) -> None:
+    """Raises TypeError or ValueError naming everything that is wrong with a call."""
     problems: list[str] = []
     first = next(iter(new.values()))
     for name, view in views.items():
@@ -131,16 +155,6 @@ def _append(
         start=start, block_table=block_table, **{f"{n}_codes": v.codes for n, v in views.items()},
         **{f"{n}_new": x for n, x in new.items()},
     )  # fmt: skip
-    options: dict[str, Any] = {}
-    for name, view in views.items():
-        options.update(view.options(name))
-        if view.fit != "amax":
-            options[f"fit_{name}"] = view.fit
-    given = dict(block_table=block_table, cache_leftpad=cache_leftpad, query_lens=query_lens)
-    options.update({key: value for key, value in given.items() if value is not None})
-    stored = [part for view in views.values() for part in (view.codes, view.scales)]
-    kinds = [view.kind for view in views.values()]
-    op(*stored, *new.values(), start, *kinds, **options)
 
 
 def _stream_problems(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba_fast.ops import checks
+from caramba_fast.ops import accepted, checks
 from caramba_fast.ops.attention import State, solve
 from caramba_fast.ops.view import (
     KVView,
@@ -80,13 +80,12 @@ def call(
         max_tokens: most query tokens, or None for no limit.
     """
     options = {key: value for key, value in options.items() if value is not None}
-    described = _description(op, queries, views, cache_seqlens, n_kv_heads, options)
-    if described is None or described not in _accepted:
-        _check(op, queries, views, cache_seqlens, n_kv_heads, options, max_tokens)
-        if described is not None:
-            if len(_accepted) >= MOST_ACCEPTED:
-                _accepted.clear()
-            _accepted.add(described)
+    accepted.check(
+        accepted.description(
+            op.name, (*queries.values(), cache_seqlens), views.values(), options, n_kv_heads
+        ),
+        lambda: _check(op, queries, views, cache_seqlens, n_kv_heads, options, max_tokens),
+    )
     for name, view in views.items():
         options.update(view.options(name))
     stored = [part for view in views.values() for part in (view.codes, view.scales)]
@@ -128,42 +127,6 @@ def _check(
         q=first, cache_seqlens=cache_seqlens, **{f"{n}_codes": v.codes for n, v in views.items()},
         **{key: value for key, value in options.items() if isinstance(value, Tensor)},
     )  # fmt: skip
-
-
-#: Descriptions of calls that were checked and found right: a decode step repeats them, and a check takes as
-#: long as a short attention.
-_accepted: set[Any] = set()
-MOST_ACCEPTED = 4096
-
-
-def _description(
-    op: Any,
-    queries: dict[str, Tensor],
-    views: dict[str, KVView],
-    cache_seqlens: Tensor,
-    n_kv_heads: int,
-    options: dict[str, Any],
-) -> Any:
-    """Everything the checks look at, hashable; None where that cannot be told, or while tracing."""
-    given = (*queries.values(), cache_seqlens)
-    if torch.compiler.is_compiling() or any(type(x) is not Tensor for x in given):
-        return None
-    parts: list[Any] = [op.name, n_kv_heads]
-    parts += [(x.shape, x.dtype, x.device) for x in given]
-    parts += [view.description for view in views.values()]
-    for name, value in options.items():
-        if isinstance(value, Tensor):
-            parts.append((name, value.shape, value.dtype, value.device))
-        elif isinstance(value, (list, tuple)):
-            parts.append((name, tuple(value)))
-        else:
-            parts.append((name, type(value), value))
-    description = tuple(parts)
-    try:
-        hash(description)
-    except TypeError:
-        return None
-    return description
 
 
 def _problems(

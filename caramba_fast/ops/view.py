@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -172,7 +173,7 @@ class KVView:
                     f"n, {self.lane_dim}) float16 is needed"
                 )
 
-    @property
+    @cached_property
     def description(self) -> tuple[Any, ...]:
         """Shapes, dtypes and devices of everything, and the kind: what `check` and the ops look at."""
         parts = (self.codes, self.scales, self.tail, self.sink)
@@ -181,23 +182,36 @@ class KVView:
 
     def slice(self, length: int) -> KVView:
         """The view of the first ``length`` slots of a contiguous cache; no copy."""
-        scales = None if self.scales is None else self.scales[:, :, :length]
-        return replace(self, codes=self.codes[:, :, :length], scales=scales)
+        if length not in self._slices:
+            scales = None if self.scales is None else self.scales[:, :, :length]
+            self._slices.clear()  # a growing cache asks for one length many times, then for the next
+            self._slices[length] = replace(self, codes=self.codes[:, :, :length], scales=scales)
+        return self._slices[length]
+
+    @cached_property
+    def _slices(self) -> dict[int, KVView]:
+        return {}
 
     def options(self, name: str) -> dict[str, Any]:
-        """The keyword options of the ops for stream ``name``, those in use."""
-        t = self.transform
-        found = {
-            f"{name}_tail": self.tail,
-            f"{name}_sink": self.sink,
-            f"{name}_mean": t.mean,
-            f"{name}_bias": t.bias,
-            f"{name}_pairs": t.pairs,
-            f"{name}_phases": t.phases,
-            f"{name}_scale": t.scale,
-            f"rotate_{name}": t.rotate or None,
-        }
-        return {key: value for key, value in found.items() if value is not None}
+        """The keyword options of the ops for stream ``name``, those in use; not to be changed."""
+        if name not in self._options:
+            t = self.transform
+            found = {
+                f"{name}_tail": self.tail,
+                f"{name}_sink": self.sink,
+                f"{name}_mean": t.mean,
+                f"{name}_bias": t.bias,
+                f"{name}_pairs": t.pairs,
+                f"{name}_phases": t.phases,
+                f"{name}_scale": t.scale,
+                f"rotate_{name}": t.rotate or None,
+            }
+            self._options[name] = {key: value for key, value in found.items() if value is not None}
+        return self._options[name]
+
+    @cached_property
+    def _options(self) -> dict[str, dict[str, Any]]:
+        return {}
 
     @classmethod
     def of(
