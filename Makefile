@@ -7,17 +7,21 @@ GRID   ?= quick
 PIP    := $(BIN)/python -m pip install -q -c constraints.txt
 OLDEST := build/triton-oldest
 AOT    := bench/results/aot.csv
+SANE   := build/sanitize/caramba_fast/_C.abi3.so
 BUILD  := pyproject.toml setup.py $(wildcard csrc/*)
 
-.PHONY: help demo test test-device lint format bench bench-quick bench-rows bench-page bench-predictions aot train train-biased clean
+.PHONY: help demo test test-device sanitize cross lint format bench bench-quick bench-decode bench-rows bench-page bench-predictions aot train train-biased clean
 
 help:
 	@echo "make demo         a trained model writes from fp16, q8, q4 and nf4 caches"
 	@echo "make test         all tests"
 	@echo "make test-device  the parity tests on DEVICE=cpu|cuda|mps"
+	@echo "make sanitize     the C++ tests under gcc's address and undefined-behaviour checks"
+	@echo "make cross        compile the C++ for aarch64 and with clang, every warning an error"
 	@echo "make lint         formatting, lint, types, layers"
 	@echo "make bench        time the ops beside what torch has, ten minutes at most (DEVICE=cpu|cuda)"
 	@echo "make bench-quick  the same in about a minute"
+	@echo "make bench-decode decode steps of a whole model by cache kind, five minutes at most (CPU)"
 	@echo "make bench-rows   the same cases through pytest-benchmark (GRID=quick|cpu|core)"
 	@echo "make aot          compile the Triton kernels ahead of time and record what they cost"
 	@echo "make train        train both demo models again (close to three hours)"
@@ -56,6 +60,36 @@ test: $(VENV)/.test $(OLDEST)/.done
 test-device: $(VENV)/.test
 	$(BIN)/python -m pytest --device=$(DEVICE) -m device
 
+# The C++ extension with gcc's checks, beside the ordinary one.
+$(SANE): $(VENV)/.test
+	rm -rf build/sanitize
+	CARAMBA_FAST_SANITIZE=1 $(BIN)/python setup.py -q build_ext --build-lib build/sanitize --build-temp build/sanitize/temp
+
+# A process that loads the extension has to load the checks before everything else. They report to stderr and end the
+# process, so pytest must not hold stderr back. Left out: what is slow for torch's part, and runs of other sets.
+sanitize: export CARAMBA_FAST_EXTENSION = $(CURDIR)/$(SANE)
+sanitize: export ASAN_OPTIONS = detect_leaks=0:halt_on_error=1
+sanitize: export UBSAN_OPTIONS = halt_on_error=1:print_stacktrace=1
+sanitize: export OMP_NUM_THREADS = 1
+sanitize: $(SANE)
+	checks="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)" && \
+	sets=$$(LD_PRELOAD="$$checks" PYTHONPATH=tests $(BIN)/python -c \
+		'from test_extension import expected_isas; print(*expected_isas())') && \
+	printf '%s\n' $$sets | xargs -P 2 -I SET env CARAMBA_FAST_CPU_ISA=SET LD_PRELOAD="$$checks" \
+		$(BIN)/python -m pytest -q --capture=sys -p no:cacheprovider \
+		-k 'not (every_instruction_set or hundred_thousand or far_apart or opcheck)' \
+		tests/test_extension.py tests/test_cpp_attention.py tests/test_cpp_bounds.py tests/test_append.py
+
+# The C++ for aarch64 and for x86-64 with clang, which the ziglang package brings.
+cross: export ZIG_GLOBAL_CACHE_DIR = $(CURDIR)/build/cross
+cross: $(VENV)/.lint
+	mkdir -p build/cross
+	torch=$$($(BIN)/python -c 'from torch.utils.cpp_extension import include_paths as i; print(*["-isystem" + p for p in i()])') && \
+	for target in aarch64-linux-gnu x86_64-linux-gnu; do for file in csrc/*.cpp; do \
+		$(BIN)/python -m ziglang c++ -target $$target -c $$file -o build/cross/$$target.o -std=c++17 -O1 -ffp-contract=off \
+		-Wall -Wextra -Werror -DTORCH_TARGET_VERSION=0x020a000000000000 $$torch || exit 1; \
+	done; done
+
 # import-linter reads an ordinary install: an editable one hides the layers behind a finder.
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
@@ -77,10 +111,15 @@ bench: $(VENV)/.test
 bench-quick: $(VENV)/.test
 	$(BIN)/python -m caramba_fast.bench.run --device $(DEVICE) --quick
 
+# The largest settings are started last; none after the limit.
+bench-decode: $(VENV)/.test
+	$(BIN)/python -m caramba_fast.bench.decode_model --time-limit 200 --out runs/decode_model.csv
+
 # What a quiet machine measured, as the page that is in the repository.
 bench-page: $(VENV)/.test
 	cp runs/bench-$(DEVICE).csv bench/results/$(DEVICE).csv
 	cp runs/bench-$(DEVICE).json bench/results/$(DEVICE).json
+	cp runs/decode_model.csv bench/results/ 2>/dev/null || true
 	$(BIN)/python -m caramba_fast.bench.report $$(ls bench/results/cpu.csv bench/results/cuda.csv 2>/dev/null) > docs/performance.md
 
 bench-rows: $(VENV)/.test

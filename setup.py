@@ -2,7 +2,8 @@
 
 The extension is a plain shared library that registers its ops with torch when it is loaded
 (`caramba_fast.ops.extension`). It has no Python symbols and uses libtorch's stable ABI only, so one
-file serves every Python and every torch from 2.10 on. ``CARAMBA_FAST_BUILD_CPP=0`` leaves it out.
+file serves every Python and every torch from 2.10 on. ``CARAMBA_FAST_BUILD_CPP=0`` leaves it out,
+``CARAMBA_FAST_SANITIZE=1`` builds it with gcc's address and undefined-behaviour checks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from typing import Any
 from setuptools import find_packages, setup
 
 BUILD_CPP = os.environ.get("CARAMBA_FAST_BUILD_CPP", "1") != "0"
+SANITIZE = os.environ.get("CARAMBA_FAST_SANITIZE", "0") != "0"
+# Some Pythons build with -fwrapv, under which no overflow would be reported.
+CHECKS = ["-O1", "-g1", "-fno-wrapv", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
+CHECKED = ["-fsanitize=address,undefined", *CHECKS] if SANITIZE else []
 DEMO_FILES = ("safetensors", "json", "txt", "md", "csv")
 
 
@@ -32,7 +37,9 @@ def extension() -> dict[str, Any]:
             "-g0",
             "-fvisibility=hidden",
             "-ffp-contract=off",  # a fused multiply-add would change codes between backends
+            *CHECKED,
         ],
+        extra_link_args=CHECKED,
         py_limited_api=True,
     )
     return {

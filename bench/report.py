@@ -1,5 +1,6 @@
 """Turns the CSVs of `run` into Markdown: ``python -m caramba_fast.bench.report CSV [CSV] > docs/performance.md``.
 
+What `external` and `decode_model` read lies beside them, where it was measured.
 Ratios are between implementations that were timed in turn in one run; a bare time says as much about the
 machine and the moment.
 """
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import decode_model, external
 from .table import ENVIRONMENT, read
 
 COLUMNS = ("", "µs", "GB/s", "share", "expected", "× SDPA", "× best", "error")
@@ -72,6 +74,10 @@ def report(paths: Sequence[Path]) -> str:
             found = [row for row in chosen if row["case"] == case]
             threads = f", {found[0]['threads']} threads" if found[0]["threads"] else ""
             page += ["", f"### {case}{threads}", "", *summary(found)]
+    for folder in dict.fromkeys(path.parent for path in paths):
+        beside = external.section(read(folder / external.FILE), rows)
+        steps = decode_model.section(read(folder / decode_model.FILE))
+        page += [line for part in (beside, steps) if part for line in ("", *part)]
     measured_on_cuda = any(row["implementation"] == "sdpa flash" for row in rows)
     return "\n".join([*page, *([] if measured_on_cuda else ["", "CUDA: not measured."]), ""])
 

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "append_job.h"
+#include "arena.h"
 #include "attend.h"
 #include "numeric.h"
 
@@ -77,7 +78,7 @@ inline void append_tokens(const AppendJob& job, const AppendStream& stream, std:
         write_row(s.format, x, s.lane_dim, codes, 0);
       }
     }
-    if (s.tail.data != nullptr && i >= count - stream.ring)
+    if (s.tail.data != nullptr && position >= 0 && i >= count - stream.ring)
       store_halves(x, s.lane_dim, s.tail.at(b, lane, position % stream.ring));
     if (s.sink.data != nullptr && t >= 0 && t < stream.sink_len)
       store_halves(x, s.lane_dim, s.sink.at(b, lane, t));

@@ -85,6 +85,7 @@ void append(const AppendCommon& c, const StreamTensors* streams, const Tensor* c
                         table.scalar_type() == ScalarType::Int &&
                         (table.stride(1) == 1 || table.size(1) <= 1),
                     "block_table must be (B, pages) int32 with contiguous rows");
+    STD_TORCH_CHECK(job.slots > 0, "pages have no slots");
     job.table = static_cast<const std::int32_t*>(table.const_data_ptr());
     job.table_row = table.stride(0);
     job.pages_per_row = table.size(1);

@@ -9,10 +9,9 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <memory>
-#include <new>
 #include <vector>
 
+#include "arena.h"
 #include "attention.h"
 #include "numeric.h"
 #include "tile_float.h"
@@ -90,33 +89,6 @@ struct HeadSpan {
   }
 };
 
-// 64-byte aligned memory of one thread, kept between calls.
-class Arena {
- public:
-  void reset() { used_ = 0; }
-  template <class T>
-  T* take(std::int64_t count) {
-    const std::size_t bytes = (static_cast<std::size_t>(count) * sizeof(T) + 63) / 64 * 64;
-    used_ += bytes;
-    return reinterpret_cast<T*>(data_.get() + used_ - bytes);
-  }
-  // Room for everything that is taken afterwards; what was taken is lost.
-  void reserve(std::size_t bytes) {
-    if (bytes > size_) {
-      data_.reset(static_cast<char*>(::operator new(bytes, std::align_val_t(64))));
-      size_ = bytes;
-    }
-    used_ = 0;
-  }
-
- private:
-  struct Free {
-    void operator()(char* p) const { ::operator delete(p, std::align_val_t(64)); }
-  };
-  std::unique_ptr<char, Free> data_;
-  std::size_t size_ = 0, used_ = 0;
-};
-
 // A key stream as one head's queries meet it.
 struct KeyHead {
   const StoredStream* stored;
@@ -139,8 +111,7 @@ struct HeadState {
 #if CARAMBA_FAST_VNNI
   const HeadBytes* bytes;
   float* unit_sums;  // (rows, unit width) the same of tiles summed in integers, in the order of
-                     // ValueHalf
-  float* constants;  // (rows, blocks, 16)
+                     // value_half
   std::int64_t unit_width;
 #endif
 };
@@ -273,7 +244,6 @@ class Worker {
       if (state.bytes != nullptr) {
         state.unit_width = state.bytes->sums();
         state.unit_sums = zeros(rows_ * state.unit_width);
-        state.constants = zeros(static_cast<std::int64_t>(rows_) * state.bytes->blocks * 16);
       }
 #endif
     }
@@ -452,6 +422,29 @@ class Worker {
     return tokens_of(a_, buffer, b_, lane_, position, a_.table != nullptr);
   }
 
+  // cos and sin of a pair at tokens t to t + count - 1, by the angle-addition rule; outside of the
+  // table (padding) those of its first or last token.
+  static void angles(const Basis& basis, std::int64_t pair, std::int64_t t, int count,
+                     float* cosine, float* sine) {
+    const float* table = basis.phases + pair * basis.phase_rows * 2;
+    const std::int64_t most = (basis.phase_rows - kPhaseTile) * kPhaseTile - 1;
+    for (int i = 0; i < count;) {
+      const std::int64_t at = std::clamp<std::int64_t>(t + i, 0, most);
+      const float* inside = table + at % kPhaseTile * 2;
+      const float* start = table + (kPhaseTile + at / kPhaseTile) * 2;
+      const float c = start[0], s = start[1];
+      // As far as the tile of the table goes; one by one outside of the table.
+      const std::int64_t run =
+          at == t + i ? std::min(kPhaseTile - at % kPhaseTile, most + 1 - at) : 1;
+      const int stop = static_cast<int>(std::min<std::int64_t>(count, i + run));
+      for (int k = 0; k < stop - i; ++k) {
+        cosine[i + k] = c * inside[2 * k] - s * inside[2 * k + 1];
+        sine[i + k] = s * inside[2 * k] + c * inside[2 * k + 1];
+      }
+      i = stop;
+    }
+  }
+
   // What centering took out of the logits.
   void shift(const KeyHead& key, int h, const Tile& tile) {
     if (key.constant != nullptr)
@@ -460,17 +453,9 @@ class Worker {
     if (key.waves == nullptr) return;
     const Basis& basis = key.stored->basis;
     const std::int64_t head = lane_ * a_.heads_per_lane + h;
-    const std::int64_t most = (basis.phase_rows - kPhaseTile) * kPhaseTile - 1;
     for (std::int64_t p = 0; p < basis.pair_count; ++p) {
-      const float* table = basis.phases + (head * basis.pair_count + p) * basis.phase_rows * 2;
       alignas(64) float cosine[kTile], sine[kTile];
-      for (int i = 0; i < tile.count; ++i) {
-        const std::int64_t t = std::clamp<std::int64_t>(tile.start + i - row_->pad, 0, most);
-        const float* inside = table + t % kPhaseTile * 2;
-        const float* start = table + (kPhaseTile + t / kPhaseTile) * 2;
-        cosine[i] = start[0] * inside[0] - start[1] * inside[1];
-        sine[i] = start[1] * inside[0] + start[0] * inside[1];
-      }
+      angles(basis, head * basis.pair_count + p, tile.start - row_->pad, tile.count, cosine, sine);
       for (int i = tile.count; i < kTile; ++i) cosine[i] = sine[i] = 0;
       for (int r = 0; r < rows_; ++r) {
         const float* wave = key.waves + (r * basis.pair_count + p) * 2;
@@ -533,8 +518,6 @@ class Worker {
 #if CARAMBA_FAST_VNNI
     if (state.bytes != nullptr) {
       scale_by(state.unit_sums + r * state.unit_width, state.unit_width, factor);
-      const std::int64_t width = 16 * state.value.blocks;
-      scale_by(state.constants + r * width, width, factor);
     }
 #endif
   }
@@ -600,10 +583,10 @@ class Worker {
   template <Format F>
   void add_integers(HeadState& state, const HeadBytes& bytes, const Tile& tile, const char* codes) {
     const std::int64_t stride = a_.value().codes.token;
+    if (F == Format::q4_0) take_signs(bytes, tile_scales_, *flips_);
     for (int r = 0; r < rows_; ++r)
-      weigh<F>(scores_ + r * kScoreRow, bytes, tile_scales_, weight_units_ + r * bytes.units,
-               state.constants + r * 16 * bytes.blocks);
-    if (F == Format::q4_0) flips_->load(bytes, tile_scales_);
+      weigh<F>(scores_ + r * kScoreRow, bytes, tile_scales_, *flips_,
+               weight_units_ + r * bytes.units);
     value_int8<F>(weight_units_, bytes, rows_, codes, stride, *flips_, tile.count, state.unit_sums,
                   state.unit_width);
   }
@@ -619,14 +602,12 @@ class Worker {
     for (int r = 0; r < rows_; ++r) {
       float* to = state.sums + r * state.value.width;
       const float* from = state.unit_sums + r * state.unit_width;
-      for (int u = 0; u < bytes.units; ++u)
+      for (int u = 0; u < bytes.units; ++u) {
         for (int vector = 0; vector < 4 * bytes.nibbles; ++vector)
-          for (int i = 0; i < kUnitLanes * 4; ++i, ++from)
-            if (bytes.value[u][vector][i] >= 0) to[bytes.value[u][vector][i]] += *from;
-      for (int b = 0; b < bytes.blocks; ++b) {
-        const float constant =
-            sum_of(load_as<Floats>(state.constants + (r * bytes.blocks + b) * 16));
-        for (int i = 0; i < bytes.block; ++i) to[b * bytes.block + i] += constant;
+          for (int i = 0; i < kUnitLanes * 4; ++i, ++from) {
+            const int value = bytes.value[u][vector][i];
+            if (value >= 0) to[value] += *from;
+          }
       }
     }
 #else
@@ -705,11 +686,6 @@ class Worker {
   Flips* flips_ = nullptr;
 #endif
 };
-
-inline Arena& thread_arena() {
-  thread_local Arena arena;
-  return arena;
-}
 
 inline void attend_tasks(const Attention& a, const Task* tasks, std::int64_t count) {
   Worker worker(a, thread_arena());

@@ -21,6 +21,8 @@ namespace {
 // Tiles times query rows that are worth a thread of their own: about 20 microseconds.
 constexpr std::int64_t kGrain = 128;
 constexpr std::int64_t kWidestHead = 1024;
+// Stands for anything larger, so that positions can be added to it.
+constexpr std::int64_t kEndless = std::int64_t{1} << 40;
 
 // Numbers of any type as fp32.
 std::vector<float> as_floats(const Tensor& x, const char* name) {
@@ -109,8 +111,8 @@ void Call::place(const Common& c, const Lead& lead, const StreamTensors* streams
   work.ring = sides[0];
   work.sink_len = sides[1];
   work.residual = work.ring > 0 ? c.residual_len : 0;
-  STD_TORCH_CHECK(c.residual_len >= 0 && (c.residual_len == 0 || work.ring > 0),
-                  "residual_len needs a tail in every stream");
+  STD_TORCH_CHECK(c.residual_len >= 0 && c.residual_len <= work.ring,
+                  "residual_len needs a tail in every stream, and no shorter one");
   STD_TORCH_CHECK(work.residual == 0 || work.residual + work.tokens <= work.ring + 1,
                   "T=", work.tokens, " and residual_len=", work.residual, " need a tail of ",
                   work.residual + work.tokens - 1, ", it has ", work.ring);
@@ -118,14 +120,14 @@ void Call::place(const Common& c, const Lead& lead, const StreamTensors* streams
 
 void Call::see(const Common& c) {
   STD_TORCH_CHECK(c.window_size.size() == 2, "window_size needs two numbers");
-  work.window = c.window_size[0];
-  work.kept = c.num_sink_tokens;
+  work.window = std::min(c.window_size[0], kEndless);
+  work.kept = std::min(c.num_sink_tokens, kEndless);
   work.softcap = static_cast<float>(c.softcap);
   const auto* lengths = row_integers(c.cache_seqlens, "cache_seqlens", work.batch);
   const auto* pads = row_integers(c.cache_leftpad, "cache_leftpad", work.batch);
   const auto* counts = row_integers(c.query_lens, "query_lens", work.batch);
-  const std::int64_t capacity =
-      work.table != nullptr ? work.slots * work.pages_per_row : work.slots;
+  const std::int64_t pages = work.table == nullptr ? 1 : work.pages > 0 ? work.pages_per_row : 0;
+  const std::int64_t capacity = work.slots * pages;
   plan.rows.clear();
   for (std::int64_t b = 0; b < work.batch; ++b) {
     const std::int64_t count = counts == nullptr ? work.tokens : counts[b];

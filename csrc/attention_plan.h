@@ -10,14 +10,15 @@
 
 namespace caramba_fast {
 
-// The visible stretches of one row; see `Segment`. Positions are slots, padding included.
+// The visible stretches of one row; see `Segment`. Positions are slots, padding included. Whatever
+// the numbers are, no segment leaves its buffer.
 inline RowPlan plan_row(const Attention& a, std::int64_t length, std::int64_t count,
                         std::int64_t pad, std::int64_t capacity) {
   RowPlan row;
   row.length = length;
-  row.count = count;
-  row.pad = pad;
-  if (count <= 0) return row;
+  row.count = count = std::clamp<std::int64_t>(count, 0, a.tokens);
+  row.pad = pad = std::max<std::int64_t>(pad, 0);
+  if (count == 0) return row;
   const std::int64_t first = length - count;  // the first query's position
   const auto add = [&row, &a](Source source, std::int64_t start, std::int64_t stop) {
     if (stop <= start) return;
@@ -25,9 +26,9 @@ inline RowPlan plan_row(const Attention& a, std::int64_t length, std::int64_t co
     row.segments[row.segment_count++] = {source, start, stop};
     row.tiles += (stop - aligned + a.tile - 1) / a.tile;
   };
-  const std::int64_t begin = std::max<std::int64_t>(pad, 0) + a.sink_len;
+  const std::int64_t begin = pad + a.sink_len;
   const std::int64_t near = a.window >= 0 ? std::max(begin, first - a.window) : begin;
-  add(Source::sinks, std::max<std::int64_t>(pad, 0), std::min(begin, length));
+  add(Source::sinks, pad, std::min(begin, length));
   const std::int64_t end = std::min(length - a.residual, capacity);
   if (near > begin) add(Source::codes, begin, std::min({pad + a.kept, near, end}));
   add(Source::codes, near, end);

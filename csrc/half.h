@@ -15,7 +15,6 @@ inline constexpr std::int32_t kMagnitude = 0x7fffffff;
 inline constexpr std::int32_t kInfinity = 255 << 23;
 inline constexpr std::int32_t kNaN = 0x7fc00000;
 inline constexpr std::int32_t kHalfNaN = 0x7e00;
-inline constexpr std::int32_t kBfloatNaN = 0x7fc0;
 
 #if CARAMBA_FAST_VECTOR_BITS == 512
 
@@ -68,8 +67,8 @@ inline void store_half(Floats v, std::uint16_t* to) {
 inline Floats load_bfloat(const std::uint16_t* from) { return floats(widen(from) << 16); }
 
 inline void store_bfloat(Floats v, std::uint16_t* to) {
-  const Ints rounded = (bits(v) + 0x7fff + ((bits(v) >> 16) & 1)) >> 16;
-  narrow((bits(v) & kMagnitude) > splat(kInfinity) ? splat(kBfloatNaN) : rounded, to);
+  const Ints number = (bits(v) & kMagnitude) > splat(kInfinity) ? splat(kNaN) : bits(v);
+  narrow((number + 0x7fff + ((number >> 16) & 1)) >> 16, to);
 }
 
 // An element type: how kLanes of its values are read and written.

@@ -20,6 +20,16 @@ inline const T* token_at(const void* data, std::int64_t stride, std::int64_t tok
   return reinterpret_cast<const T*>(static_cast<const char*>(data) + token * stride);
 }
 
+// How far ahead of what is read the next bytes of a stream are asked for. Hardware follows a stream
+// to the end of its page; a lane changes streams with every tile.
+inline constexpr std::int64_t kAhead = 4096;
+inline constexpr std::int64_t kLine = 64;
+
+inline void prefetch(const void* at, std::int64_t bytes) {
+  for (std::int64_t i = 0; i < bytes; i += kLine)
+    __builtin_prefetch(static_cast<const char*>(at) + kAhead + i);
+}
+
 // scores[r][t] += q[r] . k[t] for ROWS rows; q rows are `width` apart, keys `stride` bytes.
 template <Format T, int ROWS>
 void score_rows(const float* q, std::int64_t width, const void* keys, std::int64_t stride,
@@ -27,23 +37,30 @@ void score_rows(const float* q, std::int64_t width, const void* keys, std::int64
   constexpr int kTokens = kLanes / ROWS > 0 ? kLanes / ROWS : 1;
   for (int t = 0; t < count; t += kTokens) {
     const typename Values<T>::Storage* key[kTokens];
+    CARAMBA_FAST_UNROLL
     for (int i = 0; i < kTokens; ++i)  // past the end the last token stands in
       key[i] =
           token_at<typename Values<T>::Storage>(keys, stride, t + i < count ? t + i : count - 1);
+    for (int i = 0; i < kTokens; ++i)
+      prefetch(key[i], width * static_cast<std::int64_t>(sizeof *key[i]));
     Floats sums[kLanes] = {};
     for (std::int64_t d = 0; d < width; d += kLanes) {
       Floats k[kTokens];
+      CARAMBA_FAST_UNROLL
       for (int i = 0; i < kTokens; ++i) k[i] = Values<T>::load(key[i] + d);
+      CARAMBA_FAST_UNROLL
       for (int r = 0; r < ROWS; ++r) {
         const Floats query = load_as<Floats>(q + r * width + d);
+        CARAMBA_FAST_UNROLL
         for (int i = 0; i < kTokens; ++i)
           sums[r * kTokens + i] = fused(query, k[i], sums[r * kTokens + i]);
       }
     }
     float found[kLanes];
     store_as(sums_of(sums), found);
-    for (int r = 0; r < ROWS; ++r)
-      for (int i = 0; i < kTokens; ++i) scores[r * kScoreRow + t + i] += found[r * kTokens + i];
+    CARAMBA_FAST_UNROLL
+    for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
+    for (int i = 0; i < kTokens; ++i) scores[r * kScoreRow + t + i] += found[r * kTokens + i];
   }
 }
 
@@ -65,19 +82,25 @@ template <Format T, int ROWS, int PARTS>
 void value_part(const float* weights, const void* values, std::int64_t stride, int count,
                 float* sums, std::int64_t width, std::int64_t d) {
   Floats sum[ROWS][PARTS];
-  for (int r = 0; r < ROWS; ++r)
-    for (int i = 0; i < PARTS; ++i) sum[r][i] = load_as<Floats>(sums + r * width + d + i * kLanes);
+  CARAMBA_FAST_UNROLL
+  for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
+  for (int i = 0; i < PARTS; ++i) sum[r][i] = load_as<Floats>(sums + r * width + d + i * kLanes);
   for (int t = 0; t < count; ++t) {
     const auto* value = token_at<typename Values<T>::Storage>(values, stride, t) + d;
+    prefetch(value, PARTS * kLanes * static_cast<std::int64_t>(sizeof *value));
     Floats v[PARTS];
+    CARAMBA_FAST_UNROLL
     for (int i = 0; i < PARTS; ++i) v[i] = Values<T>::load(value + i * kLanes);
+    CARAMBA_FAST_UNROLL
     for (int r = 0; r < ROWS; ++r) {
       const Floats weight = splat(weights[r * kScoreRow + t]);
+      CARAMBA_FAST_UNROLL
       for (int i = 0; i < PARTS; ++i) sum[r][i] = fused(weight, v[i], sum[r][i]);
     }
   }
-  for (int r = 0; r < ROWS; ++r)
-    for (int i = 0; i < PARTS; ++i) store_as(sum[r][i], sums + r * width + d + i * kLanes);
+  CARAMBA_FAST_UNROLL
+  for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
+  for (int i = 0; i < PARTS; ++i) store_as(sum[r][i], sums + r * width + d + i * kLanes);
 }
 
 template <Format T, int ROWS>

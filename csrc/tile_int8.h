@@ -1,6 +1,8 @@
 // The score pass and the value pass over one quantized tile in integer products of bytes (AVX-512
-// VNNI's vpdpbusd: 16 sums of four u8 * s8). Queries become 16-bit integers, weights of values
-// 8-bit (4-bit formats) or 16-bit (q8_0) ones, cut into bytes; scales are applied after the sums.
+// VNNI's vpdpbusd: 16 sums of four u8 * s8). Queries and weights of values become 16-bit
+// integers, cut into bytes; scales are applied after the sums. Weights of 8 bits would be a sixth
+// faster for 4-bit formats, and lose the many small ones beside a large one: a KL of 4e-4 to 1e-3
+// on the demo models, against 1e-6.
 //
 // A token's bytes are taken in units of 64, a unit in four lanes of 16; a block's bytes never share
 // a lane with another's. Included in isa_avx512_vnni.cpp alone, in that set's namespace.
@@ -10,6 +12,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -25,6 +28,13 @@ inline constexpr int kMostUnits = 4;                   // 256 values of q8_0
 inline constexpr int kMostBlocks = 8;                  // 256 values in blocks of 32
 inline constexpr float kQueryRange = 127 * 256 + 127;  // in two signed bytes
 
+// sum + the products of four unsigned bytes of u with four signed ones of s, in each dword.
+// Assembly because gcc 12 copies the sum of the intrinsic in front of each use.
+inline __m512i sum_of_products(__m512i sum, __m512i u, __m512i s) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u), "vm"(s));
+  return sum;
+}
+
 // What is stored of one head: its blocks, as bytes of a token. Worked out once for each layout
 // (`head_bytes`).
 struct HeadBytes {
@@ -34,7 +44,7 @@ struct HeadBytes {
   __mmask16 words[kMostUnits];  // dwords of each unit that exist
   // The value that lane's byte 4 * quarter + i holds in a nibble: value[u][quarter * nibbles +
   // nibble][lane * 4 + i]; -1 behind the last. It is also the order of the sums of a unit
-  // (`ValueHalf`).
+  // (`value_half`).
   std::int16_t value[kMostUnits][8][kUnitLanes * 4];
   std::uint16_t scale_order[32];  // 32 scales, token by token, to block by block
 
@@ -83,6 +93,8 @@ struct TileScales {
             bool may_be_negative) {
     const int blocks = head.blocks;
     std::uint32_t found = 0;
+    for (std::int64_t i = 0; i < stride * kTile; i += kLine)
+      __builtin_prefetch(from + kAhead / 4 + i);
     const bool packed = stride == 2 * blocks && (blocks & (blocks - 1)) == 0;
     if (packed) {
       const int tokens = 32 / blocks;
@@ -157,10 +169,14 @@ void prepare_query(const float* q, const HeadBytes& head, QueryUnit* units) {
   for (int b = 0; b < head.blocks; ++b) {
     const float* x = q + b * head.block;
     __m512 most = _mm512_setzero_ps();
-    for (int i = 0; i < head.block; i += 16)
-      most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(x + i)));
+    bool odd = false;  // a NaN, which neither the maximum nor an integer would show
+    for (int i = 0; i < head.block; i += 16) {
+      const __m512 value = _mm512_loadu_ps(x + i);
+      most = _mm512_max_ps(most, _mm512_abs_ps(value));
+      odd |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q) != 0;
+    }
     const float largest = _mm512_reduce_max_ps(most);
-    scale[b] = largest / kQueryRange;
+    scale[b] = odd ? std::numeric_limits<float>::quiet_NaN() : largest / kQueryRange;
     const __m512 inverse = _mm512_set1_ps(largest > 0 ? kQueryRange / largest : 0);
     for (int i = 0; i < head.block; i += 16) {
       const __m512i code = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse));
@@ -205,19 +221,15 @@ inline void columns_of(const __m512i (&rows)[4], __m512i (&columns)[4]) {
 }
 
 // Tokens t to t + 3 of a unit; behind the last the last stands in.
+template <bool PREFETCH = true>
 inline void load_rows(const char* codes, std::int64_t stride, int t, int count, __mmask16 words,
                       __m512i (&rows)[4]) {
-  for (int i = 0; i < 4; ++i)
-    rows[i] = _mm512_maskz_loadu_epi32(words, codes + std::min(t + i, count - 1) * stride);
-}
-
-// Lane sums of four vectors of four tokens each: 16 tokens.
-inline __m512 lane_sums(const __m512 (&v)[4]) {
-  const __m512 a =
-      _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x44), _mm512_shuffle_f32x4(v[0], v[1], 0xee));
-  const __m512 b =
-      _mm512_add_ps(_mm512_shuffle_f32x4(v[2], v[3], 0x44), _mm512_shuffle_f32x4(v[2], v[3], 0xee));
-  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  CARAMBA_FAST_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const char* from = codes + std::min(t + i, count - 1) * stride;
+    if (PREFETCH) __builtin_prefetch(from + kAhead);
+    rows[i] = _mm512_maskz_loadu_epi32(words, from);
+  }
 }
 
 inline __m512 lane_scales(const TileScales& scales, const int (&block_of)[kUnitLanes], int t) {
@@ -250,16 +262,19 @@ struct LevelBytes {
 };
 inline constexpr LevelBytes kLevelBytes{};
 
-// What four tokens of a unit contribute to the scores of one row, by lane and token.
+// Four tokens of a unit as unsigned bytes, column by column; for nf4 high bytes, then low ones.
 template <Format F>
 struct KeyGroup {
-  __m512i bytes[KeyCodes<F>::kVectors];
+  static constexpr int kVectors = KeyCodes<F>::kVectors, kBytes = F == Format::nf4 ? 2 : 1;
+  __m512i bytes[kVectors * kBytes];
 
-  void load(const char* codes, std::int64_t stride, int t, int count, __mmask16 words) {
+  inline __attribute__((always_inline)) void load(const char* codes, std::int64_t stride, int t,
+                                                  int count, __mmask16 words) {
     __m512i rows[4], columns[4];
     load_rows(codes, stride, t, count, words, rows);
     columns_of(rows, columns);
     const __m512i nibble = _mm512_set1_epi8(15);
+    CARAMBA_FAST_UNROLL
     for (int c = 0; c < 4; ++c) {
       if constexpr (F == Format::q8_0) {
         bytes[c] = _mm512_xor_si512(columns[c], _mm512_set1_epi8(-128));
@@ -268,49 +283,103 @@ struct KeyGroup {
         bytes[2 * c + 1] = _mm512_and_si512(_mm512_srli_epi16(columns[c], 4), nibble);
       }
     }
+    if constexpr (F == Format::nf4) {
+      const __m512i highs = table_of(kLevelBytes.key_high), lows = table_of(kLevelBytes.key_low);
+      CARAMBA_FAST_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        bytes[8 + i] = _mm512_shuffle_epi8(lows, bytes[i]);
+        bytes[i] = _mm512_shuffle_epi8(highs, bytes[i]);
+      }
+    }
   }
 };
 
-template <Format F, int GROUPS>
-inline void row_sums(const KeyGroup<F> (&keys)[GROUPS], const QueryUnit& q,
-                     __m512 (&found)[GROUPS]) {
+// What UNITS units of four tokens each, GROUPS times, contribute to the scores of one row: by lane
+// and token, scales of the keys included. Chains of sums are interleaved, for each sum waits for
+// the one before it.
+template <Format F, int UNITS, int GROUPS>
+inline __attribute__((always_inline)) void row_sums(const KeyGroup<F> (&keys)[UNITS][GROUPS],
+                                                    const __m512 (&by_lane)[UNITS][GROUPS],
+                                                    const QueryUnit* q, __m512 (&found)[GROUPS]) {
   constexpr int kVectors = KeyCodes<F>::kVectors;
-  __m512i sums[GROUPS], lows[GROUPS];  // chains of their own: a sum waits for the one before it
-  for (int g = 0; g < GROUPS; ++g) sums[g] = lows[g] = _mm512_setzero_si512();
+  __m512i high[UNITS][GROUPS], low[UNITS][GROUPS];
+  CARAMBA_FAST_UNROLL
+  for (int u = 0; u < UNITS; ++u) {
+    CARAMBA_FAST_UNROLL
+    for (int g = 0; g < GROUPS; ++g) high[u][g] = low[u][g] = _mm512_setzero_si512();
+  }
+  CARAMBA_FAST_UNROLL
   for (int i = 0; i < kVectors; ++i) {
-    const __m512i high = _mm512_load_si512(q.high[i]), low = _mm512_load_si512(q.low[i]);
-    for (int g = 0; g < GROUPS; ++g) {
-      sums[g] = _mm512_dpbusd_epi32(sums[g], keys[g].bytes[i], high);
-      lows[g] = _mm512_dpbusd_epi32(lows[g], keys[g].bytes[i], low);
+    CARAMBA_FAST_UNROLL
+    for (int u = 0; u < UNITS; ++u) {
+      const __m512i above = _mm512_load_si512(q[u].high[i]), below = _mm512_load_si512(q[u].low[i]);
+      CARAMBA_FAST_UNROLL
+      for (int g = 0; g < GROUPS; ++g) {
+        high[u][g] = sum_of_products(high[u][g], keys[u][g].bytes[i], above);
+        low[u][g] = sum_of_products(low[u][g], keys[u][g].bytes[i], below);
+        if constexpr (F == Format::nf4)
+          low[u][g] = sum_of_products(low[u][g], keys[u][g].bytes[8 + i], above);
+      }
     }
   }
-  for (int g = 0; g < GROUPS; ++g)
-    sums[g] = _mm512_add_epi32(_mm512_slli_epi32(sums[g], 8), lows[g]);
-  const __m512 scale = _mm512_load_ps(q.scale), shift = _mm512_load_ps(q.shift);
-  for (int g = 0; g < GROUPS; ++g)
-    found[g] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[g]), scale, shift);
+  CARAMBA_FAST_UNROLL
+  for (int u = 0; u < UNITS; ++u) {
+    const __m512 scale = _mm512_load_ps(q[u].scale), shift = _mm512_load_ps(q[u].shift);
+    CARAMBA_FAST_UNROLL
+    for (int g = 0; g < GROUPS; ++g) {
+      __m512 sum;
+      if constexpr (F == Format::nf4) {
+        // 16 bits on both sides; the product of the two low bytes is left out (below 2^-16 of the
+        // sum).
+        sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high[u][g]), _mm512_set1_ps(256),
+                              _mm512_cvtepi32_ps(low[u][g]));
+        sum = _mm512_fmadd_ps(_mm512_mul_ps(sum, scale), _mm512_set1_ps(256), shift);
+      } else {
+        const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(high[u][g], 8), low[u][g]);
+        sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), scale, shift);
+      }
+      found[g] = u == 0 ? _mm512_mul_ps(sum, by_lane[u][g])
+                        : _mm512_fmadd_ps(sum, by_lane[u][g], found[g]);
+    }
+  }
 }
 
-// nf4 has 16 bits on both sides; the product of the two low bytes is left out (below 2^-16 of the
-// sum).
-template <int GROUPS>
-inline void row_sums(const KeyGroup<Format::nf4> (&keys)[GROUPS], const QueryUnit& q,
-                     __m512 (&found)[GROUPS]) {
-  const __m512i highs = table_of(kLevelBytes.key_high), lows = table_of(kLevelBytes.key_low);
-  const __m512 scale = _mm512_load_ps(q.scale), shift = _mm512_load_ps(q.shift);
-  for (int g = 0; g < GROUPS; ++g) {
-    __m512i most = _mm512_setzero_si512(), rest = _mm512_setzero_si512();
-    for (int i = 0; i < 8; ++i) {
-      const __m512i high = _mm512_shuffle_epi8(highs, keys[g].bytes[i]);
-      const __m512i low = _mm512_shuffle_epi8(lows, keys[g].bytes[i]);
-      const __m512i query = _mm512_load_si512(q.high[i]);
-      most = _mm512_dpbusd_epi32(most, high, query);
-      rest = _mm512_dpbusd_epi32(rest, low, query);
-      rest = _mm512_dpbusd_epi32(rest, high, _mm512_load_si512(q.low[i]));
+// The sum over lanes of two vectors of four tokens.
+inline __m256 sums_of_lanes(__m512 a, __m512 b) {
+  const __m256 x = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+  const __m256 y = _mm256_add_ps(_mm512_castps512_ps256(b), _mm512_extractf32x8_ps(b, 1));
+  return _mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
+}
+
+// Eight tokens from t on, UNITS units from the first: keys stay in registers while all rows meet
+// them.
+template <Format F, int UNITS, int GROUPS>
+inline void score_eight(const QueryUnit* q, const HeadBytes& head, int first, int rows,
+                        const char* codes, std::int64_t stride, const TileScales& scales, int t,
+                        int count, float* scores) {
+  for (int part = 0; part < 2; part += GROUPS) {
+    KeyGroup<F> keys[UNITS][GROUPS];
+    __m512 by_lane[UNITS][GROUPS];
+    CARAMBA_FAST_UNROLL
+    for (int u = 0; u < UNITS; ++u) CARAMBA_FAST_UNROLL
+    for (int g = 0; g < GROUPS; ++g) {
+      const int at = t + 4 * (part + g);
+      keys[u][g].load(codes + (first + u) * kUnit, stride, std::min(at, count - 1), count,
+                      head.words[first + u]);
+      by_lane[u][g] = lane_scales(scales, head.block_of[first + u], at);
     }
-    const __m512 sum =
-        _mm512_fmadd_ps(_mm512_cvtepi32_ps(most), _mm512_set1_ps(256), _mm512_cvtepi32_ps(rest));
-    found[g] = _mm512_fmadd_ps(_mm512_mul_ps(sum, scale), _mm512_set1_ps(256), shift);
+    for (int r = 0; r < rows; ++r) {
+      const QueryUnit* query = q + r * head.units + first;
+      float* to = scores + r * kScoreRow + t + 4 * part;
+      __m512 found[GROUPS];
+      row_sums(keys, by_lane, query, found);
+      if constexpr (GROUPS == 2) {
+        _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), sums_of_lanes(found[0], found[1])));
+      } else {
+        const __m256 sum = sums_of_lanes(found[0], found[0]);
+        _mm_storeu_ps(to, _mm_add_ps(_mm_loadu_ps(to), _mm256_castps256_ps128(sum)));
+      }
+    }
   }
 }
 
@@ -318,130 +387,165 @@ inline void row_sums(const KeyGroup<Format::nf4> (&keys)[GROUPS], const QueryUni
 template <Format F>
 void score_int8(const QueryUnit* q, const HeadBytes& head, int rows, const char* codes,
                 std::int64_t stride, const TileScales& scales, int count, float* scores) {
-  constexpr int kGroups = 2;
-  for (int t = 0; t < count; t += 16) {
-    for (int pair = 0; pair < 4; pair += kGroups) {
-      const int at = t + 4 * pair;
-      for (int u = 0; u < head.units; ++u) {
-        KeyGroup<F> keys[kGroups];
-        __m512 by_lane[kGroups];
-        for (int g = 0; g < kGroups; ++g) {
-          keys[g].load(codes + u * kUnit, stride, std::min(at + 4 * g, count - 1), count,
-                       head.words[u]);
-          by_lane[g] = lane_scales(scales, head.block_of[u], at + 4 * g);
-        }
-        for (int r = 0; r < rows; ++r) {
-          __m512 found[kGroups];
-          row_sums(keys, q[r * head.units + u], found);
-          for (int g = 0; g < kGroups; ++g) {
-            const __m512 product = _mm512_mul_ps(found[g], by_lane[g]);
-            // The sum over lanes of four tokens.
-            const __m256 half =
-                _mm256_add_ps(_mm512_castps512_ps256(product), _mm512_extractf32x8_ps(product, 1));
-            const __m128 sum =
-                _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-            float* to = scores + r * kScoreRow + at + 4 * g;
-            _mm_storeu_ps(to, _mm_add_ps(_mm_loadu_ps(to), sum));
-          }
-        }
-      }
-    }
+  // As many of the 32 registers as leave room for the sums: 16 for keys.
+  constexpr int kGroups = F == Format::nf4 ? 1 : 2, kUnits = F == Format::q8_0 ? 2 : 1;
+  for (int t = 0; t < count; t += 8) {
+    int u = 0;
+    for (; u + kUnits <= head.units; u += kUnits)
+      score_eight<F, kUnits, kGroups>(q, head, u, rows, codes, stride, scales, t, count, scores);
+    for (; u < head.units; ++u)
+      score_eight<F, 1, kGroups>(q, head, u, rows, codes, stride, scales, t, count, scores);
   }
 }
 
 // -- values -------------------------------------------------------------------------------------
 
-// Weights times scales of one row and unit as bytes: [lane][16 tokens] for each 16 tokens; `low` is
-// used by q8_0 alone, `flip` (0xff where a scale is negative) by q4_0 alone.
+// Weights times scales of one row and unit as bytes, four tokens a dword: vector q, lane, dword g
+// hold tokens 16 g + 4 q to 16 g + 4 q + 3 of the lane's block.
 struct alignas(64) WeightUnit {
   std::uint8_t high[4][kUnit], low[4][kUnit];
-  float scale[16];  // what undoes the bytes, by lane
+  float scale[16];          // what undoes the bytes, by lane
+  std::int32_t offset[16];  // of q4_0: what the codes' offset adds to each sum, by lane
 };
 
-template <Format F>
-struct ValueCodes;
-template <>
-struct ValueCodes<Format::q8_0> {
-  static constexpr float kRange = 65535, kDivisor = 1;
-};
-template <>
-struct ValueCodes<Format::q4_0> {
-  static constexpr float kRange = 255, kDivisor = 1;
-};
-template <>
-struct ValueCodes<Format::nf4> {
-  static constexpr float kRange = 255, kDivisor = kQueryRange;
+// The same order for the scales of a tile: 0xff where one is negative. Negative scales make values
+// |s| (u' - 7) of u' = 15 - u, others |s| (u - 8): `offset` is 8 or 7.
+struct alignas(64) Flips {
+  std::uint8_t flip[kMostUnits][4][kUnit], offset[kMostUnits][4][kUnit];
 };
 
-// Weights (one row, zeros from `count` on) times scales. constants[block][16]: what all values of a
-// block get besides, summed over its 16 entries.
+inline constexpr float kWeightRange = 65535;  // in two unsigned bytes
+// What a value's integer is divided by: levels of nf4 are integers up to kQueryRange.
 template <Format F>
-void weigh(const float* weights, const HeadBytes& head, const TileScales& scales, WeightUnit* units,
-           float* constants) {
-  __m512 p[4];
-  for (int g = 0; g < 4; ++g) p[g] = _mm512_loadu_ps(weights + 16 * g);
-  for (int b = 0; b < head.blocks; ++b) {
-    __m512 product[4], most = _mm512_setzero_ps(), sum = _mm512_setzero_ps();
-    for (int g = 0; g < 4; ++g) {
-      product[g] = _mm512_mul_ps(p[g], _mm512_load_ps(scales.scale[b] + 16 * g));
-      if constexpr (F == Format::q4_0) {
-        sum = _mm512_add_ps(sum, product[g]);
-        product[g] = _mm512_abs_ps(product[g]);
-      }
-      most = _mm512_max_ps(most, product[g]);
-    }
-    const float largest = _mm512_reduce_max_ps(most);
-    const float unit = largest / ValueCodes<F>::kRange;
-    const __m512 inverse =
-        _mm512_set1_ps(largest > 1e-30f ? ValueCodes<F>::kRange / largest : 0.0f);
-    __m512i total = _mm512_setzero_si512();
-    __m128i high[4], low[4];
-    for (int g = 0; g < 4; ++g) {
-      const __m512i code = _mm512_cvtps_epi32(_mm512_mul_ps(product[g], inverse));
-      if constexpr (F == Format::q8_0) {
-        high[g] = _mm512_cvtepi32_epi8(_mm512_srli_epi32(code, 8));
-        low[g] = _mm512_cvtepi32_epi8(code);
-      } else {
-        high[g] = _mm512_cvtepi32_epi8(code);
-        if constexpr (F == Format::q4_0) total = _mm512_add_epi32(total, code);
-      }
-    }
-    if constexpr (F == Format::q4_0) {
-      // |s| (u' - 7.5) - s / 2 is s (u - 8), u' being u or, where s is negative, 15 - u.
-      __m512 constant = _mm512_loadu_ps(constants + 16 * b);
-      constant = _mm512_fmadd_ps(_mm512_cvtepi32_ps(total), _mm512_set1_ps(-7.5f * unit), constant);
-      constant = _mm512_fmadd_ps(sum, _mm512_set1_ps(-0.5f), constant);
-      _mm512_storeu_ps(constants + 16 * b, constant);
-    }
-    for (int i = b * head.lanes_per_block; i < (b + 1) * head.lanes_per_block; ++i) {
-      WeightUnit& to = units[i / kUnitLanes];
-      const int lane = i % kUnitLanes;
-      for (int g = 0; g < 4; ++g) {
-        store_as(high[g], to.high[g] + lane * kLaneBytes);
-        if constexpr (F == Format::q8_0) store_as(low[g], to.low[g] + lane * kLaneBytes);
-      }
-      _mm_store_ps(to.scale + 4 * lane, _mm_set1_ps(unit / ValueCodes<F>::kDivisor));
-    }
-  }
+inline constexpr float kValueDivisor = F == Format::nf4 ? kQueryRange : 1;
+
+// Four vectors of 16 tokens as bytes: lane q, dword g hold tokens 16 g + 4 q on.
+inline __m512i packed_signed(const __m512i (&v)[4]) {
+  return _mm512_packs_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3]));
 }
 
-// 0xff where the scale of a lane's block and token is negative, as `WeightUnit::high` has weights.
-struct alignas(64) Flips {
-  std::uint8_t bytes[kMostUnits][4][kUnit];
+// Lane q of block b becomes lane b of vector q.
+inline void by_quarter(const __m512i (&blocks)[4], __m512i (&quarters)[4]) {
+  const __m512i a = _mm512_shuffle_i32x4(blocks[0], blocks[1], 0x44);
+  const __m512i b = _mm512_shuffle_i32x4(blocks[2], blocks[3], 0x44);
+  const __m512i c = _mm512_shuffle_i32x4(blocks[0], blocks[1], 0xee);
+  const __m512i d = _mm512_shuffle_i32x4(blocks[2], blocks[3], 0xee);
+  quarters[0] = _mm512_shuffle_i32x4(a, b, 0x88);
+  quarters[1] = _mm512_shuffle_i32x4(a, b, 0xdd);
+  quarters[2] = _mm512_shuffle_i32x4(c, d, 0x88);
+  quarters[3] = _mm512_shuffle_i32x4(c, d, 0xdd);
+}
 
-  void load(const HeadBytes& head, const TileScales& scales) {
-    for (int b = 0; b < head.blocks; ++b) {
-      __m128i flip[4];
-      for (int g = 0; g < 4; ++g) {
-        const __m512 scale = _mm512_load_ps(scales.scale[b] + 16 * g);
-        flip[g] = _mm_movm_epi8(_mm512_movepi32_mask(_mm512_castps_si512(scale)));
-      }
-      for (int i = b * head.lanes_per_block; i < (b + 1) * head.lanes_per_block; ++i)
-        for (int g = 0; g < 4; ++g)
-          store_as(flip[g], bytes[i / kUnitLanes][g] + i % kUnitLanes * kLaneBytes);
+// Signs of the scales into `flips`; the scales become magnitudes.
+inline void take_signs(const HeadBytes& head, TileScales& scales, Flips& flips) {
+  for (int u = 0; u < head.units; ++u) {
+    __m512i blocks[4], quarters[4];
+    for (int lane = 0; lane < kUnitLanes; ++lane) {
+      const float* scale = scales.scale[head.block_of[u][lane]];
+      __m512i sign[4];
+      for (int g = 0; g < 4; ++g)
+        sign[g] = _mm512_srai_epi32(_mm512_load_si512(scale + 16 * g), 31);
+      blocks[lane] = packed_signed(sign);
+    }
+    by_quarter(blocks, quarters);
+    for (int q = 0; q < 4; ++q) {
+      _mm512_store_si512(flips.flip[u][q], quarters[q]);
+      _mm512_store_si512(flips.offset[u][q], _mm512_add_epi8(quarters[q], _mm512_set1_epi8(8)));
     }
   }
-};
+  for (int b = 0; b < head.blocks; ++b)
+    for (int t = 0; t < kTile; t += 16) {
+      float* scale = scales.scale[b] + t;
+      _mm512_store_ps(scale, _mm512_abs_ps(_mm512_load_ps(scale)));
+    }
+}
+
+// The largest entry of each of four vectors, in all dwords of its lane.
+inline __m512 largest_by_lane(const __m512 (&v)[4]) {
+  const __m512 a =
+      _mm512_max_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x44), _mm512_shuffle_f32x4(v[0], v[1], 0xee));
+  const __m512 b =
+      _mm512_max_ps(_mm512_shuffle_f32x4(v[2], v[3], 0x44), _mm512_shuffle_f32x4(v[2], v[3], 0xee));
+  __m512 most = _mm512_max_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  most = _mm512_max_ps(most, _mm512_permute_ps(most, 0xb1));
+  return _mm512_max_ps(most, _mm512_permute_ps(most, 0x4e));
+}
+
+// Weights (one row, zeros behind the tile's tokens) times magnitudes of scales.
+template <Format F>
+void weigh(const float* weights, const HeadBytes& head, const TileScales& scales,
+           const Flips& flips, WeightUnit* units) {
+  __m512 p[4];
+  CARAMBA_FAST_UNROLL
+  for (int g = 0; g < 4; ++g) p[g] = _mm512_loadu_ps(weights + 16 * g);
+  for (int u = 0; u < head.units; ++u) {
+    __m512 product[kUnitLanes][4], most[kUnitLanes];
+    const int (&block)[kUnitLanes] = head.block_of[u];
+    const auto again = [&block](int lane) { return lane > 0 && block[lane] == block[lane - 1]; };
+    CARAMBA_FAST_UNROLL
+    for (int lane = 0; lane < kUnitLanes; ++lane) {
+      if (again(lane)) {
+        most[lane] = most[lane - 1];
+        continue;
+      }
+      const float* scale = scales.scale[block[lane]];
+      CARAMBA_FAST_UNROLL
+      for (int g = 0; g < 4; ++g)
+        product[lane][g] = _mm512_mul_ps(p[g], _mm512_load_ps(scale + 16 * g));
+      most[lane] = _mm512_max_ps(_mm512_max_ps(product[lane][0], product[lane][1]),
+                                 _mm512_max_ps(product[lane][2], product[lane][3]));
+    }
+    const __m512 largest = largest_by_lane(most), range = _mm512_set1_ps(kWeightRange);
+    const __mmask16 some = _mm512_cmp_ps_mask(largest, _mm512_set1_ps(1e-30f), _CMP_GT_OQ);
+    const __m512 inverse = _mm512_maskz_div_ps(some, range, largest);
+    const __m512 scale = _mm512_mul_ps(largest, _mm512_set1_ps(1 / kWeightRange));
+    const __m512 by_lane[kUnitLanes] = {
+        _mm512_shuffle_f32x4(inverse, inverse, 0x00), _mm512_shuffle_f32x4(inverse, inverse, 0x55),
+        _mm512_shuffle_f32x4(inverse, inverse, 0xaa), _mm512_shuffle_f32x4(inverse, inverse, 0xff)};
+    __m512i highs[kUnitLanes], lows[kUnitLanes], quarters[4];
+    CARAMBA_FAST_UNROLL
+    for (int lane = 0; lane < kUnitLanes; ++lane) {
+      if (again(lane)) {
+        highs[lane] = highs[lane - 1];
+        lows[lane] = lows[lane - 1];
+        continue;
+      }
+      __m512i code[4];
+      CARAMBA_FAST_UNROLL
+      for (int g = 0; g < 4; ++g)
+        code[g] = _mm512_cvtps_epi32(_mm512_mul_ps(product[lane][g], by_lane[lane]));
+      const __m512i a = _mm512_packus_epi32(code[0], code[1]);
+      const __m512i b = _mm512_packus_epi32(code[2], code[3]);
+      const __m512i byte = _mm512_set1_epi16(255);
+      highs[lane] = _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8));
+      lows[lane] = _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte));
+    }
+    __m512i total = _mm512_setzero_si512();
+    by_quarter(highs, quarters);
+    CARAMBA_FAST_UNROLL
+    for (int q = 0; q < 4; ++q) {
+      _mm512_store_si512(units[u].high[q], quarters[q]);
+      if constexpr (F == Format::q4_0)
+        total = sum_of_products(total, quarters[q], _mm512_load_si512(flips.offset[u][q]));
+    }
+    total = _mm512_slli_epi32(total, 8);
+    by_quarter(lows, quarters);
+    CARAMBA_FAST_UNROLL
+    for (int q = 0; q < 4; ++q) {
+      _mm512_store_si512(units[u].low[q], quarters[q]);
+      if constexpr (F == Format::q4_0)
+        total = sum_of_products(total, quarters[q], _mm512_load_si512(flips.offset[u][q]));
+    }
+    if constexpr (F == Format::q4_0) {
+      total =
+          _mm512_add_epi32(total, _mm512_shuffle_epi32(total, static_cast<_MM_PERM_ENUM>(0xb1)));
+      total =
+          _mm512_add_epi32(total, _mm512_shuffle_epi32(total, static_cast<_MM_PERM_ENUM>(0x4e)));
+      _mm512_store_si512(units[u].offset, total);
+    }
+    _mm512_store_ps(units[u].scale, _mm512_mul_ps(scale, _mm512_set1_ps(1 / kValueDivisor<F>)));
+  }
+}
 
 // Half of the bytes of four tokens' unit, interleaved by token: vectors 2 HALF and 2 HALF + 1, of
 // which each dword is one byte of the four.
@@ -455,95 +559,104 @@ inline void interleaved(const __m512i (&rows)[4], __m512i (&v)[2]) {
   v[1] = _mm512_unpackhi_epi16(a, b);
 }
 
-// One half of a unit, ROWS rows: integer sums over the tile, then added to sums[r * width ...] in
-// the order (vector, lane, dword).
-template <Format F, int ROWS, int HALF>
-struct ValueHalf {
-  static constexpr bool kTwo = F != Format::q4_0;  // two sums: high and low bytes
-  static constexpr int kVectors = F == Format::q8_0 ? 2 : 4;
-  __m512i sums[ROWS][kVectors][kTwo ? 2 : 1];
+// In each lane dword g four times: the bytes that meet four tokens' interleaved values.
+struct alignas(64) Spread {
+  std::uint8_t bytes[4][kUnit] = {};
+  constexpr Spread() {
+    for (int g = 0; g < 4; ++g)
+      for (int i = 0; i < kUnit; ++i) bytes[g][i] = static_cast<std::uint8_t>(4 * g + i % 4);
+  }
+};
+inline constexpr Spread kSpread{};
 
-  template <int QUARTER>
-  inline void step(const __m512i (&rows)[4], const WeightUnit* const (&weights)[ROWS],
-                   const std::uint8_t* flips, int group) {
-    constexpr auto kSpread = static_cast<_MM_PERM_ENUM>(QUARTER * 0x55);
-    __m512i v[2], bytes[kVectors][kTwo && F == Format::nf4 ? 2 : 1];
+template <Format F>
+inline constexpr int kHalfVectors = F == Format::q8_0 ? 2 : 4;  // of half a unit
+// One half of a unit, ROWS rows: integer sums over the tile, then added to to[r][...] in the order
+// (vector, lane, dword). One plain loop over arrays of registers: compilers keep those in
+// registers, and no others.
+template <Format F, int ROWS, int HALF>
+void value_half(const char* codes, std::int64_t stride, int count, __mmask16 words,
+                const WeightUnit* const (&weights)[ROWS], const std::uint8_t* flips,
+                float* const (&to)[ROWS]) {
+  constexpr int kVectors = kHalfVectors<F>;
+  __m512i sums[ROWS][kVectors][2];  // of high bytes, and of low ones
+  CARAMBA_FAST_UNROLL
+  for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
+  for (int i = 0; i < kVectors; ++i) sums[r][i][0] = sums[r][i][1] = _mm512_setzero_si512();
+  const __m512i nibble = _mm512_set1_epi8(15);
+  const __m512i level_highs = table_of(kLevelBytes.value_high),
+                level_lows = table_of(kLevelBytes.value_low);
+  for (int t = 0; t < count; t += 4) {
+    const int quarter = t / 4 % 4;
+    const __m512i spread = _mm512_load_si512(kSpread.bytes[t / 16]);
+    __m512i rows[4], v[2], bytes[kVectors], lows[kVectors];
+    load_rows<HALF == 0>(codes, stride, t, count, words, rows);
     interleaved<HALF>(rows, v);
     if constexpr (F == Format::q8_0) {
-      bytes[0][0] = v[0];
-      bytes[1][0] = v[1];
+      bytes[0] = v[0];
+      bytes[1] = v[1];
     } else {
       if constexpr (F == Format::q4_0) {
         const __m512i flip =
-            _mm512_shuffle_epi32(_mm512_load_si512(flips + group * kUnit), kSpread);
+            _mm512_shuffle_epi8(_mm512_load_si512(flips + quarter * kUnit), spread);
         v[0] = _mm512_xor_si512(v[0], flip);
         v[1] = _mm512_xor_si512(v[1], flip);
       }
-      const __m512i nibble = _mm512_set1_epi8(15);
+      CARAMBA_FAST_UNROLL
       for (int i = 0; i < 2; ++i) {
-        bytes[2 * i][0] = _mm512_and_si512(v[i], nibble);
-        bytes[2 * i + 1][0] = _mm512_and_si512(_mm512_srli_epi16(v[i], 4), nibble);
+        bytes[2 * i] = _mm512_and_si512(v[i], nibble);
+        bytes[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(v[i], 4), nibble);
       }
-      if constexpr (F == Format::nf4) {
-        const __m512i highs = table_of(kLevelBytes.value_high),
-                      lows = table_of(kLevelBytes.value_low);
-        for (int i = 0; i < 4; ++i) {
-          bytes[i][1] = _mm512_shuffle_epi8(lows, bytes[i][0]);
-          bytes[i][0] = _mm512_shuffle_epi8(highs, bytes[i][0]);
-        }
+      if constexpr (F == Format::nf4) CARAMBA_FAST_UNROLL
+      for (int i = 0; i < kVectors; ++i) {
+        lows[i] = _mm512_shuffle_epi8(level_lows, bytes[i]);
+        bytes[i] = _mm512_shuffle_epi8(level_highs, bytes[i]);
       }
     }
+    CARAMBA_FAST_UNROLL
     for (int r = 0; r < ROWS; ++r) {
       const __m512i high =
-          _mm512_shuffle_epi32(_mm512_load_si512(weights[r]->high[group]), kSpread);
-      for (int i = 0; i < kVectors; ++i)
-        sums[r][i][0] = _mm512_dpbusd_epi32(sums[r][i][0], high, bytes[i][0]);
-      if constexpr (F == Format::q8_0) {
-        const __m512i low =
-            _mm512_shuffle_epi32(_mm512_load_si512(weights[r]->low[group]), kSpread);
-        for (int i = 0; i < kVectors; ++i)
-          sums[r][i][1] = _mm512_dpbusd_epi32(sums[r][i][1], low, bytes[i][0]);
-      }
-      if constexpr (F == Format::nf4)
-        for (int i = 0; i < kVectors; ++i)
-          sums[r][i][1] = _mm512_dpbusd_epi32(sums[r][i][1], high, bytes[i][1]);
-    }
-  }
-
-  void run(const char* codes, std::int64_t stride, int count, __mmask16 words,
-           const WeightUnit* const (&weights)[ROWS], const std::uint8_t* flips,
-           float* const (&to)[ROWS]) {
-    for (auto& row : sums)
-      for (auto& vector : row)
-        for (auto& sum : vector) sum = _mm512_setzero_si512();
-    for (int group = 0; 16 * group < count; ++group) {
-      __m512i rows[4];
-      load_rows(codes, stride, std::min(16 * group, count - 1), count, words, rows);
-      step<0>(rows, weights, flips, group);
-      load_rows(codes, stride, std::min(16 * group + 4, count - 1), count, words, rows);
-      step<1>(rows, weights, flips, group);
-      load_rows(codes, stride, std::min(16 * group + 8, count - 1), count, words, rows);
-      step<2>(rows, weights, flips, group);
-      load_rows(codes, stride, std::min(16 * group + 12, count - 1), count, words, rows);
-      step<3>(rows, weights, flips, group);
-    }
-    for (int r = 0; r < ROWS; ++r) {
-      const __m512 scale = _mm512_load_ps(weights[r]->scale);
+          _mm512_shuffle_epi8(_mm512_load_si512(weights[r]->high[quarter]), spread);
+      const __m512i low = _mm512_shuffle_epi8(_mm512_load_si512(weights[r]->low[quarter]), spread);
+      CARAMBA_FAST_UNROLL
       for (int i = 0; i < kVectors; ++i) {
-        __m512i sum = sums[r][i][0];
-        if constexpr (kTwo) sum = _mm512_add_epi32(_mm512_slli_epi32(sum, 8), sums[r][i][1]);
-        float* at = to[r] + (HALF * kVectors + i) * 16;
-        _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, _mm512_loadu_ps(at)));
+        sums[r][i][0] = sum_of_products(sums[r][i][0], high, bytes[i]);
+        sums[r][i][1] = sum_of_products(sums[r][i][1], low, bytes[i]);
+        // nf4 has 16 bits on both sides; the product of the two low bytes is left out: it shows
+        // where weights are small beside the tile's largest, 1e-3 of their part at most.
+        if constexpr (F == Format::nf4)
+          sums[r][i][1] = sum_of_products(sums[r][i][1], high, lows[i]);
       }
     }
   }
-};
+  CARAMBA_FAST_UNROLL
+  for (int r = 0; r < ROWS; ++r) {
+    const __m512 scale = _mm512_load_ps(weights[r]->scale);
+    CARAMBA_FAST_UNROLL
+    for (int i = 0; i < kVectors; ++i) {
+      __m512 sum;
+      if constexpr (F == Format::nf4) {
+        const __m512 unit = _mm512_set1_ps(256);
+        sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[r][i][0]), unit,
+                              _mm512_cvtepi32_ps(sums[r][i][1]));
+        sum = _mm512_mul_ps(sum, unit);
+      } else {
+        __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(sums[r][i][0], 8), sums[r][i][1]);
+        if constexpr (F == Format::q4_0)
+          whole = _mm512_sub_epi32(whole, _mm512_load_si512(weights[r]->offset));
+        sum = _mm512_cvtepi32_ps(whole);
+      }
+      float* at = to[r] + (HALF * kVectors + i) * 16;
+      _mm512_storeu_ps(at, _mm512_fmadd_ps(sum, scale, _mm512_loadu_ps(at)));
+    }
+  }
+}
 
 template <Format F, int ROWS>
 void value_rows_int8(const WeightUnit* weights, const HeadBytes& head, const char* codes,
                      std::int64_t stride, const Flips& flips, int count, float* sums,
                      std::int64_t width) {
-  constexpr int kUnitSums = 16 * 2 * ValueHalf<F, ROWS, 0>::kVectors;
+  constexpr int kUnitSums = 16 * 2 * kHalfVectors<F>;
   for (int u = 0; u < head.units; ++u) {
     const WeightUnit* mine[ROWS];
     float* to[ROWS];
@@ -551,19 +664,19 @@ void value_rows_int8(const WeightUnit* weights, const HeadBytes& head, const cha
       mine[r] = weights + r * head.units + u;
       to[r] = sums + r * width + u * kUnitSums;
     }
-    ValueHalf<F, ROWS, 0>().run(codes + u * kUnit, stride, count, head.words[u], mine,
-                                flips.bytes[u][0], to);
-    ValueHalf<F, ROWS, 1>().run(codes + u * kUnit, stride, count, head.words[u], mine,
-                                flips.bytes[u][0], to);
+    value_half<F, ROWS, 0>(codes + u * kUnit, stride, count, head.words[u], mine, flips.flip[u][0],
+                           to);
+    value_half<F, ROWS, 1>(codes + u * kUnit, stride, count, head.words[u], mine, flips.flip[u][0],
+                           to);
   }
 }
 
-// Sums in the order of `ValueHalf` for `rows` rows, `width` apart.
+// Sums in the order of `value_half` for `rows` rows, `width` apart.
 template <Format F>
 void value_int8(const WeightUnit* weights, const HeadBytes& head, int rows, const char* codes,
                 std::int64_t stride, const Flips& flips, int count, float* sums,
                 std::int64_t width) {
-  constexpr int kMost = F == Format::nf4 ? 2 : 4;
+  constexpr int kMost = F == Format::q8_0 ? 4 : 2;  // 16 sums in registers
   int r = 0;
   for (; r + kMost <= rows; r += kMost)
     value_rows_int8<F, kMost>(weights + r * head.units, head, codes, stride, flips, count,

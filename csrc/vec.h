@@ -7,6 +7,14 @@
 #include <cstdint>
 #include <cstring>
 
+// In front of a loop over an array of vectors: unrolled early enough for compilers to keep the
+// array in registers. Without it gcc 12 writes every element to the stack with every step.
+#if defined(__clang__)
+#define CARAMBA_FAST_UNROLL _Pragma("unroll")
+#else
+#define CARAMBA_FAST_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 

@@ -6,6 +6,7 @@ On the CPU the Triton kernels run interpreted; the variable has to be set before
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -33,6 +34,15 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def on_reference() -> Iterator[None]:
+    """For tests of what is around the kernels, to the last bits: the faster ones round differently."""
+    from caramba_fast.ops import use_backend
+
+    with use_backend("reference"):
+        yield
 
 
 @pytest.fixture(params=KINDS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from caramba_fast import BackendError, backends, quantize, use_backend
-from caramba_fast.ops import registry
+from caramba_fast.ops import KVView, extend_attention, registry
 
 OPS = {
     "quantize", "dequantize", "append_", "decoupled_append_", "decode_attention", "extend_attention",
@@ -72,14 +72,18 @@ def test_an_unknown_backend_lists_the_known_ones():
 
 
 def test_an_op_without_the_chosen_backend_raises_when_called():
-    from caramba_fast.ops import merge_state
-
-    state = torch.ones(1, 1, 1, 4), torch.zeros(1, 1, 1)
+    view = KVView(torch.zeros(1, 1, 64, 32), None, "fp32")
     with (
         use_backend("cpp"),
-        pytest.raises(BackendError, match="merge_state cannot run on backend 'cpp'"),
+        pytest.raises(BackendError, match="extend_attention cannot run on backend 'cpp'"),
     ):
-        merge_state(*state, *state)
+        extend_attention(
+            torch.zeros(1, 1, 40, 32),
+            view,
+            view,
+            torch.tensor([40], dtype=torch.int32),
+            n_kv_heads=1,
+        )
 
 
 def test_an_unavailable_backend_raises_with_the_reason(monkeypatch):

@@ -14,6 +14,8 @@ import torch
 
 from caramba_fast.bench import (
     comparators,
+    decode_model,
+    external,
     measure,
     oracle,
     predict,
@@ -213,3 +215,85 @@ def test_roofline_needs_one_token_decode_rows(tmp_path: Path):
     assert (tmp_path / "a.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="no decode attention"):
         roofline.plot([], tmp_path / "b.png")
+
+
+# -- a whole model, and peers from elsewhere ------------------------------------------------------
+
+
+def test_a_lengthened_cache_repeats_the_prompt_and_takes_steps():
+    setting = decode_model.Setting(64, 2, 300)
+    of = decode_model.model(64)
+    steps = {kind: decode_model.Steps(of, setting, kind) for kind in ("fp16", "q4")}
+    for kind, entry in steps.items():
+        cache = entry.generator.cache
+        assert cache is not None and cache.row_lengths == [300, 300], kind
+        for layer in cache:
+            for stream in layer.streams.values():
+                for x in (stream.codes, stream.scales):
+                    assert x is None or torch.equal(x[:, :, 172:300], x[:, :, 44:172])
+        assert entry.take(2) > 0 and cache.row_lengths == [302, 302]
+    transform = steps["q4"].generator.cache.constants[0]
+    assert transform.bias is not None and transform.scale is not None and transform.rotate
+
+
+def test_decode_steps_are_measured_in_groups_that_fit(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(decode_model, "MOST_BYTES", 0)
+    monkeypatch.setattr(decode_model, "MOST_STEPS", 1)
+    monkeypatch.setattr(decode_model, "PROMPT", 64)
+    path = tmp_path / decode_model.FILE
+    command = ["--head-dims", "64", "--batches", "1", "--contexts", "128", "--rounds", "3",
+               "--kinds", "fp16", "q8", "q4:plain", "--out", str(path)]  # fmt: skip
+    assert decode_model.main(command) == 0
+    assert "0 of 1" not in capsys.readouterr().out
+    rows = read(path)
+    assert tuple(rows[0]) == decode_model.COLUMNS
+    assert [row["kind"] for row in rows] == ["fp16", "q8", "q4:plain"]
+    assert rows[0]["vs_fp16"] == "1.0" and all(float(row["tokens_per_s"]) > 0 for row in rows)
+    assert (
+        int(rows[2]["stored_bytes"]) < int(rows[1]["stored_bytes"]) < int(rows[0]["stored_bytes"])
+    )
+    assert decode_model.main([*command, "--time-limit", "-1"]) == 0
+    assert "1 of 1 settings left out" in capsys.readouterr().out
+
+
+def test_the_page_joins_peers_and_decode_steps_that_lie_beside_it(tmp_path):
+    ours = {**dict.fromkeys(COLUMNS, ""), "case": "x", "op": "decode_attention", "implementation": "caramba",
+            "kind": "q4_0", "batch": "1", "heads": "32", "kv_heads": "8", "dim": "128", "kv": "4096", "tokens": "1",
+            "window": "0", "threads": "2", "median_us": "100", "device": "A CPU", "backend": "cpp"}  # fmt: skip
+    path = tmp_path / "cpu.csv"
+    write_rows(path, [ours])
+    assert "ggml" not in report.report([path])
+    peer = {"peer": "ggml", "commit": "abc", "kind": "q4_0", "batch": "1", "kv": "4096", "threads": "2",
+            "median_ms": "3.0", "machine": "A CPU", "date": "2026-01-01"}  # fmt: skip
+    write_rows(tmp_path / external.FILE, [peer, {**peer, "threads": "1"}])
+    write_rows(tmp_path / decode_model.FILE, [{
+        **dict.fromkeys(decode_model.COLUMNS, "1"), "head_dim": "64", "batch": "8", "context": "1024", "kind": kind,
+        "tokens_per_s": speed, "vs_fp16": times,
+    } for kind, speed, times in (("fp16", "50", "1"), ("q4", "60", "1.2"))])  # fmt: skip
+    page = report.report([path])
+    assert "| ggml | q4_0 | 1 | 4096 | 2 | 3.000 | 0.100 | 30.0 |" in page
+    assert "| ggml | q4_0 | 1 | 4096 | 1 | 3.000 |  |  |" in page  # ours was not measured
+    assert "| 64 | 8 | 1024 | 50.0 (1.00×) | 60.0 (1.20×) |" in page
+
+
+def test_a_time_sampled_beside_a_peer_comes_first_and_another_machine_never():
+    peer = {"kind": "q4_0", "batch": "1", "kv": "4096", "threads": "2", "machine": "A CPU"}
+    ours = {
+        **external.SHAPE,
+        **peer,
+        "op": "decode_attention",
+        "implementation": "caramba",
+        "median_us": "100",
+    }
+    assert external.ours_ms(peer, [{**ours, "device": "A CPU"}]) == 0.1
+    assert external.ours_ms(peer, [{**ours, "device": "B CPU"}]) is None
+    assert external.ours_ms({**peer, "ours_ms": "0.2"}, [{**ours, "device": "A CPU"}]) == 0.2
+    with pytest.raises(ValueError, match="lacks peer, commit"):
+        external.section([peer], [])
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)

@@ -1,7 +1,7 @@
 """The C++ decode attention against dense float64 attention over the same stored bytes, and the C++ append against
 the reference, on every instruction set the machine has.
 
-With VNNI, scores and weights of quantized streams are integers of 16 and 8 bits: what that may cost is written
+With VNNI, queries and weights that meet quantized streams are integers of 16 bits: what that may cost is written
 down in `ALLOWED`; everything else is held to fp32.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import cases
@@ -31,9 +33,9 @@ from caramba_fast.ops import (
 
 EVERYTHING = [option for option in OPTIONS if option != "window"]
 DBA = {"k_sem": 8, "k_geo": 16, "v": 32}
-#: kind of a stream -> relative L2 error its integer passes may add. Rows here are short: over many tokens the
-#: errors of single weights average out (benchmarks hold long rows to 1e-4 and 1e-2).
-ALLOWED = {"q8_0": 2e-4, "q4_0": 1.5e-2, "nf4": 1.5e-2}
+#: kind of a stream -> relative L2 error that 16 bits may add where it meets integers (for nf4, integers of its
+#: levels as well, and of a product of four the smallest is left out); and the error of the lse.
+ALLOWED = {"q8_0": 2e-4, "q4_0": 2e-4, "nf4": 2e-3}
 ALLOWED_LSE = 1e-3
 
 
@@ -64,7 +66,7 @@ def attend(case: Case, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def check(case: Case, **more: Any) -> None:
     found, expected = attend(case, **more), case.expected()
     kinds = {stream.view.kind for stream in case.streams.values()}
-    added = max((ALLOWED.get(kind, 0.0) for kind in kinds), default=0.0)
+    added = max(ALLOWED.get(kind, 0.0) for kind in kinds)
     if added == 0.0 or isa_in_use() != "avx512_vnni":
         cases.check(found, expected)
         return
@@ -130,6 +132,18 @@ def test_blocks(block, kinds):
     check(build(dims={"k": 128, "v": 128}, block=block, kinds=kinds, lengths=(75,), slots=96))
 
 
+@pytest.mark.parametrize("changes", [
+    dict(dims={"k": 1024, "v": 1024}, block=128), dict(dims={"k": 256, "v": 256}, block=64),
+    dict(dims={"k": 80, "v": 112}, kv_heads=2), dict(decoupled=True, kv_heads=4),
+    dict(dims={"k": 1, "v": 1}, kv_heads=32), dict(dims={"k": 2, "v": 4}, kv_heads=16),
+], ids=str)  # fmt: skip
+def test_the_most_rows_and_the_widest_or_most_heads(changes):
+    """What the scratch of a thread has to hold."""
+    kv_heads = changes.get("kv_heads", 1)
+    heads = kv_heads * (8 if kv_heads < 8 else 2)
+    check(build(**{"heads": heads, "kv_heads": 1, "tokens": 32, "lengths": (36,), **changes}))
+
+
 @pytest.mark.parametrize("slots", [33, 64, 130])
 def test_capacities_that_are_no_whole_tiles(slots):
     check(build(slots=slots, lengths=(33, 9), kinds=("q4_0", "nf4")))
@@ -147,7 +161,7 @@ def test_a_hundred_thousand_tokens(kind):
     expected, lse = case.expected()
     for num_splits in (0, 7):
         found = attend(case, num_splits=num_splits)
-        allowed = {"fp16": 2e-5, "q8_0": 1e-4, "q4_0": 1e-2}[kind]
+        allowed = 2e-5 if kind == "fp16" else 1e-4
         assert cases.relative_l2(found[0], expected) <= allowed
         torch.testing.assert_close(found[1].double(), lse, rtol=1e-4, atol=1e-4)
 
@@ -301,6 +315,66 @@ def test_lengths_beyond_the_capacity_never_read_beyond_it():
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4", "fp16"])
+@pytest.mark.parametrize("place", [0, 5, 31])
+def test_a_damaged_query_shows_and_only_there(place, kind):
+    case = build(kinds=(kind, kind), lengths=(70, 66), slots=128, tokens=2)
+    case.queries["k"][0, 1, 1, place] = torch.nan
+    out, lse = attend(case)
+    assert out[0, 1, 1].isnan().all() and lse[0, 1, 1].isnan()
+    assert out.isnan().sum() == out.shape[-1] and lse.isnan().sum() == 1
+
+
+def test_more_real_queries_than_there_are_count_as_all():
+    case = build(["tail"], tokens=3, lengths=(45, 18))
+    wanted = attend(case)
+    for counts in ((4, 3), (3, 2**31 - 1)):
+        found = attend(case, query_lens=cases.rows(*counts))
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    out, lse = attend(case, query_lens=cases.rows(-1, -(2**31)))
+    assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+def test_negative_padding_is_none():
+    case = build(["sinks"], lengths=(45, 18))
+    found = attend(case, cache_leftpad=cases.rows(-5, -(2**31)))
+    assert all(torch.equal(a, b) for a, b in zip(found, attend(case), strict=True))
+
+
+@pytest.mark.parametrize("options", [("leftpad",), ("leftpad", "query_lens")], ids="+".join)
+def test_the_largest_window_and_the_most_kept_tokens_hide_nothing(options):
+    case = build(options, tokens=9, lengths=(45, 5), kinds=("fp32", "fp32"))
+    wanted = attend(case)
+    most = 2**63 - 1
+    for option in ({"window_size": (most, 0)}, {"window_size": (0, 0), "num_sink_tokens": most}):
+        found = attend(case, **option)
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_residual_beyond_all_numbers_is_refused():
+    args, options = build(["tail"]).flat()
+    options["residual_len"] = 2**63 - 1
+    with pytest.raises(RuntimeError, match="residual_len needs a tail"):
+        torch.ops.caramba_fast.decode_attention(*args, **options)
+
+
+def test_a_pool_of_no_pages_holds_no_keys():
+    args, options = build(["pages"], lengths=(45,)).flat()
+    args[1:5] = [x[:0] for x in args[1:5]]
+    out, lse = torch.ops.caramba_fast.decode_attention(*args, **options)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+def test_calls_from_many_threads_at_once():
+    layers = [build(lengths=(900 + i, 40), slots=1024, kinds=("q8_0", "q8_0")) for i in range(4)]
+    wanted = [attend(case) for case in layers]
+    with ThreadPoolExecutor(len(layers)) as pool, use_backend("cpp"):
+        for _ in range(5):
+            found = pool.map(lambda case: case.attend(decode_attention), layers)
+            for (out, _), (expected, _) in zip(found, wanted, strict=True):
+                assert cases.relative_l2(out, expected) <= ALLOWED["q8_0"]
+
+
 def misused() -> dict[str, tuple[Any, str]]:
     """Changes of the flat arguments of the op, and what it must say."""
 
@@ -412,6 +486,26 @@ def test_append_with_everything_reads_back_like_the_reference(decoupled):
     with use_backend("cpp"):
         case.append(appending(decoupled))
     check(case)
+
+
+def test_append_before_the_first_slot_writes_nothing():
+    case = cases.build(["tail", "sinks"], lengths=(8,))
+    around = {}
+    for name, stream in case.streams.items():
+        tail = stream.view.tail
+        around[name] = torch.full((3, *tail.shape[1:]), 7.0, dtype=tail.dtype)
+        stream.view = replace(stream.view, tail=around[name][1:2])
+    views, given = zip(*((s.view, s.given) for s in case.streams.values()), strict=True)
+    with use_backend("cpp"):
+        append_(*views, *given, cases.rows(-20))
+    assert all((x == 7).all() for x in around.values())
+
+
+def test_append_needs_pages_with_slots():
+    args, options = build(["pages"], lengths=(45,)).flat_append()
+    args[:4] = [x[:, :, :0] for x in args[:4]]
+    with pytest.raises(RuntimeError, match="pages have no slots"):
+        torch.ops.caramba_fast.append_(*args, **options)
 
 
 def test_append_with_least_squares_scales():

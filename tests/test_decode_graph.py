@@ -141,6 +141,7 @@ def test_a_full_cache_is_refused_before_a_replay(recorder):
     assert made.cache.pos == 24 and recorder.replayed == 1
 
 
+@pytest.mark.usefixtures("on_reference")
 def test_pages_are_taken_by_the_host_while_the_table_stays(recorder):
     """Replays cross pages; a pool that runs out raises and leaves the lengths."""
     model, configs = new_model(), cache_configs("q4:plain")

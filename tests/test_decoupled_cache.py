@@ -10,6 +10,8 @@ from caramba_fast.cache import DecoupledLayerKVCache, DecoupledLayerShape, Layer
 from caramba_fast.config import KVCacheTensorConfig
 from caramba_fast.formats import FORMATS
 
+pytestmark = pytest.mark.usefixtures("on_reference")
+
 
 class TestDecoupledLayerKVCache(LayerCacheContract):
     dims: ClassVar = {"k_sem": 32, "k_geo": 64, "v": 32}

@@ -80,6 +80,7 @@ def test_greedy_text_through_an_fp32_cache_equals_uncached_text(demo):
     assert cached == tokens
 
 
+@pytest.mark.usefixtures("on_reference")
 @pytest.mark.parametrize(("kind", "rounding"), [("fp32", 1e-4), ("q4:plain", 2e-3), ("q4", 5e-3)])
 def test_stored_prefill_does_not_depend_on_chunks(demo, held_out, kind, rounding):
     """But for values that fall on the other side of a rounding, of which a tail and a rotation have more."""

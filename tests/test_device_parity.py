@@ -52,6 +52,13 @@ def test_merge_state(device):
         torch.testing.assert_close(a.cpu(), b)
 
 
+def close(got: Tensor, expected: Tensor, *stored: str) -> None:
+    """Equal to rounding: the C++ kernels take 16-bit integers where quantized streams are read, and rotate in
+    another order before values are stored in half precision."""
+    allowed = 5e-3 if got.device.type == "cpu" and set(stored) != {"fp32", "no tail"} else 1e-4
+    torch.testing.assert_close(got.cpu(), expected, rtol=allowed, atol=allowed)
+
+
 def constants(slots: int = 128) -> dict[str, Transform]:
     """A transform of K that uses every step, and one of V."""
     pairs = torch.tensor([[[0, 32], [5, 37]], [[3, 35], [9, 41]]], dtype=torch.int32)
@@ -105,7 +112,7 @@ def test_attention_of_a_cache(device, kind, page_size, tail, transformed, option
             }
             results.append(cache.attend(q.to(place), return_softmax_lse=True, **chosen))
     for expected, got in zip(*results, strict=True):
-        torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
+        close(got, expected, kind, "no tail" if not tail else "tail")
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
@@ -123,7 +130,7 @@ def test_decoupled_attention(device, kind, tokens):
             cache = DecoupledLayerKVCache(2, 64, 32, 64, 128, *configs, place, 4)
             cache.append(*on(place, *new))
             results.append(cache.attend(*on(place, *queries)))
-    torch.testing.assert_close(results[1].cpu(), results[0], rtol=1e-4, atol=1e-4)
+    close(results[1], results[0], kind, "q8_0")
 
 
 def test_a_transform_moves_with_its_cache(device):

@@ -259,8 +259,7 @@ def test_candidates_are_the_python_ones():
 
 
 def isa_in_use() -> str | None:
-    folder = Path(extension.__file__).resolve().parent.parent
-    library = ctypes.CDLL(str(next(folder.glob(f"{extension.STEM}*.so"))))
+    library = ctypes.CDLL(str(extension.library()))
     library.caramba_fast_cpu_isa.restype = ctypes.c_char_p
     name = library.caramba_fast_cpu_isa()
     return name.decode() if name else None

@@ -79,4 +79,7 @@ def test_a_decode_step_is_one_graph(model):
     q = [torch.randn(2, 4, 3, s.head_dim) for n, s in held.streams.items() if n != "v"]
     torch._dynamo.reset()
     compiled = torch.compile(held.attend, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(*q), held.attend(*q))
+    first = compiled(
+        *q
+    )  # reads the ring of the prompt, which is given up then: sums may go in another order
+    torch.testing.assert_close(held.attend(*q), first)

@@ -12,6 +12,8 @@ from caramba_fast.cache import LayerKVCache, LayerShape, ModelKVCache
 from caramba_fast.config import KVCacheKind, KVCacheTensorConfig
 from caramba_fast.formats import FORMATS
 
+pytestmark = pytest.mark.usefixtures("on_reference")
+
 
 class TestLayerKVCache(LayerCacheContract):
     dims: ClassVar = {"k": 32, "v": 32}

@@ -28,6 +28,8 @@ from caramba_fast.cache import (
 )
 from caramba_fast.config import KVCacheTensorConfig
 
+pytestmark = pytest.mark.usefixtures("on_reference")
+
 
 class TestPagedLayerKVCache(LayerCacheContract):
     dims: ClassVar = {"k": 32, "v": 32}

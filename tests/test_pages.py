@@ -16,6 +16,8 @@ from caramba_fast.cache import OutOfPagesError, PageAllocator, PageTable
 from caramba_fast.ops import append_, decode_attention
 from caramba_fast.ops.view import Lanes
 
+pytestmark = pytest.mark.usefixtures("on_reference")
+
 # -- the allocator ------------------------------------------------------------------------------
 
 

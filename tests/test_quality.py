@@ -126,6 +126,7 @@ def test_scores_are_those_of_whole_distributions(model: Transformer, baseline: s
     assert found[Q4].kl.mean() > 10 * found[Q8].kl.mean() > 0
 
 
+@pytest.mark.usefixtures("on_reference")
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_forward_gives_what_decoding_gives(model: Transformer, spec: str) -> None:
     """Up to codes that fall on the other side of a rounding, of which there are few."""
@@ -135,6 +136,7 @@ def test_a_forward_gives_what_decoding_gives(model: Transformer, spec: str) -> N
     assert difference.abs().amax(-1).mean() < 1e-2
 
 
+@pytest.mark.usefixtures("on_reference")
 def test_scores_do_not_depend_on_chunks_or_pieces(
     model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,32 +182,42 @@ class KVView:
 
     def slice(self, length: int) -> KVView:
         """The view of the first ``length`` slots of a contiguous cache; no copy."""
+        if torch.compiler.is_compiling():
+            return self._sliced(length)
         if length not in self._slices:
-            scales = None if self.scales is None else self.scales[:, :, :length]
             self._slices.clear()  # a growing cache asks for one length many times, then for the next
-            self._slices[length] = replace(self, codes=self.codes[:, :, :length], scales=scales)
+            self._slices[length] = self._sliced(length)
         return self._slices[length]
+
+    def _sliced(self, length: int) -> KVView:
+        scales = None if self.scales is None else self.scales[:, :, :length]
+        return replace(self, codes=self.codes[:, :, :length], scales=scales)
+
+    def options(self, name: str) -> dict[str, Any]:
+        """The keyword options of the ops for stream ``name``, those in use; not to be changed."""
+        if torch.compiler.is_compiling():
+            return self._stated(name)
+        if name not in self._options:
+            self._options[name] = self._stated(name)
+        return self._options[name]
+
+    def _stated(self, name: str) -> dict[str, Any]:
+        t = self.transform
+        found = {
+            f"{name}_tail": self.tail,
+            f"{name}_sink": self.sink,
+            f"{name}_mean": t.mean,
+            f"{name}_bias": t.bias,
+            f"{name}_pairs": t.pairs,
+            f"{name}_phases": t.phases,
+            f"{name}_scale": t.scale,
+            f"rotate_{name}": t.rotate or None,
+        }
+        return {key: value for key, value in found.items() if value is not None}
 
     @cached_property
     def _slices(self) -> dict[int, KVView]:
         return {}
-
-    def options(self, name: str) -> dict[str, Any]:
-        """The keyword options of the ops for stream ``name``, those in use; not to be changed."""
-        if name not in self._options:
-            t = self.transform
-            found = {
-                f"{name}_tail": self.tail,
-                f"{name}_sink": self.sink,
-                f"{name}_mean": t.mean,
-                f"{name}_bias": t.bias,
-                f"{name}_pairs": t.pairs,
-                f"{name}_phases": t.phases,
-                f"{name}_scale": t.scale,
-                f"rotate_{name}": t.rotate or None,
-            }
-            self._options[name] = {key: value for key, value in found.items() if value is not None}
-        return self._options[name]
 
     @cached_property
     def _options(self) -> dict[str, dict[str, Any]]:
