@@ -397,7 +397,7 @@ class Worker {
     }
     const char* scales = at(s.scales, tile.start) + key.span.first / s.block * 2;
 #if CARAMBA_FAST_VNNI
-    if (key.bytes != nullptr) {
+    if (key.bytes != nullptr && readable(*key.bytes, tile)) {
       const HeadBytes& bytes = *key.bytes;
       tile_scales_.load(scales, s.scales.token, bytes, tile.count, true);
       if (s.format == Format::q8_0)
@@ -541,7 +541,7 @@ class Worker {
     const char* codes = at(s.codes, tile.start) + span.first * bits_of(s.format) / 8;
     const char* scales = at(s.scales, tile.start) + span.first / s.block * 2;
 #if CARAMBA_FAST_VNNI
-    if (state.bytes != nullptr) {
+    if (state.bytes != nullptr && readable(*state.bytes, tile)) {
       const HeadBytes& bytes = *state.bytes;
       tile_scales_.load(scales, s.scales.token, bytes, tile.count, s.format == Format::q4_0);
       if (!tile_scales_.odd) {
@@ -577,7 +577,14 @@ class Worker {
   static const HeadBytes* bytes_of(const StoredStream& s, const HeadSpan& span) {
     const int bits = bits_of(s.format);
     if (!is_quantized(s.format) || !HeadBytes::fits(bits, s.block, span.blocks)) return nullptr;
-    return head_bytes(bits, s.block, span.blocks);
+    const bool pairs = s.codes.token == kUnit / 2 && span.width * bits == 8 * s.codes.token &&
+                       s.scales.token == 2 * span.blocks;
+    return head_bytes(bits, s.block, span.blocks, pairs ? 2 : 1);
+  }
+
+  // Whether the token behind an odd number of tokens taken in pairs may be read.
+  bool readable(const HeadBytes& bytes, const Tile& tile) const {
+    return bytes.fold == 1 || tile.count % 2 == 0 || tile.start % a_.slots + tile.count < a_.slots;
   }
 
   template <Format F>

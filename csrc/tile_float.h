@@ -27,7 +27,7 @@ inline constexpr std::int64_t kLine = 64;
 
 inline void prefetch(const void* at, std::int64_t bytes) {
   for (std::int64_t i = 0; i < bytes; i += kLine)
-    __builtin_prefetch(static_cast<const char*>(at) + kAhead + i);
+    __builtin_prefetch(static_cast<const char*>(at) + kAhead + i, 0, 2);
 }
 
 // scores[r][t] += q[r] . k[t] for ROWS rows; q rows are `width` apart, keys `stride` bytes.

@@ -37,8 +37,11 @@ inline __m512i sum_of_products(__m512i sum, __m512i u, __m512i s) {
 
 // What is stored of one head: its blocks, as bytes of a token. Worked out once for each layout
 // (`head_bytes`).
+//
+// Where a token has only 32 bytes, and tokens lie end to end, two of them are taken as one of twice
+// the blocks: `fold` is 2 then, and `blocks`, strides and counts below are of such pairs.
 struct HeadBytes {
-  int bits, block, blocks, units, nibbles, lanes_per_block;
+  int bits, block, token_blocks, fold, blocks, units, nibbles;
   // The block that unit u's lane reads; lanes behind the last read the last.
   int block_of[kMostUnits][kUnitLanes];
   __mmask16 words[kMostUnits];  // dwords of each unit that exist
@@ -48,10 +51,14 @@ struct HeadBytes {
   std::int16_t value[kMostUnits][8][kUnitLanes * 4];
   std::uint16_t scale_order[32];  // 32 scales, token by token, to block by block
 
-  HeadBytes(int bits, int block, int blocks) : bits(bits), block(block), blocks(blocks) {
+  HeadBytes(int bits, int block, int token_blocks, int fold)
+      : bits(bits),
+        block(block),
+        token_blocks(token_blocks),
+        fold(fold),
+        blocks(token_blocks * fold) {
     const int per_block = block * bits / 8, bytes = blocks * per_block;
     nibbles = bits == 4 ? 2 : 1;
-    lanes_per_block = per_block / kLaneBytes;
     units = (bytes + kUnit - 1) / kUnit;
     for (int u = 0; u < units; ++u) {
       const int left = std::min(bytes - u * kUnit, kUnit) / 4;
@@ -62,8 +69,8 @@ struct HeadBytes {
         for (int i = 0; i < kUnitLanes * 4; ++i) {
           const int byte = u * kUnit + i / 4 * kLaneBytes + vector / nibbles * 4 + i % 4;
           const int inside = byte % per_block + vector % nibbles * (block / 2);
-          value[u][vector][i] =
-              static_cast<std::int16_t>(byte < bytes ? byte / per_block * block + inside : -1);
+          value[u][vector][i] = static_cast<std::int16_t>(
+              byte < bytes ? byte / per_block % token_blocks * block + inside : -1);
         }
     }
     const int tokens = 32 / blocks;
@@ -76,11 +83,13 @@ struct HeadBytes {
   int sums() const { return units * kUnit * nibbles; }
 };
 
-inline const HeadBytes* head_bytes(int bits, int block, int blocks) {
+inline const HeadBytes* head_bytes(int bits, int block, int token_blocks, int fold) {
   thread_local std::vector<std::unique_ptr<HeadBytes>> known;
   for (const auto& head : known)
-    if (head->bits == bits && head->block == block && head->blocks == blocks) return head.get();
-  known.push_back(std::make_unique<HeadBytes>(bits, block, blocks));
+    if (head->bits == bits && head->block == block && head->token_blocks == token_blocks &&
+        head->fold == fold)
+      return head.get();
+  known.push_back(std::make_unique<HeadBytes>(bits, block, token_blocks, fold));
   return known.back().get();
 }
 
@@ -91,9 +100,10 @@ struct TileScales {
 
   void load(const char* from, std::int64_t stride, const HeadBytes& head, int count,
             bool may_be_negative) {
-    const int blocks = head.blocks;
+    const int blocks = head.blocks, valid = count * head.token_blocks;
+    stride *= head.fold;
     std::uint32_t found = 0;
-    for (std::int64_t i = 0; i < stride * kTile; i += kLine)
+    for (std::int64_t i = 0; i < stride * kTile / head.fold; i += kLine)
       __builtin_prefetch(from + kAhead / 4 + i);
     const bool packed = stride == 2 * blocks && (blocks & (blocks - 1)) == 0;
     if (packed) {
@@ -102,7 +112,7 @@ struct TileScales {
       const __m512i order = _mm512_loadu_si512(head.scale_order);
       const __m512i infinity = _mm512_set1_epi16(0x7c00);
       for (int t = 0; t < kTile; t += tokens) {
-        const int there = std::clamp((count - t) * blocks, 0, 32);
+        const int there = std::clamp(valid - t * blocks, 0, 32);
         const auto mask = static_cast<__mmask32>(there == 32 ? ~0u : (1u << there) - 1);
         const __m512i raw =
             _mm512_maskz_loadu_epi16(mask, from + static_cast<std::int64_t>(t) * stride);
@@ -166,7 +176,7 @@ void prepare_query(const float* q, const HeadBytes& head, QueryUnit* units) {
   alignas(64) std::int16_t whole[kMostBlocks * 128 + 1];
   whole[kMostBlocks * 128] = 0;
   float scale[kMostBlocks];
-  for (int b = 0; b < head.blocks; ++b) {
+  for (int b = 0; b < head.token_blocks; ++b) {
     const float* x = q + b * head.block;
     __m512 most = _mm512_setzero_ps();
     bool odd = false;  // a NaN, which neither the maximum nor an integer would show
@@ -200,7 +210,7 @@ void prepare_query(const float* q, const HeadBytes& head, QueryUnit* units) {
         store_as(_mm_set1_epi32(static_cast<int>(low)), unit.low[vector] + lane * kLaneBytes);
       }
     for (int lane = 0; lane < kUnitLanes; ++lane) {
-      const float undo = scale[head.block_of[u][lane]] / KeyCodes<F>::kDivisor;
+      const float undo = scale[head.block_of[u][lane] % head.token_blocks] / KeyCodes<F>::kDivisor;
       _mm_store_ps(unit.scale + 4 * lane, _mm_set1_ps(undo));
       _mm_store_ps(unit.shift + 4 * lane,
                    _mm_set1_ps(-KeyCodes<F>::kOffset * static_cast<float>(sums[lane]) * undo));
@@ -227,7 +237,7 @@ inline void load_rows(const char* codes, std::int64_t stride, int t, int count, 
   CARAMBA_FAST_UNROLL
   for (int i = 0; i < 4; ++i) {
     const char* from = codes + std::min(t + i, count - 1) * stride;
-    if (PREFETCH) __builtin_prefetch(from + kAhead);
+    if (PREFETCH) __builtin_prefetch(from + kAhead, 0, 2);
     rows[i] = _mm512_maskz_loadu_epi32(words, from);
   }
 }
@@ -351,9 +361,16 @@ inline __m256 sums_of_lanes(__m512 a, __m512 b) {
   return _mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
 }
 
+// The sum over the first two lanes, and over the last two, of four pairs of tokens: eight tokens.
+inline __m256 sums_of_pairs(__m512 v) {
+  const __m512 sums = _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0xb1));
+  const __m128 first = _mm512_castps512_ps128(sums), second = _mm512_extractf32x4_ps(sums, 2);
+  return _mm256_set_m128(_mm_unpackhi_ps(first, second), _mm_unpacklo_ps(first, second));
+}
+
 // Eight tokens from t on, UNITS units from the first: keys stay in registers while all rows meet
 // them.
-template <Format F, int UNITS, int GROUPS>
+template <Format F, int UNITS, int GROUPS, int FOLD>
 inline void score_eight(const QueryUnit* q, const HeadBytes& head, int first, int rows,
                         const char* codes, std::int64_t stride, const TileScales& scales, int t,
                         int count, float* scores) {
@@ -370,10 +387,16 @@ inline void score_eight(const QueryUnit* q, const HeadBytes& head, int first, in
     }
     for (int r = 0; r < rows; ++r) {
       const QueryUnit* query = q + r * head.units + first;
-      float* to = scores + r * kScoreRow + t + 4 * part;
+      float* to = scores + r * kScoreRow + FOLD * (t + 4 * part);
       __m512 found[GROUPS];
       row_sums(keys, by_lane, query, found);
-      if constexpr (GROUPS == 2) {
+      if constexpr (FOLD == 2) {
+        CARAMBA_FAST_UNROLL
+        for (int g = 0; g < GROUPS; ++g) {
+          const __m256 pairs = sums_of_pairs(found[g]);
+          _mm256_storeu_ps(to + 8 * g, _mm256_add_ps(_mm256_loadu_ps(to + 8 * g), pairs));
+        }
+      } else if constexpr (GROUPS == 2) {
         _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), sums_of_lanes(found[0], found[1])));
       } else {
         const __m256 sum = sums_of_lanes(found[0], found[0]);
@@ -389,12 +412,18 @@ void score_int8(const QueryUnit* q, const HeadBytes& head, int rows, const char*
                 std::int64_t stride, const TileScales& scales, int count, float* scores) {
   // As many of the 32 registers as leave room for the sums: 16 for keys.
   constexpr int kGroups = F == Format::nf4 ? 1 : 2, kUnits = F == Format::q8_0 ? 2 : 1;
+  if (head.fold == 2) {
+    const int pairs = (count + 1) / 2;
+    for (int t = 0; t < pairs; t += 8)
+      score_eight<F, 1, kGroups, 2>(q, head, 0, rows, codes, 2 * stride, scales, t, pairs, scores);
+    return;
+  }
   for (int t = 0; t < count; t += 8) {
     int u = 0;
     for (; u + kUnits <= head.units; u += kUnits)
-      score_eight<F, kUnits, kGroups>(q, head, u, rows, codes, stride, scales, t, count, scores);
+      score_eight<F, kUnits, kGroups, 1>(q, head, u, rows, codes, stride, scales, t, count, scores);
     for (; u < head.units; ++u)
-      score_eight<F, 1, kGroups>(q, head, u, rows, codes, stride, scales, t, count, scores);
+      score_eight<F, 1, kGroups, 1>(q, head, u, rows, codes, stride, scales, t, count, scores);
   }
 }
 
@@ -475,9 +504,22 @@ inline __m512 largest_by_lane(const __m512 (&v)[4]) {
 template <Format F>
 void weigh(const float* weights, const HeadBytes& head, const TileScales& scales,
            const Flips& flips, WeightUnit* units) {
-  __m512 p[4];
+  __m512 p[2][4];  // of the first and of the last two lanes, which differ where tokens are taken in
+                   // pairs
   CARAMBA_FAST_UNROLL
-  for (int g = 0; g < 4; ++g) p[g] = _mm512_loadu_ps(weights + 16 * g);
+  for (int g = 0; g < 4; ++g) p[0][g] = p[1][g] = _mm512_loadu_ps(weights + 16 * g);
+  if (head.fold == 2) {
+    const __m512i even =
+        _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i second = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    const __m512 all[4] = {p[0][0], p[0][1], p[0][2], p[0][3]};
+    CARAMBA_FAST_UNROLL
+    for (int g = 0; g < 2; ++g) {
+      p[0][g] = _mm512_permutex2var_ps(all[2 * g], even, all[2 * g + 1]);
+      p[1][g] = _mm512_permutex2var_ps(all[2 * g], second, all[2 * g + 1]);
+      p[0][2 + g] = p[1][2 + g] = _mm512_setzero_ps();
+    }
+  }
   for (int u = 0; u < head.units; ++u) {
     __m512 product[kUnitLanes][4], most[kUnitLanes];
     const int (&block)[kUnitLanes] = head.block_of[u];
@@ -491,7 +533,7 @@ void weigh(const float* weights, const HeadBytes& head, const TileScales& scales
       const float* scale = scales.scale[block[lane]];
       CARAMBA_FAST_UNROLL
       for (int g = 0; g < 4; ++g)
-        product[lane][g] = _mm512_mul_ps(p[g], _mm512_load_ps(scale + 16 * g));
+        product[lane][g] = _mm512_mul_ps(p[lane / 2][g], _mm512_load_ps(scale + 16 * g));
       most[lane] = _mm512_max_ps(_mm512_max_ps(product[lane][0], product[lane][1]),
                                  _mm512_max_ps(product[lane][2], product[lane][3]));
     }
@@ -677,6 +719,8 @@ void value_int8(const WeightUnit* weights, const HeadBytes& head, int rows, cons
                 std::int64_t stride, const Flips& flips, int count, float* sums,
                 std::int64_t width) {
   constexpr int kMost = F == Format::q8_0 ? 4 : 2;  // 16 sums in registers
+  stride *= head.fold;
+  count = (count + head.fold - 1) / head.fold;
   int r = 0;
   for (; r + kMost <= rows; r += kMost)
     value_rows_int8<F, kMost>(weights + r * head.units, head, codes, stride, flips, count,

@@ -166,6 +166,24 @@ def test_a_hundred_thousand_tokens(kind):
         torch.testing.assert_close(found[1].double(), lse, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "options", [(), ("pages", "leftpad"), ("tail", "sinks", "window")], ids="+".join
+)
+@pytest.mark.parametrize("kinds", [("q4_0", "nf4"), ("nf4", "q4_0")], ids="/".join)
+def test_tokens_of_32_bytes_are_taken_in_pairs(kinds, options):
+    """Odd lengths, starts and ends: half a pair may lie behind the last token, or behind the last slot."""
+    for lengths, slots in (
+        ((1, 2, 3), 32),
+        ((63, 64, 65), 96),
+        ((97, 127, 33), 128),
+        ((51, 7), 51),
+    ):
+        if slots % 32 and options:
+            continue
+        dims = {"k": 64, "v": 64}
+        check(build(options, dims=dims, kinds=kinds, lengths=lengths, slots=slots, tokens=1))
+
+
 # -- options ------------------------------------------------------------------------------------
 
 
