@@ -96,6 +96,8 @@ struct KeyHead {
   float* query;     // (rows, width) fp32, transformed, times the factor; zeros outside the head
   float* constant;  // (rows) q . mean, or null
   float* waves;     // (rows, pairs, 2) what meets cos and sin, or null
+  float* inside;  // (pairs, 2, kInside) cos and sin of the tokens of a tile of the phase table, or
+                  // null
 #if CARAMBA_FAST_VNNI
   const HeadBytes* bytes;  // null where the integer passes do not serve
   QueryUnit* units;
@@ -115,6 +117,9 @@ struct HeadState {
   std::int64_t unit_width;
 #endif
 };
+
+// Tokens of a tile of the phase table, and room for a vector that begins with the last.
+inline constexpr int kInside = kPhaseTile + 16;
 
 struct Tile {
   Source source;
@@ -215,7 +220,8 @@ class Worker {
         floats += a_.heads_per_lane * rows *
                   (kMostUnits * sizeof(QueryUnit) / 4 + 512 + 16 * kMostBlocks);
 #endif
-      floats += kTile * 2 * static_cast<std::size_t>(a_.stored[i].basis.pair_count);
+      floats +=
+          a_.heads_per_lane * 2 * kInside * static_cast<std::size_t>(a_.stored[i].basis.pair_count);
     }
     floats += rows * kScoreRow + 4096 + 4 * static_cast<std::size_t>(widest() + 128);
 #if CARAMBA_FAST_VNNI
@@ -275,6 +281,15 @@ class Worker {
     key.query = zeros(rows_ * key.span.width);
     key.constant = basis.mean != nullptr ? arena_.take<float>(rows_) : nullptr;
     key.waves = basis.pair_count > 0 ? arena_.take<float>(rows_ * basis.pair_count * 2) : nullptr;
+    key.inside = key.waves != nullptr ? zeros(basis.pair_count * 2 * kInside) : nullptr;
+    for (std::int64_t p = 0; p < basis.pair_count; ++p) {
+      const float* table = basis.phases + (head * basis.pair_count + p) * basis.phase_rows * 2;
+      float* cosine = key.inside + p * 2 * kInside;
+      for (int t = 0; t < kPhaseTile; ++t) {
+        cosine[t] = table[2 * t];
+        cosine[kInside + t] = table[2 * t + 1];
+      }
+    }
     for (int r = 0; r < rows_; ++r) {
       float* q = temporary_;
       read_query(stream, head, r, q);
@@ -422,49 +437,63 @@ class Worker {
     return tokens_of(a_, buffer, b_, lane_, position, a_.table != nullptr);
   }
 
-  // cos and sin of a pair at tokens t to t + count - 1, by the angle-addition rule; outside of the
-  // table (padding) those of its first or last token.
-  static void angles(const Basis& basis, std::int64_t pair, std::int64_t t, int count,
-                     float* cosine, float* sine) {
-    const float* table = basis.phases + pair * basis.phase_rows * 2;
-    const std::int64_t most = (basis.phase_rows - kPhaseTile) * kPhaseTile - 1;
-    for (int i = 0; i < count;) {
-      const std::int64_t at = std::clamp<std::int64_t>(t + i, 0, most);
-      const float* inside = table + at % kPhaseTile * 2;
-      const float* start = table + (kPhaseTile + at / kPhaseTile) * 2;
-      const float c = start[0], s = start[1];
-      // As far as the tile of the table goes; one by one outside of the table.
-      const std::int64_t run =
-          at == t + i ? std::min(kPhaseTile - at % kPhaseTile, most + 1 - at) : 1;
-      const int stop = static_cast<int>(std::min<std::int64_t>(count, i + run));
-      for (int k = 0; k < stop - i; ++k) {
-        cosine[i + k] = c * inside[2 * k] - s * inside[2 * k + 1];
-        sine[i + k] = s * inside[2 * k] + c * inside[2 * k + 1];
-      }
-      i = stop;
-    }
-  }
-
-  // What centering took out of the logits.
+  // What centering took out of the logits: q . mean, and for each pair A cos + B sin of the token's
+  // angle. A tile of the phase table turns A and B; the angles within it are the same for every
+  // tile.
   void shift(const KeyHead& key, int h, const Tile& tile) {
     if (key.constant != nullptr)
       for (int r = 0; r < rows_; ++r)
-        for (int i = 0; i < tile.count; ++i) scores_[r * kScoreRow + i] += key.constant[r];
+        for (int i = 0; i < tile.count; i += kLanes) {
+          float* to = scores_ + r * kScoreRow + i;
+          store_as(load_as<Floats>(to) + key.constant[r], to);
+        }
     if (key.waves == nullptr) return;
     const Basis& basis = key.stored->basis;
-    const std::int64_t head = lane_ * a_.heads_per_lane + h;
-    for (std::int64_t p = 0; p < basis.pair_count; ++p) {
-      alignas(64) float cosine[kTile], sine[kTile];
-      angles(basis, head * basis.pair_count + p, tile.start - row_->pad, tile.count, cosine, sine);
-      for (int i = tile.count; i < kTile; ++i) cosine[i] = sine[i] = 0;
-      for (int r = 0; r < rows_; ++r) {
-        const float* wave = key.waves + (r * basis.pair_count + p) * 2;
-        const Floats a = splat(wave[0]), b = splat(wave[1]);
-        float* to = scores_ + r * kScoreRow;
-        for (int i = 0; i < tile.count; i += kLanes) {
-          const Floats sum = fused(a, load_as<Floats>(cosine + i), load_as<Floats>(to + i));
-          store_as(fused(b, load_as<Floats>(sine + i), sum), to + i);
+    const std::int64_t head = lane_ * a_.heads_per_lane + h, first = tile.start - row_->pad;
+    const std::int64_t end = (basis.phase_rows - kPhaseTile) * kPhaseTile;
+    // Tokens outside of the table are padding, which nobody sees.
+    const std::int64_t last = std::min(first + tile.count, end);
+    for (std::int64_t t = std::max<std::int64_t>(first, 0); t < last;) {
+      const std::int64_t stop = std::min((t / kPhaseTile + 1) * kPhaseTile, last);
+      turn(key, basis, head, t, static_cast<int>(stop - t), stop == last, scores_ + (t - first));
+      t = stop;
+    }
+  }
+
+  // `count` tokens from t on, all of one tile of the phase table. `open`: what lies behind them may
+  // be overwritten.
+  void turn(const KeyHead& key, const Basis& basis, std::int64_t head, std::int64_t t, int count,
+            bool open, float* scores) const {
+    const std::int64_t pairs = basis.pair_count, offset = t % kPhaseTile;
+    const int whole = open ? count : count / kLanes * kLanes;
+    for (int r = 0; r < rows_; ++r) {
+      const float* wave = key.waves + r * pairs * 2;
+      float* to = scores + r * kScoreRow;
+      for (std::int64_t p = 0; p < pairs; p += kPairsAtOnce) {
+        const auto some = static_cast<int>(std::min<std::int64_t>(kPairsAtOnce, pairs - p));
+        Floats a[kPairsAtOnce], b[kPairsAtOnce];
+        for (int k = 0; k < some; ++k) {
+          const float* start = basis.phases + (head * pairs + p + k) * basis.phase_rows * 2 +
+                               (kPhaseTile + t / kPhaseTile) * 2;
+          const float* w = wave + 2 * (p + k);
+          a[k] = splat(w[0] * start[0] + w[1] * start[1]);
+          b[k] = splat(w[1] * start[0] - w[0] * start[1]);
         }
+        const float* inside = key.inside + p * 2 * kInside + offset;
+        for (int i = 0; i < whole; i += kLanes) {
+          Floats sum = load_as<Floats>(to + i);
+          for (int k = 0; k < some; ++k) {
+            const float* cosine = inside + k * 2 * kInside + i;
+            sum = fused(a[k], load_as<Floats>(cosine), sum);
+            sum = fused(b[k], load_as<Floats>(cosine + kInside), sum);
+          }
+          store_as(sum, to + i);
+        }
+        for (int i = whole; i < count; ++i)
+          for (int k = 0; k < some; ++k) {
+            const float* cosine = inside + k * 2 * kInside + i;
+            to[i] += a[k][0] * cosine[0] + b[k][0] * cosine[kInside];
+          }
       }
     }
   }
@@ -677,6 +706,7 @@ class Worker {
     lse = most + std::log(sum);
   }
 
+  static constexpr int kPairsAtOnce = 4;
   static constexpr int kMostHeads = 32;  // of a lane: head_dim 1 would be the narrowest
 
   const Attention& a_;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from caramba_fast.cache.memory import empty
 from caramba_fast.cache.tail import WideRing
 from caramba_fast.config import KVCacheTensorConfig
 from caramba_fast.formats import SCALE_DTYPE, check_block
@@ -50,10 +51,8 @@ class CacheTensor:
         self.scales: Tensor | None = None
         if form.quantized:
             check_block(dim, config.qblock, "qblock")
-            self.scales = torch.empty(
-                (*lead, dim // config.qblock), dtype=SCALE_DTYPE, device=device
-            )
-        self.codes = torch.empty((*lead, form.code_width(dim)), dtype=form.dtype, device=device)
+            self.scales = empty((*lead, dim // config.qblock), SCALE_DTYPE, device)
+        self.codes = empty((*lead, form.code_width(dim)), form.dtype, device)
 
         def side(size: int) -> Tensor | None:
             shape = (batch_size, lanes.count, size, dim)
