@@ -19,6 +19,7 @@ from caramba_fast.bench import (
     measure,
     oracle,
     predict,
+    readme,
     registry,
     report,
     run,
@@ -297,3 +298,12 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+
+
+def test_the_table_of_the_readme_is_that_of_the_results():
+    root = Path(__file__).resolve().parent.parent
+    text = (root / "README.md").read_text()
+    rows = read(root / "bench" / "results" / "cpu.csv")
+    assert readme.replaced(text, readme.table(rows)) == text, "make bench-page"
+    with pytest.raises(ValueError, match="the README lacks"):
+        readme.replaced("# Title", [])
