@@ -121,6 +121,7 @@ bench-page: $(VENV)/.test
 	cp runs/bench-$(DEVICE).json bench/results/$(DEVICE).json
 	cp runs/decode_model.csv bench/results/ 2>/dev/null || true
 	$(BIN)/python -m caramba_fast.bench.report $$(ls bench/results/cpu.csv bench/results/cuda.csv 2>/dev/null) > docs/performance.md
+	$(BIN)/python -m caramba_fast.bench.roofline bench/results/$(DEVICE).csv docs/roofline-$(DEVICE).png
 	test ! -e bench/results/cpu.csv || $(BIN)/python -m caramba_fast.bench.readme bench/results/cpu.csv README.md
 
 bench-rows: $(VENV)/.test

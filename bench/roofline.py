@@ -72,7 +72,7 @@ def plot(rows: list[dict[str, str]], path: Path) -> None:
     axes.set(xlabel="cached tokens", ylabel="share of bandwidth", ylim=(0, None))
     axes.set_title(f"decode attention, {rows[0]['device']} (dashed: predicted)", fontsize=10)
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.legend(fontsize=8, ncols=2)
+    figure.legend(fontsize=8, ncols=1, loc="outside right upper")
     figure.savefig(path, dpi=140)
 
 
