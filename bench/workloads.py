@@ -27,6 +27,7 @@ from caramba_fast.ops import (
     quantize,
     use_backend,
 )
+from caramba_fast.ops.memory import empty
 from caramba_fast.ops.view import Lanes
 
 from . import comparators, oracle
@@ -70,14 +71,14 @@ def copies(moved: int, device: torch.device) -> int:
 
 
 def stored(x: Tensor, kind: str, lanes: Lanes, fill: bool = True) -> KVView:
-    """x (B, H_kv, S, D) as a cache holds it, row by row; with ``fill`` false the bytes are whatever was there."""
+    """x (B, H_kv, S, D) as a cache holds it; with ``fill`` false the bytes are whatever was there."""
     form = resolve(kind)
     lead = (x.shape[0], lanes.count, x.shape[2])
     width = lanes.heads_per_lane * x.shape[3]
     if not form.quantized:
-        return KVView(lanes.pack(x).to(form.dtype).contiguous(), None, kind)
-    codes = torch.empty((*lead, form.code_width(width)), dtype=form.dtype, device=x.device)
-    scales = torch.empty((*lead, width // BLOCK), dtype=torch.float16, device=x.device)
+        return KVView(empty((*lead, width), form.dtype, x.device).copy_(lanes.pack(x)), None, kind)
+    codes = empty((*lead, form.code_width(width)), form.dtype, x.device)
+    scales = empty((*lead, width // BLOCK), torch.float16, x.device)
     for row in range(x.shape[0] if fill else 0):
         codes[row : row + 1], scales[row : row + 1] = quantize(
             lanes.pack(x[row : row + 1]), kind, BLOCK

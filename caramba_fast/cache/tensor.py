@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from caramba_fast.cache.memory import empty
 from caramba_fast.cache.tail import WideRing
 from caramba_fast.config import KVCacheTensorConfig
 from caramba_fast.formats import SCALE_DTYPE, check_block
 from caramba_fast.ops import KVView, Transform
+from caramba_fast.ops.memory import empty
 from caramba_fast.ops.view import Lanes
 
 #: Capacity is rounded up to this many slots, so that kernels load codes without masks.
