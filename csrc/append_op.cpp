@@ -79,16 +79,8 @@ void append(const AppendCommon& c, const StreamTensors* streams, const Tensor* c
                   "the cache has ", job.lanes, " lanes of ", job.heads_per_lane, " heads for ",
                   job.heads, " heads");
   if (c.block_table.has_value()) {
-    const Tensor& table = *c.block_table;
-    check_cpu(table, "block_table");
-    STD_TORCH_CHECK(table.dim() == 2 && table.size(0) == job.batch &&
-                        table.scalar_type() == ScalarType::Int &&
-                        (table.stride(1) == 1 || table.size(1) <= 1),
-                    "block_table must be (B, pages) int32 with contiguous rows");
+    place_table(*c.block_table, job);
     STD_TORCH_CHECK(job.slots > 0, "pages have no slots");
-    job.table = static_cast<const std::int32_t*>(table.const_data_ptr());
-    job.table_row = table.stride(0);
-    job.pages_per_row = table.size(1);
   } else {
     STD_TORCH_CHECK(lead.rows == job.batch, "the cache has B=", lead.rows,
                     ", the new tokens B=", job.batch);

@@ -177,6 +177,20 @@ inline StoredStream stream_of(const StreamTensors& s, std::int64_t heads, std::i
   return stream;
 }
 
+// Where pages are listed: (B, pages) int32 with contiguous rows. Fills the three fields of a job or
+// a call.
+template <class Work>
+void place_table(const Tensor& table, Work& work) {
+  check_cpu(table, "block_table");
+  STD_TORCH_CHECK(table.dim() == 2 && table.size(0) == work.batch &&
+                      table.scalar_type() == ScalarType::Int &&
+                      (table.stride(1) == 1 || table.size(1) <= 1),
+                  "block_table must be (B, pages) int32 with contiguous rows");
+  work.table = static_cast<const std::int32_t*>(table.const_data_ptr());
+  work.table_row = table.stride(0);
+  work.pages_per_row = table.size(1);
+}
+
 // (B,) int32; null for none.
 inline const std::int32_t* row_integers(const MaybeTensor& x, const char* name,
                                         std::int64_t batch) {

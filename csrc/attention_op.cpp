@@ -81,17 +81,9 @@ void Call::place(const Common& c, const Lead& lead, const StreamTensors* streams
                   "the cache has ", work.lanes, " lanes of ", work.heads_per_lane,
                   " heads for n_kv_heads=", work.kv_heads);
   if (c.block_table.has_value()) {
-    const Tensor& table = *c.block_table;
-    check_cpu(table, "block_table");
-    STD_TORCH_CHECK(table.dim() == 2 && table.size(0) == work.batch &&
-                        table.scalar_type() == ScalarType::Int &&
-                        (table.stride(1) == 1 || table.size(1) <= 1),
-                    "block_table must be (B, pages) int32 with contiguous rows");
+    place_table(*c.block_table, work);
     STD_TORCH_CHECK(work.slots % 32 == 0, "pages have ", work.slots,
                     " slots; a multiple of 32 is needed");
-    work.table = static_cast<const std::int32_t*>(table.const_data_ptr());
-    work.table_row = table.stride(0);
-    work.pages_per_row = table.size(1);
     work.tile = work.slots % kTile == 0 ? kTile : 32;
   } else {
     STD_TORCH_CHECK(lead.rows == work.batch, "the cache has B=", lead.rows,
