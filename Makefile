@@ -61,7 +61,7 @@ test-device: $(VENV)/.test
 	$(BIN)/python -m pytest --device=$(DEVICE) -m device
 
 # The C++ extension with gcc's checks, beside the ordinary one.
-$(SANE): $(VENV)/.test
+$(SANE): $(VENV)/.test $(BUILD)
 	rm -rf build/sanitize
 	CARAMBA_FAST_SANITIZE=1 $(BIN)/python setup.py -q build_ext --build-lib build/sanitize --build-temp build/sanitize/temp
 

@@ -52,10 +52,18 @@ def test_merge_state(device):
         torch.testing.assert_close(a.cpu(), b)
 
 
-def close(got: Tensor, expected: Tensor, *stored: str) -> None:
-    """Equal to rounding: the C++ kernels take 16-bit integers where quantized streams are read, and rotate in
-    another order before values are stored in half precision."""
-    allowed = 5e-3 if got.device.type == "cpu" and set(stored) != {"fp32", "no tail"} else 1e-4
+#: What 16 bits of query, weight and (nf4) level may add, on transformed keys with large biases.
+INTEGERS = {"q8_0": 3e-4, "q4_0": 3e-4, "nf4": 1e-3}
+
+
+def close(got: Tensor, expected: Tensor, *kinds: str) -> None:
+    """Equal to rounding on the same bytes, but for the integers of C++ with VNNI (`INTEGERS`)."""
+    allowed = 1e-4
+    if got.device.type == "cpu":
+        from test_extension import isa_in_use  # needs packages that a machine with a GPU may lack
+
+        if isa_in_use() == "avx512_vnni":
+            allowed = max(INTEGERS.get(kind, allowed) for kind in kinds)
     torch.testing.assert_close(got.cpu(), expected, rtol=allowed, atol=allowed)
 
 
@@ -97,22 +105,28 @@ def test_attention_of_a_cache(device, kind, page_size, tail, transformed, option
     transforms = constants() if transformed else {}
     k, v = torch.randn(2, 2, KV_HEADS, TOKENS, DIM)
     q = torch.randn(2, HEADS, 5, DIM)
+    # A rotation adds up in another order in C++, and codes on the edge fall to the other side: the same bytes then.
+    written = "reference" if transformed and device.type == "cpu" else "auto"
     results = []
-    for place, backend in ((torch.device("cpu"), "reference"), (device, "auto")):
-        with use_backend(backend):
-            cache = LayerKVCache(
-                2, 100, width, width, config, config, place, KV_HEADS, page_size=page_size
-            )
-            cache.set_transforms(**{n: moved(t, place) for n, t in transforms.items()})
+    for place, writer, reader in (
+        (torch.device("cpu"), "reference", "reference"),
+        (device, written, "auto"),
+    ):
+        cache = LayerKVCache(
+            2, 100, width, width, config, config, place, KV_HEADS, page_size=page_size
+        )
+        cache.set_transforms(**{n: moved(t, place) for n, t in transforms.items()})
+        with use_backend(writer):
             cache.append(*on(place, k, v))
             cache.crop([0, 7])
             cache.append(*on(place, k[:, :, :5], v[:, :, :5]), [5, 3])
-            chosen = {
-                n: x.to(place) if isinstance(x, Tensor) else x for n, x in OPTIONS[option].items()
-            }
+        chosen = {
+            n: x.to(place) if isinstance(x, Tensor) else x for n, x in OPTIONS[option].items()
+        }
+        with use_backend(reader):
             results.append(cache.attend(q.to(place), return_softmax_lse=True, **chosen))
     for expected, got in zip(*results, strict=True):
-        close(got, expected, kind, "no tail" if not tail else "tail")
+        close(got, expected, kind)
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
