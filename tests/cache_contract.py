@@ -359,6 +359,39 @@ class LayerCacheContract:
         q = self.queries(2)
         cases.check(cache.attend(*q, return_softmax_lse=True), self.expected(cache, setup, q))
 
+    @pytest.mark.parametrize("rows", [[1], [0, 0, 0, 1, 1]], ids=str)
+    def test_taken_rows_are_a_cache_of_their_own(self, setup, rows):
+        cache, _ = self.filled(setup, 40)
+        cache.crop([0, 6])
+        before = cache.get()
+        taken = cache.take(rows)
+        assert taken.batch_size == len(rows) and taken.seq_lens.tolist() == [
+            [40, 34][r] for r in rows
+        ]
+        kept = max([40, 34][r] for r in rows)
+        for old, new in zip(before, taken.get(), strict=True):
+            assert torch.equal(new, old[rows][:, :, :kept])
+        cache.crop([3, 0])
+        cache.append(*self.tokens(2))  # what the one writes the other does not see
+        for old, new in zip(before, taken.get(), strict=True):
+            assert torch.equal(new, old[rows][:, :, :kept])
+        shape = [x[[0] * len(rows)] for x in self.tokens(2)]
+        pages = None if cache.pages is None else cache.pages.allocator.free
+        if pages is None or pages >= len(rows):
+            held = cache.get()
+            taken.append(*shape)
+            assert all(map(torch.equal, cache.get(), held))
+            q = [x[[0] * len(rows)] for x in self.queries(2)]
+            assert taken.attend(*q).isfinite().all()
+        taken.reset()
+        assert taken.is_empty and cache.pos == 39
+
+    @pytest.mark.parametrize("rows", [[], [2], [-1]], ids=str)
+    def test_rows_that_cannot_be_taken_are_named(self, plain, rows):
+        cache, _ = self.filled(plain, 3)
+        with pytest.raises(ValueError, match=r"rows.*0 to 1"):
+            cache.take(rows)
+
     def test_rows_that_were_one_grow_apart(self, setup):
         cache, _ = self.filled(setup, 37)
         cache.reorder(torch.tensor([0, 0]))

@@ -846,7 +846,7 @@ def test_sampling_that_fails_does_not_feed_a_token_twice(
         patch.setattr(model.lm_head, "forward", damaged)
         steps = generator.generate_iter([A])
         seen = [next(steps) for _ in range(step)]
-        with pytest.raises(RuntimeError):
+        with pytest.raises(ValueError):
             next(steps)
     logits = generator.prefill([MORE])
     torch.testing.assert_close(logits[0], next_logits(model, A + seen + MORE), atol=1e-3, rtol=0)

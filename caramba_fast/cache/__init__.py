@@ -6,6 +6,7 @@ from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerKVCache
 from caramba_fast.cache.lengths import RowLengths
 from caramba_fast.cache.model import AnyLayerShape, DecoupledLayerShape, LayerShape, ModelKVCache
 from caramba_fast.cache.pages import OutOfPagesError, PageAllocator, PageTable
+from caramba_fast.cache.reach import Reach
 from caramba_fast.cache.statistics import StreamStatistics
 from caramba_fast.cache.tensor import CacheTensor
 
@@ -23,6 +24,7 @@ __all__ = [
     "OutOfPagesError",
     "PageAllocator",
     "PageTable",
+    "Reach",
     "RowLengths",
     "StreamStatistics",
 ]

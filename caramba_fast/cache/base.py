@@ -6,9 +6,10 @@ without tail and sinks: it is written once, over the layer's streams.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from caramba_fast.cache.knowledge import Knowledge
 from caramba_fast.cache.lengths import Counts, RowLengths
 from caramba_fast.cache.pages import PageAllocator, PageTable
+from caramba_fast.cache.reach import Reach
 from caramba_fast.cache.sizes import check_agreement, check_sizes
 from caramba_fast.cache.tail import TailKeeper
 from caramba_fast.cache.tensor import CacheTensor, capacity
@@ -24,6 +26,9 @@ from caramba_fast.ops import KVView, Transform, checks
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 from caramba_fast.ops.transform import undo_on_key, undo_on_value
 from caramba_fast.ops.view import Lanes, load
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class LayerCache:
@@ -68,6 +73,8 @@ class LayerCache:
         self._widened = 0  # tokens the tails have been given room for
         #: Attend to all slots by name, whatever is held: a recorded read then serves every length.
         self.reads_all_slots = False
+        #: Limits of every read, as a decode plan sets them (`ModelKVCache.reach`).
+        self.reach = Reach()
         self.batch_size, self.max_seq_len, self.n_kv_heads = batch_size, max_seq_len, n_kv_heads
         self.device = torch.device(device)
         with torch.inference_mode(False):  # buffers made under it could not be written outside it
@@ -342,8 +349,12 @@ class LayerCache:
             options.setdefault("query_lens", lengths.query_lens)
         if self.residual_len:
             options["residual_len"] = self.residual_len
-        kind = type(self)
-        op = kind._decode_op if tokens <= MAX_QUERY_TOKENS else kind._extend_op
+        if self.reach.local_window is not None:
+            options["window_size"] = self.reach.window(options)
+        kind, extends = type(self), tokens > MAX_QUERY_TOKENS
+        if extends and self.reach.q_chunk is not None:
+            options.setdefault("q_chunk", self.reach.q_chunk)
+        op = kind._extend_op if extends else kind._decode_op
         result = op(*queries, *views, self.seq_lens, n_kv_heads=self.n_kv_heads, **options)
         self._narrow()
         return result
@@ -425,6 +436,38 @@ class LayerCache:
             )
             for part in (*used, *(x for x in whole if x is not None)):
                 part.copy_(part.index_select(0, order))
+
+    def take(self, rows: Sequence[int]) -> Self:
+        """A new cache whose row b holds what row ``rows[b]`` holds here; this one stays as it is.
+
+        Rows may repeat or be left out, and there may be any number of them. A paged cache shares the pool and
+        the pages, which are copied when one of the rows writes; reset the one that is no longer needed, so
+        that its pages are free again.
+
+        Raises:
+            ValueError: no rows, or one that does not exist.
+        """
+        if not rows or not all(0 <= row < self.batch_size for row in rows):
+            raise ValueError(
+                f"rows is {list(rows)}; one or more of 0 to {self.batch_size - 1} are needed"
+            )
+        self._narrow()
+        other = copy.copy(self)
+        other.batch_size = len(rows)
+        index = torch.tensor(rows, dtype=torch.int64).to(self.device)
+        used = None if self.pages is not None else self.pos
+        with torch.inference_mode(False):  # as in __init__
+            other.streams = {name: s.taken(index, used) for name, s in self.streams.items()}
+            other.lengths = self.lengths.taken(rows)
+            other.pages = None if self.pages is None else self.pages.taken(rows)
+        other._tail = self._tail.taken(rows)
+        other._name_streams()
+        return other
+
+    def _name_streams(self) -> None:
+        """Sets the attributes that stand for single streams."""
+        for name, stream in self.streams.items():
+            setattr(self, name, stream)
 
     def reset(self) -> None:
         """Forgets everything, transforms set by hand included; the memory stays allocated."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from caramba_fast.cache.base import LayerCache
 from caramba_fast.cache.knowledge import Knowledge
 from caramba_fast.cache.statistics import StreamStatistics
+from caramba_fast.cache.tensor import CacheTensor
 from caramba_fast.config import KVCacheTensorConfig, Rotary
 from caramba_fast.ops import (
     append_,
@@ -40,6 +41,8 @@ class LayerKVCache(LayerCache):
         ValueError: a size that is not positive or does not divide, a block that does not fit.
     """
 
+    k: CacheTensor
+    v: CacheTensor
     _append_op = staticmethod(append_)
     _decode_op = staticmethod(decode_attention)
     _extend_op = staticmethod(extend_attention)
@@ -71,7 +74,7 @@ class LayerKVCache(LayerCache):
                 calibration or {}, constants_from_prompt,
             ),
         )  # fmt: skip
-        self.k, self.v = self.streams["k"], self.streams["v"]
+        self._name_streams()
 
     def append(
         self,
@@ -129,6 +132,9 @@ class DecoupledLayerKVCache(LayerCache):
         ValueError: as in `LayerKVCache`.
     """
 
+    k_sem: CacheTensor
+    k_geo: CacheTensor
+    v: CacheTensor
     _append_op = staticmethod(decoupled_append_)
     _decode_op = staticmethod(decoupled_decode_attention)
     _extend_op = staticmethod(decoupled_extend_attention)
@@ -161,7 +167,7 @@ class DecoupledLayerKVCache(LayerCache):
                 {} if rope is None else {"k_geo": rope}, {}, calibration or {}, constants_from_prompt
             ),
         )  # fmt: skip
-        self.k_sem, self.k_geo, self.v = (self.streams[name] for name in dims)
+        self._name_streams()
 
     def append(
         self,

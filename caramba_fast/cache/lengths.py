@@ -51,6 +51,12 @@ class RowLengths:
         self.seq_lens.copy_(torch.tensor(self.host, dtype=torch.int32), non_blocking=True)
         self.newest, self.query_lens = 0, None
 
+    def taken(self, rows: Sequence[int]) -> RowLengths:
+        """Lengths of a cache whose row b is what row ``rows[b]`` is here."""
+        other = RowLengths(len(rows), self.seq_lens.device)
+        other.set([self.host[row] for row in rows])
+        return other
+
     def per_row(self, name: str, counts: Counts) -> list[int]:
         """``counts`` as B host ints.
 

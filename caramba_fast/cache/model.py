@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,9 +15,10 @@ from caramba_fast.cache.base import LayerCache
 from caramba_fast.cache.calibration import Calibration
 from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerKVCache
 from caramba_fast.cache.lengths import Counts
+from caramba_fast.cache.reach import Reach
 from caramba_fast.cache.statistics import StreamStatistics
 from caramba_fast.config import KVCacheTensorConfig, Rotary
-from caramba_fast.ops import Transform
+from caramba_fast.ops import Transform, checks
 
 PrefillMode = Literal["exact", "stored"]
 
@@ -183,9 +185,29 @@ class ModelKVCache:
             layer.set_lengths(row_lengths)
 
     @property
-    def constants(self) -> list[Transform]:
-        """The transforms of every stream of every layer; new objects when their constants change."""
-        return [stream.transform for layer in self.layers for stream in layer.streams.values()]
+    def constants(self) -> list[Transform | Reach]:
+        """What a recorded step depends on, transforms and reach: new objects when they change."""
+        streams = (stream for layer in self.layers for stream in layer.streams.values())
+        return [*(stream.transform for stream in streams), self.reach]
+
+    @property
+    def reach(self) -> Reach:
+        """Limits of every read of the cache, in all layers; a decode plan sets them.
+
+        A prompt on an empty cache with ``prefill="exact"`` does not read the cache: it is not limited.
+
+        Raises:
+            ValueError: (when set) a limit below 1. The object stays while what is set is equal to it.
+        """
+        return self.layers[0].reach
+
+    @reach.setter
+    def reach(self, reach: Reach) -> None:
+        if reach == self.reach:
+            return
+        checks.raise_all("reach", reach.problems())
+        for layer in self.layers:
+            layer.reach = reach
 
     @contextmanager
     def reading_all_slots(self) -> Iterator[None]:
@@ -224,6 +246,12 @@ class ModelKVCache:
         """Permutes the rows of every layer (beam search)."""
         for layer in self.layers:
             layer.reorder(beam_idx)
+
+    def take(self, rows: Sequence[int]) -> ModelKVCache:
+        """A new cache whose row b holds what row ``rows[b]`` holds here (`LayerCache.take`)."""
+        other = copy.copy(self)
+        other.layers = [layer.take(rows) for layer in self.layers]
+        return other
 
     def reset(self) -> None:
         """Forgets everything; the memory stays allocated."""

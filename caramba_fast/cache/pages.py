@@ -147,6 +147,15 @@ class PageTable:
         self.rows = rows
         self._publish()
 
+    def taken(self, rows: Sequence[int]) -> PageTable:
+        """A table whose row b shares the pages of row ``rows[b]``, from the same pool."""
+        other = PageTable(
+            len(rows), self._width, self.page_size, self.allocator, self.tensor.device
+        )
+        other.rows = [[self.allocator.share(page) for page in self.rows[row]] for row in rows]
+        other._publish()
+        return other
+
     def _publish(self) -> None:
         padded = [row + [-1] * (self._width - len(row)) for row in self.rows]
         host = torch.tensor(padded, dtype=torch.int32)

@@ -85,6 +85,12 @@ class TailKeeper:
                     refill(row, needed, min(self.lowest[row], new))
                 self.lowest[row] = needed
 
+    def taken(self, rows: Sequence[int]) -> TailKeeper:
+        """The keeper of a cache whose row b is what row ``rows[b]`` is here."""
+        other = TailKeeper(len(rows), self.residual_len, self.size)
+        other.lowest = [self.lowest[row] for row in rows]
+        return other
+
     def reordered_unknown(self) -> None:
         """Rows were permuted by an order the host does not know: assume the worst for each."""
         self.lowest = [max(self.lowest)] * len(self.lowest)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -74,6 +76,21 @@ class CacheTensor:
         if self._wide is not None:
             self.tail, self._wide = self._wide.narrowed(end), None
 
+    def taken(self, rows: Tensor, used: int | None) -> CacheTensor:
+        """The stream of a cache whose row b is what row ``rows[b]`` (int64, on the device) is here.
+
+        Args:
+            used: slots of codes and scales that are copied; None keeps them, a pool of pages, in common.
+        """
+        other = copy.copy(self)
+        other._view = None
+        if used is not None:
+            other.codes = _rows_of(self.codes, rows, used)
+            other.scales = None if self.scales is None else _rows_of(self.scales, rows, used)
+        other.tail = None if self.tail is None else self.tail.index_select(0, rows)
+        other.sink = None if self.sink is None else self.sink.index_select(0, rows)
+        return other
+
     @property
     def buffers(self) -> list[Tensor]:
         """Everything allocated."""
@@ -94,3 +111,11 @@ class CacheTensor:
                 self.config.fit,
             )  # fmt: skip
         return known
+
+
+def _rows_of(buffer: Tensor, rows: Tensor, used: int) -> Tensor:
+    """A new buffer with the first ``used`` slots of some rows; the others hold anything."""
+    new = empty((len(rows), *buffer.shape[1:]), buffer.dtype, buffer.device)
+    if used:
+        new[:, :, :used] = buffer[:, :, :used].index_select(0, rows)
+    return new

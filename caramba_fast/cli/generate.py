@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from pydantic import ValidationError
 
 from caramba_fast.config.errors import explain
 from caramba_fast.infer import GenerateConfig, GenerationMetrics, Generator
+from caramba_fast.infer.text import TextWriter
 from caramba_fast.models import demo_path, load_model, load_tokenizer
 
 
@@ -64,40 +64,3 @@ def summary(metrics: GenerationMetrics, kind: str) -> str:
         f"{metrics.new_tokens} tokens{speed}, first after {1000 * metrics.ttft_s:.0f} ms, "
         f"cache {metrics.bytes_per_token:.0f} bytes/token ({kind})"
     )
-
-
-class TextWriter:
-    """Writes text as tokens arrive.
-
-    A token is decoded together with those before it, since decoders drop the space before a first word,
-    and bytes that are not a whole character yet are held back.
-
-    Args:
-        decode: tokens to text.
-        write: takes each new piece of text.
-        context: tokens before the first one put, already written.
-    """
-
-    def __init__(
-        self,
-        decode: Callable[[list[int]], str],
-        write: Callable[[str], object],
-        context: Sequence[int] = (),
-    ) -> None:
-        self._decode, self._write = decode, write
-        self._written, self._waiting = list(context[-8:]), list[int]()
-
-    def put(self, token: int) -> None:
-        """Takes one token."""
-        self._waiting.append(token)
-        if not self._new_text().endswith("\ufffd"):
-            self.close()
-
-    def _new_text(self) -> str:
-        return self._decode(self._written + self._waiting)[len(self._decode(self._written)) :]
-
-    def close(self) -> None:
-        """Writes what is left, whole character or not."""
-        if self._waiting:
-            self._write(self._new_text())
-            self._written, self._waiting = self._waiting, []

@@ -10,11 +10,17 @@ from torch import Tensor, nn
 
 from caramba_fast.cache import Calibration, ModelKVCache
 from caramba_fast.cache.lengths import Counts
+from caramba_fast.infer.beams import beam_search
 from caramba_fast.infer.config import GenerateConfig
-from caramba_fast.infer.graph import DecodeGraphs, RecordingError
+from caramba_fast.infer.conversation import Conversation
+from caramba_fast.infer.edits import LogitEdits
+from caramba_fast.infer.fields import CacheFields
+from caramba_fast.infer.graph import DecodeGraphs
 from caramba_fast.infer.metrics import GenerationMetrics, Stopwatch
+from caramba_fast.infer.output import GenerateOutput
 from caramba_fast.infer.prompts import Prompts, TokenIds, read_prompts
-from caramba_fast.infer.sampling import sample
+from caramba_fast.infer.run import Hooks, Run
+from caramba_fast.infer.stopping import Decoder, Stopping, row_limits
 from caramba_fast.models import LanguageModel
 
 Mask = Tensor | Sequence[Sequence[int]] | None
@@ -30,6 +36,7 @@ class Generator:
         model: a `LanguageModel`, such as `caramba_fast.models.Transformer`.
         config: settings; by default `GenerateConfig()`.
         device: moves the model there first; by default the model stays where it is.
+        tokenizer: anything with ``decode(ids) -> str``; stop strings need it.
         overrides: fields of GenerateConfig to change.
 
     Raises:
@@ -43,45 +50,54 @@ class Generator:
         model: LanguageModel,
         config: GenerateConfig | None = None,
         device: torch.device | str | None = None,
+        *,
+        tokenizer: Decoder | None = None,
         **overrides: Any,
     ) -> None:
         _check_model(model)
         if device is not None and isinstance(model, nn.Module):
             model.to(device)
-        self.model = model
+        self.model, self.tokenizer = model, tokenizer
         self.config = (config or GenerateConfig()).updated(**overrides)
-        self.eos_ids = self._eos_ids()
-        self._cache: ModelKVCache | None = None
+        self.eos_ids = self._eos_ids(self.config)
         self._cache_bytes, self._bytes_per_token = 0, 0.0
-        self._run_state: _Run | None = None
+        self._run_state: Run | None = None
         self._measured: tuple[Stopwatch, int, int] | None = None
-        self._pending: list[list[int]] = []  # sampled, not yet in the cache; one list a row
+        self._expanded = False  # num_return_sequences has multiplied the rows
         self._calibration: Calibration | None = None
         if self.config.cache_calibration is not None:
             self._calibration = Calibration.load(self.config.cache_calibration)
             self._new_cache(1, torch.device("meta"))  # says at once what does not fit the model
         self._graphs = DecodeGraphs(model, self.config.cuda_graph)
-        self._rng: torch.Generator | None = None
-        if self.config.seed is not None:
-            self._rng = torch.Generator(device=model.device).manual_seed(self.config.seed)
+        self._talk = Conversation(
+            model, self._new_cache, self._graphs, self._fill, self.config.max_seq_len,
+            self.config.prefill_chunk,
+        )  # fmt: skip
+        self._check_call(self.config)
+        self._rng = self._seeded(self.config)
 
     # -- settings -----------------------------------------------------------------------
 
-    def _eos_ids(self) -> frozenset[int]:
-        given = self.config.eos_token_id
-        if self.config.ignore_eos:
+    def _eos_ids(self, config: GenerateConfig) -> frozenset[int]:
+        given = config.eos_token_id
+        if config.ignore_eos:
             return frozenset()
         if given is None:
             given = getattr(self.model, "eos_token_ids", None) or self.model.eos_token_id
         ids = (given,) if isinstance(given, int) else tuple(given or ())
         for name, index in [("eos_token_id", i) for i in ids] + [
-            ("pad_token_id", self.config.pad_token_id)
+            ("pad_token_id", config.pad_token_id)
         ]:
             if index is not None and index >= self.model.vocab_size:
                 raise ValueError(
                     f"{name} is {index}; the model's vocabulary allows 0 to {self.model.vocab_size - 1}"
                 )
         return frozenset(ids)
+
+    def _seeded(self, config: GenerateConfig) -> torch.Generator | None:
+        if config.seed is None:
+            return None
+        return torch.Generator(device=self.model.device).manual_seed(config.seed)
 
     @property
     def pad_token_id(self) -> int | None:
@@ -99,12 +115,35 @@ class Generator:
     @property
     def cache(self) -> ModelKVCache | None:
         """The cache of the conversation, or None before the first prompt."""
-        return self._cache
+        return self._talk.cache
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The tokens of every row of the conversation, generated ones included."""
+        return [list(row.tokens) for row in self._talk.rows]
 
     @property
     def decode_graph(self) -> str:
         """Whether decode steps are replays of one CUDA graph, or why they are not."""
-        return self._graphs.state(self._cache)
+        return self._graphs.state(self.cache)
+
+    @property
+    def metrics(self) -> GenerationMetrics | None:
+        """Figures of the last run, so far; None before the first."""
+        if self._measured is None or not self._measured[0].steps:
+            return None
+        watch, rows, prompt_tokens = self._measured
+        return watch.report(rows, prompt_tokens, self._cache_bytes, self._bytes_per_token)
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What is in force: how the cache is stored, what it takes, how decode steps run."""
+        return {
+            "cache_kind": self.config.cache_name,
+            "cache_bytes": self._cache_bytes,
+            "bytes_per_token": self._bytes_per_token,
+            "decode_graph": self.decode_graph,
+        }
 
     # -- step by step -------------------------------------------------------------------
 
@@ -122,20 +161,31 @@ class Generator:
         Raises:
             ValueError, TypeError: bad input, or more than max_seq_len tokens; nothing has changed.
         """
-        return self._feed(self._read(input_ids, attention_mask), room=0)
+        return self._talk.feed(self._read(input_ids, attention_mask).rows)
 
     @torch.no_grad()
     def decode_step(self, token_ids: Tensor | Sequence[int]) -> Tensor:
         """Feeds one token a row, (B,), and returns the logits (B, V) of the next."""
         ids = torch.as_tensor(token_ids)
         self._settle()
-        if self._cache is None:
+        if self.cache is None:
             raise RuntimeError("decode_step before any prefill: there is no cache yet")
-        if ids.shape != (self._cache.batch_size,):
+        if ids.shape != (self.cache.batch_size,):
             raise ValueError(
-                f"token_ids has shape {tuple(ids.shape)}; ({self._cache.batch_size},) is needed"
+                f"token_ids has shape {tuple(ids.shape)}; ({self.cache.batch_size},) is needed"
             )
-        return self._feed(self._read(ids[:, None], torch.ones_like(ids)[:, None]), room=0)
+        rows = self._read(ids[:, None], torch.ones_like(ids)[:, None]).rows
+        self._talk.check_room([1] * len(rows), [0] * len(rows))
+        if any(self._talk.pending):
+            return self._talk.feed(rows)
+        before = self._talk.snapshot()
+        alive, tokens = [True] * len(rows), [row[0] for row in rows]
+        try:
+            self._talk.note(tokens, alive)
+            return self._talk.step(tokens, alive)
+        except BaseException:
+            self._talk.restore(before)
+            raise
 
     def rollback(self, n: Counts) -> None:
         """Removes the newest ``n`` tokens of every row (or ``n[b]`` of row b) from the conversation.
@@ -143,18 +193,9 @@ class Generator:
         A token that was sampled last and is not in the cache yet counts as one.
         """
         self._settle()
-        if self._cache is None:
+        if self.cache is None:
             raise RuntimeError("rollback before any prefill: there is nothing to remove")
-        counts = self._cache[0].lengths.per_row("n", n)
-        held = [c + len(p) for c, p in zip(self._cache.row_lengths, self._pending, strict=True)]
-        for row, (count, length) in enumerate(zip(counts, held, strict=True)):
-            if not 0 <= count <= length:
-                raise ValueError(
-                    f"cannot roll back {count} tokens of row {row}, which holds {length}"
-                )
-        dropped = [min(c, len(p)) for c, p in zip(counts, self._pending, strict=True)]
-        self._cache.crop([c - d for c, d in zip(counts, dropped, strict=True)])
-        self._pending = [p[: len(p) - d] for p, d in zip(self._pending, dropped, strict=True)]
+        self._talk.rollback(n)
 
     def reset(self) -> None:
         """Ends the conversation; the next prompt starts a new one and may have another batch size.
@@ -162,41 +203,59 @@ class Generator:
         Sampling goes on from where the seed has brought it.
         """
         self._run_state = None
-        self._cache = None
-        self._pending = []
+        self._expanded = False
+        self._talk.reset()
 
     # -- whole runs ---------------------------------------------------------------------
 
-    def generate(self, input_ids: TokenIds, attention_mask: Mask = None) -> Tensor:
-        """Generates up to ``max_new_tokens`` tokens for every row.
+    def generate(
+        self,
+        input_ids: TokenIds,
+        attention_mask: Mask = None,
+        *,
+        hooks: Hooks | None = None,
+        **options: Any,
+    ) -> Tensor | GenerateOutput:
+        """Generates for every row until it ends.
 
         Args:
             input_ids: (B, T) or (T,) token ids, or ragged lists. Without a mask, in a batch of two
                 rows or more, leading and trailing ``pad_token_id`` are padding.
             attention_mask: (B, T), 1 for real tokens.
+            hooks: logits processors, stopping criteria, streamer; its fields may be given as ``options``.
+            options: fields of `Hooks`, and of GenerateConfig for this call alone (not those of the cache).
 
         Returns:
             (B, T + new) int64 on the model's device: this call's input, padding moved to the front,
             then the new tokens. Rows that ended earlier hold pad_token_id (else an eos id) behind
-            their end-of-sequence token.
+            their end-of-sequence token. With ``num_return_sequences`` = N, each prompt gives N rows. With
+            ``return_dict``, a `GenerateOutput`.
 
         Raises:
-            ValueError, TypeError: bad input, or prompt + new tokens exceed max_seq_len; raised before
-                anything changes.
+            ValueError, TypeError: bad input or settings, or prompt + new tokens exceed max_seq_len; raised
+                before anything changes. Whatever fails later (Ctrl-C too) leaves the conversation as it was.
         """
+        config, hooks = self._call(hooks, options)
         prompts = self._read(input_ids, attention_mask)
-        before = self._snapshot()
+        before, expanded = self._snapshot(), self._expanded
         try:
-            steps = list(self._run(prompts))
+            run, logits = self._begin(prompts, config, hooks)
+            if config.num_beams > 1:
+                return self._finish_beams(prompts, run, logits)
+            for _ in self._steps(run, logits, hooks):
+                pass
         except BaseException:
-            self._restore(before)
+            self._restore(before, expanded)
             raise
-        device = self.model.device
-        new = torch.stack(steps, dim=1).to(device)
-        return torch.cat((prompts.padded_front(self._fill, device), new), dim=1)
+        return self._result(prompts, run, run.continuations())
 
     def generate_iter(
-        self, input_ids: TokenIds, attention_mask: Mask = None
+        self,
+        input_ids: TokenIds,
+        attention_mask: Mask = None,
+        *,
+        hooks: Hooks | None = None,
+        **options: Any,
     ) -> Iterator[int] | Iterator[Tensor]:
         """Like `generate`, one step at a time.
 
@@ -204,175 +263,174 @@ class Generator:
             an int for a single row, else a (B,) int64 tensor on the CPU, in which rows that ended
             hold the padding id.
         """
+        config, hooks = self._call(hooks, options)
+        if config.num_beams > 1:
+            raise ValueError(
+                f"num_beams is {config.num_beams}; generate_iter allows 1, since beams are known at the end"
+            )
         prompts = self._read(input_ids, attention_mask)
-        self._check_room(prompts, self.config.max_new_tokens - 1)
-        steps = self._run(prompts)
-        if len(prompts.rows) == 1:
-            return (int(token) for token in steps)
-        return steps
+        self._check_run(prompts, config)
+        steps = self._stream(prompts, config, hooks)
+        if len(prompts.rows) * config.num_return_sequences == 1:
+            return (int(tokens[0]) for tokens in steps)
+        return (torch.tensor(tokens) for tokens in steps)
 
-    def _run(self, prompts: Prompts) -> Iterator[Tensor]:
-        """Yields (B,) tokens on the CPU; however it ends, the conversation stays consistent."""
-        watch = Stopwatch()
-        rows = len(prompts.rows)
-        with torch.no_grad():
-            logits = self._feed(prompts, room=self.config.max_new_tokens - 1)
-        cache = self._cache
-        assert cache is not None
-        run = self._run_state = _Run(rows)
-        self._measured = (watch, rows, sum(prompts.lens))
-        last: list[int] = []
+    def _stream(
+        self, prompts: Prompts, config: GenerateConfig, hooks: Hooks
+    ) -> Iterator[list[int]]:
+        run, logits = self._begin(prompts, config, hooks)
+        yield from self._steps(run, logits, hooks)
+
+    def _steps(self, run: Run, logits: Tensor, hooks: Hooks) -> Iterator[list[int]]:
+        """Yields the tokens of each step; however it ends, the conversation stays consistent."""
         try:
-            for index in range(self.config.max_new_tokens):
-                if self._run_state is not run:
-                    raise RuntimeError(
-                        "the conversation went on without this iteration; it cannot continue"
-                    )
-                if index:
-                    watch.resume()
+            while True:
                 with torch.no_grad():
-                    if index:
-                        fed = torch.tensor(last, device=self.model.device)
-                        logits = self._forward(fed[:, None])
-                        run.fed()
-                        self._pending = [
-                            [] if a else p for a, p in zip(run.alive, self._pending, strict=True)
-                        ]
-                    sampled = sample(logits, self.config, self._rng).tolist()
-                last = [
-                    token if a else self._fill for token, a in zip(sampled, run.alive, strict=True)
-                ]
-                self._pending = [
-                    [t] if a else p for t, a, p in zip(last, run.alive, self._pending, strict=True)
-                ]
-                watch.step(sum(run.alive))
-                run.alive = [
-                    a and t not in self.eos_ids for a, t in zip(run.alive, last, strict=True)
-                ]
-                yield torch.tensor(last)
-                if not any(run.alive):
-                    return
+                    chosen = run.choose(logits)
+                if hooks.streamer is not None:
+                    hooks.streamer.put(torch.tensor(chosen))
+                yield chosen
+                self._check_current(run)
+                if run.is_over:
+                    break
+                run.watch.resume()
+                with torch.no_grad():
+                    logits = self._talk.step(chosen, run.alive)
+            if hooks.streamer is not None:
+                hooks.streamer.end()
         finally:
             if self._run_state is run:
                 self._settle()
 
-    @property
-    def metrics(self) -> GenerationMetrics | None:
-        """Figures of the last run, so far; None before the first."""
-        if self._measured is None or not self._measured[0].steps:
-            return None
-        watch, rows, prompt_tokens = self._measured
-        return watch.report(rows, prompt_tokens, self._cache_bytes, self._bytes_per_token)
+    def _check_current(self, run: Run) -> None:
+        if self._run_state is not run:
+            raise RuntimeError(
+                "the conversation went on without this iteration; it cannot continue"
+            )
 
     # -- inside -------------------------------------------------------------------------
 
+    def _call(self, hooks: Hooks | None, options: dict[str, Any]) -> tuple[GenerateConfig, Hooks]:
+        """The settings and hooks of one call."""
+        given = {name: options.pop(name) for name in Hooks.__dataclass_fields__ if name in options}
+        if hooks is not None and given:
+            raise ValueError(f"hooks and {next(iter(given))} are both given; give one of them")
+        fixed = [name for name in options if name in CacheFields.model_fields]
+        if fixed:
+            raise ValueError(
+                f"{fixed[0]} belongs to the generator's cache; set it in Generator(...), not in one call"
+            )
+        config = self.config.updated(**options) if options else self.config
+        if options:
+            self._check_call(config)
+        return config, hooks or Hooks(**given)
+
+    def _check_call(self, config: GenerateConfig) -> None:
+        """What can be said of settings before there is a prompt."""
+        if config.stop_strings and self.tokenizer is None:
+            raise ValueError(
+                f"stop holds the string {config.stop_strings[0]!r}, which needs Generator(tokenizer=...); "
+                "without one, ids are allowed"
+            )
+        LogitEdits(config, self.model.vocab_size, self._eos_ids(config), torch.device("cpu"))
+
+    def _check_run(self, prompts: Prompts, config: GenerateConfig) -> list[int]:
+        """Raises ValueError unless prompts and what follows fit; most new tokens of each row."""
+        held = [len(row) for row in self._talk.rows] or [0] * len(prompts.rows)
+        limits = row_limits(config, [n + new for n, new in zip(held, prompts.lens, strict=True)])
+        self._talk.check_room(prompts.lens, [limit - 1 for limit in limits])
+        return limits
+
+    def _begin(self, prompts: Prompts, config: GenerateConfig, hooks: Hooks) -> tuple[Run, Tensor]:
+        """Feeds the prompts; the run, and the logits (B, V) its first tokens follow from."""
+        watch = Stopwatch()
+        limits = self._check_run(prompts, config)
+        processors, criteria = hooks.processors, hooks.criteria
+        with torch.no_grad():
+            logits = self._talk.feed(prompts.rows)
+        copies = 1 if self._expanded or config.num_beams > 1 else config.num_return_sequences
+        if copies > 1:
+            self._talk.take([row for row in range(len(prompts.rows)) for _ in range(copies)])
+            logits, limits = (
+                logits.repeat_interleave(copies, 0),
+                [n for n in limits for _ in range(copies)],
+            )
+            self._expanded = True
+        eos, fill = self._eos_ids(config), self._talk.fill
+        edits = LogitEdits(
+            config, self.model.vocab_size, eos, logits.device, processors,
+            hooks.prefix_allowed_tokens_fn, fill,
+        )  # fmt: skip
+        stopping = Stopping(config, eos, self.tokenizer, criteria, limits, fill)
+        rng = self._seeded(config) if config.seed != self.config.seed else self._rng
+        starts = [len(row) for row in self._talk.rows]
+        run = Run(self._talk, config, edits, stopping, rng, starts, watch)
+        self._run_state = run
+        self._measured = (watch, len(starts), sum(prompts.lens))
+        if hooks.streamer is not None:
+            hooks.streamer.put(prompts.padded_front(fill, torch.device("cpu")))
+        return run, logits
+
+    def _finish_beams(self, prompts: Prompts, run: Run, logits: Tensor) -> Tensor | GenerateOutput:
+        with torch.no_grad():
+            found = beam_search(run, logits)
+        self._settle()
+        self._expanded = run.config.num_return_sequences > 1
+        return self._result(
+            prompts,
+            run,
+            found.tokens,
+            sequences_scores=found.scores,
+            beam_indices=found.beam_indices,
+        )
+
+    def _result(
+        self, prompts: Prompts, run: Run, new: Tensor, **extra: Any
+    ) -> Tensor | GenerateOutput:
+        device = self.model.device
+        given = prompts.padded_front(self._fill, device)
+        given = given.repeat_interleave(len(new) // len(given), 0)
+        sequences = torch.cat((given, new.to(device)), dim=1)
+        if not run.config.return_dict:
+            return sequences
+        metrics = self.metrics
+        assert metrics is not None
+        return GenerateOutput(
+            sequences, [reason or "length" for reason in run.reasons], run.new, metrics, self.report,
+            scores=run.kept_scores, logits=run.kept_logits, **extra,
+        )  # fmt: skip
+
     def _settle(self) -> None:
         """Ends a run that is under way: what was fed to rows that had ended is removed again."""
-        run, self._run_state = self._run_state, None
-        if run is not None and self._cache is not None and any(run.surplus):
-            self._cache.crop(run.surplus)
-
-    def _snapshot(self) -> tuple[ModelKVCache | None, list[int], list[list[int]]]:
-        self._settle()
-        lengths = [] if self._cache is None else self._cache.row_lengths
-        return self._cache, lengths, self._pending
-
-    def _restore(self, snapshot: tuple[ModelKVCache | None, list[int], list[list[int]]]) -> None:
         self._run_state = None
-        self._cache, lengths, self._pending = snapshot
-        if self._cache is not None:
-            self._cache.restore(lengths)
+        self._talk.settle()
+
+    def _snapshot(self) -> Any:
+        self._settle()
+        return self._talk.snapshot()
+
+    def _restore(self, before: Any, expanded: bool) -> None:
+        self._run_state, self._expanded = None, expanded
+        self._talk.restore(before)
 
     def _read(self, input_ids: TokenIds, attention_mask: Mask) -> Prompts:
         self._settle()
         prompts = read_prompts(input_ids, attention_mask, self.pad_token_id, self.model.vocab_size)
-        if self._cache is not None and self._cache.batch_size != len(prompts.rows):
-            raise ValueError(
-                f"the conversation has {self._cache.batch_size} rows and this input "
-                f"{len(prompts.rows)}; call reset() to start another"
-            )
+        self._talk.check_rows(len(prompts.rows))
         return prompts
 
-    def _check_room(self, prompts: Prompts, room: int) -> None:
-        held = [0] * len(prompts.rows) if self._cache is None else self._cache.row_lengths
-        pending = self._pending or [[]] * len(prompts.rows)
-        for row, (length, waiting, new) in enumerate(zip(held, pending, prompts.lens, strict=True)):
-            needed = length + len(waiting) + new + room
-            if needed > self.config.max_seq_len:
-                raise ValueError(
-                    f"row {row} needs {needed} cached tokens ({length + len(waiting)} held, {new} of "
-                    f"input, {room} generated), more than max_seq_len={self.config.max_seq_len}"
-                )
-
-    def _feed(self, prompts: Prompts, room: int) -> Tensor:
-        """Pending tokens and prompts through the model; logits (B, V) after each row's last token."""
-        self._check_room(prompts, room)
-        pending = self._pending or [[]] * len(prompts.rows)
-        rows = [p + row for p, row in zip(pending, prompts.rows, strict=True)]
-        before = self._snapshot()
-        if self._cache is None:
-            self._cache = self._new_cache(len(rows), self.model.device)
-        try:
-            logits = self._feed_pieces(rows)
-        except BaseException:
-            self._restore(before)
-            raise
-        self._pending = [[] for _ in rows]
-        return logits
-
-    def _new_cache(self, rows: int, device: torch.device) -> ModelKVCache:
+    def _new_cache(self, rows: int, device: torch.device | None = None) -> ModelKVCache:
         cache = ModelKVCache(
             self.model.cache_layout,
             rows,
             self.config.max_seq_len,
-            device=device,
+            device=device or self.model.device,
             prefill=self.config.prefill,
             calibration=self._calibration,
             **self.config.stream_configs(),
         )
         self._cache_bytes, self._bytes_per_token = cache.nbytes, cache.bytes_per_token
         return cache
-
-    def _feed_pieces(self, rows: list[list[int]]) -> Tensor:
-        """The rows through the model, in as many pieces as the cache asks for."""
-        cache, device = self._cache, self.model.device
-        assert cache is not None
-        longest = max(map(len, rows))
-        step = min(longest, self.config.prefill_chunk or longest)
-        logits: Tensor | None = None
-        start = 0
-        while start < longest:
-            pieces = [row[start : start + step] for row in rows]
-            start += step
-            width, lens = max(map(len, pieces)), [len(piece) for piece in pieces]
-            tokens = torch.tensor(
-                [p + [self._fill] * (width - len(p)) for p in pieces], device=device
-            )
-            index = torch.tensor([max(length - 1, 0) for length in lens], device=device)
-            padded = None if min(lens) == width else lens
-            latest = self._forward(tokens, query_lens=padded, logits_index=index)
-            fresh = torch.tensor([length > 0 for length in lens], device=device)[:, None]
-            logits = latest if logits is None else torch.where(fresh, latest, logits)
-        assert logits is not None
-        return logits
-
-    def _forward(self, tokens: Tensor, **options: Any) -> Tensor:
-        """One forward pass; if it fails, the cache is as it was."""
-        cache = self._cache
-        assert cache is not None
-        before = cache.row_lengths
-        step = tokens.shape[1] == 1 and options.get("query_lens") is None and cache.pos > 0
-        try:
-            if step and self._graphs.reason is None:
-                return self._graphs.step(cache, tokens)
-            return self.model.forward(tokens, cache, **options)[:, -1]
-        except RecordingError as error:
-            cache.restore(before)
-            self._graphs.give_up(str(error))
-            return self._forward(tokens, **options)
-        except BaseException:
-            cache.restore(before)
-            raise
 
 
 def generate(
@@ -382,33 +440,25 @@ def generate(
     *,
     config: GenerateConfig | None = None,
     attention_mask: Mask = None,
+    hooks: Hooks | None = None,
+    tokenizer: Decoder | None = None,
     **overrides: Any,
-) -> Tensor:
+) -> Tensor | GenerateOutput:
     """Generates once, from nothing: `Generator.generate` without the conversation.
 
     Args:
-        model, input_ids, attention_mask: as in `Generator`.
+        model, input_ids, attention_mask, hooks, tokenizer: as in `Generator`.
         max_new_tokens: shorthand for the field of the config.
-        config: settings; ``overrides`` change single fields of it.
+        config: settings; ``overrides`` change single fields of it, or are fields of `Hooks`.
 
     Returns:
-        (B, T + new) int64, as `Generator.generate`.
+        As `Generator.generate`.
     """
     if max_new_tokens is not None:
         overrides["max_new_tokens"] = max_new_tokens
-    return Generator(model, config, **overrides).generate(input_ids, attention_mask)
-
-
-class _Run:
-    """A run under way: which rows still write, and the padding fed to those that do not."""
-
-    def __init__(self, rows: int) -> None:
-        self.alive = [True] * rows
-        self.surplus = [0] * rows
-
-    def fed(self) -> None:
-        """One token was fed to every row."""
-        self.surplus = [s + (not a) for s, a in zip(self.surplus, self.alive, strict=True)]
+    given = {name: overrides.pop(name) for name in Hooks.__dataclass_fields__ if name in overrides}
+    generator = Generator(model, config, tokenizer=tokenizer, **overrides)
+    return generator.generate(input_ids, attention_mask, hooks=hooks, **given)
 
 
 def _check_model(model: object) -> None:

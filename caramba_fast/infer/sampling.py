@@ -1,4 +1,4 @@
-"""From logits to the next token: greedy, temperature, top-k, top-p."""
+"""From logits to the next token: greedy, temperature, top-k, top-p, min-p, typical."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from caramba_fast.infer.config import GenerateConfig
-
-#: Temperatures below this are greedy: the quotient would overflow long before it made a difference.
-GREEDY_BELOW = 1e-5
+from caramba_fast.infer.fields import GREEDY_BELOW
 
 
 def filtered_logits(logits: Tensor, config: GenerateConfig) -> Tensor:
-    """Logits (B, V) float32 after temperature, top-k and top-p; removed tokens are -inf.
+    """Logits (..., V) float32 after temperature and the filters; removed tokens are -inf.
 
     ``config.temperature`` must be at least GREEDY_BELOW.
     """
@@ -21,18 +19,72 @@ def filtered_logits(logits: Tensor, config: GenerateConfig) -> Tensor:
         least = scores.topk(config.top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(scores < least, -torch.inf)
     if config.top_p is not None and config.top_p < 1.0:
-        ordered, index = scores.sort(dim=-1, descending=True)
-        probability = ordered.softmax(-1)
-        before = probability.cumsum(-1) - probability
-        drop = torch.zeros_like(scores, dtype=torch.bool)
-        drop.scatter_(-1, index, before >= config.top_p)  # the likeliest has 0 before it: it stays
-        scores = scores.masked_fill(drop, -torch.inf)
+        scores = _nucleus(scores, config.top_p)
+    if config.min_p:
+        probability = scores.softmax(-1)
+        least = probability.amax(-1, keepdim=True) * config.min_p
+        scores = scores.masked_fill(probability < least, -torch.inf)
+    if config.typical_p is not None and config.typical_p < 1.0:
+        scores = _typical(scores, config.typical_p)
     return scores
 
 
+def _nucleus(scores: Tensor, top_p: float) -> Tensor:
+    ordered, index = scores.sort(dim=-1, descending=True)
+    probability = ordered.softmax(-1)
+    before = probability.cumsum(-1) - probability
+    drop = torch.zeros_like(scores, dtype=torch.bool)
+    drop.scatter_(-1, index, before >= top_p)  # the likeliest has 0 before it: it stays
+    return scores.masked_fill(drop, -torch.inf)
+
+
+def _typical(scores: Tensor, typical_p: float) -> Tensor:
+    log_p = scores.log_softmax(-1)
+    p = log_p.exp()
+    entropy = -(p * log_p).nansum(-1, keepdim=True)
+    order = (-log_p - entropy).abs().argsort(-1)  # removed tokens are infinitely surprising: last
+    ordered = p.gather(-1, order)
+    drop = torch.zeros_like(scores, dtype=torch.bool)
+    drop.scatter_(-1, order, ordered.cumsum(-1) - ordered >= typical_p)
+    return scores.masked_fill(drop, -torch.inf)
+
+
+def probabilities(scores: Tensor, config: GenerateConfig) -> Tensor:
+    """What tokens are drawn from, (..., V) float32: one-hot where the config is greedy."""
+    if not config.samples:
+        return torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).to(torch.float32)
+    return filtered_logits(scores, config).softmax(-1)
+
+
 def sample(logits: Tensor, config: GenerateConfig, generator: torch.Generator | None) -> Tensor:
-    """Next token ids (B,) int64 for logits (B, V)."""
-    if config.temperature < GREEDY_BELOW:
+    """Next token ids (B,) int64 for logits (B, V).
+
+    Raises:
+        ValueError: every token of a row was removed, or a logit is NaN.
+    """
+    if not config.samples:
         return logits.argmax(-1)
     probability = filtered_logits(logits, config).softmax(-1)
-    return torch.multinomial(probability, 1, generator=generator).squeeze(-1)
+    return draw(probability, generator)
+
+
+def draw(probability: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Ids (...) int64 drawn from probabilities (..., V), which need not add up to 1.
+
+    Raises:
+        ValueError: as `sample`.
+    """
+    flat = probability.reshape(-1, probability.shape[-1])
+    try:
+        drawn = torch.multinomial(flat, 1, generator=generator)
+    except RuntimeError as error:
+        if flat.isfinite().all() and (flat.sum(-1) > 0).all():
+            raise
+        raise ValueError(
+            "no token can be drawn: logits are NaN, or every token of a row was removed by "
+            "the settings (suppress_tokens, bad_words_ids, logit_bias, a logits processor)"
+        ) from error
+    return drawn.view(probability.shape[:-1])
+
+
+__all__ = ["GREEDY_BELOW", "draw", "filtered_logits", "probabilities", "sample"]

@@ -1,0 +1,257 @@
+"""Conversation: a model, its cache, and the tokens of each row.
+
+The newest tokens of a row may not be in the cache yet: what was sampled last is fed with whatever comes
+next. Whatever fails leaves the conversation as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from caramba_fast.cache import ModelKVCache
+from caramba_fast.cache.lengths import Counts
+from caramba_fast.infer.graph import DecodeGraphs, RecordingError
+from caramba_fast.infer.history import TokenHistory
+from caramba_fast.models import LanguageModel
+
+
+class Snapshot(NamedTuple):
+    """What a conversation was."""
+
+    cache: ModelKVCache | None
+    lengths: list[int]
+    rows: list[TokenHistory]
+    tokens: list[int]
+
+
+class Conversation:
+    """See the module.
+
+    Args:
+        model: what reads and grows the cache.
+        new_cache: makes one for so many rows.
+        graphs: replays decode steps where it can.
+        fill: id that pads rows of a batch.
+        max_seq_len: tokens a row of the cache can hold.
+        prefill_chunk: most tokens of one forward pass.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        new_cache: Callable[[int], ModelKVCache],
+        graphs: DecodeGraphs,
+        fill: int,
+        max_seq_len: int,
+        prefill_chunk: int | None,
+    ) -> None:
+        self.model, self._new_cache, self._graphs = model, new_cache, graphs
+        self.fill, self._max_seq_len, self._prefill_chunk = fill, max_seq_len, prefill_chunk
+        self.cache: ModelKVCache | None = None
+        self.rows: list[TokenHistory] = []
+        #: Tokens of padding that decode steps fed to rows that had ended; `settle` removes them.
+        self._surplus: list[int] = []
+
+    # -- what it holds ------------------------------------------------------------------
+
+    @property
+    def cached(self) -> list[int]:
+        """Tokens of each row that are in the cache and belong there."""
+        if self.cache is None:
+            return [0] * len(self.rows)
+        return [n - s for n, s in zip(self.cache.row_lengths, self._surplus, strict=True)]
+
+    @property
+    def pending(self) -> list[list[int]]:
+        """The newest tokens of each row, which are not in the cache."""
+        return [list(row.tokens[n:]) for row, n in zip(self.rows, self.cached, strict=True)]
+
+    def check_rows(self, count: int) -> None:
+        """Raises ValueError unless input of ``count`` rows can follow."""
+        if self.cache is not None and len(self.rows) != count:
+            raise ValueError(
+                f"the conversation has {len(self.rows)} rows and this input "
+                f"{count}; call reset() to start another"
+            )
+
+    def check_room(self, new: Sequence[int], room: Sequence[int]) -> None:
+        """Raises ValueError unless ``new[b]`` tokens of input and ``room[b]`` more fit the cache."""
+        held = [len(row) for row in self.rows] or [0] * len(new)
+        for row, (length, count, more) in enumerate(zip(held, new, room, strict=True)):
+            if length + count + more > self._max_seq_len:
+                raise ValueError(
+                    f"row {row} needs {length + count + more} cached tokens ({length} held, {count} of "
+                    f"input, {more} generated), more than max_seq_len={self._max_seq_len}"
+                )
+
+    # -- growing ------------------------------------------------------------------------
+
+    def feed(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Pending tokens and these through the model; logits (B, V) after each row's last token."""
+        self.check_room([len(row) for row in rows], [0] * len(rows))
+        before = self.snapshot()
+        try:
+            if self.cache is None:
+                self.rows, self._surplus = [TokenHistory() for _ in rows], [0] * len(rows)
+                self.cache = self._new_cache(len(rows))
+            for row, tokens in zip(self.rows, rows, strict=True):
+                row.extend(tokens)
+            return self._in_pieces(self.pending)
+        except BaseException:
+            self.restore(before)
+            raise
+
+    def _in_pieces(self, rows: Sequence[list[int]]) -> Tensor:
+        """The rows through the model, in as many pieces as the cache asks for."""
+        device = self.model.device
+        longest = max(map(len, rows))
+        step = min(longest, self._prefill_chunk or longest)
+        logits: Tensor | None = None
+        for start in range(0, longest, step):
+            pieces = [row[start : start + step] for row in rows]
+            lens = [len(piece) for piece in pieces]
+            index = torch.tensor([max(length - 1, 0) for length in lens], device=device)
+            latest = self._forward(*self._batch(pieces), logits_index=index)[:, -1]
+            fresh = torch.tensor([length > 0 for length in lens], device=device)[:, None]
+            logits = latest if logits is None else torch.where(fresh, latest, logits)
+        assert logits is not None
+        return logits
+
+    def _batch(self, rows: Sequence[list[int]]) -> tuple[Tensor, list[int] | None]:
+        """(B, longest) ids padded at the end, and the length of each row where they differ."""
+        lens = [len(row) for row in rows]
+        width = max(lens)
+        ids = [row + [self.fill] * (width - len(row)) for row in rows]
+        return torch.tensor(ids, device=self.model.device), None if min(lens) == width else lens
+
+    def note(self, tokens: Sequence[int], alive: Sequence[bool]) -> None:
+        """Adds a sampled token to every row that is ``alive``; it is fed with the next step."""
+        for row, token, goes_on in zip(self.rows, tokens, alive, strict=True):
+            if goes_on:
+                row.push(token)
+
+    def step(self, tokens: Sequence[int], alive: Sequence[bool]) -> Tensor:
+        """Feeds the one pending token of each row; logits (B, V), which mean nothing where a row is not alive.
+
+        Rows that are not ``alive`` are fed nothing; in a replayed graph, which has no such choice, they are fed
+        their token as padding, and `settle` takes it out again.
+        """
+        assert self.cache is not None
+        fed = torch.tensor(tokens, device=self.model.device)[:, None]
+        if all(alive):
+            return self._forward(fed, None)[:, -1]
+        full = max(n for n, a in zip(self.cache.row_lengths, alive, strict=True) if not a)
+        if self._graphs.reason is not None or full == self._max_seq_len:
+            return self._forward(fed, [int(goes_on) for goes_on in alive])[:, -1]
+        logits = self._forward(fed, None)[:, -1]
+        self._surplus = [s + (not a) for s, a in zip(self._surplus, alive, strict=True)]
+        return logits
+
+    def verify(self, drafts: Sequence[Sequence[int]], alive: Sequence[bool]) -> Tensor:
+        """The pending tokens of each row and a draft behind them in one pass; logits (B, T, V).
+
+        The drafts are cached but do not belong to the rows: `settle_at` says which of them stay. Rows that are
+        not alive are fed nothing. Logits of row b at position i follow its i-th token fed.
+        """
+        rows = [
+            [*waiting, *draft] if goes_on else []
+            for waiting, draft, goes_on in zip(self.pending, drafts, alive, strict=True)
+        ]
+        return self._forward(*self._batch(rows))
+
+    def next_logits(self, alive: Sequence[bool]) -> Tensor:
+        """The pending tokens of each row that is alive through the model; logits (B, V) behind them."""
+        rows = [
+            waiting if goes_on else [] for waiting, goes_on in zip(self.pending, alive, strict=True)
+        ]
+        return self._in_pieces(rows)
+
+    def settle_at(self, lengths: Sequence[int]) -> None:
+        """Keeps the first ``lengths[b]`` tokens of row b in the cache, after `verify`."""
+        assert self.cache is not None
+        self._surplus = [0] * len(self._surplus)
+        self.cache.crop([n - k for n, k in zip(self.cache.row_lengths, lengths, strict=True)])
+
+    def _forward(self, tokens: Tensor, query_lens: list[int] | None, **options: Any) -> Tensor:
+        """One forward pass, (B, T, V) or (B, 1, V) logits; if it fails, the cache is as it was."""
+        cache = self.cache
+        assert cache is not None
+        before = cache.row_lengths
+        step = tokens.shape[1] == 1 and query_lens is None and not options and cache.pos > 0
+        try:
+            if step and self._graphs.reason is None:
+                return self._graphs.step(cache, tokens)[:, None]
+            return self.model.forward(tokens, cache, query_lens=query_lens, **options)
+        except RecordingError as error:
+            cache.restore(before)
+            self._graphs.give_up(str(error))
+            return self._forward(tokens, query_lens, **options)
+        except BaseException:
+            cache.restore(before)
+            raise
+
+    # -- shrinking and moving -----------------------------------------------------------
+
+    def rollback(self, n: Counts) -> None:
+        """Removes the newest ``n`` tokens of every row, or ``n[b]`` of row b, cached or not."""
+        assert self.cache is not None
+        counts = self.cache[0].lengths.per_row("n", n)
+        for index, (count, row) in enumerate(zip(counts, self.rows, strict=True)):
+            if not 0 <= count <= len(row):
+                raise ValueError(
+                    f"cannot roll back {count} tokens of row {index}, which holds {len(row)}"
+                )
+        waiting = [len(row) for row in self.pending]
+        self.cache.crop([max(0, c - w) for c, w in zip(counts, waiting, strict=True)])
+        for row, count in zip(self.rows, counts, strict=True):
+            row.pop(count)
+
+    def take(self, rows: Sequence[int]) -> None:
+        """Row b becomes what row ``rows[b]`` is; there may be more or fewer of them."""
+        assert self.cache is not None
+        self.settle()
+        self.cache = self.cache.take(rows)
+        self.rows = [self.rows[row].copy() for row in rows]
+        self._surplus = [0] * len(rows)
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Row b becomes what row ``order[b]`` is, in the same cache."""
+        if list(order) == list(range(len(self.rows))):
+            return
+        assert self.cache is not None
+        self.settle()
+        self.cache.reorder(torch.tensor(order))
+        self.rows = [self.rows[row].copy() for row in order]
+
+    def go_back(self, cache: ModelKVCache | None, rows: list[TokenHistory]) -> None:
+        """Goes on from a cache and rows that were left behind by `take`."""
+        self.cache, self.rows, self._surplus = cache, rows, [0] * len(rows)
+
+    def settle(self) -> None:
+        """Removes what was fed to rows that had ended."""
+        if self.cache is not None and any(self._surplus):
+            self.cache.crop(self._surplus)
+            self._surplus = [0] * len(self._surplus)
+
+    def snapshot(self) -> Snapshot:
+        """What `restore` goes back to."""
+        self.settle()
+        lengths = [] if self.cache is None else self.cache.row_lengths
+        return Snapshot(self.cache, lengths, self.rows, [len(row) for row in self.rows])
+
+    def restore(self, before: Snapshot) -> None:
+        """Goes back to a snapshot."""
+        self.cache, self.rows = before.cache, before.rows
+        self._surplus = [0] * len(self.rows)
+        for row, length in zip(self.rows, before.tokens, strict=True):
+            row.pop(len(row) - length)
+        if self.cache is not None:
+            self.cache.restore(before.lengths)
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.cache, self.rows, self._surplus = None, [], []

@@ -1,0 +1,227 @@
+"""The inferencer protocols over our caches: whole or chunk-wise prefill, decoding, quantized K and V.
+
+Rows of a batch move together here, as the protocols have it: one number of tokens for all of them.
+Ragged batches, conversations and metrics are the `Generator`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caramba_fast.cache import ModelKVCache
+from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.infer.protocols import DecodeOutput, KVCache, PrefillOutput, SampleStrategy
+from caramba_fast.infer.quantized_cache import QuantizedKVCache
+from caramba_fast.infer.sampling import sample
+from caramba_fast.models.protocol import LanguageModel
+from caramba_fast.models.registry import as_language_model
+
+
+class GreedySampling:
+    """The likeliest token."""
+
+    def sample(self, logits: Tensor) -> Tensor:
+        """(B, V) -> (B,) int64."""
+        return logits.argmax(-1)
+
+
+class RandomSampling:
+    """A token by its probability, after temperature and filters.
+
+    Args:
+        temperature, top_k, top_p, min_p: as in `GenerateConfig`, which checks them; temperature 0 is greedy.
+        generator: draws; None takes torch's global one.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        given: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        given = {name: value for name, value in given.items() if value is not None}
+        self.config = GenerateConfig(temperature=temperature, **given)
+        self.generator = generator
+
+    def sample(self, logits: Tensor) -> Tensor:
+        """(B, V) -> (B,) int64."""
+        return sample(logits, self.config, self.generator)
+
+
+class CausalInferencer:
+    """An `Inferencer` that hands the tokens to a language model.
+
+    Args:
+        model: a `LanguageModel`, or what `as_language_model` makes one of.
+
+    Raises:
+        TypeError: it is neither; the message lists what is missing.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = as_language_model(model)
+        self.eos_token_ids = _eos_ids(self.model)
+
+    @torch.no_grad()
+    def prefill(
+        self,
+        query_token_ids: Tensor,
+        kv_cache: KVCache | ModelKVCache,
+        sample_strategy: SampleStrategy,
+    ) -> PrefillOutput:
+        """Processes the query in parallel and samples the token that follows it.
+
+        Args:
+            query_token_ids: (B, T) integers, the tokens the cache lacks.
+            kv_cache: a `QuantizedKVCache` (or its ModelKVCache) that holds what precedes them, and is extended
+                by them.
+            sample_strategy: picks the next token from the last logits.
+
+        Returns:
+            ids (B, 1) and logits (B, T, V).
+
+        Raises:
+            TypeError, ValueError: wrong types or shapes, or no room; the cache is as it was.
+        """
+        cache, ids = self._checked(query_token_ids, kv_cache, sample_strategy)
+        logits = self._forward(ids, cache)
+        return PrefillOutput(sample_strategy.sample(logits[:, -1])[:, None], logits)
+
+    @torch.no_grad()
+    def decode(
+        self,
+        query_token_ids: Tensor,
+        kv_cache: KVCache | ModelKVCache,
+        max_new_tokens: int,
+        sample_strategy: SampleStrategy,
+    ) -> DecodeOutput:
+        """Generates behind the query until ``max_new_tokens`` or the end of every row.
+
+        The last token generated is not in the cache: it is the next call's query. Rows that ended
+        before others hold the model's pad id (else the EOS id), and are fed it.
+
+        Args:
+            query_token_ids: (B, 1) integers, the last token of each row (more, if the cache lacks more).
+            max_new_tokens: 1 or more.
+
+        Returns:
+            ids (B, N) and the logits (B, N, V) they were sampled from, N ≤ max_new_tokens.
+
+        Raises:
+            TypeError, ValueError: as `prefill`; an error on the way leaves the cache as it was before.
+        """
+        if type(max_new_tokens) is not int or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens!r}; 1 or more is needed")
+        cache, ids = self._checked(query_token_ids, kv_cache, sample_strategy)
+        before = cache.row_lengths
+        try:
+            return self._decode(ids, cache, max_new_tokens, sample_strategy)
+        except BaseException:
+            cache.restore(before)
+            raise
+
+    def _decode(
+        self, ids: Tensor, cache: ModelKVCache, limit: int, strategy: SampleStrategy
+    ) -> DecodeOutput:
+        ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        eos = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=ids.device)
+        tokens, scores = list[Tensor](), list[Tensor]()
+        for _ in range(limit):
+            scores.append(self._forward(ids, cache)[:, -1])
+            new = strategy.sample(scores[-1]).masked_fill(ended, self._fill)
+            tokens.append(new)
+            ended |= torch.isin(new, eos)
+            if self.eos_token_ids and bool(ended.all()):
+                break
+            ids = new[:, None]
+        return DecodeOutput(torch.stack(tokens, dim=1), torch.stack(scores, dim=1))
+
+    def _forward(self, ids: Tensor, cache: ModelKVCache) -> Tensor:
+        """(B, T) -> (B, T, V); if it fails, the cache is as it was."""
+        before = cache.row_lengths
+        try:
+            return self.model.forward(ids, cache)
+        except BaseException:
+            cache.restore(before)
+            raise
+
+    @property
+    def _fill(self) -> int:
+        pad = self.model.pad_token_id
+        return pad if pad is not None and pad >= 0 else next(iter(self.eos_token_ids), 0)
+
+    def _checked(
+        self, ids: Tensor, kv_cache: object, strategy: object
+    ) -> tuple[ModelKVCache, Tensor]:
+        cache = kv_cache.model_cache if isinstance(kv_cache, QuantizedKVCache) else kv_cache
+        if not isinstance(cache, ModelKVCache):
+            raise TypeError(
+                f"kv_cache is a {type(kv_cache).__name__}; a QuantizedKVCache or ModelKVCache is needed"
+            )
+        if not isinstance(strategy, SampleStrategy):
+            raise TypeError(
+                f"sample_strategy is {strategy!r}; GreedySampling(), RandomSampling(...) or an object "
+                "with sample(logits) is needed"
+            )
+        if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
+            raise TypeError("query_token_ids must be a (B, T) integer tensor")
+        if ids.ndim != 2 or ids.shape[0] != cache.batch_size or ids.shape[1] < 1:
+            raise ValueError(
+                f"query_token_ids has shape {tuple(ids.shape)}; ({cache.batch_size}, T) with T >= 1 "
+                "is needed"
+            )
+        return cache, ids.to(device=self.model.device, dtype=torch.int64)
+
+
+class ChunkwiseInferencer(CausalInferencer):
+    """A `CausalInferencer` whose prefill feeds at most ``chunk_size`` tokens at a time.
+
+    It bounds what a long prompt needs beside the cache. With a cache of ``prefill="stored"``, or one of
+    kind fp32, chunks do not change the result; with "exact", only the first chunk attends to exact K and V.
+
+    Raises:
+        ValueError: chunk_size is not positive.
+    """
+
+    def __init__(self, model: Any, chunk_size: int = 512) -> None:
+        super().__init__(model)
+        if type(chunk_size) is not int or chunk_size < 1:
+            raise ValueError(f"chunk_size is {chunk_size!r}; 1 or more is needed")
+        self.chunk_size = chunk_size
+
+    def _forward(self, ids: Tensor, cache: ModelKVCache) -> Tensor:
+        before = cache.row_lengths
+        try:
+            parts = [self.model.forward(part, cache) for part in ids.split(self.chunk_size, dim=1)]
+        except BaseException:
+            cache.restore(before)
+            raise
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _eos_ids(model: LanguageModel) -> tuple[int, ...]:
+    found = getattr(model, "eos_token_ids", None)
+    if found is None:
+        try:
+            found = model.eos_token_id
+        except ValueError:  # some models raise where others say None
+            return ()
+    return (found,) if isinstance(found, int) else tuple(found or ())
+
+
+__all__ = [
+    "CausalInferencer",
+    "ChunkwiseInferencer",
+    "GreedySampling",
+    "QuantizedKVCache",
+    "RandomSampling",
+]

@@ -1,0 +1,105 @@
+"""Prompt lookup: what followed the newest tokens where they occurred last (prompt-lookup decoding).
+
+No model is needed: answers that quote their prompt, code that repeats itself and lists are drafted from the row
+itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from caramba_fast.infer.drafts import Drafted
+from caramba_fast.infer.history import TokenHistory
+
+
+class NGramIndex:
+    """For runs of a row's tokens, where the token behind their latest occurrence stands.
+
+    Args:
+        longest, shortest: sizes of the runs.
+    """
+
+    def __init__(self, longest: int, shortest: int) -> None:
+        self.sizes = range(longest, shortest - 1, -1)
+        self._behind: dict[tuple[int, ...], int] = {}
+        self._read = 0
+        self._last = -1
+
+    def draft(self, tokens: Sequence[int], count: int) -> list[int]:
+        """Up to ``count`` tokens that followed the newest ones, the longest run first."""
+        self._catch_up(tokens)
+        for size in self.sizes:
+            if size <= len(tokens):
+                start = self._behind.get(tuple(tokens[len(tokens) - size :]))
+                if start is not None:
+                    return self._follow(tokens, start, count)
+        return []
+
+    def _follow(self, tokens: Sequence[int], start: int, count: int) -> list[int]:
+        """The tokens from ``start`` on; what would lie behind the row repeats its end."""
+        period = len(tokens) - start
+        return [tokens[start + index % period] for index in range(count)]
+
+    def _catch_up(self, tokens: Sequence[int]) -> None:
+        """Notes what came since; a row that has lost tokens or is another one is read anew."""
+        length = len(tokens)
+        if length < self._read or (self._read and tokens[self._read - 1] != self._last):
+            self._behind.clear()
+            self._read = 0
+        for place in range(max(self._read, 1), length):
+            for size in self.sizes:
+                if size <= place:
+                    self._behind[tuple(tokens[place - size : place])] = place
+        self._read, self._last = length, tokens[-1] if length else -1
+
+
+class LookupDraft:
+    """Drafts for every row from the row itself.
+
+    Args:
+        longest, shortest: sizes of the runs that are looked up.
+    """
+
+    def __init__(self, longest: int, shortest: int) -> None:
+        self._sizes = longest, shortest
+        self._rows: list[NGramIndex] = []
+
+    def feed(self, rows: Sequence[Sequence[int]]) -> None:
+        """Prompts have arrived."""
+        if len(self._rows) != len(rows):
+            self._rows = [NGramIndex(*self._sizes) for _ in rows]
+
+    def take(self, rows: Sequence[int]) -> None:
+        """Row b is now what row ``rows[b]`` was."""
+        self._rows = [NGramIndex(*self._sizes) for _ in rows]
+
+    def propose(
+        self,
+        rows: Sequence[TokenHistory],
+        counts: Sequence[int],
+        new: Sequence[int],  # noqa: ARG002
+    ) -> Drafted:
+        """Up to ``counts[b]`` tokens behind row b; each was certain when it was drafted."""
+        found = [
+            index.draft(row.tokens, count) if count else []
+            for index, row, count in zip(self._rows, rows, counts, strict=True)
+        ]
+        return Drafted(found, None)
+
+    def follow(self, rows: Sequence[TokenHistory], agreed: Sequence[int]) -> None:
+        """Nothing is kept of a draft."""
+
+    def reset(self) -> None:
+        """Forgets every row."""
+        self._rows = []
+
+    def snapshot(self) -> list[NGramIndex]:
+        """What `restore` goes back to; an index notices by itself that tokens were taken back."""
+        return self._rows
+
+    def restore(self, before: list[NGramIndex]) -> None:
+        """Goes back to a snapshot."""
+        self._rows = before
+
+
+__all__ = ["LookupDraft", "NGramIndex"]

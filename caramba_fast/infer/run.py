@@ -1,0 +1,208 @@
+"""Run: one call of `Generator.generate` under way, and what the caller hangs into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.infer.conversation import Conversation
+from caramba_fast.infer.edits import AllowedTokens, LogitEdits, LogitsProcessor
+from caramba_fast.infer.metrics import Stopwatch
+from caramba_fast.infer.sampling import sample
+from caramba_fast.infer.stopping import FinishReason, Stopping, StoppingCriterion
+
+
+class Streamer(Protocol):
+    """As Hugging Face's ``BaseStreamer``: gets the prompt, then the tokens of each step."""
+
+    def put(self, value: Tensor) -> None:
+        """Takes (B, T) prompt ids, then (B,) tokens, on the CPU."""
+
+    def end(self) -> None:
+        """No more will come."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the caller of one run hangs into it.
+
+    Attributes:
+        logits_processor: callables (input_ids (B, L), scores (B, V)) -> scores, as Hugging Face's; one or several.
+        stopping_criteria: callables (input_ids (B, L), scores) -> bool or (B,) bools; one or several.
+        prefix_allowed_tokens_fn: (row, ids (L,)) -> ids that may follow.
+        streamer: gets the prompt and every step's tokens.
+    """
+
+    logits_processor: Sequence[LogitsProcessor] | LogitsProcessor = ()
+    stopping_criteria: Sequence[StoppingCriterion] | StoppingCriterion = ()
+    prefix_allowed_tokens_fn: AllowedTokens | None = None
+    streamer: Streamer | None = None
+
+    @property
+    def processors(self) -> Sequence[LogitsProcessor]:
+        """The processors as a sequence: Hugging Face's lists of them can be called, but one by one is as good."""
+        return _several("logits_processor", self.logits_processor)
+
+    @property
+    def criteria(self) -> Sequence[StoppingCriterion]:
+        """The criteria as a sequence."""
+        return _several("stopping_criteria", self.stopping_criteria)
+
+
+def _several(name: str, given: Any) -> Sequence[Any]:
+    items = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    for item in items:
+        if not callable(item):
+            raise TypeError(f"{name} holds a {type(item).__name__}; callables are needed")
+    return items
+
+
+@dataclass
+class Run:
+    """Which rows still write, why the others ended, and what has been kept.
+
+    Attributes:
+        conversation: what it writes into.
+        starts: tokens of each row before the first new one.
+    """
+
+    conversation: Conversation
+    config: GenerateConfig
+    edits: LogitEdits
+    stopping: Stopping
+    rng: torch.Generator | None
+    starts: list[int]
+    watch: Stopwatch
+    scores: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    row_scores: list[list[Tensor]] = field(default_factory=list)
+    row_logits: list[list[Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reasons: list[FinishReason | None] = [None] * len(self.starts)
+        self.row_scores = [[] for _ in self.starts]
+        self.row_logits = [[] for _ in self.starts]
+
+    @property
+    def alive(self) -> list[bool]:
+        """Which rows go on."""
+        return [reason is None for reason in self.reasons]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no row goes on."""
+        return None not in self.reasons
+
+    @property
+    def new(self) -> list[int]:
+        """Tokens generated in each row."""
+        return [len(row) - n for row, n in zip(self.conversation.rows, self.starts, strict=True)]
+
+    def choose(self, logits: Tensor) -> list[int]:
+        """The next token of each row, noted in the conversation; the padding id where a row has ended."""
+        alive = self.alive
+        if not all(alive):
+            ended = torch.tensor([not a for a in alive], device=logits.device)[:, None]
+            logits = logits.masked_fill(ended, 0.0)  # they may be anything, NaN too
+        rows = self.conversation.rows
+        scores = self.edits.scores(logits, rows, self.new if self.edits.needs_history else ())
+        sampled = sample(scores, self.config, self.rng).tolist()
+        if self.config.output_scores:
+            self.scores.append(scores.to(torch.float32, copy=True))
+        if self.config.output_logits:
+            self.logits.append(logits.clone())
+        fill = self.conversation.fill
+        chosen = [token if a else fill for token, a in zip(sampled, alive, strict=True)]
+        self.conversation.note(chosen, alive)
+        self.watch.step(sum(alive))
+        self._stop(chosen, alive)
+        return chosen
+
+    def give(self, index: int, tokens: Sequence[int], scores: Tensor, logits: Tensor) -> int:
+        """Adds tokens to one row up to where it ends; how many it took.
+
+        ``scores`` and ``logits``, (T, V), are what each of them was chosen from.
+        """
+        row, stopping = self.conversation.rows[index], self.stopping
+        for place, token in enumerate(tokens):
+            row.push(token)
+            if self.config.output_scores:
+                self.row_scores[index].append(scores[place].to(torch.float32, copy=True))
+            if self.config.output_logits:
+                self.row_logits[index].append(logits[place].clone())
+            new = len(row) - self.starts[index]
+            reason = stopping.after(token, row, new, index)
+            if reason is None and stopping.has_criteria and stopping.by_criteria([row], None)[0]:
+                reason = "criteria"
+            self.reasons[index] = reason
+            if reason is not None:
+                return place + 1
+        return len(tokens)
+
+    def stop_if_late(self) -> None:
+        """Ends every row once ``max_time`` is over."""
+        if self.stopping.out_of_time:
+            self._end([True] * len(self.reasons), "time")
+
+    @property
+    def complete_columns(self) -> int:
+        """New tokens that every row has, or has ended before."""
+        counts = [n for n, alive in zip(self.new, self.alive, strict=True) if alive]
+        return min(counts) if counts else max(self.new)
+
+    def column(self, place: int) -> list[int]:
+        """The new token of every row at ``place``, the padding id behind a row's end."""
+        return [
+            row.tokens[start + place] if start + place < len(row) else self.conversation.fill
+            for row, start in zip(self.conversation.rows, self.starts, strict=True)
+        ]
+
+    @property
+    def kept_scores(self) -> tuple[Tensor, ...] | None:
+        """For each step the scores (B, V); None unless asked for."""
+        return _columns(self.scores, self.row_scores) if self.config.output_scores else None
+
+    @property
+    def kept_logits(self) -> tuple[Tensor, ...] | None:
+        """For each step the logits (B, V); None unless asked for."""
+        return _columns(self.logits, self.row_logits) if self.config.output_logits else None
+
+    def _stop(self, chosen: list[int], alive: list[bool]) -> None:
+        rows, stopping, new = self.conversation.rows, self.stopping, self.new
+        for index, (token, goes_on) in enumerate(zip(chosen, alive, strict=True)):
+            if goes_on:
+                self.reasons[index] = stopping.after(token, rows[index], new[index], index)
+        if stopping.has_criteria and not self.is_over:
+            kept = tuple(self.scores) if self.config.output_scores else None
+            self._end(stopping.by_criteria(rows, kept), "criteria")
+        self.stop_if_late()
+
+    def _end(self, which: Sequence[bool], reason: FinishReason) -> None:
+        self.reasons = [
+            reason if old is None and ends else old
+            for old, ends in zip(self.reasons, which, strict=True)
+        ]
+
+    def continuations(self) -> Tensor:
+        """(B, longest) int64 on the CPU: the new tokens, with the padding id behind each row's end."""
+        rows = [row.tokens[n:] for row, n in zip(self.conversation.rows, self.starts, strict=True)]
+        longest, fill = max(map(len, rows)), self.conversation.fill
+        return torch.tensor([list(row) + [fill] * (longest - len(row)) for row in rows])
+
+
+def _columns(steps: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """Steps of all rows, and behind them those kept row by row; zeros behind a row's end."""
+    longest = max((len(row) for row in rows), default=0)
+    blank = torch.zeros_like(steps[0][0]) if steps else None
+    return (
+        *steps,
+        *(
+            torch.stack([row[place] if place < len(row) else blank for row in rows])  # type: ignore[misc]
+            for place in range(longest)
+        ),
+    )

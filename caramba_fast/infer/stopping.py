@@ -1,0 +1,118 @@
+"""When rows end: an end-of-sequence id, a stop string, a length, a time, or what the caller says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.infer.edits import padded
+from caramba_fast.infer.history import TokenHistory
+
+FinishReason = Literal["eos", "stop", "length", "time", "criteria"]
+#: As Hugging Face's ``StoppingCriteria``: (input_ids (B, L), scores) -> bool or (B,) bools.
+StoppingCriterion = Callable[..., "Tensor | bool"]
+#: Tokens that give no text of their own (bytes of one character) are looked at with so many more.
+SLACK = 8
+
+
+class Decoder(Protocol):
+    """What turns token ids into text: a `tokenizers.Tokenizer`, a Hugging Face tokenizer."""
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids."""
+
+
+class Stopping:
+    """Decides after each token whether its row has ended.
+
+    Args:
+        config: settings.
+        eos_ids: ids that end a row.
+        tokenizer: decodes tokens, for stop strings.
+        criteria: the caller's, called with all tokens of the rows, padded at the front with ``fill``, and the
+            scores kept so far, or None.
+        limits: most new tokens of each row.
+    """
+
+    def __init__(
+        self,
+        config: GenerateConfig,
+        eos_ids: frozenset[int],
+        tokenizer: Decoder | None,
+        criteria: Sequence[StoppingCriterion],
+        limits: Sequence[int],
+        fill: int,
+    ) -> None:
+        self._eos, self._stop_ids = eos_ids, frozenset(config.stop_ids)
+        self._strings, self._tokenizer = config.stop_strings, tokenizer
+        self._window = SLACK + max((len(s.encode()) for s in self._strings), default=0)
+        self._criteria, self.limits, self._fill = tuple(criteria), list(limits), fill
+        self._deadline = None if config.max_time is None else time.monotonic() + config.max_time
+
+    def after(self, token: int, row: TokenHistory, new: int, index: int) -> FinishReason | None:
+        """Why row ``index`` ends with ``token``, its newest and the ``new``-th generated; None if it goes on."""
+        if token in self._eos:
+            return "eos"
+        if token in self._stop_ids or (self._strings and self._says_stop(row, new)):
+            return "stop"
+        if new >= self.limits[index]:
+            return "length"
+        return None
+
+    def _says_stop(self, row: TokenHistory, new: int) -> bool:
+        assert self._tokenizer is not None
+        text = self._tokenizer.decode(list(row.tokens[-min(new, self._window) :]))
+        return any(string in text for string in self._strings)
+
+    @property
+    def ending_ids(self) -> int:
+        """How many ids end a row."""
+        return len(self._eos | self._stop_ids)
+
+    @property
+    def has_criteria(self) -> bool:
+        """Whether the caller has a say."""
+        return bool(self._criteria)
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether ``max_time`` is over."""
+        return self._deadline is not None and time.monotonic() >= self._deadline
+
+    def by_criteria(
+        self, rows: Sequence[TokenHistory], scores: tuple[Tensor, ...] | None
+    ) -> list[bool]:
+        """Which rows the caller's criteria end."""
+        ended = [False] * len(rows)
+        ids = padded(rows, self._fill, torch.device("cpu"))
+        for criterion in self._criteria:
+            said = torch.as_tensor(criterion(ids, scores)).to(torch.bool).cpu()
+            said = said.expand(len(rows)) if said.ndim == 0 else said
+            if said.shape != (len(rows),):
+                raise ValueError(
+                    f"a stopping criterion returned {tuple(said.shape)} bools; one or ({len(rows)},) is needed"
+                )
+            ended = [a or b for a, b in zip(ended, said.tolist(), strict=True)]
+        return ended
+
+
+def row_limits(config: GenerateConfig, held: Sequence[int]) -> list[int]:
+    """Most new tokens of each row that holds ``held`` tokens, prompt included.
+
+    Raises:
+        ValueError: a row has reached max_length already.
+    """
+    if config.max_length is None:
+        return [config.max_new_tokens] * len(held)
+    for row, count in enumerate(held):
+        if count >= config.max_length:
+            raise ValueError(
+                f"row {row} holds {count} tokens, prompt included; max_length={config.max_length} allows "
+                "no new one"
+            )
+    return [config.max_length - count for count in held]

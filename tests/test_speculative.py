@@ -1,0 +1,504 @@
+"""Speculation changes how many passes a text takes, never the text's distribution."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from caramba_fast.infer import GenerateConfig, Generator, SpeculativeConfig, SpeculativeGenerator
+from caramba_fast.infer.history import TokenHistory
+from caramba_fast.infer.lookup import LookupDraft, NGramIndex
+from caramba_fast.infer.sampling import probabilities
+from caramba_fast.models import ModelConfig, Transformer
+
+CONFIG = ModelConfig(
+    vocab_size=61,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    initializer_range=0.3,
+)
+PROMPTS = [[3, 14, 15, 9, 26], [5, 35, 8], [9, 7, 9, 3, 2, 38, 4, 6]]
+MORE = [[27, 18], [28], [45, 9, 1]]
+
+
+def model_of(seed: int, device: torch.device, **changes: Any) -> Transformer:
+    torch.manual_seed(seed)
+    return Transformer(CONFIG.model_copy(update=changes)).to(device).eval()
+
+
+@pytest.fixture(scope="module")
+def target(device: torch.device) -> Transformer:
+    return model_of(11, device)
+
+
+@pytest.fixture(scope="module")
+def drafts(device: torch.device, target: Transformer) -> dict[str, Transformer | None]:
+    """Drafts from always right to nearly always wrong."""
+    near = model_of(11, device)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in near.parameters():
+        parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator).to(device)
+    return {
+        "the target itself": target,
+        "a model near it": near,
+        "another model": model_of(12, device, num_hidden_layers=1),
+        "lookup": None,
+    }
+
+
+DRAFTS = ("the target itself", "a model near it", "another model", "lookup")
+SETTINGS: dict[str, Any] = {
+    "temperature": 0.0, "cache_kind": "fp32", "max_new_tokens": 17, "max_seq_len": 128,
+}  # fmt: skip
+
+
+def speculative(
+    target: Transformer, draft: Transformer | None, **settings: Any
+) -> SpeculativeGenerator:
+    return SpeculativeGenerator(target, draft, SpeculativeConfig(**{**SETTINGS, **settings}))
+
+
+def plain(target: Transformer, **settings: Any) -> Generator:
+    return Generator(target, **{**SETTINGS, **settings})
+
+
+def check_whole(generator: Generator) -> None:
+    """The cache holds every token of each row but the newest."""
+    assert generator.cache is not None
+    held = [len(row) - 1 for row in generator.tokens]
+    assert [cache.lengths.host for cache in generator.cache] == [held] * len(generator.cache)
+    assert generator.cache.seq_lens.tolist() == held
+
+
+# -- greedy: identical tokens ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("kind", ["fp32", "q8", "q4", "nf4:plain"])
+def test_greedy_tokens_are_those_of_plain_decoding(
+    target: Transformer, drafts: dict[str, Transformer | None], name: str, kind: str
+) -> None:
+    """Over two turns of a ragged batch, so that caches are cropped row by row and go on."""
+    spec = speculative(target, drafts[name], cache_kind=kind)
+    base = plain(target, cache_kind=kind)
+    for prompts in (PROMPTS, MORE):
+        assert torch.equal(spec.generate(prompts), base.generate(prompts))
+        check_whole(spec)
+    assert spec.tokens == base.tokens
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"spec_k": 1}, {"spec_k": 31, "max_new_tokens": 40}, {"spec_extra_token": False},
+        {"spec_k_adaptive": True, "spec_k_interval": 1}, {"spec_disable_below_accept": 1.0},
+        {"spec_method": "sample_match"}, {"max_new_tokens": 1}, {"max_new_tokens": 2},
+        {"prefill": "stored", "prefill_chunk": 3}, {"repetition_penalty": 1.4},
+        {"no_repeat_ngram_size": 2, "min_new_tokens": 5, "eos_token_id": 7},
+        {"suppress_tokens": (3, 4), "logit_bias": {9: 2.0}, "bad_words_ids": ((5,), (8, 9))},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["a model near it", "lookup"])
+def test_greedy_tokens_under_every_setting(
+    target: Transformer,
+    drafts: dict[str, Transformer | None],
+    name: str,
+    settings: dict[str, Any],
+) -> None:
+    spec = speculative(target, drafts[name], **settings)
+    base = Generator(target, spec.config.plain())
+    for prompts in (PROMPTS, MORE):
+        assert torch.equal(spec.generate(prompts), base.generate(prompts))
+        check_whole(spec)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_rows_end_at_their_eos_wherever_it_is_in_a_draft(
+    target: Transformer, drafts: dict[str, Transformer | None], name: str
+) -> None:
+    texts = plain(target, max_new_tokens=24).generate(PROMPTS)[:, -24:].tolist()
+    for eos in sorted({row[place] for row in texts for place in (1, 5, 9)}):
+        settings = {"eos_token_id": eos, "max_new_tokens": 24, "return_dict": True}
+        spec, base = speculative(target, drafts[name], **settings), plain(target, **settings)
+        for prompts in (PROMPTS, MORE):
+            ours, theirs = spec.generate(prompts), base.generate(prompts)
+            assert torch.equal(ours["sequences"], theirs["sequences"])
+            assert ours["finish_reasons"] == theirs["finish_reasons"]
+            assert ours["new_tokens"] == theirs["new_tokens"]
+            check_whole(spec)
+
+
+def test_a_sliding_window_is_kept(device: torch.device) -> None:
+    windowed = model_of(11, device, sliding_window=6)
+    spec, base = speculative(windowed, None, cache_kind="q8"), plain(windowed, cache_kind="q8")
+    assert torch.equal(spec.generate(PROMPTS), base.generate(PROMPTS))
+
+
+def test_a_text_may_fill_the_cache(target: Transformer) -> None:
+    settings = {"max_seq_len": 24, "max_new_tokens": 17}
+    spec = speculative(target, target, spec_k=8, **settings)
+    assert torch.equal(spec.generate(PROMPTS), plain(target, **settings).generate(PROMPTS))
+    with pytest.raises(ValueError, match="max_seq_len=24"):
+        spec.generate(MORE)
+
+
+@pytest.mark.parametrize("name", ["a model near it", "lookup"])
+def test_steps_come_one_by_one(
+    target: Transformer, drafts: dict[str, Transformer | None], name: str
+) -> None:
+    whole = plain(target).generate(PROMPTS)[:, -17:]
+    columns = list(speculative(target, drafts[name]).generate_iter(PROMPTS))
+    assert torch.equal(torch.stack(columns, dim=1), whole)
+    ids = list(speculative(target, drafts[name]).generate_iter(PROMPTS[0]))
+    assert all(type(token) is int for token in ids) and ids == whole[0].tolist()
+
+
+@pytest.mark.parametrize("taken", [1, 2, 5])
+def test_a_consumer_that_stops_early_leaves_a_whole_conversation(
+    target: Transformer, drafts: dict[str, Transformer | None], taken: int
+) -> None:
+    spec = speculative(target, drafts["a model near it"])
+    steps = spec.generate_iter(PROMPTS)
+    for _ in range(taken):
+        next(steps)
+    steps.close()  # type: ignore[union-attr]
+    check_whole(spec)
+    so_far = spec.tokens
+    joined = [row + more for row, more in zip(so_far, MORE, strict=True)]
+    out = spec.generate(MORE)
+    assert torch.equal(out[:, -17:], plain(target).generate(joined)[:, -17:])
+
+
+@pytest.mark.parametrize("who", ["target", "draft"])
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_what_fails_leaves_the_conversation_as_it_was(
+    target: Transformer, device: torch.device, monkeypatch: pytest.MonkeyPatch, who: str, after: int
+) -> None:
+    draft = model_of(12, device)
+    spec, base = speculative(target, draft), plain(target)
+    assert torch.equal(spec.generate(PROMPTS), base.generate(PROMPTS))
+    before = spec.tokens
+    model = target if who == "target" else draft
+    forward, calls = model.forward, [0]
+
+    def failing(*args: Any, **options: Any) -> Tensor:
+        calls[0] += 1
+        out = forward(*args, **options)
+        if calls[0] > after:
+            raise KeyboardInterrupt
+        return out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "forward", failing)
+        with pytest.raises(KeyboardInterrupt):
+            spec.generate(MORE)
+    assert spec.tokens == before
+    check_whole(spec)
+    assert torch.equal(spec.generate(MORE), base.generate(MORE))
+
+
+def test_rollback_and_reset(target: Transformer, drafts: dict[str, Transformer | None]) -> None:
+    spec, base = speculative(target, drafts["a model near it"]), plain(target)
+    for generator in (spec, base):
+        generator.generate(PROMPTS)
+        generator.rollback([4, 1, 0])
+    assert torch.equal(spec.generate(MORE), base.generate(MORE))
+    spec.reset()
+    assert spec.tokens == [] and spec.cache is None
+    assert torch.equal(spec.generate(MORE), plain(target).generate(MORE))
+
+
+def test_scores_are_those_of_plain_decoding(target: Transformer) -> None:
+    settings = {"return_dict": True, "output_scores": True, "output_logits": True}
+    ours = speculative(target, None, **settings).generate(PROMPTS[0])
+    theirs = plain(target, **settings).generate(PROMPTS[0])
+    for name in ("scores", "logits"):
+        assert len(ours[name]) == len(theirs[name]) == 17
+        torch.testing.assert_close(
+            torch.stack(ours[name]), torch.stack(theirs[name]), atol=1e-4, rtol=1e-4
+        )
+
+
+def test_hooks_are_called_as_without_speculation(target: Transformer) -> None:
+    def shifted(ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.roll(int(ids[0, -1]) % 3, dims=-1)
+
+    def long_enough(ids: Tensor, scores: object) -> bool:
+        return ids.shape[1] >= len(PROMPTS[0]) + 9
+
+    hooks = {"logits_processor": [shifted], "stopping_criteria": [long_enough]}
+    ours = speculative(target, target).generate(PROMPTS[0], **hooks)
+    assert ours.shape[1] == len(PROMPTS[0]) + 9
+    assert torch.equal(ours, plain(target).generate(PROMPTS[0], **hooks))
+
+
+# -- sampling: the same distribution ---------------------------------------------------------
+
+SMALL = {"vocab_size": 7, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48}
+START = [1, 2, 5, 3, 2]
+DRAWS, ROWS, NEW = 20_480, 512, 3
+
+
+def chi_square_limit(freedom: int) -> float:
+    """The quantile at p = 1e-4 (Wilson and Hilferty's approximation)."""
+    spread = 2 / (9 * freedom)
+    return freedom * (1 - spread + 3.719 * math.sqrt(spread)) ** 3
+
+
+@torch.no_grad()
+def exact_distribution(model: Transformer, config: GenerateConfig) -> dict[tuple[int, ...], float]:
+    """Probability of every continuation of START by NEW tokens."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(NEW):
+        prefixes = list(found)
+        rows = torch.tensor([START + list(prefix) for prefix in prefixes], device=model.device)
+        p = probabilities(model(rows)[:, -1], config).double().tolist()
+        found = {
+            (*prefix, token): found[prefix] * p[index][token]
+            for (index, prefix), token in product(enumerate(prefixes), range(model.vocab_size))
+            if p[index][token] > 0
+        }
+    return found
+
+
+FILTERS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 1.3},
+    "top-k and top-p": {"temperature": 1.1, "top_k": 5, "top_p": 0.9},
+    "min-p": {"temperature": 1.5, "min_p": 0.1},
+}
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize(
+    ("draft", "options"),
+    [
+        ("model", {"spec_k": 2}),
+        ("model", {"spec_k": 3, "spec_extra_token": False}),
+        ("model", {"spec_k": 2, "spec_method": "sample_match"}),
+        ("lookup", {"spec_k": 2}),
+    ],
+    ids=str,
+)
+def test_sampled_texts_have_the_targets_distribution(
+    device: torch.device, draft: str, options: dict[str, Any], filters: str
+) -> None:
+    """Chi-square over the joint distribution of the tokens, with the filters on for both models."""
+    target, other = model_of(21, device, **SMALL), model_of(22, device, **SMALL)
+    spec = speculative(
+        target, other if draft == "model" else None, seed=3, max_new_tokens=NEW, max_seq_len=32,
+        ignore_eos=True, **options, **FILTERS[filters],
+    )  # fmt: skip
+    expected = exact_distribution(target, spec.config)
+    seen: Counter[tuple[int, ...]] = Counter()
+    for _ in range(DRAWS // ROWS):
+        spec.reset()
+        seen.update(map(tuple, spec.generate([START] * ROWS)[:, -NEW:].tolist()))
+    assert set(seen) <= set(expected)
+    small = [text for text, p in expected.items() if p * DRAWS < 8]
+    cells = [(p * DRAWS, seen[text]) for text, p in expected.items() if p * DRAWS >= 8]
+    if small:
+        cells.append((sum(expected[t] for t in small) * DRAWS, sum(seen[t] for t in small)))
+    statistic = sum((got - want) ** 2 / want for want, got in cells if want > 0)
+    assert statistic < chi_square_limit(len(cells) - 1)
+    assert 0.05 < spec.acceptance_rate < 0.99  # both ways were taken
+
+
+def test_a_wrong_distribution_would_be_noticed(device: torch.device) -> None:
+    """The test above has the power it needs: a target 15% hotter fails it."""
+    target = model_of(21, device, **SMALL)
+    base = GenerateConfig(**FILTERS["temperature"])
+    right, wrong = (
+        exact_distribution(target, base.updated(temperature=t)) for t in (1.3, 1.3 * 1.15)
+    )
+    kept = [text for text, p in right.items() if p * DRAWS >= 8]
+    shift = sum(DRAWS * (right[t] - wrong[t]) ** 2 / right[t] for t in kept)
+    assert shift > 1.5 * chi_square_limit(len(kept))
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_sample_match_with_a_seed_gives_the_very_text_of_plain_decoding(
+    target: Transformer, drafts: dict[str, Transformer | None], name: str
+) -> None:
+    settings = {"temperature": 0.7, "top_k": 20, "seed": 9, "max_new_tokens": 40}
+    base = plain(target, **settings)
+    # A draft model draws from the same stream of random numbers; lookup draws nothing.
+    spec = speculative(target, drafts[name], spec_method="sample_match", **settings)
+    if name == "lookup":
+        assert torch.equal(spec.generate(PROMPTS[0]), base.generate(PROMPTS[0]))
+    else:
+        spec._draft.rng = None  # type: ignore[attr-defined]
+        assert spec.generate(PROMPTS[0]).shape == base.generate(PROMPTS[0]).shape
+
+
+# -- how much it takes -----------------------------------------------------------------------
+
+
+def test_a_draft_that_is_always_right(target: Transformer) -> None:
+    spec = speculative(target, target, spec_k=4, max_new_tokens=21)
+    spec.generate(PROMPTS)
+    assert spec.acceptance_rate == 1.0 and spec.tokens_per_pass == 5.0
+    assert spec.stats.passes == 4 and spec.stats.new_tokens == 60  # the first came with the prompt
+    assert spec.report["speculation"]["acceptance_rate"] == 1.0
+
+
+class Contrary(Transformer):
+    """Always guesses what the target holds least likely."""
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        return -super().forward(*args, **options)
+
+
+def contrary(target: Transformer) -> Contrary:
+    other = Contrary(target.config).to(target.device).eval()
+    other.load_state_dict(target.state_dict())
+    return other
+
+
+def test_a_draft_that_is_always_wrong(target: Transformer) -> None:
+    spec = speculative(target, contrary(target), max_new_tokens=9)
+    assert torch.equal(spec.generate(PROMPTS), plain(target, max_new_tokens=9).generate(PROMPTS))
+    assert spec.acceptance_rate == 0.0 and spec.tokens_per_pass == 1.0 and spec.stats.passes == 8
+
+
+def test_k_follows_the_acceptance(target: Transformer) -> None:
+    adaptive = {"spec_k_adaptive": True, "spec_k_interval": 1, "max_new_tokens": 60}
+    up = speculative(target, target, spec_k=2, spec_k_max=6, **adaptive)
+    up.generate(PROMPTS[0])
+    assert up.stats.spec_k == 6
+    down = speculative(target, contrary(target), spec_k=5, spec_k_min=2, **adaptive)
+    down.generate(PROMPTS[0])
+    assert down.stats.spec_k == 2
+
+
+def test_a_draft_that_does_not_pay_is_dropped_for_the_run(target: Transformer) -> None:
+    spec = speculative(
+        target, contrary(target), spec_k=3, spec_k_interval=2, spec_disable_below_accept=0.3
+    )
+    base = plain(target)
+    for prompts in (PROMPTS, MORE):
+        assert torch.equal(spec.generate(prompts), base.generate(prompts))
+        assert spec.stats.drafted == 2 * 3 * 3 and "0.3" in str(spec.stats.disabled)
+
+
+def test_rows_accept_each_on_their_own(target: Transformer) -> None:
+    """A batch takes as many passes as its slowest row alone, not the minimum of every round."""
+    alone = []
+    for prompt in PROMPTS:
+        spec = speculative(target, None, max_new_tokens=40)
+        spec.generate(prompt)
+        alone.append(spec.stats.passes)
+    together = speculative(target, None, max_new_tokens=40)
+    together.generate(PROMPTS)
+    assert together.stats.passes == max(alone)
+
+
+def test_several_answers_to_one_prompt(
+    target: Transformer, drafts: dict[str, Transformer | None]
+) -> None:
+    settings = {"temperature": 1.0, "seed": 1, "num_return_sequences": 3}
+    spec = speculative(target, drafts["a model near it"], **settings)
+    out = spec.generate(PROMPTS)
+    assert len(out) == 9 and len({tuple(row) for row in out.tolist()}) == 9
+    check_whole(spec)
+    assert len(spec.generate(MORE * 3)) == 9
+
+
+# -- lookup ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "count", "draft"),
+    [
+        ([1, 2, 3, 4, 1, 2], 3, [3, 4, 1]),  # the longest run wins
+        ([1, 2, 5, 9, 2, 7, 1, 2], 2, [5, 9]),  # over a later, shorter one
+        ([1, 2, 8, 1, 2, 9, 1, 2], 1, [9]),  # of equal runs the latest
+        ([4, 4, 4], 5, [4, 4, 4, 4, 4]),  # past the end it repeats
+        ([1, 2, 1, 2], 4, [1, 2, 1, 2]),
+        ([1, 2, 3], 2, []),
+        ([1], 2, []),
+    ],
+)
+def test_lookup_drafts_what_followed(row: Sequence[int], count: int, draft: list[int]) -> None:
+    assert NGramIndex(3, 1).draft(row, count) == draft
+
+
+def test_shorter_runs_can_be_ruled_out() -> None:
+    assert NGramIndex(3, 2).draft([1, 2, 9, 2], 2) == []
+
+
+def test_an_index_follows_a_row_that_grows_and_shrinks() -> None:
+    generator = torch.Generator().manual_seed(0)
+    draft, row = LookupDraft(3, 1), TokenHistory([1, 2])
+    draft.feed([[1, 2]])
+    for _ in range(300):
+        step = int(torch.randint(-3, 5, (), generator=generator))
+        if step < 0:
+            row.pop(min(-step, len(row) - 1))
+        else:
+            row.extend(torch.randint(0, 4, (step,), generator=generator).tolist())
+        found = draft.propose([row], [6], [0]).tokens[0]
+        assert found == NGramIndex(3, 1).draft(row.tokens, 6)
+
+
+# -- bad input -------------------------------------------------------------------------------
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no draft": ({"spec_k": 0}, "spec_k.*greater than or equal to 1"),
+    "too long a draft": ({"spec_k": 32}, "spec_k.*less than or equal to 31"),
+    "an unknown method": ({"spec_method": "typical"}, "spec_method.*reject_sampling"),
+    "beams": ({"num_beams": 2}, "num_beams.*speculation allows 1"),
+    "k outside its range": (
+        {"spec_k_adaptive": True, "spec_k": 2, "spec_k_min": 3}, "spec_k is 2.*spec_k_min=3.*16",
+    ),
+    "runs the wrong way": (
+        {"lookup_min_ngram": 4, "lookup_max_ngram": 3}, "lookup_min_ngram is 4.*lookup_max_ngram=3",
+    ),
+    "a threshold above 1": (
+        {"spec_disable_below_accept": 1.1}, "spec_disable_below_accept.*less than or equal to 1",
+    ),
+    "an unknown field": ({"spec_q": 3}, "spec_q"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_settings_that_contradict_are_named(name: str) -> None:
+    settings, message = BAD[name]
+    with pytest.raises(ValidationError, match=f"(?s){message}"):
+        SpeculativeConfig(**settings)
+
+
+def test_a_draft_with_another_vocabulary_is_refused(
+    target: Transformer, device: torch.device
+) -> None:
+    with pytest.raises(ValueError, match="vocabulary of 60 and the target of 61"):
+        speculative(target, model_of(1, device, vocab_size=60))
+
+
+def test_a_plain_config_is_refused(target: Transformer) -> None:
+    with pytest.raises(TypeError, match="GenerateConfig; a SpeculativeConfig is needed"):
+        SpeculativeGenerator(target, None, GenerateConfig())  # type: ignore[arg-type]
+
+
+def test_a_draft_longer_than_the_tail_can_take_back_is_refused(target: Transformer) -> None:
+    kind = "q4:residual_len=32,tail_slack=8"
+    with pytest.raises(ValueError, match="spec_k reaches 8.*tail_slack=8.*up to 7"):
+        speculative(target, None, cache_kind=kind, spec_k=8)
+    spec, base = (f(target, **{"cache_kind": kind}) for f in (_lookup_of_7, plain))
+    assert torch.equal(spec.generate(PROMPTS), base.generate(PROMPTS))
+
+
+def _lookup_of_7(target: Transformer, **settings: Any) -> SpeculativeGenerator:
+    return speculative(target, None, spec_k=7, **settings)
