@@ -857,7 +857,6 @@ def test_sampling_that_fails_does_not_feed_a_token_twice(
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown kind": ({"cache_kind": "q3"}, "cache_kind.*q3.*fp32, fp16, bf16, q8_0, q4_0, nf4"),
     "kind of another type": ({"cache_kind": 4}, "cache_kind.*fp16"),
-    "auto": ({"cache_kind": "auto"}, "cache_kind.*not available.*fp32, fp16, bf16"),
     "negative temperature": ({"temperature": -0.1}, "temperature.*greater than or equal to 0"),
     "infinite temperature": ({"temperature": float("inf")}, "temperature.*finite"),
     "nan temperature": ({"temperature": float("nan")}, "temperature.*finite"),
@@ -874,6 +873,10 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "negative eos in a list": ({"eos_token_id": [3, -1]}, "eos_token_id.*0 or more"),
     "negative pad": ({"pad_token_id": -1}, "pad_token_id.*greater than or equal to 0"),
     "negative seed": ({"seed": -1}, "seed.*greater than or equal to 0"),
+    "a gate for a fixed kind": (
+        {"cache_kind": "q4", "cache_quality_max_mean_kl": 0.1}, "max_mean_kl.*cache_kind='auto'",
+    ),
+    "a window without a plan": ({"decode_local_window": 9}, "decode_local_window=9 needs decode_plan"),
     "eos both ways": ({"ignore_eos": True, "eos_token_id": 3}, "ignore_eos.*eos_token_id"),
 }
 

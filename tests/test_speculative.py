@@ -494,7 +494,7 @@ def test_a_plain_config_is_refused(target: Transformer) -> None:
 
 def test_a_draft_longer_than_the_tail_can_take_back_is_refused(target: Transformer) -> None:
     kind = "q4:residual_len=32,tail_slack=8"
-    with pytest.raises(ValueError, match="spec_k reaches 8.*tail_slack=8.*up to 7"):
+    with pytest.raises(ValueError, match=r"spec_k reaches 8.*tail_slack=8.*up to 7"):
         speculative(target, None, cache_kind=kind, spec_k=8)
     spec, base = (f(target, **{"cache_kind": kind}) for f in (_lookup_of_7, plain))
     assert torch.equal(spec.generate(PROMPTS), base.generate(PROMPTS))

@@ -1,4 +1,4 @@
-"""The command line: ``caramba-fast demo``, ``doctor``, ``generate``, ``quality``."""
+"""The command line: ``caramba-fast demo``, ``generate``, ``chat``, ``plan``, ``quality``, ``run``, …."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 def main() -> None:
     """Entry point of ``caramba-fast``; says what to install when the extra is missing."""
-    missing = [name for name in ("typer", "rich", "tokenizers") if not _installed(name)]
+    missing = [name for name in ("typer", "rich", "tokenizers", "yaml") if not _installed(name)]
     if missing:
         sys.exit(
             f"caramba-fast: the command line needs {', '.join(missing)}: "

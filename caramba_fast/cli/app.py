@@ -57,40 +57,147 @@ def doctor() -> None:
         run_doctor()
 
 
+Model = Annotated[
+    str, typer.Option(help="A Hugging Face checkpoint folder, 'demo', or 'demo:dba'.")
+]
+Cache = Annotated[
+    str,
+    typer.Option(
+        help="fp32, fp16, bf16, q8, q4, nf4; K/V as in q8/q4; options as in q4:plain; auto measures and chooses."
+    ),
+]
+Budget = Annotated[
+    float | None, typer.Option(help="Most MiB of the whole cache, everything included.")
+]
+CalibrationFile = Annotated[
+    Path | None, typer.Option(help="A file made by 'caramba-fast calibrate' for this model.")
+]
+NewTokens = Annotated[int, typer.Option(help="Tokens to write at most.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")]
+TopP = Annotated[float | None, typer.Option(help="Keep this much probability.")]
+MinP = Annotated[
+    float | None, typer.Option(help="Keep tokens at least this times as likely as the likeliest.")
+]
+Penalty = Annotated[
+    float | None, typer.Option(help="Above 1 makes tokens that were there less likely.")
+]
+NGram = Annotated[int | None, typer.Option(help="No run of so many tokens occurs twice.")]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="A text that ends the answer; repeat for several.")
+]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+Room = Annotated[int, typer.Option(help="Tokens the cache can hold.")]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        help="Speculate: 'lookup' drafts from the text itself, a folder or 'demo:dba' with a smaller model.",
+    ),
+]
+DraftLength = Annotated[int | None, typer.Option(help="Tokens to draft per step. Default: 4.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or mps.")]
+Dtype = Annotated[str, typer.Option(help="Of the weights: float32, float16 or bfloat16.")]
+Stats = Annotated[bool, typer.Option(help="Print the run's figures to stderr.")]
+
+
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; '-' reads standard input.")],
-    model: Annotated[
-        str, typer.Option(help="A Hugging Face checkpoint folder, or 'demo'.")
-    ] = "demo",
-    cache: Annotated[
-        str,
-        typer.Option(
-            help="fp32, fp16, bf16, q8, q4, nf4; K/V as in q8/q4; options as in q4:plain."
-        ),
-    ] = "fp16",
-    calibration: Annotated[
-        Path | None, typer.Option(help="A file made by 'caramba-fast calibrate' for this model.")
+    model: Model = "demo",
+    cache: Cache = "fp16",
+    budget_mb: Budget = None,
+    calibration: CalibrationFile = None,
+    max_new_tokens: NewTokens = 64,
+    temperature: Temperature = 0.8,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: Penalty = None,
+    no_repeat_ngram_size: NGram = None,
+    stop: Stop = None,
+    num_beams: Annotated[
+        int | None, typer.Option(help="Beams to search with; 1 for none. Not sampled.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep this much probability.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    max_seq_len: Annotated[int, typer.Option(help="Tokens the cache can hold.")] = 2048,
-    device: Annotated[str, typer.Option(help="cpu, cuda or mps.")] = "cpu",
-    stats: Annotated[bool, typer.Option(help="Print the run's figures to stderr.")] = True,
+    num_return_sequences: Annotated[int | None, typer.Option(help="Answers to write.")] = None,
+    seed: Seed = None,
+    max_seq_len: Room = 2048,
+    draft: DraftModel = None,
+    spec_k: DraftLength = None,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    stats: Stats = True,
 ) -> None:
     """Continues PROMPT, token by token."""
     settings = dict(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-        max_seq_len=max_seq_len, cache_kind=cache, cache_calibration=calibration,
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, no_repeat_ngram_size=no_repeat_ngram_size,
+        stop=tuple(stop) if stop else None, num_beams=num_beams, num_return_sequences=num_return_sequences,
+        seed=seed, max_seq_len=max_seq_len, cache_kind=cache, cache_budget_mb=budget_mb,
+        cache_calibration=calibration, spec_k=spec_k,
     )  # fmt: skip
     with one_line_errors():
         from caramba_fast.cli.generate import run_generate  # noqa: PLC0415
+        from caramba_fast.cli.models import Setup  # noqa: PLC0415
 
         text = sys.stdin.read() if prompt == "-" else prompt
-        run_generate(text, None if model == "demo" else Path(model), settings, device, stats)
+        run_generate(text, Setup(model, settings, draft, device, dtype), stats)
+
+
+@app.command()
+def chat(
+    model: Model = "demo",
+    cache: Cache = "q8",
+    budget_mb: Budget = None,
+    calibration: CalibrationFile = None,
+    system: Annotated[
+        str, typer.Option(help="A first message, for models with a chat template.")
+    ] = "",
+    max_new_tokens: NewTokens = 256,
+    temperature: Temperature = 0.8,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: Penalty = None,
+    stop: Stop = None,
+    seed: Seed = None,
+    max_seq_len: Room = 4096,
+    draft: DraftModel = None,
+    spec_k: DraftLength = None,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    stats: Stats = False,
+) -> None:
+    """A conversation in the terminal; its cache grows with it, and only what is new is read."""
+    settings = dict(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, stop=tuple(stop) if stop else None, seed=seed,
+        max_seq_len=max_seq_len, cache_kind=cache, cache_budget_mb=budget_mb,
+        cache_calibration=calibration, spec_k=spec_k,
+    )  # fmt: skip
+    with one_line_errors():
+        from caramba_fast.cli.chat import run_chat  # noqa: PLC0415
+        from caramba_fast.cli.models import Setup  # noqa: PLC0415
+
+        run_chat(Setup(model, settings, draft, device, dtype), system, stats)
+
+
+@app.command()
+def run(
+    manifest: Annotated[Path, typer.Argument(help="A YAML file; see docs/inference.md.")],
+    only: Annotated[
+        str | None, typer.Option(help="The one target, run or TARGET/RUN to do.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Continue this instead of the manifest's prompts.")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Read the manifest and stop.")] = False,
+) -> None:
+    """Does what a manifest says: generations, and benchmarks whose metrics go to JSON."""
+    with one_line_errors():
+        from caramba_fast.cli.manifest import run_file  # noqa: PLC0415
+
+        run_file(manifest, only, prompt, check)
 
 
 @app.command()
@@ -156,4 +263,88 @@ def quality(
         run_quality(
             model, text, cache or (), context or (), out, baseline=baseline, tokens=tokens,
             needles=needles, calibrated=calibrate, device=device,
+        )  # fmt: skip
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A Hugging Face checkpoint folder, demo, demo:dba, or a hard variant such as "
+            "demo:gqa/outliers-8."
+        ),
+    ] = "demo",
+    budget_mb: Annotated[
+        float | None, typer.Option(help="Most MiB of the whole cache, everything included.")
+    ] = None,
+    max_delta_nll: Annotated[
+        float | None, typer.Option(help="Most nats a token may become less likely.")
+    ] = None,
+    max_ppl_ratio: Annotated[float | None, typer.Option(help="Largest perplexity ratio.")] = None,
+    max_mean_kl: Annotated[
+        float | None, typer.Option(help="Largest mean KL(fp16 ‖ candidate), nats.")
+    ] = None,
+    min_needle: Annotated[
+        float | None, typer.Option(help="Smallest share of needles found, relative to fp16.")
+    ] = None,
+    max_seq_len: Annotated[int, typer.Option(help="Tokens a row of the cache can hold.")] = 2048,
+    batch: Annotated[int, typer.Option(help="Rows of the cache.")] = 1,
+    prefill: Annotated[str, typer.Option(help="exact or stored.")] = "exact",
+    calibration: Annotated[
+        Path | None, typer.Option(help="A file made by 'caramba-fast calibrate' for this model.")
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            help="A text file to measure on. Default: held-out text for demo models; others write it "
+            "themselves."
+        ),
+    ] = None,
+    candidate: Annotated[
+        list[str] | None, typer.Option(help="A cache to consider, as in q8/q4; repeat for several.")
+    ] = None,
+    prompt_len: Annotated[
+        int | None, typer.Option(help="Tokens prefilled in each window. Default: 64.")
+    ] = None,
+    decode_steps: Annotated[
+        int | None, typer.Option(help="Tokens then fed through the cache. Default: 4.")
+    ] = None,
+    bench_prompt_len: Annotated[
+        int | None, typer.Option(help="Tokens cached when steps are timed. Default: 64.")
+    ] = None,
+    bench_steps: Annotated[
+        int | None, typer.Option(help="Decode steps of a timed round. Default: 8.")
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="If nothing passes the gates, take what loses least.")
+    ] = False,
+    plan_path: Annotated[
+        Path | None, typer.Option(help="JSON file to keep the plan in, and to find it again.")
+    ] = None,
+    probe_sec: Annotated[
+        float | None, typer.Option(help="Check a kept plan again when it is this old.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or mps.")] = "cpu",
+    plot: Annotated[
+        Path | None, typer.Option(help="A .png or .svg file: quality against bytes.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Which cache cache_kind="auto" takes here: every candidate, its figures, and why it fell."""
+    settings = dict(
+        cache_budget_mb=budget_mb, cache_quality_max_delta_nll=max_delta_nll,
+        cache_quality_max_ppl_ratio=max_ppl_ratio, cache_quality_max_mean_kl=max_mean_kl,
+        cache_quality_min_needle=min_needle, cache_quality_prompt_len=prompt_len,
+        cache_quality_decode_steps=decode_steps, cache_auto_bench_prompt_len=bench_prompt_len,
+        cache_auto_bench_steps=bench_steps, cache_auto_candidates=tuple(candidate or ()) or None,
+        cache_plan_path=plan_path, cache_plan_probe=None if probe_sec is None else True,
+        cache_plan_probe_interval_sec=probe_sec, on_no_candidate="best" if best else None,
+    )  # fmt: skip
+    with one_line_errors():
+        from caramba_fast.cli.plan import run_plan  # noqa: PLC0415
+
+        run_plan(
+            model, text, settings, max_seq_len=max_seq_len, batch=batch, prefill=prefill,
+            calibration=calibration, device=device, plot=plot, as_json=as_json,
         )  # fmt: skip

@@ -16,15 +16,26 @@ from caramba_fast.infer.fields import (
     OutputFields,
     SamplingFields,
 )
+from caramba_fast.policy.settings import CachePolicyFields, DecodePlanFields
 
 Self = TypeVar("Self", bound="GenerateConfig")
 AUTO = "auto"
+STREAM_FIELDS = ("qblock", "rotate", "residual_len", "sink_len")
 
 
 class GenerateConfig(
-    LengthFields, SamplingFields, EditFields, BeamFields, OutputFields, CacheFields
+    LengthFields,
+    SamplingFields,
+    EditFields,
+    BeamFields,
+    OutputFields,
+    CacheFields,
+    CachePolicyFields,
+    DecodePlanFields,
 ):
-    """Settings of `Generator` and `generate`; the fields are explained, by theme, in `caramba_fast.infer.fields`.
+    """Settings of `Generator` and `generate`.
+
+    The fields are explained, by theme, in `caramba_fast.infer.fields` and `caramba_fast.policy.settings`.
 
     Raises:
         ValidationError: an unknown field, a value out of its range, or two that contradict each other;
@@ -44,6 +55,12 @@ class GenerateConfig(
     def _fits(self: Self) -> Self:
         if self.cache_kind != AUTO:
             self.stream_configs()
+            given = self.given_policy_fields()
+            if given:
+                raise ValueError(
+                    f"{given[0]}={getattr(self, given[0])!r} needs cache_kind='auto'; "
+                    f"cache_kind is {self.cache_name!r}"
+                )
         return self
 
     def stream_configs(self, kind: KVCacheKind | str | None = None) -> dict[str, Any]:
@@ -52,13 +69,13 @@ class GenerateConfig(
         Args:
             kind: what to store it as instead of ``cache_kind``: what the policy chose for "auto".
         """
-        return cache_configs(
-            kind or self.cache_kind,
-            qblock=self.cache_qblock,
-            rotate=self.cache_rotate,
-            residual_len=self.cache_residual_len,
-            sink_len=self.cache_sink_len,
-        )
+        return cache_configs(kind or self.cache_kind, **self.stream_fields)
+
+    @property
+    def stream_fields(self) -> dict[str, Any]:
+        """Fields of `KVCacheTensorConfig` given for all streams."""
+        named = {name: getattr(self, f"cache_{name}") for name in STREAM_FIELDS}
+        return {name: value for name, value in named.items() if value is not None}
 
     @property
     def cache_name(self) -> str:

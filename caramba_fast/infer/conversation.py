@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from caramba_fast.cache import ModelKVCache
+from caramba_fast.cache import ModelKVCache, Reach
 from caramba_fast.cache.lengths import Counts
 from caramba_fast.infer.graph import DecodeGraphs, RecordingError
 from caramba_fast.infer.history import TokenHistory
@@ -38,6 +38,7 @@ class Conversation:
         fill: id that pads rows of a batch.
         max_seq_len: tokens a row of the cache can hold.
         prefill_chunk: most tokens of one forward pass.
+        reach: how far back a read of so many tokens goes, and in what pieces: the decode plan.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class Conversation:
         fill: int,
         max_seq_len: int,
         prefill_chunk: int | None,
+        reach: Callable[[int], Reach],
     ) -> None:
         self.model, self._new_cache, self._graphs = model, new_cache, graphs
         self.fill, self._max_seq_len, self._prefill_chunk = fill, max_seq_len, prefill_chunk
+        self._reach = reach
         self.cache: ModelKVCache | None = None
         self.rows: list[TokenHistory] = []
         #: Tokens of padding that decode steps fed to rows that had ended; `settle` removes them.
@@ -181,6 +184,7 @@ class Conversation:
         cache = self.cache
         assert cache is not None
         before = cache.row_lengths
+        cache.reach = self._reach(cache.pos + tokens.shape[1])
         step = tokens.shape[1] == 1 and query_lens is None and not options and cache.pos > 0
         try:
             if step and self._graphs.reason is None:

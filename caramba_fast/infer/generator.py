@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from caramba_fast.cache import Calibration, ModelKVCache
 from caramba_fast.cache.lengths import Counts
 from caramba_fast.infer.beams import beam_search
-from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.infer.choice import CacheChoice
+from caramba_fast.infer.config import AUTO, GenerateConfig
 from caramba_fast.infer.conversation import Conversation
 from caramba_fast.infer.edits import LogitEdits
 from caramba_fast.infer.fields import CacheFields
@@ -22,8 +24,12 @@ from caramba_fast.infer.prompts import Prompts, TokenIds, read_prompts
 from caramba_fast.infer.run import Hooks, Run
 from caramba_fast.infer.stopping import Decoder, Stopping, row_limits
 from caramba_fast.models import LanguageModel
+from caramba_fast.models.registry import as_language_model
+from caramba_fast.policy import CachePlan, DecodePlan
 
 Mask = Tensor | Sequence[Sequence[int]] | None
+#: A kind whose transforms take constants: with "auto" a calibration is checked against it.
+CALIBRATED = "q4"
 
 
 class Generator:
@@ -33,10 +39,14 @@ class Generator:
     the cache yet, is fed first, then the new input.
 
     Args:
-        model: a `LanguageModel`, such as `caramba_fast.models.Transformer`.
+        model: a `LanguageModel`, such as `caramba_fast.models.Transformer`, or what
+            `caramba_fast.models.as_language_model` wraps: a causal language model of transformers, a
+            ``model(tokens, ctx=...)``.
         config: settings; by default `GenerateConfig()`.
         device: moves the model there first; by default the model stays where it is.
         tokenizer: anything with ``decode(ids) -> str``; stop strings need it.
+        calibration_ids: (N,) or (B, T) token ids of text like the model's own, on which ``cache_kind="auto"``
+            measures quality; without, the model writes it.
         overrides: fields of GenerateConfig to change.
 
     Raises:
@@ -47,17 +57,17 @@ class Generator:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: LanguageModel | Any,
         config: GenerateConfig | None = None,
         device: torch.device | str | None = None,
         *,
         tokenizer: Decoder | None = None,
+        calibration_ids: Tensor | Sequence[int] | None = None,
         **overrides: Any,
     ) -> None:
-        _check_model(model)
         if device is not None and isinstance(model, nn.Module):
             model.to(device)
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer = as_language_model(model), tokenizer
         self.config = (config or GenerateConfig()).updated(**overrides)
         self.eos_ids = self._eos_ids(self.config)
         self._cache_bytes, self._bytes_per_token = 0, 0.0
@@ -68,13 +78,26 @@ class Generator:
         if self.config.cache_calibration is not None:
             self._calibration = Calibration.load(self.config.cache_calibration)
             self._new_cache(1, torch.device("meta"))  # says at once what does not fit the model
-        self._graphs = DecodeGraphs(model, self.config.cuda_graph)
+        self._choice = CacheChoice(self.model, self.config, self._calibration, calibration_ids)
+        self._choice.check_budget(1)
+        self._graphs = DecodeGraphs(self.model, self.config.cuda_graph)
+        self._plan = DecodePlan(self.config)
         self._talk = Conversation(
-            model, self._new_cache, self._graphs, self._fill, self.config.max_seq_len,
-            self.config.prefill_chunk,
+            self.model, self._new_cache, self._graphs, self._fill, self.config.max_seq_len,
+            self.config.prefill_chunk, self._plan.plan_for,
         )  # fmt: skip
         self._check_call(self.config)
         self._rng = self._seeded(self.config)
+
+    @classmethod
+    def from_checkpoint(cls, path: str | Path, tokenizer: Any = None, **options: Any) -> Generator:
+        """A generator for a Hugging Face checkpoint folder, with its tokenizer.
+
+        Arguments and errors are those of `caramba_fast.infer.checkpoint.from_checkpoint`.
+        """
+        from caramba_fast.infer.checkpoint import from_checkpoint  # noqa: PLC0415 - it builds on this file
+
+        return from_checkpoint(path, tokenizer, **options)
 
     # -- settings -----------------------------------------------------------------------
 
@@ -138,12 +161,20 @@ class Generator:
     @property
     def report(self) -> dict[str, Any]:
         """What is in force: how the cache is stored, what it takes, how decode steps run."""
+        plan = self.cache_plan
         return {
-            "cache_kind": self.config.cache_name,
+            "cache_kind": self.config.cache_name if plan is None else plan.spec,
+            "cache_chosen": None if plan is None else plan.describe(),
             "cache_bytes": self._cache_bytes,
             "bytes_per_token": self._bytes_per_token,
+            "decode_plan": self._plan.describe(),
             "decode_graph": self.decode_graph,
         }
+
+    @property
+    def cache_plan(self) -> CachePlan | None:
+        """What ``cache_kind="auto"`` chose for the conversation's batch size, and from which figures."""
+        return self._choice.latest
 
     # -- step by step -------------------------------------------------------------------
 
@@ -420,6 +451,12 @@ class Generator:
         return prompts
 
     def _new_cache(self, rows: int, device: torch.device | None = None) -> ModelKVCache:
+        kind = self.config.cache_kind
+        if device is None:
+            kind = self._choice.kind(rows)
+            self._choice.check_budget(rows)
+        elif kind == AUTO:
+            kind = CALIBRATED
         cache = ModelKVCache(
             self.model.cache_layout,
             rows,
@@ -427,7 +464,7 @@ class Generator:
             device=device or self.model.device,
             prefill=self.config.prefill,
             calibration=self._calibration,
-            **self.config.stream_configs(),
+            **self.config.stream_configs(kind),
         )
         self._cache_bytes, self._bytes_per_token = cache.nbytes, cache.bytes_per_token
         return cache
@@ -459,13 +496,3 @@ def generate(
     given = {name: overrides.pop(name) for name in Hooks.__dataclass_fields__ if name in overrides}
     generator = Generator(model, config, tokenizer=tokenizer, **overrides)
     return generator.generate(input_ids, attention_mask, hooks=hooks, **given)
-
-
-def _check_model(model: object) -> None:
-    needed = ("forward", "eos_token_id", "pad_token_id", "vocab_size", "device", "cache_layout")
-    missing = [name for name in needed if not hasattr(model, name)]
-    if missing:
-        raise TypeError(
-            f"{type(model).__name__} is no LanguageModel: it lacks {', '.join(missing)} "
-            "(see caramba_fast.models.LanguageModel)"
-        )

@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.infer.config import AUTO, GenerateConfig
+from caramba_fast.infer.fields import OutputFields
+from caramba_fast.policy.settings import CachePolicyFields
 
 #: Drafts are verified with the token before them in one pass of at most 32 query tokens.
 MOST_DRAFTED = 31
@@ -28,7 +30,8 @@ class SpeculativeConfig(GenerateConfig):
         spec_extra_token: after a draft that was accepted whole, take the token the same pass gives for free.
         spec_disable_below_accept: once an interval is over and the acceptance so far is below this, the rest
             of the run is decoded plainly; 0 never.
-        spec_draft_cache_kind: how the draft model's cache is stored; None as the target's.
+        spec_draft_cache_kind: how the draft model's cache is stored; None as the target's, or fp16 where
+            that is "auto".
         lookup_max_ngram, lookup_min_ngram: without a draft model, drafts are what followed the newest tokens
             where they occurred last; runs of at most and at least so many tokens are looked up.
     """
@@ -67,3 +70,15 @@ class SpeculativeConfig(GenerateConfig):
         """The same settings without speculation."""
         given = self.model_dump(exclude_unset=True, include=set(GenerateConfig.model_fields))
         return GenerateConfig(**{**given, **changes})
+
+    def for_draft(self) -> GenerateConfig:
+        """The draft model's: its own cache, and nothing of where a run ends or what it returns."""
+        kind = self.spec_draft_cache_kind or (
+            "fp16" if self.cache_kind == AUTO else self.cache_kind
+        )
+        left_out = {
+            *CachePolicyFields.model_fields, *OutputFields.model_fields, "cache_calibration", "stop",
+        }  # fmt: skip
+        kept = set(GenerateConfig.model_fields) - left_out
+        given = self.model_dump(exclude_unset=True, include=kept)
+        return GenerateConfig(**{**given, "cache_kind": kind})

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from caramba_fast.infer.acceptance import accept
-from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.infer.config import AUTO, GenerateConfig
 from caramba_fast.infer.draft_length import DraftLength, SpeculationStats
 from caramba_fast.infer.drafts import Draft, Drafted, ModelDraft
 from caramba_fast.infer.generator import Generator
@@ -69,6 +69,8 @@ class SpeculativeGenerator(Generator):
     def _check_tail(self) -> None:
         """Raises ValueError where the fp16 tail of the cache cannot take a draft back."""
         config = self.config
+        if config.cache_kind == AUTO:
+            return  # candidates have tails for the longest draft
         longest = config.spec_k_max if config.spec_k_adaptive else config.spec_k
         for stream in config.stream_configs().values():
             if stream.residual_len and longest + 1 > stream.tail_slack:
@@ -81,9 +83,7 @@ class SpeculativeGenerator(Generator):
         config = self.config
         if self.draft_model is None:
             return LookupDraft(config.lookup_max_ngram, config.lookup_min_ngram)
-        kind = config.spec_draft_cache_kind or config.cache_kind
-        changes = dict(cache_kind=kind, cache_calibration=None, stop=(), return_dict=False)
-        own = config.plain(**changes, output_scores=False, output_logits=False)
+        own = config.for_draft()
         generator = Generator(self.draft_model, own, device)
         sizes = self.model.vocab_size, generator.model.vocab_size
         if sizes[0] != sizes[1]:

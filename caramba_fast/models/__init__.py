@@ -2,6 +2,7 @@
 
 from caramba_fast.models.checkpoint import load_model
 from caramba_fast.models.config import CheckpointError, ModelConfig, RopeParameters
+from caramba_fast.models.context import ContextModel, InferContext
 from caramba_fast.models.demos import (
     demo_path,
     demo_tokenizer,
@@ -10,18 +11,24 @@ from caramba_fast.models.demos import (
     load_tokenizer,
 )
 from caramba_fast.models.protocol import LanguageModel
+from caramba_fast.models.registry import as_language_model, load, register_adapter
 from caramba_fast.models.transformer import Transformer
 
 __all__ = [
     "CheckpointError",
+    "ContextModel",
+    "InferContext",
     "LanguageModel",
     "ModelConfig",
     "RopeParameters",
     "Transformer",
+    "as_language_model",
     "demo_path",
     "demo_tokenizer",
     "held_out_text",
+    "load",
     "load_demo",
     "load_model",
     "load_tokenizer",
+    "register_adapter",
 ]

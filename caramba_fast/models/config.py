@@ -23,6 +23,10 @@ class CheckpointError(ValueError):
     """A checkpoint folder that cannot be used, and why."""
 
 
+class UnsupportedCheckpointError(CheckpointError):
+    """A checkpoint that asks for something the native model does not have; transformers may have it."""
+
+
 class RopeParameters(BaseModel):
     """Rotary frequencies: ``rope_type`` and what it needs (names as in transformers)."""
 
@@ -130,11 +134,13 @@ class ModelConfig(BaseModel):
         """
         family = raw.get("model_type")
         if family not in SUPPORTED_FAMILIES:
-            raise CheckpointError(
+            raise UnsupportedCheckpointError(
                 f"model_type is {family!r}; the native model supports {', '.join(SUPPORTED_FAMILIES)}"
             )
         if raw.get("hidden_act", "silu") != "silu":
-            raise CheckpointError(f"hidden_act is {raw['hidden_act']!r}; only 'silu' is supported")
+            raise UnsupportedCheckpointError(
+                f"hidden_act is {raw['hidden_act']!r}; only 'silu' is supported"
+            )
         fields = {name: raw[name] for name in cls.model_fields if raw.get(name) is not None}
         fields["num_key_value_heads"] = fields.get(
             "num_key_value_heads", raw.get("num_attention_heads")
@@ -231,7 +237,7 @@ def _rope_from_hf(raw: dict[str, Any]) -> RopeParameters:
         found.update(part)
     rope_type = found.get("rope_type", found.pop("type", "default"))
     if rope_type not in SUPPORTED_ROPE_TYPES:
-        raise CheckpointError(
+        raise UnsupportedCheckpointError(
             f"rope_type is {rope_type!r}; supported are {', '.join(SUPPORTED_ROPE_TYPES)}"
         )
     found["rope_type"] = rope_type
@@ -243,7 +249,7 @@ def _rope_from_hf(raw: dict[str, Any]) -> RopeParameters:
     found.update({name: value for name, value in defaults.items() if found.get(name) is None})
     partial = found.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
-        raise CheckpointError(
+        raise UnsupportedCheckpointError(
             f"partial_rotary_factor is {partial!r}; only 1 is supported for this family"
         )
     try:
@@ -275,7 +281,7 @@ def _uniform_window(raw: dict[str, Any], family: str) -> int | None:
     if set(kinds) == {"full_attention"}:
         return None
     if set(kinds) != {"sliding_attention"}:
-        raise CheckpointError(
+        raise UnsupportedCheckpointError(
             "layer_types mixes full and sliding attention, which the native model does not support"
         )
     return window

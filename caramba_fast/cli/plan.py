@@ -1,0 +1,174 @@
+"""``caramba-fast plan``: which cache a model gets here, with every candidate and why it fell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from caramba_fast.cache import Calibration
+from caramba_fast.cli.generate import check_device
+from caramba_fast.cli.quality import DEMO, Subject, load_subject, read_text
+from caramba_fast.config.errors import explain
+from caramba_fast.policy import (
+    CachePlan,
+    CachePolicyFields,
+    CandidateRow,
+    NoCandidateError,
+    choose_cache,
+)
+from caramba_fast.policy.picture import check_plot, save_plot
+from caramba_fast.policy.settings import MIB
+from caramba_fast.policy.table import cells
+from caramba_fast.quality import RecallFormat
+from caramba_fast.quality.recall import token_ids
+
+#: Columns of a terminal in which verdicts have room beside the figures.
+_WIDE = 110
+_STYLES = {"chosen": "bold green", "quality": "red", "budget": "dim"}
+
+
+def run_plan(
+    name: str,
+    text: str | None,
+    settings: dict[str, Any],
+    *,
+    max_seq_len: int,
+    batch: int,
+    prefill: str = "exact",
+    calibration: Path | None = None,
+    device: str = "cpu",
+    plot: Path | None = None,
+    as_json: bool = False,
+    console: Console | None = None,
+) -> CachePlan:
+    """Measures every candidate, prints the table, writes the picture, and returns the plan.
+
+    Args:
+        name: 'demo', 'demo:dba', a hard variant, or a checkpoint folder.
+        text: a text file to measure on, or None: held-out text for demo models, else the model writes it.
+        settings: fields of `CachePolicyFields`; None leaves one to its default.
+        max_seq_len, batch, prefill, calibration: of the cache.
+        device: where the model runs.
+        plot: a .png or .svg file to write.
+        as_json: print the plan as JSON and nothing else.
+        console: where to print.
+
+    Raises:
+        ValueError, FileNotFoundError, ModuleNotFoundError: what is wrong, and what is allowed; the table is
+            printed first where there is one.
+    """
+    console = console or Console()
+    check_device(device)
+    given = _settings(settings)
+    if plot is not None:
+        check_plot(plot)
+    subject = load_subject(f"{DEMO}:gqa" if name == DEMO else name, device)
+    ids = None if text is None and subject.demo is None else read_text(subject, text)
+    try:
+        with console.status("starting") as status:
+            plan = choose_cache(
+                subject.model, given, max_seq_len=max_seq_len, batch_size=batch, prefill=prefill,  # type: ignore[arg-type]
+                calibration=None if calibration is None else Calibration.load(calibration),
+                calibration_ids=None if ids is None else ids.tolist(),
+                recall=_recall(subject, given), bos_token_id=_bos(subject), measure_all=True,
+                progress=lambda words: None if as_json else status.update(words),
+            )  # fmt: skip
+    except NoCandidateError as error:
+        if not as_json:
+            print_table(console, error.rows, name)
+        _picture(error.rows, given, plot, name, console, quiet=as_json)
+        raise ValueError(str(error).splitlines()[0]) from error
+    if as_json:
+        console.print_json(plan.model_dump_json(), highlight=False)
+    else:
+        _print(console, plan, name)
+    _picture(plan.rows, given, plot, name, console, quiet=as_json)
+    return plan
+
+
+def _settings(given: dict[str, Any]) -> CachePolicyFields:
+    known = {name: value for name, value in given.items() if value is not None}
+    try:
+        return CachePolicyFields(**known)
+    except ValidationError as error:
+        raise ValueError(explain(error)) from error
+
+
+def _recall(subject: Subject, settings: CachePolicyFields) -> RecallFormat | None:
+    """How needles are written; None where the tokenizer has no words for them and no gate needs them."""
+    try:
+        return RecallFormat.of(subject.tokenizer)
+    except ValueError:
+        if settings.cache_quality_min_needle is not None:
+            raise
+        return None
+
+
+def _bos(subject: Subject) -> int | None:
+    first: np.ndarray = token_ids(subject.tokenizer, "", special=True)
+    return int(first[0]) if len(first) == 1 else None
+
+
+def print_table(console: Console, rows: Sequence[CandidateRow], title: str) -> None:
+    """Every candidate with its figures and what became of it; the latter below where it has no room."""
+    beside = console.width >= _WIDE
+    headings, body = cells(rows)
+    shown = headings if beside else headings[:-1]
+    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in shown:
+        words = heading in ("cache", "verdict")
+        found.add_column(
+            heading.replace(" ", "\n").replace("/", "/\n"), overflow="fold", no_wrap=not words,
+            justify="left" if words else "right", min_width=12 if words else None,
+        )  # fmt: skip
+    for row, line in zip(rows, body, strict=True):
+        found.add_row(*line[: len(shown)], style=_STYLES.get(row.status))
+    console.print(found)
+    for row in () if beside else rows:
+        console.print(
+            f" {row.spec}: {row.reason}", style=_STYLES.get(row.status), markup=False,
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+
+
+def _print(console: Console, plan: CachePlan, name: str) -> None:
+    key, chosen = plan.key, plan.row(plan.spec)
+    print_table(console, plan.rows, f"{name}, {key.batch_size} × {key.max_seq_len} tokens")
+    console.print(
+        f"chosen: {plan.spec}, {plan.nbytes / MIB:.2f} MiB ({plan.nbytes:,} bytes): {chosen.reason}",
+        style="bold", markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    for note in plan.notes:
+        console.print(f"note: {note}", style="yellow", markup=False, highlight=False)
+    source = "A kept plan; nothing was measured now. " if plan.reused else ""
+    measured = max((row.predictions for row in plan.rows), default=0)
+    console.print(
+        f"{source}MiB: the whole cache, tail, scales and unused slots included. Quality against an fp16 cache on up "
+        f"to {measured:,} predictions after {key.settings['cache_quality_prompt_len']} tokens, on text "
+        f"{plan.text}; ± is half a 95% confidence interval over windows. Steps: medians at "
+        f"{key.settings['cache_auto_bench_prompt_len']} cached tokens, {key.device}, backend "
+        f"{key.versions['backend']}.",
+        style="dim", markup=False, highlight=False,
+    )  # fmt: skip
+
+
+def _picture(
+    rows: Sequence[CandidateRow],
+    settings: CachePolicyFields,
+    plot: Path | None,
+    name: str,
+    console: Console,
+    *,
+    quiet: bool,
+) -> None:
+    if plot is not None:
+        save_plot(rows, settings, plot, f"{name}: quality against bytes")
+        if not quiet:
+            console.print(f"Written: {plot}.", highlight=False, soft_wrap=True)

@@ -1,0 +1,21 @@
+"""Hugging Face: transformers models and tokenizers under our generation.
+
+The only layer that imports transformers. Importing it registers its adapter and loaders with
+`caramba_fast.models.registry`, so that the layers below find them without importing upward.
+"""
+
+from transformers import PreTrainedModel
+
+from caramba_fast.hf.adapter import HuggingFaceModel
+from caramba_fast.hf.loading import load_pretrained, load_tokenizer
+from caramba_fast.models.registry import (
+    register_adapter,
+    register_loader,
+    register_tokenizer_loader,
+)
+
+register_adapter(lambda model: isinstance(model, PreTrainedModel), HuggingFaceModel)
+register_loader(load_pretrained)
+register_tokenizer_loader(load_tokenizer)
+
+__all__ = ["HuggingFaceModel", "load_pretrained", "load_tokenizer"]

@@ -1,0 +1,105 @@
+"""What a model cannot do, said before it would be silently wrong."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+ALLOWED = (
+    "decoder-only causal language models that keep keys and values in a transformers Cache are"
+)
+#: Relative difference padding may make to logits; a position too many makes more.
+MOST_PADDING_ERROR = 0.05
+
+_PADDING_ERROR: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
+
+
+def check_servable(model: Any) -> None:
+    """Raises TypeError with the reason where our caches cannot serve ``model``."""
+    reason = None
+    if not isinstance(model, PreTrainedModel):
+        reason = "it is no transformers PreTrainedModel"
+    elif model.config.is_encoder_decoder:
+        reason = "it is an encoder-decoder"
+    elif getattr(model.config, "add_cross_attention", False):
+        reason = "it has cross-attention (add_cross_attention)"
+    elif not model.can_generate():
+        reason = "it has no language-model head, so it cannot generate"
+    elif "past_key_values" not in inspect.signature(model.forward).parameters:
+        reason = "its forward takes no past_key_values: it keeps no keys and values"
+    elif getattr(model, "_is_stateful", False):
+        reason = "its state is not (only) keys and values of tokens (it is recurrent or hybrid)"
+    if reason:
+        raise TypeError(f"{type(model).__name__} cannot be served: {reason}; {ALLOWED} supported")
+
+
+@torch.no_grad()
+def check_padding(model: PreTrainedModel) -> None:
+    """Raises ValueError where padding in front of a row changes what the model says of it.
+
+    Some decoders count positions over padding, whatever mask and position ids say: ragged batches would be
+    silently wrong. Two small forward passes, once while the model lives.
+    """
+    if model not in _PADDING_ERROR:
+        embeddings: Any = model.get_input_embeddings()
+        device, most = embeddings.weight.device, len(embeddings.weight)
+        ids = torch.tensor([[i % most for i in (0, 0, 7, 11, 13)]], device=device)
+        mask = torch.tensor([[0, 0, 1, 1, 1]], device=device)
+        places = torch.tensor([[0, 0, 0, 1, 2]], device=device)
+        takes = "position_ids" in inspect.signature(model.forward).parameters
+
+        def last_logits(start: int) -> Tensor:
+            options = {"position_ids": places[:, start:]} if takes else {}
+            return (
+                model(
+                    input_ids=ids[:, start:],
+                    attention_mask=mask[:, start:],
+                    use_cache=False,
+                    **options,
+                )
+                .logits[:, -1]
+                .float()
+            )
+
+        with evaluating(model):
+            padded, alone = last_logits(0), last_logits(2)
+        _PADDING_ERROR[model] = float((padded - alone).norm() / alone.norm().clamp(min=1e-30))
+    if _PADDING_ERROR[model] > MOST_PADDING_ERROR:
+        raise ValueError(
+            f"{type(model).__name__} cannot take rows of different lengths at once: its positions count "
+            "padding; give it one row at a time, or rows of equal length"
+        )
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """The length of a table of positions (learned, or GPT-J's angles): beyond it there is none to read."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(longest, int):
+        return None
+    tokens = model.get_input_embeddings()
+    for module in model.modules():
+        table = module.weight if isinstance(module, nn.Embedding) and module is not tokens else None
+        if table is None:
+            table = getattr(module, "embed_positions", None)
+        if isinstance(table, Tensor) and 0 <= len(table) - longest <= 2:  # OPT keeps two in front
+            return longest
+    return None
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout; leaves every module as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,187 @@
+"""Generator with text in and out; ``python -m caramba_fast.inference.generate`` shows it.
+
+Everything is computed by `caramba_fast.infer`; this adds the tokenizer and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caramba_fast.infer import GenerateConfig
+from caramba_fast.infer import Generator as TokenGenerator
+from caramba_fast.infer.checkpoint import find_tokenizer
+from caramba_fast.models import demo_path
+from caramba_fast.models.registry import checkpoint_folder, load
+
+RULE = "-" * 30
+
+
+class Generator:
+    """Writes text with the model and tokenizer of a checkpoint folder; every call starts anew.
+
+    Args:
+        checkpoint_path: a Hugging Face checkpoint folder (config.json and safetensors).
+        tokenizer_path: a tokenizer folder, a ``tokenizer.json`` or a tokenizer object; None takes the
+            checkpoint's own.
+        device: where to compute.
+        dtype: of the weights; None for what the checkpoint stores.
+        log: takes a line of text at each step of loading.
+        settings: fields of `GenerateConfig` for every call, such as ``cache_kind="q8"`` or ``seed=0``.
+
+    Raises:
+        CheckpointError: the path is a pickle, missing or damaged; the message says what to do.
+        ValueError: a wrong setting, or a checkpoint without tokenizer and none given.
+    """
+
+    def __init__(
+        self,
+        checkpoint_path: str | Path,
+        tokenizer_path: Any = None,
+        device: torch.device | str = "cpu",
+        *,
+        dtype: torch.dtype | None = torch.float32,
+        log: Callable[[str], object] = lambda _: None,
+        **settings: Any,
+    ) -> None:
+        self.settings = settings
+        GenerateConfig(**settings)  # says at once what is wrong
+        folder = checkpoint_folder(checkpoint_path)
+        log(f"Loading Tokenizer from {folder if tokenizer_path is None else tokenizer_path}...")
+        tokenizer = find_tokenizer(folder, tokenizer_path)
+        if tokenizer is None:
+            raise ValueError(f"{folder} has no tokenizer; give tokenizer_path")
+        self.tokenizer = tokenizer
+        log(f"Loading Checkpoint from {folder}...")
+        self.model = load(folder, device, dtype)
+        log("Generator Ready.")
+
+    def generate(
+        self,
+        prompt: str,
+        max_new_tokens: int = 50,
+        temperature: float = 0.7,
+        top_p: float | None = 0.9,
+        **settings: Any,
+    ) -> str:
+        """The prompt and what the model writes behind it.
+
+        Args:
+            prompt: at least one token of text.
+            temperature: 0 is greedy.
+            top_p: nucleus; 1 or None for all tokens.
+            settings: further fields of `GenerateConfig` for this call.
+
+        Raises:
+            ValueError: an empty prompt, or a setting out of range.
+        """
+        return self.generate_batch([prompt], 1, max_new_tokens, temperature, top_p, **settings)[0]
+
+    def generate_text(self, prompt: str, *args: Any, **settings: Any) -> str:
+        """`generate` by another name."""
+        return self.generate(prompt, *args, **settings)
+
+    def generate_stream(
+        self,
+        prompt: str,
+        max_new_tokens: int = 50,
+        temperature: float = 0.7,
+        top_p: float | None = 0.9,
+        **settings: Any,
+    ) -> Iterator[str]:
+        """Yields the new text in pieces, as it is written; the prompt is not among them."""
+        given = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
+        ids = self._encode(prompt)
+        generator = self._generator([ids], {**given, **settings})
+        return self.tokenizer.stream(
+            self._without_eos(generator, map(int, generator.generate_iter([ids]))), ids
+        )
+
+    def generate_batch(
+        self,
+        prompts: Sequence[str],
+        batch_size: int = 3,
+        max_new_tokens: int = 50,
+        temperature: float = 0.7,
+        top_p: float | None = 0.9,
+        **settings: Any,
+    ) -> list[str]:
+        """What `generate` returns, for several prompts, ``batch_size`` of them at a time.
+
+        Raises:
+            TypeError: prompts is one string.
+            ValueError: batch_size below 1, and as `generate`.
+        """
+        if isinstance(prompts, str):
+            raise TypeError("prompts is one string; a list of them is needed")
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; 1 or more is allowed")
+        given = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
+        rows = [self._encode(prompt) for prompt in prompts]
+        texts = []
+        for start in range(0, len(rows), batch_size):
+            texts += self._texts(rows[start : start + batch_size], {**given, **settings})
+        return texts
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _texts(self, rows: list[list[int]], settings: dict[str, Any]) -> list[str]:
+        generator = self._generator(rows, settings)
+        out = generator.generate(rows)
+        assert isinstance(out, Tensor)
+        written = out[:, max(map(len, rows)) :].tolist()
+        new = [list(self._without_eos(generator, iter(row))) for row in written]
+        return [self.tokenizer.decode(a + b) for a, b in zip(rows, new, strict=True)]
+
+    def _generator(self, rows: list[list[int]], settings: dict[str, Any]) -> TokenGenerator:
+        """A generator whose cache is just large enough."""
+        room = max(map(len, rows)) + settings["max_new_tokens"]
+        merged = {"max_seq_len": max(room, 1), **self.settings, **settings}
+        return TokenGenerator(self.model, tokenizer=self.tokenizer, **merged)
+
+    def _encode(self, prompt: str) -> list[int]:
+        ids = self.tokenizer.encode(prompt)
+        if not ids:
+            raise ValueError("the prompt is empty; give at least one character")
+        return ids
+
+    @staticmethod
+    def _without_eos(generator: TokenGenerator, tokens: Iterator[int]) -> Iterator[int]:
+        """Tokens up to the end of the row; what follows it is padding."""
+        for token in tokens:
+            if token in generator.eos_ids:
+                return
+            yield token
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Loads, prompts, prints."""
+    parser = argparse.ArgumentParser(
+        "python -m caramba_fast.inference.generate", description=__doc__
+    )
+    parser.add_argument("checkpoint", nargs="?", default=demo_path(), help="checkpoint folder")
+    parser.add_argument("--tokenizer", default=None, help="tokenizer folder, if it is another one")
+    parser.add_argument("--prompt", default="Hello world")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--max-new-tokens", type=int, default=50)
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--top-p", type=float, default=0.9)
+    parser.add_argument("--seed", type=int, default=None)
+    given = parser.parse_args(arguments)
+    try:
+        generator = Generator(given.checkpoint, given.tokenizer, given.device, log=print)
+        text = generator.generate(
+            given.prompt, given.max_new_tokens, given.temperature, given.top_p, seed=given.seed
+        )
+    except (ValueError, OSError, ModuleNotFoundError, TypeError) as error:
+        parser.exit(1, f"error: {error}\n")
+    print(f"\nPrompt: {given.prompt}\n{RULE}\n{text}\n{RULE}")
+
+
+if __name__ == "__main__":
+    main()

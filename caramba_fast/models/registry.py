@@ -1,0 +1,151 @@
+"""From what users have to a `LanguageModel`: adapters, and loaders of checkpoint folders.
+
+Layers above register what they can wrap, so nothing here imports them; a library whose adapter is not loaded
+yet is found by the module its objects come from.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from caramba_fast.models.checkpoint import load_model
+from caramba_fast.models.config import CheckpointError, UnsupportedCheckpointError
+from caramba_fast.models.context import ContextModel, takes_context
+from caramba_fast.models.protocol import LanguageModel
+
+NEEDED = ("forward", "eos_token_id", "pad_token_id", "vocab_size", "device", "cache_layout")
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
+
+Predicate = Callable[[Any], bool]
+Wrap = Callable[[Any], LanguageModel]
+Loader = Callable[[Path, torch.device | str, torch.dtype | None], LanguageModel]
+
+_ADAPTERS: list[tuple[Predicate, Wrap]] = [(takes_context, ContextModel)]
+_LOADERS: list[Loader] = []
+_TOKENIZERS: list[Callable[[Path], Any]] = []
+#: Library -> the layer that registers an adapter for its objects when it is imported.
+_LAZY = {"transformers": "caramba_fast.hf"}
+
+
+def register_adapter(predicate: Predicate, wrap: Wrap) -> None:
+    """Objects for which ``predicate`` holds become language models through ``wrap``; the newest is asked first."""
+    _ADAPTERS.insert(0, (predicate, wrap))
+
+
+def register_loader(loader: Loader) -> None:
+    """``loader(folder, device, dtype)`` loads checkpoint folders the native model does not support."""
+    _LOADERS.insert(0, loader)
+
+
+def register_tokenizer_loader(loader: Callable[[Path], Any]) -> None:
+    """``loader(folder)`` loads tokenizers that have no ``tokenizer.json``, or a chat template."""
+    _TOKENIZERS.insert(0, loader)
+
+
+def as_language_model(model: Any) -> LanguageModel:
+    """``model`` if it is a `LanguageModel`, else an adapter around it.
+
+    Raises:
+        TypeError: there is none for it, or the adapter cannot serve it; the message lists what is missing.
+    """
+    if not missing_names(model) and not isinstance(model, type):
+        return model
+    for base in type(model).__mro__:
+        library = (base.__module__ or "").partition(".")[0]
+        if library in _LAZY:
+            importlib.import_module(_LAZY[library])
+    for predicate, wrap in _ADAPTERS:
+        if predicate(model):
+            return wrap(model)
+    raise TypeError(
+        f"{type(model).__name__} is no LanguageModel: it lacks {', '.join(missing_names(model))} "
+        "(see caramba_fast.models.LanguageModel); a transformers causal language model or a "
+        "model(tokens, ctx=...) with a cache_layout is wrapped by itself"
+    )
+
+
+def missing_names(model: Any) -> list[str]:
+    """What ``model`` lacks of `LanguageModel`."""
+    return [name for name in NEEDED if not hasattr(model, name)]
+
+
+def load(
+    path: str | Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = torch.float32,
+) -> LanguageModel:
+    """The language model in a Hugging Face checkpoint folder.
+
+    Natively for the families the native model supports, through transformers for others; only local
+    folders, only safetensors, and no code of the checkpoint is run.
+
+    Args:
+        dtype: float32, float16, bfloat16, or None for what the checkpoint stores.
+
+    Raises:
+        CheckpointError: the path is missing, a pickle or damaged, or neither way supports the model; the
+            message says why each does not.
+    """
+    folder = checkpoint_folder(path)
+    try:
+        return load_model(folder, dtype=dtype, device=device)
+    except UnsupportedCheckpointError as error:
+        reason = str(error)
+    loaders = _loaders()
+    if not loaders:
+        raise CheckpointError(f"{reason}; others need transformers (pip install caramba-fast[hf])")
+    return loaders[0](folder, device, dtype)
+
+
+def load_hub_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder as transformers has it, chat template included.
+
+    Raises:
+        ModuleNotFoundError: transformers is missing.
+    """
+    if not _TOKENIZERS:
+        _import_lazy()
+    if not _TOKENIZERS:
+        raise ModuleNotFoundError(
+            f"the tokenizer in {folder} needs transformers (pip install caramba-fast[hf])"
+        )
+    return _TOKENIZERS[0](folder)
+
+
+def checkpoint_folder(path: str | Path) -> Path:
+    """``path`` as a folder with a config.json.
+
+    Raises:
+        CheckpointError: it is a pickle, another file, missing, or has no config.json.
+    """
+    folder = Path(path)
+    if folder.suffix in PICKLES and not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is a pickled checkpoint, which may run code when it is opened, and is not read; "
+            "save the model as a Hugging Face folder instead (config.json and model.safetensors: "
+            "safetensors.torch.save_file, or save_pretrained) and give that folder"
+        )
+    if not folder.is_dir():
+        what = "is a file" if folder.is_file() else "does not exist"
+        raise CheckpointError(f"{folder} {what}; a Hugging Face checkpoint folder is needed")
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder / 'config.json'} does not exist")
+    return folder
+
+
+def _loaders() -> list[Loader]:
+    if not _LOADERS:
+        _import_lazy()
+    return _LOADERS
+
+
+def _import_lazy() -> None:
+    for library, layer in _LAZY.items():
+        if importlib.util.find_spec(library) is not None:
+            importlib.import_module(layer)
