@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "arena.h"
@@ -16,7 +17,8 @@
 #include "numeric.h"
 #include "tile_float.h"
 #if CARAMBA_FAST_VNNI
-#include "tile_int8.h"
+#include "int8_keys.h"
+#include "int8_values.h"
 #endif
 
 namespace caramba_fast {
@@ -100,7 +102,8 @@ struct KeyHead {
                   // null
 #if CARAMBA_FAST_VNNI
   const HeadBytes* bytes;  // null where the integer passes do not serve
-  QueryUnit* units;
+  QueryUnit* units;        // of 16 bits
+  QueryUnit* short_units;  // of 8, or null
 #endif
 };
 
@@ -218,14 +221,14 @@ class Worker {
 #if CARAMBA_FAST_VNNI
       if (is_quantized(a_.stored[i].format))
         floats += a_.heads_per_lane * rows *
-                  (kMostUnits * sizeof(QueryUnit) / 4 + 512 + 16 * kMostBlocks);
+                  (2 * kMostUnits * sizeof(QueryUnit) / 4 + 1024 + 16 * kMostBlocks);
 #endif
       floats +=
           a_.heads_per_lane * 2 * kInside * static_cast<std::size_t>(a_.stored[i].basis.pair_count);
     }
-    floats += rows * kScoreRow + 4096 + 4 * static_cast<std::size_t>(widest() + 128);
+    floats += rows * (kScoreRow + 1) + 4096 + 4 * static_cast<std::size_t>(widest() + 128);
 #if CARAMBA_FAST_VNNI
-    floats += rows * kMostUnits * sizeof(WeightUnit) / 4 + sizeof(Flips) / 4;
+    floats += kRowsAtOnce * kMostGroups * sizeof(WeightGroup) / 4 + sizeof(Flips) / 4;
 #endif
     return floats * sizeof(float) + 64 * 64 * static_cast<std::size_t>(a_.heads_per_lane);
   }
@@ -235,6 +238,7 @@ class Worker {
   void prepare() {
     temporary_ = arena_.take<float>(2 * widest() + 64);
     scores_ = arena_.take<float>(static_cast<std::int64_t>(rows_) * kScoreRow);
+    peaks_ = arena_.take<float>(rows_);
     for (int h = 0; h < heads_; ++h) {
       HeadState& state = states_[h];
       for (int i = 0; i + 1 < a_.streams; ++i) prepare_keys(state.keys[i], i, h);
@@ -261,7 +265,7 @@ class Worker {
     }
     decoded_ = arena_.take<float>(kTile * std::max(widths[0], widths[1]) + 16);
 #if CARAMBA_FAST_VNNI
-    weight_units_ = arena_.take<WeightUnit>(static_cast<std::int64_t>(rows_) * kMostUnits);
+    weight_groups_ = arena_.take<WeightGroup>(kRowsAtOnce * kMostGroups);
     flips_ = arena_.take<Flips>(1);
 #endif
   }
@@ -314,18 +318,62 @@ class Worker {
 #if CARAMBA_FAST_VNNI
     key.bytes = bytes_of(s, key.span);
     if (key.bytes != nullptr) {
-      const HeadBytes& bytes = *key.bytes;
-      key.units = arena_.take<QueryUnit>(static_cast<std::int64_t>(rows_) * bytes.units);
-      for (int r = 0; r < rows_; ++r) {
-        const float* q = key.query + r * key.span.width;
-        QueryUnit* to = key.units + r * bytes.units;
-        if (s.format == Format::q8_0) prepare_query<Format::q8_0>(q, bytes, to);
-        if (s.format == Format::q4_0) prepare_query<Format::q4_0>(q, bytes, to);
-        if (s.format == Format::nf4) prepare_query<Format::nf4>(q, bytes, to);
-      }
+      if (s.format == Format::q8_0) prepare_units<Format::q8_0>(key);
+      if (s.format == Format::q4_0) prepare_units<Format::q4_0>(key);
+      if (s.format == Format::nf4) prepare_units<Format::nf4>(key);
     }
 #endif
   }
+
+#if CARAMBA_FAST_VNNI
+  template <Format F>
+  void prepare_units(KeyHead& key) {
+    const HeadBytes& bytes = *key.bytes;
+    const std::int64_t units = bytes.units;
+    key.units = arena_.take<QueryUnit>(rows_ * units);
+    for (int r = 0; r < rows_; ++r)
+      prepare_query<F, 2>(key.query + r * key.span.width, bytes, key.units + r * units);
+    if (F == Format::q8_0) return;
+    key.short_units = arena_.take<QueryUnit>(rows_ * units);
+    for (int r = 0; r < rows_; ++r)
+      prepare_query<F, 1>(key.query + r * key.span.width, bytes, key.short_units + r * units);
+  }
+
+  template <Format F>
+  void score_units_of(const KeyHead& key, const char* codes, const ScaleSteps& steps,
+                      const Tile& tile) {
+    const HeadBytes& bytes = *key.bytes;
+    const std::int64_t stride = key.stored->codes.token;
+    const auto score = [&](auto bits, const QueryUnit* units, int first, int rows) {
+      score_int8<F, decltype(bits)::value>(units + first * bytes.units, bytes, rows, codes, stride,
+                                           steps, tile.count, scores_ + first * kScoreRow);
+    };
+    using OneByte = std::integral_constant<int, 1>;
+    using TwoBytes = std::integral_constant<int, 2>;
+    if constexpr (F == Format::q8_0) {
+      score(TwoBytes{}, key.units, 0, rows_);
+    } else {
+      // Of tiles a query sees a part of, others may see more: those take two bytes whatever is in
+      // them.
+      const Enough<F> enough(bytes, steps);
+      const auto in_one = [&](int r) {
+        return sees_whole(tile, r) && enough(key.short_units + r * bytes.units);
+      };
+      int first = 0;  // of a run of queries that take the same number of bytes
+      bool is_short = in_one(0);
+      for (int r = 1; r <= rows_; ++r) {
+        const bool next = r < rows_ && in_one(r);
+        if (r < rows_ && next == is_short) continue;
+        if (is_short)
+          score(OneByte{}, key.short_units, first, r - first);
+        else
+          score(TwoBytes{}, key.units, first, r - first);
+        first = r;
+        is_short = next;
+      }
+    }
+  }
+#endif
 
   // The query of row r of a kv head, times its factor.
   void read_query(int stream, std::int64_t head, int r, float* to) const {
@@ -382,6 +430,14 @@ class Worker {
     tile.used = used;
   }
 
+  // Whether a query sees all of a tile, and the tile is as long as tiles are.
+  bool sees_whole(const Tile& tile, int r) const {
+    const std::uint64_t all =
+        tile.count == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << tile.count) - 1;
+    return tile.count == a_.tile &&
+           (!tile.masked || masks_[static_cast<std::size_t>(r % a_.tokens)] == all);
+  }
+
   void attend(Tile tile) {
     look(tile);
     if (tile.used == 0) return;
@@ -414,16 +470,13 @@ class Worker {
 #if CARAMBA_FAST_VNNI
     if (key.bytes != nullptr && readable(*key.bytes, tile)) {
       const HeadBytes& bytes = *key.bytes;
-      tile_scales_.load(scales, s.scales.token, bytes, tile.count, true);
+      const ScaleSteps steps = tile_scales_.steps(scales, s.scales.token, bytes, tile.count);
       if (s.format == Format::q8_0)
-        score_int8<Format::q8_0>(key.units, bytes, rows_, codes, s.codes.token, tile_scales_,
-                                 tile.count, scores_);
+        score_units_of<Format::q8_0>(key, codes, steps, tile);
       else if (s.format == Format::q4_0)
-        score_int8<Format::q4_0>(key.units, bytes, rows_, codes, s.codes.token, tile_scales_,
-                                 tile.count, scores_);
+        score_units_of<Format::q4_0>(key, codes, steps, tile);
       else
-        score_int8<Format::nf4>(key.units, bytes, rows_, codes, s.codes.token, tile_scales_,
-                                tile.count, scores_);
+        score_units_of<Format::nf4>(key, codes, steps, tile);
       return;
     }
 #endif
@@ -500,46 +553,63 @@ class Worker {
 
   // scores_ become weights relative to the new maximum; false if nobody sees anything.
   bool weigh_scores(HeadState& state, const Tile& tile) {
-    bool any = false;
+    // All rows step by step, not row by row: each step waits for the one before.
     for (int r = 0; r < rows_; ++r) {
       float* row = scores_ + r * kScoreRow;
-      if (a_.softcap > 0)
-        for (int i = 0; i < tile.count; i += kLanes) {
-          const Floats capped = hyperbolic_tangent(load_as<Floats>(row + i) / a_.softcap);
-          store_as(capped * a_.softcap, row + i);
-        }
+      if (a_.softcap > 0) cap(row, tile.count);
       for (int i = tile.count; i < kTile; ++i) row[i] = kNegativeInfinity;
-      if (tile.masked) {
-        const std::uint64_t seen = masks_[static_cast<std::size_t>(r % a_.tokens)];
-        for (int i = 0; i < tile.count; ++i)
-          if (!(seen >> i & 1)) row[i] = kNegativeInfinity;
-      }
+      if (tile.masked) hide(row, masks_[static_cast<std::size_t>(r % a_.tokens)], tile.count);
       Floats most = splat(kNegativeInfinity);
       for (int i = 0; i < kTile; i += kLanes) most = greater(load_as<Floats>(row + i), most);
-      const float before = state.most[r], now = std::max(before, greatest_of(most));
+      peaks_[r] = greatest_of(most);
+    }
+    bool any = false;
+    for (int r = 0; r < rows_; ++r) {
+      const float most = peaks_[r];
+      any = any || std::max(state.most[r], most) != kNegativeInfinity;
+      if (most > state.most[r]) raise(state, r, most);
+    }
+    for (int r = 0; r < rows_; ++r) {
+      float* row = scores_ + r * kScoreRow;
+      const float now = state.most[r];
       if (now == kNegativeInfinity) {  // also where every score seen is NaN: that must show
         bool damaged = false;
         for (int i = 0; i < tile.count; ++i) damaged = damaged || row[i] != row[i];
         if (damaged) state.total[r] = std::numeric_limits<float>::quiet_NaN();
         std::fill(row, row + kTile, 0.0f);
-        continue;
+        continue;  // its peak stays -infinity
       }
-      any = true;
       Floats total{};
       for (int i = 0; i < kTile; i += kLanes) {
         const Floats weight = exponential(load_as<Floats>(row + i) - now);
         total += weight;
         store_as(weight, row + i);
       }
-      if (now != before) {
-        const float decay = before == kNegativeInfinity ? 0.0f : std::exp(before - now);
-        state.most[r] = now;
-        state.total[r] *= decay;
-        rescale(state, r, decay);
-      }
       state.total[r] += sum_of(total);
+      peaks_[r] = (peaks_[r] - now) * 1.44269504f - static_cast<float>(exponent_of(state.total[r]));
     }
     return any;
+  }
+
+  void cap(float* row, int count) const {
+    for (int i = 0; i < count; i += kLanes) {
+      const Floats capped = hyperbolic_tangent(load_as<Floats>(row + i) / a_.softcap);
+      store_as(capped * a_.softcap, row + i);
+    }
+  }
+
+  static void hide(float* row, std::uint64_t seen, int count) {
+    for (int i = 0; i < count; ++i)
+      if (!(seen >> i & 1)) row[i] = kNegativeInfinity;
+  }
+
+  // A new maximum: what is summed so far becomes relative to it.
+  void raise(HeadState& state, int r, float now) {
+    const float before = state.most[r];
+    const float decay = before == kNegativeInfinity ? 0.0f : std::exp(before - now);
+    state.most[r] = now;
+    state.total[r] *= decay;
+    rescale(state, r, decay);
   }
 
   void rescale(HeadState& state, int r, float factor) {
@@ -572,7 +642,8 @@ class Worker {
 #if CARAMBA_FAST_VNNI
     if (state.bytes != nullptr && readable(*state.bytes, tile)) {
       const HeadBytes& bytes = *state.bytes;
-      tile_scales_.load(scales, s.scales.token, bytes, tile.count, s.format == Format::q4_0);
+      tile_scales_.widen(tile_scales_.steps(scales, s.scales.token, bytes, tile.count), bytes,
+                         s.format == Format::q4_0);
       if (!tile_scales_.odd) {
         if (s.format == Format::q8_0) add_integers<Format::q8_0>(state, bytes, tile, codes);
         if (s.format == Format::q4_0) add_integers<Format::q4_0>(state, bytes, tile, codes);
@@ -618,13 +689,32 @@ class Worker {
 
   template <Format F>
   void add_integers(HeadState& state, const HeadBytes& bytes, const Tile& tile, const char* codes) {
-    const std::int64_t stride = a_.value().codes.token;
     if (F == Format::q4_0) take_signs(bytes, tile_scales_, *flips_);
-    for (int r = 0; r < rows_; ++r)
-      weigh<F>(scores_ + r * kScoreRow, bytes, tile_scales_, *flips_,
-               weight_units_ + r * bytes.units);
-    value_int8<F>(weight_units_, bytes, rows_, codes, stride, *flips_, tile.count, state.unit_sums,
-                  state.unit_width);
+    const auto faint = [&](int r) { return F != Format::q8_0 && peaks_[r] <= kFaint; };
+    for (int first = 0, rows = 1; first < rows_; first += rows) {
+      for (rows = 1; rows < kRowsAtOnce && first + rows < rows_; ++rows)
+        if (faint(first + rows) != faint(first)) break;  // a row's weights are its own matter
+      if (faint(first))
+        add_rows<F, F == Format::q8_0 ? 2 : 1>(state, bytes, tile, codes, first, rows);
+      else
+        add_rows<F, 2>(state, bytes, tile, codes, first, rows);
+    }
+  }
+
+  // The same for some rows, with weights of BYTES bytes.
+  template <Format F, int BYTES>
+  void add_rows(HeadState& state, const HeadBytes& bytes, const Tile& tile, const char* codes,
+                int first, int rows) {
+    for (int r = 0; r < rows; ++r) {
+      const float* weights = scores_ + (first + r) * kScoreRow;
+      WeightGroup* to = weight_groups_ + r * bytes.groups;
+      if (bytes.fold == 2)
+        weigh<F, BYTES, 2>(weights, bytes, tile_scales_, *flips_, to);
+      else
+        weigh<F, BYTES, 1>(weights, bytes, tile_scales_, *flips_, to);
+    }
+    value_int8<F, BYTES>(weight_groups_, bytes, rows, codes, a_.value().codes.token, *flips_,
+                         tile.count, state.unit_sums + first * state.unit_width, state.unit_width);
   }
 #endif
 
@@ -666,7 +756,7 @@ class Worker {
   void finish(std::int64_t head, int r, float most, float total, const float* sums) {
     const StoredStream& s = a_.value();
     const std::int64_t dim = s.dim, token = r % a_.tokens, query = head * a_.groups + r / a_.tokens;
-    const std::int64_t index = (b_ * a_.heads + query) * a_.tokens + token;
+    const std::int64_t index = (b_ * a_.heads + query) * a_.all + a_.first + token;
     float* out = temporary_;
     float lse = kNegativeInfinity;
     std::fill(out, out + dim, 0.0f);
@@ -706,7 +796,10 @@ class Worker {
     lse = most + std::log(sum);
   }
 
-  static constexpr int kPairsAtOnce = 4;
+  static constexpr int kPairsAtOnce = 4, kRowsAtOnce = 4;
+  // log2 of a weight's share of the total that 8 bits of it, and of what is smaller in its tile,
+  // are enough for.
+  static constexpr float kFaint = -6;
   static constexpr int kMostHeads = 32;  // of a lane: head_dim 1 would be the narrowest
 
   const Attention& a_;
@@ -716,10 +809,13 @@ class Worker {
   const RowPlan* row_ = nullptr;
   HeadState states_[kMostHeads];
   float *temporary_ = nullptr, *scores_ = nullptr, *decoded_ = nullptr;
+  // (rows) the largest score of a tile, then log2 of at least its weight's share of the total so
+  // far
+  float* peaks_ = nullptr;
   std::vector<std::uint64_t> masks_;
 #if CARAMBA_FAST_VNNI
   TileScales tile_scales_;
-  WeightUnit* weight_units_ = nullptr;
+  WeightGroup* weight_groups_ = nullptr;
   Flips* flips_ = nullptr;
 #endif
 };

@@ -80,7 +80,10 @@ struct Task {
 
 struct Attention {
   // shapes
-  std::int64_t batch = 0, heads = 0, kv_heads = 0, tokens = 0;
+  std::int64_t batch = 0, heads = 0, kv_heads = 0;
+  // A call of many query tokens is done in pieces: `tokens` of them, the first being `first` of
+  // `all`.
+  std::int64_t tokens = 0, first = 0, all = 0;
   std::int64_t lanes = 0, heads_per_lane = 0, groups = 0;  // groups: query heads of a kv head
   int streams = 0;                                         // keys first, then v
   StoredStream stored[kMostStreams];
@@ -96,9 +99,9 @@ struct Attention {
   float softcap = 0;
   const float* s_aux = nullptr;  // (H_q)
   const RowPlan* rows = nullptr;
-  // results
-  void* out = nullptr;   // (B, H_q, T, D_v) contiguous, of the queries' type
-  float* lse = nullptr;  // (B, H_q, T)
+  // results, of all pieces
+  void* out = nullptr;   // (B, H_q, all, D_v) contiguous, of the queries' type
+  float* lse = nullptr;  // (B, H_q, all)
   float* partials = nullptr;
   std::int64_t partial_size = 0;  // floats of one
 

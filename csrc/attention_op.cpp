@@ -1,5 +1,5 @@
-// decode_attention and decoupled_decode_attention: from torch's arguments to tasks, threads, and
-// the merge.
+// Attention of any number of query tokens over a cache, standard and decoupled: from torch's
+// arguments to pieces, tasks, threads, and the merge.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -18,6 +18,8 @@
 namespace caramba_fast {
 namespace {
 
+// Query tokens done at once.
+constexpr std::int64_t kPiece = 32;
 // Tiles times query rows that are worth a thread of their own: about 20 microseconds.
 constexpr std::int64_t kGrain = 128;
 constexpr std::int64_t kWidestHead = 1024;
@@ -70,7 +72,8 @@ struct Call {
 
   void place(const Common& c, const Lead& lead, const StreamTensors* streams, int count);
   void see(const Common& c);
-  std::tuple<Tensor, Tensor> run(const Common& c, const Tensor& q);
+  void run(const Common& c);
+  std::tuple<Tensor, Tensor> run_pieces(const Common& c, const Tensor& q);
 };
 
 void Call::place(const Common& c, const Lead& lead, const StreamTensors* streams, int count) {
@@ -105,11 +108,12 @@ void Call::place(const Common& c, const Lead& lead, const StreamTensors* streams
   work.residual = work.ring > 0 ? c.residual_len : 0;
   STD_TORCH_CHECK(c.residual_len >= 0 && c.residual_len <= work.ring,
                   "residual_len needs a tail in every stream, and no shorter one");
-  STD_TORCH_CHECK(work.residual == 0 || work.residual + work.tokens <= work.ring + 1,
-                  "T=", work.tokens, " and residual_len=", work.residual, " need a tail of ",
-                  work.residual + work.tokens - 1, ", it has ", work.ring);
+  STD_TORCH_CHECK(work.residual == 0 || work.residual + work.all <= work.ring + 1, "T=", work.all,
+                  " and residual_len=", work.residual, " need a tail of ",
+                  work.residual + work.all - 1, ", it has ", work.ring);
 }
 
+// Who sees what in the piece under way: its rows end where its queries do.
 void Call::see(const Common& c) {
   STD_TORCH_CHECK(c.window_size.size() == 2, "window_size needs two numbers");
   work.window = std::min(c.window_size[0], kEndless);
@@ -122,19 +126,37 @@ void Call::see(const Common& c) {
   const std::int64_t capacity = work.slots * pages;
   plan.rows.clear();
   for (std::int64_t b = 0; b < work.batch; ++b) {
-    const std::int64_t count = counts == nullptr ? work.tokens : counts[b];
-    plan.rows.push_back(plan_row(work, lengths[b], count, pads == nullptr ? 0 : pads[b], capacity));
+    const std::int64_t real =
+        counts == nullptr ? work.all : std::min<std::int64_t>(counts[b], work.all);
+    const std::int64_t count = std::clamp<std::int64_t>(real - work.first, 0, work.tokens);
+    const std::int64_t length = lengths[b] - std::max<std::int64_t>(real - work.first - count, 0);
+    plan.rows.push_back(plan_row(work, length, count, pads == nullptr ? 0 : pads[b], capacity));
   }
   work.rows = plan.rows.data();
 }
 
-std::tuple<Tensor, Tensor> Call::run(const Common& c, const Tensor& q) {
-  Tensor out = torch::stable::new_empty(q, {work.batch, work.heads, work.tokens, work.value().dim},
+std::tuple<Tensor, Tensor> Call::run_pieces(const Common& c, const Tensor& q) {
+  Tensor out = torch::stable::new_empty(q, {work.batch, work.heads, work.all, work.value().dim},
                                         q.scalar_type());
-  Tensor lse =
-      torch::stable::new_empty(q, {work.batch, work.heads, work.tokens}, ScalarType::Float);
+  Tensor lse = torch::stable::new_empty(q, {work.batch, work.heads, work.all}, ScalarType::Float);
   work.out = out.mutable_data_ptr();
   work.lse = static_cast<float*>(lse.mutable_data_ptr());
+  const void* starts[kMostStreams - 1];
+  for (int i = 0; i + 1 < work.streams; ++i) starts[i] = work.queries[i].data;
+  for (work.first = 0; work.first < work.all; work.first += kPiece) {
+    work.tokens = std::min(kPiece, work.all - work.first);
+    for (int i = 0; i + 1 < work.streams; ++i) {
+      const std::int64_t bytes = work.queries[i].type == Format::fp32 ? 4 : 2;
+      work.queries[i].data =
+          static_cast<const char*>(starts[i]) + work.first * work.queries[i].token * bytes;
+    }
+    see(c);
+    run(c);
+  }
+  return {out, lse};
+}
+
+void Call::run(const Common& c) {
   std::int64_t tiles = 0;
   for (const RowPlan& row : plan.rows) tiles += row.tiles * work.lanes;
   const std::int64_t cost = tiles * (4 + work.rows_per_head() * work.heads_per_lane);
@@ -168,7 +190,6 @@ std::tuple<Tensor, Tensor> Call::run(const Common& c, const Tensor& q) {
     isa.merge(work, task.row, task.lane, parts.data(), static_cast<int>(parts.size()));
     parts.clear();
   }
-  return {out, lse};
 }
 
 std::tuple<Tensor, Tensor> attend(const Common& c, const Tensor* const* queries,
@@ -193,10 +214,9 @@ std::tuple<Tensor, Tensor> attend(const Common& c, const Tensor* const* queries,
   }
   work.batch = q.size(0);
   work.heads = q.size(1);
-  work.tokens = q.size(2);
+  work.all = q.size(2);
   work.kv_heads = c.n_kv_heads;
-  STD_TORCH_CHECK(work.tokens >= 1 && work.tokens <= 32, "q has T=", work.tokens,
-                  " tokens; 1 to 32 are allowed");
+  STD_TORCH_CHECK(work.all >= 1, "q has no tokens; 1 or more are needed");
   STD_TORCH_CHECK(work.kv_heads > 0 && work.heads % work.kv_heads == 0, "q has ", work.heads,
                   " heads, not a multiple of n_kv_heads=", work.kv_heads);
   work.groups = work.heads / work.kv_heads;
@@ -234,15 +254,14 @@ std::tuple<Tensor, Tensor> attend(const Common& c, const Tensor* const* queries,
     work.s_aux = call.numbers.back().data();
   }
   call.place(c, lead, streams, count);
-  call.see(c);
-  return call.run(c, q);
+  return call.run_pieces(c, q);
 }
 
 const MaybeTensor kNone;
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> decode_attention(
+std::tuple<Tensor, Tensor> cached_attention(
     const Tensor& q, const Tensor& k_codes, const MaybeTensor& k_scales, const Tensor& v_codes,
     const MaybeTensor& v_scales, const Tensor& cache_seqlens, const std::string& k_kind,
     const std::string& v_kind, std::int64_t n_kv_heads, const MaybeTensor& block_table,
@@ -267,7 +286,7 @@ std::tuple<Tensor, Tensor> decode_attention(
   return attend(common, queries, names, &softmax_scale, streams, nulls, 2);
 }
 
-std::tuple<Tensor, Tensor> decoupled_decode_attention(
+std::tuple<Tensor, Tensor> decoupled_cached_attention(
     const Tensor& q_sem, const Tensor& q_geo, const Tensor& k_sem_codes,
     const MaybeTensor& k_sem_scales, const Tensor& k_geo_codes, const MaybeTensor& k_geo_scales,
     const Tensor& v_codes, const MaybeTensor& v_scales, const Tensor& cache_seqlens,

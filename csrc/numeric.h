@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 
 #include "half.h"
@@ -61,13 +62,24 @@ inline Floats exponential(Floats x) {
   p = fused(p, r, splat(1.6666665459e-1f));
   p = fused(p, r, splat(5.0000001201e-1f));
   p = fused(p * r, r, r) + 1.0f;
+#if CARAMBA_FAST_VECTOR_BITS == 512
+  const Floats value = _mm512_scalef_ps(p, n);
+#else
   // Two factors of a power of two each: n may be 128.
   const Ints whole = bits(shifted) - bits(magic);
   const Ints half = whole >> 1;
   const Floats two_to_half = floats((half + 127) << 23);
   const Floats two_to_rest = floats((whole - half + 127) << 23);
   const Floats value = p * two_to_half * two_to_rest;
+#endif
   return x < splat(-87.3f) ? splat(0.0f) : value;
+}
+
+// The exponent of two of a positive number; 128 for infinity and NaN.
+inline int exponent_of(float x) {
+  std::int32_t whole;
+  std::memcpy(&whole, &x, sizeof whole);
+  return (whole >> 23 & 255) - 127;
 }
 
 inline Floats hyperbolic_tangent(Floats x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }

@@ -12,7 +12,8 @@
 
 namespace caramba_fast {
 
-std::tuple<Tensor, Tensor> decode_attention(
+// Both take any number of query tokens; what an op allows, it checks itself (register.cpp).
+std::tuple<Tensor, Tensor> cached_attention(
     const Tensor& q, const Tensor& k_codes, const MaybeTensor& k_scales, const Tensor& v_codes,
     const MaybeTensor& v_scales, const Tensor& cache_seqlens, const std::string& k_kind,
     const std::string& v_kind, std::int64_t n_kv_heads, const MaybeTensor& block_table,
@@ -25,7 +26,7 @@ std::tuple<Tensor, Tensor> decode_attention(
     const std::vector<std::int64_t>& window_size, std::int64_t num_sink_tokens, double softcap,
     std::int64_t num_splits);
 
-std::tuple<Tensor, Tensor> decoupled_decode_attention(
+std::tuple<Tensor, Tensor> decoupled_cached_attention(
     const Tensor& q_sem, const Tensor& q_geo, const Tensor& k_sem_codes,
     const MaybeTensor& k_sem_scales, const Tensor& k_geo_codes, const MaybeTensor& k_geo_scales,
     const Tensor& v_codes, const MaybeTensor& v_scales, const Tensor& cache_seqlens,

@@ -144,6 +144,28 @@ Tensor dequantize(const Tensor& codes, const Tensor& scales, std::string kind,
   return values;
 }
 
+// The two ops of an attention: decode for the few tokens of a step, extend for those of a prompt.
+template <auto attention>
+struct Attend;
+
+template <class... Args, std::tuple<Tensor, Tensor> (*attention)(const Tensor&, Args...)>
+struct Attend<attention> {
+  static std::tuple<Tensor, Tensor> decode(const Tensor& q, Args... args) {
+    STD_TORCH_CHECK(q.dim() != 4 || q.size(2) <= 32, "q has T=", q.size(2),
+                    " tokens; 1 to 32 are allowed");
+    return attention(q, args...);
+  }
+
+  // `q_chunk` bounds the scratch of implementations that need some.
+  static std::tuple<Tensor, Tensor> extend(const Tensor& q, Args... args, std::int64_t q_chunk) {
+    STD_TORCH_CHECK(q_chunk >= 1, "q_chunk is ", q_chunk, "; 1 or more is allowed");
+    return attention(q, args...);
+  }
+};
+
+using Standard = Attend<&cached_attention>;
+using Decoupled = Attend<&decoupled_cached_attention>;
+
 }  // namespace
 }  // namespace caramba_fast
 
@@ -163,6 +185,8 @@ STABLE_TORCH_LIBRARY_IMPL(caramba_fast, CPU, m) {
   m.impl("append_", TORCH_BOX(&caramba_fast::append_));
   m.impl("decoupled_append_", TORCH_BOX(&caramba_fast::decoupled_append_));
   m.impl("merge_state", TORCH_BOX(&caramba_fast::merge_state));
-  m.impl("decode_attention", TORCH_BOX(&caramba_fast::decode_attention));
-  m.impl("decoupled_decode_attention", TORCH_BOX(&caramba_fast::decoupled_decode_attention));
+  m.impl("decode_attention", TORCH_BOX(&caramba_fast::Standard::decode));
+  m.impl("decoupled_decode_attention", TORCH_BOX(&caramba_fast::Decoupled::decode));
+  m.impl("extend_attention", TORCH_BOX(&caramba_fast::Standard::extend));
+  m.impl("decoupled_extend_attention", TORCH_BOX(&caramba_fast::Decoupled::extend));
 }

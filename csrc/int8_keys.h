@@ -1,0 +1,358 @@
+// The score pass over one quantized tile in products of bytes (int8_layout.h). Queries become
+// integers with a scale for each block: of 16 bits in two bytes, or of 8 where they meet 4 bits and
+// that adds little to the scores (`enough`).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "int8_layout.h"
+
+namespace caramba_fast {
+namespace CARAMBA_FAST_ISA {
+
+// One unit of one query row: bytes by column of dwords and nibble, each dword four times, for the
+// four tokens that meet it; what undoes the integers, and what the codes' offset takes away.
+struct alignas(64) QueryUnit {
+  std::int8_t high[8][kUnit], low[8][kUnit];  // one byte is in `high`
+  float scale[16], shift[16];
+};
+
+template <Format F>
+struct KeyCodes;
+
+// Codes are unsigned; value = (u - kOffset) / kDivisor.
+template <>
+struct KeyCodes<Format::q8_0> {
+  static constexpr int kVectors = 4;
+  static constexpr float kOffset = 128, kDivisor = 1;
+};
+template <>
+struct KeyCodes<Format::q4_0> {
+  static constexpr int kVectors = 8;
+  static constexpr float kOffset = 8, kDivisor = 1;
+};
+template <>
+struct KeyCodes<Format::nf4> {
+  static constexpr int kVectors = 8;
+  static constexpr float kOffset = 32768, kDivisor = 32767;
+};
+
+// One lane of a unit: its 4 values a vector become integers relative to the largest.
+template <Format F, int BYTES>
+void prepare_lane(const float (&values)[32], int lane, QueryUnit& unit) {
+  constexpr int kVectors = KeyCodes<F>::kVectors;
+  constexpr float kRange = BYTES == 2 ? kSixteenBits : 127;
+  __m512 most = _mm512_setzero_ps();
+  bool odd = false;  // a NaN, which neither the maximum nor an integer would show
+  for (int v = 0; v < kVectors; v += 4) {
+    const __m512 value = _mm512_loadu_ps(values + 4 * v);
+    most = _mm512_max_ps(most, _mm512_abs_ps(value));
+    odd |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q) != 0;
+  }
+  const float largest = _mm512_reduce_max_ps(most);
+  const __m512 inverse = _mm512_set1_ps(largest > 0 ? kRange / largest : 0);
+  int sum = 0;
+  for (int v = 0; v < kVectors; v += 4) {
+    const __m512i code =
+        _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(values + 4 * v), inverse));
+    sum += _mm512_reduce_add_epi32(code);
+    const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(code, _mm512_set1_epi32(128)), 8);
+    alignas(16) std::int32_t bytes[2][4];
+    store_as(_mm512_cvtepi32_epi8(BYTES == 2 ? upper : code), bytes[0]);
+    store_as(_mm512_cvtepi32_epi8(code), bytes[1]);
+    for (int i = 0; i < 4; ++i) {
+      store_as(_mm_set1_epi32(bytes[0][i]), unit.high[v + i] + lane * kLaneBytes);
+      if (BYTES == 2) store_as(_mm_set1_epi32(bytes[1][i]), unit.low[v + i] + lane * kLaneBytes);
+    }
+  }
+  const float scale = odd ? std::numeric_limits<float>::quiet_NaN() : largest / kRange;
+  const float undo = scale / KeyCodes<F>::kDivisor;
+  const float shift = -KeyCodes<F>::kOffset * static_cast<float>(sum) * undo;
+  store_as(_mm_set1_ps(undo), unit.scale + 4 * lane);
+  store_as(_mm_set1_ps(shift), unit.shift + 4 * lane);
+}
+
+template <Format F, int BYTES>
+void prepare_query(const float* q, const HeadBytes& head, QueryUnit* units) {
+  for (int u = 0; u < head.units; ++u)
+    for (int lane = 0; lane < kUnitLanes; ++lane) {
+      float values[32];
+      for (int v = 0; v < KeyCodes<F>::kVectors; ++v)
+        for (int i = 0; i < 4; ++i) {
+          const int value = head.value[u][v][lane * 4 + i];
+          values[4 * v + i] = value < 0 ? 0.0f : q[value];
+        }
+      prepare_lane<F, BYTES>(values, lane, units[u]);
+    }
+}
+
+// What rounding a query to 8 bits adds to a score, root mean square, in units of step times scale
+// of a lane of 32 values: sqrt(32 / 12) times that of the codes.
+template <Format F>
+inline constexpr float kCodeError = F == Format::nf4 ? 0.9f * KeyCodes<F>::kDivisor : 7.5f;
+// How much of it 8 bits may add.
+inline constexpr float kScoreError = 1.0f / 64;
+
+// Whether 8 bits of a query are enough for a tile; scales count as the largest of the tile, four
+// tokens apart. A matter of each query alone, so that a token's result does not depend on those
+// beside it. Not where a scale is not finite.
+template <Format F>
+class Enough {
+ public:
+  Enough(const HeadBytes& head, const ScaleSteps& scales) : units_(head.units) {
+    __m512i most = _mm512_setzero_si512();
+    for (int i = 0; i < head.quads(); ++i)
+      most = _mm512_max_epu16(most, _mm512_and_si512(scales.quad(i), _mm512_set1_epi16(0x7fff)));
+    for (int u = 0; u < units_; ++u) {
+      const __m512i mine =
+          _mm512_permutexvar_epi16(_mm512_load_si512(head.unit_scale_order[u]), most);
+      _mm512_store_ps(most_[u], _mm512_cvtph_ps(_mm512_castsi512_si256(mine)));
+    }
+  }
+
+  // `units` are those of one query, in 8 bits.
+  bool operator()(const QueryUnit* units) const {
+    __m512 squares = _mm512_setzero_ps();
+    for (int u = 0; u < units_; ++u) {
+      const __m512 error = _mm512_mul_ps(_mm512_load_ps(most_[u]), _mm512_loadu_ps(units[u].scale));
+      squares = _mm512_fmadd_ps(error, error, squares);
+    }
+    constexpr float kMost = kScoreError / kCodeError<F>;
+    return _mm512_reduce_add_ps(squares) <= 4 * kMost * kMost;
+  }
+
+ private:
+  alignas(64) float most_[kMostUnits][16];
+  int units_;
+};
+
+// Kept in a register where several sums use it: compilers fold a plain load into each of them.
+inline __m512i loaded(const std::int8_t* from) {
+  __m512i v = _mm512_load_si512(from);
+  asm("" : "+v"(v));
+  return v;
+}
+
+// Four tokens' dwords: columns[c] holds, in each lane, dword c of the four.
+inline void columns_of(const __m512i (&rows)[4], __m512i (&columns)[4]) {
+  const __m512i a = _mm512_unpacklo_epi32(rows[0], rows[1]);
+  const __m512i b = _mm512_unpacklo_epi32(rows[2], rows[3]);
+  const __m512i c = _mm512_unpackhi_epi32(rows[0], rows[1]);
+  const __m512i d = _mm512_unpackhi_epi32(rows[2], rows[3]);
+  columns[0] = _mm512_unpacklo_epi64(a, b);
+  columns[1] = _mm512_unpackhi_epi64(a, b);
+  columns[2] = _mm512_unpacklo_epi64(c, d);
+  columns[3] = _mm512_unpackhi_epi64(c, d);
+}
+
+// Four tokens of a unit as unsigned bytes, column by column; for nf4 high bytes, then low ones.
+template <Format F>
+struct KeyGroup {
+  static constexpr int kVectors = KeyCodes<F>::kVectors, kBytes = F == Format::nf4 ? 2 : 1;
+  __m512i bytes[kVectors * kBytes];
+
+  inline __attribute__((always_inline)) void load(const char* codes, std::int64_t stride, int t,
+                                                  int count, __mmask16 words) {
+    __m512i rows[4], columns[4];
+    load_rows(codes, stride, t, count, words, rows);
+    columns_of(rows, columns);
+    const __m512i nibble = _mm512_set1_epi8(15);
+    CARAMBA_FAST_UNROLL
+    for (int c = 0; c < 4; ++c) {
+      if constexpr (F == Format::q8_0) {
+        bytes[c] = _mm512_xor_si512(columns[c], _mm512_set1_epi8(-128));
+      } else {
+        bytes[2 * c] = _mm512_and_si512(columns[c], nibble);
+        bytes[2 * c + 1] = _mm512_and_si512(_mm512_srli_epi16(columns[c], 4), nibble);
+      }
+    }
+    if constexpr (F == Format::nf4) {
+      const __m512i highs = table_of(kLevelBytes.key_high), lows = table_of(kLevelBytes.key_low);
+      CARAMBA_FAST_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        bytes[8 + i] = _mm512_shuffle_epi8(lows, bytes[i]);
+        bytes[i] = _mm512_shuffle_epi8(highs, bytes[i]);
+      }
+    }
+  }
+};
+
+// What UNITS units of four tokens each, GROUPS times, contribute to the scores of ROWS rows: by
+// lane and token, scales of the keys included. Chains of sums are interleaved, for each sum waits
+// for the one before it.
+template <Format F, int BYTES, int ROWS, int UNITS, int GROUPS>
+inline __attribute__((always_inline)) void row_sums(const KeyGroup<F> (&keys)[UNITS][GROUPS],
+                                                    const __m512 (&by_lane)[UNITS][GROUPS],
+                                                    const QueryUnit* const (&q)[ROWS],
+                                                    __m512 (&found)[ROWS][GROUPS]) {
+  constexpr int kVectors = KeyCodes<F>::kVectors;
+  // The second sum: of the query's low bytes, or of those of nf4's levels.
+  constexpr bool kTwoQueries = BYTES == 2, kTwoKeys = F == Format::nf4;
+  __m512i sums[ROWS][UNITS][GROUPS], low[ROWS][UNITS][GROUPS];
+  CARAMBA_FAST_UNROLL
+  for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
+  for (int u = 0; u < UNITS; ++u) CARAMBA_FAST_UNROLL
+  for (int g = 0; g < GROUPS; ++g) sums[r][u][g] = low[r][u][g] = _mm512_setzero_si512();
+  CARAMBA_FAST_UNROLL
+  for (int i = 0; i < kVectors; ++i) CARAMBA_FAST_UNROLL
+  for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
+  for (int u = 0; u < UNITS; ++u) {
+    const __m512i query = loaded(q[r][u].high[i]);
+    CARAMBA_FAST_UNROLL
+    for (int g = 0; g < GROUPS; ++g) {
+      const KeyGroup<F>& key = keys[u][g];
+      sums[r][u][g] = sum_of_products(sums[r][u][g], key.bytes[i], query);
+      if constexpr (kTwoKeys) low[r][u][g] = sum_of_products(low[r][u][g], key.bytes[8 + i], query);
+    }
+  }
+  // Sums of nf4 with 16 bits on both sides take more than 32: of those the products of two low
+  // bytes are left out (below 2^-16 of the sum), and the rest is put together in fp32.
+  constexpr bool kWide = kTwoQueries && kTwoKeys;
+  if constexpr ((kTwoQueries || kTwoKeys) && !kWide) CARAMBA_FAST_UNROLL
+  for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
+  for (int u = 0; u < UNITS; ++u) CARAMBA_FAST_UNROLL
+  for (int g = 0; g < GROUPS; ++g) {
+    sums[r][u][g] = _mm512_slli_epi32(sums[r][u][g], 8);
+    if constexpr (kTwoKeys) sums[r][u][g] = _mm512_add_epi32(sums[r][u][g], low[r][u][g]);
+  }
+  if constexpr (kTwoQueries) CARAMBA_FAST_UNROLL
+  for (int i = 0; i < kVectors; ++i) CARAMBA_FAST_UNROLL
+  for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
+  for (int u = 0; u < UNITS; ++u) {
+    const __m512i query = loaded(q[r][u].low[i]);
+    CARAMBA_FAST_UNROLL
+    for (int g = 0; g < GROUPS; ++g) {
+      __m512i& sum = kWide ? low[r][u][g] : sums[r][u][g];
+      sum = sum_of_products(sum, keys[u][g].bytes[i], query);
+    }
+  }
+  CARAMBA_FAST_UNROLL
+  for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
+  for (int u = 0; u < UNITS; ++u) {
+    const __m512 scale = _mm512_load_ps(q[r][u].scale), shift = _mm512_load_ps(q[r][u].shift);
+    CARAMBA_FAST_UNROLL
+    for (int g = 0; g < GROUPS; ++g) {
+      __m512 sum = _mm512_cvtepi32_ps(sums[r][u][g]);
+      if constexpr (kWide) {
+        const __m512 unit = _mm512_set1_ps(256);
+        sum = _mm512_fmadd_ps(sum, unit, _mm512_cvtepi32_ps(low[r][u][g]));
+        sum = _mm512_mul_ps(sum, unit);
+      }
+      sum = _mm512_fmadd_ps(sum, scale, shift);
+      found[r][g] = u == 0 ? _mm512_mul_ps(sum, by_lane[u][g])
+                           : _mm512_fmadd_ps(sum, by_lane[u][g], found[r][g]);
+    }
+  }
+}
+
+// The sum over lanes of two vectors of four tokens.
+inline __m256 sums_of_lanes(__m512 a, __m512 b) {
+  const __m256 x = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+  const __m256 y = _mm256_add_ps(_mm512_castps512_ps256(b), _mm512_extractf32x8_ps(b, 1));
+  return _mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
+}
+
+// The sum over the first two lanes, and over the last two, of four pairs of tokens: eight tokens.
+inline __m256 sums_of_pairs(__m512 v) {
+  const __m512 sums = _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0xb1));
+  const __m128 first = _mm512_castps512_ps128(sums), second = _mm512_extractf32x4_ps(sums, 2);
+  return _mm256_set_m128(_mm_unpackhi_ps(first, second), _mm_unpacklo_ps(first, second));
+}
+
+// ROWS rows meet keys: UNITS units of four tokens each, GROUPS times.
+template <Format F, int BYTES, int ROWS, int UNITS, int GROUPS, int FOLD>
+inline __attribute__((always_inline)) void meet(const KeyGroup<F> (&keys)[UNITS][GROUPS],
+                                                const __m512 (&by_lane)[UNITS][GROUPS],
+                                                const QueryUnit* q, std::int64_t row_units,
+                                                float* scores) {
+  const QueryUnit* queries[ROWS];
+  CARAMBA_FAST_UNROLL
+  for (int r = 0; r < ROWS; ++r) queries[r] = q + r * row_units;
+  __m512 found[ROWS][GROUPS];
+  row_sums<F, BYTES>(keys, by_lane, queries, found);
+  CARAMBA_FAST_UNROLL
+  for (int r = 0; r < ROWS; ++r) {
+    float* to = scores + r * kScoreRow;
+    if constexpr (FOLD == 2) {
+      CARAMBA_FAST_UNROLL
+      for (int g = 0; g < GROUPS; ++g) {
+        const __m256 pairs = sums_of_pairs(found[r][g]);
+        _mm256_storeu_ps(to + 8 * g, _mm256_add_ps(_mm256_loadu_ps(to + 8 * g), pairs));
+      }
+    } else if constexpr (GROUPS == 2) {
+      const __m256 sums = sums_of_lanes(found[r][0], found[r][1]);
+      _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), sums));
+    } else {
+      const __m256 sum = sums_of_lanes(found[r][0], found[r][0]);
+      _mm_storeu_ps(to, _mm_add_ps(_mm_loadu_ps(to), _mm256_castps256_ps128(sum)));
+    }
+  }
+}
+
+// All tokens of a tile, UNITS units from the first on: keys stay in registers while all rows meet
+// them, ROWS at a time.
+template <Format F, int BYTES, int ROWS, int UNITS, int FOLD>
+void score_units(const QueryUnit* q, const HeadBytes& head, int first, int rows, const char* codes,
+                 std::int64_t stride, const ScaleSteps& scales, int count, float* scores) {
+  // As many of the 32 registers as leave room for the sums: 16 for keys.
+  constexpr int kGroups = F == Format::nf4 ? 1 : 2;
+  for (int t = 0; t < count; t += 4 * kGroups) {
+    KeyGroup<F> keys[UNITS][kGroups];
+    __m512 by_lane[UNITS][kGroups];
+    CARAMBA_FAST_UNROLL
+    for (int g = 0; g < kGroups; ++g) {
+      const int at = t + 4 * g;
+      const __m512i raw = scales.quad(at / 4);
+      CARAMBA_FAST_UNROLL
+      for (int u = 0; u < UNITS; ++u) {
+        keys[u][g].load(codes + (first + u) * kUnit, stride, std::min(at, count - 1), count,
+                        head.words[first + u]);
+        const __m512i order = _mm512_load_si512(head.unit_scale_order[first + u]);
+        by_lane[u][g] =
+            _mm512_cvtph_ps(_mm512_castsi512_si256(_mm512_permutexvar_epi16(order, raw)));
+      }
+    }
+    const QueryUnit* query = q + first;
+    float* to = scores + FOLD * t;
+    for (int r = 0; r < rows; r += ROWS) {
+      meet<F, BYTES, ROWS, UNITS, kGroups, FOLD>(keys, by_lane, query, head.units, to);
+      query += ROWS * head.units;
+      to += ROWS * kScoreRow;
+    }
+  }
+}
+
+template <Format F, int BYTES, int ROWS>
+void score_rows_int8(const QueryUnit* q, const HeadBytes& head, int rows, const char* codes,
+                     std::int64_t stride, const ScaleSteps& scales, int count, float* scores) {
+  if (head.fold == 2) {
+    score_units<F, BYTES, ROWS, 1, 2>(q, head, 0, rows, codes, 2 * stride, scales, (count + 1) / 2,
+                                      scores);
+    return;
+  }
+  constexpr int kUnits = F == Format::q8_0 ? 2 : 1;
+  int u = 0;
+  for (; u + kUnits <= head.units; u += kUnits)
+    score_units<F, BYTES, ROWS, kUnits, 1>(q, head, u, rows, codes, stride, scales, count, scores);
+  if (kUnits > 1 && u < head.units)
+    score_units<F, BYTES, ROWS, 1, 1>(q, head, u, rows, codes, stride, scales, count, scores);
+}
+
+// scores[r][t] += q[r] . k[t]; units of a row lie behind each other. Another loop for what is left
+// of the rows, not a branch in one: compilers would spill the keys around it.
+template <Format F, int BYTES>
+void score_int8(const QueryUnit* q, const HeadBytes& head, int rows, const char* codes,
+                std::int64_t stride, const ScaleSteps& scales, int count, float* scores) {
+  constexpr int kRows = F == Format::q8_0 ? 1 : 2;
+  const int most = rows / kRows * kRows;
+  if (most > 0)
+    score_rows_int8<F, BYTES, kRows>(q, head, most, codes, stride, scales, count, scores);
+  if (kRows > 1 && most < rows)
+    score_rows_int8<F, BYTES, 1>(q + most * head.units, head, rows - most, codes, stride, scales,
+                                 count, scores + most * kScoreRow);
+}
+
+}  // namespace CARAMBA_FAST_ISA
+}  // namespace caramba_fast
