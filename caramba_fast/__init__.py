@@ -43,17 +43,22 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "models": (
         "LanguageModel",
         "Transformer",
+        "as_language_model",
         "load_demo",
         "load_model",
     ),
     "quality": ("calibrate",),
+    "policy": ("choose_cache",),
     "infer": (
         "GenerateConfig",
+        "GenerateOutput",
         "Generator",
+        "SpeculativeConfig",
+        "SpeculativeGenerator",
         "generate",
     ),
 }
-_PACKAGES = ("cache", "config", "formats", "infer", "models", "ops", "quality")
+_PACKAGES = ("cache", "config", "formats", "infer", "models", "ops", "policy", "quality")
 _HOME = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = sorted([*_HOME, *_PACKAGES, "__version__"])  # noqa: PLE0605 - names, all of them str
@@ -67,10 +72,14 @@ if TYPE_CHECKING:
     from caramba_fast.config import KVCacheTensorConfig as KVCacheTensorConfig
     from caramba_fast.config import Rotary as Rotary
     from caramba_fast.infer import GenerateConfig as GenerateConfig
+    from caramba_fast.infer import GenerateOutput as GenerateOutput
     from caramba_fast.infer import Generator as Generator
+    from caramba_fast.infer import SpeculativeConfig as SpeculativeConfig
+    from caramba_fast.infer import SpeculativeGenerator as SpeculativeGenerator
     from caramba_fast.infer import generate as generate
     from caramba_fast.models import LanguageModel as LanguageModel
     from caramba_fast.models import Transformer as Transformer
+    from caramba_fast.models import as_language_model as as_language_model
     from caramba_fast.models import load_demo as load_demo
     from caramba_fast.models import load_model as load_model
     from caramba_fast.ops import BackendError as BackendError
@@ -87,6 +96,7 @@ if TYPE_CHECKING:
     from caramba_fast.ops import merge_state as merge_state
     from caramba_fast.ops import quantize as quantize
     from caramba_fast.ops import use_backend as use_backend
+    from caramba_fast.policy import choose_cache as choose_cache
     from caramba_fast.quality import calibrate as calibrate
 
 

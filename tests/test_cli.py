@@ -8,12 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from typer.testing import CliRunner
@@ -28,7 +30,10 @@ from caramba_fast.ops import BackendStatus, backends
 
 TEXT = ["def read(path):\n    return open(path).read()\n", "naïve café: żółw 🦜🦜\n"] * 4
 PROMPT = "def read(path):"
-COMMANDS = ["demo", "doctor", "generate", "quality"]
+COMMANDS = [
+    "demo", "doctor", "generate", "chat", "run", "calibrate", "quality", "plan", "bench",
+]  # fmt: skip
+BENCHMARKS = ["ops", "model", "generation", "speculation"]
 
 
 def make_tokenizer() -> Tokenizer:
@@ -142,7 +147,29 @@ WRONG: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
         ("--cache", "q3"),
         ("cache_kind", "q3", "fp32", "fp16", "bf16", "q8", "q4", "nf4"),
     ),
-    "auto": (("--cache", "auto"), ("cache_kind", "auto", "q4_0")),
+    "gates without auto": (
+        ("--cache", "q8", "--budget-mb", 0.001),
+        ("cache_budget_mb=0.001", "q8_0"),
+    ),
+    "auto and no room": (("--cache", "auto", "--budget-mb", 0.001), ("no candidate fits",)),
+    "no such stop": (("--stop", ""), ("stop",)),
+    "beams": (("--num-beams", 0), ("num_beams=0",)),
+    "answers of a greedy run": (
+        ("--temperature", 0, "--num-return-sequences", 2),
+        ("num_return_sequences",),
+    ),
+    "more answers than beams": (
+        ("--num-beams", 2, "--num-return-sequences", 3),
+        ("num_return_sequences", "num_beams=2"),
+    ),
+    "beams and a draft": (("--num-beams", 2, "--draft", "lookup"), ("num_beams is 2",)),
+    "a draft's length without a draft": (("--spec-k", 3), ("--spec-k is 3", "--draft lookup")),
+    "draft too long": (("--draft", "lookup", "--spec-k", 99), ("spec_k=99", "31")),
+    "no such draft": (("--draft", "nowhere"), ("nowhere", "does not exist")),
+    "draft of another vocabulary": (("--draft", "demo"), ("vocabulary of 2048",)),
+    "unknown demo": (("--model", "demo:zzz"), ("zzz", "gqa, dba")),
+    "unknown dtype": (("--dtype", "int8"), ("int8", "float32, float16, bfloat16")),
+    "no such calibration": (("--calibration", "no.safetensors"), ("no.safetensors",)),
     "top_p": (("--top-p", 1.5), ("top_p=1.5", "less than or equal to 1")),
     "top_k": (("--top-k", 0), ("top_k=0", "greater than or equal to 1")),
     "temperature": (("--temperature", -1), ("temperature=-1", "greater than or equal to 0")),
@@ -178,7 +205,7 @@ def test_an_empty_prompt_is_refused(folder: Path, stdin: str | None) -> None:
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    assert_one_line_of_error(generate(PROMPT, tmp_path / "nowhere"), "nowhere", "not a folder")
+    assert_one_line_of_error(generate(PROMPT, tmp_path / "nowhere"), "nowhere", "does not exist")
 
 
 def test_a_folder_without_a_tokenizer_is_named(copy: Path) -> None:
@@ -201,7 +228,7 @@ def test_a_tokenizer_larger_than_the_model_is_one_line(copy: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_key_value_heads", 3), ("hidden_size", "wide"), ("model_type", "gpt2")],
+    [("num_key_value_heads", 3), ("hidden_size", "wide")],
 )
 def test_a_config_that_is_wrong_is_one_line(copy: Path, field: str, value: object) -> None:
     config = json.loads((copy / "config.json").read_text())
@@ -214,10 +241,140 @@ def test_damaged_weights_are_one_line(copy: Path) -> None:
     assert_one_line_of_error(generate(PROMPT, copy), "model.safetensors")
 
 
+def test_a_stop_string_ends_the_text(folder: Path) -> None:
+    whole = generate(PROMPT, folder, "--temperature", 0, "--max-new-tokens", 30).stdout
+    stop = next(x for x in whole.removeprefix(PROMPT)[5:] if x.isascii() and x.isprintable())
+    options = ("--temperature", 0, "--max-new-tokens", 30, "--stop", "never said", "--stop", stop)
+    result = generate(PROMPT, folder, *options)
+    assert result.exit_code == 0, result.output
+    cut = result.stdout.removesuffix("\n")
+    assert whole.startswith(cut) and stop in cut.removeprefix(PROMPT) and len(cut) < len(whole) - 1
+
+
+def test_beams_search_at_the_default_temperature(folder: Path) -> None:
+    result = generate(PROMPT, folder, "--num-beams", 3)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == generate(PROMPT, folder, "--num-beams", 3, "--temperature", 0).stdout
+
+
+def test_several_answers_are_numbered_with_their_scores(folder: Path) -> None:
+    result = generate(PROMPT, folder, "--num-beams", 3, "--num-return-sequences", 2)
+    assert result.exit_code == 0, result.output
+    scores = [
+        float(x) for x in re.findall(r"^\[[12]\] \((-[\d.]+)\)$", result.stdout, re.MULTILINE)
+    ]
+    assert len(scores) == 2 and scores == sorted(scores, reverse=True)
+    assert result.stdout.count(PROMPT) == 2
+
+
+@pytest.mark.parametrize("draft", ["lookup", "the model itself"])
+def test_a_draft_changes_no_greedy_token(folder: Path, draft: str) -> None:
+    options = ("--temperature", 0, "--cache", "fp32", "--max-new-tokens", 30)
+    plain = generate(PROMPT, folder, *options)
+    name = folder if draft != "lookup" else draft
+    drafted = generate(PROMPT, folder, *options, "--draft", name, "--spec-k", 3)
+    assert drafted.exit_code == 0, drafted.output
+    assert drafted.stdout == plain.stdout
+    assert "of drafts accepted" in drafted.stderr and "tokens a pass" in drafted.stderr
+
+
+def test_auto_says_which_cache_it_took(folder: Path) -> None:
+    options = ("--cache", "auto", "--max-seq-len", 256)
+    result = generate(PROMPT, folder, *options, "--budget-mb", 1)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"\((fp16|q8_0|q4_0|nf4)[^)]*\)", result.stderr)
+
+
+def test_a_prompt_is_not_shown_when_nothing_follows(folder: Path) -> None:
+    result = generate(PROMPT, folder, "--cache", "auto", "--budget-mb", 0.001)
+    assert result.exit_code == 1 and result.stdout == ""
+
+
+# -- help ------------------------------------------------------------------------------------
+
+
 def test_help_lists_the_commands() -> None:
     result = invoke("--help")
     assert result.exit_code == 0
     assert all(command in result.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *(f"bench {name}" for name in BENCHMARKS[:2])])
+def test_help_is_complete_on_a_narrow_terminal(command: str) -> None:
+    words = [*command.split(), "--help"]
+    found: Any = typer.main.get_command(app)
+    for word in command.split():
+        found = found.commands[word]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert found.help and (found.help.splitlines()[0][:30] in result.stdout)
+    for option in found.params:
+        assert option.opts[0].lstrip("-") in result.stdout
+        assert option.help, f"{option.name} is not explained"
+    assert "…│" not in result.stdout
+
+
+# -- bench -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def benchmark_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """What benchmarks are called with, in place of the measuring."""
+    calls: list[tuple[str, list[str]]] = []
+    for name in ("run", "decode_model", "generation", "speculation"):
+        module = types.ModuleType(name)
+        module.main = lambda argv, name=name: calls.append((name, argv)) or 0  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, f"caramba_fast.bench.{name}", module)
+    return calls
+
+
+def test_benchmarks_get_their_options(benchmark_calls: list[tuple[str, list[str]]]) -> None:
+    assert invoke("bench", "ops", "--quick", "--device", "cuda", "--out", "x.csv").exit_code == 0
+    assert invoke("bench", "model", "--context", 8, "--context", 9, "--cache", "q4").exit_code == 0
+    assert invoke("bench", "speculation", "--help", "--out", "y", "--deep").exit_code == 0
+    assert invoke("bench", "generation").exit_code == 0
+    assert benchmark_calls == [
+        ("run", ["--device", "cuda", "--backend", "auto", "--threads", "0", "--quick", "--out", "x.csv"]),
+        ("decode_model", ["--threads", "0", "--contexts", "8", "9", "--kinds", "q4"]),
+        ("speculation", ["--help", "--out", "y", "--deep"]),
+        ("generation", []),
+    ]  # fmt: skip
+
+
+def test_the_options_are_those_of_the_modules() -> None:
+    """Their parsers take what the commands pass on."""
+    from caramba_fast.bench import decode_model
+    from caramba_fast.bench import run as ops
+
+    words = "--device cpu --backend auto --threads 1 --quick --grid tiny --time-limit 5 --out x.csv"
+    assert ops._arguments(words.split()).grid == "tiny"
+    words = "--threads 1 --head-dims 64 --rounds 3 --contexts 8 --batches 1 --kinds q4 --out x.csv"
+    assert decode_model._arguments(words.split()).contexts == [8]
+
+
+def test_a_benchmark_ends_with_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("run")
+    module.main = lambda argv: 3  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "caramba_fast.bench.run", module)
+    assert invoke("bench", "ops").exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("matplotlib", "pip install 'caramba-fast[bench,plot,test]'"),
+        ("caramba_fast.bench.x", "bench/"),
+    ],
+)
+def test_a_benchmark_that_lacks_something_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, missing: str, said: str
+) -> None:
+    def broken(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr("caramba_fast.cli.bench.importlib.import_module", broken)
+    assert_one_line_of_error(invoke("bench", "ops"), missing, said)
 
 
 # -- writing text as it comes --------------------------------------------------------------------
@@ -354,6 +511,15 @@ def test_an_error_of_a_process_is_one_line(folder: Path) -> None:
     assert "q4_0" in done.stderr
 
 
+def test_transformers_says_nothing_beside_the_error(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    done = run("generate", PROMPT, "--model", copy)
+    assert done.returncode == 1 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "do not fit config.json" in done.stderr
+
+
 @pytest.mark.parametrize("command", [("doctor",), ("generate", PROMPT)], ids=lambda c: c[0])
 def test_an_unknown_backend_in_the_environment_is_one_line(command: tuple[str, ...]) -> None:
     done = run(*command, CARAMBA_FAST_BACKEND="abacus")
@@ -364,7 +530,7 @@ def test_an_unknown_backend_in_the_environment_is_one_line(command: tuple[str, .
     assert "reference" in done.stderr
 
 
-@pytest.mark.parametrize("package", ["typer", "rich", "tokenizers"])
+@pytest.mark.parametrize("package", ["typer", "rich", "tokenizers", "yaml"])
 def test_main_says_what_to_install(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit) as stopped:

@@ -34,7 +34,7 @@ MODELS: dict[str, Any] = {
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Every generator records with this one, whatever its model is on."""
     made = Recorder()
-    monkeypatch.setattr("caramba_fast.infer.graph.why_no_graph", lambda device: None)
+    monkeypatch.setattr("caramba_fast.infer.graph.why_no_graph", lambda model: None)
     monkeypatch.setattr("caramba_fast.infer.graph.DecodeGraphs._recorder", lambda self: made)
     return made
 

@@ -15,7 +15,7 @@ import caramba_fast
 
 HEAVY = ("transformers", "triton")
 LAZY = (*HEAVY, "pydantic", "typer", "rich", "safetensors", "tokenizers", "filelock", "yaml")
-PACKAGES = ("cache", "config", "formats", "infer", "models", "ops", "quality")
+PACKAGES = ("cache", "config", "formats", "infer", "models", "ops", "policy", "quality")
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from caramba_fast.infer import GenerateConfig
-from caramba_fast.infer.sampling import filtered_logits, sample
+from caramba_fast.infer.sampling import draw, filtered_logits, sample
 
 DRAWS = 20_000
 #: chi-square quantiles at p = 1e-4, by degrees of freedom.
@@ -200,3 +200,23 @@ def test_frequencies_of_single_draws_one_after_another() -> None:
     wanted = (logits[0].softmax(-1) * (DRAWS // 10)).tolist()
     statistic = sum((c - w) ** 2 / w for c, w in zip(counts, wanted, strict=True))
     assert statistic < CHI_SQUARE[2]
+
+
+@pytest.mark.parametrize("top_p", [0.001, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("spread", [0.1, 1.0, 6.0])
+def test_a_nucleus_of_a_large_vocabulary_is_that_of_a_full_sort(
+    top_p: float, spread: float
+) -> None:
+    """Where the first few hundred tokens hold enough, and where they do not."""
+    torch.manual_seed(4)
+    logits = torch.randn(5, 3000, dtype=torch.float32) * spread
+    found = filtered_logits(logits, config(top_p=top_p))
+    assert kept(found) == kept(TopPLogitsWarper(top_p)(None, logits.clone()))
+
+
+def test_draws_of_a_large_vocabulary_keep_to_what_is_left() -> None:
+    probability = torch.zeros(4, 50_000)
+    probability[:, 7::1000] = 1.0
+    drawn = torch.stack([draw(probability, None) for _ in range(200)])
+    assert set((drawn % 1000).flatten().tolist()) == {7}
+    assert len(set(drawn.flatten().tolist())) == 50

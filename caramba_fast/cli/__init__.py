@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
+
+#: Libraries that report on stderr what is not the user's business; what is set already stays.
+QUIET = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+}
 
 
 def main() -> None:
@@ -13,6 +22,9 @@ def main() -> None:
             f"caramba-fast: the command line needs {', '.join(missing)}: "
             "pip install 'caramba-fast[cli]'"
         )
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     from caramba_fast.cli.app import app  # noqa: PLC0415 - only with the extra
 
     app()

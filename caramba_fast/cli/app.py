@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from caramba_fast.cli.bench import bench
+from caramba_fast.cli.options import one_line_errors
+from caramba_fast.cli.writing import chat, generate, run
 
 app = typer.Typer(
     name="caramba-fast",
@@ -16,22 +17,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-
-#: What a user can get wrong; shown as one line, without a traceback.
-USER_ERRORS = (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError, RuntimeError)
-
-
-@contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
-    """What the user got wrong as one line on stderr, exit status 1.
-
-    Imports belong inside: ``CARAMBA_FAST_BACKEND`` is read with the first one.
-    """
-    try:
-        yield
-    except USER_ERRORS as error:
-        typer.secho(f"caramba-fast: {error}", fg="red", err=True)
-        raise typer.Exit(1) from error
+app.add_typer(bench, name="bench")
 
 
 @app.command()
@@ -57,147 +43,9 @@ def doctor() -> None:
         run_doctor()
 
 
-Model = Annotated[
-    str, typer.Option(help="A Hugging Face checkpoint folder, 'demo', or 'demo:dba'.")
-]
-Cache = Annotated[
-    str,
-    typer.Option(
-        help="fp32, fp16, bf16, q8, q4, nf4; K/V as in q8/q4; options as in q4:plain; auto measures and chooses."
-    ),
-]
-Budget = Annotated[
-    float | None, typer.Option(help="Most MiB of the whole cache, everything included.")
-]
-CalibrationFile = Annotated[
-    Path | None, typer.Option(help="A file made by 'caramba-fast calibrate' for this model.")
-]
-NewTokens = Annotated[int, typer.Option(help="Tokens to write at most.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopK = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")]
-TopP = Annotated[float | None, typer.Option(help="Keep this much probability.")]
-MinP = Annotated[
-    float | None, typer.Option(help="Keep tokens at least this times as likely as the likeliest.")
-]
-Penalty = Annotated[
-    float | None, typer.Option(help="Above 1 makes tokens that were there less likely.")
-]
-NGram = Annotated[int | None, typer.Option(help="No run of so many tokens occurs twice.")]
-Stop = Annotated[
-    list[str] | None, typer.Option(help="A text that ends the answer; repeat for several.")
-]
-Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
-Room = Annotated[int, typer.Option(help="Tokens the cache can hold.")]
-DraftModel = Annotated[
-    str | None,
-    typer.Option(
-        "--draft",
-        help="Speculate: 'lookup' drafts from the text itself, a folder or 'demo:dba' with a smaller model.",
-    ),
-]
-DraftLength = Annotated[int | None, typer.Option(help="Tokens to draft per step. Default: 4.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda or mps.")]
-Dtype = Annotated[str, typer.Option(help="Of the weights: float32, float16 or bfloat16.")]
-Stats = Annotated[bool, typer.Option(help="Print the run's figures to stderr.")]
-
-
-@app.command()
-def generate(
-    prompt: Annotated[str, typer.Argument(help="Text to continue; '-' reads standard input.")],
-    model: Model = "demo",
-    cache: Cache = "fp16",
-    budget_mb: Budget = None,
-    calibration: CalibrationFile = None,
-    max_new_tokens: NewTokens = 64,
-    temperature: Temperature = 0.8,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: Penalty = None,
-    no_repeat_ngram_size: NGram = None,
-    stop: Stop = None,
-    num_beams: Annotated[
-        int | None, typer.Option(help="Beams to search with; 1 for none. Not sampled.")
-    ] = None,
-    num_return_sequences: Annotated[int | None, typer.Option(help="Answers to write.")] = None,
-    seed: Seed = None,
-    max_seq_len: Room = 2048,
-    draft: DraftModel = None,
-    spec_k: DraftLength = None,
-    device: Device = "cpu",
-    dtype: Dtype = "float32",
-    stats: Stats = True,
-) -> None:
-    """Continues PROMPT, token by token."""
-    settings = dict(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, no_repeat_ngram_size=no_repeat_ngram_size,
-        stop=tuple(stop) if stop else None, num_beams=num_beams, num_return_sequences=num_return_sequences,
-        seed=seed, max_seq_len=max_seq_len, cache_kind=cache, cache_budget_mb=budget_mb,
-        cache_calibration=calibration, spec_k=spec_k,
-    )  # fmt: skip
-    with one_line_errors():
-        from caramba_fast.cli.generate import run_generate  # noqa: PLC0415
-        from caramba_fast.cli.models import Setup  # noqa: PLC0415
-
-        text = sys.stdin.read() if prompt == "-" else prompt
-        run_generate(text, Setup(model, settings, draft, device, dtype), stats)
-
-
-@app.command()
-def chat(
-    model: Model = "demo",
-    cache: Cache = "q8",
-    budget_mb: Budget = None,
-    calibration: CalibrationFile = None,
-    system: Annotated[
-        str, typer.Option(help="A first message, for models with a chat template.")
-    ] = "",
-    max_new_tokens: NewTokens = 256,
-    temperature: Temperature = 0.8,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: Penalty = None,
-    stop: Stop = None,
-    seed: Seed = None,
-    max_seq_len: Room = 4096,
-    draft: DraftModel = None,
-    spec_k: DraftLength = None,
-    device: Device = "cpu",
-    dtype: Dtype = "float32",
-    stats: Stats = False,
-) -> None:
-    """A conversation in the terminal; its cache grows with it, and only what is new is read."""
-    settings = dict(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, stop=tuple(stop) if stop else None, seed=seed,
-        max_seq_len=max_seq_len, cache_kind=cache, cache_budget_mb=budget_mb,
-        cache_calibration=calibration, spec_k=spec_k,
-    )  # fmt: skip
-    with one_line_errors():
-        from caramba_fast.cli.chat import run_chat  # noqa: PLC0415
-        from caramba_fast.cli.models import Setup  # noqa: PLC0415
-
-        run_chat(Setup(model, settings, draft, device, dtype), system, stats)
-
-
-@app.command()
-def run(
-    manifest: Annotated[Path, typer.Argument(help="A YAML file; see docs/inference.md.")],
-    only: Annotated[
-        str | None, typer.Option(help="The one target, run or TARGET/RUN to do.")
-    ] = None,
-    prompt: Annotated[
-        str | None, typer.Option(help="Continue this instead of the manifest's prompts.")
-    ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Read the manifest and stop.")] = False,
-) -> None:
-    """Does what a manifest says: generations, and benchmarks whose metrics go to JSON."""
-    with one_line_errors():
-        from caramba_fast.cli.manifest import run_file  # noqa: PLC0415
-
-        run_file(manifest, only, prompt, check)
+app.command()(generate)
+app.command()(chat)
+app.command()(run)
 
 
 @app.command()

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import typer
 
-from caramba_fast.cli.generate import check_device
+from caramba_fast.cli.models import check_device
 from caramba_fast.cli.quality import load_subject, read_text
 from caramba_fast.quality import calibrate
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,7 +86,8 @@ def write_with_each(
             generator = Generator(
                 model, cache_kind=kind, temperature=0.0, max_new_tokens=new_tokens
             )
-            output = generator.generate([prompt])[0, len(prompt) :].tolist()
+            rows: Any = generator.generate([prompt])
+            output = rows[0, len(prompt) :].tolist()
             assert generator.metrics is not None
             if index:  # the first round warms up
                 runs[kind].append(Written(tokenizer.decode(output), generator.metrics))

@@ -7,9 +7,9 @@ from typing import Any
 
 import typer
 
-from caramba_fast.infer import Generator
-from caramba_fast.infer.text import TextWriter
 from caramba_fast.cli.models import Setup, open_generator, summary
+from caramba_fast.infer import Generator
+from caramba_fast.infer.text import TextTokenizer, TextWriter
 
 
 def run_generate(text: str, setup: Setup, stats: bool) -> None:
@@ -21,19 +21,30 @@ def run_generate(text: str, setup: Setup, stats: bool) -> None:
     if generator.config.num_beams > 1 or generator.config.num_return_sequences > 1:
         _write_answers(generator, tokenizer, ids)
     else:
-        tokens = generator.generate_iter([ids])
-        typer.echo(text, nl=False)
-        writer = TextWriter(tokenizer.decode, sys.stdout.write, ids)
-        for token in tokens:
-            writer.put(int(token))
-            sys.stdout.flush()
-        writer.close()
-        typer.echo()
+        _stream(generator, tokenizer, text, ids)
     if stats and generator.metrics is not None:
         typer.secho(summary(generator), fg="bright_black", err=True)
 
 
-def _write_answers(generator: Generator, tokenizer: Any, ids: list[int]) -> None:
+def _stream(generator: Generator, tokenizer: TextTokenizer, text: str, ids: list[int]) -> None:
+    """The prompt with the first token (nothing, if that one fails), then each as it comes."""
+    writer = TextWriter(tokenizer.decode, sys.stdout.write, ids)
+    steps: Any = generator.generate_iter([ids])
+    started = False
+    try:
+        for token in steps:
+            if not started:
+                typer.echo(text, nl=False)
+                started = True
+            writer.put(int(token))
+            sys.stdout.flush()
+    finally:
+        if started:
+            writer.close()
+            typer.echo()
+
+
+def _write_answers(generator: Generator, tokenizer: TextTokenizer, ids: list[int]) -> None:
     """Every answer whole, best first where they have a score."""
     found: Any = generator.generate([ids], return_dict=True)
     for index, row in enumerate(found.sequences.tolist()):

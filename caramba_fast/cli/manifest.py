@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,65 +11,95 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from caramba_fast.manifest import RunReport, load_manifest, run_manifest
+from caramba_fast.manifest import Prepared, RunReport, load_manifest, prepare, run_manifest
+from caramba_fast.manifest.problems import at
 
 #: Figures of a benchmark: their name, heading, factor, digits.
 SHOWN = (
-    ("decode_tokens_per_s", "tok/s", 1.0, 1),
-    ("ttft_s", "first ms", 1e3, 1),
-    ("inter_token_p50_s", "p50 ms", 1e3, 2),
-    ("inter_token_p99_s", "p99 ms", 1e3, 2),
-    ("cache_bytes", "cache MiB", 2.0**-20, 2),
-    ("bytes_per_token", "bytes/token", 1.0, 0),
+    ("decode_tokens_per_s", "tokens/s\n(p20–p80)", 1.0, 1),
+    ("ttft_s", "first\nms", 1e3, 1),
+    ("inter_token_p50_s", "p50\nms", 1e3, 2),
+    ("inter_token_p99_s", "p99\nms", 1e3, 2),
+    ("cache_bytes", "cache\nMiB", 2.0**-20, 2),
+    ("bytes_per_token", "bytes/\ntoken", 1.0, 0),
 )
 
 
 def run_file(
     path: Path, only: str | None, prompt: str | None, check: bool, console: Console | None = None
 ) -> list[RunReport]:
-    """Reads a manifest and does its runs; with ``check`` it is only read."""
+    """Reads a manifest and does its runs; with ``check`` they are only checked and listed."""
     console = console or Console()
-    manifest = load_manifest(path)
-    if check:
-        for target in manifest.targets:
-            for run in target.runs:
-                console.print(
-                    f"{target.name}/{run.id}: {run.mode} with {target.model}, "
-                    f"cache {run.config.cache_name}", markup=False, highlight=False,
-                )  # fmt: skip
-        return []
-
-    def say(text: str) -> None:
-        console.print(escape(text), style="dim", highlight=False)
-
-    done = []
-    for report in run_manifest(manifest, path.parent, only=only, prompt=prompt, say=say):
-        _show(report, console)
-        done.append(report)
+    manifest, done = load_manifest(path), list[RunReport]()
+    with at(str(path)):
+        if check:
+            for ready in prepare(manifest, path.parent, only=only, prompt=prompt):
+                _list(ready, console)
+            return []
+        for report in run_manifest(
+            manifest, path.parent, only=only, prompt=prompt,
+            say=lambda text: console.print(escape(text), style="dim", highlight=False),
+        ):  # fmt: skip
+            _show(report, console)
+            done.append(report)
     return done
 
 
+def _list(ready: Prepared, console: Console) -> None:
+    for run in ready.runs:
+        tokens = sum(map(len, run.ids))
+        console.print(
+            f"{ready.target.name}/{run.spec.id}: {run.spec.mode} with {ready.target.model}, cache "
+            f"{', '.join(run.configs)}, {tokens} prompt tokens"
+            f"{'' if run.output is None else f', writes {run.output}'}",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+
+
 def _show(report: RunReport, console: Console) -> None:
-    for text in report.texts:
-        console.print(text, markup=False, highlight=False)
+    each = len(report.texts) // len(report.prompts)
+    for index, text in enumerate(report.texts):
+        if len(report.texts) > 1:
+            console.print(f"[{index + 1}]", style="dim", markup=False, highlight=False)
+        console.print(
+            report.prompts[index // each] + text, markup=False, highlight=False, soft_wrap=True
+        )
     if report.mode == "benchmark":
         console.print(_table(report.metrics))
     else:
-        m = report.metrics
-        console.print(
-            f"{m['new_tokens']} tokens, {m['decode_tokens_per_s']:.1f} tokens/s, first after "
-            f"{1000 * m['ttft_s']:.0f} ms, cache {report.report['cache_kind']}",
-            style="dim", highlight=False,
-        )  # fmt: skip
+        console.print(_line(report), style="dim", highlight=False, soft_wrap=True)
     if report.output is not None:
-        console.print(f"written to {report.output}", style="dim", markup=False, highlight=False)
+        console.print(
+            f"written to {report.output}",
+            style="dim",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _line(report: RunReport) -> str:
+    figures, told = report.metrics, report.report.get("speculation")
+    rate = figures["decode_tokens_per_s"]
+    speed = f", {rate:.1f} tokens/s" if math.isfinite(rate) else ""
+    line = (
+        f"{figures['new_tokens']} tokens{speed}, first after {1000 * figures['ttft_s']:.0f} ms, "
+        f"cache {report.report['cache_kind']}"
+    )
+    if told:
+        line += f", {told['acceptance_rate']:.0%} of drafts accepted, {told['tokens_per_pass']:.2f} tokens a pass"
+    return line
 
 
 def _table(metrics: dict[str, Any]) -> Table:
+    """Medians; of the speed p20 and p80 too."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("cache", no_wrap=True)
     for _, heading, _, _ in SHOWN:
         table.add_column(heading, justify="right")
     for kind, figures in metrics.items():
-        table.add_row(kind, *(f"{figures[name] * by:.{digits}f}" for name, _, by, digits in SHOWN))
+        speed = figures["decode_tokens_per_s"]
+        cells = [f"{figures[name]['median'] * by:.{digits}f}" for name, _, by, digits in SHOWN]
+        cells[0] += f" ({speed['p20']:.0f}–{speed['p80']:.0f})"
+        table.add_row(kind, *cells)
     return table

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ValidationError
 
 from caramba_fast.config.errors import explain
 from caramba_fast.infer import GenerateConfig, Generator, SpeculativeConfig, SpeculativeGenerator
 from caramba_fast.infer.checkpoint import find_tokenizer
 from caramba_fast.infer.text import TextTokenizer
-from caramba_fast.models import LanguageModel, demo_path
-from caramba_fast.models.registry import checkpoint_folder, load
+from caramba_fast.manifest.opening import LOOKUP, check_device, model_folder, open_model
 
-LOOKUP = "lookup"
+__all__ = ["Setup", "check_device", "open_generator", "summary"]
 
 
 @dataclass(frozen=True)
@@ -45,47 +42,32 @@ def open_generator(setup: Setup) -> tuple[Generator, TextTokenizer]:
         ValueError: settings that are wrong, a device that is not there.
         CheckpointError, FileNotFoundError: a folder that cannot be used, or has no tokenizer.
     """
-    given = {name: value for name, value in setup.settings.items() if value is not None}
-    try:
-        config = GenerateConfig(**given) if setup.draft is None else SpeculativeConfig(**given)
-    except ValidationError as error:
-        raise ValueError(explain(error)) from error
+    config = _config(setup)
     check_device(setup.device)
     folder = model_folder(setup.model)
+    draft_folder = None if setup.draft in (None, LOOKUP) else model_folder(str(setup.draft))
     tokenizer = find_tokenizer(folder)
     if tokenizer is None:
         raise FileNotFoundError(f"{folder / 'tokenizer.json'} does not exist")
-    model = _load(setup.model, setup)
+    model = open_model(folder, setup.device, setup.dtype)
     if not isinstance(config, SpeculativeConfig):
         return Generator(model, config, tokenizer=tokenizer), tokenizer
-    draft = None if setup.draft in (None, LOOKUP) else _load(str(setup.draft), setup)
+    draft = None
+    if draft_folder is not None:
+        draft = open_model(draft_folder, setup.device, setup.dtype)
     return SpeculativeGenerator(model, draft, config, tokenizer=tokenizer), tokenizer
 
 
-def model_folder(name: str) -> Path:
-    """The checkpoint folder of "demo", "demo:NAME" or a path."""
-    head, _, which = name.partition(":")
-    return demo_path(which or "gqa") if head == "demo" else checkpoint_folder(name)
-
-
-def _load(name: str, setup: Setup) -> LanguageModel:
-    dtypes = ("float32", "float16", "bfloat16")
-    if setup.dtype not in dtypes:
-        raise ValueError(f"dtype is {setup.dtype!r}; allowed are {', '.join(dtypes)}")
-    return load(model_folder(name), setup.device, getattr(torch, setup.dtype))
-
-
-def check_device(name: str) -> None:
-    """Raises ValueError unless torch can compute on ``name`` here."""
-    available = {
-        "cpu": True,
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-    }
-    if name.split(":", maxsplit=1)[0] not in available:
-        raise ValueError(f"device is {name!r}; known are {', '.join(available)}")
-    if not available[name.split(":", maxsplit=1)[0]]:
-        raise ValueError(f"device is {name!r}, but torch finds no {name.upper()} device here")
+def _config(setup: Setup) -> GenerateConfig:
+    given = {name: value for name, value in setup.settings.items() if value is not None}
+    if setup.draft is None and "spec_k" in given:
+        raise ValueError(
+            f"--spec-k is {given['spec_k']}, and there is no draft; add --draft lookup, or --draft with a smaller model"
+        )
+    try:
+        return GenerateConfig(**given) if setup.draft is None else SpeculativeConfig(**given)
+    except ValidationError as error:
+        raise ValueError(explain(error)) from error
 
 
 def summary(generator: Generator) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from caramba_fast.cache import Calibration
-from caramba_fast.cli.generate import check_device
+from caramba_fast.cli.models import check_device
 from caramba_fast.cli.quality import DEMO, Subject, load_subject, read_text
 from caramba_fast.config.errors import explain
 from caramba_fast.policy import (

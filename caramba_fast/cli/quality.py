@@ -18,7 +18,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from caramba_fast.cache import Calibration, DecoupledLayerShape
-from caramba_fast.cli.generate import check_device
+from caramba_fast.cli.models import check_device
 from caramba_fast.models import (
     Transformer,
     demo_tokenizer,

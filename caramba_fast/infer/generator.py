@@ -78,7 +78,9 @@ class Generator:
         if self.config.cache_calibration is not None:
             self._calibration = Calibration.load(self.config.cache_calibration)
             self._new_cache(1, torch.device("meta"))  # says at once what does not fit the model
-        self._choice = CacheChoice(self.model, self.config, self._calibration, calibration_ids)
+        self._choice = CacheChoice(
+            self.model, self.config, self._calibration, calibration_ids, tokenizer
+        )
         self._choice.check_budget(1)
         self._graphs = DecodeGraphs(self.model, self.config.cuda_graph)
         self._plan = DecodePlan(self.config)
@@ -164,7 +166,7 @@ class Generator:
         plan = self.cache_plan
         return {
             "cache_kind": self.config.cache_name if plan is None else plan.spec,
-            "cache_chosen": None if plan is None else plan.describe(),
+            "cache_chosen": None if plan is None else plan.reason,
             "cache_bytes": self._cache_bytes,
             "bytes_per_token": self._bytes_per_token,
             "decode_plan": self._plan.describe(),
@@ -368,7 +370,14 @@ class Generator:
     def _check_run(self, prompts: Prompts, config: GenerateConfig) -> list[int]:
         """Raises ValueError unless prompts and what follows fit; most new tokens of each row."""
         held = [len(row) for row in self._talk.rows] or [0] * len(prompts.rows)
-        limits = row_limits(config, [n + new for n, new in zip(held, prompts.lens, strict=True)])
+        whole = [n + new for n, new in zip(held, prompts.lens, strict=True)]
+        limits = row_limits(config, whole)
+        positions = getattr(self.model, "max_positions", None)
+        if positions is not None and max(map(sum, zip(whole, limits, strict=True))) - 1 > positions:
+            raise ValueError(
+                f"the prompt and max_new_tokens={config.max_new_tokens} need "
+                f"{max(map(sum, zip(whole, limits, strict=True))) - 1} positions; the model has {positions}"
+            )
         self._talk.check_room(prompts.lens, [limit - 1 for limit in limits])
         return limits
 

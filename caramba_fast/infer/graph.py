@@ -134,7 +134,7 @@ class DecodeGraphs:
     def __init__(self, model: LanguageModel, wanted: bool | None) -> None:
         self._model, self._wanted = model, wanted
         self._graph: DecodeGraph | None = None
-        self.reason = "cuda_graph is False" if wanted is False else why_no_graph(model.device)
+        self.reason = "cuda_graph is False" if wanted is False else why_no_graph(model)
         if wanted and self.reason is not None:
             raise ValueError(f"cuda_graph is True and cannot be: {self.reason}")
 
@@ -163,10 +163,17 @@ class DecodeGraphs:
         return "will be recorded with the second decode step of a conversation"
 
 
-def why_no_graph(device: torch.device) -> str | None:
-    """None where a decode step can be recorded, else the reason it cannot."""
+def why_no_graph(model: LanguageModel) -> str | None:
+    """None where a decode step can be recorded, else the reason it cannot.
+
+    A model may say so itself, as ``why_not_recorded``.
+    """
+    device = model.device
     if device.type != "cuda":
         return f"CUDA graphs need a model on cuda; this one is on {device.type}"
+    own: str | None = getattr(model, "why_not_recorded", None)
+    if own is not None:
+        return own
     runs = serving("decode_attention", "cuda")
     return (
         None if runs == "triton" else f"backend {runs!r} serves attention, which cannot be recorded"

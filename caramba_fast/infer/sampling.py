@@ -8,6 +8,9 @@ from torch import Tensor
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.fields import GREEDY_BELOW
 
+#: Tokens a nucleus is looked for in before everything is sorted.
+FIRST_FEW = 256
+
 
 def filtered_logits(logits: Tensor, config: GenerateConfig) -> Tensor:
     """Logits (..., V) float32 after temperature and the filters; removed tokens are -inf.
@@ -30,10 +33,13 @@ def filtered_logits(logits: Tensor, config: GenerateConfig) -> Tensor:
 
 
 def _nucleus(scores: Tensor, top_p: float) -> Tensor:
-    ordered, index = scores.sort(dim=-1, descending=True)
-    probability = ordered.softmax(-1)
-    before = probability.cumsum(-1) - probability
-    drop = torch.zeros_like(scores, dtype=torch.bool)
+    """Keeps the likeliest tokens up to ``top_p``; a full sort only where the first few hundred are too few."""
+    probability = scores.softmax(-1)
+    ordered, index = probability.topk(min(FIRST_FEW, scores.shape[-1]))
+    if not bool((ordered.sum(-1) >= top_p).all()):
+        ordered, index = probability.sort(dim=-1, descending=True)
+    before = ordered.cumsum(-1) - ordered
+    drop = torch.ones_like(scores, dtype=torch.bool)
     drop.scatter_(-1, index, before >= top_p)  # the likeliest has 0 before it: it stays
     return scores.masked_fill(drop, -torch.inf)
 
@@ -71,19 +77,25 @@ def sample(logits: Tensor, config: GenerateConfig, generator: torch.Generator | 
 def draw(probability: Tensor, generator: torch.Generator | None) -> Tensor:
     """Ids (...) int64 drawn from probabilities (..., V), which need not add up to 1.
 
+    By inverting the cumulated sum: one random number a row, and several times faster than
+    ``torch.multinomial`` for a few rows on a CPU.
+
     Raises:
         ValueError: as `sample`.
     """
     flat = probability.reshape(-1, probability.shape[-1])
-    try:
-        drawn = torch.multinomial(flat, 1, generator=generator)
-    except RuntimeError as error:
-        if flat.isfinite().all() and (flat.sum(-1) > 0).all():
-            raise
+    exact = torch.float32 if flat.device.type == "mps" else torch.float64
+    reached = flat.cumsum(-1, dtype=exact)
+    total = reached[:, -1:]
+    if not bool((total > 0).all() and total.isfinite().all()):
         raise ValueError(
             "no token can be drawn: logits are NaN, or every token of a row was removed by "
             "the settings (suppress_tokens, bad_words_ids, logit_bias, a logits processor)"
-        ) from error
+        )
+    point = torch.rand(total.shape, generator=generator, dtype=exact, device=flat.device) * total
+    # Of the steps of the sum the first that passes the point; what has no probability makes none.
+    below = torch.nextafter(total, torch.zeros_like(total))
+    drawn = torch.searchsorted(reached, torch.minimum(point, below), right=True)
     return drawn.view(probability.shape[:-1])
 
 

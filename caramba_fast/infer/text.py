@@ -48,8 +48,9 @@ class TextWriter:
     def close(self) -> None:
         """Writes what is left, whole character or not."""
         if self._waiting:
-            self._write(self._new_text())
+            text = self._new_text()
             self._written, self._waiting = self._waiting, []
+            self._write(text)
 
 
 class TextTokenizer:
@@ -72,6 +73,9 @@ class TextTokenizer:
                 "transformers tokenizer is needed"
             )
         self.tokenizer, self.folder = tokenizer, folder
+        self._templated: Any = (
+            None  # the folder's tokenizer as transformers has it, once it was needed
+        )
 
     @classmethod
     def of(cls, tokenizer: Any) -> TextTokenizer:
@@ -142,14 +146,20 @@ class TextTokenizer:
             add_generation_prompt: end where the model is to answer.
 
         Raises:
-            ValueError: the tokenizer has no chat template.
+            ValueError: the tokenizer has no chat template, or the template refuses the messages.
             ImportError: transformers or jinja2, which fill templates in, is not installed.
         """
-        text = self._with_template().apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-        )
+        tokenizer = self._with_template()
+        try:
+            text = tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except Exception as error:
+            if type(error).__module__.partition(".")[0] != "jinja2":
+                raise
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
         return self.encode(text, special=False)  # the template writes special tokens itself
 
     def _with_template(self) -> Any:
@@ -161,11 +171,14 @@ class TextTokenizer:
             )
         if not hasattr(self.tokenizer, "apply_chat_template"):
             assert self.folder is not None
+            if self._templated is not None:
+                return self._templated
             try:
-                return load_hub_tokenizer(self.folder)
+                self._templated = load_hub_tokenizer(self.folder)
             except ModuleNotFoundError as error:
                 raise ModuleNotFoundError(
                     f"the chat template in {self.folder} needs transformers and jinja2 "
                     "(pip install caramba-fast[hf] jinja2)"
                 ) from error
+            return self._templated
         return self.tokenizer

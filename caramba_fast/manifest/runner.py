@@ -2,70 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import statistics
-import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
-from caramba_fast import __version__
-from caramba_fast.infer import GenerateConfig, Generator, SpeculativeConfig, SpeculativeGenerator
-from caramba_fast.infer.checkpoint import find_tokenizer
+from caramba_fast.infer import Generator, SpeculativeGenerator
 from caramba_fast.infer.text import TextTokenizer
-from caramba_fast.manifest.schema import (
-    DEFAULT_PROMPT,
-    LOOKUP,
-    Benchmark,
-    Manifest,
-    RunSpec,
-    Target,
-)
-from caramba_fast.models import LanguageModel, demo_path
-from caramba_fast.models.registry import checkpoint_folder, load
+from caramba_fast.manifest.opening import open_model
+from caramba_fast.manifest.prepare import Prepared, PreparedRun, build, prepare
+from caramba_fast.manifest.report import RunReport, write_json
+from caramba_fast.manifest.schema import Benchmark, Manifest, Target
+from caramba_fast.models import LanguageModel
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class RunReport:
-    """What one run gave.
-
-    Attributes:
-        target, run, mode: which.
-        texts: for each prompt the text written; empty in mode benchmark.
-        metrics: figures of the run, or, in mode benchmark, medians for each cache kind.
-        report: what was in force.
-        output: the JSON file that was written, or None.
-    """
-
-    target: str
-    run: str
-    mode: str
-    texts: list[str]
-    metrics: dict[str, Any]
-    report: dict[str, Any]
-    output: Path | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "target": self.target, "run": self.run, "mode": self.mode, "texts": self.texts,
-            "metrics": self.metrics, "report": self.report, "environment": environment(),
-        }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """The model of a target and its tokenizer."""
-
-    model: LanguageModel
-    tokenizer: TextTokenizer
+#: Percentiles of a benchmark's figures.
+PERCENTILES = {"median": 50, "p20": 20, "p80": 80}
 
 
 def run_manifest(
@@ -76,154 +29,103 @@ def run_manifest(
     prompt: str | None = None,
     say: Say = lambda _: None,
 ) -> Iterator[RunReport]:
-    """Runs every run of every target.
+    """Runs every run of every target, or those chosen; everything is checked before the first begins.
 
     Args:
-        manifest: what to do.
-        folder: what relative paths in it start from.
-        only: the one target, run, or "target/run" to do.
-        prompt: instead of the prompts of the manifest.
+        manifest, folder, only, prompt: as `prepare`.
         say: told what is being done.
 
     Yields:
         a report for each run, after its output file was written.
 
     Raises:
-        ValueError: nothing in the manifest is called ``only``, or settings do not fit the model.
-        CheckpointError, FileNotFoundError: a model, tokenizer or prompt file that is not there.
+        ManifestError: as `prepare`.
     """
-    chosen = _chosen(manifest, only)
-    for target, runs in chosen:
-        for run in runs:
-            _prompts(run, folder, prompt)  # missing files are found before anything runs
-    for target, runs in chosen:
-        say(f"{target.name}: loading {target.model}")
-        loaded = _load(target.model, target, folder)
-        for run in runs:
-            say(f"{target.name}/{run.id}: {run.mode}")
-            yield _done(target, run, loaded, folder, prompt)
+    for ready in prepare(manifest, folder, only=only, prompt=prompt):
+        yield from _target_done(ready, say)
 
 
-def _chosen(manifest: Manifest, only: str | None) -> list[tuple[Target, list[RunSpec]]]:
-    found = []
-    for target in manifest.targets:
-        names = (None, target.name)
-        runs = [r for r in target.runs if only in names or only in (r.id, f"{target.name}/{r.id}")]
-        if runs:
-            found.append((target, runs))
-    if not found:
-        known = [f"{t.name}/{r.id}" for t in manifest.targets for r in t.runs]
-        raise ValueError(f"no run is called {only!r}; there are {', '.join(known)}")
-    return found
+def _target_done(ready: Prepared, say: Say) -> Iterator[RunReport]:
+    """Does the runs of one target; its model is gone before the next one's is loaded."""
+    target = ready.target
+    say(f"{target.name}: loading {target.model}")
+    model = open_model(ready.folder, target.device, target.dtype)
+    for run in ready.runs:
+        say(f"{target.name}/{run.spec.id}: {run.spec.mode}")
+        yield _done(ready, run, model)
 
 
-def _load(name: str, target: Target, folder: Path) -> Loaded:
-    path = demo_path(name.partition(":")[2] or "gqa") if _is_demo(name) else folder / name
-    path = checkpoint_folder(path)
-    tokenizer = find_tokenizer(path, target.tokenizer and folder / target.tokenizer)
-    if tokenizer is None:
-        raise FileNotFoundError(f"{path} has no tokenizer; name one as the target's tokenizer")
-    return Loaded(load(path, target.device, getattr(torch, target.dtype)), tokenizer)
-
-
-def _is_demo(name: str) -> bool:
-    return name.partition(":")[0] == "demo"
-
-
-def _prompts(run: RunSpec, folder: Path, prompt: str | None) -> list[str]:
-    if prompt is not None:
-        return [prompt]
-    if run.prompt_file is not None:
-        file = folder / run.prompt_file
-        if not file.is_file():
-            raise FileNotFoundError(f"run {run.id}: prompt_file {file} does not exist")
-        return [file.read_text(encoding="utf-8")]
-    return list(run.prompts) or [DEFAULT_PROMPT]
-
-
-def _generator(
-    run: RunSpec, target: Target, loaded: Loaded, folder: Path, **changes: Any
-) -> Generator:
-    config = run.config.updated(return_dict=True, **changes)
-    if not isinstance(config, SpeculativeConfig):
-        return Generator(loaded.model, config, tokenizer=loaded.tokenizer)
-    draft = None
-    if run.draft_model != LOOKUP:
-        draft = _load(run.draft_model, target, folder).model
-    return SpeculativeGenerator(loaded.model, draft, config, tokenizer=loaded.tokenizer)
-
-
-def _done(
-    target: Target, run: RunSpec, loaded: Loaded, folder: Path, prompt: str | None
-) -> RunReport:
-    ids = [loaded.tokenizer.encode(text) for text in _prompts(run, folder, prompt)]
-    if run.mode == "benchmark":
-        texts: list[str] = []
-        metrics, report = _measured(run, target, loaded, folder, ids)
+def _done(ready: Prepared, run: PreparedRun, model: LanguageModel) -> RunReport:
+    """Does one run and writes its file."""
+    target, texts = ready.target, list[str]()
+    draft = None if run.draft is None else open_model(run.draft, target.device, target.dtype)
+    if run.spec.mode == "benchmark":
+        metrics, report = _measured(run, model, draft, ready.tokenizer)
     else:
-        generator = _generator(run, target, loaded, folder)
-        result: Any = generator.generate(ids)
-        new = result.sequences[:, -max(result.new_tokens) :].tolist()
-        texts = [
-            loaded.tokenizer.decode(row[:count])
-            for row, count in zip(new, result.new_tokens, strict=True)
-        ]
-        metrics, report = result.metrics.as_dict(), result.report
-    output = None if run.output is None else folder / run.output
-    done = RunReport(target.name, run.id, run.mode, texts, metrics, report, output)
-    if output is not None:
-        write_json(output, done.as_dict())
+        (config,) = run.configs.values()
+        generator = build(model, draft, config.updated(return_dict=True), ready.tokenizer)
+        texts, metrics, report = _written(generator, run, ready.tokenizer)
+    done = RunReport(
+        target.name, run.spec.id, run.spec.mode, target.model, run.prompts, texts, metrics,
+        _settings(target, run), report, run.output,
+    )  # fmt: skip
+    if run.output is not None:
+        write_json(run.output, done.as_dict())
     return done
 
 
+def _settings(target: Target, run: PreparedRun) -> dict[str, Any]:
+    """What was given, as JSON types."""
+    kept = {"device": target.device, "dtype": target.dtype}
+    spec = run.spec.model_dump(mode="json", exclude_unset=True)
+    wanted = (run.spec.settings_key, "draft_model", "benchmark")
+    return kept | {key: spec[key] for key in wanted if key in spec}
+
+
+def _written(
+    generator: Generator, run: PreparedRun, tokenizer: TextTokenizer
+) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
+    """(texts, metrics, report)."""
+    result: Any = generator.generate(run.ids)
+    new = result.sequences[:, -max(result.new_tokens) :].tolist()
+    texts = [
+        tokenizer.decode(row[:count]) for row, count in zip(new, result.new_tokens, strict=True)
+    ]
+    return texts, result.metrics.as_dict(), result.report
+
+
 def _measured(
-    run: RunSpec, target: Target, loaded: Loaded, folder: Path, ids: list[list[int]]
+    run: PreparedRun, model: LanguageModel, draft: LanguageModel | None, tokenizer: TextTokenizer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Medians over the repeats, cache kinds in turn, so that what else the machine does hits all alike."""
-    how = run.benchmark or Benchmark()
-    own = run.config.cache_name
-    changes: dict[str, dict[str, Any]] = {own: {}}
-    for kind in how.compare:
-        changes.setdefault(GenerateConfig(cache_kind=kind).cache_name, {"cache_kind": kind})
+    """(metrics, reports) by cache kind; kinds in turn, so that what else the machine does hits all alike."""
+    how = run.spec.benchmark or Benchmark()
     generators = {
-        kind: _generator(run, target, loaded, folder, **change) for kind, change in changes.items()
+        kind: build(model, draft, config, tokenizer) for kind, config in run.configs.items()
     }
-    figures: dict[str, list[dict[str, float]]] = {kind: [] for kind in generators}
+    rounds: dict[str, list[dict[str, float]]] = {kind: [] for kind in generators}
     for index in range(how.warmup + how.repeats):
         for kind, generator in generators.items():
-            generator.reset()
-            generator.generate(ids)
-            assert generator.metrics is not None
+            figures = _figures(generator, run.ids)
             if index >= how.warmup:
-                figures[kind].append(generator.metrics.as_dict())
-    medians = {
-        kind: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-        for kind, runs in figures.items()
+                rounds[kind].append(figures)
+    metrics = {
+        kind: {name: _spread([row[name] for row in rows]) for name in rows[0]}
+        for kind, rows in rounds.items()
     }
-    return medians, {kind: generator.report for kind, generator in generators.items()}
+    return metrics, {kind: generator.report for kind, generator in generators.items()}
 
 
-def environment() -> dict[str, Any]:
-    """What figures depend on."""
-    return {
-        "caramba_fast": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
+def _figures(generator: Generator, ids: list[list[int]]) -> dict[str, float]:
+    """Of one generation from nothing."""
+    generator.reset()
+    generator.generate(ids)
+    assert generator.metrics is not None
+    figures = generator.metrics.as_dict()
+    if isinstance(generator, SpeculativeGenerator):
+        figures["acceptance_rate"] = generator.acceptance_rate
+        figures["tokens_per_pass"] = generator.tokens_per_pass
+    return figures
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a whole file or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+def _spread(values: list[float]) -> dict[str, float]:
+    return {name: float(np.percentile(values, rank)) for name, rank in PERCENTILES.items()}

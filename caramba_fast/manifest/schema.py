@@ -16,7 +16,7 @@ targets:
 ```
 
 Settings of a run are those of `GenerateConfig`; under ``speculative`` instead of ``generate`` those of
-`SpeculativeConfig`.
+`SpeculativeConfig`. Paths are relative to the manifest.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from caramba_fast.config.spec import spec_name
 from caramba_fast.infer import GenerateConfig, SpeculativeConfig
+from caramba_fast.infer.config import AUTO
+from caramba_fast.manifest.opening import LOOKUP
+from caramba_fast.policy.settings import CachePolicyFields
 
 Name = Annotated[str, Field(min_length=1)]
 #: What runs write when a manifest names no prompt.
 DEFAULT_PROMPT = "import os\n\ndef main():\n"
-LOOKUP = "lookup"
 
 
 class Part(BaseModel):
@@ -46,12 +49,19 @@ class Benchmark(Part):
     Attributes:
         repeats: timed generations of each cache kind; medians are reported.
         warmup: generations before them that are not counted.
-        compare: cache kinds timed in turn with the run's own, in the same rounds.
+        compare: cache kinds timed in turn with the run's own, in the same rounds; with all other settings the
+            same, except those of ``cache_kind: auto``.
     """
 
     repeats: int = Field(default=5, ge=1)
     warmup: int = Field(default=1, ge=0)
     compare: tuple[str, ...] = ()
+
+    @field_validator("compare")
+    @classmethod
+    def _known(cls, kinds: tuple[str, ...]) -> tuple[str, ...]:
+        """Canonical names, each once."""
+        return tuple(dict.fromkeys(AUTO if kind == AUTO else spec_name(kind) for kind in kinds))
 
 
 class RunSpec(Part):
@@ -65,7 +75,8 @@ class RunSpec(Part):
         speculative: settings with a draft, in their place.
         draft_model: the draft of ``speculative``: "lookup", "demo:gqa", "demo:dba" or a folder.
         benchmark: how to measure.
-        output: JSON file for the texts and metrics; relative to the manifest.
+        output: JSON file for the texts and metrics; by default none in mode generate, and TARGET-RUN.json in
+            mode benchmark.
     """
 
     id: Name
@@ -88,12 +99,33 @@ class RunSpec(Part):
             raise ValueError("draft_model is for speculative, which is not given")
         if self.mode != "benchmark" and self.benchmark is not None:
             raise ValueError(f"benchmark is for mode benchmark; mode is {self.mode}")
+        self.compared()
         return self
 
     @property
     def config(self) -> GenerateConfig:
         """The settings, with or without a draft."""
         return self.speculative or self.generate or GenerateConfig()
+
+    @property
+    def settings_key(self) -> str:
+        """The key ``config`` is under."""
+        return "generate" if self.speculative is None else "speculative"
+
+    def compared(self) -> dict[str, GenerateConfig]:
+        """The settings of every cache kind that is timed, by its name; the run's own first.
+
+        Raises:
+            ValueError: settings of the run that a kind to compare with cannot have.
+        """
+        config = self.config
+        kinds = {config.cache_name: config}
+        for kind in self.benchmark.compare if self.benchmark else ():
+            if kind not in kinds:
+                left_out = set() if kind == AUTO else set(CachePolicyFields.model_fields)
+                given = config.model_dump(exclude_unset=True, exclude=left_out)
+                kinds[kind] = type(config)(**{**given, "cache_kind": kind})
+        return kinds
 
 
 class Target(Part):

@@ -1,0 +1,102 @@
+"""``caramba-fast bench``: the benchmarks of the package, each with the options of its own module."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from caramba_fast.cli.options import one_line_errors
+
+bench = typer.Typer(
+    help="Times the ops, a whole model, generation and speculation on this machine.",
+    no_args_is_help=True,
+)
+PACKAGE = "caramba_fast.bench"
+#: Options of a benchmark's own go to it as they are.
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+Out = Annotated[Path | None, typer.Option(help="CSV file to write.")]
+Threads = Annotated[int, typer.Option(help="Of the CPU; 0 for torch's choice.", min=0)]
+TimeLimit = Annotated[
+    float | None, typer.Option(help="Start nothing more after so many seconds.", min=0)
+]
+
+
+@bench.command()
+def ops(
+    quick: Annotated[bool, typer.Option("--quick", help="A small grid, about a minute.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    grid: Annotated[
+        str | None, typer.Option(help="tiny, quick, cpu, core, …; by default cpu, or core on cuda.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="auto, or one backend for every op.")] = "auto",
+    threads: Threads = 0,
+    time_limit: TimeLimit = None,
+    out: Out = None,
+) -> None:
+    """Each op beside what torch has: predicted, verified, then timed, in share of the bandwidth."""
+    arguments = ["--device", device, "--backend", backend, "--threads", str(threads)]
+    arguments += ["--quick"] if quick else []
+    arguments += [] if grid is None else ["--grid", grid]
+    _run("run", [*arguments, *_shared(time_limit, out)])
+
+
+@bench.command()
+def model(
+    quick: Annotated[bool, typer.Option("--quick", help="One small setting, seconds.")] = False,
+    context: Annotated[
+        list[int] | None, typer.Option(help="Cached tokens; repeat for several.")
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Rows; repeat for several.")] = None,
+    cache: Annotated[
+        list[str] | None, typer.Option(help="Caches, compared with the first; repeat for several.")
+    ] = None,
+    threads: Threads = 0,
+    time_limit: TimeLimit = None,
+    out: Out = None,
+) -> None:
+    """Decode steps of a whole model (random weights) by cache kind, in turn (CPU)."""
+    arguments = ["--threads", str(threads)]
+    if quick:
+        arguments += ["--head-dims", "64", "--rounds", "3"]
+        context, batch = context or [1024], batch or [1]
+    for name, given in (("--contexts", context), ("--batches", batch), ("--kinds", cache)):
+        arguments += [name, *map(str, given)] if given else []
+    _run("decode_model", [*arguments, *_shared(time_limit, out)])
+
+
+@bench.command(context_settings=PASSED_ON, add_help_option=False)
+def generation(context: typer.Context) -> None:
+    """Generation with and without a cache, by length and cache kind. --help lists its options."""
+    _run("generation", context.args)
+
+
+@bench.command(context_settings=PASSED_ON, add_help_option=False)
+def speculation(context: typer.Context) -> None:
+    """Acceptance, tokens a pass and speed-up of drafts. --help lists its options."""
+    _run("speculation", context.args)
+
+
+def _shared(time_limit: float | None, out: Path | None) -> list[str]:
+    limit = [] if time_limit is None else ["--time-limit", str(time_limit)]
+    return limit + ([] if out is None else ["--out", str(out)])
+
+
+def _run(name: str, arguments: list[str]) -> None:
+    """Calls ``main(arguments)`` of a benchmark's module and ends with its status."""
+    with one_line_errors():
+        try:
+            module = importlib.import_module(f"{PACKAGE}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name and error.name.startswith(PACKAGE):
+                raise ModuleNotFoundError(
+                    f"this installation has no {error.name}; it is part of the source tree's bench/"
+                ) from error
+            raise ModuleNotFoundError(
+                f"this benchmark needs {error.name}: pip install 'caramba-fast[bench,plot,test]'"
+            ) from error
+        status = module.main(arguments)
+    raise typer.Exit(status or 0)

@@ -1,0 +1,121 @@
+"""Options that several commands share, and how errors are shown."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+#: What a user can get wrong; shown as one line, without a traceback.
+USER_ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError)
+
+SAMPLING, ENDING, CACHE, SPECULATION = "Sampling", "Ending", "Cache", "Speculation"
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """What the user got wrong as one line on stderr, exit status 1.
+
+    Imports belong inside: ``CARAMBA_FAST_BACKEND`` is read with the first one.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # `| head` has read enough; typer ends without a word
+    except USER_ERRORS as error:
+        show_error(error)
+        raise typer.Exit(1) from error
+
+
+def show_error(error: BaseException) -> None:
+    """One line on stderr: the first of the message, and the others only where that one announces them."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    shown = lines if lines[0].rstrip().endswith(":") else lines[:1]
+    typer.secho(f"caramba-fast: {' '.join(' '.join(shown).split())}", fg="red", err=True)
+
+
+Model = Annotated[
+    str,
+    typer.Option(help="A Hugging Face checkpoint folder, 'demo', or 'demo:dba'."),
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda or mps.")]
+Dtype = Annotated[str, typer.Option(help="Of the weights: float32, float16 or bfloat16.")]
+Stats = Annotated[bool, typer.Option(help="Print the run's figures to stderr.")]
+
+Cache = Annotated[
+    str,
+    typer.Option(
+        help="fp32, fp16, bf16, q8, q4, nf4; K/V as in q8/q4; options as in q4:plain; auto measures and "
+        "chooses.",
+        rich_help_panel=CACHE,
+    ),
+]
+Budget = Annotated[
+    float | None,
+    typer.Option(help="Most MiB of the whole cache, everything included.", rich_help_panel=CACHE),
+]
+CalibrationFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="A file made by 'caramba-fast calibrate' for this model.", rich_help_panel=CACHE
+    ),
+]
+Room = Annotated[int, typer.Option(help="Tokens the cache can hold.", rich_help_panel=CACHE)]
+
+NewTokens = Annotated[int, typer.Option(help="Tokens to write at most.", rich_help_panel=ENDING)]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(help="A text that ends the answer; repeat for several.", rich_help_panel=ENDING),
+]
+
+Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)]
+TopK = Annotated[
+    int | None, typer.Option(help="Keep the k likeliest tokens.", rich_help_panel=SAMPLING)
+]
+TopP = Annotated[
+    float | None, typer.Option(help="Keep this much probability.", rich_help_panel=SAMPLING)
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        help="Keep tokens at least this times as likely as the likeliest.", rich_help_panel=SAMPLING
+    ),
+]
+Penalty = Annotated[
+    float | None,
+    typer.Option(
+        help="Above 1 makes tokens that were there less likely.", rich_help_panel=SAMPLING
+    ),
+]
+NGram = Annotated[
+    int | None,
+    typer.Option(help="No run of so many tokens occurs twice.", rich_help_panel=SAMPLING),
+]
+Seed = Annotated[
+    int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=SAMPLING)
+]
+Beams = Annotated[
+    int | None,
+    typer.Option(
+        help="Beams to search with, instead of sampling; 1 for none.", rich_help_panel=SAMPLING
+    ),
+]
+Answers = Annotated[
+    int | None, typer.Option(help="Answers to write, each whole.", rich_help_panel=SAMPLING)
+]
+
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        help="'lookup' drafts from the text itself; a folder or 'demo:dba' with a smaller model.",
+        rich_help_panel=SPECULATION,
+    ),
+]
+DraftLength = Annotated[
+    int | None,
+    typer.Option(help="Tokens to draft per step. Default: 4.", rich_help_panel=SPECULATION),
+]

@@ -1,0 +1,260 @@
+"""The support matrix of ``accelerate``: families × features of ``generate``, each run with the stock cache and ours.
+
+The tests go through it, and ``python tests/hf_matrix.py`` writes what came of it into docs/huggingface.md.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import parse
+from test_hf_adapter import FAMILIES, GROUPED, MIXED, NARROW, PAD, VOCABULARY
+from torch import Tensor
+from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from caramba_fast.hf import CarambaCache, accelerate, restore
+
+#: Read as it is stored: name in the documentation, key of `FAMILIES`.
+PACKED = {
+    "Llama": "llama",
+    "Qwen2": "qwen2",
+    "Qwen3": "qwen3",
+    "Qwen3-MoE": "qwen3_moe",
+    "Mistral (window)": "mistral",
+    "GPT-NeoX": "gpt_neox",
+    "GPT-2": "gpt2",
+    "OPT": "opt",
+    "Phi-3": "phi3",
+    "Gemma 2": "gemma2",
+    "Gemma 3 (hybrid)": "gemma3_text",
+    "gpt-oss (sinks)": "gpt_oss",
+    "Cohere2": "cohere2",
+    "OLMo 2": "olmo2",
+    "SmolLM3": "smollm3",
+    "StableLM": "stablelm",
+    "Llama 4 (chunks)": "llama4_text",
+    "Qwen3-Next (linear)": "qwen3_next",
+}
+#: Right, but dequantized at every step, and said so.
+DEQUANTIZED = {
+    "DeepSeek-V3 (MLA)": "deepseek_v3",
+    "GPT-J": "gptj",
+    "Bloom": "bloom",
+    "Falcon": "falcon",
+}
+UNTIED = {"tie_word_embeddings": False}
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3MoeConfig", {**NARROW, **EXPERTS}),
+    "cohere2": ("Cohere2Config", {**MIXED, **UNTIED}),
+    "olmo2": ("Olmo2Config", GROUPED),
+    "smollm3": ("SmolLM3Config", {**GROUPED, "no_rope_layers": [1, 0], **UNTIED}),
+    "stablelm": ("StableLmConfig", {**GROUPED, "partial_rotary_factor": 0.5}),
+    "falcon": (
+        "FalconConfig",
+        dict(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.3,
+            max_position_embeddings=256, new_decoder_architecture=False, multi_query=True,
+        ),
+    ),
+    "llama4_text": (
+        "Llama4TextConfig",
+        {
+            **NARROW, **UNTIED, "intermediate_size_mlp": 96, "num_local_experts": 2,
+            "attention_chunk_size": 8, "no_rope_layers": [1, 0],
+            "layer_types": ["chunked_attention", "full_attention"],
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **NARROW, **EXPERTS, **UNTIED, "layer_types": ["linear_attention", "full_attention"],
+            "shared_expert_intermediate_size": 48, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        },
+    ),
+}  # fmt: skip
+#: transformers 4.57 and 5.0: models that were not on the attention interface yet (or made masks of their own),
+#: one that brought its own cache, and one that expanded its latents before it stored them.
+IS_OLD = parse(transformers.__version__) < parse("5.1")
+OLD_DEQUANTIZED, OLD_REFUSED, OLD_PACKED = ("opt", "stablelm"), ("qwen3_next",), ("deepseek_v3",)
+#: Features a family's own (stock) code does not run.
+STOCK_CANNOT: dict[str, tuple[str, ...]] = {
+    "qwen3_next": ("prompt lookup", "assistant model"),
+}
+#: What a feature gives where the stock code does not run it: the tokens of another.
+SAME_AS = {
+    "prompt lookup": "greedy",
+    "assistant model": "greedy",
+    "prefill chunks": "left padding",
+}
+#: ``sdpa`` has no capped logits: the stock model computes them in torch.
+STOCK_ATTENTION = {"gemma2": "eager"}
+#: An end of sequence that never comes; transformers 4.57 and 5.0 want one for prompt lookup.
+NEVER = 10_000
+NEW = 9
+ROW = [5, 9, 17, 8, 21, 5, 9, 17, 8, 33, 40, 5, 9]
+SHORT = [77, 5, 3, 22, 61, 30]
+
+
+def served(family: str) -> str:
+    """How a family is served under this transformers: "packed", "dequantized" or "refused"."""
+    if IS_OLD and family in OLD_REFUSED:
+        return "refused"
+    if family in PACKED.values():
+        return "dequantized" if IS_OLD and family in OLD_DEQUANTIZED else "packed"
+    return "packed" if IS_OLD and family in OLD_PACKED else "dequantized"
+
+
+def exists(family: str) -> bool:
+    """Whether this transformers has the family."""
+    return hasattr(transformers, {**FAMILIES, **MORE}[family][0])
+
+
+def tiny(family: str, **changes: Any) -> PreTrainedModel:
+    """A random model with logits far apart."""
+    name, settings = {**FAMILIES, **MORE}[family]
+    ids = dict(bos_token_id=1, eos_token_id=None, pad_token_id=PAD)
+    config = getattr(transformers, name)(vocab_size=VOCABULARY, **{**settings, **ids, **changes})
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=STOCK_ATTENTION.get(family)
+    ).eval()
+    model.generation_config.pad_token_id = PAD
+    model.generation_config.eos_token_id = NEVER
+    return model
+
+
+# -- features ----------------------------------------------------------------------------------
+
+
+class Kept(BaseStreamer):
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+def _ids() -> Tensor:
+    return torch.tensor([ROW])
+
+
+def _padded() -> dict[str, Tensor]:
+    lead = len(ROW) - len(SHORT)
+    ids = torch.tensor([ROW, [PAD] * lead + SHORT])
+    return {
+        "input_ids": ids,
+        "attention_mask": (torch.arange(len(ROW)) >= torch.tensor([[0], [lead]])).long(),
+    }
+
+
+def _run(model: PreTrainedModel, ids: Tensor | None = None, **options: Any) -> list[Any]:
+    settings = dict(max_new_tokens=NEW, do_sample=False)
+    given = {} if ids is None else {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return model.generate(**{**given, **settings, **options}).tolist()
+
+
+def _sampled(model: PreTrainedModel) -> Any:
+    torch.manual_seed(11)
+    return _run(model, _ids(), do_sample=True, top_k=5, temperature=0.7, num_return_sequences=3)
+
+
+def _assisted(model: PreTrainedModel) -> Any:
+    assistant = tiny("llama", num_hidden_layers=1)
+    return _run(model, _ids(), assistant_model=assistant)
+
+
+def _two_turns(model: PreTrainedModel, **batch: Tensor) -> Any:
+    batch = batch or {
+        "input_ids": _ids(),
+        "attention_mask": torch.ones(1, len(ROW), dtype=torch.int64),
+    }
+    first = model.generate(
+        **batch, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True
+    )
+    rows = len(first.sequences)
+    ids = torch.cat((first.sequences, torch.tensor([[50, 51, 52]] * rows)), dim=1)
+    mask = torch.cat((batch["attention_mask"], torch.ones(rows, NEW + 3, dtype=torch.int64)), dim=1)
+    return _run(model, input_ids=ids, attention_mask=mask, past_key_values=first.past_key_values)
+
+
+def _streamed(model: PreTrainedModel) -> Any:
+    streamer = Kept()
+    return [_run(model, _ids(), streamer=streamer), streamer.tokens]
+
+
+def _embedded(model: PreTrainedModel) -> Any:
+    embeddings: Any = model.get_input_embeddings()
+    return _run(model, inputs_embeds=embeddings(_ids()).detach())
+
+
+#: What is run, by its name in the documentation.
+FEATURES: dict[str, Callable[[PreTrainedModel], Any]] = {
+    "greedy": lambda m: _run(m, _ids()),
+    "sampling, 3 sequences": _sampled,
+    "left padding": lambda m: _run(m, **_padded()),
+    "beams": lambda m: _run(m, _ids(), num_beams=3, num_return_sequences=2),
+    "beams, left padding": lambda m: _run(m, **_padded(), num_beams=2),
+    "prompt lookup": lambda m: _run(m, _ids(), prompt_lookup_num_tokens=4),
+    "assistant model": _assisted,
+    "prefill chunks": lambda m: _run(m, **_padded(), prefill_chunk_size=5),
+    "two turns": _two_turns,
+    "two turns, left padding": lambda m: _two_turns(m, **_padded()),
+    "streamer": _streamed,
+    "inputs_embeds": _embedded,
+    "CompileConfig": lambda m: _run(m, _ids(), compile_config=CompileConfig()),
+}
+
+
+# -- running it --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one feature of one family gave: the same tokens or not, and reads of the cache as tensors."""
+
+    same: bool
+    dequantizations: int
+    warned: list[str]
+
+
+class Counted(CarambaCache):
+    """A cache that is remembered, to ask it afterwards."""
+
+    made: list[CarambaCache] = []  # noqa: RUF012 - one list is meant
+
+    def _make(self, *args: Any, **kwargs: Any) -> None:
+        super()._make(*args, **kwargs)
+        Counted.made.append(self)
+
+
+def outcome(
+    model: PreTrainedModel, feature: str, expected: Any, monkeypatch: Any, cache: Any = "fp32"
+) -> Outcome:
+    """Runs a feature on the accelerated model."""
+    from caramba_fast.hf import accelerating
+
+    monkeypatch.setattr(accelerating, "CarambaCache", Counted)
+    Counted.made = []
+    accelerate(model, cache)
+    try:
+        with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+            warnings.simplefilter("always")
+            found = FEATURES[feature](model)
+    finally:
+        restore(model)
+    assert Counted.made, "no cache of ours was used"
+    told = [str(w.message) for w in caught if "dequantized" in str(w.message)]
+    return Outcome(found == expected, sum(c.dequantizations for c in Counted.made), told)
