@@ -148,3 +148,22 @@ train-biased: $(VENV)/.demo
 
 clean:
 	rm -rf build dist *.egg-info caramba_fast/*.so .pytest_cache .ruff_cache .mypy_cache
+
+# Older transformers, for the tests of the layer on top of it: PYTHONPATH puts one in front of the one in .venv. pip
+# brings numpy along; the one torch was made for stays in use.
+HF_VERSIONS := 4.57 5.0
+HF_TESTS    := tests/test_hf_generate.py tests/test_hf_cache.py tests/test_hf_static.py
+.PHONY: test-hf-oldest
+
+build/hf-%/.done: constraints-hf-%.txt $(VENV)/.torch
+	rm -rf build/hf-$*
+	$(BIN)/python -m pip install -q -c constraints-hf-$*.txt --target build/hf-$* transformers
+	$(BIN)/python -m pip install -q -c constraints-hf-$*.txt --no-deps --target build/hf-$* kernels
+	rm -rf build/hf-$*/numpy build/hf-$*/numpy-* build/hf-$*/numpy.libs
+	@touch $@
+
+test-hf-oldest: export OMP_NUM_THREADS = 1
+test-hf-oldest: $(VENV)/.test $(HF_VERSIONS:%=build/hf-%/.done)
+	for version in $(HF_VERSIONS); do \
+		PYTHONPATH=build/hf-$$version $(BIN)/python -m pytest -q -p no:cacheprovider $(HF_TESTS) || exit 1; \
+	done

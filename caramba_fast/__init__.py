@@ -48,6 +48,12 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "load_model",
     ),
     "quality": ("calibrate",),
+    "hf": (
+        "CarambaCache",
+        "CarambaStaticCache",
+        "accelerate",
+        "restore",
+    ),
     "policy": ("choose_cache",),
     "infer": (
         "GenerateConfig",
@@ -58,7 +64,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "generate",
     ),
 }
-_PACKAGES = ("cache", "config", "formats", "infer", "models", "ops", "policy", "quality")
+_PACKAGES = ("cache", "config", "formats", "hf", "infer", "models", "ops", "policy", "quality")
 _HOME = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = sorted([*_HOME, *_PACKAGES, "__version__"])  # noqa: PLE0605 - names, all of them str
@@ -71,6 +77,10 @@ if TYPE_CHECKING:
     from caramba_fast.config import KVCacheKind as KVCacheKind
     from caramba_fast.config import KVCacheTensorConfig as KVCacheTensorConfig
     from caramba_fast.config import Rotary as Rotary
+    from caramba_fast.hf import CarambaCache as CarambaCache
+    from caramba_fast.hf import CarambaStaticCache as CarambaStaticCache
+    from caramba_fast.hf import accelerate as accelerate
+    from caramba_fast.hf import restore as restore
     from caramba_fast.infer import GenerateConfig as GenerateConfig
     from caramba_fast.infer import GenerateOutput as GenerateOutput
     from caramba_fast.infer import Generator as Generator

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -258,3 +259,54 @@ def outcome(
     assert Counted.made, "no cache of ours was used"
     told = [str(w.message) for w in caught if "dequantized" in str(w.message)]
     return Outcome(found == expected, sum(c.dequantizations for c in Counted.made), told)
+
+
+# -- the page ----------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[1] / "docs" / "huggingface.md"
+BEGIN, END = "<!-- matrix: python tests/hf_matrix.py -->", "<!-- end of matrix -->"
+PACKED_MARK, DENSE_MARK, STOCK_MARK, WRONG_MARK = "✓", "○", "–", "✗"
+
+
+def mark(family: str, feature: str, models: dict[str, PreTrainedModel], monkeypatch: Any) -> str:
+    """What came of a feature of a family."""
+    if feature in STOCK_CANNOT.get(family, ()):
+        return STOCK_MARK
+    model = models.setdefault(family, tiny(family))
+    with torch.no_grad():
+        expected = FEATURES[feature](model)
+    found = outcome(model, feature, expected, monkeypatch)
+    if not found.same:
+        return WRONG_MARK
+    return DENSE_MARK if found.dequantizations else PACKED_MARK
+
+
+def matrix() -> str:
+    """The table of the page, from running everything."""
+    import pytest
+
+    names, models = list(FEATURES), {}
+    lines = [
+        f"transformers {transformers.__version__}, torch {torch.__version__}, fp32 models and caches.",
+        "",
+        f"| | {' | '.join(names)} |",
+        f"|---|{':-:|' * len(names)}",
+    ]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for title, family in {**PACKED, **DEQUANTIZED}.items():
+            marks = [mark(family, feature, models, monkeypatch) for feature in names]
+            lines.append(f"| {title} | {' | '.join(marks)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    text = f"{before}{BEGIN}\n{matrix()}\n{END}{after}"
+    PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -220,3 +220,27 @@ def test_draws_of_a_large_vocabulary_keep_to_what_is_left() -> None:
     drawn = torch.stack([draw(probability, None) for _ in range(200)])
     assert set((drawn % 1000).flatten().tolist()) == {7}
     assert len(set(drawn.flatten().tolist())) == 50
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [{"top_k": 5}, {"top_p": 0.8}, {"top_k": 6, "top_p": 0.7}, {"top_k": 400}, {"top_p": 0.999}],
+    ids=str,
+)
+def test_draws_from_a_few_candidates_have_the_filtered_distribution(
+    filters: dict[str, Any],
+) -> None:
+    """Over a vocabulary of which the first few hundred tokens hold all that is left, or do not."""
+    torch.manual_seed(2)
+    logits = torch.randn(600) * 3
+    settings = config(temperature=1.2, **filters)
+    expected = filtered_logits(logits[None], settings).softmax(-1)[0].double() * DRAWS
+    drawn = sample(logits.expand(DRAWS, -1), settings, torch.Generator().manual_seed(1))
+    seen = torch.bincount(drawn, minlength=600).double()
+    assert not seen[expected == 0].any()
+    common = expected >= 10
+    rest = expected[~common].sum(), seen[~common].sum()
+    statistic = ((seen - expected)[common] ** 2 / expected[common]).sum()
+    statistic += (rest[1] - rest[0]) ** 2 / rest[0] if rest[0] > 10 else 0.0
+    freedom = int(common.sum())
+    assert float(statistic) < freedom + 4.5 * math.sqrt(2 * freedom) + 12

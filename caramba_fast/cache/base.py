@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from caramba_fast.cache import resize, state
 from caramba_fast.cache.knowledge import Knowledge
 from caramba_fast.cache.lengths import Counts, RowLengths
 from caramba_fast.cache.pages import PageAllocator, PageTable
@@ -320,9 +321,9 @@ class LayerCache:
             for stream in self.streams.values():
                 stream.narrow_tail(self.seq_lens)
 
-    def _attend(self, *queries: Tensor, **options: Any) -> Any:
+    def _attend(self, *queries: Tensor, before: int = 0, **options: Any) -> Any:
         q = queries[0]
-        tokens = q.shape[2] if q.ndim == 4 else 0
+        tokens = q.shape[2] + before if q.ndim == 4 and before >= 0 else 0
         lengths, most = self.lengths, max(self.tail_slack, self._widened)
         if not 1 <= tokens <= max(self.pos, lengths.newest):
             raise ValueError(
@@ -334,7 +335,7 @@ class LayerCache:
                 f"q has T={tokens} tokens; with a tail up to tail_slack={self.tail_slack} are allowed, "
                 "or those of the latest append, once and right after it"
             )
-        if lengths.query_lens is not None and tokens != lengths.newest:
+        if lengths.query_lens is not None and (before or tokens != lengths.newest):
             raise ValueError(
                 f"q has T={tokens} tokens after an append of {lengths.newest} with padding; "
                 "they must agree"
@@ -351,12 +352,14 @@ class LayerCache:
             options["residual_len"] = self.residual_len
         if self.reach.local_window is not None:
             options["window_size"] = self.reach.window(options)
-        kind, extends = type(self), tokens > MAX_QUERY_TOKENS
+        kind, extends = type(self), q.shape[2] > MAX_QUERY_TOKENS
         if extends and self.reach.q_chunk is not None:
             options.setdefault("q_chunk", self.reach.q_chunk)
         op = kind._extend_op if extends else kind._decode_op
-        result = op(*queries, *views, self.seq_lens, n_kv_heads=self.n_kv_heads, **options)
-        self._narrow()
+        held = self.seq_lens - before if before else self.seq_lens
+        result = op(*queries, *views, held, n_kv_heads=self.n_kv_heads, **options)
+        if not before:
+            self._narrow()
         return result
 
     # -- shrinking and moving -----------------------------------------------------------
@@ -463,6 +466,53 @@ class LayerCache:
         other._tail = self._tail.taken(rows)
         other._name_streams()
         return other
+
+    def grow(self, max_seq_len: int) -> None:
+        """Makes room for ``max_seq_len`` tokens a row, in new buffers; what is stored stays as it is.
+
+        Raises:
+            ValueError: a paged cache, or transforms set by hand that end before.
+        """
+        resize.grow(self, max_seq_len)
+
+    def drop_front(self, count: int, max_seq_len: int) -> None:
+        """Forgets the first ``count`` tokens of every row; later tokens move to the front.
+
+        Rows with leading padding must have none of it dropped, if keys are centered: their phases count from its end.
+
+        Args:
+            count: a multiple of ``residual_len + tail_slack``, if there is a tail.
+            max_seq_len: room afterwards.
+
+        Raises:
+            ValueError: a paged cache, rows that differ in length, or a count out of range.
+        """
+        resize.drop_front(self, count, max_seq_len)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the cache holds and how, as tensors, numbers and names; see `load_state_dict`.
+
+        Raises:
+            ValueError: a paged cache, whose pool may be shared.
+        """
+        return state.state_of(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state of a cache of the same rows, streams and storage, and its transforms.
+
+        Raises:
+            ValueError: one that differs, and in what; nothing has changed then.
+        """
+        state.load_state(self, state_dict)
+
+    def to(self, device: torch.device | str) -> Self:
+        """The cache on another device; itself where it is there already.
+
+        Raises:
+            ValueError: a paged cache, whose pool may be shared.
+        """
+        found: Any = resize.moved(self, device)
+        return found
 
     def _name_streams(self) -> None:
         """Sets the attributes that stand for single streams."""

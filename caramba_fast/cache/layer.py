@@ -103,18 +103,19 @@ class LayerKVCache(LayerCache):
         """
         self._append({"k": k, "v": v}, new_lens, cache_leftpad, will_attend)
 
-    def attend(self, q: Tensor, **options: Any) -> Any:
+    def attend(self, q: Tensor, *, before: int = 0, **options: Any) -> Any:
         """Attention of the T newest tokens over everything cached, as `ops.decode_attention`.
 
         Args:
             q: (B, H_q, T, D_k), queries of the T tokens appended last; more than 32 go through
                 `ops.extend_attention`.
+            before: how many of the newest tokens of every row come after these T; they are not seen.
             options: softmax_scale, window_size, softcap, … of `ops.decode_attention`.
 
         Raises:
             ValueError: more queries than tokens cached, or an option that does not fit.
         """
-        return self._attend(q, **options)
+        return self._attend(q, before=before, **options)
 
 
 class DecoupledLayerKVCache(LayerCache):

@@ -91,6 +91,10 @@ class CacheTensor:
         other.sink = None if self.sink is None else self.sink.index_select(0, rows)
         return other
 
+    def replace_buffers(self, codes: Tensor, scales: Tensor | None, transform: Transform) -> None:
+        """Takes other buffers with the same tokens in them, and the transform they are stored in."""
+        self.codes, self.scales, self.transform, self._view = codes, scales, transform, None
+
     @property
     def buffers(self) -> list[Tensor]:
         """Everything allocated."""

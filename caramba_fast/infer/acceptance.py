@@ -14,7 +14,7 @@ from torch import Tensor
 
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.drafts import Drafted
-from caramba_fast.infer.sampling import draw, filtered_logits
+from caramba_fast.infer.sampling import draw, filtered_logits, sample
 
 
 def accept(
@@ -39,9 +39,9 @@ def accept(
     lengths = [len(tokens) for tokens in drafted.tokens]
     if not config.samples:
         return _matching(scores.argmax(-1).tolist(), drafted.tokens)
-    probability = filtered_logits(scores, config).softmax(-1)
     if method == "sample_match":
-        return _drawn_alike(probability, drafted.tokens, rng)
+        return _drawn_alike(scores, drafted.tokens, config, rng)
+    probability = filtered_logits(scores, config).softmax(-1)
     counts = _accepted(probability, drafted, lengths, rng)
     return counts, _next(probability, drafted.probability, drafted.tokens, counts, rng)
 
@@ -58,14 +58,17 @@ def _matching(chosen: list[list[int]], drafts: Sequence[list[int]]) -> tuple[lis
 
 
 def _drawn_alike(
-    probability: Tensor, drafts: Sequence[list[int]], rng: torch.Generator | None
+    scores: Tensor,
+    drafts: Sequence[list[int]],
+    config: GenerateConfig,
+    rng: torch.Generator | None,
 ) -> tuple[list[int], list[int]]:
     """Draws from the target, position by position, as plain decoding would, while any draft drew the same."""
     counts, tokens = [0] * len(drafts), [0] * len(drafts)
     running = [True] * len(drafts)
     place = 0
     while any(running):
-        drawn = draw(probability[:, min(place, probability.shape[1] - 1)], rng).tolist()
+        drawn = sample(scores[:, min(place, scores.shape[1] - 1)], config, rng).tolist()
         for row, draft in enumerate(drafts):
             if running[row]:
                 tokens[row] = drawn[row]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -70,8 +72,27 @@ def sample(logits: Tensor, config: GenerateConfig, generator: torch.Generator | 
     """
     if not config.samples:
         return logits.argmax(-1)
-    probability = filtered_logits(logits, config).softmax(-1)
-    return draw(probability, generator)
+    return _drawn_from_few(logits, config, generator)
+
+
+def _drawn_from_few(
+    logits: Tensor, config: GenerateConfig, generator: torch.Generator | None
+) -> Tensor:
+    """As drawing from the filtered distribution; where a few hundred tokens hold all of it, from those alone."""
+    few = min(config.top_k or FIRST_FEW, FIRST_FEW, logits.shape[-1])
+    unlimited = config.top_k is None and config.top_p is None
+    if unlimited or config.min_p or config.typical_p or (config.top_k or 0) > few:
+        return draw(filtered_logits(logits, config).softmax(-1), generator)
+    scores = logits.to(torch.float32) / config.temperature
+    values, index = scores.topk(few)
+    whole = values if config.top_k else scores
+    probability = (values - whole.logsumexp(-1, keepdim=True)).exp()
+    if config.top_p is not None:
+        if not config.top_k and not bool((probability.sum(-1) >= config.top_p).all()):
+            return draw(filtered_logits(logits, config).softmax(-1), generator)
+        before = probability.cumsum(-1) - probability
+        probability = probability.masked_fill(before >= config.top_p, 0.0)
+    return index.gather(-1, draw(probability, generator)[..., None])[..., 0]
 
 
 def draw(probability: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -87,7 +108,7 @@ def draw(probability: Tensor, generator: torch.Generator | None) -> Tensor:
     exact = torch.float32 if flat.device.type == "mps" else torch.float64
     reached = flat.cumsum(-1, dtype=exact)
     total = reached[:, -1:]
-    if not bool((total > 0).all() and total.isfinite().all()):
+    if not all(0.0 < reach < math.inf for reach in total.flatten().tolist()):
         raise ValueError(
             "no token can be drawn: logits are NaN, or every token of a row was removed by "
             "the settings (suppress_tokens, bad_words_ids, logit_bias, a logits processor)"

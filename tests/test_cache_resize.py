@@ -1,0 +1,138 @@
+"""Layer caches that grow, lose their front, move and are saved: what is stored stays what it was."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from caramba_fast import LayerKVCache, Rotary
+from caramba_fast.config import cache_configs
+
+HEADS, DIM = 2, 32
+ROPE = Rotary.half_split([10000 ** (-i / 16) for i in range(16)])
+SPECS = ["fp32", "q8", "q4", "nf4:plain,residual_len=8,sink_len=4", "q8/q4:rotate"]
+
+
+def made(spec: str, room: int, rows: int = 2, **more: Any) -> LayerKVCache:
+    return LayerKVCache(
+        rows, room, HEADS * DIM, HEADS * DIM, n_kv_heads=HEADS, rope=ROPE, **cache_configs(spec), **more
+    )  # fmt: skip
+
+
+def states(count: int, seed: int = 0, rows: int = 2) -> tuple[Tensor, Tensor]:
+    """Keys with a large bias on one pair, which RoPE turns, and values."""
+    generator = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(rows, HEADS, count, DIM, generator=generator) for _ in range(2))
+    t = torch.arange(count) * ROPE.inv_freq[2]
+    k[..., 2] += 40 * t.cos()
+    k[..., 18] += 40 * t.sin()
+    return k, v
+
+
+def queries(count: int, rows: int = 2) -> Tensor:
+    return torch.randn(rows, 4, count, DIM, generator=torch.Generator().manual_seed(9))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_growing_changes_nothing(spec: str) -> None:
+    small, large = made(spec, 100), made(spec, 700)
+    k, v = states(500)
+    for layer in (small, large):
+        layer.append(k[:, :, :90], v[:, :, :90], will_attend=False)
+    small.grow(700)
+    assert small.max_seq_len == 700
+    for layer in (small, large):
+        layer.append(k[:, :, 90:], v[:, :, 90:], will_attend=False)
+    for a, b in zip(small.get(), large.get(), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(small.attend(queries(3)), large.attend(queries(3)))
+    small.grow(10)
+    assert small.max_seq_len == 700
+
+
+@pytest.mark.parametrize("spec", ["fp32", "q8", "q4", "nf4:plain,residual_len=8"])
+def test_what_stays_when_the_front_is_dropped_is_read_as_before(spec: str) -> None:
+    layer = made(spec, 512)
+    layer.append(*states(300), will_attend=False)
+    count = 192  # a multiple of every ring
+    expected = layer.attend(queries(2), window_size=(63, 0))
+    kept = [x[:, :, count:] for x in layer.get()]
+    layer.drop_front(count - count % max(layer.residual_len + layer.tail_slack, 1), 256)
+    dropped = 300 - layer.pos
+    for found, wanted in zip(layer.get(), kept, strict=True):
+        torch.testing.assert_close(found[:, :, count - dropped :], wanted, rtol=1e-4, atol=1e-3)
+    found = layer.attend(queries(2), window_size=(63, 0))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-3)
+    k, v = states(310)
+    layer.append(k[:, :, 300:], v[:, :, 300:])
+    assert float((layer.get()[0][:, :, -10:] - k[:, :, 300:]).norm() / k.norm()) < 0.1
+
+
+def test_dropping_is_refused_where_it_cannot_be() -> None:
+    layer = made("q4", 512)
+    layer.append(*states(100), new_lens=[100, 90])
+    with pytest.raises(ValueError, match="equal length"):
+        layer.drop_front(64, 512)
+    layer.reset()
+    layer.append(*states(100))
+    for count in (3, 128, -64):
+        with pytest.raises(ValueError, match="multiple of 64"):
+            layer.drop_front(count, 512)
+    with pytest.raises(ValueError, match="36 tokens stay"):
+        layer.drop_front(64, 20)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_state_is_taken_by_another_cache(spec: str) -> None:
+    layer, other = made(spec, 100), made(spec, 300)
+    layer.append(*states(90), new_lens=[90, 71])
+    other.load_state_dict(layer.state_dict())
+    assert other.lengths.host == [90, 71]
+    twin = copy.deepcopy(layer)
+    for x in (layer, other, twin):
+        x.append(*states(1, 4))
+    for x in (other, twin):
+        assert torch.equal(x.attend(queries(1)), layer.attend(queries(1)))
+    grown = made(spec, 10)
+    grown.load_state_dict(layer.state_dict())
+    assert grown.max_seq_len == 91
+
+
+def test_states_and_moves_that_are_refused() -> None:
+    layer, paged = made("q8", 100), made("q8", 100, page_size=32)
+    layer.append(*states(20))
+    for wrong, reason in (
+        (made("q4", 100), "stored as"),
+        (made("q8", 100, rows=3), "batch_size is 2"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            wrong.load_state_dict(layer.state_dict())
+    for refused in (
+        paged.state_dict,
+        lambda: paged.load_state_dict(layer.state_dict()),
+        lambda: paged.grow(200),
+        lambda: paged.to("meta"),
+        lambda: paged.drop_front(0, 100),
+    ):
+        with pytest.raises(ValueError, match=r"paged|contiguous"):
+            refused()
+    assert layer.to("cpu") is layer
+    assert layer.to("meta").device.type == "meta"
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_queries_that_are_not_the_newest(spec: str) -> None:
+    layer = made(spec, 100)
+    layer.append(*states(70), will_attend=False)
+    layer.append(*states(9, 1))
+    q = queries(9)
+    whole = layer.attend(q)
+    layer.crop(0)
+    parts = [layer.attend(q[:, :, i : i + 3], before=9 - i - 3) for i in (0, 3, 6)]
+    torch.testing.assert_close(torch.cat(parts, dim=2), whole, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="T from 1"):
+        layer.attend(q, before=-1)

@@ -1,0 +1,102 @@
+"""Every snippet of docs/inference.md runs, in the order of the page, and its measured parts are there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from caramba_fast.cli.app import app
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "inference.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+#: Commands that take seconds; of others only the options are checked.
+QUICK = ("generate", "chat", "run", "doctor")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return [body for name, body in BLOCK.findall(text) if name == language]
+
+
+SETUP, *CHAPTERS = re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]
+TITLES = [chapter.partition("\n")[0] for chapter in CHAPTERS]
+
+
+@pytest.fixture(scope="module")
+def prepared() -> dict[str, Any]:
+    """What the first chapter defines."""
+    space: dict[str, Any] = {}
+    for block in blocks(SETUP, "python"):
+        exec(compile(block, "Setup", "exec"), space)
+    overview = CHAPTERS[TITLES.index("Overview")]
+    exec(re.search(r"^from caramba_fast.infer import .*$", overview, re.MULTILINE)[0], space)
+    return space
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_python(title, prepared, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    space = dict(prepared)
+    for index, block in enumerate(blocks(CHAPTERS[TITLES.index(title)], "python")):
+        exec(compile(block, f"{title}, block {index}", "exec"), space)
+
+
+@pytest.mark.parametrize(
+    "title", [t for t, c in zip(TITLES, CHAPTERS, strict=True) if "```bash" in c]
+)
+def test_commands(title, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    chapter = CHAPTERS[TITLES.index(title)]
+    for index, text in enumerate(blocks(chapter, "yaml")):
+        assert index == 0, "one manifest a chapter"
+        Path("manifest.yml").write_text(text, encoding="utf-8")
+    for line in "".join(blocks(chapter, "bash")).splitlines():
+        program, *arguments = shlex.split(line)
+        assert program == "caramba-fast"
+        if arguments[0] in QUICK:
+            done = CliRunner().invoke(app, arguments, input="def main():\n/stats\n/undo\n/quit\n")
+            assert done.exit_code == 0, (line, done.output)
+        else:
+            command = typer.main.get_command(app).commands[arguments[0]]
+            command.make_context(arguments[0], arguments[1:])  # raises for options there are not
+    if "```yaml" in chapter:
+        assert Path("timing.json").is_file()
+
+
+def test_measured_parts_are_filled():
+    parts = re.findall(
+        r"<!-- measured: (?!end of)(.*?) -->\n(.*?)<!-- measured: end of \1 -->", PAGE, re.DOTALL
+    )
+    assert {name for name, _ in parts} == {
+        "steps",
+        "kinds",
+        "bytes",
+        "decoupled",
+        "speculation",
+        "overhead",
+    }
+    for name, text in parts:
+        assert "|" in text, f"{name} was not measured"
+
+
+def test_no_figures_by_hand():
+    """Times, factors and rates stand in measured parts alone."""
+    outside = re.sub(
+        r"<!-- measured: (?!end)(.*?) -->.*?<!-- measured: end of \1 -->", "", PAGE, flags=re.DOTALL
+    )
+    assert not re.search(r"\d+(\.\d+)?\s?(×|ms|µs|tokens/s)", outside)
+
+
+def test_links():
+    for target in re.findall(r"\]\(([^)#]*)(#[^)]*)?\)", PAGE):
+        if target[0]:
+            assert (ROOT / "docs" / target[0]).exists(), target
+        else:
+            headings = {"#" + title.lower().replace(" ", "-") for title in TITLES}
+            assert target[1] in headings, target

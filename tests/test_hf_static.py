@@ -1,0 +1,123 @@
+"""CarambaStaticCache: plain tensors of fixed size, one graph a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hf_matrix import IS_OLD, PAD, tiny
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import PreTrainedModel
+
+from caramba_fast.hf import CarambaCache, CarambaStaticCache, accelerate, restore
+
+FAMILIES = ["llama", "qwen2", "mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "gpt2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def batch(count: int = 20) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 97, (2, count), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    ids[1, :7] = PAD
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prefill", ["exact", "stored"])
+def test_the_same_tokens_as_with_the_stock_cache(family: str, prefill: str) -> None:
+    if (family, prefill) == ("llama4_text", "stored"):
+        pytest.skip("prompts of chunked layers are exact")
+    model = tiny(family)
+    options: dict[str, Any] = dict(max_new_tokens=12, do_sample=False)
+    expected = [model.generate(**batch(), **options, **more) for more in ({}, {"num_beams": 2})]
+    accelerate(model, "fp32", prefill=prefill)
+    for wanted, more in zip(expected, ({}, {"num_beams": 2}), strict=True):
+        found = model.generate(
+            **batch(),
+            **options,
+            **more,
+            cache_implementation="static",
+            return_dict_in_generate=True,
+        )
+        assert torch.equal(found.sequences, wanted)
+        assert isinstance(found.past_key_values, CarambaStaticCache)
+    restore(model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["q8", "q4", "fp32", "nf4/bf16"])
+def test_one_graph_for_every_step_and_every_cache(family: str, kind: str) -> None:
+    if IS_OLD and family == "gpt_oss":
+        pytest.skip("its experts do not compile in this transformers")
+    model = accelerate(tiny(family), kind)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(model.forward, fullgraph=True, backend=counter)
+    ids = torch.randint(3, 97, (1, 70), generator=torch.Generator().manual_seed(2))
+    for _ in range(2):
+        static = CarambaStaticCache(model, kind, max_cache_len=100)
+        eager = CarambaCache(model, kind)
+        for cache in (static, eager):
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+        for token in range(4):
+            given = torch.tensor([[7 + token]])
+            place = {"cache_position": torch.tensor([70 + token])} if IS_OLD else {}
+            a = step(input_ids=given, past_key_values=static, use_cache=True, **place).logits
+            b = model(input_ids=given, past_key_values=eager, use_cache=True).logits
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+        assert counter.frame_count == 1
+        assert int(static.get_seq_length()) == 74
+
+
+@torch.no_grad()
+def test_reset_and_reorder() -> None:
+    model = accelerate(tiny("llama"), "q8")
+    cache = CarambaStaticCache(model, "q8", max_cache_len=40)
+    ids = batch()["input_ids"][:1].repeat(2, 1)
+    ids[1] = ids[1].flip(0)
+    first = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    next_ids = torch.tensor([[5], [9]])
+    expected = model(input_ids=next_ids, past_key_values=cache, use_cache=True).logits
+    cache.reset()
+    assert torch.equal(model(input_ids=ids, past_key_values=cache, use_cache=True).logits, first)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    found = model(input_ids=next_ids.flip(0), past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(found.flip(0), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="has 2 rows, and 3 came"):
+        cache.reset()
+        model(input_ids=ids[[0, 1, 0]], past_key_values=cache, use_cache=True)
+
+
+def refused(model: PreTrainedModel) -> str:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        CarambaStaticCache(model, "q8", max_cache_len=40)
+    return str(caught.value)
+
+
+def test_models_that_cannot_have_one() -> None:
+    assert "accelerate(model)" in refused(tiny("llama"))
+    assert "does not use our attention" in refused(accelerate(tiny("gptj")))
+    if not IS_OLD:
+        assert "as tensors" in refused(accelerate(tiny("deepseek_v3")))
+        assert "layers of other kinds" in refused(accelerate(tiny("qwen3_next")))
+
+
+@torch.no_grad()
+def test_padding_between_tokens_is_refused() -> None:
+    model = accelerate(tiny("llama"), "q8")
+    given = batch()
+    given["attention_mask"][0, 4] = 0
+    cache = CarambaStaticCache(model, "q8", max_cache_len=40)
+    with pytest.raises(ValueError, match="padding between tokens"):
+        model(**given, past_key_values=cache, use_cache=True)
