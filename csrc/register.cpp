@@ -10,16 +10,52 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "dispatch.h"
 #include "ops.h"
 
 namespace caramba_fast {
+
+// A string argument. torch's own conversion to std::string (up to 2.13 at least) allocates one with
+// every call and never frees it; a generation makes millions of calls.
+struct Text : std::string {};
+
+}  // namespace caramba_fast
+
+template <>
+struct torch::stable::detail::ToImpl<caramba_fast::Text> {
+  static caramba_fast::Text call(StableIValue value, std::uint64_t, bool) {
+    const auto handle = torch::stable::detail::to<StringHandle>(value);
+    std::size_t length = 0;
+    const char* data = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+    caramba_fast::Text text;
+    text.assign(data, length);
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+    return text;
+  }
+};
+
+namespace caramba_fast {
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+// An op's argument as it is unboxed.
+template <class T>
+using Held = std::conditional_t<std::is_same_v<std::decay_t<T>, std::string>, const Text&, T>;
+
+template <auto op>
+struct Boxed;
+
+template <class R, class... Args, R (*op)(Args...)>
+struct Boxed<op> {
+  static R call(Held<Args>... args) { return op(args...); }
+};
 
 // Fewer values than this for each thread cost more to hand out than to do.
 constexpr std::int64_t kGrainValues = 32768;
@@ -150,14 +186,15 @@ struct Attend;
 
 template <class... Args, std::tuple<Tensor, Tensor> (*attention)(const Tensor&, Args...)>
 struct Attend<attention> {
-  static std::tuple<Tensor, Tensor> decode(const Tensor& q, Args... args) {
+  static std::tuple<Tensor, Tensor> decode(const Tensor& q, Held<Args>... args) {
     STD_TORCH_CHECK(q.dim() != 4 || q.size(2) <= 32, "q has T=", q.size(2),
                     " tokens; 1 to 32 are allowed");
     return attention(q, args...);
   }
 
   // `q_chunk` bounds the scratch of implementations that need some.
-  static std::tuple<Tensor, Tensor> extend(const Tensor& q, Args... args, std::int64_t q_chunk) {
+  static std::tuple<Tensor, Tensor> extend(const Tensor& q, Held<Args>... args,
+                                           std::int64_t q_chunk) {
     STD_TORCH_CHECK(q_chunk >= 1, "q_chunk is ", q_chunk, "; 1 or more is allowed");
     return attention(q, args...);
   }
@@ -180,11 +217,12 @@ extern "C" __attribute__((visibility("default"))) const char* caramba_fast_cpu_i
 }
 
 STABLE_TORCH_LIBRARY_IMPL(caramba_fast, CPU, m) {
-  m.impl("quantize", TORCH_BOX(&caramba_fast::quantize));
-  m.impl("dequantize", TORCH_BOX(&caramba_fast::dequantize));
-  m.impl("append_", TORCH_BOX(&caramba_fast::append_));
-  m.impl("decoupled_append_", TORCH_BOX(&caramba_fast::decoupled_append_));
-  m.impl("merge_state", TORCH_BOX(&caramba_fast::merge_state));
+  m.impl("quantize", TORCH_BOX(&caramba_fast::Boxed<&caramba_fast::quantize>::call));
+  m.impl("dequantize", TORCH_BOX(&caramba_fast::Boxed<&caramba_fast::dequantize>::call));
+  m.impl("append_", TORCH_BOX(&caramba_fast::Boxed<&caramba_fast::append_>::call));
+  m.impl("decoupled_append_",
+         TORCH_BOX(&caramba_fast::Boxed<&caramba_fast::decoupled_append_>::call));
+  m.impl("merge_state", TORCH_BOX(&caramba_fast::Boxed<&caramba_fast::merge_state>::call));
   m.impl("decode_attention", TORCH_BOX(&caramba_fast::Standard::decode));
   m.impl("decoupled_decode_attention", TORCH_BOX(&caramba_fast::Decoupled::decode));
   m.impl("extend_attention", TORCH_BOX(&caramba_fast::Standard::extend));

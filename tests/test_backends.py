@@ -82,7 +82,8 @@ def test_an_op_without_the_chosen_backend_raises_when_called(monkeypatch):
     with (
         use_backend("cpp"),
         pytest.raises(
-            BackendError, match=r"extend_attention cannot run on backend 'cpp'.*no kernel for this op"
+            BackendError,
+            match=r"extend_attention cannot run on backend 'cpp'.*no kernel for this op",
         ),
     ):
         extend_attention(
