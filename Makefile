@@ -10,7 +10,7 @@ AOT    := bench/results/aot.csv
 SANE   := build/sanitize/caramba_fast/_C.abi3.so
 BUILD  := pyproject.toml setup.py $(wildcard csrc/*)
 
-.PHONY: help demo test test-device sanitize cross lint format bench bench-quick bench-decode bench-rows bench-page bench-predictions aot train train-biased clean
+.PHONY: help demo test test-device sanitize cross lint format bench bench-quick bench-decode bench-generation bench-rows bench-page bench-predictions aot train train-biased clean
 
 help:
 	@echo "make demo         a trained model writes from fp16, q8, q4 and nf4 caches"
@@ -22,6 +22,7 @@ help:
 	@echo "make bench        time the ops beside what torch has, ten minutes at most (DEVICE=cpu|cuda)"
 	@echo "make bench-quick  the same in about a minute"
 	@echo "make bench-decode decode steps of a whole model by cache kind, five minutes at most (CPU)"
+	@echo "make bench-generation  tokens with and without a cache, overhead, speculation (CPU, half an hour)"
 	@echo "make bench-rows   the same cases through pytest-benchmark (GRID=quick|cpu|core)"
 	@echo "make aot          compile the Triton kernels ahead of time and record what they cost"
 	@echo "make train        train both demo models again (close to three hours)"
@@ -123,6 +124,11 @@ bench-page: $(VENV)/.test
 	$(BIN)/python -m caramba_fast.bench.report $$(ls bench/results/cpu.csv bench/results/cuda.csv 2>/dev/null) > docs/performance.md
 	$(BIN)/python -m caramba_fast.bench.roofline bench/results/$(DEVICE).csv docs/roofline-$(DEVICE).png
 	test ! -e bench/results/cpu.csv || $(BIN)/python -m caramba_fast.bench.readme bench/results/cpu.csv README.md
+
+# Both rewrite bench/results and the tables of docs/inference.md; half an hour on two cores.
+bench-generation: $(VENV)/.test
+	$(BIN)/python -m caramba_fast.bench.generation --publish
+	$(BIN)/python -m caramba_fast.bench.speculation --publish
 
 bench-rows: $(VENV)/.test
 	GRID=$(GRID) $(BIN)/python -m pytest --device=$(DEVICE) tests/bench_rows.py --benchmark-columns=median,iqr,rounds
