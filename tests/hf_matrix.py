@@ -34,6 +34,7 @@ PACKED = {
     "Phi-3": "phi3",
     "Gemma 2": "gemma2",
     "Gemma 3 (hybrid)": "gemma3_text",
+    "Gemma 3n (shared layers)": "gemma3n_text",
     "gpt-oss (sinks)": "gpt_oss",
     "Cohere2": "cohere2",
     "OLMo 2": "olmo2",
@@ -63,6 +64,15 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
             hidden_size=64, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.3,
             max_position_embeddings=256, new_decoder_architecture=False, multi_query=True,
         ),
+    ),
+    "gemma3n_text": (
+        "Gemma3nTextConfig",
+        {
+            **NARROW, "num_hidden_layers": 4, "sliding_window": 8, "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2, "altup_num_inputs": 2,
+            "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
+            "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 4,
+        },
     ),
     "llama4_text": (
         "Llama4TextConfig",

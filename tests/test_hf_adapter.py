@@ -466,7 +466,7 @@ def test_more_tokens_than_positions_is_an_error_before_any_index_is_wrong(family
     name = "max_position_embeddings" if family == "opt" else "n_positions"
     generator = greedy(new_model(family, **{name: 20}), ignore_eos=True)
     assert new_tokens(generator.generate([ROWS[2]]))[0]
-    with pytest.raises(ValueError, match="20 positions"):
+    with pytest.raises(ValueError, match=r"20 positions|model has 20"):
         generator.generate([ROWS[0]])
     assert generator.cache is not None
     assert generator.cache.row_lengths == [len(ROWS[2]) + STEPS - 1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -395,6 +397,28 @@ def test_offloading_keeps_one_layer_at_the_model() -> None:
     assert out.past_key_values.to("cpu") is out.past_key_values
 
 
+def test_a_failure_half_way_leaves_the_settings_before(monkeypatch: Any) -> None:
+    from caramba_fast.hf import accelerating
+
+    model = accelerate(tiny("llama"), "q8", residual_len=8)
+    before = vars(model)["_caramba_fast"]
+    monkeypatch.setattr(accelerating, "known_shapes", lambda model: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        accelerate(model, "q4")
+    assert vars(model)["_caramba_fast"] == before
+    restore(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_both_models_of_assisted_generation() -> None:
+    model, assistant = tiny("llama"), tiny("llama", num_hidden_layers=1)
+    options: dict[str, Any] = dict(max_new_tokens=12, do_sample=False)
+    expected = model.generate(tokens(1, 9), **options)
+    accelerate(model, "fp32")
+    accelerate(assistant, "fp32")
+    assert torch.equal(model.generate(tokens(1, 9), assistant_model=assistant, **options), expected)
+
+
 # -- bad input ---------------------------------------------------------------------------------
 
 
@@ -423,6 +447,13 @@ def test_models_that_cannot_be_served() -> None:
         accelerate(torch.nn.Linear(2, 2))  # type: ignore[type-var]
 
 
+def test_without_transformers_it_says_what_to_install() -> None:
+    code = "import sys; sys.modules['transformers'] = None; import caramba_fast; caramba_fast.accelerate"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ImportError: caramba_fast.hf needs transformers" in run.stderr
+    assert "pip install 'caramba-fast[hf]'" in run.stderr
+
+
 def test_old_versions_are_refused() -> None:
     compat.check_version("4.57.0.dev0")
     for old in ("4.56.2", "3.0"):
@@ -434,8 +465,9 @@ def test_old_versions_are_refused() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("prefill", ["exact", "stored"])
 @pytest.mark.parametrize("kind", ["fp16", "q8", "q4", "nf4", "q8/q4", "q4:plain"])
-def test_the_demo_model_loses_what_it_loses_natively(kind: str) -> None:
+def test_the_demo_model_loses_what_it_loses_natively(kind: str, prefill: Any) -> None:
     """ΔNLL of a cache follows from its logits: those of both paths are the same to rounding."""
     from transformers import AutoModelForCausalLM
 
@@ -445,10 +477,10 @@ def test_the_demo_model_loses_what_it_loses_natively(kind: str) -> None:
 
     native = load_demo()
     model = AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32)
-    accelerate(model, kind)
+    accelerate(model, kind, prefill=prefill)
     ids = torch.arange(3, 163).view(1, -1) * 7 % 1000
-    store = ModelKVCache(native.cache_layout, 1, 256, **cache_configs(kind))
-    cache = CarambaCache(model, kind)
+    store = ModelKVCache(native.cache_layout, 1, 256, prefill=prefill, **cache_configs(kind))
+    cache = CarambaCache(model, kind, prefill=prefill)
     losses = []
     for forward in (lambda x: native(x, store), lambda x: fed(model, cache, x)):
         logits = [forward(ids[:, :120])[:, -1]]

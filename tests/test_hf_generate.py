@@ -96,6 +96,17 @@ def test_the_same_tokens_where_the_model_wants_tensors(
     check(family, feature, monkeypatch)
 
 
+@pytest.mark.parametrize("cache", ["q4", "nf4/q8"])
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+def test_quantized_kinds_run_packed(
+    family: str, feature: str, cache: str, monkeypatch: Any
+) -> None:
+    model, expected = stock(family, feature)
+    found = outcome(model, feature, expected, monkeypatch, cache)
+    assert found.dequantizations == 0 and not found.warned
+
+
 def test_the_page_shows_the_matrix() -> None:
     text = PAGE.read_text(encoding="utf-8")
     table = text[text.index(BEGIN) : text.index(END)].splitlines()

@@ -314,6 +314,11 @@ class LayerCache:
 
     # -- reading ------------------------------------------------------------------------
 
+    @property
+    def attendable(self) -> int:
+        """Most newest tokens that can be attended from at once, where there is a tail."""
+        return max(self.tail_slack, self._widened)
+
     def _narrow(self) -> None:
         """Gives up the room a tail was given for many tokens at once."""
         if self._widened:
@@ -324,7 +329,7 @@ class LayerCache:
     def _attend(self, *queries: Tensor, before: int = 0, **options: Any) -> Any:
         q = queries[0]
         tokens = q.shape[2] + before if q.ndim == 4 and before >= 0 else 0
-        lengths, most = self.lengths, max(self.tail_slack, self._widened)
+        lengths, most = self.lengths, self.attendable
         if not 1 <= tokens <= max(self.pos, lengths.newest):
             raise ValueError(
                 f"q has shape {tuple(q.shape)}; (B, H_q, T, D) with T from 1 to the "

@@ -4,10 +4,15 @@ The only layer that imports transformers. Importing it registers its adapter and
 `caramba_fast.models.registry`, so that the layers below find them without importing upward.
 """
 
+from caramba_fast.hf import compat as _compat  # noqa: F401, I001 - first: it says what is missing
 from transformers import PreTrainedModel
 
+from caramba_fast.hf.accelerating import accelerate, restore
 from caramba_fast.hf.adapter import HuggingFaceModel
 from caramba_fast.hf.loading import load_pretrained, load_tokenizer
+from caramba_fast.hf.packed_cache import CarambaCache
+from caramba_fast.hf.registering import register
+from caramba_fast.hf.static_cache import CarambaStaticCache
 from caramba_fast.models.registry import (
     register_adapter,
     register_loader,
@@ -18,4 +23,13 @@ register_adapter(lambda model: isinstance(model, PreTrainedModel), HuggingFaceMo
 register_loader(load_pretrained)
 register_tokenizer_loader(load_tokenizer)
 
-__all__ = ["HuggingFaceModel", "load_pretrained", "load_tokenizer"]
+__all__ = [
+    "CarambaCache",
+    "CarambaStaticCache",
+    "HuggingFaceModel",
+    "accelerate",
+    "load_pretrained",
+    "load_tokenizer",
+    "register",
+    "restore",
+]

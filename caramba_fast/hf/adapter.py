@@ -89,6 +89,11 @@ class HuggingFaceModel(nn.Module):
         """Why a decode step cannot be replayed as a CUDA graph."""
         return "K and V of a Hugging Face model come back dense, and grow from step to step"
 
+    @property
+    def max_positions(self) -> int | None:
+        """The length of the model's table of positions; None where positions are computed."""
+        return self._findings.max_positions
+
     # -- the forward pass ---------------------------------------------------------------
 
     def forward(

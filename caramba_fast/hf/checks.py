@@ -11,6 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from caramba_fast.hf.compat import stock_layers
 
 ALLOWED = (
     "decoder-only causal language models that keep keys and values in a transformers Cache are"
@@ -22,20 +25,42 @@ _PADDING_ERROR: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
 
 
 def check_servable(model: Any) -> None:
-    """Raises TypeError with the reason where our caches cannot serve ``model``."""
-    reason = None
-    if not isinstance(model, PreTrainedModel):
-        reason = "it is no transformers PreTrainedModel"
-    elif model.config.is_encoder_decoder:
-        reason = "it is an encoder-decoder"
-    elif getattr(model.config, "add_cross_attention", False):
-        reason = "it has cross-attention (add_cross_attention)"
-    elif not model.can_generate():
-        reason = "it has no language-model head, so it cannot generate"
-    elif "past_key_values" not in inspect.signature(model.forward).parameters:
-        reason = "its forward takes no past_key_values: it keeps no keys and values"
-    elif getattr(model, "_is_stateful", False):
+    """Raises TypeError with the reason where our caches cannot serve ``model`` through the adapter."""
+    reason = _reason(model)
+    if reason is None and getattr(model, "_is_stateful", False):
         reason = "its state is not (only) keys and values of tokens (it is recurrent or hybrid)"
+    _refuse(model, reason)
+
+
+def check_cacheable(model: Any) -> None:
+    """Raises TypeError with the reason where ``model`` has no use for a `CarambaCache`."""
+    reason = _reason(model)
+    if reason is None:
+        layers = (
+            stock_layers(model.config.get_text_config(decoder=True))
+            if model._supports_default_dynamic_cache()
+            else []
+        )
+        if not any(isinstance(layer, DynamicLayer) for layer in layers):
+            reason = "it keeps no keys and values in a DynamicCache (it is recurrent, or brings its own cache)"
+    _refuse(model, reason)
+
+
+def _reason(model: Any) -> str | None:
+    if not isinstance(model, PreTrainedModel):
+        return "it is no transformers PreTrainedModel"
+    if model.config.is_encoder_decoder:
+        return "it is an encoder-decoder"
+    if getattr(model.config, "add_cross_attention", False):
+        return "it has cross-attention (add_cross_attention)"
+    if not model.can_generate():
+        return "it has no language-model head, so it cannot generate"
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        return "its forward takes no past_key_values: it keeps no keys and values"
+    return None
+
+
+def _refuse(model: Any, reason: str | None) -> None:
     if reason:
         raise TypeError(f"{type(model).__name__} cannot be served: {reason}; {ALLOWED} supported")
 

@@ -21,6 +21,7 @@ from caramba_fast.cache import AnyLayerShape, LayerShape, StreamStatistics
 from caramba_fast.config import Rotary
 from caramba_fast.hf.cache import RecordingLayer
 from caramba_fast.hf.checks import ALLOWED, evaluating, max_positions
+from caramba_fast.hf.compat import keeps_only_tokens, stock_layers
 
 #: Relative error up to which turned keys count as equal: bfloat16 keeps 8 bits.
 CLOSE = 0.02
@@ -59,7 +60,7 @@ def probe(model: PreTrainedModel) -> Findings:
 
 @torch.no_grad()
 def _probe(model: PreTrainedModel) -> Findings:
-    cache = Cache(layer_class_to_replicate=RecordingLayer)
+    cache = Cache(layers=_recording(model))
     embeddings: Any = model.get_input_embeddings()
     token = min(5, len(embeddings.weight) - 1)
     ids = torch.full((1, 3), token, dtype=torch.int64, device=embeddings.weight.device)
@@ -72,7 +73,11 @@ def _probe(model: PreTrainedModel) -> Findings:
             f"and values alone ({error}); {ALLOWED} supported"
         ) from error
     layers: list[Any] = list(cache.layers)
-    kept = [(i, layer) for i, layer in enumerate(layers) if layer.keys is not None]
+    kept: list[tuple[int, Any]] = [
+        (i, layer)
+        for i, layer in enumerate(layers)
+        if isinstance(layer, RecordingLayer) and layer.keys is not None
+    ]
     if not kept:
         raise TypeError(
             f"{type(model).__name__} cannot be served: it stored nothing in its cache; {ALLOWED} supported"
@@ -83,6 +88,12 @@ def _probe(model: PreTrainedModel) -> Findings:
         _shape(i, layer.keys, layer.values, turns, biases) for i, layer in kept
     ]
     return Findings(shapes, [i for i, _ in kept], int(logits.shape[-1]), max_positions(model))
+
+
+def _recording(model: PreTrainedModel) -> list[Any]:
+    """The layers of the model's own cache; those of keys and values take note of what comes."""
+    layers = stock_layers(model.config.get_text_config(decoder=True))
+    return [RecordingLayer() if keeps_only_tokens(layer) else layer for layer in layers]
 
 
 def _check_tensors(model: PreTrainedModel, kept: list[tuple[int, Any]]) -> None:

@@ -1,0 +1,144 @@
+"""accelerate and restore: plain ``model.generate()`` with our cache and attention."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from transformers import PreTrainedModel
+
+from caramba_fast.hf.auto import POLICY_OPTIONS, chosen_cache
+from caramba_fast.hf.checks import check_cacheable
+from caramba_fast.hf.packed_cache import CarambaCache, known_shapes
+from caramba_fast.hf.registering import register
+from caramba_fast.hf.settings import CacheArgument, CacheSettings
+from caramba_fast.hf.static_cache import CarambaStaticCache
+
+ATTRIBUTE = "_caramba_fast"
+HOOK = "_prepare_cache_for_generation"
+#: What ``cache_implementation`` of a call may say for it to get our cache.
+OURS_FOR = (None, "dynamic", "offloaded", "static")
+
+M = TypeVar("M", bound=PreTrainedModel)
+
+
+@dataclass
+class Accelerated:
+    """What `accelerate` leaves on a model.
+
+    Attributes:
+        settings: how the cache is stored.
+        implementations: the configs whose attention was changed, and what it was.
+    """
+
+    settings: CacheSettings
+    implementations: list[tuple[Any, str]]
+
+
+def accelerate(model: M, cache: CacheArgument = "q4", **options: Any) -> M:
+    """Gives plain ``model.generate()`` a packed cache that attention reads as it is stored.
+
+    Args:
+        model: a decoder-only model of transformers; it is changed in place (weights are not), and `restore` puts
+            everything back. Again with other settings replaces them.
+        cache: "q4", "q8", "q8/q4" (K/V), dict(k="q8", v="q4"), …, or "auto" for the fastest that passes the
+            quality gates (`caramba_fast.policy`).
+        options: prefill, calibration, and fields of `KVCacheTensorConfig`; with "auto" also those of
+            `chosen_cache`: max_seq_len, batch_size, quality gates, ….
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: a model that cannot be served (encoder-decoder, no cache, …), and why.
+        ValueError: a kind or option that does not exist. The model is as it was in every case.
+    """
+    check_cacheable(model)
+    if cache == "auto":
+        cache, options = chosen_cache(model, options)
+    wrong = sorted(set(options) & set(POLICY_OPTIONS))
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: only of use with cache='auto', it is {cache!r}")
+    settings = CacheSettings.of(cache, **options)
+    before = restore(model)
+    try:
+        if settings.takes_constants:
+            known_shapes(model)
+        _install(model, settings)
+    except BaseException:
+        restore(model)
+        if before is not None:
+            _install(model, before)
+        raise
+    return model
+
+
+def _install(model: PreTrainedModel, settings: CacheSettings) -> None:
+    setattr(model, ATTRIBUTE, Accelerated(settings, _implementations(model)))
+    setattr(model, HOOK, types.MethodType(_prepare_cache, model))
+    _use_our_attention(model)
+
+
+def restore(model: PreTrainedModel) -> CacheSettings | None:
+    """Puts back what `accelerate` changed; a model that was not accelerated stays as it is.
+
+    Returns:
+        The settings it had, or None.
+    """
+    state: Accelerated | None = vars(model).get(ATTRIBUTE)
+    if state is None:
+        return None
+    for config, name in state.implementations:
+        config._attn_implementation_internal = name
+    vars(model).pop(HOOK, None)
+    delattr(model, ATTRIBUTE)
+    return state.settings
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    found: dict[int, Any] = {id(model.config): model.config}
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            found.setdefault(id(module.config), module.config)
+    return list(found.values())
+
+
+def _implementations(model: PreTrainedModel) -> list[tuple[Any, str]]:
+    return [(config, config._attn_implementation) for config in _configs(model)]
+
+
+def _use_our_attention(model: PreTrainedModel) -> None:
+    """Only in models made for it: others compute attention themselves, from masks of their own kind."""
+    name = register()
+    decoder = (model.config, model.config.get_text_config(decoder=True))
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel) or not module._can_set_attn_implementation():
+            continue
+        if any(module.config is config for config in decoder):
+            module.config._attn_implementation_internal = name
+
+
+def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """`GenerationMixin._prepare_cache_for_generation` of an accelerated model."""
+    original = getattr(type(model), HOOK)
+    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    bound.apply_defaults()
+    config, model_kwargs = bound.arguments["generation_config"], bound.arguments["model_kwargs"]
+    room = int(bound.arguments["max_cache_length"])
+    given = model_kwargs.get("past_key_values")
+    if isinstance(given, CarambaCache):
+        given.reserve(room)
+    wanted = config.cache_implementation
+    if given is not None or config.use_cache is False or wanted not in OURS_FOR:
+        return original(*bound.args, **bound.kwargs)
+    state: Accelerated = getattr(model, ATTRIBUTE)
+    if wanted == "static":
+        longest = max(room, getattr(config, "max_cache_len", None) or 0)
+        model_kwargs["past_key_values"] = CarambaStaticCache.of(model, state.settings, longest)
+        return None
+    model_kwargs["past_key_values"] = CarambaCache.of(
+        model, state.settings, room, offloading=wanted == "offloaded"
+    )
+    return None

@@ -1,0 +1,134 @@
+"""The attention function: over packed keys and values where the cache gives them, else as ``sdpa``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from caramba_fast.hf.chunked import attend_in_chunks
+from caramba_fast.hf.deferred import PackedStates, values_of
+from caramba_fast.hf.masks import PatternMask
+from caramba_fast.hf.soft_attention import soft_attention
+from caramba_fast.hf.static_layer import attended_layer
+
+#: Keywords with which a call asks for what only attention over plain tensors does.
+DENSE_ONLY = ("position_bias",)
+
+
+def caramba_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What `AttentionInterface` has under our name.
+
+    Args:
+        module: the attention layer.
+        query: (B, H_q, T, D).
+        key, value: (B, H_kv, L, D): what `CarambaLayer.update` returned, or any tensors.
+        attention_mask: from `caramba_mask`, or (B, 1, T, L) bool or additive, or None for causal.
+        scaling: multiplies q·k; default 1 / sqrt(D).
+        softcap, s_aux: of Gemma 2 and gpt-oss; see `ops.decode_attention`.
+
+    Returns:
+        (B, T, H_q, D_v), contiguous, and None for the weights.
+    """
+    s_aux = kwargs.pop("sinks", None) if s_aux is None else s_aux
+    static = attended_layer(key)
+    if static is not None:
+        options = _options(scaling, softcap, s_aux)
+        return static.attend(query, **options).transpose(1, 2).contiguous(), None
+    if _reads_packed(module, query, key, value, attention_mask, dropout, kwargs):
+        out = _packed(query, key, attention_mask, scaling, softcap, s_aux)
+        return out.transpose(1, 2).contiguous(), None
+    mask = _dense_mask(query, key, attention_mask)
+    key, value = values_of(key), values_of(value)
+    if softcap or s_aux is not None:
+        return soft_attention(query, key, value, mask, scaling, softcap, s_aux), None
+    return sdpa_attention_forward(
+        module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+
+
+def _reads_packed(
+    module: nn.Module,
+    query: Tensor,
+    key: Any,
+    value: Any,
+    mask: Any,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> bool:
+    """Whether the op can do what is asked, on what is stored."""
+    if not (isinstance(key, PackedStates) and isinstance(value, PackedStates)):
+        return False
+    if key.layer is not value.layer or (key.stream, value.stream) != ("k", "v"):
+        return False
+    if dropout or key.shape[2] != key.layer.length or not key.layer.serves(query.shape[2]):
+        return False
+    if any(kwargs.get(name) is not None for name in DENSE_ONLY):
+        return False
+    if mask is None:
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        return bool(causal) or query.shape[2] == 1
+    return isinstance(mask, PatternMask)
+
+
+def _packed(
+    query: Tensor,
+    key: Any,
+    mask: Any,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """(B, H_q, T, D) over the layer of ``key`` -> (B, H_q, T, D_v); the mask is a `PatternMask` or None."""
+    layer = key.layer
+    options = _options(scaling, softcap, s_aux)
+    if mask is None:
+        return layer.store.attend(query, **options)
+    pattern = mask.pattern
+    if pattern.chunk is not None and pattern.hides(layer.length):
+        return attend_in_chunks(layer, query, pattern.chunk, mask.leftpad, options)
+    if mask.leftpad is not None:
+        options["cache_leftpad"] = layer.slots_of(mask.leftpad)
+    if pattern.window is not None and pattern.hides(layer.length):
+        options["window_size"] = (pattern.window - 1, 0)
+    return layer.store.attend(query, **options)
+
+
+def _options(scaling: float | None, softcap: float | None, s_aux: Tensor | None) -> dict[str, Any]:
+    """The op's names for what a call of the interface asks for."""
+    options: dict[str, Any] = {}
+    if scaling is not None:
+        options["softmax_scale"] = float(scaling)
+    if softcap:
+        options["softcap"] = float(softcap)
+    if s_aux is not None:
+        options["s_aux"] = s_aux.reshape(-1).float()
+    return options
+
+
+def _dense_mask(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+    """The mask for plain tensors; None from us means causal, which ``sdpa`` reads as: from the first key on."""
+    if mask is not None:  # that of a static cache names slots its prompt does not fill
+        mask = values_of(mask)
+        return mask[..., : key.shape[2]] if mask.shape[-1] > key.shape[2] else mask
+    if not isinstance(key, PackedStates):
+        return None
+    queries, keys = query.shape[2], key.shape[2]
+    if queries in (1, keys):
+        return None
+    row = torch.arange(keys - queries, keys, device=query.device)[:, None]
+    return (torch.arange(keys, device=query.device) <= row)[None, None]

@@ -1,0 +1,118 @@
+"""What differs between the versions of transformers that are supported: 4.57, 5.0 and the newest 5.x.
+
+Everything else of this package is written for the newest; a difference is bridged here, once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+OLDEST = (4, 57)
+_ADVICE = "pip install 'caramba-fast[hf]'"
+
+try:
+    import transformers
+except ImportError as error:  # pragma: no cover - the tests have it
+    raise ImportError(f"caramba_fast.hf needs transformers, which is missing: {_ADVICE}") from error
+
+
+def check_version(found: str) -> None:
+    """Raises ImportError where transformers ``found`` is older than what is supported."""
+    parts = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in found.split(".")[:2])
+    if parts < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ImportError(
+            f"caramba_fast.hf needs transformers >= {oldest}, found {found}: {_ADVICE}"
+        )
+
+
+check_version(transformers.__version__)
+
+from transformers import masking_utils  # noqa: E402 - after the version is known to have it
+from transformers.cache_utils import (  # noqa: E402
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+#: Whether `Cache.crop` takes tokens to remove (0 or below); before, the length to keep (or below 0).
+CROP_REMOVES = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
+
+
+def tokens_to_remove(count: int, length: int) -> int:
+    """How many tokens ``Cache.crop(count)`` takes off a row of ``length``.
+
+    Raises:
+        ValueError: a length to keep, where transformers takes tokens to remove.
+    """
+    if CROP_REMOVES:
+        if count > 0:
+            raise ValueError(
+                f"crop({count}): transformers {transformers.__version__} takes the tokens to remove as a "
+                f"negative number; to keep {count} tokens, crop({min(count - length, 0)})"
+            )
+        return -count
+    return max(length - count, 0) if count >= 0 else -count
+
+
+def query_length(given: Any) -> int:
+    """Query tokens, from what `get_mask_sizes` is given: their number, or before 5.x their positions."""
+    return int(given.shape[0]) if isinstance(given, Tensor) and given.ndim else int(given)
+
+
+@dataclass(frozen=True)
+class MaskCall:
+    """The arguments of a registered mask function.
+
+    Attributes:
+        batch, queries, keys: sizes of the mask.
+        function: tells which query sees which key.
+        padding: (B, tokens) bool, False where a row has no token; None for all True.
+        given: everything, as it came.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    function: Callable[..., Any]
+    padding: Tensor | None
+    given: dict[str, Any]
+
+    @classmethod
+    def of(cls, **given: Any) -> MaskCall:
+        """From the keywords of either version."""
+        queries = given.get("q_length", given.get("cache_position"))
+        padding = given.get("attention_mask")
+        return cls(
+            given["batch_size"], query_length(queries), given["kv_length"],
+            given.get("mask_function", masking_utils.causal_mask_function), padding, given,
+        )  # fmt: skip
+
+    def dense(self, **changes: Any) -> Tensor | None:
+        """What stock ``sdpa`` gets: (B, 1, T, L) bool, or None where it needs no mask."""
+        return masking_utils.sdpa_mask(**{**self.given, **changes})
+
+
+def stock_layers(config: Any) -> list[Any]:
+    """The layers a stock `DynamicCache` has for a model of this text config, empty."""
+    return list(DynamicCache(config=config).layers)
+
+
+def keeps_only_tokens(layer: Any) -> bool:
+    """Whether a stock layer keeps K and V of tokens and nothing else."""
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def is_chunked(config: Any, index: int) -> bool:
+    """Whether a layer attends within chunks, from the model's text config."""
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return bool(types[index] == "chunked_attention")
+    windowed = getattr(config, "sliding_window", None) is not None
+    return not windowed and getattr(config, "attention_chunk_size", None) is not None

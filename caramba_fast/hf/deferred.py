@@ -1,0 +1,76 @@
+"""Tensors without storage that stand for something else until an op asks for their values.
+
+``Cache.update`` has to return tensors, and a model may do anything with them; ours name a layer of the cache (or
+a mask) that attention reads as it is. Any other op gets the values, made on the spot.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from caramba_fast.hf.packed_layer import CarambaLayer
+
+
+class Deferred(torch.Tensor):
+    """A tensor of some shape, dtype and device whose values `dense` makes."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def dense(self) -> Tensor:
+        """The values, as an ordinary tensor."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs any op on the values."""
+        args, kwargs = tree_map_only(Deferred, lambda x: x.dense(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def _empty(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Self:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype}, {self.device})"
+
+
+class PackedStates(Deferred):
+    """Keys or values (B, H_kv, L, D) of a layer, as they are stored.
+
+    Attributes:
+        layer: whose.
+        stream: "k" or "v".
+    """
+
+    layer: CarambaLayer
+    stream: str
+    _made: Tensor | None
+
+    @classmethod
+    def of(cls, layer: CarambaLayer, stream: str, like: Tensor) -> PackedStates:
+        """All that ``layer`` holds, in the dtype of ``like`` (B, H_kv, T, D)."""
+        batch, heads, _, dim = like.shape
+        made = cls._empty((batch, heads, layer.length, dim), like.dtype, like.device)
+        made.layer, made.stream, made._made = layer, stream, None
+        return made
+
+    def dense(self) -> Tensor:
+        """Dequantized; counted, and warned of once a layer."""
+        if self._made is None:
+            self._made = self.layer.dequantized(self.stream, self.dtype, self.shape[2])
+        return self._made
+
+
+def values_of(x: Any) -> Any:
+    """``x`` with its values, if it is deferred."""
+    return x.dense() if isinstance(x, Deferred) else x

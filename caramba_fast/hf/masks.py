@@ -1,0 +1,185 @@
+"""The mask function: what a mask says, in a few numbers, so that a decode step builds none.
+
+transformers describes masks as functions of (batch, head, query, key). Those it makes for decoders say: causal,
+within a window or a chunk, from the first token of a row on. They are recognised by what they are made of; any
+other mask, and padding between tokens, is built as for ``sdpa``.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from caramba_fast.hf.compat import MaskCall
+from caramba_fast.hf.deferred import Deferred
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Which keys a query sees, besides those of padding.
+
+    Attributes:
+        causal: none after its own.
+        window: the newest so many, its own included; None for no limit.
+        chunk: those of its own chunk of so many tokens, counted from the first of the row.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    chunk: int | None = None
+
+    def hides(self, keys: int) -> bool:
+        """Whether window or chunk can hide any of ``keys`` tokens from the newest one."""
+        reach = min(x for x in (self.window, self.chunk, keys + 1) if x is not None)
+        return keys > reach
+
+
+def pattern_of(function: Callable[..., Any]) -> Pattern | None:
+    """The pattern of a mask function of transformers; None for one that is not known."""
+    found = _read(function)
+    return found if found is not None and found.causal else None
+
+
+def _read(function: Any) -> Pattern | None:
+    if function is masking_utils.causal_mask_function:
+        return Pattern(causal=True)
+    if getattr(function, "__module__", None) != masking_utils.__name__:
+        return None
+    maker = function.__qualname__.partition(".")[0]
+    names = function.__code__.co_freevars
+    held = dict(
+        zip(names, (cell.cell_contents for cell in function.__closure__ or ()), strict=True)
+    )
+    if maker == "sliding_window_overlay":
+        return Pattern(window=int(held["sliding_window"]))
+    if maker == "chunked_overlay":
+        return Pattern(chunk=int(held["chunk_size"]))
+    if maker != "and_masks":
+        return None
+    found: Pattern | None = Pattern()
+    for part in held["mask_functions"]:
+        found = _both(found, _read(part))
+    return found
+
+
+def _both(a: Pattern | None, b: Pattern | None) -> Pattern | None:
+    if a is None or b is None:
+        return None
+    for name in ("window", "chunk"):
+        if getattr(a, name) is not None and getattr(b, name) is not None:
+            return None
+    return replace(
+        a, causal=a.causal or b.causal, window=a.window or b.window, chunk=a.chunk or b.chunk
+    )
+
+
+class PatternMask(Deferred):
+    """(B, 1, T, L) bool, True where a query sees a key.
+
+    Attributes:
+        pattern: which keys, besides padding.
+        leftpad: (B,) int32, where each row starts; None for the first slot.
+    """
+
+    pattern: Pattern
+    leftpad: Tensor | None
+    _call: MaskCall
+
+    @classmethod
+    def of(cls, call: MaskCall, pattern: Pattern, leftpad: Tensor | None) -> PatternMask:
+        """The mask of one call."""
+        shape = (call.batch, 1, call.queries, call.keys)
+        made = cls._empty(shape, torch.bool, torch.device(call.given.get("device") or _place(call)))
+        made.pattern, made.leftpad, made._call = pattern, leftpad, call
+        return made
+
+    def dense(self) -> Tensor:
+        """As stock ``sdpa`` would have got it."""
+        found = self._call.dense(allow_is_causal_skip=False)
+        assert found is not None
+        return found
+
+
+def _place(call: MaskCall) -> torch.device:
+    """Where the mask goes, where the caller does not say (transformers before 5.x)."""
+    position = call.given.get("cache_position")
+    return position.device if isinstance(position, Tensor) else torch.device("cpu")
+
+
+# -- padding -----------------------------------------------------------------------------------
+
+
+def starts(padding: Tensor | None, keys: int) -> tuple[Tensor | None, bool]:
+    """Where each row starts, (B,) int32 or None if all do at 0, and whether no row has a gap."""
+    if padding is None:
+        return None, True
+    padding = padding[:, :keys].to(torch.bool)
+    if bool(padding.all()):
+        return None, padding.shape[1] == keys
+    leftpad = padding.shape[1] - padding.sum(-1)
+    columns = torch.arange(padding.shape[1], device=padding.device)
+    regular = torch.equal(padding, columns >= leftpad[:, None])
+    return leftpad.to(torch.int32), regular and padding.shape[1] == keys
+
+
+# -- which cache a mask is for -----------------------------------------------------------------
+
+_asked = threading.local()
+
+
+def expect_mask(cache: Any, keys: int) -> None:
+    """``cache`` has said that it will return ``keys`` tokens: the next mask of that length is for it."""
+    _asked.cache, _asked.keys = weakref.ref(cache), keys
+
+
+def _expecting(keys: int) -> Any:
+    found, wanted = getattr(_asked, "cache", None), getattr(_asked, "keys", None)
+    _asked.cache = None
+    return found() if found is not None and wanted == keys else None
+
+
+def caramba_mask(**given: Any) -> Tensor | None:
+    """What `AttentionMaskInterface` has under our name.
+
+    Returns:
+        None where ``sdpa`` gets none, a `PatternMask` for our caches, else the mask of ``sdpa``.
+    """
+    if torch.compiler.is_compiling():
+        return masking_utils.sdpa_mask(**given)
+    call = MaskCall.of(**given)
+    cache = _expecting(call.keys)
+    if cache is None:
+        return call.dense()
+    if cache.is_compileable:
+        _tell_static(cache, call)
+        return call.dense()
+    leftpad, regular = starts(call.padding, call.keys)
+    pattern = pattern_of(call.function)
+    known = cache.rows_start_at(leftpad if regular else None)
+    if pattern is None or not regular or not known:
+        return call.dense(allow_is_causal_skip=False)
+    trivial = leftpad is None and not pattern.hides(call.keys)
+    may_skip = given.get("allow_is_causal_skip", True)
+    if trivial and may_skip and call.queries in (1, call.keys):
+        return None
+    return PatternMask.of(call, pattern, leftpad)
+
+
+def _tell_static(cache: Any, call: MaskCall) -> None:
+    """A cache of fixed size takes the rows' starts from the prompt's mask, and keeps them."""
+    if call.padding is None:
+        cache.rows_start_at(None)
+        return
+    leftpad, regular = starts(call.padding, call.padding.shape[1])
+    if not regular:
+        raise ValueError(
+            "a static cache takes padding in front of rows alone; use CarambaCache for padding between tokens"
+        )
+    cache.rows_start_at(leftpad)

@@ -1,0 +1,229 @@
+"""CarambaCache: a transformers cache whose attention layers are packed and read as they are stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from caramba_fast.cache import LayerShape
+from caramba_fast.hf.cache_state import load_state, state_of
+from caramba_fast.hf.checks import check_cacheable
+from caramba_fast.hf.common import Common
+from caramba_fast.hf.compat import is_chunked, keeps_only_tokens, stock_layers
+from caramba_fast.hf.masks import expect_mask
+from caramba_fast.hf.packed_layer import CarambaLayer
+from caramba_fast.hf.probe import probe
+from caramba_fast.hf.settings import CacheArgument, CacheSettings
+
+
+class CarambaCache(Cache):
+    """``past_key_values`` for a model of transformers.
+
+    Full, sliding and chunked attention layers are packed; layers of other kinds (linear attention, convolutions)
+    are those of a stock `DynamicCache`. Memory is allocated when the first tokens come, and grows.
+
+    Args:
+        model: the model it is for; it must use our attention (`accelerate`, or `register` and
+            ``model.set_attn_implementation("caramba_fast")``), or every step dequantizes.
+        cache: "q4", "q8/q4" (K/V), dict(k="q8", v="q4"), …
+        max_seq_len: tokens a row is to have room for from the start; more makes it grow.
+        prefill, calibration, fields: as in `CacheSettings.of`.
+
+    Raises:
+        TypeError: a model that keeps no keys and values of its own, and why.
+        ValueError: a kind or setting that does not exist.
+    """
+
+    layers: list[Any]
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: CacheArgument = "q4",
+        *,
+        max_seq_len: int | None = None,
+        offloading: bool = False,
+        **options: Any,
+    ) -> None:
+        self._make(model, CacheSettings.of(cache, **options), max_seq_len, offloading)
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        settings: CacheSettings,
+        max_seq_len: int | None = None,
+        offloading: bool = False,
+    ) -> CarambaCache:
+        """The same, from settings that are made already."""
+        made = cls.__new__(cls)
+        made._make(model, settings, max_seq_len, offloading)
+        return made
+
+    def _make(
+        self,
+        model: PreTrainedModel,
+        settings: CacheSettings,
+        max_seq_len: int | None,
+        offloading: bool,
+    ) -> None:
+        check_cacheable(model)
+        self.common = Common(type(model).__name__, settings, max_seq_len)
+        known: dict[int, LayerShape] = known_shapes(model) if settings.takes_constants else {}
+        config = model.config.get_text_config(decoder=True)
+        super().__init__(
+            layers=[
+                CarambaLayer(
+                    i, self.common, known.get(i), getattr(layer, "sliding_window", None),
+                    is_chunked(config, i),
+                )
+                if keeps_only_tokens(layer)
+                else layer
+                for i, layer in enumerate(stock_layers(config))
+            ]
+        )  # fmt: skip
+        self.offloads = offloading
+
+    # -- what transformers calls --------------------------------------------------------
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores keys and values of a layer; see `CarambaLayer.update`."""
+        if self.offloads:
+            self._bring(layer_idx)
+        found: tuple[Tensor, Tensor] = self.layers[layer_idx].update(
+            key_states, value_states, *args, **kwargs
+        )
+        return found
+
+    def _bring(self, layer_idx: int) -> None:
+        """Keeps the one layer that is attended to where the model is, and the others on the CPU."""
+        for index, layer in enumerate(self._packed()):
+            if index != layer_idx:
+                layer.offload()
+
+    def get_mask_sizes(self, given: Any, layer_idx: int) -> tuple[int, int]:
+        """Tokens a layer will return, and the first one's slot; the mask function is called next."""
+        sizes = super().get_mask_sizes(given, layer_idx)
+        expect_mask(self, sizes[0])
+        return sizes
+
+    def rows_start_at(self, leftpad: Tensor | None) -> bool:
+        """Where rows start, (B,) or None for 0; False where that contradicts what is stored.
+
+        A row of which nothing but padding is stored yet may start later than it seemed.
+        """
+        known, length = self.common.leftpad, self.length
+        if length == 0 or (known is None and leftpad is None):
+            self.common.leftpad = leftpad
+            return True
+        given = known if leftpad is None else leftpad
+        assert given is not None
+        zeros = torch.zeros_like(given)
+        before = zeros if known is None else known.to(given.device)
+        now = zeros if leftpad is None else leftpad
+        if before.shape != now.shape:
+            return False
+        if not bool(((now == before) | ((before >= length) & (now >= length))).all()):
+            return False
+        self.common.leftpad = leftpad
+        return True
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Row b becomes what row ``beam_idx[b]`` was."""
+        super().reorder_cache(beam_idx)
+        self._move_starts(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times."""
+        super().batch_repeat_interleave(repeats)
+        leftpad = self.common.leftpad
+        if leftpad is not None:
+            self.common.leftpad = leftpad.repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps some rows."""
+        super().batch_select_indices(indices)
+        self._move_starts(indices)
+
+    def _move_starts(self, index: Tensor) -> None:
+        leftpad = self.common.leftpad
+        if leftpad is not None:
+            self.common.leftpad = leftpad[index.to(leftpad.device)]
+
+    def reset(self) -> None:
+        """Forgets everything; the memory stays."""
+        super().reset()
+        self.common.leftpad = None
+
+    # -- ours ---------------------------------------------------------------------------
+
+    def _packed(self) -> list[CarambaLayer]:
+        return [layer for layer in self.layers if isinstance(layer, CarambaLayer)]
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row, padding included."""
+        return max((layer.length for layer in self._packed()), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed layers."""
+        return sum(layer.nbytes for layer in self._packed())
+
+    @property
+    def dequantizations(self) -> int:
+        """How many times keys or values of a layer were asked for as tensors; 0 is what is wanted."""
+        return self.common.dequantized
+
+    def reserve(self, tokens: int) -> None:
+        """Makes room for rows of ``tokens``, in layers that hold some and those that will."""
+        self.common.room = max(tokens, self.common.room or 0)
+        for layer in self._packed():
+            layer.reserve(tokens)
+
+    def to(self, device: torch.device | str) -> CarambaCache:
+        """Moves everything to a device; returns itself. Attention needs it where the model is."""
+        for layer in self._packed():
+            if layer.store is not None:
+                layer.store = layer.store.to(device)
+        if self.common.leftpad is not None:
+            self.common.leftpad = self.common.leftpad.to(device)
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is stored, as tensors, numbers and names: for ``torch.save``, and ``weights_only`` loads.
+
+        Raises:
+            ValueError: a hybrid model's cache: the layers of other kinds are not ours to save.
+        """
+        foreign = [type(x).__name__ for x in self.layers if not isinstance(x, CarambaLayer)]
+        if foreign:
+            raise ValueError(f"{self.common.model}: state of {foreign[0]} layers cannot be saved")
+        return state_of(self.common, self._packed())
+
+    def load_state_dict(
+        self, state: dict[str, Any], device: torch.device | str | None = None
+    ) -> CarambaCache:
+        """Takes the state of a cache of the same model and storage; returns itself.
+
+        Args:
+            device: where it goes; by default where the state's tensors are.
+
+        Raises:
+            ValueError: a state of another format, number of layers or storage.
+        """
+        load_state(self.common, self._packed(), state, device)
+        return self
+
+
+def known_shapes(model: PreTrainedModel) -> dict[int, LayerShape]:
+    """What a forward pass shows of the layers' keys, by the layer's number."""
+    findings = probe(model)
+    pairs = zip(findings.places, findings.shapes, strict=True)
+    return {place: shape for place, shape in pairs if isinstance(shape, LayerShape)}

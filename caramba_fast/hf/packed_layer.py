@@ -1,0 +1,289 @@
+"""CarambaLayer: one layer of a `CarambaCache`, over a `LayerKVCache`."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from caramba_fast.cache import LayerKVCache, LayerShape
+from caramba_fast.hf.common import Common
+from caramba_fast.hf.compat import query_length, tokens_to_remove
+from caramba_fast.hf.deferred import PackedStates
+from caramba_fast.hf.dense import as_read
+
+#: Tokens a row has room for at first, where nobody says how many are to come, and how it grows then.
+FIRST_ROOM, GROWTH = 256, 1.5
+#: Tokens a sliding layer keeps beyond its window, so that as many can be taken off again.
+SLACK = 128
+
+
+class CarambaLayer(CacheLayerMixin):
+    """K and V of one attention layer, packed.
+
+    Args:
+        index: which layer of the model.
+        common: what the layers of a cache share.
+        shape: what is known of the layer's keys and values; sizes come from the first tensors.
+        window: tokens a query of a sliding or chunked layer reaches back at most; None for all.
+        chunked: whether the layer attends within chunks, whose starts differ by row.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = True
+
+    def __init__(
+        self,
+        index: int,
+        common: Common,
+        shape: LayerShape | None = None,
+        window: int | None = None,
+        chunked: bool = False,
+    ) -> None:
+        super().__init__()
+        self.index, self.common, self.shape = index, common, shape
+        self.sliding_window, self.chunked = window, chunked
+        self.is_sliding = window is not None
+        self.store: LayerKVCache | None = None
+        self.dropped, self.record_past = 0, False
+
+    def __repr__(self) -> str:
+        settings = self.common.settings
+        return (
+            f"CarambaLayer({settings.k.kind.value}/{settings.v.kind.value}, {self.length} tokens)"
+        )
+
+    # -- what it holds ------------------------------------------------------------------
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row so far, padding and what a window has left behind included."""
+        return 0 if self.store is None else self.dropped + self.store.pos
+
+    @property
+    def leftpad(self) -> Tensor | None:
+        """(B,) int32: in which slot of what is stored rows start; None for the first."""
+        return self.slots_of(self.common.leftpad)
+
+    def slots_of(self, tokens: Tensor | None) -> Tensor | None:
+        """Places in a row (B,) -> slots of what is stored; None for the first token."""
+        return (
+            tokens if tokens is None or not self.dropped else (tokens - self.dropped).clamp(min=0)
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """Rows; an AttributeError before the first tokens, as in transformers' own layers."""
+        if self.store is None:
+            raise AttributeError("batch_size: the layer has seen no tokens")
+        return self.store.batch_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return 0 if self.store is None else self.store.nbytes
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Tokens cached."""
+        return self.length
+
+    def get_mask_sizes(self, given: Any, *_: Any) -> tuple[int, int]:
+        """Tokens `update` will return for so many queries, and the first one's slot."""
+        return self.length + query_length(given), 0
+
+    def get_max_length(self) -> int:
+        """No limit: it grows."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # the name it had in transformers 4
+
+    # -- growing ------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Makes the store for keys and values like these (B, H_kv, T, D)."""
+        values = key_states if value_states is None else value_states
+        batch, heads, tokens, dim = key_states.shape
+        settings, known = self.common.settings, self.shape
+        k_cfg, v_cfg = settings.k, settings.v
+        if self.chunked:  # rows of a chunk start elsewhere than the phases of their keys
+            k_cfg = k_cfg.model_copy(update={"center": False})
+        if self.is_sliding:  # the first tokens are the first to be left behind
+            k_cfg, v_cfg = (c.model_copy(update={"sink_len": 0}) for c in (k_cfg, v_cfg))
+        fits = known is not None and known.n_kv_heads == heads and known.k_dim == heads * dim
+        measured = settings.calibration
+        with torch.inference_mode(False):
+            self.store = LayerKVCache(
+                batch, max(min(self._room, self.common.room or FIRST_ROOM), tokens, 1), heads * dim,
+                heads * values.shape[3], k_cfg, v_cfg, key_states.device, heads,
+                rope=known.rope if known is not None and fits else None,
+                key_bias=known.key_bias if known is not None and fits else None,
+                calibration=None if measured is None else dict(measured.layers[self.index]),
+                constants_from_prompt=settings.prefill == "exact",
+            )  # fmt: skip
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores (B, H_kv, T, D) keys and values; what it returns stands for all that are stored.
+
+        A first prompt is given back as it came, if the cache is to be exact there.
+        """
+        store = self._store_for(key_states, value_states)
+        exact = store.is_empty and self.common.settings.prefill == "exact"
+        store.append(key_states, value_states, cache_leftpad=self.leftpad, will_attend=not exact)
+        if exact:
+            self._leave_behind(0)
+            return key_states, value_states
+        return PackedStates.of(self, "k", key_states), PackedStates.of(self, "v", value_states)
+
+    def _store_for(self, keys: Tensor, values: Tensor) -> LayerKVCache:
+        if self.store is None:
+            self.lazy_initialization(keys, values)
+        store = self.store
+        assert store is not None
+        if keys.shape[0] != store.batch_size:
+            if not store.is_empty:
+                raise ValueError(
+                    f"{self.common.model}: the cache holds {store.batch_size} rows, and {keys.shape[0]} came; "
+                    "start a new cache, or call cache.batch_select_indices / cache.batch_repeat_interleave first"
+                )
+            self.lazy_initialization(keys, values)
+            assert self.store is not None
+            store = self.store
+        if store.device != keys.device:
+            store = self.store = store.to(keys.device)
+        self._leave_behind(keys.shape[2])
+        needed = store.pos + keys.shape[2]
+        if needed > store.max_seq_len:
+            store.grow(max(needed, int(GROWTH * store.max_seq_len)))
+        return store
+
+    def reserve(self, tokens: int) -> None:
+        """Makes room for rows of ``tokens``, or for as many as the layer keeps."""
+        store = self.store
+        wanted = min(tokens - self.dropped, self._room)
+        if store is not None and wanted > store.max_seq_len:
+            store.grow(wanted)
+
+    # -- windows ------------------------------------------------------------------------
+
+    @property
+    def _room(self) -> int:
+        """Most tokens the layer has room for while steps are short: a window and a half."""
+        return 2**62 if self.sliding_window is None else self.sliding_window * 3 // 2 + 2 * SLACK
+
+    def _leave_behind(self, coming: int) -> None:
+        """Drops tokens no query will see any more, if there is no room for ``coming`` ones otherwise."""
+        store = self.store
+        assert store is not None
+        if self.sliding_window is None or self.record_past or store.pos + coming <= self._room:
+            return
+        ring = store.residual_len + store.tail_slack if store.residual_len else 1
+        count = max(store.pos - (self.sliding_window - 1) - SLACK, 0) // ring * ring
+        if count and not (self.common.leftpad is not None and self._centers):
+            room = max(self._room, store.pos - count + coming)
+            store.drop_front(
+                count, min(room, max(self.common.room or room, store.pos - count + coming))
+            )
+            self.dropped += count
+
+    @property
+    def _centers(self) -> bool:
+        """Whether phases of keys count from where their row starts."""
+        return self.store is not None and self.store.k.transform.bias is not None
+
+    # -- reading ------------------------------------------------------------------------
+
+    def serves(self, tokens: int) -> bool:
+        """Whether the newest ``tokens`` can be attended from; a long chunk's tail is there once (shared layers)."""
+        store = self.store
+        assert store is not None
+        return not store.residual_len or tokens <= store.attendable
+
+    def dequantized(self, stream: str, dtype: torch.dtype, length: int) -> Tensor:
+        """The first ``length`` keys ("k") or values ("v") of every row, as a tensor; it is counted."""
+        common = self.common
+        common.dequantized += 1
+        if self.index not in common.warned:
+            common.warned.add(self.index)
+            warnings.warn(
+                f"{common.model}, layer {self.index}: its attention (or its mask) needs keys and values as "
+                "tensors, so this layer's cache is dequantized at every step: right, but slow",
+                stacklevel=2,
+            )
+        assert self.store is not None
+        found = as_read(self.store, dtype, self.leftpad)[0 if stream == "k" else 1]
+        left_behind = found.new_zeros(*found.shape[:2], self.dropped, found.shape[3])
+        return torch.cat((left_behind, found), dim=2)[:, :, :length]
+
+    # -- shrinking and moving -----------------------------------------------------------
+
+    def activate_past_recording(self) -> None:
+        """Keeps all tokens until `crop`, also those a window has left behind."""
+        self.record_past = True
+
+    def crop(self, count: int) -> None:
+        """Takes tokens off the end; ``count`` is what `Cache.crop` takes in this transformers.
+
+        Raises:
+            RuntimeError: so many that tokens would be seen again which a window has left behind.
+        """
+        store = self.store
+        if store is None:
+            return
+        removed = min(tokens_to_remove(count, self.length), self.length)
+        kept = store.pos - removed
+        if self.dropped and kept < (self.sliding_window or 0) - 1:
+            raise RuntimeError(
+                f"{self.common.model}: {removed} tokens are to be taken off, and the sliding window of layer "
+                f"{self.index} keeps {SLACK} beyond its own; activate_past_recording() before they come"
+            )
+        store.crop(removed)
+        recording, self.record_past = self.record_past, False
+        self._leave_behind(0)
+        self.record_past = recording
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b becomes what row ``beam_idx[b]`` was."""
+        if self.length:
+            assert self.store is not None
+            self.store.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times."""
+        self._take([row for row in range(self._rows) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps some rows: their numbers, or a bool for each."""
+        indices = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        self._take(indices.tolist())
+
+    @property
+    def _rows(self) -> int:
+        return 0 if self.store is None else self.store.batch_size
+
+    def _take(self, rows: list[int]) -> None:
+        if self.store is not None:
+            self.store = self.store.take(rows)
+
+    def reset(self) -> None:
+        """Forgets everything; the memory stays."""
+        if self.store is not None:
+            self.store.reset()
+            self.dropped = 0
+
+    def offload(self) -> None:
+        """Moves what is stored to the CPU."""
+        if self.store is not None:
+            self.store = self.store.to("cpu")
+
+    def prefetch(self) -> None:
+        """Moves it back to where the model's keys are."""
+        if self.store is not None and self.store.device != self.device:
+            self.store = self.store.to(self.device)

@@ -1,0 +1,92 @@
+"""CacheSettings: how a cache under transformers is stored, from what users write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from caramba_fast.cache import Calibration
+from caramba_fast.cache.model import PrefillMode
+from caramba_fast.config import KVCacheKind, KVCacheTensorConfig, cache_configs
+
+#: What ``cache=`` takes: a spec ("q4", "q8/q4", …), a kind, or one of either for k and for v.
+CacheArgument = str | KVCacheKind | Mapping[str, "str | KVCacheKind | KVCacheTensorConfig"]
+STREAMS = ("k", "v")
+FIELDS = tuple(name for name in KVCacheTensorConfig.model_fields if name != "kind")
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """How K and V of every layer are stored.
+
+    Attributes:
+        k, v: storage of each.
+        prefill: "exact": a prompt on an empty cache attends to its own K and V; "stored": to what is stored.
+        calibration: statistics of the model, instead of those of the first prompt.
+        name: what was asked for, for messages.
+    """
+
+    k: KVCacheTensorConfig
+    v: KVCacheTensorConfig
+    prefill: PrefillMode = "exact"
+    calibration: Calibration | None = None
+    name: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        cache: CacheArgument,
+        prefill: PrefillMode = "exact",
+        calibration: Calibration | None = None,
+        **fields: Any,
+    ) -> CacheSettings:
+        """From what a user wrote.
+
+        Args:
+            cache: see `CacheArgument`.
+            fields: fields of `KVCacheTensorConfig` for K and V, where the spec says nothing.
+
+        Raises:
+            ValueError: a kind, field or mode that does not exist; the message has those that do.
+        """
+        unknown = [name for name in fields if name not in FIELDS]
+        if unknown:
+            raise ValueError(
+                f"unknown option {', '.join(unknown)}; a cache has {', '.join(FIELDS)}, prefill and calibration"
+            )
+        if prefill not in get_args(PrefillMode):
+            raise ValueError(f"prefill is {prefill!r}; allowed are 'exact' and 'stored'")
+        configs = _configs(cache, fields)
+        return cls(configs["k"], configs["v"], prefill, calibration, str(cache))
+
+    @property
+    def takes_constants(self) -> bool:
+        """Whether something has to be known of the model's keys (RoPE, biases)."""
+        return any(config.center or config.scale for config in (self.k, self.v))
+
+
+def _configs(cache: CacheArgument, fields: dict[str, Any]) -> dict[str, KVCacheTensorConfig]:
+    if not isinstance(cache, Mapping):
+        if not isinstance(cache, str):
+            raise ValueError(f"cache is {cache!r}; a kind, a spec or dict(k=…, v=…) is needed")
+        found = cache_configs(cache, **fields)
+        if "k_cfg" not in found:
+            raise ValueError(
+                f"cache={cache!r} is for decoupled attention; here a cache has K and V"
+            )
+        return {name: found[f"{name}_cfg"] for name in STREAMS}
+    if set(cache) != set(STREAMS):
+        raise ValueError(f"cache has {', '.join(map(repr, cache))}; exactly k and v are needed")
+    if all(isinstance(given, KVCacheTensorConfig) for given in cache.values()):
+        if fields:
+            raise ValueError(
+                f"{', '.join(fields)} and whole KVCacheTensorConfigs were both given; give one"
+            )
+        return {name: cache[name] for name in STREAMS}  # type: ignore[misc]
+    words: list[Any] = [getattr(cache[name], "value", cache[name]) for name in STREAMS]
+    if not all(isinstance(word, str) for word in words):
+        raise ValueError(
+            f"cache is {dict(cache)!r}; kinds for both or KVCacheTensorConfigs for both"
+        )
+    return _configs("/".join(words), fields)

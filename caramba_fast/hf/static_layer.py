@@ -1,0 +1,210 @@
+"""CarambaStaticLayer: a packed layer of fixed size whose decode step is a few ops on plain tensors.
+
+Nothing of a step depends on the host: lengths are tensors, all slots are named, so that ``torch.compile`` makes
+one graph of it, and a CUDA graph can replay it. ``update`` returns the codes; attention, which comes next, finds
+the layer they belong to in `current`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import StaticLayer
+
+from caramba_fast.cache import LayerKVCache
+from caramba_fast.hf.common import Common
+from caramba_fast.hf.packed_layer import CarambaLayer
+from caramba_fast.ops import KVView, append_, decode_attention, extend_attention
+from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
+
+
+class Current:
+    """The static layer that was updated last: the one whose attention comes next."""
+
+    layer: CarambaStaticLayer | None = None
+
+
+current = Current()
+
+
+class CarambaStaticLayer(StaticLayer):
+    """K and V of one attention layer, packed, for ``max_cache_len`` tokens a row.
+
+    Args:
+        max_cache_len: tokens a row has room for; later ones are dropped.
+        maker: makes the store: a `CarambaLayer` of the same settings.
+    """
+
+    is_compileable = True
+    is_croppable = False
+
+    def __init__(self, max_cache_len: int, maker: CarambaLayer) -> None:
+        super().__init__(max_cache_len=max_cache_len)
+        self.cumulative_length = torch.tensor(0)  # before 5.x a static layer has none
+        self.maker = maker
+        self.window = None if maker.chunked else maker.sliding_window
+        self.chunk = maker.sliding_window if maker.chunked else None
+        self.is_sliding = maker.is_sliding
+        self.is_empty = True
+        self.k: KVView | None = None
+        self.v: KVView | None = None
+
+    def __repr__(self) -> str:
+        return f"CarambaStaticLayer({self.max_cache_len} tokens)"
+
+    @property
+    def common(self) -> Common:
+        """What all layers of the cache share."""
+        return self.maker.common
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.maker.nbytes
+
+    # -- growing ------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Allocates everything for keys and values like these (B, H_kv, T, D)."""
+        self.maker.common.room = self.max_cache_len
+        self.maker.lazy_initialization(key_states, value_states)
+        store = self._store()
+        batch, device = store.batch_size, store.device
+        self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, batch
+        self.n_kv_heads, self.residual_len = store.n_kv_heads, store.residual_len
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.starts = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.cumulative_length = self.cumulative_length.to(device)
+        self._look()
+        if not torch.compiler.is_compiling():
+            for tensor in (self.cumulative_length, *self._buffers()):
+                torch._dynamo.mark_static_address(tensor)
+        self.is_initialized = True
+
+    def _store(self) -> LayerKVCache:
+        store = self.maker.store
+        assert store is not None
+        return store
+
+    def _look(self) -> None:
+        """Takes the buffers and constants of the store: what compiled steps work on."""
+        store = self._store()
+        self.k, self.v = store.k.view, store.v.view
+        self.keys: Tensor | None = self.k.codes
+        self.values: Tensor | None = self.v.codes
+
+    def _buffers(self) -> list[Tensor]:
+        store = self._store()
+        return [self.lengths, self.starts, *store.k.buffers, *store.v.buffers]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores (B, H_kv, T, D) keys and values; returns codes, or a first prompt as it came."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        tokens = key_states.shape[2]
+        if self.is_empty and not torch.compiler.is_compiling():
+            exact = self._first(key_states, value_states)
+            if exact:
+                return key_states, value_states
+        else:
+            assert self.k is not None and self.v is not None
+            append_(
+                self.k, self.v, key_states, value_states, self.lengths, cache_leftpad=self.starts
+            )
+            self._advance(tokens)
+        current.layer = self
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
+    def _advance(self, tokens: int) -> None:
+        self.lengths.add_(tokens)
+        self.cumulative_length.add_(tokens)
+        self.is_empty = False
+
+    def _first(self, keys: Tensor, values: Tensor) -> bool:
+        """The first tokens, from which constants are taken; whether attention is to see them as they came."""
+        exact = self.common.settings.prefill == "exact"
+        if keys.shape[0] != self.batch_size:
+            raise ValueError(
+                f"{self.common.model}: the static cache has {self.batch_size} rows, and {keys.shape[0]} came; "
+                "make another one"
+            )
+        leftpad = self.common.leftpad
+        self.starts.zero_() if leftpad is None else self.starts.copy_(leftpad)
+        store = self._store()
+        store.append(keys, values, cache_leftpad=leftpad, will_attend=False)
+        self._look()
+        self._advance(keys.shape[2])
+        return exact
+
+    # -- reading ------------------------------------------------------------------------
+
+    def attend(self, query: Tensor, **options: Any) -> Tensor:
+        """Attention of the T newest tokens: (B, H_q, T, D) -> (B, H_q, T, D_v)."""
+        tokens = query.shape[2]
+        starts = self.starts
+        if self.window is not None:
+            options["window_size"] = (self.window - 1, 0)
+        if self.chunk is not None:
+            starts = self._chunk_starts(tokens)
+        if self.residual_len:
+            options["residual_len"] = self.residual_len
+        assert self.k is not None and self.v is not None
+        op = decode_attention if tokens <= MAX_QUERY_TOKENS else extend_attention
+        found = op(
+            query, self.k, self.v, self.lengths, n_kv_heads=self.n_kv_heads, cache_leftpad=starts,
+            **options,
+        )  # fmt: skip
+        assert isinstance(found, Tensor)
+        return found
+
+    def _chunk_starts(self, tokens: int) -> Tensor:
+        if tokens > 1:
+            raise ValueError(
+                f"{self.common.model}: attention within chunks takes one token at a time of a static cache; "
+                "prefill at once, or use CarambaCache"
+            )
+        assert self.chunk is not None
+        newest = self.lengths - 1 - self.starts
+        return self.starts + torch.div(newest, self.chunk, rounding_mode="floor") * self.chunk
+
+    # -- moving -------------------------------------------------------------------------
+
+    def get_seq_length(self, *_: Any) -> Any:
+        """Tokens cached, as a tensor on the device; 0 before the first."""
+        return self.cumulative_length if self.is_initialized else 0
+
+    def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
+        """All slots, from the first."""
+        return self.max_cache_len, 0
+
+    def get_max_cache_shape(self) -> int:
+        """Tokens a row has room for: the name it had in transformers 4."""
+        return self.max_cache_len
+
+    def reset(self) -> None:
+        """Forgets everything; the memory stays where it is."""
+        if self.is_initialized:
+            self._store().reset()
+            self.lengths.zero_()
+            self.starts.zero_()
+            self.cumulative_length.zero_()
+            self._look()
+        self.is_empty = True
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b becomes what row ``beam_idx[b]`` was."""
+        if self.is_initialized:
+            index = beam_idx.to(self.lengths.device)
+            for buffer in self._buffers():
+                buffer.copy_(buffer.index_select(0, index))
+
+
+def attended_layer(key: Any) -> CarambaStaticLayer | None:
+    """The static layer whose codes ``key`` is, if it was updated last."""
+    layer = current.layer
+    return layer if layer is not None and key is layer.keys else None
