@@ -143,3 +143,31 @@ def test_settings_that_contradict_are_named(name: str) -> None:
 def test_beams_cannot_be_streamed() -> None:
     with pytest.raises(ValueError, match=r"num_beams is 2; generate_iter allows 1"):
         ours(num_beams=2).generate_iter(PROMPTS)
+
+
+def test_rows_of_prompts_are_what_is_asked_of_allowed_tokens() -> None:
+    seen = set()
+
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        seen.add(row)
+        return [10 + row, 20 + row, 30 + row]
+
+    out = ours(num_beams=2, ignore_eos=True).generate(PROMPTS, prefix_allowed_tokens_fn=allowed)
+    assert seen == {0, 1, 2}
+    assert all({t % 10 for t in row} == {i} for i, row in enumerate(out[:, -NEW:].tolist()))
+
+
+def test_a_streamer_is_refused() -> None:
+    with pytest.raises(ValueError, match="streamer is given and num_beams is 2"):
+        ours(num_beams=2).generate(PROMPTS, streamer=object())
+
+
+def test_rows_stay_as_many_over_turns() -> None:
+    generator = ours(num_beams=4, num_return_sequences=2, ignore_eos=True)
+    assert len(generator.generate(PROMPTS)) == 6 == len(generator.generate(MORE * 2))
+
+
+def test_sampled_beams_have_real_scores() -> None:
+    settings = {"num_beams": 3, "num_return_sequences": 3, "do_sample": True, "top_k": 1, "seed": 1}
+    got: Any = ours(**settings, return_dict=True).generate(PROMPTS)
+    assert got.sequences_scores.isfinite().all()

@@ -335,7 +335,7 @@ def test_a_turn_that_does_not_fit_changes_nothing(
 
 def test_a_template_that_refuses_is_an_error(templated: Path) -> None:
     chat = make_chat(templated)
-    with pytest.raises(ValueError, match="chat template refuses these messages: no refusing"):
+    with pytest.raises(ValueError, match="chat template refuses the messages: no refusing"):
         chat.say("refuse", print)
     assert chat.messages == []
     say(chat, "hello")

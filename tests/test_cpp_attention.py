@@ -474,7 +474,9 @@ def test_opcheck():
 LONG = [option for option in EVERYTHING if option not in ("tail", "query_lens")]
 
 
-@pytest.mark.parametrize("kinds", [("fp16", "fp32"), ("q8_0", "q8_0"), ("q4_0", "nf4")], ids="/".join)
+@pytest.mark.parametrize(
+    "kinds", [("fp16", "fp32"), ("q8_0", "q8_0"), ("q4_0", "nf4")], ids="/".join
+)
 @pytest.mark.parametrize("tokens", [33, 64, 100])
 @pytest.mark.parametrize("options", [(), ("pages", "leftpad"), ("window",), LONG], ids=len)
 def test_a_prompt_on_a_prefix(options, tokens, kinds):

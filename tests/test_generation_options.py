@@ -276,6 +276,85 @@ def test_several_answers_are_drawn_on_their_own_and_share_the_prompt() -> None:
         generator.generate(PROMPTS)
 
 
+def test_a_processor_sees_the_first_new_token_in_one_column() -> None:
+    """As in Hugging Face's batches: rows that have ended are filled up behind, not before."""
+    seen = []
+
+    def note(ids: Tensor, scores: Tensor) -> Tensor:
+        seen.append(ids.clone())
+        return scores
+
+    first = ours().generate(PROMPTS)[0, 8].item()
+    out = ours(eos_token_id=first).generate(PROMPTS, logits_processor=note)
+    for step, ids in enumerate(seen):
+        assert torch.equal(ids, out[:, : 8 + step])
+
+
+def test_padding_of_one_call_is_its_own() -> None:
+    ids = torch.tensor([[7, 7, 3, 14], [5, 35, 8, 9]])
+    alone = ours().generate([3, 14])
+    got = ours().generate(ids, pad_token_id=7)
+    assert torch.equal(got[0, 4:], alone[0, 2:]) and got[0, :2].tolist() == [7, 7]
+    assert ours().generate([[3, 14], [5, 35, 8, 9]], pad_token_id=7)[0, :2].tolist() == [7, 7]
+
+
+def test_the_budget_counts_the_rows_there_will_be() -> None:
+    one = ours(temperature=1.0)
+    one.generate([3, 14])
+    budget = one.cache.nbytes * 2.5 / 2**20
+    several = ours(temperature=1.0, num_return_sequences=2, cache_budget_mb=budget)
+    several.generate([3, 14])
+    assert several.metrics.cache_bytes == several.cache.nbytes == 2 * one.cache.nbytes
+    with pytest.raises(ValueError, match="cache_budget_mb"):
+        ours(temperature=1.0, num_return_sequences=3, cache_budget_mb=budget).generate([3, 14])
+
+
+def test_special_tokens_can_stop_a_text() -> None:
+    class Special(Letters):
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            return super().decode([i for i in ids if i != 9 or not skip_special_tokens])
+
+    generator = Generator(
+        twins()[1], tokenizer=Special(), stop="j", temperature=0.0, cache_kind="fp32",
+        ignore_eos=True, logit_bias={9: 1e4}, return_dict=True,
+    )  # fmt: skip
+    got: Any = generator.generate(PROMPTS[0])
+    assert got.finish_reasons == ["stop"] and got.new_tokens == [1]
+
+
+def test_a_seed_of_a_call_starts_anew_and_max_time_counts_the_prompt() -> None:
+    generator = ours(temperature=1.0, seed=3)
+    first = generator.generate(PROMPTS, seed=3)
+    generator.reset()
+    assert torch.equal(generator.generate(PROMPTS, seed=3), first)
+    assert ours(return_dict=True).generate(PROMPTS, max_time=1e-9)["new_tokens"] == [1, 1, 1]
+
+
+def test_scores_are_kept_as_tokens_were_drawn_from_them() -> None:
+    settings = {"temperature": 0.5, "top_k": 3, "seed": 1, "return_dict": True}
+    got: Any = ours(**settings, output_scores=True).generate(PROMPTS)
+    assert all((s > -torch.inf).sum(-1).tolist() == [3, 3, 3] for s in got.scores)
+    assert "scores" in got and "logits" not in got
+
+
+def test_a_call_may_say_the_opposite_of_the_generator() -> None:
+    generator = ours(stop=["zz"], return_dict=True, ignore_eos=True)
+    out = generator.generate(PROMPTS[0], stop_strings=["q"], return_dict_in_generate=False)
+    assert isinstance(out, Tensor)
+    generator.reset()
+    assert generator.generate(PROMPTS[0], max_length=9)["new_tokens"] == [2]
+    generator.reset()
+    assert generator.generate(PROMPTS[0], eos_token_id=5)["sequences"].shape[0] == 1
+
+
+@pytest.mark.parametrize(
+    "option", [{"decode_plan": "auto"}, {"cache_budget_mb": 1.0}, {"prefill_chunk": 3}], ids=str
+)
+def test_what_belongs_to_the_generator_is_refused_in_a_call(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(option))} belongs to the generator"):
+        ours().generate(PROMPTS, **option)
+
+
 def test_settings_of_one_call_are_its_own() -> None:
     generator = ours()
     assert generator.generate(PROMPTS, max_new_tokens=3).shape[1] == 8 + 3

@@ -874,9 +874,13 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "negative pad": ({"pad_token_id": -1}, "pad_token_id.*greater than or equal to 0"),
     "negative seed": ({"seed": -1}, "seed.*greater than or equal to 0"),
     "a gate for a fixed kind": (
-        {"cache_kind": "q4", "cache_quality_max_mean_kl": 0.1}, "max_mean_kl.*cache_kind='auto'",
+        {"cache_kind": "q4", "cache_quality_max_mean_kl": 0.1},
+        "max_mean_kl.*cache_kind='auto'",
     ),
-    "a window without a plan": ({"decode_local_window": 9}, "decode_local_window=9 needs decode_plan"),
+    "a window without a plan": (
+        {"decode_local_window": 9},
+        "decode_local_window=9 needs decode_plan",
+    ),
     "eos both ways": ({"ignore_eos": True, "eos_token_id": 3}, "ignore_eos.*eos_token_id"),
 }
 

@@ -167,15 +167,18 @@ def test_steps_come_one_by_one(
 
 
 @pytest.mark.parametrize("taken", [1, 2, 5])
-def test_a_consumer_that_stops_early_leaves_a_whole_conversation(
-    target: Transformer, drafts: dict[str, Transformer | None], taken: int
+@pytest.mark.parametrize("name", ["a model near it", "lookup"])
+def test_a_consumer_that_stops_early_leaves_what_it_was_given(
+    target: Transformer, drafts: dict[str, Transformer | None], taken: int, name: str
 ) -> None:
-    spec = speculative(target, drafts["a model near it"])
+    spec = speculative(target, drafts[name], spec_k=6)
     steps = spec.generate_iter(PROMPTS)
-    for _ in range(taken):
-        next(steps)
+    seen = [next(steps).tolist() for _ in range(taken)]  # type: ignore[union-attr]
     steps.close()  # type: ignore[union-attr]
-    check_whole(spec)
+    assert [row[-taken:] for row in spec.tokens] == [list(row) for row in zip(*seen, strict=True)]
+    for cache in spec.cache:
+        held = zip(cache.lengths.host, spec.tokens, strict=True)
+        assert all(len(row) - 1 <= length <= len(row) for length, row in held)
     so_far = spec.tokens
     joined = [row + more for row, more in zip(so_far, MORE, strict=True)]
     out = spec.generate(MORE)
@@ -243,6 +246,78 @@ def test_hooks_are_called_as_without_speculation(target: Transformer) -> None:
     ours = speculative(target, target).generate(PROMPTS[0], **hooks)
     assert ours.shape[1] == len(PROMPTS[0]) + 9
     assert torch.equal(ours, plain(target).generate(PROMPTS[0], **hooks))
+
+
+def by_row(ids: Tensor, scores: Tensor) -> Tensor:
+    """Depends on the row of the batch, and on how far the batch has come."""
+    pushed = scores.clone()
+    for row in range(len(scores)):
+        pushed[row, (10 * row + ids.shape[1]) % 61] += 4.0
+    return pushed
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_processors_and_criteria_see_the_whole_batch(
+    target: Transformer, drafts: dict[str, Transformer | None], name: str
+) -> None:
+    width = max(map(len, PROMPTS))
+
+    def ended(ids: Tensor, scores: object) -> Tensor:
+        return torch.tensor([ids.shape[1] >= width + 7 + row for row in range(len(ids))])
+
+    def same_width(ids: Tensor, scores: Tensor) -> Tensor:
+        assert len(ids) == 3 and ids.shape[1] >= width
+        return by_row(ids, scores)
+
+    hooks = {"logits_processor": [same_width], "stopping_criteria": [ended]}
+    base = plain(target).generate(PROMPTS, **hooks)
+    if name in ("lookup", "the target itself"):
+        spec = speculative(target, drafts[name], spec_k=3)
+        assert spec.generate(PROMPTS, **hooks).shape == base.shape
+    assert base.shape[1] == width + 9
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_grammar_is_never_asked_beyond_what_it_allows(
+    target: Transformer, drafts: dict[str, Transformer | None], name: str
+) -> None:
+    """A tree of texts, of which nothing may follow behind the end or off the branches."""
+    texts = {0: [4, 5, 6, 2], 1: [7, 8, 2], 2: [4, 9, 4, 9, 2]}
+
+    def allowed(row: int, ids: Tensor) -> list[int]:
+        said = ids.tolist()[len(PROMPTS[row]) :]
+        assert said == texts[row][: len(said)]
+        return texts[row][len(said) : len(said) + 1]
+
+    spec = speculative(target, drafts[name], eos_token_id=2, return_dict=True)
+    got = spec.generate(PROMPTS, prefix_allowed_tokens_fn=allowed)
+    for row, text in texts.items():
+        assert got["sequences"][row, 8 : 8 + len(text)].tolist() == text
+    assert got["finish_reasons"] == ["eos"] * 3
+
+
+@pytest.mark.parametrize("first", [1, 2, 7, 9])
+def test_a_draft_knows_every_token_of_earlier_turns(target: Transformer, first: int) -> None:
+    spec = speculative(target, target, spec_k=4, ignore_eos=True)
+    spec.generate(PROMPTS, max_new_tokens=first)
+    spec.generate(MORE, max_new_tokens=16)
+    assert spec.acceptance_rate == 1.0
+    spec.reset()
+    spec.prefill(PROMPTS)
+    spec.rollback(1)
+    spec.decode_step([1, 2, 3])
+    spec.generate(MORE, max_new_tokens=16)
+    assert spec.acceptance_rate == 1.0
+
+
+def test_one_pass_has_one_window(target: Transformer) -> None:
+    plan = {
+        "decode_plan": "auto", "decode_bucket_short": 16, "decode_bucket_mid": 24,
+        "decode_local_window": 6, "decode_local_window_mid": 9, "max_new_tokens": 30,
+    }  # fmt: skip
+    base = plain(target, **plan).generate(PROMPTS[0])
+    for draft in (target, None):
+        assert torch.equal(speculative(target, draft, spec_k=8, **plan).generate(PROMPTS[0]), base)
 
 
 # -- sampling: the same distribution ---------------------------------------------------------
@@ -334,13 +409,9 @@ def test_sample_match_with_a_seed_gives_the_very_text_of_plain_decoding(
 ) -> None:
     settings = {"temperature": 0.7, "top_k": 20, "seed": 9, "max_new_tokens": 40}
     base = plain(target, **settings)
-    # A draft model draws from the same stream of random numbers; lookup draws nothing.
     spec = speculative(target, drafts[name], spec_method="sample_match", **settings)
-    if name == "lookup":
-        assert torch.equal(spec.generate(PROMPTS[0]), base.generate(PROMPTS[0]))
-    else:
-        spec._draft.rng = None  # type: ignore[attr-defined]
-        assert spec.generate(PROMPTS[0]).shape == base.generate(PROMPTS[0]).shape
+    for prompt in (PROMPTS[0], PROMPTS[1]):
+        assert torch.equal(spec.generate(prompt), base.generate(prompt))
 
 
 # -- how much it takes -----------------------------------------------------------------------

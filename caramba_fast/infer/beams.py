@@ -106,7 +106,7 @@ class BeamSearch:
         self.length = 0
         run.watch.resume()
 
-    def search(self, logits: Tensor) -> BeamResult:
+    def search(self, logits: Tensor, wanted: int) -> BeamResult:
         """From the logits (B, V) behind the prompts to the answers."""
         self.talk.take([row for row in range(self.prompts) for _ in range(self.width)])
         logits = logits.repeat_interleave(self.width, 0)
@@ -116,7 +116,7 @@ class BeamSearch:
                 break
             self.run.watch.resume()
             logits = self.talk.step(tokens, alive)
-        return self.result()
+        return self.result(wanted)
 
     def advance(self, logits: Tensor) -> tuple[list[int], list[bool]]:
         """Chooses the next token of every beam, moving the beams; tokens, and which beams go on."""
@@ -142,16 +142,17 @@ class BeamSearch:
         run, config = self.run, self.run.config
         log_p = logits.to(torch.float32).log_softmax(-1).nan_to_num(nan=UNLIKELY, neginf=-torch.inf)
         new = [self.length - 1] * len(self.talk.rows)
-        scores = run.edits.scores(log_p, self.talk.rows, new)
+        owners = [row // self.width for row in range(len(new))]
+        scores = run.edits.scores(log_p, self.talk.rows, new, which=owners)
         if config.samples:
-            scores = filtered_logits(scores, config)
+            scores = self._filtered(scores)
         if config.output_scores:
             run.scores.append(scores.clone())
         if config.output_logits:
             run.logits.append(logits.clone())
         running = torch.tensor([row.scores for row in self.rows], device=logits.device)
         total = scores.view(self.prompts, self.width, -1) + running[:, :, None]
-        count = max(2, 1 + run.stopping.ending_ids) * self.width
+        count = max(2, 1 + len(run.stopping.endings)) * self.width
         flat = total.flatten(1)
         if config.samples:
             drawn = torch.multinomial(flat.softmax(-1), count, generator=run.rng)
@@ -164,6 +165,14 @@ class BeamSearch:
             [(score, i // vocab, i % vocab) for score, i in zip(*pair, strict=True)]
             for pair in zip(best.tolist(), index.tolist(), strict=True)
         ]
+
+    def _filtered(self, scores: Tensor) -> Tensor:
+        """As drawn from; some tokens of every beam stay, so that beams can go on where others end."""
+        config, fewest = self.run.config, 1 + max(1, len(self.run.stopping.endings))
+        likeliest = scores.topk(min(fewest, scores.shape[-1])).indices
+        kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, likeliest, True)
+        filtered = filtered_logits(scores, config)
+        return torch.where(kept, scores / config.temperature, filtered)
 
     def _judged(self, index: int, picked: list[tuple[float, int, int]]) -> list[Candidate]:
         """The candidates of a prompt with why each ends, if it does."""
@@ -180,7 +189,7 @@ class BeamSearch:
             return found
         rows = [self.talk.rows[first + c.beam].with_token(c.token) for c in found]
         kept = tuple(self.run.scores) if self.run.config.output_scores else None
-        ends = stopping.by_criteria(rows, kept)
+        ends = stopping.by_criteria(rows, [self.length] * len(rows), kept)
         return [
             c._replace(reason=c.reason or ("criteria" if end else None))
             for c, end in zip(found, ends, strict=True)
@@ -213,9 +222,9 @@ class BeamSearch:
     def _new_tokens(self, index: int, beam: int) -> list[int]:
         return list(self.talk.rows[index * self.width + beam].tokens[self.run.starts[index] :])
 
-    def result(self) -> BeamResult:
-        """The best answers; the conversation holds them, to be fed with what comes next."""
-        wanted, run = self.run.config.num_return_sequences, self.run
+    def result(self, wanted: int) -> BeamResult:
+        """The best ``wanted`` answers to each prompt; the conversation holds them, to be fed with what comes next."""
+        run = self.run
         answers = [answer for row in self.rows for answer in row.answers[:wanted]]
         origin = [index for index in range(self.prompts) for _ in range(wanted)]
         self.talk.go_back(*self.start)
@@ -231,6 +240,6 @@ class BeamSearch:
         return BeamResult(run.continuations(), scores, torch.tensor(beams))
 
 
-def beam_search(run: Run, logits: Tensor) -> BeamResult:
-    """Searches from the logits (B, V) behind the prompts of a run that has just begun."""
-    return BeamSearch(run).search(logits)
+def beam_search(run: Run, logits: Tensor, wanted: int) -> BeamResult:
+    """Searches from the logits (B, V) behind the prompts of a run that has just begun, for ``wanted`` answers each."""
+    return BeamSearch(run).search(logits, wanted)

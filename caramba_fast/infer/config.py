@@ -20,6 +20,20 @@ from caramba_fast.policy.settings import CachePolicyFields, DecodePlanFields
 
 Self = TypeVar("Self", bound="GenerateConfig")
 AUTO = "auto"
+#: Other spellings of a field.
+ALIASES = {
+    "stop_strings": "stop",
+    "return_dict_in_generate": "return_dict",
+    "num_assistant_tokens": "spec_k",
+    "prompt_lookup_num_tokens": "spec_k",
+}
+#: Fields of which one call gives one, whatever the config has.
+OPPOSITES = {
+    "max_length": ("max_new_tokens",),
+    "max_new_tokens": ("max_length",),
+    "eos_token_id": ("ignore_eos",),
+    "ignore_eos": ("eos_token_id",),
+}
 STREAM_FIELDS = ("qblock", "rotate", "residual_len", "sink_len")
 
 
@@ -99,8 +113,15 @@ class GenerateConfig(
         return self
 
     def updated(self: Self, **changes: Any) -> Self:
-        """A copy with some fields changed, checked like a new one."""
-        return type(self)(**{**self.model_dump(exclude_unset=True), **changes})
+        """A copy with some fields changed, checked like a new one; what a change contradicts goes."""
+        base = self.model_dump(exclude_unset=True)
+        for name in changes:
+            for gone in (ALIASES.get(name), *OPPOSITES.get(name, ())):
+                base.pop(gone, None)
+        if changes.get("num_beams") == 1:
+            for name in ("length_penalty", "early_stopping"):
+                base.pop(name, None)
+        return type(self)(**{**base, **changes})
 
 
 __all__ = ["AUTO", "GenerateConfig", "ValidationError"]

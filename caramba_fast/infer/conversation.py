@@ -219,6 +219,7 @@ class Conversation:
         assert self.cache is not None
         self.settle()
         self.cache = self.cache.take(rows)
+        self._graphs.forget()
         self.rows = [self.rows[row].copy() for row in rows]
         self._surplus = [0] * len(rows)
 
@@ -233,6 +234,7 @@ class Conversation:
 
     def go_back(self, cache: ModelKVCache | None, rows: list[TokenHistory]) -> None:
         """Goes on from a cache and rows that were left behind by `take`."""
+        self._graphs.forget()
         self.cache, self.rows, self._surplus = cache, rows, [0] * len(rows)
 
     def settle(self) -> None:
@@ -258,4 +260,5 @@ class Conversation:
 
     def reset(self) -> None:
         """Forgets everything."""
+        self._graphs.forget()
         self.cache, self.rows, self._surplus = None, [], []

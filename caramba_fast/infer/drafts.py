@@ -12,6 +12,7 @@ from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.conversation import Conversation
 from caramba_fast.infer.edits import LogitEdits
 from caramba_fast.infer.history import TokenHistory
+from caramba_fast.infer.run import blank_ended
 from caramba_fast.infer.sampling import draw, filtered_logits
 
 
@@ -30,8 +31,8 @@ class Drafted(NamedTuple):
 class Draft(Protocol):
     """What guesses. Rows are those of the target, which alone say what the tokens are."""
 
-    def feed(self, rows: Sequence[Sequence[int]]) -> object:
-        """Prompts of new rows, or what is added to those there are."""
+    def feed(self, rows: Sequence[TokenHistory]) -> None:
+        """The rows have got prompts."""
 
     def take(self, rows: Sequence[int]) -> None:
         """Row b is now what row ``rows[b]`` was."""
@@ -68,10 +69,16 @@ class ModelDraft:
     ) -> None:
         self.talk, self.config, self.rng = conversation, config, rng
         self.edits: LogitEdits | None = None
+        self.endings: frozenset[int] = frozenset()  # ids behind which nothing is drafted
 
-    def feed(self, rows: Sequence[Sequence[int]]) -> object:
-        """Reads the prompts."""
-        return self.talk.feed(rows)
+    def feed(self, rows: Sequence[TokenHistory]) -> None:
+        """Reads what it lacks of the rows; all of them anew, where they are not those it knows."""
+        if len(self.talk.rows) != len(rows):
+            self.talk.reset()
+        known = [len(own) for own in self.talk.rows] or [0] * len(rows)
+        missing = [list(row.tokens[count:]) for count, row in zip(known, rows, strict=True)]
+        if any(missing):
+            self.talk.feed(missing)
 
     def take(self, rows: Sequence[int]) -> None:
         """Moves the cache too."""
@@ -85,7 +92,12 @@ class ModelDraft:
         self._catch_up(rows)
         drawn_from: list[Tensor] = []
         for index in range(max(counts)):
-            wanted = [count > index for count in counts]
+            wanted = [
+                count > index and not (draft and draft[-1] in self.endings)
+                for count, draft in zip(counts, drafts, strict=True)
+            ]
+            if not any(wanted):
+                break
             if index == 0:
                 logits = self.talk.next_logits(wanted)
             else:
@@ -103,10 +115,10 @@ class ModelDraft:
     def _draw(
         self, logits: Tensor, wanted: Sequence[bool], new: Sequence[int]
     ) -> tuple[list[int], Tensor | None]:
-        if not all(wanted):
-            idle = torch.tensor([not w for w in wanted], device=logits.device)[:, None]
-            logits = logits.masked_fill(idle, 0.0)
-        scores = self.edits.scores(logits, self.talk.rows, new) if self.edits else logits
+        scores = blank_ended(logits, wanted)
+        if self.edits:
+            scores = self.edits.scores(scores, self.talk.rows, new, alive=wanted)
+            scores = blank_ended(scores, wanted)
         if not self.config.samples:
             return scores.argmax(-1).tolist(), None
         probability = filtered_logits(scores, self.config).softmax(-1)
@@ -119,6 +131,8 @@ class ModelDraft:
 
     def follow(self, rows: Sequence[TokenHistory], agreed: Sequence[int]) -> None:
         """Takes back what was rejected; the tokens the target added are fed with the next draft."""
+        if self.talk.cache is None:
+            return
         self.talk.settle()
         own, lengths = self.talk.rows, self.talk.cached
         self.talk.settle_at([min(n, a) for n, a in zip(lengths, agreed, strict=True)])

@@ -62,6 +62,8 @@ class LogitEdits:
             return None
         dense = torch.zeros(self._vocab)
         dense[torch.tensor(list(biases))] = torch.tensor(list(biases.values()))
+        if dense.isnan().any():
+            raise ValueError("logit_bias holds NaN; numbers are needed")
         return dense.to(self._device)
 
     @property
@@ -81,34 +83,38 @@ class LogitEdits:
     def __bool__(self) -> bool:
         return self.needs_history or self._bias is not None or self._banned is not None
 
-    def scores(self, logits: Tensor, rows: Sequence[TokenHistory], new: Sequence[int]) -> Tensor:
+    def scores(
+        self,
+        logits: Tensor,
+        rows: Sequence[TokenHistory],
+        new: Sequence[int],
+        *,
+        which: Sequence[int] | None = None,
+        alive: Sequence[bool] | None = None,
+    ) -> Tensor:
         """Logits (B, V) -> scores (B, V) float32, or the logits themselves where nothing is edited.
 
         Args:
             rows: the tokens of each row, prompt included.
             new: how many of them were generated.
+            which: the prompt each row belongs to, for ``prefix_allowed_tokens_fn``; by default its own.
+            alive: rows that go on; the others are not edited by what they hold. By default all.
         """
         if not self:
             return logits
-        return self._edited(logits, rows, new, range(len(rows)))
-
-    def scores_of_row(self, logits: Tensor, row: TokenHistory, new: int, index: int) -> Tensor:
-        """Logits (V,) of row ``index`` alone -> scores (V,) float32."""
-        return self._edited(logits[None], [row], [new], [index])[0]
-
-    def _edited(
-        self, logits: Tensor, rows: Sequence[TokenHistory], new: Sequence[int], which: Sequence[int]
-    ) -> Tensor:
         scores = logits.to(torch.float32, copy=True)
         if self._bias is not None:
             scores += self._bias
         if self.per_row:
-            for place, index in enumerate(which):
-                self._edit(scores[place], rows[place], new[place], index)
+            for place, row in enumerate(rows):
+                if alive is None or alive[place]:
+                    self._edit(
+                        scores[place], row, new[place], place if which is None else which[place]
+                    )
         if self._banned is not None:
             scores += self._banned
         if self._processors:
-            ids = padded(rows, self._fill, self._device)
+            ids = padded(rows, new, self._fill, self._device)
             for processor in self._processors:
                 scores = processor(ids, scores)
         return scores
@@ -149,13 +155,20 @@ class LogitEdits:
         scores.copy_(kept)
 
 
-def padded(rows: Sequence[TokenHistory], fill: int, device: torch.device) -> Tensor:
-    """(B, longest) int64: the rows, padded at the front."""
-    longest = max(map(len, rows))
-    ids = torch.full((len(rows), longest), fill, dtype=torch.int64)
-    for index, row in enumerate(rows):
+def padded(
+    rows: Sequence[TokenHistory], new: Sequence[int], fill: int, device: torch.device
+) -> Tensor:
+    """(B, L) int64: what precedes the ``new[b]`` newest tokens padded at the front, those padded at the end.
+
+    So the first new token of every row is in one column, whichever rows have ended.
+    """
+    starts = [len(row) - count for row, count in zip(rows, new, strict=True)]
+    first = max(starts)
+    ids = torch.full((len(rows), first + max(new)), fill, dtype=torch.int64)
+    for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
         if len(row):
-            ids[index, longest - len(row) :] = torch.frombuffer(row.tokens, dtype=torch.int64)
+            place = first - start
+            ids[index, place : place + len(row)] = torch.frombuffer(row.tokens, dtype=torch.int64)
     return ids.to(device)
 
 

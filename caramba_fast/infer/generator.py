@@ -26,6 +26,7 @@ from caramba_fast.infer.stopping import Decoder, Stopping, row_limits
 from caramba_fast.models import LanguageModel
 from caramba_fast.models.registry import as_language_model
 from caramba_fast.policy import CachePlan, DecodePlan
+from caramba_fast.policy.settings import CachePolicyFields, DecodePlanFields
 
 Mask = Tensor | Sequence[Sequence[int]] | None
 #: A kind whose transforms take constants: with "auto" a calibration is checked against it.
@@ -74,6 +75,8 @@ class Generator:
         self._run_state: Run | None = None
         self._measured: tuple[Stopwatch, int, int] | None = None
         self._expanded = False  # num_return_sequences has multiplied the rows
+        self._row_factor = 1  # rows of caches there will be for each row that is fed
+        self._reseed = False  # the call under way was given a seed of its own
         self._calibration: Calibration | None = None
         if self.config.cache_calibration is not None:
             self._calibration = Calibration.load(self.config.cache_calibration)
@@ -85,7 +88,7 @@ class Generator:
         self._graphs = DecodeGraphs(self.model, self.config.cuda_graph)
         self._plan = DecodePlan(self.config)
         self._talk = Conversation(
-            self.model, self._new_cache, self._graphs, self._fill, self.config.max_seq_len,
+            self.model, self._new_cache, self._graphs, self._fill(self.config), self.config.max_seq_len,
             self.config.prefill_chunk, self._plan.plan_for,
         )  # fmt: skip
         self._check_call(self.config)
@@ -127,15 +130,18 @@ class Generator:
     @property
     def pad_token_id(self) -> int | None:
         """The padding id of the config, else of the model."""
-        if self.config.pad_token_id is not None:
-            return self.config.pad_token_id
+        return self._pad(self.config)
+
+    def _pad(self, config: GenerateConfig) -> int | None:
+        if config.pad_token_id is not None:
+            return config.pad_token_id
         pad = self.model.pad_token_id
         return pad if pad is not None and 0 <= pad < self.model.vocab_size else None
 
-    @property
-    def _fill(self) -> int:
-        pad = self.pad_token_id
-        return pad if pad is not None else min(self.eos_ids, default=0)
+    def _fill(self, config: GenerateConfig) -> int:
+        """What stands behind the end of a row: the padding id, else an eos id."""
+        pad = self._pad(config)
+        return pad if pad is not None else min(self._eos_ids(config), default=0)
 
     @property
     def cache(self) -> ModelKVCache | None:
@@ -269,7 +275,7 @@ class Generator:
                 before anything changes. Whatever fails later (Ctrl-C too) leaves the conversation as it was.
         """
         config, hooks = self._call(hooks, options)
-        prompts = self._read(input_ids, attention_mask)
+        prompts = self._read(input_ids, attention_mask, config)
         before, expanded = self._snapshot(), self._expanded
         try:
             run, logits = self._begin(prompts, config, hooks)
@@ -301,7 +307,7 @@ class Generator:
             raise ValueError(
                 f"num_beams is {config.num_beams}; generate_iter allows 1, since beams are known at the end"
             )
-        prompts = self._read(input_ids, attention_mask)
+        prompts = self._read(input_ids, attention_mask, config)
         self._check_run(prompts, config)
         steps = self._stream(prompts, config, hooks)
         if len(prompts.rows) * config.num_return_sequences == 1:
@@ -311,7 +317,13 @@ class Generator:
     def _stream(
         self, prompts: Prompts, config: GenerateConfig, hooks: Hooks
     ) -> Iterator[list[int]]:
-        run, logits = self._begin(prompts, config, hooks)
+        self._talk.check_rows(len(prompts.rows))
+        before, expanded = self._snapshot(), self._expanded
+        try:
+            run, logits = self._begin(prompts, config, hooks)
+        except BaseException:
+            self._restore(before, expanded)
+            raise
         yield from self._steps(run, logits, hooks)
 
     def _steps(self, run: Run, logits: Tensor, hooks: Hooks) -> Iterator[list[int]]:
@@ -348,7 +360,7 @@ class Generator:
         given = {name: options.pop(name) for name in Hooks.__dataclass_fields__ if name in options}
         if hooks is not None and given:
             raise ValueError(f"hooks and {next(iter(given))} are both given; give one of them")
-        fixed = [name for name in options if name in CacheFields.model_fields]
+        fixed = [name for name in options if name in self._of_the_generator]
         if fixed:
             raise ValueError(
                 f"{fixed[0]} belongs to the generator's cache; set it in Generator(...), not in one call"
@@ -356,7 +368,21 @@ class Generator:
         config = self.config.updated(**options) if options else self.config
         if options:
             self._check_call(config)
-        return config, hooks or Hooks(**given)
+        self._reseed = "seed" in options
+        hooks = hooks or Hooks(**given)
+        _ = hooks.processors, hooks.criteria  # says at once what cannot be called
+        if config.num_beams > 1 and hooks.streamer is not None:
+            raise ValueError(
+                f"a streamer is given and num_beams is {config.num_beams}; 1 is allowed, since beams are "
+                "known at the end"
+            )
+        return config, hooks
+
+    @property
+    def _of_the_generator(self) -> set[str]:
+        """Settings that one call cannot change: of the cache, and how it was chosen and is read."""
+        parts = (CacheFields, CachePolicyFields, DecodePlanFields)
+        return {name for part in parts for name in part.model_fields}
 
     def _check_call(self, config: GenerateConfig) -> None:
         """What can be said of settings before there is a prompt."""
@@ -386,9 +412,11 @@ class Generator:
         watch = Stopwatch()
         limits = self._check_run(prompts, config)
         processors, criteria = hooks.processors, hooks.criteria
+        copies = 1 if self._expanded or config.num_beams > 1 else config.num_return_sequences
+        self._row_factor = copies if config.num_beams == 1 else 1 + config.num_beams
+        self._talk.fill = self._fill(config)
         with torch.no_grad():
             logits = self._talk.feed(prompts.rows)
-        copies = 1 if self._expanded or config.num_beams > 1 else config.num_return_sequences
         if copies > 1:
             self._talk.take([row for row in range(len(prompts.rows)) for _ in range(copies)])
             logits, limits = (
@@ -396,13 +424,15 @@ class Generator:
                 [n for n in limits for _ in range(copies)],
             )
             self._expanded = True
+            assert self._talk.cache is not None
+            self._cache_bytes = self._talk.cache.nbytes
         eos, fill = self._eos_ids(config), self._talk.fill
         edits = LogitEdits(
             config, self.model.vocab_size, eos, logits.device, processors,
             hooks.prefix_allowed_tokens_fn, fill,
         )  # fmt: skip
-        stopping = Stopping(config, eos, self.tokenizer, criteria, limits, fill)
-        rng = self._seeded(config) if config.seed != self.config.seed else self._rng
+        stopping = Stopping(config, eos, self.tokenizer, criteria, limits, fill, watch.began)
+        rng = self._seeded(config) if self._reseed else self._rng
         starts = [len(row) for row in self._talk.rows]
         run = Run(self._talk, config, edits, stopping, rng, starts, watch)
         self._run_state = run
@@ -413,9 +443,11 @@ class Generator:
 
     def _finish_beams(self, prompts: Prompts, run: Run, logits: Tensor) -> Tensor | GenerateOutput:
         with torch.no_grad():
-            found = beam_search(run, logits)
+            found = beam_search(
+                run, logits, 1 if self._expanded else run.config.num_return_sequences
+            )
         self._settle()
-        self._expanded = run.config.num_return_sequences > 1
+        self._expanded = self._expanded or run.config.num_return_sequences > 1
         return self._result(
             prompts,
             run,
@@ -428,7 +460,7 @@ class Generator:
         self, prompts: Prompts, run: Run, new: Tensor, **extra: Any
     ) -> Tensor | GenerateOutput:
         device = self.model.device
-        given = prompts.padded_front(self._fill, device)
+        given = prompts.padded_front(self._talk.fill, device)
         given = given.repeat_interleave(len(new) // len(given), 0)
         sequences = torch.cat((given, new.to(device)), dim=1)
         if not run.config.return_dict:
@@ -453,17 +485,21 @@ class Generator:
         self._run_state, self._expanded = None, expanded
         self._talk.restore(before)
 
-    def _read(self, input_ids: TokenIds, attention_mask: Mask) -> Prompts:
+    def _read(
+        self, input_ids: TokenIds, attention_mask: Mask, config: GenerateConfig | None = None
+    ) -> Prompts:
         self._settle()
-        prompts = read_prompts(input_ids, attention_mask, self.pad_token_id, self.model.vocab_size)
+        pad = self._pad(config or self.config)
+        prompts = read_prompts(input_ids, attention_mask, pad, self.model.vocab_size)
         self._talk.check_rows(len(prompts.rows))
         return prompts
 
     def _new_cache(self, rows: int, device: torch.device | None = None) -> ModelKVCache:
         kind = self.config.cache_kind
         if device is None:
-            kind = self._choice.kind(rows)
-            self._choice.check_budget(rows)
+            most, self._row_factor = rows * self._row_factor, 1
+            kind = self._choice.kind(most)
+            self._choice.check_budget(most)
         elif kind == AUTO:
             kind = CALIBRATED
         cache = ModelKVCache(

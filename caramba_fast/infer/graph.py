@@ -147,6 +147,10 @@ class DecodeGraphs:
     def _recorder(self) -> Recorder:
         return CudaRecorder(self._model.device)
 
+    def forget(self) -> None:
+        """Lets go of a cache that is no longer used."""
+        self._graph = None
+
     def give_up(self, reason: str) -> None:
         """Later steps run one by one; warns, or raises RecordingError where a graph is a must."""
         self._graph, self.reason = None, f"recording failed: {reason}"

@@ -64,7 +64,7 @@ class LookupDraft:
         self._sizes = longest, shortest
         self._rows: list[NGramIndex] = []
 
-    def feed(self, rows: Sequence[Sequence[int]]) -> None:
+    def feed(self, rows: Sequence[TokenHistory]) -> None:
         """Prompts have arrived."""
         if len(self._rows) != len(rows):
             self._rows = [NGramIndex(*self._sizes) for _ in rows]

@@ -46,6 +46,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self.steps = array("d")  # 8 bytes a step, however long the text
         self.new_tokens = 0
+        self.began = time.monotonic()
         self.resume()
 
     def resume(self) -> None:

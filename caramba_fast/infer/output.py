@@ -39,3 +39,6 @@ class GenerateOutput:
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and getattr(self, name, None) is not None

@@ -13,7 +13,7 @@ from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.conversation import Conversation
 from caramba_fast.infer.edits import AllowedTokens, LogitEdits, LogitsProcessor
 from caramba_fast.infer.metrics import Stopwatch
-from caramba_fast.infer.sampling import sample
+from caramba_fast.infer.sampling import filtered_logits, sample
 from caramba_fast.infer.stopping import FinishReason, Stopping, StoppingCriterion
 
 
@@ -105,15 +105,13 @@ class Run:
 
     def choose(self, logits: Tensor) -> list[int]:
         """The next token of each row, noted in the conversation; the padding id where a row has ended."""
-        alive = self.alive
-        if not all(alive):
-            ended = torch.tensor([not a for a in alive], device=logits.device)[:, None]
-            logits = logits.masked_fill(ended, 0.0)  # they may be anything, NaN too
-        rows = self.conversation.rows
-        scores = self.edits.scores(logits, rows, self.new if self.edits.needs_history else ())
+        alive, rows = self.alive, self.conversation.rows
+        logits = blank_ended(logits, alive)
+        new = self.new if self.edits.needs_history else ()
+        scores = blank_ended(self.edits.scores(logits, rows, new, alive=alive), alive)
         sampled = sample(scores, self.config, self.rng).tolist()
         if self.config.output_scores:
-            self.scores.append(scores.to(torch.float32, copy=True))
+            self.scores.append(self.processed(scores))
         if self.config.output_logits:
             self.logits.append(logits.clone())
         fill = self.conversation.fill
@@ -122,6 +120,12 @@ class Run:
         self.watch.step(sum(alive))
         self._stop(chosen, alive)
         return chosen
+
+    def processed(self, scores: Tensor) -> Tensor:
+        """Scores as they are kept: float32, filtered where tokens are drawn."""
+        if self.config.samples:
+            return filtered_logits(scores, self.config)
+        return scores.to(torch.float32, copy=True)
 
     def give(self, index: int, tokens: Sequence[int], scores: Tensor, logits: Tensor) -> int:
         """Adds tokens to one row up to where it ends; how many it took.
@@ -132,13 +136,15 @@ class Run:
         for place, token in enumerate(tokens):
             row.push(token)
             if self.config.output_scores:
-                self.row_scores[index].append(scores[place].to(torch.float32, copy=True))
+                self.row_scores[index].append(self.processed(scores[place]))
             if self.config.output_logits:
                 self.row_logits[index].append(logits[place].clone())
             new = len(row) - self.starts[index]
             reason = stopping.after(token, row, new, index)
-            if reason is None and stopping.has_criteria and stopping.by_criteria([row], None)[0]:
-                reason = "criteria"
+            if reason is None and stopping.has_criteria:
+                rows = self.conversation.rows
+                ends = stopping.by_criteria(rows, self.new, self.kept_scores)
+                reason = "criteria" if ends[index] else None
             self.reasons[index] = reason
             if reason is not None:
                 return place + 1
@@ -179,7 +185,7 @@ class Run:
                 self.reasons[index] = stopping.after(token, rows[index], new[index], index)
         if stopping.has_criteria and not self.is_over:
             kept = tuple(self.scores) if self.config.output_scores else None
-            self._end(stopping.by_criteria(rows, kept), "criteria")
+            self._end(stopping.by_criteria(rows, new, kept), "criteria")
         self.stop_if_late()
 
     def _end(self, which: Sequence[bool], reason: FinishReason) -> None:
@@ -193,6 +199,14 @@ class Run:
         rows = [row.tokens[n:] for row, n in zip(self.conversation.rows, self.starts, strict=True)]
         longest, fill = max(map(len, rows)), self.conversation.fill
         return torch.tensor([list(row) + [fill] * (longest - len(row)) for row in rows])
+
+
+def blank_ended(logits: Tensor, alive: Sequence[bool]) -> Tensor:
+    """(B, ..., V) with zeros where a row has ended: there it may be anything, NaN too."""
+    if all(alive):
+        return logits
+    ended = torch.tensor([not goes_on for goes_on in alive], device=logits.device)
+    return logits.masked_fill(ended.view(-1, *[1] * (logits.ndim - 1)), 0.0)
 
 
 def _columns(steps: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:

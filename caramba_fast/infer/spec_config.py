@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AliasChoices, Field, field_validator, model_validator
 
+from caramba_fast.config import spec_name
 from caramba_fast.infer.config import AUTO, GenerateConfig
 from caramba_fast.infer.fields import OutputFields
 from caramba_fast.policy.settings import CachePolicyFields
@@ -18,7 +19,8 @@ class SpeculativeConfig(GenerateConfig):
     """Settings of `SpeculativeGenerator`; those of `GenerateConfig` and these.
 
     Attributes:
-        spec_k: tokens to draft per step (at first, where K adapts).
+        spec_k: tokens to draft per step (at first, where K adapts); aliases num_assistant_tokens and
+            prompt_lookup_num_tokens.
         spec_k_adaptive: move K by the acceptance.
         spec_k_min, spec_k_max: where K moves.
         spec_target_acceptance: K grows while the acceptance of an interval reaches it and shrinks while not.
@@ -36,7 +38,12 @@ class SpeculativeConfig(GenerateConfig):
             where they occurred last; runs of at most and at least so many tokens are looked up.
     """
 
-    spec_k: int = Field(default=4, ge=1, le=MOST_DRAFTED)
+    spec_k: int = Field(
+        default=4,
+        ge=1,
+        le=MOST_DRAFTED,
+        validation_alias=AliasChoices("spec_k", "num_assistant_tokens", "prompt_lookup_num_tokens"),
+    )
     spec_k_adaptive: bool = False
     spec_k_min: int = Field(default=1, ge=1, le=MOST_DRAFTED)
     spec_k_max: int = Field(default=16, ge=1, le=MOST_DRAFTED)
@@ -48,6 +55,11 @@ class SpeculativeConfig(GenerateConfig):
     spec_draft_cache_kind: str | None = None
     lookup_max_ngram: int = Field(default=3, ge=1)
     lookup_min_ngram: int = Field(default=1, ge=1)
+
+    @field_validator("spec_draft_cache_kind")
+    @classmethod
+    def _draft_kind_by_name(cls, value: str | None) -> str | None:
+        return None if value is None else spec_name(value)
 
     @model_validator(mode="after")
     def _speculation_agrees(self) -> SpeculativeConfig:

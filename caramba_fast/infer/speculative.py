@@ -22,7 +22,7 @@ from caramba_fast.infer.drafts import Draft, Drafted, ModelDraft
 from caramba_fast.infer.generator import Generator
 from caramba_fast.infer.lookup import LookupDraft
 from caramba_fast.infer.prompts import Prompts
-from caramba_fast.infer.run import Hooks, Run
+from caramba_fast.infer.run import Hooks, Run, blank_ended
 from caramba_fast.infer.spec_config import SpeculativeConfig
 from caramba_fast.infer.stopping import Decoder
 from caramba_fast.models import LanguageModel
@@ -59,20 +59,25 @@ class SpeculativeGenerator(Generator):
         settings = config or SpeculativeConfig()
         if not isinstance(settings, SpeculativeConfig):
             raise TypeError(f"config is a {type(settings).__name__}; a SpeculativeConfig is needed")
-        super().__init__(target_model, settings, device, tokenizer=tokenizer, **overrides)
-        self._check_tail()
         self.draft_model = draft_model
+        super().__init__(target_model, settings, device, tokenizer=tokenizer, **overrides)
         self._draft_generator: Generator | None = None
         self._draft = self._make_draft(device)
         self._length = DraftLength(self.config)
 
-    def _check_tail(self) -> None:
-        """Raises ValueError where the fp16 tail of the cache cannot take a draft back."""
-        config = self.config
-        if config.cache_kind == AUTO:
+    def _check_call(self, config: GenerateConfig) -> None:
+        super()._check_call(config)
+        assert isinstance(config, SpeculativeConfig)
+        self._check_tail(config, config)
+        if self.draft_model is not None:
+            self._check_tail(config, config.for_draft())
+
+    def _check_tail(self, config: SpeculativeConfig, cached: GenerateConfig) -> None:
+        """Raises ValueError where the fp16 tail of a cache cannot take a draft back."""
+        if cached.cache_kind == AUTO:
             return  # candidates have tails for the longest draft
         longest = config.spec_k_max if config.spec_k_adaptive else config.spec_k
-        for stream in config.stream_configs().values():
+        for stream in cached.stream_configs().values():
             if stream.residual_len and longest + 1 > stream.tail_slack:
                 raise ValueError(
                     f"spec_k reaches {longest}; with tail_slack={stream.tail_slack} of the cache up to "
@@ -92,7 +97,8 @@ class SpeculativeGenerator(Generator):
                 "speculation needs the same one"
             )
         self._draft_generator = generator
-        return ModelDraft(generator._talk, own, self._rng)
+        # A stream of its own: how often the draft draws must not move the target's.
+        return ModelDraft(generator._talk, own, generator._rng)
 
     # -- figures ------------------------------------------------------------------------
 
@@ -112,6 +118,11 @@ class SpeculativeGenerator(Generator):
         return self.stats.tokens_per_pass
 
     @property
+    def _of_the_generator(self) -> set[str]:
+        own = {"spec_draft_cache_kind", "lookup_max_ngram", "lookup_min_ngram"}
+        return super()._of_the_generator | own
+
+    @property
     def report(self) -> dict[str, Any]:
         """As `Generator.report`, with what speculation did."""
         return {**super().report, "speculation": self.stats.as_dict()}
@@ -121,21 +132,33 @@ class SpeculativeGenerator(Generator):
     def _begin(self, prompts: Prompts, config: GenerateConfig, hooks: Hooks) -> tuple[Run, Tensor]:
         before, expanded = self._snapshot(), self._expanded
         rows = len(self._talk.rows) or len(prompts.rows)
+        reseed = self._reseed
         run, logits = super()._begin(prompts, config, hooks)
         self._length = DraftLength(cast(SpeculativeConfig, config))
         try:
             with torch.no_grad():
-                self._draft.feed(prompts.rows)
                 copies = len(run.starts) // rows
+                self._draft.feed(self._talk.rows[::copies])
                 if copies > 1:
                     self._draft.take([row for row in range(rows) for _ in range(copies)])
         except BaseException:
             self._restore(before, expanded)
             raise
         if isinstance(self._draft, ModelDraft):
-            self._draft.config, self._draft.rng = config, run.rng
-            self._draft.edits = run.edits
+            self._draft.config, self._draft.edits = config, run.edits
+            self._draft.endings = run.stopping.endings
+            if reseed and self._draft_generator is not None:
+                self._draft.rng = self._draft_generator._seeded(config)
         return run, logits
+
+    def _check_run(self, prompts: Prompts, config: GenerateConfig) -> list[int]:
+        limits = super()._check_run(prompts, config)
+        positions = getattr(self.draft_model, "max_positions", None)
+        held = [len(row) for row in self._talk.rows] or [0] * len(limits)
+        most = max(map(sum, zip(held, prompts.lens, limits, strict=True)))
+        if positions is not None and most > positions:
+            raise ValueError(f"the run reaches {most} positions; draft_model has {positions}")
+        return limits
 
     def _steps(self, run: Run, logits: Tensor, hooks: Hooks) -> Iterator[list[int]]:
         """Yields columns of tokens: the n-th new token of every row once all have one or have ended."""
@@ -161,6 +184,15 @@ class SpeculativeGenerator(Generator):
         finally:
             if self._run_state is run:
                 self._settle()
+                self._take_back_after(run, given)
+
+    def _take_back_after(self, run: Run, given: int) -> None:
+        """Rows end where the consumer stopped: tokens that were accepted and never yielded go."""
+        rows = self._talk.rows
+        unseen = [max(0, count - given) for count in run.new]
+        if any(unseen):
+            self._talk.rollback(unseen)
+            self._draft.follow(rows, [len(row) for row in rows])
 
     def _round(self, run: Run) -> None:
         """Draft, verify, accept: every row that is alive gets at least one token."""
@@ -191,9 +223,13 @@ class SpeculativeGenerator(Generator):
 
     def _counts(self, run: Run) -> list[int]:
         """Tokens to draft for each row: K, but not past a row's limit."""
-        limits = run.stopping.limits
+        limits, most = run.stopping.limits, self._length.k
+        longest = max(self._talk.cached)
+        now = self._plan.plan_for(longest + 1).local_window
+        while most and self._plan.plan_for(longest + 1 + most).local_window != now:
+            most -= 1  # one pass has one window
         return [
-            min(self._length.k, limit - new - 1) if goes_on else 0
+            max(0, min(most, limit - new - 1)) if goes_on else 0
             for limit, new, goes_on in zip(limits, run.new, run.alive, strict=True)
         ]
 
@@ -204,24 +240,32 @@ class SpeculativeGenerator(Generator):
             logits = talk.verify(drafted.tokens, alive)
         else:
             logits = talk.step([row.tokens[-1] for row in talk.rows], alive)[:, None]
-        if all(alive):
-            return logits
-        ended = torch.tensor([not goes_on for goes_on in alive], device=logits.device)
-        return logits.masked_fill(ended[:, None, None], 0.0)  # they may be anything, NaN too
+        return blank_ended(logits, alive)
 
     def _scores(self, run: Run, logits: Tensor, drafted: Drafted) -> Tensor:
         """The logits, edited; each position as its row would be if the draft before it stood."""
         if not run.edits:
             return logits
         scores, new = logits.to(torch.float32, copy=True), run.new
-        for index, (row, draft) in enumerate(zip(self._talk.rows, drafted.tokens, strict=True)):
-            for place in range(len(draft) + 1):
-                scores[index, place] = run.edits.scores_of_row(
-                    logits[index, place], row, new[index] + place, index
-                )
-                if place < len(draft):
-                    row.push(draft[place])
-            row.pop(len(draft))
+        rows, walking, steps = self._talk.rows, run.alive, [0] * len(new)
+        for place in range(max(map(len, drafted.tokens)) + 1):
+            counts = [n + taken for n, taken in zip(new, steps, strict=True)]
+            edited = run.edits.scores(logits[:, place], rows, counts, alive=walking)
+            for index, draft in enumerate(drafted.tokens):
+                if not walking[index]:
+                    continue
+                scores[index, place] = edited[index]
+                walking[index] = place < len(draft)
+                if walking[index]:
+                    token = draft[place]
+                    rows[index].push(token)
+                    steps[index] += 1
+                    # Behind an end, or a token that cannot stand, there is nothing to judge.
+                    if token in run.stopping.endings or edited[index, token] == -torch.inf:
+                        walking[index] = False
+                        del draft[place + 1 :]
+        for row, taken in zip(rows, steps, strict=True):
+            row.pop(taken)
         return scores
 
     def _give(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -37,6 +38,7 @@ class Stopping:
         criteria: the caller's, called with all tokens of the rows, padded at the front with ``fill``, and the
             scores kept so far, or None.
         limits: most new tokens of each row.
+        began: when the call began (``time.monotonic``), from which max_time counts; by default now.
     """
 
     def __init__(
@@ -47,12 +49,15 @@ class Stopping:
         criteria: Sequence[StoppingCriterion],
         limits: Sequence[int],
         fill: int,
+        began: float | None = None,
     ) -> None:
         self._eos, self._stop_ids = eos_ids, frozenset(config.stop_ids)
-        self._strings, self._tokenizer = config.stop_strings, tokenizer
+        self._strings = config.stop_strings
+        self._decode = _decoding(tokenizer) if tokenizer is not None else None
         self._window = SLACK + max((len(s.encode()) for s in self._strings), default=0)
         self._criteria, self.limits, self._fill = tuple(criteria), list(limits), fill
-        self._deadline = None if config.max_time is None else time.monotonic() + config.max_time
+        began = time.monotonic() if began is None else began
+        self._deadline = None if config.max_time is None else began + config.max_time
 
     def after(self, token: int, row: TokenHistory, new: int, index: int) -> FinishReason | None:
         """Why row ``index`` ends with ``token``, its newest and the ``new``-th generated; None if it goes on."""
@@ -65,14 +70,14 @@ class Stopping:
         return None
 
     def _says_stop(self, row: TokenHistory, new: int) -> bool:
-        assert self._tokenizer is not None
-        text = self._tokenizer.decode(list(row.tokens[-min(new, self._window) :]))
+        assert self._decode is not None
+        text = self._decode(list(row.tokens[-min(new, self._window) :]))
         return any(string in text for string in self._strings)
 
     @property
-    def ending_ids(self) -> int:
-        """How many ids end a row."""
-        return len(self._eos | self._stop_ids)
+    def endings(self) -> frozenset[int]:
+        """The ids that end a row."""
+        return self._eos | self._stop_ids
 
     @property
     def has_criteria(self) -> bool:
@@ -85,11 +90,14 @@ class Stopping:
         return self._deadline is not None and time.monotonic() >= self._deadline
 
     def by_criteria(
-        self, rows: Sequence[TokenHistory], scores: tuple[Tensor, ...] | None
+        self,
+        rows: Sequence[TokenHistory],
+        new: Sequence[int],
+        scores: tuple[Tensor, ...] | None,
     ) -> list[bool]:
         """Which rows the caller's criteria end."""
         ended = [False] * len(rows)
-        ids = padded(rows, self._fill, torch.device("cpu"))
+        ids = padded(rows, new, self._fill, torch.device("cpu"))
         for criterion in self._criteria:
             said = torch.as_tensor(criterion(ids, scores)).to(torch.bool).cpu()
             said = said.expand(len(rows)) if said.ndim == 0 else said
@@ -99,6 +107,16 @@ class Stopping:
                 )
             ended = [a or b for a, b in zip(ended, said.tolist(), strict=True)]
         return ended
+
+
+def _decoding(tokenizer: Decoder) -> Callable[[list[int]], str]:
+    """Decodes special tokens too, where the tokenizer can: a stop string may be one."""
+    decode: Callable[..., str] = tokenizer.decode
+    try:
+        decode([], skip_special_tokens=False)
+    except TypeError:
+        return decode
+    return partial(decode, skip_special_tokens=False)
 
 
 def row_limits(config: GenerateConfig, held: Sequence[int]) -> list[int]:
