@@ -217,6 +217,31 @@ def test_hugging_faces_criteria_and_processors_work_here() -> None:
     assert got.finish_reasons[1] == "criteria"
 
 
+@pytest.mark.parametrize("steps", [3, 60])
+@pytest.mark.parametrize("kind", ["q4", "q4:residual_len=8,tail_slack=4"])
+def test_what_is_interrupted_late_leaves_every_bit_of_the_conversation(
+    kind: str, steps: int
+) -> None:
+    """The fp16 tail too, although the run has long overwritten it."""
+    calls = [0]
+
+    def interrupt(ids: Tensor, scores: Tensor) -> Tensor:
+        calls[0] += 1
+        if calls[0] > steps:
+            raise KeyboardInterrupt
+        return scores
+
+    logits = []
+    for interrupted in (False, True):
+        generator = ours(cache_kind=kind)
+        generator.generate(PROMPTS)
+        if interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                generator.generate(PROMPTS, max_new_tokens=80, logits_processor=interrupt)
+        logits.append(generator.prefill([[1], [2], [3]]))
+    assert torch.equal(*logits)
+
+
 # -- hooks and outputs -----------------------------------------------------------------------
 
 

@@ -407,6 +407,20 @@ class LayerCache:
             stored = stream.lanes.pack(self._stored(stream, stop)[row : row + 1, :, start:])
             stream.tail[row, :, position % stream.tail.shape[2]] = stored[0].to(stream.tail.dtype)
 
+    def tail_state(self) -> tuple[list[Tensor], list[int]]:
+        """Copies of the fp16 rings, for `restore_tail`: what they hold now cannot be had from the codes again."""
+        self._narrow()
+        rings = [stream.tail.clone() for stream in self.streams.values() if stream.tail is not None]
+        return rings, list(self._tail.lowest)
+
+    def restore_tail(self, state: tuple[list[Tensor], list[int]]) -> None:
+        """Puts rings back, after the rows have got the lengths they had then."""
+        rings, lowest = state
+        tails = [stream.tail for stream in self.streams.values() if stream.tail is not None]
+        for tail, ring in zip(tails, rings, strict=True):
+            tail.copy_(ring)
+        self._tail.lowest = list(lowest)
+
     def reorder(self, beam_idx: Tensor) -> None:
         """Row b becomes what row ``beam_idx[b]`` was (beam search); a paged cache shares the pages.
 

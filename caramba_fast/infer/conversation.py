@@ -26,6 +26,7 @@ class Snapshot(NamedTuple):
     lengths: list[int]
     rows: list[TokenHistory]
     tokens: list[int]
+    tails: list[tuple[list[Tensor], list[int]]]
 
 
 class Conversation:
@@ -243,11 +244,21 @@ class Conversation:
             self.cache.crop(self._surplus)
             self._surplus = [0] * len(self._surplus)
 
-    def snapshot(self) -> Snapshot:
-        """What `restore` goes back to."""
+    def snapshot(self, *, tails: bool = False) -> Snapshot:
+        """What `restore` goes back to.
+
+        Args:
+            tails: copy the fp16 rings of the cache as well, where more tokens may follow than they have slack for.
+        """
         self.settle()
-        lengths = [] if self.cache is None else self.cache.row_lengths
-        return Snapshot(self.cache, lengths, self.rows, [len(row) for row in self.rows])
+        cache = self.cache
+        return Snapshot(
+            cache,
+            [] if cache is None else cache.row_lengths,
+            self.rows,
+            [len(row) for row in self.rows],
+            [layer.tail_state() for layer in cache or ()] if tails else [],
+        )
 
     def restore(self, before: Snapshot) -> None:
         """Goes back to a snapshot."""
@@ -257,6 +268,8 @@ class Conversation:
             row.pop(len(row) - length)
         if self.cache is not None:
             self.cache.restore(before.lengths)
+            for layer, tail in zip(self.cache, before.tails, strict=False):
+                layer.restore_tail(tail)
 
     def reset(self) -> None:
         """Forgets everything."""

@@ -479,7 +479,7 @@ class Generator:
 
     def _snapshot(self) -> Any:
         self._settle()
-        return self._talk.snapshot()
+        return self._talk.snapshot(tails=True)
 
     def _restore(self, before: Any, expanded: bool) -> None:
         self._run_state, self._expanded = None, expanded
