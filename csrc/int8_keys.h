@@ -55,8 +55,10 @@ void prepare_lane(const float (&values)[32], int lane, QueryUnit& unit) {
   const __m512 inverse = _mm512_set1_ps(largest > 0 ? kRange / largest : 0);
   int sum = 0;
   for (int v = 0; v < kVectors; v += 4) {
-    const __m512i code =
-        _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(values + 4 * v), inverse));
+    const __m512 product = _mm512_mul_ps(_mm512_loadu_ps(values + 4 * v), inverse);
+    // What is not a number counts as 0 here: the scale says so.
+    const __mmask16 ordered = _mm512_cmp_ps_mask(product, product, _CMP_ORD_Q);
+    const __m512i code = _mm512_maskz_cvtps_epi32(ordered, product);
     sum += _mm512_reduce_add_epi32(code);
     const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(code, _mm512_set1_epi32(128)), 8);
     alignas(16) std::int32_t bytes[2][4];
