@@ -558,7 +558,9 @@ def test_a_draft_with_another_vocabulary_is_refused(
         speculative(target, model_of(1, device, vocab_size=60))
 
 
-def test_a_plain_config_is_refused(target: Transformer) -> None:
+def test_a_config_of_the_other_generator_is_refused(target: Transformer) -> None:
+    with pytest.raises(TypeError, match="SpeculativeConfig, which SpeculativeGenerator takes"):
+        Generator(target, SpeculativeConfig())
     with pytest.raises(TypeError, match="GenerateConfig; a SpeculativeConfig is needed"):
         SpeculativeGenerator(target, None, GenerateConfig())  # type: ignore[arg-type]
 

@@ -22,6 +22,7 @@ from caramba_fast.infer.metrics import GenerationMetrics, Stopwatch
 from caramba_fast.infer.output import GenerateOutput
 from caramba_fast.infer.prompts import Prompts, TokenIds, read_prompts
 from caramba_fast.infer.run import Hooks, Run
+from caramba_fast.infer.spec_config import SpeculativeConfig
 from caramba_fast.infer.stopping import Decoder, Stopping, row_limits
 from caramba_fast.models import LanguageModel
 from caramba_fast.models.registry import as_language_model
@@ -56,6 +57,8 @@ class Generator:
         RecordingError: (from a decode step) cuda_graph=True and the model cannot be recorded.
     """
 
+    _speculates = False
+
     def __init__(
         self,
         model: LanguageModel | Any,
@@ -66,6 +69,8 @@ class Generator:
         calibration_ids: Tensor | Sequence[int] | None = None,
         **overrides: Any,
     ) -> None:
+        if isinstance(config, SpeculativeConfig) and not self._speculates:
+            raise TypeError("config is a SpeculativeConfig, which SpeculativeGenerator takes")
         if device is not None and isinstance(model, nn.Module):
             model.to(device)
         self.model, self.tokenizer = as_language_model(model), tokenizer

@@ -45,6 +45,7 @@ class SpeculativeGenerator(Generator):
     """
 
     config: SpeculativeConfig
+    _speculates = True
 
     def __init__(
         self,
