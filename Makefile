@@ -10,7 +10,7 @@ AOT    := bench/results/aot.csv
 SANE   := build/sanitize/caramba_fast/_C.abi3.so
 BUILD  := pyproject.toml setup.py $(wildcard csrc/*)
 
-.PHONY: help demo test test-device sanitize cross lint format bench bench-quick bench-decode bench-generation bench-rows bench-page bench-predictions aot train train-biased clean
+.PHONY: help demo test test-device sanitize cross lint format bench bench-quick bench-hf bench-decode bench-generation bench-rows bench-page bench-predictions aot train train-biased clean
 
 help:
 	@echo "make demo         a trained model writes from fp16, q8, q4 and nf4 caches"
@@ -23,6 +23,7 @@ help:
 	@echo "make bench-quick  the same in about a minute"
 	@echo "make bench-decode decode steps of a whole model by cache kind, five minutes at most (CPU)"
 	@echo "make bench-generation  tokens with and without a cache, overhead, speculation (CPU, half an hour)"
+	@echo "make bench-hf     decode steps under transformers beside its own caches (CPU, ten minutes)"
 	@echo "make bench-rows   the same cases through pytest-benchmark (GRID=quick|cpu|core)"
 	@echo "make aot          compile the Triton kernels ahead of time and record what they cost"
 	@echo "make train        train both demo models again (close to three hours)"
@@ -129,6 +130,16 @@ bench-page: $(VENV)/.test
 bench-generation: $(VENV)/.test
 	$(BIN)/python -m caramba_fast.bench.generation --publish
 	$(BIN)/python -m caramba_fast.bench.speculation --publish
+
+# transformers' own quantized caches need packages of their own, which are put beside those of .venv. Ten minutes.
+HF_PEERS := build/hf-peers
+$(HF_PEERS)/.done: constraints.txt $(VENV)/.torch
+	rm -rf $(HF_PEERS)
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps --target $(HF_PEERS) optimum-quanto hqq accelerate termcolor einops psutil
+	@touch $@
+
+bench-hf: $(VENV)/.test $(HF_PEERS)/.done
+	PYTHONPATH=$(HF_PEERS) $(BIN)/python -m caramba_fast.bench.hf_decode --publish
 
 bench-rows: $(VENV)/.test
 	GRID=$(GRID) $(BIN)/python -m pytest --device=$(DEVICE) tests/bench_rows.py --benchmark-columns=median,iqr,rounds

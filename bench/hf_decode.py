@@ -1,15 +1,14 @@
-"""Decode steps of a transformers Llama by cache: ``python -m caramba_fast.bench.hf_decode [--out CSV] [--quick]``.
+"""Decode steps of a transformers Llama by cache: ``python -m caramba_fast.bench.hf_decode [--publish] [--quick]``.
 
 A Llama of 8 layers and hidden size 512 with random weights takes single tokens through its own ``forward``, as
-``generate`` does it: with transformers' DynamicCache, with its quantized caches where their packages are installed,
-and with ours. Caches are filled with the keys and values of a real prompt, repeated up to the wanted length. All take
-their steps in turn, in rounds; a ratio is the median over rounds.
+``generate`` does it: with transformers' DynamicCache, with its quantized caches where their packages are installed
+(``make bench-hf`` brings them), and with ours. Caches are filled with the keys and values of a real prompt, repeated
+up to the wanted length. All take their steps in turn, in rounds; a ratio is the median over rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -26,12 +25,13 @@ from torch import Tensor
 from caramba_fast.hf import CarambaCache, accelerate, restore
 
 from .environment import environment
+from .hf_page import FILE, PAGE, PART, lines_of
+from .sections import add_targets, finish, results_at, write_csv
 from .timing import quantile, ratio
 
 #: By name: the package itself imports it in one layer alone.
 transformers = import_module("transformers")
 
-FILE = "hf_decode.csv"
 LAYERS, HIDDEN, HEADS, VOCABULARY = 8, 512, 8, 4096
 KV_HEADS, DTYPES = (2, 8), (torch.float32, torch.bfloat16)
 #: 64 is what the other lengths are compared with: a model's own speed without a cache worth speaking of.
@@ -46,6 +46,8 @@ THEIRS = {
 }
 PROMPT = 128
 ROUNDS, STEPS, BUDGET_S = 15, 4, 40.0
+#: What our caches have room for beyond the context, so that they do not grow while steps are timed.
+ROOM = (ROUNDS + 1) * (STEPS + 1)
 COLUMNS = (
     "kv_heads", "dtype", "context", "cache", "samples", "median_ms", "p20_ms", "p80_ms", "tokens_per_s",
     "vs_dynamic", "cache_bytes", "dequantizations", "threads", "transformers", "device", "torch", "triton", "commit",
@@ -95,7 +97,7 @@ def caches(model: Any, context: int) -> Iterator[tuple[str, bool, Callable[[], A
     """Name, whether it is ours, and how it is made."""
     yield "dynamic", False, lambda: transformers.DynamicCache(config=model.config)
     for kind in OURS:
-        yield kind, True, lambda kind=kind: CarambaCache(model, kind, max_seq_len=context + 512)
+        yield kind, True, lambda kind=kind: CarambaCache(model, kind, max_seq_len=context + ROOM)
     for name, (package, bits) in THEIRS.items():
         if package is None or find_spec(package.partition(".")[0]):
             backend = name.rstrip("48") if package else "fp8"
@@ -151,13 +153,22 @@ def measure(model: Any, entries: list[Entry], rounds: int, budget_s: float) -> N
             return
 
 
-def cache_bytes(cache: Any) -> int | str:
-    """Bytes of what is stored, where the cache says so."""
+def cache_bytes(cache: Any) -> int:
+    """Bytes of what is stored, scales and what is not yet quantized included."""
     if isinstance(cache, CarambaCache):
         return cache.nbytes
-    if isinstance(cache, transformers.DynamicCache):
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    return ""
+    return sum(_bytes_in(vars(layer)) for layer in cache.layers)
+
+
+def _bytes_in(x: Any) -> int:
+    """Bytes of the tensors in nested containers and tensor subclasses."""
+    if isinstance(x, dict):
+        return sum(map(_bytes_in, x.values()))
+    if isinstance(x, (list, tuple)):
+        return sum(map(_bytes_in, x))
+    if hasattr(x, "__tensor_flatten__") and type(x) is not Tensor:
+        return sum(_bytes_in(getattr(x, name)) for name in x.__tensor_flatten__()[0])
+    return x.nbytes if isinstance(x, Tensor) else 0
 
 
 def rows_of(kv_heads: int, dtype: torch.dtype, context: int, entries: list[Entry]) -> list[Row]:
@@ -192,30 +203,36 @@ def rows_of(kv_heads: int, dtype: torch.dtype, context: int, entries: list[Entry
 def main() -> None:
     """Measures every setting and writes a line as soon as it is there."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs") / FILE)
+    add_targets(parser, "the CSV file to write")
     parser.add_argument("--quick", action="store_true", help="two lengths, few rounds")
     parser.add_argument("--contexts", type=int, nargs="*", help=f"by default {CONTEXTS}")
     parser.add_argument("--kv-heads", type=int, nargs="*", default=KV_HEADS)
     options = parser.parse_args()
+    with results_at(options, FILE) as path:
+        if not options.page_only:
+            run(options, path)
+        finish(options, {PART: lines_of(path)}, PAGE)
+
+
+def run(options: argparse.Namespace, path: Path) -> None:
+    """Every setting asked for, into the file."""
     contexts = options.contexts or ((512, 2048) if options.quick else CONTEXTS)
     rounds, budget = (5, 8.0) if options.quick else (ROUNDS, BUDGET_S)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    with options.out.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for kv_heads, dtype in product(options.kv_heads, DTYPES):
-            model = model_of(kv_heads, dtype)
-            states = prompt_states(model)
-            for context in contexts:
-                entries = filled(model, states, context)
-                measure(model, entries, rounds, budget)
-                for row in rows_of(kv_heads, dtype, context, entries):
-                    writer.writerow(row)
-                    print(
-                        *(row[name] for name in COLUMNS[:4]),
-                        f"{row['tokens_per_s']} tokens/s, {row['vs_dynamic']} × dynamic", flush=True,
-                    )  # fmt: skip
-                file.flush()
+    rows: list[Row] = []
+    for kv_heads, dtype in product(options.kv_heads, DTYPES):
+        model = model_of(kv_heads, dtype)
+        states = prompt_states(model)
+        for context in contexts:
+            entries = filled(model, states, context)
+            measure(model, entries, rounds, budget)
+            found = rows_of(kv_heads, dtype, context, entries)
+            rows += found
+            write_csv(path, COLUMNS, rows)
+            for row in found:
+                print(
+                    *(row[name] for name in COLUMNS[:4]),
+                    f"{row['tokens_per_s']} tokens/s, {row['vs_dynamic']} × dynamic", flush=True,
+                )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from caramba_fast.cache.tensor import CacheTensor, capacity
 from caramba_fast.config import KVCacheTensorConfig
 from caramba_fast.ops import KVView, Transform, checks
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
+from caramba_fast.ops.repeated import may_repeat
 from caramba_fast.ops.transform import undo_on_key, undo_on_value
 from caramba_fast.ops.view import Lanes, load
 
@@ -211,6 +212,8 @@ class LayerCache:
         will_attend: bool,
     ) -> None:
         self._narrow()
+        if new_lens is None and self._append_again(new, cache_leftpad):
+            return
         new = {name: self._heads(name, x, self.streams[name]) for name, x in new.items()}
         counts = {name: x.shape[2] for name, x in new.items()}
         tokens = next(iter(counts.values()))
@@ -241,6 +244,26 @@ class LayerCache:
             raise
         self.lengths.advance(tokens, added, query_lens)
         self._tail.appended(self.lengths.host)
+
+    def _append_again(self, new: dict[str, Tensor], cache_leftpad: Tensor | None) -> bool:
+        """A decode step like the one before, in a contiguous cache: whether it was one, and is done."""
+        lengths, views = self.lengths, [stream.view for stream in self.streams.values()]
+        if self.pages is not None or not may_repeat():
+            return False
+        call, longest = views[0].calls.get(self._append_op.__name__), lengths.longest
+        if call is None or not longest:
+            return False
+        tensors = (*new.values(), lengths.seq_lens)
+        options = {} if cache_leftpad is None else {"cache_leftpad": cache_leftpad}
+        if not call.serves(tensors, views, options):
+            return False
+        tokens = tensors[0].shape[2]
+        if longest + tokens > self.max_seq_len or (self.residual_len and tokens > self.tail_slack):
+            return False
+        call(tensors)
+        lengths.advance_all(tokens)
+        self._tail.appended(lengths.host)
+        return True
 
     def _make_room(self, tokens: int, added: Sequence[int]) -> Tensor | None:
         """Checks that row b can take ``added[b]`` of ``tokens`` and reserves pages; the block table."""

@@ -45,6 +45,12 @@ class RowLengths:
         self.seq_lens.add_(tokens if query_lens is None else query_lens)
         self.newest, self.query_lens = tokens, query_lens
 
+    def advance_all(self, tokens: int) -> None:
+        """Every row grows by ``tokens``."""
+        self.host = [length + tokens for length in self.host]
+        self.seq_lens.add_(tokens)
+        self.newest, self.query_lens = tokens, None
+
     def set(self, lengths: Sequence[int]) -> None:
         """Replaces all lengths."""
         self.host = list(lengths)

@@ -14,6 +14,7 @@ from torch import Tensor
 from caramba_fast.ops import accepted, checks
 from caramba_fast.ops.quantize import FITS
 from caramba_fast.ops.registry import register
+from caramba_fast.ops.repeated import RepeatedCall, may_repeat
 from caramba_fast.ops.schema import DECOUPLED, STANDARD, append_schema
 from caramba_fast.ops.view import KVView, common_problems, paged_slots
 from caramba_fast.ops.write import Destination
@@ -116,17 +117,21 @@ def _append(
 ) -> None:
     given = dict(block_table=block_table, cache_leftpad=cache_leftpad, query_lens=query_lens)
     options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    accepted.check(
-        accepted.description(op.name, (*new.values(), start), views.values(), options),
-        lambda: _check(views, new, start, block_table, cache_leftpad, query_lens),
-    )
-    for name, view in views.items():
-        options.update(view.options(name))
-        if view.fit != "amax":
-            options[f"fit_{name}"] = view.fit
-    stored = [part for view in views.values() for part in (view.codes, view.scales)]
-    kinds = [view.kind for view in views.values()]
-    op(*stored, *new.values(), start, *kinds, **options)
+    tensors, streams = (*new.values(), start), tuple(views.values())
+    known = streams[0].calls if may_repeat() else {}
+    call = known.get(op.name)
+    if call is None or not call.serves(tensors, streams, options):
+        accepted.check(
+            accepted.description(op.name, tensors, streams, options),
+            lambda: _check(views, new, start, block_table, cache_leftpad, query_lens),
+        )
+        flat = dict(options)
+        for name, view in views.items():
+            flat.update(view.options(name))
+            if view.fit != "amax":
+                flat[f"fit_{name}"] = view.fit
+        call = known[op.name] = RepeatedCall(op, tensors, streams, options, flat)
+    call(tensors)
 
 
 def _check(

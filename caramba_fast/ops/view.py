@@ -19,6 +19,7 @@ from torch import Tensor
 from caramba_fast.formats import Format, resolve
 from caramba_fast.ops import checks
 from caramba_fast.ops.dequantize import op as dequantize_op
+from caramba_fast.ops.repeated import RepeatedCall
 from caramba_fast.ops.transform import Transform
 
 LANE_MULTIPLE = 32
@@ -214,6 +215,11 @@ class KVView:
             f"rotate_{name}": t.rotate or None,
         }
         return {key: value for key, value in found.items() if value is not None}
+
+    @cached_property
+    def calls(self) -> dict[str, RepeatedCall]:
+        """By op: the latest call with this as its first stream."""
+        return {}
 
     @cached_property
     def _slices(self) -> dict[int, KVView]:
