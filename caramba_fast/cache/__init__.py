@@ -6,6 +6,8 @@ from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerKVCache
 from caramba_fast.cache.lengths import RowLengths
 from caramba_fast.cache.model import AnyLayerShape, DecoupledLayerShape, LayerShape, ModelKVCache
 from caramba_fast.cache.pages import OutOfPagesError, PageAllocator, PageTable
+from caramba_fast.cache.pool import PageBytes, PagePool
+from caramba_fast.cache.ragged import RaggedBatch, Stretch
 from caramba_fast.cache.reach import Reach
 from caramba_fast.cache.statistics import StreamStatistics
 from caramba_fast.cache.tensor import CacheTensor
@@ -23,8 +25,12 @@ __all__ = [
     "ModelKVCache",
     "OutOfPagesError",
     "PageAllocator",
+    "PageBytes",
+    "PagePool",
     "PageTable",
+    "RaggedBatch",
     "Reach",
     "RowLengths",
     "StreamStatistics",
+    "Stretch",
 ]

@@ -73,6 +73,8 @@ class LayerCache:
         self.known.check({name: dim // n_kv_heads for name, dim in dims.items()}, n_kv_heads)
         self._by_hand = False  # set_transforms has been called
         self._widened = 0  # tokens the tails have been given room for
+        #: Later layers attend to what is stored here as well: the tails stay wide until the next change.
+        self.attended_again = False
         #: Attend to all slots by name, whatever is held: a recorded read then serves every length.
         self.reads_all_slots = False
         #: Limits of every read, as a decode plan sets them (`ModelKVCache.reach`).
@@ -201,6 +203,25 @@ class LayerCache:
             rotate = transform.rotate or self.streams[name].config.rotate
             self.streams[name].transform = replace(transform.to(self.device), rotate=rotate)
 
+    def take_constants(
+        self,
+        new: dict[str, Tensor] | None = None,
+        added: Sequence[int] = (0,),
+        cache_leftpad: Tensor | None = None,
+    ) -> None:
+        """Sets the transforms that follow from what is known, and from the first tokens where there are any.
+
+        Args:
+            new: (B, H_kv, T, D) of each stream, the first tokens of every row.
+            added: how many of the T tokens of each row are real.
+            cache_leftpad: (B,) leading tokens that are padding.
+        """
+        configs = {name: stream.config for name, stream in self.streams.items()}
+        slots = capacity(self.max_seq_len)
+        found = self.known.transforms(configs, slots, new or {}, added, cache_leftpad)
+        for name, transform in found.items():
+            self.streams[name].transform = transform.to(self.device)
+
     # -- growing ------------------------------------------------------------------------
 
     @torch.no_grad()  # a cache holds numbers, not a graph
@@ -224,11 +245,7 @@ class LayerCache:
         table = self._make_room(tokens, added)
         query_lens = None if min(added) == tokens else self.lengths.on_device(added)
         if self.is_empty and not self._by_hand:
-            configs = {name: stream.config for name, stream in self.streams.items()}
-            slots = capacity(self.max_seq_len)
-            found = self.known.transforms(configs, slots, new, added, cache_leftpad)
-            for name, transform in found.items():
-                self.streams[name].transform = transform.to(self.device)
+            self.take_constants(new, added, cache_leftpad)
         if self.residual_len and will_attend and tokens > self.tail_slack:
             start = self.seq_lens.clone()
             for stream in self.streams.values():
@@ -277,7 +294,7 @@ class LayerCache:
                 )
         if self.pages is None:
             return None
-        self._copy_pages(self.pages.reserve(self.lengths.host, added))
+        self.copy_pages(self.pages.reserve(self.lengths.host, added))
         return self.pages.tensor
 
     def before_replay(self) -> None:
@@ -309,7 +326,8 @@ class LayerCache:
             query_lens=query_lens,
         )  # fmt: skip
 
-    def _copy_pages(self, moved: list[tuple[int, int]]) -> None:
+    def copy_pages(self, moved: Sequence[tuple[int, int]]) -> None:
+        """Copies what is stored in pages of the pool to others: (from, to)."""
         if not moved:
             return
         source, target = (
@@ -386,7 +404,7 @@ class LayerCache:
         op = kind._extend_op if extends else kind._decode_op
         held = self.seq_lens - before if before else self.seq_lens
         result = op(*queries, *views, held, n_kv_heads=self.n_kv_heads, **options)
-        if not before:
+        if not before and not self.attended_again:
             self._narrow()
         return result
 

@@ -38,6 +38,10 @@ class LayerShape:
     rope: Rotary | None = None
     key_bias: StreamStatistics | None = field(default=None, compare=False)
 
+    def new_cache(self, **sizes: Any) -> LayerCache:
+        """A cache of this shape; ``sizes`` are the other arguments of `LayerKVCache`."""
+        return LayerKVCache(**vars(self), **sizes)
+
 
 @dataclass(frozen=True)
 class DecoupledLayerShape:
@@ -48,6 +52,10 @@ class DecoupledLayerShape:
     v_dim: int
     n_kv_heads: int
     rope: Rotary | None = None
+
+    def new_cache(self, **sizes: Any) -> LayerCache:
+        """A cache of this shape; ``sizes`` are the other arguments of `DecoupledLayerKVCache`."""
+        return DecoupledLayerKVCache(**vars(self), **sizes)
 
 
 AnyLayerShape = LayerShape | DecoupledLayerShape
@@ -115,19 +123,15 @@ class ModelKVCache:
 
         def layer(shape: AnyLayerShape, known: dict[str, StreamStatistics] | None) -> LayerCache:
             sizes: dict[str, Any] = {
-                **vars(shape),
                 "batch_size": batch_size,
                 "max_seq_len": max_seq_len,
                 "calibration": known,
+                **common,
             }
             if isinstance(shape, LayerShape):
-                return LayerKVCache(**sizes, k_cfg=k_cfg, v_cfg=v_cfg, **common)
-            return DecoupledLayerKVCache(
-                **sizes,
-                k_sem_cfg=k_sem_cfg or k_cfg,
-                k_geo_cfg=k_geo_cfg or k_cfg,
-                v_cfg=v_cfg,
-                **common,
+                return shape.new_cache(k_cfg=k_cfg, v_cfg=v_cfg, **sizes)
+            return shape.new_cache(
+                k_sem_cfg=k_sem_cfg or k_cfg, k_geo_cfg=k_geo_cfg or k_cfg, v_cfg=v_cfg, **sizes
             )
 
         self.layers = [layer(*pair) for pair in zip(layers, measured, strict=True)]

@@ -12,6 +12,8 @@ from caramba_fast.infer.fields import GREEDY_BELOW
 
 #: Tokens a nucleus is looked for in before everything is sorted.
 FIRST_FEW = 256
+#: Where random numbers come from: a generator, None for torch's own, or (B,) float64 in [0, 1), one a row.
+Randomness = torch.Generator | Tensor | None
 
 
 def filtered_logits(logits: Tensor, config: GenerateConfig) -> Tensor:
@@ -64,7 +66,7 @@ def probabilities(scores: Tensor, config: GenerateConfig) -> Tensor:
     return filtered_logits(scores, config).softmax(-1)
 
 
-def sample(logits: Tensor, config: GenerateConfig, generator: torch.Generator | None) -> Tensor:
+def sample(logits: Tensor, config: GenerateConfig, generator: Randomness) -> Tensor:
     """Next token ids (B,) int64 for logits (B, V).
 
     Raises:
@@ -75,9 +77,7 @@ def sample(logits: Tensor, config: GenerateConfig, generator: torch.Generator | 
     return _drawn_from_few(logits, config, generator)
 
 
-def _drawn_from_few(
-    logits: Tensor, config: GenerateConfig, generator: torch.Generator | None
-) -> Tensor:
+def _drawn_from_few(logits: Tensor, config: GenerateConfig, generator: Randomness) -> Tensor:
     """As drawing from the filtered distribution; where a few hundred tokens hold all of it, from those alone."""
     few = min(config.top_k or FIRST_FEW, FIRST_FEW, logits.shape[-1])
     unlimited = config.top_k is None and config.top_p is None
@@ -95,7 +95,7 @@ def _drawn_from_few(
     return index.gather(-1, draw(probability, generator)[..., None])[..., 0]
 
 
-def draw(probability: Tensor, generator: torch.Generator | None) -> Tensor:
+def draw(probability: Tensor, generator: Randomness) -> Tensor:
     """Ids (...) int64 drawn from probabilities (..., V), which need not add up to 1.
 
     By inverting the cumulated sum: one random number a row, and several times faster than
@@ -113,7 +113,12 @@ def draw(probability: Tensor, generator: torch.Generator | None) -> Tensor:
             "no token can be drawn: logits are NaN, or every token of a row was removed by "
             "the settings (suppress_tokens, bad_words_ids, logit_bias, a logits processor)"
         )
-    point = torch.rand(total.shape, generator=generator, dtype=exact, device=flat.device) * total
+    if isinstance(generator, Tensor):
+        point = generator.to(total).view(total.shape) * total
+    else:
+        point = total * torch.rand(
+            total.shape, generator=generator, dtype=exact, device=flat.device
+        )
     # Of the steps of the sum the first that passes the point; what has no probability makes none.
     below = torch.nextafter(total, torch.zeros_like(total))
     drawn = torch.searchsorted(reached, torch.minimum(point, below), right=True)

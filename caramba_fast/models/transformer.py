@@ -20,6 +20,7 @@ from caramba_fast.cache import (
     LayerKVCache,
     LayerShape,
     ModelKVCache,
+    RaggedBatch,
     StreamStatistics,
 )
 from caramba_fast.models.config import ModelConfig
@@ -231,3 +232,20 @@ class Transformer(nn.Module):
         if logits_index is not None:
             x = x[torch.arange(batch, device=x.device), logits_index][:, None]
         return self.lm_head(self.model.norm(x))
+
+    def forward_ragged(self, ids: Tensor, batch: RaggedBatch, rows: Tensor) -> Tensor:
+        """Tokens of many sequences side by side, which the pages of ``batch`` grow by.
+
+        Args:
+            ids: (N,) int64.
+            batch: where each token belongs.
+            rows: (M,) int64, the tokens behind which logits are wanted.
+
+        Returns:
+            (M, V) logits.
+        """
+        step = Step(self.rope(batch.positions[:, None]), False, None)
+        x = self.model.embed_tokens(ids)[:, None]
+        for layer, cache in zip(self.model.layers, batch.layers, strict=True):
+            x = layer(x, step, cache)
+        return self.lm_head(self.model.norm(x[rows]))[:, 0]

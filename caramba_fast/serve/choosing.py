@@ -1,0 +1,132 @@
+"""Choosing: the next tokens of many answers from one batch of logits, each with its own settings.
+
+An answer gets the token a run of its own would choose: the same edits, filters and random numbers. Answers with
+the same filters are drawn together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.infer.fields import SamplingFields
+from caramba_fast.infer.sampling import sample
+from caramba_fast.serve.request import Answer
+
+FILTERS = tuple(name for name in SamplingFields.model_fields if name not in ("seed", "do_sample"))
+
+
+@dataclass(eq=False)
+class Choice:
+    """One answer whose next tokens are wanted.
+
+    Attributes:
+        answer: it.
+        draft: tokens that were read behind its last one.
+        first: the row of the logits behind its last token; those behind the draft follow.
+        tokens: what it chose: as much of the draft as it would have said itself, and one token more.
+        error: why nothing can be chosen.
+    """
+
+    answer: Answer
+    draft: Sequence[int]
+    first: int
+    tokens: list[int] = field(default_factory=list)
+    error: Exception | None = None
+
+
+def choose(logits: Tensor, choices: Sequence[Choice]) -> None:
+    """Fills in the tokens of every choice.
+
+    Args:
+        logits: (M, V), the rows of all choices.
+    """
+    chosen = _unedited(logits, [c for c in choices if not c.answer.request.edits])
+    for choice in choices:
+        try:
+            if choice.answer.request.edits:
+                _walk(logits, choice)
+            else:
+                _take(choice, chosen)
+        except (ValueError, RuntimeError, TypeError, IndexError) as error:
+            choice.error = error
+
+
+def _take(choice: Choice, chosen: dict[int, int]) -> None:
+    """Accepts the draft up to the first token it would not have chosen, and takes its own choice there."""
+    if choice.first not in chosen:
+        raise ValueError("no token can be chosen: the model's logits are NaN")
+    for place in range(len(choice.draft) + 1):
+        token = chosen[choice.first + place]
+        choice.tokens.append(token)
+        if place == len(choice.draft) or choice.draft[place] != token:
+            break
+    if choice.answer.points is not None:
+        choice.answer.points.used(len(choice.tokens))
+
+
+def _unedited(logits: Tensor, choices: Sequence[Choice]) -> dict[int, int]:
+    """The token of every row of the logits, by row; rows nothing can be drawn from are left out."""
+    groups: dict[tuple[object, ...], list[Choice]] = defaultdict(list)
+    for choice in choices:
+        config = choice.answer.request.config
+        key = tuple(getattr(config, name) for name in FILTERS) if config.samples else ()
+        groups[key].append(choice)
+    found: dict[int, int] = {}
+    for members in groups.values():
+        rows = [c.first + place for c in members for place in range(len(c.draft) + 1)]
+        some = logits[torch.tensor(rows, device=logits.device)]
+        sound = torch.isfinite(some.amax(-1))
+        points = [
+            number
+            for c in members
+            if c.answer.points is not None
+            for number in c.answer.points.ahead(len(c.draft) + 1)
+        ]
+        config = members[0].answer.request.config
+        keep = sound.tolist()
+        if not all(keep):
+            rows = [row for row, kept in zip(rows, keep, strict=True) if kept]
+            points = [p for p, kept in zip(points, keep, strict=False) if kept]
+            some = some[sound]
+        if rows:
+            found.update(zip(rows, _drawn(some, config, points), strict=True))
+    return found
+
+
+def _drawn(logits: Tensor, config: GenerateConfig, points: Sequence[float]) -> list[int]:
+    """Tokens for logits (R, V), with a random number for each row if any are drawn."""
+    exact = torch.float32 if logits.device.type == "mps" else torch.float64
+    numbers = torch.tensor(points, dtype=exact, device=logits.device) if points else None
+    ids: list[int] = sample(logits, config, numbers).tolist()
+    return ids
+
+
+def _walk(logits: Tensor, choice: Choice) -> None:
+    """Token by token: what is edited depends on the tokens before."""
+    answer, taken = choice.answer, 0
+    request, points = answer.request, answer.points
+    try:
+        for place in range(len(choice.draft) + 1):
+            row = logits[choice.first + place][None]
+            scores = request.edits.scores(row, [answer.history], [answer.new], which=[answer.index])
+            if not bool(torch.isfinite(scores.amax())):
+                raise ValueError(
+                    "no token can be chosen: the logits are NaN, or the settings remove every token"
+                )
+            numbers = points.ahead(place + 1)[place:] if points is not None else ()
+            token = _drawn(scores, request.config, numbers)[0]
+            choice.tokens.append(token)
+            if place == len(choice.draft) or choice.draft[place] != token:
+                break
+            answer.history.push(token)
+            taken += 1
+    finally:
+        answer.history.pop(taken)
+    if points is not None:
+        points.used(len(choice.tokens))

@@ -1,0 +1,173 @@
+"""SharedPages: which pages are free, held, or kept for whoever begins with the same tokens.
+
+A page is in one state:
+- held: by as many sequences as its reference count says;
+- kept: by nobody, but its content is known, and the next sequence with the same tokens takes it up again;
+- free.
+
+A page is known by the hash of its tokens and of all before them, a chain as in vLLM's prefix caching
+(arXiv:2309.06180). The hash is cryptographic: nobody can make a prompt that takes up another's pages.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+from caramba_fast.cache import OutOfPagesError, PageAllocator
+
+#: What the first page of a sequence follows.
+ROOT = b""
+
+
+class SharedPages(PageAllocator):
+    """A pool of pages with reference counts and a memory of what stands in them.
+
+    Args:
+        num_pages: pages.
+        page_size: tokens of a page.
+        keeps: whether pages are known by their content at all.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, keeps: bool = True) -> None:
+        super().__init__(num_pages)
+        self.page_size, self.keeps = page_size, keeps
+        #: key -> page, and page -> key.
+        self._known: dict[bytes, int] = {}
+        self._content: dict[int, bytes] = {}
+        self._kept: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def available(self) -> int:
+        """Pages that can be taken: free ones, and kept ones, which are forgotten then."""
+        return self.free + len(self._kept)
+
+    @property
+    def kept(self) -> int:
+        """Pages nobody holds whose content is still known."""
+        return len(self._kept)
+
+    @property
+    def held(self) -> int:
+        """Pages some sequence holds."""
+        return len(self.references) - self.available
+
+    def take(self) -> int:
+        """A page, held once; the one kept longest is forgotten where none is free.
+
+        Raises:
+            OutOfPagesError: every page is held.
+        """
+        if not self.free and self._kept:
+            page, _ = self._kept.popitem(last=False)
+            self.forget(page)
+            self._free.append(page)
+        return super().take()
+
+    def take_many(self, count: int) -> list[int]:
+        """Several; none if there are too few.
+
+        Raises:
+            OutOfPagesError: fewer than ``count`` can be taken; nothing has changed.
+        """
+        if count > self.available:
+            raise OutOfPagesError(
+                f"{count} pages are needed and {self.available} of {len(self.references)} are available"
+            )
+        return [self.take() for _ in range(count)]
+
+    def release(self, page: int) -> None:
+        """One holder less; what nobody holds is kept if its content is known, else free."""
+        self._check_held(page, "released")
+        self.references[page] -= 1
+        if self.references[page]:
+            return
+        if page in self._content:
+            self._kept[page] = None
+        else:
+            self._free.append(page)
+
+    def release_all(self, pages: Iterable[int]) -> None:
+        """The last pages first: they are the least likely to be wanted again, and are forgotten first."""
+        for page in reversed(list(pages)):
+            self.release(page)
+
+    # -- content ------------------------------------------------------------------------
+
+    def is_fixed(self, page: int) -> bool:
+        """Whether nobody may write into it: others hold it, or its content is known."""
+        return self.references[page] > 1 or page in self._content
+
+    def learn(self, page: int, parent: bytes, tokens: Sequence[int]) -> bytes:
+        """Notes that a full page that is held contains ``tokens`` behind the page ``parent``; its key."""
+        key = key_of(parent, tokens)
+        if self.keeps and key not in self._known and page not in self._content:
+            self._known[key] = page
+            self._content[page] = key
+        return key
+
+    def forget(self, page: int) -> None:
+        """Its content is about to change."""
+        key = self._content.pop(page, None)
+        if key is not None:
+            del self._known[key]
+
+    def find(self, tokens: Sequence[int]) -> list[int]:
+        """The pages, held or kept, that hold the beginning of ``tokens``; none is taken yet."""
+        found: list[int] = []
+        parent, size = ROOT, self.page_size
+        for start in range(0, len(tokens) - size + 1, size):
+            parent = key_of(parent, tokens[start : start + size])
+            page = self._known.get(parent)
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """One more holder of each; kept pages are held again."""
+        for page in pages:
+            if self.references[page]:
+                self.references[page] += 1
+            else:
+                del self._kept[page]
+                self.references[page] = 1
+
+    def forget_all(self) -> None:
+        """No content is known any more; kept pages are free."""
+        self._known.clear()
+        self._content.clear()
+        self._free.extend(self._kept)
+        self._kept.clear()
+
+    # -- what has to hold ---------------------------------------------------------------
+
+    def problems(self, tables: Iterable[Sequence[int]]) -> list[str]:
+        """What contradicts the tables of all sequences there are; for tests, and after a fault."""
+        counted = [0] * len(self.references)
+        for table in tables:
+            for page in table:
+                counted[page] += 1
+        found = [
+            f"page {page} is in {count} tables and has {kept} references"
+            for page, (count, kept) in enumerate(zip(counted, self.references, strict=True))
+            if count != kept
+        ]
+        free, kept = set(self._free), set(self._kept)
+        if len(free) != len(self._free) or free & kept:
+            found.append("a page is free twice")
+        idle = {page for page, count in enumerate(self.references) if not count}
+        if idle != free | kept:
+            found.append(f"pages {sorted(idle ^ (free | kept))} are lost or both held and free")
+        if any(page not in self._content for page in kept):
+            found.append("a page is kept whose content is not known")
+        if {key: page for page, key in self._content.items()} != self._known:
+            found.append("keys and contents of pages differ")
+        return found
+
+
+def key_of(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The name of a page that holds ``tokens`` behind the page ``parent``."""
+    return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()

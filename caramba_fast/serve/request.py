@@ -1,0 +1,221 @@
+"""Requests, the answers they are given, and what of them is told to the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from caramba_fast.cache import PageBytes
+from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.infer.edits import LogitEdits
+from caramba_fast.infer.history import TokenHistory
+from caramba_fast.infer.lookup import NGramIndex
+from caramba_fast.infer.stopping import Stopping
+from caramba_fast.infer.text import TextWriter
+
+if TYPE_CHECKING:
+    from caramba_fast.serve.metrics import RequestMetrics, RequestTimes
+
+#: Why an answer ended: eos, stop, length, time as in `Generator`, and what can befall a request.
+ENDED_BADLY = ("cancelled", "deadline", "error")
+
+
+class RequestStatus(str, Enum):
+    """Where a request is; names of transformers' continuous batching."""
+
+    PENDING = "pending"
+    DECODING = "decoding"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A request that has ended.
+
+    Attributes:
+        request_id: its id.
+        prompt_ids: the tokens of its prompt.
+        generated_tokens: the new tokens of its first answer.
+        answers: those of every answer (``num_return_sequences``).
+        texts: the text of every answer; empty without a tokenizer.
+        finish_reasons: of every answer: eos, stop, length, time, cancelled, deadline or error.
+        error: what went wrong, or None.
+        status: finished, or failed.
+        metrics: what it took.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    answers: list[list[int]]
+    texts: list[str]
+    finish_reasons: list[str]
+    error: str | None
+    metrics: RequestMetrics
+
+    @property
+    def generated_tokens(self) -> list[int]:
+        """The new tokens of the first answer."""
+        return self.answers[0]
+
+    @property
+    def status(self) -> RequestStatus:
+        """finished, or failed."""
+        failed = any(reason in ENDED_BADLY for reason in self.finish_reasons)
+        return RequestStatus.FAILED if failed else RequestStatus.FINISHED
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one step brought one answer.
+
+    Attributes:
+        request_id: whose.
+        answer: which of the request's answers.
+        tokens: its new tokens, none where it only ended.
+        text: their text, whole characters alone; empty without a tokenizer.
+        finish_reason: why it has ended with them; None if it goes on.
+        output: the whole request, with the event that ends its last answer.
+    """
+
+    request_id: str
+    answer: int
+    tokens: list[int]
+    text: str = ""
+    finish_reason: str | None = None
+    output: RequestOutput | None = None
+
+
+class Points:
+    """The random numbers of one answer, in the order in which a run of its own would draw them."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._rng = torch.Generator(device=device).manual_seed(seed)
+        self._device, self._drawn = device, list[float]()
+
+    def ahead(self, count: int) -> list[float]:
+        """The next ``count`` numbers; they come again until they are `used`."""
+        exact = torch.float32 if self._device.type == "mps" else torch.float64
+        while len(self._drawn) < count:
+            one = torch.rand((1, 1), generator=self._rng, dtype=exact, device=self._device)
+            self._drawn.append(float(one))
+        return self._drawn[:count]
+
+    def used(self, count: int) -> None:
+        """The first ``count`` of those ahead are gone."""
+        del self._drawn[:count]
+
+
+@dataclass(eq=False)
+class Answer:
+    """One answer to a request: its tokens, its pages, and what it needs to go on.
+
+    Attributes:
+        request: whose.
+        index: which of its answers.
+        history: all tokens, prompt included.
+        points: random numbers, if it samples.
+        pages: its pages, in order.
+        cached: tokens whose keys and values are in them.
+        keys: names of its full pages.
+        swapped: what its pages held, while it has given them back.
+        drafts: for prompt lookup.
+        reason: why it ended.
+        hit: tokens of the prompt it found in pages of others.
+    """
+
+    request: Request
+    index: int
+    history: TokenHistory
+    points: Points | None
+    stopping: Stopping
+    pages: list[int] = field(default_factory=list)
+    cached: int = 0
+    keys: list[bytes] = field(default_factory=list)
+    swapped: PageBytes | None = None
+    drafts: NGramIndex | None = None
+    reason: str | None = None
+    hit: int = 0
+    preemptions: int = 0
+    writer: TextWriter | None = None
+    written: list[str] = field(default_factory=list)
+    told: int = 0
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Smaller is older."""
+        return self.request.number, self.index
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are not cached yet."""
+        return len(self.history) - self.cached
+
+    @property
+    def new(self) -> int:
+        """Tokens generated."""
+        return len(self.history) - len(self.request.prompt)
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """The tokens generated."""
+        return list(self.history.tokens[len(self.request.prompt) :])
+
+    @property
+    def left(self) -> int:
+        """Tokens it may still generate."""
+        return self.stopping.limits[0] - self.new
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and how it is to be answered.
+
+    Attributes:
+        number: of its arrival.
+        deadline: the time (``time.monotonic``) by which it must have ended, or None.
+        answers: those that have begun: the first, and once the prompt is read the others.
+        begun: whether no more answers will begin.
+        paused: nothing is scheduled for it.
+    """
+
+    request_id: str
+    number: int
+    prompt: list[int]
+    config: GenerateConfig
+    edits: LogitEdits
+    times: RequestTimes
+    deadline: float | None = None
+    answers: list[Answer] = field(default_factory=list)
+    paused: bool = False
+    begun: bool = False
+    error: str | None = None
+
+    @property
+    def wanted(self) -> int:
+        """Answers asked for."""
+        return self.config.num_return_sequences
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every answer has ended."""
+        whole = self.begun or len(self.answers) == self.wanted
+        return whole and all(answer.reason for answer in self.answers)
+
+    def output(self, decode: Callable[[Sequence[int]], str] | None) -> RequestOutput:
+        """What there is of it."""
+        answers = [answer.new_tokens for answer in self.answers]
+        metrics: Any = self.times.report(self)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt_ids=list(self.prompt),
+            answers=answers,
+            texts=[decode(tokens) for tokens in answers] if decode else [],
+            finish_reasons=[answer.reason or "" for answer in self.answers],
+            error=self.error,
+            metrics=metrics,
+        )
