@@ -91,6 +91,8 @@ class RaggedBatch:
         pool: whose pages they are in.
 
     Attributes:
+        tokens: N.
+        longest: tokens of the longest sequence, new ones included.
         positions: (N,) int64 on the pool's device, the place of each token in its sequence.
         layers: a `RaggedLayer` for each of the model's.
 
@@ -112,7 +114,7 @@ class RaggedBatch:
                 size = min(MAX_QUERY_TOKENS, count - at)
                 pieces.append((first + at, start + at, size, pages))
             first += count
-        self.tokens = first
+        self.tokens, self.longest = first, max(s.start + s.tokens for s in stretches)
         self.groups = [_Group(x, pool.page_size, pool.device) for x in (single, pieces) if x]
         positions = [s.start + i for s in stretches for i in range(s.tokens)]
         self.positions = torch.tensor(positions, dtype=torch.int64).to(pool.device)

@@ -6,6 +6,7 @@ the same filters are drawn together.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,17 +53,16 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> None:
             if choice.answer.request.edits:
                 _walk(logits, choice)
             else:
-                _take(choice, chosen)
+                _take(choice, chosen.get(choice))
         except (ValueError, RuntimeError, TypeError, IndexError) as error:
             choice.error = error
 
 
-def _take(choice: Choice, chosen: dict[int, int]) -> None:
+def _take(choice: Choice, drawn: Sequence[int] | None) -> None:
     """Accepts the draft up to the first token it would not have chosen, and takes its own choice there."""
-    if choice.first not in chosen:
+    if drawn is None:
         raise ValueError("no token can be chosen: the model's logits are NaN")
-    for place in range(len(choice.draft) + 1):
-        token = chosen[choice.first + place]
+    for place, token in enumerate(drawn):
         choice.tokens.append(token)
         if place == len(choice.draft) or choice.draft[place] != token:
             break
@@ -70,32 +70,28 @@ def _take(choice: Choice, chosen: dict[int, int]) -> None:
         choice.answer.points.used(len(choice.tokens))
 
 
-def _unedited(logits: Tensor, choices: Sequence[Choice]) -> dict[int, int]:
-    """The token of every row of the logits, by row; rows nothing can be drawn from are left out."""
+def _unedited(logits: Tensor, choices: Sequence[Choice]) -> dict[Choice, list[int]]:
+    """The token of every row of each choice; those with rows that nothing can be drawn from are left out."""
     groups: dict[tuple[object, ...], list[Choice]] = defaultdict(list)
+    sound = torch.isfinite(logits.amax(-1)).tolist()
     for choice in choices:
         config = choice.answer.request.config
         key = tuple(getattr(config, name) for name in FILTERS) if config.samples else ()
-        groups[key].append(choice)
-    found: dict[int, int] = {}
+        if all(sound[choice.first : choice.first + len(choice.draft) + 1]):
+            groups[key].append(choice)
+    found: dict[Choice, list[int]] = {}
     for members in groups.values():
         rows = [c.first + place for c in members for place in range(len(c.draft) + 1)]
-        some = logits[torch.tensor(rows, device=logits.device)]
-        sound = torch.isfinite(some.amax(-1))
         points = [
             number
             for c in members
             if c.answer.points is not None
             for number in c.answer.points.ahead(len(c.draft) + 1)
         ]
-        config = members[0].answer.request.config
-        keep = sound.tolist()
-        if not all(keep):
-            rows = [row for row, kept in zip(rows, keep, strict=True) if kept]
-            points = [p for p, kept in zip(points, keep, strict=False) if kept]
-            some = some[sound]
-        if rows:
-            found.update(zip(rows, _drawn(some, config, points), strict=True))
+        some = logits[torch.tensor(rows, device=logits.device)]
+        drawn = iter(_drawn(some, members[0].answer.request.config, points))
+        for choice in members:
+            found[choice] = list(itertools.islice(drawn, len(choice.draft) + 1))
     return found
 
 

@@ -90,7 +90,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._numbers, self._names = itertools.count(), itertools.count()
         self._timed: dict[str, Request] = {}
-        self._cancelled: dict[str, str] = {}
+        self._cancelling: list[Request] = []
         self._check(self.config)
 
     def _make_pool(self) -> PagePool:
@@ -192,7 +192,9 @@ class Engine:
         Raises:
             KeyError: no such request is under way.
         """
-        self._cancelled[self._request(request_id).request_id] = "cancelled"
+        request = self._request(request_id)
+        request.cancelled = True
+        self._cancelling.append(request)
 
     cancel_request = cancel
 
@@ -209,6 +211,10 @@ class Engine:
             raise KeyError(f"request {request_id!r} is not under way")
         return self._requests[request_id]
 
+    def is_under_way(self, request_id: str) -> bool:
+        """Whether a request was added and has not ended."""
+        return request_id in self._requests
+
     @property
     def has_unfinished(self) -> bool:
         """Whether any request is under way."""
@@ -217,7 +223,7 @@ class Engine:
     @property
     def can_step(self) -> bool:
         """Whether a step would do anything: not all requests are paused."""
-        return bool(self._cancelled) or any(not r.paused for r in self._requests.values())
+        return bool(self._cancelling) or any(not r.paused for r in self._requests.values())
 
     @property
     def _free_to_wait(self) -> bool:
@@ -325,7 +331,7 @@ class Engine:
         A failure of the model fails the requests that took part, and their pages come back; the others go on.
         """
         began = time.monotonic()
-        events = self._end_early(began)
+        events = self.end_early(began)
         works = self._scheduler.schedule()
         if works:
             for work in works:
@@ -435,6 +441,7 @@ class Engine:
         request, output = answer.request, None
         if answer.reason is not None:
             self._scheduler.remove(answer)
+            answer.is_over = True
             if answer.writer is not None:
                 answer.writer.close()
             if request.is_over:
@@ -451,7 +458,6 @@ class Engine:
     def _close(self, request: Request) -> RequestOutput:
         """The request is over."""
         del self._requests[request.request_id]
-        self._cancelled.pop(request.request_id, None)
         self._timed.pop(request.request_id, None)
         bad = any(answer.reason in ENDED_BADLY for answer in request.answers)
         self._counters.failed += bad
@@ -471,14 +477,15 @@ class Engine:
         request.begun = True
         return [self._told(answer) for answer in going]
 
-    def _end_early(self, now: float) -> list[Event]:
-        """Ends what was cancelled, or is late."""
+    def end_early(self, now: float | None = None) -> list[Event]:
+        """Ends what was cancelled, or is late; a step begins with it."""
+        now = time.monotonic() if now is None else now
         events = []
-        named = [self._requests[name] for name in self._cancelled]
-        for request in [*named, *self._timed.values()]:
+        cancelling, self._cancelling = self._cancelling, []
+        for request in [*cancelling, *self._timed.values()]:
             if request.is_over:
                 continue
-            reason = self._cancelled.get(request.request_id)
+            reason = "cancelled" if request.cancelled else None
             if reason is None and request.deadline is not None and now >= request.deadline:
                 reason = "deadline"
             if reason is None and request.answers[0].stopping.out_of_time:

@@ -125,6 +125,7 @@ class Answer:
         swapped: what its pages held, while it has given them back.
         drafts: for prompt lookup.
         reason: why it ended.
+        is_over: whether that was told.
         hit: tokens of the prompt it found in pages of others.
     """
 
@@ -144,6 +145,7 @@ class Answer:
     writer: TextWriter | None = None
     written: list[str] = field(default_factory=list)
     told: int = 0
+    is_over: bool = False
 
     @property
     def age(self) -> tuple[int, int]:
@@ -179,6 +181,7 @@ class Request:
         number: of its arrival.
         deadline: the time (``time.monotonic``) by which it must have ended, or None.
         answers: those that have begun: the first, and once the prompt is read the others.
+        cancelled: it is ended with the next step.
         begun: whether no more answers will begin.
         paused: nothing is scheduled for it.
     """
@@ -192,6 +195,7 @@ class Request:
     deadline: float | None = None
     answers: list[Answer] = field(default_factory=list)
     paused: bool = False
+    cancelled: bool = False
     begun: bool = False
     error: str | None = None
 
@@ -202,9 +206,9 @@ class Request:
 
     @property
     def is_over(self) -> bool:
-        """Whether every answer has ended."""
+        """Whether every answer has ended, and it was told."""
         whole = self.begun or len(self.answers) == self.wanted
-        return whole and all(answer.reason for answer in self.answers)
+        return whole and all(answer.is_over for answer in self.answers)
 
     def output(self, decode: Callable[[Sequence[int]], str] | None) -> RequestOutput:
         """What there is of it."""

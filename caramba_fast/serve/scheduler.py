@@ -87,6 +87,7 @@ class Scheduler:
 
     def schedule(self) -> list[Work]:
         """What the next forward pass reads, single tokens first; the pages for it are there."""
+        self._push_out_paused()
         found: dict[Answer, Work] = {}
         budget, before = self.settings.max_batch_tokens, self.counters.preemptions
         by_age = [answer for answer in self.running if not answer.request.paused]
@@ -103,6 +104,12 @@ class Scheduler:
             found.values(), key=lambda w: (w.count + len(w.draft) > 1, *w.answer.age)
         )  # fmt: skip
 
+    def _push_out_paused(self) -> None:
+        """Who is paused gives way as soon as others wait."""
+        if any(not answer.request.paused for answer in self.waiting):
+            for answer in [answer for answer in self.running if answer.request.paused]:
+                self.preempt(answer)
+
     def _take_part(self, answer: Answer, budget: int, found: dict[Answer, Work]) -> int:
         """Schedules pending tokens of an answer that runs, pushing newer ones out for their pages.
 
@@ -111,7 +118,8 @@ class Scheduler:
         """
         count, freed = min(answer.pending, budget), 0
         while answer in self.running and not self._reserve(answer, count):
-            victim = self.running[-1]
+            paused = [other for other in self.running if other.request.paused]
+            victim = (paused or self.running)[-1]
             self.preempt(victim)
             out = found.pop(victim, None)
             freed += 0 if out is None else out.count
