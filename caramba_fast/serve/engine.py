@@ -216,6 +216,11 @@ class Engine:
         return request_id in self._requests
 
     @property
+    def under_way(self) -> list[str]:
+        """The ids of all requests that have not ended, oldest first."""
+        return list(self._requests)
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether any request is under way."""
         return bool(self._requests)
@@ -589,6 +594,7 @@ class Engine:
     def report(self) -> dict[str, Any]:
         """What is in force: how the cache is stored, and how much of it there is."""
         return {
+            **self.settings.model_dump(),
             "cache_kind": self.config.cache_name,
             "cache_bytes": self.pool.nbytes,
             "page_size": self.pool.page_size,
@@ -596,7 +602,6 @@ class Engine:
             "cache_tokens": self.pool.page_size * self.pool.num_pages,
             "bytes_per_token": self.pool.page_bytes / self.pool.page_size,
             "left_out": "fp16 tails and sinks: pages are shared between requests",
-            **self.settings.model_dump(),
         }
 
     def clear_prefixes(self) -> None:
