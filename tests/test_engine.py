@@ -14,6 +14,7 @@ from caramba_fast.cache import PagePool, RaggedBatch, Stretch
 from caramba_fast.config import cache_configs
 from caramba_fast.infer import GenerateConfig, Generator
 from caramba_fast.models import demo_tokenizer, load_demo
+from caramba_fast.ops import use_backend
 from caramba_fast.serve import Engine, EngineConfig, EngineFullError, RequestStatus
 
 PROMPT = text(1, 70)
@@ -273,6 +274,17 @@ def test_only_so_many_wait() -> None:
     assert len(serving.generate_batch([[1, 2]] * 7, max_new_tokens=1)) == 7
 
 
+def test_a_batch_beside_other_requests_keeps_their_events() -> None:
+    serving = engine()
+    other = serving.add_request(PROMPT, max_new_tokens=3, ignore_eos=True)
+    serving.generate_batch([[1, 2]], max_new_tokens=10, ignore_eos=True)
+    assert not serving.has_unfinished
+    events = list(serving)
+    assert [event.request_id for event in events] == [other] * 3
+    assert events[-1].output is not None
+    assert list(serving) == []
+
+
 def test_a_batch_with_a_bad_prompt_answers_none() -> None:
     serving = engine()
     with pytest.raises(ValueError, match="one or more token ids"):
@@ -360,6 +372,40 @@ def test_a_ragged_batch_says_what_rows_of_their_own_say(kind: str) -> None:
     found = model.forward_ragged(ids, batch, ends)
     for logits, (prompt, _) in zip(found, order, strict=True):
         torch.testing.assert_close(logits, rows[len(prompt)][0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        ("cpp", "fp32"),
+        ("cpp", "q8"),
+        ("cpp", "q4:residual_len=0"),
+        ("triton", "q8/q4:residual_len=0"),
+    ],
+)
+def test_every_backend_takes_a_ragged_batch(backend: str, kind: str) -> None:
+    """Single tokens, and stretches longer than one piece of queries, over pages in any order."""
+    stretches = [
+        Stretch(70, 1, [4, 2]), Stretch(0, 1, [6]), Stretch(3, 40, [0]), Stretch(60, 7, [5, 3])
+    ]  # fmt: skip
+    layout = small_model().cache_layout[:1]
+    found = {}
+    for name in ("reference", backend):
+        torch.manual_seed(0)
+        pool = PagePool(layout, 64, 8, 256, **cache_configs(kind))
+        batches = [
+            [Stretch(0, s.start, s.pages) for s in stretches if s.start > 1],
+            stretches,
+        ]
+        with use_backend(name):
+            for rows in batches:
+                batch = RaggedBatch(rows, pool)
+                k, v, q = (torch.randn(batch.tokens, heads, 32) for heads in (2, 2, 4))
+                batch[0].append_tokens(k, v)
+                found[name] = batch[0].attend_tokens(q, window_size=(50, 0))
+    assert found[backend].shape == (49, 4, 32)
+    error = (found[backend] - found["reference"]).norm() / found["reference"].norm()
+    assert error < (1e-5 if kind == "fp32" else 5e-3)
 
 
 @pytest.mark.parametrize(

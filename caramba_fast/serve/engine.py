@@ -91,6 +91,7 @@ class Engine:
         self._numbers, self._names = itertools.count(), itertools.count()
         self._timed: dict[str, Request] = {}
         self._cancelling: list[Request] = []
+        self._kept: list[Event] = []
         self._check(self.config)
 
     def _make_pool(self) -> PagePool:
@@ -228,7 +229,9 @@ class Engine:
     @property
     def can_step(self) -> bool:
         """Whether a step would do anything: not all requests are paused."""
-        return bool(self._cancelling) or any(not r.paused for r in self._requests.values())
+        return bool(self._cancelling or self._kept) or any(
+            not r.paused for r in self._requests.values()
+        )
 
     @property
     def _free_to_wait(self) -> bool:
@@ -329,12 +332,16 @@ class Engine:
 
     # -- steps --------------------------------------------------------------------------
 
-    @torch.no_grad()
     def step(self) -> list[Event]:
         """One forward pass; what it brought, and what ended before it.
 
         A failure of the model fails the requests that took part, and their pages come back; the others go on.
         """
+        kept, self._kept = self._kept, []
+        return kept + self._step()
+
+    @torch.no_grad()
+    def _step(self) -> list[Event]:
         began = time.monotonic()
         events = self.end_early(began)
         works = self._scheduler.schedule()
@@ -507,7 +514,7 @@ class Engine:
         Raises:
             RuntimeError: every request is paused.
         """
-        while self.has_unfinished:
+        while self.has_unfinished or self._kept:
             if not self.can_step:
                 raise RuntimeError("every request is paused; resume one, or cancel it")
             yield from self.step()
@@ -518,7 +525,7 @@ class Engine:
         config: GenerateConfig | None = None,
         **overrides: Any,
     ) -> list[RequestOutput]:
-        """Answers all prompts; what else is under way goes on beside them, its events are dropped.
+        """Answers all prompts; what else is under way goes on beside them, and its events come with the next `step`.
 
         Args:
             prompts, config, overrides: as in `add_request`.
@@ -531,14 +538,18 @@ class Engine:
         """
         waiting = list(prompts)
         ids: list[str] = []
+        own: set[str] = set()
         found: dict[str, RequestOutput] = {}
         try:
             checked = [self._checked(prompt, config, overrides) for prompt in waiting]
             while len(found) < len(waiting):
                 while len(ids) < len(waiting) and self._free_to_wait:
                     ids.append(self.add_request(checked[len(ids)], config, **overrides))
-                for event in self.step():
-                    if event.output is not None and event.request_id in ids:
+                    own.add(ids[-1])
+                for event in self._step():
+                    if event.request_id not in own:
+                        self._kept.append(event)
+                    elif event.output is not None:
                         found[event.request_id] = event.output
         except BaseException:
             for name in ids:
