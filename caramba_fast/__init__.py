@@ -63,8 +63,25 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "SpeculativeGenerator",
         "generate",
     ),
+    "serve": (
+        "AsyncEngine",
+        "Engine",
+        "EngineConfig",
+    ),
 }
-_PACKAGES = ("cache", "config", "formats", "hf", "infer", "models", "ops", "policy", "quality")
+_PACKAGES = (
+    "cache",
+    "config",
+    "distributed",
+    "formats",
+    "hf",
+    "infer",
+    "models",
+    "ops",
+    "policy",
+    "quality",
+    "serve",
+)
 _HOME = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = sorted([*_HOME, *_PACKAGES, "__version__"])  # noqa: PLE0605 - names, all of them str
@@ -108,6 +125,9 @@ if TYPE_CHECKING:
     from caramba_fast.ops import use_backend as use_backend
     from caramba_fast.policy import choose_cache as choose_cache
     from caramba_fast.quality import calibrate as calibrate
+    from caramba_fast.serve import AsyncEngine as AsyncEngine
+    from caramba_fast.serve import Engine as Engine
+    from caramba_fast.serve import EngineConfig as EngineConfig
 
 
 def __getattr__(name: str) -> Any:

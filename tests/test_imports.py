@@ -15,7 +15,9 @@ import caramba_fast
 
 HEAVY = ("transformers", "triton")
 LAZY = (*HEAVY, "pydantic", "typer", "rich", "safetensors", "tokenizers", "filelock", "yaml")
-PACKAGES = ("cache", "config", "formats", "infer", "models", "ops", "policy", "quality")
+PACKAGES = (
+    "cache", "config", "distributed", "formats", "infer", "models", "ops", "policy", "quality", "serve"
+)  # fmt: skip
 
 
 def loaded_by(statement: str) -> set[str]:
