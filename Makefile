@@ -10,7 +10,7 @@ AOT    := bench/results/aot.csv
 SANE   := build/sanitize/caramba_fast/_C.abi3.so
 BUILD  := pyproject.toml setup.py $(wildcard csrc/*)
 
-.PHONY: help demo test test-device sanitize cross lint format bench bench-quick bench-hf bench-decode bench-generation bench-rows bench-page bench-predictions aot train train-biased clean
+.PHONY: help demo test test-device sanitize cross lint format bench bench-quick bench-hf bench-decode bench-generation bench-serve bench-rows bench-page bench-predictions aot train train-biased clean
 
 help:
 	@echo "make demo         a trained model writes from fp16, q8, q4 and nf4 caches"
@@ -23,6 +23,7 @@ help:
 	@echo "make bench-quick  the same in about a minute"
 	@echo "make bench-decode decode steps of a whole model by cache kind, five minutes at most (CPU)"
 	@echo "make bench-generation  tokens with and without a cache, overhead, speculation (CPU, half an hour)"
+	@echo "make bench-serve  a fixed load: the engine beside static batches and transformers (CPU, eight minutes)"
 	@echo "make bench-hf     decode steps under transformers beside its own caches (CPU, ten minutes)"
 	@echo "make bench-rows   the same cases through pytest-benchmark (GRID=quick|cpu|core)"
 	@echo "make aot          compile the Triton kernels ahead of time and record what they cost"
@@ -131,6 +132,11 @@ bench-generation: $(VENV)/.test
 	$(BIN)/python -m caramba_fast.bench.generation --publish
 	$(BIN)/python -m caramba_fast.bench.speculation --publish
 
+# Rewrites bench/results/serve.csv and the tables of docs/serving.md.
+bench-serve: export OMP_NUM_THREADS = 1
+bench-serve: $(VENV)/.test
+	$(BIN)/python -m caramba_fast.bench.serve --publish
+
 # transformers' own quantized caches need packages of their own, which are put beside those of .venv. Ten minutes.
 HF_PEERS := build/hf-peers
 $(HF_PEERS)/.done: constraints.txt $(VENV)/.torch
@@ -169,7 +175,8 @@ clean:
 # Older transformers, for the tests of the layer on top of it: PYTHONPATH puts one in front of the one in .venv. pip
 # brings numpy along; the one torch was made for stays in use.
 HF_VERSIONS := 4.57 5.0
-HF_TESTS    := tests/test_hf_generate.py tests/test_hf_cache.py tests/test_hf_static.py
+HF_TESTS    := tests/test_hf_generate.py tests/test_hf_cache.py tests/test_hf_static.py tests/test_hf_reads.py \
+               tests/test_hf_masks.py
 .PHONY: test-hf-oldest
 
 build/hf-%/.done: constraints-hf-%.txt $(VENV)/.torch

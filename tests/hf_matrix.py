@@ -35,6 +35,8 @@ PACKED = {
     "Gemma 2": "gemma2",
     "Gemma 3 (hybrid)": "gemma3_text",
     "Gemma 3n (shared layers)": "gemma3n_text",
+    "Gemma 4 (two head_dims)": "gemma4_text",
+    "MiMo-V2-Flash (V narrower than K)": "mimo_v2_flash",
     "gpt-oss (sinks)": "gpt_oss",
     "Cohere2": "cohere2",
     "OLMo 2": "olmo2",
@@ -72,6 +74,21 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2, "altup_num_inputs": 2,
             "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
             "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 4,
+        },
+    ),
+    "gemma4_text": (
+        "Gemma4TextConfig",
+        {
+            **NARROW, **UNTIED, "num_hidden_layers": 4, "sliding_window": 8, "global_head_dim": 32,
+            "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 1,
+            "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
+        },
+    ),
+    "mimo_v2_flash": (
+        "MiMoV2FlashConfig",
+        {
+            **MIXED, "head_dim": 32, "v_head_dim": 16, "mlp_layer_types": ["dense", "sparse"],
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
         },
     ),
     "llama4_text": (

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import parse
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -533,6 +534,8 @@ def unservable(name: str) -> PreTrainedModel:
     ],
 )
 def test_models_that_cannot_be_served_say_why(name: str, reason: str) -> None:
+    if name == "mamba" and parse(transformers.__version__) < parse("5.1"):
+        pytest.skip("there it looks for CUDA kernels")
     with pytest.raises(TypeError, match=rf"{reason}.*decoder-only causal.*supported"):
         as_language_model(unservable(name))
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from hf_matrix import IS_OLD, PAD, tiny
+from hf_matrix import IS_OLD, PAD, exists, tiny
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, Lfm2Config, PreTrainedModel
 
 from caramba_fast import KVCacheKind, KVCacheTensorConfig
 from caramba_fast.cache import LayerKVCache
@@ -58,6 +58,26 @@ def tokens(rows: int, count: int, seed: int = 0) -> Tensor:
 
 def crop(cache: Any, removed: int) -> None:
     cache.crop(-removed if compat.CROP_REMOVES or removed else cache.get_seq_length())
+
+
+#: Families with layers that are not attention.
+HYBRIDS = ["qwen3_next", "lfm2"]
+
+
+def hybrid(family: str) -> PreTrainedModel:
+    if IS_OLD:
+        pytest.skip("it brings a cache of its own in this transformers")
+    if family == "qwen3_next":
+        model = tiny(family)
+    else:
+        config = Lfm2Config(
+            vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, layer_types=["conv", "full_attention"], pad_token_id=PAD,
+        )  # fmt: skip
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    model.set_attn_implementation(register())
+    return model
 
 
 # -- shrinking and moving ----------------------------------------------------------------------
@@ -141,6 +161,44 @@ def test_it_is_saved_and_loaded(request: Any, family: str, kind: str) -> None:
         a, b = (fed(model, x, tokens(2, 1, step)) for x in (cache, loaded))
         assert torch.equal(a, b)
     assert loaded.get_seq_length() == cache.get_seq_length() == 83
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrids_are_saved_with_their_stock_layers(family: str) -> None:
+    model = hybrid(family)
+    cache = CarambaCache(model, "q8")
+    fed(model, cache, tokens(2, 20))
+    file = io.BytesIO()
+    torch.save(cache.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    loaded = CarambaCache(model, "q8").load_state_dict(state, "cpu").to("cpu")
+    other = CarambaCache(model, "q8").load_state_dict(state)
+    fed(
+        model, other, tokens(2, 1, 9)
+    )  # shares nothing with the state, nor with what is loaded from it
+    for step in range(3):
+        a, b = (fed(model, x, tokens(2, 1, step)) for x in (cache, loaded))
+        assert torch.equal(a, b)
+    empty = CarambaCache(model, "q8")
+    assert CarambaCache(model, "q8").load_state_dict(empty.state_dict()).get_seq_length() == 0
+
+
+def test_states_of_other_hybrids_are_refused() -> None:
+    model = hybrid("qwen3_next")
+    cache = CarambaCache(model, "q8")
+    fed(model, cache, tokens(1, 5))
+    state = cache.state_dict()
+    packed, stock = state["layers"][1], state["layers"][0]
+    with pytest.raises(ValueError, match="layer 1 of the state is a LinearAttentionLayer"):
+        CarambaCache(model, "q8").load_state_dict({**state, "layers": [stock, stock]})
+    with pytest.raises(
+        ValueError, match="packed layer of keys and values; this cache has a Linear"
+    ):
+        CarambaCache(model, "q8").load_state_dict({**state, "layers": [packed, packed]})
+    cache.layers[0].more = lambda: None
+    with pytest.raises(ValueError, match=r"LinearAttentionLayer.more is a function"):
+        cache.state_dict()
 
 
 def test_states_that_do_not_fit_are_refused(llama: Any, gemma: Any) -> None:
@@ -262,6 +320,29 @@ def test_padding_between_tokens_is_right_through_tensors(llama: Any) -> None:
         a, b = (fed(llama, cache, ids, attention_mask=mask) for cache in caches)
     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
     assert caches[0].dequantizations > 0
+
+
+# -- layers that share -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["q4", "nf4:plain,residual_len=8,tail_slack=4"])
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+def test_shared_layers_attend_to_long_chunks_packed(family: str, kind: str) -> None:
+    """A chunk longer than a tail's slack, which both the layer and those that share it read row by row."""
+    if not exists(family):
+        pytest.skip("not in this transformers")
+    model = tiny(family, initializer_range=0.05)
+    model.set_attn_implementation(register())
+    chunk, prompt = tokens(2, 60, 1), tokens(2, 20)
+    whole, single = CarambaCache(model, kind), CarambaCache(model, kind)
+    for cache in (whole, single):
+        fed(model, cache, prompt)
+    at_once = fed(model, whole, chunk)
+    one_by_one = torch.cat([fed(model, single, x) for x in chunk.split(1, dim=1)], dim=1)
+    assert whole.dequantizations == single.dequantizations == 0
+    assert float((at_once - one_by_one).norm() / one_by_one.norm()) < 0.02
+    after, wanted = (fed(model, cache, tokens(2, 1, 2)) for cache in (whole, single))
+    assert float((after - wanted).norm() / wanted.norm()) < 0.02
 
 
 # -- accuracy ----------------------------------------------------------------------------------
@@ -430,6 +511,22 @@ def test_a_batch_that_changes_size(llama: Any) -> None:
     assert cache.get_seq_length() == 5
 
 
+def test_a_batch_that_changes_size_between_turns() -> None:
+    model = accelerate(tiny("llama"), "q8")
+    options: dict[str, Any] = dict(max_new_tokens=3, return_dict_in_generate=True)
+    first = model.generate(tokens(2, 5), **options)
+    cache, length = first.past_key_values, first.past_key_values.get_seq_length()
+    more = torch.cat((first.sequences, tokens(2, 4)), dim=1)
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM: .*2 rows, and 3 came; start a new cache"
+    ):
+        model.generate(more[[0, 1, 1]], past_key_values=cache, **options)
+    assert cache.get_seq_length() == length
+    cache.batch_select_indices(torch.tensor([0, 1, 1]))  # what the message says to do
+    out = model.generate(more[[0, 1, 1]], past_key_values=cache, **options)
+    assert torch.equal(out.sequences[1], out.sequences[2])
+
+
 def test_models_that_cannot_be_served() -> None:
     from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
@@ -441,8 +538,10 @@ def test_models_that_cannot_be_served() -> None:
         config = MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=97)
         models.append((MambaForCausalLM(config), "past_key_values|recurrent"))
     for model, reason in models:
+        before = dict(vars(model)), model.config._attn_implementation
         with pytest.raises(TypeError, match=f"{type(model).__name__} cannot be served.*({reason})"):
             accelerate(model)
+        assert (dict(vars(model)), model.config._attn_implementation) == before
     with pytest.raises(TypeError, match="PreTrainedModel"):
         accelerate(torch.nn.Linear(2, 2))  # type: ignore[type-var]
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import inspect
 import types
+import warnings
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
 
 from caramba_fast.hf.auto import POLICY_OPTIONS, chosen_cache
 from caramba_fast.hf.checks import check_cacheable
+from caramba_fast.hf.compat import CROP_REMOVES
 from caramba_fast.hf.packed_cache import CarambaCache, known_shapes
 from caramba_fast.hf.registering import register
 from caramba_fast.hf.settings import CacheArgument, CacheSettings
 from caramba_fast.hf.static_cache import CarambaStaticCache
+from caramba_fast.hf.switching import decoder_configs, implementation, set_implementation
 
 ATTRIBUTE = "_caramba_fast"
 HOOK = "_prepare_cache_for_generation"
@@ -91,7 +95,7 @@ def restore(model: PreTrainedModel) -> CacheSettings | None:
     if state is None:
         return None
     for config, name in state.implementations:
-        config._attn_implementation_internal = name
+        set_implementation(config, name)
     vars(model).pop(HOOK, None)
     delattr(model, ATTRIBUTE)
     return state.settings
@@ -106,18 +110,13 @@ def _configs(model: PreTrainedModel) -> list[Any]:
 
 
 def _implementations(model: PreTrainedModel) -> list[tuple[Any, str]]:
-    return [(config, config._attn_implementation) for config in _configs(model)]
+    return [(config, implementation(config)) for config in _configs(model)]
 
 
 def _use_our_attention(model: PreTrainedModel) -> None:
-    """Only in models made for it: others compute attention themselves, from masks of their own kind."""
     name = register()
-    decoder = (model.config, model.config.get_text_config(decoder=True))
-    for module in model.modules():
-        if not isinstance(module, PreTrainedModel) or not module._can_set_attn_implementation():
-            continue
-        if any(module.config is config for config in decoder):
-            module.config._attn_implementation_internal = name
+    for config in decoder_configs(model):
+        set_implementation(config, name)
 
 
 def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -130,6 +129,7 @@ def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     given = model_kwargs.get("past_key_values")
     if isinstance(given, CarambaCache):
         given.reserve(room)
+    _dynamic_if_assisted(config, bound.arguments["generation_mode"])
     wanted = config.cache_implementation
     if given is not None or config.use_cache is False or wanted not in OURS_FOR:
         return original(*bound.args, **bound.kwargs)
@@ -142,3 +142,14 @@ def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         model, state.settings, room, offloading=wanted == "offloaded"
     )
     return None
+
+
+def _dynamic_if_assisted(config: Any, mode: GenerationMode) -> None:
+    """Before 5.1 transformers itself replaces any cache that was named by a dynamic one, for assisted generation."""
+    assisted = mode == GenerationMode.ASSISTED_GENERATION
+    if not CROP_REMOVES and assisted and config.cache_implementation == "static":
+        warnings.warn(
+            "assisted generation takes no static cache in this transformers; a CarambaCache is used",
+            stacklevel=2,
+        )
+        config.cache_implementation = None

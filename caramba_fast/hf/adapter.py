@@ -1,32 +1,41 @@
 """HuggingFaceModel: any causal language model of transformers as our `LanguageModel`.
 
-K and V of every layer go into our caches and come back dense to the model's own attention: right for every
-model that uses a transformers cache, at the cost of dequantizing what a step attends to.
+K and V of every layer go into our caches. Where our attention function can serve the model, it reads them as they
+are stored; elsewhere they come back dense to the model's own attention, which is right for every model that uses
+a transformers cache, at the cost of dequantizing what a step attends to.
 """
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from caramba_fast.cache import AnyLayerShape, ModelKVCache
+from caramba_fast.cache import ModelKVCache, RaggedBatch
 from caramba_fast.hf.cache import DenseCache
 from caramba_fast.hf.checks import check_padding, check_servable
+from caramba_fast.hf.chunked import pieces
+from caramba_fast.hf.end_frame import EndFrame
 from caramba_fast.hf.frame import Frame
-from caramba_fast.hf.probe import probe
+from caramba_fast.hf.model_facts import ModelFacts
+from caramba_fast.hf.ragged import forward_ragged, why_not_ragged
+from caramba_fast.hf.reads import reading, reads_tensors
+from caramba_fast.hf.step_cache import StepCache, TensorsNeededError
+from caramba_fast.hf.switching import our_attention
 from caramba_fast.models.recording import refuse_recording
 
 
-class HuggingFaceModel(nn.Module):
+class HuggingFaceModel(ModelFacts):
     """A transformers causal language model that reads and grows a `ModelKVCache`.
 
     Args:
-        model: as `AutoModelForCausalLM` gives it; it stays usable by itself and is not changed.
+        model: as `AutoModelForCausalLM` gives it; it stays usable by itself and is as it was after every call.
 
     Raises:
         TypeError: an encoder-decoder, a recurrent or hybrid model, or one without a language-model head; the
@@ -34,65 +43,37 @@ class HuggingFaceModel(nn.Module):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
         check_servable(model)
-        self.model = model
-        self._findings = probe(model)
+        super().__init__(model)
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._keeps_logits = "logits_to_keep" in accepted
+        self._warned = False
         self.training = model.training
 
-    # -- what generation asks -----------------------------------------------------------
+    # -- how caches are read ------------------------------------------------------------
 
     @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """All end-of-sequence ids, of the generation config first."""
-        eos = self._special("eos_token_id")
-        return (eos,) if isinstance(eos, int) else tuple(eos or ())
+    def why_dense(self) -> str | None:
+        """Why keys and values are dequantized at every step; None where they are read as they are stored.
+
+        The first time it is asked, the model is tried out: four small forward passes.
+        """
+        return reading(self.model, self._findings).reason
 
     @property
-    def eos_token_id(self) -> int | None:
-        """The first of `eos_token_ids`, or None."""
-        return next(iter(self.eos_token_ids), None)
-
-    @property
-    def pad_token_id(self) -> int | None:
-        """The padding id of the generation config, else of the model's config, or None."""
-        return self._special("pad_token_id")
-
-    def _special(self, name: str) -> Any:
-        for config in (self.model.generation_config, self.model.config.get_text_config()):
-            value = getattr(config, name, None)
-            if value is not None:
-                return value
-        return None
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        return self._findings.vocab_size
-
-    @property
-    def device(self) -> torch.device:
-        """Where token ids go: that of the input embeddings."""
-        embeddings: Any = self.model.get_input_embeddings()
-        return embeddings.weight.device
-
-    @property
-    def cache_layout(self) -> list[AnyLayerShape]:
-        """What each layer that caches stores, as the model itself does it."""
-        return list(self._findings.shapes)
+    def cache_reads(self) -> str:
+        """ "packed", or "dense" and why."""
+        reason = self.why_dense
+        return "packed" if reason is None else f"dense: {reason}"
 
     @property
     def why_not_recorded(self) -> str:
         """Why a decode step cannot be replayed as a CUDA graph."""
-        return "K and V of a Hugging Face model come back dense, and grow from step to step"
-
-    @property
-    def max_positions(self) -> int | None:
-        """The length of the model's table of positions; None where positions are computed."""
-        return self._findings.max_positions
+        return (
+            f"{type(self.model).__name__} of transformers is told lengths, positions and masks by the host at "
+            "every step, which a graph would keep (a native caramba_fast.models.Transformer is recorded)"
+        )
 
     # -- the forward pass ---------------------------------------------------------------
 
@@ -109,7 +90,7 @@ class HuggingFaceModel(nn.Module):
         Raises:
             ValueError: more tokens in a row than the model has positions, rows of different lengths for a
                 model whose positions count padding, or no room in the cache.
-            RuntimeError: under CUDA graph recording: dense K and V grow from step to step.
+            RuntimeError: under CUDA graph recording, for the reason `why_not_recorded` gives.
         """
         if kv_cache is None:
             logits = self._without_cache(query_token_ids)
@@ -117,14 +98,85 @@ class HuggingFaceModel(nn.Module):
         refuse_recording(self.device, self.why_not_recorded)
         batch, length = query_token_ids.shape
         new = [length] * batch if query_lens is None else list(query_lens)
+        reason = self._why_dense(kv_cache)
+        if reason is None:
+            before = kv_cache.row_lengths
+            try:
+                return self._packed(query_token_ids, kv_cache, new, logits_index)
+            except TensorsNeededError as error:
+                kv_cache.restore(before)
+                reason = reads_tensors(self.model, str(error)).reason
+        self._warn(reason)
+        return self._dense(query_token_ids, kv_cache, new, logits_index)
+
+    def _why_dense(self, kv_cache: ModelKVCache) -> str | None:
+        """Why reads of this cache are dense; None if they are not."""
+        chunks, place = reading(self.model, self._findings).chunks, kv_cache.seq_lens.device
+        if place != self.device:
+            return f"the cache is on {place} and the model on {self.device}"
+        if chunks and next(iter(kv_cache[0].streams.values())).sink is not None:
+            return "sink_len keeps the first tokens of a row, and its layers attend within chunks"
+        return self.why_dense
+
+    def _warn(self, reason: str | None) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{type(self.model).__name__}: keys and values are dequantized at every step, which is right, but "
+                f"slow: {reason}",
+                stacklevel=3,
+            )
+
+    @property
+    def why_not_ragged(self) -> str | None:
+        """Why the serving engine cannot run tokens of many requests side by side; None if it can."""
+        return why_not_ragged(self)
+
+    def forward_ragged(self, ids: Tensor, batch: RaggedBatch, rows: Tensor) -> Tensor:
+        """Tokens (N,) of many sequences -> (M, V) logits, as `Transformer.forward_ragged`."""
+        return forward_ragged(self, ids, batch, rows)
+
+    # -- packed reads -------------------------------------------------------------------
+
+    def _packed(
+        self, ids: Tensor, kv_cache: ModelKVCache, new: list[int], index: Tensor | None
+    ) -> Tensor:
+        """(B, T) -> (B, T, V) or (B, 1, V), rows as they lie in the cache."""
+        frame = EndFrame(kv_cache.row_lengths, new, self.device)
+        ids = frame.without_padding(ids, 1 if self.pad_token_id == 0 else 0)
+        parts = self._parts(frame, kv_cache)
+        if len(parts) < 2:
+            return self._in_frame(ids, kv_cache, frame, index)
+        self._check_frame(frame)
+        found = [
+            self._packed(ids[:, a:b], kv_cache, [min(max(n - a, 0), b - a) for n in new], None)
+            for a, b in parts
+        ]
+        logits = frame.queries_to_end(torch.cat(found, dim=1), 1, ids.shape[1])
+        return logits if index is None else _picked(logits, index)
+
+    def _parts(self, frame: EndFrame, kv_cache: ModelKVCache) -> list[tuple[int, int]]:
+        """Columns that go through the model at once: of ragged rows, none enters another chunk within them."""
+        chunks = reading(self.model, self._findings).chunks.values()
+        exact = kv_cache.prefill == "exact" and kv_cache.pos == 0
+        if not chunks or exact or not frame.padded_queries or frame.total <= min(chunks):
+            return []
+        return pieces(frame.held, frame.new, frame.tokens, min(chunks))
+
+    # -- dense reads --------------------------------------------------------------------
+
+    def _dense(
+        self, ids: Tensor, kv_cache: ModelKVCache, new: list[int], index: Tensor | None
+    ) -> Tensor:
+        """(B, T) -> (B, T, V) or (B, 1, V), rows moved to the front."""
         window = kv_cache.reach.local_window
         if window is not None and kv_cache.prefill == "exact" and kv_cache.pos == 0:
             window = None  # such a prompt does not read the cache
-        if window is not None and length > 1:
-            logits = self._one_by_one(query_token_ids, kv_cache, new)
-            return logits if logits_index is None else _picked(logits, logits_index)
+        if window is not None and ids.shape[1] > 1:
+            logits = self._one_by_one(ids, kv_cache, new)
+            return logits if index is None else _picked(logits, index)
         frame = Frame(kv_cache.row_lengths, new, self.device, window)
-        return self._in_frame(query_token_ids, kv_cache, frame, logits_index)
+        return self._in_frame(ids, kv_cache, frame, index)
 
     def _without_cache(self, ids: Tensor) -> Tensor:
         """(B, T) -> (B, T, V), attending among the tokens alone."""
@@ -133,22 +185,35 @@ class HuggingFaceModel(nn.Module):
         return self.model(input_ids=ids, use_cache=False, **options).logits
 
     def _in_frame(
-        self, ids: Tensor, kv_cache: ModelKVCache, frame: Frame, logits_index: Tensor | None
+        self,
+        ids: Tensor,
+        kv_cache: ModelKVCache,
+        frame: Frame | EndFrame,
+        logits_index: Tensor | None,
     ) -> Tensor:
-        """The model over ``ids`` (B, T) moved to the front, and what it says moved back."""
+        """The model over ``ids`` (B, T) in a frame, and what it says where rows were before."""
         self._check_frame(frame)
         index = None if logits_index is None else frame.query_column(logits_index)
         options, rows = self._options(frame, index)
-        cache = DenseCache(kv_cache, frame, self._findings.places)
-        front = frame.queries_to_front(ids)
-        logits = self.model(
-            input_ids=front, past_key_values=cache, use_cache=True, **options
-        ).logits
+        findings, packed = self._findings, isinstance(frame, EndFrame)
+        configs = reading(self.model, findings).configs
+        cache = (
+            StepCache(kv_cache, frame, findings)
+            if isinstance(frame, EndFrame)
+            else DenseCache(kv_cache, frame, findings.places)
+        )
+        with our_attention(configs) if packed else nullcontext():
+            logits = self.model(
+                input_ids=frame.queries_to_front(ids),
+                past_key_values=cache,
+                use_cache=True,
+                **options,
+            ).logits
         if index is None:
             return frame.queries_to_end(logits, 1, ids.shape[1])
         return _picked(logits, index if rows is None else rows)
 
-    def _check_frame(self, frame: Frame) -> None:
+    def _check_frame(self, frame: Frame | EndFrame) -> None:
         if frame.padded_keys:
             check_padding(self.model)
         limit = self._findings.max_positions
@@ -161,13 +226,15 @@ class HuggingFaceModel(nn.Module):
     def _one_by_one(self, ids: Tensor, kv_cache: ModelKVCache, new: list[int]) -> Tensor:
         """(B, T) -> (B, T, V), a column at a time: a mask of two dimensions has one window for all queries."""
         parts = [
-            self.forward(ids[:, i : i + 1], kv_cache, query_lens=[int(count > i) for count in new])
+            self._dense(ids[:, i : i + 1], kv_cache, [int(count > i) for count in new], None)
             for i in range(max(new))
         ]
         parts += parts[-1:] * (ids.shape[1] - len(parts))
         return torch.cat(parts, dim=1)
 
-    def _options(self, frame: Frame, index: Tensor | None) -> tuple[dict[str, Any], Tensor | None]:
+    def _options(
+        self, frame: Frame | EndFrame, index: Tensor | None
+    ) -> tuple[dict[str, Any], Tensor | None]:
         """Keyword arguments of the model, and where in what it returns the logits of ``index`` are."""
         options: dict[str, Any] = {"attention_mask": frame.attention_mask}
         if self._takes_positions:

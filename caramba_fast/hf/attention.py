@@ -51,7 +51,7 @@ def caramba_attention(
     if _reads_packed(module, query, key, value, attention_mask, dropout, kwargs):
         out = _packed(query, key, attention_mask, scaling, softcap, s_aux)
         return out.transpose(1, 2).contiguous(), None
-    mask = _dense_mask(query, key, attention_mask)
+    mask = _dense_mask(query, key, attention_mask, _is_causal(module, kwargs))
     key, value = values_of(key), values_of(value)
     if softcap or s_aux is not None:
         return soft_attention(query, key, value, mask, scaling, softcap, s_aux), None
@@ -79,9 +79,7 @@ def _reads_packed(
     if any(kwargs.get(name) is not None for name in DENSE_ONLY):
         return False
     if mask is None:
-        causal = kwargs.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        return bool(causal) or query.shape[2] == 1
+        return query.shape[2] == 1 or _is_causal(module, kwargs)
     return isinstance(mask, PatternMask)
 
 
@@ -120,15 +118,22 @@ def _options(scaling: float | None, softcap: float | None, s_aux: Tensor | None)
     return options
 
 
-def _dense_mask(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
-    """The mask for plain tensors; None from us means causal, which ``sdpa`` reads as: from the first key on."""
+def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """What no mask means."""
+    causal = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if causal is None else causal)
+
+
+def _dense_mask(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+    """The mask for plain tensors.
+
+    No mask means causal, the newest query with the last key; ``sdpa`` reads it as: the first with the first.
+    """
     if mask is not None:  # that of a static cache names slots its prompt does not fill
         mask = values_of(mask)
         return mask[..., : key.shape[2]] if mask.shape[-1] > key.shape[2] else mask
-    if not isinstance(key, PackedStates):
-        return None
     queries, keys = query.shape[2], key.shape[2]
-    if queries in (1, keys):
+    if not causal or queries in (1, keys):
         return None
     row = torch.arange(keys - queries, keys, device=query.device)[:, None]
     return (torch.arange(keys, device=query.device) <= row)[None, None]

@@ -9,17 +9,21 @@ import torch
 
 from caramba_fast.hf.common import Common
 from caramba_fast.hf.packed_layer import CarambaLayer
+from caramba_fast.hf.stock_state import load_stock, state_of_stock
 
 #: What a state says it is.
 FORMAT = "caramba_fast.hf.cache.1"
 
 
-def state_of(common: Common, layers: Sequence[CarambaLayer]) -> dict[str, Any]:
-    """The state of a cache whose layers are all ours."""
+def state_of(common: Common, layers: Sequence[Any]) -> dict[str, Any]:
+    """The state of a cache: of our layers and, in a hybrid model, of the stock ones between them."""
     return {
         "format": FORMAT,
         "leftpad": common.leftpad,
-        "layers": [_layer_state(layer) for layer in layers],
+        "layers": [
+            _layer_state(layer) if isinstance(layer, CarambaLayer) else state_of_stock(layer)
+            for layer in layers
+        ],
     }
 
 
@@ -32,14 +36,14 @@ def _layer_state(layer: CarambaLayer) -> dict[str, Any]:
 
 def load_state(
     common: Common,
-    layers: Sequence[CarambaLayer],
+    layers: Sequence[Any],
     state: dict[str, Any],
     device: torch.device | str | None,
 ) -> None:
     """Puts a state into layers of the same sizes and storage.
 
     Raises:
-        ValueError: a state of another format, number of layers or storage.
+        ValueError: a state of another format, number or kind of layers, or storage.
     """
     if state.get("format") != FORMAT:
         raise ValueError(f"the state has format {state.get('format')!r}; {FORMAT!r} is needed")
@@ -47,7 +51,14 @@ def load_state(
     if len(kept) != len(layers):
         raise ValueError(f"the state has {len(kept)} layers; {common.model} has {len(layers)}")
     for layer, part in zip(layers, kept, strict=True):
-        _load_layer(layer, part, device)
+        if not isinstance(layer, CarambaLayer):
+            load_stock(layer, part, device)
+        elif "stock" in part:
+            raise ValueError(
+                f"layer {layer.index} of the state is a {part['stock']}; {common.model} has attention there"
+            )
+        else:
+            _load_layer(layer, part, device)
     common.leftpad = leftpad if leftpad is None or device is None else leftpad.to(device)
 
 

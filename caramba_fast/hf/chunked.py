@@ -11,10 +11,11 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from caramba_fast.hf.packed_layer import CarambaLayer
+    from caramba_fast.hf.step_cache import StepLayer
 
 
 def attend_in_chunks(
-    layer: CarambaLayer,
+    layer: CarambaLayer | StepLayer,
     query: Tensor,
     chunk: int,
     leftpad: Tensor | None,
@@ -37,22 +38,31 @@ def attend_in_chunks(
     """
     store = layer.store
     assert store is not None
-    rows = [0] * store.batch_size if leftpad is None else leftpad.tolist()
-    tokens, first = query.shape[2], layer.length - query.shape[2]
+    tokens = query.shape[2]
+    rows, first = layer.rows_for(tokens, leftpad)
+    counts = layer.real_queries or [tokens] * len(rows)
     parts = []
-    for begin, end in _pieces(rows, first, tokens, chunk):
-        position = first + begin
-        starts = [max(row + (position - row) // chunk * chunk, row) for row in rows]
+    for begin, end in pieces(first, counts, tokens, chunk):
+        starts = [
+            r + max((f + begin) // chunk * chunk, 0) for r, f in zip(rows, first, strict=True)
+        ]
         own = layer.slots_of(torch.tensor(starts, dtype=torch.int32).to(store.device))
         part = query[:, :, begin:end]
         parts.append(store.attend(part, before=tokens - end, cache_leftpad=own, **options))
     return torch.cat(parts, dim=2)
 
 
-def _pieces(rows: Sequence[int], first: int, tokens: int, chunk: int) -> list[tuple[int, int]]:
-    """Stretches of the query tokens within which no row enters another chunk."""
+def pieces(
+    first: Sequence[int], counts: Sequence[int], tokens: int, chunk: int
+) -> list[tuple[int, int]]:
+    """Stretches of ``tokens`` query columns within which no row enters another chunk.
+
+    Args:
+        first: which token of its row the first column is.
+        counts: columns of each row that are no padding.
+    """
     cuts = {0, tokens}
-    for row in set(rows):
-        cuts.update(range((row - first) % chunk, tokens, chunk))
+    for start, count in zip(first, counts, strict=True):
+        cuts.update(range(-start % chunk, count, chunk))
     ordered = sorted(cuts)
     return list(itertools.pairwise(ordered))

@@ -116,3 +116,14 @@ def is_chunked(config: Any, index: int) -> bool:
         return bool(types[index] == "chunked_attention")
     windowed = getattr(config, "sliding_window", None) is not None
     return not windowed and getattr(config, "attention_chunk_size", None) is not None
+
+
+def lenders(config: Any) -> frozenset[int]:
+    """Layers whose keys and values later layers attend to as well (Gemma 3n), from the model's text config."""
+    borrowing = getattr(config, "num_kv_shared_layers", None) or 0
+    types = getattr(config, "layer_types", None)
+    if not borrowing or types is None:
+        return frozenset()
+    own = types[: len(types) - borrowing]
+    found = {kind: index for index, kind in enumerate(own)}
+    return frozenset(found[kind] for kind in types[len(own) :] if kind in found)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from caramba_fast.hf.packed_layer import CarambaLayer
+    from caramba_fast.hf.step_cache import StepLayer
 
 
 class Deferred(torch.Tensor):
@@ -52,12 +53,12 @@ class PackedStates(Deferred):
         stream: "k" or "v".
     """
 
-    layer: CarambaLayer
+    layer: CarambaLayer | StepLayer
     stream: str
     _made: Tensor | None
 
     @classmethod
-    def of(cls, layer: CarambaLayer, stream: str, like: Tensor) -> PackedStates:
+    def of(cls, layer: CarambaLayer | StepLayer, stream: str, like: Tensor) -> PackedStates:
         """All that ``layer`` holds, in the dtype of ``like`` (B, H_kv, T, D)."""
         batch, heads, _, dim = like.shape
         made = cls._empty((batch, heads, layer.length, dim), like.dtype, like.device)

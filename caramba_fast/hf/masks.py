@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,6 +83,9 @@ def _both(a: Pattern | None, b: Pattern | None) -> Pattern | None:
 class PatternMask(Deferred):
     """(B, 1, T, L) bool, True where a query sees a key.
 
+    A slice of it that keeps the newest queries is one as well: Gemma 4 drops the others before layers that share keys
+    and values.
+
     Attributes:
         pattern: which keys, besides padding.
         leftpad: (B,) int32, where each row starts; None for the first slot.
@@ -90,21 +93,56 @@ class PatternMask(Deferred):
 
     pattern: Pattern
     leftpad: Tensor | None
-    _call: MaskCall
 
     @classmethod
-    def of(cls, call: MaskCall, pattern: Pattern, leftpad: Tensor | None) -> PatternMask:
-        """The mask of one call."""
-        shape = (call.batch, 1, call.queries, call.keys)
-        made = cls._empty(shape, torch.bool, torch.device(call.given.get("device") or _place(call)))
-        made.pattern, made.leftpad, made._call = pattern, leftpad, call
+    def of(
+        cls, shape: Sequence[int], device: torch.device, pattern: Pattern, leftpad: Tensor | None
+    ) -> PatternMask:
+        """The mask (B, 1, T, L) of the newest T of L tokens."""
+        made = cls._empty(tuple(shape), torch.bool, device)
+        made.pattern, made.leftpad = pattern, leftpad
         return made
 
     def dense(self) -> Tensor:
-        """As stock ``sdpa`` would have got it."""
-        found = self._call.dense(allow_is_causal_skip=False)
-        assert found is not None
-        return found
+        """As stock ``sdpa`` would have got it, made without ``vmap``, which does not run under another op."""
+        queries, keys = self.shape[2:]
+        key = torch.arange(keys, device=self.device)
+        query = torch.arange(keys - queries, keys, device=self.device)[:, None]
+        start = 0 if self.leftpad is None else self.leftpad.to(self.device)[:, None, None, None]
+        seen = (key <= query) & (key >= start)
+        if self.pattern.window is not None:
+            seen = seen & (key > query - self.pattern.window)
+        if self.pattern.chunk is not None:
+            chunk = self.pattern.chunk
+            seen = seen & ((key - start) // chunk == (query - start) // chunk)
+        return seen.expand(self.shape)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs any op on the values, but for slices that keep the newest queries."""
+        newest = _newest(func, args)
+        if newest is None:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        mask = args[0]
+        shape = (*mask.shape[:2], newest, mask.shape[3])
+        return cls.of(shape, mask.device, mask.pattern, mask.leftpad)
+
+
+def _newest(func: Any, args: tuple[Any, ...]) -> int | None:
+    """How many queries a slice of a mask keeps; None for other ops, and slices that keep anything else."""
+    if func is torch.ops.aten.alias.default:
+        return int(args[0].shape[2])
+    if func is not torch.ops.aten.slice.Tensor:
+        return None
+    given: tuple[Any, ...] = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    mask, dim, start, end, step = given
+    size, first = mask.shape[dim], start or 0
+    first = max(first + size, 0) if first < 0 else first
+    if step != 1 or not (end is None or end >= size) or (first and dim != 2) or first >= size:
+        return None
+    return int(mask.shape[2] - (first if dim == 2 else 0))
 
 
 def _place(call: MaskCall) -> torch.device:
@@ -169,7 +207,9 @@ def caramba_mask(**given: Any) -> Tensor | None:
     may_skip = given.get("allow_is_causal_skip", True)
     if trivial and may_skip and call.queries in (1, call.keys):
         return None
-    return PatternMask.of(call, pattern, leftpad)
+    shape = (call.batch, 1, call.queries, call.keys)
+    place = torch.device(call.given.get("device") or _place(call))
+    return PatternMask.of(shape, place, pattern, leftpad)
 
 
 def _tell_static(cache: Any, call: MaskCall) -> None:

@@ -13,11 +13,12 @@ from caramba_fast.cache import LayerShape
 from caramba_fast.hf.cache_state import load_state, state_of
 from caramba_fast.hf.checks import check_cacheable
 from caramba_fast.hf.common import Common
-from caramba_fast.hf.compat import is_chunked, keeps_only_tokens, stock_layers
+from caramba_fast.hf.compat import is_chunked, keeps_only_tokens, lenders, stock_layers
 from caramba_fast.hf.masks import expect_mask
 from caramba_fast.hf.packed_layer import CarambaLayer
 from caramba_fast.hf.probe import probe
 from caramba_fast.hf.settings import CacheArgument, CacheSettings
+from caramba_fast.hf.stock_state import move_stock
 
 
 class CarambaCache(Cache):
@@ -75,11 +76,12 @@ class CarambaCache(Cache):
         self.common = Common(type(model).__name__, settings, max_seq_len)
         known: dict[int, LayerShape] = known_shapes(model) if settings.takes_constants else {}
         config = model.config.get_text_config(decoder=True)
+        lending = lenders(config)
         super().__init__(
             layers=[
                 CarambaLayer(
                     i, self.common, known.get(i), getattr(layer, "sliding_window", None),
-                    is_chunked(config, i),
+                    is_chunked(config, i), i in lending,
                 )
                 if keeps_only_tokens(layer)
                 else layer
@@ -189,8 +191,10 @@ class CarambaCache(Cache):
 
     def to(self, device: torch.device | str) -> CarambaCache:
         """Moves everything to a device; returns itself. Attention needs it where the model is."""
-        for layer in self._packed():
-            if layer.store is not None:
+        for layer in self.layers:
+            if not isinstance(layer, CarambaLayer):
+                move_stock(layer, device)
+            elif layer.store is not None:
                 layer.store = layer.store.to(device)
         if self.common.leftpad is not None:
             self.common.leftpad = self.common.leftpad.to(device)
@@ -199,13 +203,9 @@ class CarambaCache(Cache):
     def state_dict(self) -> dict[str, Any]:
         """What is stored, as tensors, numbers and names: for ``torch.save``, and ``weights_only`` loads.
 
-        Raises:
-            ValueError: a hybrid model's cache: the layers of other kinds are not ours to save.
+        Layers of other kinds, of a hybrid model, are saved as this version of transformers has them.
         """
-        foreign = [type(x).__name__ for x in self.layers if not isinstance(x, CarambaLayer)]
-        if foreign:
-            raise ValueError(f"{self.common.model}: state of {foreign[0]} layers cannot be saved")
-        return state_of(self.common, self._packed())
+        return state_of(self.common, self.layers)
 
     def load_state_dict(
         self, state: dict[str, Any], device: torch.device | str | None = None
@@ -216,9 +216,9 @@ class CarambaCache(Cache):
             device: where it goes; by default where the state's tensors are.
 
         Raises:
-            ValueError: a state of another format, number of layers or storage.
+            ValueError: a state of another format, number or kind of layers, or storage.
         """
-        load_state(self.common, self._packed(), state, device)
+        load_state(self.common, self.layers, state, device)
         return self
 
 

@@ -30,11 +30,14 @@ class CarambaLayer(CacheLayerMixin):
         shape: what is known of the layer's keys and values; sizes come from the first tensors.
         window: tokens a query of a sliding or chunked layer reaches back at most; None for all.
         chunked: whether the layer attends within chunks, whose starts differ by row.
+        lends: whether later layers attend to its keys and values as well.
     """
 
     is_compileable = False
     is_croppable = True
     supports_early_init = True
+    #: Query columns of each row that are no padding; None for all.
+    real_queries: list[int] | None = None
 
     def __init__(
         self,
@@ -43,9 +46,10 @@ class CarambaLayer(CacheLayerMixin):
         shape: LayerShape | None = None,
         window: int | None = None,
         chunked: bool = False,
+        lends: bool = False,
     ) -> None:
         super().__init__()
-        self.index, self.common, self.shape = index, common, shape
+        self.index, self.common, self.shape, self.lends = index, common, shape, lends
         self.sliding_window, self.chunked = window, chunked
         self.is_sliding = window is not None
         self.store: LayerKVCache | None = None
@@ -124,6 +128,7 @@ class CarambaLayer(CacheLayerMixin):
                 calibration=None if measured is None else dict(measured.layers[self.index]),
                 constants_from_prompt=settings.prefill == "exact",
             )  # fmt: skip
+        self.store.attended_again = self.lends
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -201,10 +206,15 @@ class CarambaLayer(CacheLayerMixin):
     # -- reading ------------------------------------------------------------------------
 
     def serves(self, tokens: int) -> bool:
-        """Whether the newest ``tokens`` can be attended from; a long chunk's tail is there once (shared layers)."""
+        """Whether the newest ``tokens`` can be attended from."""
         store = self.store
         assert store is not None
         return not store.residual_len or tokens <= store.attendable
+
+    def rows_for(self, tokens: int, leftpad: Tensor | None) -> tuple[list[int], list[int]]:
+        """For each row where it starts, and its token that is the first of the ``tokens`` newest columns."""
+        rows = [0] * self._rows if leftpad is None else leftpad.tolist()
+        return rows, [self.length - tokens - row for row in rows]
 
     def dequantized(self, stream: str, dtype: torch.dtype, length: int) -> Tensor:
         """The first ``length`` keys ("k") or values ("v") of every row, as a tensor; it is counted."""

@@ -21,7 +21,7 @@ from caramba_fast.cache import AnyLayerShape, LayerShape, StreamStatistics
 from caramba_fast.config import Rotary
 from caramba_fast.hf.cache import RecordingLayer
 from caramba_fast.hf.checks import ALLOWED, evaluating, max_positions
-from caramba_fast.hf.compat import keeps_only_tokens, stock_layers
+from caramba_fast.hf.compat import keeps_only_tokens, lenders, stock_layers
 
 #: Relative error up to which turned keys count as equal: bfloat16 keeps 8 bits.
 CLOSE = 0.02
@@ -36,12 +36,14 @@ class Findings:
         places: which of the model's layers those are.
         vocab_size: width of the logits.
         max_positions: tokens a row can have, where positions come from a table; None for no such limit.
+        lenders: layers of the model whose keys and values later layers attend to as well.
     """
 
     shapes: list[AnyLayerShape]
     places: list[int]
     vocab_size: int
     max_positions: int | None
+    lenders: frozenset[int] = frozenset()
 
 
 _FOUND: WeakKeyDictionary[PreTrainedModel, Findings] = WeakKeyDictionary()
@@ -87,7 +89,8 @@ def _probe(model: PreTrainedModel) -> Findings:
     shapes: list[AnyLayerShape] = [
         _shape(i, layer.keys, layer.values, turns, biases) for i, layer in kept
     ]
-    return Findings(shapes, [i for i, _ in kept], int(logits.shape[-1]), max_positions(model))
+    places, config = [i for i, _ in kept], model.config.get_text_config(decoder=True)
+    return Findings(shapes, places, int(logits.shape[-1]), max_positions(model), lenders(config))
 
 
 def _recording(model: PreTrainedModel) -> list[Any]:

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from caramba_fast.hf.checks import evaluating
 from caramba_fast.hf.common import Common
+from caramba_fast.hf.compat import query_length
 from caramba_fast.hf.masks import expect_mask
 from caramba_fast.hf.packed_cache import CarambaCache
 from caramba_fast.hf.packed_layer import CarambaLayer
@@ -25,13 +26,15 @@ class CarambaStaticCache(Cache):
     """``past_key_values`` of fixed size: as `CarambaCache`, with nothing of a decode step on the host.
 
     Prompts run uncompiled, as with transformers' own static cache. Another cache of the same sizes does not make
-    ``torch.compile`` compile again. It cannot be cropped: prompt lookup and assistants need `CarambaCache`.
+    ``torch.compile`` compile again. It can be cropped between steps; transformers takes it for prompt lookup and
+    assistants from 5.1 on.
 
     Args:
         model: the model it is for, which must use our attention (`accelerate`, or `register` and
             ``model.set_attn_implementation("caramba_fast")``).
         cache: "q4", "q8/q4" (K/V), dict(k="q8", v="q4"), …
-        max_cache_len: tokens a row has room for; tokens beyond are dropped.
+        max_cache_len: tokens a row has room for. More raise where masks are made outside of compiled code, as in
+            `generate`; a forward pass that is compiled as a whole cannot raise, and drops them.
         options: as in `CacheSettings.of`.
 
     Raises:
@@ -81,11 +84,23 @@ class CarambaStaticCache(Cache):
         return int(self.layers[0].max_cache_len)
 
     def get_mask_sizes(self, given: Any, layer_idx: int) -> tuple[int, int]:
-        """Slots a layer returns, and the first one; the mask function is called next."""
+        """Slots a layer returns, and the first one; the mask function is called next.
+
+        Raises:
+            ValueError: the tokens that are coming do not fit, before any is written.
+        """
         sizes = super().get_mask_sizes(given, layer_idx)
         if not torch.compiler.is_compiling():
+            self._check_room(query_length(given))
             expect_mask(self, sizes[0])
         return sizes
+
+    def _check_room(self, tokens: int) -> None:
+        """Reads the length from the device, but not while a CUDA graph is recorded, which could not hold that."""
+        layer = self.layers[0]
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
+        layer.check_room(layer.count(), tokens)
 
     def rows_start_at(self, leftpad: Tensor | None) -> bool:
         """Where rows start, (B,) or None for 0, told by the mask of the prompt."""

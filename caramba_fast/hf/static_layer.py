@@ -15,6 +15,7 @@ from transformers.cache_utils import StaticLayer
 
 from caramba_fast.cache import LayerKVCache
 from caramba_fast.hf.common import Common
+from caramba_fast.hf.compat import tokens_to_remove
 from caramba_fast.hf.packed_layer import CarambaLayer
 from caramba_fast.ops import KVView, append_, decode_attention, extend_attention
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
@@ -33,12 +34,15 @@ class CarambaStaticLayer(StaticLayer):
     """K and V of one attention layer, packed, for ``max_cache_len`` tokens a row.
 
     Args:
-        max_cache_len: tokens a row has room for; later ones are dropped.
+        max_cache_len: tokens a row has room for.
         maker: makes the store: a `CarambaLayer` of the same settings.
+
+    Attributes:
+        counted: tokens the host knows of; compiled steps add some it does not see.
     """
 
     is_compileable = True
-    is_croppable = False
+    is_croppable = True
 
     def __init__(self, max_cache_len: int, maker: CarambaLayer) -> None:
         super().__init__(max_cache_len=max_cache_len)
@@ -48,6 +52,7 @@ class CarambaStaticLayer(StaticLayer):
         self.chunk = maker.sliding_window if maker.chunked else None
         self.is_sliding = maker.is_sliding
         self.is_empty = True
+        self.counted = 0
         self.k: KVView | None = None
         self.v: KVView | None = None
 
@@ -102,10 +107,17 @@ class CarambaStaticLayer(StaticLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores (B, H_kv, T, D) keys and values; returns codes, or a first prompt as it came."""
+        """Stores (B, H_kv, T, D) keys and values; returns codes, or a first prompt as it came.
+
+        Raises:
+            ValueError: more tokens than a row has room for, before anything is written. A compiled step cannot
+                raise: what does not fit is dropped there.
+        """
+        tokens = key_states.shape[2]
+        if not torch.compiler.is_compiling():
+            self.check_room(self.counted, tokens)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        tokens = key_states.shape[2]
         if self.is_empty and not torch.compiler.is_compiling():
             exact = self._first(key_states, value_states)
             if exact:
@@ -124,6 +136,21 @@ class CarambaStaticLayer(StaticLayer):
         self.lengths.add_(tokens)
         self.cumulative_length.add_(tokens)
         self.is_empty = False
+        if not torch.compiler.is_compiling():
+            self.counted += tokens
+
+    def check_room(self, held: int, tokens: int) -> None:
+        """Raises ValueError where ``tokens`` more than ``held`` do not fit."""
+        if held + tokens > self.max_cache_len:
+            raise ValueError(
+                f"{self.common.model}: a row of the static cache has room for {self.max_cache_len} tokens, holds "
+                f"{held}, and {tokens} more came; make a CarambaStaticCache with a larger max_cache_len"
+            )
+
+    def count(self) -> int:
+        """Tokens of a row, compiled steps included: read from the device."""
+        self.counted = int(self.cumulative_length) if self.is_initialized else 0
+        return self.counted
 
     def _first(self, keys: Tensor, values: Tensor) -> bool:
         """The first tokens, from which constants are taken; whether attention is to see them as they came."""
@@ -194,7 +221,28 @@ class CarambaStaticLayer(StaticLayer):
             self.starts.zero_()
             self.cumulative_length.zero_()
             self._look()
-        self.is_empty = True
+        self.is_empty, self.counted = True, 0
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: no token is left behind."""
+
+    def crop(self, count: int) -> None:
+        """Takes tokens off the end; ``count`` is what `Cache.crop` takes in this transformers.
+
+        Reads the length from the device: not for compiled steps.
+        """
+        if not self.is_initialized:
+            return
+        held = self.count()
+        removed = min(tokens_to_remove(count, held), held)
+        store = self._store()
+        for _ in range(held - store.pos):  # steps write without the store's host knowing
+            store.after_replay()
+        store.crop(removed)
+        self.lengths.sub_(removed)
+        self.cumulative_length.sub_(removed)
+        self.counted = held - removed
+        self.is_empty = not self.counted
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row b becomes what row ``beam_idx[b]`` was."""
