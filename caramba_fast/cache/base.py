@@ -224,7 +224,6 @@ class LayerCache:
 
     # -- growing ------------------------------------------------------------------------
 
-    @torch.no_grad()  # a cache holds numbers, not a graph
     def _append(
         self,
         new: dict[str, Tensor],
@@ -233,8 +232,18 @@ class LayerCache:
         will_attend: bool,
     ) -> None:
         self._narrow()
-        if new_lens is None and self._append_again(new, cache_leftpad):
-            return
+        plain = new_lens is None and not torch.is_grad_enabled()
+        if not (plain and self._append_again(new, cache_leftpad)):
+            self._append_anew(new, new_lens, cache_leftpad, will_attend)
+
+    @torch.no_grad()  # a cache holds numbers, not a graph
+    def _append_anew(
+        self,
+        new: dict[str, Tensor],
+        new_lens: Sequence[int] | None,
+        cache_leftpad: Tensor | None,
+        will_attend: bool,
+    ) -> None:
         new = {name: self._heads(name, x, self.streams[name]) for name, x in new.items()}
         counts = {name: x.shape[2] for name, x in new.items()}
         tokens = next(iter(counts.values()))
