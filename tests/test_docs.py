@@ -1,4 +1,4 @@
-"""Every snippet of docs/inference.md runs, in the order of the page, and its measured parts are there."""
+"""Every snippet of docs/inference.md and docs/serving.md runs, in the order of the page; measured parts are there."""
 
 from __future__ import annotations
 
@@ -100,3 +100,25 @@ def test_links():
         else:
             headings = {"#" + title.lower().replace(" ", "-") for title in TITLES}
             assert target[1] in headings, target
+
+
+# -- docs/serving.md --------------------------------------------------------------------------
+
+SERVING = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+SERVING_SETUP, *SERVING_CHAPTERS = re.split(r"^## ", SERVING, flags=re.MULTILINE)[1:]
+
+
+@pytest.fixture(scope="module")
+def served() -> dict[str, Any]:
+    """What the first chapter of the page on serving defines."""
+    space: dict[str, Any] = {}
+    for block in blocks(SERVING_SETUP, "python"):
+        exec(compile(block, "Setup", "exec"), space)
+    return space
+
+
+@pytest.mark.parametrize("chapter", SERVING_CHAPTERS, ids=lambda c: c.partition("\n")[0])
+def test_serving(chapter, served):
+    space = dict(served)
+    for index, block in enumerate(blocks(chapter, "python")):
+        exec(compile(block, f"{chapter.partition(chr(10))[0]}, block {index}", "exec"), space)

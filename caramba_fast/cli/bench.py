@@ -11,7 +11,7 @@ import typer
 from caramba_fast.cli.options import one_line_errors
 
 bench = typer.Typer(
-    help="Times the ops, a whole model, generation and speculation on this machine.",
+    help="Times the ops, a whole model, generation, speculation and serving on this machine.",
     no_args_is_help=True,
 )
 PACKAGE = "caramba_fast.bench"
@@ -78,6 +78,12 @@ def generation(context: typer.Context) -> None:
 def speculation(context: typer.Context) -> None:
     """Acceptance, tokens a pass and speed-up of drafts. --help lists its options."""
     _run("speculation", context.args)
+
+
+@bench.command(context_settings=PASSED_ON, add_help_option=False)
+def serve(context: typer.Context) -> None:
+    """A fixed load through the engine, static batches and transformers. --help lists its options."""
+    _run("serve", context.args)
 
 
 def _shared(time_limit: float | None, out: Path | None) -> list[str]:
