@@ -25,7 +25,7 @@ from caramba_fast.cache.tensor import CacheTensor, capacity
 from caramba_fast.config import KVCacheTensorConfig
 from caramba_fast.ops import KVView, Transform, checks
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
-from caramba_fast.ops.repeated import may_repeat
+from caramba_fast.ops.repeated import call_name, may_repeat
 from caramba_fast.ops.transform import undo_on_key, undo_on_value
 from caramba_fast.ops.view import Lanes, load
 
@@ -276,17 +276,15 @@ class LayerCache:
         lengths, views = self.lengths, [stream.view for stream in self.streams.values()]
         if self.pages is not None or not may_repeat():
             return False
-        call, longest = views[0].calls.get(self._append_op.__name__), lengths.longest
-        if call is None or not longest:
-            return False
-        tensors = (*new.values(), lengths.seq_lens)
+        tensors, longest = (*new.values(), lengths.seq_lens), lengths.longest
+        call = views[0].calls.get(call_name(self._append_op.__name__, tensors[0]))
         options = {} if cache_leftpad is None else {"cache_leftpad": cache_leftpad}
-        if not call.serves(tensors, views, options):
+        if call is None or not longest or not call.serves(tensors, views, options):
             return False
         tokens = tensors[0].shape[2]
         if longest + tokens > self.max_seq_len or (self.residual_len and tokens > self.tail_slack):
             return False
-        call(tensors)
+        call(tensors, options)
         lengths.advance_all(tokens)
         self._tail.appended(lengths.host)
         return True

@@ -123,9 +123,12 @@ class Block(nn.Module):
             attention.k_proj.bias.detach().view(shape).cpu(), moved.view(shape).cpu()
         )
 
-    def forward(self, x: Tensor, step: Step, cache: LayerCache | None) -> Tensor:
-        """x (B, T, hidden) -> (B, T, hidden)."""
-        x = x + self.self_attn(self.input_layernorm(x), step, cache)
+    def forward(
+        self, x: Tensor, step: Step, cache: LayerCache | None, rows: Tensor | None = None
+    ) -> Tensor:
+        """x (B, T, hidden) -> (B, T, hidden), or of some ``rows`` alone, when no layer follows."""
+        attended = self.self_attn(self.input_layernorm(x), step, cache)
+        x = x + attended if rows is None else x[rows] + attended[rows]
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -246,6 +249,8 @@ class Transformer(nn.Module):
         """
         step = Step(self.rope(batch.positions[:, None]), False, None)
         x = self.model.embed_tokens(ids)[:, None]
-        for layer, cache in zip(self.model.layers, batch.layers, strict=True):
+        *before, last = zip(self.model.layers, batch.layers, strict=True)
+        for layer, cache in before:
             x = layer(x, step, cache)
-        return self.lm_head(self.model.norm(x[rows]))[:, 0]
+        x = last[0](x, step, last[1], rows)
+        return self.lm_head(self.model.norm(x))[:, 0]

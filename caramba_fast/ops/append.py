@@ -14,7 +14,7 @@ from torch import Tensor
 from caramba_fast.ops import accepted, checks
 from caramba_fast.ops.quantize import FITS
 from caramba_fast.ops.registry import register
-from caramba_fast.ops.repeated import RepeatedCall, may_repeat
+from caramba_fast.ops.repeated import RepeatedCall, call_name, may_repeat
 from caramba_fast.ops.schema import DECOUPLED, STANDARD, append_schema
 from caramba_fast.ops.view import KVView, common_problems, paged_slots
 from caramba_fast.ops.write import Destination
@@ -119,19 +119,20 @@ def _append(
     options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     tensors, streams = (*new.values(), start), tuple(views.values())
     known = streams[0].calls if may_repeat() else {}
-    call = known.get(op.name)
+    kept = call_name(op.name, tensors[0])
+    call = known.get(kept)
     if call is None or not call.serves(tensors, streams, options):
         accepted.check(
             accepted.description(op.name, tensors, streams, options),
             lambda: _check(views, new, start, block_table, cache_leftpad, query_lens),
         )
-        flat = dict(options)
+        stated: dict[str, Any] = {}
         for name, view in views.items():
-            flat.update(view.options(name))
+            stated.update(view.options(name))
             if view.fit != "amax":
-                flat[f"fit_{name}"] = view.fit
-        call = known[op.name] = RepeatedCall(op, tensors, streams, options, flat)
-    call(tensors)
+                stated[f"fit_{name}"] = view.fit
+        call = known[kept] = RepeatedCall(op, tensors, streams, options, stated)
+    call(tensors, options)
 
 
 def _check(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from caramba_fast.ops import accepted, checks
 from caramba_fast.ops.attention import State, solve
-from caramba_fast.ops.repeated import RepeatedCall, may_repeat
+from caramba_fast.ops.repeated import RepeatedCall, call_name, may_repeat
 from caramba_fast.ops.view import (
     KVView,
     common_problems,
@@ -84,7 +84,8 @@ def call(
     options["n_kv_heads"] = n_kv_heads
     tensors, streams = (*queries.values(), cache_seqlens), tuple(views.values())
     known = streams[0].calls if may_repeat() else {}
-    made = known.get(op.name)
+    kept = call_name(op.name, tensors[0])
+    made = known.get(kept)
     if made is None or not made.serves(tensors, streams, options):
         del options["n_kv_heads"]
         accepted.check(
@@ -92,11 +93,11 @@ def call(
             lambda: _check(op, queries, views, cache_seqlens, n_kv_heads, options, max_tokens),
         )
         options["n_kv_heads"] = n_kv_heads
-        flat = dict(options)
+        stated: dict[str, Any] = {}
         for name, view in views.items():
-            flat.update(view.options(name))
-        made = known[op.name] = RepeatedCall(op, tensors, streams, options, flat, len(queries))
-    return made(tensors)
+            stated.update(view.options(name))
+        made = known[kept] = RepeatedCall(op, tensors, streams, options, stated, len(queries))
+    return made(tensors, options)
 
 
 def _check(

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+#: Calls of up to so many query tokens are told apart by their number.
+MOST_TOKENS = 33
+
 if TYPE_CHECKING:
     from caramba_fast.ops.view import KVView
 
@@ -24,12 +27,21 @@ class RepeatedCall:
         op: what is called.
         tensors: the ones that change from call to call; shape, dtype and device may not. The last is (B,) lengths.
         views: the streams; the very same, and the call is kept by the first one.
-        options: as given; tensors among them the very same, everything else equal.
-        flat: all options of the op, those of the streams included.
+        options: as given; tensors among them alike in shape, dtype and device, everything else equal.
+        stated: the options of the op that describe the streams.
         leading: how many of ``tensors`` go before what is stored.
     """
 
-    __slots__ = ("_layout", "_leading", "_op", "_options", "_others", "flat", "kinds", "stored")
+    __slots__ = (
+        "_kinds",
+        "_layout",
+        "_leading",
+        "_op",
+        "_options",
+        "_others",
+        "_stated",
+        "_stored",
+    )
 
     def __init__(
         self,
@@ -37,14 +49,18 @@ class RepeatedCall:
         tensors: Sequence[Tensor],
         views: Sequence[KVView],
         options: Mapping[str, Any],
-        flat: dict[str, Any],
+        stated: Mapping[str, Any],
         leading: int = 0,
     ) -> None:
         self._op, self._leading, self._others = op, leading, tuple(views[1:])
-        self._layout = [(type(x), x.shape, x.dtype, x.device) for x in tensors]
-        self._options, self.flat = dict(options), flat
-        self.stored = [part for view in views for part in (view.codes, view.scales)]
-        self.kinds = [view.kind for view in views]
+        self._layout = [_layout(x) for x in tensors]
+        self._options = {
+            name: _layout(value) if isinstance(value, Tensor) else value
+            for name, value in options.items()
+        }
+        self._stated = dict(stated)
+        self._stored = [part for view in views for part in (view.codes, view.scales)]
+        self._kinds = [view.kind for view in views]
 
     def serves(
         self, tensors: Sequence[Tensor], views: Sequence[KVView], options: Mapping[str, Any]
@@ -57,24 +73,34 @@ class RepeatedCall:
         if len(options) != len(known) or len(tensors) != len(self._layout):
             return False
         for name, value in options.items():
-            other = known.get(name)
-            if value is not other and not _equal(value, other):
+            if name not in known or not _same(value, known[name]):
                 return False
         for x, layout in zip(tensors, self._layout, strict=True):
-            if (type(x), x.shape, x.dtype, x.device) != layout:
+            if type(x) is not layout[0] or (x.shape, x.dtype, x.device) != layout[1:]:
                 return False
         return all(map(is_, views[1:], self._others))
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+    def __call__(self, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
         """Runs it with other numbers."""
         leading = self._leading
         return self._op(
-            *tensors[:leading], *self.stored, *tensors[leading:], *self.kinds, **self.flat
-        )
+            *tensors[:leading], *self._stored, *tensors[leading:], *self._kinds, **self._stated, **options
+        )  # fmt: skip
 
 
-def _equal(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b)
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    return (type(x), x.shape, x.dtype, x.device)
+
+
+def _same(value: Any, known: Any) -> bool:
+    if isinstance(value, Tensor):
+        return bool(_layout(value) == known)
+    return value is known or (type(value) is type(known) and bool(value == known))
+
+
+def call_name(op: str, first: Any) -> tuple[str, int]:
+    """What a call is kept under, by its first tensor (B, H, T, D): decode steps beside longer stretches."""
+    return op, min(first.shape[2], MOST_TOKENS) if getattr(first, "ndim", 0) == 4 else 0
 
 
 def may_repeat() -> bool:

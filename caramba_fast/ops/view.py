@@ -217,8 +217,8 @@ class KVView:
         return {key: value for key, value in found.items() if value is not None}
 
     @cached_property
-    def calls(self) -> dict[str, RepeatedCall]:
-        """By op: the latest call with this as its first stream."""
+    def calls(self) -> dict[tuple[str, int], RepeatedCall]:
+        """By op and query tokens: the latest call with this as its first stream."""
         return {}
 
     @cached_property

@@ -73,7 +73,8 @@ def _take(choice: Choice, drawn: Sequence[int] | None) -> None:
 def _unedited(logits: Tensor, choices: Sequence[Choice]) -> dict[Choice, list[int]]:
     """The token of every row of each choice; those with rows that nothing can be drawn from are left out."""
     groups: dict[tuple[object, ...], list[Choice]] = defaultdict(list)
-    sound = torch.isfinite(logits.amax(-1)).tolist()
+    likeliest = logits.argmax(-1)
+    sound = torch.isfinite(logits.gather(-1, likeliest[:, None])[:, 0]).tolist()
     for choice in choices:
         config = choice.answer.request.config
         key = tuple(getattr(config, name) for name in FILTERS) if config.samples else ()
@@ -88,8 +89,14 @@ def _unedited(logits: Tensor, choices: Sequence[Choice]) -> dict[Choice, list[in
             if c.answer.points is not None
             for number in c.answer.points.ahead(len(c.draft) + 1)
         ]
-        some = logits[torch.tensor(rows, device=logits.device)]
-        drawn = iter(_drawn(some, members[0].answer.request.config, points))
+        config = members[0].answer.request.config
+        if config.samples:
+            whole = rows == list(range(len(logits)))
+            some = logits if whole else logits[torch.tensor(rows, device=logits.device)]
+            drawn = iter(_drawn(some, config, points))
+        else:
+            ids = likeliest.tolist()
+            drawn = iter([ids[row] for row in rows])
         for choice in members:
             found[choice] = list(itertools.islice(drawn, len(choice.draft) + 1))
     return found

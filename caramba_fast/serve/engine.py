@@ -458,12 +458,10 @@ class Engine:
                 answer.writer.close()
             if request.is_over:
                 output = self._close(request)
-        new = answer.new_tokens
+        told = list(answer.history.tokens[len(request.prompt) + answer.told :])
         text = "".join(answer.written)
-        event = Event(
-            request.request_id, answer.index, new[answer.told :], text, answer.reason, output
-        )
-        answer.told = len(new)
+        event = Event(request.request_id, answer.index, told, text, answer.reason, output)
+        answer.told += len(told)
         answer.written.clear()
         return event
 
