@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -95,7 +96,7 @@ def test_closing_ends_what_is_under_way() -> None:
                 await asyncio.sleep(0)
         with pytest.raises(EngineStoppedError, match="was closed"):
             await job
-        with pytest.raises(EngineStoppedError, match="async with"):
+        with pytest.raises(EngineStoppedError, match="was closed"):
             await server.generate([1])
         return inner
 
@@ -117,6 +118,101 @@ def test_a_fault_of_the_engine_reaches_every_reader(monkeypatch: pytest.MonkeyPa
                 await server.generate(text(1, 20))
 
     asyncio.run(serve())
+
+
+def test_a_fault_reaches_those_who_were_about_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = engine()
+
+    def step() -> None:
+        time.sleep(0.1)
+        raise MemoryError("no more")
+
+    async def serve() -> None:
+        async with AsyncEngine(inner) as server:
+            monkeypatch.setattr(inner, "step", step)
+            first = asyncio.create_task(server.generate(text(1, 20)))
+            await asyncio.sleep(0.05)
+            second = asyncio.create_task(server.generate(text(2, 20)))
+            for job in (first, second):
+                with pytest.raises(EngineStoppedError, match="no more"):
+                    await asyncio.wait_for(job, 5)
+
+    asyncio.run(serve())
+
+
+def test_closing_turns_away_those_who_wait_for_a_place() -> None:
+    async def serve() -> list[Any]:
+        async with AsyncEngine(engine(max_waiting=1, max_batch_size=1)) as server:
+            jobs = [
+                asyncio.create_task(server.generate(text(i, 20), max_new_tokens=200))
+                for i in range(5)
+            ]
+            await asyncio.sleep(0.05)
+        return await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 5)
+
+    found = asyncio.run(serve())
+    assert all(isinstance(x, EngineStoppedError) for x in found[1:])
+
+
+def test_readers_who_do_not_read_leave_places_to_others() -> None:
+    async def serve() -> None:
+        inner = engine(max_waiting=1, max_batch_size=1)
+        async with AsyncEngine(inner, stream_buffer=2) as server:
+            asleep = server.stream(text(1, 20), max_new_tokens=50, ignore_eos=True)
+            await anext(asleep)
+            for seed in range(4):
+                job = server.generate(text(seed, 10), max_new_tokens=4, ignore_eos=True)
+                await asyncio.wait_for(job, 5)
+            await asleep.aclose()
+
+    asyncio.run(serve())
+
+
+def test_a_deadline_holds_for_who_is_paused() -> None:
+    async def serve() -> None:
+        inner = engine()
+        async with AsyncEngine(inner, stream_buffer=1) as server:
+            given = dict(max_new_tokens=200, ignore_eos=True, deadline=0.2)
+            asleep = server.stream(text(1, 20), **given)
+            await anext(asleep)
+            await asyncio.sleep(0.5)
+            assert inner.under_way == []
+            reasons = [event.finish_reason async for event in asleep]
+            assert reasons[-1] == "deadline"
+
+    asyncio.run(serve())
+
+
+def test_prompts_are_looked_at_once_however_long_they_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inner, seen = engine(max_waiting=2, max_batch_size=2), []
+    tokens = Engine._tokens
+    monkeypatch.setattr(Engine, "_tokens", lambda self, x: seen.append(x) or tokens(self, x))
+
+    async def serve() -> None:
+        async with AsyncEngine(inner) as server:
+            jobs = (server.generate(text(i, 9), max_new_tokens=2) for i in range(40))
+            await asyncio.gather(*jobs)
+
+    asyncio.run(serve())
+    assert len(seen) == 40
+
+
+def test_one_driver_at_a_time() -> None:
+    inner = engine()
+
+    async def serve() -> None:
+        async with AsyncEngine(inner):
+            with pytest.raises(RuntimeError, match="runs already"):
+                async with AsyncEngine(inner):
+                    pass
+        async with AsyncEngine(inner) as server:
+            await server.generate([1, 2], max_new_tokens=1)
+
+    asyncio.run(serve())
+    with pytest.raises(EngineStoppedError, match="async with"):
+        asyncio.run(AsyncEngine(inner).generate([1]))
 
 
 def test_a_buffer_has_room_for_something() -> None:

@@ -7,11 +7,14 @@ paused while its buffer is full, so that nothing piles up, and the others go on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
-from caramba_fast.serve.engine import Engine, EngineFullError
+from caramba_fast.serve.engine import Engine, Prepared
 from caramba_fast.serve.request import Event, RequestOutput
 
 if TYPE_CHECKING:
@@ -34,7 +37,7 @@ class AsyncEngine:
     """Runs an engine in the background, within ``async with``.
 
     Args:
-        engine: it; nobody else may step it meanwhile.
+        engine: it; nobody else may step it or add to it meanwhile.
         stream_buffer: events of one request that may wait for their reader.
 
     Raises:
@@ -46,38 +49,48 @@ class AsyncEngine:
             raise ValueError(f"stream_buffer is {stream_buffer}; 1 or more is allowed")
         self.engine, self.stream_buffer = engine, stream_buffer
         self._streams: dict[str, _Stream] = {}
+        #: Those who wait for a place among the requests that wait, in order.
+        self._places: deque[asyncio.Future[None]] = deque()
         self._task: asyncio.Task[None] | None = None
+        self._closing = False
         self._error: BaseException | None = None
 
     async def __aenter__(self) -> Self:
+        """Begins.
+
+        Raises:
+            RuntimeError: the engine runs already, in this one or another.
+        """
+        if self.engine.driver is not None:
+            raise RuntimeError("the engine runs already; one AsyncEngine at a time may drive it")
+        self.engine.driver = self
         self._between_steps, self._wake = asyncio.Lock(), asyncio.Event()
-        self._stepped = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "caramba-fast-engine")
-        self._error = None
+        self._closing, self._error = False, None
         self._task = asyncio.create_task(self._run())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Cancels what is under way, and stops."""
+        """Lets the step under way end, cancels what is left, and stops."""
         assert self._task is not None
-        self._task.cancel()
+        self._closing = True
+        self._wake.set()
         await asyncio.gather(self._task, return_exceptions=True)
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._cancel_all)
         self._thread.shutdown()
-        self._task = None
+        for name in list(self._streams):
+            self.engine.withdraw(name)
+        self.engine.end_early()
+        self.engine.driver = None
         self._end_streams()
-
-    def _cancel_all(self) -> None:
-        for name in self._streams:
-            if self.engine.is_under_way(name):
-                self.engine.cancel(name)
-        if self._error is None and self._streams:
-            self.engine.end_early()
 
     # -- requests -----------------------------------------------------------------------
 
-    async def stream(self, prompt: Any, config: Any = None, **options: Any) -> AsyncIterator[Event]:
+    async def stream(
+        self, prompt: Any, config: Any = None, **options: Any
+    ) -> AsyncGenerator[Event, None]:
         """The events of one request as they come; leaving the loop cancels it.
+
+        A generator that is left and kept in a variable goes on until it is closed: ``contextlib.aclosing`` does that.
 
         Args:
             prompt, config, options: as in `Engine.add_request`. Where ``max_waiting`` requests wait, this one waits
@@ -87,29 +100,28 @@ class AsyncEngine:
             ValueError, TypeError: what `Engine.add_request` refuses.
             EngineStoppedError: the engine was closed or broke before the request ended.
         """
-        name, stream = await self._add(prompt, config, options)
+        name, stream = await self._add(self.engine.prepared(prompt, config, **options))
         ended = False
         try:
             while not ended:
                 event = await stream.events.get()
                 if event is None:
-                    raise EngineStoppedError(
-                        f"request {name!r} did not end: {self._error or 'the engine was closed'}"
-                    ) from self._error
+                    raise self._stopped(f"request {name!r} did not end")
                 self._go_on(name, stream)
                 ended = event.output is not None
                 yield event
         finally:
             self._streams.pop(name, None)
-            if not ended and self.engine.is_under_way(name):
-                self.engine.cancel(name)
+            if not ended:
+                self.engine.withdraw(name)
                 self._wake.set()
 
     async def generate(self, prompt: Any, config: Any = None, **options: Any) -> RequestOutput:
         """One request from beginning to end; arguments and errors as in `stream`."""
-        async for event in self.stream(prompt, config, **options):
-            if event.output is not None:
-                return event.output
+        async with aclosing(self.stream(prompt, config, **options)) as events:
+            async for event in events:
+                if event.output is not None:
+                    return event.output
         raise EngineStoppedError("the request's events ended before it did")
 
     async def cancel(self, request_id: str) -> None:
@@ -121,43 +133,71 @@ class AsyncEngine:
         self.engine.cancel(request_id)
         self._wake.set()
 
-    async def _add(self, prompt: Any, config: Any, options: dict[str, Any]) -> tuple[str, _Stream]:
+    async def _add(self, prepared: Prepared) -> tuple[str, _Stream]:
+        """Takes a request on as soon as there is a place for it, in order of arrival."""
+        waited = False
+        if self._task is None:
+            raise self._stopped("the request was not taken on")
         while True:
-            if self._task is None or self._task.done():
-                raise EngineStoppedError("the engine is not running; use it within 'async with'")
             async with self._between_steps:
-                try:
-                    name = self.engine.add_request(prompt, config, **options)
-                except EngineFullError:
-                    self._stepped.clear()
-                else:
+                if self._closing or self._task.done():
+                    raise self._stopped("the request was not taken on")
+                if self.engine.free_places and (waited or not self._places):
+                    name = self.engine.take_on(prepared)
                     stream = self._streams[name] = _Stream()
                     self._wake.set()
                     return name, stream
-            await self._stepped.wait()
+                place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._places.append(place)
+            try:
+                await place
+            finally:
+                if place in self._places:
+                    self._places.remove(place)
+            waited = True
+
+    def _stopped(self, what: str) -> EngineStoppedError:
+        why = "the engine was closed" if self._closing else "use the engine within 'async with'"
+        found = EngineStoppedError(f"{what}: {why if self._error is None else repr(self._error)}")
+        found.__cause__ = self._error
+        return found
 
     # -- in the background --------------------------------------------------------------
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while True:
-                self._wake.clear()
-                if not self.engine.can_step:
-                    await self._wake.wait()
+            while not self._closing:
+                await self._something_to_do()
                 async with self._between_steps:
-                    events = await asyncio.shield(
-                        loop.run_in_executor(self._thread, self.engine.step)
-                    )
+                    events = await loop.run_in_executor(self._thread, self.engine.step)
                 self._hand_out(events)
-                self._stepped.set()
-        except asyncio.CancelledError:
-            raise
+                self._offer_places()
         except BaseException as error:
             self._error = error
-            self._stepped.set()
-            self._end_streams()
             raise
+        finally:
+            self._closing = self._closing or self._error is None
+            self._offer_places(everyone=True)
+            self._end_streams()
+
+    async def _something_to_do(self) -> None:
+        """Waits until a step would do anything: something is added, goes on, is cancelled, or late."""
+        self._wake.clear()
+        if self.engine.can_step or self._closing:
+            return
+        due = self.engine.next_due
+        limit = None if due is None else max(0.0, due - time.monotonic())
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), limit)
+
+    def _offer_places(self, everyone: bool = False) -> None:
+        """Wakes as many of those who wait as there are places."""
+        count = len(self._places) if everyone else min(self.engine.free_places, len(self._places))
+        for _ in range(count):
+            place = self._places.popleft()
+            if not place.done():
+                place.set_result(None)
 
     def _hand_out(self, events: list[Event]) -> None:
         for event in events:
@@ -165,18 +205,16 @@ class AsyncEngine:
             if stream is None:
                 continue
             stream.events.put_nowait(event)
-            full = stream.events.qsize() >= self.stream_buffer
-            if full and not stream.paused and self.engine.is_under_way(event.request_id):
+            if stream.events.qsize() >= self.stream_buffer and not stream.paused:
                 stream.paused = True
-                self.engine.pause(event.request_id)
+                self.engine.set_paused(event.request_id, True)
 
     def _go_on(self, name: str, stream: _Stream) -> None:
         """Half of the buffer is read: the request continues."""
         if stream.paused and stream.events.qsize() <= self.stream_buffer // 2:
             stream.paused = False
-            if self.engine.is_under_way(name):
-                self.engine.resume(name)
-                self._wake.set()
+            self.engine.set_paused(name, False)
+            self._wake.set()
 
     def _end_streams(self) -> None:
         for stream in self._streams.values():

@@ -53,53 +53,58 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> None:
             if choice.answer.request.edits:
                 _walk(logits, choice)
             else:
-                _take(choice, chosen.get(choice))
+                _take(choice, chosen[choice])
         except (ValueError, RuntimeError, TypeError, IndexError) as error:
             choice.error = error
 
 
-def _take(choice: Choice, drawn: Sequence[int] | None) -> None:
+def _take(choice: Choice, drawn: Sequence[int]) -> None:
     """Accepts the draft up to the first token it would not have chosen, and takes its own choice there."""
-    if drawn is None:
-        raise ValueError("no token can be chosen: the model's logits are NaN")
-    for place, token in enumerate(drawn):
-        choice.tokens.append(token)
-        if place == len(choice.draft) or choice.draft[place] != token:
+    for place in range(len(choice.draft) + 1):
+        if place == len(drawn):
+            raise ValueError("no token can be chosen: the model's logits are NaN")
+        choice.tokens.append(drawn[place])
+        if place == len(choice.draft) or choice.draft[place] != drawn[place]:
             break
     if choice.answer.points is not None:
         choice.answer.points.used(len(choice.tokens))
 
 
 def _unedited(logits: Tensor, choices: Sequence[Choice]) -> dict[Choice, list[int]]:
-    """The token of every row of each choice; those with rows that nothing can be drawn from are left out."""
+    """The tokens of every choice, row by row, up to the first row that nothing can be drawn from."""
     groups: dict[tuple[object, ...], list[Choice]] = defaultdict(list)
     likeliest = logits.argmax(-1)
     sound = torch.isfinite(logits.gather(-1, likeliest[:, None])[:, 0]).tolist()
     for choice in choices:
         config = choice.answer.request.config
         key = tuple(getattr(config, name) for name in FILTERS) if config.samples else ()
-        if all(sound[choice.first : choice.first + len(choice.draft) + 1]):
-            groups[key].append(choice)
+        groups[key].append(choice)
     found: dict[Choice, list[int]] = {}
     for members in groups.values():
-        rows = [c.first + place for c in members for place in range(len(c.draft) + 1)]
+        config = members[0].answer.request.config
+        if not config.samples:
+            ids = likeliest.tolist()
+            found.update((c, [ids[row] for row in _rows(c, sound)]) for c in members)
+            continue
+        counts = [len(_rows(c, sound)) for c in members]
+        rows = [row for c in members for row in _rows(c, sound)]
         points = [
             number
-            for c in members
+            for c, count in zip(members, counts, strict=True)
             if c.answer.points is not None
-            for number in c.answer.points.ahead(len(c.draft) + 1)
+            for number in c.answer.points.ahead(count)
         ]
-        config = members[0].answer.request.config
-        if config.samples:
-            whole = rows == list(range(len(logits)))
-            some = logits if whole else logits[torch.tensor(rows, device=logits.device)]
-            drawn = iter(_drawn(some, config, points))
-        else:
-            ids = likeliest.tolist()
-            drawn = iter([ids[row] for row in rows])
-        for choice in members:
-            found[choice] = list(itertools.islice(drawn, len(choice.draft) + 1))
+        some = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
+        drawn = iter(_drawn(some, config, points) if rows else ())
+        for choice, count in zip(members, counts, strict=True):
+            found[choice] = list(itertools.islice(drawn, count))
     return found
+
+
+def _rows(choice: Choice, sound: Sequence[bool]) -> list[int]:
+    """Its rows of the logits, up to the first that is no distribution."""
+    rows = range(choice.first, choice.first + len(choice.draft) + 1)
+    return list(itertools.takewhile(lambda row: sound[row], rows))
 
 
 def _drawn(logits: Tensor, config: GenerateConfig, points: Sequence[float]) -> list[int]:

@@ -6,9 +6,12 @@ tokens, tell. Requests come and go between steps, so that none waits for the lon
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +37,7 @@ from caramba_fast.serve.request import (
     Request,
     RequestOutput,
 )
-from caramba_fast.serve.scheduler import Scheduler, Work
+from caramba_fast.serve.scheduler import Scheduler, StorageError, Work
 from caramba_fast.serve.settings import EngineConfig
 
 #: Runs of tokens that prompt lookup looks for.
@@ -45,6 +48,18 @@ ENGINE_FIELDS = {
     for part in (CacheFields, CachePolicyFields, DecodePlanFields, OutputFields)
     for name in part.model_fields
 }
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that was checked and is not yet taken on."""
+
+    tokens: list[int]
+    config: GenerateConfig
+    limit: int
+    request_id: str | None
+    deadline: float | None
+    times: RequestTimes
 
 
 class EngineFullError(RuntimeError):
@@ -89,9 +104,12 @@ class Engine:
         self._scheduler = Scheduler(self.settings, self.pool, self._counters)
         self._requests: dict[str, Request] = {}
         self._numbers, self._names = itertools.count(), itertools.count()
-        self._timed: dict[str, Request] = {}
-        self._cancelling: list[Request] = []
+        #: (when it must have ended, its number, its id, why), a heap.
+        self._due: list[tuple[float, int, str, str]] = []
+        self._cancelling: deque[Request] = deque()
         self._kept: list[Event] = []
+        #: The `AsyncEngine` whose engine it is, if any.
+        self.driver: Any = None
         self._check(self.config)
 
     def _make_pool(self) -> PagePool:
@@ -145,28 +163,52 @@ class Engine:
                 do not go with an engine; the request is not taken on.
             EngineFullError: ``max_waiting`` requests wait.
         """
-        tokens = self._tokens(prompt)
+        return self.take_on(
+            self.prepared(prompt, config, request_id=request_id, deadline=deadline, **overrides)
+        )
+
+    def prepared(
+        self,
+        prompt: str | Sequence[int] | Tensor,
+        config: GenerateConfig | None = None,
+        *,
+        request_id: str | None = None,
+        deadline: float | None = None,
+        **overrides: Any,
+    ) -> Prepared:
+        """A request that was checked, for `take_on`; arguments and errors as in `add_request`."""
+        if request_id is not None and (not isinstance(request_id, str) or not request_id):
+            raise TypeError(f"request_id is {request_id!r}; a name is needed")
         settings = self._config_of(config, overrides)
-        name = self._name(request_id)
+        tokens = self._tokens(prompt)
         limit = self._limit(tokens, settings)
-        if deadline is not None and not deadline > 0:
-            raise ValueError(f"deadline is {deadline}; seconds above 0 are allowed")
-        if not self._free_to_wait:
+        if deadline is not None and (
+            isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0
+        ):
+            raise ValueError(f"deadline is {deadline!r}; seconds above 0 are allowed")
+        return Prepared(tokens, settings, limit, request_id, deadline, RequestTimes())
+
+    def take_on(self, prepared: Prepared) -> str:
+        """Takes a prepared request on; its id.
+
+        Raises:
+            ValueError: its id is in use.
+            EngineFullError: ``max_waiting`` requests wait.
+        """
+        name, config, times = self._name(prepared.request_id), prepared.config, prepared.times
+        if not self.free_places:
             raise EngineFullError(
                 f"max_waiting={self.settings.max_waiting} requests wait already; add this one again later"
             )
-        edits = LogitEdits(
-            settings, self.model.vocab_size, self._eos_ids(settings), self.model.device
-        )
-        times = RequestTimes()
-        request = Request(
-            name, next(self._numbers), tokens, settings, edits, times,
-            deadline=None if deadline is None else times.arrived + deadline,
-        )  # fmt: skip
-        request.answers.append(self._answer(request, 0, limit))
+        edits = LogitEdits(config, self.model.vocab_size, self._eos_ids(config), self.model.device)
+        request = Request(name, next(self._numbers), prepared.tokens, config, edits, times)
+        request.answers.append(self._answer(request, 0, prepared.limit))
         self._requests[name] = request
-        if deadline is not None or settings.max_time is not None:
-            self._timed[name] = request
+        limits = (("deadline", prepared.deadline), ("time", config.max_time))
+        for why, seconds in limits:
+            if seconds is not None:
+                entry = (times.arrived + seconds, request.number, name, why)
+                heapq.heappush(self._due, entry)
         self._scheduler.add(request.answers[0])
         return name
 
@@ -193,14 +235,12 @@ class Engine:
         Raises:
             KeyError: no such request is under way.
         """
-        request = self._request(request_id)
-        request.cancelled = True
-        self._cancelling.append(request)
+        self._cancelling.append(self._request(request_id))
 
     cancel_request = cancel
 
     def pause(self, request_id: str) -> None:
-        """Schedules nothing for a request until `resume`; its pages go only if others need them."""
+        """Schedules nothing for a request until `resume`; it gives way only where others need its place or pages."""
         self._request(request_id).paused = True
 
     def resume(self, request_id: str) -> None:
@@ -227,31 +267,31 @@ class Engine:
         return bool(self._requests)
 
     @property
-    def can_step(self) -> bool:
-        """Whether a step would do anything: not all requests are paused."""
-        return bool(self._cancelling or self._kept) or any(
-            not r.paused for r in self._requests.values()
-        )
+    def next_due(self) -> float | None:
+        """When (``time.monotonic``) the next deadline or max_time is over; None without any."""
+        return self._due[0][0] if self._due else None
 
     @property
-    def _free_to_wait(self) -> bool:
-        return len(self._scheduler.waiting) < self.settings.max_waiting
+    def can_step(self) -> bool:
+        """Whether a step would do anything: not all requests are paused, or one of them is late."""
+        due = self.next_due
+        if self._cancelling or self._kept or (due is not None and due <= time.monotonic()):
+            return True
+        return any(not request.paused for request in self._requests.values())
+
+    @property
+    def free_places(self) -> int:
+        """How many more requests may wait; those that have begun and gave their pages back do not count."""
+        return max(0, self.settings.max_waiting - self._scheduler.fresh)
 
     # -- checks -------------------------------------------------------------------------
 
-    def _tokens(self, prompt: str | Sequence[int] | Tensor) -> list[int]:
+    def _tokens(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise TypeError("the prompt is text; that needs Engine(tokenizer=...)")
             prompt = self.tokenizer.encode(prompt)
-        ids = torch.as_tensor(prompt)
-        if ids.ndim == 2 and len(ids) == 1:
-            ids = ids[0]
-        whole = not ids.is_floating_point() and ids.dtype != torch.bool
-        if ids.ndim != 1 or not len(ids) or not whole:
-            raise ValueError(
-                f"the prompt has shape {tuple(ids.shape)}, {ids.dtype}; one row of one or more token ids is needed"
-            )
+        ids = _as_ids(prompt)
         tokens: list[int] = ids.tolist()
         wrong = [token for token in tokens if not 0 <= token < self.model.vocab_size]
         if wrong:
@@ -263,21 +303,18 @@ class Engine:
     def _config_of(
         self, config: GenerateConfig | None, overrides: dict[str, Any]
     ) -> GenerateConfig:
-        fixed = [name for name in overrides if name in ENGINE_FIELDS]
-        if config is not None:
-            fixed += [
-                name
-                for name in config.model_fields_set & ENGINE_FIELDS
-                if getattr(config, name) != getattr(self.config, name)
-            ]
-        if fixed:
-            raise ValueError(
-                f"{fixed[0]} belongs to the engine; give it to Engine(...), not with a request"
-            )
+        if config is not None and not isinstance(config, GenerateConfig):
+            raise TypeError(f"config is a {type(config).__name__}; a GenerateConfig is needed")
         found = self.config if config is None else config
         found = found.updated(**overrides) if overrides else found
-        if found is not self.config:
-            self._check(found)
+        if found is self.config:
+            return found
+        for name in sorted(ENGINE_FIELDS & found.model_fields_set):
+            if getattr(found, name) != getattr(self.config, name):
+                raise ValueError(
+                    f"{name} belongs to the engine; give it to Engine(...), not with a request"
+                )
+        self._check(found)
         return found
 
     def _check(self, config: GenerateConfig) -> None:
@@ -299,8 +336,6 @@ class Engine:
         if request_id is None:
             fresh = (f"req_{number}" for number in self._names)
             return next(name for name in fresh if name not in self._requests)
-        if not isinstance(request_id, str) or not request_id:
-            raise TypeError(f"request_id is {request_id!r}; a name is needed")
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is under way; another id is needed")
         return request_id
@@ -340,11 +375,13 @@ class Engine:
         kept, self._kept = self._kept, []
         return kept + self._step()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _step(self) -> list[Event]:
         began = time.monotonic()
         events = self.end_early(began)
-        works = self._scheduler.schedule()
+        works, failed = self._scheduled()
+        events += failed
         if works:
             for work in works:
                 work.answer.request.times.scheduled(began)
@@ -357,6 +394,15 @@ class Engine:
                 events += self._advance(works, choices, time.monotonic())
         self._counters.busy_s += time.monotonic() - began
         return events
+
+    def _scheduled(self) -> tuple[list[Work], list[Event]]:
+        """What the next forward pass reads, and the ends of those whose pages could not be moved for it."""
+        events: list[Event] = []
+        while True:
+            try:
+                return self._scheduler.schedule(), events
+            except StorageError as error:
+                events += self._end_request(error.answer.request, "error", error)
 
     def _forward(self, works: Sequence[Work]) -> dict[Answer, list[Choice]]:
         """The model over everything scheduled; what each answer has chosen, and those that branch off from it."""
@@ -402,24 +448,37 @@ class Engine:
         """Takes note of what was cached and chosen."""
         events = []
         for work in works:
-            answer, chosen = work.answer, choices.get(work.answer, [])
-            wrong = [choice.error for choice in chosen if choice.error is not None]
-            if wrong:
-                events += self._end_request(answer.request, "error", wrong[0])
-                continue
-            accepted = min(len(chosen[0].tokens) - 1, answer.left - 1) if chosen else 0
-            cached = answer.cached + work.count + accepted
-            self._counters.drafted += len(work.draft)
-            self._counters.accepted += accepted
-            if chosen[1:]:
-                self._fork(answer, cached, [choice.answer for choice in chosen[1:]])
-            for choice in chosen:
-                self._push(choice.answer, choice.tokens)
-            self._scheduler.settle(answer, min(cached, len(answer.history)))
-            if chosen:
-                self._note_time(answer.request, now)
-            events += [self._told(choice.answer) for choice in chosen]
+            if (
+                work.answer.reason is None
+            ):  # else another answer to its prompt has failed in this step
+                try:
+                    events += self._give(work, choices.get(work.answer, []), now)
+                except Exception as error:
+                    events += self._end_request(work.answer.request, "error", error)
         return events
+
+    def _give(self, work: Work, chosen: Sequence[Choice], now: float) -> list[Event]:
+        """Takes note of what one answer has cached and chosen.
+
+        Raises:
+            Exception: nothing can be chosen for it, or its tokenizer fails.
+        """
+        answer = work.answer
+        for choice in chosen:
+            if choice.error is not None:
+                raise choice.error
+        accepted = min(len(chosen[0].tokens) - 1, answer.left - 1) if chosen else 0
+        cached = answer.cached + work.count + accepted
+        self._counters.drafted += len(work.draft)
+        self._counters.accepted += accepted
+        if chosen[1:]:
+            self._fork(answer, cached, [choice.answer for choice in chosen[1:]])
+        for choice in chosen:
+            self._push(choice.answer, choice.tokens)
+        self._scheduler.settle(answer, min(cached, len(answer.history)))
+        if chosen:
+            self._note_time(answer.request, now)
+        return [self._told(choice.answer) for choice in chosen]
 
     def _fork(self, answer: Answer, cached: int, others: Sequence[Answer]) -> None:
         """The other answers hold the prompt's pages too, before the first can end."""
@@ -454,8 +513,7 @@ class Engine:
         if answer.reason is not None:
             self._scheduler.remove(answer)
             answer.is_over = True
-            if answer.writer is not None:
-                answer.writer.close()
+            self._close_text(answer)
             if request.is_over:
                 output = self._close(request)
         told = list(answer.history.tokens[len(request.prompt) + answer.told :])
@@ -465,10 +523,18 @@ class Engine:
         answer.written.clear()
         return event
 
+    def _close_text(self, answer: Answer) -> None:
+        """Writes what is left of its text; a tokenizer that fails now changes nothing but the text."""
+        try:
+            if answer.writer is not None:
+                answer.writer.close()
+        except Exception as error:
+            request = answer.request
+            request.error = request.error or f"{type(error).__name__}: {error}"
+
     def _close(self, request: Request) -> RequestOutput:
         """The request is over."""
         del self._requests[request.request_id]
-        self._timed.pop(request.request_id, None)
         bad = any(answer.reason in ENDED_BADLY for answer in request.answers)
         self._counters.failed += bad
         self._counters.finished += not bad
@@ -490,19 +556,33 @@ class Engine:
     def end_early(self, now: float | None = None) -> list[Event]:
         """Ends what was cancelled, or is late; a step begins with it."""
         now = time.monotonic() if now is None else now
-        events = []
-        cancelling, self._cancelling = self._cancelling, []
-        for request in [*cancelling, *self._timed.values()]:
-            if request.is_over:
-                continue
-            reason = "cancelled" if request.cancelled else None
-            if reason is None and request.deadline is not None and now >= request.deadline:
-                reason = "deadline"
-            if reason is None and request.answers[0].stopping.out_of_time:
-                reason = "time"
-            if reason is not None:
-                events += self._end_request(request, reason)
+        events: list[Event] = []
+        while self._cancelling:
+            request = self._cancelling.popleft()
+            if not request.is_over:
+                events += self._end_request(request, "cancelled")
+        while self._due and self._due[0][0] <= now:
+            _, number, name, why = heapq.heappop(self._due)
+            late = self._requests.get(name)
+            if late is not None and late.number == number:
+                events += self._end_request(late, why)
+        if len(self._due) > 64 + 4 * len(self._requests):  # of requests that ended long before
+            numbers = {request.number for request in self._requests.values()}
+            self._due = [entry for entry in self._due if entry[1] in numbers]
+            heapq.heapify(self._due)
         return events
+
+    def withdraw(self, request_id: str) -> None:
+        """`cancel`, if the request is under way."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._cancelling.append(request)
+
+    def set_paused(self, request_id: str, paused: bool) -> None:
+        """`pause` or `resume`, if the request is under way."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.paused = paused
 
     # -- whole runs ---------------------------------------------------------------------
 
@@ -515,7 +595,12 @@ class Engine:
         while self.has_unfinished or self._kept:
             if not self.can_step:
                 raise RuntimeError("every request is paused; resume one, or cancel it")
-            yield from self.step()
+            events = deque(self.step())
+            try:
+                while events:
+                    yield events.popleft()
+            finally:  # whoever stops iterating misses nothing
+                self._kept = [*events, *self._kept]
 
     def generate_batch(
         self,
@@ -534,6 +619,8 @@ class Engine:
         Raises:
             ValueError, TypeError: a prompt or setting that `add_request` refuses; none is answered then.
         """
+        if isinstance(prompts, str):
+            raise TypeError("prompts is text; a list of prompts is needed")
         waiting = list(prompts)
         ids: list[str] = []
         own: set[str] = set()
@@ -541,7 +628,11 @@ class Engine:
         try:
             checked = [self._checked(prompt, config, overrides) for prompt in waiting]
             while len(found) < len(waiting):
-                while len(ids) < len(waiting) and self._free_to_wait:
+                if len(ids) == len(found) and not self.free_places and not self.can_step:
+                    raise EngineFullError(
+                        "every request that waits is paused; resume one, or cancel it"
+                    )
+                while len(ids) < len(waiting) and self.free_places:
                     ids.append(self.add_request(checked[len(ids)], config, **overrides))
                     own.add(ids[-1])
                 for event in self._step():
@@ -665,4 +756,35 @@ def _shareable(config: GenerateConfig) -> GenerateConfig:
     given = [n for n in DecodePlanFields.model_fields if n in config.model_fields_set]
     if given:
         raise ValueError(f"{given[0]} is for a Generator; an engine reads whole caches")
+    outputs = [name for name in OutputFields.model_fields if getattr(config, name)]
+    if outputs:
+        raise ValueError(f"{outputs[0]} is for a Generator; an engine gives a RequestOutput")
     return config.updated(cache_residual_len=0, cache_sink_len=0, prefill="stored")
+
+
+def _as_ids(prompt: Any) -> Tensor:
+    """(T,) int64, T of 1 or more.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if isinstance(prompt, Tensor):
+        ids = prompt
+    else:
+        wrong = f"the prompt is {type(prompt).__name__}; one row of one or more token ids is needed"
+        if isinstance(prompt, (dict, set, frozenset, bytes)) or not hasattr(prompt, "__len__"):
+            raise ValueError(wrong)
+        if any(isinstance(token, (bool, str, bytes)) for token in prompt):
+            raise ValueError(wrong)
+        try:
+            ids = torch.as_tensor(prompt)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"{wrong}: {error}") from error
+    if ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]
+    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if ids.ndim != 1 or not len(ids) or not whole:
+        raise ValueError(
+            f"the prompt has shape {tuple(ids.shape)}, {ids.dtype}; one row of one or more token ids is needed"
+        )
+    return ids.to(torch.int64)

@@ -38,6 +38,8 @@ class SharedPages(PageAllocator):
         self._known: dict[bytes, int] = {}
         self._content: dict[int, bytes] = {}
         self._kept: OrderedDict[int, None] = OrderedDict()
+        #: What first pages follow; another one where all content was forgotten.
+        self.root = ROOT
 
     @property
     def available(self) -> int:
@@ -114,13 +116,11 @@ class SharedPages(PageAllocator):
         if key is not None:
             del self._known[key]
 
-    def find(self, tokens: Sequence[int]) -> list[int]:
-        """The pages, held or kept, that hold the beginning of ``tokens``; none is taken yet."""
+    def find(self, names: Sequence[bytes]) -> list[int]:
+        """The pages, held or kept, that are known by the first of these names; none is taken yet."""
         found: list[int] = []
-        parent, size = ROOT, self.page_size
-        for start in range(0, len(tokens) - size + 1, size):
-            parent = key_of(parent, tokens[start : start + size])
-            page = self._known.get(parent)
+        for name in names:
+            page = self._known.get(name)
             if page is None:
                 break
             found.append(page)
@@ -136,7 +136,11 @@ class SharedPages(PageAllocator):
                 self.references[page] = 1
 
     def forget_all(self) -> None:
-        """No content is known any more; kept pages are free."""
+        """No content is known any more; kept pages are free.
+
+        What answers that have begun go on to fill is known by names nobody looks for.
+        """
+        self.root = key_of(self.root, ())
         self._known.clear()
         self._content.clear()
         self._free.extend(self._kept)

@@ -122,6 +122,7 @@ class Answer:
         pages: its pages, in order.
         cached: tokens whose keys and values are in them.
         keys: names of its full pages.
+        names: what full pages of its tokens would be known by, behind ``root``.
         swapped: what its pages held, while it has given them back.
         drafts: for prompt lookup.
         reason: why it ended.
@@ -137,6 +138,8 @@ class Answer:
     pages: list[int] = field(default_factory=list)
     cached: int = 0
     keys: list[bytes] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)
+    root: bytes | None = None
     swapped: PageBytes | None = None
     drafts: NGramIndex | None = None
     reason: str | None = None
@@ -179,9 +182,7 @@ class Request:
 
     Attributes:
         number: of its arrival.
-        deadline: the time (``time.monotonic``) by which it must have ended, or None.
         answers: those that have begun: the first, and once the prompt is read the others.
-        cancelled: it is ended with the next step.
         begun: whether no more answers will begin.
         paused: nothing is scheduled for it.
     """
@@ -192,10 +193,8 @@ class Request:
     config: GenerateConfig
     edits: LogitEdits
     times: RequestTimes
-    deadline: float | None = None
     answers: list[Answer] = field(default_factory=list)
     paused: bool = False
-    cancelled: bool = False
     begun: bool = False
     error: str | None = None
 
@@ -211,14 +210,19 @@ class Request:
         return whole and all(answer.is_over for answer in self.answers)
 
     def output(self, decode: Callable[[Sequence[int]], str] | None) -> RequestOutput:
-        """What there is of it."""
+        """What there is of it; a decoder that fails leaves no texts, and its message as the error."""
         answers = [answer.new_tokens for answer in self.answers]
+        texts: list[str] = []
+        try:
+            texts = [decode(tokens) for tokens in answers] if decode else []
+        except Exception as error:
+            self.error = self.error or f"{type(error).__name__}: {error}"
         metrics: Any = self.times.report(self)
         return RequestOutput(
             request_id=self.request_id,
             prompt_ids=list(self.prompt),
             answers=answers,
-            texts=[decode(tokens) for tokens in answers] if decode else [],
+            texts=texts,
             finish_reasons=[answer.reason or "" for answer in self.answers],
             error=self.error,
             metrics=metrics,

@@ -10,11 +10,24 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 
-from caramba_fast.cache import OutOfPagesError, PagePool
+from caramba_fast.cache import OutOfPagesError, PageBytes, PagePool
 from caramba_fast.serve.metrics import Counters
-from caramba_fast.serve.pages import ROOT, SharedPages
+from caramba_fast.serve.pages import SharedPages, key_of
 from caramba_fast.serve.request import Answer
 from caramba_fast.serve.settings import EngineConfig
+
+
+class StorageError(RuntimeError):
+    """Bytes of an answer's pages could not be moved; the bookkeeping is as it was before.
+
+    Attributes:
+        answer: whose.
+        cause: why.
+    """
+
+    def __init__(self, answer: Answer, cause: Exception) -> None:
+        super().__init__(f"pages could not be moved: {type(cause).__name__}: {cause}")
+        self.answer, self.cause = answer, cause
 
 
 @dataclass(eq=False)
@@ -37,6 +50,10 @@ class Work:
         start = self.answer.cached
         return [*self.answer.history.tokens[start : start + self.count], *self.draft]
 
+    def order(self) -> tuple[bool, tuple[int, int]]:
+        """Single tokens first, then by age."""
+        return self.count + len(self.draft) > 1, self.answer.age
+
     @property
     def is_whole(self) -> bool:
         """Whether a token is to be chosen behind it."""
@@ -58,6 +75,8 @@ class Scheduler:
         #: Both by age.
         self.running: list[Answer] = []
         self.waiting: list[Answer] = []
+        #: Of those that wait, how many have begun and gave their pages back.
+        self.returned = 0
         self.swapped_bytes = 0
 
     @property
@@ -67,6 +86,7 @@ class Scheduler:
 
     def add(self, answer: Answer) -> None:
         """It waits for its turn."""
+        self.returned += answer.preemptions > 0
         insort(self.waiting, answer, key=lambda a: a.age)
 
     def fork(self, answer: Answer, other: Answer) -> None:
@@ -79,15 +99,24 @@ class Scheduler:
         """It has ended: its pages go back."""
         for place in (self.running, self.waiting):
             if answer in place:
-                place.remove(answer)
+                self._leave(place, answer)
         self._drop_swapped(answer)
         self._release(answer)
+
+    def _leave(self, place: list[Answer], answer: Answer) -> None:
+        place.remove(answer)
+        if place is self.waiting:
+            self.returned -= answer.preemptions > 0
+
+    @property
+    def fresh(self) -> int:
+        """Answers that wait and have not begun."""
+        return len(self.waiting) - self.returned
 
     # -- a step -------------------------------------------------------------------------
 
     def schedule(self) -> list[Work]:
         """What the next forward pass reads, single tokens first; the pages for it are there."""
-        self._push_out_paused()
         found: dict[Answer, Work] = {}
         budget, before = self.settings.max_batch_tokens, self.counters.preemptions
         by_age = [answer for answer in self.running if not answer.request.paused]
@@ -95,20 +124,18 @@ class Scheduler:
             for answer in by_age:
                 if (answer.pending == 1) is decoding and budget:
                     budget -= self._take_part(answer, budget, found)
-        if (
-            self.counters.preemptions == before
-        ):  # who was pushed out just now would come back at once
+        # Who was pushed out just now would come back at once.
+        if self.counters.preemptions == before:
             budget -= self._admit(budget, found)
         self._add_drafts(budget, found)
-        return sorted(
-            found.values(), key=lambda w: (w.count + len(w.draft) > 1, *w.answer.age)
-        )  # fmt: skip
+        return sorted(found.values(), key=Work.order)
 
-    def _push_out_paused(self) -> None:
-        """Who is paused gives way as soon as others wait."""
-        if any(not answer.request.paused for answer in self.waiting):
-            for answer in [answer for answer in self.running if answer.request.paused]:
-                self.preempt(answer)
+    def _push_out_paused(self) -> bool:
+        """The newest that is paused gives way to one that waits; False if none is."""
+        paused = [answer for answer in self.running if answer.request.paused]
+        if paused:
+            self.preempt(paused[-1])
+        return bool(paused)
 
     def _take_part(self, answer: Answer, budget: int, found: dict[Answer, Work]) -> int:
         """Schedules pending tokens of an answer that runs, pushing newer ones out for their pages.
@@ -150,21 +177,28 @@ class Scheduler:
     def _admit(self, budget: int, found: dict[Answer, Work]) -> int:
         """Lets those that wait begin, in order, while there is room; tokens scheduled for them."""
         spent = 0
-        slots = self.settings.max_batch_size - sum(self._slots(answer) for answer in self.running)
         for answer in list(self.waiting):
             if answer.request.paused:
                 continue
-            if spent >= budget or self._slots(answer) > slots:
+            if spent >= budget:
                 break
-            count = self._begin(answer, budget - spent)
+            count = self._begin_if_possible(answer, budget - spent)
+            while not count and self._push_out_paused():
+                count = self._begin_if_possible(answer, budget - spent)
             if not count:
                 break
-            slots -= self._slots(answer)
-            self.waiting.remove(answer)
+            self._leave(self.waiting, answer)
             insort(self.running, answer, key=lambda a: a.age)
             found[answer] = Work(answer, count)
             spent += count
         return spent
+
+    def _begin_if_possible(self, answer: Answer, budget: int) -> int:
+        """Tokens to read of an answer that has got a place and pages now; 0 if there are none."""
+        taken = sum(self._slots(other) for other in self.running)
+        if taken + self._slots(answer) > self.settings.max_batch_size:
+            return 0
+        return self._begin(answer, budget)
 
     @staticmethod
     def _slots(answer: Answer) -> int:
@@ -177,7 +211,7 @@ class Scheduler:
         if answer.swapped is not None:
             return self._swap_in(answer, budget)
         tokens, size = answer.history.tokens, self.pages.page_size
-        hit = self.pages.find(tokens) if self.pages.keeps else []
+        hit = self.pages.find(self._names(answer)) if self.pages.keeps else []
         self.pages.hold(hit)
         answer.pages, answer.cached = hit, min(len(hit) * size, len(tokens) - 1)
         needed = self._missing(answer, answer.pending)
@@ -205,8 +239,13 @@ class Scheduler:
         more = -(-(answer.cached + count) // self.pages.page_size) - held
         if held + more + len(self.running) > self.pages.available:
             return 0
-        answer.pages = self.pages.take_many(held)
-        self.pool.write(answer.pages, answer.swapped)
+        pages = self.pages.take_many(held)
+        try:
+            self.pool.write(pages, answer.swapped)
+        except Exception as error:
+            self.pages.release_all(pages)
+            raise StorageError(answer, error) from error
+        answer.pages = pages
         self._drop_swapped(answer)
         self._learn(answer)
         return count if self._reserve(answer, count) else 0
@@ -215,20 +254,30 @@ class Scheduler:
 
     def preempt(self, answer: Answer) -> None:
         """Takes an answer's pages back; it waits, and goes on where it was when there is room again."""
-        self.running.remove(answer)
-        held = -(-answer.cached // self.pages.page_size)
-        if self.settings.preemption == "swap" and held:
-            size = held * self.pool.page_bytes
-            if self.swapped_bytes + size <= self.settings.swap_bytes:
-                answer.swapped = self.pool.read(answer.pages[:held])
-                self.swapped_bytes += size
-                self.counters.swaps += 1
+        swapped = self._swapped_out(answer)
+        self._leave(self.running, answer)
         cached = answer.cached
         self._release(answer)
-        answer.cached = cached if answer.swapped is not None else 0
+        answer.swapped, answer.cached = swapped, cached if swapped is not None else 0
         answer.preemptions += 1
         self.counters.preemptions += 1
         self.add(answer)
+
+    def _swapped_out(self, answer: Answer) -> PageBytes | None:
+        """What its pages hold, if that is to go to host memory and there is room; it is counted."""
+        held = -(-answer.cached // self.pages.page_size)
+        size = held * self.pool.page_bytes
+        if self.settings.preemption != "swap" or not held:
+            return None
+        if self.swapped_bytes + size > self.settings.swap_bytes:
+            return None
+        try:
+            found = self.pool.read(answer.pages[:held])
+        except Exception as error:
+            raise StorageError(answer, error) from error
+        self.swapped_bytes += size
+        self.counters.swaps += 1
+        return found
 
     def _drop_swapped(self, answer: Answer) -> None:
         if answer.swapped is not None:
@@ -263,11 +312,27 @@ class Scheduler:
             return False
         place = self._fixed(answer)
         if place is not None:
-            old, answer.pages[place] = answer.pages[place], taken.pop()
-            self.pool.copy([(old, answer.pages[place])])
+            old, copy = answer.pages[place], taken.pop()
+            try:
+                self.pool.copy([(old, copy)])
+            except Exception as error:
+                self.pages.release_all([copy, *taken])
+                raise StorageError(answer, error) from error
+            answer.pages[place] = copy
             self.pages.release(old)
         answer.pages += taken
         return True
+
+    def _names(self, answer: Answer) -> list[bytes]:
+        """What full pages of its tokens would be known by; worked out once."""
+        pages, tokens = self.pages, answer.history.tokens
+        if answer.root != pages.root:
+            answer.root, answer.names = pages.root, []
+        for place in range(len(answer.names), len(tokens) // pages.page_size):
+            parent = answer.names[-1] if answer.names else pages.root
+            part = tokens[place * pages.page_size : (place + 1) * pages.page_size]
+            answer.names.append(key_of(parent, part))
+        return answer.names
 
     def settle(self, answer: Answer, cached: int) -> None:
         """So many of its tokens are cached now, and stay."""
@@ -279,7 +344,7 @@ class Scheduler:
         size, tokens = self.pages.page_size, answer.history.tokens
         while (len(answer.keys) + 1) * size <= answer.cached:
             place = len(answer.keys)
-            parent = answer.keys[-1] if answer.keys else ROOT
+            parent = answer.keys[-1] if answer.keys else self.pages.root
             part = tokens[place * size : (place + 1) * size]
             answer.keys.append(self.pages.learn(answer.pages[place], parent, part))
 
