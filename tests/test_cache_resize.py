@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from caramba_fast import LayerKVCache, Rotary
+from caramba_fast import Generator, LayerKVCache, Rotary
+from caramba_fast.cache import ModelKVCache
 from caramba_fast.config import cache_configs
+from caramba_fast.models import load_demo
 
 HEADS, DIM = 2, 32
 ROPE = Rotary.half_split([10000 ** (-i / 16) for i in range(16)])
@@ -35,6 +38,34 @@ def states(count: int, seed: int = 0, rows: int = 2) -> tuple[Tensor, Tensor]:
 
 def queries(count: int, rows: int = 2) -> Tensor:
     return torch.randn(rows, 4, count, DIM, generator=torch.Generator().manual_seed(9))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@torch.no_grad()
+def test_a_pickle_after_steps_goes_on_as_the_cache_does(spec: str) -> None:
+    """Calls that are remembered beside what is stored stay behind."""
+    layer = made(spec, 128)
+    k, v = states(60)
+    for begin, end in ((0, 50), (50, 51), (51, 52), (52, 53)):
+        layer.append(k[:, :, begin:end], v[:, :, begin:end])
+        layer.attend(queries(end - begin))
+    for other in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+        assert torch.equal(other.attend(queries(1)), layer.attend(queries(1)))
+        other.append(k[:, :, 53:], v[:, :, 53:])
+        assert (layer.pos, other.pos) == (53, 60)
+
+
+@torch.no_grad()
+def test_the_cache_of_a_conversation_is_pickled() -> None:
+    generator = Generator(load_demo(), cache_kind="q4", max_seq_len=64, max_new_tokens=4, seed=0)
+    generator.generate(torch.arange(3, 20)[None])
+    cache = generator.cache
+    assert cache is not None
+    other = pickle.loads(pickle.dumps(cache))
+    assert isinstance(other, ModelKVCache) and other.row_lengths == cache.row_lengths
+    for a, b in zip(cache, other, strict=True):
+        assert isinstance(a, LayerKVCache) and isinstance(b, LayerKVCache)
+        assert all(map(torch.equal, a.get(), b.get()))
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -65,6 +65,29 @@ def test_models_whose_attention_is_their_own_are_refused(family: str) -> None:
         Engine(tiny(family))
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_that_changes_with_the_longest_request_has_a_limit(kind: str) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    rope: dict[str, Any] = {"rope_type": kind, "factor": 2.0, "rope_theta": 10_000.0}
+    if kind == "longrope":
+        rope.update(
+            short_factor=[1.0] * 8, long_factor=[3.0] * 8, original_max_position_embeddings=64
+        )
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=97,
+        max_position_embeddings=64, initializer_range=0.3, rope_parameters=rope,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ValueError, match="64 or less is allowed"):
+        Engine(model, max_seq_len=128)
+    serving = Engine(model, cache_kind="fp32", max_seq_len=64, ignore_eos=True)
+    given = prompts(97)[:3]
+    outputs = serving.generate_batch(given, max_new_tokens=NEW, temperature=0.0)
+    assert [o.generated_tokens for o in outputs] == [stock(model, prompt) for prompt in given]
+
+
 def test_the_model_is_as_it_was() -> None:
     model = tiny("llama")
     before = model.config._attn_implementation

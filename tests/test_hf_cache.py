@@ -184,6 +184,14 @@ def test_hybrids_are_saved_with_their_stock_layers(family: str) -> None:
     assert CarambaCache(model, "q8").load_state_dict(empty.state_dict()).get_seq_length() == 0
 
 
+def test_what_a_layer_of_another_kind_holds_is_named() -> None:
+    cache = CarambaCache(hybrid("lfm2"), "q8")
+    cache.layers[0].odd = object()
+    for move in (lambda: cache.to("cpu"), cache.state_dict):
+        with pytest.raises(ValueError, match=r"\.odd is a object; a layer of .* moved"):
+            move()
+
+
 def test_states_of_other_hybrids_are_refused() -> None:
     model = hybrid("qwen3_next")
     cache = CarambaCache(model, "q8")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from caramba_fast.cache import LayerCache, ModelKVCache
 from caramba_fast.cache.reach import Reach
 from caramba_fast.config import cache_configs
-from caramba_fast.hf import HuggingFaceModel, accelerate, reads, restore
+from caramba_fast.hf import HuggingFaceModel, accelerate, restore
 from caramba_fast.hf.deferred import PackedStates
 from caramba_fast.hf.end_frame import EndFrame
 from caramba_fast.hf.step_cache import StepCache
@@ -62,8 +62,8 @@ def dense(model: HuggingFaceModel) -> HuggingFaceModel:
     """Another adapter of a copy of the model, which reads tensors."""
     other = HuggingFaceModel(copy.deepcopy(model.model))
     assert other.why_dense is None
-    reads.reads_tensors(other.model, "the test wants it")
-    other._warned = True
+    other._needs_tensors = "the test wants it"
+    other._warned.add("the test wants it")
     return other
 
 
@@ -323,6 +323,76 @@ def test_reasons_not_to_read_packed() -> None:
     with pytest.warns(UserWarning, match="sink_len keeps the first tokens"):
         chunked.forward(torch.tensor(ROWS[:1]), cache)
     assert chunked.cache_layout[0].rope is None  # a row of a chunk starts elsewhere than its phases
+
+
+@pytest.mark.parametrize("prefill", ["stored", "exact"])
+def test_a_reach_of_dense_reads_within_chunks_is_refused(prefill: Any) -> None:
+    model = dense(packed("llama4_text"))
+    cache = ModelKVCache(model.cache_layout, 2, 64, prefill=prefill, **cache_configs("fp32"))
+    cache.reach = Reach(local_window=3)
+    with pytest.raises(ValueError, match=r"within chunks.*the test wants it; local_window=3"):
+        model.forward(torch.arange(3, 31).view(2, 14), cache)
+    assert cache.row_lengths == [0, 0]
+
+
+def test_dropout_is_named_and_forgotten() -> None:
+    model = packed("llama", attention_dropout=0.1)
+    generator = greedy(model, ignore_eos=True, max_new_tokens=3)
+    model.model.train()
+    model.train()
+    with pytest.warns(UserWarning, match=r"slow: dropout is active.*model\.eval\(\)"):
+        generator.generate(ROWS)
+    assert generator.report["cache_reads"].startswith("dense: dropout is active")
+    model.eval()
+    generator.reset()
+    assert new_tokens(generator.generate(ROWS), 3) == stock(model.model, ROWS, 3)
+    assert generator.report["cache_reads"] == model.cache_reads == "packed"
+
+
+def test_the_report_is_of_the_generators_own_cache() -> None:
+    model = packed("llama4_text")
+    generator = greedy(model, cache_kind="q8:plain,sink_len=4", ignore_eos=True)
+    with pytest.warns(UserWarning, match="sink_len keeps"):
+        generator.generate(ROWS)
+    assert generator.report["cache_reads"].startswith("dense: sink_len keeps")
+    assert model.cache_reads == "packed"
+    other = greedy(model, ignore_eos=True)
+    other.generate(ROWS)
+    assert other.report["cache_reads"] == "packed"
+
+
+def test_every_reason_is_warned_of_once() -> None:
+    model = packed("llama4_text")
+    with pytest.warns(UserWarning, match="sink_len"):
+        greedy(model, cache_kind="q8:plain,sink_len=4", ignore_eos=True).generate(ROWS)
+    model._needs_tensors = "another"
+    with pytest.warns(UserWarning, match="slow: another") as told:
+        greedy(model, ignore_eos=True).generate(ROWS)
+    assert len([w for w in told if "dequantized" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize("how", ["forward", "model"])
+def test_a_compiled_model_is_named(how: str) -> None:
+    inner = tiny("llama")
+    if how == "model":
+        inner.compile(backend="eager")
+    else:
+        inner.forward = torch.compile(inner.forward, backend="eager")
+    assert "compiled by torch.compile" in HuggingFaceModel(inner).cache_reads
+
+
+def test_resized_embeddings_are_asked_again() -> None:
+    model = packed("llama")
+    generator = greedy(model, ignore_eos=True)
+    model.model.resize_token_embeddings(120)
+    ids = torch.tensor([[5, 110, 119]])
+    for each in (generator, greedy(model.model, ignore_eos=True)):
+        assert each.model.vocab_size == 120
+        assert each.report["cache_reads"] == "packed"
+        assert new_tokens(each.generate(ids)) == stock(model.model, ids.tolist())
+    model.model.resize_token_embeddings(20)
+    with pytest.raises(ValueError, match="token id 119; 0 to 19"):
+        greedy(model.model, ignore_eos=True).generate(ids)
 
 
 def test_why_no_graph_is_recorded() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_matrix import IS_OLD, PAD, tiny
+from hf_matrix import IS_OLD, PAD, exists, tiny
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import CompileConfig, PreTrainedModel
 
@@ -111,6 +111,28 @@ def test_models_that_cannot_have_one() -> None:
     if not IS_OLD:
         assert "as tensors" in refused(accelerate(tiny("deepseek_v3")))
         assert "layers of other kinds" in refused(accelerate(tiny("qwen3_next")))
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_share_keys_and_values_are_named(family: str) -> None:
+    if not exists(family):
+        pytest.skip("not in this transformers")
+    assert "keys and values of earlier ones" in refused(accelerate(tiny(family)))
+
+
+@torch.no_grad()
+def test_what_a_static_cache_does_not_do_is_said() -> None:
+    model = accelerate(tiny("llama"), "q8")
+    cache = CarambaStaticCache(model, "q8", max_cache_len=40)
+    model(**batch(), past_key_values=cache, use_cache=True)
+    before = held(cache)
+    for name, given in {
+        "batch_repeat_interleave": (2,), "batch_select_indices": (torch.tensor([0]),), "offload": (0,),
+        "prefetch": (0,), "state_dict": (), "load_state_dict": ({},),
+    }.items():  # fmt: skip
+        with pytest.raises(NotImplementedError, match=f"has no {name}.*use CarambaCache"):
+            getattr(cache, name)(*given)
+    assert held(cache) == before
 
 
 @torch.no_grad()

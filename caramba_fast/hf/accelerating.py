@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-import types
 import warnings
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -39,6 +39,11 @@ class Accelerated:
 
     settings: CacheSettings
     implementations: list[tuple[Any, str]]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a model from a pickle: its configs name our attention, which this process may not know yet."""
+        register()
+        vars(self).update(state)
 
 
 def accelerate(model: M, cache: CacheArgument = "q4", **options: Any) -> M:
@@ -81,7 +86,8 @@ def accelerate(model: M, cache: CacheArgument = "q4", **options: Any) -> M:
 
 def _install(model: PreTrainedModel, settings: CacheSettings) -> None:
     setattr(model, ATTRIBUTE, Accelerated(settings, _implementations(model)))
-    setattr(model, HOOK, types.MethodType(_prepare_cache, model))
+    # not a bound method, which pickle would look up in the model before it is there
+    setattr(model, HOOK, functools.partial(_prepare_cache, model))
     _use_our_attention(model)
 
 

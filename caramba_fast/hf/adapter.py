@@ -24,9 +24,9 @@ from caramba_fast.hf.chunked import pieces
 from caramba_fast.hf.end_frame import EndFrame
 from caramba_fast.hf.frame import Frame
 from caramba_fast.hf.model_facts import ModelFacts
-from caramba_fast.hf.ragged import forward_ragged, why_not_ragged
-from caramba_fast.hf.reads import reading, reads_tensors
-from caramba_fast.hf.step_cache import StepCache, TensorsNeededError
+from caramba_fast.hf.ragged import forward_ragged, ragged_limit, why_not_ragged
+from caramba_fast.hf.reads import COMPILED, is_compiled, reading
+from caramba_fast.hf.step_cache import DropoutActiveError, StepCache, TensorsNeededError
 from caramba_fast.hf.switching import our_attention
 from caramba_fast.models.recording import refuse_recording
 
@@ -48,7 +48,9 @@ class HuggingFaceModel(ModelFacts):
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._keeps_logits = "logits_to_keep" in accepted
-        self._warned = False
+        self._needs_tensors: str | None = None  # what the trial did not show
+        self._dropout: str | None = None  # of the latest pass, in train mode
+        self._warned: set[str] = set()
         self.training = model.training
 
     # -- how caches are read ------------------------------------------------------------
@@ -59,12 +61,17 @@ class HuggingFaceModel(ModelFacts):
 
         The first time it is asked, the model is tried out: four small forward passes.
         """
-        return reading(self.model, self._findings).reason
+        return reading(self.model, self._findings).reason or self._needs_tensors
 
     @property
     def cache_reads(self) -> str:
         """ "packed", or "dense" and why."""
-        reason = self.why_dense
+        return self.reads_of(None)
+
+    def reads_of(self, kv_cache: ModelKVCache | None) -> str:
+        """`cache_reads` of one cache, which may be read otherwise than most."""
+        reason = self.why_dense if kv_cache is None else self._why_dense(kv_cache)
+        reason = reason or self._dropout
         return "packed" if reason is None else f"dense: {reason}"
 
     @property
@@ -102,12 +109,24 @@ class HuggingFaceModel(ModelFacts):
         if reason is None:
             before = kv_cache.row_lengths
             try:
-                return self._packed(query_token_ids, kv_cache, new, logits_index)
+                logits = self._packed(query_token_ids, kv_cache, new, logits_index)
             except TensorsNeededError as error:
                 kv_cache.restore(before)
-                reason = reads_tensors(self.model, str(error)).reason
+                reason = self._noted(error)
+            else:
+                if self._dropout is not None and not self.model.training:
+                    self._dropout = None
+                return logits
         self._warn(reason)
         return self._dense(query_token_ids, kv_cache, new, logits_index)
+
+    def _noted(self, error: TensorsNeededError) -> str:
+        """Why this pass has to read tensors; all to come have to as well, unless it is dropout."""
+        if isinstance(error, DropoutActiveError):
+            self._dropout = str(error)
+        else:
+            self._needs_tensors = COMPILED if is_compiled(self.model) else str(error)
+        return self._needs_tensors or str(error)
 
     def _why_dense(self, kv_cache: ModelKVCache) -> str | None:
         """Why reads of this cache are dense; None if they are not."""
@@ -118,9 +137,10 @@ class HuggingFaceModel(ModelFacts):
             return "sink_len keeps the first tokens of a row, and its layers attend within chunks"
         return self.why_dense
 
-    def _warn(self, reason: str | None) -> None:
-        if not self._warned:
-            self._warned = True
+    def _warn(self, reason: str) -> None:
+        """Once for each reason."""
+        if reason not in self._warned:
+            self._warned.add(reason)
             warnings.warn(
                 f"{type(self.model).__name__}: keys and values are dequantized at every step, which is right, but "
                 f"slow: {reason}",
@@ -131,6 +151,11 @@ class HuggingFaceModel(ModelFacts):
     def why_not_ragged(self) -> str | None:
         """Why the serving engine cannot run tokens of many requests side by side; None if it can."""
         return why_not_ragged(self)
+
+    @property
+    def ragged_limit(self) -> int | None:
+        """Most tokens of a sequence beside others; None for no limit."""
+        return ragged_limit(self)
 
     def forward_ragged(self, ids: Tensor, batch: RaggedBatch, rows: Tensor) -> Tensor:
         """Tokens (N,) of many sequences -> (M, V) logits, as `Transformer.forward_ragged`."""
@@ -170,6 +195,11 @@ class HuggingFaceModel(ModelFacts):
     ) -> Tensor:
         """(B, T) -> (B, T, V) or (B, 1, V), rows moved to the front."""
         window = kv_cache.reach.local_window
+        if window is not None and reading(self.model, self._findings).chunks:
+            raise ValueError(
+                f"{type(self.model).__name__} attends within chunks, and this cache is read as tensors: "
+                f"{self.reads_of(kv_cache)}; local_window={window} of a decode plan is for packed reads there"
+            )
         if window is not None and kv_cache.prefill == "exact" and kv_cache.pos == 0:
             window = None  # such a prompt does not read the cache
         if window is not None and ids.shape[1] > 1:

@@ -10,9 +10,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from caramba_fast.hf.chunked import attend_in_chunks
 from caramba_fast.hf.deferred import PackedStates, values_of
-from caramba_fast.hf.masks import PatternMask
+from caramba_fast.hf.holding import attention_function, foreign
+from caramba_fast.hf.masks import PatternMask, check_marked
 from caramba_fast.hf.soft_attention import soft_attention
-from caramba_fast.hf.static_layer import attended_layer
+from caramba_fast.hf.static_layer import attended_layer, check_no_codes
+from caramba_fast.hf.step_cache import check_no_dropout
 
 #: Keywords with which a call asks for what only attention over plain tensors does.
 DENSE_ONLY = ("position_bias",)
@@ -29,7 +31,7 @@ def caramba_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """What `AttentionInterface` has under our name.
 
     Args:
@@ -41,17 +43,53 @@ def caramba_attention(
         softcap, s_aux: of Gemma 2 and gpt-oss; see `ops.decode_attention`.
 
     Returns:
-        (B, T, H_q, D_v), contiguous, and None for the weights.
+        (B, T, H_q, D_v), contiguous, and None for the weights. In another thread's pass over a model that one of ours
+        holds: what the model's own attention gives.
+
+    Raises:
+        ValueError: a mask of the caller's own, for a static cache.
+        RuntimeError: the codes of a static layer, out of turn.
     """
-    s_aux = kwargs.pop("sinks", None) if s_aux is None else s_aux
+    sinks = kwargs.get("sinks") if s_aux is None else s_aux
     static = attended_layer(key)
     if static is not None:
-        options = _options(scaling, softcap, s_aux)
+        if not torch.compiler.is_compiling():
+            check_marked(attention_mask)
+        options = _options(scaling, softcap, sinks)
         return static.attend(query, **options).transpose(1, 2).contiguous(), None
     if _reads_packed(module, query, key, value, attention_mask, dropout, kwargs):
-        out = _packed(query, key, attention_mask, scaling, softcap, s_aux)
+        out = _packed(query, key, attention_mask, scaling, softcap, sinks)
         return out.transpose(1, 2).contiguous(), None
-    mask = _dense_mask(query, key, attention_mask, _is_causal(module, kwargs))
+    theirs = None if torch.compiler.is_compiling() else foreign(getattr(module, "config", None))
+    if theirs is not None:
+        asked = {"softcap": softcap, "s_aux": s_aux}
+        kwargs |= {name: x for name, x in asked.items() if x is not None}
+        return attention_function(theirs, module)(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    kwargs.pop("sinks", None)
+    check_no_codes(key)
+    if dropout:
+        check_no_dropout(key)
+    return _plain(
+        module, query, key, value, attention_mask, scaling, softcap, sinks, dropout, kwargs
+    )
+
+
+def _plain(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Attention over tensors: those given, or the values of deferred ones."""
+    mask = _dense_mask(query, key, mask, _is_causal(module, kwargs))
     key, value = values_of(key), values_of(value)
     if softcap or s_aux is not None:
         return soft_attention(query, key, value, mask, scaling, softcap, s_aux), None

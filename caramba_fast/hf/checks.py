@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +21,26 @@ ALLOWED = (
 #: Relative difference padding may make to logits; a position too many makes more.
 MOST_PADDING_ERROR = 0.05
 
-_PADDING_ERROR: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
+T = TypeVar("T")
+
+
+class PerModel(Generic[T]):
+    """What was found of each model by trying it, kept while it lives and its embeddings keep their sizes."""
+
+    def __init__(self) -> None:
+        self._found: WeakKeyDictionary[PreTrainedModel, tuple[list[Any], T]] = WeakKeyDictionary()
+
+    def of(self, model: PreTrainedModel, find: Callable[[PreTrainedModel], T]) -> T:
+        """What ``find`` found, the first time or again."""
+        ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+        sizes = [None if end is None else end.weight.shape for end in ends]
+        known = self._found.get(model)
+        if known is None or known[0] != sizes:
+            known = self._found[model] = (sizes, find(model))
+        return known[1]
+
+
+_PADDING_ERROR = PerModel[float]()
 
 
 def check_servable(model: Any) -> None:
@@ -65,42 +84,38 @@ def _refuse(model: Any, reason: str | None) -> None:
         raise TypeError(f"{type(model).__name__} cannot be served: {reason}; {ALLOWED} supported")
 
 
-@torch.no_grad()
 def check_padding(model: PreTrainedModel) -> None:
     """Raises ValueError where padding in front of a row changes what the model says of it.
 
     Some decoders count positions over padding, whatever mask and position ids say: ragged batches would be
     silently wrong. Two small forward passes, once while the model lives.
     """
-    if model not in _PADDING_ERROR:
-        embeddings: Any = model.get_input_embeddings()
-        device, most = embeddings.weight.device, len(embeddings.weight)
-        ids = torch.tensor([[i % most for i in (0, 0, 7, 11, 13)]], device=device)
-        mask = torch.tensor([[0, 0, 1, 1, 1]], device=device)
-        places = torch.tensor([[0, 0, 0, 1, 2]], device=device)
-        takes = "position_ids" in inspect.signature(model.forward).parameters
-
-        def last_logits(start: int) -> Tensor:
-            options = {"position_ids": places[:, start:]} if takes else {}
-            return (
-                model(
-                    input_ids=ids[:, start:],
-                    attention_mask=mask[:, start:],
-                    use_cache=False,
-                    **options,
-                )
-                .logits[:, -1]
-                .float()
-            )
-
-        with evaluating(model):
-            padded, alone = last_logits(0), last_logits(2)
-        _PADDING_ERROR[model] = float((padded - alone).norm() / alone.norm().clamp(min=1e-30))
-    if _PADDING_ERROR[model] > MOST_PADDING_ERROR:
+    if _PADDING_ERROR.of(model, _padding_error) > MOST_PADDING_ERROR:
         raise ValueError(
             f"{type(model).__name__} cannot take rows of different lengths at once: its positions count "
             "padding; give it one row at a time, or rows of equal length"
         )
+
+
+@torch.no_grad()
+def _padding_error(model: PreTrainedModel) -> float:
+    embeddings: Any = model.get_input_embeddings()
+    device, most = embeddings.weight.device, len(embeddings.weight)
+    ids = torch.tensor([[i % most for i in (0, 0, 7, 11, 13)]], device=device)
+    mask = torch.tensor([[0, 0, 1, 1, 1]], device=device)
+    places = torch.tensor([[0, 0, 0, 1, 2]], device=device)
+    takes = "position_ids" in inspect.signature(model.forward).parameters
+
+    def last_logits(start: int) -> Tensor:
+        options = {"position_ids": places[:, start:]} if takes else {}
+        out = model(
+            input_ids=ids[:, start:], attention_mask=mask[:, start:], use_cache=False, **options
+        )
+        return out.logits[:, -1].float()
+
+    with evaluating(model):
+        padded, alone = last_logits(0), last_logits(2)
+    return float((padded - alone).norm() / alone.norm().clamp(min=1e-30))
 
 
 def max_positions(model: PreTrainedModel) -> int | None:

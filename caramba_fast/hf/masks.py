@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,65 +18,8 @@ from transformers import masking_utils
 
 from caramba_fast.hf.compat import MaskCall
 from caramba_fast.hf.deferred import Deferred
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """Which keys a query sees, besides those of padding.
-
-    Attributes:
-        causal: none after its own.
-        window: the newest so many, its own included; None for no limit.
-        chunk: those of its own chunk of so many tokens, counted from the first of the row.
-    """
-
-    causal: bool = False
-    window: int | None = None
-    chunk: int | None = None
-
-    def hides(self, keys: int) -> bool:
-        """Whether window or chunk can hide any of ``keys`` tokens from the newest one."""
-        reach = min(x for x in (self.window, self.chunk, keys + 1) if x is not None)
-        return keys > reach
-
-
-def pattern_of(function: Callable[..., Any]) -> Pattern | None:
-    """The pattern of a mask function of transformers; None for one that is not known."""
-    found = _read(function)
-    return found if found is not None and found.causal else None
-
-
-def _read(function: Any) -> Pattern | None:
-    if function is masking_utils.causal_mask_function:
-        return Pattern(causal=True)
-    if getattr(function, "__module__", None) != masking_utils.__name__:
-        return None
-    maker = function.__qualname__.partition(".")[0]
-    names = function.__code__.co_freevars
-    held = dict(
-        zip(names, (cell.cell_contents for cell in function.__closure__ or ()), strict=True)
-    )
-    if maker == "sliding_window_overlay":
-        return Pattern(window=int(held["sliding_window"]))
-    if maker == "chunked_overlay":
-        return Pattern(chunk=int(held["chunk_size"]))
-    if maker != "and_masks":
-        return None
-    found: Pattern | None = Pattern()
-    for part in held["mask_functions"]:
-        found = _both(found, _read(part))
-    return found
-
-
-def _both(a: Pattern | None, b: Pattern | None) -> Pattern | None:
-    if a is None or b is None:
-        return None
-    for name in ("window", "chunk"):
-        if getattr(a, name) is not None and getattr(b, name) is not None:
-            return None
-    return replace(
-        a, causal=a.causal or b.causal, window=a.window or b.window, chunk=a.chunk or b.chunk
-    )
+from caramba_fast.hf.holding import foreign, mask_function
+from caramba_fast.hf.patterns import Pattern, pattern_of
 
 
 class PatternMask(Deferred):
@@ -93,6 +35,7 @@ class PatternMask(Deferred):
 
     pattern: Pattern
     leftpad: Tensor | None
+    _made: Tensor | None
 
     @classmethod
     def of(
@@ -100,11 +43,17 @@ class PatternMask(Deferred):
     ) -> PatternMask:
         """The mask (B, 1, T, L) of the newest T of L tokens."""
         made = cls._empty(tuple(shape), torch.bool, device)
-        made.pattern, made.leftpad = pattern, leftpad
+        made.pattern, made.leftpad, made._made = pattern, leftpad, None
         return made
 
     def dense(self) -> Tensor:
-        """As stock ``sdpa`` would have got it, made without ``vmap``, which does not run under another op."""
+        """As stock ``sdpa`` would have got it; made once, for all layers of a pass."""
+        if self._made is None:
+            self._made = self._values()
+        return self._made
+
+    def _values(self) -> Tensor:
+        """Made without ``vmap``, which does not run under another op."""
         queries, keys = self.shape[2:]
         key = torch.arange(keys, device=self.device)
         query = torch.arange(keys - queries, keys, device=self.device)[:, None]
@@ -187,22 +136,32 @@ def caramba_mask(**given: Any) -> Tensor | None:
     """What `AttentionMaskInterface` has under our name.
 
     Returns:
-        None where ``sdpa`` gets none, a `PatternMask` for our caches, else the mask of ``sdpa``.
+        None where ``sdpa`` gets none, a `PatternMask` for our caches, else the mask of ``sdpa``. In another thread's
+        pass over a model that one of ours holds: what the model's own mask function gives.
+
+    Raises:
+        ValueError: a mask that a static cache does not follow.
     """
     if torch.compiler.is_compiling():
         return masking_utils.sdpa_mask(**given)
+    theirs = foreign(given.get("config"))
+    if theirs is not None:
+        make = mask_function(theirs)
+        return None if make is None else make(**given)
     call = MaskCall.of(**given)
     cache = _expecting(call.keys)
     if cache is None:
         return call.dense()
     if cache.is_compileable:
         _tell_static(cache, call)
-        return call.dense()
+        return _marked(call.dense())
     leftpad, regular = starts(call.padding, call.keys)
     pattern = pattern_of(call.function)
     known = cache.rows_start_at(leftpad if regular else None)
     if pattern is None or not regular or not known:
         return call.dense(allow_is_causal_skip=False)
+    if leftpad is not None:
+        leftpad = cache.common.leftpad
     trivial = leftpad is None and not pattern.hides(call.keys)
     may_skip = given.get("allow_is_causal_skip", True)
     if trivial and may_skip and call.queries in (1, call.keys):
@@ -213,13 +172,44 @@ def caramba_mask(**given: Any) -> Tensor | None:
 
 
 def _tell_static(cache: Any, call: MaskCall) -> None:
-    """A cache of fixed size takes the rows' starts from the prompt's mask, and keeps them."""
-    if call.padding is None:
-        cache.rows_start_at(None)
-        return
-    leftpad, regular = starts(call.padding, call.padding.shape[1])
+    """A cache of fixed size takes the rows' starts from the prompt's mask, and keeps them.
+
+    Raises:
+        ValueError: the mask says something else than its layers will do.
+    """
+    if not cache.exact_next and pattern_of(call.function) is None:
+        raise ValueError(
+            "a static cache attends causally, within its layers' windows or chunks, and this mask says something "
+            "else; use CarambaCache"
+        )
+    leftpad, regular = None, True
+    if call.padding is not None:
+        leftpad, regular = starts(call.padding, call.padding.shape[1])
     if not regular:
         raise ValueError(
             "a static cache takes padding in front of rows alone; use CarambaCache for padding between tokens"
         )
-    cache.rows_start_at(leftpad)
+    if not cache.rows_start_at(leftpad):
+        raise ValueError(
+            "the mask says that rows start elsewhere than the mask of the prompt did, which a static cache keeps; give "
+            "it attention_mask for all tokens of every row, or use CarambaCache"
+        )
+
+
+#: Set on masks for static caches that say what their layers do.
+_MARK = "_of_static_cache"
+
+
+def _marked(mask: Tensor | None) -> Tensor | None:
+    if mask is not None:
+        setattr(mask, _MARK, True)
+    return mask
+
+
+def check_marked(mask: Tensor | None) -> None:
+    """Raises ValueError for a mask of the caller's own: a static cache reads no masks."""
+    if mask is not None and not hasattr(mask, _MARK):
+        raise ValueError(
+            f"a static cache takes attention_mask as (B, tokens), not a mask {tuple(mask.shape)} of the caller's own; "
+            "use CarambaCache"
+        )

@@ -54,8 +54,11 @@ class ModelFacts(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits."""
-        return self._findings.vocab_size
+        """Width of the logits; after ``resize_token_embeddings`` the model is asked again."""
+        found = probe(self.model)
+        if found is not self._findings:
+            self._findings = found
+        return found.vocab_size
 
     @property
     def device(self) -> torch.device:

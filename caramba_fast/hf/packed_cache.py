@@ -116,25 +116,8 @@ class CarambaCache(Cache):
         return sizes
 
     def rows_start_at(self, leftpad: Tensor | None) -> bool:
-        """Where rows start, (B,) or None for 0; False where that contradicts what is stored.
-
-        A row of which nothing but padding is stored yet may start later than it seemed.
-        """
-        known, length = self.common.leftpad, self.length
-        if length == 0 or (known is None and leftpad is None):
-            self.common.leftpad = leftpad
-            return True
-        given = known if leftpad is None else leftpad
-        assert given is not None
-        zeros = torch.zeros_like(given)
-        before = zeros if known is None else known.to(given.device)
-        now = zeros if leftpad is None else leftpad
-        if before.shape != now.shape:
-            return False
-        if not bool(((now == before) | ((before >= length) & (now >= length))).all()):
-            return False
-        self.common.leftpad = leftpad
-        return True
+        """Where rows start, (B,) or None for 0; False where that contradicts what is stored."""
+        return self.common.rows_start_at(leftpad, self.length)
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Row b becomes what row ``beam_idx[b]`` was."""

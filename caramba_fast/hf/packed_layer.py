@@ -36,8 +36,11 @@ class CarambaLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = True
     supports_early_init = True
+    packed_only = False  # it can be dequantized
     #: Query columns of each row that are no padding; None for all.
     real_queries: list[int] | None = None
+    #: What `slots_of` was asked last, how many tokens were dropped then, and the answer.
+    _slots: tuple[Tensor, int, Tensor] | None = None
 
     def __init__(
         self,
@@ -75,9 +78,11 @@ class CarambaLayer(CacheLayerMixin):
 
     def slots_of(self, tokens: Tensor | None) -> Tensor | None:
         """Places in a row (B,) -> slots of what is stored; None for the first token."""
-        return (
-            tokens if tokens is None or not self.dropped else (tokens - self.dropped).clamp(min=0)
-        )
+        if tokens is None or not self.dropped:
+            return tokens
+        if self._slots is None or self._slots[0] is not tokens or self._slots[1] != self.dropped:
+            self._slots = (tokens, self.dropped, (tokens - self.dropped).clamp(min=0))
+        return self._slots[2]
 
     @property
     def batch_size(self) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from transformers.cache_utils import Cache
 from caramba_fast.cache import AnyLayerShape, LayerShape, StreamStatistics
 from caramba_fast.config import Rotary
 from caramba_fast.hf.cache import RecordingLayer
-from caramba_fast.hf.checks import ALLOWED, evaluating, max_positions
+from caramba_fast.hf.checks import ALLOWED, PerModel, evaluating, max_positions
 from caramba_fast.hf.compat import keeps_only_tokens, lenders, stock_layers
 
 #: Relative error up to which turned keys count as equal: bfloat16 keeps 8 bits.
@@ -46,18 +45,16 @@ class Findings:
     lenders: frozenset[int] = frozenset()
 
 
-_FOUND: WeakKeyDictionary[PreTrainedModel, Findings] = WeakKeyDictionary()
+_FOUND = PerModel[Findings]()
 
 
 def probe(model: PreTrainedModel) -> Findings:
-    """`Findings` of ``model``, remembered while it lives.
+    """`Findings` of ``model``, remembered while it lives and its embeddings keep their sizes.
 
     Raises:
         TypeError: its layers do not keep keys and values the way a transformers Cache does.
     """
-    if model not in _FOUND:
-        _FOUND[model] = _probe(model)
-    return _FOUND[model]
+    return _FOUND.of(model, _probe)
 
 
 @torch.no_grad()

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from caramba_fast.hf.adapter import HuggingFaceModel
 
 
+#: Kinds of RoPE whose frequencies depend on the longest position there is.
+CHANGING_ROPE = ("dynamic", "longrope")
+
+
 class _Pages:
     """One layer of a batch as `caramba_attention` reads a store."""
 
@@ -46,6 +50,7 @@ class RaggedStepLayer(CacheLayerMixin):
     """
 
     is_sliding = False  # windows are in the mask: all tokens are kept
+    packed_only = True
 
     def __init__(self, layer: RaggedLayer, longest: int) -> None:
         super().__init__()
@@ -131,15 +136,35 @@ def why_not_ragged(model: HuggingFaceModel) -> str | None:
     return None
 
 
+def ragged_limit(model: HuggingFaceModel) -> int | None:
+    """Most tokens of a sequence; None for no limit.
+
+    Some kinds of RoPE choose their frequencies by the longest position of a pass: beyond the length they were trained
+    for, a token's keys would depend on who else is in the batch.
+    """
+    config = model.model.config.get_text_config(decoder=True)
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parts = [given, *(part for part in given.values() if isinstance(part, dict))]
+    found = [
+        part.get("original_max_position_embeddings")
+        or getattr(config, "original_max_position_embeddings", None)
+        or config.max_position_embeddings
+        for part in parts
+        if (part.get("rope_type") or part.get("type")) in CHANGING_ROPE
+    ]
+    return min(found, default=None)
+
+
 def forward_ragged(
     model: HuggingFaceModel, ids: Tensor, batch: RaggedBatch, rows: Tensor
 ) -> Tensor:
     """Tokens (N,) of many sequences through the model; (M, V) logits behind those of ``rows`` (M,)."""
     findings = model._findings
-    options: dict[str, Any] = {"logits_to_keep": rows} if model._keeps_logits and len(rows) else {}
+    kept = rows if len(rows) else rows.new_zeros(1)  # none at all would mean every one
+    options: dict[str, Any] = {"logits_to_keep": kept} if model._keeps_logits else {}
     with our_attention(reading(model.model, findings).configs):
         logits: Tensor = model.model(
             input_ids=ids[None], position_ids=batch.positions[None], use_cache=True,
             past_key_values=RaggedCache(batch, findings), **options,
         ).logits[0]  # fmt: skip
-    return logits if options else torch.index_select(logits, 0, rows)
+    return logits[: len(rows)] if options else torch.index_select(logits, 0, rows)

@@ -31,6 +31,13 @@ from caramba_fast.hf.switching import decoder_configs, our_attention
 TRIAL = ([3, 5], [1, 2])
 
 
+#: Why a model that is compiled already is read as tensors.
+COMPILED = (
+    "its forward is compiled by torch.compile, which cannot read layers as they are stored: give us the model as it "
+    "was before"
+)
+
+
 @dataclass(frozen=True)
 class Reading:
     """How a model's layers are read.
@@ -46,23 +53,17 @@ class Reading:
     chunks: dict[int, int]
 
 
-_FOUND: WeakKeyDictionary[PreTrainedModel, Reading] = WeakKeyDictionary()
+_FOUND: WeakKeyDictionary[PreTrainedModel, tuple[Findings, Reading]] = WeakKeyDictionary()
 
 
 def reading(model: PreTrainedModel, findings: Findings) -> Reading:
-    """`Reading` of a model, remembered while it lives; the first time it is tried out."""
-    if model not in _FOUND:
+    """`Reading` of a model, remembered as long as its findings are the same; the first time it is tried out."""
+    known = _FOUND.get(model)
+    if known is None or known[0] is not findings:
         configs = decoder_configs(model)
         reason = _plain_reason(model, configs, findings) or _trial(model, configs, findings)
-        _FOUND[model] = Reading(configs, reason, chunks_of(model))
-    return _FOUND[model]
-
-
-def reads_tensors(model: PreTrainedModel, reason: str) -> Reading:
-    """Takes note that ``model`` wants tensors after all, where the trial did not show it."""
-    found = _FOUND[model]
-    _FOUND[model] = Reading(found.configs, reason, found.chunks)
-    return _FOUND[model]
+        known = _FOUND[model] = (findings, Reading(configs, reason, chunks_of(model)))
+    return known[1]
 
 
 def chunks_of(model: PreTrainedModel) -> dict[int, int]:
@@ -76,6 +77,8 @@ def chunks_of(model: PreTrainedModel) -> dict[int, int]:
 
 
 def _plain_reason(model: PreTrainedModel, configs: list[Any], findings: Findings) -> str | None:
+    if is_compiled(model):
+        return COMPILED
     if not configs:
         return "its attention is not on the attention interface of transformers"
     if "position_ids" not in inspect.signature(model.forward).parameters:
@@ -87,6 +90,12 @@ def _plain_reason(model: PreTrainedModel, configs: list[Any], findings: Findings
     if not all(isinstance(shape, LayerShape) for shape in findings.shapes):
         return "its layers store something else than K and V"
     return None
+
+
+def is_compiled(model: PreTrainedModel) -> bool:
+    """Whether a call of the model runs what ``torch.compile`` made of it."""
+    whole = getattr(model, "_compiled_call_impl", None) is not None
+    return whole or hasattr(model.forward, "_torchdynamo_orig_callable")
 
 
 @torch.no_grad()

@@ -6,10 +6,10 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from caramba_fast.hf.attention import caramba_attention
+from caramba_fast.hf.holding import NAME
 from caramba_fast.hf.masks import caramba_mask
 
-#: For ``attn_implementation=`` and ``model.set_attn_implementation``.
-NAME = "caramba_fast"
+__all__ = ["NAME", "register"]
 
 
 def register() -> str:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from caramba_fast.hf.checks import evaluating
+from caramba_fast.hf.checks import PerModel, evaluating
 from caramba_fast.hf.common import Common
-from caramba_fast.hf.compat import query_length
+from caramba_fast.hf.compat import lenders, query_length
+from caramba_fast.hf.holding import NAME, implementation
 from caramba_fast.hf.masks import expect_mask
 from caramba_fast.hf.packed_cache import CarambaCache
 from caramba_fast.hf.packed_layer import CarambaLayer
-from caramba_fast.hf.registering import NAME
 from caramba_fast.hf.settings import CacheArgument, CacheSettings
 from caramba_fast.hf.static_layer import CarambaStaticLayer
 
@@ -103,16 +102,67 @@ class CarambaStaticCache(Cache):
         layer.check_room(layer.count(), tokens)
 
     def rows_start_at(self, leftpad: Tensor | None) -> bool:
-        """Where rows start, (B,) or None for 0, told by the mask of the prompt."""
-        if self.layers[0].is_empty:
-            self.common.leftpad = leftpad
+        """Where rows start, (B,) or None for 0, told by masks; False where that contradicts what is stored."""
+        before, first = self.common.leftpad, self.layers[0]
+        if not self.common.rows_start_at(leftpad, first.counted):
+            return False
+        if self.common.leftpad is not before and not first.is_empty:
+            for layer in self.layers:
+                layer.take_starts()
         return True
 
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Row b becomes what row ``beam_idx[b]`` was."""
+        super().reorder_cache(beam_idx)
+        leftpad = self.common.leftpad
+        if leftpad is not None:
+            self.common.leftpad = leftpad[beam_idx.to(leftpad.device)]
 
-_READS_PACKED: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
+    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
+        """Refused: see `_fixed`."""
+        self._fixed(f"batch_repeat_interleave({repeats})")
+
+    def batch_select_indices(self, indices: Tensor) -> NoReturn:
+        """Refused: see `_fixed`."""
+        self._fixed(f"batch_select_indices of {indices.numel()}")
+
+    def offload(self, layer_idx: int, *_: Any, **__: Any) -> NoReturn:
+        """Refused: see `_fixed`."""
+        self._fixed(f"offload({layer_idx})")
+
+    def prefetch(self, layer_idx: int, *_: Any, **__: Any) -> NoReturn:
+        """Refused: see `_fixed`."""
+        self._fixed(f"prefetch({layer_idx})")
+
+    def state_dict(self) -> NoReturn:
+        """Refused: see `_fixed`."""
+        self._fixed("state_dict")
+
+    def load_state_dict(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: see `_fixed`."""
+        self._fixed("load_state_dict")
+
+    def _fixed(self, asked: str) -> NoReturn:
+        """Raises NotImplementedError: rows, places and buffers stay what compiled steps were made for."""
+        raise NotImplementedError(
+            f"CarambaStaticCache has no {asked}: its rows and memory stay as they are, for compiled steps; use "
+            "CarambaCache (or pickle this one, to keep it)"
+        )
+
+    @property
+    def exact_next(self) -> bool:
+        """Whether the tokens that come next attend to each other as they are, by any mask."""
+        return bool(self.layers[0].is_empty and self.common.settings.prefill == "exact")
+
+    def reset(self) -> None:
+        """Forgets everything; the memory stays where it is."""
+        super().reset()
+        self.common.leftpad = None
 
 
-@torch.no_grad()
+_DEQUANTIZATIONS = PerModel[int]()
+
+
 def check_reads_packed(model: PreTrainedModel) -> None:
     """Raises where a step of ``model`` asks the cache for tensors: two small forward passes, once.
 
@@ -121,24 +171,35 @@ def check_reads_packed(model: PreTrainedModel) -> None:
         ValueError: it does not use our attention.
     """
     name = type(model).__name__
-    if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
+    if implementation(model.config.get_text_config(decoder=True)) != NAME:
         raise ValueError(
             f"{name} does not use our attention, which a static cache needs: accelerate(model), or register() "
             f'and model.set_attn_implementation("{NAME}")'
         )
-    if model not in _READS_PACKED:
-        cache = CarambaCache(model, "fp32")
-        if not all(isinstance(layer, CarambaLayer) for layer in cache.layers):
-            raise TypeError(f"{name} has layers of other kinds than attention; use CarambaCache")
-        embeddings: Any = model.get_input_embeddings()
-        ids = torch.zeros(1, 2, dtype=torch.int64, device=embeddings.weight.device)
-        with warnings.catch_warnings(), evaluating(model):
-            warnings.simplefilter("ignore")
-            for part in (ids, ids[:, :1]):
-                model(input_ids=part, past_key_values=cache, use_cache=True)
-        _READS_PACKED[model] = cache.dequantizations
-    if _READS_PACKED[model]:
+    if lenders(model.config.get_text_config(decoder=True)):
+        raise TypeError(
+            f"{name} has layers that attend to keys and values of earlier ones, which a static cache gives once; "
+            "use CarambaCache"
+        )
+    if _DEQUANTIZATIONS.of(model, _dequantizations):
         raise TypeError(
             f"the attention of {name} needs keys and values as tensors, which a static cache does not have; "
             "use CarambaCache"
         )
+
+
+@torch.no_grad()
+def _dequantizations(model: PreTrainedModel) -> int:
+    """How many a prompt and a step take."""
+    cache = CarambaCache(model, "fp32")
+    if not all(isinstance(layer, CarambaLayer) for layer in cache.layers):
+        raise TypeError(
+            f"{type(model).__name__} has layers of other kinds than attention; use CarambaCache"
+        )
+    embeddings: Any = model.get_input_embeddings()
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=embeddings.weight.device)
+    with warnings.catch_warnings(), evaluating(model):
+        warnings.simplefilter("ignore")
+        for part in (ids, ids[:, :1]):
+            model(input_ids=part, past_key_values=cache, use_cache=True)
+    return cache.dequantizations

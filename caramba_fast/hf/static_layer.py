@@ -7,10 +7,12 @@ the layer they belong to in `current`.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.cache_utils import StaticLayer
 
 from caramba_fast.cache import LayerKVCache
@@ -21,13 +23,14 @@ from caramba_fast.ops import KVView, append_, decode_attention, extend_attention
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 
 
-class Current:
-    """The static layer that was updated last: the one whose attention comes next."""
+class Current(threading.local):
+    """The static layer that this thread has updated last: the one whose attention comes next."""
 
     layer: CarambaStaticLayer | None = None
 
 
 current = Current()
+_CODES = WeakTensorKeyDictionary()  # of every static layer, to tell codes from keys
 
 
 class CarambaStaticLayer(StaticLayer):
@@ -99,6 +102,8 @@ class CarambaStaticLayer(StaticLayer):
         self.k, self.v = store.k.view, store.v.view
         self.keys: Tensor | None = self.k.codes
         self.values: Tensor | None = self.v.codes
+        if not torch.compiler.is_compiling():
+            _CODES[self.keys] = None
 
     def _buffers(self) -> list[Tensor]:
         store = self._store()
@@ -160,13 +165,17 @@ class CarambaStaticLayer(StaticLayer):
                 f"{self.common.model}: the static cache has {self.batch_size} rows, and {keys.shape[0]} came; "
                 "make another one"
             )
-        leftpad = self.common.leftpad
-        self.starts.zero_() if leftpad is None else self.starts.copy_(leftpad)
+        self.take_starts()
         store = self._store()
-        store.append(keys, values, cache_leftpad=leftpad, will_attend=False)
+        store.append(keys, values, cache_leftpad=self.common.leftpad, will_attend=False)
         self._look()
         self._advance(keys.shape[2])
         return exact
+
+    def take_starts(self) -> None:
+        """Takes over where rows start, for the steps to come."""
+        leftpad = self.common.leftpad
+        self.starts.zero_() if leftpad is None else self.starts.copy_(leftpad)
 
     # -- reading ------------------------------------------------------------------------
 
@@ -253,6 +262,20 @@ class CarambaStaticLayer(StaticLayer):
 
 
 def attended_layer(key: Any) -> CarambaStaticLayer | None:
-    """The static layer whose codes ``key`` is, if it was updated last."""
+    """The static layer whose codes ``key`` is, if this thread has updated it last; once for each update."""
     layer = current.layer
-    return layer if layer is not None and key is layer.keys else None
+    if layer is None or key is not layer.keys:
+        return None
+    current.layer = None  # a cache lives no longer than its owner wants
+    return layer
+
+
+def check_no_codes(key: Tensor) -> None:
+    """Raises RuntimeError for the codes of a static layer that attention was not to come for."""
+    known = not torch.compiler.is_compiling() and key in _CODES
+    if known or not key.is_floating_point():
+        raise RuntimeError(
+            "attention got the codes of a static cache whose update was not the last one of this thread: "
+            "CarambaStaticCache needs models whose layers attend in the thread that updates, once for each update; "
+            "use CarambaCache"
+        )

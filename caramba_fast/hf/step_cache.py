@@ -22,6 +22,16 @@ class TensorsNeededError(RuntimeError):
     """A model's own code has asked for keys and values of a packed read as tensors."""
 
 
+class DropoutActiveError(TensorsNeededError):
+    """A packed read with dropout, which a model has in train mode alone."""
+
+
+def check_no_dropout(key: Any) -> None:
+    """Raises DropoutActiveError for keys that can only be read as they are stored."""
+    if isinstance(key, PackedStates) and key.layer.packed_only:
+        raise DropoutActiveError("dropout is active, and packed reads have none: model.eval()")
+
+
 class StepLayer(CacheLayerMixin):
     """One layer of one forward pass.
 
@@ -32,6 +42,7 @@ class StepLayer(CacheLayerMixin):
     """
 
     is_sliding = False  # windows are in the mask: all tokens are kept
+    packed_only = True  # tensors would be laid out in another frame
 
     def __init__(self, store: LayerKVCache, frame: EndFrame, exact: bool) -> None:
         super().__init__()

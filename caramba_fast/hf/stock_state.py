@@ -64,5 +64,6 @@ def _copied(value: Any, name: str, layer: Any, device: Place) -> Any:
     if isinstance(value, PLAIN):
         return value
     raise ValueError(
-        f"{type(layer).__name__}.{name} is a {type(value).__name__}, which cannot be saved"
+        f"{type(layer).__name__}.{name} is a {type(value).__name__}; a layer of tensors, numbers and names can be "
+        "saved, loaded and moved"
     )

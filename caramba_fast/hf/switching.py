@@ -2,30 +2,21 @@
 
 Which attention a model uses is written in its config, which every thread and every other user of the model sees.
 What was there before is kept once a config, however many passes run at the same time, and the last one puts it
-back. In between the others get our function too, which gives plain tensors what ``sdpa`` gives them.
+back. In between our functions hand the passes of others on to what they had (`caramba_fast.hf.holding`).
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from caramba_fast.hf.holding import NAME, Held, held, implementation, inside, lock
 from caramba_fast.hf.registering import register
 
-
-@dataclass
-class _Held:
-    passes: int
-    before: str
-
-
-_lock = threading.Lock()
-_held: dict[int, _Held] = {}
+__all__ = ["decoder_configs", "implementation", "our_attention", "set_implementation"]
 
 
 def decoder_configs(model: PreTrainedModel) -> list[Any]:
@@ -45,41 +36,45 @@ def decoder_configs(model: PreTrainedModel) -> list[Any]:
 
 @contextmanager
 def our_attention(configs: Sequence[Any]) -> Iterator[None]:
-    """Within it, models of these configs use our attention."""
-    name = register()
-    with _lock:
+    """Within it, passes of this thread over models of these configs use our attention."""
+    register()
+    with lock:
         for config in configs:
-            held = _held.setdefault(id(config), _Held(0, config._attn_implementation))
-            held.passes += 1
-            config._attn_implementation_internal = name
+            _hold(config)
+    inside.passes += 1
     try:
         yield
     finally:
-        with _lock:
+        inside.passes -= 1
+        with lock:
             for config in configs:
                 _release(config)
 
 
+def _hold(config: Any) -> None:
+    current = config._attn_implementation
+    known = held.setdefault(id(config), Held(0, current))
+    if current != NAME:  # what a user has chosen since the first of the passes began
+        known.before = current
+    known.passes += 1
+    config._attn_implementation_internal = NAME
+
+
 def _release(config: Any) -> None:
-    held = _held[id(config)]
-    held.passes -= 1
-    if not held.passes:
-        del _held[id(config)]
-        config._attn_implementation_internal = held.before
-
-
-def implementation(config: Any) -> str:
-    """The attention of a config outside of `our_attention`."""
-    with _lock:
-        held = _held.get(id(config))
-        return str(config._attn_implementation if held is None else held.before)
+    """Puts back what was there, unless a user has chosen another since."""
+    known = held[id(config)]
+    known.passes -= 1
+    if not known.passes:
+        del held[id(config)]
+        if config._attn_implementation == NAME:
+            config._attn_implementation_internal = known.before
 
 
 def set_implementation(config: Any, name: str) -> None:
     """Gives a config an attention; under `our_attention`, the one it will have afterwards."""
-    with _lock:
-        held = _held.get(id(config))
-        if held is None:
+    with lock:
+        known = held.get(id(config))
+        if known is not None:
+            known.before = name
+        if known is None or config._attn_implementation != NAME:
             config._attn_implementation_internal = name
-        else:
-            held.before = name

@@ -180,7 +180,7 @@ class Generator:
             "cache_chosen": None if plan is None else plan.reason,
             "cache_bytes": self._cache_bytes,
             "bytes_per_token": self._bytes_per_token,
-            "cache_reads": getattr(self.model, "cache_reads", "packed"),
+            "cache_reads": getattr(self.model, "reads_of", lambda _: "packed")(self.cache),
             "decode_plan": self._plan.describe(),
             "decode_graph": self.decode_graph,
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -144,6 +144,10 @@ class KVView:
     sink: Tensor | None = None
     transform: Transform = IDENTITY
     fit: str = "amax"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: what is remembered beside them is made again, and holds ops, which cannot be pickled."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def format(self) -> Format:

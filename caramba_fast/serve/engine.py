@@ -98,6 +98,12 @@ class Engine:
         self.settings = EngineConfig(**{**given, **own})
         self.config = _shareable((config or GenerateConfig()).updated(**overrides))
         self.model: Any = _ragged(model)
+        limit = getattr(self.model, "ragged_limit", None)
+        if limit is not None and self.config.max_seq_len > limit:
+            raise ValueError(
+                f"max_seq_len is {self.config.max_seq_len}; this model's RoPE changes with the length beyond "
+                f"{limit}, and would change for every request in a batch: {limit} or less is allowed"
+            )
         self.tokenizer = None if tokenizer is None else TextTokenizer.of(tokenizer)
         self._counters = Counters()
         self.pool = self._make_pool()
