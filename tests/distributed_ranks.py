@@ -1,7 +1,7 @@
-"""Real ranks for tests: processes of this file, joined through a store that the test itself holds.
+"""Real ranks for tests: processes of this file, joined through a store that the test itself holds, or rank 0.
 
-``python distributed_ranks.py RANK SIZE PORT OUT MODULE.FUNCTION...`` runs the functions one after the other and
-writes what each of them came to.
+``python distributed_ranks.py RANK SIZE PORT HOLDER OUT MODULE.FUNCTION...`` runs the functions one after the other
+and writes what each of them came to.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 240
+#: Who holds the store of the ranks.
+HOLDERS = ("test", "rank0")
 
 
 def checks_of(module: str, *left_out: str) -> list[str]:
@@ -32,7 +34,8 @@ def checks_of(module: str, *left_out: str) -> list[str]:
 class Ranks:
     """Processes that have been started, and where they write."""
 
-    def __init__(self, size: int, out: Path, functions: list[str]) -> None:
+    def __init__(self, size: int, out: Path, functions: list[str], holder: str = "test") -> None:
+        assert holder in HOLDERS
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.out, self.size, port = out, size, self.store.port
         given = os.environ.get("PYTHONPATH")
@@ -40,7 +43,7 @@ class Ranks:
         settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self.processes = [
             subprocess.Popen(
-                [sys.executable, __file__, str(rank), str(size), str(port), str(out), *functions],
+                [sys.executable, __file__, str(rank), str(size), str(port), holder, str(out), *functions],
                 env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
             for rank in range(size)
@@ -59,10 +62,22 @@ class Ranks:
         return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 
 
-def main(rank: int, size: int, port: int, out: str, functions: list[str]) -> None:
-    """Joins the others, runs the functions, writes the results; ends at the first that fails."""
+def joined_store(rank: int, port: int, holder: str) -> dist.TCPStore:
+    """The store that all ranks use: the test's, or one in rank 0 whose port is found through that."""
+    known = dist.TCPStore("127.0.0.1", port, is_master=False)
+    if holder == "test":
+        return known
+    if rank == 0:
+        held = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        known.set("port", str(held.port))
+        return held
+    return dist.TCPStore("127.0.0.1", int(known.get("port")), is_master=False)
+
+
+def main(rank: int, size: int, port: int, holder: str, out: str, functions: list[str]) -> None:
+    """Joins the others, runs the functions, writes what they came to; ends at the first that fails."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = joined_store(rank, port, holder)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
@@ -73,14 +88,15 @@ def main(rank: int, size: int, port: int, out: str, functions: list[str]) -> Non
         began = time.perf_counter()
         try:
             getattr(importlib.import_module(module), function)()
+            found[name] = "ok"
         except Exception:
             found[name] = traceback.format_exc()
-            break
-        found[name] = "ok"
+        Path(out, f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
         print(f"{name} {time.perf_counter() - began:.1f} s", flush=True)
-    Path(out, f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+        if found[name] != "ok":
+            break
     os._exit(0)  # peers may be gone, and then leaving in good order would wait for them
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), sys.argv[4], sys.argv[5:])
+    main(*map(int, sys.argv[1:4]), *sys.argv[4:6], sys.argv[6:])

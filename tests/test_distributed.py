@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from caramba_fast.distributed import (
     context_parallel,
     tensor_parallel,
 )
+from caramba_fast.distributed.liveness import Heartbeat, StoreHolder
 from caramba_fast.distributed.plans import Plans, Queries
 from caramba_fast.distributed.traffic import StepShape, decode_step
 
@@ -58,11 +61,13 @@ def test_ranks(size: int, check: str, tmp_path_factory: pytest.TempPathFactory) 
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
+def test_ranks_that_are_stuck_or_die_are_named(tmp_path: Path) -> None:
+    """Rank 3 dies in the last check but one, and rank 0, which holds the store, in the last."""
     checks = checks_of("distributed_loss_checks")
-    survivor, killed = Ranks(2, tmp_path, checks).finish()
-    assert survivor == dict.fromkeys(checks, "ok"), survivor
-    assert killed == {}
+    found = Ranks(4, tmp_path, checks, holder="rank0").finish()
+    for rank, last in enumerate((-1, None, None, -2)):
+        wrong = "\n".join(text for text in found[rank].values() if text != "ok")
+        assert found[rank] == dict.fromkeys(checks[:last], "ok"), f"rank {rank}: {wrong}"
 
 
 def test_the_example_runs_under_torchrun() -> None:
@@ -105,6 +110,27 @@ def test_one_rank_is_a_process_of_its_own(alone: RankGroup) -> None:
                 parallel.forward(ids(1, n), spread), logits, atol=1e-4, rtol=0
             )
     assert vars(alone.traffic) == {"collectives": 0, "given": 0, "received": 0}
+
+
+@pytest.mark.parametrize(
+    ("holder", "ranks", "named"), [(1, [1], "rank 1 of 3"), (None, [], "torchrun"), (0, None, "")]
+)
+def test_a_store_that_answers_no_more_is_a_loss_to_all_but_its_holder(holder, ranks, named) -> None:
+    """Everybody comes, then no call returns; nobody asks, as nobody can who waits in the device."""
+    over, told, store = threading.Event(), threading.Event(), Mock()
+    store.check, store.get = lambda keys: keys != ["verdict"], lambda _: b"1" * over.wait()
+    heart = Heartbeat(store, StoreHolder(holder, "torchrun"), 0, 3, 5, told.set, interval=0.02)
+    assert told.wait(5 if named else 1) == bool(named)
+    assert (heart.loss.ranks if heart.loss else None) == ranks
+    assert str(heart.loss or "").startswith(f"{named} gone: no sign of life for" * bool(named))
+    over.set()
+    heart.stop()
+
+
+def test_the_store_of_torchrun_is_of_no_rank(alone: RankGroup, monkeypatch) -> None:
+    assert alone._holder().rank == 0
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert alone._holder().rank is None
 
 
 def test_without_torch_distributed_there_is_no_group() -> None:

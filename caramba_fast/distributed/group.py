@@ -6,6 +6,7 @@ and says which rank is gone where one is.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,13 +18,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from caramba_fast.distributed.liveness import INTERVAL, Heartbeat, RankLostError, seconds
+from caramba_fast.distributed.collectives import (
+    all_gather,
+    from_collective,
+    gloo_backends,
+    limited,
+)
+from caramba_fast.distributed.liveness import (
+    INTERVAL,
+    Heartbeat,
+    RankLostError,
+    StoreHolder,
+    seconds,
+)
 
 #: Seconds a rank may keep the others waiting.
 TIMEOUT = 60.0
+#: Its process holds the store, where torchrun does not.
+STORE_RANK = 0
 _made: dict[str, int] = {}
-#: torch 2.13 has given it another name.
-_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 @dataclass
@@ -52,7 +65,8 @@ class RankGroup:
 
     Args:
         process_group: of `torch.distributed`; by default all ranks.
-        timeout: seconds (or a timedelta) that a collective on the CPU, or a peer at the start, may take.
+        timeout: seconds (or a timedelta) that a collective over gloo waits for a peer, also at the start; NCCL's go by
+            the timeout of the process group.
         heartbeat: seconds (or a timedelta) between signs of life; a rank that misses six is gone.
 
     Attributes:
@@ -85,10 +99,13 @@ class RankGroup:
         self.timeout, self.traffic = seconds("timeout", timeout), Traffic()
         beat = seconds("heartbeat", heartbeat)
         self.backend: str = dist.get_backend(self.process_group)
+        self._gloo = gloo_backends(self.process_group)
         self._heart: Heartbeat | None = None
         if self.size > 1:
             abort = getattr(self.process_group, "abort", None) if self.backend == "nccl" else None
-            self._heart = Heartbeat(self._store(), self.rank, self.size, self.timeout, abort, beat)
+            self._heart = Heartbeat(
+                self._store(), self._holder(), self.rank, self.size, self.timeout, abort, beat
+            )
             self._closing = weakref.finalize(self, self._heart.stop)
 
     def _store(self) -> Any:
@@ -98,6 +115,15 @@ class RankGroup:
         number = _made[ranks] = _made.get(ranks, 0) + 1
         default: Any = distributed_c10d._get_default_store()
         return distributed_c10d.PrefixStore(f"caramba_fast/{ranks}/{number}", default.clone())
+
+    def _holder(self) -> StoreHolder:
+        """Who holds the store, which is not of this group but of all."""
+        process = "the process that holds the store of torch.distributed"
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return StoreHolder(None, f"{process} (torchrun)")
+        members = dist.get_process_group_ranks(self.process_group)
+        rank = members.index(STORE_RANK) if STORE_RANK in members else None
+        return StoreHolder(rank, f"{process} (global rank {STORE_RANK}, not in this group)")
 
     def all_gather(self, x: Tensor) -> Tensor:
         """What every rank gives, (size, *x.shape), in the order of the ranks.
@@ -114,35 +140,34 @@ class RankGroup:
         x = x.contiguous()
         gathered = x.new_empty((self.size, *x.shape))
         with self.guarded():
-            work = _all_gather(gathered.flatten(0, 1), x, self.process_group, async_op=True)
-            if x.device.type == "cpu":
-                work.wait(timedelta(seconds=self.timeout))
-            else:  # the stream waits, the host goes on
-                work.wait()
+            all_gather(gathered.flatten(0, 1), x, self.process_group)
         self.traffic.add(x.nbytes, (self.size - 1) * x.nbytes)
         return gathered
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Within it, a collective that fails because a rank is gone raises RankLostError."""
-        if self._heart is not None and self._heart.lost:
-            raise self._loss(self._heart.lost)
+        """Within it, a collective that fails because a rank is gone raises RankLostError.
+
+        Collectives over gloo, also those inside a model, have ``timeout`` seconds; other errors pass at once.
+        """
+        self._check()
         try:
-            yield
+            with limited(self._gloo, self.timeout):
+                yield
         except RankLostError:
             raise
         except RuntimeError as error:
-            lost = self._heart.find_lost() if self._heart is not None else []
-            if lost:
-                raise self._loss(lost) from error
+            heart = self._heart if from_collective(error) else None
+            loss = heart.find_loss() if heart is not None else None
+            if loss is not None:
+                raise loss from error
             raise
-        if self._heart is not None and self._heart.lost:  # an aborted communicator raises nothing
-            raise self._loss(self._heart.lost)
+        self._check()  # an aborted communicator raises nothing
 
-    def _loss(self, ranks: list[int]) -> RankLostError:
-        assert self._heart is not None
-        why = f"no sign of life for {self._heart.patience:g} s; what it held is lost, start again without it"
-        return RankLostError(ranks, self.size, why)
+    def _check(self) -> None:
+        loss = self._heart.loss if self._heart is not None else None
+        if loss is not None:
+            raise loss
 
     def close(self) -> None:
         """Ends the signs of life; the process group stays."""
