@@ -7,6 +7,8 @@ over a block table, on whatever backend serves them.
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,17 +34,21 @@ class Stretch(NamedTuple):
     pages: Sequence[int]
 
 
+#: First of the N tokens, tokens before it in its sequence, how many, and the sequence's pages.
+Piece = tuple[int, int, int, Sequence[int]]
+
+
 class _Group:
     """Stretches, or pieces of some, that one call of an op takes: R rows of at most W tokens.
 
     Args:
-        pieces: (first of the N tokens, start, count, pages) of each row.
+        pieces: one for each row.
         page_size: tokens of a page.
         device: where the ops run.
     """
 
     def __init__(
-        self, pieces: Sequence[tuple[int, int, int, Sequence[int]]], page_size: int, device: torch.device
+        self, pieces: Sequence[Piece], page_size: int, device: torch.device
     ) -> None:  # fmt: skip
         counts = [count for _, _, count, _ in pieces]
         self.rows, self.width, self.first = len(pieces), max(counts), pieces[0][0]
@@ -104,8 +110,7 @@ class RaggedBatch:
 
     def __init__(self, stretches: Sequence[Stretch], pool: PagePool) -> None:
         _check(stretches, pool.page_size)
-        single: list[tuple[int, int, int, Sequence[int]]] = []
-        pieces: list[tuple[int, int, int, Sequence[int]]] = []
+        single, pieces = list[Piece](), list[Piece]()
         first = 0
         for start, count, pages in stretches:
             if count == 1:
@@ -118,10 +123,25 @@ class RaggedBatch:
         self.groups = [_Group(x, pool.page_size, pool.device) for x in (single, pieces) if x]
         positions = [s.start + i for s in stretches for i in range(s.tokens)]
         self.positions = torch.tensor(positions, dtype=torch.int64).to(pool.device)
-        self.layers = [RaggedLayer(layer, self) for layer in pool.layers]
+        self._stretches, self._pool = stretches, pool
+        self.layers = [RaggedLayer(layer, self.groups) for layer in pool.layers]
 
     def __getitem__(self, index: int) -> RaggedLayer:
         return self.layers[index]
+
+    def narrowed(self, rows: Tensor) -> RaggedLayer:
+        """The last layer, which stores all N tokens and attends from those of ``rows`` (M,) alone.
+
+        No layer follows: what the others would have seen nobody asks for.
+        """
+        single = list[Piece]()
+        ends = list(itertools.accumulate(stretch.tokens for stretch in self._stretches))
+        for place, token in enumerate(rows.tolist()):
+            index = bisect_right(ends, token)
+            start, count, pages = self._stretches[index]
+            single.append((place, start + token - (ends[index] - count), 1, pages))
+        groups = [_Group(single, self._pool.page_size, self._pool.device)] if single else []
+        return RaggedLayer(self._pool.layers[-1], self.groups, groups)
 
 
 class RaggedLayer:
@@ -129,30 +149,39 @@ class RaggedLayer:
 
     is_empty = False
 
-    def __init__(self, stored: LayerCache, batch: RaggedBatch) -> None:
-        self.stored, self.batch = stored, batch
+    def __init__(
+        self, stored: LayerCache, groups: Sequence[_Group], queries: Sequence[_Group] | None = None
+    ) -> None:
+        self.stored, self.groups = stored, groups
+        self.queries = groups if queries is None else queries
 
     @torch.no_grad()
     def append_tokens(self, *new: Tensor) -> None:
         """Stores N tokens: (N, H_kv, D) of each stream."""
         views = [stream.view for stream in self.stored.streams.values()]
-        for group in self.batch.groups:
+        for group in self.groups:
             rows = [group.rows_of(x) for x in new]
             type(self.stored)._append_op(
                 *views, *rows, group.starts, block_table=group.table, query_lens=group.query_lens
             )
 
     def attend_tokens(self, *queries: Tensor, **options: Any) -> Tensor:
-        """(N, H_q, D) each -> (N, H_q, D_v); a token sees those of its sequence up to itself."""
+        """(N, H_q, D) each, or those of the rows that are wanted -> (N, H_q, D_v).
+
+        A token sees those of its sequence up to itself.
+        """
         views = [stream.view for stream in self.stored.streams.values()]
         found = []
-        for group in self.batch.groups:
+        for group in self.queries:
             rows = [group.rows_of(q) for q in queries]
             out = type(self.stored)._decode_op(
                 *rows, *views, group.ends, n_kv_heads=self.stored.n_kv_heads, block_table=group.table,
                 query_lens=group.query_lens, **options,
             )  # fmt: skip
             found.append(group.tokens_of(out))
+        if not found:
+            heads, dim = queries[0].shape[1], self.stored.streams["v"].head_dim
+            return queries[0].new_empty(0, heads, dim)
         return found[0] if len(found) == 1 else torch.cat(found)
 
     # -- as a layer of the native model calls it, with N rows of one token ----------------

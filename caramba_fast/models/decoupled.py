@@ -42,10 +42,11 @@ class DecoupledAttention(nn.Module):
         self.has_null = dims.null_kv
 
     def forward(self, x: Tensor, step: Step, cache: DecoupledLayerKVCache | None) -> Tensor:
-        """x (B, T, hidden) -> (B, T, hidden)."""
-        q_sem = self._heads(self.q_sem_proj(x), self.sem_head)
+        """x (B, T, hidden) -> (B, T, hidden), of the rows that are wanted."""
+        wanted = step.wanted(x)
+        q_sem = self._heads(self.q_sem_proj(wanted), self.sem_head)
         k_sem = self._heads(self.k_sem_proj(x), self.sem_head)
-        q_geo = rotate(self._heads(self.q_geo_proj(x), self.geo_head), *step.phases)
+        q_geo = rotate(self._heads(self.q_geo_proj(wanted), self.geo_head), *step.query_phases)
         k_geo = rotate(self._heads(self.k_geo_proj(x), self.geo_head), *step.phases)
         v = self._heads(self.v_proj(x), self.v_head)
         if cache is None:

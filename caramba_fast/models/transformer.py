@@ -47,8 +47,9 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, step: Step, cache: LayerKVCache | None) -> Tensor:
-        """x (B, T, hidden) -> (B, T, hidden)."""
-        q = rotate(self.q_norm(self._heads(self.q_proj(x), self.n_heads)), *step.phases)
+        """x (B, T, hidden) -> (B, T, hidden), of the rows that are wanted."""
+        q = self.q_norm(self._heads(self.q_proj(step.wanted(x)), self.n_heads))
+        q = rotate(q, *step.query_phases)
         k = rotate(self.k_norm(self._heads(self.k_proj(x), self.n_kv_heads)), *step.phases)
         v = self._heads(self.v_proj(x), self.n_kv_heads)
         if cache is None:
@@ -123,12 +124,9 @@ class Block(nn.Module):
             attention.k_proj.bias.detach().view(shape).cpu(), moved.view(shape).cpu()
         )
 
-    def forward(
-        self, x: Tensor, step: Step, cache: LayerCache | None, rows: Tensor | None = None
-    ) -> Tensor:
-        """x (B, T, hidden) -> (B, T, hidden), or of some ``rows`` alone, when no layer follows."""
-        attended = self.self_attn(self.input_layernorm(x), step, cache)
-        x = x + attended if rows is None else x[rows] + attended[rows]
+    def forward(self, x: Tensor, step: Step, cache: LayerCache | None) -> Tensor:
+        """x (B, T, hidden) -> (B, T, hidden), of the rows that are wanted."""
+        x = step.wanted(x) + self.self_attn(self.input_layernorm(x), step, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -249,8 +247,11 @@ class Transformer(nn.Module):
         """
         step = Step(self.rope(batch.positions[:, None]), False, None)
         x = self.model.embed_tokens(ids)[:, None]
-        *before, last = zip(self.model.layers, batch.layers, strict=True)
-        for layer, cache in before:
+        *before, last = self.model.layers
+        for layer, cache in zip(before, batch.layers, strict=False):
             x = layer(x, step, cache)
-        x = last[0](x, step, last[1], rows)
+        if len(rows) < len(ids):
+            x = last(x, step._replace(rows=rows), batch.narrowed(rows))
+        else:
+            x = last(x, step, batch.layers[-1])[rows]
         return self.lm_head(self.model.norm(x))[:, 0]
