@@ -10,6 +10,7 @@ import pytest
 from engines import alone, small_model, text
 
 from caramba_fast.serve import AsyncEngine, Engine, EngineStoppedError
+from caramba_fast.serve.intake import Intake
 
 
 def engine(**options: Any) -> Engine:
@@ -187,8 +188,8 @@ def test_prompts_are_looked_at_once_however_long_they_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     inner, seen = engine(max_waiting=2, max_batch_size=2), []
-    tokens = Engine._tokens
-    monkeypatch.setattr(Engine, "_tokens", lambda self, x: seen.append(x) or tokens(self, x))
+    tokens = Intake.tokens
+    monkeypatch.setattr(Intake, "tokens", lambda self, x: seen.append(x) or tokens(self, x))
 
     async def serve() -> None:
         async with AsyncEngine(inner) as server:

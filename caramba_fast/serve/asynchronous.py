@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
-from caramba_fast.serve.engine import Engine, Prepared
+from caramba_fast.serve.engine import Engine
+from caramba_fast.serve.intake import Prepared
 from caramba_fast.serve.request import Event, RequestOutput
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from caramba_fast.serve.request import Request
+    from caramba_fast.serve.scheduler import Scheduler
 
 #: Gaps between tokens an engine remembers for its percentiles.
 REMEMBERED = 10_000
@@ -162,3 +163,37 @@ def percentiles(values: array[float] | deque[float]) -> tuple[float, float]:
         return NAN, NAN
     p50, p99 = np.percentile(np.asarray(values, dtype=float), [50, 99])
     return float(p50), float(p99)
+
+
+def engine_metrics(scheduler: Scheduler) -> EngineMetrics:
+    """The figures of an engine, so far."""
+    counted, pool = scheduler.counters, scheduler.pool
+    ttft, gaps = percentiles(counted.ttft), percentiles(counted.gaps)
+    prompts = counted.prompt_tokens
+    return EngineMetrics(
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        steps=counted.steps,
+        prompt_tokens=prompts,
+        new_tokens=counted.new_tokens,
+        step_tokens=counted.step_tokens,
+        prefix_hit_tokens=counted.prefix_hit_tokens,
+        prefix_hit_rate=counted.prefix_hit_tokens / prompts if prompts else 0.0,
+        preemptions=counted.preemptions,
+        swaps=counted.swaps,
+        drafted=counted.drafted,
+        accepted=counted.accepted,
+        finished=counted.finished,
+        failed=counted.failed,
+        pages=pool.num_pages,
+        pages_held=scheduler.pages.held,
+        pages_kept=scheduler.pages.kept,
+        cache_bytes=pool.nbytes,
+        swapped_bytes=scheduler.swapped_bytes,
+        busy_s=counted.busy_s,
+        tokens_per_s=counted.new_tokens / counted.busy_s if counted.busy_s else float("nan"),
+        ttft_p50_s=ttft[0],
+        ttft_p99_s=ttft[1],
+        inter_token_p50_s=gaps[0],
+        inter_token_p99_s=gaps[1],
+    )

@@ -1,0 +1,132 @@
+"""Books: which requests are under way, when they must have ended, and what is told when they do."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from caramba_fast.serve.metrics import Counters
+from caramba_fast.serve.request import ENDED_BADLY, Answer, Event, Request, RequestOutput
+from caramba_fast.serve.scheduler import Scheduler
+
+
+class Books:
+    """The requests of an engine.
+
+    Args:
+        scheduler: has their answers' pages.
+        counters: what is counted.
+        decode: tokens to text, or None.
+
+    Attributes:
+        requests: those under way, by id, oldest first.
+        cancelling: those that end with the next step.
+        due: (when it must have ended, its number, its id, why), a heap.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        counters: Counters,
+        decode: Callable[[Sequence[int]], str] | None,
+    ) -> None:
+        self.scheduler, self.counters, self.decode = scheduler, counters, decode
+        self.requests: dict[str, Request] = {}
+        self.cancelling: deque[Request] = deque()
+        self.due: list[tuple[float, int, str, str]] = []
+
+    def enter(self, request: Request, deadline: float | None) -> None:
+        """A request begins to wait; ``deadline`` is in seconds from its arrival."""
+        name = request.request_id
+        self.requests[name] = request
+        for why, seconds in (("deadline", deadline), ("time", request.config.max_time)):
+            if seconds is not None:
+                entry = (request.times.arrived + seconds, request.number, name, why)
+                heapq.heappush(self.due, entry)
+        self.scheduler.add(request.answers[0])
+
+    @property
+    def next_due(self) -> float | None:
+        """When (``time.monotonic``) the next deadline or max_time is over; None without any."""
+        return self.due[0][0] if self.due else None
+
+    @property
+    def anything_to_do(self) -> bool:
+        """Whether a request can go on, or is to end."""
+        due = self.next_due
+        if self.cancelling or (due is not None and due <= time.monotonic()):
+            return True
+        return any(not request.paused for request in self.requests.values())
+
+    def end(self, request: Request, reason: str, error: BaseException | None = None) -> list[Event]:
+        """Ends all answers of a request that have not ended; answers that have not begun never will."""
+        if error is not None:
+            request.error = f"{type(error).__name__}: {error}"
+        going = [answer for answer in request.answers if answer.reason is None]
+        for answer in going:
+            answer.reason = reason
+            self.scheduler.remove(answer)
+        request.begun = True
+        return [self.told(answer) for answer in going]
+
+    def end_early(self, now: float | None = None) -> list[Event]:
+        """Ends what was cancelled, or is late; a step begins with it."""
+        now = time.monotonic() if now is None else now
+        events: list[Event] = []
+        while self.cancelling:
+            request = self.cancelling.popleft()
+            if not request.is_over:
+                events += self.end(request, "cancelled")
+        while self.due and self.due[0][0] <= now:
+            _, number, name, why = heapq.heappop(self.due)
+            late = self.requests.get(name)
+            if late is not None and late.number == number:
+                events += self.end(late, why)
+        if len(self.due) > 64 + 4 * len(self.requests):  # of requests that ended long before
+            numbers = {request.number for request in self.requests.values()}
+            self.due = [entry for entry in self.due if entry[1] in numbers]
+            heapq.heapify(self.due)
+        return events
+
+    def told(self, answer: Answer) -> Event:
+        """What is new of an answer; with its end its pages go back, and with the last one's the request is over."""
+        request, output = answer.request, None
+        if answer.reason is not None:
+            self.scheduler.remove(answer)
+            answer.is_over = True
+            self._close_text(answer)
+            if request.is_over:
+                output = self._close(request)
+        told = list(answer.history.tokens[len(request.prompt) + answer.told :])
+        text = "".join(answer.written)
+        event = Event(request.request_id, answer.index, told, text, answer.reason, output)
+        answer.told += len(told)
+        answer.written.clear()
+        return event
+
+    def _close_text(self, answer: Answer) -> None:
+        """Writes what is left of its text; a tokenizer that fails now changes nothing but the text."""
+        try:
+            if answer.writer is not None:
+                answer.writer.close()
+        except Exception as error:
+            request = answer.request
+            request.error = request.error or f"{type(error).__name__}: {error}"
+
+    def _close(self, request: Request) -> RequestOutput:
+        """The request is over."""
+        del self.requests[request.request_id]
+        bad = any(answer.reason in ENDED_BADLY for answer in request.answers)
+        self.counters.failed += bad
+        self.counters.finished += not bad
+        return request.output(self.decode)
+
+    def problems(self) -> list[str]:
+        """What is wrong with pages and requests; nothing ever should be."""
+        there = {answer.request.request_id for answer in self.scheduler.answers}
+        found = self.scheduler.problems()
+        if there != set(self.requests):
+            found.append(f"requests {sorted(there ^ set(self.requests))} are lost or left over")
+        return found

@@ -1,0 +1,221 @@
+"""Intake: prompts and settings of requests, checked before anything else knows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.infer.edits import LogitEdits
+from caramba_fast.infer.fields import CacheFields, OutputFields
+from caramba_fast.infer.history import TokenHistory
+from caramba_fast.infer.lookup import NGramIndex
+from caramba_fast.infer.stopping import Stopping, row_limits
+from caramba_fast.infer.text import TextTokenizer, TextWriter
+from caramba_fast.policy.settings import CachePolicyFields, DecodePlanFields
+from caramba_fast.serve.metrics import RequestTimes
+from caramba_fast.serve.request import Answer, Points, Request
+from caramba_fast.serve.settings import EngineConfig
+
+#: Runs of tokens that prompt lookup looks for.
+LOOKUP = (3, 1)
+#: Settings that belong to the engine, not to one request.
+ENGINE_FIELDS = {
+    name
+    for part in (CacheFields, CachePolicyFields, DecodePlanFields, OutputFields)
+    for name in part.model_fields
+}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that was checked and is not yet taken on."""
+
+    tokens: list[int]
+    config: GenerateConfig
+    limit: int
+    request_id: str | None
+    deadline: float | None
+    times: RequestTimes
+
+
+class Intake:
+    """Makes requests of what callers give.
+
+    Args:
+        model: the model that answers.
+        config: what requests get that say nothing else.
+        settings: limits of the engine.
+        tokenizer: for text in and out, or None.
+        num_pages: pages of the pool.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: GenerateConfig,
+        settings: EngineConfig,
+        tokenizer: TextTokenizer | None,
+        num_pages: int,
+    ) -> None:
+        self.model, self.config, self.settings = model, config, settings
+        self.tokenizer, self.num_pages = tokenizer, num_pages
+
+    def request(self, prepared: Prepared, name: str, number: int) -> Request:
+        """The request, with its first answer."""
+        config = prepared.config
+        edits = LogitEdits(config, self.model.vocab_size, self.eos_ids(config), self.model.device)
+        made = Request(name, number, prepared.tokens, config, edits, prepared.times)
+        made.answers.append(self.answer(made, 0, prepared.limit))
+        return made
+
+    def branches(self, answer: Answer) -> list[Answer]:
+        """The other answers to its prompt, which begin where the first one does."""
+        request = answer.request
+        if answer.index or answer.new:
+            return []
+        limit = answer.stopping.limits[0]
+        return [self.answer(request, index, limit) for index in range(1, request.wanted)]
+
+    def prepared(
+        self,
+        prompt: str | Sequence[int] | Tensor,
+        config: GenerateConfig | None = None,
+        *,
+        request_id: str | None = None,
+        deadline: float | None = None,
+        **overrides: Any,
+    ) -> Prepared:
+        """A request that was checked, for `take_on`; arguments and errors as in `add_request`."""
+        if request_id is not None and (not isinstance(request_id, str) or not request_id):
+            raise TypeError(f"request_id is {request_id!r}; a name is needed")
+        settings = self.config_of(config, overrides)
+        tokens = self.tokens(prompt)
+        limit = self.limit(tokens, settings)
+        if deadline is not None and (
+            isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0
+        ):
+            raise ValueError(f"deadline is {deadline!r}; seconds above 0 are allowed")
+        return Prepared(tokens, settings, limit, request_id, deadline, RequestTimes())
+
+    def answer(self, request: Request, index: int, limit: int) -> Answer:
+        """One answer to a request, which has not begun; it may have ``limit`` new tokens."""
+        config, points = request.config, None
+        if config.samples:
+            seed = int(torch.randint(2**62, (1,))) if config.seed is None else config.seed
+            points = Points((seed + index) % 2**63, self.model.device)
+        stopping = Stopping(
+            config, self.eos_ids(config), self.tokenizer, (), [limit], 0, request.times.arrived
+        )
+        answer = Answer(request, index, TokenHistory(request.prompt), points, stopping)
+        if self.settings.lookup_tokens:
+            answer.drafts = NGramIndex(*LOOKUP)
+        if self.tokenizer is not None:
+            answer.writer = TextWriter(
+                self.tokenizer.decode, answer.written.append, request.prompt[-8:]
+            )
+        return answer
+
+    def tokens(self, prompt: Any) -> list[int]:
+        """The token ids of a prompt; raises TypeError or ValueError if it is none."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise TypeError("the prompt is text; that needs Engine(tokenizer=...)")
+            prompt = self.tokenizer.encode(prompt)
+        ids = _as_ids(prompt)
+        tokens: list[int] = ids.tolist()
+        wrong = [token for token in tokens if not 0 <= token < self.model.vocab_size]
+        if wrong:
+            raise ValueError(
+                f"the prompt holds token id {wrong[0]}; 0 to {self.model.vocab_size - 1} is allowed"
+            )
+        return tokens
+
+    def config_of(self, config: GenerateConfig | None, overrides: dict[str, Any]) -> GenerateConfig:
+        """The settings of one request; raises TypeError or ValueError for what is none, or belongs to the engine."""
+        if config is not None and not isinstance(config, GenerateConfig):
+            raise TypeError(f"config is a {type(config).__name__}; a GenerateConfig is needed")
+        found = self.config if config is None else config
+        found = found.updated(**overrides) if overrides else found
+        if found is self.config:
+            return found
+        for name in sorted(ENGINE_FIELDS & found.model_fields_set):
+            if getattr(found, name) != getattr(self.config, name):
+                raise ValueError(
+                    f"{name} belongs to the engine; give it to Engine(...), not with a request"
+                )
+        self.check(found)
+        return found
+
+    def check(self, config: GenerateConfig) -> None:
+        """Raises ValueError for settings an engine cannot serve."""
+        if config.num_beams > 1:
+            raise ValueError(f"num_beams is {config.num_beams}; an engine allows 1")
+        if config.num_return_sequences > self.settings.max_batch_size:
+            raise ValueError(
+                f"num_return_sequences is {config.num_return_sequences}; 1 to "
+                f"max_batch_size={self.settings.max_batch_size} is allowed"
+            )
+        if config.stop_strings and self.tokenizer is None:
+            raise ValueError(
+                f"stop holds the string {config.stop_strings[0]!r}, which needs Engine(tokenizer=...)"
+            )
+        LogitEdits(config, self.model.vocab_size, self.eos_ids(config), torch.device("cpu"))
+
+    def limit(self, tokens: list[int], config: GenerateConfig) -> int:
+        """Most new tokens; raises ValueError if they cannot fit."""
+        limit = row_limits(config, [len(tokens)])[0]
+        most = self.config.max_seq_len
+        whole = len(tokens) + limit - 1
+        room = self.settings.page_size * self.num_pages
+        positions = getattr(self.model, "max_positions", None)
+        for what, count in (
+            ("max_seq_len", most), ("the pool", room), ("the model's positions", positions)
+        ):  # fmt: skip
+            if count is not None and whole > count:
+                raise ValueError(
+                    f"the prompt of {len(tokens)} tokens and {limit} new ones need room for {whole}; "
+                    f"{what} allows {count}"
+                )
+        return limit
+
+    def eos_ids(self, config: GenerateConfig) -> frozenset[int]:
+        """The ids that end an answer."""
+        given = config.eos_token_id
+        if config.ignore_eos:
+            return frozenset()
+        if given is None:
+            given = getattr(self.model, "eos_token_ids", None) or self.model.eos_token_id
+        return frozenset((given,) if isinstance(given, int) else tuple(given or ()))
+
+
+def _as_ids(prompt: Any) -> Tensor:
+    """(T,) int64, T of 1 or more.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if isinstance(prompt, Tensor):
+        ids = prompt
+    else:
+        wrong = f"the prompt is {type(prompt).__name__}; one row of one or more token ids is needed"
+        if isinstance(prompt, (dict, set, frozenset, bytes)) or not hasattr(prompt, "__len__"):
+            raise ValueError(wrong)
+        if any(isinstance(token, (bool, str, bytes)) for token in prompt):
+            raise ValueError(wrong)
+        try:
+            ids = torch.as_tensor(prompt)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"{wrong}: {error}") from error
+    if ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]
+    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if ids.ndim != 1 or not len(ids) or not whole:
+        raise ValueError(
+            f"the prompt has shape {tuple(ids.shape)}, {ids.dtype}; one row of one or more token ids is needed"
+        )
+    return ids.to(torch.int64)
