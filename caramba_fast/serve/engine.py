@@ -302,7 +302,7 @@ class Engine:
 
     def clear_prefixes(self) -> None:
         """Forgets what kept pages hold; for a model whose weights have changed."""
-        self._books.scheduler.pages.forget_all()
+        self._books.scheduler.holdings.pages.forget_all()
 
     def problems(self) -> list[str]:
         """What is wrong with the bookkeeping of pages and requests; nothing ever should be. For tests and doctors."""

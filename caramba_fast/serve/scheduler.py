@@ -10,24 +10,11 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 
-from caramba_fast.cache import OutOfPagesError, PageBytes, PagePool
+from caramba_fast.cache import PagePool
+from caramba_fast.serve.holdings import Holdings
 from caramba_fast.serve.metrics import Counters
-from caramba_fast.serve.pages import SharedPages, key_of
 from caramba_fast.serve.request import Answer
 from caramba_fast.serve.settings import EngineConfig
-
-
-class StorageError(RuntimeError):
-    """Bytes of an answer's pages could not be moved; the bookkeeping is as it was before.
-
-    Attributes:
-        answer: whose.
-        cause: why.
-    """
-
-    def __init__(self, answer: Answer, cause: Exception) -> None:
-        super().__init__(f"pages could not be moved: {type(cause).__name__}: {cause}")
-        self.answer, self.cause = answer, cause
 
 
 @dataclass(eq=False)
@@ -71,13 +58,12 @@ class Scheduler:
 
     def __init__(self, settings: EngineConfig, pool: PagePool, counters: Counters) -> None:
         self.settings, self.pool, self.counters = settings, pool, counters
-        self.pages = SharedPages(pool.num_pages, pool.page_size, settings.prefix_caching)
+        self.holdings = Holdings(settings, pool, counters)
         #: Both by age.
         self.running: list[Answer] = []
         self.waiting: list[Answer] = []
         #: Of those that wait, how many have begun and gave their pages back.
         self.returned = 0
-        self.swapped_bytes = 0
 
     @property
     def answers(self) -> list[Answer]:
@@ -91,8 +77,7 @@ class Scheduler:
 
     def fork(self, answer: Answer, other: Answer) -> None:
         """``other`` goes on from what ``answer`` has in its pages, which both hold then."""
-        self.pages.hold(answer.pages)
-        other.pages, other.cached, other.keys = list(answer.pages), answer.cached, list(answer.keys)
+        self.holdings.fork(answer, other)
         insort(self.running, other, key=lambda a: a.age)
 
     def remove(self, answer: Answer) -> None:
@@ -100,8 +85,8 @@ class Scheduler:
         for place in (self.running, self.waiting):
             if answer in place:
                 self._leave(place, answer)
-        self._drop_swapped(answer)
-        self._release(answer)
+        self.holdings.drop_swapped(answer)
+        self.holdings.release(answer)
 
     def _leave(self, place: list[Answer], answer: Answer) -> None:
         place.remove(answer)
@@ -144,7 +129,7 @@ class Scheduler:
             how many, less those of answers that were scheduled already and are not any more.
         """
         count, freed = min(answer.pending, budget), 0
-        while answer in self.running and not self._reserve(answer, count):
+        while answer in self.running and not self.holdings.reserve(answer, count):
             paused = [other for other in self.running if other.request.paused]
             victim = (paused or self.running)[-1]
             self.preempt(victim)
@@ -168,7 +153,7 @@ class Scheduler:
             ):
                 continue
             draft = answer.drafts.draft(answer.history.tokens, count)
-            if draft and self._reserve(answer, 1 + len(draft)):
+            if draft and self.holdings.reserve(answer, 1 + len(draft)):
                 work.draft = draft
                 budget -= len(draft)
 
@@ -208,160 +193,38 @@ class Scheduler:
 
     def _begin(self, answer: Answer, budget: int) -> int:
         """Gives a waiting answer pages, its own back or those of others; tokens to read, 0 if there is no room."""
+        holdings, count = self.holdings, min(answer.pending, budget)
         if answer.swapped is not None:
-            return self._swap_in(answer, budget)
-        tokens, size = answer.history.tokens, self.pages.page_size
-        hit = self.pages.find(self._names(answer)) if self.pages.keeps else []
-        self.pages.hold(hit)
-        answer.pages, answer.cached = hit, min(len(hit) * size, len(tokens) - 1)
-        needed = self._missing(answer, answer.pending)
-        if needed > self.pages.available and self._fixed(answer) is not None:
-            # Rather than copy the last page to write one token into it, read its tokens again.
-            self.pages.release(answer.pages.pop())
-            answer.cached = len(answer.pages) * size
-            needed = self._missing(answer, answer.pending)
+            return count if holdings.swap_in(answer, count, len(self.running)) else 0
+        needed = holdings.take_up(answer)
         count = min(answer.pending, budget)
         # All of its tokens must fit, and a page more for each that runs: else it would soon be pushed out again.
-        if needed + len(self.running) > self.pages.available or not self._reserve(answer, count):
-            self._release(answer)
+        if needed + len(self.running) > holdings.pages.available or not holdings.reserve(
+            answer, count
+        ):
+            holdings.release(answer)
             return 0
-        self._learn(answer)
+        holdings.learn(answer)
         if not answer.preemptions:
             answer.hit = answer.cached
             self.counters.prefix_hit_tokens += answer.cached
-            self.counters.prompt_tokens += len(tokens)
+            self.counters.prompt_tokens += len(answer.history)
         return count
-
-    def _swap_in(self, answer: Answer, budget: int) -> int:
-        assert answer.swapped is not None
-        held = -(-answer.cached // self.pages.page_size)
-        count = min(answer.pending, budget)
-        more = -(-(answer.cached + count) // self.pages.page_size) - held
-        if held + more + len(self.running) > self.pages.available:
-            return 0
-        pages = self.pages.take_many(held)
-        try:
-            self.pool.write(pages, answer.swapped)
-        except Exception as error:
-            self.pages.release_all(pages)
-            raise StorageError(answer, error) from error
-        answer.pages = pages
-        self._drop_swapped(answer)
-        self._learn(answer)
-        return count if self._reserve(answer, count) else 0
 
     # -- going out ----------------------------------------------------------------------
 
     def preempt(self, answer: Answer) -> None:
         """Takes an answer's pages back; it waits, and goes on where it was when there is room again."""
-        swapped = self._swapped_out(answer)
+        self.holdings.give_back(answer)
         self._leave(self.running, answer)
-        cached = answer.cached
-        self._release(answer)
-        answer.swapped, answer.cached = swapped, cached if swapped is not None else 0
         answer.preemptions += 1
         self.counters.preemptions += 1
         self.add(answer)
 
-    def _swapped_out(self, answer: Answer) -> PageBytes | None:
-        """What its pages hold, if that is to go to host memory and there is room; it is counted."""
-        held = -(-answer.cached // self.pages.page_size)
-        size = held * self.pool.page_bytes
-        if self.settings.preemption != "swap" or not held:
-            return None
-        if self.swapped_bytes + size > self.settings.swap_bytes:
-            return None
-        try:
-            found = self.pool.read(answer.pages[:held])
-        except Exception as error:
-            raise StorageError(answer, error) from error
-        self.swapped_bytes += size
-        self.counters.swaps += 1
-        return found
-
-    def _drop_swapped(self, answer: Answer) -> None:
-        if answer.swapped is not None:
-            held = -(-answer.cached // self.pages.page_size)
-            self.swapped_bytes -= held * self.pool.page_bytes
-            answer.swapped = None
-
-    def _release(self, answer: Answer) -> None:
-        self.pages.release_all(answer.pages)
-        answer.pages, answer.keys, answer.cached = [], [], 0
-
-    # -- pages --------------------------------------------------------------------------
-
-    def _missing(self, answer: Answer, count: int) -> int:
-        """Pages ``count`` more tokens of an answer need, the copy of one it must not write into included."""
-        size = self.pages.page_size
-        more = max(0, -(-(answer.cached + count) // size) - len(answer.pages))
-        return more + (self._fixed(answer) is not None)
-
-    def _fixed(self, answer: Answer) -> int | None:
-        """Which of its pages its next token goes into and must not: others read it."""
-        place = answer.cached // self.pages.page_size
-        if place < len(answer.pages) and self.pages.is_fixed(answer.pages[place]):
-            return place
-        return None
-
-    def _reserve(self, answer: Answer, count: int) -> bool:
-        """Makes room for ``count`` more tokens; False, and nothing has changed, if there is none."""
-        try:
-            taken = self.pages.take_many(self._missing(answer, count))
-        except OutOfPagesError:
-            return False
-        place = self._fixed(answer)
-        if place is not None:
-            old, copy = answer.pages[place], taken.pop()
-            try:
-                self.pool.copy([(old, copy)])
-            except Exception as error:
-                self.pages.release_all([copy, *taken])
-                raise StorageError(answer, error) from error
-            answer.pages[place] = copy
-            self.pages.release(old)
-        answer.pages += taken
-        return True
-
-    def _names(self, answer: Answer) -> list[bytes]:
-        """What full pages of its tokens would be known by; worked out once."""
-        pages, tokens = self.pages, answer.history.tokens
-        if answer.root != pages.root:
-            answer.root, answer.names = pages.root, []
-        for place in range(len(answer.names), len(tokens) // pages.page_size):
-            parent = answer.names[-1] if answer.names else pages.root
-            part = tokens[place * pages.page_size : (place + 1) * pages.page_size]
-            answer.names.append(key_of(parent, part))
-        return answer.names
-
     def settle(self, answer: Answer, cached: int) -> None:
         """So many of its tokens are cached now, and stay."""
-        answer.cached = cached
-        self._learn(answer)
-
-    def _learn(self, answer: Answer) -> None:
-        """Full pages get to be known by what they hold."""
-        size, tokens = self.pages.page_size, answer.history.tokens
-        while (len(answer.keys) + 1) * size <= answer.cached:
-            place = len(answer.keys)
-            parent = answer.keys[-1] if answer.keys else self.pages.root
-            part = tokens[place * size : (place + 1) * size]
-            answer.keys.append(self.pages.learn(answer.pages[place], parent, part))
+        self.holdings.settle(answer, cached)
 
     def problems(self) -> list[str]:
         """What is wrong with the pages; nothing ever should be."""
-        found = self.pages.problems(answer.pages for answer in self.answers)
-        size = self.pages.page_size
-        for answer in self.running:
-            if answer.cached > len(answer.pages) * size:
-                found.append(
-                    f"{answer.request.request_id} has more tokens cached than pages for them"
-                )
-        swapped = sum(
-            -(-a.cached // size) * self.pool.page_bytes
-            for a in self.waiting
-            if a.swapped is not None
-        )
-        if swapped != self.swapped_bytes:
-            found.append(f"{self.swapped_bytes} bytes are counted as swapped; {swapped} are")
-        return found
+        return self.holdings.problems(self.running, self.waiting)

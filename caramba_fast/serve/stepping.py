@@ -16,9 +16,10 @@ import torch
 from caramba_fast.cache import PagePool, RaggedBatch, Stretch
 from caramba_fast.serve.books import Books
 from caramba_fast.serve.choosing import Choice, choose
+from caramba_fast.serve.holdings import StorageError
 from caramba_fast.serve.intake import Intake
 from caramba_fast.serve.request import Answer, Event, Request
-from caramba_fast.serve.scheduler import StorageError, Work
+from caramba_fast.serve.scheduler import Work
 
 
 class Stepper:
