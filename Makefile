@@ -188,6 +188,5 @@ build/hf-%/.done: constraints-hf-%.txt $(VENV)/.torch
 
 test-hf-oldest: export OMP_NUM_THREADS = 1
 test-hf-oldest: $(VENV)/.test $(HF_VERSIONS:%=build/hf-%/.done)
-	for version in $(HF_VERSIONS); do \
-		PYTHONPATH=build/hf-$$version $(BIN)/python -m pytest -q -p no:cacheprovider $(HF_TESTS) || exit 1; \
-	done
+	printf '%s\n' $(HF_VERSIONS) | xargs -P 2 -I VERSION env PYTHONPATH=build/hf-VERSION \
+		$(BIN)/python -m pytest -q -p no:cacheprovider $(HF_TESTS)
