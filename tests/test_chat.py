@@ -398,9 +398,10 @@ def test_wrong_options_are_one_line(plain: Path, options: tuple[str, ...], said:
 # -- a real terminal -------------------------------------------------------------------------
 
 
-#: Only a controlling terminal turns Ctrl-C into an interrupt.
+#: Only a controlling terminal turns Ctrl-C into an interrupt, and who was started in the background ignores it.
 TAKE_TERMINAL = (
-    "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "import fcntl, signal, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "signal.signal(signal.SIGINT, signal.default_int_handler); "
     "from caramba_fast.cli import main; main()"
 )
 
