@@ -24,7 +24,7 @@ help:
 	@echo "make bench-decode decode steps of a whole model by cache kind, five minutes at most (CPU)"
 	@echo "make bench-generation  tokens with and without a cache, overhead, speculation (CPU, half an hour)"
 	@echo "make bench-serve  a fixed load: the engine beside static batches and transformers (CPU, eight minutes)"
-	@echo "make bench-hf     decode steps under transformers beside its own caches (CPU, ten minutes)"
+	@echo "make bench-hf     decode steps under transformers beside its own caches (CPU, half an hour)"
 	@echo "make bench-rows   the same cases through pytest-benchmark (GRID=quick|cpu|core)"
 	@echo "make aot          compile the Triton kernels ahead of time and record what they cost"
 	@echo "make train        train both demo models again (close to three hours)"
@@ -137,7 +137,7 @@ bench-serve: export OMP_NUM_THREADS = 1
 bench-serve: $(VENV)/.test
 	$(BIN)/python -m caramba_fast.bench.serve --publish
 
-# transformers' own quantized caches need packages of their own, which are put beside those of .venv. Ten minutes.
+# transformers' own quantized caches need packages of their own, which are put beside those of .venv. Half an hour on one core.
 HF_PEERS := build/hf-peers
 $(HF_PEERS)/.done: constraints.txt $(VENV)/.torch
 	rm -rf $(HF_PEERS)

@@ -62,7 +62,7 @@ def add_targets(parser: argparse.ArgumentParser, out: str) -> None:
     """The options that say where results go; ``out`` explains the one of that name."""
     parser.add_argument("--out", type=Path, help=f"{out}; by default nothing is kept")
     parser.add_argument(
-        "--publish", action="store_true", help="write bench/results and docs/inference.md"
+        "--publish", action="store_true", help="write bench/results and the page they belong to"
     )
     parser.add_argument(
         "--page-only", action="store_true", help="measure nothing, take the results there are"
