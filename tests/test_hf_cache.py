@@ -226,14 +226,29 @@ def test_states_that_do_not_fit_are_refused(llama: Any, gemma: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["q8", "q4", "fp32"])
 def test_it_grows_as_if_it_had_been_large_from_the_start(llama: Any, kind: str) -> None:
-    small, large = (
-        CarambaCache(llama, kind, max_seq_len=1),
-        CarambaCache(llama, kind, max_seq_len=900),
-    )
+    small, large = CarambaCache(llama, kind), CarambaCache(llama, kind, max_seq_len=900)
+    small.reserve(1)
     for step, count in enumerate([70, 1, 40, 1, 300, 1]):
         a, b = (fed(llama, x, tokens(1, count, step)) for x in (small, large))
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
     assert small.layers[0].store.max_seq_len < 900
+
+
+def test_more_than_max_seq_len_is_refused_before_anything_is_written(llama: Any) -> None:
+    cache = CarambaCache(llama, "q8", max_seq_len=30)
+    fed(llama, cache, tokens(1, 28, 0))
+    before = cache.state_dict()
+    with pytest.raises(ValueError, match=r"rows of 31 tokens.*max_seq_len=30"):
+        fed(llama, cache, tokens(1, 3, 1))
+    with pytest.raises(ValueError, match="max_seq_len=30"):
+        llama.generate(tokens(1, 40, 2), max_new_tokens=16, past_key_values=cache)
+    after = cache.state_dict()
+    for a, b in zip(before["layers"], after["layers"], strict=True):
+        assert torch.equal(a["store"]["streams"]["k"]["codes"], b["store"]["streams"]["k"]["codes"])
+    fed(llama, cache, tokens(1, 2, 1))
+    assert cache.get_seq_length() == 30 and cache.max_seq_len == 30
+    with pytest.raises(ValueError, match="max_seq_len is 0"):
+        CarambaCache(llama, "q8", max_seq_len=0)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "q8:plain", "q4:plain", "nf4:plain,residual_len=4"])

@@ -76,7 +76,7 @@ def check(family: str, feature: str, monkeypatch: Any) -> None:
         assert not found.warned
     else:
         assert found.dequantizations > 0
-        assert len(found.warned) >= model.config.num_hidden_layers
+        assert 1 <= len(found.warned) <= 2  # once a cache: an assistant has its own
         assert type(model).__name__ in found.warned[0]
 
 

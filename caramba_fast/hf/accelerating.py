@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
+import weakref
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from caramba_fast.hf.auto import POLICY_OPTIONS, chosen_cache
 from caramba_fast.hf.checks import check_cacheable
 from caramba_fast.hf.compat import CROP_REMOVES
 from caramba_fast.hf.packed_cache import CarambaCache, known_shapes
+from caramba_fast.hf.reads import is_compiled
 from caramba_fast.hf.registering import register
 from caramba_fast.hf.settings import CacheArgument, CacheSettings
 from caramba_fast.hf.static_cache import CarambaStaticCache
@@ -84,11 +86,16 @@ def accelerate(model: M, cache: CacheArgument = "q4", **options: Any) -> M:
     return model
 
 
+#: Accelerated models: several may share a config, which keeps our attention until the last is restored.
+_ACCELERATED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+
 def _install(model: PreTrainedModel, settings: CacheSettings) -> None:
     setattr(model, ATTRIBUTE, Accelerated(settings, _implementations(model)))
     # not a bound method, which pickle would look up in the model before it is there
     setattr(model, HOOK, functools.partial(_prepare_cache, model))
     _use_our_attention(model)
+    _ACCELERATED.add(model)
 
 
 def restore(model: PreTrainedModel) -> CacheSettings | None:
@@ -100,11 +107,20 @@ def restore(model: PreTrainedModel) -> CacheSettings | None:
     state: Accelerated | None = vars(model).get(ATTRIBUTE)
     if state is None:
         return None
+    _ACCELERATED.discard(model)
+    shared = _shared_configs()
     for config, name in state.implementations:
-        set_implementation(config, name)
+        if id(config) not in shared:
+            set_implementation(config, name)
     vars(model).pop(HOOK, None)
     delattr(model, ATTRIBUTE)
     return state.settings
+
+
+def _shared_configs() -> dict[int, str]:
+    """The configs of accelerated models, by id, and the attention each had before the first of them."""
+    states: list[Accelerated] = [vars(model)[ATTRIBUTE] for model in _ACCELERATED]
+    return {id(config): name for state in states for config, name in state.implementations}
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
@@ -116,7 +132,10 @@ def _configs(model: PreTrainedModel) -> list[Any]:
 
 
 def _implementations(model: PreTrainedModel) -> list[tuple[Any, str]]:
-    return [(config, implementation(config)) for config in _configs(model)]
+    shared = _shared_configs()
+    return [
+        (config, shared.get(id(config)) or implementation(config)) for config in _configs(model)
+    ]
 
 
 def _use_our_attention(model: PreTrainedModel) -> None:
@@ -140,13 +159,24 @@ def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     if given is not None or config.use_cache is False or wanted not in OURS_FOR:
         return original(*bound.args, **bound.kwargs)
     state: Accelerated = getattr(model, ATTRIBUTE)
+    made: CarambaCache | CarambaStaticCache
     if wanted == "static":
-        longest = max(room, getattr(config, "max_cache_len", None) or 0)
-        model_kwargs["past_key_values"] = CarambaStaticCache.of(model, state.settings, longest)
-        return None
-    model_kwargs["past_key_values"] = CarambaCache.of(
-        model, state.settings, room, offloading=wanted == "offloaded"
-    )
+        # as transformers does: a cache of another size would compile the model again
+        longest = max(
+            room,
+            getattr(config, "max_cache_len", None) or 0,
+            getattr(model, "_previous_max_cache_length", -1),
+        )
+        made = CarambaStaticCache.of(model, state.settings, longest)
+        model._previous_max_cache_length = longest  # type: ignore[assignment]
+        if is_compiled(model):
+            answers = max(config.num_beams or 1, config.num_return_sequences or 1)
+            made.initialize(model, answers * int(bound.arguments["batch_size"]))
+    else:
+        made = CarambaCache.of(model, state.settings, room, offloading=wanted == "offloaded")
+    if getattr(config, "is_assistant", False) and hasattr(made, "activate_past_recording"):
+        made.activate_past_recording()  # what it drafts is rolled back
+    model_kwargs["past_key_values"] = made
     return None
 
 

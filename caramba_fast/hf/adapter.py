@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from caramba_fast.hf.checks import check_padding, check_servable
 from caramba_fast.hf.chunked import pieces
 from caramba_fast.hf.end_frame import EndFrame
 from caramba_fast.hf.frame import Frame
+from caramba_fast.hf.holding import dense_pass
 from caramba_fast.hf.model_facts import ModelFacts
 from caramba_fast.hf.ragged import forward_ragged, ragged_limit, why_not_ragged
 from caramba_fast.hf.reads import COMPILED, is_compiled, reading
@@ -232,7 +232,7 @@ class HuggingFaceModel(ModelFacts):
             if isinstance(frame, EndFrame)
             else DenseCache(kv_cache, frame, findings.places)
         )
-        with our_attention(configs) if packed else nullcontext():
+        with our_attention(configs) if packed else dense_pass():
             logits = self.model(
                 input_ids=frame.queries_to_front(ids),
                 past_key_values=cache,

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from caramba_fast.hf.chunked import attend_in_chunks
-from caramba_fast.hf.deferred import PackedStates, values_of
-from caramba_fast.hf.holding import attention_function, foreign
-from caramba_fast.hf.masks import PatternMask, check_marked
+from caramba_fast.hf.deferred import PackedStates, values_of, without_gradient
+from caramba_fast.hf.holding import attention_function, foreign, inside, once
+from caramba_fast.hf.masks import PatternMask, check_told
 from caramba_fast.hf.soft_attention import soft_attention
 from caramba_fast.hf.static_layer import attended_layer, check_no_codes
 from caramba_fast.hf.step_cache import check_no_dropout
@@ -43,22 +43,28 @@ def caramba_attention(
         softcap, s_aux: of Gemma 2 and gpt-oss; see `ops.decode_attention`.
 
     Returns:
-        (B, T, H_q, D_v), contiguous, and None for the weights. In another thread's pass over a model that one of ours
-        holds: what the model's own attention gives.
+        (B, T, H_q, D_v), contiguous, and the weights (B, H_q, T, L) where ``output_attentions`` asks for them, else
+        None. In another thread's pass over a model that one of ours holds: what the model's own attention gives.
 
     Raises:
-        ValueError: a mask of the caller's own, for a static cache.
+        ValueError: a mask of the caller's own, or ``output_attentions``, for a static cache.
         RuntimeError: the codes of a static layer, out of turn.
     """
     sinks = kwargs.get("sinks") if s_aux is None else s_aux
+    weights = _wants_weights(module, kwargs)
     static = attended_layer(key)
     if static is not None:
+        if weights:
+            raise ValueError(
+                "output_attentions=True: a static cache gives no weights; use CarambaCache, or restore(model)"
+            )
         if not torch.compiler.is_compiling():
-            check_marked(attention_mask)
-        options = _options(scaling, softcap, sinks)
-        return static.attend(query, **options).transpose(1, 2).contiguous(), None
-    if _reads_packed(module, query, key, value, attention_mask, dropout, kwargs):
+            check_told(static.common, static.maker.index, attention_mask)
+        out = static.attend(query, **_options(scaling, softcap, sinks))
+        return without_gradient(out, query, *static.sources).transpose(1, 2).contiguous(), None
+    if not weights and _reads_packed(module, query, key, value, attention_mask, dropout, kwargs):
         out = _packed(query, key, attention_mask, scaling, softcap, sinks)
+        out = without_gradient(out, query, key, value)
         return out.transpose(1, 2).contiguous(), None
     theirs = None if torch.compiler.is_compiling() else foreign(getattr(module, "config", None))
     if theirs is not None:
@@ -71,8 +77,10 @@ def caramba_attention(
     check_no_codes(key)
     if dropout:
         check_no_dropout(key)
+    if not torch.compiler.is_compiling():
+        _tell_of_stock_cache(module, query, key)
     return _plain(
-        module, query, key, value, attention_mask, scaling, softcap, sinks, dropout, kwargs
+        module, query, key, value, attention_mask, scaling, softcap, sinks, dropout, weights, kwargs
     )
 
 
@@ -86,16 +94,54 @@ def _plain(
     softcap: float | None,
     s_aux: Tensor | None,
     dropout: float,
+    weights: bool,
     kwargs: dict[str, Any],
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention over tensors: those given, or the values of deferred ones."""
-    mask = _dense_mask(query, key, mask, _is_causal(module, kwargs))
+    causal = _is_causal(module, kwargs)
+    mask = _dense_mask(query, key, mask, causal)
     key, value = values_of(key), values_of(value)
-    if softcap or s_aux is not None:
-        return soft_attention(query, key, value, mask, scaling, softcap, s_aux), None
-    return sdpa_attention_forward(
+    asks_more = any(kwargs.get(name) is not None for name in DENSE_ONLY)
+    if weights and asks_more:
+        raise ValueError(
+            f"output_attentions=True: no weights with {', '.join(DENSE_ONLY)} under our attention; restore(model)"
+        )
+    if weights or softcap or s_aux is not None:
+        return soft_attention(
+            query, key, value, mask, scaling, softcap, s_aux,
+            causal=causal, dropout=dropout, keep_weights=weights,
+        )  # fmt: skip
+    found: tuple[Tensor, None] = sdpa_attention_forward(
         module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
     )
+    return found
+
+
+def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether ``output_attentions`` is asked for, in the call or by the config; said once that it is slow."""
+    config = getattr(module, "config", None)
+    wanted = kwargs.get("output_attentions")
+    if wanted is None:
+        wanted = getattr(config, "output_attentions", False)
+    if wanted:
+        once(
+            config,
+            "output_attentions",
+            "output_attentions=True: attention is computed from dequantized keys and values, which is slow; "
+            "restore(model) gives the model's own attention back",
+        )
+    return bool(wanted)
+
+
+def _tell_of_stock_cache(module: nn.Module, query: Tensor, key: Any) -> None:
+    """Once a model: it has our attention, and its decode steps read a cache that is not packed."""
+    if type(key) is Tensor and query.shape[2] < key.shape[2] and not inside.dense:
+        once(
+            getattr(module, "config", None),
+            "stock cache",
+            "a model with our attention decodes with a cache of transformers, which is not packed: forward passes of "
+            "one's own need past_key_values=CarambaCache(model, ...); generate() of an accelerated model makes it",
+        )
 
 
 def _reads_packed(

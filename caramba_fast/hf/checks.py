@@ -11,9 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
-from caramba_fast.hf.compat import stock_layers
+from caramba_fast.hf.compat import keeps_only_tokens, stock_layers
 
 ALLOWED = (
     "decoder-only causal language models that keep keys and values in a transformers Cache are"
@@ -60,14 +59,22 @@ def check_cacheable(model: Any) -> None:
             if model._supports_default_dynamic_cache()
             else []
         )
-        if not any(isinstance(layer, DynamicLayer) for layer in layers):
-            reason = "it keeps no keys and values in a DynamicCache (it is recurrent, or brings its own cache)"
+        if not any(keeps_only_tokens(layer) for layer in layers):
+            kinds = (
+                ", ".join(sorted({type(layer).__name__ for layer in layers})) or "no DynamicCache"
+            )
+            reason = (
+                "none of its layers keeps keys and values of tokens alone (it is recurrent, or brings its own cache: "
+                f"{kinds}), so nothing could be packed"
+            )
     _refuse(model, reason)
 
 
 def _reason(model: Any) -> str | None:
     if not isinstance(model, PreTrainedModel):
-        return "it is no transformers PreTrainedModel"
+        inner = _wrapped(model)
+        hint = f": give us the model inside, {inner}" if inner else ""
+        return f"it is no transformers PreTrainedModel{hint}"
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder"
     if getattr(model.config, "add_cross_attention", False):
@@ -76,6 +83,18 @@ def _reason(model: Any) -> str | None:
         return "it has no language-model head, so it cannot generate"
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         return "its forward takes no past_key_values: it keeps no keys and values"
+    return None
+
+
+def _wrapped(model: Any) -> str | None:
+    """How to get at the transformers model that ``model`` wraps; None if it wraps none."""
+    if isinstance(getattr(model, "_orig_mod", None), PreTrainedModel):
+        return "model._orig_mod, and compile it afterwards"
+    get = getattr(model, "get_base_model", None)
+    if callable(get) and isinstance(get(), PreTrainedModel):
+        return "model.get_base_model() (adapters stay in it, and PeftModel.generate uses it)"
+    if isinstance(getattr(model, "module", None), PreTrainedModel):
+        return "model.module"
     return None
 
 
@@ -135,11 +154,12 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout; leaves every module as it was."""
+    """Without dropout, and as it is written where it is compiled; leaves every module as it was."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         for module in training:
             module.training = True

@@ -6,7 +6,7 @@ a mask) that attention reads as it is. Any other op gets the values, made on the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from caramba_fast.hf.packed_layer import CarambaLayer
     from caramba_fast.hf.step_cache import StepLayer
+
+T = TypeVar("T", bound=Tensor)
 
 
 class Deferred(torch.Tensor):
@@ -59,17 +61,43 @@ class PackedStates(Deferred):
 
     @classmethod
     def of(cls, layer: CarambaLayer | StepLayer, stream: str, like: Tensor) -> PackedStates:
-        """All that ``layer`` holds, in the dtype of ``like`` (B, H_kv, T, D)."""
+        """All that ``layer`` holds, in the dtype of ``like`` (B, H_kv, T, D), of which the newest tokens are."""
         batch, heads, _, dim = like.shape
         made = cls._empty((batch, heads, layer.length, dim), like.dtype, like.device)
         made.layer, made.stream, made._made = layer, stream, None
-        return made
+        return without_gradient(made, like)
 
     def dense(self) -> Tensor:
-        """Dequantized; counted, and warned of once a layer."""
+        """Dequantized; counted, and warned of once a cache."""
         if self._made is None:
             self._made = self.layer.dequantized(self.stream, self.dtype, self.shape[2])
         return self._made
+
+
+class _NoGradient(torch.autograd.Function):
+    """A tensor that was made without a graph, as if made from others: its gradient does not exist."""
+
+    @staticmethod
+    def forward(ctx: Any, made: list[Tensor], *_: Tensor) -> Tensor:  # noqa: ARG004 - autograd's names
+        return made[0]  # in a list: what autograd takes for no input of its own
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:  # noqa: ARG004
+        raise RuntimeError(
+            "attention read keys and values that a packed cache stores, through which no gradient flows; to train, "
+            "pass use_cache=False or a DynamicCache of transformers, and to evaluate, use torch.no_grad()"
+        )
+
+
+def without_gradient(made: T, *sources: Tensor) -> T:
+    """``made`` came from ``sources`` by way of the cache: a backward pass through it raises."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return made
+    wanted = [x for x in sources if x.requires_grad]
+    if not wanted:
+        return made
+    found: T = _NoGradient.apply([made.detach() if type(made) is Tensor else made], *wanted)
+    return found
 
 
 def values_of(x: Any) -> Any:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +32,38 @@ class Held:
 
 
 class Inside(threading.local):
-    """How many of our passes this thread is in."""
+    """How many of our passes this thread is in: those that read packed, and those that read tensors of our caches."""
 
     passes = 0
+    dense = 0
+
+
+@contextmanager
+def dense_pass() -> Iterator[None]:
+    """A pass whose attention gets tensors that come from a cache of ours."""
+    inside.dense += 1
+    try:
+        yield
+    finally:
+        inside.dense -= 1
 
 
 lock = threading.Lock()
 held: dict[int, Held] = {}
 inside = Inside()
+_said: dict[int, set[str]] = {}  # what was said of a config, by its id
+
+
+def once(config: Any, topic: str, message: str) -> None:
+    """Warns of a topic, once for each config."""
+    known = _said.get(id(config))
+    if known is None:
+        known = _said[id(config)] = set()
+        if config is not None:  # another may get its id
+            weakref.finalize(config, _said.pop, id(config), None)
+    if topic not in known:
+        known.add(topic)
+        warnings.warn(message, stacklevel=2)
 
 
 def implementation(config: Any) -> str:

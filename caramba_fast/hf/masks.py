@@ -10,16 +10,18 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import masking_utils
 
 from caramba_fast.hf.compat import MaskCall
 from caramba_fast.hf.deferred import Deferred
 from caramba_fast.hf.holding import foreign, mask_function
 from caramba_fast.hf.patterns import Pattern, pattern_of
+
+if TYPE_CHECKING:
+    from caramba_fast.hf.common import Common
 
 
 class PatternMask(Deferred):
@@ -118,7 +120,44 @@ def starts(padding: Tensor | None, keys: int) -> tuple[Tensor | None, bool]:
 
 # -- which cache a mask is for -----------------------------------------------------------------
 
+
+class Asked(threading.local):
+    """The static cache that a compiled pass of this thread makes masks for."""
+
+    compiled: Any = None
+
+
 _asked = threading.local()
+_compiling = Asked()
+
+
+def expect_compiled_mask(cache: Any) -> None:
+    """As `expect_mask`, in compiled code."""
+    _compiling.compiled = cache
+
+
+def _tell_compiled(call: MaskCall) -> None:
+    """A static cache takes the rows' starts from the mask, by ops alone.
+
+    Raises:
+        RuntimeError: as the compiled pass runs, for padding that is not in front of its row.
+    """
+    cache = _compiling.compiled
+    if cache is None:
+        return
+    _compiling.compiled = None
+    if call.padding is None:
+        return
+    seen = call.padding.to(torch.bool)
+    starts = seen.to(torch.int32).argmax(-1).to(torch.int32)
+    columns = torch.arange(seen.shape[1], device=seen.device)
+    to_come = columns >= cache.layers[0].cumulative_length + call.queries
+    torch._assert_async(
+        ((seen == (columns >= starts[:, None])) | to_come).all(),
+        "a static cache takes padding in front of rows alone; use CarambaCache for padding between tokens",
+    )
+    for layer in cache.layers:
+        layer.starts.copy_(starts)
 
 
 def expect_mask(cache: Any, keys: int) -> None:
@@ -143,7 +182,9 @@ def caramba_mask(**given: Any) -> Tensor | None:
         ValueError: a mask that a static cache does not follow.
     """
     if torch.compiler.is_compiling():
-        return masking_utils.sdpa_mask(**given)
+        call = MaskCall.of(**given)
+        _tell_compiled(call)
+        return _of_stock_cache(call)
     theirs = foreign(given.get("config"))
     if theirs is not None:
         make = mask_function(theirs)
@@ -151,10 +192,10 @@ def caramba_mask(**given: Any) -> Tensor | None:
     call = MaskCall.of(**given)
     cache = _expecting(call.keys)
     if cache is None:
-        return call.dense()
+        return _of_stock_cache(call)
     if cache.is_compileable:
         _tell_static(cache, call)
-        return _marked(call.dense())
+        return call.dense()
     leftpad, regular = starts(call.padding, call.keys)
     pattern = pattern_of(call.function)
     known = cache.rows_start_at(leftpad if regular else None)
@@ -171,6 +212,17 @@ def caramba_mask(**given: Any) -> Tensor | None:
     return PatternMask.of(shape, place, pattern, leftpad)
 
 
+def _of_stock_cache(call: MaskCall) -> Tensor | None:
+    """What ``sdpa`` gets, where None means one thing: all keys for one query, or as many queries as keys, causally.
+
+    For the prompt of a stock static cache None would also mean: the first query with the first of more keys.
+    """
+    mask = call.dense()
+    if mask is None and call.queries not in (1, call.keys):
+        mask = call.dense(allow_is_causal_skip=False)
+    return mask
+
+
 def _tell_static(cache: Any, call: MaskCall) -> None:
     """A cache of fixed size takes the rows' starts from the prompt's mask, and keeps them.
 
@@ -184,7 +236,9 @@ def _tell_static(cache: Any, call: MaskCall) -> None:
         )
     leftpad, regular = None, True
     if call.padding is not None:
-        leftpad, regular = starts(call.padding, call.padding.shape[1])
+        # columns of tokens to come may be there already
+        known = min(call.padding.shape[1], cache.layers[0].counted + call.queries)
+        leftpad, regular = starts(call.padding[:, :known], known)
     if not regular:
         raise ValueError(
             "a static cache takes padding in front of rows alone; use CarambaCache for padding between tokens"
@@ -194,22 +248,18 @@ def _tell_static(cache: Any, call: MaskCall) -> None:
             "the mask says that rows start elsewhere than the mask of the prompt did, which a static cache keeps; give "
             "it attention_mask for all tokens of every row, or use CarambaCache"
         )
+    cache.common.told = set(range(len(cache.layers)))
 
 
-#: Set on masks for static caches that say what their layers do.
-_MARK = "_of_static_cache"
+def check_told(common: Common, layer: int, mask: Tensor | None) -> None:
+    """Raises ValueError for a mask of the caller's own: a static cache reads no masks.
 
-
-def _marked(mask: Tensor | None) -> Tensor | None:
-    if mask is not None:
-        setattr(mask, _MARK, True)
-    return mask
-
-
-def check_marked(mask: Tensor | None) -> None:
-    """Raises ValueError for a mask of the caller's own: a static cache reads no masks."""
-    if mask is not None and not hasattr(mask, _MARK):
+    Masks are made before a pass; each layer takes what was said of them once. What became of the mask since (a copy,
+    a slice) says nothing.
+    """
+    if mask is not None and layer not in common.told:
         raise ValueError(
             f"a static cache takes attention_mask as (B, tokens), not a mask {tuple(mask.shape)} of the caller's own; "
             "use CarambaCache"
         )
+    common.told.discard(layer)

@@ -19,19 +19,23 @@ from caramba_fast.hf.packed_layer import CarambaLayer
 from caramba_fast.hf.probe import probe
 from caramba_fast.hf.settings import CacheArgument, CacheSettings
 from caramba_fast.hf.stock_state import move_stock
+from caramba_fast.hf.switching import decoder_configs
 
 
 class CarambaCache(Cache):
     """``past_key_values`` for a model of transformers.
 
     Full, sliding and chunked attention layers are packed; layers of other kinds (linear attention, convolutions)
-    are those of a stock `DynamicCache`. Memory is allocated when the first tokens come, and grows.
+    are those of a stock `DynamicCache`. Memory is allocated when the first tokens come, and grows where no
+    ``max_seq_len`` is given; `reserve` makes room ahead.
 
     Args:
         model: the model it is for; it must use our attention (`accelerate`, or `register` and
             ``model.set_attn_implementation("caramba_fast")``), or every step dequantizes.
         cache: "q4", "q8/q4" (K/V), dict(k="q8", v="q4"), …
-        max_seq_len: tokens a row is to have room for from the start; more makes it grow.
+        max_seq_len: most tokens of a row, padding included; room for all of them is there from the start. More raise
+            ValueError before anything is written. None for no limit.
+        offloading: whether layers that are not attended to wait on the CPU.
         prefill, calibration, fields: as in `CacheSettings.of`.
 
     Raises:
@@ -50,32 +54,37 @@ class CarambaCache(Cache):
         offloading: bool = False,
         **options: Any,
     ) -> None:
+        if max_seq_len is not None and max_seq_len < 1:
+            raise ValueError(f"max_seq_len is {max_seq_len}; 1 or more, or None for no limit")
         self._make(model, CacheSettings.of(cache, **options), max_seq_len, offloading)
+        self.common.limit = max_seq_len
 
     @classmethod
     def of(
         cls,
         model: PreTrainedModel,
         settings: CacheSettings,
-        max_seq_len: int | None = None,
+        room: int | None = None,
         offloading: bool = False,
     ) -> CarambaCache:
-        """The same, from settings that are made already."""
+        """The same without a limit, from settings that are made already, with room for rows of ``room`` tokens."""
         made = cls.__new__(cls)
-        made._make(model, settings, max_seq_len, offloading)
+        made._make(model, settings, room, offloading)
         return made
 
     def _make(
         self,
         model: PreTrainedModel,
         settings: CacheSettings,
-        max_seq_len: int | None,
+        room: int | None,
         offloading: bool,
     ) -> None:
         check_cacheable(model)
-        self.common = Common(type(model).__name__, settings, max_seq_len)
-        known: dict[int, LayerShape] = known_shapes(model) if settings.takes_constants else {}
         config = model.config.get_text_config(decoder=True)
+        self.common = Common(
+            type(model).__name__, settings, config, bool(decoder_configs(model)), room
+        )
+        known: dict[int, LayerShape] = known_shapes(model) if settings.takes_constants else {}
         lending = lenders(config)
         super().__init__(
             layers=[
@@ -152,6 +161,11 @@ class CarambaCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, CarambaLayer)]
 
     @property
+    def max_seq_len(self) -> int | None:
+        """Most tokens of a row; None for no limit."""
+        return self.common.limit
+
+    @property
     def length(self) -> int:
         """Tokens of a row, padding included."""
         return max((layer.length for layer in self._packed()), default=0)
@@ -167,7 +181,12 @@ class CarambaCache(Cache):
         return self.common.dequantized
 
     def reserve(self, tokens: int) -> None:
-        """Makes room for rows of ``tokens``, in layers that hold some and those that will."""
+        """Makes room for rows of ``tokens``, in layers that hold some and those that will.
+
+        Raises:
+            ValueError: more than ``max_seq_len``.
+        """
+        self.common.check_length(tokens)
         self.common.room = max(tokens, self.common.room or 0)
         for layer in self._packed():
             layer.reserve(tokens)

@@ -85,6 +85,43 @@ class CarambaLayer(CacheLayerMixin):
         return self._slots[2]
 
     @property
+    def keys(self) -> Tensor | None:
+        """Keys (B, H_kv, length, D) of all tokens, dequantized when an op asks for values; None before the first."""
+        return self._states("k")
+
+    @keys.setter
+    def keys(self, value: Tensor | None) -> None:
+        self._not_set(value)
+
+    @property
+    def values(self) -> Tensor | None:
+        """Values (B, H_kv, length, D_v), as `keys`."""
+        return self._states("v")
+
+    @values.setter
+    def values(self, value: Tensor | None) -> None:
+        self._not_set(value)
+
+    def _states(self, stream: str) -> Tensor | None:
+        if self.store is None or self.store.is_empty:
+            return None
+        dim = self.store.streams[stream].head_dim
+        like = torch.empty(
+            self.store.batch_size,
+            self.store.n_kv_heads,
+            0,
+            dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        return PackedStates.of(self, stream, like)
+
+    def _not_set(self, value: Tensor | None) -> None:
+        """Raises AttributeError for tensors: `update` writes, and nothing else."""
+        if value is not None:  # transformers sets None in the constructor
+            raise AttributeError("keys and values of a packed layer are written by update()")
+
+    @property
     def batch_size(self) -> int:
         """Rows; an AttributeError before the first tokens, as in transformers' own layers."""
         if self.store is None:
@@ -146,13 +183,19 @@ class CarambaLayer(CacheLayerMixin):
         """
         store = self._store_for(key_states, value_states)
         exact = store.is_empty and self.common.settings.prefill == "exact"
-        store.append(key_states, value_states, cache_leftpad=self.leftpad, will_attend=not exact)
+        store.append(
+            key_states.detach(),
+            value_states.detach(),
+            cache_leftpad=self.leftpad,
+            will_attend=not exact,
+        )
         if exact:
             self._leave_behind(0)
             return key_states, value_states
         return PackedStates.of(self, "k", key_states), PackedStates.of(self, "v", value_states)
 
     def _store_for(self, keys: Tensor, values: Tensor) -> LayerKVCache:
+        self.common.check_length(self.length + keys.shape[2])
         if self.store is None:
             self.lazy_initialization(keys, values)
         store = self.store
@@ -225,11 +268,11 @@ class CarambaLayer(CacheLayerMixin):
         """The first ``length`` keys ("k") or values ("v") of every row, as a tensor; it is counted."""
         common = self.common
         common.dequantized += 1
-        if self.index not in common.warned:
-            common.warned.add(self.index)
+        if not common.warned:
+            common.warned = True
             warnings.warn(
-                f"{common.model}, layer {self.index}: its attention (or its mask) needs keys and values as "
-                "tensors, so this layer's cache is dequantized at every step: right, but slow",
+                f"{common.model}, layer {self.index} (and others, maybe): its keys and values are dequantized at every "
+                f"step, which is right, but slow: {self.common.why_dequantized()}",
                 stacklevel=2,
             )
         assert self.store is not None

@@ -1,7 +1,7 @@
-"""Attention over plain tensors with what ``sdpa`` has not: capped logits and sinks.
+"""Attention over plain tensors with what ``sdpa`` has not: capped logits, sinks, and the weights themselves.
 
-For prompts (the cache is empty, keys and values are at hand) of Gemma 2 and gpt-oss, a few queries at a time, so
-that the weights of a long prompt never exist at once.
+For prompts (the cache is empty, keys and values are at hand) and stock caches of Gemma 2 and gpt-oss, a few queries
+at a time, so that the weights of a long prompt exist at once only where they are asked for.
 """
 
 from __future__ import annotations
@@ -21,21 +21,28 @@ def soft_attention(
     scaling: float | None,
     softcap: float | None,
     s_aux: Tensor | None,
-) -> Tensor:
-    """(B, H_q, T, D) over (B, H_kv, L, D) and (B, H_kv, L, D_v) -> (B, T, H_q, D_v).
+    *,
+    causal: bool,
+    dropout: float = 0.0,
+    keep_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(B, H_q, T, D) over (B, H_kv, L, D) and (B, H_kv, L, D_v) -> (B, T, H_q, D_v), and the weights (B, H_q, T, L).
 
     Args:
-        mask: (B, 1, T, L), bool or additive; None for causal from the first key on.
+        mask: (B, 1, T, L), bool or additive; None for none.
         scaling: multiplies q·k; default 1 / sqrt(D).
         softcap: logits become ``softcap * tanh(logits / softcap)``; None or 0 for none.
         s_aux: (H_q,), a logit each head's softmax has besides.
+        causal: without a mask, whether a query sees no key after its own; the newest query is the last key's.
+        dropout: share of the weights that is dropped.
+        keep_weights: whether to return the weights, which are None otherwise.
     """
     batch, heads, tokens, dim = query.shape
     keys, groups = key.shape[2], heads // key.shape[1]
     scale = dim**-0.5 if scaling is None else scaling
     columns = torch.arange(keys, device=query.device)
     step = max(1, MOST_WEIGHTS // (batch * heads * keys))
-    parts = []
+    parts, kept = [], []
     for first in range(0, tokens, step):
         piece = query[:, :, first : first + step].unflatten(1, (key.shape[1], groups))
         logits = torch.matmul(piece, key[:, :, None].transpose(-1, -2)) * scale
@@ -43,14 +50,19 @@ def soft_attention(
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
         if mask is not None:
-            seen = mask[:, :, first : first + step, :keys]
-        else:
+            logits = _masked(logits, mask[:, :, first : first + step, :keys])
+        elif causal:
             rows = torch.arange(first, first + piece.shape[3], device=query.device)
-            seen = (columns <= rows[:, None])[None, None]
-        weights = _softmax(_masked(logits, seen), s_aux).to(value.dtype)
+            logits = _masked(logits, (columns <= rows[:, None] + keys - tokens)[None, None])
+        weights = _softmax(logits, s_aux).to(value.dtype)
+        if keep_weights:
+            kept.append(weights)
+        if dropout:
+            weights = torch.dropout(weights, dropout, train=True)
         grouped = weights.unflatten(1, (key.shape[1], groups))
         parts.append(torch.matmul(grouped, value[:, :, None]).flatten(1, 2))
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
+    out = torch.cat(parts, dim=2).transpose(1, 2).contiguous()
+    return out, torch.cat(kept, dim=2) if keep_weights else None
 
 
 def _masked(logits: Tensor, seen: Tensor) -> Tensor:

@@ -13,12 +13,13 @@ from transformers.cache_utils import Cache
 from caramba_fast.hf.checks import PerModel, evaluating
 from caramba_fast.hf.common import Common
 from caramba_fast.hf.compat import lenders, query_length
-from caramba_fast.hf.holding import NAME, implementation
-from caramba_fast.hf.masks import expect_mask
-from caramba_fast.hf.packed_cache import CarambaCache
+from caramba_fast.hf.holding import NAME, implementation, once
+from caramba_fast.hf.masks import expect_compiled_mask, expect_mask
+from caramba_fast.hf.packed_cache import CarambaCache, known_shapes
 from caramba_fast.hf.packed_layer import CarambaLayer
 from caramba_fast.hf.settings import CacheArgument, CacheSettings
 from caramba_fast.hf.static_layer import CarambaStaticLayer
+from caramba_fast.hf.switching import decoder_configs
 
 
 class CarambaStaticCache(Cache):
@@ -72,6 +73,33 @@ class CarambaStaticCache(Cache):
             layers.append(CarambaStaticLayer(max_cache_len, maker))
         super().__init__(layers=layers)
 
+    def initialize(self, model: PreTrainedModel, rows: int) -> None:
+        """Allocates all layers for so many rows, before the first tokens: for prompts that run compiled, too.
+
+        Constants of ``center`` and ``scale`` come from an uncompiled first prompt, else from calibration alone.
+
+        Args:
+            model: the one it is for; what its layers store is found by asking it.
+        """
+        settings = self.common.settings
+        if settings.takes_constants and settings.calibration is None:
+            once(
+                self.common.config,
+                "compiled prompt",
+                f"cache={settings.name!r} takes constants from the first prompt, which a compiled forward pass does "
+                "not show: calibrate (calibration=…), or leave the prompt uncompiled, as generate() does by itself",
+            )
+        embeddings: Any = model.get_input_embeddings()
+        like = embeddings.weight
+        for index, shape in known_shapes(model).items():
+            heads = (rows, shape.n_kv_heads, 0)
+            k, v = (
+                torch.empty(*heads, dim // shape.n_kv_heads, dtype=like.dtype, device=like.device)
+                for dim in (shape.k_dim, shape.v_dim)
+            )
+            self.layers[index].lazy_initialization(k, v)
+            self.layers[index].take_known_constants()
+
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
@@ -89,7 +117,9 @@ class CarambaStaticCache(Cache):
             ValueError: the tokens that are coming do not fit, before any is written.
         """
         sizes = super().get_mask_sizes(given, layer_idx)
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            expect_compiled_mask(self)
+        else:
             self._check_room(query_length(given))
             expect_mask(self, sizes[0])
         return sizes
@@ -171,6 +201,11 @@ def check_reads_packed(model: PreTrainedModel) -> None:
         ValueError: it does not use our attention.
     """
     name = type(model).__name__
+    if not decoder_configs(model):
+        raise TypeError(
+            f"the attention of {name} is not on the attention interface of transformers, so it cannot read a static "
+            "cache; use CarambaCache (cache_implementation=None), which gives it tensors"
+        )
     if implementation(model.config.get_text_config(decoder=True)) != NAME:
         raise ValueError(
             f"{name} does not use our attention, which a static cache needs: accelerate(model), or register() "

@@ -42,10 +42,12 @@ class CarambaStaticLayer(StaticLayer):
 
     Attributes:
         counted: tokens the host knows of; compiled steps add some it does not see.
+        sources: the newest keys and values, if gradients were to flow to them.
     """
 
     is_compileable = True
     is_croppable = True
+    sources: tuple[Tensor, ...] = ()
 
     def __init__(self, max_cache_len: int, maker: CarambaLayer) -> None:
         super().__init__(max_cache_len=max_cache_len)
@@ -123,17 +125,22 @@ class CarambaStaticLayer(StaticLayer):
             self.check_room(self.counted, tokens)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        exact = self.is_empty and self.common.settings.prefill == "exact"
         if self.is_empty and not torch.compiler.is_compiling():
-            exact = self._first(key_states, value_states)
-            if exact:
-                return key_states, value_states
+            self._first(key_states.detach(), value_states.detach())
         else:
             assert self.k is not None and self.v is not None
             append_(
-                self.k, self.v, key_states, value_states, self.lengths, cache_leftpad=self.starts
-            )
+                self.k, self.v, key_states.detach(), value_states.detach(), self.lengths,
+                cache_leftpad=self.starts,
+            )  # fmt: skip
             self._advance(tokens)
+        if exact:
+            current.layer = None
+            return key_states, value_states
         current.layer = self
+        if not torch.compiler.is_compiling():
+            self.sources = (key_states, value_states) if torch.is_grad_enabled() else ()
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
 
@@ -157,9 +164,8 @@ class CarambaStaticLayer(StaticLayer):
         self.counted = int(self.cumulative_length) if self.is_initialized else 0
         return self.counted
 
-    def _first(self, keys: Tensor, values: Tensor) -> bool:
-        """The first tokens, from which constants are taken; whether attention is to see them as they came."""
-        exact = self.common.settings.prefill == "exact"
+    def _first(self, keys: Tensor, values: Tensor) -> None:
+        """The first tokens, from which constants are taken."""
         if keys.shape[0] != self.batch_size:
             raise ValueError(
                 f"{self.common.model}: the static cache has {self.batch_size} rows, and {keys.shape[0]} came; "
@@ -170,7 +176,11 @@ class CarambaStaticLayer(StaticLayer):
         store.append(keys, values, cache_leftpad=self.common.leftpad, will_attend=False)
         self._look()
         self._advance(keys.shape[2])
-        return exact
+
+    def take_known_constants(self) -> None:
+        """Takes the constants that are known without a prompt."""
+        self._store().take_constants()
+        self._look()
 
     def take_starts(self) -> None:
         """Takes over where rows start, for the steps to come."""

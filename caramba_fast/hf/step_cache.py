@@ -59,7 +59,8 @@ class StepLayer(CacheLayerMixin):
         """Stores (B, H_kv, T', D) keys and values; what it returns stands for all that are stored."""
         frame = self.frame
         self.store.append(
-            key_states, value_states, frame.new if frame.padded_queries else None,
+            key_states.detach(), value_states.detach(),
+            frame.new if frame.padded_queries else None,
             will_attend=not self.exact,
         )  # fmt: skip
         if self.exact:

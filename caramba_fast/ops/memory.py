@@ -21,6 +21,8 @@ ADVICE = 14
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.empty`, in huge pages if it is large, on the CPU and under Linux."""
     buffer = torch.empty(shape, dtype=dtype, device=device)
+    if torch.compiler.is_compiling():  # it has no address yet, and its size may be a symbol
+        return buffer
     if device.type == "cpu" and type(buffer) is Tensor and buffer.nbytes >= 2 * HUGE_PAGE:
         _advise(buffer.data_ptr(), buffer.nbytes)
     return buffer
