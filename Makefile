@@ -16,6 +16,7 @@ help:
 	@echo "make demo         a trained model writes from fp16, q8, q4 and nf4 caches"
 	@echo "make test         all tests"
 	@echo "make test-device  the parity tests on DEVICE=cpu|cuda|mps"
+	@echo "make test-upstream  transformers' own tests over accelerated models (UPSTREAM=--quick: minutes)"
 	@echo "make sanitize     the C++ tests under gcc's address and undefined-behaviour checks"
 	@echo "make cross        compile the C++ for aarch64 and with clang, every warning an error"
 	@echo "make lint         formatting, lint, types, layers"
@@ -190,3 +191,29 @@ test-hf-oldest: export OMP_NUM_THREADS = 1
 test-hf-oldest: $(VENV)/.test $(HF_VERSIONS:%=build/hf-%/.done)
 	printf '%s\n' $(HF_VERSIONS) | xargs -P 2 -I VERSION env PYTHONPATH=build/hf-VERSION \
 		$(BIN)/python -m pytest -q -p no:cacheprovider $(HF_TESTS)
+
+# transformers' own generation, cache and model tests over accelerated models. Their source is a checkout of the pinned
+# version (its sdist leaves most tests out): TRANSFORMERS_SOURCE=FOLDER, or a shallow clone. UPSTREAM=--quick takes four
+# families and a few minutes; all take more than an hour on two cores.
+UPSTREAM_REPO       ?= https://github.com/huggingface/transformers
+TRANSFORMERS_SOURCE ?= build/upstream/transformers
+TRANSFORMERS        := $(shell sed -n 's/^transformers==//p' constraints.txt)
+UPSTREAM            ?=
+.PHONY: test-upstream
+
+build/upstream/transformers/tests: constraints.txt
+	rm -rf build/upstream/transformers
+	GIT_TERMINAL_PROMPT=0 timeout 300 git clone -q --depth 1 --filter=blob:none --sparse --branch v$(TRANSFORMERS) \
+		$(UPSTREAM_REPO) build/upstream/transformers
+	git -C build/upstream/transformers sparse-checkout set tests utils
+	@touch $@
+
+build/upstream/site/.done: $(VENV)/.test
+	rm -rf build/upstream/site
+	$(PIP) --no-deps --target build/upstream/site parameterized accelerate psutil pytest-xdist execnet \
+		httpx httpcore h11 anyio pillow
+	@touch $@
+
+test-upstream: export OMP_NUM_THREADS = 1
+test-upstream: $(VENV)/.test build/upstream/site/.done $(TRANSFORMERS_SOURCE)/tests
+	PYTHONPATH=build/upstream/site $(BIN)/python tests/upstream.py --source $(TRANSFORMERS_SOURCE) $(UPSTREAM)

@@ -166,6 +166,11 @@ class CarambaCache(Cache):
         return self.common.limit
 
     @property
+    def max_cache_len(self) -> int:
+        """The same as PEFT asks for it: -1 for no limit."""
+        return -1 if self.common.limit is None else self.common.limit
+
+    @property
     def length(self) -> int:
         """Tokens of a row, padding included."""
         return max((layer.length for layer in self._packed()), default=0)
