@@ -44,6 +44,7 @@ PACKED = {
     "StableLM": "stablelm",
     "Llama 4 (chunks)": "llama4_text",
     "Qwen3-Next (linear)": "qwen3_next",
+    "Falcon-H1 (both in a layer)": "falcon_h1",
 }
 #: Right, but dequantized at every step, and said so.
 DEQUANTIZED = {
@@ -99,6 +100,13 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["chunked_attention", "full_attention"],
         },
     ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            **NARROW, **UNTIED, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16,
+            "mamba_d_state": 16, "mamba_n_groups": 1,
+        },
+    ),
     "qwen3_next": (
         "Qwen3NextConfig",
         {
@@ -111,10 +119,12 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 #: transformers 4.57 and 5.0: models that were not on the attention interface yet (or made masks of their own),
 #: one that brought its own cache, and one that expanded its latents before it stored them.
 IS_OLD = parse(transformers.__version__) < parse("5.1")
-OLD_DEQUANTIZED, OLD_REFUSED, OLD_PACKED = ("opt", "stablelm"), ("qwen3_next",), ("deepseek_v3",)
+OLD_DEQUANTIZED, OLD_PACKED = ("opt", "stablelm"), ("deepseek_v3",)
+OLD_REFUSED = ("qwen3_next", "falcon_h1")
 #: Features a family's own (stock) code does not run.
 STOCK_CANNOT: dict[str, tuple[str, ...]] = {
     "qwen3_next": ("prompt lookup", "assistant model"),
+    "falcon_h1": ("prompt lookup", "assistant model", "inputs_embeds"),
 }
 #: What a feature gives where the stock code does not run it: the tokens of another.
 SAME_AS = {

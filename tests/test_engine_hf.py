@@ -19,6 +19,7 @@ NEW = 8
 NOT_SERVED = {
     "llama4_text": "cannot be served by an Engine: its layers attend within chunks",
     "qwen3_next": "recurrent|linear|state",
+    "falcon_h1": "recurrent|linear|state",
 }
 
 

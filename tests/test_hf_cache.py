@@ -61,13 +61,13 @@ def crop(cache: Any, removed: int) -> None:
 
 
 #: Families with layers that are not attention.
-HYBRIDS = ["qwen3_next", "lfm2"]
+HYBRIDS = ["qwen3_next", "falcon_h1", "lfm2"]
 
 
 def hybrid(family: str) -> PreTrainedModel:
     if IS_OLD:
         pytest.skip("it brings a cache of its own in this transformers")
-    if family == "qwen3_next":
+    if family != "lfm2":
         model = tiny(family)
     else:
         config = Lfm2Config(

@@ -19,14 +19,15 @@ FAMILIES = sorted({*PACKED.values(), "falcon", "gptj"})
 #: A prompt, a chunk behind it, and single tokens: numbers of columns.
 PASSES = (6, 3, 1, 1)
 LEFT = 2
-#: Its layers of linear attention are not in a cache made without its config.
-STOCK_CANNOT = {("qwen3_next", "dynamic, no windows")}
+NO_CONFIG = "dynamic, no windows"
+#: Layers of linear attention are not in a cache made without the config.
+STOCK_CANNOT = {("qwen3_next", NO_CONFIG), ("falcon_h1", NO_CONFIG)}
 
 Make = Callable[[PreTrainedModel], Any]
 CACHES: dict[str, Make] = {
     "made by the model": lambda model: None,
     "dynamic": lambda model: DynamicCache(config=model.config),
-    "dynamic, no windows": lambda model: DynamicCache(),
+    NO_CONFIG: lambda model: DynamicCache(),
     "static": lambda model: StaticCache(config=model.config, max_cache_len=24),
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import upstream
 
-TESTS = '''
+TESTS = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from tests.test_training_mixin import TrainingTesterMixin
@@ -35,7 +35,7 @@ class LlamaTest(TrainingTesterMixin, unittest.TestCase):
     def test_fails_with_stock_models_too(self):
         self.test_generate()
         assert False
-'''
+"""
 
 
 @pytest.fixture

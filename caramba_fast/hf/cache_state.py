@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from caramba_fast.hf.common import Common
+from caramba_fast.hf.hybrid_layer import STATES, HybridLayer
 from caramba_fast.hf.packed_layer import CarambaLayer
-from caramba_fast.hf.stock_state import load_stock, state_of_stock
+from caramba_fast.hf.stock_state import copied, load_stock, state_of_stock
 
 #: What a state says it is.
 FORMAT = "caramba_fast.hf.cache.1"
@@ -31,7 +32,10 @@ def _layer_state(layer: CarambaLayer) -> dict[str, Any]:
     if layer.store is None:
         return {}
     dtype = str(layer.dtype).removeprefix("torch.")
-    return {"dropped": layer.dropped, "dtype": dtype, "store": layer.store.state_dict()}
+    state = {"dropped": layer.dropped, "dtype": dtype, "store": layer.store.state_dict()}
+    if isinstance(layer, HybridLayer):
+        state["states"] = {name: copied(getattr(layer, name), name, layer, None) for name in STATES}
+    return state
 
 
 def load_state(
@@ -78,3 +82,6 @@ def _load_layer(
     assert layer.store is not None
     layer.store.load_state_dict(store)
     layer.dropped = int(state["dropped"])
+    if isinstance(layer, HybridLayer):
+        for name in STATES:
+            setattr(layer, name, copied(state["states"][name], name, layer, place))

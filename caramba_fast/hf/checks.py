@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from caramba_fast.hf.compat import keeps_only_tokens, stock_layers
+from caramba_fast.hf.compat import is_hybrid, keeps_only_tokens, stock_layers
 
 ALLOWED = (
     "decoder-only causal language models that keep keys and values in a transformers Cache are"
@@ -59,7 +59,7 @@ def check_cacheable(model: Any) -> None:
             if model._supports_default_dynamic_cache()
             else []
         )
-        if not any(keeps_only_tokens(layer) for layer in layers):
+        if not any(keeps_only_tokens(layer) or is_hybrid(layer) for layer in layers):
             kinds = (
                 ", ".join(sorted({type(layer).__name__ for layer in layers})) or "no DynamicCache"
             )

@@ -33,7 +33,7 @@ def check_version(found: str) -> None:
 
 check_version(transformers.__version__)
 
-from transformers import masking_utils  # noqa: E402 - after the version is known to have it
+from transformers import cache_utils, masking_utils  # noqa: E402 - after the version is known to have it
 from transformers.cache_utils import (  # noqa: E402
     Cache,
     DynamicCache,
@@ -107,6 +107,22 @@ def stock_layers(config: Any) -> list[Any]:
 def keeps_only_tokens(layer: Any) -> bool:
     """Whether a stock layer keeps K and V of tokens and nothing else."""
     return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+#: Stock layers that keep K and V of tokens beside a state of linear attention; there are none before 5.1.
+HYBRIDS: tuple[Any, ...] = tuple(
+    getattr(cache_utils, name)
+    for name in (
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+    )
+    if hasattr(cache_utils, name)
+)
+
+
+def is_hybrid(layer: Any) -> bool:
+    """Whether a stock layer keeps K and V of tokens beside a state."""
+    return type(layer) in HYBRIDS
 
 
 def is_chunked(config: Any, index: int) -> bool:

@@ -13,7 +13,14 @@ from caramba_fast.cache import LayerShape
 from caramba_fast.hf.cache_state import load_state, state_of
 from caramba_fast.hf.checks import check_cacheable
 from caramba_fast.hf.common import Common
-from caramba_fast.hf.compat import is_chunked, keeps_only_tokens, lenders, stock_layers
+from caramba_fast.hf.compat import (
+    is_chunked,
+    is_hybrid,
+    keeps_only_tokens,
+    lenders,
+    stock_layers,
+)
+from caramba_fast.hf.hybrid_layer import hybrid
 from caramba_fast.hf.masks import expect_mask
 from caramba_fast.hf.packed_layer import CarambaLayer
 from caramba_fast.hf.probe import probe
@@ -88,16 +95,21 @@ class CarambaCache(Cache):
         lending = lenders(config)
         super().__init__(
             layers=[
-                CarambaLayer(
-                    i, self.common, known.get(i), getattr(layer, "sliding_window", None),
+                self._layer(
+                    layer, i, self.common, known.get(i), getattr(layer, "sliding_window", None),
                     is_chunked(config, i), i in lending,
                 )
-                if keeps_only_tokens(layer)
-                else layer
                 for i, layer in enumerate(stock_layers(config))
             ]
         )  # fmt: skip
         self.offloads = offloading
+
+    @staticmethod
+    def _layer(stock: Any, *args: Any) -> Any:
+        """What takes the place of a stock layer: itself, where it keeps no K and V."""
+        if keeps_only_tokens(stock):
+            return CarambaLayer(*args)
+        return hybrid(stock, *args) if is_hybrid(stock) else stock
 
     # -- what transformers calls --------------------------------------------------------
 

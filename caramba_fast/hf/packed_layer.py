@@ -51,7 +51,7 @@ class CarambaLayer(CacheLayerMixin):
         chunked: bool = False,
         lends: bool = False,
     ) -> None:
-        super().__init__()
+        CacheLayerMixin.__init__(self)  # not super(): hybrid layers have more bases
         self.index, self.common, self.shape, self.lends = index, common, shape, lends
         self.sliding_window, self.chunked = window, chunked
         self.is_sliding = window is not None

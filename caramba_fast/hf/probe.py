@@ -20,7 +20,8 @@ from caramba_fast.cache import AnyLayerShape, LayerShape, StreamStatistics
 from caramba_fast.config import Rotary
 from caramba_fast.hf.cache import RecordingLayer
 from caramba_fast.hf.checks import ALLOWED, PerModel, evaluating, max_positions
-from caramba_fast.hf.compat import keeps_only_tokens, lenders, stock_layers
+from caramba_fast.hf.compat import is_hybrid, keeps_only_tokens, lenders, stock_layers
+from caramba_fast.hf.hybrid_layer import recording
 
 #: Relative error up to which turned keys count as equal: bfloat16 keeps 8 bits.
 CLOSE = 0.02
@@ -93,7 +94,14 @@ def _probe(model: PreTrainedModel) -> Findings:
 def _recording(model: PreTrainedModel) -> list[Any]:
     """The layers of the model's own cache; those of keys and values take note of what comes."""
     layers = stock_layers(model.config.get_text_config(decoder=True))
-    return [RecordingLayer() if keeps_only_tokens(layer) else layer for layer in layers]
+    return [
+        RecordingLayer()
+        if keeps_only_tokens(layer)
+        else recording(layer)
+        if is_hybrid(layer)
+        else layer
+        for layer in layers
+    ]
 
 
 def _check_tensors(model: PreTrainedModel, kept: list[tuple[int, Any]]) -> None:

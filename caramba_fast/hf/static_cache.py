@@ -227,7 +227,7 @@ def check_reads_packed(model: PreTrainedModel) -> None:
 def _dequantizations(model: PreTrainedModel) -> int:
     """How many a prompt and a step take."""
     cache = CarambaCache(model, "fp32")
-    if not all(isinstance(layer, CarambaLayer) for layer in cache.layers):
+    if not all(type(layer) is CarambaLayer for layer in cache.layers):
         raise TypeError(
             f"{type(model).__name__} has layers of other kinds than attention; use CarambaCache"
         )

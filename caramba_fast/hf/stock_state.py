@@ -22,7 +22,7 @@ def state_of_stock(layer: Any) -> dict[str, Any]:
     Raises:
         ValueError: one is no tensor, number or name.
     """
-    fields = {name: _copied(value, name, layer, None) for name, value in vars(layer).items()}
+    fields = {name: copied(value, name, layer, None) for name, value in vars(layer).items()}
     return {"stock": type(layer).__name__, "fields": fields}
 
 
@@ -42,25 +42,25 @@ def load_stock(layer: Any, state: dict[str, Any], device: Place) -> None:
             f"this cache has a {type(layer).__name__} of {', '.join(sorted(vars(layer)))}"
         )
     for name, value in fields.items():
-        setattr(layer, name, _copied(value, name, layer, device))
+        setattr(layer, name, copied(value, name, layer, device))
 
 
 def move_stock(layer: Any, device: torch.device | str) -> None:
     """Moves a layer's tensors to a device."""
     for name, value in vars(layer).items():
-        setattr(layer, name, _copied(value, name, layer, device))
+        setattr(layer, name, copied(value, name, layer, device))
 
 
-def _copied(value: Any, name: str, layer: Any, device: Place) -> Any:
+def copied(value: Any, name: str, layer: Any, device: Place) -> Any:
     """A copy, on ``device`` where one is given."""
     if isinstance(value, Tensor):
         return value.clone() if device is None else value.to(device, copy=True)
     if isinstance(value, torch.device):
         return value if device is None else torch.device(device)
     if isinstance(value, dict):
-        return {key: _copied(x, name, layer, device) for key, x in value.items()}
+        return {key: copied(x, name, layer, device) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_copied(x, name, layer, device) for x in value)
+        return type(value)(copied(x, name, layer, device) for x in value)
     if isinstance(value, PLAIN):
         return value
     raise ValueError(
