@@ -186,6 +186,9 @@ def test_wrapped_models_are_refused_with_the_way_to_the_model_inside() -> None:
         accelerate(torch.compile(model))
     with pytest.raises(TypeError, match=r"model\.module"):
         accelerate(nn.DataParallel(model))
+    for kind in KINDS:
+        with pytest.raises(TypeError, match="meta device: load them first"):
+            accelerate(tiny("llama").to("meta"), kind)
 
 
 def messages(model: PreTrainedModel, cache: Any, steps: int = 3) -> list[str]:

@@ -81,6 +81,8 @@ def _reason(model: Any) -> str | None:
         return "it has cross-attention (add_cross_attention)"
     if not model.can_generate():
         return "it has no language-model head, so it cannot generate"
+    if model.get_input_embeddings().weight.is_meta:
+        return "its weights are on the meta device: load them first"
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         return "its forward takes no past_key_values: it keeps no keys and values"
     return None

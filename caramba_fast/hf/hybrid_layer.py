@@ -32,7 +32,7 @@ class HybridLayer(CarambaLayer):
         _LINEAR.__init__(self, number_of_states=states)
         super().__init__(*args)
 
-    def lazy_initialization(self, *tensors: Tensor, **states: Any) -> None:
+    def lazy_initialization(self, *tensors: Tensor, **states: Any) -> None:  # type: ignore[override]
         """K and V come by position, states by name: so transformers tells them apart."""
         if tensors:
             super().lazy_initialization(*tensors)
