@@ -48,6 +48,11 @@ void append(const AppendCommon& c, const StreamTensors* streams, const Tensor* c
     const StreamTensors& s = streams[i];
     AppendStream& stream = job.stream[i];
     const Tensor& x = *given[i];
+    const std::string name = s.name;
+    check_writable(s.codes, name + "_codes");
+    check_writable(s.scales, name + "_scales");
+    check_writable(s.tail, name + "_tail");
+    check_writable(s.sink, name + "_sink");
     stream.given = heads_of(x, s.name);
     STD_TORCH_CHECK(x.size(0) == job.batch && x.size(1) == job.heads && x.size(2) == job.tokens,
                     s.name, "_new: streams differ in (B, H_kv, T)");

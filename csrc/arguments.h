@@ -51,6 +51,14 @@ inline void check_cpu(const Tensor& x, const std::string& name) {
   STD_TORCH_CHECK(x.is_cpu(), name, " must be a cpu tensor");
 }
 
+// A buffer that is written needs memory for each element; an expanded one has none.
+inline void check_writable(const MaybeTensor& x, const std::string& name) {
+  for (std::int64_t i = 0; x.has_value() && i < x->dim(); ++i)
+    STD_TORCH_CHECK(x->stride(i) != 0 || x->size(i) <= 1, name, " has elements that share memory (",
+                    "stride 0 in dimension ", i,
+                    "); a buffer that is written needs memory for each");
+}
+
 // (B, lanes, n, width) whose slots are contiguous.
 inline Buffer buffer_of(const Tensor& x, const std::string& name, ScalarType type) {
   check_cpu(x, name);

@@ -29,10 +29,18 @@ def _reference(streams: tuple[str, ...], args: tuple[Any, ...], options: dict[st
         start, new[0].shape[2], options.pop("query_lens", None), options.pop("cache_leftpad", None),
         options.pop("block_table", None),
     )  # fmt: skip
+    views: list[KVView] = []
     for index, stream in enumerate(streams):
         fit = options.pop(f"fit_{stream}", "amax")
         view = KVView.of(stream, stored[2 * index], stored[2 * index + 1], kinds[index], options)
         view = replace(view, fit=fit)
+        for part in ("codes", "scales", "tail", "sink"):
+            buffer = getattr(view, part)
+            if buffer is not None:
+                checks.writable(f"{stream}_{part}", buffer)
+        views.append(view)
+    for index, view in enumerate(views):
+        stream = streams[index]
         destination.write(view, new[index], is_key=stream != "v")
 
 

@@ -16,6 +16,17 @@ def float_tensor(name: str, value: object) -> None:
         raise TypeError(f"{name} has dtype {value.dtype}; allowed are float32, float16, bfloat16")
 
 
+def writable(name: str, buffer: Tensor) -> None:
+    """Raises ValueError where elements of a buffer that is written share memory, as those of an expanded one do."""
+    if any(
+        step == 0 and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True)
+    ):
+        raise ValueError(
+            f"{name} of strides {buffer.stride()} has elements that share memory; a buffer that is written needs "
+            "memory for each"
+        )
+
+
 def same_device(**tensors: Tensor | None) -> None:
     """Raises ValueError when the named tensors lie on different devices."""
     places = {name: value.device for name, value in tensors.items() if value is not None}

@@ -22,6 +22,11 @@ def has_ptx() -> bool:
     return not triton.knobs.runtime.interpret and torch.version.hip is None
 
 
+def dense(x: Tensor | None) -> Tensor | None:
+    """x as kernels read what has no strides of its own in their arguments: itself in every ordinary call."""
+    return x if x is None or x.is_contiguous() else x.contiguous()
+
+
 def as_rows(x: Tensor) -> Tensor:
     """(..., dim) -> (rows, dim), last dimension contiguous; a view wherever the strides allow."""
     rows = x.reshape(-1, x.shape[-1])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from caramba_fast.formats import resolve
 
-from .launch import has_ptx, on_device
+from .launch import dense, has_ptx, on_device
 from .merge_splits import LOG2E, merge_kernel
 from .splits import plan
 from .splits_stream import PARTS, Stored
@@ -128,7 +128,6 @@ class Call:
         rows = self.heads * self.tokens
         out = given.new_empty((self.batch, rows, record.dim), dtype=torch.float32)
         waves = given.new_empty((self.batch, rows, 1 + 2 * record.pairs), dtype=torch.float32)
-        known = [None if x is None else x.contiguous() for x in known]
         prepare_kernel[(rows, self.batch)](
             *stream.strided_query, *known, out, waves, factor, GROUPS=self.shape.groups,
             TOKENS=self.tokens, DIM=record.dim, PADDED=triton.next_power_of_2(record.dim),
@@ -139,7 +138,7 @@ class Call:
         phases = options.get("phases")
         return (out, *strides, factor), (
             waves if centered else None,
-            None if phases is None else phases.contiguous(),
+            phases,
         )
 
     def _partials(self, queries: Sequence[Any], waves: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -154,10 +153,7 @@ class Call:
         table = self.block_table
         streams = [self.keys[0], self.keys[1] if g else None, self.value]
         sides = [
-            tuple(
-                None if s is None or part not in s.options else s.options[part].contiguous()
-                for s in streams
-            )
+            tuple(None if s is None or part not in s.options else s.options[part] for s in streams)
             for part in ("tail", "sink")
         ]
         geo = g[0] if g else None
@@ -216,15 +212,17 @@ def launch(
     streams = {}
     for name, (codes, scales, kind) in stored.items():
         own = {part: options.pop(f"{name}_{part}", None) for part in PARTS}
-        own = {part: x for part, x in own.items() if x is not None}
+        own = {part: dense(x) for part, x in own.items() if x is not None}
         own["rotate"] = options.pop(f"rotate_{name}", False)
-        null = options.pop(f"null_{name}", None)
+        null = dense(options.pop(f"null_{name}", None))
         streams[name] = Stored(codes, scales, resolve(kind), own, null=null)
     for name, q in queries.items():
         given = factors[name]
         streams[name].query = q if q.stride(3) == 1 else q.contiguous()
         streams[name].factor = q.shape[3] ** -0.5 if given is None else given
     _refuse(queries, streams)
+    options = {n: dense(x) if isinstance(x, Tensor) else x for n, x in options.items()}
+    cache_seqlens = cache_seqlens.contiguous()
     call = Call([streams[name] for name in queries], streams["v"], cache_seqlens, **options)
     with on_device(call.q):
         return call.run()

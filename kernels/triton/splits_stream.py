@@ -15,6 +15,8 @@ from caramba_fast.formats import Format
 from .casts import INTERPRETED
 from .tiles_layout import Stream, segments
 
+#: Codes of quantized values are read in words of so many bytes.
+WORD_BYTES = 4
 #: Options of a stream, as ``<name>_<part>``.
 PARTS = ("tail", "sink", "mean", "bias", "pairs", "phases", "scale")
 
@@ -79,8 +81,18 @@ class Stored:
         """Layouts a kernel would misread."""
         found = []
         for part, x in (("codes", self.codes), ("scales", self.scales)):
-            if x is not None and (x.stride(3) != 1 or x.stride(2) != x.shape[3]) and x.shape[2] > 1:
+            if x is None:
+                continue
+            # The stride of a dimension of size 1 is arbitrary.
+            apart = x.stride(3) != 1 and x.shape[3] > 1
+            if apart or (x.stride(2) != x.shape[3] and x.shape[2] > 1):
                 found.append(
                     f"{name}_{part} of strides {x.stride()}: a lane's slots must be contiguous"
                 )
+        places = (self.codes.data_ptr(), *self.codes.stride()[:2])
+        if name == "v" and self.form.quantized and any(place % WORD_BYTES for place in places):
+            found.append(
+                f"{name}_codes at address {places[0]:#x}, strides {self.codes.stride()}: lanes must begin at a "
+                f"multiple of {WORD_BYTES} bytes"
+            )
         return found

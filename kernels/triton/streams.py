@@ -16,6 +16,7 @@ from torch import Tensor
 from caramba_fast.formats import resolve
 
 from .basis import WIDTH_BITS
+from .launch import dense
 
 #: Values of an unquantized stream that are handled like a block, where the lane's width is a multiple.
 PLAIN_BLOCK = 32
@@ -166,7 +167,7 @@ def stream_of(
         step if size > 1 else 0 for step, size in zip(new.stride(), new.shape, strict=True)
     )
     constants = {
-        part: _contiguous(options.get(f"{name}_{part}"))
+        part: dense(options.get(f"{name}_{part}"))
         for part in ("mean", "bias", "pairs", "phases", "scale")
     }
     phases = constants["phases"]
@@ -184,22 +185,16 @@ def rows_of(name: str, start: Tensor, options: dict[str, Any]) -> Rows:
     """Where rows are, from an op's flat arguments; ``name`` is any stream."""
     table = options.get("block_table")
     tail, sink = options.get(f"{name}_tail"), options.get(f"{name}_sink")
-    if table is not None and table.stride(1) != 1:
-        table = table.contiguous()
+    table = dense(table)
     return Rows(
-        _contiguous(start),
-        _contiguous(options.get("query_lens")),
-        _contiguous(options.get("cache_leftpad")),
+        dense(start),
+        dense(options.get("query_lens")),
+        dense(options.get("cache_leftpad")),
         table,
         *((0, 0) if table is None else (table.stride(0), table.shape[1])),
         0 if tail is None else tail.shape[2],
         0 if sink is None else sink.shape[2],
     )
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    """x itself in every ordinary call."""
-    return None if x is None else x.contiguous()
 
 
 def _plane(name: str, buffer: Tensor | None) -> tuple[Tensor | None, int, int, int]:
@@ -208,10 +203,11 @@ def _plane(name: str, buffer: Tensor | None) -> tuple[Tensor | None, int, int, i
         return None, 0, 0, 0
     row, lane, slot, value = buffer.stride()
     _, _, slots, width = buffer.shape
-    # The stride of a dimension of size 1 is arbitrary.
-    if (value != 1 and width > 1) or (slot != width and slots > 1):
+    # The stride of a dimension of size 1 is arbitrary; elements of an expanded one share memory.
+    shared = any(step == 0 and n > 1 for step, n in zip((row, lane), buffer.shape, strict=False))
+    if (value != 1 and width > 1) or (slot != width and slots > 1) or shared:
         raise NotImplementedError(
             f"the Triton kernels cannot write {name} of strides {buffer.stride()}: a lane's slots must be "
-            "contiguous (use_backend('reference') can)"
+            "contiguous, and rows and lanes apart (use_backend('reference') can)"
         )
     return buffer, row, lane, slots
