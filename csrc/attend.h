@@ -789,7 +789,7 @@ class Worker {
   // Another key of one logit and value (0 for none) joins the softmax.
   static void join(float* out, std::int64_t dim, float& lse, float logit, const float* value) {
     const float most = std::max(lse, logit);
-    if (most == kNegativeInfinity) return;
+    if (lse == kNegativeInfinity && logit == kNegativeInfinity) return;  // a NaN has to show
     const float mine = std::exp(lse - most), other = std::exp(logit - most), sum = mine + other;
     for (std::int64_t d = 0; d < dim; ++d)
       out[d] = (out[d] * mine + (value == nullptr ? 0.0f : value[d] * other)) / sum;
@@ -845,7 +845,8 @@ inline void merge_states(Format type, const void* a, const float* lse_a, const v
     const float total = mine + other;
     read_row({a, type, 0, 0, dim, 1}, 0, 0, r, dim, x);
     read_row({b, type, 0, 0, dim, 1}, 0, 0, r, dim, y);
-    const float share_x = total > 0 ? mine / total : 0, share_y = total > 0 ? other / total : 0;
+    const float divisor = total == 0 ? 1 : total;  // NaN stays NaN
+    const float share_x = mine / divisor, share_y = other / divisor;
     for (std::int64_t d = 0; d < dim; ++d) x[d] = x[d] * share_x + y[d] * share_y;
     write_row(type, x, dim, out, r * dim);
     lse[r] = base + std::log(total);

@@ -21,8 +21,8 @@ def reference(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tup
     base = torch.where(largest == -torch.inf, torch.zeros_like(largest), largest)
     weight_a, weight_b = (lse_a - base).exp(), (lse_b - base).exp()
     total = weight_a + weight_b
-    share = torch.where(total > 0, weight_a / total, torch.zeros_like(total)).unsqueeze(-1)
-    other = torch.where(total > 0, weight_b / total, torch.zeros_like(total)).unsqueeze(-1)
+    divisor = torch.where(total == 0, torch.ones_like(total), total)  # NaN stays NaN
+    share, other = (weight_a / divisor).unsqueeze(-1), (weight_b / divisor).unsqueeze(-1)
     out = out_a.to(torch.float32) * share + out_b.to(torch.float32) * other
     return out.to(out_a.dtype), base + total.log()
 
