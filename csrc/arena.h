@@ -29,8 +29,10 @@ class Arena {
     ASAN_UNPOISON_MEMORY_REGION(taken, used_ <= size_ ? bytes : 0);
     return reinterpret_cast<T*>(taken);
   }
-  // Room for everything that is taken afterwards; what was taken is lost.
+  // Room for everything that is taken afterwards, in kMostSmall pieces where `bytes` leaves no room
+  // for gaps; what was taken is lost.
   void reserve(std::size_t bytes) {
+    bytes += kMostSmall * CARAMBA_FAST_ARENA_GAP;
     if (bytes > size_) {
       data_.reset(static_cast<char*>(::operator new(bytes, std::align_val_t(64))));
       size_ = bytes;
@@ -40,6 +42,7 @@ class Arena {
   }
 
  private:
+  static constexpr std::size_t kMostSmall = 16;
   struct Free {
     void operator()(char* p) const { ::operator delete(p, std::align_val_t(64)); }
   };

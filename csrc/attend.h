@@ -103,7 +103,7 @@ struct KeyHead {
 #if CARAMBA_FAST_VNNI
   const HeadBytes* bytes;  // null where the integer passes do not serve
   QueryUnit* units;        // of 16 bits
-  QueryUnit* short_units;  // of 8, or null
+  QueryUnit* short_units;  // of 8; of q8_0 what 16 bits leave
 #endif
 };
 
@@ -331,12 +331,13 @@ class Worker {
     const HeadBytes& bytes = *key.bytes;
     const std::int64_t units = bytes.units;
     key.units = arena_.take<QueryUnit>(rows_ * units);
-    for (int r = 0; r < rows_; ++r)
-      prepare_query<F, 2>(key.query + r * key.span.width, bytes, key.units + r * units);
-    if (F == Format::q8_0) return;
     key.short_units = arena_.take<QueryUnit>(rows_ * units);
-    for (int r = 0; r < rows_; ++r)
-      prepare_query<F, 1>(key.query + r * key.span.width, bytes, key.short_units + r * units);
+    for (int r = 0; r < rows_; ++r) {
+      const float* query = key.query + r * key.span.width;
+      QueryUnit *two = key.units + r * units, *one = key.short_units + r * units;
+      prepare_query<F, 2>(query, bytes, two, F == Format::q8_0 ? one : nullptr);
+      if (F != Format::q8_0) prepare_query<F, 1>(query, bytes, one, nullptr);
+    }
   }
 
   template <Format F>
@@ -350,27 +351,26 @@ class Worker {
     };
     using OneByte = std::integral_constant<int, 1>;
     using TwoBytes = std::integral_constant<int, 2>;
-    if constexpr (F == Format::q8_0) {
-      score(TwoBytes{}, key.units, 0, rows_);
-    } else {
-      // Of tiles a query sees a part of, others may see more: those take two bytes whatever is in
-      // them.
-      const Enough<F> enough(bytes, steps);
-      const auto in_one = [&](int r) {
-        return sees_whole(tile, r) && enough(key.short_units + r * bytes.units);
-      };
-      int first = 0;  // of a run of queries that take the same number of bytes
-      bool is_short = in_one(0);
-      for (int r = 1; r <= rows_; ++r) {
-        const bool next = r < rows_ && in_one(r);
-        if (r < rows_ && next == is_short) continue;
-        if (is_short)
-          score(OneByte{}, key.short_units, first, r - first);
-        else
-          score(TwoBytes{}, key.units, first, r - first);
-        first = r;
-        is_short = next;
-      }
+    // q8_0 takes two bytes, or three, 4 bits one or two. Of tiles a query sees a part of, others
+    // may see more: those take the most whatever is in them.
+    constexpr bool kThree = F == Format::q8_0;
+    Enough<F> enough(bytes, steps, codes, stride, tile.count);
+    const QueryUnit* judged = kThree ? key.units : key.short_units;
+    const auto in_few = [&](int r) {
+      return sees_whole(tile, r) && enough(judged + r * bytes.units);
+    };
+    if (kThree) score(TwoBytes{}, key.units, 0, rows_);
+    int first = 0;  // of a run of queries that take the same number of bytes
+    bool few = in_few(0);
+    for (int r = 1; r <= rows_; ++r) {
+      const bool next = r < rows_ && in_few(r);
+      if (r < rows_ && next == few) continue;
+      if (kThree != few)
+        score(OneByte{}, key.short_units, first, r - first);
+      else if (!kThree)
+        score(TwoBytes{}, key.units, first, r - first);
+      first = r;
+      few = next;
     }
   }
 #endif

@@ -1,6 +1,7 @@
 // The score pass over one quantized tile in products of bytes (int8_layout.h). Queries become
 // integers with a scale for each block: of 16 bits in two bytes, or of 8 where they meet 4 bits and
-// that adds little to the scores (`enough`).
+// that adds little to the scores (`Enough`). Where they meet 8 bits and 16 add too much, what 16
+// bits leave is a third byte.
 #pragma once
 
 #include <algorithm>
@@ -39,9 +40,10 @@ struct KeyCodes<Format::nf4> {
   static constexpr float kOffset = 32768, kDivisor = 32767;
 };
 
-// One lane of a unit: its 4 values a vector become integers relative to the largest.
+// One lane of a unit: its 4 values a vector become integers relative to the largest. What they
+// leave of the values stays in `values`.
 template <Format F, int BYTES>
-void prepare_lane(const float (&values)[32], int lane, QueryUnit& unit) {
+void prepare_lane(float (&values)[32], int lane, QueryUnit& unit) {
   constexpr int kVectors = KeyCodes<F>::kVectors;
   constexpr float kRange = BYTES == 2 ? kSixteenBits : 127;
   __m512 most = _mm512_setzero_ps();
@@ -53,6 +55,7 @@ void prepare_lane(const float (&values)[32], int lane, QueryUnit& unit) {
   }
   const float largest = _mm512_reduce_max_ps(most);
   const __m512 inverse = _mm512_set1_ps(largest > 0 ? kRange / largest : 0);
+  const __m512 step = _mm512_set1_ps(largest / kRange);
   int sum = 0;
   for (int v = 0; v < kVectors; v += 4) {
     const __m512 product = _mm512_mul_ps(_mm512_loadu_ps(values + 4 * v), inverse);
@@ -60,6 +63,9 @@ void prepare_lane(const float (&values)[32], int lane, QueryUnit& unit) {
     const __mmask16 ordered = _mm512_cmp_ps_mask(product, product, _CMP_ORD_Q);
     const __m512i code = _mm512_maskz_cvtps_epi32(ordered, product);
     sum += _mm512_reduce_add_epi32(code);
+    const __m512 left =
+        _mm512_fnmadd_ps(_mm512_cvtepi32_ps(code), step, _mm512_loadu_ps(values + 4 * v));
+    _mm512_storeu_ps(values + 4 * v, left);
     const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(code, _mm512_set1_epi32(128)), 8);
     alignas(16) std::int32_t bytes[2][4];
     store_as(_mm512_cvtepi32_epi8(BYTES == 2 ? upper : code), bytes[0]);
@@ -76,8 +82,9 @@ void prepare_lane(const float (&values)[32], int lane, QueryUnit& unit) {
   store_as(_mm_set1_ps(shift), unit.shift + 4 * lane);
 }
 
+// Units of a query, and of what their two bytes leave of it unless `rest` is null.
 template <Format F, int BYTES>
-void prepare_query(const float* q, const HeadBytes& head, QueryUnit* units) {
+void prepare_query(const float* q, const HeadBytes& head, QueryUnit* units, QueryUnit* rest) {
   for (int u = 0; u < head.units; ++u)
     for (int lane = 0; lane < kUnitLanes; ++lane) {
       float values[32];
@@ -87,48 +94,9 @@ void prepare_query(const float* q, const HeadBytes& head, QueryUnit* units) {
           values[4 * v + i] = value < 0 ? 0.0f : q[value];
         }
       prepare_lane<F, BYTES>(values, lane, units[u]);
+      if (rest != nullptr) prepare_lane<F, 1>(values, lane, rest[u]);
     }
 }
-
-// What rounding a query to 8 bits adds to a score, root mean square, in units of step times scale
-// of a lane of 32 values: sqrt(32 / 12) times that of the codes.
-template <Format F>
-inline constexpr float kCodeError = F == Format::nf4 ? 0.9f * KeyCodes<F>::kDivisor : 7.5f;
-// How much of it 8 bits may add.
-inline constexpr float kScoreError = 1.0f / 64;
-
-// Whether 8 bits of a query are enough for a tile; scales count as the largest of the tile, four
-// tokens apart. A matter of each query alone, so that a token's result does not depend on those
-// beside it. Not where a scale is not finite.
-template <Format F>
-class Enough {
- public:
-  Enough(const HeadBytes& head, const ScaleSteps& scales) : units_(head.units) {
-    __m512i most = _mm512_setzero_si512();
-    for (int i = 0; i < head.quads(); ++i)
-      most = _mm512_max_epu16(most, _mm512_and_si512(scales.quad(i), _mm512_set1_epi16(0x7fff)));
-    for (int u = 0; u < units_; ++u) {
-      const __m512i mine =
-          _mm512_permutexvar_epi16(_mm512_load_si512(head.unit_scale_order[u]), most);
-      _mm512_store_ps(most_[u], _mm512_cvtph_ps(_mm512_castsi512_si256(mine)));
-    }
-  }
-
-  // `units` are those of one query, in 8 bits.
-  bool operator()(const QueryUnit* units) const {
-    __m512 squares = _mm512_setzero_ps();
-    for (int u = 0; u < units_; ++u) {
-      const __m512 error = _mm512_mul_ps(_mm512_load_ps(most_[u]), _mm512_loadu_ps(units[u].scale));
-      squares = _mm512_fmadd_ps(error, error, squares);
-    }
-    constexpr float kMost = kScoreError / kCodeError<F>;
-    return _mm512_reduce_add_ps(squares) <= 4 * kMost * kMost;
-  }
-
- private:
-  alignas(64) float most_[kMostUnits][16];
-  int units_;
-};
 
 // Kept in a register where several sums use it: compilers fold a plain load into each of them.
 inline __m512i loaded(const std::int8_t* from) {
@@ -179,6 +147,103 @@ struct KeyGroup {
       }
     }
   }
+};
+
+// The most and the usual root mean square of codes.
+template <Format F>
+inline constexpr float kMostCode = F == Format::q8_0   ? 127.0f
+                                   : F == Format::q4_0 ? 8.0f
+                                                       : KeyCodes<F>::kDivisor;
+template <Format F>
+inline constexpr float kUsualCode = 0.575f * kMostCode<F>;
+// What rounding a query may add to a score, root mean square: to 16 bits for q8_0, else to 8; and
+// the same by the usual codes and the largest scales, which a few large tokens have.
+template <Format F>
+inline constexpr float kScoreError = F == Format::q8_0 ? 8e-5f : 7.5e-3f;
+template <Format F>
+inline constexpr float kUsualError = 2 * kScoreError<F>;
+
+// Whether these bits of a query are enough for a tile. A matter of each query alone, so that a
+// token's result does not depend on those beside it. Not where a scale is not finite.
+//
+// A step of s adds s^2 / 12 of the squares of the keys it meets. Those are bounded by the largest
+// scales of the tile (four tokens apart) and the largest codes; where that bound says no, by the
+// squares of the keys of a few tokens, if the largest scales and usual codes allow it.
+template <Format F>
+class Enough {
+ public:
+  Enough(const HeadBytes& head, const ScaleSteps& scales, const char* codes, std::int64_t stride,
+         int count)
+      : head_(head), scales_(scales), codes_(codes), stride_(stride), count_(count) {
+    __m512i most = _mm512_setzero_si512();
+    for (int i = 0; i < head.quads(); ++i)
+      most = _mm512_max_epu16(most, _mm512_and_si512(scales.quad(i), _mm512_set1_epi16(0x7fff)));
+    for (int u = 0; u < head.units; ++u) _mm512_store_ps(most_[u], by_lane(u, most));
+  }
+
+  // `units` are those of one query, in as many bits.
+  bool operator()(const QueryUnit* units) {
+    constexpr float kValues = 4 * KeyCodes<F>::kVectors;  // of a lane
+    __m512 squares = _mm512_setzero_ps();
+    for (int u = 0; u < head_.units; ++u) {
+      const __m512 error = _mm512_mul_ps(_mm512_load_ps(most_[u]), _mm512_loadu_ps(units[u].scale));
+      squares = _mm512_fmadd_ps(error, error, squares);
+    }
+    const float bound = _mm512_reduce_add_ps(squares) / 4 * kValues / 12;  // times codes' squares
+    if (bound * kMostCode<F> * kMostCode<F> <= kScoreError<F> * kScoreError<F>) return true;
+    // Also where it is NaN.
+    if (!(bound * kUsualCode<F> * kUsualCode<F> <= kUsualError<F> * kUsualError<F>)) return false;
+    if (!sampled_) sample();
+    squares = _mm512_setzero_ps();
+    for (int u = 0; u < head_.units; ++u) {
+      const __m512 step = _mm512_loadu_ps(units[u].scale);
+      squares = _mm512_fmadd_ps(_mm512_mul_ps(step, step), _mm512_load_ps(squares_[u]), squares);
+    }
+    return _mm512_reduce_add_ps(squares) / (4 * kSamples) / 12 <= kScoreError<F> * kScoreError<F>;
+  }
+
+ private:
+  static constexpr int kSamples = 2;  // of four tokens
+
+  __m512 by_lane(int u, __m512i scales) const {
+    const __m512i order = _mm512_load_si512(head_.unit_scale_order[u]);
+    return _mm512_cvtph_ps(_mm512_castsi512_si256(_mm512_permutexvar_epi16(order, scales)));
+  }
+
+  // The squares of the keys of some tokens, by lane and token.
+  void sample() {
+    sampled_ = true;
+    const int tokens = count_ / head_.fold, quads = tokens / 4;
+    for (int u = 0; u < head_.units; ++u) {
+      __m512 sum = _mm512_setzero_ps();
+      for (int i = 0; i < kSamples; ++i) {
+        const int quad = quads * (2 * i + 1) / (2 * kSamples);
+        KeyGroup<F> keys;
+        keys.load(codes_ + u * kUnit, stride_ * head_.fold, 4 * quad, tokens, head_.words[u]);
+        __m512i codes = _mm512_setzero_si512();
+        constexpr int kMiddle = F == Format::q4_0 ? 8 : 128;
+        for (int v = 0; v < KeyCodes<F>::kVectors; ++v) {
+          const __m512i code =
+              _mm512_sub_epi8(keys.bytes[v], _mm512_set1_epi8(static_cast<char>(kMiddle)));
+          const __m512i size = _mm512_min_epu8(_mm512_abs_epi8(code), _mm512_set1_epi8(127));
+          codes = sum_of_products(codes, size, size);
+        }
+        constexpr float kUnitOfCode = F == Format::nf4 ? 256.0f : 1.0f;
+        const __m512 scale =
+            _mm512_mul_ps(by_lane(u, scales_.quad(quad)), _mm512_set1_ps(kUnitOfCode));
+        sum = _mm512_fmadd_ps(_mm512_mul_ps(scale, scale), _mm512_cvtepi32_ps(codes), sum);
+      }
+      _mm512_store_ps(squares_[u], sum);
+    }
+  }
+
+  alignas(64) float most_[kMostUnits][16], squares_[kMostUnits][16];
+  const HeadBytes& head_;
+  const ScaleSteps& scales_;
+  const char* codes_;
+  std::int64_t stride_;
+  int count_;
+  bool sampled_ = false;
 };
 
 // What UNITS units of four tokens each, GROUPS times, contribute to the scores of ROWS rows: by
