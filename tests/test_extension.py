@@ -300,3 +300,28 @@ def test_an_unknown_instruction_set_is_refused():
     assert result.returncode != 0
     names = ", ".join(reversed(expected_isas()))
     assert f"{ISA_VARIABLE} is 'sse9'; this build on this CPU runs: {names}" in result.stderr
+
+
+FIRST = """
+import torch
+from caramba_fast import ops
+from caramba_fast.ops import KVView, use_backend
+use_backend("cpp")
+def view():
+    codes = torch.zeros(1, 1, 32, 32, dtype=torch.int8)
+    return KVView(codes, torch.zeros(1, 1, 32, 1, dtype=torch.float16), "q8_0")
+x, one = torch.zeros(1, 1, 1, 32), torch.ones(1, dtype=torch.int32)
+calls = {
+    "append_": lambda: ops.append_(view(), view(), x, x, 0 * one),
+    "decode_attention": lambda: ops.decode_attention(x, view(), view(), one, n_kv_heads=1),
+    "merge_state": lambda: ops.merge_state(x, x[..., 0].contiguous(), x, x[..., 0].contiguous()),
+    "quantize": lambda: ops.quantize(x, "q8_0"),
+}
+"""
+
+
+@pytest.mark.parametrize("name", ["append_", "decode_attention", "merge_state", "quantize"])
+def test_any_op_can_be_the_first_of_a_process(name):
+    """Scratch that an earlier op left behind hides a reservation that is too small (`make sanitize` sees it)."""
+    result = in_subprocess(isa_in_use(), "-c", f"{FIRST}\ncalls[{name!r}]()")
+    assert result.returncode == 0, result.stdout + result.stderr
