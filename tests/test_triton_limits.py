@@ -13,7 +13,7 @@ from test_triton_decode import attend, build, check
 pytest.importorskip("triton")
 
 from caramba_fast.kernels import splits_launch
-from caramba_fast.ops import KVView
+from caramba_fast.ops import KVView, append_, use_backend
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, under the interpreter
@@ -120,3 +120,40 @@ def test_a_launch_depends_on_shapes_and_never_on_lengths(options, monkeypatch):
 
 def test_lengths_that_end_with_the_last_slot():
     check(build(kinds=("q4_0", "q8_0"), slots=256, lengths=(256, 255, 129), heads=2))
+
+
+@pytest.mark.parametrize("size", [1e-8, 1e-3, 6.55e4, 1e6])
+@pytest.mark.parametrize("options", [(), ("bias", "k_scale", "rotate_k", "null")], ids=len)
+def test_queries_of_any_size(options, size):
+    """Operands of products are fp16 for bf16 queries: each row is divided by a power of two first."""
+    case = build(options, kinds=("q8_0", "q4_0"), heads=2, lengths=(45,), size=0.5)
+    case.queries["k"] = (case.queries["k"] * size).bfloat16()
+    case.queries["k"][:, 1] *= 1e-3  # rows have sizes of their own
+    case.options["softmax_scale"] = 0.2 / size
+    check(case)
+
+
+def sized(kind: str, size: float, dtype: torch.dtype) -> cases.Case:
+    """Keys and values whose largest in each token is ``size``."""
+    case = cases.build(kinds=(kind, kind), heads=2, lengths=(45,))
+    for stream in case.streams.values():
+        stream.given.div_(stream.given.abs().amax(-1, keepdim=True)).mul_(size)
+    with use_backend("reference"):
+        case.append(append_)
+    case.queries["k"] = case.queries["k"].to(dtype)
+    case.options["softmax_scale"] = 1 / size
+    return case
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4", "fp16"])
+@pytest.mark.parametrize("size", [1e-5, 65000.0])
+def test_keys_and_values_of_any_size_that_fp16_holds(size, kind, dtype):
+    check(sized(kind, size, dtype))
+
+
+def test_larger_keys_and_values_are_right_for_float32_queries_and_never_silently_wrong():
+    """What is dequantized for half-precision queries is fp16, whatever the scales could say."""
+    check(sized("q8_0", 1e6, torch.float32))
+    out, lse = attend(sized("q8_0", 1e6, torch.bfloat16))
+    assert not out.isfinite().any() and not lse.isfinite().any()
