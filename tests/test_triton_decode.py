@@ -5,9 +5,12 @@ On the CPU the kernels run interpreted, so shapes are small; on a GPU test_devic
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import re
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import cases
@@ -300,3 +303,40 @@ def test_the_table_of_nf4_halves_is_the_levels():
     found = (bits.view(torch.float16).double() - 1) / tiles_asm.NF4_HALF_GAIN
     error = found - torch.tensor(NF4_LEVELS, dtype=torch.float64)
     assert error.abs().max() < 4e-4 and error.mean().abs() < 5e-5
+
+
+def inline_assembly() -> list[tuple[str, str, list[str]]]:
+    """Every program that a kernel inlines: where, its text, its constraints."""
+    from caramba_fast.kernels import formats, tiles
+
+    found = []
+    for module in (formats, tiles):
+        for call in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(call, ast.Call) and "inline_asm" in ast.unparse(call.func):
+                table = ast.unparse(call.args[0]).split("[")[0]
+                constraints = ast.literal_eval(call.args[1]).split(",")
+                given = getattr(module, table).value
+                found += [
+                    (f"{module.__name__}.{table}", program, constraints)
+                    for program in ((given,) if isinstance(given, str) else filter(None, given))
+                    if max(map(int, re.findall(r"\$(\d+)", program))) == len(constraints) - 1
+                ]
+    return found
+
+
+def test_outputs_of_assembly_do_not_share_a_register_with_inputs_still_to_be_read():
+    """A compiler may put an output where an input is, unless the constraint says that it is written early."""
+    programs = inline_assembly()
+    kernels = Path(__file__).resolve().parent.parent / "kernels"
+    text = "".join(path.read_text() for path in kernels.rglob("*.py"))
+    assert text.count("inline_asm_elementwise(") == 5 and len(programs) == 7
+    for where, program, constraints in programs:
+        outputs = {f"${i}" for i, c in enumerate(constraints) if c.startswith("=")}
+        inputs = {f"${i}" for i in range(len(outputs), len(constraints))}
+        written, early = set(), len(outputs) > 1
+        for operands in re.findall(r"^\w+\.(?!reg)\S+ (.+);$", program, re.MULTILINE):
+            target, *sources = operands.split(", ")
+            early = early or bool(written and inputs & set(sources))
+            written |= {target} & outputs
+        assert written == outputs, where
+        assert not early or all("&" in c for c in constraints if c.startswith("=")), where

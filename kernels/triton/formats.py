@@ -248,7 +248,7 @@ def decode_nibbles(packed, FORMAT: tl.constexpr, PTX: tl.constexpr):
     elif PTX:
         tl.static_assert(FORMAT == NF4)
         low, high = tl.inline_asm_elementwise(
-            LOOKUP, "=r,=r,=r,=r,=r,=r,=r,=r,r", [packed], (tl.int32, tl.int32), True, 4
+            LOOKUP, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [packed], (tl.int32, tl.int32), True, 4
         )
         low = low.to(tl.float32, bitcast=True)
         high = high.to(tl.float32, bitcast=True)

@@ -101,13 +101,13 @@ def _from_words(words, FORMAT: tl.constexpr):
     """words (N, w) of four bytes -> fp16 values before the scale, a tuple of parts (N, 4 w)."""
     if FORMAT == Q8_0:
         a, b = tl.inline_asm_elementwise(
-            WORD[FORMAT], "=r,=r,r", [words], (tl.int32, tl.int32), True, 1
+            WORD[FORMAT], "=&r,=&r,r", [words], (tl.int32, tl.int32), True, 1
         )
         parts = (_pairs(a, b),)
     else:
         a, b, c, d = tl.inline_asm_elementwise(
             WORD[FORMAT],
-            "=r,=r,=r,=r,r",
+            "=&r,=&r,=&r,=&r,r",
             [words],
             (tl.int32, tl.int32, tl.int32, tl.int32),
             True,
@@ -124,7 +124,7 @@ def _from_bytes(codes, FORMAT: tl.constexpr):
         parts = (tl.inline_asm_elementwise(PAIR[FORMAT], "=r,r", [codes], tl.float16, True, 2),)
     else:
         low, high = tl.inline_asm_elementwise(
-            PAIR[FORMAT], "=r,=r,r", [codes], (tl.float16, tl.float16), True, 2
+            PAIR[FORMAT], "=&r,=&r,r", [codes], (tl.float16, tl.float16), True, 2
         )
         parts = (low, high)
     return parts
