@@ -145,7 +145,9 @@ def test_closing_turns_away_those_who_wait_for_a_place() -> None:
     async def serve() -> list[Any]:
         async with AsyncEngine(engine(max_waiting=1, max_batch_size=1)) as server:
             jobs = [
-                asyncio.create_task(server.generate(text(i, 20), max_new_tokens=200))
+                asyncio.create_task(
+                    server.generate(text(i, 20), max_new_tokens=200, ignore_eos=True)
+                )
                 for i in range(5)
             ]
             await asyncio.sleep(0.05)

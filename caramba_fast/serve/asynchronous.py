@@ -34,6 +34,10 @@ class _Stream:
         self.paused = False
 
 
+#: A request that waits to be taken on, and where its id and stream are put when it was.
+_Waiting = tuple[Prepared, "asyncio.Future[tuple[str, _Stream]]"]
+
+
 class AsyncEngine:
     """Runs an engine in the background, within ``async with``.
 
@@ -50,8 +54,8 @@ class AsyncEngine:
             raise ValueError(f"stream_buffer is {stream_buffer}; 1 or more is allowed")
         self.engine, self.stream_buffer = engine, stream_buffer
         self._streams: dict[str, _Stream] = {}
-        #: Those who wait for a place among the requests that wait, in order.
-        self._places: deque[asyncio.Future[None]] = deque()
+        #: Those who wait to be taken on, in order of arrival.
+        self._waiting: deque[_Waiting] = deque()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self._error: BaseException | None = None
@@ -65,7 +69,7 @@ class AsyncEngine:
         if self.engine.driver is not None:
             raise RuntimeError("the engine runs already; one AsyncEngine at a time may drive it")
         self.engine.driver = self
-        self._between_steps, self._wake = asyncio.Lock(), asyncio.Event()
+        self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "caramba-fast-engine")
         self._closing, self._error = False, None
         self._task = asyncio.create_task(self._run())
@@ -76,13 +80,15 @@ class AsyncEngine:
         assert self._task is not None
         self._closing = True
         self._wake.set()
-        await asyncio.gather(self._task, return_exceptions=True)
-        self._thread.shutdown()
-        for name in list(self._streams):
-            self.engine.withdraw(name)
-        self.engine.end_early()
-        self.engine.driver = None
-        self._end_streams()
+        try:
+            await asyncio.gather(self._task, return_exceptions=True)
+        finally:  # cancelled itself, it stops all the same
+            self._thread.shutdown()
+            for name in list(self._streams):
+                self.engine.withdraw(name)
+            self.engine.end_early()
+            self.engine.driver = None
+            self._turn_away()
 
     # -- requests -----------------------------------------------------------------------
 
@@ -112,10 +118,7 @@ class AsyncEngine:
                 ended = event.output is not None
                 yield event
         finally:
-            self._streams.pop(name, None)
-            if not ended:
-                self.engine.withdraw(name)
-                self._wake.set()
+            self._leave(name, ended)
 
     async def generate(self, prompt: Any, config: Any = None, **options: Any) -> RequestOutput:
         """One request from beginning to end; arguments and errors as in `stream`."""
@@ -135,27 +138,27 @@ class AsyncEngine:
         self._wake.set()
 
     async def _add(self, prepared: Prepared) -> tuple[str, _Stream]:
-        """Takes a request on as soon as there is a place for it, in order of arrival."""
-        waited = False
-        if self._task is None:
+        """Takes a request on between two steps, once there is a place for it, in order of arrival."""
+        if self._task is None or self._closing or self._task.done():
             raise self._stopped("the request was not taken on")
-        while True:
-            async with self._between_steps:
-                if self._closing or self._task.done():
-                    raise self._stopped("the request was not taken on")
-                if self.engine.free_places and (waited or not self._places):
-                    name = self.engine.take_on(prepared)
-                    stream = self._streams[name] = _Stream()
-                    self._wake.set()
-                    return name, stream
-                place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                self._places.append(place)
-            try:
-                await place
-            finally:
-                if place in self._places:
-                    self._places.remove(place)
-            waited = True
+        taken: asyncio.Future[tuple[str, _Stream]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((prepared, taken))
+        self._wake.set()
+        try:
+            return await taken
+        except (
+            BaseException
+        ):  # whoever leaves in the turn in which it is taken on takes nothing with it
+            if not taken.cancel() and not taken.cancelled() and taken.exception() is None:
+                self._leave(taken.result()[0])
+            raise
+
+    def _leave(self, name: str, ended: bool = False) -> None:
+        """Nobody reads a request's events any more."""
+        self._streams.pop(name, None)
+        if not ended:
+            self.engine.withdraw(name)
+            self._wake.set()
 
     def _stopped(self, what: str) -> EngineStoppedError:
         why = "the engine was closed" if self._closing else "use the engine within 'async with'"
@@ -169,36 +172,39 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         try:
             while not self._closing:
-                await self._something_to_do()
-                async with self._between_steps:
-                    events = await loop.run_in_executor(self._thread, self.engine.step)
-                self._hand_out(events)
-                self._offer_places()
+                self._wake.clear()
+                self._take_on()
+                if self.engine.can_step:
+                    self._hand_out(await loop.run_in_executor(self._thread, self.engine.step))
+                else:
+                    await self._something_to_do()
         except BaseException as error:
             self._error = error
             raise
         finally:
             self._closing = self._closing or self._error is None
-            self._offer_places(everyone=True)
-            self._end_streams()
+            self._turn_away()
 
     async def _something_to_do(self) -> None:
-        """Waits until a step would do anything: something is added, goes on, is cancelled, or late."""
-        self._wake.clear()
-        if self.engine.can_step or self._closing:
-            return
+        """Waits until something is added, goes on, is cancelled, or late."""
         due = self.engine.next_due
         limit = None if due is None else max(0.0, due - time.monotonic())
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._wake.wait(), limit)
 
-    def _offer_places(self, everyone: bool = False) -> None:
-        """Wakes as many of those who wait as there are places."""
-        count = len(self._places) if everyone else min(self.engine.free_places, len(self._places))
-        for _ in range(count):
-            place = self._places.popleft()
-            if not place.done():
-                place.set_result(None)
+    def _take_on(self) -> None:
+        """Takes on as many of those who wait as there are places; between two steps."""
+        while self._waiting and self.engine.free_places:
+            prepared, taken = self._waiting.popleft()
+            if taken.done():  # it has given up
+                continue
+            try:
+                name = self.engine.take_on(prepared)
+            except ValueError as error:
+                taken.set_exception(error)
+            else:
+                stream = self._streams[name] = _Stream()
+                taken.set_result((name, stream))
 
     def _hand_out(self, events: list[Event]) -> None:
         for event in events:
@@ -217,6 +223,11 @@ class AsyncEngine:
             self.engine.set_paused(name, False)
             self._wake.set()
 
-    def _end_streams(self) -> None:
+    def _turn_away(self) -> None:
+        """Nothing goes on: whoever waits, or reads a stream, is told so."""
+        while self._waiting:
+            _, taken = self._waiting.popleft()
+            if not taken.done():
+                taken.set_exception(self._stopped("the request was not taken on"))
         for stream in self._streams.values():
             stream.events.put_nowait(None)
