@@ -51,6 +51,11 @@ class TokenHistory:
             if self._seen is not None:
                 self._seen.pop(token)
 
+    def cut(self, length: int) -> None:
+        """Back to its first tokens, whatever was going on; what is kept of them is worked out again."""
+        self._seen = self._ngrams = None
+        del self.tokens[length:]
+
     def copy(self) -> TokenHistory:
         """One that grows apart from this."""
         other = TokenHistory(self.tokens)

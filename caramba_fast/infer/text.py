@@ -15,6 +15,10 @@ from caramba_fast.models.registry import load_hub_tokenizer
 Messages = Sequence[Mapping[str, str]]
 
 
+class TokenizerError(RuntimeError):
+    """A tokenizer failed with something that is no `Exception`, as native ones do when they panic."""
+
+
 class TextWriter:
     """Writes text as tokens arrive.
 
@@ -35,6 +39,15 @@ class TextWriter:
     ) -> None:
         self._decode, self._write = decode, write
         self._written, self._waiting = list(context[-8:]), list[int]()
+
+    @property
+    def state(self) -> tuple[list[int], list[int]]:
+        """What it goes on from; may be put back."""
+        return list(self._written), list(self._waiting)
+
+    @state.setter
+    def state(self, state: tuple[list[int], list[int]]) -> None:
+        self._written, self._waiting = list(state[0]), list(state[1])
 
     def put(self, token: int) -> None:
         """Takes one token."""
@@ -100,13 +113,14 @@ class TextTokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of ``text``, with those the tokenizer adds (such as BOS) unless ``special`` is False."""
-        found = self.tokenizer.encode(text, add_special_tokens=special)
+        found = _called(self.tokenizer.encode, text, add_special_tokens=special)
         return list(getattr(found, "ids", found))
 
     def decode(self, ids: Sequence[int] | Tensor, skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
         ids = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        text: str = _called(self.tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
+        return text
 
     def stream(self, tokens: Iterable[int], context: Sequence[int] = ()) -> Iterator[str]:
         """Pieces of text as tokens arrive, never half a character; ``context`` is what precedes them."""
@@ -182,3 +196,18 @@ class TextTokenizer:
                 ) from error
             return self._templated
         return self.tokenizer
+
+
+def _called(method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What a tokenizer answers.
+
+    Raises:
+        TokenizerError: it panicked. Panics of Rust (pyo3's PanicException) are no `Exception`, and would be taken for
+            an interrupt.
+    """
+    try:
+        return method(*args, **options)
+    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise TokenizerError(f"the tokenizer failed: {type(error).__name__}: {error}") from error

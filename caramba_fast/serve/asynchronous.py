@@ -66,12 +66,17 @@ class AsyncEngine:
         Raises:
             RuntimeError: the engine runs already, in this one or another.
         """
-        if self.engine.driver is not None:
-            raise RuntimeError("the engine runs already; one AsyncEngine at a time may drive it")
-        self.engine.driver = self
+        other = self.engine.driver
+        if other is not None:
+            if other.is_running:
+                raise RuntimeError(
+                    "the engine runs already; one AsyncEngine at a time may drive it"
+                )
+            other._end()  # it was interrupted while it ended
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "caramba-fast-engine")
-        self._closing, self._error = False, None
+        self._closing, self._error, self._task = False, None, None
+        self.engine.driver = self
         self._task = asyncio.create_task(self._run())
         return self
 
@@ -83,12 +88,22 @@ class AsyncEngine:
         try:
             await asyncio.gather(self._task, return_exceptions=True)
         finally:  # cancelled itself, it stops all the same
-            self._thread.shutdown()
-            for name in list(self._streams):
-                self.engine.withdraw(name)
-            self.engine.end_early()
-            self.engine.driver = None
-            self._turn_away()
+            self._end()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether steps are taken."""
+        task = self._task
+        return task is not None and not task.done() and not task.get_loop().is_closed()
+
+    def _end(self) -> None:
+        """Waits for the step under way, and ends what is left; may be done twice."""
+        self._thread.shutdown()
+        for name in list(self._streams):
+            self.engine.withdraw(name)
+        self.engine.end_early()
+        self._turn_away()
+        self.engine.driver = None
 
     # -- requests -----------------------------------------------------------------------
 

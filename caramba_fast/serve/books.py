@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from caramba_fast.serve.metrics import Counters
 from caramba_fast.serve.request import ENDED_BADLY, Answer, Event, Request, RequestOutput
 from caramba_fast.serve.scheduler import Scheduler
+from caramba_fast.serve.undo import Undo
 
 
 class Books:
@@ -18,6 +19,7 @@ class Books:
     Args:
         scheduler: has their answers' pages.
         counters: what is counted.
+        undo: what a call changes is noted there first.
         decode: tokens to text, or None.
 
     Attributes:
@@ -30,9 +32,11 @@ class Books:
         self,
         scheduler: Scheduler,
         counters: Counters,
+        undo: Undo,
         decode: Callable[[Sequence[int]], str] | None,
     ) -> None:
         self.scheduler, self.counters, self.decode = scheduler, counters, decode
+        self.undo = undo
         self.requests: dict[str, Request] = {}
         self.cancelling: deque[Request] = deque()
         self.due: list[tuple[float, int, str, str]] = []
@@ -40,6 +44,7 @@ class Books:
     def enter(self, request: Request, deadline: float | None) -> None:
         """A request begins to wait; ``deadline`` is in seconds from its arrival."""
         name = request.request_id
+        self.undo.added.add(request)
         self.requests[name] = request
         for why, seconds in (("deadline", deadline), ("time", request.config.max_time)):
             if seconds is not None:
@@ -62,6 +67,7 @@ class Books:
 
     def end(self, request: Request, reason: str, error: BaseException | None = None) -> list[Event]:
         """Ends all answers of a request that have not ended; answers that have not begun never will."""
+        self.undo.keep(request)
         if error is not None:
             request.error = f"{type(error).__name__}: {error}"
         going = [answer for answer in request.answers if answer.reason is None]
@@ -76,18 +82,20 @@ class Books:
         now = time.monotonic() if now is None else now
         events: list[Event] = []
         while self.cancelling:
-            request = self.cancelling.popleft()
+            request = self.cancelling[0]
+            self.undo.cancelling.append(request)
+            self.cancelling.popleft()
             if not request.is_over:
                 events += self.end(request, "cancelled")
         while self.due and self.due[0][0] <= now:
+            self.undo.due.append(self.due[0])
             _, number, name, why = heapq.heappop(self.due)
             late = self.requests.get(name)
             if late is not None and late.number == number:
                 events += self.end(late, why)
         if len(self.due) > 64 + 4 * len(self.requests):  # of requests that ended long before
             numbers = {request.number for request in self.requests.values()}
-            self.due = [entry for entry in self.due if entry[1] in numbers]
-            heapq.heapify(self.due)
+            self.due = sorted(entry for entry in self.due if entry[1] in numbers)
         return events
 
     def told(self, answer: Answer) -> Event:
@@ -122,6 +130,12 @@ class Books:
         self.counters.failed += bad
         self.counters.finished += not bad
         return request.output(self.decode)
+
+    def rebuild(self, requests: Sequence[Request], running: list[Answer]) -> None:
+        """Works everything out anew, after an interrupt, from the requests under way and the answers that ran."""
+        self.requests = {request.request_id: request for request in requests}
+        going = [a for request in requests for a in request.answers if a.reason is None]
+        self.scheduler.rebuild(going, running)
 
     def problems(self) -> list[str]:
         """What is wrong with pages and requests; nothing ever should be."""

@@ -7,9 +7,12 @@ tokens, tell. Requests come and go between steps, so that none waits for the lon
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from types import FrameType
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -23,10 +26,60 @@ from caramba_fast.serve.scheduler import Scheduler
 from caramba_fast.serve.settings import EngineConfig
 from caramba_fast.serve.setup import pool_for, servable, shareable
 from caramba_fast.serve.stepping import Stepper
+from caramba_fast.serve.undo import Undo
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class EngineFullError(RuntimeError):
     """As many requests wait as may; add this one again later."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Turn:
+    """Where an engine is between its calls, or in one; replaced as a whole, so that a call is done or is not.
+
+    Attributes:
+        untold: events nobody has been given.
+        is_open: whether a call is under way, or was interrupted: what it changed is in `Undo`.
+    """
+
+    untold: tuple[Event, ...] = ()
+    is_open: bool = False
+
+
+def _whole(method: Method) -> Method:
+    """A method of an engine that is done, or has changed nothing; it may change ``_left``, the events still untold."""
+    notes = method.__name__ in ("step", "_advance", "clear_prefixes")
+
+    @wraps(method)
+    def call(self: Engine, *args: Any, **options: Any) -> Any:
+        self._put_back()
+        turn = _Turn(self._turn.untold, True)
+        self._undo.begin(self._books.scheduler.running, noted=notes)
+        try:
+            self._turn, self._left = turn, turn.untold
+            result = method(self, *args, **options)
+            self._turn = _Turn(self._left)
+            return result
+        except BaseException:
+            self._turn = turn
+            self._put_back(mine=True)
+            raise
+
+    return cast(Method, call)
+
+
+def _is_under_way(turn: _Turn) -> bool:
+    """Whether the call of an open turn goes on, in any thread, or was left half done."""
+    for newest in sys._current_frames().values():
+        frame: FrameType | None = newest
+        while frame is not None:
+            whole = frame.f_code.co_filename == __file__ and frame.f_code.co_name == "call"
+            if whole and frame.f_locals.get("turn") is turn:
+                return True
+            frame = frame.f_back
+    return False
 
 
 class Engine:
@@ -67,17 +120,19 @@ class Engine:
             self.model, self.config, self.settings, self.tokenizer, self.pool.num_pages
         )
         self._intake.check(self.config)
-        scheduler = Scheduler(self.settings, self.pool, Counters())
+        self._undo, self._turn = Undo(counters := Counters()), _Turn()
+        self._left: tuple[Event, ...] = ()
+        scheduler = Scheduler(self.settings, self.pool, counters, self._undo)
         decode = None if self.tokenizer is None else self.tokenizer.decode
-        self._books = Books(scheduler, scheduler.counters, decode)
+        self._books = Books(scheduler, counters, self._undo, decode)
         self._stepper = Stepper(self.model, self.pool, self._intake, self._books)
         self._numbers, self._names = itertools.count(), itertools.count()
-        self._kept: list[Event] = []
         #: The `AsyncEngine` whose engine it is, if any.
         self.driver: Any = None
 
     # -- requests -----------------------------------------------------------------------
 
+    @_whole
     def add_request(
         self,
         prompt: str | Sequence[int] | Tensor,
@@ -105,14 +160,35 @@ class Engine:
                 do not go with an engine; the request is not taken on.
             EngineFullError: ``max_waiting`` requests wait.
         """
-        return self.take_on(
-            self.prepared(prompt, config, request_id=request_id, deadline=deadline, **overrides)
+        prepared = self._intake.prepared(
+            prompt, config, request_id=request_id, deadline=deadline, **overrides
         )
+        return self._enter(prepared)
+
+    @property
+    def _untold(self) -> tuple[Event, ...]:
+        return self._turn.untold
+
+    def _put_back(self, mine: bool = False) -> None:
+        """Undoes a call that was interrupted; ``mine`` if it is the one that asks.
+
+        Raises:
+            RuntimeError: a call is under way, in this thread or another.
+        """
+        turn = self._turn
+        if not turn.is_open:
+            return
+        if not mine and _is_under_way(turn):
+            raise RuntimeError("a step is under way; an engine takes one call at a time")
+        if not self._undo.is_empty:
+            self._undo.put_back(self._books)
+        self._turn = _Turn(turn.untold)
 
     def prepared(self, prompt: Any, config: Any = None, **options: Any) -> Prepared:
         """A request that was checked, for `take_on`; arguments and errors as in `add_request`."""
         return self._intake.prepared(prompt, config, **options)
 
+    @_whole
     def take_on(self, prepared: Prepared) -> str:
         """Takes a prepared request on; its id.
 
@@ -120,13 +196,17 @@ class Engine:
             ValueError: its id is in use.
             EngineFullError: ``max_waiting`` requests wait.
         """
-        name = self._name(prepared.request_id)
+        return self._enter(prepared)
+
+    def _enter(self, prepared: Prepared, name: str | None = None) -> str:
+        name = self._name(prepared.request_id) if name is None else name
         if not self.free_places:
             raise EngineFullError(
                 f"max_waiting={self.settings.max_waiting} requests wait already; add this one again later"
             )
-        request = self._intake.request(prepared, name, next(self._numbers))
-        self._books.enter(request, prepared.deadline)
+        self._books.enter(
+            self._intake.request(prepared, name, next(self._numbers)), prepared.deadline
+        )
         return name
 
     def _name(self, request_id: str | None) -> str:
@@ -173,7 +253,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether any request is under way."""
-        return bool(self._books.requests)
+        return bool(self._books.requests) or self._turn.is_open
 
     @property
     def next_due(self) -> float | None:
@@ -183,7 +263,7 @@ class Engine:
     @property
     def can_step(self) -> bool:
         """Whether a step would do anything: not all requests are paused, or one of them is late."""
-        return bool(self._kept) or self._books.anything_to_do
+        return bool(self._turn.untold) or self._turn.is_open or self._books.anything_to_do
 
     @property
     def free_places(self) -> int:
@@ -204,14 +284,33 @@ class Engine:
 
     # -- steps ---------------------------------------------------------------------------
 
+    @_whole
     def step(self) -> list[Event]:
         """One forward pass; what it brought, and what ended before it.
 
         A failure of the model fails the requests that took part, and their pages come back; the others go on.
-        """
-        kept, self._kept = self._kept, []
-        return kept + self._stepper.step()
 
+        A step that is interrupted (Ctrl-C, or anything else that comes out of it) has not happened: requests, pages
+        and random numbers are as they were before, and the next step is that step, with the same tokens. So are
+        `add_request` (nothing is taken on), iterating (the events come with the next) and `generate_batch` (its
+        requests are cancelled; the events of others come with the next step).
+
+        Raises:
+            RuntimeError: a step is under way, in this thread or another.
+        """
+        events = [*self._untold, *self._stepper.step()]
+        self._left = ()
+        return events
+
+    @_whole
+    def _advance(self, own: Collection[str] = ()) -> list[Event]:
+        """A step that returns the events of the ``own`` requests alone; the others stay untold."""
+        events = self._stepper.step()
+        others = (event for event in events if event.request_id not in own)
+        self._left = (*self._untold, *others)
+        return [event for event in events if event.request_id in own]
+
+    @_whole
     def end_early(self) -> list[Event]:
         """Ends what was cancelled, or is late; a step begins with it."""
         return self._books.end_early()
@@ -219,20 +318,27 @@ class Engine:
     # -- whole runs ---------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Event]:
-        """Steps until no request is under way; requests may be added meanwhile.
+        """Steps until no request is under way; requests may be added meanwhile, and whoever stops misses nothing.
 
         Raises:
             RuntimeError: every request is paused.
         """
-        while self.has_unfinished or self._kept:
+        return self
+
+    def __next__(self) -> Event:
+        """The next event."""
+        while not (untold := self._untold):
+            if not self.has_unfinished:
+                raise StopIteration
             if not self.can_step:
                 raise RuntimeError("every request is paused; resume one, or cancel it")
-            events = deque(self.step())
-            try:
-                while events:
-                    yield events.popleft()
-            finally:  # whoever stops iterating misses nothing
-                self._kept = [*events, *self._kept]
+            self._advance()
+        try:
+            self._turn = _Turn(untold[1:])
+            return untold[0]
+        except BaseException:
+            self._turn = _Turn(untold)
+            raise
 
     def generate_batch(
         self,
@@ -254,30 +360,38 @@ class Engine:
         if isinstance(prompts, str):
             raise TypeError("prompts is text; a list of prompts is needed")
         waiting = list(prompts)
-        ids: list[str] = []
-        own: set[str] = set()
+        own: dict[str, None] = {}  # in order
         found: dict[str, RequestOutput] = {}
         try:
             checked = [self._intake.prepared(prompt, config, **overrides) for prompt in waiting]
             while len(found) < len(waiting):
-                if len(ids) == len(found) and not self.free_places and not self.can_step:
+                if len(own) == len(found) and not self.free_places and not self.can_step:
                     raise EngineFullError(
                         "every request that waits is paused; resume one, or cancel it"
                     )
-                while len(ids) < len(waiting) and self.free_places:
-                    ids.append(self.take_on(checked[len(ids)]))
-                    own.add(ids[-1])
-                for event in self._stepper.step():
-                    if event.request_id not in own:
-                        self._kept.append(event)
-                    elif event.output is not None:
+                while len(own) < len(waiting) and self.free_places:
+                    prepared = checked[len(own)]
+                    name = self._name(prepared.request_id)
+                    own[name] = None
+                    self._take_on_as(name, prepared)
+                for event in self._advance(own):
+                    if event.output is not None:
                         found[event.request_id] = event.output
         except BaseException:
-            for name in ids:
-                if name in self._books.requests:
-                    self._books.end(self._books.requests[name], "cancelled")
+            self._give_up(own)
             raise
-        return [found[name] for name in ids]
+        return [found[name] for name in own]
+
+    @_whole
+    def _take_on_as(self, name: str, prepared: Prepared) -> str:
+        return self._enter(prepared, name)
+
+    @_whole
+    def _give_up(self, names: Iterable[str]) -> None:
+        """Ends requests nobody wants to hear of."""
+        for name in names:
+            if name in self._books.requests:
+                self._books.end(self._books.requests[name], "cancelled")
 
     # -- figures ------------------------------------------------------------------------
 
@@ -300,6 +414,7 @@ class Engine:
             "left_out": "fp16 tails and sinks: pages are shared between requests",
         }
 
+    @_whole
     def clear_prefixes(self) -> None:
         """Forgets what kept pages hold; for a model whose weights have changed."""
         self._books.scheduler.holdings.pages.forget_all()

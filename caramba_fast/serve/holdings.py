@@ -5,7 +5,7 @@ Bytes are moved first and noted afterwards, so that a move that fails leaves the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from caramba_fast.cache import OutOfPagesError, PageBytes, PagePool
 from caramba_fast.serve.metrics import Counters
@@ -180,6 +180,16 @@ class Holdings:
             part = tokens[place * size : (place + 1) * size]
             answer.keys.append(self.pages.learn(answer.pages[place], parent, part))
 
+    def rebuild(self, answers: Sequence[Answer]) -> None:
+        """Works out anew which pages are held, and how much is swapped, from all answers there are."""
+        self.pages.rebuild((answer.pages, len(answer.keys)) for answer in answers)
+        self.swapped_bytes = self._swapped(answers)
+
+    def _swapped(self, answers: Iterable[Answer]) -> int:
+        """Bytes of these answers in host memory."""
+        pages = sum(-(-a.cached // self.pages.page_size) for a in answers if a.swapped is not None)
+        return pages * self.pool.page_bytes
+
     def problems(self, running: Iterable[Answer], waiting: Iterable[Answer]) -> list[str]:
         """What is wrong with the pages; nothing ever should be."""
         running, waiting = list(running), list(waiting)
@@ -190,9 +200,7 @@ class Holdings:
                 found.append(
                     f"{answer.request.request_id} has more tokens cached than pages for them"
                 )
-        swapped = sum(
-            -(-a.cached // size) * self.pool.page_bytes for a in waiting if a.swapped is not None
-        )
+        swapped = self._swapped(waiting)
         if swapped != self.swapped_bytes:
             found.append(f"{self.swapped_bytes} bytes are counted as swapped; {swapped} are")
         return found

@@ -6,7 +6,7 @@ import time
 from array import array
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -74,6 +74,15 @@ class RequestTimes:
         if gap > 0.0:
             self.gaps.append(gap)
         return gap
+
+    def saved(self) -> tuple[object, ...]:
+        """What `put_back` goes back to."""
+        return self.started, self.first_token, self.latest, len(self.gaps)
+
+    def put_back(self, saved: tuple[Any, ...]) -> None:
+        """Goes back to what was saved."""
+        self.started, self.first_token, self.latest, gaps = saved
+        del self.gaps[gaps:]
 
     def report(self, request: Request) -> RequestMetrics:
         """The figures so far."""
@@ -155,6 +164,14 @@ class Counters:
         self.busy_s = 0.0
         self.ttft: deque[float] = deque(maxlen=REMEMBERED)
         self.gaps: deque[float] = deque(maxlen=REMEMBERED)
+
+    def saved(self) -> dict[str, float]:
+        """What `put_back` goes back to; times of tokens stay remembered."""
+        return {name: value for name, value in vars(self).items() if not isinstance(value, deque)}
+
+    def put_back(self, saved: dict[str, float]) -> None:
+        """Goes back to what was saved."""
+        vars(self).update(saved)
 
 
 def percentiles(values: array[float] | deque[float]) -> tuple[float, float]:

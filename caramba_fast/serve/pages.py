@@ -146,6 +146,25 @@ class SharedPages(PageAllocator):
         self._free.extend(self._kept)
         self._kept.clear()
 
+    def rebuild(self, tables: Iterable[tuple[Sequence[int], int]]) -> None:
+        """Works out anew who holds what, after an interrupt, from the pages of all sequences.
+
+        Args:
+            tables: pages of each sequence, and how many of the first are full and known. What was learned of the
+                others is forgotten: they will be written again.
+        """
+        counted, unknown = [0] * len(self.references), set[int]()
+        for pages, known in tables:
+            unknown.update(pages[known:])
+            for page in pages:
+                counted[page] += 1
+        content = {page: key for page, key in self._content.items() if page not in unknown}
+        idle = [page for page in (*self._kept, *content) if page in content and not counted[page]]
+        self.references, self._content = counted, content
+        self._known = {key: page for page, key in content.items()}
+        self._kept = OrderedDict.fromkeys(idle)
+        self._free = [p for p, count in enumerate(counted) if not count and p not in content]
+
     # -- what has to hold ---------------------------------------------------------------
 
     def problems(self, tables: Iterable[Sequence[int]]) -> list[str]:

@@ -91,11 +91,15 @@ class Event:
 
 
 class Points:
-    """The random numbers of one answer, in the order in which a run of its own would draw them."""
+    """The random numbers of one answer, in the order in which a run of its own would draw them.
+
+    Attributes:
+        taken: how many it has used.
+    """
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self._rng = torch.Generator(device=device).manual_seed(seed)
-        self._device, self._drawn = device, list[float]()
+        self._seed, self._device = seed, device
+        self.rewind(0)
 
     def ahead(self, count: int) -> list[float]:
         """The next ``count`` numbers; they come again until they are `used`."""
@@ -105,9 +109,18 @@ class Points:
             self._drawn.append(float(one))
         return self._drawn[:count]
 
+    def rewind(self, taken: int) -> None:
+        """Back to where so many were used, from the seed on."""
+        self._rng = torch.Generator(device=self._device).manual_seed(self._seed)
+        self._drawn: list[float] = []
+        self.ahead(taken)
+        self._drawn.clear()
+        self.taken = taken
+
     def used(self, count: int) -> None:
         """The first ``count`` of those ahead are gone."""
         del self._drawn[:count]
+        self.taken += count
 
 
 @dataclass(eq=False)

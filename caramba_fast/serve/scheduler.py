@@ -8,6 +8,7 @@ answer always gets on.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from caramba_fast.cache import PagePool
@@ -15,6 +16,7 @@ from caramba_fast.serve.holdings import Holdings
 from caramba_fast.serve.metrics import Counters
 from caramba_fast.serve.request import Answer
 from caramba_fast.serve.settings import EngineConfig
+from caramba_fast.serve.undo import Undo
 
 
 @dataclass(eq=False)
@@ -54,10 +56,13 @@ class Scheduler:
         settings: limits and policies.
         pool: where the bytes are.
         counters: what is counted.
+        undo: what a step changes is noted there first.
     """
 
-    def __init__(self, settings: EngineConfig, pool: PagePool, counters: Counters) -> None:
-        self.settings, self.pool, self.counters = settings, pool, counters
+    def __init__(
+        self, settings: EngineConfig, pool: PagePool, counters: Counters, undo: Undo
+    ) -> None:
+        self.settings, self.pool, self.counters, self.undo = settings, pool, counters, undo
         self.holdings = Holdings(settings, pool, counters)
         #: Both by age.
         self.running: list[Answer] = []
@@ -97,6 +102,14 @@ class Scheduler:
     def fresh(self) -> int:
         """Answers that wait and have not begun."""
         return len(self.waiting) - self.returned
+
+    def rebuild(self, going: Sequence[Answer], running: list[Answer]) -> None:
+        """Works everything out anew, after an interrupt, from all answers that have not ended and those that ran."""
+        there = set(running)
+        self.running = list(running)
+        self.waiting = sorted((a for a in going if a not in there), key=lambda a: a.age)
+        self.returned = sum(answer.preemptions > 0 for answer in self.waiting)
+        self.holdings.rebuild(going)
 
     # -- a step -------------------------------------------------------------------------
 
@@ -167,6 +180,7 @@ class Scheduler:
                 continue
             if spent >= budget:
                 break
+            self.undo.keep(answer.request)
             count = self._begin_if_possible(answer, budget - spent)
             while not count and self._push_out_paused():
                 count = self._begin_if_possible(answer, budget - spent)
