@@ -389,6 +389,37 @@ def test_bad_requests_are_not_taken_on(prompt: Any, given: dict[str, Any], said:
     assert serving.problems() == []
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"eos_token_id": VOCABULARY},
+        {"eos_token_id": (3, 10**6)},
+        {"pad_token_id": VOCABULARY},
+        {"pad_token_id": VOCABULARY, "ignore_eos": True},
+        {"stop": (VOCABULARY,)},
+        {"logit_bias": {VOCABULARY: 1.0}},
+        {"sequence_bias": {(1, VOCABULARY): 1.0}},
+        {"bad_words_ids": ((VOCABULARY, 1),)},
+        {"suppress_tokens": (VOCABULARY,)},
+    ],
+)
+def test_ids_beyond_the_vocabulary_are_refused_as_by_a_generator(given: dict[str, Any]) -> None:
+    """Whatever field they are in, and whether an engine, a request or a generator has it."""
+    serving = engine()
+    generator = Generator(small_model(), GenerateConfig(max_seq_len=64, cache_kind="q4"))
+    said = []
+    for call in (
+        lambda: generator.generate(torch.tensor([[1]]), **given),
+        lambda: serving.add_request([1], **given),
+        lambda: engine(**given),
+    ):
+        with pytest.raises(ValueError, match="vocabulary allows 0 to 60") as refused:
+            call()
+        said.append(str(refused.value))
+    assert said[0] == said[1] == said[2]
+    assert not serving.has_unfinished
+
+
 def test_a_request_longer_than_the_pool_is_refused() -> None:
     serving = engine(num_pages=2)
     with pytest.raises(ValueError, match="the pool allows 128"):

@@ -23,7 +23,7 @@ from caramba_fast.infer.output import GenerateOutput
 from caramba_fast.infer.prompts import Prompts, TokenIds, read_prompts
 from caramba_fast.infer.run import Hooks, Run
 from caramba_fast.infer.spec_config import SpeculativeConfig
-from caramba_fast.infer.stopping import Decoder, Stopping, row_limits
+from caramba_fast.infer.stopping import Decoder, Stopping, eos_ids, row_limits
 from caramba_fast.models import LanguageModel
 from caramba_fast.models.registry import as_language_model
 from caramba_fast.policy import CachePlan, DecodePlan
@@ -112,20 +112,7 @@ class Generator:
     # -- settings -----------------------------------------------------------------------
 
     def _eos_ids(self, config: GenerateConfig) -> frozenset[int]:
-        given = config.eos_token_id
-        if config.ignore_eos:
-            return frozenset()
-        if given is None:
-            given = getattr(self.model, "eos_token_ids", None) or self.model.eos_token_id
-        ids = (given,) if isinstance(given, int) else tuple(given or ())
-        for name, index in [("eos_token_id", i) for i in ids] + [
-            ("pad_token_id", config.pad_token_id)
-        ]:
-            if index is not None and index >= self.model.vocab_size:
-                raise ValueError(
-                    f"{name} is {index}; the model's vocabulary allows 0 to {self.model.vocab_size - 1}"
-                )
-        return frozenset(ids)
+        return eos_ids(config, self.model)
 
     def _seeded(self, config: GenerateConfig) -> torch.Generator | None:
         if config.seed is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -117,6 +117,24 @@ def _decoding(tokenizer: Decoder) -> Callable[[list[int]], str]:
     except TypeError:
         return decode
     return partial(decode, skip_special_tokens=False)
+
+
+def eos_ids(config: GenerateConfig, model: Any) -> frozenset[int]:
+    """The ids that end a row: those of the settings, else the model's own.
+
+    Raises:
+        ValueError: one of them, or the padding id, is beyond the vocabulary.
+    """
+    given = config.eos_token_id
+    if given is None and not config.ignore_eos:
+        given = getattr(model, "eos_token_ids", None) or model.eos_token_id
+    ids = (given,) if isinstance(given, int) else tuple(given or ())
+    for name, index in [*(("eos_token_id", i) for i in ids), ("pad_token_id", config.pad_token_id)]:
+        if index is not None and index >= model.vocab_size:
+            raise ValueError(
+                f"{name} is {index}; the model's vocabulary allows 0 to {model.vocab_size - 1}"
+            )
+    return frozenset(ids)
 
 
 def row_limits(config: GenerateConfig, held: Sequence[int]) -> list[int]:

@@ -14,7 +14,7 @@ from caramba_fast.infer.edits import LogitEdits
 from caramba_fast.infer.fields import CacheFields, OutputFields
 from caramba_fast.infer.history import TokenHistory
 from caramba_fast.infer.lookup import NGramIndex
-from caramba_fast.infer.stopping import Stopping, row_limits
+from caramba_fast.infer.stopping import Stopping, eos_ids, row_limits
 from caramba_fast.infer.text import TextTokenizer, TextWriter
 from caramba_fast.policy.settings import CachePolicyFields, DecodePlanFields
 from caramba_fast.serve.metrics import RequestTimes
@@ -68,7 +68,9 @@ class Intake:
     def request(self, prepared: Prepared, name: str, number: int) -> Request:
         """The request, with its first answer."""
         config = prepared.config
-        edits = LogitEdits(config, self.model.vocab_size, self.eos_ids(config), self.model.device)
+        edits = LogitEdits(
+            config, self.model.vocab_size, eos_ids(config, self.model), self.model.device
+        )
         made = Request(name, number, prepared.tokens, config, edits, prepared.times)
         made.answers.append(self.answer(made, 0, prepared.limit))
         return made
@@ -109,7 +111,13 @@ class Intake:
             seed = int(torch.randint(2**62, (1,))) if config.seed is None else config.seed
             points = Points((seed + index) % 2**63, self.model.device)
         stopping = Stopping(
-            config, self.eos_ids(config), self.tokenizer, (), [limit], 0, request.times.arrived
+            config,
+            eos_ids(config, self.model),
+            self.tokenizer,
+            (),
+            [limit],
+            0,
+            request.times.arrived,
         )
         answer = Answer(request, index, TokenHistory(request.prompt), points, stopping)
         if self.settings.lookup_tokens:
@@ -164,7 +172,7 @@ class Intake:
             raise ValueError(
                 f"stop holds the string {config.stop_strings[0]!r}, which needs Engine(tokenizer=...)"
             )
-        LogitEdits(config, self.model.vocab_size, self.eos_ids(config), torch.device("cpu"))
+        LogitEdits(config, self.model.vocab_size, eos_ids(config, self.model), torch.device("cpu"))
 
     def limit(self, tokens: list[int], config: GenerateConfig) -> int:
         """Most new tokens; raises ValueError if they cannot fit."""
@@ -182,15 +190,6 @@ class Intake:
                     f"{what} allows {count}"
                 )
         return limit
-
-    def eos_ids(self, config: GenerateConfig) -> frozenset[int]:
-        """The ids that end an answer."""
-        given = config.eos_token_id
-        if config.ignore_eos:
-            return frozenset()
-        if given is None:
-            given = getattr(self.model, "eos_token_ids", None) or self.model.eos_token_id
-        return frozenset((given,) if isinstance(given, int) else tuple(given or ()))
 
 
 def _as_ids(prompt: Any) -> Tensor:
