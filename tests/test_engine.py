@@ -58,7 +58,7 @@ def test_answers_of_one_request_share_its_prompt() -> None:
 
 
 def test_a_prefix_is_read_once() -> None:
-    serving = engine()
+    serving = engine(cache_salt="everybody")
     first, second = PROMPT[:64] + text(5, 9), PROMPT[:64] + text(6, 9)
     outputs = [serving.generate_batch([p], max_new_tokens=4)[0] for p in (first, second, first)]
     assert [output.metrics.prefix_hit_tokens for output in outputs] == [0, 64, 64]
@@ -69,7 +69,7 @@ def test_a_prefix_is_read_once() -> None:
 
 def test_a_prompt_of_whole_known_pages_copies_the_last_one() -> None:
     """Its last token is read again for its logits, and must not be written where others read."""
-    serving = engine()
+    serving = engine(cache_salt="everybody")
     given = {"max_new_tokens": 6, "temperature": 0.0}
     outputs = [serving.generate_batch([text(1, 128)], **given)[0] for _ in range(2)]
     assert outputs[1].metrics.prefix_hit_tokens == 127
@@ -106,7 +106,7 @@ def test_constants_of_the_transforms_are_those_of_all_pages() -> None:
     torch.manual_seed(3)
     for layer in model.model.layers:
         layer.self_attn.k_proj.bias.data = 20 * torch.randn(64)
-    serving = Engine(model, cache_kind="q4", max_seq_len=256)
+    serving = Engine(model, cache_kind="q4", max_seq_len=256, cache_salt="everybody")
     assert all(layer.k.transform.bias is not None for layer in serving.pool.layers)
     given = {"max_new_tokens": 10, "temperature": 0.0}
     prompts = [PROMPT, PROMPT[:64] + text(5, 20), text(6, 30)]
@@ -258,7 +258,7 @@ def test_bytes_that_cannot_be_moved_fail_one_request(
     fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serving = engine(
-        num_pages=6, max_batch_size=4, preemption="swap", prefix_caching=fails == "copy"
+        num_pages=6, max_batch_size=4, preemption="swap", prefix_caching=fails == "copy", cache_salt="everybody"
     )  # fmt: skip
     whole = getattr(serving.pool, fails)
     calls = []
@@ -328,16 +328,32 @@ def test_a_nan_behind_a_draft_that_does_not_stand_harms_nobody() -> None:
     assert serving.metrics.drafted > serving.metrics.accepted
 
 
-def test_forgotten_prefixes_stay_forgotten_while_requests_go_on() -> None:
-    serving = engine()
-    given = {"max_new_tokens": 70, "temperature": 0.0, "ignore_eos": True}
-    serving.add_request(text(1, 100), **given)
-    for _ in range(3):
+@pytest.mark.parametrize("steps", [0, 1, 3, 6])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_forgotten_prefixes_stay_forgotten_while_requests_go_on(
+    steps: int, preemption: str
+) -> None:
+    """Whatever was written before, in half a page or on the host, is never found afterwards."""
+    serving = engine(
+        cache_salt="everybody", max_batch_tokens=24, preemption=preemption, num_pages=5, max_batch_size=3
+    )  # fmt: skip
+    given = {"temperature": 0.0, "ignore_eos": True}
+    names = [
+        serving.add_request(text(seed, 30), max_new_tokens=80, **given) for seed in range(1, 4)
+    ]
+    for _ in range(10 * steps + 1):
         serving.step()
+    under_way = [name for name in names if serving.is_under_way(name)]
     serving.clear_prefixes()
-    list(serving)
-    (again,) = serving.generate_batch([text(1, 100)], **given)
-    assert again.metrics.prefix_hit_tokens == 0
+    begun = {answer.request.request_id for answer in serving._books.scheduler.running}
+    begun |= {a.request.request_id for a in serving._books.scheduler.waiting if a.swapped}
+    outputs = {event.request_id: event.output for event in serving if event.output}
+    for name in begun & set(under_way):
+        output = outputs[name]
+        again = [*output.prompt_ids, *output.generated_tokens, 5]
+        (found,) = serving.generate_batch([again], max_new_tokens=1)
+        rewritten = output.metrics.preemptions and preemption == "recompute"
+        assert rewritten or found.metrics.prefix_hit_tokens == 0
     assert serving.problems() == []
 
 

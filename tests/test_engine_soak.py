@@ -32,7 +32,7 @@ def test_thousands_of_requests(preemption: str, count: int) -> None:
     dice = random.Random(1)
     engine = Engine(
         small_model(), cache_kind="q4", max_seq_len=128, page_size=32, num_pages=24, max_batch_size=16,
-        preemption=preemption, lookup_tokens=2, max_waiting=64,
+        preemption=preemption, lookup_tokens=2, max_waiting=64, cache_salt="everybody",
     )  # fmt: skip
     prompts = [text(seed, dice.randint(1, 70)) for seed in range(40)]
     ended: Counter[str] = Counter()

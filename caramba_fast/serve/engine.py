@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -50,7 +50,7 @@ class _Turn:
 
 def _whole(method: Method) -> Method:
     """A method of an engine that is done, or has changed nothing; it may change ``_left``, the events still untold."""
-    notes = method.__name__ in ("step", "_advance", "clear_prefixes")
+    notes = method.__name__ in ("step", "_advance", "_close", "clear_prefixes")
 
     @wraps(method)
     def call(self: Engine, *args: Any, **options: Any) -> Any:
@@ -140,6 +140,7 @@ class Engine:
         *,
         request_id: str | None = None,
         deadline: float | None = None,
+        cache_salt: str | None = None,
         **overrides: Any,
     ) -> str:
         """Takes a request on.
@@ -150,6 +151,8 @@ class Engine:
                 the one ``seed + i`` gives alone.
             request_id: a name; by default one is made.
             deadline: seconds from now after which it is ended as it is.
+            cache_salt: who shares its prefixes: requests of the same salt, as in vLLM. By default that of the
+                engine, and without one nobody.
             overrides: fields of GenerateConfig to change.
 
         Returns:
@@ -161,7 +164,12 @@ class Engine:
             EngineFullError: ``max_waiting`` requests wait.
         """
         prepared = self._intake.prepared(
-            prompt, config, request_id=request_id, deadline=deadline, **overrides
+            prompt,
+            config,
+            request_id=request_id,
+            deadline=deadline,
+            cache_salt=cache_salt,
+            **overrides,
         )
         return self._enter(prepared)
 
@@ -349,7 +357,8 @@ class Engine:
         """Answers all prompts; what else is under way goes on beside them, and its events come with the next `step`.
 
         Args:
-            prompts, config, overrides: as in `add_request`.
+            prompts, config, overrides: as in `add_request`. Without a ``cache_salt`` they share prefixes with each
+                other, and with nobody else.
 
         Returns:
             what became of each, in order.
@@ -361,6 +370,7 @@ class Engine:
             raise TypeError("prompts is text; a list of prompts is needed")
         waiting = list(prompts)
         own: dict[str, None] = {}  # in order
+        scope = f"batch {next(self._numbers)}"
         found: dict[str, RequestOutput] = {}
         try:
             checked = [self._intake.prepared(prompt, config, **overrides) for prompt in waiting]
@@ -373,13 +383,12 @@ class Engine:
                     prepared = checked[len(own)]
                     name = self._name(prepared.request_id)
                     own[name] = None
-                    self._take_on_as(name, prepared)
+                    self._take_on_as(name, replace(prepared, scope=prepared.scope or scope))
                 for event in self._advance(own):
                     if event.output is not None:
                         found[event.request_id] = event.output
-        except BaseException:
-            self._give_up(own)
-            raise
+        finally:
+            self._close(own, scope)
         return [found[name] for name in own]
 
     @_whole
@@ -387,11 +396,12 @@ class Engine:
         return self._enter(prepared, name)
 
     @_whole
-    def _give_up(self, names: Iterable[str]) -> None:
-        """Ends requests nobody wants to hear of."""
+    def _close(self, names: Iterable[str], scope: str) -> None:
+        """A batch is over, or given up: nobody wants to hear of its requests, or asks for its pages."""
         for name in names:
             if name in self._books.requests:
                 self._books.end(self._books.requests[name], "cancelled")
+        self._books.scheduler.holdings.pages.forget_scope(scope)
 
     # -- figures ------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from caramba_fast.cache import OutOfPagesError, PageBytes, PagePool
 from caramba_fast.serve.metrics import Counters
-from caramba_fast.serve.pages import SharedPages, key_of
+from caramba_fast.serve.pages import Content, SharedPages, content_of
 from caramba_fast.serve.request import Answer
 from caramba_fast.serve.settings import EngineConfig
 
@@ -47,7 +47,9 @@ class Holdings:
         The last token is read again in any case: what follows it is wanted.
         """
         tokens, size = answer.history.tokens, self.pages.page_size
-        hit = self.pages.find(self.names(answer)) if self.pages.keeps else []
+        if answer.epoch != self.pages.epoch:
+            answer.epoch, answer.contents = self.pages.epoch, []
+        hit = self.pages.find(self.contents(answer)) if self.pages.keeps else []
         self.pages.hold(hit)
         answer.pages, answer.cached = hit, min(len(hit) * size, len(tokens) - 1)
         needed = self.missing(answer, answer.pending)
@@ -62,6 +64,7 @@ class Holdings:
         """``other`` goes on from what ``answer`` has in its pages, which both hold then."""
         self.pages.hold(answer.pages)
         other.pages, other.cached, other.keys = list(answer.pages), answer.cached, list(answer.keys)
+        other.epoch = answer.epoch
 
     def swap_in(self, answer: Answer, count: int, spare: int) -> bool:
         """Brings its pages back, with room for ``count`` more tokens, if ``spare`` pages are left then.
@@ -118,6 +121,13 @@ class Holdings:
             self.swapped_bytes -= held * self.pool.page_bytes
             answer.swapped = None
 
+    def forget_alone(self, answer: Answer) -> None:
+        """It has ended: what nobody else may find, or holds, is not worth keeping."""
+        if answer.request.is_private:
+            for page in answer.pages:
+                if self.pages.references[page] == 1:
+                    self.pages.forget(page)
+
     def release(self, answer: Answer) -> None:
         """Its pages go back, and what was cached with them."""
         self.pages.release_all(answer.pages)
@@ -155,16 +165,15 @@ class Holdings:
         answer.pages += taken
         return True
 
-    def names(self, answer: Answer) -> list[bytes]:
-        """What full pages of its tokens would be known by; worked out once."""
-        pages, tokens = self.pages, answer.history.tokens
-        if answer.root != pages.root:
-            answer.root, answer.names = pages.root, []
-        for place in range(len(answer.names), len(tokens) // pages.page_size):
-            parent = answer.names[-1] if answer.names else pages.root
-            part = tokens[place * pages.page_size : (place + 1) * pages.page_size]
-            answer.names.append(key_of(parent, part))
-        return answer.names
+    def contents(self, answer: Answer) -> list[Content]:
+        """What full pages of its tokens contain; worked out once."""
+        pages, size, tokens = self.pages, self.pages.page_size, answer.history.tokens
+        scope = pages.scope_of(answer.request.scope, answer.epoch)
+        for place in range(len(answer.contents), len(tokens) // size):
+            parent = answer.contents[-1] if place else None
+            part = tokens[place * size : (place + 1) * size]
+            answer.contents.append(content_of(scope, parent, part))
+        return answer.contents
 
     def settle(self, answer: Answer, cached: int) -> None:
         """So many of its tokens are cached now, and stay."""
@@ -173,12 +182,13 @@ class Holdings:
 
     def learn(self, answer: Answer) -> None:
         """Full pages get to be known by what they hold."""
-        size, tokens = self.pages.page_size, answer.history.tokens
+        pages, size, tokens = self.pages, self.pages.page_size, answer.history.tokens
+        scope = pages.scope_of(answer.request.scope, answer.epoch)
         while (len(answer.keys) + 1) * size <= answer.cached:
             place = len(answer.keys)
-            parent = answer.keys[-1] if answer.keys else self.pages.root
+            parent = answer.keys[-1] if place else None
             part = tokens[place * size : (place + 1) * size]
-            answer.keys.append(self.pages.learn(answer.pages[place], parent, part))
+            answer.keys.append(pages.learn(answer.pages[place], content_of(scope, parent, part)))
 
     def rebuild(self, answers: Sequence[Answer]) -> None:
         """Works out anew which pages are held, and how much is swapped, from all answers there are."""

@@ -18,7 +18,7 @@ from caramba_fast.infer.stopping import Stopping, eos_ids, row_limits
 from caramba_fast.infer.text import TextTokenizer, TextWriter
 from caramba_fast.policy.settings import CachePolicyFields, DecodePlanFields
 from caramba_fast.serve.metrics import RequestTimes
-from caramba_fast.serve.request import Answer, Points, Request
+from caramba_fast.serve.request import Answer, Points, Request, private_scope
 from caramba_fast.serve.settings import EngineConfig
 
 #: Runs of tokens that prompt lookup looks for.
@@ -41,6 +41,7 @@ class Prepared:
     request_id: str | None
     deadline: float | None
     times: RequestTimes
+    scope: str | None
 
 
 class Intake:
@@ -71,7 +72,8 @@ class Intake:
         edits = LogitEdits(
             config, self.model.vocab_size, eos_ids(config, self.model), self.model.device
         )
-        made = Request(name, number, prepared.tokens, config, edits, prepared.times)
+        scope = prepared.scope or private_scope(number)
+        made = Request(name, number, prepared.tokens, config, edits, prepared.times, scope)
         made.answers.append(self.answer(made, 0, prepared.limit))
         return made
 
@@ -90,6 +92,7 @@ class Intake:
         *,
         request_id: str | None = None,
         deadline: float | None = None,
+        cache_salt: str | None = None,
         **overrides: Any,
     ) -> Prepared:
         """A request that was checked, for `take_on`; arguments and errors as in `add_request`."""
@@ -102,7 +105,11 @@ class Intake:
             isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0
         ):
             raise ValueError(f"deadline is {deadline!r}; seconds above 0 are allowed")
-        return Prepared(tokens, settings, limit, request_id, deadline, RequestTimes())
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise TypeError(f"cache_salt is {cache_salt!r}; text is needed")
+        salt = self.settings.cache_salt if cache_salt is None else cache_salt
+        scope = None if salt is None else f"salt {salt}"
+        return Prepared(tokens, settings, limit, request_id, deadline, RequestTimes(), scope)
 
     def answer(self, request: Request, index: int, limit: int) -> Answer:
         """One answer to a request, which has not begun; it may have ``limit`` new tokens."""

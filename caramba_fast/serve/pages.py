@@ -5,8 +5,8 @@ A page is in one state:
 - kept: by nobody, but its content is known, and the next sequence with the same tokens takes it up again;
 - free.
 
-A page is known by the hash of its tokens and of all before them, a chain as in vLLM's prefix caching
-(arXiv:2309.06180). The hash is cryptographic: nobody can make a prompt that takes up another's pages.
+A page is looked up by a hash of its tokens, of all before them and of the scope they are shared in, a chain as in
+vLLM's prefix caching (arXiv:2309.06180). What was found is compared: scope and tokens decide, not the hash.
 """
 
 from __future__ import annotations
@@ -14,12 +14,39 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from caramba_fast.cache import OutOfPagesError, PageAllocator
 
-#: What the first page of a sequence follows.
-ROOT = b""
+
+@dataclass(frozen=True, eq=False)
+class Content:
+    """What stands in a full page.
+
+    Attributes:
+        key: what it is looked up by.
+        scope: who may find it.
+        parent: the page before; None for the first.
+        tokens: its tokens.
+    """
+
+    key: bytes
+    scope: str
+    parent: Content | None
+    tokens: array[int]
+
+    def is_same(self, other: Content) -> bool:
+        """Whether scope, tokens and all tokens before them are the same, whatever the keys are."""
+        mine: Content | None = self
+        theirs: Content | None = other
+        while mine is not theirs:
+            if mine is None or theirs is None or mine.scope != theirs.scope:
+                return False
+            if mine.tokens != theirs.tokens:
+                return False
+            mine, theirs = mine.parent, theirs.parent
+        return True
 
 
 class SharedPages(PageAllocator):
@@ -34,12 +61,12 @@ class SharedPages(PageAllocator):
     def __init__(self, num_pages: int, page_size: int, keeps: bool = True) -> None:
         super().__init__(num_pages)
         self.page_size, self.keeps = page_size, keeps
-        #: key -> page, and page -> key.
+        #: key -> page, and page -> what stands in it.
         self._known: dict[bytes, int] = {}
-        self._content: dict[int, bytes] = {}
+        self._content: dict[int, Content] = {}
         self._kept: OrderedDict[int, None] = OrderedDict()
-        #: What first pages follow; another one where all content was forgotten.
-        self.root = ROOT
+        #: How often all content was forgotten.
+        self.epoch = 0
 
     @property
     def available(self) -> int:
@@ -102,26 +129,40 @@ class SharedPages(PageAllocator):
         """Whether nobody may write into it: others hold it, or its content is known."""
         return self.references[page] > 1 or page in self._content
 
-    def learn(self, page: int, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Notes that a full page that is held contains ``tokens`` behind the page ``parent``; its key."""
-        key = key_of(parent, tokens)
-        if self.keeps and key not in self._known and page not in self._content:
-            self._known[key] = page
-            self._content[page] = key
-        return key
+    def learn(self, page: int, content: Content) -> Content:
+        """Notes what a full page that is held contains; what is known of that, here or in another page."""
+        other = self._known.get(content.key)
+        if other is not None and self._content[other].is_same(content):
+            return self._content[other]
+        if self.keeps and other is None and page not in self._content:
+            self._known[content.key] = page
+            self._content[page] = content
+        return content
 
     def forget(self, page: int) -> None:
         """Its content is about to change."""
-        key = self._content.pop(page, None)
-        if key is not None:
-            del self._known[key]
+        content = self._content.pop(page, None)
+        if content is not None:
+            del self._known[content.key]
 
-    def find(self, names: Sequence[bytes]) -> list[int]:
-        """The pages, held or kept, that are known by the first of these names; none is taken yet."""
+    def scope_of(self, scope: str, epoch: int | None = None) -> str:
+        """What contents of a scope are called since all was forgotten last, or in another epoch."""
+        return f"{self.epoch if epoch is None else epoch} {scope}"
+
+    def forget_scope(self, scope: str) -> None:
+        """Kept pages of a scope in which nobody will ask again are free."""
+        scope = self.scope_of(scope)
+        for page in [page for page in self._kept if self._content[page].scope == scope]:
+            del self._kept[page]
+            self.forget(page)
+            self._free.append(page)
+
+    def find(self, wanted: Sequence[Content]) -> list[int]:
+        """The pages, held or kept, that contain the first of these; none is taken yet."""
         found: list[int] = []
-        for name in names:
-            page = self._known.get(name)
-            if page is None:
+        for content in wanted:
+            page = self._known.get(content.key)
+            if page is None or not self._content[page].is_same(content):
                 break
             found.append(page)
         return found
@@ -138,9 +179,9 @@ class SharedPages(PageAllocator):
     def forget_all(self) -> None:
         """No content is known any more; kept pages are free.
 
-        What answers that have begun go on to fill is known by names nobody looks for.
+        What answers that have begun go on to fill is of scopes nobody looks for.
         """
-        self.root = key_of(self.root, ())
+        self.epoch += 1
         self._known.clear()
         self._content.clear()
         self._free.extend(self._kept)
@@ -158,10 +199,10 @@ class SharedPages(PageAllocator):
             unknown.update(pages[known:])
             for page in pages:
                 counted[page] += 1
-        content = {page: key for page, key in self._content.items() if page not in unknown}
+        content = {page: what for page, what in self._content.items() if page not in unknown}
         idle = [page for page in (*self._kept, *content) if page in content and not counted[page]]
         self.references, self._content = counted, content
-        self._known = {key: page for page, key in content.items()}
+        self._known = {what.key: page for page, what in content.items()}
         self._kept = OrderedDict.fromkeys(idle)
         self._free = [p for p, count in enumerate(counted) if not count and p not in content]
 
@@ -186,11 +227,17 @@ class SharedPages(PageAllocator):
             found.append(f"pages {sorted(idle ^ (free | kept))} are lost or both held and free")
         if any(page not in self._content for page in kept):
             found.append("a page is kept whose content is not known")
-        if {key: page for page, key in self._content.items()} != self._known:
+        if {what.key: page for page, what in self._content.items()} != self._known:
             found.append("keys and contents of pages differ")
         return found
 
 
-def key_of(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The name of a page that holds ``tokens`` behind the page ``parent``."""
-    return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
+def content_of(scope: str, parent: Content | None, tokens: array[int]) -> Content:
+    """What a page holds with ``tokens`` behind the page ``parent``."""
+    before = scope.encode() if parent is None else parent.key
+    return Content(key_of(before + tokens.tobytes()), scope, parent, tokens)
+
+
+def key_of(what: bytes) -> bytes:
+    """A hash of 16 bytes."""
+    return blake2b(what, digest_size=16).digest()

@@ -19,6 +19,7 @@ from caramba_fast.infer.text import TextWriter
 
 if TYPE_CHECKING:
     from caramba_fast.serve.metrics import RequestMetrics, RequestTimes
+    from caramba_fast.serve.pages import Content
 
 #: Why an answer ended: eos, stop, length, time as in `Generator`, and what can befall a request.
 ENDED_BADLY = ("cancelled", "deadline", "error")
@@ -134,8 +135,9 @@ class Answer:
         points: random numbers, if it samples.
         pages: its pages, in order.
         cached: tokens whose keys and values are in them.
-        keys: names of its full pages.
-        names: what full pages of its tokens would be known by, behind ``root``.
+        keys: what its full pages contain.
+        contents: what full pages of its tokens would contain.
+        epoch: when its first page was written: the pool's epoch then.
         swapped: what its pages held, while it has given them back.
         drafts: for prompt lookup.
         reason: why it ended.
@@ -150,9 +152,9 @@ class Answer:
     stopping: Stopping
     pages: list[int] = field(default_factory=list)
     cached: int = 0
-    keys: list[bytes] = field(default_factory=list)
-    names: list[bytes] = field(default_factory=list)
-    root: bytes | None = None
+    keys: list[Content] = field(default_factory=list)
+    contents: list[Content] = field(default_factory=list)
+    epoch: int = -1
     swapped: PageBytes | None = None
     drafts: NGramIndex | None = None
     reason: str | None = None
@@ -189,12 +191,18 @@ class Answer:
         return self.stopping.limits[0] - self.new
 
 
+def private_scope(number: int) -> str:
+    """The scope of a request that shares with none."""
+    return f"request {number}"
+
+
 @dataclass(eq=False)
 class Request:
     """A prompt and how it is to be answered.
 
     Attributes:
         number: of its arrival.
+        scope: who may find its pages: requests of the same scope.
         answers: those that have begun: the first, and once the prompt is read the others.
         begun: whether no more answers will begin.
         paused: nothing is scheduled for it.
@@ -206,10 +214,16 @@ class Request:
     config: GenerateConfig
     edits: LogitEdits
     times: RequestTimes
+    scope: str
     answers: list[Answer] = field(default_factory=list)
     paused: bool = False
     begun: bool = False
     error: str | None = None
+
+    @property
+    def is_private(self) -> bool:
+        """Whether no other request has its scope."""
+        return self.scope == private_scope(self.number)
 
     @property
     def wanted(self) -> int:

@@ -91,6 +91,7 @@ class Scheduler:
             if answer in place:
                 self._leave(place, answer)
         self.holdings.drop_swapped(answer)
+        self.holdings.forget_alone(answer)
         self.holdings.release(answer)
 
     def _leave(self, place: list[Answer], answer: Answer) -> None:

@@ -24,8 +24,11 @@ class EngineConfig(Fields):
         max_batch_size: requests that are worked on at once (transformers' max_num_seqs), answers counted one by one.
         max_batch_tokens: tokens of one forward pass: what is decoded, and prompts in chunks of what is left.
         max_waiting: requests that may wait; more are refused with `EngineFullError`.
-        prefix_caching: keep pages of requests that have ended until their room is needed, and let others begin
-            with them.
+        prefix_caching: keep pages of requests that have ended until their room is needed, and let others of the
+            same ``cache_salt`` begin with them.
+        cache_salt: the salt of requests that give none. With None they share with nobody; requests of one
+            `Engine.generate_batch` share with each other. What a request finds can be told from its time and its
+            metrics, so that requests of one salt can guess each other's prompts: give one to those who may.
         preemption: when pages run out, the newest request gives its own back: "recompute" feeds its tokens
             again later, "swap" moves the packed bytes to host memory and back.
         swap_bytes: most host memory for that; what does not fit is recomputed.
@@ -40,6 +43,7 @@ class EngineConfig(Fields):
     max_batch_tokens: int = Field(default=512, ge=1)
     max_waiting: int = Field(default=100_000, ge=1)
     prefix_caching: bool = True
+    cache_salt: str | None = Field(default=None, min_length=1)
     preemption: Literal["recompute", "swap"] = "recompute"
     swap_bytes: int = Field(default=2**30, ge=0)
     lookup_tokens: int = Field(default=0, ge=0, le=31)

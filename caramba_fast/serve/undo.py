@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from caramba_fast.serve.books import Books
 
 #: What is put back as it is, and lists that are copied.
-FIELDS = ("cached", "swapped", "reason", "hit", "preemptions", "told", "is_over")
+FIELDS = ("cached", "swapped", "reason", "hit", "preemptions", "told", "is_over", "epoch")
 LISTS = ("pages", "keys")
 
 
@@ -96,7 +96,7 @@ def _put_back(answer: Answer, saved: Any) -> None:
         setattr(answer, name, list(value))
     answer.history.cut(length)
     answer.written[:] = written
-    answer.root = None  # the names of its pages are worked out again, and so are drafts
+    answer.contents = []  # what its pages would contain is worked out again, and so are drafts
     if answer.writer is not None:
         answer.writer.state = writer
     if answer.points is not None:
