@@ -459,7 +459,7 @@ def test_stop_strings_need_a_tokenizer() -> None:
 
 def test_a_row_of_which_nothing_is_left_says_so() -> None:
     settings = {"temperature": 1.0, "suppress_tokens": list(range(VOCABULARY))}
-    with pytest.raises(ValueError, match=r"no token can be drawn.*suppress_tokens"):
+    with pytest.raises(ValueError, match=r"row \d.*no token can be chosen.*suppress_tokens"):
         ours(**settings).generate(PROMPTS)
 
 

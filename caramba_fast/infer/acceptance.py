@@ -14,7 +14,7 @@ from torch import Tensor
 
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.drafts import Drafted
-from caramba_fast.infer.sampling import draw, filtered_logits, sample
+from caramba_fast.infer.sampling import draw_marked, filtered_logits, likeliest, sample_marked
 
 
 def accept(
@@ -34,11 +34,11 @@ def accept(
         rng: what random numbers come from.
 
     Returns:
-        (B,) accepted counts and (B,) next tokens.
+        (B,) accepted counts and (B,) next tokens, `NOTHING` where none can be chosen.
     """
     lengths = [len(tokens) for tokens in drafted.tokens]
     if not config.samples:
-        return _matching(scores.argmax(-1).tolist(), drafted.tokens)
+        return _matching(likeliest(scores).tolist(), drafted.tokens)
     if method == "sample_match":
         return _drawn_alike(scores, drafted.tokens, config, rng)
     probability = filtered_logits(scores, config).softmax(-1)
@@ -68,7 +68,7 @@ def _drawn_alike(
     running = [True] * len(drafts)
     place = 0
     while any(running):
-        drawn = sample(scores[:, min(place, scores.shape[1] - 1)], config, rng).tolist()
+        drawn = sample_marked(scores[:, min(place, scores.shape[1] - 1)], config, rng).tolist()
         for row, draft in enumerate(drafts):
             if running[row]:
                 tokens[row] = drawn[row]
@@ -123,4 +123,4 @@ def _next(
     missed = (here - guess).clamp(min=0.0)
     # Where p and q agree but for rounding nothing is left of the difference: then p itself is as good.
     missed = torch.where(missed.sum(-1, keepdim=True) > 0, missed, here)
-    return draw(torch.where(rejected, missed, here), rng).tolist()
+    return draw_marked(torch.where(rejected, missed, here), rng).tolist()

@@ -7,14 +7,15 @@ is closed are those of Hugging Face's ``generate``, so that the answers are the 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from caramba_fast.infer.run import Run
-from caramba_fast.infer.sampling import filtered_logits
+from caramba_fast.infer.run import Run, blank_ended
+from caramba_fast.infer.sampling import filtered_logits, why_nothing
 from caramba_fast.infer.stopping import FinishReason
 
 #: The score of a beam that must not be chosen before any real one.
@@ -140,10 +141,13 @@ class BeamSearch:
     def _candidates(self, logits: Tensor) -> list[list[tuple[float, int, int]]]:
         """For every prompt the best (score, beam, token), best first."""
         run, config = self.run, self.run.config
-        log_p = logits.to(torch.float32).log_softmax(-1).nan_to_num(nan=UNLIKELY, neginf=-torch.inf)
+        log_p = logits.to(torch.float32).log_softmax(-1)
+        log_p = self._without_closed(log_p)
         new = [self.length - 1] * len(self.talk.rows)
         owners = [row // self.width for row in range(len(new))]
-        scores = run.edits.scores(log_p, self.talk.rows, new, which=owners)
+        scores = edited = self._without_closed(
+            run.edits.scores(log_p, self.talk.rows, new, which=owners)
+        )
         if config.samples:
             scores = self._filtered(scores)
         if config.output_scores:
@@ -154,17 +158,32 @@ class BeamSearch:
         total = scores.view(self.prompts, self.width, -1) + running[:, :, None]
         count = max(2, 1 + len(run.stopping.endings)) * self.width
         flat = total.flatten(1)
+        sound = flat.amax(1).isfinite()
+        flat = flat.where(sound[:, None], 0.0)
         if config.samples:
             drawn = torch.multinomial(flat.softmax(-1), count, generator=run.rng)
             best, place = flat.gather(1, drawn).sort(-1, descending=True)
             index = drawn.gather(1, place)
         else:
             best, index = flat.topk(min(count, flat.shape[1]))
+        best = best.masked_fill(~sound[:, None], torch.nan)  # read back below, with the scores
         vocab = scores.shape[-1]
+        picked = best.tolist()
+        for prompt, few in enumerate(picked):
+            if math.isnan(few[0]):
+                beams = slice(prompt * self.width, (prompt + 1) * self.width)
+                why = why_nothing(logits[beams], edited[beams])
+                raise ValueError(
+                    f"row {prompt}, new token {self.length}: no token can be chosen for any beam: {why}"
+                )
         return [
             [(score, i // vocab, i % vocab) for score, i in zip(*pair, strict=True)]
-            for pair in zip(best.tolist(), index.tolist(), strict=True)
+            for pair in zip(picked, index.tolist(), strict=True)
         ]
+
+    def _without_closed(self, scores: Tensor) -> Tensor:
+        """Scores (B * beams, V) with zeros where a prompt's beams have ended: there they may be anything."""
+        return blank_ended(scores, [not row.closed for row in self.rows for _ in range(self.width)])
 
     def _filtered(self, scores: Tensor) -> Tensor:
         """As drawn from; some tokens of every beam stay, so that beams can go on where others end."""

@@ -13,7 +13,13 @@ from caramba_fast.infer.conversation import Conversation
 from caramba_fast.infer.edits import LogitEdits
 from caramba_fast.infer.history import TokenHistory
 from caramba_fast.infer.run import blank_ended
-from caramba_fast.infer.sampling import draw, filtered_logits
+from caramba_fast.infer.sampling import (
+    NOTHING,
+    check_chosen,
+    draw_marked,
+    filtered_logits,
+    likeliest,
+)  # fmt: skip
 
 
 class Drafted(NamedTuple):
@@ -89,12 +95,13 @@ class ModelDraft:
     ) -> Drafted:
         """Draws token after token; each pass of the draft model gives one for every row."""
         own, drafts = self.talk.rows, [list[int]() for _ in rows]
+        stuck = [False] * len(own)
         self._catch_up(rows)
         drawn_from: list[Tensor] = []
         for index in range(max(counts)):
             wanted = [
-                count > index and not (draft and draft[-1] in self.endings)
-                for count, draft in zip(counts, drafts, strict=True)
+                count > index and not end and not (draft and draft[-1] in self.endings)
+                for count, draft, end in zip(counts, drafts, stuck, strict=True)
             ]
             if not any(wanted):
                 break
@@ -107,22 +114,30 @@ class ModelDraft:
             if probability is not None:
                 drawn_from.append(probability)
             for row, (goes_on, token) in enumerate(zip(wanted, tokens, strict=True)):
-                if goes_on:
+                if goes_on and token != NOTHING:
                     drafts[row].append(token)
                     own[row].push(token)
+                stuck[row] |= token == NOTHING
         return Drafted(drafts, torch.stack(drawn_from, dim=1) if drawn_from else None)
 
     def _draw(
         self, logits: Tensor, wanted: Sequence[bool], new: Sequence[int]
     ) -> tuple[list[int], Tensor | None]:
-        scores = blank_ended(logits, wanted)
+        """A token of each row, and what it was drawn from; `NOTHING` where the settings remove every token."""
+        logits = scores = blank_ended(logits, wanted)
         if self.edits:
             scores = self.edits.scores(scores, self.talk.rows, new, alive=wanted)
             scores = blank_ended(scores, wanted)
-        if not self.config.samples:
-            return scores.argmax(-1).tolist(), None
-        probability = filtered_logits(scores, self.config).softmax(-1)
-        return draw(probability, self.rng).tolist(), probability
+        if self.config.samples:
+            probability = filtered_logits(scores, self.config).softmax(-1)
+            tokens = draw_marked(probability, self.rng).tolist()
+        else:
+            probability, tokens = None, likeliest(scores).tolist()
+        if NOTHING in tokens:
+            # A guess may run into a dead end that the text does not: only broken logits are an error.
+            broken = likeliest(logits).tolist()
+            check_chosen(broken, logits, logits, new, "draft model")
+        return tokens, probability
 
     def _catch_up(self, rows: Sequence[TokenHistory]) -> None:
         """Tokens the target got while nothing was drafted."""

@@ -19,13 +19,15 @@ from caramba_fast.infer.sampling import sample
 from caramba_fast.models.protocol import LanguageModel
 from caramba_fast.models.registry import as_language_model
 
+_GREEDY = GenerateConfig(temperature=0.0)
+
 
 class GreedySampling:
     """The likeliest token."""
 
     def sample(self, logits: Tensor) -> Tensor:
-        """(B, V) -> (B,) int64."""
-        return logits.argmax(-1)
+        """(B, V) -> (B,) int64; raises ValueError where a row's logits are not finite."""
+        return sample(logits, _GREEDY, None)
 
 
 class RandomSampling:
@@ -53,7 +55,7 @@ class RandomSampling:
         self.generator = generator
 
     def sample(self, logits: Tensor) -> Tensor:
-        """(B, V) -> (B,) int64."""
+        """(B, V) -> (B,) int64; raises ValueError where a row's logits are not finite."""
         return sample(logits, self.config, self.generator)
 
 
@@ -137,7 +139,10 @@ class CausalInferencer:
         tokens, scores = list[Tensor](), list[Tensor]()
         for _ in range(limit):
             scores.append(self._forward(ids, cache)[:, -1])
-            new = strategy.sample(scores[-1]).masked_fill(ended, self._fill)
+            live = scores[-1].masked_fill(
+                ended[:, None], 0.0
+            )  # behind its end a row may be anything
+            new = strategy.sample(live).masked_fill(ended, self._fill)
             tokens.append(new)
             ended |= torch.isin(new, eos)
             if self.eos_token_ids and bool(ended.all()):

@@ -13,7 +13,7 @@ from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.conversation import Conversation
 from caramba_fast.infer.edits import AllowedTokens, LogitEdits, LogitsProcessor
 from caramba_fast.infer.metrics import Stopwatch
-from caramba_fast.infer.sampling import filtered_logits, sample
+from caramba_fast.infer.sampling import check_chosen, filtered_logits, sample_marked
 from caramba_fast.infer.stopping import FinishReason, Stopping, StoppingCriterion
 
 
@@ -104,12 +104,17 @@ class Run:
         return [len(row) - n for row, n in zip(self.conversation.rows, self.starts, strict=True)]
 
     def choose(self, logits: Tensor) -> list[int]:
-        """The next token of each row, noted in the conversation; the padding id where a row has ended."""
+        """The next token of each row, noted in the conversation; the padding id where a row has ended.
+
+        Raises:
+            ValueError: nothing can be chosen for a row.
+        """
         alive, rows = self.alive, self.conversation.rows
         logits = blank_ended(logits, alive)
-        new = self.new if self.edits.needs_history else ()
+        new = self.new
         scores = blank_ended(self.edits.scores(logits, rows, new, alive=alive), alive)
-        sampled = sample(scores, self.config, self.rng).tolist()
+        sampled = sample_marked(scores, self.config, self.rng).tolist()
+        check_chosen(sampled, logits, scores, new)
         if self.config.output_scores:
             self.scores.append(self.processed(scores))
         if self.config.output_logits:

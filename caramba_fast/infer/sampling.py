@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from caramba_fast.infer.fields import GREEDY_BELOW
 
 #: Tokens a nucleus is looked for in before everything is sorted.
 FIRST_FEW = 256
+#: Stands for a token where none can be chosen; it is read back with the others, so that looking costs no sync.
+NOTHING = -1
 #: Where random numbers come from: a generator, None for torch's own, or (B,) float64 in [0, 1), one a row.
 Randomness = torch.Generator | Tensor | None
 
@@ -70,11 +72,62 @@ def sample(logits: Tensor, config: GenerateConfig, generator: Randomness) -> Ten
     """Next token ids (B,) int64 for logits (B, V).
 
     Raises:
-        ValueError: every token of a row was removed, or a logit is NaN.
+        ValueError: every token of a row was removed, or its logits are not finite; the message names the row.
     """
+    tokens = sample_marked(logits, config, generator)
+    check_chosen(tokens.tolist(), logits, logits)
+    return tokens
+
+
+def sample_marked(logits: Tensor, config: GenerateConfig, generator: Randomness) -> Tensor:
+    """As `sample`, with `NOTHING` where it raises: for who reads the tokens next, and then `check_chosen`."""
     if not config.samples:
-        return logits.argmax(-1)
+        return likeliest(logits)
     return _drawn_from_few(logits, config, generator)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """Ids (...) int64 of the largest of logits (..., V); `NOTHING` where that is NaN or infinite."""
+    index = logits.argmax(-1)
+    largest = logits.gather(-1, index[..., None])[..., 0]
+    return index.masked_fill(~largest.isfinite(), NOTHING)
+
+
+def check_chosen(
+    tokens: Sequence[int],
+    logits: Tensor,
+    scores: Tensor,
+    new: Sequence[int] | None = None,
+    model: str = "model",
+) -> None:
+    """Raises ValueError where a row's token is `NOTHING`, naming the row, the step and the cause.
+
+    Args:
+        tokens: (B,), what was chosen.
+        logits: (B, V) of the model; scores: (B, V), what came of them before a token was chosen.
+        new: tokens each row has generated before this one, where that is known.
+        model: whose logits they are, in words.
+    """
+    if NOTHING in tokens:
+        row = list(tokens).index(NOTHING)
+        step = "" if new is None else f", new token {new[row] + 1}"
+        why = why_nothing(logits[row], scores[row], model)
+        raise ValueError(f"row {row}{step}: no token can be chosen: {why}")
+
+
+def why_nothing(logits: Tensor, scores: Tensor, model: str = "model") -> str:
+    """Why no token follows from logits and scores (V,); both may lie (N, V) side by side."""
+    unsound = int((logits.isnan() | logits.isposinf()).sum())
+    if unsound:
+        return f"the {model}'s logits are not finite: {unsound} of {logits.numel()} are NaN or +inf"
+    if bool(logits.isneginf().all(-1).any()):
+        return f"the {model}'s logits are all -inf"
+    if bool((scores.isnan() | scores.isposinf()).any()):
+        return "a logits processor made scores that are not finite (NaN or +inf)"
+    return (
+        "every token was removed by the settings (suppress_tokens, bad_words_ids, "
+        "no_repeat_ngram_size, logit_bias, a logits processor)"
+    )
 
 
 def _drawn_from_few(logits: Tensor, config: GenerateConfig, generator: Randomness) -> Tensor:
@@ -82,17 +135,19 @@ def _drawn_from_few(logits: Tensor, config: GenerateConfig, generator: Randomnes
     few = min(config.top_k or FIRST_FEW, FIRST_FEW, logits.shape[-1])
     unlimited = config.top_k is None and config.top_p is None
     if unlimited or config.min_p or config.typical_p or (config.top_k or 0) > few:
-        return draw(filtered_logits(logits, config).softmax(-1), generator)
+        return draw_marked(filtered_logits(logits, config).softmax(-1), generator)
     scores = logits.to(torch.float32) / config.temperature
     values, index = scores.topk(few)
     whole = values if config.top_k else scores
     probability = (values - whole.logsumexp(-1, keepdim=True)).exp()
     if config.top_p is not None:
         if not config.top_k and not bool((probability.sum(-1) >= config.top_p).all()):
-            return draw(filtered_logits(logits, config).softmax(-1), generator)
+            return draw_marked(filtered_logits(logits, config).softmax(-1), generator)
         before = probability.cumsum(-1) - probability
         probability = probability.masked_fill(before >= config.top_p, 0.0)
-    return index.gather(-1, draw(probability, generator)[..., None])[..., 0]
+    place = draw_marked(probability, generator)
+    found = index.gather(-1, place.clamp(min=0)[..., None])[..., 0]
+    return found.where(place >= 0, place)
 
 
 def draw(probability: Tensor, generator: Randomness) -> Tensor:
@@ -102,17 +157,20 @@ def draw(probability: Tensor, generator: Randomness) -> Tensor:
     ``torch.multinomial`` for a few rows on a CPU.
 
     Raises:
-        ValueError: as `sample`.
+        ValueError: the probabilities of a row are NaN, or all 0.
     """
+    tokens = draw_marked(probability, generator)
+    if bool((tokens == NOTHING).any()):
+        raise ValueError("no token can be drawn: its probabilities are NaN, or all 0")
+    return tokens
+
+
+def draw_marked(probability: Tensor, generator: Randomness) -> Tensor:
+    """As `draw`, with `NOTHING` where it raises."""
     flat = probability.reshape(-1, probability.shape[-1])
     exact = torch.float32 if flat.device.type == "mps" else torch.float64
     reached = flat.cumsum(-1, dtype=exact)
     total = reached[:, -1:]
-    if not all(0.0 < reach < math.inf for reach in total.flatten().tolist()):
-        raise ValueError(
-            "no token can be drawn: logits are NaN, or every token of a row was removed by "
-            "the settings (suppress_tokens, bad_words_ids, logit_bias, a logits processor)"
-        )
     if isinstance(generator, Tensor):
         point = generator.to(total).view(total.shape) * total
     else:
@@ -122,7 +180,8 @@ def draw(probability: Tensor, generator: Randomness) -> Tensor:
     # Of the steps of the sum the first that passes the point; what has no probability makes none.
     below = torch.nextafter(total, torch.zeros_like(total))
     drawn = torch.searchsorted(reached, torch.minimum(point, below), right=True)
+    drawn = drawn.masked_fill(~((total > 0.0) & total.isfinite()), NOTHING)
     return drawn.view(probability.shape[:-1])
 
 
-__all__ = ["GREEDY_BELOW", "draw", "filtered_logits", "probabilities", "sample"]
+__all__ = ["GREEDY_BELOW", "NOTHING", "draw", "filtered_logits", "probabilities", "sample"]

@@ -23,6 +23,7 @@ from caramba_fast.infer.generator import Generator
 from caramba_fast.infer.lookup import LookupDraft
 from caramba_fast.infer.prompts import Prompts
 from caramba_fast.infer.run import Hooks, Run, blank_ended
+from caramba_fast.infer.sampling import NOTHING, check_chosen
 from caramba_fast.infer.spec_config import SpeculativeConfig
 from caramba_fast.infer.stopping import Decoder
 from caramba_fast.models import LanguageModel
@@ -209,6 +210,7 @@ class SpeculativeGenerator(Generator):
             scores = self._scores(run, logits, drafted)
             config = cast(SpeculativeConfig, run.config)
             kept, behind = accept(scores, drafted, config, config.spec_method, run.rng)
+            self._check_behind(run, kept, behind, scores, logits)
             given = self._give(run, drafted, kept, behind, scores, logits)
             if any(drafted.tokens):
                 self._crop([min(*pair) for pair in zip(kept, given, strict=True)], lengths, alive)
@@ -268,6 +270,16 @@ class SpeculativeGenerator(Generator):
         for row, taken in zip(rows, steps, strict=True):
             row.pop(taken)
         return scores
+
+    def _check_behind(
+        self, run: Run, kept: list[int], behind: list[int], scores: Tensor, logits: Tensor
+    ) -> None:
+        """Raises ValueError where nothing can be chosen behind what stands of a row's draft."""
+        if NOTHING in behind:
+            rows = torch.arange(len(kept), device=scores.device)
+            place = torch.tensor(kept, device=scores.device)
+            new = [count + more for count, more in zip(run.new, kept, strict=True)]
+            check_chosen(behind, logits[rows, place], scores[rows, place], new)
 
     def _give(
         self,

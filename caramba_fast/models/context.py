@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from caramba_fast.cache import AnyLayerShape, LayerCache, LayerKVCache, LayerShape, ModelKVCache
+from caramba_fast.models.dense import dense_attention
 from caramba_fast.models.recording import refuse_recording
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 
@@ -69,15 +69,7 @@ class InferContext:
         return cache.attend(q, **options)
 
     def _among_new(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        groups, length = q.shape[1] // k.shape[1], q.shape[2]
-        if groups > 1:
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        if self.local_window is None or length <= self.local_window:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-        row = torch.arange(length, device=q.device)
-        distance = row[:, None] - row
-        mask = (distance >= 0) & (distance < self.local_window)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        return dense_attention(q, k, v, window=self.local_window, scale=scale)
 
 
 class ContextModel(nn.Module):

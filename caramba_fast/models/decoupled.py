@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from caramba_fast.cache import DecoupledLayerKVCache
 from caramba_fast.models.config import ModelConfig
+from caramba_fast.models.dense import dense_attention
 from caramba_fast.models.rope import rotate
 from caramba_fast.models.step import Step
 
@@ -74,17 +75,11 @@ class DecoupledAttention(nn.Module):
         """Both products as one: queries and keys side by side, the scales folded into the queries."""
         q = torch.cat((q_sem * self.sem_head**-0.5, q_geo * self.geo_head**-0.5), dim=-1)
         k = torch.cat((k_sem, k_geo), dim=-1)
-        mask = None
         if self.has_null:
             null_k = torch.cat((self.null_k_sem, self.null_k_geo), dim=-1)
             k = torch.cat((null_k[:, None].expand(k.shape[0], -1, 1, -1), k), dim=2)
             v = torch.cat((self.null_v[:, None].expand(v.shape[0], -1, 1, -1), v), dim=2)
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(1)
-        groups, missing = self.n_heads // self.n_kv_heads, v.shape[-1] - q.shape[-1]
+        missing = v.shape[-1] - q.shape[-1]
         if missing > 0:  # equal widths keep SDPA on its flash kernel
             q, k = F.pad(q, (0, missing)), F.pad(k, (0, missing))
-        if groups > 1:
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0
-        )
+        return dense_attention(q, k, v, scale=1.0, leading=int(self.has_null))

@@ -25,6 +25,7 @@ from caramba_fast.cache import (
 )
 from caramba_fast.models.config import ModelConfig
 from caramba_fast.models.decoupled import DecoupledAttention
+from caramba_fast.models.dense import dense_attention
 from caramba_fast.models.rope import RopeTable, rotate
 from caramba_fast.models.step import Step
 
@@ -68,16 +69,7 @@ class Attention(nn.Module):
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
 
     def _self_attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        groups = self.n_heads // self.n_kv_heads
-        if groups > 1:  # SDPA's own enable_gqa leaves the flash kernel on CPU
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        length = q.shape[2]
-        if self.window is None or length <= self.window:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        row = torch.arange(length, device=q.device)
-        distance = row[:, None] - row
-        mask = (distance >= 0) & (distance < self.window)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return dense_attention(q, k, v, window=self.window)
 
 
 class MLP(nn.Module):

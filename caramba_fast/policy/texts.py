@@ -7,6 +7,7 @@ sentences may look harmless on them.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import torch
@@ -111,9 +112,19 @@ def sample_text(model: LanguageModel, rows: int, length: int, seed: int = 0) -> 
     found = [ids]
     for _ in range(length - 1):
         logits = model.forward(ids.to(model.device), cache)[:, -1].float().cpu()
+        _check_finite(logits)
         ids = torch.multinomial(logits.softmax(-1), 1, generator=rng)
         found.append(ids)
     return torch.cat(found, dim=1)
+
+
+def _check_finite(logits: Tensor) -> None:
+    """Raises ValueError unless a token can be drawn in every row of logits (rows, V) on the CPU."""
+    for row, largest in enumerate(logits.amax(-1).tolist()):
+        if not math.isfinite(largest):
+            raise ValueError(
+                f"row {row}: the model cannot write a text of its own: its logits are NaN or infinite"
+            )
 
 
 def _first_token(model: LanguageModel) -> int | None:
