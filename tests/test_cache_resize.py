@@ -133,6 +133,68 @@ def test_a_state_is_taken_by_another_cache(spec: str) -> None:
     assert grown.max_seq_len == 91
 
 
+def _set(path: str, value: Any) -> Any:
+    """What puts a value into a state, at keys divided by dots."""
+
+    def change(state: dict[str, Any]) -> None:
+        *inner, last = path.split(".")
+        for key in inner:
+            state = state[key]
+        state[last] = value(state[last]) if callable(value) else value
+
+    return change
+
+
+#: The key, a value, or what becomes of the one there, and a word of the error.
+LIES = [
+    ("lengths", [81, 1], "codes of k"),
+    ("lengths", [10**8, 1], "codes of k"),
+    ("lengths", [20], "whole numbers"),
+    ("lengths", [20, -1], "whole numbers"),
+    ("lengths", [20, 2.5], "whole numbers"),
+    ("lengths", [20, True], "whole numbers"),
+    ("lengths", [20, 2**40], "whole numbers"),
+    ("lengths", None, "whole numbers"),
+    ("tail_lowest", [0, 10**9], "tail_lowest of row 1"),
+    ("tail_lowest", [0, 0], "tail_lowest of row 0"),
+    ("streams", None, "streams are None"),
+    ("streams.k", {}, "k needs the keys"),
+    ("streams.k.codes", lambda x: x[:, :, :1], "codes of k"),
+    ("streams.k.codes", lambda x: x.to(torch.float32), "codes of k"),
+    ("streams.k.codes", None, "codes of k is a NoneType"),
+    ("streams.v.scales", lambda x: x[:1], "scales of v"),
+    ("streams.v.scales", None, "scales of v is a NoneType"),
+    ("streams.v.tail", lambda x: x[:, :, 1:], "tail of v"),
+    ("streams.v.sink", None, "sink of v"),
+    ("streams.k.transform", {}, "transform of k"),
+    ("streams.k.transform.rotate", 3, "rotate of k"),
+    ("streams.k.transform.mean", "0", "mean of k is a str"),
+    ("streams.k.transform.pairs", lambda x: x + 10**6, "k_pairs names channels"),
+    ("streams.k.transform.phases", lambda x: x[:, :, :5], "k_phases"),
+    ("streams.k.transform.bias", None, "bias, pairs and phases"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "word"), LIES, ids=[f"{p}: {w}" for p, _, w in LIES])
+def test_a_state_that_contradicts_itself_changes_nothing(path: str, value: Any, word: str) -> None:
+    """Numbers in it are held against its tensors before anything is allocated or forgotten."""
+    spec = "q8:center,residual_len=8,tail_slack=4,sink_len=4/q4:plain,residual_len=8,tail_slack=4,sink_len=4"
+    layer, other = made(spec, 200), made(spec, 100)
+    layer.append(*states(80), new_lens=[80, 71])
+    other.append(*states(5, 3))
+    state, before = layer.state_dict(), other.state_dict()
+    _set(path, value)(state)
+    with pytest.raises(ValueError, match=word):
+        other.load_state_dict(state)
+    assert other.max_seq_len == 100
+    after = other.state_dict()
+    assert after["lengths"] == before["lengths"] == [5, 5]
+    for name, part in after["streams"].items():
+        for key in ("codes", "scales", "tail", "sink"):
+            same = part[key], before["streams"][name][key]
+            assert torch.equal(*(x.view(torch.uint8) for x in same))
+
+
 def test_states_and_moves_that_are_refused() -> None:
     layer, paged = made("q8", 100), made("q8", 100, page_size=32)
     layer.append(*states(20))

@@ -47,7 +47,7 @@ def fit_phases(layer: LayerCache, slots: int = 0) -> None:
     """Makes the phases of centered keys reach ``slots`` tokens, or all that rows have room for."""
     wanted = max(slots, capacity(layer.max_seq_len))
     for name, stream in layer.streams.items():
-        longer = _longer(stream.transform, layer.known.rotary.get(name), wanted)
+        longer = lengthened(stream.transform, layer.known.rotary.get(name), wanted)
         if longer is not stream.transform:
             stream.replace_buffers(stream.codes, stream.scales, longer)
 
@@ -61,7 +61,7 @@ def _copied(buffer: Tensor, slots: int, used: int) -> Tensor:
     return new
 
 
-def _longer(transform: Transform, rotary: Rotary | None, slots: int) -> Transform:
+def lengthened(transform: Transform, rotary: Rotary | None, slots: int) -> Transform:
     """The same constants with phases for ``slots`` tokens."""
     phases = transform.phases
     if phases is None or phases.shape[2] >= PHASE_TILE + slots // PHASE_TILE:
@@ -95,7 +95,11 @@ def _places(transform: Transform, rotary: Rotary | None) -> Tensor:
     """(H_kv, P): which of the pairs of ``rotary`` each pair of the transform is."""
     assert transform.pairs is not None
     place = {dims: index for index, dims in enumerate(_needed(rotary).pairs)}
-    return torch.tensor([[place[(a, b)] for a, b in head] for head in transform.pairs.tolist()])
+    pairs = [[(a, b) for a, b in head] for head in transform.pairs.tolist()]
+    strange = {pair for head in pairs for pair in head} - place.keys()
+    if strange:
+        raise ValueError(f"the bias is on pairs of channels that RoPE does not turn: {strange}")
+    return torch.tensor([[place[pair] for pair in head] for head in pairs])
 
 
 def drop_front(layer: LayerCache, count: int, max_seq_len: int) -> None:
