@@ -406,7 +406,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
     copy.write_text(EXAMPLE.read_text())
     result = run(copy, columns=80)
     assert result.exit_code == 0, result.output
-    figures = json.loads((tmp_path / "runs" / "manifest-benchmark.json").read_text())["metrics"]
+    figures = json.loads((copy.parent / "runs" / "manifest-benchmark.json").read_text())["metrics"]
     assert list(figures) == ["fp16", "q8_0", "q4_0"]
     assert "of drafts accepted" in result.stdout
     table = [line for line in result.stdout.splitlines() if re.match(r" *(fp16|q8_0|q4_0) ", line)]

@@ -89,7 +89,8 @@ def any_plan(name: str, **changes: Any) -> CachePlan:
         model=name, device="cpu", versions={}, batch_size=1, max_seq_len=1, prefill="exact",
         settings={},
     )  # fmt: skip
-    row = CandidateRow(spec="q8_0", nbytes=1, bytes_per_token=1.0, status="chosen", reason="fast")
+    spec = changes.get("spec", "q8_0")
+    row = CandidateRow(spec=spec, nbytes=1, bytes_per_token=1.0, status="chosen", reason="fast")
     return CachePlan(**{
         "spec": "q8_0", "nbytes": 1, "bytes_per_token": 1.0, "baseline": "fp16", "key": key,
         "rows": (row,), "made_at": time.time(), "probed_at": time.time(), **changes,

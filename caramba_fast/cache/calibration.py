@@ -7,7 +7,6 @@ first prompt. The file is a safetensors file with ``layers.<i>.<stream>.<mean|st
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +15,12 @@ from typing import Any
 import torch
 
 from caramba_fast.cache.statistics import StreamStatistics
+from caramba_fast.config.files import check_replaceable, parse_json, replacing
 
 FORMAT = "caramba_fast.calibration"
 VERSION = 1
+#: A calibration's header is a few hundred bytes a layer; a longer one is of something else.
+_MOST_HEADER = 8 * 2**20
 PARTS = ("mean", "std", "diversity")
 
 
@@ -38,16 +40,20 @@ class Calibration:
     layers: Sequence[dict[str, StreamStatistics]]
     about: dict[str, str] = field(default_factory=dict)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, force: bool = False) -> None:
         """Writes the file whole or not at all.
 
-        Raises:
-            OSError: the folder does not exist or cannot be written.
-        """
-        from safetensors.torch import save_file  # noqa: PLC0415 - only files need it
+        Args:
+            path: a new file, or a calibration to replace.
+            force: replace a file of any kind.
 
-        target = Path(path)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.part")
+        Raises:
+            FileExistsError: a file that is no calibration is there, such as a model's weights.
+            OSError: the folder does not exist, is full or cannot be written.
+        """
+        from safetensors.torch import save  # noqa: PLC0415 - only files need it
+
+        check_replaceable(path, "calibration", is_calibration, force=force)
         tensors = {
             f"layers.{index}.{stream}.{part}": getattr(found, part).to(
                 "cpu", torch.float32, copy=True
@@ -63,11 +69,9 @@ class Calibration:
             "tokens": json.dumps(tokens),
             "about": json.dumps(self.about),
         }
-        try:
-            save_file(tensors, str(partial), metadata=metadata)
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        content = save(tensors, metadata=metadata)
+        with replacing(path) as stream:
+            stream.write(content)
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -97,6 +101,18 @@ class Calibration:
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CalibrationError(f"{path} cannot be read as a calibration: {error}") from error
         return cls(layers, about)
+
+
+def is_calibration(path: str | Path) -> bool:
+    """Whether a file says that it is a calibration; it may be damaged, or of another version."""
+    try:
+        with Path(path).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = parse_json(file.read(min(length, _MOST_HEADER)))
+    except ValueError:
+        return False
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
+    return isinstance(metadata, dict) and metadata.get("format") == FORMAT
 
 
 def _check_header(metadata: dict[str, str], path: str | Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from caramba_fast.cache.resize import lengthened
 from caramba_fast.cache.tensor import CacheTensor, capacity
+from caramba_fast.config.files import shown
 from caramba_fast.ops import Transform
 from caramba_fast.ops.memory import empty
 
@@ -90,7 +90,7 @@ def _mismatches(layer: LayerCache, state: Any) -> list[str]:
     keys = {"batch_size", "max_seq_len", "n_kv_heads", "lengths", "tail_lowest", "streams"}
     problems = [f"it lacks {key!r}" for key in sorted(keys - state.keys())]
     problems += [
-        f"{name} is {_shown(state.get(name))}, the cache has {getattr(layer, name)}"
+        f"{name} is {shown(state.get(name))}, the cache has {getattr(layer, name)}"
         for name in ("batch_size", "n_kv_heads")
         if state.get(name) != getattr(layer, name)
     ]
@@ -98,7 +98,7 @@ def _mismatches(layer: LayerCache, state: Any) -> list[str]:
         problems.append("the cache is paged")
     streams = state.get("streams")
     if not isinstance(streams, dict) or set(streams) != set(layer.streams):
-        found = ", ".join(map(str, streams)) if isinstance(streams, dict) else _shown(streams)
+        found = ", ".join(map(str, streams)) if isinstance(streams, dict) else shown(streams)
         return [*problems, f"streams are {found}; the cache has {', '.join(layer.streams)}"]
     for name, stream in layer.streams.items():
         part = streams[name]
@@ -108,14 +108,14 @@ def _mismatches(layer: LayerCache, state: Any) -> list[str]:
         mine = {"head_dim": stream.head_dim, "config": stream.config.model_dump(mode="json")}
         theirs = {key: part[key] for key in mine}
         if mine != theirs:
-            problems.append(f"{name} is stored as {_shown(theirs)}, the cache stores {mine}")
+            problems.append(f"{name} is stored as {shown(theirs)}, the cache stores {mine}")
     return problems
 
 
 def _contradictions(layer: LayerCache, state: dict[str, Any]) -> list[str]:
     """What of a state for this cache its own tensors belie."""
     problems = [
-        f"{key} is {_shown(state[key])}; {layer.batch_size} whole numbers from 0 on are needed"
+        f"{key} is {shown(state[key])}; {layer.batch_size} whole numbers from 0 on are needed"
         for key in ("lengths", "tail_lowest")
         if not _are_counts(state[key], layer.batch_size)
     ]
@@ -171,7 +171,7 @@ def _transform_problems(layer: LayerCache, name: str, found: Any, longest: int) 
     ]
     dim = layer.streams[name].head_dim
     if type(found["rotate"]) is not bool:
-        wrong.append(f"rotate of {name} is {_shown(found['rotate'])}; True or False is needed")
+        wrong.append(f"rotate of {name} is {shown(found['rotate'])}; True or False is needed")
     if wrong:
         return wrong
     transform = Transform(**found)
@@ -181,11 +181,6 @@ def _transform_problems(layer: LayerCache, name: str, found: Any, longest: int) 
     if any(not 0 <= channel < dim for channel in transform.pairs.flatten().tolist()):
         return [f"{name}_pairs names channels outside 0 to {dim - 1}"]
     return []
-
-
-def _shown(value: Any) -> str:
-    """A value in a message, however long or deep it is."""
-    return reprlib.repr(value)
 
 
 def _moved(part: dict[str, Any], device: torch.device) -> dict[str, Any]:

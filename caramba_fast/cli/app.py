@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from caramba_fast.cli.bench import bench
-from caramba_fast.cli.options import one_line_errors
+from caramba_fast.cli.options import Force, one_line_errors
 from caramba_fast.cli.writing import chat, generate, run
 
 app = typer.Typer(
@@ -50,7 +50,9 @@ app.command()(run)
 
 @app.command()
 def calibrate(
-    out: Annotated[Path, typer.Argument(help="The file to write, a .safetensors file.")],
+    out: Annotated[Path, typer.Argument(help="The file to write, a .calibration file.")] = Path(
+        "model.calibration"
+    ),
     model: Annotated[
         str, typer.Option(help="A Hugging Face checkpoint folder, demo:gqa or demo:dba.")
     ] = "demo:gqa",
@@ -60,12 +62,13 @@ def calibrate(
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of it to read.", min=64)] = 2048,
     device: Annotated[str, typer.Option(help="cpu, cuda or mps.")] = "cpu",
+    force: Force = False,
 ) -> None:
     """Measures a model's keys and values, so that caches need not learn their constants from a prompt."""
     with one_line_errors():
         from caramba_fast.cli.calibrate import run_calibrate  # noqa: PLC0415
 
-        run_calibrate(out, model, text, tokens, device)
+        run_calibrate(out, model, text, tokens, device, force=force)
 
 
 @app.command()
@@ -103,6 +106,7 @@ def quality(
         Path | None,
         typer.Option(help="Folder for the table, the plot, and parts to resume from."),
     ] = None,
+    force: Force = False,
 ) -> None:
     """What each cache costs a model: loss, KL, top token, acceptance, needles, with intervals."""
     with one_line_errors():
@@ -110,7 +114,7 @@ def quality(
 
         run_quality(
             model, text, cache or (), context or (), out, baseline=baseline, tokens=tokens,
-            needles=needles, calibrated=calibrate, device=device,
+            needles=needles, calibrated=calibrate, device=device, force=force,
         )  # fmt: skip
 
 
@@ -178,6 +182,7 @@ def plan(
         Path | None, typer.Option(help="A .png or .svg file: quality against bytes.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    force: Force = False,
 ) -> None:
     """Which cache cache_kind="auto" takes here: every candidate, its figures, and why it fell."""
     settings = dict(
@@ -194,5 +199,5 @@ def plan(
 
         run_plan(
             model, text, settings, max_seq_len=max_seq_len, batch=batch, prefill=prefill,
-            calibration=calibration, device=device, plot=plot, as_json=as_json,
+            calibration=calibration, device=device, plot=plot, as_json=as_json, force=force,
         )  # fmt: skip

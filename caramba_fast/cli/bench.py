@@ -8,13 +8,16 @@ from typing import Annotated
 
 import typer
 
-from caramba_fast.cli.options import one_line_errors
+from caramba_fast.cli.options import Force, one_line_errors
+from caramba_fast.config.files import check_replaceable, parse_json
 
 bench = typer.Typer(
     help="Times the ops, a whole model, generation, speculation and serving on this machine.",
     no_args_is_help=True,
 )
 PACKAGE = "caramba_fast.bench"
+#: Columns every table has.
+_MARKS = {b"threads", b"commit", b"source"}
 #: Options of a benchmark's own go to it as they are.
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -36,12 +39,13 @@ def ops(
     threads: Threads = 0,
     time_limit: TimeLimit = None,
     out: Out = None,
+    force: Force = False,
 ) -> None:
     """Each op beside what torch has: predicted, verified, then timed, in share of the bandwidth."""
     arguments = ["--device", device, "--backend", backend, "--threads", str(threads)]
     arguments += ["--quick"] if quick else []
     arguments += [] if grid is None else ["--grid", grid]
-    _run("run", [*arguments, *_shared(time_limit, out)])
+    _run("run", [*arguments, *_shared(time_limit, out, force)])
 
 
 @bench.command()
@@ -57,6 +61,7 @@ def model(
     threads: Threads = 0,
     time_limit: TimeLimit = None,
     out: Out = None,
+    force: Force = False,
 ) -> None:
     """Decode steps of a whole model (random weights) by cache kind, in turn (CPU)."""
     arguments = ["--threads", str(threads)]
@@ -65,7 +70,7 @@ def model(
         context, batch = context or [1024], batch or [1]
     for name, given in (("--contexts", context), ("--batches", batch), ("--kinds", cache)):
         arguments += [name, *map(str, given)] if given else []
-    _run("decode_model", [*arguments, *_shared(time_limit, out)])
+    _run("decode_model", [*arguments, *_shared(time_limit, out, force)])
 
 
 @bench.command(context_settings=PASSED_ON, add_help_option=False)
@@ -86,14 +91,15 @@ def serve(context: typer.Context) -> None:
     _run("serve", context.args)
 
 
-def _shared(time_limit: float | None, out: Path | None) -> list[str]:
+def _shared(time_limit: float | None, out: Path | None, force: bool) -> list[str]:
     limit = [] if time_limit is None else ["--time-limit", str(time_limit)]
-    return limit + ([] if out is None else ["--out", str(out)])
+    return limit + ([] if out is None else ["--out", str(out)]) + ["--force"] * force
 
 
 def _run(name: str, arguments: list[str]) -> None:
     """Calls ``main(arguments)`` of a benchmark's module and ends with its status."""
     with one_line_errors():
+        arguments = _checked(arguments)
         try:
             module = importlib.import_module(f"{PACKAGE}.{name}")
         except ModuleNotFoundError as error:
@@ -106,3 +112,38 @@ def _run(name: str, arguments: list[str]) -> None:
             ) from error
         status = module.main(arguments)
     raise typer.Exit(status or 0)
+
+
+def _checked(arguments: list[str]) -> list[str]:
+    """The arguments without --force; raises FileExistsError where --out names a file of another kind."""
+    force, rest = "--force" in arguments, [word for word in arguments if word != "--force"]
+    for index, word in enumerate(rest):
+        name, equals, value = word.partition("=")
+        if name == "--out" and (equals or index + 1 < len(rest)):
+            out = Path(value if equals else rest[index + 1])
+            for table in sorted(out.glob("generation*.csv")) if out.is_dir() else [out]:
+                _check(table, force)
+    return rest
+
+
+def _check(table: Path, force: bool) -> None:
+    """A table has its details beside it, under the same name."""
+    check_replaceable(table, "table of benchmarks", _is_table, force=force)
+    details = table.with_suffix(".json")
+    if details != table:
+        check_replaceable(details, "details of a benchmark", _is_details, force=force)
+
+
+def _is_table(path: Path) -> bool:
+    """Whether a CSV file's first line has columns that every benchmark writes."""
+    with path.open("rb") as file:
+        columns = file.read(4096).split(b"\n", 1)[0].strip().split(b",")
+    return set(columns) >= _MARKS
+
+
+def _is_details(path: Path) -> bool:
+    try:
+        found = parse_json(path.read_bytes())
+    except ValueError:
+        return False
+    return isinstance(found, dict) and bool(found.keys() & {"environment", "commit"})

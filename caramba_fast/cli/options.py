@@ -15,6 +15,11 @@ USER_ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError)
 SAMPLING, ENDING, CACHE, SPECULATION = "Sampling", "Ending", "Cache", "Speculation"
 
 
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace files of other kinds that are in the way.")
+]
+
+
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
     """What the user got wrong as one line on stderr, exit status 1.

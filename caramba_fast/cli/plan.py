@@ -16,6 +16,7 @@ from caramba_fast.cache import Calibration
 from caramba_fast.cli.models import check_device
 from caramba_fast.cli.quality import DEMO, Subject, load_subject, read_text
 from caramba_fast.config.errors import explain
+from caramba_fast.config.files import check_replaceable
 from caramba_fast.policy import (
     CachePlan,
     CachePolicyFields,
@@ -27,6 +28,7 @@ from caramba_fast.policy.picture import check_plot, save_plot
 from caramba_fast.policy.settings import MIB
 from caramba_fast.policy.table import cells
 from caramba_fast.quality import RecallFormat
+from caramba_fast.quality.plot import is_plot
 from caramba_fast.quality.recall import token_ids
 
 #: Columns of a terminal in which verdicts have room beside the figures.
@@ -46,6 +48,7 @@ def run_plan(
     device: str = "cpu",
     plot: Path | None = None,
     as_json: bool = False,
+    force: bool = False,
     console: Console | None = None,
 ) -> CachePlan:
     """Measures every candidate, prints the table, writes the picture, and returns the plan.
@@ -58,6 +61,7 @@ def run_plan(
         device: where the model runs.
         plot: a .png or .svg file to write.
         as_json: print the plan as JSON and nothing else.
+        force: replace whatever file ``plot`` names.
         console: where to print.
 
     Raises:
@@ -69,6 +73,7 @@ def run_plan(
     given = _settings(settings)
     if plot is not None:
         check_plot(plot)
+        check_replaceable(plot, "picture", is_plot, force=force)
     subject = load_subject(f"{DEMO}:gqa" if name == DEMO else name, device)
     ids = None if text is None and subject.demo is None else read_text(subject, text)
     try:

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from caramba_fast.cache import Calibration, DecoupledLayerShape
 from caramba_fast.cli.models import check_device
+from caramba_fast.config.files import check_replaceable
 from caramba_fast.models import (
     Transformer,
     demo_tokenizer,
@@ -36,8 +37,9 @@ from caramba_fast.quality import (
     measure,
 )
 from caramba_fast.quality.hard import hard_variants
-from caramba_fast.quality.plot import save_plot
+from caramba_fast.quality.plot import is_plot, save_plot
 from caramba_fast.quality.recall import token_ids
+from caramba_fast.quality.report import is_report, is_table
 
 #: Caches measured by default, for standard and for decoupled attention.
 STANDARD = ("q8", "q8/q4", "q4", "q4:plain", "nf4", "nf4:plain")
@@ -71,6 +73,7 @@ def run_quality(
     needles: int,
     calibrated: bool,
     device: str,
+    force: bool = False,
     console: Console | None = None,
 ) -> QualityReport:
     """Measures, prints the tables, writes the files into ``out``, and returns the report.
@@ -80,6 +83,8 @@ def run_quality(
     """
     console = console or Console()
     check_device(device)
+    if out is not None:
+        check_out(out, force=force)
     subject = load_subject(name, device)
     ids = read_text(subject, text)
     calibration = None
@@ -260,6 +265,14 @@ def _print_notes(console: Console, report: QualityReport) -> None:
         style="dim",
         highlight=False,
     )
+
+
+def check_out(out: Path, *, force: bool) -> None:
+    """Raises FileExistsError where a file of another kind has the name of one of ours."""
+    for name, what, is_one in (
+        (TABLE, "table", is_table), (REPORT, "report", is_report), (PICTURE, "picture", is_plot),
+    ):  # fmt: skip
+        check_replaceable(out / name, what, is_one, force=force)
 
 
 def write(report: QualityReport, out: Path, name: str, console: Console) -> None:

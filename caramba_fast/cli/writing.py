@@ -104,9 +104,10 @@ def run(
     check: Annotated[
         bool, typer.Option("--check", help="Check everything, list the runs, and stop.")
     ] = False,
+    force: o.Force = False,
 ) -> None:
     """Does what a manifest says: generations, and benchmarks whose metrics go to JSON."""
     with o.one_line_errors():
         from caramba_fast.cli.manifest import run_file  # noqa: PLC0415
 
-        run_file(manifest, only, prompt, check)
+        run_file(manifest, only, prompt, check, force=force)

@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from caramba_fast.config.files import check_replaceable
 from caramba_fast.infer import GenerateConfig, Generator, SpeculativeConfig, SpeculativeGenerator
 from caramba_fast.infer.checkpoint import find_tokenizer
 from caramba_fast.infer.stopping import row_limits
 from caramba_fast.infer.text import TextTokenizer
 from caramba_fast.manifest.opening import LOOKUP, check_device, model_folder, sketch
 from caramba_fast.manifest.problems import ManifestError, at
+from caramba_fast.manifest.report import is_report
 from caramba_fast.manifest.schema import DEFAULT_PROMPT, Manifest, RunSpec, Target
 from caramba_fast.models import LanguageModel
 
@@ -52,7 +54,12 @@ class Prepared:
 
 
 def prepare(
-    manifest: Manifest, folder: Path, *, only: str | None = None, prompt: str | None = None
+    manifest: Manifest,
+    folder: Path,
+    *,
+    only: str | None = None,
+    prompt: str | None = None,
+    force: bool = False,
 ) -> list[Prepared]:
     """Checks what is to be run.
 
@@ -61,10 +68,12 @@ def prepare(
         folder: what relative paths in it start from.
         only: the one target, run, or "target/run" to do.
         prompt: instead of the prompts of the manifest.
+        force: replace outputs that are no reports of ours.
 
     Raises:
         ManifestError: nothing is called ``only``; a model, tokenizer, prompt or calibration file is not there; a
-            prompt is empty or too long; settings do not fit the model. The message begins with the path.
+            prompt is empty or too long; settings do not fit the model; a file would be written outside the
+            folder, or in place of another kind. The message begins with the path.
     """
     found = []
     for index, target in enumerate(manifest.targets):
@@ -78,7 +87,7 @@ def prepare(
     if not found:
         known = [f"{t.name}/{r.id}" for t in manifest.targets for r in t.runs]
         raise ManifestError(f"no run is called {only!r}; there are {', '.join(known)}")
-    _check_outputs(found)
+    _check_outputs(found, force)
     return found
 
 
@@ -125,7 +134,13 @@ def _prepared_run(
     for config in configs.values():
         with at(f"{path}.{run.settings_key}"):
             _check_room(config, ids)
-    return PreparedRun(run, configs, prompts, ids, draft, _output(target, run, folder))
+    output = _output(target, run, folder)
+    if run.output is not None:
+        _check_inside(f"{path}.output", run.output, folder)
+    plan = run.config.cache_plan_path
+    if plan is not None:
+        _check_inside(f"{path}.{run.settings_key}.cache_plan_path", plan, folder)
+    return PreparedRun(run, configs, prompts, ids, draft, output)
 
 
 def _prompts(path: str, run: RunSpec, folder: Path) -> list[str]:
@@ -148,6 +163,14 @@ def _output(target: Target, run: RunSpec, folder: Path) -> Path | None:
         return Path(os.path.normpath(folder / run.output))
     name = re.sub(r"[^\w.-]+", "_", f"{target.name}-{run.id}")
     return folder / f"{name}.json" if run.mode == "benchmark" else None
+
+
+def _check_inside(path: str, given: Path, folder: Path) -> None:
+    """Raises ManifestError where a file to write is not in the manifest's folder, links followed."""
+    if not (folder / given).resolve().is_relative_to(folder.resolve()):
+        raise ManifestError(
+            f"{path}={str(given)!r} is outside the manifest's folder; a relative path that stays in it is allowed"
+        )
 
 
 def _check_room(config: GenerateConfig, ids: list[list[int]]) -> None:
@@ -189,12 +212,14 @@ def build(
     return Generator(model, config, tokenizer=tokenizer)
 
 
-def _check_outputs(found: list[Prepared]) -> None:
+def _check_outputs(found: list[Prepared], force: bool) -> None:
     """Raises ManifestError where two runs write one file, or one cannot be written."""
     seen: dict[Path, str] = {}
     for name, output in _outputs(found):
         if output.is_dir():
             raise ManifestError(f"{name}: output {output} is a folder; a file is needed")
+        with at(name):
+            check_replaceable(output, "report of a run", is_report, force=force)
         real = output.resolve()
         if real in seen:
             raise ManifestError(

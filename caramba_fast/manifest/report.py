@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import torch
 
 from caramba_fast import __version__
+from caramba_fast.config.files import parse_json, replacing
 
 
 @dataclass(frozen=True)
@@ -70,16 +69,18 @@ def environment() -> dict[str, Any]:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a whole file or nothing; figures that are not finite become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}", suffix=".tmp")
+    text = json.dumps(_finite(content), indent=2, ensure_ascii=False, allow_nan=False)
+    with replacing(path) as stream:
+        stream.write(f"{text}\n".encode())
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file is what `write_json` made of a `RunReport`."""
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(_finite(content), file, indent=2, ensure_ascii=False, allow_nan=False)
-            file.write("\n")
-        Path(name).chmod(0o644)  # mkstemp's files are their owner's alone
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        found = parse_json(path.read_bytes())
+    except ValueError:
+        return False
+    return isinstance(found, dict) and found.keys() >= {"target", "run", "mode", "environment"}
 
 
 def _finite(value: Any) -> Any:

@@ -27,12 +27,13 @@ def run_manifest(
     *,
     only: str | None = None,
     prompt: str | None = None,
+    force: bool = False,
     say: Say = lambda _: None,
 ) -> Iterator[RunReport]:
     """Runs every run of every target, or those chosen; everything is checked before the first begins.
 
     Args:
-        manifest, folder, only, prompt: as `prepare`.
+        manifest, folder, only, prompt, force: as `prepare`.
         say: told what is being done.
 
     Yields:
@@ -41,7 +42,7 @@ def run_manifest(
     Raises:
         ManifestError: as `prepare`.
     """
-    for ready in prepare(manifest, folder, only=only, prompt=prompt):
+    for ready in prepare(manifest, folder, only=only, prompt=prompt, force=force):
         yield from _target_done(ready, say)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from caramba_fast.policy.plan import CandidateRow
 from caramba_fast.policy.settings import MIB, CachePolicyFields
+from caramba_fast.quality.plot import write_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,7 +47,7 @@ def save_plot(
 ) -> None:
     """Writes `plot_rows` as PNG or SVG, by the name's ending; raises what `check_plot` does."""
     check_plot(path)
-    plot_rows(rows, settings, title).savefig(path, dpi=160)
+    write_figure(plot_rows(rows, settings, title), path)
 
 
 def plot_rows(rows: Sequence[CandidateRow], settings: CachePolicyFields, title: str = "") -> Figure:

@@ -6,8 +6,9 @@ import hashlib
 import json
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from caramba_fast.config.files import shown
 from caramba_fast.policy.settings import MIB
 
 #: Version of the file and of the plans in it; another one is not read.
@@ -34,7 +35,7 @@ class CandidateRow(BaseModel):
         reason: the same in words.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     spec: str
     nbytes: int
@@ -66,7 +67,7 @@ class PlanKey(BaseModel):
         text: digest of the tokens given to measure on, "" where the model wrote them.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     model: str
     device: str
@@ -105,7 +106,7 @@ class CachePlan(BaseModel):
         reused: it was found in a file, not measured now.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     spec: str
     nbytes: int
@@ -119,9 +120,22 @@ class CachePlan(BaseModel):
     probed_at: float
     reused: bool = Field(default=False, exclude=True)
 
+    @model_validator(mode="after")
+    def _has_its_row(self) -> CachePlan:
+        if all(row.spec != self.spec for row in self.rows):
+            raise ValueError(f"no row is of the cache that was chosen, {shown(self.spec)}")
+        return self
+
     def row(self, spec: str) -> CandidateRow:
-        """The row of a candidate."""
-        return next(row for row in self.rows if row.spec == spec)
+        """The row of a candidate.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for row in self.rows:
+            if row.spec == spec:
+                return row
+        raise KeyError(f"{spec} was no candidate; there are {', '.join(r.spec for r in self.rows)}")
 
     @property
     def reason(self) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,11 @@ from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from caramba_fast.config.errors import explain
+from caramba_fast.config.files import parse_json, replacing
 from caramba_fast.policy.plan import SCHEMA_VERSION, CachePlan, PlanKey
+
+#: Bytes of the largest file that is read: thousands of plans.
+LARGEST = 64 * 2**20
 
 
 class PlanFileError(RuntimeError):
@@ -110,12 +113,20 @@ class PlanFile:
 
     def _parse(self) -> dict[str, CachePlan]:
         try:
+            if self.path.stat().st_size > LARGEST:
+                raise PlanFileError(_foreign(self.path))
             text = self.path.read_bytes()
         except FileNotFoundError:
             return {}
         except OSError as error:
             raise PlanFileError(_cannot("read", self.path, error)) from error
-        found = json.loads(text)  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        if text[8:9] == b"{" and int.from_bytes(text[:8], "little") < len(text):
+            raise PlanFileError(
+                _foreign(self.path)
+            )  # safetensors: a model's weights, a calibration
+        found = parse_json(text, finite=True)
+        if isinstance(found, dict) and found and not found.keys() & {"plans", "schema_version"}:
+            raise PlanFileError(_foreign(self.path))
         if not isinstance(found, dict) or not isinstance(found.get("plans"), dict):
             raise ValueError("it is JSON, but no file of plans")
         if found.get("schema_version") != SCHEMA_VERSION:
@@ -128,11 +139,11 @@ class PlanFile:
             raise ValueError(f"a plan in it is damaged: {explain(error)[:200]}") from error
 
     def _set_aside(self) -> Path:
-        """Moves the file to the first free ``<name>.damaged-<n>``."""
+        """Moves the file to the first free ``<name>.damaged-<n>``; a link stays, and what it points to moves."""
         number = 1
         while (aside := self.path.with_name(f"{self.path.name}.damaged-{number}")).exists():
             number += 1
-        self.path.replace(aside)
+        Path(os.path.realpath(self.path)).replace(aside)
         return aside
 
     def _replace(self, plans: dict[str, CachePlan]) -> None:
@@ -140,27 +151,21 @@ class PlanFile:
             "schema_version": SCHEMA_VERSION,
             "plans": {key: plan.model_dump(mode="json") for key, plan in sorted(plans.items())},
         }
+        text = json.dumps(content, indent=1, allow_nan=False)
         try:
-            handle, name = tempfile.mkstemp(
-                prefix=f".{self.path.name}.", suffix=".part", dir=self.path.parent
-            )
-            partial = Path(name)
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                    json.dump(content, stream, indent=1, allow_nan=False)
-                    stream.write("\n")
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                partial.chmod(0o644)
-                partial.replace(self.path)
-            finally:
-                partial.unlink(missing_ok=True)
+            with replacing(self.path) as stream:
+                stream.write(f"{text}\n".encode())
         except OSError as error:
             raise PlanFileError(_cannot("write", self.path, error)) from error
 
 
+def _foreign(path: Path) -> str:
+    return f"cache_plan_path={path} is another file, no file of plans, and stays as it is; give another name"
+
+
 def _cannot(do: str, path: Path, error: OSError) -> str:
+    cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
     return (
-        f"cache_plan_path={path}: cannot {do} it ({error.strerror or error}); give a file in a folder that "
+        f"cache_plan_path={path}: cannot {do} it ({cause.strerror or cause}); give a file in a folder that "
         "exists and can be written to, or None"
     )

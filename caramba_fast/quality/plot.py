@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from caramba_fast.config.files import replacing
 from caramba_fast.quality.figures import CacheQuality
 from caramba_fast.quality.report import QualityReport
 
@@ -19,6 +21,8 @@ _SHORT, _FEW = 16, 12
 _LETTER, _HEIGHTS = 4.8, (0, 8, -8, 16, -16, 24, -24)
 #: Inches a letter and a line of the key take.
 _KEY_LETTER, _KEY_LINE = 0.061, 0.17
+#: Who made a picture, as its metadata say.
+MAKER = "caramba-fast"
 Box = tuple[float, float, float, float]
 
 
@@ -80,7 +84,24 @@ def save_plot(report: QualityReport, path: str | Path, title: str = "") -> None:
     ending = Path(path).suffix
     if ending not in (".png", ".svg"):
         raise ValueError(f"{path} ends in {ending!r}; .png and .svg can be written")
-    plot_report(report, title).savefig(path, dpi=160)
+    write_figure(plot_report(report, title), path)
+
+
+def write_figure(figure: Figure, path: str | Path) -> None:
+    """Writes a figure, whole or not at all, as what its name ends in; `is_plot` knows it again."""
+    ending = Path(path).suffix
+    name = {"Creator" if ending == ".svg" else "Software": MAKER}
+    content = io.BytesIO()
+    figure.savefig(content, dpi=160, format=ending[1:], metadata=name)
+    with replacing(path) as stream:
+        stream.write(content.getvalue())
+
+
+def is_plot(path: str | Path) -> bool:
+    """Whether a file is a picture that `write_figure` made."""
+    with Path(path).open("rb") as file:
+        start = file.read(4096)
+    return MAKER.encode() in start and (b"<svg" in start or start.startswith(b"\x89PNG"))
 
 
 def _shown(rows: list[CacheQuality], labels: dict[str, str]) -> list[CacheQuality]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from caramba_fast.config.files import parse_json, replacing
 from caramba_fast.quality.figures import CacheQuality, NeedleQuality
 
 Row = TypeVar("Row", CacheQuality, NeedleQuality)
@@ -66,7 +68,8 @@ class QualityReport:
             "needles": [asdict(row) for row in self.needles],
         }
         text = json.dumps(_plain(content), indent=1, allow_nan=False)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        with replacing(path) as stream:
+            stream.write(f"{text}\n".encode())
 
     @classmethod
     def from_json(cls, path: str | Path) -> QualityReport:
@@ -76,7 +79,7 @@ class QualityReport:
             ValueError: the file is damaged or something else.
         """
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = parse_json(Path(path).read_bytes())
             return cls(
                 [_row(CacheQuality, row) for row in content["rows"]],
                 [_row(NeedleQuality, row) for row in content["needles"]],
@@ -89,10 +92,12 @@ class QualityReport:
         """The rows, one line each; intervals are columns ``<figure>_low`` and ``<figure>_high``."""
         lines = [_flat(row) for row in self.rows]
         columns = dict.fromkeys(name for line in lines for name in line)
-        with Path(path).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(columns))
-            writer.writeheader()
-            writer.writerows(lines)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, list(columns))
+        writer.writeheader()
+        writer.writerows(lines)
+        with replacing(path) as stream:
+            stream.write(text.getvalue().encode())
 
 
 def read_csv(path: str | Path) -> list[CacheQuality]:
@@ -106,6 +111,22 @@ def read_csv(path: str | Path) -> list[CacheQuality]:
             return [_row(CacheQuality, _nested(line)) for line in csv.DictReader(file)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a table of a quality report: {error!r}") from error
+
+
+def is_report(path: str | Path) -> bool:
+    """Whether a file is what `QualityReport.to_json` wrote."""
+    try:
+        found = parse_json(Path(path).read_bytes())
+    except ValueError:
+        return False
+    return isinstance(found, dict) and found.keys() == {"about", "rows", "needles"}
+
+
+def is_table(path: str | Path) -> bool:
+    """Whether a file begins as what `QualityReport.to_csv` wrote."""
+    first = [column.name for column in fields(CacheQuality)][:3]
+    with Path(path).open("rb") as file:
+        return file.read(4096).startswith(",".join(first).encode())
 
 
 def on_pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:

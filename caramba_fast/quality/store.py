@@ -10,18 +10,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from caramba_fast.config import cache_configs
+from caramba_fast.config.files import parse_json, replacing
 from caramba_fast.quality.batches import Batch
 from caramba_fast.quality.compare import Scores
 
@@ -79,7 +78,7 @@ class ScoreStore:
     def save(self, spec: str, batch: Batch, scores: Scores) -> None:
         """Writes the scores, whole or not at all."""
         if self.folder is not None:
-            with _replacing(self._file(spec, batch)) as stream:
+            with replacing(self._file(spec, batch)) as stream:
                 np.savez(stream, **vars(scores))
 
     def _file(self, spec: str, batch: Batch) -> Path:
@@ -99,11 +98,11 @@ class ScoreStore:
     def _claim(file: Path, settings: dict[str, Any]) -> None:
         """Writes the manifest, or checks that the one there says the same."""
         if not file.exists():
-            with _replacing(file) as stream:
+            with replacing(file) as stream:
                 stream.write(json.dumps(settings, indent=1).encode() + b"\n")
             return
         try:
-            there = json.loads(file.read_text(encoding="utf-8"))
+            there = parse_json(file.read_bytes())
             names = sorted(set(there) | set(settings))
             other = [name for name in names if there.get(name) != settings.get(name)]
         except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -115,15 +114,3 @@ class ScoreStore:
             raise ValueError(
                 f"{file.parent} holds another measurement, whose {found}: give another folder, or remove it"
             )
-
-
-@contextlib.contextmanager
-def _replacing(file: Path) -> Iterator[IO[bytes]]:
-    """A file to write that takes the place of ``file`` when it is whole."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}.part")
-    try:
-        with partial.open("wb") as stream:
-            yield stream
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -1,0 +1,164 @@
+"""Files of the package: written whole or not at all, never in place of something else, read without trust.
+
+Every file the package writes goes through `replacing`; every JSON file it reads through `parse_json`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import reprlib
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+#: Seconds after which a temporary that nobody holds was left by a writer that was killed.
+STALE = 60.0
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[IO[bytes]]:
+    """A file to write that takes the place of ``path`` once it is whole.
+
+    What was there keeps its permissions, and a link keeps pointing where it does: what it points to is
+    replaced. Temporaries that killed writers of the same file left are removed.
+
+    Raises:
+        OSError: the folder is missing, cannot be written to or is full, or the path is no regular file; the
+            message names the path, and what was there is untouched.
+    """
+    shown, target = Path(path), Path(os.path.realpath(path))
+    try:
+        mode = _mode_of(target)
+        _remove_stale(target)
+        partial = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
+        handle = os.open(
+            partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600
+        )
+    except OSError as error:
+        raise _cannot_write(shown, error) from error
+    try:
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                _hold(stream)
+                if mode is not None:
+                    os.fchmod(stream.fileno(), mode)
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+                partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise _cannot_write(shown, error) from error
+
+
+def _mode_of(target: Path) -> int | None:
+    """Permissions of the file that is replaced; None where there is none."""
+    try:
+        found = target.stat()
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        what = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
+        raise OSError(f"it is {what}")
+    return stat.S_IMODE(found.st_mode)
+
+
+def _cannot_write(path: Path, error: OSError) -> OSError:
+    """The same kind of error, with the path in words."""
+    return type(error)(
+        error.errno, f"cannot write {path}: {error.strerror or error}; what was there is untouched"
+    )
+
+
+def _hold(stream: IO[bytes]) -> None:
+    """Marks a temporary as being written, for as long as it is open and this process lives."""
+    try:
+        import fcntl  # noqa: PLC0415 - POSIX
+    except ModuleNotFoundError:
+        return
+    fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _remove_stale(target: Path) -> None:
+    """Removes what killed writers of ``target`` left: their temporaries are old, and no process holds them."""
+    try:
+        import fcntl  # noqa: PLC0415 - POSIX
+    except ModuleNotFoundError:
+        return
+    name = re.compile(rf"\.{re.escape(target.name)}\.[A-Za-z0-9_-]+\.part")
+    for entry in os.scandir(target.parent):
+        if not name.fullmatch(entry.name) or not entry.is_file(follow_symlinks=False):
+            continue
+        found = entry.stat(follow_symlinks=False)
+        if found.st_uid != os.geteuid() or time.time() - found.st_mtime < STALE:
+            continue
+        with (
+            contextlib.suppress(OSError),
+            Path(entry.path).open("rb") as file,
+        ):  # held, or just gone
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            Path(entry.path).unlink(missing_ok=True)
+
+
+def check_replaceable(
+    path: str | Path, what: str, is_one: Callable[[Path], bool], *, force: bool = False
+) -> None:
+    """Raises unless a file may be written at ``path``: nothing is there, an empty file, or one of the same kind.
+
+    Args:
+        what: the kind, in words.
+        is_one: whether an existing file is of it.
+        force: replace whatever file is there.
+
+    Raises:
+        FileExistsError: something else is there.
+    """
+    file = Path(path)
+    if file.is_dir():
+        raise FileExistsError(f"{file} is a folder; the name of a file is needed")
+    if not force and file.exists() and file.stat().st_size and not is_one(file):
+        raise FileExistsError(
+            f"{file} exists and is no {what} of caramba-fast: it is not replaced; give "
+            "another name, or force=True (--force)"
+        )
+
+
+def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
+    """What JSON says.
+
+    Args:
+        finite: refuse NaN and Infinity, which are no JSON.
+
+    Raises:
+        ValueError: no JSON, no UTF-8, or nested too deeply.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse if finite else None)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"it holds {name}, which is no number")
+
+
+class _Short(reprlib.Repr):
+    """Bounded in depth, width and length, whatever the value is."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = length
+        self.maxlevel, self.maxdict, self.maxlist, self.maxtuple = 3, 6, 8, 8
+
+
+def shown(value: Any, length: int = 80) -> str:
+    """A value in a message: `repr`, cut where it is long, wide or deep."""
+    text = _Short(length).repr(value)
+    return text if len(text) <= length else f"{text[: length - 1]}…"
