@@ -257,9 +257,9 @@ class LayerCache:
             self.take_constants(new, added, cache_leftpad)
         if self.residual_len and will_attend and tokens > self.tail_slack:
             start = self.seq_lens.clone()
+            self._widened = tokens
             for stream in self.streams.values():
                 stream.widen_tail(start, tokens)
-            self._widened = tokens
         views = [stream.view for stream in self.streams.values()]
         try:
             self._write(views, new, table, cache_leftpad, query_lens)
@@ -370,9 +370,9 @@ class LayerCache:
     def _narrow(self) -> None:
         """Gives up the room a tail was given for many tokens at once."""
         if self._widened:
-            self._widened = 0
             for stream in self.streams.values():
                 stream.narrow_tail(self.seq_lens)
+            self._widened = 0
 
     def _attend(self, *queries: Tensor, before: int = 0, **options: Any) -> Any:
         q = queries[0]

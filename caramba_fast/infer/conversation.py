@@ -57,8 +57,9 @@ class Conversation:
         self._reach = reach
         self.cache: ModelKVCache | None = None
         self.rows: list[TokenHistory] = []
-        #: Tokens of padding that decode steps fed to rows that had ended; `settle` removes them.
-        self._surplus: list[int] = []
+        #: How many cached tokens belong to each row, where decode steps fed padding to rows that had ended;
+        #: None where all do. A length, not a count to take off: `settle` may be interrupted and done again.
+        self._held: list[int] | None = None
 
     # -- what it holds ------------------------------------------------------------------
 
@@ -67,7 +68,7 @@ class Conversation:
         """Tokens of each row that are in the cache and belong there."""
         if self.cache is None:
             return [0] * len(self.rows)
-        return [n - s for n, s in zip(self.cache.row_lengths, self._surplus, strict=True)]
+        return self.cache.row_lengths if self._held is None else list(self._held)
 
     @property
     def pending(self) -> list[list[int]]:
@@ -100,7 +101,7 @@ class Conversation:
         before = self.snapshot()
         try:
             if self.cache is None:
-                self.rows, self._surplus = [TokenHistory() for _ in rows], [0] * len(rows)
+                self.rows, self._held = [TokenHistory() for _ in rows], None
                 self.cache = self._new_cache(len(rows))
             for row, tokens in zip(self.rows, rows, strict=True):
                 row.extend(tokens)
@@ -151,8 +152,9 @@ class Conversation:
         full = max(n for n, a in zip(self.cache.row_lengths, alive, strict=True) if not a)
         if self._graphs.reason is not None or full == self._max_seq_len:
             return self._forward(fed, [int(goes_on) for goes_on in alive])[:, -1]
+        held = [n + goes_on for n, goes_on in zip(self.cached, alive, strict=True)]
         logits = self._forward(fed, None)[:, -1]
-        self._surplus = [s + (not a) for s, a in zip(self._surplus, alive, strict=True)]
+        self._held = held
         return logits
 
     def verify(self, drafts: Sequence[Sequence[int]], alive: Sequence[bool]) -> Tensor:
@@ -177,8 +179,8 @@ class Conversation:
     def settle_at(self, lengths: Sequence[int]) -> None:
         """Keeps the first ``lengths[b]`` tokens of row b in the cache, after `verify`."""
         assert self.cache is not None
-        self._surplus = [0] * len(self._surplus)
-        self.cache.crop([n - k for n, k in zip(self.cache.row_lengths, lengths, strict=True)])
+        self._held = None
+        self.cache.restore(list(lengths))
 
     def _forward(self, tokens: Tensor, query_lens: list[int] | None, **options: Any) -> Tensor:
         """One forward pass, (B, T, V) or (B, 1, V) logits; if it fails, the cache is as it was."""
@@ -210,10 +212,15 @@ class Conversation:
                 raise ValueError(
                     f"cannot roll back {count} tokens of row {index}, which holds {len(row)}"
                 )
-        waiting = [len(row) for row in self.pending]
-        self.cache.crop([max(0, c - w) for c, w in zip(counts, waiting, strict=True)])
-        for row, count in zip(self.rows, counts, strict=True):
-            row.pop(count)
+        self.keep([len(row) - count for row, count in zip(self.rows, counts, strict=True)])
+
+    def keep(self, lengths: Sequence[int]) -> None:
+        """Row b keeps its first ``lengths[b]`` tokens, cached or not, whatever was under way."""
+        if self.cache is not None:
+            self._held = [min(n, length) for n, length in zip(self.cached, lengths, strict=True)]
+        for row, length in zip(self.rows, lengths, strict=True):
+            row.cut(length)
+        self.settle()
 
     def take(self, rows: Sequence[int]) -> None:
         """Row b becomes what row ``rows[b]`` is; there may be more or fewer of them."""
@@ -222,7 +229,6 @@ class Conversation:
         self.cache = self.cache.take(rows)
         self._graphs.forget()
         self.rows = [self.rows[row].copy() for row in rows]
-        self._surplus = [0] * len(rows)
 
     def reorder(self, order: Sequence[int]) -> None:
         """Row b becomes what row ``order[b]`` is, in the same cache."""
@@ -236,13 +242,13 @@ class Conversation:
     def go_back(self, cache: ModelKVCache | None, rows: list[TokenHistory]) -> None:
         """Goes on from a cache and rows that were left behind by `take`."""
         self._graphs.forget()
-        self.cache, self.rows, self._surplus = cache, rows, [0] * len(rows)
+        self.cache, self.rows, self._held = cache, rows, None
 
     def settle(self) -> None:
         """Removes what was fed to rows that had ended."""
-        if self.cache is not None and any(self._surplus):
-            self.cache.crop(self._surplus)
-            self._surplus = [0] * len(self._surplus)
+        if self.cache is not None and self._held is not None:
+            self.cache.restore(self._held)
+        self._held = None
 
     def snapshot(self, *, tails: bool = False) -> Snapshot:
         """What `restore` goes back to.
@@ -261,11 +267,11 @@ class Conversation:
         )
 
     def restore(self, before: Snapshot) -> None:
-        """Goes back to a snapshot."""
-        self.cache, self.rows = before.cache, before.rows
-        self._surplus = [0] * len(self.rows)
+        """Goes back to a snapshot, from wherever an error or an interrupt left the conversation."""
+        self._graphs.forget()
+        self.cache, self.rows, self._held = before.cache, before.rows, None
         for row, length in zip(self.rows, before.tokens, strict=True):
-            row.pop(len(row) - length)
+            row.cut(length)
         if self.cache is not None:
             self.cache.restore(before.lengths)
             for layer, tail in zip(self.cache, before.tails, strict=False):
@@ -274,4 +280,4 @@ class Conversation:
     def reset(self) -> None:
         """Forgets everything."""
         self._graphs.forget()
-        self.cache, self.rows, self._surplus = None, [], []
+        self.cache, self.rows, self._held = None, [], None

@@ -19,6 +19,8 @@ from caramba_fast.infer.sampling import (
     draw_marked,
     filtered_logits,
     likeliest,
+    random_state,
+    set_random_state,
 )  # fmt: skip
 
 
@@ -54,8 +56,8 @@ class Draft(Protocol):
     def reset(self) -> None:
         """Forgets every row."""
 
-    def snapshot(self) -> Any:
-        """What `restore` goes back to."""
+    def snapshot(self, *, tails: bool = False) -> Any:
+        """What `restore` goes back to; ``tails`` as in `Conversation.snapshot`."""
 
     def restore(self, before: Any) -> None:
         """Goes back to a snapshot."""
@@ -159,10 +161,13 @@ class ModelDraft:
         """Forgets every row."""
         self.talk.reset()
 
-    def snapshot(self) -> Any:
-        """That of the conversation."""
-        return self.talk.snapshot()
+    def snapshot(self, *, tails: bool = False) -> Any:
+        """That of the conversation, and what the call under way has set."""
+        set_by_call = (self.config, self.edits, self.endings, self.rng)
+        return self.talk.snapshot(tails=tails), set_by_call, random_state(self.rng)
 
     def restore(self, before: Any) -> None:
         """Goes back to a snapshot."""
-        self.talk.restore(before)
+        self.talk.restore(before[0])
+        self.config, self.edits, self.endings, self.rng = before[1]
+        set_random_state(self.rng, before[2])

@@ -22,6 +22,7 @@ from caramba_fast.infer.metrics import GenerationMetrics, Stopwatch
 from caramba_fast.infer.output import GenerateOutput
 from caramba_fast.infer.prompts import Prompts, TokenIds, read_prompts
 from caramba_fast.infer.run import Hooks, Run
+from caramba_fast.infer.sampling import random_state, set_random_state
 from caramba_fast.infer.spec_config import SpeculativeConfig
 from caramba_fast.infer.stopping import Decoder, Stopping, eos_ids, row_limits
 from caramba_fast.models import LanguageModel
@@ -265,7 +266,8 @@ class Generator:
 
         Raises:
             ValueError, TypeError: bad input or settings, or prompt + new tokens exceed max_seq_len; raised
-                before anything changes. Whatever fails later (Ctrl-C too) leaves the conversation as it was.
+                before anything changes. Whatever fails later (Ctrl-C too) leaves the conversation as it was,
+                and random numbers where they were, if there is a seed.
         """
         config, hooks = self._call(hooks, options)
         prompts = self._read(input_ids, attention_mask, config)
@@ -276,10 +278,11 @@ class Generator:
                 return self._finish_beams(prompts, run, logits)
             for _ in self._steps(run, logits, hooks):
                 pass
+            self._settle()
+            return self._result(prompts, run, run.continuations())
         except BaseException:
             self._restore(before, expanded)
             raise
-        return self._result(prompts, run, run.continuations())
 
     def generate_iter(
         self,
@@ -290,6 +293,10 @@ class Generator:
         **options: Any,
     ) -> Iterator[int] | Iterator[Tensor]:
         """Like `generate`, one step at a time.
+
+        However it ends (to its end, left early, by an error or Ctrl-C), the conversation then holds the prompt and
+        what has been yielded; where nothing has been, it is as it was. An interrupt in the very hand-over of a
+        token may leave that token in the conversation.
 
         Yields:
             an int for a single row, else a (B,) int64 tensor on the CPU, in which rows that ended
@@ -312,33 +319,41 @@ class Generator:
     ) -> Iterator[list[int]]:
         self._talk.check_rows(len(prompts.rows))
         before, expanded = self._snapshot(), self._expanded
+        run: Run | None = None
+        given = 0
         try:
             run, logits = self._begin(prompts, config, hooks)
-        except BaseException:
-            self._restore(before, expanded)
-            raise
-        yield from self._steps(run, logits, hooks)
+            for column in self._steps(run, logits, hooks):
+                given += 1
+                yield column
+        finally:
+            if run is None or (not given and self._run_state is run):
+                self._restore(before, expanded)
+            elif self._run_state is run:  # else the conversation went on without this iteration
+                self._run_state = None
+                self._keep(run, given)
+
+    def _keep(self, run: Run, given: int) -> None:
+        """Rows end where the consumer stopped: behind the tokens of ``given`` steps."""
+        rows = zip(self._talk.rows, run.starts, strict=True)
+        self._talk.keep([min(len(row), start + given) for row, start in rows])
 
     def _steps(self, run: Run, logits: Tensor, hooks: Hooks) -> Iterator[list[int]]:
-        """Yields the tokens of each step; however it ends, the conversation stays consistent."""
-        try:
-            while True:
-                with torch.no_grad():
-                    chosen = run.choose(logits)
-                if hooks.streamer is not None:
-                    hooks.streamer.put(torch.tensor(chosen))
-                yield chosen
-                self._check_current(run)
-                if run.is_over:
-                    break
-                run.watch.resume()
-                with torch.no_grad():
-                    logits = self._talk.step(chosen, run.alive)
+        """Yields the tokens of each step."""
+        while True:
+            with torch.no_grad():
+                chosen = run.choose(logits)
             if hooks.streamer is not None:
-                hooks.streamer.end()
-        finally:
-            if self._run_state is run:
-                self._settle()
+                hooks.streamer.put(torch.tensor(chosen))
+            yield chosen
+            self._check_current(run)
+            if run.is_over:
+                break
+            run.watch.resume()
+            with torch.no_grad():
+                logits = self._talk.step(chosen, run.alive)
+        if hooks.streamer is not None:
+            hooks.streamer.end()
 
     def _check_current(self, run: Run) -> None:
         if self._run_state is not run:
@@ -472,11 +487,12 @@ class Generator:
 
     def _snapshot(self) -> Any:
         self._settle()
-        return self._talk.snapshot(tails=True)
+        return self._talk.snapshot(tails=True), random_state(self._rng)
 
     def _restore(self, before: Any, expanded: bool) -> None:
-        self._run_state, self._expanded = None, expanded
-        self._talk.restore(before)
+        self._run_state, self._expanded, self._row_factor = None, expanded, 1
+        self._talk.restore(before[0])
+        set_random_state(self._rng, before[1])
 
     def _read(
         self, input_ids: TokenIds, attention_mask: Mask, config: GenerateConfig | None = None

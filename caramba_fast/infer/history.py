@@ -52,7 +52,10 @@ class TokenHistory:
                 self._seen.pop(token)
 
     def cut(self, length: int) -> None:
-        """Back to its first tokens, whatever was going on; what is kept of them is worked out again."""
+        """Keeps the first ``length`` tokens, even where a push or a pop was interrupted half way.
+
+        What is kept of the tokens beside them is made anew when it is asked for.
+        """
         self._seen = self._ngrams = None
         del self.tokens[length:]
 

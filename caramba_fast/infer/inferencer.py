@@ -95,8 +95,13 @@ class CausalInferencer:
             TypeError, ValueError: wrong types or shapes, or no room; the cache is as it was.
         """
         cache, ids = self._checked(query_token_ids, kv_cache, sample_strategy)
-        logits = self._forward(ids, cache)
-        return PrefillOutput(sample_strategy.sample(logits[:, -1])[:, None], logits)
+        before = cache.row_lengths
+        try:
+            logits = self._forward(ids, cache)
+            return PrefillOutput(sample_strategy.sample(logits[:, -1])[:, None], logits)
+        except BaseException:
+            cache.restore(before)
+            raise
 
     @torch.no_grad()
     def decode(

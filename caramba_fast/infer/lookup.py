@@ -22,7 +22,7 @@ class NGramIndex:
     def __init__(self, longest: int, shortest: int) -> None:
         self.sizes = range(longest, shortest - 1, -1)
         self._behind: dict[tuple[int, ...], int] = {}
-        self._read = 0
+        self.read = 0  #: Tokens of the row it knows.
         self._last = -1
 
     def draft(self, tokens: Sequence[int], count: int) -> list[int]:
@@ -43,14 +43,14 @@ class NGramIndex:
     def _catch_up(self, tokens: Sequence[int]) -> None:
         """Notes what came since; a row that has lost tokens or is another one is read anew."""
         length = len(tokens)
-        if length < self._read or (self._read and tokens[self._read - 1] != self._last):
+        if length < self.read or (self.read and tokens[self.read - 1] != self._last):
             self._behind.clear()
-            self._read = 0
-        for place in range(max(self._read, 1), length):
+            self.read = 0
+        for place in range(max(self.read, 1), length):
             for size in self.sizes:
                 if size <= place:
                     self._behind[tuple(tokens[place - size : place])] = place
-        self._read, self._last = length, tokens[-1] if length else -1
+        self.read, self._last = length, tokens[-1] if length else -1
 
 
 class LookupDraft:
@@ -86,20 +86,24 @@ class LookupDraft:
         ]
         return Drafted(found, None)
 
-    def follow(self, rows: Sequence[TokenHistory], agreed: Sequence[int]) -> None:
-        """Nothing is kept of a draft."""
+    def follow(self, rows: Sequence[TokenHistory], agreed: Sequence[int]) -> None:  # noqa: ARG002
+        """Nothing is kept of a draft; a row that has lost tokens is read anew."""
+        self._rows = [
+            NGramIndex(*self._sizes) if index.read > length else index
+            for index, length in zip(self._rows, agreed, strict=True)
+        ]
 
     def reset(self) -> None:
         """Forgets every row."""
         self._rows = []
 
-    def snapshot(self) -> list[NGramIndex]:
-        """What `restore` goes back to; an index notices by itself that tokens were taken back."""
-        return self._rows
+    def snapshot(self, *, tails: bool = False) -> int:  # noqa: ARG002 - it has none
+        """What `restore` goes back to: the number of rows."""
+        return len(self._rows)
 
-    def restore(self, before: list[NGramIndex]) -> None:
-        """Goes back to a snapshot."""
-        self._rows = before
+    def restore(self, before: int) -> None:
+        """Goes back to a snapshot; rows are read anew, since reading may have been interrupted half way."""
+        self._rows = [NGramIndex(*self._sizes) for _ in range(before)]
 
 
 __all__ = ["LookupDraft", "NGramIndex"]

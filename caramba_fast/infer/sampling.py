@@ -18,6 +18,17 @@ NOTHING = -1
 Randomness = torch.Generator | Tensor | None
 
 
+def random_state(generator: torch.Generator | None) -> Tensor | None:
+    """Where a generator is in its sequence; None for torch's own, which belongs to everybody."""
+    return None if generator is None else generator.get_state()
+
+
+def set_random_state(generator: torch.Generator | None, state: Tensor | None) -> None:
+    """Goes back to what `random_state` said."""
+    if generator is not None and state is not None:
+        generator.set_state(state)
+
+
 def filtered_logits(logits: Tensor, config: GenerateConfig) -> Tensor:
     """Logits (..., V) float32 after temperature and the filters; removed tokens are -inf.
 

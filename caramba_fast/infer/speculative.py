@@ -132,20 +132,15 @@ class SpeculativeGenerator(Generator):
     # -- the run ------------------------------------------------------------------------
 
     def _begin(self, prompts: Prompts, config: GenerateConfig, hooks: Hooks) -> tuple[Run, Tensor]:
-        before, expanded = self._snapshot(), self._expanded
         rows = len(self._talk.rows) or len(prompts.rows)
         reseed = self._reseed
         run, logits = super()._begin(prompts, config, hooks)
         self._length = DraftLength(cast(SpeculativeConfig, config))
-        try:
-            with torch.no_grad():
-                copies = len(run.starts) // rows
-                self._draft.feed(self._talk.rows[::copies])
-                if copies > 1:
-                    self._draft.take([row for row in range(rows) for _ in range(copies)])
-        except BaseException:
-            self._restore(before, expanded)
-            raise
+        with torch.no_grad():
+            copies = len(run.starts) // rows
+            self._draft.feed(self._talk.rows[::copies])
+            if copies > 1:
+                self._draft.take([row for row in range(rows) for _ in range(copies)])
         if isinstance(self._draft, ModelDraft):
             self._draft.config, self._draft.edits = config, run.edits
             self._draft.endings = run.stopping.endings
@@ -165,36 +160,29 @@ class SpeculativeGenerator(Generator):
     def _steps(self, run: Run, logits: Tensor, hooks: Hooks) -> Iterator[list[int]]:
         """Yields columns of tokens: the n-th new token of every row once all have one or have ended."""
         given = 0
-        try:
+        with torch.no_grad():
+            run.choose(logits)
+        while True:
+            while given < run.complete_columns:
+                column = run.column(given)
+                given += 1
+                if hooks.streamer is not None:
+                    hooks.streamer.put(torch.tensor(column))
+                yield column
+                self._check_current(run)
+            if run.is_over:
+                break
+            run.watch.resume()
             with torch.no_grad():
-                run.choose(logits)
-            while True:
-                while given < run.complete_columns:
-                    column = run.column(given)
-                    given += 1
-                    if hooks.streamer is not None:
-                        hooks.streamer.put(torch.tensor(column))
-                    yield column
-                    self._check_current(run)
-                if run.is_over:
-                    break
-                run.watch.resume()
-                with torch.no_grad():
-                    self._round(run)
-            if hooks.streamer is not None:
-                hooks.streamer.end()
-        finally:
-            if self._run_state is run:
-                self._settle()
-                self._take_back_after(run, given)
+                self._round(run)
+        if hooks.streamer is not None:
+            hooks.streamer.end()
 
-    def _take_back_after(self, run: Run, given: int) -> None:
-        """Rows end where the consumer stopped: tokens that were accepted and never yielded go."""
+    def _keep(self, run: Run, given: int) -> None:
+        """As `Generator._keep`: tokens that were accepted and never yielded go, from the draft's cache too."""
+        super()._keep(run, given)
         rows = self._talk.rows
-        unseen = [max(0, count - given) for count in run.new]
-        if any(unseen):
-            self._talk.rollback(unseen)
-            self._draft.follow(rows, [len(row) for row in rows])
+        self._draft.follow(rows, [len(row) for row in rows])
 
     def _round(self, run: Run) -> None:
         """Draft, verify, accept: every row that is alive gets at least one token."""
@@ -323,7 +311,7 @@ class SpeculativeGenerator(Generator):
         self._draft.reset()
 
     def _snapshot(self) -> Any:
-        return super()._snapshot(), self._draft.snapshot()
+        return super()._snapshot(), self._draft.snapshot(tails=True)
 
     def _restore(self, before: Any, expanded: bool) -> None:
         super()._restore(before[0], expanded)
