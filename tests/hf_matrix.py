@@ -159,7 +159,8 @@ def tiny(family: str, **changes: Any) -> PreTrainedModel:
     """A random model with logits far apart."""
     name, settings = {**FAMILIES, **MORE}[family]
     ids = dict(bos_token_id=1, eos_token_id=None, pad_token_id=PAD)
-    config = getattr(transformers, name)(vocab_size=VOCABULARY, **{**settings, **ids, **changes})
+    given = {"vocab_size": VOCABULARY, **settings, **ids, **changes}
+    config = getattr(transformers, name)(**given)
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation=STOCK_ATTENTION.get(family)

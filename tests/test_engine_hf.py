@@ -92,7 +92,8 @@ def test_rope_that_changes_with_the_longest_request_has_a_limit(kind: str) -> No
 def test_the_model_is_as_it_was() -> None:
     model = tiny("llama")
     before = model.config._attn_implementation
-    Engine(model, cache_kind="q4", max_seq_len=128).generate_batch([[5, 6, 7]], max_new_tokens=3)
+    engine = Engine(model, cache_kind="q4", max_seq_len=128, ignore_eos=True)
+    engine.generate_batch([[5, 6, 7]], max_new_tokens=3)
     assert model.config._attn_implementation == before
 
 

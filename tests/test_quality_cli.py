@@ -210,3 +210,25 @@ def test_a_folder_of_another_model_is_one_line(tmp_path: Path) -> None:
     assert invoke(*SMALL, "--cache", "q8", "--out", tmp_path).exit_code == 0
     result = invoke("demo:dba", *SMALL, "--cache", "q8", "--out", tmp_path)
     assert_one_line_of_error(result, "holds another measurement", "model")
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox"])
+def test_models_of_transformers_are_measured_and_calibrated(tmp_path: Path, family: str) -> None:
+    """Checkpoints the native model does not know: windows and norms of Gemma 3, partial RoPE of GPT-NeoX."""
+    from hf_matrix import tiny
+
+    tokenizer = bytes_and_words(WORDS, bos=True)
+    folder = tmp_path / family
+    tiny(family, vocab_size=tokenizer.get_vocab_size()).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    options = ("--text", "demo", *SMALL, "--cache", "q8:plain", "--cache", "q4:plain")
+    result = invoke(folder, *options, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    rows = {row.kind: row for row in read_csv(tmp_path / "quality.csv")}
+    assert 0 < rows["q8:plain"].mean_kl < rows["q4:plain"].mean_kl
+    assert rows["fp16"].mean_kl == 0
+    statistics = tmp_path / "statistics.safetensors"
+    arguments = ["calibrate", str(statistics), "--model", str(folder), "--text", "demo"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert statistics.exists()

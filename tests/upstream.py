@@ -42,6 +42,10 @@ DIFFERENT: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "*::test_sdpa_can_dispatch*", ("fp32", "q8"), "asserts that the model has the attention 'sdpa'",
     ),
     (
+        "*::test_attn_implementation_composite*", ("fp32", "q8"),
+        "asserts which attention the model and its parts have",
+    ),
+    (
         "*::test_attention_outputs", ("fp32", "q8"),
         "sets config.output_attentions, which transformers takes with the attention 'eager' alone; as an argument of "
         "a call it gives the weights (test_hf_accelerate)",

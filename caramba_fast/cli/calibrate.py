@@ -9,7 +9,7 @@ import typer
 
 from caramba_fast.cache.calibration import is_calibration
 from caramba_fast.cli.models import check_device
-from caramba_fast.cli.quality import load_subject, read_text
+from caramba_fast.cli.quality import load_subject, longest, read_text
 from caramba_fast.config.files import check_replaceable
 from caramba_fast.quality import calibrate
 
@@ -31,7 +31,7 @@ def run_calibrate(
     check_replaceable(out, "calibration", is_calibration, force=force)
     subject = load_subject(name, device)
     ids = read_text(subject, text)[:tokens]
-    window = min(len(ids), subject.model.config.max_position_embeddings)
+    window = min(len(ids), longest(subject.model))
     rows = torch.from_numpy(ids[: len(ids) // max(window, 1) * window].reshape(-1, max(window, 1)))
     found = calibrate(subject.model, rows, about={"model": name, "text": text or "demo"})
     found.save(out, force=force)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -21,13 +22,13 @@ from caramba_fast.cache import Calibration, DecoupledLayerShape
 from caramba_fast.cli.models import check_device
 from caramba_fast.config.files import check_replaceable
 from caramba_fast.models import (
-    Transformer,
+    LanguageModel,
     demo_tokenizer,
     held_out_text,
     load_demo,
-    load_model,
     load_tokenizer,
 )
+from caramba_fast.models.registry import load
 from caramba_fast.quality import (
     CacheQuality,
     QualityReport,
@@ -56,7 +57,7 @@ class Subject:
     """A model with its tokenizer; ``demo`` is the demo model's name, None for a checkpoint."""
 
     name: str
-    model: Transformer
+    model: LanguageModel
     tokenizer: Tokenizer
     demo: str | None
 
@@ -117,7 +118,10 @@ def run_quality(
 
 
 def load_subject(name: str, device: str) -> Subject:
-    """``demo:gqa``, a hard variant such as ``demo:gqa/outliers-8``, or a checkpoint folder."""
+    """``demo:gqa``, a hard variant such as ``demo:gqa/outliers-8``, or a checkpoint folder.
+
+    A folder is loaded natively where its architecture is known here, else by transformers, in float32.
+    """
     kind, colon, demo = name.partition(":")
     if kind != DEMO or not colon:
         folder = Path(name)
@@ -126,7 +130,7 @@ def load_subject(name: str, device: str) -> Subject:
                 f"{name!r} is neither a checkpoint folder nor a demo model; known are "
                 f"{', '.join(f'{DEMO}:{known}' for known in ('gqa', 'dba'))}"
             )
-        return Subject(name, load_model(folder, device=device), load_tokenizer(folder), None)
+        return Subject(name, load(folder, device, torch.float32), load_tokenizer(folder), None)
     demo, slash, variant = demo.partition("/")
     variants = hard_variants(demo)
     if not slash:
@@ -163,9 +167,17 @@ def read_text(subject: Subject, text: str | None) -> np.ndarray:
     return ids
 
 
-def check_contexts(model: Transformer, contexts: Sequence[int]) -> list[int]:
+def longest(model: LanguageModel) -> int:
+    """Tokens of a window the model was made for."""
+    config: Any = getattr(model, "config", None)
+    if config is None:  # of transformers
+        config = model.model.config.get_text_config()  # type: ignore[attr-defined]
+    return int(config.max_position_embeddings)
+
+
+def check_contexts(model: LanguageModel, contexts: Sequence[int]) -> list[int]:
     """The contexts asked for, or the default one."""
-    most = model.config.max_position_embeddings
+    most = longest(model)
     wrong = [context for context in contexts if not 2 <= context <= most]
     if wrong:
         raise ValueError(
@@ -174,14 +186,14 @@ def check_contexts(model: Transformer, contexts: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(contexts)) or [min(DEFAULT_CONTEXT, most)]
 
 
-def _default_caches(model: Transformer) -> Sequence[str]:
+def _default_caches(model: LanguageModel) -> Sequence[str]:
     return DECOUPLED if isinstance(model.cache_layout[0], DecoupledLayerShape) else STANDARD
 
 
-def _calibration(model: Transformer, ids: np.ndarray) -> tuple[Calibration, np.ndarray]:
+def _calibration(model: LanguageModel, ids: np.ndarray) -> tuple[Calibration, np.ndarray]:
     """Statistics from the start of the text, and the rest of it."""
     used = ids[:CALIBRATION_TOKENS]
-    window = min(len(used), model.config.max_position_embeddings)
+    window = min(len(used), longest(model))
     rows = used[: len(used) // window * window].reshape(-1, window) if window else used[None]
     return calibrate(model, rows), ids[CALIBRATION_TOKENS:]  # type: ignore[arg-type]
 
