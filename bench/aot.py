@@ -12,7 +12,7 @@ import argparse
 import csv
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,7 +30,12 @@ TARGETS: dict[str, GPUTarget] = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
 }
+#: Targets with less shared memory, and those whose code stands for them where the launch settings are the same: only
+#: what is launched otherwise is compiled again.
+LIKE = {"sm_89": "sm_80", "sm_120": "sm_100"}
 
 
 @dataclass(frozen=True)
@@ -145,9 +150,28 @@ def _loop_columns(variant: Variant, target: str, found: binary.Binary) -> dict[s
 
 def rows(targets: Iterable[str]) -> Iterator[Row]:
     """Every variant on every target, as they are compiled."""
+    done: dict[tuple[str, int], Row] = {}
     for target in targets:
-        for variant in variants():
-            yield inspect(variant, target)
+        for i, variant in enumerate(variants()):
+            like = _stands_for(target, variant)
+            if like is None:
+                row = inspect(variant, target)
+            else:
+                row = done[like, i] if (like, i) in done else inspect(variant, like)
+                row = replace(
+                    row, target=target, **shares(target, variant.token_bytes, row.loop_per_token)
+                )
+            done[target, i] = row
+            yield row
+
+
+def _stands_for(target: str, variant: Variant) -> str | None:
+    """The target whose code for ``variant`` is this one's as well, if another's is."""
+    like = LIKE.get(target)
+    if like is None:
+        return None
+    mine, other = (variant.on(TARGETS[t].backend, TARGETS[t].arch) for t in (target, like))
+    return like if mine == other else None
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:

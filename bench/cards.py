@@ -46,13 +46,13 @@ class Card:
 #: NVIDIA's data sheets "A100 80GB" (SXM: 108 SMs, 1410 MHz, 2039 GB/s), "H100" and "H200" (SXM: 132 SMs,
 #: 67 TFLOPS of fp32 = 132 * 256 * 1.98 GHz; 3.35 and 4.8 TB/s) and "L4" (30.3 TFLOPS = 58 * 256 * 2.04 GHz,
 #: 300 GB/s); white paper "Ada GPU Architecture" (RTX 4090: 128 SMs, 2520 MHz, 1008 GB/s). The last two
-#: are sm_89, for which nothing is compiled: they run the instructions of sm_80.
+#: are sm_89.
 CARDS: dict[str, Card] = {
     "a100": Card("sm_80", 108, 1.41e9, 2.039e12),
     "h100": Card("sm_90", 132, 1.98e9, 3.35e12),
     "h200": Card("sm_90", 132, 1.98e9, 4.8e12),
-    "rtx4090": Card("sm_80", 128, 2.52e9, 1.008e12),
-    "l4": Card("sm_80", 58, 2.04e9, 0.3e12),
+    "rtx4090": Card("sm_89", 128, 2.52e9, 1.008e12),
+    "l4": Card("sm_89", 58, 2.04e9, 0.3e12),
 }
 
 

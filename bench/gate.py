@@ -12,12 +12,14 @@ Key = tuple[str, ...]
 
 #: Columns that tell rows apart.
 KEY = ("triton", "target", "op", "kind", "dtype", "block", "fit", "options")
-#: Bytes of shared memory (LDS) a block may have: CUDA C++ Programming Guide, table of technical
+#: Bytes of shared memory (LDS) a block may have, sm_86 as many as sm_89: CUDA C++ Programming Guide, table of technical
 #: specifications; AMD CDNA3 ISA.
 SHARED_LIMITS = {
     "sm_80": 163 * 1024,
+    "sm_89": 99 * 1024,
     "sm_90": 227 * 1024,
     "sm_100": 227 * 1024,
+    "sm_120": 99 * 1024,
     "gfx942": 64 * 1024,
 }
 #: Bytes a thread has to load at once where K or V is quantized.

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from caramba_fast.formats import FORMATS, QUANTIZED_KINDS, Format, resolve
-from caramba_fast.kernels import dequantize, merge_splits, quantize, tiles_kernel, tiles_query
+from caramba_fast.kernels import (
+    dequantize,
+    merge_splits,
+    quantize,
+    splits_launch,
+    tiles_kernel,
+    tiles_query,
+)
 from caramba_fast.kernels.splits_stream import dot_dtype
 from caramba_fast.kernels.tiles_layout import (
     Settings,
@@ -20,7 +27,10 @@ from caramba_fast.kernels.tiles_layout import (
     on_blackwell,
     segments,
     settings,
+    within,
 )
+
+from .gate import SHARED_LIMITS
 
 #: The width of rows; only an address calculation depends on it.
 HEAD_DIM = 128
@@ -98,8 +108,10 @@ class Variant:
         chosen = Settings(shape.rows, self.tile, self.num_warps, self.num_stages, self.narrow)
         if backend != "cuda":
             shape, chosen = replace(shape, ptx=False, precision="ieee"), on_amd(chosen)
-        elif int(arch) >= 100:
-            chosen = on_blackwell(chosen)
+        else:
+            chosen = on_blackwell(chosen) if int(arch) >= 100 else chosen
+            streams = [stream for stream, _ in self.streams]
+            chosen = within(chosen, streams, SHARED_LIMITS[f"sm_{arch}"])
         constants["C"] = replace(shape, rows=chosen.rows, tile=chosen.tile)
         return replace(
             self,
@@ -163,7 +175,7 @@ def _stream(kind: str, dim: int, per_lane: int, dtype: str, pairs: int = 0) -> S
     width = dim * per_lane
     return Stream(
         resolve(kind).index, 32, dot_dtype(resolve(kind), QUERIES[dtype]), width, dim, segments(width), pairs,
-        128 + SLOTS // 128 if pairs else 0, 2 * max(8, pairs * per_lane) if pairs else 0,
+        2 * max(8, pairs * per_lane) if pairs else 0,
     )  # fmt: skip
 
 
@@ -215,11 +227,12 @@ def _decode(
             "table_stride": "i32",
             "partial_ptr": "*fp32",
             "lse_ptr": "*fp32",
-            "limits": ("i32", "i32", "i32"),
-            "slots": "i32!",
+            **dict.fromkeys(("window", "kept", "residual", "slots"), "i32"),
             "ring": "i32",
             "splits": "i32",
             "least": "i32",
+            "k_phases": "i32",
+            "g_phases": "i32",
             "softcap": "fp32",
         },
         constants={
@@ -257,7 +270,7 @@ def _merge() -> Variant:
         },
         constants={
             "GROUPS": 1, "TOKENS": 1, "K_DIM": 32, "G_DIM": 64, "DIM": HEAD_DIM, "PADDED": HEAD_DIM,
-            "K_PADDED": 64, "MOST": 64, "SOFTCAP": True, "ROTATE": True,
+            "K_PADDED": 64, "MOST": splits_launch.MOST_PARTS, "SOFTCAP": True, "ROTATE": True,
         },
         num_warps=4,
         values=HEAD_DIM,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from caramba_fast.formats import resolve
 from caramba_fast.kernels import append
-from caramba_fast.kernels.streams import Layout, Rows, Stream, layout
+from caramba_fast.kernels.streams import Layout, Stream, layout
 
 if TYPE_CHECKING:
     from .variants import Variant
@@ -20,7 +20,7 @@ TOKENS = {"step": 1, "prompt": append.PROMPT_TOKENS}
 BLOCK = 32
 
 
-def _stream(kind: str, dtype: str, *, side: bool, pairs: int, scale: bool) -> Stream:
+def _stream(kind: str, dtype: str, *, side: bool, pairs: int, scale: bool) -> tuple[Any, ...]:
     """Types of a stream's arguments; all strides are divisible by 16, as caches allocate them."""
     from .variants import POINTERS  # noqa: PLC0415 - see the top
 
@@ -37,9 +37,8 @@ def _stream(kind: str, dtype: str, *, side: bool, pairs: int, scale: bool) -> St
         **dict.fromkeys(("bias", "phases"), given("*fp32", pairs)),
         "pairs": given("*i32", pairs),
         "scale": given("*fp32", scale),
-        **dict.fromkeys(("pages", "phase_rows"), "i32"),
     }
-    return Stream(**{name: types.get(name, "i32!") for name in Stream._fields})
+    return tuple(types.get(name, "i32!") for name in Stream._fields[:-1])
 
 
 def _append(
@@ -60,7 +59,7 @@ def _append(
     from .variants import Variant  # noqa: PLC0415 - see the top
 
     tokens = append.tokens_at_once(TOKENS[options.split(maxsplit=1)[0]], heads * max(dims))
-    streams: list[Stream] = []
+    streams: list[tuple[Any, ...]] = []
     layouts: list[Layout] = []
     for i, (kind, dim) in enumerate(zip(kinds, dims, strict=True)):
         key = safe and i < len(kinds) - 1
@@ -79,7 +78,9 @@ def _append(
         kernel=append.append_kernel,
         arguments={
             **dict(zip(("first", "second", "third"), (*streams, *absent), strict=True)),
-            "where": Rows("*i32", per_row, per_row, per_row, *("i32",) * 4),
+            "where": ("*i32", per_row, per_row, per_row, "i32", "i32"),
+            **dict.fromkeys(("table_row", "table_pages", "pages"), "i32"),
+            **dict.fromkeys(("first_phases", "second_phases"), "i32"),
             "heads": "i32",
             "tokens": "i32",
         },

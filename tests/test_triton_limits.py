@@ -157,3 +157,28 @@ def test_larger_keys_and_values_are_right_for_float32_queries_and_never_silently
     check(sized("q8_0", 1e6, torch.float32))
     out, lse = attend(sized("q8_0", 1e6, torch.bfloat16))
     assert not out.isfinite().any() and not lse.isfinite().any()
+
+
+@pytest.mark.parametrize("kinds", ["q8_0/q8_0", "q8_0/nf4", "fp16/fp16", "q4_0/q4_0"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_launch_fits_the_shared_memory_of_its_device(kinds, dim, monkeypatch):
+    """Of 99 KiB (sm_86, sm_89, sm_120) what its stages need; a device with more runs what it ran."""
+    monkeypatch.setattr(splits_launch, "partials_kernel", Launches())
+    monkeypatch.setattr(splits_launch, "merge_kernel", Launches())
+    case = build(kinds=kinds.split("/"), dims={"k": dim, "v": dim}, slots=1024, lengths=(9,))
+    case.queries["k"] = case.queries["k"].half()
+    found = {}
+    for limit in (163, 99):
+        monkeypatch.setattr(splits_launch, "shared_memory", lambda _, limit=limit: limit * 1024)
+        attend(case)
+        _, args, options = splits_launch.partials_kernel.seen[-1]
+        shape, stages = args[-1], options["num_stages"]
+        streams = (case.streams["k"].view, case.streams["v"].view)
+        token = sum(
+            x[0, 0, 0].nbytes for v in streams for x in (v.codes, v.scales) if x is not None
+        )
+        assert stages * shape.tile * token <= limit * 1024
+        found[limit] = shape.tile, stages
+    assert found[99] == found[163] or "q8_0" in kinds or dim == 256
+    if kinds == "q8_0/q8_0" and dim == 128:
+        assert found[163] == (128, 3) and found[99] == (128, 2)

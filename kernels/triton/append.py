@@ -167,12 +167,26 @@ def _write(s, L: tl.constexpr, where, b, lane, heads, group, tokens):
         put_sides(s, L, where, b, lane, block, position, t, real, count, token, L.BLOCK // 2, high)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(
+    do_not_specialize=[
+        "table_row",
+        "table_pages",
+        "pages",
+        "first_phases",
+        "second_phases",
+        "tokens",
+    ]
+)
 def append_kernel(
     first,
     second,
     third,
     where,
+    table_row,
+    table_pages,
+    pages,
+    first_phases,
+    second_phases,
     heads,
     tokens,
     FIRST: tl.constexpr,
@@ -181,19 +195,20 @@ def append_kernel(
 ):
     """Two streams, or three; grid (groups of blocks, lanes * streams, B).
 
-    first, second and third are fields of a `Stream`, where those of `Rows`, in order.
+    first, second and third are fields of a `Stream`, where those of `Rows`, in order; without the last fields, which
+    grow with a cache: tuples are specialized on, numbers need not be. Values have no phases.
     """
     STREAMS: tl.constexpr = 2 if THIRD is None else 3
-    where = Rows(*where)
+    where = Rows(*where, table_row, table_pages, pages)
     group, lane = tl.program_id(0), tl.program_id(1) // STREAMS
     which, b = tl.program_id(1) % STREAMS, tl.program_id(2).to(tl.int64)
     if which == 0:
-        _write(Stream(*first), FIRST, where, b, lane, heads, group, tokens)
+        _write(Stream(*first, first_phases), FIRST, where, b, lane, heads, group, tokens)
     if which == 1:
-        _write(Stream(*second), SECOND, where, b, lane, heads, group, tokens)
+        _write(Stream(*second, second_phases), SECOND, where, b, lane, heads, group, tokens)
     if THIRD is not None:  # noqa: SIM102 - known at compile time, unlike the other
         if which == 2:
-            _write(Stream(*third), THIRD, where, b, lane, heads, group, tokens)
+            _write(Stream(*third, second_phases), THIRD, where, b, lane, heads, group, tokens)
 
 
 def tokens_at_once(tokens: int, widest: int) -> int:
@@ -242,10 +257,12 @@ def launch(names: tuple[str, ...], args: tuple[Any, ...], options: dict[str, Any
     streams, layouts = _described(names, kinds, stored, new, options)
     groups = max(-(-tokens * part.STRIDE // part.ROWS) for part in layouts)
     absent = [None] * (MOST_STREAMS - count)
+    phases = [stream.phase_rows for stream in streams]
+    where = rows_of(names[0], stored[0], start, options)
     with on_device(start):
         append_kernel[groups, stored[0].shape[1] * count, batch](
-            *streams, *absent, rows_of(names[0], start, options), heads, tokens, *layouts, *absent,
-            num_warps=num_warps(layouts), **EXACT,
+            *(stream[:-1] for stream in streams), *absent, where[:-3], *where[-3:], *phases[:2],
+            heads, tokens, *layouts, *absent, num_warps=num_warps(layouts), **EXACT,
         )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def _strided(q_ptr, batch, head, token, batch_stride, head_stride, token_stride)
     return q_ptr + batch * batch_stride + head * head_stride + token * token_stride
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def merge_kernel(
     partial_ptr,
     lse_ptr,

@@ -37,7 +37,7 @@ def place(s, where, b, position, real):
         slot = position % s.slots
         listed = real & (page < where.table_pages)
         at = tl.load(where.table + b * where.table_row + page, mask=listed, other=-1)
-        keep = (at >= 0) & (at < s.pages)
+        keep = (at >= 0) & (at < where.pages)
     return at.to(tl.int64), slot.to(tl.int64), keep
 
 

@@ -16,15 +16,17 @@ from caramba_fast.formats import resolve
 
 from .launch import dense, has_ptx, on_device
 from .merge_splits import LOG2E, merge_kernel
-from .splits import plan
+from .splits import MOST_SPLITS, plan
 from .splits_stream import PARTS, Stored
 from .tiles_kernel import partials_kernel
-from .tiles_layout import Settings, Shape, Stream, on_amd, on_blackwell, settings
+from .tiles_layout import Settings, Shape, Stream, on_amd, on_blackwell, settings, within
 from .tiles_query import prepare_kernel
 
 #: Widest head, and oldest NVIDIA generation, the kernels were laid out for.
 WIDEST_HEAD = 256
 OLDEST_CAPABILITY, BLACKWELL = (8, 0), (10, 0)
+#: Room for the splits of any plan, the tail and the sinks; only a caller who asks for more compiles a merge for them.
+MOST_PARTS = triton.next_power_of_2(MOST_SPLITS + 2)
 
 
 @functools.cache
@@ -33,6 +35,14 @@ def capability(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda" or torch.version.hip is not None:
         return OLDEST_CAPABILITY
     return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory a block of this GPU may have; those of sm_80 where there is none."""
+    if device.type != "cuda":
+        return 163 * 1024
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 @dataclass
@@ -77,7 +87,9 @@ class Call:
         chosen = settings(self.records, rows, self.value.codes.shape[2])
         if torch.version.hip is not None:
             return on_amd(chosen)
-        return on_blackwell(chosen) if capability(self.q.device) >= BLACKWELL else chosen
+        if capability(self.q.device) >= BLACKWELL:
+            chosen = on_blackwell(chosen)
+        return within(chosen, self.records, shared_memory(self.q.device))
 
     @cached_property
     def shape(self) -> Shape:
@@ -164,8 +176,9 @@ class Call:
             sum(waves, ()) + (() if g else (None, None)),
             (self.cache_seqlens, self.cache_leftpad, self.query_lens),
             table, 0 if table is None else table.stride(0), partial, sums,
-            (self.window, self.num_sink_tokens, self.residual), self.value.codes.shape[2],
-            self.value.options["tail"].shape[2] if shape.tail else 0, splits, least, self.softcap,
+            self.window, self.num_sink_tokens, self.residual, self.value.codes.shape[2],
+            self.value.options["tail"].shape[2] if shape.tail else 0, splits, least,
+            streams[0].phase_rows, streams[1].phase_rows if g else 0, self.softcap,
             k, geo, v, k.side, None if geo is None else geo.side, v.side, shape,
             num_warps=self.settings.num_warps, num_stages=self.settings.num_stages,
         )  # fmt: skip
@@ -186,7 +199,7 @@ class Call:
             geo.factor, self.softcap, in_all, GROUPS=self.shape.groups, TOKENS=self.tokens,
             K_DIM=self.dim, G_DIM=0 if geo.query is None else geo.query.shape[3], DIM=dim,
             PADDED=triton.next_power_of_2(dim), K_PADDED=triton.next_power_of_2(widest),
-            MOST=triton.next_power_of_2(in_all), SOFTCAP=self.softcap > 0,
+            MOST=max(MOST_PARTS, triton.next_power_of_2(in_all)), SOFTCAP=self.softcap > 0,
             ROTATE=self.value.options.get("rotate", False),
         )  # fmt: skip
         return out, lse

@@ -64,17 +64,23 @@ class Stored:
             return (None, 0, 0, 0)
         return (self.query, *self.query.stride()[:3])
 
+    @property
+    def phase_rows(self) -> int:
+        """Rows of the phase table of one pair."""
+        phases = self.options.get("phases")
+        return 0 if phases is None else int(phases.shape[2])
+
     def record(self, per_lane: int, query: torch.dtype) -> Stream:
         """What the kernel is specialized for."""
         block = 32 if self.scales is None else self.width // self.scales.shape[3]
-        bias, phases = self.options.get("bias"), self.options.get("phases")
-        pairs, table, harmonics = 0, 0, 0
-        if bias is not None and phases is not None:
-            pairs, table = bias.shape[1], phases.shape[2]
+        bias = self.options.get("bias")
+        pairs, harmonics = 0, 0
+        if bias is not None:
+            pairs = bias.shape[1]
             harmonics = max(16, triton.next_power_of_2(2 * pairs * per_lane))
         return Stream(
             self.form.index, block, dot_dtype(self.form, query), self.width, self.width // per_lane,
-            segments(self.width), pairs, table, harmonics,
+            segments(self.width), pairs, harmonics,
         )  # fmt: skip
 
     def problems(self, name: str) -> list[str]:

@@ -41,7 +41,6 @@ class Stream(NamedTuple):
     codes_row: Any
     codes_lane: Any
     slots: Any
-    pages: Any
     scales: Any
     scales_row: Any
     scales_lane: Any
@@ -55,8 +54,8 @@ class Stream(NamedTuple):
     bias: Any
     pairs: Any
     phases: Any
-    phase_rows: Any
     scale: Any
+    phase_rows: Any
 
 
 class Layout(NamedTuple):
@@ -91,16 +90,21 @@ class Layout(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What streams share: tensors (B,), the block table (B, pages), slots of the tail and of the sinks."""
+    """What streams share: tensors (B,), the block table (B, pages), slots of the tail and of the sinks.
+
+    The last three, the stride and the pages of a row of the table and all pages there are, a launch gives one by one
+    (see `append_kernel`).
+    """
 
     start: Any
     query_lens: Any
     leftpad: Any
     table: Any
-    table_row: Any
-    table_pages: Any
     ring: Any
     sink_len: Any
+    table_row: Any
+    table_pages: Any
+    pages: Any
 
 
 @functools.cache
@@ -173,16 +177,16 @@ def stream_of(
     phases = constants["phases"]
     return Stream(
         new, row, head, token, None if dim == 1 else dim,
-        *_plane(f"{name}_codes", codes), codes.shape[0], *_plane(f"{name}_scales", scales)[:3],
+        *_plane(f"{name}_codes", codes), *_plane(f"{name}_scales", scales)[:3],
         *_plane(f"{name}_tail", options.get(f"{name}_tail"))[:3],
         *_plane(f"{name}_sink", options.get(f"{name}_sink"))[:3],
         constants["mean"], constants["bias"], constants["pairs"], phases,
-        0 if phases is None else phases.shape[2], constants["scale"],
+        constants["scale"], 0 if phases is None else phases.shape[2],
     )  # fmt: skip
 
 
-def rows_of(name: str, start: Tensor, options: dict[str, Any]) -> Rows:
-    """Where rows are, from an op's flat arguments; ``name`` is any stream."""
+def rows_of(name: str, codes: Tensor, start: Tensor, options: dict[str, Any]) -> Rows:
+    """Where rows are, from an op's flat arguments; ``name`` is any stream, ``codes`` are its codes."""
     table = options.get("block_table")
     tail, sink = options.get(f"{name}_tail"), options.get(f"{name}_sink")
     table = dense(table)
@@ -191,9 +195,9 @@ def rows_of(name: str, start: Tensor, options: dict[str, Any]) -> Rows:
         dense(options.get("query_lens")),
         dense(options.get("cache_leftpad")),
         table,
-        *((0, 0) if table is None else (table.stride(0), table.shape[1])),
         0 if tail is None else tail.shape[2],
         0 if sink is None else sink.shape[2],
+        *((0, 0, 0) if table is None else (table.stride(0), table.shape[1], codes.shape[0])),
     )
 
 

@@ -125,7 +125,7 @@ def attend(
     Args:
         q_place, g_place: pointer, offsets (R,) and factor of each key stream's queries.
         k, g, v: what `_lane` or `_buffer` returned.
-        centered: coefficients and phases of k, then of g.
+        centered: coefficients and phases of k, then of g; then rows of their phase tables.
         result: pointers to the partial output and lse, and the splits they have room for.
         rows: row numbers, their head in the lane, whether they are real queries, their positions, whether
             there is such a row at all; (R,) each.
@@ -153,11 +153,11 @@ def attend(
             constant += tl.load(centered[2] + row * (1 + 2 * G.pairs), mask=real, other=0.0)
         if K.pairs > 0:
             waves = load_coefficients(centered[0], row, own_head, real, K, C)
-            angles = harmonics(centered[1], lane, K, C)
+            angles = harmonics(centered[1], centered[4], lane, K, C)
         GEO_PAIRS: tl.constexpr = 0 if G is None else G.pairs
         if GEO_PAIRS > 0:
             waves_geo = load_coefficients(centered[2], row, own_head, real, G, C)
-            angles_geo = harmonics(centered[3], lane, G, C)
+            angles_geo = harmonics(centered[3], centered[5], lane, G, C)
         accumulators = _zeros(V, C)
         # The tail and the sinks are a tile or two: no buffers for a pipeline of them.
         STAGES: tl.constexpr = None if SOURCE == CODES else 1
@@ -175,13 +175,17 @@ def attend(
             tile = _tile(k, page, origin, slot, inside, used, K, MASKED, False, C)
             logits = _products(q, tile, C) * size[None, :] + constant[None, :]
             if K.pairs > 0:
-                logits += waves_at(waves, angles, centered[1], lane, token - span[3], K, C)
+                logits += waves_at(
+                    waves, angles, centered[1], centered[4], lane, token - span[3], K, C
+                )
             if G is not None:
                 tile = _tile(g, page, origin, slot, inside, used, G, MASKED, False, C)
                 logits += _products(q_geo, tile, C) * size_geo[None, :]
                 if GEO_PAIRS > 0:
                     first = token - span[3]
-                    logits += waves_at(waves_geo, angles_geo, centered[3], lane, first, G, C)
+                    logits += waves_at(
+                        waves_geo, angles_geo, centered[3], centered[5], lane, first, G, C
+                    )
             if C.softcap:
                 logits = capped(logits, softcap, True) * LOG2E
             allowed = seen(position, real, key, span[3], limits, SOURCE, C)

@@ -105,7 +105,22 @@ def _side(
            SOURCE, K, G, V, C)  # fmt: skip
 
 
-@triton.jit
+# What grows with a cache, or with the batch, is no reason to compile again: in the middle of a generation that takes
+# seconds. Tuples are always specialized on, so none of it may be in one.
+@triton.jit(
+    do_not_specialize=[
+        "table_stride",
+        "window",
+        "kept",
+        "residual",
+        "slots",
+        "ring",
+        "splits",
+        "least",
+        "k_phases",
+        "g_phases",
+    ]
+)
 def partials_kernel(
     queries,
     streams,
@@ -117,11 +132,15 @@ def partials_kernel(
     table_stride,
     partial_ptr,
     lse_ptr,
-    limits,
+    window,
+    kept,
+    residual,
     slots,
     ring,
     splits,
     least,
+    k_phases,
+    g_phases,
     softcap,
     K: tl.constexpr,
     G: tl.constexpr,
@@ -140,9 +159,11 @@ def partials_kernel(
         centered: coefficients and phases of k, then of g.
         lengths: pointers to cache_seqlens, cache_leftpad and query_lens.
         partial_ptr, lse_ptr: (B, H_q * T, programs of the first axis, D_v) and without D_v, float32.
-        limits: window, tokens kept in front of it, residual_len.
+        window, kept, residual: the window, tokens kept in front of it, residual_len.
         slots, ring: of a contiguous cache, and of the tail.
+        k_phases, g_phases: rows of the phase table of one pair.
     """
+    limits = (window, kept, residual)
     split, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
     PER_KV: tl.constexpr = C.groups * C.tokens
     PIECES: tl.constexpr = (C.per_lane * PER_KV + C.rows - 1) // C.rows
@@ -169,7 +190,7 @@ def partials_kernel(
         k_waves += batch * (ALL * (1 + 2 * K.pairs))
     if g_waves is not None:
         g_waves += batch * (ALL * (1 + 2 * G.pairs))
-    waves = (k_waves, centered[1], g_waves, centered[3])
+    waves = (k_waves, centered[1], g_waves, centered[3], k_phases, g_phases)
     in_all = tl.num_programs(0)
     result = (
         partial_ptr + batch * (ALL * in_all) * V.dim + split * V.dim,

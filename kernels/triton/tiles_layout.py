@@ -33,7 +33,6 @@ class Stream:
         dim: values of a head.
         segments: how the lane is cut.
         pairs: rotary pairs a centered key has a bias on, 0 for none.
-        table: rows of the phase table of one pair.
         harmonics: rows of the tile of their cosines and sines, a power of two.
     """
 
@@ -44,7 +43,6 @@ class Stream:
     dim: int
     segments: tuple[tuple[int, int], ...]
     pairs: int = 0
-    table: int = 0
     harmonics: int = 0
 
     @property
@@ -136,6 +134,31 @@ def settings(streams: Sequence[Stream], rows: int, unit: int) -> Settings:
     stored = sum(stream.width * (1 if stream.form > 2 else 2) for stream in streams)
     heavy = stored * tile > 3 * 2**14
     return Settings(padded, tile, 4, 2 if wide or heavy else 3, widest <= 64)
+
+
+#: Shared memory a launch needs besides the tiles of its stages: of 4-bit values they are unpacked into.
+BESIDES, BESIDES_NIBBLES = 2 * 1024, 24 * 1024
+
+
+def within(chosen: Settings, streams: Sequence[Stream], limit: int) -> Settings:
+    """The same with fewer stages, then shorter tiles, until they need at most ``limit`` bytes of shared memory.
+
+    163 KiB and more (sm_80, sm_90, sm_100) hold all that `settings` chooses; of 99 KiB (sm_86, sm_89, sm_120) q8_0 at
+    D 128 in three stages needs 107.
+    """
+    rows = list(FORMATS.values())
+    forms = [rows[stream.form] for stream in streams]
+    token = sum(f.bytes_per_vector(s.width, s.block) for f, s in zip(forms, streams, strict=True))
+    besides = BESIDES_NIBBLES if any(form.bits == 4 for form in forms) else BESIDES
+
+    def fits(settings: Settings) -> bool:
+        return settings.num_stages * token * settings.tile + besides <= limit
+
+    while not fits(chosen) and chosen.num_stages > 2:
+        chosen = replace(chosen, num_stages=chosen.num_stages - 1)
+    while not fits(chosen) and chosen.tile > 32:
+        chosen = replace(chosen, tile=chosen.tile // 2)
+    return chosen
 
 
 def on_blackwell(chosen: Settings) -> Settings:

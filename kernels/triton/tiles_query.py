@@ -139,8 +139,8 @@ def _harmonic(lane, S: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _phases(phases_ptr, pair, head, S: tl.constexpr):
-    return phases_ptr + (head * S.pairs + pair % S.pairs) * S.table * 2
+def _phases(phases_ptr, table, pair, head, S: tl.constexpr):
+    return phases_ptr + (head * S.pairs + pair % S.pairs) * table * 2
 
 
 @triton.jit
@@ -156,10 +156,10 @@ def _split(x, S: tl.constexpr):
 
 
 @triton.jit
-def harmonics(phases_ptr, lane, S: tl.constexpr, C: tl.constexpr):
+def harmonics(phases_ptr, table, lane, S: tl.constexpr, C: tl.constexpr):
     """cos and sin of the angles from a tile's first token to each of its tokens: `_split` (tile, harmonics)."""
     sine, pair, head, valid = _harmonic(lane, S, C)
-    phases = _phases(phases_ptr, pair, head, S) + sine.to(tl.int32)
+    phases = _phases(phases_ptr, table, pair, head, S) + sine.to(tl.int32)
     token = tl.arange(0, C.tile) * 2
     return _split(tl.load(phases[None, :] + token[:, None], mask=valid[None, :], other=0.0), S)
 
@@ -186,7 +186,7 @@ def load_coefficients(coefficients, row, own_head, real, S: tl.constexpr, C: tl.
 
 
 @triton.jit
-def waves_at(coefficients, angles, phases_ptr, lane, t, S: tl.constexpr, C: tl.constexpr):
+def waves_at(coefficients, angles, phases_ptr, table, lane, t, S: tl.constexpr, C: tl.constexpr):
     """What centering took out of the logits of the tile that begins at token t: (tile, R) float32.
 
     A cos(a + b) + B sin(a + b) = (A cos a + B sin a) cos b + (B cos a - A sin a) sin b, where a is the angle of
@@ -194,7 +194,7 @@ def waves_at(coefficients, angles, phases_ptr, lane, t, S: tl.constexpr, C: tl.c
     ``angles``. ``t`` may be negative, for tiles that begin in the padding.
     """
     _, pair, head, valid = _harmonic(lane, S, C)
-    phases = _phases(phases_ptr, pair, head, S)
+    phases = _phases(phases_ptr, table, pair, head, S)
     ahead = tl.abs(t)
     c, s = _table_row(phases, PHASE_TILE + ahead // PHASE_TILE, valid)
     c1, s1 = _table_row(phases, ahead % PHASE_TILE, valid)
