@@ -17,17 +17,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from caramba_fast.cache import ModelKVCache
-from caramba_fast.infer import Generator
-from caramba_fast.models import ModelConfig, Transformer
-
 from .environment import environment
 from .timing import quantile, ratio
+
+# Models and caches need pydantic; the page that `report` makes of the figures does not, and is made without.
+if TYPE_CHECKING:
+    from caramba_fast.cache import ModelKVCache
+    from caramba_fast.models import Transformer
 
 FILE = "decode_model.csv"
 KINDS = ("fp16", "q8", "q8:plain", "q4", "q4:plain", "nf4", "nf4:plain")
@@ -65,6 +66,8 @@ class Setting:
 
 def model(head_dim: int) -> Transformer:
     """Random weights; the keys have biases, as Qwen2's, large on a few channels."""
+    from caramba_fast.models import ModelConfig, Transformer  # noqa: PLC0415 - see the top
+
     config = ModelConfig(
         model_type="qwen2", qkv_bias=True, vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=3 * HIDDEN,
         num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=head_dim,
@@ -102,6 +105,8 @@ class Steps:
     """
 
     def __init__(self, of: Transformer, setting: Setting, kind: str) -> None:
+        from caramba_fast.infer import Generator  # noqa: PLC0415 - see the top
+
         self.kind = kind
         self.generator = Generator(
             of,
@@ -129,6 +134,9 @@ class Steps:
 
 def groups(of: Transformer, setting: Setting, kinds: Sequence[str]) -> list[list[str]]:
     """The kinds behind the first one, in parts that fit into memory together with it."""
+    from caramba_fast.cache import ModelKVCache  # noqa: PLC0415 - see the top
+    from caramba_fast.infer import Generator  # noqa: PLC0415
+
     sizes = {}
     for kind in kinds:
         configs = Generator(of, cache_kind=kind).config.stream_configs()

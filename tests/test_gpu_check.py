@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,16 +11,26 @@ from pathlib import Path
 
 import pytest
 
+from caramba_fast.bench import shards
+
+RUN = shards.run
+
 SCRIPT = Path(__file__).resolve().parents[1] / "bench" / "gpu_check.sh"
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
 
-def gpu_check(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {
-        "PYTHON": sys.executable,
-        "CUDA_VISIBLE_DEVICES": "",
-        "CARAMBA_FAST_WORK": str(tmp_path / "work"),
-    }
+def gpu_check(
+    tmp_path: Path, *arguments: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    environment = (
+        os.environ
+        | variables
+        | {
+            "PYTHON": sys.executable,
+            "CUDA_VISIBLE_DEVICES": "",
+            "CARAMBA_FAST_WORK": str(tmp_path / "work"),
+        }
+    )
     command = ["bash", str(SCRIPT), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
@@ -49,3 +60,49 @@ def test_wrong_arguments(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     done = gpu_check(tmp_path, *arguments)
     assert done.returncode == 2
     assert "usage" in done.stderr
+
+
+def modules_run() -> list[str]:
+    """The modules of caramba_fast.bench that the script runs, and `report`, which makes the page of what it leaves."""
+    text = SCRIPT.read_text()
+    named = re.findall(
+        r"^ +module (?!shards)(\w+) |caramba_fast\.bench\.(\w+)|--compile-only (\w+)",
+        text,
+        re.MULTILINE,
+    )
+    named += re.findall(r"--shard (\w+)()()", text)
+    return sorted({"shards", "report", *("".join(names) for names in named)})
+
+
+def test_the_modules_that_are_run_are_found() -> None:
+    assert modules_run() == ["check", "report", "run", "shards", "tune"]
+
+
+@pytest.mark.parametrize("name", [*modules_run(), "parity"])
+def test_what_is_run_can_be_imported_without_pydantic(name: str) -> None:
+    """A machine that is lent may have torch and Triton alone."""
+    block = "import sys; sys.modules['pydantic'] = sys.modules['pydantic_core'] = None"
+    command = [sys.executable, "-c", f"{block}; import caramba_fast.bench.{name}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_without_wheels_stops_the_build(tmp_path: Path) -> None:
+    done = gpu_check(tmp_path, "--dry-run", str(tmp_path / "out"), "build", WHEELS=str(tmp_path))
+    assert done.returncode == 1
+    assert f"WHEELS is '{tmp_path}', where no wheels are" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("program", "status"), [("raise SystemExit(2)", 1), ("import time; time.sleep(60)", 3)]
+)
+def test_a_failure_is_told_from_too_little_time(
+    program: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "worker.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(shards, "__package__", "")
+    monkeypatch.setattr(sys, "argv", ["shards", "3", "--shard", "worker"])
+    monkeypatch.setattr(shards, "run", lambda module, *rest: RUN(module.removeprefix("."), *rest))
+    assert shards.main() == status
+    assert "|| true" not in SCRIPT.read_text().replace('head -1)" || true', "")
