@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -104,3 +105,27 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     assert not hasattr(caramba_fast, "nothing")
     with pytest.raises(ImportError):
         exec("from caramba_fast import nothing")
+
+
+UNASKED = """
+import torch
+def asked(name):
+    def ask(*_, **__):
+        raise AssertionError(f"torch.cuda.{name} was called by an import")
+    return ask
+for name in ("init", "_lazy_init", "is_available", "device_count", "current_device", "get_device_properties",
+             "get_device_capability"):
+    setattr(torch.cuda, name, asked(name))
+torch._C._cuda_getDeviceCount = asked("_C._cuda_getDeviceCount")
+import caramba_fast, caramba_fast.ops, caramba_fast.cache, caramba_fast.infer
+print(torch._C._dispatch_has_kernel_for_dispatch_key("caramba_fast::decode_attention", "CUDA"))
+"""
+
+
+def test_importing_never_asks_for_a_cuda_device() -> None:
+    """A process that asked cannot fork workers that use CUDA; the kernels are registered all the same."""
+    done = subprocess.run(
+        [sys.executable, "-c", UNASKED], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(importlib.util.find_spec("triton") is not None)

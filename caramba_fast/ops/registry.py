@@ -129,7 +129,9 @@ def register(
     keywords = frozenset(arg.name for arg in overload._schema.arguments if arg.kwarg_only)
     op = Op(name, overload, reference, keywords)
     _ops[name] = op
-    if torch.cuda.is_available() and op.why_not("triton", "cuda") is None:
+    # Whether there is a CUDA device is not asked: the answer would start CUDA, or remember that there is none, in a
+    # process that forks its workers.
+    if op.why_not("triton", "cuda", suppose=True) is None:
         # The launcher is looked up at the first call: triton is not imported before.
         _library.impl(name, lambda *args, **kwargs: op.launcher(*args, **kwargs), "CUDA")  # noqa: PLW0108
     return op
