@@ -44,7 +44,8 @@ engines = st.builds(
     EngineConfig, page_size=st.just(PAGE), num_pages=st.integers(5, 9), max_batch_size=st.integers(3, 6),
     max_batch_tokens=st.sampled_from([32, 50, 128, 512]), prefix_caching=st.booleans(),
     preemption=st.sampled_from(["recompute", "swap"]), swap_bytes=st.sampled_from([0, 20_000, 2**30]),
-    lookup_tokens=st.sampled_from([0, 0, 4]), cache_salt=st.sampled_from(["everybody", "everybody", None]),
+    lookup_tokens=st.sampled_from([0, 0, 4]), fair_tokens=st.sampled_from([8, 256]),
+    cache_salt=st.sampled_from(["everybody", "everybody", None]),
 )  # fmt: skip
 
 

@@ -115,6 +115,7 @@ def scenario(dice: Random) -> tuple[dict[str, Any], dict[int, list[Action]], boo
     settings = dict(
         num_pages=dice.choice((5, 6, 24)), max_batch_size=dice.choice((2, 3, 4)),
         max_batch_tokens=dice.choice((24, 64)), lookup_tokens=dice.choice((0, 0, 3)),
+        fair_tokens=dice.choice((2, 256)),
         preemption=dice.choice(("recompute", "swap")), prefix_caching=dice.random() < 0.7,
     )  # fmt: skip
     actions: dict[int, list[Action]] = {}

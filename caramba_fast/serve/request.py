@@ -137,6 +137,9 @@ class Answer:
         cached: tokens whose keys and values are in them.
         keys: what its full pages contain.
         contents: what full pages of its tokens would contain.
+        ticket: its place in line; taken when it begins to wait.
+        furthest: most tokens that were ever cached.
+        turn, said: how many of them were, and how many it had generated, when its turn began.
         epoch: when its first page was written: the pool's epoch then.
         swapped: what its pages held, while it has given them back.
         drafts: for prompt lookup.
@@ -155,6 +158,10 @@ class Answer:
     keys: list[Content] = field(default_factory=list)
     contents: list[Content] = field(default_factory=list)
     epoch: int = -1
+    ticket: int = -1
+    furthest: int = 0
+    turn: int = 0
+    said: int = 0
     swapped: PageBytes | None = None
     drafts: NGramIndex | None = None
     reason: str | None = None
@@ -168,7 +175,12 @@ class Answer:
     @property
     def age(self) -> tuple[int, int]:
         """Smaller is older."""
-        return self.request.number, self.index
+        return self.ticket, self.index
+
+    @property
+    def turn_tokens(self) -> int:
+        """Tokens generated in its turn."""
+        return self.new - self.said
 
     @property
     def pending(self) -> int:

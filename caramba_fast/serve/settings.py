@@ -24,6 +24,8 @@ class EngineConfig(Fields):
         max_batch_size: requests that are worked on at once (transformers' max_num_seqs), answers counted one by one.
         max_batch_tokens: tokens of one forward pass: what is decoded, and prompts in chunks of what is left.
         max_waiting: requests that may wait; more are refused with `EngineFullError`.
+        fair_tokens: tokens of a turn: an answer that has generated so many gives way where others wait for its place
+            or pages, and goes on behind them.
         prefix_caching: keep pages of requests that have ended until their room is needed, and let others of the
             same ``cache_salt`` begin with them.
         cache_salt: the salt of requests that give none. With None they share with nobody; requests of one
@@ -42,6 +44,7 @@ class EngineConfig(Fields):
     max_batch_size: int = Field(default=16, ge=1)
     max_batch_tokens: int = Field(default=512, ge=1)
     max_waiting: int = Field(default=100_000, ge=1)
+    fair_tokens: int = Field(default=256, ge=1)
     prefix_caching: bool = True
     cache_salt: str | None = Field(default=None, min_length=1)
     preemption: Literal["recompute", "swap"] = "recompute"

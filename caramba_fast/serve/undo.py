@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 #: What is put back as it is, and lists that are copied.
 FIELDS = ("cached", "swapped", "reason", "hit", "preemptions", "told", "is_over", "epoch")
+TURNS = ("ticket", "furthest", "turn", "said")
 LISTS = ("pages", "keys")
 
 
@@ -81,7 +82,7 @@ class Undo:
 
 
 def _saved(answer: Answer) -> Any:
-    fields = [getattr(answer, name) for name in FIELDS]
+    fields = [getattr(answer, name) for name in (*FIELDS, *TURNS)]
     lists = [list(getattr(answer, name)) for name in LISTS]
     writer = None if answer.writer is None else answer.writer.state
     taken = None if answer.points is None else answer.points.taken
@@ -90,7 +91,7 @@ def _saved(answer: Answer) -> Any:
 
 def _put_back(answer: Answer, saved: Any) -> None:
     fields, lists, length, written, writer, taken = saved
-    for name, value in zip(FIELDS, fields, strict=True):
+    for name, value in zip((*FIELDS, *TURNS), fields, strict=True):
         setattr(answer, name, value)
     for name, value in zip(LISTS, lists, strict=True):
         setattr(answer, name, list(value))
