@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from caramba_fast.serve.engine import Engine
@@ -75,6 +76,7 @@ class AsyncEngine:
             other._end()  # it was interrupted while it ended
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "caramba-fast-engine")
+        self._reader = ThreadPoolExecutor(1, "caramba-fast-intake")
         self._closing, self._error, self._task = False, None, None
         self.engine.driver = self
         self._task = asyncio.create_task(self._run())
@@ -98,6 +100,7 @@ class AsyncEngine:
 
     def _end(self) -> None:
         """Waits for the step under way, and ends what is left; may be done twice."""
+        self._reader.shutdown(wait=False)
         self._thread.shutdown()
         for name in list(self._streams):
             self.engine.withdraw(name)
@@ -122,7 +125,7 @@ class AsyncEngine:
             ValueError, TypeError: what `Engine.add_request` refuses.
             EngineStoppedError: the engine was closed or broke before the request ended.
         """
-        name, stream = await self._add(self.engine.prepared(prompt, config, **options))
+        name, stream = await self._add(await self._prepared(prompt, config, **options))
         ended = False
         try:
             while not ended:
@@ -152,9 +155,16 @@ class AsyncEngine:
         self.engine.cancel(request_id)
         self._wake.set()
 
+    async def _prepared(self, prompt: Any, config: Any, **options: Any) -> Prepared:
+        """A checked request; text is tokenized in a thread of its own, in order, while the loop goes on."""
+        if not self.is_running or self._closing:
+            raise self._stopped("the request was not taken on")
+        prepare = partial(self.engine.prepared, prompt, config, **options)
+        return await asyncio.get_running_loop().run_in_executor(self._reader, prepare)
+
     async def _add(self, prepared: Prepared) -> tuple[str, _Stream]:
         """Takes a request on between two steps, once there is a place for it, in order of arrival."""
-        if self._task is None or self._closing or self._task.done():
+        if not self.is_running or self._closing:
             raise self._stopped("the request was not taken on")
         taken: asyncio.Future[tuple[str, _Stream]] = asyncio.get_running_loop().create_future()
         self._waiting.append((prepared, taken))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ class Intake:
             config, self.model.vocab_size, eos_ids(config, self.model), self.model.device
         )
         scope = prepared.scope or private_scope(number)
-        made = Request(name, number, prepared.tokens, config, edits, prepared.times, scope)
+        seed = int(torch.randint(2**62, (1,))) if config.seed is None else config.seed
+        made = Request(name, number, prepared.tokens, config, edits, prepared.times, scope, seed)
         made.answers.append(self.answer(made, 0, prepared.limit))
         return made
 
@@ -115,8 +117,7 @@ class Intake:
         """One answer to a request, which has not begun; it may have ``limit`` new tokens."""
         config, points = request.config, None
         if config.samples:
-            seed = int(torch.randint(2**62, (1,))) if config.seed is None else config.seed
-            points = Points((seed + index) % 2**63, self.model.device)
+            points = Points((request.seed + index) % 2**63, self.model.device)
         stopping = Stopping(
             config,
             eos_ids(config, self.model),
@@ -140,8 +141,9 @@ class Intake:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise TypeError("the prompt is text; that needs Engine(tokenizer=...)")
+            self._check_text(prompt)
             prompt = self.tokenizer.encode(prompt)
-        ids = _as_ids(prompt)
+        ids = _as_ids(prompt, self.config.max_seq_len)
         tokens: list[int] = ids.tolist()
         wrong = [token for token in tokens if not 0 <= token < self.model.vocab_size]
         if wrong:
@@ -149,6 +151,22 @@ class Intake:
                 f"the prompt holds token id {wrong[0]}; 0 to {self.model.vocab_size - 1} is allowed"
             )
         return tokens
+
+    def _check_text(self, text: str) -> None:
+        """Raises ValueError for text that is too long, before it is looked at."""
+        most = self.settings.max_prompt_chars
+        if most is None and self.longest_token is not None:
+            most = self.config.max_seq_len * self.longest_token
+        if most is not None and len(text) > most:
+            raise ValueError(
+                f"the prompt has {len(text)} characters; max_prompt_chars allows {most}"
+            )
+
+    @cached_property
+    def longest_token(self) -> int | None:
+        """Characters of the longest token of the vocabulary; None without one to look at."""
+        vocabulary = getattr(getattr(self.tokenizer, "tokenizer", None), "get_vocab", None)
+        return max(map(len, vocabulary()), default=None) if callable(vocabulary) else None
 
     def config_of(self, config: GenerateConfig | None, overrides: dict[str, Any]) -> GenerateConfig:
         """The settings of one request; raises TypeError or ValueError for what is none, or belongs to the engine."""
@@ -179,7 +197,24 @@ class Intake:
             raise ValueError(
                 f"stop holds the string {config.stop_strings[0]!r}, which needs Engine(tokenizer=...)"
             )
+        self._check_cost(config)
         LogitEdits(config, self.model.vocab_size, eos_ids(config, self.model), torch.device("cpu"))
+
+    def _check_cost(self, config: GenerateConfig) -> None:
+        """Raises ValueError for settings whose cost at every token, or whose size, is beyond the engine's limits."""
+        words = [*config.bad_words_ids, *(words for words, _ in config.sequence_bias)]
+        settings, vocabulary = self.settings, self.model.vocab_size
+        for what, count, limit, allowed in (
+            ("the stop strings hold {} characters", sum(map(len, config.stop_strings)),
+             "max_stop_chars", settings.max_stop_chars),
+            ("bad_words_ids and sequence_bias hold {} ids", sum(map(len, words)),
+             "max_edit_ids", settings.max_edit_ids),
+            ("no_repeat_ngram_size is {}", config.no_repeat_ngram_size, "max_ngram", settings.max_ngram),
+            ("suppress_tokens holds {} ids", len(config.suppress_tokens), "the vocabulary", vocabulary),
+            ("stop holds {} ids", len(config.stop_ids), "the vocabulary", vocabulary),
+        ):  # fmt: skip
+            if count > allowed:
+                raise ValueError(f"{what.format(count)}; {limit} allows {allowed}")
 
     def limit(self, tokens: list[int], config: GenerateConfig) -> int:
         """Most new tokens; raises ValueError if they cannot fit."""
@@ -199,12 +234,15 @@ class Intake:
         return limit
 
 
-def _as_ids(prompt: Any) -> Tensor:
+def _as_ids(prompt: Any, most: int) -> Tensor:
     """(T,) int64, T of 1 or more.
 
     Raises:
-        ValueError: anything else.
+        ValueError: anything else, or more than ``most`` ids, which are not looked at.
     """
+    count = prompt.numel() if isinstance(prompt, Tensor) else getattr(prompt, "__len__", int)()
+    if count > most:
+        raise ValueError(f"the prompt holds {count} token ids; max_seq_len allows {most}")
     if isinstance(prompt, Tensor):
         ids = prompt
     else:

@@ -215,6 +215,7 @@ class Request:
     Attributes:
         number: of its arrival.
         scope: who may find its pages: requests of the same scope.
+        seed: that of its settings, or one drawn when it was made.
         answers: those that have begun: the first, and once the prompt is read the others.
         begun: whether no more answers will begin.
         paused: nothing is scheduled for it.
@@ -227,6 +228,7 @@ class Request:
     edits: LogitEdits
     times: RequestTimes
     scope: str
+    seed: int
     answers: list[Answer] = field(default_factory=list)
     paused: bool = False
     begun: bool = False

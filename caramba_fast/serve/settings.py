@@ -24,6 +24,12 @@ class EngineConfig(Fields):
         max_batch_size: requests that are worked on at once (transformers' max_num_seqs), answers counted one by one.
         max_batch_tokens: tokens of one forward pass: what is decoded, and prompts in chunks of what is left.
         max_waiting: requests that may wait; more are refused with `EngineFullError`.
+        max_prompt_chars: characters a prompt of text may have; more are refused before they are tokenized. By default
+            max_seq_len times the longest token of the vocabulary: no text of more characters could fit, unless the
+            tokenizer's normalizer shortens it. Without a vocabulary to look at (``get_vocab``) there is no limit.
+        max_stop_chars: characters of all stop strings of a request, which are looked for at every token.
+        max_edit_ids: ids in the bad_words_ids and sequence_bias of a request, which are gone through at every token.
+        max_ngram: largest no_repeat_ngram_size of a request.
         fair_tokens: tokens of a turn: an answer that has generated so many gives way where others wait for its place
             or pages, and goes on behind them.
         prefix_caching: keep pages of requests that have ended until their room is needed, and let others of the
@@ -44,6 +50,10 @@ class EngineConfig(Fields):
     max_batch_size: int = Field(default=16, ge=1)
     max_batch_tokens: int = Field(default=512, ge=1)
     max_waiting: int = Field(default=100_000, ge=1)
+    max_prompt_chars: int | None = Field(default=None, ge=1)
+    max_stop_chars: int = Field(default=1024, ge=0)
+    max_edit_ids: int = Field(default=1024, ge=0)
+    max_ngram: int = Field(default=64, ge=0)
     fair_tokens: int = Field(default=256, ge=1)
     prefix_caching: bool = True
     cache_salt: str | None = Field(default=None, min_length=1)
