@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,3 +166,37 @@ def test_limits_are_exact_and_fields_of_the_engine(
     serving = engine(tokenizer=Slow(), **{name: allowed - 1})
     with pytest.raises(ValueError, match=f"{name} allows {allowed - 1}"):
         serving.add_request([5], max_new_tokens=1, **given)
+
+
+FORK = """
+import os, signal
+import torch
+from engines import small_model
+from caramba_fast.serve import Engine
+
+torch.set_num_threads(2)
+engine = Engine(small_model(), cache_kind="q4", max_seq_len=64, max_new_tokens=2, temperature=0.0)
+wanted = engine.generate_batch([[5, 6]])[0].answers
+child = os.fork()
+if child:
+    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+signal.alarm(60)
+try:
+    engine.generate_batch([[5, 6]])
+except RuntimeError as error:
+    assert "forked" in str(error) and "set_num_threads(1)" in str(error), error
+    torch.set_num_threads(1)
+    assert engine.generate_batch([[5, 6]])[0].answers == wanted
+    os._exit(7)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_fork_after_use_is_told_rather_than_hanging() -> None:
+    here = str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", FORK], cwd=here, env={**os.environ, "PYTHONPATH": here},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 7, done.stderr

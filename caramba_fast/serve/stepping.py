@@ -7,6 +7,7 @@ tokenizer or logits that are no numbers for one.
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -35,11 +36,17 @@ class Stepper:
     def __init__(self, model: Any, pool: PagePool, intake: Intake, books: Books) -> None:
         self.model, self.pool, self.intake, self.books = model, pool, intake, books
         self.scheduler, self.counters = books.scheduler, books.counters
+        self._process: int | None = None
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def step(self) -> list[Event]:
-        """One forward pass; what it brought, and what ended before it."""
+        """One forward pass; what it brought, and what ended before it.
+
+        Raises:
+            RuntimeError: the process was forked from the one that used the engine, and torch would hang.
+        """
+        self._check_process()
         began = time.monotonic()
         events = self.books.end_early(began)
         works, failed = self._scheduled()
@@ -56,6 +63,16 @@ class Stepper:
                 events += self._advance(works, choices, time.monotonic())
         self.counters.busy_s += time.monotonic() - began
         return events
+
+    def _check_process(self) -> None:
+        """Threads of OpenMP do not survive a fork, and whoever waits for them waits for ever."""
+        here = os.getpid()
+        if self._process not in (None, here) and torch.get_num_threads() > 1:
+            raise RuntimeError(
+                f"the engine was used in process {self._process}, from which this one was forked; torch's threads are "
+                "gone and would be waited for. Call torch.set_num_threads(1) here, or start the process with 'spawn'"
+            )
+        self._process = here
 
     def _scheduled(self) -> tuple[list[Work], list[Event]]:
         """What the next forward pass reads, and the ends of those whose pages could not be moved for it."""
