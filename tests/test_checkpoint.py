@@ -311,3 +311,60 @@ def test_an_index_that_names_a_pickle_does_not_open_it(folder: Path, tmp_path: P
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
         load_model(folder)
     assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int8, torch.uint8, torch.bool, torch.complex64, torch.int64, torch.float8_e4m3fn],
+)
+def test_weights_that_are_no_floats_are_refused(folder: Path, dtype: torch.dtype) -> None:
+    """A cast would make other numbers of quantized weights, and drop what is imaginary."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit_weights(folder, lambda state: state.update({name: state[name].to(dtype)}))
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)} in .*floating-point weights"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_floats_of_every_width_are_taken(folder: Path, dtype: torch.dtype) -> None:
+    edit_weights(folder, lambda state: state.update({k: x.to(dtype) for k, x in state.items()}))
+    assert load_model(folder).lm_head.weight.dtype == torch.float32
+    assert load_model(folder, dtype=None).lm_head.weight.dtype == dtype
+
+
+def sharded(folder: Path, parts: list[dict[str, Tensor]], weight_map: dict[str, str]) -> None:
+    (folder / "model.safetensors").unlink()
+    for index, part in enumerate(parts):
+        save_file(part, folder / f"part-{index}.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_a_tensor_in_two_shards_is_refused(folder: Path) -> None:
+    """The index names one of them; which is right nobody can tell."""
+    state = load_file(folder / "model.safetensors")
+    name = "model.norm.weight"
+    others = {key: x for key, x in state.items() if key != name}
+    weight_map = {**dict.fromkeys(others, "part-1.safetensors"), name: "part-0.safetensors"}
+    sharded(folder, [{name: state[name]}, {**others, name: 2 * state[name]}], weight_map)
+    with pytest.raises(CheckpointError, match=rf"{name} is in part-1.*names part-0.*one shard"):
+        load_model(folder)
+    weight_map[name] = "part-1.safetensors"
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": {**weight_map, "x": "part-0.safetensors"}})
+    )
+    with pytest.raises(CheckpointError, match=rf"{name} is in part-0.*names part-1"):
+        load_model(folder)
+
+
+def test_a_tensor_that_the_index_misplaces_is_refused(folder: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    weight_map = dict.fromkeys(state, "part-0.safetensors") | {
+        "lm_head.weight": "part-1.safetensors"
+    }
+    sharded(folder, [state, {"unused": torch.ones(1)}], weight_map)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is in part-0.*names part-1"):
+        load_model(folder)
+    del state["lm_head.weight"]
+    save_file(state, folder / "part-0.safetensors")
+    with pytest.raises(CheckpointError, match=r"names lm_head\.weight, which no shard holds"):
+        load_model(folder)

@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from caramba_fast.config.files import read_json, shown
 from caramba_fast.models.config import CheckpointError, ModelConfig
 from caramba_fast.models.transformer import Transformer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+#: Dtypes of weights, as safetensors writes them.
+FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def load_model(
@@ -42,7 +44,9 @@ def load_model(
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"dtype is {dtype}; allowed are float32, float16, bfloat16, None")
     config = _with_generation_ids(ModelConfig.from_file(folder / "config.json"), folder)
-    state = _read_weights(folder)
+    weights = WeightFiles(folder)
+    weights.check(config)
+    state = weights.load()
     with torch.device("meta"):
         model = Transformer(config)
     _check_names(model, state, folder)
@@ -66,36 +70,127 @@ def _with_generation_ids(config: ModelConfig, folder: Path) -> ModelConfig:
     if not file.is_file():
         return config
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = read_json(file)
         ids = {
             name: raw[name]
             for name in ("eos_token_id", "pad_token_id")
             if raw.get(name) is not None
         }
         return ModelConfig.model_validate({**config.model_dump(), **ids})
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{file} is not valid: {error}") from error
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError  # noqa: PLC0415 - only loading needs it
-    from safetensors.torch import load_file  # noqa: PLC0415
+class WeightFiles:
+    """The safetensors files of a folder: what they say they hold, before anything of it is believed or read.
 
-    files = _weight_files(folder)
-    state: dict[str, Tensor] = {}
-    for file in files:
+    Args:
+        folder: with ``model.safetensors``, or shards and their index.
+
+    Attributes:
+        shapes: of every tensor.
+        dtypes: of every tensor, as safetensors writes them ("F32").
+
+    Raises:
+        CheckpointError: a file is missing or damaged, a tensor is in two shards or not in the one the index
+            names, or is no floating-point tensor.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - only loading needs it
+
+        self.folder = folder
+        self._open, self._damage = safe_open, (SafetensorError, OSError, ValueError)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._files: dict[str, Path] = {}
+        indexed = _weight_map(folder)
+        for file in sorted({folder / SINGLE} if indexed is None else set(indexed.values())):
+            self._read_header(file, indexed)
+        lost = [name for name in indexed or {} if name not in self._files]
+        if lost:
+            raise CheckpointError(f"{folder / INDEX} names {lost[0][:200]}, which no shard holds")
+        if not self._files:
+            raise CheckpointError(f"{folder} holds no weights")
+
+    def _read_header(self, file: Path, indexed: dict[str, Path] | None) -> None:
+        for name, shape, dtype in self._told(file):
+            there = self._files.get(name)
+            where = file if indexed is None else indexed.get(name, file)
+            if there is not None or where != file:
+                raise CheckpointError(
+                    f"{name[:200]} is in {file.name}, and {INDEX} names {(there or where).name} for it: a tensor "
+                    "belongs to one shard"
+                )
+            if dtype not in FLOATS:
+                raise CheckpointError(
+                    f"{name[:200]} in {file} is {dtype}; floating-point weights ({', '.join(FLOATS)}) are needed, "
+                    "and quantized ones have to be dequantized first"
+                )
+            self._files[name], self.shapes[name], self.dtypes[name] = file, shape, dtype
+
+    def _told(self, file: Path) -> list[tuple[str, tuple[int, ...], str]]:
         try:
-            state.update(load_file(str(file)))
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
-    if not state:
-        raise CheckpointError(f"{folder} holds no weights")
-    return state
+            with self._open(str(file), framework="pt") as opened:
+                slices = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118
+                return [(name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices]
+        except self._damage as error:
+            raise CheckpointError(
+                f"{file} cannot be read as safetensors: {str(error)[:300]}"
+            ) from error
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises CheckpointError where sizes of ``config`` are larger than the weights: nothing is made of them."""
+        told = {
+            "num_hidden_layers": (config.num_hidden_layers, self._layers()),
+            "vocab_size": (config.vocab_size, self._size("embed_tokens.weight")),
+            "hidden_size": (config.hidden_size, self._size("embed_tokens.weight")),
+            "intermediate_size": (config.intermediate_size, self._size("mlp.up_proj.weight")),
+        }
+        if config.decoupled is None:
+            keys = config.num_key_value_heads * config.head_dim
+            told["num_key_value_heads * head_dim"] = keys, self._size("self_attn.k_proj.weight")
+        else:
+            group = config.num_attention_heads // config.num_key_value_heads
+            for name in ("sem", "geo"):
+                width = getattr(config.decoupled, f"{name}_dim") // group
+                told[f"{name}_dim"] = width, self._size(f"self_attn.k_{name}_proj.weight")
+        wrong = [f"{n} is {a}, and the weights have {b}" for n, (a, b) in told.items() if a > b]
+        if wrong:
+            missing = f"; missing model.layers.{self._layers()}" if "layers" in wrong[0] else ""
+            raise CheckpointError(
+                f"weights in {self.folder} do not fit config.json: {'; '.join(wrong)}{missing}"
+            )
+
+    def _layers(self) -> int:
+        found = {name.split(".")[2] for name in self.shapes if name.startswith("model.layers.")}
+        return len(found)
+
+    def _size(self, ending: str) -> int:
+        """The largest size of tensors of that name; where there are none it is not known, and all is allowed."""
+        return max(
+            (max(s, default=0) for n, s in self.shapes.items() if n.endswith(ending)), default=2**31
+        )
+
+    def load(self) -> dict[str, Tensor]:
+        """Every tensor."""
+        state: dict[str, Tensor] = {}
+        for file in sorted(set(self._files.values())):
+            try:
+                with self._open(str(file), framework="pt") as opened:
+                    for name in opened.keys():  # noqa: SIM118 - not a dict
+                        state[name] = opened.get_tensor(name)
+            except self._damage as error:
+                raise CheckpointError(
+                    f"{file} cannot be read as safetensors: {str(error)[:300]}"
+                ) from error
+        return state
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def _weight_map(folder: Path) -> dict[str, Path] | None:
+    """The shard of each tensor; None where there is one file."""
     if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
+        return None
     index = folder / INDEX
     if not index.is_file():
         pickled = sorted(p.name for p in folder.glob("*.bin")) + sorted(
@@ -104,16 +199,19 @@ def _weight_files(folder: Path) -> list[Path]:
         hint = f"; {pickled[0]} is a pickle, which may run code: convert it" if pickled else ""
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        found: dict[str, str] = read_json(index)["weight_map"]
+        names = set(found.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not a valid index: {error!r}") from error
+        raise CheckpointError(f"{index} is not a valid index: {shown(error)}") from error
     outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if outside:
-        raise CheckpointError(f"{index} names a file outside the folder: {outside[0]!r}")
-    missing = [name for name in names if not (folder / name).is_file()]
+        raise CheckpointError(f"{index} names a file outside the folder: {shown(outside[0])}")
+    there = {entry.name for entry in folder.iterdir() if entry.is_file()}
+    missing = sorted(names - there)
     if missing:
-        raise CheckpointError(f"{folder} lacks shards named in {INDEX}: {', '.join(missing)}")
-    return [folder / name for name in names]
+        listed = ", ".join(name[:200] for name in missing[:8])
+        raise CheckpointError(f"{folder} lacks shards named in {INDEX}: {listed}")
+    return {name: folder / file for name, file in found.items()}
 
 
 def _check_names(model: Transformer, state: dict[str, Tensor], folder: Path) -> None:
@@ -125,7 +223,7 @@ def _check_names(model: Transformer, state: dict[str, Tensor], folder: Path) -> 
     for name in [name for name in state if name.endswith("rotary_emb.inv_freq")]:
         del state[name]  # written by old transformers; recomputed from the config
     problems = [f"missing {name}" for name in wanted if name not in state]
-    problems += [f"unexpected {name}" for name in state if name not in wanted]
+    problems += [f"unexpected {name[:200]}" for name in state if name not in wanted]
     problems += [
         f"{name} has shape {tuple(value.shape)}, not {wanted[name]}"
         for name, value in state.items()

@@ -6,17 +6,21 @@ needs no translation and one written here loads in ``AutoModelForCausalLM``.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from caramba_fast.config.errors import explain
+from caramba_fast.config.files import read_json, shown
 
 #: Families of Hugging Face checkpoints, and the native one that has decoupled attention.
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "caramba_dba")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+#: A size: weights and kernels count in 32 bits.
+Size = Annotated[int, Field(gt=0, lt=2**31)]
 
 
 class CheckpointError(ValueError):
@@ -30,14 +34,14 @@ class UnsupportedCheckpointError(CheckpointError):
 class RopeParameters(BaseModel):
     """Rotary frequencies: ``rope_type`` and what it needs (names as in transformers)."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
     rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
     rope_theta: float = Field(default=10000.0, gt=0)
     factor: float = Field(default=1.0, ge=1.0)
     low_freq_factor: float = Field(default=1.0, gt=0)
     high_freq_factor: float = Field(default=4.0, gt=0)
-    original_max_position_embeddings: int | None = Field(default=None, gt=0)
+    original_max_position_embeddings: Size | None = None
     beta_fast: float = Field(default=32.0, gt=0)
     beta_slow: float = Field(default=1.0, gt=0)
     attention_factor: float | None = Field(default=None, gt=0)
@@ -58,9 +62,9 @@ class DecoupledDims(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    sem_dim: int = Field(gt=0)
-    geo_dim: int = Field(gt=0)
-    v_dim: int = Field(gt=0)
+    sem_dim: Size
+    geo_dim: Size
+    v_dim: Size
     null_kv: bool = False
 
 
@@ -71,17 +75,19 @@ class ModelConfig(BaseModel):
     ``MistralConfig``; ``qkv_bias`` and ``qk_norm`` are what tells the families apart.
     """
 
-    model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="ignore", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
     model_type: Literal["llama", "mistral", "qwen2", "qwen3", "caramba_dba"] = "llama"
-    vocab_size: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    num_hidden_layers: int = Field(gt=0)
-    num_attention_heads: int = Field(gt=0)
-    num_key_value_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0, multiple_of=2)
-    max_position_embeddings: int = Field(default=2048, gt=0)
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Annotated[Size, Field(multiple_of=2)]
+    max_position_embeddings: Size = 2048
     rms_norm_eps: float = Field(default=1e-6, gt=0)
     rope: RopeParameters = RopeParameters()
     qkv_bias: bool = False
@@ -89,7 +95,7 @@ class ModelConfig(BaseModel):
     mlp_bias: bool = False
     qk_norm: bool = False
     decoupled: DecoupledDims | None = None
-    sliding_window: int | None = Field(default=None, gt=0)
+    sliding_window: Size | None = None
     tie_word_embeddings: bool = False
     initializer_range: float = Field(default=0.02, gt=0)
     bos_token_id: int | None = None
@@ -135,11 +141,11 @@ class ModelConfig(BaseModel):
         family = raw.get("model_type")
         if family not in SUPPORTED_FAMILIES:
             raise UnsupportedCheckpointError(
-                f"model_type is {family!r}; the native model supports {', '.join(SUPPORTED_FAMILIES)}"
+                f"model_type is {shown(family)}; the native model supports {', '.join(SUPPORTED_FAMILIES)}"
             )
         if raw.get("hidden_act", "silu") != "silu":
             raise UnsupportedCheckpointError(
-                f"hidden_act is {raw['hidden_act']!r}; only 'silu' is supported"
+                f"hidden_act is {shown(raw['hidden_act'])}; only 'silu' is supported"
             )
         fields = {name: raw[name] for name in cls.model_fields if raw.get(name) is not None}
         fields["num_key_value_heads"] = fields.get(
@@ -165,10 +171,10 @@ class ModelConfig(BaseModel):
     def from_file(cls, path: str | Path) -> ModelConfig:
         """Reads ``config.json``; raises CheckpointError naming the file when it is damaged."""
         try:
-            raw = json.loads(Path(path).read_text(encoding="utf-8"))
+            raw = read_json(path)
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} does not exist") from error
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
         if not isinstance(raw, dict):
             raise CheckpointError(f"{path} holds a {type(raw).__name__}, not an object")
@@ -222,8 +228,8 @@ _ROPE_FIELDS = {
 
 def _integer(raw: dict[str, Any], name: str) -> int:
     value = raw.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"{name} is {value!r}; a positive integer is needed")
+    if type(value) is not int or not 0 < value < 2**31:
+        raise CheckpointError(f"{name} is {shown(value)}; a positive integer below 2**31 is needed")
     return value
 
 
@@ -233,12 +239,12 @@ def _rope_from_hf(raw: dict[str, Any]) -> RopeParameters:
     for name in ("rope_scaling", "rope_parameters"):
         part = raw.get(name) or {}
         if not isinstance(part, dict):
-            raise CheckpointError(f"{name} is {part!r}; an object is needed")
+            raise CheckpointError(f"{name} is {shown(part)}; an object is needed")
         found.update(part)
     rope_type = found.get("rope_type", found.pop("type", "default"))
     if rope_type not in SUPPORTED_ROPE_TYPES:
         raise UnsupportedCheckpointError(
-            f"rope_type is {rope_type!r}; supported are {', '.join(SUPPORTED_ROPE_TYPES)}"
+            f"rope_type is {shown(rope_type)}; supported are {', '.join(SUPPORTED_ROPE_TYPES)}"
         )
     found["rope_type"] = rope_type
     longest = raw.get("max_position_embeddings") or 2048
@@ -250,7 +256,7 @@ def _rope_from_hf(raw: dict[str, Any]) -> RopeParameters:
     partial = found.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise UnsupportedCheckpointError(
-            f"partial_rotary_factor is {partial!r}; only 1 is supported for this family"
+            f"partial_rotary_factor is {shown(partial)}; only 1 is supported for this family"
         )
     try:
         rope = RopeParameters.model_validate({k: v for k, v in found.items() if v is not None})
@@ -275,12 +281,18 @@ def _uniform_window(raw: dict[str, Any], family: str) -> int | None:
     kinds = raw.get("layer_types")
     if kinds is None:
         first = 0 if family == "mistral" else raw.get("max_window_layers", 28)
-        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    if not isinstance(kinds, list):
-        raise CheckpointError(f"layer_types is {kinds!r}; a list with one entry a layer is needed")
-    if set(kinds) == {"full_attention"}:
+        if type(first) is not int:
+            raise CheckpointError(f"max_window_layers is {shown(first)}; an integer is needed")
+        full, sliding = first > 0, first < layers
+    elif isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds):
+        sliding, full = "sliding_attention" in kinds, set(kinds) != {"sliding_attention"}
+    else:
+        raise CheckpointError(
+            f"layer_types is {shown(kinds)}; a list with one entry a layer is needed"
+        )
+    if not sliding and (kinds is None or set(kinds) == {"full_attention"}):
         return None
-    if set(kinds) != {"sliding_attention"}:
+    if full:
         raise UnsupportedCheckpointError(
             "layer_types mixes full and sliding attention, which the native model does not support"
         )

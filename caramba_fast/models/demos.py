@@ -129,7 +129,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises nothing more specific
-        raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}") from error
+        raise CheckpointError(
+            f"{file} cannot be read as a tokenizer: {str(error)[:300]}"
+        ) from error
 
 
 def demo_tokenizer(name: str = "gqa") -> Tokenizer:
