@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from caramba_fast.cache.statistics import StreamStatistics
-from caramba_fast.config.files import check_replaceable, parse_json, replacing
+from caramba_fast.config.files import check_replaceable, parse_json, replacing, shown
 
 FORMAT = "caramba_fast.calibration"
 VERSION = 1
@@ -90,16 +90,18 @@ class Calibration:
                 _check_header(metadata, path)
                 layers = [
                     {
-                        stream: _statistics(file, f"layers.{index}.{stream}", int(count))
+                        stream: _statistics(file, f"layers.{index}.{stream}", count)
                         for stream, count in streams.items()
                     }
-                    for index, streams in enumerate(json.loads(metadata["tokens"]))
+                    for index, streams in enumerate(parse_json(metadata["tokens"], finite=True))
                 ]
-                about = json.loads(metadata.get("about", "{}"))
+                about = dict(parse_json(metadata.get("about", "{}")))
         except CalibrationError:
             raise
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CalibrationError(f"{path} cannot be read as a calibration: {error}") from error
+            raise CalibrationError(
+                f"{path} cannot be read as a calibration: {str(error)[:300]}"
+            ) from error
         return cls(layers, about)
 
 
@@ -124,6 +126,15 @@ def _check_header(metadata: dict[str, str], path: str | Path) -> None:
         )
 
 
-def _statistics(file: Any, name: str, tokens: int) -> StreamStatistics:
+def _statistics(file: Any, name: str, tokens: Any) -> StreamStatistics:
     mean, std, diversity = (file.get_tensor(f"{name}.{part}") for part in PARTS)
+    if type(tokens) is not int or not 0 <= tokens < 2**63:
+        raise ValueError(f"{name} is of {shown(tokens)} tokens; a whole number is needed")
+    shapes = mean.ndim == 2 and mean.shape == std.shape and diversity.ndim == 0
+    if not shapes or {mean.dtype, std.dtype, diversity.dtype} != {torch.float32}:
+        raise ValueError(
+            f"{name} needs a mean and a std of one (heads, dim), and a number, in float32"
+        )
+    if bool(mean.isnan().any() | std.isnan().any() | diversity.isnan()):
+        raise ValueError(f"{name} holds NaN")
     return StreamStatistics(mean, std, diversity, tokens)

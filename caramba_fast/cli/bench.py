@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from caramba_fast.cli.options import Force, one_line_errors
-from caramba_fast.config.files import check_replaceable, parse_json
+from caramba_fast.config.files import check_replaceable, read_json
 
 bench = typer.Typer(
     help="Times the ops, a whole model, generation, speculation and serving on this machine.",
@@ -143,7 +143,7 @@ def _is_table(path: Path) -> bool:
 
 def _is_details(path: Path) -> bool:
     try:
-        found = parse_json(path.read_bytes())
+        found = read_json(path)
     except ValueError:
         return False
     return isinstance(found, dict) and bool(found.keys() & {"environment", "commit"})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import reprlib
@@ -15,10 +16,12 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 #: Seconds after which a temporary that nobody holds was left by a writer that was killed.
 STALE = 60.0
+#: Bytes of the largest JSON file that is read: an index of a million tensors has fewer.
+LARGEST_JSON = 64 * 2**20
 
 
 @contextlib.contextmanager
@@ -140,13 +143,31 @@ def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
         ValueError: no JSON, no UTF-8, or nested too deeply.
     """
     try:
-        return json.loads(text, parse_constant=_refuse if finite else None)
+        if not finite:
+            return json.loads(text)
+        return json.loads(text, parse_constant=_finite, parse_float=_finite)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"it holds {name}, which is no number")
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"it holds {text[:20]}, which is no finite number")
+    return number
+
+
+def read_json(path: str | Path) -> Any:
+    """What a JSON file says.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: as `parse_json`, or more than `LARGEST_JSON` bytes.
+    """
+    file = Path(path)
+    if file.stat().st_size > LARGEST_JSON:
+        raise ValueError(f"it is larger than {LARGEST_JSON} bytes")
+    return parse_json(file.read_bytes())
 
 
 class _Short(reprlib.Repr):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from caramba_fast.config.files import read_json
 from caramba_fast.models.demos import load_tokenizer
 from caramba_fast.models.registry import load_hub_tokenizer
 
@@ -148,8 +148,8 @@ class TextTokenizer:
             return True
         file = self.folder / "tokenizer_config.json"
         try:
-            return bool(json.loads(file.read_text(encoding="utf-8")).get("chat_template"))
-        except (OSError, ValueError, AttributeError, RecursionError):
+            return bool(read_json(file).get("chat_template"))
+        except (OSError, ValueError, AttributeError):
             return False
 
     def chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> list[int]:

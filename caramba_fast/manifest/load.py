@@ -9,12 +9,34 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from pydantic import ValidationError
 
+from caramba_fast.config.files import shown
 from caramba_fast.manifest.problems import ManifestError, problems
 from caramba_fast.manifest.schema import Manifest
+
+#: Bytes and values of the largest manifest that is read.
+LARGEST, MOST_VALUES = 2**20, 20_000
+#: What PyYAML raises for a value that does not fit its explicit tag, such as ``!!int ""``.
+_BAD_TAG = (KeyError, IndexError, AttributeError, TypeError, OverflowError)
 
 
 class _Loader(yaml.SafeLoader):
     """YAML without code, and without keys that are given twice; ``<<: *anchor`` may be overridden."""
+
+    nodes = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Counts what there is."""
+        self.nodes += 1
+        if self.nodes > MOST_VALUES:
+            raise ManifestError(f"it holds more than {MOST_VALUES} values")
+        return super().compose_node(parent, index)
+
+    def compose_document(self) -> Any:
+        """Counts what aliases would make of it before anything is made."""
+        root = super().compose_document()
+        if _expanded(root, {}) > MOST_VALUES:
+            raise ManifestError(f"its aliases make more than {MOST_VALUES} values of it")
+        return root
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -30,6 +52,17 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+def _expanded(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+    """Values in a node, each alias counted as all that it stands for."""
+    if node not in known:
+        known[node] = MOST_VALUES + 1  # met again before it is known: it holds itself
+        children: list[Any] = [] if isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            children = [part for pair in children for part in pair]
+        known[node] = 1 + sum(_expanded(child, known) for child in children)
+    return known[node]
+
+
 def load_manifest(path: str | Path) -> Manifest:
     """The manifest in a file.
 
@@ -42,6 +75,8 @@ def load_manifest(path: str | Path) -> Manifest:
         what = "is a folder" if file.is_dir() else "does not exist"
         raise FileNotFoundError(f"{file} {what}; a manifest (a YAML file) is needed")
     try:
+        if file.stat().st_size > LARGEST:
+            raise ManifestError(f"it is larger than {LARGEST} bytes")
         return read_manifest(file.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise ManifestError(f"{file} is no UTF-8 text: {error}") from error
@@ -78,6 +113,10 @@ def _parsed(text: str) -> Any:
         raise
     except (yaml.YAMLError, ValueError) as error:  # a date such as 2024-13-01 is a ValueError
         raise ManifestError(f"no valid YAML: {' '.join(str(error).split())}") from error
+    except _BAD_TAG as error:
+        raise ManifestError(
+            f"no valid YAML: a value does not fit its tag ({shown(error)})"
+        ) from error
     except RecursionError as error:
         raise ManifestError("it is nested too deeply to be read") from error
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from caramba_fast.models import LanguageModel, ModelConfig, Transformer, demo_path
+from caramba_fast.models.checkpoint import WeightFiles
 from caramba_fast.models.config import UnsupportedCheckpointError
 from caramba_fast.models.registry import checkpoint_folder, load
 
@@ -42,12 +43,13 @@ def sketch(folder: Path) -> LanguageModel | None:
     """The model without its weights, to check settings against; None where only its loader knows it.
 
     Raises:
-        CheckpointError: a config.json that is damaged or wrong.
+        CheckpointError: a config.json that is damaged, wrong, or larger than the weights beside it.
     """
     try:
         config = ModelConfig.from_file(folder / "config.json")
     except UnsupportedCheckpointError:
         return None
+    WeightFiles(folder).check(config)
     with torch.device("meta"):
         return Transformer(config)
 

@@ -9,11 +9,14 @@ from typing import Any
 
 from pydantic import AliasChoices, BaseModel, ValidationError
 
+from caramba_fast.config.files import shown
 from caramba_fast.manifest.schema import Manifest
 
 Place = tuple["int | str", ...]
 #: More names than this are not listed; the likeliest is still guessed.
 MOST_LISTED = 16
+#: Wrong keys that are told at once.
+MOST_ERRORS = 16
 #: pydantic's words for what YAML calls otherwise.
 _WORDS = {
     "Input should be a valid tuple": "a list is needed",
@@ -39,8 +42,9 @@ def at(path: str) -> Iterator[None]:
 def problems(error: ValidationError, raw: Any) -> list[str]:
     """One line for every wrong key, without errors that follow from others."""
     found: dict[str, list[str]] = {}
-    places = [item["loc"] for item in error.errors()]
-    for item in error.errors():
+    listed = error.errors()[:MOST_ERRORS]
+    places = [item["loc"] for item in listed]
+    for item in listed:
         place = item["loc"]
         inner = any(len(other) > len(place) and other[: len(place)] == place for other in places)
         if not (inner and item["type"] == "too_short"):
@@ -54,7 +58,7 @@ def _problem(item: Any, raw: Any) -> tuple[str, str]:
     """(path with value, reason)."""
     place: Place = item["loc"]
     if item["type"] == "extra_forbidden":
-        return path_of(place), f"unknown key; {_hint(str(place[-1]), _names_at(place[:-1]))}"
+        return path_of(place), f"unknown key; {_hint(str(place[-1])[:80], _names_at(place[:-1]))}"
     if item["type"] == "missing":
         return path_of(place), "is missing"
     place, value = _reached(raw, place)
@@ -62,8 +66,8 @@ def _problem(item: Any, raw: Any) -> tuple[str, str]:
     for words, ours in _WORDS.items():
         reason = ours if reason.startswith(words) else reason
     # A reason about several keys of a mapping has their values in it.
-    shown = "" if isinstance(value, Mapping) or value in ([], ()) else f"={_short(value)}"
-    return f"{path_of(place)}{shown}", reason
+    told = "" if isinstance(value, Mapping) or value in ([], ()) else f"={shown(value)}"
+    return f"{path_of(place)}{told}", reason
 
 
 def path_of(place: Place) -> str:
@@ -71,7 +75,7 @@ def path_of(place: Place) -> str:
     words = ""
     for part in place:
         words += f"[{part}]" if isinstance(part, int) else f".{part}" if words else part
-    return words or "the manifest"
+    return shown(words, 300)[1:-1] if len(words) > 300 else words or "the manifest"
 
 
 def _reached(raw: Any, place: Place) -> tuple[Place, Any]:
@@ -82,14 +86,6 @@ def _reached(raw: Any, place: Place) -> tuple[Place, Any]:
         except (KeyError, IndexError, TypeError):
             return place[:index], raw
     return place, raw
-
-
-def _short(value: Any) -> str:
-    try:
-        text = repr(value)
-    except RecursionError:
-        return "…"
-    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def _hint(name: str, allowed: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from caramba_fast import __version__
-from caramba_fast.config.files import parse_json, replacing
+from caramba_fast.config.files import read_json, replacing
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def is_report(path: Path) -> bool:
     """Whether a file is what `write_json` made of a `RunReport`."""
     try:
-        found = parse_json(path.read_bytes())
+        found = read_json(path)
     except ValueError:
         return False
     return isinstance(found, dict) and found.keys() >= {"target", "run", "mode", "environment"}

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from caramba_fast.config import cache_configs
 from caramba_fast.config.files import shown
 from caramba_fast.policy.settings import MIB
 
@@ -38,7 +39,7 @@ class CandidateRow(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     spec: str
-    nbytes: int
+    nbytes: int = Field(ge=0, lt=2**63)
     bytes_per_token: float
     delta_nll: float | None = None
     ppl_ratio: float | None = None
@@ -109,7 +110,7 @@ class CachePlan(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     spec: str
-    nbytes: int
+    nbytes: int = Field(ge=0, lt=2**63)
     bytes_per_token: float
     baseline: str
     key: PlanKey
@@ -124,6 +125,7 @@ class CachePlan(BaseModel):
     def _has_its_row(self) -> CachePlan:
         if all(row.spec != self.spec for row in self.rows):
             raise ValueError(f"no row is of the cache that was chosen, {shown(self.spec)}")
+        cache_configs(self.spec)  # a name that is none raises
         return self
 
     def row(self, spec: str) -> CandidateRow:

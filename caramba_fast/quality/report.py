@@ -11,10 +11,12 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from caramba_fast.config.files import parse_json, replacing
+from caramba_fast.config.files import read_json, replacing, shown
 from caramba_fast.quality.figures import CacheQuality, NeedleQuality
 
 Row = TypeVar("Row", CacheQuality, NeedleQuality)
+#: What a file that is none can raise on the way.
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, csv.Error)
 _READ: dict[Any, Any] = {
     "str": str,
     "int": int,
@@ -79,14 +81,14 @@ class QualityReport:
             ValueError: the file is damaged or something else.
         """
         try:
-            content = parse_json(Path(path).read_bytes())
+            content = read_json(path)
             return cls(
                 [_row(CacheQuality, row) for row in content["rows"]],
                 [_row(NeedleQuality, row) for row in content["needles"]],
                 content["about"],
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is not a quality report: {error!r}") from error
+        except _DAMAGE as error:
+            raise ValueError(f"{path} is not a quality report: {shown(error)}") from error
 
     def to_csv(self, path: str | Path) -> None:
         """The rows, one line each; intervals are columns ``<figure>_low`` and ``<figure>_high``."""
@@ -109,14 +111,14 @@ def read_csv(path: str | Path) -> list[CacheQuality]:
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
             return [_row(CacheQuality, _nested(line)) for line in csv.DictReader(file)]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a table of a quality report: {error!r}") from error
+    except _DAMAGE as error:
+        raise ValueError(f"{path} is not a table of a quality report: {shown(error)}") from error
 
 
 def is_report(path: str | Path) -> bool:
     """Whether a file is what `QualityReport.to_json` wrote."""
     try:
-        found = parse_json(Path(path).read_bytes())
+        found = read_json(path)
     except ValueError:
         return False
     return isinstance(found, dict) and found.keys() == {"about", "rows", "needles"}

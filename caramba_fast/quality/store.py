@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import lzma
 import re
+import struct
 import warnings
 import zipfile
 import zlib
@@ -20,12 +22,16 @@ from typing import Any
 import numpy as np
 
 from caramba_fast.config import cache_configs
-from caramba_fast.config.files import parse_json, replacing
+from caramba_fast.config.files import read_json, replacing, shown
 from caramba_fast.quality.batches import Batch
 from caramba_fast.quality.compare import Scores
 
 MANIFEST = "manifest.json"
-_DAMAGE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
+#: What zipfile, zlib, lzma and numpy raise for files that are none of theirs.
+_DAMAGE = (
+    OSError, ValueError, KeyError, EOFError, RuntimeError, SyntaxError, MemoryError, TypeError, IndexError,
+    OverflowError, struct.error, zipfile.BadZipFile, zlib.error, lzma.LZMAError,
+)  # fmt: skip
 
 
 class ScoreStore:
@@ -64,6 +70,7 @@ class ScoreStore:
         if self.folder is None or not (file := self._file(spec, batch)).is_file():
             return None
         try:
+            _check_headers(file, batch.scored)
             with np.load(file, allow_pickle=False) as stored:
                 scores = Scores(*(stored[name] for name in Scores.names()))
             shapes = {getattr(scores, name).shape for name in Scores.names()}
@@ -102,7 +109,7 @@ class ScoreStore:
                 stream.write(json.dumps(settings, indent=1).encode() + b"\n")
             return
         try:
-            there = parse_json(file.read_bytes())
+            there = read_json(file)
             names = sorted(set(there) | set(settings))
             other = [name for name in names if there.get(name) != settings.get(name)]
         except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -110,7 +117,26 @@ class ScoreStore:
                 f"{file} is damaged ({error}); remove the folder to start anew"
             ) from error
         if other:
-            found = "; ".join(f"{n} is {there.get(n)!r}, not {settings.get(n)!r}" for n in other)
+            found = "; ".join(
+                f"{n} is {shown(there.get(n))}, not {shown(settings.get(n))}" for n in other
+            )
             raise ValueError(
                 f"{file.parent} holds another measurement, whose {found}: give another folder, or remove it"
             )
+
+
+def _check_headers(file: Path, wanted: tuple[int, ...]) -> None:
+    """Raises ValueError unless every array says that it has the shape wanted: no other is made room for."""
+    with zipfile.ZipFile(file) as archive:
+        for name in Scores.names():
+            with archive.open(f"{name}.npy") as member:
+                version = np.lib.format.read_magic(member)
+                read = {
+                    (1, 0): np.lib.format.read_array_header_1_0,
+                    (2, 0): np.lib.format.read_array_header_2_0,
+                }.get(version)
+                if read is None:
+                    raise ValueError(f"{name} has version {version}")
+                shape, _, dtype = read(member)
+                if shape != wanted or dtype.kind not in "biuf" or dtype.itemsize > 8:
+                    raise ValueError(f"{name} is {shape} {dtype}, not numbers of shape {wanted}")
