@@ -19,6 +19,8 @@ from typing import Any
 #: Seconds between two signs of life, and how many may be missing.
 INTERVAL, MISSED = 0.5, 6
 VERDICT = "verdict"
+#: Looks in a row without a sign from which a rank is suspected, where no more can be had.
+SUSPECT = 2
 
 
 class RankLostError(RuntimeError):
@@ -27,13 +29,18 @@ class RankLostError(RuntimeError):
     Attributes:
         ranks: those that are gone, as ranks of the group; none if it is the process with the store that is gone,
             and no rank of the group runs in it.
+        certain: whether all of ``ranks`` are gone; False where one of them is, and which cannot be known.
     """
 
-    def __init__(self, ranks: Sequence[int], size: int, why: str, other: str = "") -> None:
-        self.ranks = list(ranks)
+    def __init__(
+        self, ranks: Sequence[int], size: int, why: str, other: str = "", *, certain: bool = True
+    ) -> None:
+        self.ranks, self.certain = list(ranks), certain or len(ranks) < 2
         many = "ranks" if len(ranks) > 1 else "rank"
         named = f"{many} {', '.join(map(str, ranks))} of {size}" if ranks else other
-        super().__init__(f"{named} gone: {why}")
+        super().__init__(
+            f"{named} gone: {why}" if self.certain else f"one of {named} is gone: {why}"
+        )
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,8 @@ class Heartbeat:
         self._count, self._asked, self._lock = 0, False, threading.Lock()
         self._lost: set[int] | None = None  # nobody in it: the store's process is gone
         self._why = f"no sign of life for {self.patience:g} s"
+        self._certain = True
+        self._told = threading.Event()  # all others that live know of the loss
         self._absent, self._answers = others, 0
         self._latest = dict.fromkeys(others, "")
         self._missed = dict.fromkeys(others, 0)  # looks in a row that found nothing new
@@ -106,15 +115,23 @@ class Heartbeat:
         if self._lost is None:
             return None
         why = f"{self._why}; what it held is lost, start again without it"
-        return RankLostError(sorted(self._lost), self.size, why, self._holder.name)
+        return RankLostError(
+            sorted(self._lost), self.size, why, self._holder.name, certain=self._certain
+        )
 
     def find_loss(self) -> RankLostError | None:
-        """The ranks that are gone, after waiting as long as it takes to know; None if all are alive."""
+        """The ranks that are gone, after waiting as long as it takes to know; None if all are alive.
+
+        The process with the store waits until the others know as well: who finds the store closed cannot tell
+        whether its process is the cause, or has left because of another.
+        """
         self._asked = True
         until = time.monotonic() + self.patience + 2 * self.interval
         while self._lost is None and time.monotonic() < until:
             time.sleep(self.interval / 4)
         self._asked = False
+        if self._lost is not None and self._holder.rank == self.rank:
+            self._told.wait(self.patience)
         return self.loss
 
     def stop(self) -> None:
@@ -176,10 +193,19 @@ class Heartbeat:
             known = {int(rank) for rank in self._store.get(VERDICT).decode().split(",")}
             if known != {self.rank}:
                 self._note(known - {self.rank})
+                self._spread(known)
         silent = self._silent()
         if silent and self._lost is None and self._to_judge():
             self._store.set(VERDICT, ",".join(map(str, sorted(silent))))
             self._note(silent)
+            self._spread(silent)
+
+    def _spread(self, lost: set[int]) -> None:
+        """Says that this rank knows, and looks whether the others do."""
+        self._store.set(f"told {self.rank}", "1")
+        living = [f"told {other}" for other in self._latest if other not in lost]
+        if not living or self._store.check(living):
+            self._told.set()
 
     def _to_judge(self) -> bool:
         return self._asked or self._on_loss is not None
@@ -191,6 +217,11 @@ class Heartbeat:
         silent = self._silent()
         if silent and self._to_judge():  # the store's process has left because of them
             self._note(silent)
+            return
+        suspects = {other for other, looks in self._missed.items() if looks >= SUSPECT}
+        suspects -= self._held_by()
+        if suspects and self._holder.rank not in (None, self.rank) and not self._stop.is_set():
+            self._note(suspects | self._held_by(), "the store is closed", certain=False)
         else:
             self._note_store("its store is closed")
 
@@ -198,12 +229,12 @@ class Heartbeat:
         if self._holder.rank != self.rank and not self._stop.is_set():
             self._note(self._held_by(), why)
 
-    def _note(self, ranks: set[int], why: str | None = None) -> None:
+    def _note(self, ranks: set[int], why: str | None = None, *, certain: bool = True) -> None:
         """The first finding stands: ranks that leave because of it are not gone themselves."""
         with self._lock:
             if self._lost is not None:
                 return
-            self._why = why or self._why
+            self._why, self._certain = why or self._why, certain
             self._lost = ranks
         if self._on_loss is not None:
             self._on_loss()
