@@ -177,7 +177,7 @@ clean:
 # brings numpy along; the one torch was made for stays in use.
 HF_VERSIONS := 4.57 5.0
 HF_TESTS    := tests/test_hf_generate.py tests/test_hf_cache.py tests/test_hf_static.py tests/test_hf_reads.py \
-               tests/test_hf_masks.py tests/test_hf_padding.py tests/test_hf_threads.py tests/test_hf_pickles.py
+               tests/test_hf_stock_caches.py tests/test_hf_accelerate.py tests/test_hf_masks.py tests/test_hf_padding.py tests/test_hf_threads.py tests/test_hf_pickles.py
 .PHONY: test-hf-oldest
 
 build/hf-%/.done: constraints-hf-%.txt $(VENV)/.torch
