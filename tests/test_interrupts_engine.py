@@ -246,7 +246,7 @@ def test_a_tokenizer_that_raises_what_is_no_exception(error: type[BaseException]
             return super().decode(ids, **options)
 
     wanted = [engine({}).generate_batch([BASE[:n]], **GREEDY)[0].answers for n in (9, 8)]
-    for call in range(1, 60):
+    for call in (*range(1, 40, 4), 1000):
         calls, fails = 0, call
         serving = engine({})
         serving.tokenizer.tokenizer = Fragile()
@@ -267,7 +267,7 @@ def test_a_tokenizer_that_raises_what_is_no_exception(error: type[BaseException]
             assert outputs[name].error or outputs[name].answers == answers
         assert serving.problems() == []
         assert serving.metrics.pages_held == 0
-    assert not reached, "every call was tried"
+    assert not reached, "the last run was undisturbed"
 
 
 def test_calls_in_the_middle_of_a_step_are_refused() -> None:
