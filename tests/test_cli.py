@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -468,6 +469,31 @@ def test_doctor_stays_readable_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPa
     for status in backends():
         assert status.op in result.stdout
         assert all(f"{backend}:" in result.stdout for backend in status.reasons)
+
+
+def test_a_report_has_what_a_bug_needs_and_nothing_private(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Plain text whatever the terminal; ~ for the home folder, no secrets, nothing of other programs."""
+    home = tmp_path / "home" / "jane"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("CARAMBA_FAST_STRESS_SECONDS", f"{home}/private")
+    monkeypatch.setenv("CARAMBA_FAST_API_TOKEN", "hf_secret")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("SOMETHING_ELSE", "not ours")
+    result = invoke("doctor", "--report")
+    assert result.exit_code == 0, result.output
+    text = result.stdout
+    for word in (
+        caramba_fast.__version__, torch.__version__, platform.python_version(), "transformers ",
+        "triton ", "processor ", "instruction set of the kernels: ", "threads: ", "cpu: ", "cuda: ",
+        "file: ", "loaded: ", "OMP_NUM_THREADS=1", "CARAMBA_FAST_STRESS_SECONDS=~/private", "hf: ", "cli: ",
+    ):  # fmt: skip
+        assert word in text, word
+    for status in caramba_fast.backends():
+        assert f"{status.op} {status.device} {status.runs}" in text
+    for private in (str(home), "jane", "hf_secret", "not ours", "\x1b", "│"):
+        assert private not in text, private
 
 
 def test_doctor_prints_a_reason_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

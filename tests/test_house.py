@@ -1,5 +1,6 @@
 """The house stands: what lies where, and what it may not shadow."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +36,11 @@ def test_one_op_is_one_stem():
         stem = name.rstrip("_").removeprefix("decoupled_")
         files = {path.stem for path in (ROOT / "caramba_fast" / "ops").glob("*.py")}
         assert {stem, f"decoupled_{stem}"} & files, name
+
+
+def test_every_dependency_has_a_lower_bound():
+    """Without one, pip keeps a version that is too old for us and says nothing."""
+    text = (ROOT / "pyproject.toml").read_text()
+    project = text[text.index("\ndependencies = [") : text.index("[project.scripts]")]
+    named = re.findall(r'"((?!caramba-fast\[)[A-Za-z][^"]*)"', project)
+    assert len(named) > 12 and [name for name in named if ">=" not in name] == []

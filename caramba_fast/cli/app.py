@@ -35,9 +35,18 @@ def demo(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    report: Annotated[
+        bool, typer.Option("--report", help="Plain text to paste into a bug report.")
+    ] = False,
+) -> None:
     """Versions, device, and which backend serves which op, with the reason why others do not."""
     with one_line_errors():
+        if report:
+            from caramba_fast.cli import report as bug  # noqa: PLC0415
+
+            typer.echo(bug.report())
+            return
         from caramba_fast.cli.doctor import run_doctor  # noqa: PLC0415
 
         run_doctor()

@@ -1,7 +1,8 @@
 """Loads the C++ extension once and remembers why it could not be loaded.
 
 The extension registers its CPU kernels with torch by itself; nothing else is taken from it.
-``CARAMBA_FAST_EXTENSION`` names another build of it to load, as ``make sanitize`` does.
+``CARAMBA_FAST_EXTENSION`` names another build of it to load, as ``make sanitize`` does. Whatever library it names is
+loaded, and its code runs: set it only to a file you would run, and let no user of a service set it.
 """
 
 from __future__ import annotations

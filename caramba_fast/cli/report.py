@@ -1,0 +1,144 @@
+"""``caramba-fast doctor --report``: what a bug report needs, as plain text without private paths."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import caramba_fast
+from caramba_fast.cli.doctor import cuda_lines, device_lines, installed_version
+from caramba_fast.ops.extension import FOLDER, VARIABLE, library, load_error
+from caramba_fast.ops.registry import backends
+
+#: Beside what the package's extras name.
+PACKAGES = ("torch", "triton", "transformers", "numpy", "safetensors", "pydantic", "filelock")
+#: Variables that change what runs; others are nobody's business.
+PREFIXES = ("CARAMBA_FAST_", "OMP_", "KMP_", "MKL_", "CUDA_VISIBLE_DEVICES", "TRITON_", "PYTORCH_")
+#: Names of variables whose value is never shown.
+SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+
+
+def report() -> str:
+    """The whole text; the home folder and the user's name are replaced by ~."""
+    parts = {
+        "Versions": versions(), "System": system(), "Devices": devices(), "Extension": extension(),
+        "Backends": backend_lines(), "Environment": environment(), "Extras": extras(),
+    }  # fmt: skip
+    lines = [f"caramba-fast {caramba_fast.__version__}: report for a bug"]
+    for title, found in parts.items():
+        lines += ["", f"{title}:", *(f"  {line}" for line in found)]
+    return without_home("\n".join(lines))
+
+
+def without_home(text: str) -> str:
+    """The text with ~ for the home folder, and for any other user's."""
+    home = str(Path.home())
+    if len(home) > 1:
+        text = text.replace(home, "~")
+    return re.sub(r"(/home|/Users)/[^/\s:]+", "~", text)
+
+
+def versions() -> Iterator[str]:
+    """Of the package and what it runs on."""
+    yield f"caramba-fast {caramba_fast.__version__}"
+    yield f"python {platform.python_version()} ({platform.python_implementation()})"
+    for package in PACKAGES:
+        yield f"{package} {installed_version(package)}"
+    yield f"torch built with CUDA {torch.version.cuda}, HIP {torch.version.hip}"
+
+
+def system() -> Iterator[str]:
+    """The operating system, the processor and how it is used."""
+    yield f"{platform.platform()}, libc {' '.join(platform.libc_ver()).strip() or 'unknown'}"
+    yield f"processor {_processor()}, {os.cpu_count()} logical cores"
+    yield f"instruction set of the kernels: {_instruction_set()}; torch: {torch.backends.cpu.get_cpu_capability()}"
+    yield f"threads: {torch.get_num_threads()} within an op, {torch.get_num_interop_threads()} between ops"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(errors="replace").splitlines() if info.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def _instruction_set() -> str:
+    """What the extension has chosen here."""
+    file = library()
+    if file is None or load_error() is not None:
+        return "none, the extension is not loaded"
+    name = ctypes.CDLL(str(file)).caramba_fast_cpu_isa
+    name.restype = ctypes.c_char_p
+    found = name()
+    return found.decode() if found else "none that runs here (CARAMBA_FAST_CPU_ISA)"
+
+
+def devices() -> Iterator[str]:
+    """What torch finds, and the drivers."""
+    for name, value in device_lines():
+        yield f"{name}: {value}"
+    if torch.cuda.is_available():
+        yield f"driver: {_driver()}"
+    yield from cuda_lines()
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"unknown ({type(error).__name__})"
+    return ", ".join(dict.fromkeys(found.stdout.split()))
+
+
+def extension() -> Iterator[str]:
+    """Which build of the C++ kernels, and whether it is loaded."""
+    file = library()
+    own = file is not None and file.parent == FOLDER
+    yield f"file: {'not built' if file is None else f'{FOLDER.name}/{file.name}' if own else file}"
+    if file is not None and file.exists():
+        yield f"size: {file.stat().st_size} bytes"
+    yield f"loaded: {load_error() or 'yes'}"
+    yield f"{VARIABLE}: {'another build was asked for' if VARIABLE in os.environ else 'not set'}"
+
+
+def backend_lines() -> Iterator[str]:
+    """What serves each op, and why the others do not."""
+    for status in backends():
+        yield " ".join(str(status).split())
+
+
+def environment() -> Iterator[str]:
+    """Variables that change what runs."""
+    found = sorted(name for name in os.environ if name.startswith(PREFIXES))
+    for name in found:
+        yield f"{name}={'(not shown)' if SECRET.search(name) else os.environ[name]}"
+    if not found:
+        yield "none set"
+
+
+def extras() -> Iterator[str]:
+    """The optional parts, and what of each is missing."""
+    try:
+        about = metadata.metadata("caramba-fast")
+        needed = metadata.requires("caramba-fast") or []
+    except metadata.PackageNotFoundError:
+        yield f"not installed as a package (python {sys.version_info.major}.{sys.version_info.minor})"
+        return
+    for extra in about.get_all("Provides-Extra") or []:
+        marked = [line for line in needed if re.search(rf"extra == ['\"]{extra}['\"]", line)]
+        names = [re.split(r"[\s<>=!~;\[(]", line, maxsplit=1)[0] for line in marked]
+        missing = [n for n in names if installed_version(n) == "not installed"]
+        yield f"{extra}: {'complete' if not missing else 'lacks ' + ', '.join(missing)}"
+
+
+__all__ = ["report"]
