@@ -89,7 +89,9 @@ def test_dequantized_keys_have_no_gradient_either() -> None:
 # -- attention weights -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mistral", "gemma3_text"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "gpt_neox", "gemma2", "gpt_oss", "mistral", "gemma3_text"]
+)
 @torch.no_grad()
 def test_output_attentions_gives_what_eager_attention_gives(family: str) -> None:
     model = tiny(family)

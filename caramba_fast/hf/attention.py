@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from caramba_fast.hf.chunked import attend_in_chunks
+from caramba_fast.hf.compat import weights_are_recorded
 from caramba_fast.hf.deferred import PackedStates, values_of, without_gradient
 from caramba_fast.hf.holding import attention_function, foreign, inside, once
 from caramba_fast.hf.masks import PatternMask, check_told
@@ -121,8 +122,10 @@ def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Whether ``output_attentions`` is asked for, in the call or by the config; said once that it is slow."""
     config = getattr(module, "config", None)
     wanted = kwargs.get("output_attentions")
-    if wanted is None:
+    if not wanted:
         wanted = getattr(config, "output_attentions", False)
+    if not wanted and not torch.compiler.is_compiling():
+        wanted = weights_are_recorded()  # GPT-2 drops the keyword
     if wanted:
         once(
             config,

@@ -66,6 +66,18 @@ def query_length(given: Any) -> int:
     return int(given.shape[0]) if isinstance(given, Tensor) and given.ndim else int(given)
 
 
+try:
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # before 5.1 attention is always told by a keyword
+    _active_collector = None  # type: ignore[assignment]
+
+
+def weights_are_recorded() -> bool:
+    """Whether the pass that runs records what attention returns as its weights, for ``output_attentions``."""
+    recorded = None if _active_collector is None else _active_collector.get()
+    return bool(recorded) and "attentions" in recorded
+
+
 @dataclass(frozen=True)
 class MaskCall:
     """The arguments of a registered mask function.
