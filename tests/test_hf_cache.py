@@ -198,7 +198,7 @@ def test_states_of_other_hybrids_are_refused() -> None:
     fed(model, cache, tokens(1, 5))
     state = cache.state_dict()
     packed, stock = state["layers"][1], state["layers"][0]
-    with pytest.raises(ValueError, match="layer 1 of the state is a LinearAttentionLayer"):
+    with pytest.raises(ValueError, match="layer 1 of the state is a 'LinearAttentionLayer'"):
         CarambaCache(model, "q8").load_state_dict({**state, "layers": [stock, stock]})
     with pytest.raises(
         ValueError, match="packed layer of keys and values; this cache has a Linear"
@@ -219,6 +219,43 @@ def test_states_that_do_not_fit_are_refused(llama: Any, gemma: Any) -> None:
         CarambaCache(llama, "q8").load_state_dict({})
     with pytest.raises(ValueError, match="2 layers"):
         CarambaCache(tiny("llama", num_hidden_layers=1), "q8").load_state_dict(state)
+
+
+LIES: dict[str, Any] = {
+    "format": ("format", 3),
+    "layers": ("layers", {}),
+    "a layer": ("layers", 0, []),
+    "leftpad": ("leftpad", torch.tensor([0.5])),
+    "rows of leftpad": ("leftpad", torch.zeros(7, dtype=torch.int32)),
+    "dtype": ("layers", 1, "dtype", "Tensor"),
+    "dropped": ("layers", 1, "dropped", -1),
+    "store": ("layers", 1, "store", None),
+    "rows": ("layers", 1, "store", "batch_size", 10**9),
+    "heads": ("layers", 1, "store", "n_kv_heads", 10**9),
+    "head_dim": ("layers", 1, "store", "streams", "v", "head_dim", 10**9),
+    "codes": ("layers", 1, "store", "streams", "k", "codes", None),
+    "lengths": ("layers", 1, "store", "lengths", [10**8]),
+    "more": ("layers", 1, "more", 1),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_state_that_lies_is_refused_and_changes_nothing(llama: Any, lie: str) -> None:
+    cache = CarambaCache(llama, "q8")
+    fed(llama, cache, tokens(1, 20))
+    state = copy.deepcopy(cache.state_dict())
+    *path, last, value = LIES[lie]
+    place: Any = state
+    for key in path:
+        place = place[key]
+    place[last] = value
+    other = CarambaCache(llama, "q8")
+    fed(llama, other, tokens(1, 9, 1))
+    kept = copy.deepcopy(other)
+    with pytest.raises(ValueError, match=r"(?i)state"):
+        other.load_state_dict(state)
+    after = tokens(1, 3, 2)
+    assert torch.equal(fed(llama, other, after), fed(llama, kept, after))
 
 
 # -- growing and windows -----------------------------------------------------------------------

@@ -64,6 +64,8 @@ BESIDE = {
     "tests.exporters": (),
     "tests.exporters.test_export": ("ExportTesterMixin", "ExportGenerateTesterMixin"),
 }
+PAGE = Path(__file__).parents[1] / "docs" / "huggingface.md"
+BEGIN, END = "<!-- upstream: make test-upstream -->", "<!-- end of upstream -->"
 CACHE, RESULTS = "CARAMBA_FAST_UPSTREAM", "CARAMBA_FAST_UPSTREAM_RESULTS"
 
 # -- the plugin --------------------------------------------------------------------------------
@@ -186,6 +188,18 @@ def table(rows: list[tuple[str, dict[str, Counter[str]]]], caches: list[str]) ->
     return "\n".join(lines)
 
 
+def publish(rows: str) -> None:
+    """Puts the table, and why tests may differ, into the page of the documentation."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    reasons = "\n".join(
+        f"- `{pattern.removeprefix('*::')}`: {why}." for pattern, _, why in DIFFERENT
+    )
+    made = f"{before}{BEGIN}\n{rows}\n\nWhat differs, and why:\n\n{reasons}\n{END}{after}"
+    PAGE.write_text(made, encoding="utf-8")
+
+
 def main() -> None:
     """Runs everything and prints the table; ends with 1 where ours fail and stock does not."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -195,6 +209,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="four families, nothing compiled")
     parser.add_argument("--tests", metavar="EXPRESSION", help="only tests that pytest's -k selects")
     parser.add_argument("--out", type=Path, help="where the outcomes are written, as JSON")
+    parser.add_argument("--publish", action="store_true", help="write the table into the docs")
     given = parser.parse_args()
     families = given.family or (QUICK_FAMILIES if given.quick else FAMILIES)
     wanted = given.tests or (QUICK_TESTS if given.quick else None)
@@ -212,7 +227,10 @@ def main() -> None:
         print(table(rows[-1:], list(counts)).splitlines()[-1], *fresh, sep="\n", flush=True)
         if given.out is not None:
             given.out.write_text(json.dumps(all_found), encoding="utf-8")
-    print(table(rows, [STOCK, *given.cache]))
+    whole = table(rows, [STOCK, *given.cache])
+    print(whole)
+    if given.publish:
+        publish(whole)
     print(f"{len(wrong)} tests fail with accelerated models alone, without a reason that is listed")
     raise SystemExit(1 if wrong else 0)
 

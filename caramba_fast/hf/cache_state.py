@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from caramba_fast.config.files import shown
 from caramba_fast.hf.common import Common
 from caramba_fast.hf.hybrid_layer import STATES, HybridLayer
 from caramba_fast.hf.packed_layer import CarambaLayer
@@ -14,6 +17,8 @@ from caramba_fast.hf.stock_state import copied, load_stock, state_of_stock
 
 #: What a state says it is.
 FORMAT = "caramba_fast.hf.cache.1"
+#: What keys and values of a model may be computed in.
+DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 def state_of(common: Common, layers: Sequence[Any]) -> dict[str, Any]:
@@ -47,23 +52,90 @@ def load_state(
     """Puts a state into layers of the same sizes and storage.
 
     Raises:
-        ValueError: a state of another format, number or kind of layers, or storage.
+        ValueError: a state of another format, number or kind of layers, or storage, or one that contradicts its own
+            tensors; nothing has changed then.
     """
-    if state.get("format") != FORMAT:
-        raise ValueError(f"the state has format {state.get('format')!r}; {FORMAT!r} is needed")
-    kept, leftpad = state["layers"], state["leftpad"]
+    _check(common, layers, state)
+    made = []
+    for layer, part in zip(layers, state["layers"], strict=True):
+        scratch = copy.copy(layer)
+        if isinstance(layer, CarambaLayer):
+            _load_layer(scratch, part, device)
+        else:
+            load_stock(scratch, part, device)
+        made.append(scratch)
+    leftpad = state["leftpad"]
+    # Whatever could fail has been done.
+    for layer, scratch in zip(layers, made, strict=True):
+        vars(layer).update(vars(scratch))
+    common.leftpad = leftpad if leftpad is None or device is None else leftpad.to(device)
+
+
+def _check(common: Common, layers: Sequence[Any], state: Any) -> None:
+    """Raises ValueError for what cannot be the state of such a cache, before anything is made for it."""
+    found = state.get("format") if isinstance(state, dict) else type(state).__name__
+    if found != FORMAT:
+        raise ValueError(f"the state has format {shown(found)}; {FORMAT!r} is needed")
+    kept, leftpad = state.get("layers"), state.get("leftpad")
+    if not isinstance(kept, list) or not all(isinstance(part, dict) for part in kept):
+        raise ValueError("the state's layers are no list of dicts")
     if len(kept) != len(layers):
         raise ValueError(f"the state has {len(kept)} layers; {common.model} has {len(layers)}")
+    rows = set()
     for layer, part in zip(layers, kept, strict=True):
         if not isinstance(layer, CarambaLayer):
-            load_stock(layer, part, device)
-        elif "stock" in part:
+            continue
+        if "stock" in part:
             raise ValueError(
-                f"layer {layer.index} of the state is a {part['stock']}; {common.model} has attention there"
+                f"layer {layer.index} of the state is a {shown(part['stock'])}; {common.model} has attention there"
             )
-        else:
-            _load_layer(layer, part, device)
-    common.leftpad = leftpad if leftpad is None or device is None else leftpad.to(device)
+        if part:
+            problem = _problem(layer, part)
+            if problem:
+                raise ValueError(f"layer {layer.index} of the state: {problem}")
+            rows.add(part["store"]["batch_size"])
+    if len(rows) > 1:
+        raise ValueError(f"the state's layers have {', '.join(map(str, sorted(rows)))} rows")
+    if leftpad is not None and not (
+        isinstance(leftpad, Tensor) and leftpad.dtype == torch.int32 and {*leftpad.shape} == rows
+    ):
+        raise ValueError("the state's leftpad is no int32 tensor with a number for each row")
+
+
+def _problem(layer: CarambaLayer, part: dict[str, Any]) -> str | None:
+    """What makes a layer's state unusable; None if its store can be made, which checks the rest itself."""
+    wanted = {"dropped", "dtype", "store"} | (
+        {"states"} if isinstance(layer, HybridLayer) else set()
+    )
+    if part.keys() != wanted:
+        return f"it has {shown(sorted(part))}; {', '.join(sorted(wanted))} are needed"
+    if part["dtype"] not in DTYPES:
+        return f"dtype is {shown(part['dtype'])}; {', '.join(DTYPES)} are known"
+    if type(part["dropped"]) is not int or not 0 <= part["dropped"] < 2**31:
+        return f"dropped is {shown(part['dropped'])}; a whole number from 0 on is needed"
+    if "states" in wanted and set(part["states"]) != set(STATES):
+        return f"states needs {', '.join(STATES)}"
+    store = part["store"]
+    streams = store.get("streams") if isinstance(store, dict) else None
+    if not isinstance(streams, dict) or not {"k", "v"} <= streams.keys():
+        return "its store has no streams k and v"
+    sizes = [store.get("batch_size"), store.get("n_kv_heads")]
+    for name in ("k", "v"):
+        codes = streams[name].get("codes") if isinstance(streams[name], dict) else None
+        if not isinstance(codes, Tensor) or codes.ndim != 4:
+            return f"{name} has no codes (rows, lanes, tokens, bytes)"
+        numbers = [*sizes, streams[name].get("head_dim")]
+        if not all(type(x) is int and x > 0 for x in numbers):
+            return f"rows, heads and head_dim of {name} are {shown(numbers)}; positive numbers are needed"
+        # two values to a byte at most: nothing larger than the tensors is made
+        if (
+            numbers[0] != len(codes)
+            or numbers[1] * numbers[2] > 2 * codes.shape[1] * codes.shape[3]
+        ):
+            return (
+                f"rows, heads and head_dim of {name} are {numbers}, its codes {tuple(codes.shape)}"
+            )
+    return None
 
 
 def _load_layer(
@@ -81,7 +153,7 @@ def _load_layer(
     )
     assert layer.store is not None
     layer.store.load_state_dict(store)
-    layer.dropped = int(state["dropped"])
+    layer.dropped = state["dropped"]
     if isinstance(layer, HybridLayer):
         for name in STATES:
             setattr(layer, name, copied(state["states"][name], name, layer, place))
