@@ -132,4 +132,5 @@ def repeat(check: Callable[[Random], object], seconds: float = 3.0) -> None:
             raise
         seed += 1
         if only is not None or time.monotonic() >= end:
+            print(f"{seed if only is None else 1} rounds")
             return
