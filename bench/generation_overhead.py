@@ -62,14 +62,14 @@ class Clock:
 @contextmanager
 def clocks(model: Transformer) -> Iterator[tuple[Clock, Clock]]:
     """Clocks around the forward pass and around drawing tokens, for a block."""
-    forward, drawing, sample = Clock(), Clock(), run_module.sample
+    forward, drawing, sample = Clock(), Clock(), run_module.sample_marked
     model.forward = forward.around(model.forward)  # type: ignore[method-assign]
-    run_module.sample = drawing.around(sample)
+    run_module.sample_marked = drawing.around(sample)
     try:
         yield forward, drawing
     finally:
         del model.forward
-        run_module.sample = sample
+        run_module.sample_marked = sample
 
 
 def stepping(
