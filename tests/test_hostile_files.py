@@ -260,7 +260,7 @@ FORMATS: dict[str, Format] = {
 TRUSTED = {
     "config/files.py:read_json", "config/files.py:parse_json",  # what the others go through
     "models/demos.py:with_delta", "models/demos.py:held_out_text",  # parts of the package itself
-    "policy/identity.py:_processor", "quality/plot.py:is_plot",  # the system's; some bytes of a file
+    "policy/identity.py:processor", "quality/plot.py:is_plot",  # the system's; some bytes of a file
     "manifest/prepare.py:_prompts", "cli/quality.py:read_text",  # text, which is a prompt
     "config/files.py:_remove_stale", "config/files.py:replacing",
 }  # fmt: skip

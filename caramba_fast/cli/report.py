@@ -18,6 +18,7 @@ import caramba_fast
 from caramba_fast.cli.doctor import cuda_lines, device_lines, installed_version
 from caramba_fast.ops.extension import FOLDER, VARIABLE, library, load_error
 from caramba_fast.ops.registry import backends
+from caramba_fast.policy.identity import processor
 
 #: Beside what the package's extras name.
 PACKAGES = ("torch", "triton", "transformers", "numpy", "safetensors", "pydantic", "filelock")
@@ -59,16 +60,9 @@ def versions() -> Iterator[str]:
 def system() -> Iterator[str]:
     """The operating system, the processor and how it is used."""
     yield f"{platform.platform()}, libc {' '.join(platform.libc_ver()).strip() or 'unknown'}"
-    yield f"processor {_processor()}, {os.cpu_count()} logical cores"
+    yield f"processor {processor()}, {os.cpu_count()} logical cores"
     yield f"instruction set of the kernels: {_instruction_set()}; torch: {torch.backends.cpu.get_cpu_capability()}"
     yield f"threads: {torch.get_num_threads()} within an op, {torch.get_num_interop_threads()} between ops"
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(errors="replace").splitlines() if info.exists() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
 
 
 def _instruction_set() -> str:

@@ -73,15 +73,16 @@ def device_identity(device: torch.device) -> str:
     """The GPU's name, or the processor's with the threads torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_processor()}, {device.type}, {torch.get_num_threads()} threads"
+    return f"{processor()}, {device.type}, {torch.get_num_threads()} threads"
 
 
 @functools.lru_cache(maxsize=1)
-def _processor() -> str:
+def processor() -> str:
+    """The processor's name, as the system has it."""
     import platform  # noqa: PLC0415 - may start a process on some systems
 
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
+    lines = info.read_text(errors="replace").splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 

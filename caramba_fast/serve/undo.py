@@ -2,8 +2,9 @@
 
 A call notes what it is about to change of a request, changes it, and is done with one assignment
 (`Engine`). Where it does not get there, because of Ctrl-C or a fault, the requests are put back, and all that follows
-from them (lists, counts of pages, what is known of pages) is worked out anew. What stands in pages need not be put
-back: the same step writes the same tokens to the same places again.
+from them (lists, counts of pages, what is known of pages) is worked out anew. What stands in pages an answer
+kept need not be put back: the same tokens are written to the same places again. An answer that had to give its pages
+away stays without them, since others may have written there: it goes on from host memory, or is read again.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from caramba_fast.serve.request import Answer, Request
 if TYPE_CHECKING:
     from caramba_fast.serve.books import Books
 
-#: What is put back as it is, and lists that are copied.
-FIELDS = ("cached", "swapped", "reason", "hit", "preemptions", "told", "is_over", "epoch")
-TURNS = ("ticket", "furthest", "turn", "said")
-LISTS = ("pages", "keys")
+#: What is put back as it is.
+FIELDS = ("reason", "hit", "told", "is_over", "epoch", "ticket", "furthest", "turn", "said")
+#: What says where its tokens are stored, of which lists are copied.
+STORED, LISTS = ("cached", "swapped", "preemptions"), ("pages", "keys")
 
 
 class Undo:
@@ -67,34 +68,41 @@ class Undo:
 
     def put_back(self, books: Books) -> None:
         """Everything is as it was when the call began; may be done again if it is interrupted itself."""
+        pushed_out: list[Answer] = []
         for request, (begun, error, times, answers) in self._requests.items():
             request.begun, request.error = begun, error
             request.times.put_back(times)
             request.answers = [answer for answer, _ in answers]
             for answer, saved in answers:
-                _put_back(answer, saved)
+                if _put_back(answer, saved):
+                    pushed_out.append(answer)
         books.cancelling.extendleft(reversed(self.cancelling))
         for entry in self.due:
             heapq.heappush(books.due, entry)
         there = {*books.requests.values(), *self._requests} - self.added
-        books.rebuild(sorted(there, key=lambda request: request.number), self._running)
+        running = [answer for answer in self._running if answer not in pushed_out]
+        books.rebuild(sorted(there, key=lambda request: request.number), running)
         self._counters.put_back(self._counted)
+        self._counters.preemptions += len(pushed_out)
+        self._counters.swaps += sum(answer.swapped is not None for answer in pushed_out)
 
 
 def _saved(answer: Answer) -> Any:
-    fields = [getattr(answer, name) for name in (*FIELDS, *TURNS)]
-    lists = [list(getattr(answer, name)) for name in LISTS]
+    fields = {name: getattr(answer, name) for name in FIELDS}
+    pages = {name: list(getattr(answer, name)) for name in LISTS}
+    pages |= {name: getattr(answer, name) for name in STORED}
     writer = None if answer.writer is None else answer.writer.state
     taken = None if answer.points is None else answer.points.taken
-    return fields, lists, len(answer.history), list(answer.written), writer, taken
+    return fields, pages, len(answer.history), list(answer.written), writer, taken
 
 
-def _put_back(answer: Answer, saved: Any) -> None:
-    fields, lists, length, written, writer, taken = saved
-    for name, value in zip((*FIELDS, *TURNS), fields, strict=True):
-        setattr(answer, name, value)
-    for name, value in zip(LISTS, lists, strict=True):
-        setattr(answer, name, list(value))
+def _put_back(answer: Answer, saved: Any) -> bool:
+    """Puts an answer back; whether it has given its pages away meanwhile, and stays so."""
+    fields, pages, length, written, writer, taken = saved
+    pushed_out: bool = answer.preemptions > pages["preemptions"]
+    vars(answer).update(fields)
+    for name, value in () if pushed_out else pages.items():
+        setattr(answer, name, list(value) if name in LISTS else value)
     answer.history.cut(length)
     answer.written[:] = written
     answer.contents = []  # what its pages would contain is worked out again, and so are drafts
@@ -104,3 +112,4 @@ def _put_back(answer: Answer, saved: Any) -> None:
         answer.points.rewind(taken)
     if answer.drafts is not None:
         answer.drafts = NGramIndex(answer.drafts.sizes[0], answer.drafts.sizes[-1])
+    return pushed_out
