@@ -110,6 +110,27 @@ class Run:
                 assert self.told.get((name, index), ([], "")) == (tokens, said)
 
 
+def assert_same(run: Run, whole: Run, actions: dict[int, list[Action]]) -> None:
+    """The same was told and answered. What was cancelled may have been further, or not as far: who had to give its
+    pages away in a step that was interrupted waits in the next one, in which others get on."""
+    listed = [action for at in actions.values() for action in at]
+    cancelled = {number for what, number in listed if what == "cancel"}
+    for mine, theirs in zip(run.seen, whole.seen, strict=True):
+        kept = [
+            {key: told for key, told in side.items() if _number(key) not in cancelled}
+            for side in (mine, theirs)
+        ]
+        assert kept[0] == kept[1]
+    for number in cancelled & whole.seen[1].keys():
+        pair = zip(run.seen[1][number][0], whole.seen[1][number][0], strict=False)
+        for a, b in pair:
+            assert a[: len(b)] == b[: len(a)]
+
+
+def _number(key: Any) -> int:
+    return key[0] if isinstance(key, tuple) else key
+
+
 def scenario(dice: Random) -> tuple[dict[str, Any], dict[int, list[Action]], bool]:
     """An engine's settings, what is done before which step, and whether the rest is iterated over."""
     settings = dict(
@@ -169,7 +190,7 @@ def round_of(dice: Random) -> None:
         positions = [pick(dice, places) for _ in range(dice.choice((1, 1, 3)))]
         print("interrupted at", disturbed(run, positions, files))
         run.check()
-        assert run.seen == whole.seen
+        assert_same(run, whole, actions)
 
 
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
@@ -194,7 +215,7 @@ def test_a_second_interrupt_while_the_first_is_undone() -> None:
         run.engine._undo.put_back = put_back  # type: ignore[method-assign]
         print("interrupted at", disturbed(run, [pick(dice, places)], SERVE))
         run.check()
-        assert run.seen == whole.seen
+        assert_same(run, whole, actions)
 
     repeat(check, seconds=2.0)
 

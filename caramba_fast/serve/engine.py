@@ -299,9 +299,10 @@ class Engine:
         A failure of the model fails the requests that took part, and their pages come back; the others go on.
 
         A step that is interrupted (Ctrl-C, or anything else that comes out of it) has not happened: requests, pages
-        and random numbers are as they were before, and the next step is that step, with the same tokens. So are
-        `add_request` (nothing is taken on), iterating (the events come with the next) and `generate_batch` (its
-        requests are cancelled; the events of others come with the next step).
+        and random numbers are as they were before, and the next step is that step, with the same tokens; only answers
+        that had to give their pages away in it wait meanwhile. So are `add_request` (nothing is taken on), iterating
+        (the events come with the next) and `generate_batch` (its requests are cancelled; the events of others come
+        with the next step).
 
         Raises:
             RuntimeError: a step is under way, in this thread or another.
