@@ -122,7 +122,7 @@ def _check_header(metadata: dict[str, str], path: str | Path) -> None:
         raise CalibrationError(f"{path} is a safetensors file, but no calibration")
     if metadata.get("version") != str(VERSION):
         raise CalibrationError(
-            f"{path} is a calibration of version {metadata.get('version')}; version {VERSION} is read"
+            f"{path} is a calibration of version {shown(metadata.get('version'))}; version {VERSION} is read"
         )
 
 

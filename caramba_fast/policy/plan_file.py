@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from caramba_fast.config.errors import explain
-from caramba_fast.config.files import parse_json, replacing
+from caramba_fast.config.files import parse_json, replacing, shown
 from caramba_fast.policy.plan import SCHEMA_VERSION, CachePlan, PlanKey
 
 #: Bytes of the largest file that is read: thousands of plans.
@@ -131,7 +131,7 @@ class PlanFile:
             raise ValueError("it is JSON, but no file of plans")
         if found.get("schema_version") != SCHEMA_VERSION:
             raise ValueError(
-                f"its schema_version is {found.get('schema_version')!r}; {SCHEMA_VERSION} is known"
+                f"its schema_version is {shown(found.get('schema_version'))}; {SCHEMA_VERSION} is known"
             )
         try:
             return {key: CachePlan.model_validate(plan) for key, plan in found["plans"].items()}
