@@ -91,7 +91,7 @@ def test_files_that_are_none_are_named(tmp_path):
         Calibration.load(path)
     header = {"format": "caramba_fast.calibration", "version": "9", "tokens": "[]"}
     save_file({"x": torch.zeros(2)}, str(path), metadata=header)
-    with pytest.raises(CalibrationError, match="version 9; version 1 is read"):
+    with pytest.raises(CalibrationError, match="version '9'; version 1 is read"):
         Calibration.load(path)
     header |= {"version": "1", "tokens": json.dumps([{"k": 5}])}
     save_file({"x": torch.zeros(2)}, str(path), metadata=header)
