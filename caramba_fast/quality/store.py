@@ -118,7 +118,8 @@ class ScoreStore:
             ) from error
         if other:
             found = "; ".join(
-                f"{n} is {shown(there.get(n))}, not {shown(settings.get(n))}" for n in other
+                f"{n[:40]} is {shown(there.get(n))}, not {shown(settings.get(n))}"
+                for n in other[:8]
             )
             raise ValueError(
                 f"{file.parent} holds another measurement, whose {found}: give another folder, or remove it"
