@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_matrix import tiny
+from hf_matrix import IS_OLD, tiny
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
@@ -94,6 +94,8 @@ def test_dequantized_keys_have_no_gradient_either() -> None:
 )
 @torch.no_grad()
 def test_output_attentions_gives_what_eager_attention_gives(family: str) -> None:
+    if IS_OLD and family in ("gpt2", "gpt_neox"):
+        pytest.skip("attention is not told in this transformers: None, as with sdpa")
     model = tiny(family)
     model.set_attn_implementation("eager")
     options: dict[str, Any] = dict(
