@@ -54,6 +54,17 @@ DIFFERENT: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "*::test_generate_*with_static_cache", ("fp32", "q8"),
         "pads rows at their end, and LFM2 has convolutions: a static cache refuses both and names CarambaCache",
     ),
+    *(
+        (
+            pattern, ("fp32", "q8"),
+            "pads rows at their end too, before it compiles (compiled static caches: test_hf_compile)",
+        )
+        for pattern in ("*::test_generate_compilation_all*", "*::test_static_cache_no_recompile*")
+    ),
+    (
+        "*::test_generate_compile_model_forward*", ("fp32", "q8"),
+        "asserts that the cache is a DynamicCache (compiled models: test_hf_compile)",
+    ),
 )  # fmt: skip
 #: Parts of their tests that have nothing to do with caches or attention, and need packages of their own.
 BESIDE = {
