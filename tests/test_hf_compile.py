@@ -13,7 +13,7 @@ from test_hf_adapter import PAD, VOCABULARY
 from torch import Tensor
 from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM, PreTrainedModel
 
-from caramba_fast.hf import CarambaStaticCache, accelerate
+from caramba_fast.hf import CarambaCache, CarambaStaticCache, accelerate
 
 PROMPTS = [torch.arange(n)[None] * 7 % 90 + 3 for n in (6, 10)]
 #: A kind that takes no constants from a prompt, and one that does.
@@ -54,6 +54,32 @@ def test_prompt_and_steps_of_a_static_cache_are_whole_graphs(kind: str, family: 
     expected = [generated(model, ids, disable_compile=True, **options) for ids in PROMPTS]
     model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
     assert [generated(model, ids, **options) for ids in PROMPTS] == expected
+
+
+def test_compiled_passes_of_both_caches_take_turns() -> None:
+    """In one process, and whether the model is compiled before or after it is accelerated."""
+    for compiled_first in (True, False):
+        model = tiny("llama")
+        expected = [generated(model, ids) for ids in PROMPTS]
+        compiled = torch.compile(model.forward, backend="eager")
+        if compiled_first:
+            model.forward = compiled
+        accelerate(model, "fp32")
+        model.forward = compiled
+        for options in ({"cache_implementation": "static"}, {}, {"cache_implementation": "static"}):
+            assert [generated(model, ids, **options) for ids in PROMPTS] == expected
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_passes_through_stored_keys_have_no_gradient_either(backend: str) -> None:
+    model = accelerate(tiny("llama"), "q8")
+    for cache in (CarambaCache(model, "q8"), CarambaStaticCache(model, "q8", max_cache_len=24)):
+        with torch.no_grad():
+            model(PROMPTS[0], past_key_values=cache)
+        step = torch.compile(model.forward, backend=backend)
+        logits = step(input_ids=PROMPTS[0][:, :1], past_key_values=cache, use_cache=True).logits
+        with pytest.raises(RuntimeError, match="no gradient flows"):
+            logits.sum().backward()
 
 
 def test_constants_that_a_compiled_prompt_cannot_give_are_told() -> None:

@@ -91,12 +91,19 @@ class _NoGradient(torch.autograd.Function):
 
 def without_gradient(made: T, *sources: Tensor) -> T:
     """``made`` came from ``sources`` by way of the cache: a backward pass through it raises."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not torch.is_grad_enabled():
         return made
     wanted = [x for x in sources if x.requires_grad]
     if not wanted:
         return made
-    found: T = _NoGradient.apply([made.detach() if type(made) is Tensor else made], *wanted)
+    return _as_if_made_from(wanted, made)
+
+
+@torch.compiler.disable(  # else its backward pass would be compiled with the pass, wanted or not
+    reason="no gradient flows through stored keys and values: compile under torch.no_grad()"
+)
+def _as_if_made_from(sources: list[Tensor], made: T) -> T:
+    found: T = _NoGradient.apply([made.detach() if type(made) is Tensor else made], *sources)
     return found
 
 

@@ -121,8 +121,11 @@ def starts(padding: Tensor | None, keys: int) -> tuple[Tensor | None, bool]:
 # -- which cache a mask is for -----------------------------------------------------------------
 
 
-class Asked(threading.local):
-    """The static cache that a compiled pass of this thread makes masks for."""
+class Asked:
+    """The static cache that a compiled pass makes masks for; set and taken within one frame.
+
+    No `threading.local`: guards of compiled code on one that was written before fail at once.
+    """
 
     compiled: Any = None
 

@@ -29,7 +29,13 @@ class Current(threading.local):
     layer: CarambaStaticLayer | None = None
 
 
-current = Current()
+class Traced:
+    """The same in compiled code, which cannot hold guards on a `threading.local`."""
+
+    layer: CarambaStaticLayer | None = None
+
+
+current, traced = Current(), Traced()
 _CODES = WeakTensorKeyDictionary()  # of every static layer, to tell codes from keys
 
 
@@ -135,10 +141,12 @@ class CarambaStaticLayer(StaticLayer):
                 cache_leftpad=self.starts,
             )  # fmt: skip
             self._advance(tokens)
+        if torch.compiler.is_compiling():
+            traced.layer = None if exact else self
+        else:
+            current.layer = None if exact else self
         if exact:
-            current.layer = None
             return key_states, value_states
-        current.layer = self
         if not torch.compiler.is_compiling():
             self.sources = (key_states, value_states) if torch.is_grad_enabled() else ()
         assert self.keys is not None and self.values is not None
@@ -273,11 +281,12 @@ class CarambaStaticLayer(StaticLayer):
 
 def attended_layer(key: Any) -> CarambaStaticLayer | None:
     """The static layer whose codes ``key`` is, if this thread has updated it last; once for each update."""
-    layer = current.layer
-    if layer is None or key is not layer.keys:
-        return None
-    current.layer = None  # a cache lives no longer than its owner wants
-    return layer
+    for place in (traced,) if torch.compiler.is_compiling() else (current, traced):
+        layer = place.layer
+        if layer is not None and key is layer.keys:
+            place.layer = None  # a cache lives no longer than its owner wants
+            return layer
+    return None
 
 
 def check_no_codes(key: Tensor) -> None:
