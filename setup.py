@@ -1,7 +1,7 @@
 """Builds the C++ extension and places kernels/ and bench/ inside the package; see pyproject.toml.
 
 The extension is a plain shared library that registers its ops with torch when it is loaded
-(`caramba_fast.ops.extension`). It has no Python symbols and uses libtorch's stable ABI only, so one
+(`caramba_fast.ops.registry`). It has no Python symbols and uses libtorch's stable ABI only, so one
 file serves every Python and every torch from 2.10 on. ``CARAMBA_FAST_BUILD_CPP=0`` leaves it out,
 ``CARAMBA_FAST_SANITIZE=1`` builds it with gcc's address and undefined-behaviour checks.
 """

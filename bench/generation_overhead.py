@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from caramba_fast.infer import Generator
-from caramba_fast.infer import run as _run
+from caramba_fast.infer import session as _run
 from caramba_fast.models import Transformer
 
 from .timing import quantile

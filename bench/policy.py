@@ -17,10 +17,10 @@ from typing import Any
 
 from caramba_fast.models import demo_tokenizer, held_out_text, load_demo
 from caramba_fast.policy import CachePlan, CachePolicyFields, CandidateRow, choose_cache
-from caramba_fast.policy.picture import save_plot
-from caramba_fast.policy.table import cells
+from caramba_fast.policy.plan import cells
+from caramba_fast.policy.plot import save_plot
 from caramba_fast.quality import RecallFormat
-from caramba_fast.quality.recall import token_ids
+from caramba_fast.quality.needles import token_ids
 
 ROOT = Path(__file__).resolve().parent
 RESULTS, DOCS = ROOT / "results" / "policy.json", ROOT.parent / "docs"

@@ -1,7 +1,7 @@
 """The tables of docs/scaling.md: bytes read and moved for each token, on 1 to 64 devices.
 
 ``python -m caramba_fast.bench.scaling`` prints them, ``--publish`` rewrites the page. Nothing is measured: the
-figures are those of `caramba_fast.distributed.traffic`, which the tests hold against real ranks.
+figures are those of `caramba_fast.bench.traffic`, which the tests hold against real ranks.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from caramba_fast.bench.traffic import StepShape, decode_step, reduced_instead
 from caramba_fast.cache import LayerShape, ModelKVCache
 from caramba_fast.config import cache_configs
-from caramba_fast.distributed.traffic import StepShape, decode_step, reduced_instead
 from caramba_fast.models import ModelConfig
 
 from .sections import replaced, table

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from caramba_fast.cache.stream import empty
 from caramba_fast.formats import resolve
 from caramba_fast.ops import (
     KVView,
@@ -27,7 +28,6 @@ from caramba_fast.ops import (
     quantize,
     use_backend,
 )
-from caramba_fast.ops.memory import empty
 from caramba_fast.ops.view import Lanes
 
 from . import comparators, oracle

@@ -1,7 +1,7 @@
 """Training data of the demo models: the standard library's source, mixed with recall lines.
 
 The text is the source of the running Python (PSF licence), found with ``sysconfig``. One file in
-fifty is held out, chosen by a hash of its path. Recall lines (`caramba_fast.quality.recall`) are
+fifty is held out, chosen by a hash of its path. Recall lines (`caramba_fast.quality.needles`) are
 put between lines of code; how far apart a pair may stand grows with the curriculum.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from caramba_fast.quality.recall import RecallFormat
+from caramba_fast.quality.needles import RecallFormat
 
 PAD, EOS = "<|pad|>", "<|endoftext|>"
 LARGEST_FILE = 300_000

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from caramba_fast.models import Transformer
-from caramba_fast.quality.recall import RecallFormat, needle_prompt
+from caramba_fast.quality.needles import RecallFormat, needle_prompt
 
 
 class Optimizers:

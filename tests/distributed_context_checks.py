@@ -14,10 +14,10 @@ import pytest
 import torch
 from distributed_models import bytes_given, ids, model
 
+from caramba_fast.bench.traffic import StepShape, decode_step
 from caramba_fast.cache import LayerShape, ModelKVCache
 from caramba_fast.config import KVCacheTensorConfig, cache_configs
 from caramba_fast.distributed import ContextParallelKVCache, RankGroup
-from caramba_fast.distributed.traffic import StepShape, decode_step
 from caramba_fast.ops import use_backend
 
 PAGE = 128

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from distributed_models import bytes_given, demo_ids, ids, model
 
+from caramba_fast.bench.traffic import StepShape, decode_step
 from caramba_fast.cache import DecoupledLayerShape, ModelKVCache
 from caramba_fast.config import cache_configs
 from caramba_fast.distributed import RankGroup, context_parallel, tensor_parallel
-from caramba_fast.distributed.traffic import StepShape, decode_step
 from caramba_fast.infer import Generator
 from caramba_fast.models import load_demo
 from caramba_fast.ops import use_backend

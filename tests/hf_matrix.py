@@ -283,9 +283,9 @@ def outcome(
     model: PreTrainedModel, feature: str, expected: Any, monkeypatch: Any, cache: Any = "fp32"
 ) -> Outcome:
     """Runs a feature on the accelerated model."""
-    from caramba_fast.hf import accelerating
+    from caramba_fast.hf import integration
 
-    monkeypatch.setattr(accelerating, "CarambaCache", Counted)
+    monkeypatch.setattr(integration, "CarambaCache", Counted)
     Counted.made = []
     accelerate(model, cache)
     try:

@@ -35,7 +35,7 @@ class _Note(TorchDispatchMode):
 
 
 class Recorder:
-    """A stand-in for `caramba_fast.infer.graph.CudaRecorder`; counts what it is asked for."""
+    """A stand-in for `caramba_fast.infer.cuda_graph.CudaRecorder`; counts what it is asked for."""
 
     def __init__(self) -> None:
         self.warmed = self.recorded = self.replayed = 0

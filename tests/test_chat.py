@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 import caramba_fast
 from caramba_fast.cli.app import app
-from caramba_fast.cli.conversation import Chat
+from caramba_fast.cli.chat import Chat
 from caramba_fast.infer import Generator, SpeculativeConfig, SpeculativeGenerator
-from caramba_fast.infer.text import TextTokenizer
+from caramba_fast.infer.tokenizer import TextTokenizer
 from caramba_fast.models import ModelConfig, Transformer, load_model
 
 TEMPLATE = (

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import caramba_fast
 from caramba_fast.cli import main
 from caramba_fast.cli.app import app
-from caramba_fast.cli.generate import TextWriter
+from caramba_fast.cli.models import TextWriter
 from caramba_fast.infer import Generator
 from caramba_fast.models import ModelConfig, Transformer, load_model, load_tokenizer
 from caramba_fast.ops import BackendStatus, backends

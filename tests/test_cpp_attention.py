@@ -29,7 +29,7 @@ from caramba_fast.ops import (
     decoupled_decode_attention,
     decoupled_extend_attention,
     extend_attention,
-    extension,
+    registry,
     use_backend,
 )
 
@@ -45,7 +45,7 @@ ALLOWED_LSE = {"q8_0": 1e-3, "q4_0": 2e-2, "nf4": 2e-2}
 @pytest.fixture(autouse=True, scope="module")
 def loaded():
     """No skip: without the extension, nothing here may pass."""
-    assert extension.load_error() is None, extension.load_error()
+    assert registry.load_error() is None, registry.load_error()
 
 
 def build(options: Collection[str] = (), *, decoupled: bool = False, **changes: Any) -> Case:

@@ -20,7 +20,7 @@ from test_cpp_attention import DBA, EVERYTHING, build
 from test_extension import ISA_VARIABLE, expected_isas, in_subprocess
 from torch import Tensor
 
-from caramba_fast.ops import extension
+from caramba_fast.ops import registry
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mprotect through libc")
 PAGE = mmap.PAGESIZE
@@ -31,7 +31,7 @@ EXTREMES = (-(2**31), -1, 0, 1, 31, 32, 33, 63, 64, 65, 160, 10**6, 2**31 - 1)
 @pytest.fixture(autouse=True, scope="module")
 def loaded():
     """No skip: without the extension, nothing here may pass."""
-    assert extension.load_error() is None, extension.load_error()
+    assert registry.load_error() is None, registry.load_error()
 
 
 def fenced(x: Tensor, *, at_end: bool) -> Tensor:

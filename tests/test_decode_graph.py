@@ -13,7 +13,7 @@ from caramba_fast.cache import ModelKVCache
 from caramba_fast.cache.pages import OutOfPagesError
 from caramba_fast.config import cache_configs
 from caramba_fast.infer import Generator
-from caramba_fast.infer.graph import DecodeGraph, RecordingError
+from caramba_fast.infer.cuda_graph import DecodeGraph, RecordingError
 from caramba_fast.models import ModelConfig, Transformer
 
 SIZES: dict[str, Any] = dict(
@@ -34,8 +34,8 @@ MODELS: dict[str, Any] = {
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Every generator records with this one, whatever its model is on."""
     made = Recorder()
-    monkeypatch.setattr("caramba_fast.infer.graph.why_no_graph", lambda model: None)
-    monkeypatch.setattr("caramba_fast.infer.graph.DecodeGraphs._recorder", lambda self: made)
+    monkeypatch.setattr("caramba_fast.infer.cuda_graph.why_no_graph", lambda model: None)
+    monkeypatch.setattr("caramba_fast.infer.cuda_graph.DecodeGraphs._recorder", lambda self: made)
     return made
 
 

@@ -18,6 +18,7 @@ from distributed_models import ids, model
 from distributed_ranks import Ranks, checks_of
 
 from caramba_fast.bench import scaling
+from caramba_fast.bench.traffic import StepShape, decode_step
 from caramba_fast.cache import ModelKVCache
 from caramba_fast.config import cache_configs
 from caramba_fast.distributed import (
@@ -27,9 +28,8 @@ from caramba_fast.distributed import (
     context_parallel,
     tensor_parallel,
 )
-from caramba_fast.distributed.liveness import Heartbeat, StoreHolder
-from caramba_fast.distributed.plans import Plans, Queries
-from caramba_fast.distributed.traffic import StepShape, decode_step
+from caramba_fast.distributed.group import Heartbeat, StoreHolder
+from caramba_fast.distributed.placement import Plans, Queries
 
 ROOT = Path(__file__).resolve().parents[1]
 BOTH = "check_heads_and_tokens_at_once"

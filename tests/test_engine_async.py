@@ -10,7 +10,7 @@ import pytest
 from engines import alone, small_model, text
 
 from caramba_fast.serve import AsyncEngine, Engine, EngineStoppedError
-from caramba_fast.serve.intake import Intake
+from caramba_fast.serve.input_processor import Intake
 
 
 def engine(**options: Any) -> Engine:

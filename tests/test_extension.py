@@ -18,7 +18,7 @@ from torch import Tensor
 from caramba_fast import ops
 from caramba_fast.bench.parity import undecided_scales
 from caramba_fast.formats import BLOCK_SIZES, FORMATS, NF4_LEVELS, QUANTIZED_KINDS
-from caramba_fast.ops import extension
+from caramba_fast.ops import registry
 from caramba_fast.ops.dequantize import reference as dequantize_reference
 from caramba_fast.ops.quantize import CANDIDATES, FITS
 from caramba_fast.ops.quantize import reference as quantize_reference
@@ -32,7 +32,7 @@ CSRC = Path(__file__).resolve().parent.parent / "csrc"
 @pytest.fixture(autouse=True, scope="module")
 def loaded():
     """No skip: without the extension, nothing here may pass."""
-    assert extension.load_error() is None, extension.load_error()
+    assert registry.load_error() is None, registry.load_error()
 
 
 def quantize(x: Tensor, kind: str, block: int, fit: str = "amax") -> tuple[Tensor, Tensor]:
@@ -259,7 +259,7 @@ def test_candidates_are_the_python_ones():
 
 
 def isa_in_use() -> str | None:
-    library = ctypes.CDLL(str(extension.library()))
+    library = ctypes.CDLL(str(registry.library()))
     library.caramba_fast_cpu_isa.restype = ctypes.c_char_p
     name = library.caramba_fast_cpu_isa()
     return name.decode() if name else None

@@ -18,12 +18,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from caramba_fast.cli.generate import TextWriter as FromWhereItWas
+from caramba_fast.cli.models import TextWriter as FromWhereItWas
 from caramba_fast.hf import HuggingFaceModel
 from caramba_fast.infer import GenerateConfig
 from caramba_fast.infer import Generator as TokenGenerator
-from caramba_fast.infer.checkpoint import from_checkpoint
-from caramba_fast.infer.text import TextTokenizer, TextWriter
+from caramba_fast.infer.generator import from_checkpoint
+from caramba_fast.infer.tokenizer import TextTokenizer, TextWriter
 from caramba_fast.inference import generate as shim
 from caramba_fast.inference.generate import Generator
 from caramba_fast.inference.sampling import apply_temperature, sample_top_p

@@ -13,8 +13,8 @@ from torch import Tensor
 from twins import VOCABULARY, left_padded, twins
 
 from caramba_fast.infer import GenerateConfig, GenerateOutput, Generator, Hooks, generate
-from caramba_fast.infer.history import TokenHistory
 from caramba_fast.infer.sampling import filtered_logits
+from caramba_fast.infer.sequence import TokenHistory
 
 PROMPTS = [[3, 14, 15, 9, 26, 3, 14], [5, 35, 8], [9, 7, 9, 3, 2, 38, 9, 7]]
 PAD, NEW = 60, 20

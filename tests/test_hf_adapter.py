@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from caramba_fast.cache import LayerShape, ModelKVCache
-from caramba_fast.cache.reach import Reach
+from caramba_fast.cache.layer import Reach
 from caramba_fast.config import cache_configs
 from caramba_fast.hf import HuggingFaceModel
-from caramba_fast.hf.frame import Frame
+from caramba_fast.hf.row_layout import Frame
 from caramba_fast.infer import Generator
 from caramba_fast.infer.inferencer import CausalInferencer, GreedySampling, QuantizedKVCache
 from caramba_fast.models import LanguageModel, demo_path, load_demo, load_model, registry

@@ -15,8 +15,7 @@ from transformers.masking_utils import (
 )
 
 from caramba_fast.hf.attention import caramba_attention
-from caramba_fast.hf.masks import PatternMask
-from caramba_fast.hf.patterns import pattern_of
+from caramba_fast.hf.masks import PatternMask, pattern_of
 
 QUERIES, KEYS = 5, 12
 LEFTPAD = torch.tensor([0, 3], dtype=torch.int32)

@@ -12,9 +12,8 @@ from packaging.version import parse
 from torch import Tensor
 
 from caramba_fast.hf import CarambaCache, CarambaStaticCache, accelerate, restore
-from caramba_fast.hf.common import Common
-from caramba_fast.hf.masks import PatternMask
-from caramba_fast.hf.patterns import Pattern
+from caramba_fast.hf.layers import Common
+from caramba_fast.hf.masks import Pattern, PatternMask
 from caramba_fast.hf.settings import CacheSettings
 
 LEAD = 11

@@ -15,13 +15,13 @@ from test_hf_adapter import MORE, ROWS, STEPS, greedy, new_tokens, stock
 from transformers import AutoModelForCausalLM
 
 from caramba_fast.cache import LayerCache, ModelKVCache
-from caramba_fast.cache.reach import Reach
+from caramba_fast.cache.layer import Reach
 from caramba_fast.config import cache_configs
 from caramba_fast.hf import HuggingFaceModel, accelerate, restore
-from caramba_fast.hf.deferred import PackedStates
-from caramba_fast.hf.end_frame import EndFrame
-from caramba_fast.hf.step_cache import StepCache
-from caramba_fast.hf.switching import implementation, our_attention
+from caramba_fast.hf.layers import StepCache
+from caramba_fast.hf.lazy_tensors import PackedStates
+from caramba_fast.hf.row_layout import EndFrame
+from caramba_fast.hf.scope import implementation, our_attention
 from caramba_fast.infer import SpeculativeConfig, SpeculativeGenerator
 from caramba_fast.models import demo_path, load_demo
 

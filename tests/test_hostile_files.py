@@ -37,18 +37,18 @@ from caramba_fast.cache import Calibration, CalibrationError
 from caramba_fast.cache.calibration import is_calibration
 from caramba_fast.cache.statistics import StreamStatistics
 from caramba_fast.config import cache_configs
-from caramba_fast.infer.text import TextTokenizer
+from caramba_fast.infer.tokenizer import TextTokenizer
 from caramba_fast.manifest import ManifestError, load_manifest
-from caramba_fast.manifest.opening import sketch
-from caramba_fast.manifest.report import is_report as is_run_report
+from caramba_fast.manifest.run import is_report as is_run_report
 from caramba_fast.models import CheckpointError, ModelConfig, Transformer, demo_path, load_model
 from caramba_fast.models.demos import load_tokenizer
-from caramba_fast.policy.plan_file import PlanFile, PlanFileError
+from caramba_fast.models.registry import sketch
+from caramba_fast.policy.plan import PlanFile, PlanFileError
 from caramba_fast.quality import CacheQuality, QualityReport
-from caramba_fast.quality.batches import Batch
 from caramba_fast.quality.compare import Scores
 from caramba_fast.quality.report import is_report, read_csv
 from caramba_fast.quality.store import ScoreStore
+from caramba_fast.quality.text import Batch
 
 SECONDS = float(os.environ.get("CARAMBA_FAST_STRESS_SECONDS", "1.5"))
 #: Bytes one read may add to the process, and seconds it may take on a busy machine.

@@ -15,17 +15,15 @@ from torch import Tensor
 from caramba_fast.infer.inferencer import (
     CausalInferencer,
     ChunkwiseInferencer,
-    GreedySampling,
-    QuantizedKVCache,
-    RandomSampling,
-)
-from caramba_fast.infer.protocols import (
     DecodeOutput,
+    GreedySampling,
     Inferencer,
     KVCache,
     KVState,
     LanguageModel,
     PrefillOutput,
+    QuantizedKVCache,
+    RandomSampling,
     SampleStrategy,
 )
 from caramba_fast.models import ModelConfig, Transformer, load_demo

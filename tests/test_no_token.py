@@ -20,13 +20,12 @@ from caramba_fast.infer import (
     RandomSampling,
     SpeculativeGenerator,
 )
-from caramba_fast.infer.inferencer import CausalInferencer, ChunkwiseInferencer
-from caramba_fast.infer.quantized_cache import QuantizedKVCache
+from caramba_fast.infer.inferencer import CausalInferencer, ChunkwiseInferencer, QuantizedKVCache
 from caramba_fast.models import InferContext, ModelConfig, Transformer
+from caramba_fast.models.attention import DecoupledAttention
 from caramba_fast.models.config import DecoupledDims
-from caramba_fast.models.decoupled import DecoupledAttention
 from caramba_fast.models.transformer import Attention
-from caramba_fast.policy.texts import sample_text
+from caramba_fast.quality.text import sample_text
 
 CONFIG = ModelConfig(
     vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2,

@@ -34,23 +34,23 @@ from caramba_fast.policy import (
     sample_text,
     spec_with,
 )
-from caramba_fast.policy import gates as gates_module
+from caramba_fast.policy import measure as gates_module
 from caramba_fast.policy.candidates import DECOUPLED, STANDARD
-from caramba_fast.policy.gates import (
+from caramba_fast.policy.choose import Candidate, pick
+from caramba_fast.policy.measure import (
     FEWEST_WINDOWS,
     MOST_WINDOWS,
     PromptForward,
     QualityMeter,
+    Subject,
     measure_quality,
+    step_times,
     undecided,
     verdict,
 )
-from caramba_fast.policy.speed import step_times
-from caramba_fast.policy.stages import Candidate, pick
-from caramba_fast.policy.subject import Subject
-from caramba_fast.policy.texts import Windows
 from caramba_fast.quality import RecallFormat, compare
-from caramba_fast.quality.recall import token_ids
+from caramba_fast.quality.needles import token_ids
+from caramba_fast.quality.text import Windows
 
 MIB = 2**20
 BOTH = ("gqa", "dba")
@@ -373,7 +373,7 @@ def test_candidates_are_judged_on_sampled_text_too(monkeypatch: pytest.MonkeyPat
 
 def test_needles_are_a_gate(text: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_quality(monkeypatch)
-    monkeypatch.setattr("caramba_fast.policy.retrieval.NEEDLES", 32)
+    monkeypatch.setattr("caramba_fast.policy.measure.NEEDLES", 32)
     settings = CachePolicyFields(
         cache_quality_min_needle=0.9, cache_auto_candidates=("q8", "q4:plain"),
         cache_auto_benchmark=False,

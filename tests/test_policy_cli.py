@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from caramba_fast.cli.app import app
 from caramba_fast.policy import CachePlan, CandidateRow
-from caramba_fast.policy import gates as gates_module
-from caramba_fast.policy.table import plain_table
+from caramba_fast.policy import measure as gates_module
+from caramba_fast.policy.plan import plain_table
 
 SMALL = (
     "--max-seq-len", 256, "--prompt-len", 16, "--decode-steps", 2, "--bench-prompt-len", 8,
@@ -27,7 +27,7 @@ FEW = ("--candidate", "fp16", "--candidate", "q8", "--candidate", "q4:plain")
 def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gates_module, "FEWEST_WINDOWS", 8)
     monkeypatch.setattr(gates_module, "MOST_WINDOWS", 8)
-    monkeypatch.setattr("caramba_fast.policy.retrieval.NEEDLES", 8)
+    monkeypatch.setattr("caramba_fast.policy.measure.NEEDLES", 8)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

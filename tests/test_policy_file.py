@@ -24,10 +24,9 @@ from caramba_fast.policy import (
     PlanFileError,
     PlanKey,
     choose_cache,
-    identity,
 )
-from caramba_fast.policy import gates as gates_module
-from caramba_fast.policy.plan import SCHEMA_VERSION
+from caramba_fast.policy import measure as gates_module
+from caramba_fast.policy.plan import SCHEMA_VERSION, model_identity
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES: dict[str, Any] = dict(
@@ -141,7 +140,7 @@ def test_another_model_device_or_version_is_another_plan(
     for name in ("device_identity", "versions"):
         with monkeypatch.context() as patch:
             found: Any = "a toaster" if name == "device_identity" else {"torch": "9"}
-            patch.setattr(f"caramba_fast.policy.subject.{name}", lambda *_, found=found: found)
+            patch.setattr(f"caramba_fast.policy.measure.{name}", lambda *_, found=found: found)
             assert not choose(model, path).reused
     assert choose(model, path).reused
     last = list(model.parameters())[-1]
@@ -163,7 +162,7 @@ def test_the_same_model_behind_an_adapter_is_told_by_its_weights() -> None:
             self.cache_layout = inner.cache_layout
 
     adapters: Any = [Adapter(make(seed)) for seed in (3, 3, 4)]
-    first, same, other = map(identity.model_identity, adapters)
+    first, same, other = map(model_identity, adapters)
     assert first == same != other and "vocabulary 97" in first
 
 
@@ -182,8 +181,7 @@ def aged(path: Path, seconds: float) -> None:
 
 
 def fake_times(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
-    from caramba_fast.policy.speed import StepTime
-    from caramba_fast.policy.subject import Subject
+    from caramba_fast.policy.measure import StepTime, Subject
 
     def times(self: Subject, specs: Any) -> Any:
         found = {spec: seconds.get(spec, 1.0) for spec in ("fp16", *specs)}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from caramba_fast.infer.prompts import Prompts, read_prompts
+from caramba_fast.infer.sequence import Prompts, read_prompts
 
 PAD, VOCABULARY = 0, 50
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from test_guides import model, run, tokenizer  # noqa: F401 - fixtures
 
 from caramba_fast.cache import LayerShape, ModelKVCache
 from caramba_fast.config import cache_configs
-from caramba_fast.infer import GenerateConfig, Generator, protocols
+from caramba_fast.infer import GenerateConfig, Generator, inferencer
 from caramba_fast.infer.inferencer import CausalInferencer, QuantizedKVCache
 from caramba_fast.inference.generate import Generator as TextGenerator
 from caramba_fast.inference.generate import main
@@ -161,10 +161,10 @@ def test_size_of_the_example():
 
 def test_protocol_names():
     for name in ("LanguageModel", "Inferencer", "KVCache", "PrefillOutput", "DecodeOutput"):
-        assert hasattr(protocols, name)
-    assert protocols.KVState._fields == ("keys", "values")
-    assert protocols.PrefillOutput._fields == ("token_ids", "token_logits")
-    assert protocols.DecodeOutput._fields == ("token_ids", "token_logits")
+        assert hasattr(inferencer, name)
+    assert inferencer.KVState._fields == ("keys", "values")
+    assert inferencer.PrefillOutput._fields == ("token_ids", "token_logits")
+    assert inferencer.DecodeOutput._fields == ("token_ids", "token_logits")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_protocol_names():
         (QuantizedKVCache.crop, ["num_tokens_crop"]),
         (QuantizedKVCache.get_kv_states, []),
         (QuantizedKVCache.get_num_tokens, []),
-        (protocols.LanguageModel.forward, ["query_token_ids", "kv_cache"]),
+        (inferencer.LanguageModel.forward, ["query_token_ids", "kv_cache"]),
     ],
 )
 def test_protocol_signatures(method, parameters):

@@ -11,11 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from caramba_fast.cache.base import LayerCache
 from caramba_fast.cache.calibration import Calibration
-from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerKVCache
-from caramba_fast.cache.lengths import Counts
-from caramba_fast.cache.reach import Reach
+from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerCache, LayerKVCache, Reach
+from caramba_fast.cache.rows import Counts
 from caramba_fast.cache.statistics import StreamStatistics
 from caramba_fast.config import KVCacheTensorConfig, Rotary
 from caramba_fast.ops import Transform, checks

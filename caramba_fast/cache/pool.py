@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba_fast.cache.base import LayerCache
 from caramba_fast.cache.calibration import Calibration
+from caramba_fast.cache.layer import LayerCache
 from caramba_fast.cache.model import AnyLayerShape, ModelKVCache
 from caramba_fast.config import KVCacheTensorConfig
 

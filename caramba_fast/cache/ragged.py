@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from caramba_fast.cache.base import LayerCache
+from caramba_fast.cache.layer import LayerCache
 from caramba_fast.cache.pool import PagePool
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 

@@ -1,7 +1,7 @@
 """What is known of a stream's values, and the transform that follows from it.
 
 `StreamStatistics` come from a model's key biases, from calibration text (`caramba_fast.calibrate`) or from
-the first prompt a cache sees (`caramba_fast.cache.knowledge`). `derive` turns them into the constants of
+the first prompt a cache sees (`caramba_fast.cache.calibration`). `derive` turns them into the constants of
 `caramba_fast.ops.Transform`:
 
     center   keys lose the bias of up to MAX_PAIRS RoPE pairs a kv head, where it outweighs what varies,

@@ -1,16 +1,183 @@
-"""``caramba-fast chat``: a conversation in the terminal."""
+"""``caramba-fast chat``: a conversation in the terminal.
+
+Chat: turns of a user and a model over one cache, from which turns can be taken back.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import typer
 
-from caramba_fast.cli.conversation import Chat
 from caramba_fast.cli.models import Setup, open_generator, summary
 from caramba_fast.cli.options import show_error
+from caramba_fast.infer import Generator
+from caramba_fast.infer.tokenizer import TextTokenizer, TextWriter
+
+Write = Callable[[str], object]
+Message = dict[str, str]
+
+
+class Chat:
+    """Turns of a user and a model.
+
+    With a chat template the messages are laid out as the model was trained, and what the cache holds is cut back to
+    what it shares with the layout: the end of an answer as the template writes it may differ from what the model
+    said (no end-of-sequence token after an answer that was cut short, say), and so may the tokens its text is made
+    of. Nothing before the last answer is fed again. Without a template the model continues what is typed, its
+    end-of-sequence token taken out again.
+
+    Args:
+        generator: keeps the conversation; only what is new is fed.
+        tokenizer: of its model.
+        system: a first message, for models with a chat template.
+
+    Raises:
+        ValueError: a system message and no chat template, or a template that refuses it.
+        ModuleNotFoundError: what fills in the template is not installed.
+    """
+
+    def __init__(self, generator: Generator, tokenizer: TextTokenizer, system: str = "") -> None:
+        if system and not tokenizer.has_chat_template:
+            raise ValueError(
+                "--system needs a model with a chat template; this one has none and continues your text"
+            )
+        self.generator, self.tokenizer = generator, tokenizer
+        self._first = [_message("system", system)] if system else []
+        self.messages: list[Message] = list(self._first)
+        #: What undo goes back to: tokens held and messages said before each turn.
+        self._turns: list[tuple[int, int]] = []
+        if tokenizer.has_chat_template:
+            self._layout([*self._first, _message("user", "?")])  # says at once what is missing
+
+    @property
+    def held(self) -> list[int]:
+        """The tokens of the conversation."""
+        rows = self.generator.tokens
+        return rows[0] if rows else []
+
+    def say(self, text: str, write: Write) -> bool:
+        """One turn: feeds ``text`` and writes the answer piece by piece.
+
+        Ctrl-C ends the answer early; what was written stays said. If nothing was, the turn is taken back.
+
+        Returns:
+            whether the answer came to its end.
+
+        Raises:
+            ValueError: the turn does not fit, or the template refuses it; the conversation is as it was.
+        """
+        new = self._laid_out(text)
+        if not new:
+            return True
+        before = len(self.held)
+        answer: list[int] = []
+        whole = self._answer(new, answer, write)
+        self._keep(before + len(new) + len(answer))
+        if answer:
+            self._turns.append((before, len(self.messages)))
+            self.messages += [_message("user", text), _message("assistant", self._spoken(answer))]
+            self._drop_end(answer)
+        elif len(self.held) > before:
+            self._keep(before)
+        return whole
+
+    def _answer(self, new: list[int], answer: list[int], write: Write) -> bool:
+        """Writes the answer to ``new`` and puts its tokens into ``answer``; False after Ctrl-C."""
+        steps = self.generator.generate_iter([new])
+        writer = TextWriter(self.tokenizer.decode, write, new)
+        try:
+            for token in steps:
+                answer.append(int(token))
+                if answer[-1] not in self.generator.eos_ids:
+                    writer.put(answer[-1])
+        except KeyboardInterrupt:
+            return False
+        finally:
+            close = getattr(steps, "close", None)
+            if close is not None:
+                close()
+            writer.close()
+        return True
+
+    def _spoken(self, answer: Sequence[int]) -> str:
+        return self.tokenizer.decode([t for t in answer if t not in self.generator.eos_ids])
+
+    def _drop_end(self, answer: Sequence[int]) -> None:
+        """Without a template, text goes on behind an answer as if it had not ended."""
+        if not self.tokenizer.has_chat_template and answer[-1] in self.generator.eos_ids:
+            self._keep(len(self.held) - 1)
+
+    def _keep(self, count: int) -> None:
+        """Holds the first ``count`` tokens (or fewer, if there are)."""
+        surplus = len(self.held) - count
+        if surplus > 0 and count > 0:
+            self.generator.rollback(surplus)
+        elif surplus > 0:
+            self.generator.reset()
+
+    # -- layout -------------------------------------------------------------------------
+
+    def _laid_out(self, text: str) -> list[int]:
+        """The tokens to feed behind those held, which are cut back to what the layout shares with them."""
+        held = self.held
+        if not self.tokenizer.has_chat_template:
+            return self.tokenizer.encode(text, special=not held)
+        whole = self._layout([*self.messages, _message("user", text)])
+        self._check_room(whole)
+        same = _shared(held, whole[:-1])  # at least one token is fed
+        self._keep(same)
+        return whole[same:]
+
+    def _layout(self, messages: list[Message]) -> list[int]:
+        from jinja2 import TemplateError  # noqa: PLC0415 - comes with what fills in templates
+
+        try:
+            return self.tokenizer.chat(messages)
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
+
+    def _check_room(self, whole: list[int]) -> None:
+        """Before anything is cut back."""
+        most = self.generator.config.max_seq_len
+        if len(whole) > most:
+            raise ValueError(
+                f"the conversation would have {len(whole)} tokens, more than max_seq_len={most}; "
+                "/undo or /reset makes room"
+            )
+
+    # -- going back ---------------------------------------------------------------------
+
+    def undo(self) -> bool:
+        """Takes the last turn back; whether there was one."""
+        if not self._turns:
+            return False
+        tokens, messages = self._turns.pop()
+        self._keep(tokens)
+        del self.messages[messages:]
+        return True
+
+    def reset(self) -> None:
+        """Forgets every turn."""
+        self.generator.reset()
+        self.messages, self._turns = list(self._first), []
+
+
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _shared(held: Sequence[int], wanted: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    count = 0
+    for ours, theirs in zip(held, wanted, strict=False):
+        if ours != theirs:
+            break
+        count += 1
+    return count
+
 
 HELP = (
     "/reset begins anew, /undo takes the last turn back, /stats shows figures, /quit ends; "

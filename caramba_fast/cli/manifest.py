@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from caramba_fast.manifest import Prepared, RunReport, load_manifest, prepare, run_manifest
-from caramba_fast.manifest.problems import at
+from caramba_fast.manifest.schema import at
 
 #: Figures of a benchmark: their name, heading, factor, digits.
 SHOWN = (

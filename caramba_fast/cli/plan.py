@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from caramba_fast.cache import Calibration
-from caramba_fast.cli.models import check_device
 from caramba_fast.cli.quality import DEMO, Subject, load_subject, read_text
 from caramba_fast.config.errors import explain
 from caramba_fast.config.files import check_replaceable
+from caramba_fast.models.registry import check_device
 from caramba_fast.policy import (
     CachePlan,
     CachePolicyFields,
@@ -24,12 +24,12 @@ from caramba_fast.policy import (
     NoCandidateError,
     choose_cache,
 )
-from caramba_fast.policy.picture import check_plot, save_plot
+from caramba_fast.policy.plan import cells
+from caramba_fast.policy.plot import check_plot, save_plot
 from caramba_fast.policy.settings import MIB
-from caramba_fast.policy.table import cells
 from caramba_fast.quality import RecallFormat
+from caramba_fast.quality.needles import token_ids
 from caramba_fast.quality.plot import is_plot
-from caramba_fast.quality.recall import token_ids
 
 #: Columns of a terminal in which verdicts have room beside the figures.
 _WIDE = 110

@@ -1,4 +1,7 @@
-"""``caramba-fast quality``: what each cache costs a model, measured on text."""
+"""``caramba-fast quality``: what each cache costs a model, measured on text.
+
+``caramba-fast calibrate``: a file with statistics of a model's keys and values.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import typer
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -19,7 +23,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from caramba_fast.cache import Calibration, DecoupledLayerShape
-from caramba_fast.cli.models import check_device
+from caramba_fast.cache.calibration import is_calibration
 from caramba_fast.config.files import check_replaceable
 from caramba_fast.models import (
     LanguageModel,
@@ -28,7 +32,7 @@ from caramba_fast.models import (
     load_demo,
     load_tokenizer,
 )
-from caramba_fast.models.registry import load
+from caramba_fast.models.registry import check_device, load
 from caramba_fast.quality import (
     CacheQuality,
     QualityReport,
@@ -38,8 +42,8 @@ from caramba_fast.quality import (
     measure,
 )
 from caramba_fast.quality.hard import hard_variants
+from caramba_fast.quality.needles import token_ids
 from caramba_fast.quality.plot import is_plot, save_plot
-from caramba_fast.quality.recall import token_ids
 from caramba_fast.quality.report import is_report, is_table
 
 #: Caches measured by default, for standard and for decoupled attention.
@@ -302,3 +306,28 @@ def write(report: QualityReport, out: Path, name: str, console: Console) -> None
         f"Finished parts are in {out / PARTS}: another run into this folder only measures what is new.",
         style="dim", highlight=False, soft_wrap=True,
     )  # fmt: skip
+
+
+#: The first is the name to give: model folders hold .safetensors files of their own.
+SUFFIXES = (".calibration", ".safetensors")
+
+
+def run_calibrate(
+    out: Path, name: str, text: str | None, tokens: int, device: str, *, force: bool = False
+) -> None:
+    """Reads the text once and writes the file.
+
+    Raises:
+        ValueError, OSError: what is wrong with the model, the text or the file to write.
+    """
+    check_device(device)
+    if out.suffix not in SUFFIXES or not out.parent.is_dir():
+        raise ValueError(f"{out} must be a {' or '.join(SUFFIXES)} file in a folder that exists")
+    check_replaceable(out, "calibration", is_calibration, force=force)
+    subject = load_subject(name, device)
+    ids = read_text(subject, text)[:tokens]
+    window = min(len(ids), longest(subject.model))
+    rows = torch.from_numpy(ids[: len(ids) // max(window, 1) * window].reshape(-1, max(window, 1)))
+    found = calibrate(subject.model, rows, about={"model": name, "text": text or "demo"})
+    found.save(out, force=force)
+    typer.echo(f"{out}: {rows.numel()} tokens, {len(found.layers)} layers")

@@ -16,9 +16,8 @@ import torch
 
 import caramba_fast
 from caramba_fast.cli.doctor import cuda_lines, device_lines, installed_version
-from caramba_fast.ops.extension import FOLDER, VARIABLE, library, load_error
-from caramba_fast.ops.registry import backends
-from caramba_fast.policy.identity import processor
+from caramba_fast.ops.registry import FOLDER, VARIABLE, backends, library, load_error
+from caramba_fast.policy.plan import processor
 
 #: Beside what the package's extras name.
 PACKAGES = ("torch", "triton", "transformers", "numpy", "safetensors", "pydantic", "filelock")

@@ -3,13 +3,10 @@
 On `torch.distributed` alone: NCCL between GPUs, gloo between CPUs. docs/scaling.md counts the bytes.
 """
 
-from caramba_fast.distributed.cache import ContextParallelKVCache, spread_layout
-from caramba_fast.distributed.context import Context
-from caramba_fast.distributed.group import RankGroup, Traffic
-from caramba_fast.distributed.liveness import RankLostError
-from caramba_fast.distributed.model import ParallelModel, context_parallel
-from caramba_fast.distributed.spread import PageSpread
-from caramba_fast.distributed.tensor_parallel import tensor_parallel
+from caramba_fast.distributed.cache import Context, ContextParallelKVCache, spread_layout
+from caramba_fast.distributed.group import RankGroup, RankLostError, Traffic
+from caramba_fast.distributed.model import ParallelModel, context_parallel, tensor_parallel
+from caramba_fast.distributed.placement import PageSpread
 
 __all__ = [
     "Context",

@@ -2,13 +2,18 @@
 
 A cache is made from a model's ``cache_layout``. `spread_layout` gives the same layout with shapes that make spread
 layer caches, so that whatever makes a `ModelKVCache` from it (a `Generator`, a benchmark) makes a spread one.
+
+Context: how rows are spread over ranks, and the layer caches that follow from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
+
+import torch
 
 from caramba_fast.cache import (
     AnyLayerShape,
@@ -20,9 +25,106 @@ from caramba_fast.cache import (
     ModelKVCache,
 )
 from caramba_fast.config import KVCacheTensorConfig
-from caramba_fast.distributed.context import Context
 from caramba_fast.distributed.group import RankGroup
-from caramba_fast.distributed.spread import PAGE_SIZE
+from caramba_fast.distributed.layer import (
+    ContextParallelDecoupledLayerKVCache,
+    ContextParallelLayer,
+    ContextParallelLayerKVCache,
+)
+from caramba_fast.distributed.partial_attention import ZEROS, as_ring, ring_config, without_ring
+from caramba_fast.distributed.placement import (
+    PAGE_SIZE,
+    PageSpread,
+    Plans,
+    check_page_size,
+    check_rank_tokens,
+)
+
+#: What behaves like all of a layer's cache, by the class that holds a rank's part of it.
+LAYERS: dict[type[LayerCache], type[ContextParallelLayer]] = {
+    LayerKVCache: ContextParallelLayerKVCache,
+    DecoupledLayerKVCache: ContextParallelDecoupledLayerKVCache,
+}
+
+
+class Context:
+    """How rows are spread: over which ranks, in what pages, and how much each rank may hold.
+
+    Args:
+        group: the ranks.
+        page_size: tokens of a page, a multiple of 32; of 128 where keys are centered on RoPE pairs (q8 and the
+            4-bit kinds with their defaults).
+        rank_tokens: most tokens of a row each rank holds; by default an even share.
+
+    Raises:
+        ValueError: a page size or counts that are not allowed.
+    """
+
+    def __init__(
+        self, group: RankGroup, page_size: int = PAGE_SIZE, rank_tokens: Sequence[int] | None = None
+    ) -> None:
+        check_page_size(page_size)
+        self.group, self.page_size, self.rank_tokens = group, page_size, rank_tokens
+        if rank_tokens is not None:
+            check_rank_tokens(rank_tokens, group.size)
+        self._plans: dict[tuple[int, torch.device], Plans] = {}
+
+    def plans(self, max_seq_len: int, device: torch.device) -> Plans:
+        """The plans of caches of one size, shared by their layers."""
+        key = (max_seq_len, device)
+        if key not in self._plans:
+            size = self.group.size
+            spread = PageSpread(max_seq_len, size, self.page_size, self.rank_tokens)
+            self._plans[key] = Plans(spread, self.group.rank, device)
+        return self._plans[key]
+
+    def layer(
+        self,
+        kind: type[LayerCache],
+        configs: Mapping[str, KVCacheTensorConfig | None],
+        *,
+        max_seq_len: int,
+        device: torch.device | str,
+        page_size: int | None,
+        num_pages: int | None,
+        **sizes: Any,
+    ) -> ContextParallelLayer:
+        """One layer's cache on this rank.
+
+        Args:
+            kind: `LayerKVCache` or `DecoupledLayerKVCache`, which holds this rank's part.
+            configs: storage of each stream by argument of ``kind``, None for fp16.
+            max_seq_len: tokens of a row over all ranks.
+            page_size, num_pages: None, or the page size of the spread.
+            sizes: what else ``kind`` takes.
+
+        Raises:
+            ValueError: another page size, a number of pages, or more sinks than a page has tokens.
+        """
+        made = {name: config or KVCacheTensorConfig() for name, config in configs.items()}
+        self._check(page_size, num_pages, max(config.sink_len for config in made.values()))
+        plans = self.plans(max_seq_len, torch.device(device))
+        make: Any = partial(kind, device=device, **sizes)
+        sinks = self.group.rank == plans.spread.first_rank
+        own = {name: without_ring(config, sinks=sinks) for name, config in made.items()}
+        tokens = plans.spread.tokens_of(self.group.rank) or self.page_size
+        local = make(**own, max_seq_len=tokens, page_size=self.page_size)
+        ring = None
+        if next(iter(made.values())).residual_len:
+            rings = {name: ring_config(config) for name, config in made.items()}
+            ring = as_ring(make(**rings, max_seq_len=max_seq_len, page_size=ZEROS, num_pages=1))
+        return LAYERS[kind](local, ring, plans, self.group, max_seq_len)
+
+    def _check(self, page_size: int | None, num_pages: int | None, sinks: int) -> None:
+        if page_size not in (None, self.page_size) or num_pages is not None:
+            raise ValueError(
+                f"page_size is {page_size} and num_pages is {num_pages}; rows are spread in pages of "
+                f"{self.page_size}, with room for all of them: allowed is None for both"
+            )
+        if sinks > self.page_size:
+            raise ValueError(
+                f"sink_len is {sinks}; up to page_size={self.page_size} is allowed, so that one rank has them all"
+            )
 
 
 @dataclass(frozen=True)

@@ -3,28 +3,395 @@
 It offers what a model and a generator use of `caramba_fast.cache.LayerCache`. Every rank is given all new tokens and
 stores those of its own pages; every rank asks for all queries, attends over its own pages, and one collective makes
 the attention of the parts. Lengths are those of the whole rows, the same on every rank.
+
+What is asked of a spread layer cache: where the queries stand, how far they see, and whether that can be had.
+
+Everything that can be wrong is found here, on every rank alike: one that raised later, in an op, would leave those
+waiting that hold nothing the queries see.
+
+Pieces of what a spread layer cache does to its buffers: pick tokens, fit phases, copy rows, refill the ring.
+
+SpreadRows: the rows of one layer whose pages are on several ranks, as far as they shrink and move.
+
+Lengths are those of the whole rows, the same on every rank; each rank shortens, permutes and copies what it holds.
+
+Spread caches of standard (K, V) and of decoupled attention (K_sem, K_geo, V).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from caramba_fast.cache.tensor import capacity
-from caramba_fast.distributed.asking import PLAIN, SCALES, asked_queries, nulls_of
-from caramba_fast.distributed.merge import default_scale, gather_and_merge, with_extras
-from caramba_fast.distributed.moving import on_pages, picked
-from caramba_fast.distributed.partial import attend_to_pages
-from caramba_fast.distributed.recent import attend_to_ring
-from caramba_fast.distributed.rows import SpreadRows
-from caramba_fast.ops import Transform, merge_state
+from caramba_fast.cache import LayerCache, PageAllocator, PageTable, Reach, RowLengths
+from caramba_fast.cache.rows import Counts
+from caramba_fast.cache.stream import CacheTensor, capacity, empty
+from caramba_fast.distributed.group import RankGroup
+from caramba_fast.distributed.partial_attention import (
+    attend_to_pages,
+    attend_to_ring,
+    default_scale,
+    gather_and_merge,
+    lost_positions,
+    shorten,
+    with_extras,
+)
+from caramba_fast.distributed.placement import Plans, Queries
+from caramba_fast.ops import Transform, checks, merge_state
+from caramba_fast.ops.transform import PHASE_TILE
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+#: Options of `attend`; what is not listed cannot be had with pages on several ranks.
+SCALES = ("softmax_scale", "sem_scale", "geo_scale")
+PLAIN = ("softcap", "num_splits", "q_chunk")
+ALLOWED = ("before", "window_size", "return_softmax_lse", "s_aux", *SCALES, *PLAIN)
+LEAST = {"softcap": 0, "num_splits": 0, "q_chunk": 1}
+
+
+def nulls_of(layer: SpreadRows) -> tuple[str, ...]:
+    """The options that are null keys and values of the layer's streams."""
+    return tuple(f"null_{name}" for name in layer.streams)
+
+
+def asked_queries(
+    layer: SpreadRows, queries: Sequence[Tensor], before: int, options: dict[str, Any]
+) -> Queries:
+    """Where the queries stand and how far they see.
+
+    Raises:
+        ValueError, TypeError: as `LayerCache`, and options that cannot be had across ranks.
+    """
+    _check_options(layer, options)
+    _check_queries(layer, queries)
+    tokens, lengths = queries[0].shape[2], layer.lengths
+    most = max(layer.pos, lengths.newest)
+    if before < 0 or not 1 <= tokens <= tokens + before <= most:
+        raise ValueError(
+            f"q has shape {tuple(queries[0].shape)} and before is {before}; (B, H_q, T, D) with T from 1 to the "
+            f"{most} tokens cached is needed"
+        )
+    padded = lengths.query_lens is not None
+    if padded and (before or tokens != lengths.newest):
+        raise ValueError(
+            f"q has T={tokens} tokens after an append of {lengths.newest} with padding; they must agree"
+        )
+    if layer.ring is not None and tokens + before > layer.ring.attendable:
+        raise ValueError(
+            f"q has T={tokens} tokens; with a tail up to {layer.ring.attendable} are allowed, or those of the "
+            "latest append, once and right after it"
+        )
+    count = layer._newest if padded else [tokens] * layer.batch_size
+    start = tuple(n - before - c for n, c in zip(lengths.host, count, strict=True))
+    left = layer.reach.window(options)[0]
+    return Queries(start, tuple(count), tokens, layer.residual_len, left)
+
+
+def _check_options(layer: SpreadRows, options: dict[str, Any]) -> None:
+    nulls = nulls_of(layer)
+    unknown = [name for name in options if name not in (*ALLOWED, *nulls)]
+    if unknown:
+        raise TypeError(
+            f"attend has no option {', '.join(unknown)} for pages spread over ranks; allowed are "
+            f"{', '.join((*ALLOWED, *nulls))}"
+        )
+    problems = [
+        f"{name} is {options[name]}; {least} or more is allowed"
+        for name, least in LEAST.items()
+        if options.get(name) is not None and options[name] < least
+    ]
+    window = options.get("window_size") or (-1, -1)
+    if len(window) != 2 or min(window) < -1:
+        problems.append(f"window_size is {window!r}; (left, right), each -1 or more, is needed")
+    given = [name for name in nulls if options.get(name) is not None]
+    if given and len(given) < len(nulls):
+        problems.append(f"null keys and values go together; only {', '.join(given)} given")
+    checks.raise_all("attend", problems)
+
+
+def _check_queries(layer: SpreadRows, queries: Sequence[Tensor]) -> None:
+    keys = [stream for name, stream in layer.streams.items() if name != "v"]
+    for q, stream in zip(queries, keys, strict=True):
+        checks.float_tensor("q", q)
+        fits = q.ndim == 4 and q.shape[0] == layer.batch_size and q.shape[3] == stream.head_dim
+        if not fits or q.shape[1] % layer.n_kv_heads or q.shape[:3] != queries[0].shape[:3]:
+            raise ValueError(
+                f"q has shape {tuple(q.shape)}; ({layer.batch_size}, H_q, T, {stream.head_dim}) with H_q a multiple "
+                f"of {layer.n_kv_heads}, and one H_q and T for all queries, is needed"
+            )
+
+
+def picked(x: Tensor, index: Tensor | None, most: int) -> Tensor:
+    """Of x (B, H, T, D) the tokens ``index`` (B, most), or the first ``most``."""
+    if index is None:
+        return x[:, :, :most]
+    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def on_pages(transform: Transform, pages: Sequence[int], page_size: int) -> Transform:
+    """The transform of a rank that holds ``pages`` of a row: its slots turn by the positions they stand for.
+
+    A phase table has one angle for each tile of 128 tokens; a rank's table has those of its own tiles.
+
+    Raises:
+        ValueError: the transform has phases, and pages are no whole tiles.
+    """
+    if transform.phases is None:
+        return transform
+    if page_size % PHASE_TILE:
+        raise ValueError(
+            f"page_size is {page_size}; keys centered on RoPE pairs need a multiple of {PHASE_TILE}"
+        )
+    tiles = page_size // PHASE_TILE
+    first = torch.tensor(list(pages) or [0]) * tiles
+    index = (first[:, None] + torch.arange(tiles)).flatten()
+    last = transform.phases.shape[2] - PHASE_TILE - 1  # the last page may reach past the table
+    index = torch.cat((torch.arange(PHASE_TILE), PHASE_TILE + index.clamp(max=last)))
+    phases = transform.phases[:, :, index.to(transform.phases.device)].contiguous()
+    return replace(transform, phases=phases)
+
+
+def copied(cache: LayerCache, rows: Sequence[int], pages_per_row: int) -> LayerCache:
+    """A paged cache whose row b holds what row ``rows[b]`` holds in ``cache``, with a pool of its own."""
+    assert cache.pages is not None
+    other = cache.take(rows)
+    shared = other.pages
+    assert shared is not None
+    allocator = PageAllocator(len(rows) * pages_per_row)
+    size = cache.pages.page_size
+    other.pages = PageTable(len(rows), pages_per_row, size, allocator, cache.device)
+    other.pages.reserve([0] * len(rows), other.lengths.host)
+    pairs = [
+        pair
+        for old, new in zip(shared.rows, other.pages.rows, strict=True)
+        for pair in zip(old, new, strict=True)
+    ]
+    source, target = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.to(cache.device)
+    for stream in other.streams.values():
+        _move_pages(stream, source, target, len(allocator.references))
+    shared.shrink([0] * len(rows))
+    return other
+
+
+def _move_pages(stream: CacheTensor, source: Tensor, target: Tensor, count: int) -> None:
+    def moved(buffer: Tensor) -> Tensor:
+        new = empty((count, *buffer.shape[1:]), buffer.dtype, buffer.device)
+        new[target] = buffer[source]
+        return new
+
+    scales = None if stream.scales is None else moved(stream.scales)
+    stream.replace_buffers(moved(stream.codes), scales, stream.transform)
+
+
+def refill(
+    layer: SpreadRows, places: Sequence[tuple[int, int, int]]
+) -> Callable[[int, int, int], None]:
+    """Fetches positions from the ranks that hold their codes; what puts them back into the ring.
+
+    One collective for all of them; none where nothing is asked for.
+
+    Args:
+        places: (row, start, stop).
+    """
+    if not places:
+        return lambda *_: None
+    found = {
+        name: [_own_values(layer, stream, place) for place in places]
+        for name, stream in layer.local.streams.items()
+    }
+    flat = torch.cat([x.flatten() for values in found.values() for x in values])
+    flat = layer.group.all_gather(flat).sum(0)
+    pieces = iter(flat.split([x.numel() for values in found.values() for x in values]))
+    whole = {
+        name: {place: next(pieces).view_as(x) for place, x in zip(places, values, strict=True)}
+        for name, values in found.items()
+    }
+
+    def put_back(row: int, start: int, stop: int) -> None:
+        assert layer.ring is not None
+        for name, stream in layer.ring.streams.items():
+            assert stream.tail is not None
+            slot = torch.arange(start, stop, device=layer.device) % stream.tail.shape[2]
+            stream.tail[row, :, slot] = whole[name][row, start, stop].to(stream.tail.dtype)
+
+    return put_back
+
+
+def _own_values(layer: SpreadRows, stream: CacheTensor, place: tuple[int, int, int]) -> Tensor:
+    """(lanes, stop - start, lane_dim) float32 in the stored basis, 0 where another rank has the token."""
+    row, start, stop = place
+    spread, rank, lanes = layer.plans.spread, layer.group.rank, stream.lanes
+    values = torch.zeros(
+        lanes.count, stop - start, lanes.heads_per_lane * stream.head_dim, device=layer.device
+    )
+    position = spread.positions_of(rank, start, stop)
+    if len(position):
+        slot = torch.from_numpy(spread.count(rank, position)).to(layer.device)
+        held = int(spread.count(rank, np.array(stop)))
+        stored = layer.local._stored(stream, held)[row : row + 1, :, slot]
+        values[:, torch.from_numpy(position - start).to(layer.device)] = lanes.pack(stored)[0]
+    return values
+
+
+def copy_of(layer: SpreadRows, rows: Sequence[int]) -> SpreadRows:
+    """A layer whose row b holds what row ``rows[b]`` holds in ``layer``."""
+    other = copy.copy(layer)
+    pages = len(layer.plans.spread.pages_of(layer.group.rank))
+    with torch.inference_mode(False):
+        other.local = copied(layer.local, rows, max(1, pages))
+        other.ring = None if layer.ring is None else layer.ring.take(rows)
+        other.lengths = layer.lengths.taken(rows)
+    other.batch_size, other._newest = len(rows), []
+    return other
+
+
+class SpreadRows:
+    """See the module.
+
+    Args:
+        local: this rank's pages, a paged cache.
+        ring: the fp16 tail, None without.
+        plans: where tokens go.
+        group: the ranks.
+        max_seq_len: tokens a row can hold over all ranks.
+    """
+
+    def __init__(
+        self,
+        local: LayerCache,
+        ring: LayerCache | None,
+        plans: Plans,
+        group: RankGroup,
+        max_seq_len: int,
+    ) -> None:
+        self.local, self.ring, self.plans, self.group = local, ring, plans, group
+        self.batch_size, self.max_seq_len = local.batch_size, max_seq_len
+        self.n_kv_heads, self.device, self.known = local.n_kv_heads, local.device, local.known
+        self.residual_len = 0 if ring is None else ring.residual_len
+        self.reads_all_slots, self.reach = False, Reach()
+        self._by_hand = False
+        self._newest: list[int] = []  # real tokens of the last append, by row
+        with torch.inference_mode(False):  # as the buffers
+            self.lengths = RowLengths(self.batch_size, self.device)
+
+    # -- what it holds ------------------------------------------------------------------
+
+    @property
+    def streams(self) -> dict[str, CacheTensor]:
+        """The streams as this rank stores them."""
+        return self.local.streams
+
+    @property
+    def pos(self) -> int:
+        """Tokens in the longest row, over all ranks."""
+        return self.lengths.longest
+
+    @property
+    def seq_lens(self) -> Tensor:
+        """(B,) int32 on the device, tokens in each row over all ranks."""
+        return self.lengths.seq_lens
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row holds a token on any rank."""
+        return self.pos == 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated on this rank."""
+        return self.local.nbytes + (0 if self.ring is None else self.ring.nbytes)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of codes and scales that one token of one row takes, on the rank that holds it."""
+        return self.local.bytes_per_token
+
+    @property
+    def _carries(self) -> bool:
+        """Whether this rank attends to the ring."""
+        return self.group.rank == self.plans.spread.first_rank
+
+    # -- shrinking and moving -----------------------------------------------------------
+
+    def crop(self, n: Counts) -> None:
+        """Removes the newest ``n`` tokens of every row, or ``n[b]`` of row b, wherever they are."""
+        counts = self.lengths.per_row("n", n)
+        for row, (length, count) in enumerate(zip(self.lengths.host, counts, strict=True)):
+            if not 0 <= count <= length:
+                raise ValueError(f"cannot crop {count} tokens of row {row}, which holds {length}")
+        self.set_lengths([a - b for a, b in zip(self.lengths.host, counts, strict=True)])
+
+    def truncate(self, new_pos: int) -> None:
+        """Keeps the first ``new_pos`` tokens of every row; rows that are shorter stay as they are."""
+        if type(new_pos) is not int or not 0 <= new_pos <= self.pos:
+            raise ValueError(f"new_pos is {new_pos!r}; 0 to {self.pos} (tokens cached) is allowed")
+        self.set_lengths([min(length, new_pos) for length in self.lengths.host])
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Shortens rows to ``lengths``, none longer than it is, on every rank."""
+        if self.ring is not None:
+            self.ring._narrow()
+            wanted = [min(a, b) for a, b in zip(lengths, self.ring.lengths.host, strict=True)]
+            shorten(self.ring, wanted, refill(self, lost_positions(self.ring, wanted)))
+        spread, rank = self.plans.spread, self.group.rank
+        held = spread.count(rank, np.array(lengths)).tolist()
+        self.local.set_lengths(
+            [min(a, b) for a, b in zip(held, self.local.lengths.host, strict=True)]
+        )
+        self.lengths.set(lengths)
+
+    def reorder(self, beam_idx: Tensor) -> None:
+        """Row b becomes what row ``beam_idx[b]`` was; pages are shared until a row writes.
+
+        Args:
+            beam_idx: (B,) integer tensor on cpu.
+        """
+        if beam_idx.device.type != "cpu":
+            raise ValueError(
+                f"beam_idx is on {beam_idx.device}; cpu is needed where rows have pages"
+            )
+        self.local.reorder(beam_idx)
+        if self.ring is not None:
+            self.ring.reorder(beam_idx)
+        self.lengths.set([self.lengths.host[row] for row in beam_idx.tolist()])
+
+    def take(self, rows: Sequence[int]) -> Self:
+        """A new cache whose row b holds what row ``rows[b]`` holds here, copied; this one stays as it is.
+
+        Raises:
+            ValueError: no rows, or one that does not exist.
+        """
+        other: Any = copy_of(self, rows)
+        return other
+
+    def reset(self) -> None:
+        """Forgets everything; the memory stays allocated."""
+        self.local.reset()
+        if self.ring is not None:
+            self.ring.reset()
+        self.lengths.set([0] * self.batch_size)
+        self._by_hand = False
+
+    def tail_state(self) -> tuple[list[Tensor], list[int]]:
+        """As `LayerCache.tail_state`; nothing without a tail."""
+        return ([], []) if self.ring is None else self.ring.tail_state()
+
+    def restore_tail(self, state: tuple[list[Tensor], list[int]]) -> None:
+        """As `LayerCache.restore_tail`."""
+        if self.ring is not None:
+            self.ring.restore_tail(state)
 
 
 class ContextParallelLayer(SpreadRows):
-    """See the module; made by `caramba_fast.distributed.context.Context`."""
+    """See the module; made by `caramba_fast.distributed.cache.Context`."""
 
     # -- growing ------------------------------------------------------------------------
 
@@ -124,3 +491,68 @@ class ContextParallelLayer(SpreadRows):
             scales = [plain.get(n, default_scale(q)) for n, q in zip(names, queries, strict=True)]
             out, lse = with_extras((out, lse), queries, scales, extras, plain.get("softcap", 0.0))
         return (out, lse) if options.get("return_softmax_lse") else out
+
+
+class ContextParallelLayerKVCache(ContextParallelLayer):
+    """K and V of one layer; as `caramba_fast.cache.LayerKVCache` but for `ALLOWED` options."""
+
+    def append(
+        self,
+        k: Tensor,
+        v: Tensor,
+        new_lens: Sequence[int] | None = None,
+        cache_leftpad: Tensor | None = None,
+        *,
+        will_attend: bool = True,
+    ) -> None:
+        """Stores those of T new tokens a row that go to this rank; as `LayerKVCache.append`.
+
+        Args:
+            k, v: (B, H_kv, T, D) or flat (B, T, dim), the same on every rank.
+            cache_leftpad: None; anything else is refused.
+
+        Raises:
+            ValueError, TypeError: as there, the same on every rank and before anything is written.
+        """
+        self._append({"k": k, "v": v}, new_lens, cache_leftpad, will_attend)
+
+    def attend(self, q: Tensor, *, before: int = 0, **options: Any) -> Any:
+        """Attention of the T newest tokens over what all ranks hold, the same bits on every rank.
+
+        Args:
+            q: (B, H_q, T, D_k), the same on every rank.
+            before: how many of the newest tokens of every row come after these T.
+            options: softmax_scale, window_size, softcap, s_aux, null_k, null_v, num_splits, q_chunk.
+
+        Raises:
+            ValueError, TypeError: as `LayerKVCache.attend`, and options not named here.
+            RankLostError: a rank is gone.
+        """
+        return self._attend(q, before=before, **options)
+
+
+class ContextParallelDecoupledLayerKVCache(ContextParallelLayer):
+    """K_sem, K_geo and V of one layer; as `caramba_fast.cache.DecoupledLayerKVCache`."""
+
+    def append(
+        self,
+        k_sem: Tensor,
+        k_geo: Tensor,
+        v: Tensor,
+        new_lens: Sequence[int] | None = None,
+        cache_leftpad: Tensor | None = None,
+        *,
+        will_attend: bool = True,
+    ) -> None:
+        """Stores those of T new tokens a row that go to this rank; as `ContextParallelLayerKVCache.append`."""
+        new = {"k_sem": k_sem, "k_geo": k_geo, "v": v}
+        self._append(new, new_lens, cache_leftpad, will_attend)
+
+    def attend(self, q_sem: Tensor, q_geo: Tensor, **options: Any) -> Any:
+        """Attention of the T newest tokens over what all ranks hold.
+
+        Args:
+            q_sem, q_geo: (B, H_q, T, D) each, the same on every rank.
+            options: sem_scale, geo_scale and those of `ContextParallelLayerKVCache.attend`.
+        """
+        return self._attend(q_sem, q_geo, **options)

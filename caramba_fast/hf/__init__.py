@@ -7,11 +7,10 @@ The only layer that imports transformers. Importing it registers its adapter and
 from caramba_fast.hf import compat as _compat  # noqa: F401, I001 - first: it says what is missing
 from transformers import PreTrainedModel
 
-from caramba_fast.hf.accelerating import accelerate, restore
+from caramba_fast.hf.integration import accelerate, register, restore
 from caramba_fast.hf.adapter import HuggingFaceModel
 from caramba_fast.hf.loading import load_pretrained, load_tokenizer
 from caramba_fast.hf.packed_cache import CarambaCache
-from caramba_fast.hf.registering import register
 from caramba_fast.hf.static_cache import CarambaStaticCache
 from caramba_fast.models.registry import (
     register_adapter,
@@ -19,6 +18,7 @@ from caramba_fast.models.registry import (
     register_tokenizer_loader,
 )
 
+register()
 register_adapter(lambda model: isinstance(model, PreTrainedModel), HuggingFaceModel)
 register_loader(load_pretrained)
 register_tokenizer_loader(load_tokenizer)

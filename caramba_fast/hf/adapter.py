@@ -3,6 +3,8 @@
 K and V of every layer go into our caches. Where our attention function can serve the model, it reads them as they
 are stored; elsewhere they come back dense to the model's own attention, which is right for every model that uses
 a transformers cache, at the cost of dequantizing what a step attends to.
+
+ModelFacts: what generation asks of a model of transformers besides its forward pass.
 """
 
 from __future__ import annotations
@@ -10,25 +12,95 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from caramba_fast.cache import ModelKVCache, RaggedBatch
-from caramba_fast.hf.cache import DenseCache
-from caramba_fast.hf.checks import check_padding, check_servable
-from caramba_fast.hf.chunked import pieces
-from caramba_fast.hf.end_frame import EndFrame
-from caramba_fast.hf.frame import Frame
-from caramba_fast.hf.holding import dense_pass
-from caramba_fast.hf.model_facts import ModelFacts
+from caramba_fast.cache import AnyLayerShape, LayerShape, ModelKVCache, RaggedBatch
+from caramba_fast.hf.attention import pieces
+from caramba_fast.hf.capabilities import check_padding, check_servable, probe
+from caramba_fast.hf.dense_cache import DenseCache
+from caramba_fast.hf.layers import DropoutActiveError, StepCache, TensorsNeededError
+from caramba_fast.hf.packed_trial import COMPILED, chunks_of, is_compiled, reading
 from caramba_fast.hf.ragged import forward_ragged, ragged_limit, why_not_ragged
-from caramba_fast.hf.reads import COMPILED, is_compiled, reading
-from caramba_fast.hf.step_cache import DropoutActiveError, StepCache, TensorsNeededError
-from caramba_fast.hf.switching import our_attention
-from caramba_fast.models.recording import refuse_recording
+from caramba_fast.hf.row_layout import EndFrame, Frame
+from caramba_fast.hf.scope import dense_pass, our_attention
+from caramba_fast.models.protocol import refuse_recording
+
+
+class ModelFacts(nn.Module):
+    """Special ids, sizes, and what layers cache, from configs and from asking the model.
+
+    Args:
+        model: a causal language model.
+
+    Raises:
+        TypeError: its layers do not keep keys and values the way a transformers Cache does.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self._findings = probe(model)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """All end-of-sequence ids, of the generation config first."""
+        eos = self._special("eos_token_id")
+        return (eos,) if isinstance(eos, int) else tuple(eos or ())
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The first of `eos_token_ids`, or None."""
+        return next(iter(self.eos_token_ids), None)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The padding id of the generation config, else of the model's config, or None."""
+        return self._special("pad_token_id")
+
+    def _special(self, name: str) -> Any:
+        for config in (self.model.generation_config, self.model.config.get_text_config()):
+            value = getattr(config, name, None)
+            if value is not None:
+                return value
+        return None
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits; after ``resize_token_embeddings`` the model is asked again."""
+        found = probe(self.model)
+        if found is not self._findings:
+            self._findings = found
+        return found.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go: that of the input embeddings."""
+        embeddings: Any = self.model.get_input_embeddings()
+        return embeddings.weight.device
+
+    @property
+    def cache_layout(self) -> list[AnyLayerShape]:
+        """What each layer that caches stores, as the model itself does it.
+
+        Rows of a chunk start elsewhere than the phases of their keys: those layers' RoPE is left unsaid.
+        """
+        chunks = chunks_of(self.model)
+        return [
+            replace(shape, rope=None, key_bias=None)
+            if place in chunks and isinstance(shape, LayerShape)
+            else shape
+            for place, shape in zip(self._findings.places, self._findings.shapes, strict=True)
+        ]
+
+    @property
+    def max_positions(self) -> int | None:
+        """The length of the model's table of positions; None where positions are computed."""
+        return self._findings.max_positions
 
 
 class HuggingFaceModel(ModelFacts):

@@ -10,11 +10,9 @@ from typing import Any
 
 from torch import Tensor
 from transformers import cache_utils
-from transformers.cache_utils import CacheLayerMixin
 
-from caramba_fast.hf.cache import RecordingLayer
 from caramba_fast.hf.compat import HYBRIDS
-from caramba_fast.hf.packed_layer import CarambaLayer
+from caramba_fast.hf.layers import CarambaLayer
 
 _LINEAR: Any = getattr(cache_utils, "LinearAttentionLayer", object)
 #: What such a layer keeps beside K and V, by number of the state.
@@ -83,26 +81,4 @@ _OURS = {stock: type(f"Caramba{stock.__name__}", (HybridLayer, stock), {}) for s
 def hybrid(layer: Any, *args: Any) -> CarambaLayer:
     """What takes the place of a stock ``layer`` that `is_hybrid`; ``args`` as for `CarambaLayer`."""
     made: CarambaLayer = _OURS[type(layer)](layer.number_of_states, *args)
-    return made
-
-
-class _Recording(RecordingLayer):
-    """The part of `recording` that is ours."""
-
-    def __init__(self, states: int) -> None:
-        _LINEAR.__init__(self, number_of_states=states)
-        CacheLayerMixin.__init__(self)
-
-    def lazy_initialization(self, *_: Any, **states: Any) -> None:
-        """As `HybridLayer`."""
-        if states:
-            _LINEAR.lazy_initialization(self, **states)
-
-
-_RECORDING = {stock: type(stock.__name__, (_Recording, stock), {}) for stock in HYBRIDS}
-
-
-def recording(layer: Any) -> RecordingLayer:
-    """A layer that keeps K and V as they come, in place of a stock ``layer`` that `is_hybrid`."""
-    made: RecordingLayer = _RECORDING[type(layer)](layer.number_of_states)
     return made

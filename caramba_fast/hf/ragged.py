@@ -14,12 +14,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from caramba_fast.cache import RaggedBatch
 from caramba_fast.cache.ragged import RaggedLayer
-from caramba_fast.hf.deferred import PackedStates
+from caramba_fast.hf.capabilities import Findings
+from caramba_fast.hf.layers import TensorsNeededError
+from caramba_fast.hf.lazy_tensors import PackedStates
 from caramba_fast.hf.masks import expect_mask
-from caramba_fast.hf.probe import Findings
-from caramba_fast.hf.reads import reading
-from caramba_fast.hf.step_cache import TensorsNeededError
-from caramba_fast.hf.switching import our_attention
+from caramba_fast.hf.packed_trial import reading
+from caramba_fast.hf.scope import our_attention
 
 if TYPE_CHECKING:
     from caramba_fast.hf.adapter import HuggingFaceModel

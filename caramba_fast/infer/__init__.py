@@ -1,28 +1,24 @@
 """Generation: settings, sampling, beams, speculation, inferencer protocols, and the Generator."""
 
-from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.infer.config import GenerateConfig, SpeculativeConfig
 from caramba_fast.infer.generator import Generator, generate
 from caramba_fast.infer.inferencer import (
     CausalInferencer,
     ChunkwiseInferencer,
-    GreedySampling,
-    QuantizedKVCache,
-    RandomSampling,
-)
-from caramba_fast.infer.metrics import GenerationMetrics
-from caramba_fast.infer.output import GenerateOutput
-from caramba_fast.infer.protocols import (
     DecodeOutput,
+    GreedySampling,
     Inferencer,
     KVCache,
     KVState,
-    LanguageModel,
     PrefillOutput,
+    QuantizedKVCache,
+    RandomSampling,
     SampleStrategy,
 )
-from caramba_fast.infer.run import Hooks
-from caramba_fast.infer.spec_config import SpeculativeConfig
+from caramba_fast.infer.output import GenerateOutput, GenerationMetrics
+from caramba_fast.infer.session import Hooks
 from caramba_fast.infer.speculative import SpeculationStats, SpeculativeGenerator
+from caramba_fast.models.protocol import LanguageModel
 
 __all__ = [
     "CausalInferencer",

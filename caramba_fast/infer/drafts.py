@@ -1,18 +1,30 @@
-"""Drafts: guesses of the next tokens of each row, and how likely the guesser held them."""
+"""Drafts: guesses of the next tokens of each row, and how likely the guesser held them.
+
+Which drafted tokens stand, and the token that follows them.
+
+Speculative sampling (arXiv:2211.17192, arXiv:2302.01318): with p the target's and q the draft's distribution, both
+after every filter, a drafted token stands with probability min(1, p/q); the first that does not is drawn
+again from max(0, p - q), normalised. What comes out is distributed as p.
+
+How many tokens to draft, and whether it still pays.
+
+Prompt lookup: what followed the newest tokens where they occurred last (prompt-lookup decoding).
+
+No model is needed: answers that quote their prompt, code that repeats itself and lists are drafted from the row
+itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from caramba_fast.infer.config import GenerateConfig
-from caramba_fast.infer.conversation import Conversation
-from caramba_fast.infer.edits import LogitEdits
-from caramba_fast.infer.history import TokenHistory
-from caramba_fast.infer.run import blank_ended
+from caramba_fast.infer.config import GenerateConfig, SpeculativeConfig
+from caramba_fast.infer.logits import LogitEdits
 from caramba_fast.infer.sampling import (
     NOTHING,
     check_chosen,
@@ -20,8 +32,11 @@ from caramba_fast.infer.sampling import (
     filtered_logits,
     likeliest,
     random_state,
+    sample_marked,
     set_random_state,
 )  # fmt: skip
+from caramba_fast.infer.sequence import TokenHistory
+from caramba_fast.infer.session import Conversation, blank_ended
 
 
 class Drafted(NamedTuple):
@@ -171,3 +186,291 @@ class ModelDraft:
         self.talk.restore(before[0])
         self.config, self.edits, self.endings, self.rng = before[1]
         set_random_state(self.rng, before[2])
+
+
+def accept(
+    scores: Tensor,
+    drafted: Drafted,
+    config: GenerateConfig,
+    method: str,
+    rng: torch.Generator | None,
+) -> tuple[list[int], list[int]]:
+    """How many tokens of each draft stand, and the token behind them.
+
+    Args:
+        scores: (B, K + 1, V), the target's processed logits before each drafted token and behind the last.
+        drafted: the drafts, each of at most K tokens.
+        config: temperature and filters.
+        method: "reject_sampling" or "sample_match"; the same when greedy.
+        rng: what random numbers come from.
+
+    Returns:
+        (B,) accepted counts and (B,) next tokens, `NOTHING` where none can be chosen.
+    """
+    lengths = [len(tokens) for tokens in drafted.tokens]
+    if not config.samples:
+        return _matching(likeliest(scores).tolist(), drafted.tokens)
+    if method == "sample_match":
+        return _drawn_alike(scores, drafted.tokens, config, rng)
+    probability = filtered_logits(scores, config).softmax(-1)
+    counts = _accepted(probability, drafted, lengths, rng)
+    return counts, _next(probability, drafted.probability, drafted.tokens, counts, rng)
+
+
+def _matching(chosen: list[list[int]], drafts: Sequence[list[int]]) -> tuple[list[int], list[int]]:
+    """Drafted tokens stand while they are what the target chose."""
+    counts = []
+    for picked, draft in zip(chosen, drafts, strict=True):
+        count = 0
+        while count < len(draft) and draft[count] == picked[count]:
+            count += 1
+        counts.append(count)
+    return counts, [picked[count] for picked, count in zip(chosen, counts, strict=True)]
+
+
+def _drawn_alike(
+    scores: Tensor,
+    drafts: Sequence[list[int]],
+    config: GenerateConfig,
+    rng: torch.Generator | None,
+) -> tuple[list[int], list[int]]:
+    """Draws from the target, position by position, as plain decoding would, while any draft drew the same."""
+    counts, tokens = [0] * len(drafts), [0] * len(drafts)
+    running = [True] * len(drafts)
+    place = 0
+    while any(running):
+        drawn = sample_marked(scores[:, min(place, scores.shape[1] - 1)], config, rng).tolist()
+        for row, draft in enumerate(drafts):
+            if running[row]:
+                tokens[row] = drawn[row]
+                running[row] = place < len(draft) and draft[place] == drawn[row]
+                counts[row] += running[row]
+        place += 1
+    return counts, tokens
+
+
+def _accepted(
+    p: Tensor, drafted: Drafted, lengths: Sequence[int], rng: torch.Generator | None
+) -> list[int]:
+    """How many tokens of each draft stand before the first that does not."""
+    width = max(lengths)
+    if width == 0:
+        return [0] * len(lengths)
+    padded = [tokens + [0] * (width - len(tokens)) for tokens in drafted.tokens]
+    ids = torch.tensor(padded, device=p.device)[..., None]
+    target = p[:, :width].gather(-1, ids)[..., 0]
+    q = drafted.probability
+    guess = torch.ones_like(target) if q is None else q[:, :width].gather(-1, ids)[..., 0]
+    chance = torch.rand(target.shape, generator=rng, device=p.device)
+    stands = chance * guess < target  # u < p / q without dividing; never where p is 0
+    place = torch.arange(width, device=p.device)
+    stands &= place < torch.tensor(lengths, device=p.device)[:, None]
+    return stands.cumprod(-1).sum(-1).tolist()
+
+
+def _next(
+    p: Tensor,
+    q: Tensor | None,
+    drafts: Sequence[list[int]],
+    counts: Sequence[int],
+    rng: torch.Generator | None,
+) -> list[int]:
+    """The token behind what stands: from what the draft missed of p, or from p where nothing was rejected."""
+    rows = torch.arange(len(counts), device=p.device)
+    place = torch.tensor(counts, device=p.device)
+    here = p[rows, place]
+    rejected = torch.tensor(
+        [count < len(draft) for count, draft in zip(counts, drafts, strict=True)], device=p.device
+    )[:, None]
+    if q is None:
+        guess = torch.zeros_like(here)
+        ids = [
+            draft[count] if count < len(draft) else 0
+            for count, draft in zip(counts, drafts, strict=True)
+        ]
+        guess[rows, torch.tensor(ids, device=p.device)] = 1.0
+    else:
+        guess = q[rows, place.clamp(max=q.shape[1] - 1)]
+    missed = (here - guess).clamp(min=0.0)
+    # Where p and q agree but for rounding nothing is left of the difference: then p itself is as good.
+    missed = torch.where(missed.sum(-1, keepdim=True) > 0, missed, here)
+    return draw_marked(torch.where(rejected, missed, here), rng).tolist()
+
+
+@dataclass
+class SpeculationStats:
+    """What speculation has done in a run.
+
+    Attributes:
+        drafted, accepted: tokens over all rows.
+        passes: passes of the target after the prompt.
+        new_tokens: tokens these passes gave, over all rows.
+        row_passes: passes times the rows that were alive in each.
+        spec_k: tokens drafted per step at the end.
+        disabled: why the run went on plainly, or None.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    passes: int = 0
+    new_tokens: int = 0
+    row_passes: int = 0
+    spec_k: int = 0
+    disabled: str | None = None
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens; nan before any was drafted."""
+        return self.accepted / self.drafted if self.drafted else float("nan")
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens a row gets from one pass of the target; nan before the first."""
+        return self.new_tokens / self.row_passes if self.row_passes else float("nan")
+
+    def as_dict(self) -> dict[str, float | str | None]:
+        """The figures by name."""
+        return {
+            **asdict(self),
+            "acceptance_rate": self.acceptance_rate,
+            "tokens_per_pass": self.tokens_per_pass,
+        }
+
+
+class DraftLength:
+    """K, moved by the acceptance of each interval.
+
+    Args:
+        config: settings.
+    """
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._config = config
+        self.stats = SpeculationStats(spec_k=config.spec_k)
+        self._rounds, self._drafted, self._accepted = 0, 0, 0
+
+    @property
+    def k(self) -> int:
+        """Tokens to draft next; 0 once speculation does not pay."""
+        return 0 if self.stats.disabled else self.stats.spec_k
+
+    def saw(self, drafted: int, accepted: int, new: int, rows: int) -> None:
+        """One pass of the target verified ``drafted`` tokens of ``rows`` rows."""
+        stats = self.stats
+        stats.drafted += drafted
+        stats.accepted += accepted
+        stats.passes += 1
+        stats.new_tokens += new
+        stats.row_passes += rows
+        self._drafted += drafted
+        self._accepted += accepted
+        self._rounds += drafted > 0
+        if self._rounds == self._config.spec_k_interval:
+            self._end_interval()
+
+    def _end_interval(self) -> None:
+        config, stats = self._config, self.stats
+        if stats.acceptance_rate < config.spec_disable_below_accept:
+            stats.disabled = (
+                f"acceptance {stats.acceptance_rate:.2f} of {stats.drafted} drafted tokens is below "
+                f"spec_disable_below_accept={config.spec_disable_below_accept}"
+            )
+        if config.spec_k_adaptive:
+            grows = self._accepted >= config.spec_target_acceptance * self._drafted
+            k = stats.spec_k + (1 if grows else -1)
+            stats.spec_k = min(max(k, config.spec_k_min), config.spec_k_max)
+        self._rounds, self._drafted, self._accepted = 0, 0, 0
+
+
+class NGramIndex:
+    """For runs of a row's tokens, where the token behind their latest occurrence stands.
+
+    Args:
+        longest, shortest: sizes of the runs.
+    """
+
+    def __init__(self, longest: int, shortest: int) -> None:
+        self.sizes = range(longest, shortest - 1, -1)
+        self._behind: dict[tuple[int, ...], int] = {}
+        self.read = 0  #: Tokens of the row it knows.
+        self._last = -1
+
+    def draft(self, tokens: Sequence[int], count: int) -> list[int]:
+        """Up to ``count`` tokens that followed the newest ones, the longest run first."""
+        self._catch_up(tokens)
+        for size in self.sizes:
+            if size <= len(tokens):
+                start = self._behind.get(tuple(tokens[len(tokens) - size :]))
+                if start is not None:
+                    return self._follow(tokens, start, count)
+        return []
+
+    def _follow(self, tokens: Sequence[int], start: int, count: int) -> list[int]:
+        """The tokens from ``start`` on; what would lie behind the row repeats its end."""
+        period = len(tokens) - start
+        return [tokens[start + index % period] for index in range(count)]
+
+    def _catch_up(self, tokens: Sequence[int]) -> None:
+        """Notes what came since; a row that has lost tokens or is another one is read anew."""
+        length = len(tokens)
+        if length < self.read or (self.read and tokens[self.read - 1] != self._last):
+            self._behind.clear()
+            self.read = 0
+        for place in range(max(self.read, 1), length):
+            for size in self.sizes:
+                if size <= place:
+                    self._behind[tuple(tokens[place - size : place])] = place
+        self.read, self._last = length, tokens[-1] if length else -1
+
+
+class LookupDraft:
+    """Drafts for every row from the row itself.
+
+    Args:
+        longest, shortest: sizes of the runs that are looked up.
+    """
+
+    def __init__(self, longest: int, shortest: int) -> None:
+        self._sizes = longest, shortest
+        self._rows: list[NGramIndex] = []
+
+    def feed(self, rows: Sequence[TokenHistory]) -> None:
+        """Prompts have arrived."""
+        if len(self._rows) != len(rows):
+            self._rows = [NGramIndex(*self._sizes) for _ in rows]
+
+    def take(self, rows: Sequence[int]) -> None:
+        """Row b is now what row ``rows[b]`` was."""
+        self._rows = [NGramIndex(*self._sizes) for _ in rows]
+
+    def propose(
+        self,
+        rows: Sequence[TokenHistory],
+        counts: Sequence[int],
+        new: Sequence[int],  # noqa: ARG002
+    ) -> Drafted:
+        """Up to ``counts[b]`` tokens behind row b; each was certain when it was drafted."""
+        found = [
+            index.draft(row.tokens, count) if count else []
+            for index, row, count in zip(self._rows, rows, counts, strict=True)
+        ]
+        return Drafted(found, None)
+
+    def follow(self, rows: Sequence[TokenHistory], agreed: Sequence[int]) -> None:  # noqa: ARG002
+        """Nothing is kept of a draft; a row that has lost tokens is read anew."""
+        self._rows = [
+            NGramIndex(*self._sizes) if index.read > length else index
+            for index, length in zip(self._rows, agreed, strict=True)
+        ]
+
+    def reset(self) -> None:
+        """Forgets every row."""
+        self._rows = []
+
+    def snapshot(self, *, tails: bool = False) -> int:  # noqa: ARG002 - it has none
+        """What `restore` goes back to: the number of rows."""
+        return len(self._rows)
+
+    def restore(self, before: int) -> None:
+        """Goes back to a snapshot; rows are read anew, since reading may have been interrupted half way."""
+        self._rows = [NGramIndex(*self._sizes) for _ in range(before)]

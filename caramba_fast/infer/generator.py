@@ -10,23 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from caramba_fast.cache import Calibration, ModelKVCache
-from caramba_fast.cache.lengths import Counts
-from caramba_fast.infer.beams import beam_search
-from caramba_fast.infer.choice import CacheChoice
-from caramba_fast.infer.config import AUTO, GenerateConfig
-from caramba_fast.infer.conversation import Conversation
-from caramba_fast.infer.edits import LogitEdits
-from caramba_fast.infer.fields import CacheFields
-from caramba_fast.infer.graph import DecodeGraphs
-from caramba_fast.infer.metrics import GenerationMetrics, Stopwatch
-from caramba_fast.infer.output import GenerateOutput
-from caramba_fast.infer.prompts import Prompts, TokenIds, read_prompts
-from caramba_fast.infer.run import Hooks, Run
+from caramba_fast.cache.rows import Counts
+from caramba_fast.infer.beam_search import beam_search
+from caramba_fast.infer.cache_choice import CacheChoice
+from caramba_fast.infer.config import AUTO, CacheFields, GenerateConfig, SpeculativeConfig
+from caramba_fast.infer.cuda_graph import DecodeGraphs
+from caramba_fast.infer.logits import LogitEdits
+from caramba_fast.infer.output import GenerateOutput, GenerationMetrics, Stopwatch
 from caramba_fast.infer.sampling import random_state, set_random_state
-from caramba_fast.infer.spec_config import SpeculativeConfig
+from caramba_fast.infer.sequence import Prompts, TokenIds, read_prompts
+from caramba_fast.infer.session import Conversation, Hooks, Run
 from caramba_fast.infer.stopping import Decoder, Stopping, eos_ids, row_limits
+from caramba_fast.infer.tokenizer import find_tokenizer
 from caramba_fast.models import LanguageModel
-from caramba_fast.models.registry import as_language_model
+from caramba_fast.models.registry import as_language_model, checkpoint_folder, load
 from caramba_fast.policy import CachePlan, DecodePlan
 from caramba_fast.policy.settings import CachePolicyFields, DecodePlanFields
 
@@ -104,9 +101,9 @@ class Generator:
     def from_checkpoint(cls, path: str | Path, tokenizer: Any = None, **options: Any) -> Generator:
         """A generator for a Hugging Face checkpoint folder, with its tokenizer.
 
-        Arguments and errors are those of `caramba_fast.infer.checkpoint.from_checkpoint`.
+        Arguments and errors are those of `caramba_fast.infer.generator.from_checkpoint`.
         """
-        from caramba_fast.infer.checkpoint import from_checkpoint  # noqa: PLC0415 - it builds on this file
+        pass  # DROPPED
 
         return from_checkpoint(path, tokenizer, **options)
 
@@ -550,3 +547,36 @@ def generate(
     given = {name: overrides.pop(name) for name in Hooks.__dataclass_fields__ if name in overrides}
     generator = Generator(model, config, tokenizer=tokenizer, **overrides)
     return generator.generate(input_ids, attention_mask, hooks=hooks, **given)
+
+
+def from_checkpoint(
+    path: str | Path,
+    tokenizer: Any = None,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = torch.float32,
+    config: GenerateConfig | None = None,
+    **overrides: Any,
+) -> Generator:
+    """A `Generator` for the model in a Hugging Face checkpoint folder, with its tokenizer.
+
+    Args:
+        path: the folder; Llama, Mistral, Qwen2, Qwen3 and DBA load natively, others through transformers.
+        tokenizer: a tokenizer folder, a ``tokenizer.json``, or a tokenizer object; None takes the checkpoint's
+            own, and leaves `Generator.tokenizer` at None if it has none.
+        device, dtype: of the weights; dtype None for what the checkpoint stores.
+        config, overrides: settings, as in `Generator`.
+
+    Returns:
+        the generator; its ``tokenizer`` is a `TextTokenizer`.
+
+    Raises:
+        CheckpointError: a path or folder that cannot be used; the message says why.
+        FileNotFoundError, TypeError: no tokenizer at the path given for it.
+        ModuleNotFoundError: a library this checkpoint needs is missing.
+        ValueError: settings that are wrong.
+    """
+    folder = checkpoint_folder(path)
+    text = find_tokenizer(folder, tokenizer)
+    model = load(folder, device, dtype)
+    return Generator(model, config, tokenizer=text, **overrides)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from caramba_fast.infer.config import GenerateConfig
-from caramba_fast.infer.fields import GREEDY_BELOW
+from caramba_fast.infer.config import GREEDY_BELOW, GenerateConfig
 
 #: Tokens a nucleus is looked for in before everything is sorted.
 FIRST_FEW = 256

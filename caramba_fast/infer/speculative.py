@@ -15,16 +15,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from caramba_fast.infer.acceptance import accept
-from caramba_fast.infer.config import AUTO, GenerateConfig
-from caramba_fast.infer.draft_length import DraftLength, SpeculationStats
-from caramba_fast.infer.drafts import Draft, Drafted, ModelDraft
+from caramba_fast.infer.config import AUTO, GenerateConfig, SpeculativeConfig
+from caramba_fast.infer.drafts import (
+    Draft,
+    Drafted,
+    DraftLength,
+    LookupDraft,
+    ModelDraft,
+    SpeculationStats,
+    accept,
+)
 from caramba_fast.infer.generator import Generator
-from caramba_fast.infer.lookup import LookupDraft
-from caramba_fast.infer.prompts import Prompts
-from caramba_fast.infer.run import Hooks, Run, blank_ended
 from caramba_fast.infer.sampling import NOTHING, check_chosen
-from caramba_fast.infer.spec_config import SpeculativeConfig
+from caramba_fast.infer.sequence import Prompts
+from caramba_fast.infer.session import Hooks, Run, blank_ended
 from caramba_fast.infer.stopping import Decoder
 from caramba_fast.models import LanguageModel
 

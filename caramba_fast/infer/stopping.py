@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from caramba_fast.infer.config import GenerateConfig
-from caramba_fast.infer.edits import padded
-from caramba_fast.infer.history import TokenHistory
+from caramba_fast.infer.logits import padded
+from caramba_fast.infer.sequence import TokenHistory
 
 FinishReason = Literal["eos", "stop", "length", "time", "criteria"]
 #: As Hugging Face's ``StoppingCriteria``: (input_ids (B, L), scores) -> bool or (B,) bools.

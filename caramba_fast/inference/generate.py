@@ -15,7 +15,7 @@ from torch import Tensor
 
 from caramba_fast.infer import GenerateConfig
 from caramba_fast.infer import Generator as TokenGenerator
-from caramba_fast.infer.checkpoint import find_tokenizer
+from caramba_fast.infer.tokenizer import find_tokenizer
 from caramba_fast.models import demo_path
 from caramba_fast.models.registry import checkpoint_folder, load
 

@@ -10,8 +10,7 @@ import yaml  # type: ignore[import-untyped]
 from pydantic import ValidationError
 
 from caramba_fast.config.files import shown
-from caramba_fast.manifest.problems import ManifestError, problems
-from caramba_fast.manifest.schema import Manifest
+from caramba_fast.manifest.schema import Manifest, ManifestError, problems
 
 #: Bytes and values of the largest manifest that is read.
 LARGEST, MOST_VALUES = 2**20, 20_000

@@ -1,4 +1,7 @@
-"""What generation asks of a model."""
+"""What generation asks of a model.
+
+Models whose forward pass depends on lengths the host knows must not be recorded.
+"""
 
 from __future__ import annotations
 
@@ -48,3 +51,9 @@ class LanguageModel(Protocol):
         The cache holds what precedes the query tokens and is extended by them. ``query_lens``
         says how many of the T tokens of each row are real; the rest is padding at the end.
         """
+
+
+def refuse_recording(device: torch.device, reason: str) -> None:
+    """Raises RuntimeError with ``reason`` while a CUDA graph is recorded on this thread's stream."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(reason)

@@ -2,6 +2,8 @@
 
 Layers above register what they can wrap, so nothing here imports them; a library whose adapter is not loaded
 yet is found by the module its objects come from.
+
+Models and devices by the names that manifests and commands give them.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ from typing import Any
 
 import torch
 
-from caramba_fast.models.checkpoint import load_model
-from caramba_fast.models.config import CheckpointError, UnsupportedCheckpointError
+from caramba_fast.models.checkpoint import WeightFiles, load_model
+from caramba_fast.models.config import CheckpointError, ModelConfig, UnsupportedCheckpointError
 from caramba_fast.models.context import ContextModel, takes_context
+from caramba_fast.models.demos import demo_path
 from caramba_fast.models.protocol import LanguageModel
+from caramba_fast.models.transformer import Transformer
 
 NEEDED = ("forward", "eos_token_id", "pad_token_id", "vocab_size", "device", "cache_layout")
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
@@ -149,3 +153,60 @@ def _import_lazy() -> None:
     for library, layer in _LAZY.items():
         if importlib.util.find_spec(library) is not None:
             importlib.import_module(layer)
+
+
+#: The draft that needs no model.
+LOOKUP = "lookup"
+DEMO = "demo"
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def model_folder(name: str, base: Path = Path()) -> Path:
+    """The checkpoint folder of "demo", "demo:NAME" or a path, relative to ``base``.
+
+    Raises:
+        ValueError: an unknown demo model; the message lists the known ones.
+        CheckpointError: a path that is no checkpoint folder.
+    """
+    head, _, which = name.partition(":")
+    return demo_path(which or "gqa") if head == DEMO else checkpoint_folder(base / name)
+
+
+def open_model(folder: Path, device: str, dtype: str) -> LanguageModel:
+    """The model in a checkpoint folder.
+
+    Raises:
+        ValueError: a dtype that is not one of `DTYPES`, or a folder that cannot be used.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
+    return load(folder, device, getattr(torch, dtype))
+
+
+def sketch(folder: Path) -> LanguageModel | None:
+    """The model without its weights, to check settings against; None where only its loader knows it.
+
+    Raises:
+        CheckpointError: a config.json that is damaged, wrong, or larger than the weights beside it.
+    """
+    try:
+        config = ModelConfig.from_file(folder / "config.json")
+    except UnsupportedCheckpointError:
+        return None
+    WeightFiles(folder).check(config)
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+def check_device(name: str) -> None:
+    """Raises ValueError unless torch can compute on ``name`` here."""
+    available = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    kind = name.split(":", maxsplit=1)[0]
+    if kind not in available:
+        raise ValueError(f"device is {name!r}; known are {', '.join(available)}")
+    if not available[kind]:
+        raise ValueError(f"device is {name!r}, but torch finds no {name.upper()} device here")

@@ -23,11 +23,10 @@ from caramba_fast.cache import (
     RaggedBatch,
     StreamStatistics,
 )
+from caramba_fast.models.attention import DecoupledAttention, Step
 from caramba_fast.models.config import ModelConfig
-from caramba_fast.models.decoupled import DecoupledAttention
 from caramba_fast.models.dense import dense_attention
 from caramba_fast.models.rope import RopeTable, rotate
-from caramba_fast.models.step import Step
 
 
 class Attention(nn.Module):

@@ -1,8 +1,7 @@
 """Ops: tensors in, tensors out, no state. One file an op: schema, fake, reference, public function."""
 
 from caramba_fast.ops.append import append_, decoupled_append_
-from caramba_fast.ops.decode_attention import decode_attention
-from caramba_fast.ops.decoupled_decode_attention import decoupled_decode_attention
+from caramba_fast.ops.decode_attention import decode_attention, decoupled_decode_attention
 from caramba_fast.ops.dequantize import dequantize
 from caramba_fast.ops.extend_attention import decoupled_extend_attention, extend_attention
 from caramba_fast.ops.merge_state import merge_state

@@ -9,12 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba_fast.ops import accepted, checks
+from caramba_fast.ops import checks
 from caramba_fast.ops.attention import State, solve
-from caramba_fast.ops.repeated import RepeatedCall, call_name, may_repeat
 from caramba_fast.ops.view import (
     KVView,
+    RepeatedCall,
+    call_description,
+    call_name,
+    check_once,
     common_problems,
+    may_repeat,
     paged_slots,
     stored_lanes,
     stream_options,
@@ -88,8 +92,8 @@ def call(
     made = known.get(kept)
     if made is None or not made.serves(tensors, streams, options):
         del options["n_kv_heads"]
-        accepted.check(
-            accepted.description(op.name, tensors, streams, options, n_kv_heads),
+        check_once(
+            call_description(op.name, tensors, streams, options, n_kv_heads),
             lambda: _check(op, queries, views, cache_seqlens, n_kv_heads, options, max_tokens),
         )
         options["n_kv_heads"] = n_kv_heads

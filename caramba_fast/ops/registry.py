@@ -4,20 +4,52 @@ Every op is defined once with ``torch.library``. The reference is its CompositeE
 so it serves any device; the C++ extension registers for CPU and the Triton launchers for CUDA where
 they exist. A forced backend (`use_backend`, ``CARAMBA_FAST_BACKEND``) is called directly, without
 the dispatcher: one CPU dispatch key cannot hold both C++ and interpreted Triton.
+
+Loads the C++ extension once and remembers why it could not be loaded.
+
+The extension registers its CPU kernels with torch by itself; nothing else is taken from it.
+``CARAMBA_FAST_EXTENSION`` names another build of it to load, as ``make sanitize`` does. Whatever library it names is
+loaded, and its code runs: set it only to a file you would run, and let no user of a service set it.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from caramba_fast.ops import extension
+STEM = "_C"
+VARIABLE = "CARAMBA_FAST_EXTENSION"
+FOLDER = Path(__file__).resolve().parent.parent
+
+
+def library() -> Path | None:
+    """The file to load: the one the variable names, else the one this install was built with."""
+    if named := os.environ.get(VARIABLE):
+        return Path(named)
+    endings = ("so", "pyd", "dylib")
+    return next((p for end in endings for p in sorted(FOLDER.glob(f"{STEM}*.{end}"))), None)
+
+
+@functools.cache
+def load_error() -> str | None:
+    """None once the extension is loaded, else the reason it is not (built, found, loadable)."""
+    file = library()
+    if file is None:
+        return f"the C++ extension is not built: no {STEM}.*.so in {FOLDER.name}/ of this install"
+    try:
+        torch.ops.load_library(str(file))
+    except (OSError, RuntimeError) as error:
+        return f"the C++ extension {file.name} cannot be loaded: {error.__cause__ or error}"
+    return None
+
 
 NAMESPACE = "caramba_fast"
 BACKENDS = ("auto", "reference", "cpp", "triton")
@@ -80,8 +112,8 @@ class Op:
     def _why_not_cpp(self, device: str) -> str | None:
         if device != "cpu":
             return f"the C++ extension serves cpu tensors, not {device}"
-        if extension.load_error() is not None:
-            return extension.load_error()
+        if load_error() is not None:
+            return load_error()
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{self.name}", "CPU"):
             return "the C++ extension has no kernel for this op"
         return None
@@ -175,8 +207,8 @@ def _force(name: str) -> None:
 def _check_choice(name: str) -> None:
     if name not in BACKENDS:
         raise BackendError(f"unknown backend {name!r}; known are {', '.join(BACKENDS)}")
-    if name == "cpp" and extension.load_error() is not None:
-        raise BackendError(f"backend 'cpp' is not available: {extension.load_error()}")
+    if name == "cpp" and load_error() is not None:
+        raise BackendError(f"backend 'cpp' is not available: {load_error()}")
     if name == "triton":
         reason = triton_missing()
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -188,7 +220,7 @@ def _check_choice(name: str) -> None:
 
 def start() -> None:
     """Loads the C++ kernels and honours ``CARAMBA_FAST_BACKEND``, raising as `use_backend` does."""
-    extension.load_error()
+    load_error()
     chosen = os.environ.get(ENVIRONMENT_VARIABLE)
     if chosen:
         use_backend(chosen)

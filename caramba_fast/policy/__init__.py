@@ -4,12 +4,10 @@ from caramba_fast.cache import Reach
 from caramba_fast.policy.candidates import bytes_per_token, cache_bytes, candidates_for, spec_with
 from caramba_fast.policy.choose import NoCandidateError, choose_cache
 from caramba_fast.policy.decode_plan import DecodePlan, plan_for
-from caramba_fast.policy.gates import Figures
-from caramba_fast.policy.plan import CachePlan, CandidateRow, PlanKey
-from caramba_fast.policy.plan_file import PlanFile, PlanFileError
+from caramba_fast.policy.measure import Figures, StepTime, plain_step
+from caramba_fast.policy.plan import CachePlan, CandidateRow, PlanFile, PlanFileError, PlanKey
 from caramba_fast.policy.settings import CachePolicyFields, DecodePlanFields
-from caramba_fast.policy.speed import StepTime, plain_step
-from caramba_fast.policy.texts import sample_text
+from caramba_fast.quality.text import sample_text
 
 __all__ = [
     "CachePlan",

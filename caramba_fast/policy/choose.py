@@ -1,12 +1,16 @@
 """choose_cache: budget, quality gates, speed, and a plan that is kept.
 
-The stages are in `caramba_fast.policy.stages`; this file runs them in order, and keeps and probes plans.
+The stages are in `caramba_fast.policy.choose`; this file runs them in order, and keeps and probes plans.
+
+The stages every candidate goes through, and what is said of those that fall.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,16 +19,182 @@ from torch import Tensor
 from caramba_fast.cache import Calibration
 from caramba_fast.cache.model import PrefillMode
 from caramba_fast.models import LanguageModel
-from caramba_fast.policy import gates as quality
-from caramba_fast.policy import stages
-from caramba_fast.policy.plan import CachePlan, CandidateRow, PlanKey
-from caramba_fast.policy.plan_file import PlanFile
+from caramba_fast.policy import measure as quality
+from caramba_fast.policy.candidates import bytes_per_token, cache_bytes
+from caramba_fast.policy.measure import Figures, Progress, StepMaker, StepTime, Subject
+from caramba_fast.policy.plan import CachePlan, CandidateRow, PlanFile, PlanKey, Status, plain_table
 from caramba_fast.policy.settings import CachePolicyFields
-from caramba_fast.policy.speed import StepMaker
-from caramba_fast.policy.subject import Progress, Subject
-from caramba_fast.policy.table import plain_table
-from caramba_fast.policy.texts import begin_token
 from caramba_fast.quality import RecallFormat
+from caramba_fast.quality.text import begin_token
+
+#: Step times this close to the fastest are a tie, which goes to fewer bytes.
+TIE = 0.03
+
+
+@dataclass
+class Candidate:
+    """A candidate on its way through the stages."""
+
+    spec: str
+    nbytes: int
+    bytes_per_token: float
+    figures: Figures | None = None
+    time: StepTime | None = None
+    status: Status = "passed"
+    reason: str = ""
+
+    def is_now(self, status: Status, reason: str) -> None:
+        """Notes what became of it."""
+        self.status, self.reason = status, reason
+
+    @property
+    def seconds(self) -> float:
+        """Median time of a step."""
+        assert self.time is not None
+        return self.time.median
+
+    @property
+    def loss(self) -> float:
+        """Mean KL, infinite where there is none."""
+        kl = math.nan if self.figures is None else self.figures.mean_kl
+        return math.inf if math.isnan(kl) else kl
+
+
+def candidates_of(subject: Subject) -> list[Candidate]:
+    """All candidates with their bytes."""
+    layout, rows, length = subject.model.cache_layout, subject.batch_size, subject.max_seq_len
+    return [
+        Candidate(spec, cache_bytes(layout, spec, rows, length), bytes_per_token(layout, spec))
+        for spec in subject.specs()
+    ]
+
+
+def within_budget(found: Sequence[Candidate], settings: CachePolicyFields) -> list[Candidate]:
+    """Stage 1: those that fit."""
+    most = settings.budget_bytes
+    for candidate in found:
+        if most is not None and candidate.nbytes > most:
+            candidate.is_now("budget", f"over the budget of {settings.cache_budget_mb:g} MiB")
+    return [candidate for candidate in found if candidate.status != "budget"]
+
+
+def measure_quality(subject: Subject, wanted: Sequence[Candidate], *, forced: bool) -> str:
+    """Stage 2: figures, if a gate is on or they are wanted anyway; the text they are from, in words."""
+    gates = subject.settings.gates
+    if not wanted or not (gates or forced):
+        return ""
+    specs = [candidate.spec for candidate in wanted]
+    subject.progress(f"quality of {len(specs)} caches")
+    meter = subject.meter()
+    found = quality.measure_quality(meter, specs, gates)
+    if "cache_quality_min_needle" in gates or (forced and subject.recall is not None):
+        subject.progress(f"needles through {len(specs)} caches")
+        for spec, share in subject.needles(specs, meter.windows).items():
+            found[spec] = replace(found[spec], needles=share)
+    for candidate in wanted:
+        candidate.figures = found[candidate.spec]
+    return meter.windows.describe()
+
+
+def passing(fitting: Sequence[Candidate], settings: CachePolicyFields) -> list[Candidate]:
+    """Those whose figures are within every gate."""
+    for candidate in fitting:
+        if candidate.figures is not None:
+            why = quality.verdict(candidate.figures, settings.gates)
+            if why is not None:
+                candidate.is_now("quality", why)
+    return [candidate for candidate in fitting if candidate.status != "quality"]
+
+
+def measure_speed(
+    subject: Subject, wanted: Sequence[Candidate], *, forced: bool
+) -> StepTime | None:
+    """Stage 3: times, if they decide anything or are wanted anyway; the baseline's."""
+    timed = forced or (subject.settings.cache_auto_benchmark and len(wanted) > 1)
+    if not wanted or not timed:
+        return None
+    subject.progress(f"decode steps of {len(wanted)} caches")
+    times = subject.times([candidate.spec for candidate in wanted])
+    for candidate in wanted:
+        candidate.time = times[candidate.spec]
+    return times[subject.baseline]
+
+
+def pick(fit: Sequence[Candidate], settings: CachePolicyFields) -> Candidate:
+    """The fastest, ties to fewer bytes; without timing the smallest. Notes of each why.
+
+    Args:
+        fit: those that passed, one or more.
+        settings: whether speed counts.
+    """
+    if len(fit) == 1:
+        fit[0].is_now("chosen", "the only one that passes")
+        return fit[0]
+    return _pick_fastest(fit) if settings.cache_auto_benchmark else _pick_smallest(fit)
+
+
+def _pick_smallest(fit: Sequence[Candidate]) -> Candidate:
+    chosen = min(fit, key=lambda c: c.nbytes)
+    for candidate in fit:
+        times = candidate.nbytes / chosen.nbytes
+        candidate.is_now("larger", f"passes; {times:.2f} times the bytes of {chosen.spec}")
+    chosen.is_now("chosen", "the smallest that passes (speed does not count)")
+    return chosen
+
+
+def _pick_fastest(fit: Sequence[Candidate]) -> Candidate:
+    fastest = min(fit, key=lambda c: c.seconds)
+    level = [c for c in fit if c.seconds <= (1 + TIE) * fastest.seconds]
+    chosen = min(level, key=lambda c: (c.nbytes, c.seconds))
+    for candidate in fit:
+        more = f"{candidate.seconds / fastest.seconds - 1:.1%} slower than {fastest.spec}"
+        if candidate in level:
+            why = f"passes; {more}, a tie" if candidate is not fastest else "passes; the fastest"
+            candidate.is_now("larger", f"{why}, and {chosen.spec} takes fewer bytes")
+            if candidate.nbytes == chosen.nbytes:
+                candidate.is_now("larger", f"passes; {more}, no fewer bytes")
+        else:
+            candidate.is_now("slower", f"passes; {more}")
+    reason = "the fastest"
+    if len(level) > 1:
+        reason = f"fewest bytes of the {len(level)} fastest, which are within {TIE:.0%}"
+    chosen.is_now("chosen", reason)
+    return chosen
+
+
+def rows_of(
+    found: Sequence[Candidate], base: StepTime | None, settings: CachePolicyFields
+) -> list[CandidateRow]:
+    """The table: every candidate with its figures and what became of it."""
+    return [_row(candidate, base, settings) for candidate in found]
+
+
+def _row(candidate: Candidate, base: StepTime | None, settings: CachePolicyFields) -> CandidateRow:
+    measured: dict[str, Any] = {}
+    figures, took = candidate.figures, candidate.time
+    reason = candidate.reason or "fits the budget"
+    if figures is not None:
+        for name in ("delta_nll", "ppl_ratio", "mean_kl", "needles"):
+            measured[name] = _finite(getattr(figures, name))
+        measured |= {"predictions": figures.predictions, "windows": figures.windows}
+        measured["ci"] = {
+            name: (_finite(low), _finite(high)) for name, (low, high) in figures.ci.items()
+        }
+        if candidate.status != "budget" and quality.undecided(figures, settings.gates):
+            reason += " (the limit is within the error)"
+    if took is not None:
+        measured |= {"step_ms": 1e3 * took.median, "step_ms_p20": 1e3 * took.p20}
+        measured["step_ms_p80"] = 1e3 * took.p80
+        measured["relative_step"] = None if base is None else took.median / base.median
+    return CandidateRow(
+        spec=candidate.spec, nbytes=candidate.nbytes, bytes_per_token=candidate.bytes_per_token,
+        status=candidate.status, reason=reason, **measured,
+    )  # fmt: skip
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
 
 #: A probe chooses again if the runner-up is faster by more: a plan should not flap with what else runs.
 PROBE_MARGIN = 0.10
@@ -58,7 +228,7 @@ def choose_cache(
     """The cache for a model on this device: the fastest that fits the budget and passes the gates.
 
     1. Budget: bytes of the whole cache of ``batch_size`` × ``max_seq_len``, counted exactly.
-    2. Quality gates, on real tokens, against an fp16 cache (`caramba_fast.policy.gates`).
+    2. Quality gates, on real tokens, against an fp16 cache (`caramba_fast.policy.measure`).
     3. Speed: medians of interleaved decode steps; ties within 3% go to fewer bytes. With
        ``cache_auto_benchmark=False`` the smallest that passes is taken.
     4. The plan is kept at ``cache_plan_path`` and found again by everything it depends on.
@@ -130,21 +300,21 @@ def _due(plan: CachePlan, settings: CachePolicyFields) -> bool:
 
 @torch.no_grad()
 def _choose(subject: Subject, key: PlanKey, measure_all: bool) -> CachePlan:
-    settings, found = subject.settings, stages.candidates_of(subject)
-    fitting = stages.within_budget(found, settings)
+    settings, found = subject.settings, candidates_of(subject)
+    fitting = within_budget(found, settings)
     if not fitting and not measure_all:
-        raise NoCandidateError(_nothing_fits(settings), stages.rows_of(found, None, settings))
-    text = stages.measure_quality(subject, found if measure_all else fitting, forced=measure_all)
-    fit = stages.passing(fitting, settings)
+        raise NoCandidateError(_nothing_fits(settings), rows_of(found, None, settings))
+    text = measure_quality(subject, found if measure_all else fitting, forced=measure_all)
+    fit = passing(fitting, settings)
     failed = bool(fitting) and not fit
     if failed and settings.on_no_candidate == "best":
         fit = [min(fitting, key=lambda candidate: candidate.loss)]
-    base = stages.measure_speed(subject, found if measure_all else fit, forced=measure_all)
+    base = measure_speed(subject, found if measure_all else fit, forced=measure_all)
     if not fit:
         why = _nothing_passes(settings) if fitting else _nothing_fits(settings)
-        raise NoCandidateError(why, stages.rows_of(found, base, settings))
+        raise NoCandidateError(why, rows_of(found, base, settings))
     why_best = fit[0].reason
-    chosen = stages.pick(fit, settings)
+    chosen = pick(fit, settings)
     if failed:
         chosen.is_now("chosen", f"fails ({why_best}), and loses least of those that fit")
     now = time.time()
@@ -152,7 +322,7 @@ def _choose(subject: Subject, key: PlanKey, measure_all: bool) -> CachePlan:
         spec=chosen.spec, nbytes=chosen.nbytes, bytes_per_token=chosen.bytes_per_token,
         baseline=subject.baseline, key=key, text=text,
         notes=(_nothing_passes(settings),) if failed else (),
-        rows=tuple(stages.rows_of(found, base, settings)), made_at=now, probed_at=now,
+        rows=tuple(rows_of(found, base, settings)), made_at=now, probed_at=now,
     )  # fmt: skip
 
 

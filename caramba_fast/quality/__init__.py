@@ -1,7 +1,15 @@
 """Quality: what storing K and V in a given kind costs a model, measured on real text."""
 
 from caramba_fast.quality.calibrate import calibrate
-from caramba_fast.quality.compare import Scores, compare
+from caramba_fast.quality.compare import (
+    CacheSize,
+    Forward,
+    ModelForward,
+    Scores,
+    cache_size,
+    cached_forward,
+    compare,
+)
 from caramba_fast.quality.figures import (
     CacheQuality,
     NeedleQuality,
@@ -9,16 +17,15 @@ from caramba_fast.quality.figures import (
     compare_caches,
     needle_quality,
 )
-from caramba_fast.quality.forward import (
-    CacheSize,
-    Forward,
-    ModelForward,
-    cache_size,
-    cached_forward,
-)
 from caramba_fast.quality.lab import measure
-from caramba_fast.quality.needles import draw_needles, retrieval_rate
-from caramba_fast.quality.recall import RecallFormat, RecallRow, needle_prompt, recall_rows
+from caramba_fast.quality.needles import (
+    RecallFormat,
+    RecallRow,
+    draw_needles,
+    needle_prompt,
+    recall_rows,
+    retrieval_rate,
+)
 from caramba_fast.quality.report import QualityReport, read_csv
 
 __all__ = [

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba_fast.models import Transformer, load_demo
-from caramba_fast.models.decoupled import DecoupledAttention
+from caramba_fast.models.attention import DecoupledAttention
 from caramba_fast.models.demos import NAMES
 from caramba_fast.models.transformer import Attention
 

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from caramba_fast.quality.batches import Batch, needle_batches, text_batches
-from caramba_fast.quality.compare import Scores, compare
+from caramba_fast.quality.compare import CacheSize, ModelForward, Scores, cache_size, compare
 from caramba_fast.quality.figures import (
     DEPTHS,
     CacheQuality,
@@ -25,10 +24,10 @@ from caramba_fast.quality.figures import (
     cache_quality,
     needle_quality,
 )
-from caramba_fast.quality.forward import CacheSize, ModelForward, cache_size
-from caramba_fast.quality.recall import RecallFormat
+from caramba_fast.quality.needles import RecallFormat
 from caramba_fast.quality.report import QualityReport, on_pareto_front
 from caramba_fast.quality.store import ScoreStore
+from caramba_fast.quality.text import Batch, needle_batches, text_batches
 
 #: Called with the work done and the work there is, in tokens times caches.
 Progress = Callable[[int, int], None]

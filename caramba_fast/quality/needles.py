@@ -1,9 +1,18 @@
-"""Needle retrieval: does the model still find a line it read far back?"""
+"""Needle retrieval: does the model still find a line it read far back?
+
+Key-value recall: needles hidden in text, one line each, asked for again further on.
+
+A line reads ``#: key = value``; key and value are words that are one token each. A model
+that reads its cache well completes ``#: key =`` with the value given earlier. The demo model is
+trained on such lines, the needle test asks for them: the format is defined here, once.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,7 +20,212 @@ import torch
 from caramba_fast.cache import ModelKVCache
 from caramba_fast.config import KVCacheKind, cache_configs
 from caramba_fast.models import LanguageModel
-from caramba_fast.quality.recall import RecallFormat, needle_prompt
+
+#: A lower-case word that starts with a space, as byte-level BPE and SentencePiece write it.
+_WORD = re.compile(r"^[Ġ▁][a-z]{3,}$")
+_FEWEST_WORDS = 64
+
+
+class Tokenizer(Protocol):
+    """What is asked of a ``tokenizers.Tokenizer`` or of a tokenizer of transformers."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """Token to id."""
+
+    def encode(self, sequence: str, *, add_special_tokens: bool = True) -> Any:
+        """Token ids, or an encoding with ``ids``."""
+
+
+def token_ids(tokenizer: Tokenizer, text: str, *, special: bool = False) -> np.ndarray:
+    """The tokens of ``text``, (N,) int64; ``special``: with those a tokenizer adds of its own."""
+    encoding = tokenizer.encode(text, add_special_tokens=special)
+    return np.asarray(getattr(encoding, "ids", encoding), dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class RecallFormat:
+    """Token ids that make up a recall line: ``prefix key infix value suffix``."""
+
+    words: np.ndarray
+    prefix: np.ndarray
+    infix: np.ndarray
+    suffix: np.ndarray
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> RecallFormat:
+        """Takes every one-token lower-case word of the vocabulary as key or value.
+
+        The rest of a line is read off from how two lines are tokenized in a row, since a tokenizer may
+        write what starts a text differently.
+
+        Raises:
+            ValueError: fewer than 64 such words, or lines that are not written as
+                ``prefix key infix value suffix``.
+        """
+        vocab = tokenizer.get_vocab()
+        words = sorted((index, token) for token, index in vocab.items() if _WORD.match(token))
+        if len(words) < _FEWEST_WORDS:
+            raise ValueError(
+                f"the tokenizer has {len(words)} one-token words like 'Ġvalue' or '▁value'; needles need "
+                f"{_FEWEST_WORDS} or more: switch them off"
+            )
+        (key, first), (value, second) = words[0], words[1]
+        line = f"#: {first[1:]} = {second[1:]}\n"
+        ids = token_ids(tokenizer, "\n" + 2 * line)
+        keys, values = (np.flatnonzero(ids == index) for index in (key, value))
+        if len(keys) == 2 == len(values) and keys[0] < values[0] < keys[1] < values[1]:
+            infix, between = ids[keys[0] + 1 : values[0]], ids[values[0] + 1 : keys[1]]
+            suffix = ids[values[1] + 1 :]
+            prefix = between[len(suffix) :]
+            if len(suffix) and len(prefix) and np.array_equal(between[: len(suffix)], suffix):
+                return cls(np.asarray([index for index, _ in words]), prefix, infix, suffix)
+        raise ValueError(
+            f"the tokenizer writes {line!r} as {ids.tolist()} (twice, behind a line end), where one token a "
+            "word and a line end of its own are needed: switch needles off"
+        )
+
+    @property
+    def line_length(self) -> int:
+        """Tokens of a line."""
+        return len(self.prefix) + len(self.infix) + len(self.suffix) + 2
+
+    @property
+    def value_offset(self) -> int:
+        """Index of the value token within a line."""
+        return len(self.prefix) + len(self.infix) + 1
+
+    def line(self, key: int, value: int) -> np.ndarray:
+        """The whole line, (line_length,) int64."""
+        return np.concatenate((self.prefix, [key], self.infix, [value], self.suffix))
+
+    def question(self, key: int) -> np.ndarray:
+        """The line up to where the value is due."""
+        return np.concatenate((self.prefix, [key], self.infix))
+
+
+def needle_prompt(
+    form: RecallFormat,
+    text: Sequence[int] | np.ndarray,
+    distance: int,
+    rng: np.random.Generator,
+    distractors: int = 8,
+) -> tuple[np.ndarray, int]:
+    """A prompt of ``text`` with one needle ``distance`` tokens before the question.
+
+    ``distractors`` other lines stand at random line starts of the text, so that copying the
+    latest value does not pay.
+
+    Args:
+        text: token ids to hide the needle in; at least ``distance`` of them.
+        distance: tokens from the needle's value to the place where it is asked for.
+
+    Returns:
+        prompt (N,) int64, ending right before the value, and the value's token id.
+    """
+    text = np.asarray(text, dtype=np.int64)
+    if len(text) < distance:
+        raise ValueError(f"text has {len(text)} tokens; distance {distance} needs as many")
+    chosen = rng.choice(form.words, size=2 * (distractors + 1), replace=False)
+    keys, values = chosen[::2], chosen[1::2]
+    question = form.question(keys[0])
+    behind = distance - len(question) - len(form.suffix)
+    between = distractors * form.line_length
+    filler = text[len(text) - (behind - between) :] if behind > between else text[:0]
+    starts = np.flatnonzero(np.isin(filler, form.suffix[-1:])) + 1
+    places = np.sort(rng.choice(starts, size=distractors)) if len(starts) else np.zeros(0, int)
+    pieces = np.split(filler, places)
+    parts = [text[: len(text) - len(filler)], form.line(keys[0], values[0]), pieces[0]]
+    for index, piece in enumerate(pieces[1:], start=1):
+        parts += [form.line(keys[index], values[index]), piece]
+    return np.concatenate((*parts, question)), int(values[0])
+
+
+@dataclass(frozen=True)
+class RecallRow:
+    """A text with many needles and, at its end, the question for each of them.
+
+    Attributes:
+        ids: (T,) int64 tokens.
+        positions: (pairs,) the tokens at which the values are to be predicted, ascending.
+        answers: (pairs,) the values.
+        depths: (pairs,) where in the text before the questions each value was given: 0 is its start.
+        distances: (pairs,) tokens between the value given and the one asked for.
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray
+    answers: np.ndarray
+    depths: np.ndarray
+    distances: np.ndarray
+
+
+def recall_rows(
+    form: RecallFormat,
+    text: Sequence[int] | np.ndarray,
+    length: int,
+    pairs: int,
+    rng: np.random.Generator,
+) -> RecallRow:
+    """Hides ``pairs`` lines ``#: key = value`` in a text and asks for all of them, in random order.
+
+    Each question is completed with its true value, so that one forward pass measures every needle, and
+    none depends on what the model answered before. Keys and values of a row are all different, so that an
+    answer is determined by its line alone. Lines stand at random line starts, one in each of ``pairs``
+    equal stretches of the text (rounded to where lines start).
+
+    Args:
+        form: how lines are written.
+        text: token ids; a random stretch of it is used.
+        length: tokens of the row.
+        pairs: needles.
+        rng: draws stretch, words, places and order.
+
+    Raises:
+        ValueError: too few words for so many pairs, no room for them, or too little text.
+    """
+    text = np.asarray(text, dtype=np.int64)
+    if pairs < 1 or 2 * pairs > len(form.words):
+        raise ValueError(
+            f"pairs is {pairs}; 1 to {len(form.words) // 2} is allowed with {len(form.words)} words"
+        )
+    room = length - 2 * pairs * form.line_length
+    if room < 1:
+        raise ValueError(
+            f"{pairs} needles take {2 * pairs * form.line_length} tokens with their questions; the "
+            f"length is {length}"
+        )
+    if len(text) < room:
+        raise ValueError(f"text has {len(text)} tokens; {room} are needed around {pairs} needles")
+    start = rng.integers(len(text) - room + 1)
+    filler = text[start : start + room]
+    words = rng.choice(form.words, size=2 * pairs, replace=False)
+    keys, values = words[:pairs], words[pairs:]
+    pieces = np.split(filler, _places(form, filler, pairs, rng))
+    parts, given, end = [pieces[0]], np.zeros(pairs, dtype=np.int64), len(pieces[0])
+    for index, piece in enumerate(pieces[1:]):
+        given[index] = end + form.value_offset
+        parts += [form.line(keys[index], values[index]), piece]
+        end += form.line_length + len(piece)
+    order = rng.permutation(pairs)
+    asked = end + form.line_length * np.arange(pairs) + form.value_offset
+    ids = np.concatenate((*parts, *(form.line(keys[i], values[i]) for i in order)))
+    return RecallRow(ids, asked - 1, values[order], given[order] / end, asked - given[order])
+
+
+def pairs_that_fit(form: RecallFormat, length: int) -> int:
+    """Needles whose lines and questions make up half of a row; 0 if not one fits."""
+    return min(length // (4 * form.line_length), len(form.words) // 2)
+
+
+def _places(
+    form: RecallFormat, filler: np.ndarray, pairs: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Ascending offsets in the filler, at line starts where it has any."""
+    drawn = (np.arange(pairs) + rng.random(pairs)) * len(filler) / pairs
+    starts = np.flatnonzero(filler == form.suffix[-1]) + 1
+    if not len(starts):
+        return drawn.astype(np.int64)
+    return starts[np.searchsorted(starts, drawn).clip(max=len(starts) - 1)]
 
 
 def draw_needles(

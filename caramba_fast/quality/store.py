@@ -23,8 +23,8 @@ import numpy as np
 
 from caramba_fast.config import cache_configs
 from caramba_fast.config.files import read_json, replacing, shown
-from caramba_fast.quality.batches import Batch
 from caramba_fast.quality.compare import Scores
+from caramba_fast.quality.text import Batch
 
 MANIFEST = "manifest.json"
 #: What zipfile, zlib, lzma and numpy raise for files that are none of theirs.

@@ -1,10 +1,10 @@
 """Serving: many requests at once, over pages of one quantized cache."""
 
-from caramba_fast.serve.asynchronous import AsyncEngine, EngineStoppedError
+from caramba_fast.serve.async_engine import AsyncEngine, EngineStoppedError
+from caramba_fast.serve.config import EngineConfig
 from caramba_fast.serve.engine import Engine, EngineFullError
-from caramba_fast.serve.metrics import EngineMetrics, RequestMetrics
-from caramba_fast.serve.request import Event, RequestOutput, RequestStatus
-from caramba_fast.serve.settings import EngineConfig
+from caramba_fast.serve.metrics import EngineMetrics
+from caramba_fast.serve.request import Event, RequestMetrics, RequestOutput, RequestStatus
 
 __all__ = [
     "AsyncEngine",

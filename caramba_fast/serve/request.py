@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import time
+from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from caramba_fast.cache import PageBytes
 from caramba_fast.infer.config import GenerateConfig
-from caramba_fast.infer.edits import LogitEdits
-from caramba_fast.infer.history import TokenHistory
-from caramba_fast.infer.lookup import NGramIndex
+from caramba_fast.infer.drafts import NGramIndex
+from caramba_fast.infer.logits import LogitEdits
+from caramba_fast.infer.sequence import TokenHistory
 from caramba_fast.infer.stopping import Stopping
-from caramba_fast.infer.text import TextWriter
+from caramba_fast.infer.tokenizer import TextWriter
 
 if TYPE_CHECKING:
-    from caramba_fast.serve.metrics import RequestMetrics, RequestTimes
-    from caramba_fast.serve.pages import Content
+    from caramba_fast.serve.block_manager import Content
+
 
 #: Why an answer ended: eos, stop, length, time as in `Generator`, and what can befall a request.
 ENDED_BADLY = ("cancelled", "deadline", "error")
@@ -268,3 +272,98 @@ class Request:
             error=self.error,
             metrics=metrics,
         )
+
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """What one request took.
+
+    Attributes:
+        prompt_tokens, new_tokens: tokens read and generated, over all answers.
+        prefix_hit_tokens: tokens of the prompt found in pages that were there already.
+        preemptions: times an answer gave its pages back.
+        queue_s: seconds from arrival to its first step; nan if it had none.
+        ttft_s: seconds from arrival to the first token; nan if there is none.
+        inter_token_p50_s, inter_token_p99_s: seconds between steps that brought it tokens; nan below two.
+        total_s: seconds from arrival to the end.
+        tokens_per_s: new tokens over total_s.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+    queue_s: float
+    ttft_s: float
+    inter_token_p50_s: float
+    inter_token_p99_s: float
+    total_s: float
+    tokens_per_s: float
+
+    def as_dict(self) -> dict[str, float]:
+        """The figures by name."""
+        return asdict(self)
+
+
+class RequestTimes:
+    """When things happened to one request."""
+
+    def __init__(self) -> None:
+        self.arrived = time.monotonic()
+        self.started: float | None = None
+        self.first_token: float | None = None
+        self.latest = NAN
+        self.gaps = array("d")
+
+    def scheduled(self, now: float) -> None:
+        """It is part of a step."""
+        if self.started is None:
+            self.started = now
+
+    def got_token(self, now: float) -> float | None:
+        """A step brought a token; seconds since the one before, if there was one."""
+        if self.first_token is None:
+            self.first_token = self.latest = now
+            return None
+        gap, self.latest = now - self.latest, now
+        if gap > 0.0:
+            self.gaps.append(gap)
+        return gap
+
+    def saved(self) -> tuple[object, ...]:
+        """What `put_back` goes back to."""
+        return self.started, self.first_token, self.latest, len(self.gaps)
+
+    def put_back(self, saved: tuple[Any, ...]) -> None:
+        """Goes back to what was saved."""
+        self.started, self.first_token, self.latest, gaps = saved
+        del self.gaps[gaps:]
+
+    def report(self, request: Request) -> RequestMetrics:
+        """The figures so far."""
+        total = time.monotonic() - self.arrived
+        new = sum(answer.new for answer in request.answers)
+        p50, p99 = percentiles(self.gaps)
+        return RequestMetrics(
+            prompt_tokens=len(request.prompt),
+            new_tokens=new,
+            prefix_hit_tokens=request.answers[0].hit if request.answers else 0,
+            preemptions=sum(answer.preemptions for answer in request.answers),
+            queue_s=NAN if self.started is None else self.started - self.arrived,
+            ttft_s=NAN if self.first_token is None else self.first_token - self.arrived,
+            inter_token_p50_s=p50,
+            inter_token_p99_s=p99,
+            total_s=total,
+            tokens_per_s=new / total if total else NAN,
+        )
+
+
+def percentiles(values: array[float] | deque[float]) -> tuple[float, float]:
+    """The median and the 99th percentile; nan for none."""
+    if not values:
+        return NAN, NAN
+    p50, p99 = np.percentile(np.asarray(values, dtype=float), [50, 99])
+    return float(p50), float(p99)

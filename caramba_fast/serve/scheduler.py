@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from caramba_fast.cache import PagePool
-from caramba_fast.serve.holdings import Holdings
+from caramba_fast.serve.block_manager import Holdings
+from caramba_fast.serve.config import EngineConfig
 from caramba_fast.serve.metrics import Counters
 from caramba_fast.serve.request import Answer, Request
-from caramba_fast.serve.settings import EngineConfig
 from caramba_fast.serve.undo import Undo
 
 

@@ -13,12 +13,12 @@ import heapq
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from caramba_fast.infer.lookup import NGramIndex
+from caramba_fast.infer.drafts import NGramIndex
 from caramba_fast.serve.metrics import Counters
 from caramba_fast.serve.request import Answer, Request
 
 if TYPE_CHECKING:
-    from caramba_fast.serve.books import Books
+    from caramba_fast.serve.output_processor import Books
 
 #: What is put back as it is.
 FIELDS = ("reason", "hit", "told", "is_over", "epoch", "ticket", "furthest", "turn", "said")

@@ -1,0 +1,286 @@
+"""Partial attentions of all ranks become the attention: one collective a layer, then an exact merge.
+
+Each rank sends its output and its lse as one run of bytes, and every rank merges what it received in the order of the
+ranks (`merge_state`), so that all of them hold the same bits. One ``all_gather`` of ``n`` bytes brings ``(W - 1) n``
+bytes to each of W ranks. Sums of exp-weighted outputs through ``all_reduce`` would bring ``2 (W - 1) / W * n``, less
+from four ranks on, but need the largest lse first, a second collective that waits for the first; a decode step
+moves kilobytes, where a collective costs its latency, not its bytes.
+
+A rank's own part of an attention, by the calls a plan lists (`caramba_fast.distributed.placement`).
+
+The fp16 tail of a layer whose pages are spread over ranks.
+
+Keys less than ``residual_len`` behind a query are read in fp16 from a ring, wherever their codes are. The ring is
+small, so every rank has it, whole; one of them attends to it. It is the ring of an ordinary layer cache that has no
+pages: what it is given goes to the ring, its codes nowhere. Reading it with a window of ``residual_len`` tokens leaves
+nothing visible but what comes from the ring.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caramba_fast.cache import LayerCache
+from caramba_fast.config import KVCacheTensorConfig
+from caramba_fast.distributed.group import RankGroup
+from caramba_fast.distributed.placement import PAGE_MULTIPLE, Call
+from caramba_fast.ops import (
+    KVView,
+    decode_attention,
+    decoupled_decode_attention,
+    decoupled_extend_attention,
+    extend_attention,
+    merge_state,
+)
+from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
+
+State = tuple[Tensor, Tensor]
+LSE_BYTES = 4
+
+
+def gather_and_merge(out: Tensor, lse: Tensor, group: RankGroup) -> State:
+    """The attention over the keys of all ranks.
+
+    Args:
+        out: (B, H_q, T, D_v) float32, float16 or bfloat16, this rank's part.
+        lse: (B, H_q, T) float32, -inf where this rank holds no key a query sees.
+
+    Returns:
+        out and lse of the same shapes and dtypes, bit for bit the same on every rank.
+    """
+    if group.size == 1:
+        return out, lse
+    parts = group.all_gather(packed(out, lse))
+    width = out.shape[-1] * out.element_size()
+    outs = parts[..., :width].contiguous().view(out.dtype).float()
+    lses = parts[..., width:].contiguous().view(torch.float32).squeeze(-1)
+    merged, total = merge_all(outs, lses)
+    return merged.to(out.dtype), total
+
+
+def packed(out: Tensor, lse: Tensor) -> Tensor:
+    """(B, H_q, T, bytes) uint8: the bytes of an output and, behind them, of its lse."""
+    parts = (out.contiguous().view(torch.uint8), lse.contiguous()[..., None].view(torch.uint8))
+    return torch.cat(parts, dim=-1)
+
+
+def merge_all(outs: Tensor, lses: Tensor) -> State:
+    """Merges partial attentions (N, ..., T, D) and (N, ..., T) float32, halves with halves."""
+    while len(outs) > 1:
+        half = len(outs) // 2
+        out, lse = merge_state(
+            outs[:half], lses[:half], outs[half : 2 * half], lses[half : 2 * half]
+        )
+        rest = slice(2 * half, None)
+        outs, lses = torch.cat((out, outs[rest])), torch.cat((lse, lses[rest]))
+    return outs[0], lses[0]
+
+
+def with_extras(
+    state: State,
+    queries: Sequence[Tensor],
+    scales: Sequence[float],
+    extras: dict[str, Any],
+    softcap: float,
+) -> State:
+    """Adds what every query sees besides the cached keys, once and after the ranks' parts.
+
+    Args:
+        state: out (B, H_q, T, D_v) and lse (B, H_q, T).
+        queries: (B, H_q, T, D) of each key stream; ``scales`` multiply their products with keys.
+        extras: ``null_...`` (H_kv, D) of each key stream in order and of v, and ``s_aux`` (H_q,), those given.
+        softcap: of logits, 0 for none.
+    """
+    out, lse = state[0].float(), state[1]
+    nulls = [x for name, x in extras.items() if name.startswith("null_") and x is not None]
+    if nulls:
+        groups = queries[0].shape[1] // len(nulls[0])
+        per_head = [x.float().repeat_interleave(groups, 0) for x in nulls]
+        logits = torch.stack([
+            (q.float() * key[:, None]).sum(-1) * scale
+            for q, key, scale in zip(queries, per_head[:-1], scales, strict=True)
+        ]).sum(0)  # fmt: skip
+        logits = softcap * torch.tanh(logits / softcap) if softcap > 0 else logits
+        out, lse = merge_state(out, lse, per_head[-1][:, None].expand_as(out).contiguous(), logits)
+    s_aux = extras.get("s_aux")
+    if s_aux is not None:
+        sink = s_aux.float()[None, :, None].expand_as(lse).contiguous()
+        out, lse = merge_state(out, lse, torch.zeros_like(out), sink)
+    return out.to(state[0].dtype), lse
+
+
+def default_scale(q: Tensor) -> float:
+    """``1 / sqrt(D)``."""
+    return 1 / math.sqrt(q.shape[-1])
+
+
+#: By the number of key streams: for few query tokens, and for many.
+OPS: dict[int, tuple[Any, Any]] = {
+    1: (decode_attention, extend_attention),
+    2: (decoupled_decode_attention, decoupled_extend_attention),
+}
+
+
+def nothing(queries: Sequence[Tensor], v_dim: int) -> State:
+    """What a rank that holds no key gives: out 0 and lse -inf."""
+    q = queries[0]
+    return q.new_zeros((*q.shape[:3], v_dim)), q.new_full(
+        q.shape[:3], -torch.inf, dtype=torch.float32
+    )
+
+
+def attend_to_pages(
+    cache: LayerCache, queries: Sequence[Tensor], calls: Sequence[Call], options: dict[str, Any]
+) -> State:
+    """The queries over the pages of this rank.
+
+    Args:
+        cache: paged; what this rank holds, its rows in local slots.
+        queries: (B, H_q, T, D) of each key stream.
+        calls: which of them see what.
+        options: those of the ops that do not say who sees what.
+
+    Returns:
+        out (B, H_q, T, D_v) in the queries' dtype and lse (B, H_q, T) float32; 0 and -inf where a query sees no key
+        of this rank.
+    """
+    if len(calls) == 1 and calls[0].whole:
+        return _run(cache, list(queries), calls[0], options)
+    out, lse = nothing(queries, cache.streams["v"].head_dim)
+    for call in calls:
+        rows = call.rows[:, None]
+        picked = [q.transpose(1, 2)[rows, call.tokens].transpose(1, 2) for q in queries]
+        part, part_lse = _run(cache, picked, call, options)
+        places = rows.expand_as(call.tokens).flatten(), call.tokens.flatten()
+        found = part.transpose(1, 2).flatten(0, 1), part_lse.transpose(1, 2).flatten(0, 1)
+        if call.kept is not None:
+            places, found = tuple(p[call.kept] for p in places), tuple(x[call.kept] for x in found)  # type: ignore[assignment]
+        out.transpose(1, 2)[places] = found[0]
+        lse.transpose(1, 2)[places] = found[1]
+    return out, lse
+
+
+def _run(cache: LayerCache, queries: list[Tensor], call: Call, options: dict[str, Any]) -> State:
+    """One call: queries (J, H_q, N, D)."""
+    assert cache.pages is not None
+    table = cache.pages.columns(call.longest)
+    options = {
+        **options,
+        "block_table": table if call.whole else table[call.rows],
+        "query_lens": call.query_lens,
+        "window_size": (call.left, 0) if call.left >= 0 else None,
+    }
+    shape = queries[0].shape[:3]
+    if not call.grows:
+        queries = [q.reshape(shape[0], shape[1] * shape[2], 1, -1) for q in queries]
+    few, many = OPS[len(queries)]
+    extends = queries[0].shape[2] > MAX_QUERY_TOKENS
+    if not extends:
+        options.pop("q_chunk", None)
+    views = [_of_rows(stream.view, call) for stream in cache.streams.values()]
+    out, lse = (many if extends else few)(
+        *queries, *views, call.seqlens, n_kv_heads=cache.n_kv_heads, return_softmax_lse=True,
+        **{name: value for name, value in options.items() if value is not None},
+    )  # fmt: skip
+    return out.reshape(*shape, -1), lse.reshape(shape)
+
+
+def _of_rows(view: KVView, call: Call) -> KVView:
+    """The view with the sinks of the call's rows; pages are those of any row."""
+    if view.sink is None or call.whole:
+        return view
+    return replace(view, sink=view.sink[call.rows])
+
+
+#: Tokens of the one page the ring's cache has, which holds zeros: as few as a page can have.
+ZEROS = PAGE_MULTIPLE
+
+
+class NoPages:
+    """Stands for the page table of a cache that keeps no codes.
+
+    Writing finds no page; reading finds one page of zeros wherever it looks, which no query sees.
+    """
+
+    def __init__(self, batch_size: int, pages: int, device: torch.device) -> None:
+        self.tensor = torch.full((batch_size, pages), -1, dtype=torch.int32, device=device)
+        self._zeros = torch.zeros_like(self.tensor)
+
+    def columns(self, longest: int) -> Tensor:
+        """(B, pages) int32, the page of zeros; ``longest`` changes nothing."""
+        del longest
+        return self._zeros
+
+    def reserve(self, held: Sequence[int], added: Sequence[int]) -> list[tuple[int, int]]:
+        """Nothing to do, as in `shrink` and `reorder`."""
+        del held, added
+        return []
+
+    def shrink(self, lengths: Sequence[int]) -> None:
+        """Nothing to do."""
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Nothing to do."""
+
+    def taken(self, rows: Sequence[int]) -> NoPages:
+        """The same for other rows."""
+        return NoPages(len(rows), self.tensor.shape[1], self.tensor.device)
+
+
+def ring_config(config: KVCacheTensorConfig) -> KVCacheTensorConfig:
+    """Storage of a cache that is used for its ring alone: ``config`` without sinks."""
+    return config.model_copy(update={"sink_len": 0})
+
+
+def without_ring(config: KVCacheTensorConfig, *, sinks: bool) -> KVCacheTensorConfig:
+    """Storage of the pages: ``config`` without the tail, and with its sinks or without."""
+    change = {"residual_len": 0} if sinks else {"residual_len": 0, "sink_len": 0}
+    return config.model_copy(update=change)
+
+
+def as_ring(cache: LayerCache) -> LayerCache:
+    """Turns a fresh paged cache of one page into one that keeps its ring alone."""
+    assert cache.pages is not None
+    for stream in cache.streams.values():
+        for buffer in (stream.codes, stream.scales):
+            if buffer is not None:
+                buffer.zero_()
+    rows, pages = cache.pages.tensor.shape
+    stand_in: Any = NoPages(rows, pages, cache.device)
+    cache.pages = stand_in
+    return cache
+
+
+def attend_to_ring(
+    ring: LayerCache, queries: Sequence[Tensor], before: int, left: int, options: dict[str, Any]
+) -> State:
+    """The queries over the keys less than residual_len behind them, and less than ``left`` + 1, -1 for no limit."""
+    reach = ring.residual_len - 1
+    window = (reach if left < 0 else min(reach, left), 0)
+    found: Any = ring._attend(
+        *queries, before=before, window_size=window, return_softmax_lse=True, **options
+    )
+    return found[0], found[1]
+
+
+def lost_positions(ring: LayerCache, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(row, start, stop) that have to be put back into the ring when rows are shortened to ``lengths``."""
+    needed: list[tuple[int, int, int]] = []
+    keeper = ring._tail.taken(range(len(lengths)))
+    keeper.shortened(ring.lengths.host, lengths, lambda *place: needed.append(place))
+    return needed
+
+
+def shorten(
+    ring: LayerCache, lengths: Sequence[int], refill: Callable[[int, int, int], None]
+) -> None:
+    """Shortens rows of the ring; ``refill(row, start, stop)`` has put back what is missing."""
+    ring._narrow()
+    ring._tail.shortened(ring.lengths.host, lengths, refill)
+    ring.lengths.set(lengths)

@@ -1,0 +1,245 @@
+"""accelerate and restore: plain ``model.generate()`` with our cache and attention.
+
+cache="auto": the cache `caramba_fast.policy` chooses for a model of transformers.
+
+register: our attention and mask functions among those of transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.masking_utils import AttentionMaskInterface
+
+from caramba_fast.hf.attention import caramba_attention
+from caramba_fast.hf.capabilities import check_cacheable
+from caramba_fast.hf.compat import CROP_REMOVES
+from caramba_fast.hf.masks import caramba_mask
+from caramba_fast.hf.packed_cache import CarambaCache, known_shapes
+from caramba_fast.hf.packed_trial import is_compiled
+from caramba_fast.hf.scope import NAME, decoder_configs, implementation, set_implementation
+from caramba_fast.hf.settings import FIELDS, CacheArgument, CacheSettings
+from caramba_fast.hf.static_cache import CarambaStaticCache
+from caramba_fast.policy import CachePolicyFields, choose_cache
+
+SIZES = ("max_seq_len", "batch_size")
+MEASURING = ("calibration_ids", "recall", "seed")
+#: Options that only ``cache="auto"`` heeds.
+POLICY_OPTIONS = (*SIZES, *MEASURING, *CachePolicyFields.model_fields)
+#: Options of the cache itself, which hold for what is chosen.
+KEPT = ("prefill", "calibration")
+
+
+def chosen_cache(model: PreTrainedModel, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The spec the policy chooses, and the options that are left for the cache.
+
+    Args:
+        options: ``max_seq_len`` (by default the model's longest, at most 4096) and ``batch_size`` (1) of the
+            cache, ``calibration_ids``, ``recall`` and ``seed`` as in `policy.choose_cache`, fields of
+            `policy.CachePolicyFields`, and those of a cache.
+
+    Raises:
+        ValueError, NoCandidateError: as `choose_cache`.
+    """
+    from caramba_fast.hf.adapter import HuggingFaceModel  # noqa: PLC0415 - only this needs it
+
+    kept = {name: value for name, value in options.items() if name not in POLICY_OPTIONS}
+    fields = {name: options[name] for name in CachePolicyFields.model_fields if name in options}
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4096
+    sizes: dict[str, Any] = {"max_seq_len": min(int(longest), 4096), "batch_size": 1}
+    sizes.update({name: options[name] for name in SIZES if name in options})
+    more: dict[str, Any] = {name: kept[name] for name in KEPT if name in kept}
+    more.update({name: options[name] for name in MEASURING if name in options})
+    more["fields"] = {name: kept[name] for name in FIELDS if name in kept}
+    plan = choose_cache(HuggingFaceModel(model), CachePolicyFields(**fields), **sizes, **more)
+    return plan.spec, kept
+
+
+def register() -> str:
+    """Makes ``attn_implementation="caramba_fast"`` known to transformers; again changes nothing.
+
+    Without a mask function of the same name transformers would pass no masks at all, and padding and windows
+    would silently be lost: both are registered together.
+
+    Returns:
+        The name.
+    """
+    AttentionInterface.register(NAME, caramba_attention)
+    AttentionMaskInterface.register(NAME, caramba_mask)
+    return NAME
+
+
+ATTRIBUTE = "_caramba_fast"
+HOOK = "_prepare_cache_for_generation"
+#: What ``cache_implementation`` of a call may say for it to get our cache.
+OURS_FOR = (None, "dynamic", "offloaded", "static")
+
+M = TypeVar("M", bound=PreTrainedModel)
+
+
+@dataclass
+class Accelerated:
+    """What `accelerate` leaves on a model.
+
+    Attributes:
+        settings: how the cache is stored.
+        implementations: the configs whose attention was changed, and what it was.
+    """
+
+    settings: CacheSettings
+    implementations: list[tuple[Any, str]]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a model from a pickle: its configs name our attention, which this process may not know yet."""
+        register()
+        vars(self).update(state)
+
+
+def accelerate(model: M, cache: CacheArgument = "q4", **options: Any) -> M:
+    """Gives plain ``model.generate()`` a packed cache that attention reads as it is stored.
+
+    Args:
+        model: a decoder-only model of transformers; it is changed in place (weights are not), and `restore` puts
+            everything back. Again with other settings replaces them.
+        cache: "q4", "q8", "q8/q4" (K/V), dict(k="q8", v="q4"), …, or "auto" for the fastest that passes the
+            quality gates (`caramba_fast.policy`).
+        options: prefill, calibration, and fields of `KVCacheTensorConfig`; with "auto" also those of
+            `chosen_cache`: max_seq_len, batch_size, quality gates, ….
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: a model that cannot be served (encoder-decoder, no cache, …), and why.
+        ValueError: a kind or option that does not exist. The model is as it was in every case.
+    """
+    check_cacheable(model)
+    if cache == "auto":
+        cache, options = chosen_cache(model, options)
+    wrong = sorted(set(options) & set(POLICY_OPTIONS))
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: only of use with cache='auto', it is {cache!r}")
+    settings = CacheSettings.of(cache, **options)
+    before = restore(model)
+    try:
+        if settings.takes_constants:
+            known_shapes(model)
+        _install(model, settings)
+    except BaseException:
+        restore(model)
+        if before is not None:
+            _install(model, before)
+        raise
+    return model
+
+
+#: Accelerated models: several may share a config, which keeps our attention until the last is restored.
+_ACCELERATED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+
+def _install(model: PreTrainedModel, settings: CacheSettings) -> None:
+    setattr(model, ATTRIBUTE, Accelerated(settings, _implementations(model)))
+    # not a bound method, which pickle would look up in the model before it is there
+    setattr(model, HOOK, functools.partial(_prepare_cache, model))
+    _use_our_attention(model)
+    _ACCELERATED.add(model)
+
+
+def restore(model: PreTrainedModel) -> CacheSettings | None:
+    """Puts back what `accelerate` changed; a model that was not accelerated stays as it is.
+
+    Returns:
+        The settings it had, or None.
+    """
+    state: Accelerated | None = vars(model).get(ATTRIBUTE)
+    if state is None:
+        return None
+    _ACCELERATED.discard(model)
+    shared = _shared_configs()
+    for config, name in state.implementations:
+        if id(config) not in shared:
+            set_implementation(config, name)
+    vars(model).pop(HOOK, None)
+    delattr(model, ATTRIBUTE)
+    return state.settings
+
+
+def _shared_configs() -> dict[int, str]:
+    """The configs of accelerated models, by id, and the attention each had before the first of them."""
+    states: list[Accelerated] = [vars(model)[ATTRIBUTE] for model in _ACCELERATED]
+    return {id(config): name for state in states for config, name in state.implementations}
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    found: dict[int, Any] = {id(model.config): model.config}
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            found.setdefault(id(module.config), module.config)
+    return list(found.values())
+
+
+def _implementations(model: PreTrainedModel) -> list[tuple[Any, str]]:
+    shared = _shared_configs()
+    return [
+        (config, shared.get(id(config)) or implementation(config)) for config in _configs(model)
+    ]
+
+
+def _use_our_attention(model: PreTrainedModel) -> None:
+    name = register()
+    for config in decoder_configs(model):
+        set_implementation(config, name)
+
+
+def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """`GenerationMixin._prepare_cache_for_generation` of an accelerated model."""
+    original = getattr(type(model), HOOK)
+    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    bound.apply_defaults()
+    config, model_kwargs = bound.arguments["generation_config"], bound.arguments["model_kwargs"]
+    room = int(bound.arguments["max_cache_length"])
+    given = model_kwargs.get("past_key_values")
+    if isinstance(given, CarambaCache):
+        given.reserve(room)
+    _dynamic_if_assisted(config, bound.arguments["generation_mode"])
+    wanted = config.cache_implementation
+    if given is not None or config.use_cache is False or wanted not in OURS_FOR:
+        return original(*bound.args, **bound.kwargs)
+    state: Accelerated = getattr(model, ATTRIBUTE)
+    made: CarambaCache | CarambaStaticCache
+    if wanted == "static":
+        # as transformers does: a cache of another size would compile the model again
+        longest = max(
+            room,
+            getattr(config, "max_cache_len", None) or 0,
+            getattr(model, "_previous_max_cache_length", -1),
+        )
+        made = CarambaStaticCache.of(model, state.settings, longest)
+        model._previous_max_cache_length = longest  # type: ignore[assignment]
+        if is_compiled(model):
+            answers = max(config.num_beams or 1, config.num_return_sequences or 1)
+            made.initialize(model, answers * int(bound.arguments["batch_size"]))
+    else:
+        made = CarambaCache.of(model, state.settings, room, offloading=wanted == "offloaded")
+    if getattr(config, "is_assistant", False) and hasattr(made, "activate_past_recording"):
+        made.activate_past_recording()  # what it drafts is rolled back
+    model_kwargs["past_key_values"] = made
+    return None
+
+
+def _dynamic_if_assisted(config: Any, mode: GenerationMode) -> None:
+    """Before 5.1 transformers itself replaces any cache that was named by a dynamic one, for assisted generation."""
+    assisted = mode == GenerationMode.ASSISTED_GENERATION
+    if not CROP_REMOVES and assisted and config.cache_implementation == "static":
+        warnings.warn(
+            "assisted generation takes no static cache in this transformers; a CarambaCache is used",
+            stacklevel=2,
+        )
+        config.cache_implementation = None

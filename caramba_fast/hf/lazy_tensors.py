@@ -1,0 +1,111 @@
+"""Tensors without storage that stand for something else until an op asks for their values.
+
+``Cache.update`` has to return tensors, and a model may do anything with them; ours name a layer of the cache (or
+a mask) that attention reads as it is. Any other op gets the values, made on the spot.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from caramba_fast.hf.layers import CarambaLayer, StepLayer
+
+T = TypeVar("T", bound=Tensor)
+
+
+class Deferred(torch.Tensor):
+    """A tensor of some shape, dtype and device whose values `dense` makes."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def dense(self) -> Tensor:
+        """The values, as an ordinary tensor."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs any op on the values."""
+        args, kwargs = tree_map_only(Deferred, lambda x: x.dense(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def _empty(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Self:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype}, {self.device})"
+
+
+class PackedStates(Deferred):
+    """Keys or values (B, H_kv, L, D) of a layer, as they are stored.
+
+    Attributes:
+        layer: whose.
+        stream: "k" or "v".
+    """
+
+    layer: CarambaLayer | StepLayer
+    stream: str
+    _made: Tensor | None
+
+    @classmethod
+    def of(cls, layer: CarambaLayer | StepLayer, stream: str, like: Tensor) -> PackedStates:
+        """All that ``layer`` holds, in the dtype of ``like`` (B, H_kv, T, D), of which the newest tokens are."""
+        batch, heads, _, dim = like.shape
+        made = cls._empty((batch, heads, layer.length, dim), like.dtype, like.device)
+        made.layer, made.stream, made._made = layer, stream, None
+        return without_gradient(made, like)
+
+    def dense(self) -> Tensor:
+        """Dequantized; counted, and warned of once a cache."""
+        if self._made is None:
+            self._made = self.layer.dequantized(self.stream, self.dtype, self.shape[2])
+        return self._made
+
+
+class _NoGradient(torch.autograd.Function):
+    """A tensor that was made without a graph, as if made from others: its gradient does not exist."""
+
+    @staticmethod
+    def forward(ctx: Any, made: list[Tensor], *_: Tensor) -> Tensor:  # noqa: ARG004 - autograd's names
+        return made[0]  # in a list: what autograd takes for no input of its own
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:  # noqa: ARG004
+        raise RuntimeError(
+            "attention read keys and values that a packed cache stores, through which no gradient flows; to train, "
+            "pass use_cache=False or a DynamicCache of transformers, and to evaluate, use torch.no_grad()"
+        )
+
+
+def without_gradient(made: T, *sources: Tensor) -> T:
+    """``made`` came from ``sources`` by way of the cache: a backward pass through it raises."""
+    if not torch.is_grad_enabled():
+        return made
+    wanted = [x for x in sources if x.requires_grad]
+    if not wanted:
+        return made
+    return _as_if_made_from(wanted, made)
+
+
+@torch.compiler.disable(  # else its backward pass would be compiled with the pass, wanted or not
+    reason="no gradient flows through stored keys and values: compile under torch.no_grad()"
+)
+def _as_if_made_from(sources: list[Tensor], made: T) -> T:
+    found: T = _NoGradient.apply([made.detach() if type(made) is Tensor else made], *sources)
+    return found
+
+
+def values_of(x: Any) -> Any:
+    """``x`` with its values, if it is deferred."""
+    return x.dense() if isinstance(x, Deferred) else x

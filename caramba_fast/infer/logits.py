@@ -1,0 +1,188 @@
+"""Edits of the logits before a token is chosen: penalties, biases, what must not be said.
+
+The order is that of Hugging Face's ``generate``: the built-in ones first, then the caller's processors, then
+(in `caramba_fast.infer.sampling`) temperature and the filters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.infer.sequence import TokenHistory
+
+#: As Hugging Face's ``LogitsProcessor``: (input_ids (B, L), scores (B, V)) -> scores (B, V).
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+#: As Hugging Face's ``prefix_allowed_tokens_fn``: (row, token ids (L,)) -> ids that may follow.
+AllowedTokens = Callable[[int, Tensor], Sequence[int]]
+
+
+class LogitEdits:
+    """The edits a config and a caller ask for.
+
+    Args:
+        config: settings.
+        vocab_size: ids a logit exists for.
+        eos_ids: ids that end a row, for ``min_new_tokens``.
+        device: where the logits are.
+        processors: the caller's, called in turn with all tokens of the rows, padded at the front with
+            ``fill``.
+        allowed: the caller's ids that may follow.
+        fill: the padding id.
+
+    Raises:
+        ValueError: an id outside the vocabulary; the message names the field.
+    """
+
+    def __init__(
+        self,
+        config: GenerateConfig,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        device: torch.device,
+        processors: Sequence[LogitsProcessor] = (),
+        allowed: AllowedTokens | None = None,
+        fill: int = 0,
+    ) -> None:
+        _check_ids(config, vocab_size)
+        self._config, self._vocab, self._device = config, vocab_size, device
+        self._processors, self._allowed, self._fill = tuple(processors), allowed, fill
+        self._eos = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
+        self._bias = self._dense(config.logit_bias or {})
+        self._banned = self._dense(dict.fromkeys(config.suppress_tokens, -torch.inf))
+        self._sequences = tuple(config.sequence_bias)
+        self._bad = tuple((words, -torch.inf) for words in config.bad_words_ids)
+        self._min_new = config.min_new_tokens if eos_ids else 0
+
+    def _dense(self, biases: dict[int, float]) -> Tensor | None:
+        if not biases:
+            return None
+        dense = torch.zeros(self._vocab)
+        dense[torch.tensor(list(biases))] = torch.tensor(list(biases.values()))
+        if dense.isnan().any():
+            raise ValueError("logit_bias holds NaN; numbers are needed")
+        return dense.to(self._device)
+
+    @property
+    def per_row(self) -> bool:
+        """Whether rows are edited by what they hold."""
+        config = self._config
+        return bool(
+            config.repetition_penalty != 1.0 or config.no_repeat_ngram_size
+            or self._sequences or self._bad or self._min_new or self._allowed
+        )  # fmt: skip
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether any edit depends on the tokens of a row."""
+        return self.per_row or bool(self._processors)
+
+    def __bool__(self) -> bool:
+        return self.needs_history or self._bias is not None or self._banned is not None
+
+    def scores(
+        self,
+        logits: Tensor,
+        rows: Sequence[TokenHistory],
+        new: Sequence[int],
+        *,
+        which: Sequence[int] | None = None,
+        alive: Sequence[bool] | None = None,
+    ) -> Tensor:
+        """Logits (B, V) -> scores (B, V) float32, or the logits themselves where nothing is edited.
+
+        Args:
+            rows: the tokens of each row, prompt included.
+            new: how many of them were generated.
+            which: the prompt each row belongs to, for ``prefix_allowed_tokens_fn``; by default its own.
+            alive: rows that go on; the others are not edited by what they hold. By default all.
+        """
+        if not self:
+            return logits
+        scores = logits.to(torch.float32, copy=True)
+        if self._bias is not None:
+            scores += self._bias
+        if self.per_row:
+            for place, row in enumerate(rows):
+                if alive is None or alive[place]:
+                    self._edit(
+                        scores[place], row, new[place], place if which is None else which[place]
+                    )
+        if self._banned is not None:
+            scores += self._banned
+        if self._processors:
+            ids = padded(rows, new, self._fill, self._device)
+            for processor in self._processors:
+                scores = processor(ids, scores)
+        return scores
+
+    def _edit(self, scores: Tensor, row: TokenHistory, new: int, index: int) -> None:
+        """Edits the scores (V,) of one row in place."""
+        config = self._config
+        for words, bias in self._sequences:
+            if row.ends_with(words[:-1]):
+                scores[words[-1]] += bias
+        if config.repetition_penalty != 1.0:
+            penalty = config.repetition_penalty
+            lowered = torch.where(scores < 0, scores * penalty, scores / penalty)
+            seen = row.seen(self._vocab, scores.device)
+            scores.copy_(torch.where(seen, lowered, scores))
+        if config.no_repeat_ngram_size:
+            self._ban(scores, row.repeats(config.no_repeat_ngram_size))
+        self._ban(scores, [words[-1] for words, _ in self._bad if row.ends_with(words[:-1])])
+        if new < self._min_new:
+            scores[self._eos] = -torch.inf
+        if self._allowed is not None:
+            self._keep_allowed(scores, row, index)
+
+    def _ban(self, scores: Tensor, ids: Sequence[int]) -> None:
+        if ids:
+            scores[torch.tensor(list(ids), device=scores.device)] = -torch.inf
+
+    def _keep_allowed(self, scores: Tensor, row: TokenHistory, index: int) -> None:
+        assert self._allowed is not None
+        ids = list(self._allowed(index, torch.tensor(row.tokens, device=scores.device)))
+        if not ids:
+            raise ValueError(
+                f"prefix_allowed_tokens_fn allows nothing for row {index}; at least one id is needed"
+            )
+        kept = torch.full_like(scores, -torch.inf)
+        place = torch.tensor(ids, device=scores.device)
+        kept[place] = scores[place]
+        scores.copy_(kept)
+
+
+def padded(
+    rows: Sequence[TokenHistory], new: Sequence[int], fill: int, device: torch.device
+) -> Tensor:
+    """(B, L) int64: what precedes the ``new[b]`` newest tokens padded at the front, those padded at the end.
+
+    So the first new token of every row is in one column, whichever rows have ended.
+    """
+    starts = [len(row) - count for row, count in zip(rows, new, strict=True)]
+    first = max(starts)
+    ids = torch.full((len(rows), first + max(new)), fill, dtype=torch.int64)
+    for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        if len(row):
+            place = first - start
+            ids[index, place : place + len(row)] = torch.frombuffer(row.tokens, dtype=torch.int64)
+    return ids.to(device)
+
+
+def _check_ids(config: GenerateConfig, vocab_size: int) -> None:
+    named = {
+        "logit_bias": list(config.logit_bias or {}),
+        "sequence_bias": [token for words, _ in config.sequence_bias for token in words],
+        "bad_words_ids": [token for words in config.bad_words_ids for token in words],
+        "suppress_tokens": list(config.suppress_tokens),
+        "stop": list(config.stop_ids),
+    }
+    for name, ids in named.items():
+        for index in ids:
+            if index >= vocab_size:
+                raise ValueError(
+                    f"{name} holds token id {index}; the model's vocabulary allows 0 to {vocab_size - 1}"
+                )

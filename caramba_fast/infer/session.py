@@ -1,0 +1,501 @@
+"""Conversation: a model, its cache, and the tokens of each row.
+
+The newest tokens of a row may not be in the cache yet: what was sampled last is fed with whatever comes
+next. Whatever fails leaves the conversation as it was.
+
+Run: one call of `Generator.generate` under way, and what the caller hangs into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from caramba_fast.cache import ModelKVCache, Reach
+from caramba_fast.cache.rows import Counts
+from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.infer.cuda_graph import DecodeGraphs, RecordingError
+from caramba_fast.infer.logits import AllowedTokens, LogitEdits, LogitsProcessor
+from caramba_fast.infer.output import Stopwatch
+from caramba_fast.infer.sampling import check_chosen, filtered_logits, sample_marked
+from caramba_fast.infer.sequence import TokenHistory
+from caramba_fast.infer.stopping import FinishReason, Stopping, StoppingCriterion
+from caramba_fast.models import LanguageModel
+
+
+class Snapshot(NamedTuple):
+    """What a conversation was."""
+
+    cache: ModelKVCache | None
+    lengths: list[int]
+    rows: list[TokenHistory]
+    tokens: list[int]
+    tails: list[tuple[list[Tensor], list[int]]]
+
+
+class Conversation:
+    """See the module.
+
+    Args:
+        model: what reads and grows the cache.
+        new_cache: makes one for so many rows.
+        graphs: replays decode steps where it can.
+        fill: id that pads rows of a batch.
+        max_seq_len: tokens a row of the cache can hold.
+        prefill_chunk: most tokens of one forward pass.
+        reach: how far back a read of so many tokens goes, and in what pieces: the decode plan.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        new_cache: Callable[[int], ModelKVCache],
+        graphs: DecodeGraphs,
+        fill: int,
+        max_seq_len: int,
+        prefill_chunk: int | None,
+        reach: Callable[[int], Reach],
+    ) -> None:
+        self.model, self._new_cache, self._graphs = model, new_cache, graphs
+        self.fill, self._max_seq_len, self._prefill_chunk = fill, max_seq_len, prefill_chunk
+        self._reach = reach
+        self.cache: ModelKVCache | None = None
+        self.rows: list[TokenHistory] = []
+        #: How many cached tokens belong to each row, where decode steps fed padding to rows that had ended;
+        #: None where all do. A length, not a count to take off: `settle` may be interrupted and done again.
+        self._held: list[int] | None = None
+
+    # -- what it holds ------------------------------------------------------------------
+
+    @property
+    def cached(self) -> list[int]:
+        """Tokens of each row that are in the cache and belong there."""
+        if self.cache is None:
+            return [0] * len(self.rows)
+        return self.cache.row_lengths if self._held is None else list(self._held)
+
+    @property
+    def pending(self) -> list[list[int]]:
+        """The newest tokens of each row, which are not in the cache."""
+        return [list(row.tokens[n:]) for row, n in zip(self.rows, self.cached, strict=True)]
+
+    def check_rows(self, count: int) -> None:
+        """Raises ValueError unless input of ``count`` rows can follow."""
+        if self.cache is not None and len(self.rows) != count:
+            raise ValueError(
+                f"the conversation has {len(self.rows)} rows and this input "
+                f"{count}; call reset() to start another"
+            )
+
+    def check_room(self, new: Sequence[int], room: Sequence[int]) -> None:
+        """Raises ValueError unless ``new[b]`` tokens of input and ``room[b]`` more fit the cache."""
+        held = [len(row) for row in self.rows] or [0] * len(new)
+        for row, (length, count, more) in enumerate(zip(held, new, room, strict=True)):
+            if length + count + more > self._max_seq_len:
+                raise ValueError(
+                    f"row {row} needs {length + count + more} cached tokens ({length} held, {count} of "
+                    f"input, {more} generated), more than max_seq_len={self._max_seq_len}"
+                )
+
+    # -- growing ------------------------------------------------------------------------
+
+    def feed(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Pending tokens and these through the model; logits (B, V) after each row's last token."""
+        self.check_room([len(row) for row in rows], [0] * len(rows))
+        before = self.snapshot()
+        try:
+            if self.cache is None:
+                self.rows, self._held = [TokenHistory() for _ in rows], None
+                self.cache = self._new_cache(len(rows))
+            for row, tokens in zip(self.rows, rows, strict=True):
+                row.extend(tokens)
+            return self._in_pieces(self.pending)
+        except BaseException:
+            self.restore(before)
+            raise
+
+    def _in_pieces(self, rows: Sequence[list[int]]) -> Tensor:
+        """The rows through the model, in as many pieces as the cache asks for."""
+        device = self.model.device
+        longest = max(map(len, rows))
+        step = min(longest, self._prefill_chunk or longest)
+        logits: Tensor | None = None
+        for start in range(0, longest, step):
+            pieces = [row[start : start + step] for row in rows]
+            lens = [len(piece) for piece in pieces]
+            index = torch.tensor([max(length - 1, 0) for length in lens], device=device)
+            latest = self._forward(*self._batch(pieces), logits_index=index)[:, -1]
+            fresh = torch.tensor([length > 0 for length in lens], device=device)[:, None]
+            logits = latest if logits is None else torch.where(fresh, latest, logits)
+        assert logits is not None
+        return logits
+
+    def _batch(self, rows: Sequence[list[int]]) -> tuple[Tensor, list[int] | None]:
+        """(B, longest) ids padded at the end, and the length of each row where they differ."""
+        lens = [len(row) for row in rows]
+        width = max(lens)
+        ids = [row + [self.fill] * (width - len(row)) for row in rows]
+        return torch.tensor(ids, device=self.model.device), None if min(lens) == width else lens
+
+    def note(self, tokens: Sequence[int], alive: Sequence[bool]) -> None:
+        """Adds a sampled token to every row that is ``alive``; it is fed with the next step."""
+        for row, token, goes_on in zip(self.rows, tokens, alive, strict=True):
+            if goes_on:
+                row.push(token)
+
+    def step(self, tokens: Sequence[int], alive: Sequence[bool]) -> Tensor:
+        """Feeds the one pending token of each row; logits (B, V), which mean nothing where a row is not alive.
+
+        Rows that are not ``alive`` are fed nothing; in a replayed graph, which has no such choice, they are fed
+        their token as padding, and `settle` takes it out again.
+        """
+        assert self.cache is not None
+        fed = torch.tensor(tokens, device=self.model.device)[:, None]
+        if all(alive):
+            return self._forward(fed, None)[:, -1]
+        full = max(n for n, a in zip(self.cache.row_lengths, alive, strict=True) if not a)
+        if self._graphs.reason is not None or full == self._max_seq_len:
+            return self._forward(fed, [int(goes_on) for goes_on in alive])[:, -1]
+        held = [n + goes_on for n, goes_on in zip(self.cached, alive, strict=True)]
+        logits = self._forward(fed, None)[:, -1]
+        self._held = held
+        return logits
+
+    def verify(self, drafts: Sequence[Sequence[int]], alive: Sequence[bool]) -> Tensor:
+        """The pending tokens of each row and a draft behind them in one pass; logits (B, T, V).
+
+        The drafts are cached but do not belong to the rows: `settle_at` says which of them stay. Rows that are
+        not alive are fed nothing. Logits of row b at position i follow its i-th token fed.
+        """
+        rows = [
+            [*waiting, *draft] if goes_on else []
+            for waiting, draft, goes_on in zip(self.pending, drafts, alive, strict=True)
+        ]
+        return self._forward(*self._batch(rows))
+
+    def next_logits(self, alive: Sequence[bool]) -> Tensor:
+        """The pending tokens of each row that is alive through the model; logits (B, V) behind them."""
+        rows = [
+            waiting if goes_on else [] for waiting, goes_on in zip(self.pending, alive, strict=True)
+        ]
+        return self._in_pieces(rows)
+
+    def settle_at(self, lengths: Sequence[int]) -> None:
+        """Keeps the first ``lengths[b]`` tokens of row b in the cache, after `verify`."""
+        assert self.cache is not None
+        self._held = None
+        self.cache.restore(list(lengths))
+
+    def _forward(self, tokens: Tensor, query_lens: list[int] | None, **options: Any) -> Tensor:
+        """One forward pass, (B, T, V) or (B, 1, V) logits; if it fails, the cache is as it was."""
+        cache = self.cache
+        assert cache is not None
+        before = cache.row_lengths
+        cache.reach = self._reach(cache.pos + tokens.shape[1])
+        step = tokens.shape[1] == 1 and query_lens is None and not options and cache.pos > 0
+        try:
+            if step and self._graphs.reason is None:
+                return self._graphs.step(cache, tokens)[:, None]
+            return self.model.forward(tokens, cache, query_lens=query_lens, **options)
+        except RecordingError as error:
+            cache.restore(before)
+            self._graphs.give_up(str(error))
+            return self._forward(tokens, query_lens, **options)
+        except BaseException:
+            cache.restore(before)
+            raise
+
+    # -- shrinking and moving -----------------------------------------------------------
+
+    def rollback(self, n: Counts) -> None:
+        """Removes the newest ``n`` tokens of every row, or ``n[b]`` of row b, cached or not."""
+        assert self.cache is not None
+        counts = self.cache[0].lengths.per_row("n", n)
+        for index, (count, row) in enumerate(zip(counts, self.rows, strict=True)):
+            if not 0 <= count <= len(row):
+                raise ValueError(
+                    f"cannot roll back {count} tokens of row {index}, which holds {len(row)}"
+                )
+        self.keep([len(row) - count for row, count in zip(self.rows, counts, strict=True)])
+
+    def keep(self, lengths: Sequence[int]) -> None:
+        """Row b keeps its first ``lengths[b]`` tokens, cached or not, whatever was under way."""
+        if self.cache is not None:
+            self._held = [min(n, length) for n, length in zip(self.cached, lengths, strict=True)]
+        for row, length in zip(self.rows, lengths, strict=True):
+            row.cut(length)
+        self.settle()
+
+    def take(self, rows: Sequence[int]) -> None:
+        """Row b becomes what row ``rows[b]`` is; there may be more or fewer of them."""
+        assert self.cache is not None
+        self.settle()
+        self.cache = self.cache.take(rows)
+        self._graphs.forget()
+        self.rows = [self.rows[row].copy() for row in rows]
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Row b becomes what row ``order[b]`` is, in the same cache."""
+        if list(order) == list(range(len(self.rows))):
+            return
+        assert self.cache is not None
+        self.settle()
+        self.cache.reorder(torch.tensor(order))
+        self.rows = [self.rows[row].copy() for row in order]
+
+    def go_back(self, cache: ModelKVCache | None, rows: list[TokenHistory]) -> None:
+        """Goes on from a cache and rows that were left behind by `take`."""
+        self._graphs.forget()
+        self.cache, self.rows, self._held = cache, rows, None
+
+    def settle(self) -> None:
+        """Removes what was fed to rows that had ended."""
+        if self.cache is not None and self._held is not None:
+            self.cache.restore(self._held)
+        self._held = None
+
+    def snapshot(self, *, tails: bool = False) -> Snapshot:
+        """What `restore` goes back to.
+
+        Args:
+            tails: copy the fp16 rings of the cache as well, where more tokens may follow than they have slack for.
+        """
+        self.settle()
+        cache = self.cache
+        return Snapshot(
+            cache,
+            [] if cache is None else cache.row_lengths,
+            self.rows,
+            [len(row) for row in self.rows],
+            [layer.tail_state() for layer in cache or ()] if tails else [],
+        )
+
+    def restore(self, before: Snapshot) -> None:
+        """Goes back to a snapshot, from wherever an error or an interrupt left the conversation."""
+        self._graphs.forget()
+        self.cache, self.rows, self._held = before.cache, before.rows, None
+        for row, length in zip(self.rows, before.tokens, strict=True):
+            row.cut(length)
+        if self.cache is not None:
+            self.cache.restore(before.lengths)
+            for layer, tail in zip(self.cache, before.tails, strict=False):
+                layer.restore_tail(tail)
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self._graphs.forget()
+        self.cache, self.rows, self._held = None, [], None
+
+
+class Streamer(Protocol):
+    """As Hugging Face's ``BaseStreamer``: gets the prompt, then the tokens of each step."""
+
+    def put(self, value: Tensor) -> None:
+        """Takes (B, T) prompt ids, then (B,) tokens, on the CPU."""
+
+    def end(self) -> None:
+        """No more will come."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the caller of one run hangs into it.
+
+    Attributes:
+        logits_processor: callables (input_ids (B, L), scores (B, V)) -> scores, as Hugging Face's; one or several.
+        stopping_criteria: callables (input_ids (B, L), scores) -> bool or (B,) bools; one or several.
+        prefix_allowed_tokens_fn: (row, ids (L,)) -> ids that may follow.
+        streamer: gets the prompt and every step's tokens.
+    """
+
+    logits_processor: Sequence[LogitsProcessor] | LogitsProcessor = ()
+    stopping_criteria: Sequence[StoppingCriterion] | StoppingCriterion = ()
+    prefix_allowed_tokens_fn: AllowedTokens | None = None
+    streamer: Streamer | None = None
+
+    @property
+    def processors(self) -> Sequence[LogitsProcessor]:
+        """The processors as a sequence: Hugging Face's lists of them can be called, but one by one is as good."""
+        return _several("logits_processor", self.logits_processor)
+
+    @property
+    def criteria(self) -> Sequence[StoppingCriterion]:
+        """The criteria as a sequence."""
+        return _several("stopping_criteria", self.stopping_criteria)
+
+
+def _several(name: str, given: Any) -> Sequence[Any]:
+    items = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    for item in items:
+        if not callable(item):
+            raise TypeError(f"{name} holds a {type(item).__name__}; callables are needed")
+    return items
+
+
+@dataclass
+class Run:
+    """Which rows still write, why the others ended, and what has been kept.
+
+    Attributes:
+        conversation: what it writes into.
+        starts: tokens of each row before the first new one.
+    """
+
+    conversation: Conversation
+    config: GenerateConfig
+    edits: LogitEdits
+    stopping: Stopping
+    rng: torch.Generator | None
+    starts: list[int]
+    watch: Stopwatch
+    scores: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    row_scores: list[list[Tensor]] = field(default_factory=list)
+    row_logits: list[list[Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reasons: list[FinishReason | None] = [None] * len(self.starts)
+        self.row_scores = [[] for _ in self.starts]
+        self.row_logits = [[] for _ in self.starts]
+
+    @property
+    def alive(self) -> list[bool]:
+        """Which rows go on."""
+        return [reason is None for reason in self.reasons]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no row goes on."""
+        return None not in self.reasons
+
+    @property
+    def new(self) -> list[int]:
+        """Tokens generated in each row."""
+        return [len(row) - n for row, n in zip(self.conversation.rows, self.starts, strict=True)]
+
+    def choose(self, logits: Tensor) -> list[int]:
+        """The next token of each row, noted in the conversation; the padding id where a row has ended.
+
+        Raises:
+            ValueError: nothing can be chosen for a row.
+        """
+        alive, rows = self.alive, self.conversation.rows
+        logits = blank_ended(logits, alive)
+        new = self.new
+        scores = blank_ended(self.edits.scores(logits, rows, new, alive=alive), alive)
+        sampled = sample_marked(scores, self.config, self.rng).tolist()
+        check_chosen(sampled, logits, scores, new)
+        if self.config.output_scores:
+            self.scores.append(self.processed(scores))
+        if self.config.output_logits:
+            self.logits.append(logits.clone())
+        fill = self.conversation.fill
+        chosen = [token if a else fill for token, a in zip(sampled, alive, strict=True)]
+        self.conversation.note(chosen, alive)
+        self.watch.step(sum(alive))
+        self._stop(chosen, alive)
+        return chosen
+
+    def processed(self, scores: Tensor) -> Tensor:
+        """Scores as they are kept: float32, filtered where tokens are drawn."""
+        if self.config.samples:
+            return filtered_logits(scores, self.config)
+        return scores.to(torch.float32, copy=True)
+
+    def give(self, index: int, tokens: Sequence[int], scores: Tensor, logits: Tensor) -> int:
+        """Adds tokens to one row up to where it ends; how many it took.
+
+        ``scores`` and ``logits``, (T, V), are what each of them was chosen from.
+        """
+        row, stopping = self.conversation.rows[index], self.stopping
+        for place, token in enumerate(tokens):
+            row.push(token)
+            if self.config.output_scores:
+                self.row_scores[index].append(self.processed(scores[place]))
+            if self.config.output_logits:
+                self.row_logits[index].append(logits[place].clone())
+            new = len(row) - self.starts[index]
+            reason = stopping.after(token, row, new, index)
+            if reason is None and stopping.has_criteria:
+                rows = self.conversation.rows
+                ends = stopping.by_criteria(rows, self.new, self.kept_scores)
+                reason = "criteria" if ends[index] else None
+            self.reasons[index] = reason
+            if reason is not None:
+                return place + 1
+        return len(tokens)
+
+    def stop_if_late(self) -> None:
+        """Ends every row once ``max_time`` is over."""
+        if self.stopping.out_of_time:
+            self._end([True] * len(self.reasons), "time")
+
+    @property
+    def complete_columns(self) -> int:
+        """New tokens that every row has, or has ended before."""
+        counts = [n for n, alive in zip(self.new, self.alive, strict=True) if alive]
+        return min(counts) if counts else max(self.new)
+
+    def column(self, place: int) -> list[int]:
+        """The new token of every row at ``place``, the padding id behind a row's end."""
+        return [
+            row.tokens[start + place] if start + place < len(row) else self.conversation.fill
+            for row, start in zip(self.conversation.rows, self.starts, strict=True)
+        ]
+
+    @property
+    def kept_scores(self) -> tuple[Tensor, ...] | None:
+        """For each step the scores (B, V); None unless asked for."""
+        return _columns(self.scores, self.row_scores) if self.config.output_scores else None
+
+    @property
+    def kept_logits(self) -> tuple[Tensor, ...] | None:
+        """For each step the logits (B, V); None unless asked for."""
+        return _columns(self.logits, self.row_logits) if self.config.output_logits else None
+
+    def _stop(self, chosen: list[int], alive: list[bool]) -> None:
+        rows, stopping, new = self.conversation.rows, self.stopping, self.new
+        for index, (token, goes_on) in enumerate(zip(chosen, alive, strict=True)):
+            if goes_on:
+                self.reasons[index] = stopping.after(token, rows[index], new[index], index)
+        if stopping.has_criteria and not self.is_over:
+            kept = tuple(self.scores) if self.config.output_scores else None
+            self._end(stopping.by_criteria(rows, new, kept), "criteria")
+        self.stop_if_late()
+
+    def _end(self, which: Sequence[bool], reason: FinishReason) -> None:
+        self.reasons = [
+            reason if old is None and ends else old
+            for old, ends in zip(self.reasons, which, strict=True)
+        ]
+
+    def continuations(self) -> Tensor:
+        """(B, longest) int64 on the CPU: the new tokens, with the padding id behind each row's end."""
+        rows = [row.tokens[n:] for row, n in zip(self.conversation.rows, self.starts, strict=True)]
+        longest, fill = max(map(len, rows)), self.conversation.fill
+        return torch.tensor([list(row) + [fill] * (longest - len(row)) for row in rows])
+
+
+def blank_ended(logits: Tensor, alive: Sequence[bool]) -> Tensor:
+    """(B, ..., V) with zeros where a row has ended: there it may be anything, NaN too."""
+    if all(alive):
+        return logits
+    ended = torch.tensor([not goes_on for goes_on in alive], device=logits.device)
+    return logits.masked_fill(ended.view(-1, *[1] * (logits.ndim - 1)), 0.0)
+
+
+def _columns(steps: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """Steps of all rows, and behind them those kept row by row; zeros behind a row's end."""
+    longest = max((len(row) for row in rows), default=0)
+    blank = torch.zeros_like(steps[0][0]) if steps else None
+    return (
+        *steps,
+        *(
+            torch.stack([row[place] if place < len(row) else blank for row in rows])  # type: ignore[misc]
+            for place in range(longest)
+        ),
+    )

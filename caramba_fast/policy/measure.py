@@ -1,0 +1,514 @@
+"""Quality gates: what a candidate costs against an fp16 cache on real tokens, and whether that is too much.
+
+A window is a prompt that is prefilled and tokens that are then fed through the cache; predictions after
+those are compared. Figures come from `caramba_fast.quality`. Windows are added until every gate is clear
+of its limit by the 95% confidence interval, or there are enough.
+
+The needle gate: lines hidden in text, and the share of them still found through each cache.
+
+How long decode steps take with each cache: real steps of the model, interleaved, medians of rounds.
+
+What is measured: a model as a generator will run it, on text, with the settings of a choice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from caramba_fast.cache import Calibration, DecoupledLayerShape, ModelKVCache
+from caramba_fast.cache.model import PrefillMode
+from caramba_fast.config import cache_configs
+from caramba_fast.models import LanguageModel
+from caramba_fast.policy.candidates import BASELINE, candidates_for
+from caramba_fast.policy.plan import PlanKey, device_identity, model_identity, versions
+from caramba_fast.policy.settings import GATES, CachePolicyFields
+from caramba_fast.quality import (
+    CacheQuality,
+    CacheSize,
+    RecallFormat,
+    Scores,
+    cache_quality,
+    cached_forward,
+    compare,
+)
+from caramba_fast.quality.text import SAMPLED_ROWS, Windows, digest_of, needle_batches
+
+#: Windows measured at first, and at most where a gate stays undecided.
+FEWEST_WINDOWS, MOST_WINDOWS = 64, 256
+#: Windows computed at once; they share the constants of the transforms, as rows of a batch do.
+ROWS = 8
+#: Query tokens fed at once, within what attention takes in one pass. Several at once give what single steps do.
+TOGETHER = 16
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a candidate costs.
+
+    Attributes:
+        delta_nll: nats a token became less likely.
+        ppl_ratio: exp(delta_nll).
+        mean_kl: mean KL(baseline ‖ candidate), nats.
+        needles: share of needles found, relative to the baseline; None where they were not asked for.
+        predictions: predictions compared.
+        windows: independent samples of the intervals.
+        ci: 95% confidence interval of each figure, by name.
+    """
+
+    delta_nll: float
+    ppl_ratio: float
+    mean_kl: float
+    needles: float | None = None
+    predictions: int = 0
+    windows: int = 0
+    ci: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, found: CacheQuality, needles: float | None = None) -> Figures:
+        """From the figures of the quality lab."""
+        ci = {name: found.ci[name] for name in ("delta_nll", "ppl_ratio", "mean_kl")}
+        return cls(
+            found.delta_nll,
+            found.ppl_ratio,
+            found.mean_kl,
+            needles,
+            found.tokens,
+            found.windows,
+            ci,
+        )
+
+
+class PromptForward:
+    """A `Forward` that prefills a prompt as a generator does and feeds the rest through the cache.
+
+    What the prompt's own tokens predict is not computed: those logits are nan.
+
+    Args:
+        model: the model.
+        prompt_len: tokens prefilled.
+        prefill, calibration: as in `ModelKVCache`.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        prompt_len: int,
+        prefill: PrefillMode = "exact",
+        calibration: Calibration | None = None,
+    ) -> None:
+        self.model, self.prompt_len = model, prompt_len
+        self.prefill: PrefillMode = prefill
+        self.calibration = calibration
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor, spec: str) -> Iterator[Tensor]:
+        """Logits (B, t, V) of the prompt (nan), then of stretches of what follows."""
+        model, rows = self.model, len(ids)
+        configs: dict[str, Any] = cache_configs(spec)
+        cache = ModelKVCache(
+            model.cache_layout, rows, ids.shape[1], device=model.device, prefill=self.prefill,
+            calibration=self.calibration, **configs,
+        )  # fmt: skip
+        ids = ids.to(model.device)
+        last = torch.full((rows,), self.prompt_len - 1, device=model.device)
+        logits = model.forward(ids[:, : self.prompt_len], cache, logits_index=last)
+        yield logits.new_full((), torch.nan).expand(rows, self.prompt_len, logits.shape[-1])
+        for part in ids[:, self.prompt_len :].split(_together(cache), dim=1):
+            yield model.forward(part, cache)
+
+
+def _together(cache: ModelKVCache) -> int:
+    slack = min(layer.tail_slack for layer in cache) if cache[0].residual_len else TOGETHER
+    return max(1, min(TOGETHER, slack))
+
+
+class QualityMeter:
+    """Measures candidates on windows of text, and remembers what it has measured.
+
+    Args:
+        forward: runs a window through a cache.
+        windows: the text.
+        baseline: the cache to compare with.
+    """
+
+    def __init__(self, forward: PromptForward, windows: Windows, baseline: str) -> None:
+        self.forward, self.windows, self.baseline = forward, windows, baseline
+        self._scores: dict[str, list[tuple[Scores, Scores]]] = {}
+
+    def figures(self, specs: Sequence[str], stop: int) -> dict[str, Figures]:
+        """Figures of each spec on the first ``stop`` windows, or as many as there are."""
+        held = {spec: ROWS * len(self._scores.get(spec, ())) for spec in specs}
+        for start in range(min(held.values(), default=stop), stop, ROWS):
+            ids = self.windows.take(start, min(start + ROWS, stop))
+            missing = [spec for spec in specs if held[spec] <= start]
+            if len(ids):
+                self._measure(ids, missing)
+        return {spec: self._figures(spec) for spec in specs}
+
+    def _measure(self, ids: Tensor, specs: Sequence[str]) -> None:
+        first = self.forward.prompt_len
+        positions = torch.arange(first, ids.shape[1] - 1).expand(len(ids), -1)
+        scores = compare(self.forward, ids, specs, self.baseline, positions)
+        for spec in specs:
+            self._scores.setdefault(spec, []).append((scores[spec], scores[self.baseline]))
+
+    def _figures(self, spec: str) -> Figures:
+        pairs = self._scores[spec]
+        own, base = (_joined([pair[side] for pair in pairs]) for side in (0, 1))
+        nothing = CacheSize(0.0, 0.0, 0.0)
+        return Figures.of(cache_quality(spec, own, own if spec == self.baseline else base, nothing))
+
+
+def _joined(parts: Sequence[Scores]) -> Scores:
+    names = (part.name for part in fields(Scores))
+    return Scores(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+def verdict(figures: Figures, gates: Mapping[str, float]) -> str | None:
+    """Why the figures fail the gates, or None. What is not a number fails."""
+    reasons = []
+    for name, limit in gates.items():
+        value = getattr(figures, GATES[name])
+        if value is None:
+            continue
+        least = name == "cache_quality_min_needle"
+        if not (value >= limit if least else value <= limit):
+            sign = "<" if least else ">"
+            reasons.append(f"{GATES[name]} {value:.4g} {sign} {limit:g}")
+    return ", ".join(reasons) or None
+
+
+def undecided(figures: Figures, gates: Mapping[str, float]) -> bool:
+    """Whether the interval of a gated figure holds the limit, so that more windows may change the verdict.
+
+    Not so once another gate has clearly failed.
+    """
+    spans = [
+        (figures.ci[GATES[name]], limit)
+        for name, limit in gates.items()
+        if GATES[name] in figures.ci
+    ]
+    if any(low > limit for (low, _), limit in spans):
+        return False
+    return any(low <= limit < high for (low, high), limit in spans)
+
+
+def clearly_fails(figures: Figures, gates: Mapping[str, float]) -> bool:
+    """Whether a gated figure is beyond its limit by the whole interval, or is no number."""
+    for name, limit in gates.items():
+        if GATES[name] in figures.ci:
+            low, _ = figures.ci[GATES[name]]
+            value = getattr(figures, GATES[name])
+            if value != value or low > limit:  # noqa: PLR0124 - nan
+                return True
+    return False
+
+
+def measure_quality(
+    meter: QualityMeter, specs: Sequence[str], gates: Mapping[str, float]
+) -> dict[str, Figures]:
+    """Figures of each spec on as many windows as its gates need."""
+    found = meter.figures(specs, FEWEST_WINDOWS)
+    stop = FEWEST_WINDOWS
+    while stop < MOST_WINDOWS:
+        open_ = [spec for spec in specs if undecided(found[spec], gates)]
+        if not open_ or len(meter.windows.take(stop, stop + 1)) == 0:
+            break
+        stop *= 2
+        found.update(meter.figures(open_, stop))
+    return found
+
+
+#: Tokens of a row that hides needles, and needles asked for in all.
+CONTEXT, NEEDLES = 512, 128
+NEEDLE_ROWS = 4
+#: A baseline that finds less than this tells nothing about caches.
+LEAST_FOUND = 0.1
+
+
+def needle_shares(
+    model: LanguageModel,
+    specs: Sequence[str],
+    baseline: str,
+    form: RecallFormat,
+    filler: np.ndarray,
+    *,
+    context: int = CONTEXT,
+    calibration: Calibration | None = None,
+    bos_token_id: int | None = None,
+    seed: int = 0,
+) -> dict[str, float]:
+    """Share of needles each cache finds (greedy), relative to the baseline on the same needles.
+
+    Args:
+        model, calibration: what is run.
+        specs: caches.
+        baseline: the cache to compare with.
+        form: how needles are written.
+        filler: (N,) token ids of the text they are hidden in, repeated if it is short.
+        context: tokens of a row.
+        bos_token_id: first token of a row, for models that expect one.
+        seed: needles and places.
+
+    Raises:
+        ValueError: the baseline finds next to none, so that the gate means nothing for this model; or a
+            context without room.
+    """
+    text = np.tile(filler, -(-context // len(filler)))
+    forward = cached_forward(model, calibration=calibration)
+    found = dict.fromkeys((baseline, *specs), 0)
+    total = 0
+    for batch in needle_batches(form, text, context, NEEDLES, NEEDLE_ROWS, bos_token_id, seed):
+        scores = compare(
+            forward, torch.from_numpy(batch.ids), specs, baseline, positions=batch.positions
+        )
+        total += scores[baseline].correct.size
+        for spec in found:
+            found[spec] += int(scores[spec].correct.sum())
+    if found[baseline] < LEAST_FOUND * total:
+        raise ValueError(
+            f"cache_quality_min_needle: the model finds {found[baseline]} of {total} needles with a {baseline} "
+            f"cache, fewer than {LEAST_FOUND:.0%}, so that they cannot tell caches apart; leave it None"
+        )
+    return {spec: found[spec] / found[baseline] for spec in specs}
+
+
+def filler_of(windows: Windows, given: Tensor | Sequence[int] | None) -> np.ndarray:
+    """Text to hide needles in: what was given, else what the model wrote."""
+    if given is not None:
+        return torch.as_tensor(given, dtype=torch.int64, device="cpu").flatten().numpy()
+    return windows.take(0, -(-CONTEXT // windows.size)).flatten().numpy()
+
+
+#: One token a row, (B, 1), through a model and its cache; returns logits.
+Step = Callable[[Tensor], Tensor]
+#: Makes the step that is timed, where it is more than a plain forward pass.
+StepMaker = Callable[[LanguageModel, ModelKVCache], Step]
+#: Steps before the clock runs: a first use compiles and allocates, a second may record.
+WARM_UP = 3
+#: Rounds of steps; the caches are cropped in between, so that all rounds are at the same length.
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one decode step: the lowest of the rounds' medians, and quintiles of all steps.
+
+    What else a machine does only ever adds time, and comes in bursts: the least disturbed round tells most.
+    """
+
+    median: float
+    p20: float
+    p80: float
+
+    @classmethod
+    def of(cls, rounds: Sequence[Sequence[float]]) -> StepTime:
+        """From the single steps of each round."""
+        ranked = sorted(sample for samples in rounds for sample in samples)
+        last = len(ranked) - 1
+        lowest = min(median(samples) for samples in rounds)
+        return cls(lowest, ranked[round(0.2 * last)], ranked[round(0.8 * last)])
+
+
+def plain_step(model: LanguageModel, cache: ModelKVCache) -> Step:
+    """A forward pass."""
+    return lambda tokens: model.forward(tokens, cache)
+
+
+@torch.no_grad()
+def step_times(
+    model: LanguageModel,
+    specs: Sequence[str],
+    prompt: Tensor,
+    steps: int,
+    *,
+    prefill: PrefillMode = "exact",
+    calibration: Calibration | None = None,
+    make_step: StepMaker | None = None,
+    rounds: int = ROUNDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, StepTime]:
+    """Times decode steps of every cache in turn, so that what else the machine does hits all alike.
+
+    Args:
+        model: the model.
+        specs: caches.
+        prompt: (B, T) tokens the caches hold when the steps start; its last token is fed again and again.
+        steps: decode steps of a round.
+        prefill, calibration: as in `ModelKVCache`.
+        make_step: makes what is timed; by default `plain_step`.
+        rounds: rounds of steps.
+        clock: seconds.
+    """
+    rows, length = prompt.shape
+    prompt = prompt.to(model.device)
+    newest = prompt[:, -1:].contiguous()
+    runs: dict[str, tuple[ModelKVCache, Step]] = {}
+    for spec in specs:
+        configs: dict[str, Any] = cache_configs(spec)
+        cache = ModelKVCache(
+            model.cache_layout, rows, length + steps + WARM_UP, device=model.device, prefill=prefill,
+            calibration=calibration, **configs,
+        )  # fmt: skip
+        last = torch.full((rows,), length - 1, device=model.device)
+        model.forward(prompt, cache, logits_index=last)
+        runs[spec] = cache, (make_step or plain_step)(model, cache)
+    for cache, step in runs.values():
+        for _ in range(WARM_UP):
+            step(newest)
+        cache.truncate(length)
+    samples: dict[str, list[list[float]]] = {spec: [] for spec in specs}
+    for turn in range(rounds):
+        for found in samples.values():
+            found.append([])
+        for index in range(steps):
+            for spec in _turned(specs, turn * steps + index):
+                samples[spec][-1].append(_timed(runs[spec][1], newest, clock))
+        for cache, _ in runs.values():
+            cache.truncate(length)
+    return {spec: StepTime.of(found) for spec, found in samples.items()}
+
+
+def _turned(specs: Sequence[str], by: int) -> list[str]:
+    """Another one first each time: the one after a slow neighbour is not always the same."""
+    at = by % len(specs)
+    return [*specs[at:], *specs[:at]]
+
+
+def _timed(step: Step, tokens: Tensor, clock: Callable[[], float]) -> float:
+    _wait_for(tokens.device)
+    start = clock()
+    step(tokens)
+    _wait_for(tokens.device)
+    return clock() - start
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+#: Not part of a plan's key: where it is kept and when it is checked.
+_NOT_IN_KEY = ("cache_plan_path", "cache_plan_probe", "cache_plan_probe_interval_sec")
+#: Tokens of text the timed prompt is made of, repeated: what they are does not matter to time.
+_TIMED_TEXT = 64
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: a model as a generator will run it, and text.
+
+    Attributes:
+        model, batch_size, max_seq_len, prefill, calibration: of the generator.
+        settings: what was asked for.
+        ids: tokens given to measure on, or None.
+        recall: how needles are written, or None.
+        seed: of what is drawn.
+        bos_token_id: first token of a text, for models that expect one.
+        fields: settings for all streams where a spec says nothing.
+        make_step: makes the step that is timed.
+        progress: told what is being done.
+    """
+
+    model: LanguageModel
+    settings: CachePolicyFields
+    max_seq_len: int
+    batch_size: int
+    prefill: PrefillMode
+    calibration: Calibration | None
+    ids: Tensor | Sequence[int] | None
+    recall: RecallFormat | None
+    seed: int
+    bos_token_id: int | None
+    fields: Mapping[str, Any]
+    make_step: StepMaker | None
+    progress: Progress
+
+    def specs(self) -> list[str]:
+        """The candidates."""
+        given = self.settings.cache_auto_candidates
+        return candidates_for(self.model.cache_layout, given, self.fields)
+
+    @property
+    def baseline(self) -> str:
+        """What quality and speed are relative to."""
+        return BASELINE
+
+    def check(self) -> None:
+        """Raises ValueError for what does not fit together, before anything is measured."""
+        for name, size in (("max_seq_len", self.max_seq_len), ("batch_size", self.batch_size)):
+            if size < 1:
+                raise ValueError(f"{name} is {size}; 1 or more is allowed")
+        if self.settings.cache_quality_min_needle is not None and self.recall is None:
+            raise ValueError(
+                f"cache_quality_min_needle={self.settings.cache_quality_min_needle:g} needs to know how needles "
+                "are written: give recall=RecallFormat.of(tokenizer), or leave it None"
+            )
+        if self.settings.gates:
+            self.meter()  # too little text
+
+    def windows(self, size: int, at_once: int = SAMPLED_ROWS) -> Windows:
+        """Text to measure on, ``at_once`` rows sampled at once where none is given."""
+        return Windows(self.model, size, self.ids, self.seed, self.bos_token_id, at_once)
+
+    def meter(self) -> QualityMeter:
+        """What measures quality."""
+        settings = self.settings
+        prompt, steps = settings.cache_quality_prompt_len, settings.cache_quality_decode_steps
+        forward = PromptForward(self.model, prompt, self.prefill, self.calibration)
+        return QualityMeter(forward, self.windows(prompt + steps + 1), BASELINE)
+
+    def times(self, specs: Sequence[str]) -> dict[str, StepTime]:
+        """Step times of specs and of the baseline."""
+        settings = self.settings
+        return step_times(
+            self.model, list(dict.fromkeys((BASELINE, *specs))), self._timed_prompt(),
+            settings.cache_auto_bench_steps, prefill=self.prefill, calibration=self.calibration,
+            make_step=self.make_step,
+        )  # fmt: skip
+
+    def _timed_prompt(self) -> Tensor:
+        """(B, T) real tokens, a short text over and over."""
+        rows, length = self.batch_size, self.settings.cache_auto_bench_prompt_len
+        if self.ids is None:
+            text = self.windows(min(length, _TIMED_TEXT), rows).take(0, rows)
+        else:
+            ids = torch.as_tensor(self.ids, dtype=torch.int64, device="cpu").flatten()
+            text = ids[:_TIMED_TEXT].repeat(rows, 1)
+        return text.repeat(1, -(-length // text.shape[1]))[:, :length]
+
+    def needles(self, specs: Sequence[str], windows: Windows) -> dict[str, float]:
+        """Share of needles found, relative to the baseline."""
+        assert self.recall is not None
+        return needle_shares(
+            self.model, specs, BASELINE, self.recall, filler_of(windows, self.ids),
+            calibration=self.calibration, bos_token_id=self.bos_token_id, seed=self.seed,
+        )  # fmt: skip
+
+    def key(self) -> PlanKey:
+        """What a choice depends on."""
+        settings = self.settings.model_dump(
+            mode="json", include=set(CachePolicyFields.model_fields)
+        )
+        kept = {name: value for name, value in settings.items() if name not in _NOT_IN_KEY}
+        kept["candidates"], kept["seed"] = self.specs(), self.seed
+        decoupled = isinstance(self.model.cache_layout[0], DecoupledLayerShape)
+        return PlanKey(
+            model=model_identity(self.model, self.calibration),
+            device=device_identity(self.model.device),
+            versions=versions(self.model.device, decoupled), batch_size=self.batch_size,
+            max_seq_len=self.max_seq_len, prefill=self.prefill, settings=kept,
+            text=digest_of(self.ids, self.bos_token_id),
+        )  # fmt: skip

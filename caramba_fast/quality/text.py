@@ -1,0 +1,246 @@
+"""The text a cache is judged on: real tokens, the caller's or the model's own, never random ids.
+
+Random ids are no text: a model attends to them in ways it never does in use, and a cache that ruins
+sentences may look harmless on them.
+
+What is read to measure caches: windows of text and rows of needles, in batches.
+
+Everything is drawn with a seed, and asking for more tokens or needles only adds to what was drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from caramba_fast.cache import ModelKVCache
+from caramba_fast.config import cache_configs
+from caramba_fast.models import LanguageModel
+from caramba_fast.quality.needles import RecallFormat, pairs_that_fit, recall_rows
+
+#: Rows sampled at once.
+SAMPLED_ROWS = 64
+
+
+class Windows:
+    """Windows of real text, in a random order that the seed fixes.
+
+    Args:
+        model: the model; it writes the text if none is given.
+        size: tokens of a window.
+        given: (N,), (B, T) or nested lists of token ids of real text, or None.
+        seed: order, and what is sampled.
+        bos_token_id: first token of every window, for models that expect one.
+        at_once: rows sampled at once.
+
+    Raises:
+        ValueError: too little text, or ids the model does not know.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        size: int,
+        given: Tensor | Sequence[int] | None = None,
+        seed: int = 0,
+        bos_token_id: int | None = None,
+        at_once: int = SAMPLED_ROWS,
+    ) -> None:
+        self.model, self.size, self.seed = model, size, seed
+        self.bos = bos_token_id if size > 1 else None
+        self.at_once = at_once
+        self._given = None if given is None else self._cut(given)
+        self._sampled: list[Tensor] = []
+
+    def _cut(self, given: Tensor | Sequence[int]) -> Tensor:
+        """(W, size) windows that do not overlap, shuffled."""
+        ids = torch.as_tensor(given, dtype=torch.int64, device="cpu")
+        body = self.size - (self.bos is not None)
+        rows = ids[None] if ids.ndim == 1 else ids
+        if rows.ndim != 2 or rows.numel() == 0:
+            raise ValueError(
+                f"calibration_ids has shape {tuple(ids.shape)}; (N,) or (B, T) is needed"
+            )
+        if int(rows.min()) < 0 or int(rows.max()) >= self.model.vocab_size:
+            raise ValueError(
+                f"calibration_ids holds ids from {int(rows.min())} to {int(rows.max())}; the model knows 0 "
+                f"to {self.model.vocab_size - 1}"
+            )
+        cut = rows[:, : rows.shape[1] // body * body].reshape(-1, body)
+        if len(cut) < 2:
+            raise ValueError(
+                f"calibration_ids has rows of {rows.shape[1]} tokens, {len(cut)} windows of {body}; at least 2 "
+                "are needed (cache_quality_prompt_len + cache_quality_decode_steps + 1 tokens each)"
+            )
+        order = torch.randperm(len(cut), generator=torch.Generator().manual_seed(self.seed))
+        return self._behind_bos(cut[order])
+
+    def _behind_bos(self, rows: Tensor) -> Tensor:
+        if self.bos is None:
+            return rows
+        return torch.cat((torch.full((len(rows), 1), self.bos), rows), dim=1)
+
+    def take(self, start: int, stop: int) -> Tensor:
+        """Windows start to stop - 1, (n, size) int64 on the CPU; fewer where the text ends."""
+        if self._given is not None:
+            return self._given[start:stop]
+        while sum(map(len, self._sampled)) < stop:
+            seed = self.seed + len(self._sampled)
+            self._sampled.append(sample_text(self.model, self.at_once, self.size, seed))
+        return torch.cat(self._sampled)[start:stop]
+
+    def describe(self) -> str:
+        """Where the text is from."""
+        if self._given is None:
+            return f"sampled from the model, temperature 1, seed {self.seed}"
+        return f"{self._given.numel():,} given tokens"
+
+
+@torch.no_grad()
+def sample_text(model: LanguageModel, rows: int, length: int, seed: int = 0) -> Tensor:
+    """Text the model writes itself at temperature 1, (rows, length) int64 on the CPU.
+
+    It starts from the model's bos token, else from eos (what a new document follows), else from a random
+    token, and is stored unquantized while it is written.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    first = _first_token(model)
+    drawn = torch.randint(model.vocab_size, (rows, 1), generator=rng)
+    ids = drawn if first is None else torch.full((rows, 1), first)
+    cache = ModelKVCache(
+        model.cache_layout, rows, length, device=model.device, **cache_configs("fp32")
+    )
+    found = [ids]
+    for _ in range(length - 1):
+        logits = model.forward(ids.to(model.device), cache)[:, -1].float().cpu()
+        _check_finite(logits)
+        ids = torch.multinomial(logits.softmax(-1), 1, generator=rng)
+        found.append(ids)
+    return torch.cat(found, dim=1)
+
+
+def _check_finite(logits: Tensor) -> None:
+    """Raises ValueError unless a token can be drawn in every row of logits (rows, V) on the CPU."""
+    for row, largest in enumerate(logits.amax(-1).tolist()):
+        if not math.isfinite(largest):
+            raise ValueError(
+                f"row {row}: the model cannot write a text of its own: its logits are NaN or infinite"
+            )
+
+
+def _first_token(model: LanguageModel) -> int | None:
+    bos = begin_token(model)
+    return model.eos_token_id if bos is None else bos
+
+
+def begin_token(model: LanguageModel) -> int | None:
+    """The id texts begin with, if the model or its config names one."""
+    for holder in (model, getattr(model, "config", None)):
+        found = getattr(holder, "bos_token_id", None)
+        if isinstance(found, int) and 0 <= found < model.vocab_size:
+            return found
+    return None
+
+
+def digest_of(ids: Tensor | Sequence[int] | None, bos_token_id: int | None = None) -> str:
+    """A short name for a text and what its windows start with, "" for none."""
+    if ids is None:
+        return ""
+    tokens = torch.as_tensor(ids, dtype=torch.int64, device="cpu").contiguous()
+    digest = hashlib.sha256(f"{tuple(tokens.shape)}{bos_token_id}".encode())
+    digest.update(tokens.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+_FEWEST_WINDOWS = 2
+#: Rows needles are spread over at least: an interval needs some.
+_FEWEST_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows that are measured together.
+
+    Attributes:
+        ids: (B, context) int64 tokens.
+        positions: (B, N) predictions to score, or None for all.
+        depths: (B, N) where the needles stand, or None for text.
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray | None = None
+    depths: np.ndarray | None = None
+
+    @property
+    def scored(self) -> tuple[int, int]:
+        """Shape of the batch's scores."""
+        rows, length = self.ids.shape
+        return rows, length - 1 if self.positions is None else self.positions.shape[1]
+
+
+def text_batches(
+    text: np.ndarray, context: int, tokens: int, rows: int, bos_token_id: int | None, seed: int
+) -> Iterator[Batch]:
+    """Windows of ``context`` tokens, ``tokens`` in all if the text has as many, in random order.
+
+    Windows do not overlap. With ``bos_token_id`` that is the first token of each.
+
+    Raises:
+        ValueError: the text, or ``tokens``, is too short for two windows.
+    """
+    size = context - (bos_token_id is not None)
+    there, wanted = len(text) // size, tokens // context
+    if min(there, wanted) < _FEWEST_WINDOWS:
+        short = f"the text has {len(text)} tokens" if there < wanted else f"tokens is {tokens}"
+        raise ValueError(
+            f"{short}; {_FEWEST_WINDOWS} windows of context {context} need {_FEWEST_WINDOWS * context}"
+        )
+    order = np.random.default_rng((seed, context)).permutation(there)[:wanted]
+    windows = text[: there * size].reshape(there, size)[order]
+    for start in range(0, len(windows), rows):
+        yield Batch(_behind_bos(windows[start : start + rows], bos_token_id))
+
+
+def needle_batches(
+    form: RecallFormat,
+    text: np.ndarray,
+    context: int,
+    needles: int,
+    rows: int,
+    bos_token_id: int | None,
+    seed: int,
+) -> Iterator[Batch]:
+    """Rows of ``context`` tokens with needles in them, ``needles`` or somewhat more in all.
+
+    Raises:
+        ValueError: the context is too short for a needle, or the text too short for a row.
+    """
+    bos = int(bos_token_id is not None)
+    pairs = min(pairs_that_fit(form, context - bos), max(1, needles // _FEWEST_ROWS))
+    if not pairs:
+        raise ValueError(
+            f"context is {context}; a needle needs {4 * form.line_length + bos} tokens or more: "
+            "switch needles off for it"
+        )
+    rng = np.random.default_rng((seed, context, pairs))
+    count = max(_FEWEST_ROWS, -(-needles // pairs))
+    drawn = [recall_rows(form, text, context - bos, pairs, rng) for _ in range(count)]
+    for start in range(0, count, rows):
+        some = drawn[start : start + rows]
+        yield Batch(
+            _behind_bos(np.stack([row.ids for row in some]), bos_token_id),
+            np.stack([row.positions for row in some]) + bos,
+            np.stack([row.depths for row in some]),
+        )
+
+
+def _behind_bos(ids: np.ndarray, bos_token_id: int | None) -> np.ndarray:
+    if bos_token_id is None:
+        return ids
+    return np.concatenate((np.full((len(ids), 1), bos_token_id), ids), axis=1)

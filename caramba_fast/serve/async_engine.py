@@ -1,0 +1,258 @@
+"""AsyncEngine: an `Engine` for asyncio, whose steps run in a thread of their own.
+
+Requests are added and cancelled between steps. Whoever reads a stream slowly is waited for: its request is
+paused while its buffer is full, so that nothing piles up, and the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from caramba_fast.serve.engine import Engine
+from caramba_fast.serve.input_processor import Prepared
+from caramba_fast.serve.request import Event, RequestOutput
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine was closed, or broke, before the request had ended."""
+
+
+class _Stream:
+    """The events of one request that nobody has read yet."""
+
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[Event | None] = asyncio.Queue()
+        self.paused = False
+
+
+#: A request that waits to be taken on, and where its id and stream are put when it was.
+_Waiting = tuple[Prepared, "asyncio.Future[tuple[str, _Stream]]"]
+
+
+class AsyncEngine:
+    """Runs an engine in the background, within ``async with``.
+
+    Args:
+        engine: it; nobody else may step it or add to it meanwhile.
+        stream_buffer: events of one request that may wait for their reader.
+
+    Raises:
+        ValueError: a buffer of less than 1.
+    """
+
+    def __init__(self, engine: Engine, *, stream_buffer: int = 64) -> None:
+        if stream_buffer < 1:
+            raise ValueError(f"stream_buffer is {stream_buffer}; 1 or more is allowed")
+        self.engine, self.stream_buffer = engine, stream_buffer
+        self._streams: dict[str, _Stream] = {}
+        #: Those who wait to be taken on, in order of arrival.
+        self._waiting: deque[_Waiting] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+        self._error: BaseException | None = None
+
+    async def __aenter__(self) -> Self:
+        """Begins.
+
+        Raises:
+            RuntimeError: the engine runs already, in this one or another.
+        """
+        other = self.engine.driver
+        if other is not None:
+            if other.is_running:
+                raise RuntimeError(
+                    "the engine runs already; one AsyncEngine at a time may drive it"
+                )
+            other._end()  # it was interrupted while it ended
+        self._wake = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "caramba-fast-engine")
+        self._reader = ThreadPoolExecutor(1, "caramba-fast-intake")
+        self._closing, self._error, self._task = False, None, None
+        self.engine.driver = self
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Lets the step under way end, cancels what is left, and stops."""
+        assert self._task is not None
+        self._closing = True
+        self._wake.set()
+        try:
+            await asyncio.gather(self._task, return_exceptions=True)
+        finally:  # cancelled itself, it stops all the same
+            self._end()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether steps are taken."""
+        task = self._task
+        return task is not None and not task.done() and not task.get_loop().is_closed()
+
+    def _end(self) -> None:
+        """Waits for the step under way, and ends what is left; may be done twice."""
+        self._reader.shutdown(wait=False)
+        self._thread.shutdown()
+        for name in list(self._streams):
+            self.engine.withdraw(name)
+        self.engine.end_early()
+        self._turn_away()
+        self.engine.driver = None
+
+    # -- requests -----------------------------------------------------------------------
+
+    async def stream(
+        self, prompt: Any, config: Any = None, **options: Any
+    ) -> AsyncGenerator[Event, None]:
+        """The events of one request as they come; leaving the loop cancels it.
+
+        A generator that is left and kept in a variable goes on until it is closed: ``contextlib.aclosing`` does that.
+
+        Args:
+            prompt, config, options: as in `Engine.add_request`. Where ``max_waiting`` requests wait, this one waits
+                for its place among them.
+
+        Raises:
+            ValueError, TypeError: what `Engine.add_request` refuses.
+            EngineStoppedError: the engine was closed or broke before the request ended.
+        """
+        name, stream = await self._add(await self._prepared(prompt, config, **options))
+        ended = False
+        try:
+            while not ended:
+                event = await stream.events.get()
+                if event is None:
+                    raise self._stopped(f"request {name!r} did not end")
+                self._go_on(name, stream)
+                ended = event.output is not None
+                yield event
+        finally:
+            self._leave(name, ended)
+
+    async def generate(self, prompt: Any, config: Any = None, **options: Any) -> RequestOutput:
+        """One request from beginning to end; arguments and errors as in `stream`."""
+        async with aclosing(self.stream(prompt, config, **options)) as events:
+            async for event in events:
+                if event.output is not None:
+                    return event.output
+        raise EngineStoppedError("the request's events ended before it did")
+
+    async def cancel(self, request_id: str) -> None:
+        """Ends a request; its stream gets the event that says so.
+
+        Raises:
+            KeyError: no such request is under way.
+        """
+        self.engine.cancel(request_id)
+        self._wake.set()
+
+    async def _prepared(self, prompt: Any, config: Any, **options: Any) -> Prepared:
+        """A checked request; text is tokenized in a thread of its own, in order, while the loop goes on."""
+        if not self.is_running or self._closing:
+            raise self._stopped("the request was not taken on")
+        prepare = partial(self.engine.prepared, prompt, config, **options)
+        return await asyncio.get_running_loop().run_in_executor(self._reader, prepare)
+
+    async def _add(self, prepared: Prepared) -> tuple[str, _Stream]:
+        """Takes a request on between two steps, once there is a place for it, in order of arrival."""
+        if not self.is_running or self._closing:
+            raise self._stopped("the request was not taken on")
+        taken: asyncio.Future[tuple[str, _Stream]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((prepared, taken))
+        self._wake.set()
+        try:
+            return await taken
+        except (
+            BaseException
+        ):  # whoever leaves in the turn in which it is taken on takes nothing with it
+            if not taken.cancel() and not taken.cancelled() and taken.exception() is None:
+                self._leave(taken.result()[0])
+            raise
+
+    def _leave(self, name: str, ended: bool = False) -> None:
+        """Nobody reads a request's events any more."""
+        self._streams.pop(name, None)
+        if not ended:
+            self.engine.withdraw(name)
+            self._wake.set()
+
+    def _stopped(self, what: str) -> EngineStoppedError:
+        why = "the engine was closed" if self._closing else "use the engine within 'async with'"
+        found = EngineStoppedError(f"{what}: {why if self._error is None else repr(self._error)}")
+        found.__cause__ = self._error
+        return found
+
+    # -- in the background --------------------------------------------------------------
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while not self._closing:
+                self._wake.clear()
+                self._take_on()
+                if self.engine.can_step:
+                    self._hand_out(await loop.run_in_executor(self._thread, self.engine.step))
+                else:
+                    await self._something_to_do()
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            self._closing = self._closing or self._error is None
+            self._turn_away()
+
+    async def _something_to_do(self) -> None:
+        """Waits until something is added, goes on, is cancelled, or late."""
+        due = self.engine.next_due
+        limit = None if due is None else max(0.0, due - time.monotonic())
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), limit)
+
+    def _take_on(self) -> None:
+        """Takes on as many of those who wait as there are places; between two steps."""
+        while self._waiting and self.engine.free_places:
+            prepared, taken = self._waiting.popleft()
+            if taken.done():  # it has given up
+                continue
+            try:
+                name = self.engine.take_on(prepared)
+            except ValueError as error:
+                taken.set_exception(error)
+            else:
+                stream = self._streams[name] = _Stream()
+                taken.set_result((name, stream))
+
+    def _hand_out(self, events: list[Event]) -> None:
+        for event in events:
+            stream = self._streams.get(event.request_id)
+            if stream is None:
+                continue
+            stream.events.put_nowait(event)
+            if stream.events.qsize() >= self.stream_buffer and not stream.paused:
+                stream.paused = True
+                self.engine.set_paused(event.request_id, True)
+
+    def _go_on(self, name: str, stream: _Stream) -> None:
+        """Half of the buffer is read: the request continues."""
+        if stream.paused and stream.events.qsize() <= self.stream_buffer // 2:
+            stream.paused = False
+            self.engine.set_paused(name, False)
+            self._wake.set()
+
+    def _turn_away(self) -> None:
+        """Nothing goes on: whoever waits, or reads a stream, is told so."""
+        while self._waiting:
+            _, taken = self._waiting.popleft()
+            if not taken.done():
+                taken.set_exception(self._stopped("the request was not taken on"))
+        for stream in self._streams.values():
+            stream.events.put_nowait(None)

@@ -1,0 +1,351 @@
+"""Intake: prompts and settings of requests, checked before anything else knows of them.
+
+What an engine is made of: a model that takes ragged batches, settings that go with pages, and the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caramba_fast.cache import Calibration, PagePool
+from caramba_fast.infer.config import AUTO, CacheFields, GenerateConfig, OutputFields
+from caramba_fast.infer.drafts import NGramIndex
+from caramba_fast.infer.logits import LogitEdits
+from caramba_fast.infer.sequence import TokenHistory
+from caramba_fast.infer.stopping import Stopping, eos_ids, row_limits
+from caramba_fast.infer.tokenizer import TextTokenizer, TextWriter
+from caramba_fast.models.registry import as_language_model
+from caramba_fast.policy.settings import CachePolicyFields, DecodePlanFields
+from caramba_fast.serve.config import EngineConfig
+from caramba_fast.serve.request import Answer, Points, Request, RequestTimes, private_scope
+
+#: Runs of tokens that prompt lookup looks for.
+LOOKUP = (3, 1)
+#: Settings that belong to the engine, not to one request.
+ENGINE_FIELDS = {
+    name
+    for part in (CacheFields, CachePolicyFields, DecodePlanFields, OutputFields)
+    for name in part.model_fields
+}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that was checked and is not yet taken on."""
+
+    tokens: list[int]
+    config: GenerateConfig
+    limit: int
+    request_id: str | None
+    deadline: float | None
+    times: RequestTimes
+    scope: str | None
+
+
+class Intake:
+    """Makes requests of what callers give.
+
+    Args:
+        model: the model that answers.
+        config: what requests get that say nothing else.
+        settings: limits of the engine.
+        tokenizer: for text in and out, or None.
+        num_pages: pages of the pool.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: GenerateConfig,
+        settings: EngineConfig,
+        tokenizer: TextTokenizer | None,
+        num_pages: int,
+    ) -> None:
+        self.model, self.config, self.settings = model, config, settings
+        self.tokenizer, self.num_pages = tokenizer, num_pages
+
+    def request(self, prepared: Prepared, name: str, number: int) -> Request:
+        """The request, with its first answer."""
+        config = prepared.config
+        edits = LogitEdits(
+            config, self.model.vocab_size, eos_ids(config, self.model), self.model.device
+        )
+        scope = prepared.scope or private_scope(number)
+        seed = int(torch.randint(2**62, (1,))) if config.seed is None else config.seed
+        made = Request(name, number, prepared.tokens, config, edits, prepared.times, scope, seed)
+        made.answers.append(self.answer(made, 0, prepared.limit))
+        return made
+
+    def branches(self, answer: Answer) -> list[Answer]:
+        """The other answers to its prompt, which begin where the first one does."""
+        request = answer.request
+        if answer.index or answer.new:
+            return []
+        limit = answer.stopping.limits[0]
+        return [self.answer(request, index, limit) for index in range(1, request.wanted)]
+
+    def prepared(
+        self,
+        prompt: str | Sequence[int] | Tensor,
+        config: GenerateConfig | None = None,
+        *,
+        request_id: str | None = None,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+        **overrides: Any,
+    ) -> Prepared:
+        """A request that was checked, for `take_on`; arguments and errors as in `add_request`."""
+        if request_id is not None and (not isinstance(request_id, str) or not request_id):
+            raise TypeError(f"request_id is {request_id!r}; a name is needed")
+        settings = self.config_of(config, overrides)
+        tokens = self.tokens(prompt)
+        limit = self.limit(tokens, settings)
+        if deadline is not None and (
+            isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0
+        ):
+            raise ValueError(f"deadline is {deadline!r}; seconds above 0 are allowed")
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise TypeError(f"cache_salt is {cache_salt!r}; text is needed")
+        salt = self.settings.cache_salt if cache_salt is None else cache_salt
+        scope = None if salt is None else f"salt {salt}"
+        return Prepared(tokens, settings, limit, request_id, deadline, RequestTimes(), scope)
+
+    def answer(self, request: Request, index: int, limit: int) -> Answer:
+        """One answer to a request, which has not begun; it may have ``limit`` new tokens."""
+        config, points = request.config, None
+        if config.samples:
+            points = Points((request.seed + index) % 2**63, self.model.device)
+        stopping = Stopping(
+            config,
+            eos_ids(config, self.model),
+            self.tokenizer,
+            (),
+            [limit],
+            0,
+            request.times.arrived,
+        )
+        answer = Answer(request, index, TokenHistory(request.prompt), points, stopping)
+        if self.settings.lookup_tokens:
+            answer.drafts = NGramIndex(*LOOKUP)
+        if self.tokenizer is not None:
+            answer.writer = TextWriter(
+                self.tokenizer.decode, answer.written.append, request.prompt[-8:]
+            )
+        return answer
+
+    def tokens(self, prompt: Any) -> list[int]:
+        """The token ids of a prompt; raises TypeError or ValueError if it is none."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise TypeError("the prompt is text; that needs Engine(tokenizer=...)")
+            self._check_text(prompt)
+            prompt = self.tokenizer.encode(prompt)
+        ids = _as_ids(prompt, self.config.max_seq_len)
+        tokens: list[int] = ids.tolist()
+        wrong = [token for token in tokens if not 0 <= token < self.model.vocab_size]
+        if wrong:
+            raise ValueError(
+                f"the prompt holds token id {wrong[0]}; 0 to {self.model.vocab_size - 1} is allowed"
+            )
+        return tokens
+
+    def _check_text(self, text: str) -> None:
+        """Raises ValueError for text that is too long, before it is looked at."""
+        most = self.settings.max_prompt_chars
+        if most is None and self.longest_token is not None:
+            most = self.config.max_seq_len * self.longest_token
+        if most is not None and len(text) > most:
+            raise ValueError(
+                f"the prompt has {len(text)} characters; max_prompt_chars allows {most}"
+            )
+
+    @cached_property
+    def longest_token(self) -> int | None:
+        """Characters of the longest token of the vocabulary; None without one to look at."""
+        vocabulary = getattr(getattr(self.tokenizer, "tokenizer", None), "get_vocab", None)
+        return max(map(len, vocabulary()), default=None) if callable(vocabulary) else None
+
+    def config_of(self, config: GenerateConfig | None, overrides: dict[str, Any]) -> GenerateConfig:
+        """The settings of one request; raises TypeError or ValueError for what is none, or belongs to the engine."""
+        if config is not None and not isinstance(config, GenerateConfig):
+            raise TypeError(f"config is a {type(config).__name__}; a GenerateConfig is needed")
+        found = self.config if config is None else config
+        found = found.updated(**overrides) if overrides else found
+        if found is self.config:
+            return found
+        for name in sorted(ENGINE_FIELDS & found.model_fields_set):
+            if getattr(found, name) != getattr(self.config, name):
+                raise ValueError(
+                    f"{name} belongs to the engine; give it to Engine(...), not with a request"
+                )
+        self.check(found)
+        return found
+
+    def check(self, config: GenerateConfig) -> None:
+        """Raises ValueError for settings an engine cannot serve."""
+        if config.num_beams > 1:
+            raise ValueError(f"num_beams is {config.num_beams}; an engine allows 1")
+        if config.num_return_sequences > self.settings.max_batch_size:
+            raise ValueError(
+                f"num_return_sequences is {config.num_return_sequences}; 1 to "
+                f"max_batch_size={self.settings.max_batch_size} is allowed"
+            )
+        if config.stop_strings and self.tokenizer is None:
+            raise ValueError(
+                f"stop holds the string {config.stop_strings[0]!r}, which needs Engine(tokenizer=...)"
+            )
+        self._check_cost(config)
+        LogitEdits(config, self.model.vocab_size, eos_ids(config, self.model), torch.device("cpu"))
+
+    def _check_cost(self, config: GenerateConfig) -> None:
+        """Raises ValueError for settings whose cost at every token, or whose size, is beyond the engine's limits."""
+        words = [*config.bad_words_ids, *(words for words, _ in config.sequence_bias)]
+        settings, vocabulary = self.settings, self.model.vocab_size
+        for what, count, limit, allowed in (
+            ("the stop strings hold {} characters", sum(map(len, config.stop_strings)),
+             "max_stop_chars", settings.max_stop_chars),
+            ("bad_words_ids and sequence_bias hold {} ids", sum(map(len, words)),
+             "max_edit_ids", settings.max_edit_ids),
+            ("no_repeat_ngram_size is {}", config.no_repeat_ngram_size, "max_ngram", settings.max_ngram),
+            ("suppress_tokens holds {} ids", len(config.suppress_tokens), "the vocabulary", vocabulary),
+            ("stop holds {} ids", len(config.stop_ids), "the vocabulary", vocabulary),
+        ):  # fmt: skip
+            if count > allowed:
+                raise ValueError(f"{what.format(count)}; {limit} allows {allowed}")
+
+    def limit(self, tokens: list[int], config: GenerateConfig) -> int:
+        """Most new tokens; raises ValueError if they cannot fit."""
+        limit = row_limits(config, [len(tokens)])[0]
+        most = self.config.max_seq_len
+        whole = len(tokens) + limit - 1
+        room = self.settings.page_size * self.num_pages
+        positions = getattr(self.model, "max_positions", None)
+        for what, count in (
+            ("max_seq_len", most), ("the pool", room), ("the model's positions", positions)
+        ):  # fmt: skip
+            if count is not None and whole > count:
+                raise ValueError(
+                    f"the prompt of {len(tokens)} tokens and {limit} new ones need room for {whole}; "
+                    f"{what} allows {count}"
+                )
+        return limit
+
+
+def _as_ids(prompt: Any, most: int) -> Tensor:
+    """(T,) int64, T of 1 or more.
+
+    Raises:
+        ValueError: anything else, or more than ``most`` ids, which are not looked at.
+    """
+    count = prompt.numel() if isinstance(prompt, Tensor) else getattr(prompt, "__len__", int)()
+    if count > most:
+        raise ValueError(f"the prompt holds {count} token ids; max_seq_len allows {most}")
+    if isinstance(prompt, Tensor):
+        ids = prompt
+    else:
+        wrong = f"the prompt is {type(prompt).__name__}; one row of one or more token ids is needed"
+        if isinstance(prompt, (dict, set, frozenset, bytes)) or not hasattr(prompt, "__len__"):
+            raise ValueError(wrong)
+        if any(isinstance(token, (bool, str, bytes)) for token in prompt):
+            raise ValueError(wrong)
+        try:
+            ids = torch.as_tensor(prompt)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"{wrong}: {error}") from error
+    if ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]
+    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if ids.ndim != 1 or not len(ids) or not whole:
+        raise ValueError(
+            f"the prompt has shape {tuple(ids.shape)}, {ids.dtype}; one row of one or more token ids is needed"
+        )
+    return ids.to(torch.int64)
+
+
+def servable(model: Any, max_seq_len: int) -> Any:
+    """The model, if it can take tokens of many requests side by side.
+
+    Raises:
+        TypeError: it cannot, and why.
+        ValueError: not for requests of that length.
+    """
+    found = as_language_model(model)
+    reason = getattr(found, "why_not_ragged", None)
+    if not callable(getattr(found, "forward_ragged", None)) or reason:
+        raise TypeError(
+            f"{type(model).__name__} cannot be served by an Engine: "
+            f"{reason or 'it has no forward_ragged(ids, batch, rows)'}; the native Transformer and transformers "
+            "models with the attention interface can, others go through Generator"
+        )
+    limit = getattr(found, "ragged_limit", None)
+    if limit is not None and max_seq_len > limit:
+        raise ValueError(
+            f"max_seq_len is {max_seq_len}; this model's RoPE changes with the length beyond {limit}, and would change "
+            f"for every request in a batch: {limit} or less is allowed"
+        )
+    return found
+
+
+def shareable(config: GenerateConfig) -> GenerateConfig:
+    """Settings whose cache can be cut into pages that requests share.
+
+    Raises:
+        ValueError: one that was asked for and cannot be had.
+    """
+    for name in ("cache_residual_len", "cache_sink_len"):
+        if getattr(config, name):
+            raise ValueError(
+                f"{name} is {getattr(config, name)}; an engine allows 0: pages are shared between requests, and fp16 "
+                "tails and sinks belong to one"
+            )
+    if config.cache_kind == AUTO:
+        raise ValueError(
+            "cache_kind is 'auto'; an engine needs a kind: caramba_fast.choose_cache measures, and names one"
+        )
+    if "prefill" in config.model_fields_set and config.prefill != "stored":
+        raise ValueError(
+            f"prefill is {config.prefill!r}; an engine allows 'stored': prompts are cut into chunks"
+        )
+    for name in ("prefill_chunk", "cuda_graph"):
+        if getattr(config, name):
+            raise ValueError(f"{name}={getattr(config, name)!r} is for a Generator")
+    given = [n for n in DecodePlanFields.model_fields if n in config.model_fields_set]
+    if given:
+        raise ValueError(f"{given[0]} is for a Generator; an engine reads whole caches")
+    outputs = [name for name in OutputFields.model_fields if getattr(config, name)]
+    if outputs:
+        raise ValueError(f"{outputs[0]} is for a Generator; an engine gives a RequestOutput")
+    return config.updated(cache_residual_len=0, cache_sink_len=0, prefill="stored")
+
+
+def pool_for(model: Any, config: GenerateConfig, settings: EngineConfig) -> PagePool:
+    """The pool of pages that settings ask for.
+
+    Raises:
+        ValueError: fewer bytes than a page takes, or a storage that pages cannot have.
+    """
+    storage, layout = config.stream_configs(), model.cache_layout
+    length = config.max_seq_len
+    size, wanted = settings.page_size, settings.num_pages
+    if settings.cache_bytes is not None:
+        page = PagePool.bytes_per_page(layout, size, **storage)
+        wanted = settings.cache_bytes // page
+        if not wanted:
+            raise ValueError(
+                f"cache_bytes is {settings.cache_bytes}; a page of {size} tokens takes {page}, so much or more "
+                "is allowed"
+            )
+    if wanted is None:
+        wanted = settings.max_batch_size * -(-length // size)
+    calibration = None
+    if config.cache_calibration is not None:
+        calibration = Calibration.load(config.cache_calibration)
+    return PagePool(
+        layout, size, wanted, length, model.device, calibration=calibration, **storage
+    )  # fmt: skip
