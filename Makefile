@@ -78,11 +78,11 @@ sanitize: export OMP_NUM_THREADS = 1
 sanitize: $(SANE)
 	checks="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)" && \
 	sets=$$(LD_PRELOAD="$$checks" PYTHONPATH=tests $(BIN)/python -c \
-		'from test_extension import expected_isas; print(*expected_isas())') && \
+		'from support.isas import expected_isas; print(*expected_isas())') && \
 	printf '%s\n' $$sets | xargs -P 2 -I SET env CARAMBA_FAST_CPU_ISA=SET LD_PRELOAD="$$checks" \
 		$(BIN)/python -m pytest -q --capture=sys -p no:cacheprovider \
 		-k 'not (every_instruction_set or hundred_thousand or far_apart or opcheck)' \
-		tests/test_extension.py tests/test_cpp_attention.py tests/test_cpp_bounds.py tests/test_append.py
+		tests/ops/test_extension.py tests/ops/test_cpp_attention.py tests/ops/test_cpp_bounds.py tests/ops/test_append.py
 
 # The C++ for aarch64 and for x86-64 with clang, which the ziglang package brings.
 cross: export ZIG_GLOBAL_CACHE_DIR = $(CURDIR)/build/cross
@@ -149,7 +149,7 @@ bench-hf: $(VENV)/.test $(HF_PEERS)/.done
 	PYTHONPATH=$(HF_PEERS) $(BIN)/python -m caramba_fast.bench.hf_decode --publish
 
 bench-rows: $(VENV)/.test
-	GRID=$(GRID) $(BIN)/python -m pytest --device=$(DEVICE) tests/bench_rows.py --benchmark-columns=median,iqr,rounds
+	GRID=$(GRID) $(BIN)/python -m pytest --device=$(DEVICE) tests/bench/rows.py --benchmark-columns=median,iqr,rounds
 
 # What is expected on an H200, from bench/results/aot.csv: to be written before anything is measured.
 bench-predictions: $(VENV)/.test
@@ -176,8 +176,8 @@ clean:
 # Older transformers, for the tests of the layer on top of it: PYTHONPATH puts one in front of the one in .venv. pip
 # brings numpy along; the one torch was made for stays in use.
 HF_VERSIONS := 4.57 5.0
-HF_TESTS    := tests/test_hf_generate.py tests/test_hf_cache.py tests/test_hf_static.py tests/test_hf_reads.py \
-               tests/test_hf_stock_caches.py tests/test_hf_accelerate.py tests/test_hf_masks.py tests/test_hf_padding.py tests/test_hf_threads.py tests/test_hf_pickles.py
+HF_TESTS    := tests/hf/test_generate.py tests/hf/test_cache.py tests/hf/test_static_cache.py tests/hf/test_packed_reads.py \
+               tests/hf/test_stock_caches.py tests/hf/test_accelerate.py tests/hf/test_masks.py tests/hf/test_padding.py tests/hf/test_threads.py tests/hf/test_pickles.py
 .PHONY: test-hf-oldest
 
 build/hf-%/.done: constraints-hf-%.txt $(VENV)/.torch
@@ -216,4 +216,4 @@ build/upstream/site/.done: $(VENV)/.test
 
 test-upstream: export OMP_NUM_THREADS = 1
 test-upstream: $(VENV)/.test build/upstream/site/.done $(TRANSFORMERS_SOURCE)/tests
-	PYTHONPATH=build/upstream/site $(BIN)/python tests/upstream.py --source $(TRANSFORMERS_SOURCE) $(UPSTREAM)
+	PYTHONPATH=build/upstream/site $(BIN)/python tests/support/upstream.py --source $(TRANSFORMERS_SOURCE) $(UPSTREAM)

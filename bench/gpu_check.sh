@@ -73,7 +73,7 @@ parity() {
     module shards "$(left 60)" --shard check --device cuda --require triton
     if "$PYTHON" -c "import pytest, pydantic" 2>/dev/null && (($(left 0) > 60)); then
         timeout "$(left 10)" "$PYTHON" -m pytest -q -p no:cacheprovider --device cuda \
-            tests/test_device_parity.py tests/test_triton_quantize.py
+            tests/ops/test_device_parity.py tests/ops/test_triton_quantize.py
     else
         echo "parity: no pytest, no pydantic or no time left; the tests under tests/ were not run"
     fi

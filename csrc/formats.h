@@ -1,4 +1,4 @@
-// The storage formats, as caramba_fast/formats.py has them (tests/test_extension.py compares the
+// The storage formats, as caramba_fast/formats.py has them (tests/ops/test_extension.py compares the
 // two), and how codes lie in memory. Data only, no functions with linkage: this header is shared by
 // translation units compiled for different instruction sets.
 #pragma once

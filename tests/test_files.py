@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_policy_file import any_plan
+from support.plans import any_plan
 from typer.testing import CliRunner
 
 from caramba_fast.cache import Calibration

@@ -29,7 +29,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from test_policy_file import any_plan
+from support.plans import any_plan
 
 import caramba_fast
 from caramba_fast import LayerKVCache

@@ -1,0 +1,216 @@
+"""What accelerate promises of a model besides its tokens: gradients, attention weights, shared configs, refusals."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.hf_matrix import IS_OLD, tiny
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from caramba_fast.hf import CarambaCache, CarambaStaticCache, accelerate, restore
+
+IDS = torch.tensor([[5, 9, 17, 8, 21, 5], [3, 4, 4, 80, 11, 60]])
+KINDS = ("fp32", "q8", "q4")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+# -- gradients ---------------------------------------------------------------------------------
+
+
+def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_training_an_accelerated_model_gives_the_gradients_of_its_own_attention(
+    family: str,
+) -> None:
+    model = tiny(family)
+    model.set_attn_implementation("eager")
+    expected = gradients(model, model(IDS, labels=IDS, use_cache=False).loss)
+    accelerate(model, "q4")
+    for options in ({"use_cache": False}, {}, {"past_key_values": CarambaCache(model, "q8")}):
+        found = gradients(model, model(IDS, labels=IDS, **options).loss)
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, atol=1e-4, rtol=1e-3)
+
+
+def caches(model: PreTrainedModel) -> Iterator[Any]:
+    for kind in KINDS:
+        yield CarambaCache(model, kind)
+        yield CarambaCache(model, kind, prefill="stored")
+        yield CarambaStaticCache(model, kind, max_cache_len=24)
+
+
+@pytest.mark.parametrize("trained", ["q_proj", "k_proj", "v_proj", ""])
+def test_a_backward_pass_through_stored_keys_raises(trained: str) -> None:
+    model = accelerate(tiny("llama"), "q8")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name and "layers.1" in name)
+    for cache in caches(model):
+        with torch.no_grad():
+            model(IDS, past_key_values=cache)
+        out = model(IDS[:, :1], past_key_values=cache, labels=IDS[:, :1])
+        with pytest.raises(RuntimeError, match="no gradient flows"):
+            out.logits.sum().backward()
+
+
+def test_a_pass_that_wants_no_gradient_does_not_raise() -> None:
+    model = accelerate(tiny("llama").requires_grad_(False), "q8")
+    cache = CarambaCache(model, "q8")
+    for _ in range(2):
+        assert not model(IDS, past_key_values=cache).logits.requires_grad
+
+
+def test_dequantized_keys_have_no_gradient_either() -> None:
+    model = tiny("gptj")
+    cache = CarambaCache(model, "q8")
+    model(IDS, past_key_values=cache)
+    with pytest.raises(RuntimeError, match="no gradient flows"):
+        model(IDS[:, :1], past_key_values=cache).logits.sum().backward()
+
+
+# -- attention weights -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "gpt_neox", "gemma2", "gpt_oss", "mistral", "gemma3_text"]
+)
+@torch.no_grad()
+def test_output_attentions_gives_what_eager_attention_gives(family: str) -> None:
+    if IS_OLD and family in ("gpt2", "gpt_neox"):
+        pytest.skip("attention is not told in this transformers: None, as with sdpa")
+    model = tiny(family)
+    model.set_attn_implementation("eager")
+    options: dict[str, Any] = dict(
+        max_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_attentions=True
+    )
+    expected = [model(IDS, output_attentions=True).attentions]
+    expected += model.generate(IDS, attention_mask=torch.ones_like(IDS), **options).attentions
+    accelerate(model, "fp32")
+    found = [model(IDS, output_attentions=True).attentions]
+    found += model.generate(IDS, attention_mask=torch.ones_like(IDS), **options).attentions
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert len(ours) == len(theirs) == model.config.num_hidden_layers
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a[..., -b.shape[-1] :], b, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_output_attentions_warns_once_and_a_static_cache_refuses() -> None:
+    model = accelerate(tiny("llama"), "q8")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(IDS, output_attentions=True)
+    assert sum("dequantized keys and values" in str(w.message) for w in told) == 1
+    cache = CarambaStaticCache(model, "q8", max_cache_len=24)
+    model(IDS, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"output_attentions.*restore\(model\)"):
+        model(IDS[:, :1], past_key_values=cache, output_attentions=True)
+
+
+# -- configs that models share -----------------------------------------------------------------
+
+
+def test_models_that_share_a_config_are_restored_one_by_one() -> None:
+    first = tiny("llama")
+    second = type(first)(first.config).eval()
+    own = first.config._attn_implementation
+    accelerate(first, "q8")
+    accelerate(second, "q4")
+    accelerate(first, "q4")
+    restore(first)
+    cache = CarambaCache(second, "q4")
+    with torch.no_grad():
+        for _ in range(3):
+            second(IDS, past_key_values=cache)
+    assert cache.dequantizations == 0
+    restore(second)
+    assert first.config._attn_implementation == own
+    third = accelerate(copy.deepcopy(first), "q8")
+    assert first.config._attn_implementation == own
+    restore(third)
+    assert third.config._attn_implementation == own
+
+
+# -- what is refused, and what is told ---------------------------------------------------------
+
+
+def test_what_packs_nothing_is_refused_and_left_as_it_is() -> None:
+    if not hasattr(transformers, "DeepseekV4Config"):
+        pytest.skip("not in this transformers")
+    config = transformers.DeepseekV4Config(
+        vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=16, q_lora_rank=16, o_lora_rank=16, o_groups=2,
+        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, index_n_heads=2,
+        index_head_dim=16, qk_rope_head_dim=8,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    own = model.config._attn_implementation
+    for kind in ("fp32", "q8:plain", "q8"):
+        with pytest.raises(TypeError, match="nothing could be packed"):
+            accelerate(model, kind)
+    assert model.config._attn_implementation == own and "_caramba_fast" not in vars(model)
+
+
+class Wrapper(nn.Module):
+    """As PEFT's models are."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def get_base_model(self) -> PreTrainedModel:
+        return self.base_model
+
+
+def test_wrapped_models_are_refused_with_the_way_to_the_model_inside() -> None:
+    model = tiny("llama")
+    with pytest.raises(TypeError, match=r"get_base_model\(\)"):
+        accelerate(Wrapper(model))
+    with pytest.raises(TypeError, match="_orig_mod"):
+        accelerate(torch.compile(model))
+    with pytest.raises(TypeError, match=r"model\.module"):
+        accelerate(nn.DataParallel(model))
+    for kind in KINDS:
+        with pytest.raises(TypeError, match="meta device: load them first"):
+            accelerate(tiny("llama").to("meta"), kind)
+
+
+def messages(model: PreTrainedModel, cache: Any, steps: int = 3) -> list[str]:
+    with warnings.catch_warnings(record=True) as told, torch.no_grad():
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            cache = model(IDS[:, :1], past_key_values=cache).past_key_values
+    return [str(w.message) for w in told if issubclass(w.category, UserWarning)]
+
+
+def test_slow_reads_are_told_once_with_what_helps() -> None:
+    plain, theirs = tiny("llama"), tiny("gptj")
+    [message] = messages(plain, CarambaCache(plain, "q8"))
+    assert "accelerate(model)" in message and "dequantized" in message
+    [message] = messages(theirs, CarambaCache(theirs, "q8"))
+    assert "accelerate" not in message and "attention interface" in message
+    model = accelerate(tiny("llama"), "q8")
+    [message] = messages(model, None)
+    assert "past_key_values=CarambaCache" in message
+    assert messages(model, DynamicCache(config=model.config)) == []
+    assert messages(accelerate(tiny("qwen2"), "q8"), CarambaCache(tiny("qwen2"), "q8")) == []

@@ -1,0 +1,263 @@
+"""CarambaStaticCache: plain tensors of fixed size, one graph a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.hf_matrix import IS_OLD, PAD, exists, tiny
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import CompileConfig, PreTrainedModel
+
+from caramba_fast.hf import CarambaCache, CarambaStaticCache, accelerate, compat, restore
+
+FAMILIES = ["llama", "qwen2", "mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "gpt2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def batch(count: int = 20) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 97, (2, count), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    ids[1, :7] = PAD
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prefill", ["exact", "stored"])
+def test_the_same_tokens_as_with_the_stock_cache(family: str, prefill: str) -> None:
+    if (family, prefill) == ("llama4_text", "stored"):
+        pytest.skip("prompts of chunked layers are exact")
+    model = tiny(family)
+    options: dict[str, Any] = dict(max_new_tokens=12, do_sample=False)
+    expected = [model.generate(**batch(), **options, **more) for more in ({}, {"num_beams": 2})]
+    accelerate(model, "fp32", prefill=prefill)
+    for wanted, more in zip(expected, ({}, {"num_beams": 2}), strict=True):
+        found = model.generate(
+            **batch(),
+            **options,
+            **more,
+            cache_implementation="static",
+            return_dict_in_generate=True,
+        )
+        assert torch.equal(found.sequences, wanted)
+        assert isinstance(found.past_key_values, CarambaStaticCache)
+    restore(model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["q8", "q4", "fp32", "nf4/bf16"])
+def test_one_graph_for_every_step_and_every_cache(family: str, kind: str) -> None:
+    if IS_OLD and family == "gpt_oss":
+        pytest.skip("its experts do not compile in this transformers")
+    model = accelerate(tiny(family), kind)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(model.forward, fullgraph=True, backend=counter)
+    ids = torch.randint(3, 97, (1, 70), generator=torch.Generator().manual_seed(2))
+    for _ in range(2):
+        static = CarambaStaticCache(model, kind, max_cache_len=100)
+        eager = CarambaCache(model, kind)
+        for cache in (static, eager):
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+        for token in range(4):
+            given = torch.tensor([[7 + token]])
+            place = {"cache_position": torch.tensor([70 + token])} if IS_OLD else {}
+            a = step(input_ids=given, past_key_values=static, use_cache=True, **place).logits
+            b = model(input_ids=given, past_key_values=eager, use_cache=True).logits
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+        assert counter.frame_count == 1
+        assert int(static.get_seq_length()) == 74
+
+
+@torch.no_grad()
+def test_reset_and_reorder() -> None:
+    model = accelerate(tiny("llama"), "q8")
+    cache = CarambaStaticCache(model, "q8", max_cache_len=40)
+    ids = batch()["input_ids"][:1].repeat(2, 1)
+    ids[1] = ids[1].flip(0)
+    first = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    next_ids = torch.tensor([[5], [9]])
+    expected = model(input_ids=next_ids, past_key_values=cache, use_cache=True).logits
+    cache.reset()
+    assert torch.equal(model(input_ids=ids, past_key_values=cache, use_cache=True).logits, first)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    found = model(input_ids=next_ids.flip(0), past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(found.flip(0), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="has 2 rows, and 3 came"):
+        cache.reset()
+        model(input_ids=ids[[0, 1, 0]], past_key_values=cache, use_cache=True)
+
+
+def refused(model: PreTrainedModel) -> str:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        CarambaStaticCache(model, "q8", max_cache_len=40)
+    return str(caught.value)
+
+
+def test_models_that_cannot_have_one() -> None:
+    assert "accelerate(model)" in refused(tiny("llama"))
+    assert "not on the attention interface" in refused(accelerate(tiny("gptj")))
+    if not IS_OLD:
+        assert "as tensors" in refused(accelerate(tiny("deepseek_v3")))
+        assert "layers of other kinds" in refused(accelerate(tiny("qwen3_next")))
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_share_keys_and_values_are_named(family: str) -> None:
+    if not exists(family):
+        pytest.skip("not in this transformers")
+    assert "keys and values of earlier ones" in refused(accelerate(tiny(family)))
+
+
+@torch.no_grad()
+def test_what_a_static_cache_does_not_do_is_said() -> None:
+    model = accelerate(tiny("llama"), "q8")
+    cache = CarambaStaticCache(model, "q8", max_cache_len=40)
+    model(**batch(), past_key_values=cache, use_cache=True)
+    before = held(cache)
+    for name, given in {
+        "batch_repeat_interleave": (2,), "batch_select_indices": (torch.tensor([0]),), "offload": (0,),
+        "prefetch": (0,), "state_dict": (), "load_state_dict": ({},),
+    }.items():  # fmt: skip
+        with pytest.raises(NotImplementedError, match=f"has no {name}.*use CarambaCache"):
+            getattr(cache, name)(*given)
+    assert held(cache) == before
+
+
+@torch.no_grad()
+def test_padding_between_tokens_is_refused() -> None:
+    model = accelerate(tiny("llama"), "q8")
+    given = batch()
+    given["attention_mask"][0, 4] = 0
+    cache = CarambaStaticCache(model, "q8", max_cache_len=40)
+    with pytest.raises(ValueError, match="padding between tokens"):
+        model(**given, past_key_values=cache, use_cache=True)
+
+
+# -- room --------------------------------------------------------------------------------------
+
+
+def held(cache: CarambaStaticCache) -> tuple[int, list[int], bytes]:
+    """What a cache holds."""
+    layer = cache.layers[-1]
+    codes = b"".join(x.numpy().tobytes() for x in (layer.k.codes, layer.v.codes))
+    return int(cache.get_seq_length()), layer.lengths.tolist(), codes
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["q4", "q8"])
+def test_more_tokens_than_room_raise_before_anything_is_written(kind: str) -> None:
+    model = accelerate(tiny("llama"), kind)
+    cache = CarambaStaticCache(model, kind, max_cache_len=22)
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM: .*room for 22 tokens, holds 0, and 30"
+    ):
+        model(input_ids=batch(30)["input_ids"], past_key_values=cache, use_cache=True)
+    model(input_ids=batch(20)["input_ids"], past_key_values=cache, use_cache=True)
+    before = held(cache)
+    for count in (3, 40):
+        with pytest.raises(ValueError, match=rf"holds 20, and {count} more came.*max_cache_len"):
+            model(input_ids=batch(count)["input_ids"], past_key_values=cache, use_cache=True)
+        assert held(cache) == before
+    model(input_ids=batch(2)["input_ids"][:, :2], past_key_values=cache, use_cache=True)
+    assert int(cache.get_seq_length()) == 22
+    k, v = torch.zeros(2, 2, 2, 1, 16)
+    before = held(cache)
+    with pytest.raises(ValueError, match="holds 22, and 1 more"):
+        cache.update(k, v, 1)
+    assert held(cache) == before
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_generate_says_that_a_static_cache_is_full(compiled: bool) -> None:
+    """Masks are made outside of the compiled step: there the host knows."""
+    model = accelerate(tiny("llama"), "q8")
+    cache = CarambaStaticCache(model, "q8", max_cache_len=24)
+    config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    config._compile_all_devices = compiled
+    with pytest.raises(ValueError, match="room for 24 tokens, holds 24, and 1 more came"):
+        model.generate(
+            **batch(), past_key_values=cache, max_new_tokens=12, do_sample=False, compile_config=config
+        )  # fmt: skip
+
+
+# -- crop --------------------------------------------------------------------------------------
+
+
+def crop(cache: Any, removed: int) -> None:
+    cache.crop(-removed if compat.CROP_REMOVES else int(cache.get_seq_length()) - removed)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["fp32", "q4", "nf4:plain,sink_len=4,residual_len=8,tail_slack=4"])
+@pytest.mark.parametrize("removed", [2, 11, 31])
+def test_a_cropped_cache_is_what_a_cropped_dynamic_one_is(
+    family: str, kind: str, removed: int
+) -> None:
+    """Within the slack of a tail that is as if the tokens had never been."""
+    model = accelerate(tiny(family, initializer_range=0.05), kind)
+    ids = torch.randint(3, 97, (2, 110), generator=torch.Generator().manual_seed(3))
+    static = CarambaStaticCache(model, kind, max_cache_len=160)
+    caches: list[Any] = [static, CarambaCache(model, kind)]
+    feed(model, caches, [ids[:, :70], *ids[:, 70:].split(1, dim=1)])
+    for cache in caches:
+        crop(cache, removed)
+    assert int(static.get_seq_length()) == 110 - removed
+    if removed <= 4:
+        caches.append(CarambaStaticCache(model, kind, max_cache_len=160))
+        feed(model, caches[2:], [ids[:, :70], *ids[:, 70 : 110 - removed].split(1, dim=1)])
+    found = feed(model, caches, ids[:, :3].split(1, dim=1))
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other, rtol=1e-3, atol=1e-3)
+    crop(static, 113 - removed)
+    assert int(static.get_seq_length()) == 0
+    fresh = CarambaStaticCache(model, kind, max_cache_len=160)
+    first, second = feed(model, [static, fresh], [ids[:, :70], ids[:, 70:71]])
+    assert torch.equal(first, second)
+
+
+def feed(model: Any, caches: list[Any], parts: Any) -> list[torch.Tensor]:
+    """The logits of the last of ``parts`` with each cache."""
+    found = []
+    for cache in caches:
+        for part in parts:
+            logits = model(input_ids=part, past_key_values=cache, use_cache=True).logits
+        found.append(logits)
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("by", ["lookup", "assistant"])
+def test_assisted_generation(family: str, by: str) -> None:
+    model = tiny(family)
+    ids = torch.tensor([[5, 9, 17, 8, 21, 5, 9, 17, 8, 33, 40, 5, 9]])
+    given: dict[str, Any] = dict(max_new_tokens=12, do_sample=False, input_ids=ids)
+    expected = model.generate(**given)
+    given |= (
+        {"prompt_lookup_num_tokens": 4}
+        if by == "lookup"
+        else {"assistant_model": tiny("llama", num_hidden_layers=1)}
+    )
+    accelerate(model, "fp32")
+    cache = CarambaStaticCache(model, "fp32", max_cache_len=64)
+    if not IS_OLD:
+        assert torch.equal(model.generate(**given, past_key_values=cache), expected)
+        with pytest.raises(ValueError, match="not supported with Static cache"):
+            model.generate(**given, cache_implementation="static")
+        return
+    with pytest.raises(ValueError, match="not supported with Static cache"):
+        model.generate(**given, past_key_values=cache)
+    with pytest.warns(UserWarning, match="a CarambaCache is used"):
+        assert torch.equal(model.generate(**given, cache_implementation="static"), expected)

@@ -1,0 +1,154 @@
+"""Every op on --device, as dispatched there, against the pure-torch reference on the CPU.
+
+``make test-device DEVICE=cuda`` (or mps) runs this file; on the CPU it compares what the dispatcher chooses
+with the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from support.blocks import awkward_blocks, damaged_blocks, same_bits
+from torch import Tensor
+
+from caramba_fast.cache import DecoupledLayerKVCache, LayerKVCache
+from caramba_fast.config import KVCacheTensorConfig
+from caramba_fast.ops import Transform, dequantize, merge_state, phase_table, quantize, use_backend
+from caramba_fast.ops.quantize import FITS
+
+pytestmark = pytest.mark.device
+
+QUANTIZED = ("q8_0", "q4_0", "nf4")
+HEADS, KV_HEADS, DIM, TOKENS = 4, 2, 64, 50
+
+
+def on(device: torch.device, *tensors: Tensor) -> list[Tensor]:
+    return [tensor.to(device) for tensor in tensors]
+
+
+@pytest.mark.parametrize("fit", FITS)
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_quantize_and_dequantize_are_bit_equal(device, kind, dtype, fit):
+    x = torch.cat((*awkward_blocks().values(), damaged_blocks())).to(dtype)
+    with use_backend("reference"):
+        expected = quantize(x, kind, fit=fit)
+        values = dequantize(*expected, kind, 64, dtype)
+    got = quantize(x.to(device), kind, fit=fit)
+    assert all(same_bits(a.cpu(), b) for a, b in zip(got, expected, strict=True))
+    assert same_bits(dequantize(*got, kind, 64, dtype).cpu(), values)
+
+
+def test_merge_state(device):
+    state = (
+        torch.randn(2, 3, 4, 8),
+        torch.randn(2, 3, 4),
+        torch.randn(2, 3, 4, 8),
+        torch.randn(2, 3, 4),
+    )
+    for a, b in zip(merge_state(*on(device, *state)), merge_state(*state), strict=True):
+        torch.testing.assert_close(a.cpu(), b)
+
+
+#: What 16 bits of query, weight and (nf4) level may add, on transformed keys with large biases; with 4 bits also 8 bits
+#: of query and weight, where they add little.
+INTEGERS = {"q8_0": 3e-4, "q4_0": 1e-2, "nf4": 1e-2}
+
+
+def close(got: Tensor, expected: Tensor, *kinds: str) -> None:
+    """Equal to rounding on the same bytes, but for the integers of C++ with VNNI (`INTEGERS`)."""
+    allowed = 1e-4
+    if got.device.type == "cpu":
+        from support.isas import isa_in_use  # needs packages that a machine with a GPU may lack
+
+        if isa_in_use() == "avx512_vnni":
+            allowed = max(INTEGERS.get(kind, allowed) for kind in kinds)
+    torch.testing.assert_close(got.cpu(), expected, rtol=allowed, atol=allowed)
+
+
+def constants(slots: int = 128) -> dict[str, Transform]:
+    """A transform of K that uses every step, and one of V."""
+    pairs = torch.tensor([[[0, 32], [5, 37]], [[3, 35], [9, 41]]], dtype=torch.int32)
+    key = Transform(
+        mean=torch.randn(KV_HEADS, DIM),
+        bias=torch.randn(KV_HEADS, 2, 2) * 20,
+        pairs=pairs,
+        phases=phase_table(torch.rand(KV_HEADS, 2), slots),
+        scale=torch.rand(KV_HEADS, DIM) + 0.5,
+        rotate=True,
+    )
+    return {"k": key, "v": Transform(scale=torch.rand(KV_HEADS, DIM) + 0.5, rotate=True)}
+
+
+def moved(transform: Transform, device: torch.device) -> Transform:
+    parts = {f.name: getattr(transform, f.name) for f in fields(transform)}
+    return Transform(**{n: x.to(device) if isinstance(x, Tensor) else x for n, x in parts.items()})
+
+
+OPTIONS = {
+    "plain": {},
+    "window": {"window_size": (20, 0), "num_sink_tokens": 2},
+    "softcap": {"softcap": 5.0, "softmax_scale": 0.3},
+    "s_aux": {"s_aux": torch.linspace(-1, 1, HEADS)},
+    "null": {"null_k": torch.ones(KV_HEADS, DIM), "null_v": torch.ones(KV_HEADS, DIM)},
+}
+
+
+@pytest.mark.parametrize("page_size", [None, 32])
+@pytest.mark.parametrize("tail", [0, 8])
+@pytest.mark.parametrize("transformed", [False, True])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_attention_of_a_cache(device, kind, page_size, tail, transformed, option):
+    config = KVCacheTensorConfig(kind=kind, residual_len=tail, sink_len=tail // 2)
+    width = KV_HEADS * DIM
+    transforms = constants() if transformed else {}
+    k, v = torch.randn(2, 2, KV_HEADS, TOKENS, DIM)
+    q = torch.randn(2, HEADS, 5, DIM)
+    # A rotation adds up in another order in C++, and codes on the edge fall to the other side: the same bytes then.
+    written = "reference" if transformed and device.type == "cpu" else "auto"
+    results = []
+    for place, writer, reader in (
+        (torch.device("cpu"), "reference", "reference"),
+        (device, written, "auto"),
+    ):
+        cache = LayerKVCache(
+            2, 100, width, width, config, config, place, KV_HEADS, page_size=page_size
+        )
+        cache.set_transforms(**{n: moved(t, place) for n, t in transforms.items()})
+        with use_backend(writer):
+            cache.append(*on(place, k, v))
+            cache.crop([0, 7])
+            cache.append(*on(place, k[:, :, :5], v[:, :, :5]), [5, 3])
+        chosen = {
+            n: x.to(place) if isinstance(x, Tensor) else x for n, x in OPTIONS[option].items()
+        }
+        with use_backend(reader):
+            results.append(cache.attend(q.to(place), return_softmax_lse=True, **chosen))
+    for expected, got in zip(*results, strict=True):
+        close(got, expected, kind)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_decoupled_attention(device, kind, tokens):
+    configs = [KVCacheTensorConfig(kind=name) for name in (kind, "q8", kind)]
+    new = (
+        torch.randn(2, 4, TOKENS, 8),
+        torch.randn(2, 4, TOKENS, 16),
+        torch.randn(2, 4, TOKENS, 32),
+    )
+    queries = torch.randn(2, 8, tokens, 8), torch.randn(2, 8, tokens, 16)
+    results = []
+    for place, backend in ((torch.device("cpu"), "reference"), (device, "auto")):
+        with use_backend(backend):
+            cache = DecoupledLayerKVCache(2, 64, 32, 64, 128, *configs, place, 4)
+            cache.append(*on(place, *new))
+            results.append(cache.attend(*on(place, *queries)))
+    close(results[1], results[0], kind, "q8_0")
+
+
+def test_a_transform_moves_with_its_cache(device):
+    transform = constants()["k"]
+    there = transform.to(device)
+    assert replace(there, rotate=False).scale.device.type == device.type

@@ -1,0 +1,42 @@
+"""Nothing is compiled in the middle of a generation: however a cache grows, one variant of each kernel serves it.
+
+On a GPU a variant takes seconds to compile. What would be compiled is counted without one, in a process of its own, for
+here the kernels are interpreted (specializations.py).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def counts() -> dict[tuple[str, str], dict[str, int]]:
+    """(options, scenario) -> kernel -> variants."""
+    script = Path(__file__).parents[1] / "support" / "specializations.py"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    for line in done.stdout.splitlines():
+        options, scenario, kernel, count = line.split()
+        found.setdefault((options, scenario), {})[kernel] = int(count)
+    return found
+
+
+@pytest.mark.parametrize("scenario", ["growing", "batches"])
+@pytest.mark.parametrize("options", ["plain", "paged", "all"])
+def test_one_variant_of_each_kernel_serves_every_length_and_batch(counts, options, scenario):
+    """Caches from 128 to 131,072 slots, and up to 17 rows."""
+    prepares = options == "all"
+    assert counts[options, scenario] == {
+        "prepare_kernel": int(prepares), "partials_kernel": 1, "merge_kernel": 1, "append_kernel": 1,
+    }  # fmt: skip

@@ -1,0 +1,307 @@
+"""The Triton decode attention against dense float64 attention over the same stored bytes.
+
+On the CPU the kernels run interpreted, so shapes are small; on a GPU test_device_parity runs them.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support import cases
+from support.cases import OPTIONS, rows
+from support.triton_cases import DBA, EVERYTHING, attend, build, check, lop3, prmt
+
+from caramba_fast.formats import NF4_LEVELS
+from caramba_fast.ops import (
+    append_,
+    use_backend,
+)
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, under the interpreter
+    pytest.mark.skipif(
+        "os.environ.get('TRITON_INTERPRET') != '1'", reason="the cases are built on the CPU"
+    ),
+]
+
+
+# -- formats and shapes -------------------------------------------------------------------------
+
+MIXES = (
+    "fp16/fp16",
+    "q8_0/q8_0",
+    "q4_0/q4_0",
+    "nf4/nf4",
+    "fp32/q4_0",
+    "q4_0/bf16",
+    "bf16/nf4",
+    "nf4/fp32",
+)
+
+
+@pytest.mark.parametrize("kinds", MIXES)
+def test_mixes_of_kinds(kinds):
+    check(build(kinds=kinds.split("/"), heads=2, lengths=(45,)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kinds", ["fp16/fp16", "bf16/q8_0", "q4_0/nf4"])
+def test_half_precision_queries(dtype, kinds):
+    case = build(
+        ["bias", "rotate_k", "rotate_v"], kinds=kinds.split("/"), heads=2, lengths=(45,), size=0.5
+    )
+    case.queries = {name: q.to(dtype) for name, q in case.queries.items()}
+    check(case)
+
+
+@pytest.mark.parametrize("dims", [
+    {"k": 8, "v": 8}, {"k": 64, "v": 64}, {"k": 80, "v": 80}, {"k": 96, "v": 32}, {"k": 112, "v": 112},
+    {"k": 128, "v": 128}, {"k": 256, "v": 256},
+], ids=str)  # fmt: skip
+def test_head_dims(dims):
+    check(build(dims=dims, heads=3, kv_heads=3, lengths=(40,), kinds=("q4_0", "nf4")))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [
+    (1, 1, 1), (6, 2, 3), (4, 2, 16), (2, 1, 32), (3, 1, 17),
+])  # fmt: skip
+def test_groups_and_query_tokens(heads, kv_heads, tokens):
+    check(build(heads=heads, kv_heads=kv_heads, tokens=tokens, lengths=(45,)))
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_blocks(block):
+    check(
+        build(
+            dims={"k": 128, "v": 128}, block=block, kinds=("q4_0", "q8_0"), lengths=(20,), heads=2
+        )
+    )
+
+
+@pytest.mark.parametrize("slots", [33, 64, 130])
+def test_capacities_that_are_no_whole_tiles(slots):
+    check(build(slots=slots, lengths=(33, 9), heads=2, kinds=("fp16", "nf4")))
+
+
+@pytest.mark.parametrize("lengths", [(128, 0, 1), (31, 32, 33), (63, 64, 65), (2, 127)], ids=str)
+def test_lengths_around_a_tile(lengths):
+    check(build(lengths=lengths, slots=128, heads=2), num_splits=3)
+
+
+# -- options ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_alone(option):
+    check(build([option], tokens=3, heads=2))
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("bias", "leftpad"), ("tail", "mean"), ("softmax_scale", "null")], ids=str
+)
+def test_options_of_two_keys(options):
+    check(build(options, decoupled=True, tokens=2))
+
+
+TOGETHER = (
+    ("tail", "sinks", "window_with_sinks", "leftpad"), ("tail", "window", "query_lens"),
+    ("bias", "leftpad", "pages"), ("bias", "softcap", "null"), ("null", "s_aux", "rotate_v"),
+    ("k_scale", "rotate_k", "mean"), ("tail", "sinks", "bias", "pages"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", TOGETHER, ids="+".join)
+def test_options_together(options):
+    check(build(options, tokens=5, heads=2))
+
+
+@pytest.mark.parametrize("dims", [None, {"k": 80, "v": 80}], ids=str)
+def test_all_options_at_once(dims):
+    check(build(EVERYTHING, tokens=3, dims=dims, heads=3, kv_heads=3))
+
+
+@pytest.mark.parametrize("dims", [DBA, {"k_sem": 16, "k_geo": 16, "v": 48}], ids=str)
+def test_all_options_at_once_for_two_keys(dims):
+    check(build(EVERYTHING, decoupled=True, tokens=2, dims=dims, heads=3, kv_heads=3))
+
+
+MASKS = ("pages", "leftpad", "query_lens", "tail", "sinks", "window", "window_with_sinks")
+
+
+@pytest.mark.parametrize("options", [
+    (), *((one,) for one in MASKS), ("leftpad", "query_lens", "tail", "sinks", "window_with_sinks"),
+    ("pages", "leftpad", "window_with_sinks"), ("tail", "window"), ("sinks", "window"),
+], ids="+".join)  # fmt: skip
+def test_zero_queries_give_the_plain_mean_over_what_is_allowed(options):
+    """Random data hides a mask that is off by one; equal weights do not (values are positions)."""
+    case = build(options, tokens=3, kinds=("fp32", "fp32"), heads=2)
+    case.streams["v"].given[:] = torch.arange(45.0)[:, None]
+    with use_backend("reference"):
+        case.append(append_)
+    case.queries["k"].zero_()
+    out, lse = attend(case)
+    expected, expected_lse = case.expected()
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-6)
+
+
+# -- splits -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 7, 100])
+def test_the_result_does_not_depend_on_the_splits(num_splits):
+    check(build(["bias", "rotate_v"], lengths=(250,), slots=256, heads=2), num_splits=num_splits)
+
+
+def test_work_follows_the_window():
+    from caramba_fast.kernels.splits import plan
+
+    whole, _ = plan(131072, 128, 8, torch.device("cpu"), 0)
+    few, _ = plan(1024, 128, 8, torch.device("cpu"), 0)
+    assert 1 <= few <= whole <= 128
+    assert plan(1024, 128, 10**6, torch.device("cpu"), 0)[0] == 1
+    assert plan(1024, 128, 8, torch.device("cpu"), 3) == (3, 1)
+
+
+def test_garbage_in_unused_entries_of_a_block_table():
+    case = build(["pages", "bias", "query_lens"], tokens=3)
+    expected = attend(case)
+    case.table[case.table == -1] = 2**31 - 1
+    for found, wanted in zip(attend(case), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+# -- what cannot be served ----------------------------------------------------------------------
+
+
+def test_wider_heads_than_supported_are_refused():
+    case = build(dims={"k": 288, "v": 32}, heads=2, lengths=(5,))
+    with pytest.raises(NotImplementedError, match="head_dim of k is 288; up to 256"):
+        attend(case)
+
+
+def test_slots_that_are_not_contiguous_are_refused():
+    case = build(kinds=("fp16", "fp16"), heads=2, lengths=(5, 4))
+    view = case.streams["k"].view
+    apart = view.codes.transpose(1, 2).contiguous().transpose(1, 2)
+    odd = cases.KVView(apart, None, "fp16")
+    with pytest.raises(NotImplementedError, match="slots must be contiguous"):
+        attend(case, views={"k": odd})
+
+
+def test_opcheck_and_row_integers():
+    case = build(["leftpad"], tokens=2)
+    for stream in case.streams.values():
+        stream.view.scales.nan_to_num_()
+    args, keywords = case.flat()
+    with use_backend("triton"):
+        torch.library.opcheck(torch.ops.caramba_fast.decode_attention.default, args, keywords)
+    assert rows(1).dtype == torch.int32 and os.environ["TRITON_INTERPRET"] == "1"
+
+
+# -- inline assembly ----------------------------------------------------------------------------
+
+
+def emulated(program: str, word: np.ndarray, inputs: int, outputs: int) -> np.ndarray:
+    """Runs straight-line PTX on one input register; two fp16 for each output, (outputs, 2, n)."""
+
+    def halves(x: np.ndarray) -> np.ndarray:
+        return np.asarray(x).astype(np.uint32).view(np.float16).reshape(-1, 2).T
+
+    def joined(x: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(x.astype(np.float16).T).view(np.uint32).reshape(-1)
+
+    run = {
+        "mov": lambda a: a, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+        "shr": np.right_shift, "prmt": prmt, "lop3": lop3,
+        "add": lambda a, b: joined(halves(a) + halves(b)),
+        "fma": lambda a, b, c: joined(halves(a).astype(np.float64) * halves(b) + halves(c)),
+    }  # fmt: skip
+    registers = {f"${inputs}": word.astype(np.int64), "%lanemask_lt": 7, "%lanemask_eq": 8}
+    for name, operands in re.findall(r"^(\w+)\.(?!reg)\S+ (.+);$", program, re.MULTILINE):
+        target, *sources = operands.split(", ")
+        values = [registers[s] if s in registers else int(s, 0) for s in sources]
+        values = [np.broadcast_to(np.int64(v), word.shape) for v in values]
+        registers[target] = np.asarray(run[name](*values)).astype(np.int64) & 0xFFFFFFFF
+    return np.stack([halves(registers[f"${i}"]) for i in range(outputs)])
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
+@pytest.mark.parametrize("words", [False, True])
+def test_unpacking_in_ptx(kind, words):
+    """All bytes in all places; of a pair the upper half of the register holds anything."""
+    from caramba_fast.kernels import tiles_asm
+
+    stem = kind.split("_")[0].upper()
+    program = getattr(tiles_asm, f"{stem}_{'WORD' if words else 'PAIR'}")
+    packed = np.stack([np.roll(np.arange(256), shift) for shift in (0, 1, 77, 130)])
+    outputs = (1 if kind == "q8_0" else 2) * (2 if words else 1)
+    word = sum(packed[lane] << 8 * lane for lane in range(4))
+    found = emulated(program, word, outputs, outputs)
+    halves = np.array(tiles_asm.nf4_halves(), dtype=np.uint16).view(np.float16)
+    meaning = {
+        "q8_0": lambda x: (x.astype(np.int8),),
+        "q4_0": lambda x: (x % 16 - 8, x // 16 - 8),
+        "nf4": lambda x: (halves[x % 16] - words, halves[x // 16] - words),
+    }[kind]
+    wanted = [
+        np.stack(part)
+        for part in zip(*(meaning(packed[i]) for i in range(4 if words else 2)), strict=True)
+    ]
+    wanted = np.concatenate(wanted).reshape(found.shape)
+    np.testing.assert_array_equal(found, wanted.astype(np.float16))
+
+
+def test_the_table_of_nf4_halves_is_the_levels():
+    """The assembly itself is emulated; what is looked up, and the gain, are the format's."""
+    from caramba_fast.kernels import tiles_asm
+
+    bits = torch.tensor(tiles_asm.nf4_halves(), dtype=torch.int32).to(torch.int16)
+    found = (bits.view(torch.float16).double() - 1) / tiles_asm.NF4_HALF_GAIN
+    error = found - torch.tensor(NF4_LEVELS, dtype=torch.float64)
+    assert error.abs().max() < 4e-4 and error.mean().abs() < 5e-5
+
+
+def inline_assembly() -> list[tuple[str, str, list[str]]]:
+    """Every program that a kernel inlines: where, its text, its constraints."""
+    from caramba_fast.kernels import formats, tiles
+
+    found = []
+    for module in (formats, tiles):
+        for call in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(call, ast.Call) and "inline_asm" in ast.unparse(call.func):
+                table = ast.unparse(call.args[0]).split("[")[0]
+                constraints = ast.literal_eval(call.args[1]).split(",")
+                given = getattr(module, table).value
+                found += [
+                    (f"{module.__name__}.{table}", program, constraints)
+                    for program in ((given,) if isinstance(given, str) else filter(None, given))
+                    if max(map(int, re.findall(r"\$(\d+)", program))) == len(constraints) - 1
+                ]
+    return found
+
+
+def test_outputs_of_assembly_do_not_share_a_register_with_inputs_still_to_be_read():
+    """A compiler may put an output where an input is, unless the constraint says that it is written early."""
+    programs = inline_assembly()
+    kernels = Path(__file__).resolve().parents[2] / "kernels"
+    text = "".join(path.read_text() for path in kernels.rglob("*.py"))
+    assert text.count("inline_asm_elementwise(") == 5 and len(programs) == 7
+    for where, program, constraints in programs:
+        outputs = {f"${i}" for i, c in enumerate(constraints) if c.startswith("=")}
+        inputs = {f"${i}" for i in range(len(outputs), len(constraints))}
+        written, early = set(), len(outputs) > 1
+        for operands in re.findall(r"^\w+\.(?!reg)\S+ (.+);$", program, re.MULTILINE):
+            target, *sources = operands.split(", ")
+            early = early or bool(written and inputs & set(sources))
+            written |= {target} & outputs
+        assert written == outputs, where
+        assert not early or all("&" in c for c in constraints if c.startswith("=")), where

@@ -1,0 +1,223 @@
+"""The engine under asyncio: streams, back-pressure, cancelling, and faults."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from support.engines import alone, small_model, text
+
+from caramba_fast.serve import AsyncEngine, Engine, EngineStoppedError
+from caramba_fast.serve.input_processor import Intake
+
+
+def engine(**options: Any) -> Engine:
+    return Engine(small_model(), **{"cache_kind": "q4", "max_seq_len": 256, **options})
+
+
+def test_many_at_once_get_what_they_would_get_alone() -> None:
+    prompts = [text(seed, 10 + 7 * seed) for seed in range(9)]
+
+    async def serve() -> list[list[int]]:
+        async with AsyncEngine(engine(max_waiting=2, max_batch_size=3)) as server:
+            jobs = (server.generate(p, max_new_tokens=8, temperature=0.0) for p in prompts)
+            return [output.generated_tokens for output in await asyncio.gather(*jobs)]
+
+    given = (("max_new_tokens", 8), ("temperature", 0.0))
+    assert asyncio.run(serve()) == [alone("q4", tuple(p), given) for p in prompts]
+
+
+def test_a_slow_reader_is_waited_for_and_nobody_else() -> None:
+    async def serve() -> None:
+        inner = engine()
+        async with AsyncEngine(inner, stream_buffer=4) as server:
+            given = dict(max_new_tokens=60, ignore_eos=True, temperature=0.0)
+            slow = server.stream(text(1, 20), **given)
+            first = await anext(slow)
+            for _ in range(3):
+                await server.generate(text(2, 20), **given)
+            (name,) = inner.under_way
+            assert server._streams[name].events.qsize() <= 5, "what piles up is bounded"
+            tokens = [*first.tokens]
+            async for event in slow:
+                tokens += event.tokens
+            assert tokens == alone("q4", tuple(text(1, 20)), tuple(sorted(given.items())))
+
+    asyncio.run(serve())
+
+
+def test_leaving_a_stream_cancels_its_request() -> None:
+    async def serve() -> None:
+        inner = engine()
+        async with AsyncEngine(inner) as server:
+            stream = server.stream(text(1, 20), max_new_tokens=200, ignore_eos=True)
+            await anext(stream)
+            await stream.aclose()
+            await server.generate(text(2, 5), max_new_tokens=2)
+            assert inner.under_way == []
+            assert inner.metrics.pages_held == 0
+            assert inner.problems() == []
+
+    asyncio.run(serve())
+
+
+def test_a_cancelled_request_says_so() -> None:
+    async def serve() -> list[str]:
+        async with AsyncEngine(engine()) as server:
+            job = asyncio.create_task(
+                server.generate(text(1, 20), max_new_tokens=200, ignore_eos=True, request_id="a")
+            )
+            while not server.engine.is_under_way("a"):
+                await asyncio.sleep(0)
+            await server.cancel("a")
+            return (await job).finish_reasons
+
+    assert asyncio.run(serve()) == ["cancelled"]
+
+
+def test_bad_requests_raise_where_they_are_made() -> None:
+    async def serve() -> None:
+        async with AsyncEngine(engine()) as server:
+            with pytest.raises(ValueError, match="one or more token ids"):
+                await server.generate([])
+
+    asyncio.run(serve())
+
+
+def test_closing_ends_what_is_under_way() -> None:
+    async def serve() -> Engine:
+        inner = engine()
+        async with AsyncEngine(inner) as server:
+            job = asyncio.create_task(
+                server.generate(text(1, 20), max_new_tokens=200, ignore_eos=True)
+            )
+            while not inner.has_unfinished:
+                await asyncio.sleep(0)
+        with pytest.raises(EngineStoppedError, match="was closed"):
+            await job
+        with pytest.raises(EngineStoppedError, match="was closed"):
+            await server.generate([1])
+        return inner
+
+    inner = asyncio.run(serve())
+    assert not inner.has_unfinished
+    assert inner.problems() == []
+
+
+def test_a_fault_of_the_engine_reaches_every_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = engine()
+
+    def step() -> None:
+        raise MemoryError("no more")
+
+    async def serve() -> None:
+        async with AsyncEngine(inner) as server:
+            monkeypatch.setattr(inner, "step", step)
+            with pytest.raises(EngineStoppedError, match="no more"):
+                await server.generate(text(1, 20))
+
+    asyncio.run(serve())
+
+
+def test_a_fault_reaches_those_who_were_about_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = engine()
+
+    def step() -> None:
+        time.sleep(0.1)
+        raise MemoryError("no more")
+
+    async def serve() -> None:
+        async with AsyncEngine(inner) as server:
+            monkeypatch.setattr(inner, "step", step)
+            first = asyncio.create_task(server.generate(text(1, 20)))
+            await asyncio.sleep(0.05)
+            second = asyncio.create_task(server.generate(text(2, 20)))
+            for job in (first, second):
+                with pytest.raises(EngineStoppedError, match="no more"):
+                    await asyncio.wait_for(job, 5)
+
+    asyncio.run(serve())
+
+
+def test_closing_turns_away_those_who_wait_for_a_place() -> None:
+    async def serve() -> list[Any]:
+        async with AsyncEngine(engine(max_waiting=1, max_batch_size=1)) as server:
+            jobs = [
+                asyncio.create_task(
+                    server.generate(text(i, 20), max_new_tokens=200, ignore_eos=True)
+                )
+                for i in range(5)
+            ]
+            await asyncio.sleep(0.05)
+        return await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 5)
+
+    found = asyncio.run(serve())
+    assert all(isinstance(x, EngineStoppedError) for x in found[1:])
+
+
+def test_readers_who_do_not_read_leave_places_to_others() -> None:
+    async def serve() -> None:
+        inner = engine(max_waiting=1, max_batch_size=1)
+        async with AsyncEngine(inner, stream_buffer=2) as server:
+            asleep = server.stream(text(1, 20), max_new_tokens=50, ignore_eos=True)
+            await anext(asleep)
+            for seed in range(4):
+                job = server.generate(text(seed, 10), max_new_tokens=4, ignore_eos=True)
+                await asyncio.wait_for(job, 5)
+            await asleep.aclose()
+
+    asyncio.run(serve())
+
+
+def test_a_deadline_holds_for_who_is_paused() -> None:
+    async def serve() -> None:
+        inner = engine()
+        async with AsyncEngine(inner, stream_buffer=1) as server:
+            given = dict(max_new_tokens=200, ignore_eos=True, deadline=0.2)
+            asleep = server.stream(text(1, 20), **given)
+            await anext(asleep)
+            await asyncio.sleep(0.5)
+            assert inner.under_way == []
+            reasons = [event.finish_reason async for event in asleep]
+            assert reasons[-1] == "deadline"
+
+    asyncio.run(serve())
+
+
+def test_prompts_are_looked_at_once_however_long_they_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inner, seen = engine(max_waiting=2, max_batch_size=2), []
+    tokens = Intake.tokens
+    monkeypatch.setattr(Intake, "tokens", lambda self, x: seen.append(x) or tokens(self, x))
+
+    async def serve() -> None:
+        async with AsyncEngine(inner) as server:
+            jobs = (server.generate(text(i, 9), max_new_tokens=2) for i in range(40))
+            await asyncio.gather(*jobs)
+
+    asyncio.run(serve())
+    assert len(seen) == 40
+
+
+def test_one_driver_at_a_time() -> None:
+    inner = engine()
+
+    async def serve() -> None:
+        async with AsyncEngine(inner):
+            with pytest.raises(RuntimeError, match="runs already"):
+                async with AsyncEngine(inner):
+                    pass
+        async with AsyncEngine(inner) as server:
+            await server.generate([1, 2], max_new_tokens=1)
+
+    asyncio.run(serve())
+    with pytest.raises(EngineStoppedError, match="async with"):
+        asyncio.run(AsyncEngine(inner).generate([1]))
+
+
+def test_a_buffer_has_room_for_something() -> None:
+    with pytest.raises(ValueError, match="stream_buffer is 0"):
+        AsyncEngine(engine(), stream_buffer=0)

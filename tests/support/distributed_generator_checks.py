@@ -1,0 +1,53 @@
+"""What every rank checks of whole runs with context parallelism: the tokens are those of one process."""
+
+from __future__ import annotations
+
+from support.distributed_context_checks import group
+from support.distributed_models import demo_ids
+
+from caramba_fast.cache import ModelKVCache
+from caramba_fast.config import cache_configs
+from caramba_fast.distributed import context_parallel
+from caramba_fast.infer import Generator
+from caramba_fast.models import load_demo
+
+
+def generated(given, spec, prompts, **options):
+    settings = {"do_sample": False, "max_seq_len": 640, "max_new_tokens": 12, **options}
+    generator = Generator(given, cache_kind=spec, **settings)
+    return generator, generator.generate(prompts)
+
+
+def check_the_generator_writes_the_same_tokens():
+    demo = load_demo()
+    spread = context_parallel(demo, group())
+    prompt = demo_ids(500)
+    in_chunks = {"prefill": "stored", "prefill_chunk": 200}
+    for spec, options in (("fp16", {}), ("q8", {}), ("q4", {}), ("q4", in_chunks)):
+        _, expected = generated(demo, spec, [prompt], ignore_eos=True, **options)
+        generator, found = generated(spread, spec, [prompt], ignore_eos=True, **options)
+        assert found.tolist() == expected.tolist(), (spec, options)
+        cache = generator.cache
+        rooms = [cache[0].plans.spread.tokens_of(rank) for rank in range(group().size)]
+        assert max(rooms) < len(prompt), "longer than the room of any rank"
+        whole = ModelKVCache(demo.cache_layout, 1, 640, **cache_configs(spec)).nbytes
+        assert cache.nbytes < 0.8 * whole
+
+
+def check_sampling_ragged_batches_beams_and_turns():
+    demo = load_demo()
+    spread = context_parallel(demo, group())
+    rows = [demo_ids(300), demo_ids(130, 1000), demo_ids(7, 2000)]
+    for options in (
+        {"do_sample": True, "temperature": 0.8, "seed": 3},
+        {"num_beams": 2},
+        {"do_sample": True, "num_return_sequences": 2, "seed": 4},
+    ):
+        runs = [generated(given, "fp32", rows, **options) for given in (demo, spread)]
+        assert runs[0][1].tolist() == runs[1][1].tolist(), options
+    talks = [generated(given, "q8", rows[1:2])[0] for given in (demo, spread)]
+    for talk in talks:
+        talk.rollback(9)
+    more = [talk.generate([demo_ids(60, 3000)]).tolist() for talk in talks]
+    assert more[0] == more[1]
+    assert talks[1].decode_graph.startswith("not used")

@@ -1,0 +1,102 @@
+"""Real ranks for tests: processes of this file, joined through a store that the test itself holds, or rank 0.
+
+``python distributed_ranks.py RANK SIZE PORT HOLDER OUT MODULE.FUNCTION...`` runs the functions one after the other
+and writes what each of them came to.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+TESTS = Path(__file__).resolve().parents[1]
+LIMIT = 240
+#: Who holds the store of the ranks.
+HOLDERS = ("test", "rank0")
+
+
+def checks_of(module: str, *left_out: str) -> list[str]:
+    """Every ``check_`` function of a module, as `Ranks` takes them."""
+    names = vars(importlib.import_module(module))
+    return [f"{module}.{n}" for n in names if n.startswith("check_") and n not in left_out]
+
+
+class Ranks:
+    """Processes that have been started, and where they write."""
+
+    def __init__(self, size: int, out: Path, functions: list[str], holder: str = "test") -> None:
+        assert holder in HOLDERS
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.out, self.size, port = out, size, self.store.port
+        given = os.environ.get("PYTHONPATH")
+        path = os.pathsep.join(filter(None, [str(TESTS), str(TESTS.parent), given]))
+        settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, str(rank), str(size), str(port), holder, str(out), *functions],
+                env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for rank in range(size)
+        ]  # fmt: skip
+
+    def finish(self) -> list[dict[str, str]]:
+        """What each rank's checks came to, by name: "ok" or a traceback; nothing where it was killed."""
+        try:
+            for rank, process in enumerate(self.processes):
+                text, _ = process.communicate(timeout=LIMIT)
+                assert process.returncode in (0, -9), f"rank {rank} failed:\n{text}"
+        finally:
+            for process in self.processes:
+                process.kill()
+        files = [self.out / f"rank{rank}.json" for rank in range(self.size)]
+        return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+
+
+def joined_store(rank: int, port: int, holder: str) -> dist.TCPStore:
+    """The store that all ranks use: the test's, or one in rank 0 whose port is found through that."""
+    known = dist.TCPStore("127.0.0.1", port, is_master=False)
+    if holder == "test":
+        return known
+    if rank == 0:
+        held = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        known.set("port", str(held.port))
+        return held
+    return dist.TCPStore("127.0.0.1", int(known.get("port")), is_master=False)
+
+
+def main(rank: int, size: int, port: int, holder: str, out: str, functions: list[str]) -> None:
+    """Joins the others, runs the functions, writes what they came to; ends at the first that fails."""
+    torch.set_num_threads(1)
+    store = joined_store(rank, port, holder)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    found: dict[str, str] = {}
+    for name in functions:
+        module, _, function = name.partition(".")
+        torch.manual_seed(0)
+        began = time.perf_counter()
+        try:
+            getattr(importlib.import_module(module), function)()
+            found[name] = "ok"
+        except Exception:
+            found[name] = traceback.format_exc()
+        Path(out, f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+        print(f"{name} {time.perf_counter() - began:.1f} s", flush=True)
+        if found[name] != "ok":
+            break
+    os._exit(0)  # peers may be gone, and then leaving in good order would wait for them
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]), *sys.argv[4:6], sys.argv[6:])

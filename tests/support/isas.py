@@ -1,0 +1,47 @@
+"""Instruction sets of the C++ extension: which there are, and runs under another."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from caramba_fast.ops import registry
+
+ISA_VARIABLE = "CARAMBA_FAST_CPU_ISA"
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    previous = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(previous)
+
+
+def isa_in_use() -> str | None:
+    library = ctypes.CDLL(str(registry.library()))
+    library.caramba_fast_cpu_isa.restype = ctypes.c_char_p
+    name = library.caramba_fast_cpu_isa()
+    return name.decode() if name else None
+
+
+def in_subprocess(isa: str, *command: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {ISA_VARIABLE: isa}
+    return subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def expected_isas() -> list[str]:
+    """What this CPU runs by torch's own account, narrowest first."""
+    known = ["portable", "avx2", "avx512"]
+    isas = known[: {"AVX2": 2, "AVX512": 3}.get(torch.backends.cpu.get_cpu_capability(), 1)]
+    return [*isas, "avx512_vnni"] if "avx512" in isas and torch.cpu._is_vnni_supported() else isas
