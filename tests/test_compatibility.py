@@ -11,13 +11,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import before
-import described
 import numpy as np
 import pytest
 import torch
-from before import HERE
 from safetensors import safe_open
+from support import before, described
+from support.before import HERE
 
 from caramba_fast import (
     Calibration,

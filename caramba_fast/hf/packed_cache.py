@@ -94,7 +94,7 @@ def copied(value: Any, name: str, layer: Any, device: Place) -> Any:
 
 
 #: What a state says it is.
-FORMAT = "caramba_fast.hf.dense_cache.1"
+FORMAT = "caramba_fast.hf.cache.1"
 #: What keys and values of a model may be computed in.
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 

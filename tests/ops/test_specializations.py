@@ -19,10 +19,15 @@ pytest.importorskip("triton")
 @pytest.fixture(scope="module")
 def counts() -> dict[tuple[str, str], dict[str, int]]:
     """(options, scenario) -> kernel -> variants."""
-    script = Path(__file__).parents[1] / "support" / "specializations.py"
+    tests = str(Path(__file__).parents[1])
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "support.specializations"]
     done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
+        command,
+        env={**environment, "PYTHONPATH": tests},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     found: dict[tuple[str, str], dict[str, int]] = {}

@@ -2,11 +2,11 @@
 
 `test_compatibility.py` holds the present version against it. Run from the root of the repository,
 
-    python tests/before.py names commands texts
+    PYTHONPATH=tests python -m support.before names commands texts
 
 writes what can be compared as text, after a change that is meant: the diff then says what users will see of
-it. ``python tests/before.py files`` writes the files, too; they are what an earlier version wrote, so they are
-written anew only when a format gets another version and the old one is refused with a reason.
+it. With ``files`` it writes the files, too; they are what an earlier version wrote, so they are written anew only
+when a format gets another version and the old one is refused with a reason.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import described
 import torch
+from support import described
 from torch import Tensor
 
 import caramba_fast
@@ -46,7 +46,7 @@ from caramba_fast.models import demo_path, demo_tokenizer, held_out_text
 from caramba_fast.policy import CachePlan, CachePolicyFields, PlanFile
 from caramba_fast.quality import QualityReport, cached_forward, measure
 
-HERE = Path(__file__).resolve().parent / "data" / "before"
+HERE = Path(__file__).resolve().parents[1] / "data" / "before"
 #: What a plan was made on that no machine here is.
 ELSEWHERE = {"device": "another processor, cpu, 1 threads", "versions": {"torch": "0"}}
 #: Sizes of a cache a plan is for, and by name the settings of the plans that are kept.
@@ -290,7 +290,7 @@ PARTS: dict[str, Callable[[], object]] = {
 
 if __name__ == "__main__":
     if not sys.argv[1:] or not set(sys.argv[1:]) <= set(PARTS):
-        sys.exit(f"python tests/before.py [{'|'.join(PARTS)}]...")
+        sys.exit(f"PYTHONPATH=tests python -m support.before [{'|'.join(PARTS)}]...")
     HERE.mkdir(parents=True, exist_ok=True)
     for part in sys.argv[1:]:
         PARTS[part]()

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import guide_snippets
 import torch
 import typer
+from support import guide_snippets
 from typer.testing import CliRunner
 
 import caramba_fast
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 #: Special methods that are called by their syntax.
 SPECIAL = (
     "__aenter__", "__aexit__", "__aiter__", "__call__", "__contains__", "__enter__", "__exit__",
