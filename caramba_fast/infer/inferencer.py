@@ -429,3 +429,12 @@ def _eos_ids(model: LanguageModel) -> tuple[int, ...]:
         except ValueError:  # some models raise where others say None
             return ()
     return (found,) if isinstance(found, int) else tuple(found or ())
+
+
+__all__ = [
+    "CausalInferencer",
+    "ChunkwiseInferencer",
+    "GreedySampling",
+    "QuantizedKVCache",
+    "RandomSampling",
+]
