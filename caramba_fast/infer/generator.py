@@ -103,8 +103,6 @@ class Generator:
 
         Arguments and errors are those of `caramba_fast.infer.generator.from_checkpoint`.
         """
-        pass  # DROPPED
-
         return from_checkpoint(path, tokenizer, **options)
 
     # -- settings -----------------------------------------------------------------------
