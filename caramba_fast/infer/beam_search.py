@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from caramba_fast.infer.sampling import filtered_logits, why_nothing
+from caramba_fast.infer.sequence import FinishReason
 from caramba_fast.infer.session import Run, blank_ended
-from caramba_fast.infer.stopping import FinishReason
 
 #: The score of a beam that must not be chosen before any real one.
 UNLIKELY = -1e9
 
 
-class Answer(NamedTuple):
+class Hypothesis(NamedTuple):
     """A finished beam."""
 
     score: float
@@ -65,7 +65,7 @@ class BeamRow:
     limit: int
     scores: list[float] = field(default_factory=list)
     paths: list[list[int]] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Hypothesis] = field(default_factory=list)
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class BeamRow:
         """A sum of log-probabilities over ``length`` new tokens as the score of an answer."""
         return score / length**self.length_penalty
 
-    def finish(self, answers: list[Answer]) -> None:
+    def finish(self, answers: list[Hypothesis]) -> None:
         """Keeps the best ``width`` of the answers so far."""
         self.answers = sorted([*self.answers, *answers], key=lambda a: -a.score)[: self.width]
 
@@ -92,39 +92,39 @@ class BeamSearch:
     """The beams of all prompts of a run.
 
     Args:
-        run: the run, its conversation holding the prompts alone.
+        run: the run, its session holding the prompts alone.
     """
 
     def __init__(self, run: Run) -> None:
         config = run.config
-        self.run, self.talk, self.width = run, run.conversation, config.num_beams
-        self.prompts = len(run.starts)
-        self.start = self.talk.cache, self.talk.rows
+        self.run, self.session, self.width = run, run.session, config.num_beams
+        self.prompts = len(run.limits)
+        self.start = self.session.cache, self.session.rows
         self.rows = [
             BeamRow(self.width, config.length_penalty, config.early_stopping, limit)
-            for limit in run.stopping.limits
+            for limit in run.limits
         ]
         self.length = 0
         run.watch.resume()
 
     def search(self, logits: Tensor, wanted: int) -> BeamResult:
         """From the logits (B, V) behind the prompts to the answers."""
-        self.talk.take([row for row in range(self.prompts) for _ in range(self.width)])
+        self.session.select_rows([row for row in range(self.prompts) for _ in range(self.width)])
         logits = logits.repeat_interleave(self.width, 0)
         while True:
             tokens, alive = self.advance(logits)
             if not any(alive):
                 break
             self.run.watch.resume()
-            logits = self.talk.step(tokens, alive)
+            logits = self.session.step(tokens, alive)
         return self.result(wanted)
 
     def advance(self, logits: Tensor) -> tuple[list[int], list[bool]]:
         """Chooses the next token of every beam, moving the beams; tokens, and which beams go on."""
         self.length += 1
         picked = self._candidates(logits)
-        order = list(range(len(self.talk.rows)))
-        tokens = [self.talk.fill] * len(order)
+        order = list(range(len(self.session.rows)))
+        tokens = [self.session.fill] * len(order)
         open_rows = [index for index, row in enumerate(self.rows) if not row.closed]
         for index in open_rows:
             candidates = self._judged(index, picked[index])
@@ -133,8 +133,8 @@ class BeamSearch:
                 order[place] = index * self.width + candidate.beam
                 tokens[place] = candidate.token
         alive = [not row.closed for row in self.rows for _ in range(self.width)]
-        self.talk.reorder(order)
-        self.talk.note(tokens, alive)
+        self.session.reorder(order)
+        self.session.note(tokens, alive)
         self.run.watch.step(len(open_rows))
         return tokens, alive
 
@@ -143,10 +143,9 @@ class BeamSearch:
         run, config = self.run, self.run.config
         log_p = logits.to(torch.float32).log_softmax(-1)
         log_p = self._without_closed(log_p)
-        new = [self.length - 1] * len(self.talk.rows)
-        owners = [row // self.width for row in range(len(new))]
+        owners = [row // self.width for row in range(len(self.session.rows))]
         scores = edited = self._without_closed(
-            run.edits.scores(log_p, self.talk.rows, new, which=owners)
+            run.processors.scores(log_p, self.session.rows, which=owners)
         )
         if config.samples:
             scores = self._filtered(scores)
@@ -199,16 +198,16 @@ class BeamSearch:
         late = stopping.out_of_time
         found = []
         for score, beam, token in picked:
-            row = self.talk.rows[first + beam]
+            row = self.session.rows[first + beam]
             row.push(token)
-            reason = stopping.after(token, row, self.length, index)
+            reason = stopping.after(row)
             row.pop(1)
             found.append(Candidate(score, beam, token, reason or ("time" if late else None)))
         if not stopping.has_criteria:
             return found
-        rows = [self.talk.rows[first + c.beam].with_token(c.token) for c in found]
+        rows = [self.session.rows[first + c.beam].with_token(c.token) for c in found]
         kept = tuple(self.run.scores) if self.run.config.output_scores else None
-        ends = stopping.by_criteria(rows, [self.length] * len(rows), kept)
+        ends = stopping.by_criteria(rows, kept)
         return [
             c._replace(reason=c.reason or ("criteria" if end else None))
             for c, end in zip(found, ends, strict=True)
@@ -220,7 +219,7 @@ class BeamSearch:
         all_ended = all(c.reason is not None for c in candidates)
         row.finish(
             [
-                Answer(
+                Hypothesis(
                     row.normalised(c.score, self.length),
                     [*self._new_tokens(index, c.beam), c.token],
                     [*row.paths[c.beam], index * self.width + c.beam],
@@ -239,20 +238,19 @@ class BeamSearch:
         return running
 
     def _new_tokens(self, index: int, beam: int) -> list[int]:
-        return list(self.talk.rows[index * self.width + beam].tokens[self.run.starts[index] :])
+        return self.session.rows[index * self.width + beam].new_tokens
 
     def result(self, wanted: int) -> BeamResult:
-        """The best ``wanted`` answers to each prompt; the conversation holds them, to be fed with what comes next."""
+        """The best ``wanted`` answers to each prompt; the session holds them, to be fed with what comes next."""
         run = self.run
         answers = [answer for row in self.rows for answer in row.answers[:wanted]]
         origin = [index for index in range(self.prompts) for _ in range(wanted)]
-        self.talk.go_back(*self.start)
+        self.session.go_back(*self.start)
         if wanted > 1:
-            self.talk.take(origin)
-        for history, answer in zip(self.talk.rows, answers, strict=True):
-            history.extend(answer.tokens)
-        run.starts = [run.starts[index] for index in origin]
-        run.reasons = [answer.reason for answer in answers]
+            self.session.select_rows(origin)
+        for row, answer in zip(self.session.rows, answers, strict=True):
+            row.extend(answer.tokens)
+            row.finish_reason = answer.reason
         longest = max(len(answer.tokens) for answer in answers)
         beams = [answer.beams + [-1] * (longest - len(answer.beams)) for answer in answers]
         scores = torch.tensor([answer.score for answer in answers])

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from caramba_fast.infer.config import GenerateConfig, SpeculativeConfig
-from caramba_fast.infer.logits import LogitEdits
+from caramba_fast.infer.logits import LogitsProcessors
 from caramba_fast.infer.sampling import (
     NOTHING,
     check_chosen,
@@ -35,8 +35,8 @@ from caramba_fast.infer.sampling import (
     sample_marked,
     set_random_state,
 )  # fmt: skip
-from caramba_fast.infer.sequence import TokenHistory
-from caramba_fast.infer.session import Conversation, blank_ended
+from caramba_fast.infer.sequence import TokenSequence
+from caramba_fast.infer.session import Session, blank_ended
 
 
 class Drafted(NamedTuple):
@@ -54,25 +54,23 @@ class Drafted(NamedTuple):
 class Draft(Protocol):
     """What guesses. Rows are those of the target, which alone say what the tokens are."""
 
-    def feed(self, rows: Sequence[TokenHistory]) -> None:
+    def feed(self, rows: Sequence[TokenSequence]) -> None:
         """The rows have got prompts."""
 
-    def take(self, rows: Sequence[int]) -> None:
+    def select_rows(self, rows: Sequence[int]) -> None:
         """Row b is now what row ``rows[b]`` was."""
 
-    def propose(
-        self, rows: Sequence[TokenHistory], counts: Sequence[int], new: Sequence[int]
-    ) -> Drafted:
-        """At most ``counts[b]`` tokens behind row b, of whose tokens ``new[b]`` were generated."""
+    def propose(self, rows: Sequence[TokenSequence], counts: Sequence[int]) -> Drafted:
+        """At most ``counts[b]`` tokens behind row b."""
 
-    def follow(self, rows: Sequence[TokenHistory], agreed: Sequence[int]) -> None:
+    def follow(self, rows: Sequence[TokenSequence], agreed: Sequence[int]) -> None:
         """The rows have moved on; their first ``agreed[b]`` tokens are those of row b and its draft."""
 
     def reset(self) -> None:
         """Forgets every row."""
 
     def snapshot(self, *, tails: bool = False) -> Any:
-        """What `restore` goes back to; ``tails`` as in `Conversation.snapshot`."""
+        """What `restore` goes back to; ``tails`` as in `Session.snapshot`."""
 
     def restore(self, before: Any) -> None:
         """Goes back to a snapshot."""
@@ -82,36 +80,34 @@ class ModelDraft:
     """Drafts of a second, smaller model with a cache of its own.
 
     Args:
-        conversation: the draft model's.
+        session: the draft model's.
         config: settings; its temperature and filters are the draft's too.
         rng: what tokens are drawn with.
     """
 
     def __init__(
-        self, conversation: Conversation, config: GenerateConfig, rng: torch.Generator | None
+        self, session: Session, config: GenerateConfig, rng: torch.Generator | None
     ) -> None:
-        self.talk, self.config, self.rng = conversation, config, rng
-        self.edits: LogitEdits | None = None
+        self.session, self.config, self.rng = session, config, rng
+        self.processors: LogitsProcessors | None = None
         self.endings: frozenset[int] = frozenset()  # ids behind which nothing is drafted
 
-    def feed(self, rows: Sequence[TokenHistory]) -> None:
+    def feed(self, rows: Sequence[TokenSequence]) -> None:
         """Reads what it lacks of the rows; all of them anew, where they are not those it knows."""
-        if len(self.talk.rows) != len(rows):
-            self.talk.reset()
-        known = [len(own) for own in self.talk.rows] or [0] * len(rows)
+        if len(self.session.rows) != len(rows):
+            self.session.reset()
+        known = [len(own) for own in self.session.rows] or [0] * len(rows)
         missing = [list(row.tokens[count:]) for count, row in zip(known, rows, strict=True)]
         if any(missing):
-            self.talk.feed(missing)
+            self.session.feed(missing)
 
-    def take(self, rows: Sequence[int]) -> None:
+    def select_rows(self, rows: Sequence[int]) -> None:
         """Moves the cache too."""
-        self.talk.take(rows)
+        self.session.select_rows(rows)
 
-    def propose(
-        self, rows: Sequence[TokenHistory], counts: Sequence[int], new: Sequence[int]
-    ) -> Drafted:
+    def propose(self, rows: Sequence[TokenSequence], counts: Sequence[int]) -> Drafted:
         """Draws token after token; each pass of the draft model gives one for every row."""
-        own, drafts = self.talk.rows, [list[int]() for _ in rows]
+        own, drafts = self.session.rows, [list[int]() for _ in rows]
         stuck = [False] * len(own)
         self._catch_up(rows)
         drawn_from: list[Tensor] = []
@@ -123,11 +119,11 @@ class ModelDraft:
             if not any(wanted):
                 break
             if index == 0:
-                logits = self.talk.next_logits(wanted)
+                logits = self.session.next_logits(wanted)
             else:
-                last = [draft[-1] if draft else self.talk.fill for draft in drafts]
-                logits = self.talk.step(last, wanted)
-            tokens, probability = self._draw(logits, wanted, [n + index for n in new])
+                last = [draft[-1] if draft else self.session.fill for draft in drafts]
+                logits = self.session.step(last, wanted)
+            tokens, probability = self._draw(logits, wanted)
             if probability is not None:
                 drawn_from.append(probability)
             for row, (goes_on, token) in enumerate(zip(wanted, tokens, strict=True)):
@@ -137,13 +133,11 @@ class ModelDraft:
                 stuck[row] |= token == NOTHING
         return Drafted(drafts, torch.stack(drawn_from, dim=1) if drawn_from else None)
 
-    def _draw(
-        self, logits: Tensor, wanted: Sequence[bool], new: Sequence[int]
-    ) -> tuple[list[int], Tensor | None]:
+    def _draw(self, logits: Tensor, wanted: Sequence[bool]) -> tuple[list[int], Tensor | None]:
         """A token of each row, and what it was drawn from; `NOTHING` where the settings remove every token."""
         logits = scores = blank_ended(logits, wanted)
-        if self.edits:
-            scores = self.edits.scores(scores, self.talk.rows, new, alive=wanted)
+        if self.processors:
+            scores = self.processors.scores(scores, self.session.rows, alive=wanted)
             scores = blank_ended(scores, wanted)
         if self.config.samples:
             probability = filtered_logits(scores, self.config).softmax(-1)
@@ -153,38 +147,40 @@ class ModelDraft:
         if NOTHING in tokens:
             # A guess may run into a dead end that the text does not: only broken logits are an error.
             broken = likeliest(logits).tolist()
+            new = [row.new for row in self.session.rows]
             check_chosen(broken, logits, logits, new, "draft model")
         return tokens, probability
 
-    def _catch_up(self, rows: Sequence[TokenHistory]) -> None:
+    def _catch_up(self, rows: Sequence[TokenSequence]) -> None:
         """Tokens the target got while nothing was drafted."""
-        for own, row in zip(self.talk.rows, rows, strict=True):
+        for own, row in zip(self.session.rows, rows, strict=True):
             own.extend(row.tokens[len(own) :])
+            own.start = row.start
 
-    def follow(self, rows: Sequence[TokenHistory], agreed: Sequence[int]) -> None:
+    def follow(self, rows: Sequence[TokenSequence], agreed: Sequence[int]) -> None:
         """Takes back what was rejected; the tokens the target added are fed with the next draft."""
-        if self.talk.cache is None:
+        if self.session.cache is None:
             return
-        self.talk.settle()
-        own, lengths = self.talk.rows, self.talk.cached
-        self.talk.settle_at([min(n, a) for n, a in zip(lengths, agreed, strict=True)])
+        self.session.drop_padding()
+        own, lengths = self.session.rows, self.session.cached
+        self.session.keep_cached([min(n, a) for n, a in zip(lengths, agreed, strict=True)])
         for mine, row, kept in zip(own, rows, agreed, strict=True):
             mine.pop(max(0, len(mine) - kept))
             mine.extend(row.tokens[len(mine) :])
 
     def reset(self) -> None:
         """Forgets every row."""
-        self.talk.reset()
+        self.session.reset()
 
     def snapshot(self, *, tails: bool = False) -> Any:
-        """That of the conversation, and what the call under way has set."""
-        set_by_call = (self.config, self.edits, self.endings, self.rng)
-        return self.talk.snapshot(tails=tails), set_by_call, random_state(self.rng)
+        """That of the session, and what the call under way has set."""
+        set_by_call = (self.config, self.processors, self.endings, self.rng)
+        return self.session.snapshot(tails=tails), set_by_call, random_state(self.rng)
 
     def restore(self, before: Any) -> None:
         """Goes back to a snapshot."""
-        self.talk.restore(before[0])
-        self.config, self.edits, self.endings, self.rng = before[1]
+        self.session.restore(before[0])
+        self.config, self.processors, self.endings, self.rng = before[1]
         set_random_state(self.rng, before[2])
 
 
@@ -434,20 +430,19 @@ class LookupDraft:
         self._sizes = longest, shortest
         self._rows: list[NGramIndex] = []
 
-    def feed(self, rows: Sequence[TokenHistory]) -> None:
+    def feed(self, rows: Sequence[TokenSequence]) -> None:
         """Prompts have arrived."""
         if len(self._rows) != len(rows):
             self._rows = [NGramIndex(*self._sizes) for _ in rows]
 
-    def take(self, rows: Sequence[int]) -> None:
+    def select_rows(self, rows: Sequence[int]) -> None:
         """Row b is now what row ``rows[b]`` was."""
         self._rows = [NGramIndex(*self._sizes) for _ in rows]
 
     def propose(
         self,
-        rows: Sequence[TokenHistory],
+        rows: Sequence[TokenSequence],
         counts: Sequence[int],
-        new: Sequence[int],  # noqa: ARG002
     ) -> Drafted:
         """Up to ``counts[b]`` tokens behind row b; each was certain when it was drafted."""
         found = [
@@ -456,7 +451,7 @@ class LookupDraft:
         ]
         return Drafted(found, None)
 
-    def follow(self, rows: Sequence[TokenHistory], agreed: Sequence[int]) -> None:  # noqa: ARG002
+    def follow(self, rows: Sequence[TokenSequence], agreed: Sequence[int]) -> None:  # noqa: ARG002
         """Nothing is kept of a draft; a row that has lost tokens is read anew."""
         self._rows = [
             NGramIndex(*self._sizes) if index.read > length else index

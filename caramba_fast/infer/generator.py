@@ -15,11 +15,11 @@ from caramba_fast.infer.beam_search import beam_search
 from caramba_fast.infer.cache_choice import CacheChoice
 from caramba_fast.infer.config import AUTO, CacheFields, GenerateConfig, SpeculativeConfig
 from caramba_fast.infer.cuda_graph import DecodeGraphs
-from caramba_fast.infer.logits import LogitEdits
+from caramba_fast.infer.logits import LogitsProcessors
 from caramba_fast.infer.output import GenerateOutput, GenerationMetrics, Stopwatch
 from caramba_fast.infer.sampling import random_state, set_random_state
 from caramba_fast.infer.sequence import Prompts, TokenIds, read_prompts
-from caramba_fast.infer.session import Conversation, Hooks, Run
+from caramba_fast.infer.session import Hooks, Run, Session
 from caramba_fast.infer.stopping import Decoder, Stopping, eos_ids, row_limits
 from caramba_fast.infer.tokenizer import find_tokenizer
 from caramba_fast.models import LanguageModel
@@ -90,7 +90,7 @@ class Generator:
         self._choice.check_budget(1)
         self._graphs = DecodeGraphs(self.model, self.config.cuda_graph)
         self._plan = DecodePlan(self.config)
-        self._talk = Conversation(
+        self._session = Session(
             self.model, self._new_cache, self._graphs, self._fill(self.config), self.config.max_seq_len,
             self.config.prefill_chunk, self._plan.plan_for,
         )  # fmt: skip
@@ -134,12 +134,12 @@ class Generator:
     @property
     def cache(self) -> ModelKVCache | None:
         """The cache of the conversation, or None before the first prompt."""
-        return self._talk.cache
+        return self._session.cache
 
     @property
     def tokens(self) -> list[list[int]]:
         """The tokens of every row of the conversation, generated ones included."""
-        return [list(row.tokens) for row in self._talk.rows]
+        return [list(row.tokens) for row in self._session.rows]
 
     @property
     def decode_graph(self) -> str:
@@ -189,13 +189,13 @@ class Generator:
         Raises:
             ValueError, TypeError: bad input, or more than max_seq_len tokens; nothing has changed.
         """
-        return self._talk.feed(self._read(input_ids, attention_mask).rows)
+        return self._session.feed(self._read(input_ids, attention_mask).rows)
 
     @torch.no_grad()
     def decode_step(self, token_ids: Tensor | Sequence[int]) -> Tensor:
         """Feeds one token a row, (B,), and returns the logits (B, V) of the next."""
         ids = torch.as_tensor(token_ids)
-        self._settle()
+        self._end_run()
         if self.cache is None:
             raise RuntimeError("decode_step before any prefill: there is no cache yet")
         if ids.shape != (self.cache.batch_size,):
@@ -203,16 +203,16 @@ class Generator:
                 f"token_ids has shape {tuple(ids.shape)}; ({self.cache.batch_size},) is needed"
             )
         rows = self._read(ids[:, None], torch.ones_like(ids)[:, None]).rows
-        self._talk.check_room([1] * len(rows), [0] * len(rows))
-        if any(self._talk.pending):
-            return self._talk.feed(rows)
-        before = self._talk.snapshot()
+        self._session.check_room([1] * len(rows), [0] * len(rows))
+        if any(self._session.pending):
+            return self._session.feed(rows)
+        before = self._session.snapshot()
         alive, tokens = [True] * len(rows), [row[0] for row in rows]
         try:
-            self._talk.note(tokens, alive)
-            return self._talk.step(tokens, alive)
+            self._session.note(tokens, alive)
+            return self._session.step(tokens, alive)
         except BaseException:
-            self._talk.restore(before)
+            self._session.restore(before)
             raise
 
     def rollback(self, n: Counts) -> None:
@@ -220,10 +220,10 @@ class Generator:
 
         A token that was sampled last and is not in the cache yet counts as one.
         """
-        self._settle()
+        self._end_run()
         if self.cache is None:
             raise RuntimeError("rollback before any prefill: there is nothing to remove")
-        self._talk.rollback(n)
+        self._session.rollback(n)
 
     def reset(self) -> None:
         """Ends the conversation; the next prompt starts a new one and may have another batch size.
@@ -232,7 +232,7 @@ class Generator:
         """
         self._run_state = None
         self._expanded = False
-        self._talk.reset()
+        self._session.reset()
 
     # -- whole runs ---------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class Generator:
                 return self._finish_beams(prompts, run, logits)
             for _ in self._steps(run, logits, hooks):
                 pass
-            self._settle()
+            self._end_run()
             return self._result(prompts, run, run.continuations())
         except BaseException:
             self._restore(before, expanded)
@@ -312,7 +312,7 @@ class Generator:
     def _stream(
         self, prompts: Prompts, config: GenerateConfig, hooks: Hooks
     ) -> Iterator[list[int]]:
-        self._talk.check_rows(len(prompts.rows))
+        self._session.check_rows(len(prompts.rows))
         before, expanded = self._snapshot(), self._expanded
         run: Run | None = None
         given = 0
@@ -330,8 +330,7 @@ class Generator:
 
     def _keep(self, run: Run, given: int) -> None:
         """Rows end where the consumer stopped: behind the tokens of ``given`` steps."""
-        rows = zip(self._talk.rows, run.starts, strict=True)
-        self._talk.keep([min(len(row), start + given) for row, start in rows])
+        self._session.keep([min(len(row), row.start + given) for row in run.rows])
 
     def _steps(self, run: Run, logits: Tensor, hooks: Hooks) -> Iterator[list[int]]:
         """Yields the tokens of each step."""
@@ -346,7 +345,7 @@ class Generator:
                 break
             run.watch.resume()
             with torch.no_grad():
-                logits = self._talk.step(chosen, run.alive)
+                logits = self._session.step(chosen, run.alive)
         if hooks.streamer is not None:
             hooks.streamer.end()
 
@@ -394,11 +393,11 @@ class Generator:
                 f"stop holds the string {config.stop_strings[0]!r}, which needs Generator(tokenizer=...); "
                 "without one, ids are allowed"
             )
-        LogitEdits(config, self.model.vocab_size, self._eos_ids(config), torch.device("cpu"))
+        LogitsProcessors(config, self.model.vocab_size, self._eos_ids(config), torch.device("cpu"))
 
     def _check_run(self, prompts: Prompts, config: GenerateConfig) -> list[int]:
         """Raises ValueError unless prompts and what follows fit; most new tokens of each row."""
-        held = [len(row) for row in self._talk.rows] or [0] * len(prompts.rows)
+        held = [len(row) for row in self._session.rows] or [0] * len(prompts.rows)
         whole = [n + new for n, new in zip(held, prompts.lens, strict=True)]
         limits = row_limits(config, whole)
         positions = getattr(self.model, "max_positions", None)
@@ -407,39 +406,39 @@ class Generator:
                 f"the prompt and max_new_tokens={config.max_new_tokens} need "
                 f"{max(map(sum, zip(whole, limits, strict=True))) - 1} positions; the model has {positions}"
             )
-        self._talk.check_room(prompts.lens, [limit - 1 for limit in limits])
+        self._session.check_room(prompts.lens, [limit - 1 for limit in limits])
         return limits
 
     def _begin(self, prompts: Prompts, config: GenerateConfig, hooks: Hooks) -> tuple[Run, Tensor]:
         """Feeds the prompts; the run, and the logits (B, V) its first tokens follow from."""
         watch = Stopwatch()
         limits = self._check_run(prompts, config)
-        processors, criteria = hooks.processors, hooks.criteria
         copies = 1 if self._expanded or config.num_beams > 1 else config.num_return_sequences
         self._row_factor = copies if config.num_beams == 1 else 1 + config.num_beams
-        self._talk.fill = self._fill(config)
+        self._session.fill = self._fill(config)
         with torch.no_grad():
-            logits = self._talk.feed(prompts.rows)
+            logits = self._session.feed(prompts.rows)
         if copies > 1:
-            self._talk.take([row for row in range(len(prompts.rows)) for _ in range(copies)])
+            self._session.select_rows(
+                [row for row in range(len(prompts.rows)) for _ in range(copies)]
+            )
             logits, limits = (
                 logits.repeat_interleave(copies, 0),
                 [n for n in limits for _ in range(copies)],
             )
             self._expanded = True
-            assert self._talk.cache is not None
-            self._cache_bytes = self._talk.cache.nbytes
-        eos, fill = self._eos_ids(config), self._talk.fill
-        edits = LogitEdits(
-            config, self.model.vocab_size, eos, logits.device, processors,
+            assert self._session.cache is not None
+            self._cache_bytes = self._session.cache.nbytes
+        eos, fill = self._eos_ids(config), self._session.fill
+        processors = LogitsProcessors(
+            config, self.model.vocab_size, eos, logits.device, hooks.processors,
             hooks.prefix_allowed_tokens_fn, fill,
         )  # fmt: skip
-        stopping = Stopping(config, eos, self.tokenizer, criteria, limits, fill, watch.began)
+        stopping = Stopping(config, eos, self.tokenizer, hooks.criteria, fill, watch.began)
         rng = self._seeded(config) if self._reseed else self._rng
-        starts = [len(row) for row in self._talk.rows]
-        run = Run(self._talk, config, edits, stopping, rng, starts, watch)
+        run = Run(self._session, config, processors, stopping, rng, limits, watch)
         self._run_state = run
-        self._measured = (watch, len(starts), sum(prompts.lens))
+        self._measured = (watch, len(limits), sum(prompts.lens))
         if hooks.streamer is not None:
             hooks.streamer.put(prompts.padded_front(fill, torch.device("cpu")))
         return run, logits
@@ -449,7 +448,7 @@ class Generator:
             found = beam_search(
                 run, logits, 1 if self._expanded else run.config.num_return_sequences
             )
-        self._settle()
+        self._end_run()
         self._expanded = self._expanded or run.config.num_return_sequences > 1
         return self._result(
             prompts,
@@ -463,7 +462,7 @@ class Generator:
         self, prompts: Prompts, run: Run, new: Tensor, **extra: Any
     ) -> Tensor | GenerateOutput:
         device = self.model.device
-        given = prompts.padded_front(self._talk.fill, device)
+        given = prompts.padded_front(self._session.fill, device)
         given = given.repeat_interleave(len(new) // len(given), 0)
         sequences = torch.cat((given, new.to(device)), dim=1)
         if not run.config.return_dict:
@@ -471,31 +470,31 @@ class Generator:
         metrics = self.metrics
         assert metrics is not None
         return GenerateOutput(
-            sequences, [reason or "length" for reason in run.reasons], run.new, metrics, self.report,
+            sequences, [row.finish_reason or "length" for row in run.rows], run.new, metrics, self.report,
             scores=run.kept_scores, logits=run.kept_logits, **extra,
         )  # fmt: skip
 
-    def _settle(self) -> None:
+    def _end_run(self) -> None:
         """Ends a run that is under way: what was fed to rows that had ended is removed again."""
         self._run_state = None
-        self._talk.settle()
+        self._session.drop_padding()
 
     def _snapshot(self) -> Any:
-        self._settle()
-        return self._talk.snapshot(tails=True), random_state(self._rng)
+        self._end_run()
+        return self._session.snapshot(tails=True), random_state(self._rng)
 
     def _restore(self, before: Any, expanded: bool) -> None:
         self._run_state, self._expanded, self._row_factor = None, expanded, 1
-        self._talk.restore(before[0])
+        self._session.restore(before[0])
         set_random_state(self._rng, before[1])
 
     def _read(
         self, input_ids: TokenIds, attention_mask: Mask, config: GenerateConfig | None = None
     ) -> Prompts:
-        self._settle()
+        self._end_run()
         pad = self._pad(config or self.config)
         prompts = read_prompts(input_ids, attention_mask, pad, self.model.vocab_size)
-        self._talk.check_rows(len(prompts.rows))
+        self._session.check_rows(len(prompts.rows))
         return prompts
 
     def _new_cache(self, rows: int, device: torch.device | None = None) -> ModelKVCache:

@@ -1,4 +1,4 @@
-"""Edits of the logits before a token is chosen: penalties, biases, what must not be said.
+"""What changes logits before a token is chosen: penalties, biases, banned and allowed tokens.
 
 The order is that of Hugging Face's ``generate``: the built-in ones first, then the caller's processors, then
 (in `caramba_fast.infer.sampling`) temperature and the filters.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from caramba_fast.infer.config import GenerateConfig
-from caramba_fast.infer.sequence import TokenHistory
+from caramba_fast.infer.sequence import TokenSequence
 
 #: As Hugging Face's ``LogitsProcessor``: (input_ids (B, L), scores (B, V)) -> scores (B, V).
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
@@ -20,8 +20,8 @@ LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 AllowedTokens = Callable[[int, Tensor], Sequence[int]]
 
 
-class LogitEdits:
-    """The edits a config and a caller ask for.
+class LogitsProcessors:
+    """The logits processors a config and a caller ask for.
 
     Args:
         config: settings.
@@ -86,8 +86,7 @@ class LogitEdits:
     def scores(
         self,
         logits: Tensor,
-        rows: Sequence[TokenHistory],
-        new: Sequence[int],
+        rows: Sequence[TokenSequence],
         *,
         which: Sequence[int] | None = None,
         alive: Sequence[bool] | None = None,
@@ -96,7 +95,6 @@ class LogitEdits:
 
         Args:
             rows: the tokens of each row, prompt included.
-            new: how many of them were generated.
             which: the prompt each row belongs to, for ``prefix_allowed_tokens_fn``; by default its own.
             alive: rows that go on; the others are not edited by what they hold. By default all.
         """
@@ -108,18 +106,16 @@ class LogitEdits:
         if self.per_row:
             for place, row in enumerate(rows):
                 if alive is None or alive[place]:
-                    self._edit(
-                        scores[place], row, new[place], place if which is None else which[place]
-                    )
+                    self._edit(scores[place], row, place if which is None else which[place])
         if self._banned is not None:
             scores += self._banned
         if self._processors:
-            ids = padded(rows, new, self._fill, self._device)
+            ids = padded(rows, self._fill, self._device)
             for processor in self._processors:
                 scores = processor(ids, scores)
         return scores
 
-    def _edit(self, scores: Tensor, row: TokenHistory, new: int, index: int) -> None:
+    def _edit(self, scores: Tensor, row: TokenSequence, index: int) -> None:
         """Edits the scores (V,) of one row in place."""
         config = self._config
         for words, bias in self._sequences:
@@ -133,7 +129,7 @@ class LogitEdits:
         if config.no_repeat_ngram_size:
             self._ban(scores, row.repeats(config.no_repeat_ngram_size))
         self._ban(scores, [words[-1] for words, _ in self._bad if row.ends_with(words[:-1])])
-        if new < self._min_new:
+        if row.new < self._min_new:
             scores[self._eos] = -torch.inf
         if self._allowed is not None:
             self._keep_allowed(scores, row, index)
@@ -142,7 +138,7 @@ class LogitEdits:
         if ids:
             scores[torch.tensor(list(ids), device=scores.device)] = -torch.inf
 
-    def _keep_allowed(self, scores: Tensor, row: TokenHistory, index: int) -> None:
+    def _keep_allowed(self, scores: Tensor, row: TokenSequence, index: int) -> None:
         assert self._allowed is not None
         ids = list(self._allowed(index, torch.tensor(row.tokens, device=scores.device)))
         if not ids:
@@ -155,19 +151,16 @@ class LogitEdits:
         scores.copy_(kept)
 
 
-def padded(
-    rows: Sequence[TokenHistory], new: Sequence[int], fill: int, device: torch.device
-) -> Tensor:
-    """(B, L) int64: what precedes the ``new[b]`` newest tokens padded at the front, those padded at the end.
+def padded(rows: Sequence[TokenSequence], fill: int, device: torch.device) -> Tensor:
+    """(B, L) int64: what precedes the new tokens padded at the front, the new ones padded at the end.
 
     So the first new token of every row is in one column, whichever rows have ended.
     """
-    starts = [len(row) - count for row, count in zip(rows, new, strict=True)]
-    first = max(starts)
-    ids = torch.full((len(rows), first + max(new)), fill, dtype=torch.int64)
-    for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
+    first = max(row.start for row in rows)
+    ids = torch.full((len(rows), first + max(row.new for row in rows)), fill, dtype=torch.int64)
+    for index, row in enumerate(rows):
         if len(row):
-            place = first - start
+            place = first - row.start
             ids[index, place : place + len(row)] = torch.frombuffer(row.tokens, dtype=torch.int64)
     return ids.to(device)
 

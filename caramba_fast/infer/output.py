@@ -7,13 +7,25 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from caramba_fast.infer.stopping import FinishReason
+from caramba_fast.infer.sequence import FinishReason
+
+NAN = float("nan")
+
+
+def percentiles(seconds: Iterable[float]) -> tuple[float, float]:
+    """The median and the 99th percentile; nan for none."""
+    values = np.fromiter(seconds, dtype=float)
+    if not len(values):
+        return NAN, NAN
+    p50, p99 = np.percentile(values, [50, 99])
+    return float(p50), float(p99)
 
 
 @dataclass(frozen=True)
@@ -71,14 +83,14 @@ class Stopwatch:
         """The figures so far; at least one step must have been taken."""
         total = sum(self.steps)
         gaps = np.asarray(self.steps[1:])
-        p50, p99 = np.percentile(gaps, [50, 99]) if len(gaps) else (np.nan, np.nan)
+        p50, p99 = percentiles(gaps)
         decode = float(gaps.sum())
         return GenerationMetrics(
             prompt_tokens=prompt_tokens,
             new_tokens=self.new_tokens,
             ttft_s=self.steps[0],
-            inter_token_p50_s=float(p50),
-            inter_token_p99_s=float(p99),
+            inter_token_p50_s=p50,
+            inter_token_p99_s=p99,
             total_s=total,
             tokens_per_s=self.new_tokens / total,
             decode_tokens_per_s=(self.new_tokens - rows) / decode if decode else float("nan"),

@@ -17,6 +17,39 @@ NOTHING = -1
 Randomness = torch.Generator | Tensor | None
 
 
+class RandomStream:
+    """The random numbers of one sequence, in the order in which a run of its own would draw them.
+
+    Attributes:
+        taken: how many it has used.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed, self._device = seed, device
+        self.rewind(0)
+
+    def ahead(self, count: int) -> list[float]:
+        """The next ``count`` numbers; they come again until they are `used`."""
+        exact = torch.float32 if self._device.type == "mps" else torch.float64
+        while len(self._drawn) < count:
+            one = torch.rand((1, 1), generator=self._rng, dtype=exact, device=self._device)
+            self._drawn.append(float(one))
+        return self._drawn[:count]
+
+    def rewind(self, taken: int) -> None:
+        """Back to where so many were used, from the seed on."""
+        self._rng = torch.Generator(device=self._device).manual_seed(self._seed)
+        self._drawn: list[float] = []
+        self.ahead(taken)
+        self._drawn.clear()
+        self.taken = taken
+
+    def used(self, count: int) -> None:
+        """The first ``count`` of those ahead are gone."""
+        del self._drawn[:count]
+        self.taken += count
+
+
 def random_state(generator: torch.Generator | None) -> Tensor | None:
     """Where a generator is in its sequence; None for torch's own, which belongs to everybody."""
     return None if generator is None else generator.get_state()

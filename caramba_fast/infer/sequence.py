@@ -1,13 +1,7 @@
-"""The tokens of a row, with what edits of the logits have to know of them kept up to date.
+"""TokenSequence: the tokens of one row and where its generation stands; and how prompts are read.
 
-Tokens are pushed and popped one by one, so that a speculative draft can be walked through and taken back,
-and no step costs more than the tokens it adds.
-
-Prompts in every shape users have them, brought into one: rows of real tokens.
-
-Inside, a batch is ragged: rows are padded at the end and the cache counts only real tokens, so
-no attention mask is needed anywhere. Outside, rows come back padded at the front, so that
-new tokens follow the prompt directly.
+Inside, a batch is ragged: rows are padded at the end and the cache counts only real tokens, so no attention mask is
+needed. Outside, rows come back padded at the front, so that new tokens follow the prompt directly.
 """
 
 from __future__ import annotations
@@ -16,25 +10,75 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+#: Why a generation ended; the last three only in an `Engine`.
+FinishReason = Literal[
+    "eos", "stop", "length", "time", "criteria", "cancelled", "deadline", "error"
+]
 
-class TokenHistory:
-    """A growing row of token ids.
+
+class Mark(NamedTuple):
+    """Where a sequence stood."""
+
+    length: int
+    start: int
+    limit: int
+    finish_reason: FinishReason | None
+
+
+class TokenSequence:
+    """The tokens of one row: the prompt, and what was generated behind it.
+
+    Tokens are pushed and popped one by one, so that a speculative draft can be walked through and taken back, and
+    what penalties need to know of the tokens costs no more than the tokens a step adds.
 
     Args:
-        tokens: what it holds at first.
+        tokens: ids it holds at first.
+        limit: most new tokens.
+
+    Attributes:
+        tokens: array of int64 ids.
+        start: tokens before the first generated one.
+        limit: most new tokens of the generation under way.
+        finish_reason: why the generation ended; None while it goes on.
     """
 
-    def __init__(self, tokens: Iterable[int] = ()) -> None:
+    def __init__(self, tokens: Iterable[int] = (), limit: int = 0) -> None:
         self.tokens = array("q", tokens)
+        self.start, self.limit = len(self.tokens), limit
+        self.finish_reason: FinishReason | None = None
         self._seen: _Seen | None = None
         self._ngrams: _NGrams | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def new(self) -> int:
+        """Tokens generated."""
+        return len(self.tokens) - self.start
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """The tokens generated."""
+        return list(self.tokens[self.start :])
+
+    def begin(self, limit: int) -> None:
+        """A generation of at most ``limit`` tokens begins behind what it holds."""
+        self.start, self.limit, self.finish_reason = len(self.tokens), limit, None
+
+    def mark(self) -> Mark:
+        """What `restore` goes back to."""
+        return Mark(len(self.tokens), self.start, self.limit, self.finish_reason)
+
+    def restore(self, mark: Mark) -> None:
+        """Goes back to a mark, even where a push or a pop was interrupted half way."""
+        self.cut(mark.length)
+        self.start, self.limit, self.finish_reason = mark[1:]
 
     def push(self, token: int) -> None:
         """Adds a token."""
@@ -66,16 +110,18 @@ class TokenHistory:
         self._seen = self._ngrams = None
         del self.tokens[length:]
 
-    def copy(self) -> TokenHistory:
+    def copy(self) -> TokenSequence:
         """One that grows apart from this."""
-        other = TokenHistory(self.tokens)
+        other = TokenSequence(self.tokens, self.limit)
+        other.start, other.finish_reason = self.start, self.finish_reason
         other._seen = None if self._seen is None else self._seen.copy()
         other._ngrams = None if self._ngrams is None else self._ngrams.copy()
         return other
 
-    def with_token(self, token: int) -> TokenHistory:
+    def with_token(self, token: int) -> TokenSequence:
         """The tokens of this and one more."""
-        other = TokenHistory(self.tokens)
+        other = TokenSequence(self.tokens, self.limit)
+        other.start = self.start
         other.push(token)
         return other
 

@@ -1,4 +1,4 @@
-"""Conversation: a model, its cache, and the tokens of each row.
+"""Session: a model, its cache, and the tokens of each row.
 
 The newest tokens of a row may not be in the cache yet: what was sampled last is fed with whatever comes
 next. Whatever fails leaves the conversation as it was.
@@ -19,25 +19,25 @@ from caramba_fast.cache import ModelKVCache, Reach
 from caramba_fast.cache.rows import Counts
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.cuda_graph import DecodeGraphs, RecordingError
-from caramba_fast.infer.logits import AllowedTokens, LogitEdits, LogitsProcessor
+from caramba_fast.infer.logits import AllowedTokens, LogitsProcessor, LogitsProcessors
 from caramba_fast.infer.output import Stopwatch
 from caramba_fast.infer.sampling import check_chosen, filtered_logits, sample_marked
-from caramba_fast.infer.sequence import TokenHistory
-from caramba_fast.infer.stopping import FinishReason, Stopping, StoppingCriterion
+from caramba_fast.infer.sequence import FinishReason, Mark, TokenSequence
+from caramba_fast.infer.stopping import Stopping, StoppingCriterion
 from caramba_fast.models import LanguageModel
 
 
 class Snapshot(NamedTuple):
-    """What a conversation was."""
+    """What a session was."""
 
     cache: ModelKVCache | None
     lengths: list[int]
-    rows: list[TokenHistory]
-    tokens: list[int]
+    rows: list[TokenSequence]
+    marks: list[Mark]
     tails: list[tuple[list[Tensor], list[int]]]
 
 
-class Conversation:
+class Session:
     """See the module.
 
     Args:
@@ -64,9 +64,9 @@ class Conversation:
         self.fill, self._max_seq_len, self._prefill_chunk = fill, max_seq_len, prefill_chunk
         self._reach = reach
         self.cache: ModelKVCache | None = None
-        self.rows: list[TokenHistory] = []
+        self.rows: list[TokenSequence] = []
         #: How many cached tokens belong to each row, where decode steps fed padding to rows that had ended;
-        #: None where all do. A length, not a count to take off: `settle` may be interrupted and done again.
+        #: None where all do. A length, not a count to take off: `drop_padding` may be interrupted and done again.
         self._held: list[int] | None = None
 
     # -- what it holds ------------------------------------------------------------------
@@ -109,7 +109,7 @@ class Conversation:
         before = self.snapshot()
         try:
             if self.cache is None:
-                self.rows, self._held = [TokenHistory() for _ in rows], None
+                self.rows, self._held = [TokenSequence() for _ in rows], None
                 self.cache = self._new_cache(len(rows))
             for row, tokens in zip(self.rows, rows, strict=True):
                 row.extend(tokens)
@@ -151,7 +151,7 @@ class Conversation:
         """Feeds the one pending token of each row; logits (B, V), which mean nothing where a row is not alive.
 
         Rows that are not ``alive`` are fed nothing; in a replayed graph, which has no such choice, they are fed
-        their token as padding, and `settle` takes it out again.
+        their token as padding, and `drop_padding` takes it out again.
         """
         assert self.cache is not None
         fed = torch.tensor(tokens, device=self.model.device)[:, None]
@@ -168,7 +168,7 @@ class Conversation:
     def verify(self, drafts: Sequence[Sequence[int]], alive: Sequence[bool]) -> Tensor:
         """The pending tokens of each row and a draft behind them in one pass; logits (B, T, V).
 
-        The drafts are cached but do not belong to the rows: `settle_at` says which of them stay. Rows that are
+        The drafts are cached but do not belong to the rows: `keep_cached` says which of them stay. Rows that are
         not alive are fed nothing. Logits of row b at position i follow its i-th token fed.
         """
         rows = [
@@ -184,7 +184,7 @@ class Conversation:
         ]
         return self._in_pieces(rows)
 
-    def settle_at(self, lengths: Sequence[int]) -> None:
+    def keep_cached(self, lengths: Sequence[int]) -> None:
         """Keeps the first ``lengths[b]`` tokens of row b in the cache, after `verify`."""
         assert self.cache is not None
         self._held = None
@@ -228,12 +228,12 @@ class Conversation:
             self._held = [min(n, length) for n, length in zip(self.cached, lengths, strict=True)]
         for row, length in zip(self.rows, lengths, strict=True):
             row.cut(length)
-        self.settle()
+        self.drop_padding()
 
-    def take(self, rows: Sequence[int]) -> None:
+    def select_rows(self, rows: Sequence[int]) -> None:
         """Row b becomes what row ``rows[b]`` is; there may be more or fewer of them."""
         assert self.cache is not None
-        self.settle()
+        self.drop_padding()
         self.cache = self.cache.take(rows)
         self._graphs.forget()
         self.rows = [self.rows[row].copy() for row in rows]
@@ -243,16 +243,16 @@ class Conversation:
         if list(order) == list(range(len(self.rows))):
             return
         assert self.cache is not None
-        self.settle()
+        self.drop_padding()
         self.cache.reorder(torch.tensor(order))
         self.rows = [self.rows[row].copy() for row in order]
 
-    def go_back(self, cache: ModelKVCache | None, rows: list[TokenHistory]) -> None:
-        """Goes on from a cache and rows that were left behind by `take`."""
+    def go_back(self, cache: ModelKVCache | None, rows: list[TokenSequence]) -> None:
+        """Goes on from a cache and rows that were left behind by `select_rows`."""
         self._graphs.forget()
         self.cache, self.rows, self._held = cache, rows, None
 
-    def settle(self) -> None:
+    def drop_padding(self) -> None:
         """Removes what was fed to rows that had ended."""
         if self.cache is not None and self._held is not None:
             self.cache.restore(self._held)
@@ -264,13 +264,13 @@ class Conversation:
         Args:
             tails: copy the fp16 rings of the cache as well, where more tokens may follow than they have slack for.
         """
-        self.settle()
+        self.drop_padding()
         cache = self.cache
         return Snapshot(
             cache,
             [] if cache is None else cache.row_lengths,
             self.rows,
-            [len(row) for row in self.rows],
+            [row.mark() for row in self.rows],
             [layer.tail_state() for layer in cache or ()] if tails else [],
         )
 
@@ -278,8 +278,8 @@ class Conversation:
         """Goes back to a snapshot, from wherever an error or an interrupt left the conversation."""
         self._graphs.forget()
         self.cache, self.rows, self._held = before.cache, before.rows, None
-        for row, length in zip(self.rows, before.tokens, strict=True):
-            row.cut(length)
+        for row, mark in zip(self.rows, before.marks, strict=True):
+            row.restore(mark)
         if self.cache is not None:
             self.cache.restore(before.lengths)
             for layer, tail in zip(self.cache, before.tails, strict=False):
@@ -341,16 +341,16 @@ class Run:
     """Which rows still write, why the others ended, and what has been kept.
 
     Attributes:
-        conversation: what it writes into.
-        starts: tokens of each row before the first new one.
+        session: what it writes into.
+        limits: most new tokens of each row.
     """
 
-    conversation: Conversation
+    session: Session
     config: GenerateConfig
-    edits: LogitEdits
+    processors: LogitsProcessors
     stopping: Stopping
     rng: torch.Generator | None
-    starts: list[int]
+    limits: list[int]
     watch: Stopwatch
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
@@ -358,24 +358,30 @@ class Run:
     row_logits: list[list[Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.reasons: list[FinishReason | None] = [None] * len(self.starts)
-        self.row_scores = [[] for _ in self.starts]
-        self.row_logits = [[] for _ in self.starts]
+        for row, limit in zip(self.rows, self.limits, strict=True):
+            row.begin(limit)
+        self.row_scores = [[] for _ in self.limits]
+        self.row_logits = [[] for _ in self.limits]
+
+    @property
+    def rows(self) -> list[TokenSequence]:
+        """The sequences of the session."""
+        return self.session.rows
 
     @property
     def alive(self) -> list[bool]:
         """Which rows go on."""
-        return [reason is None for reason in self.reasons]
+        return [row.finish_reason is None for row in self.rows]
 
     @property
     def is_over(self) -> bool:
         """Whether no row goes on."""
-        return None not in self.reasons
+        return not any(self.alive)
 
     @property
     def new(self) -> list[int]:
         """Tokens generated in each row."""
-        return [len(row) - n for row, n in zip(self.conversation.rows, self.starts, strict=True)]
+        return [row.new for row in self.rows]
 
     def choose(self, logits: Tensor) -> list[int]:
         """The next token of each row, noted in the conversation; the padding id where a row has ended.
@@ -383,21 +389,20 @@ class Run:
         Raises:
             ValueError: nothing can be chosen for a row.
         """
-        alive, rows = self.alive, self.conversation.rows
+        alive = self.alive
         logits = blank_ended(logits, alive)
-        new = self.new
-        scores = blank_ended(self.edits.scores(logits, rows, new, alive=alive), alive)
+        scores = blank_ended(self.processors.scores(logits, self.rows, alive=alive), alive)
         sampled = sample_marked(scores, self.config, self.rng).tolist()
-        check_chosen(sampled, logits, scores, new)
+        check_chosen(sampled, logits, scores, self.new)
         if self.config.output_scores:
             self.scores.append(self.processed(scores))
         if self.config.output_logits:
             self.logits.append(logits.clone())
-        fill = self.conversation.fill
+        fill = self.session.fill
         chosen = [token if a else fill for token, a in zip(sampled, alive, strict=True)]
-        self.conversation.note(chosen, alive)
+        self.session.note(chosen, alive)
         self.watch.step(sum(alive))
-        self._stop(chosen, alive)
+        self._stop(alive)
         return chosen
 
     def processed(self, scores: Tensor) -> Tensor:
@@ -411,20 +416,18 @@ class Run:
 
         ``scores`` and ``logits``, (T, V), are what each of them was chosen from.
         """
-        row, stopping = self.conversation.rows[index], self.stopping
+        row, stopping = self.session.rows[index], self.stopping
         for place, token in enumerate(tokens):
             row.push(token)
             if self.config.output_scores:
                 self.row_scores[index].append(self.processed(scores[place]))
             if self.config.output_logits:
                 self.row_logits[index].append(logits[place].clone())
-            new = len(row) - self.starts[index]
-            reason = stopping.after(token, row, new, index)
+            reason = stopping.after(row)
             if reason is None and stopping.has_criteria:
-                rows = self.conversation.rows
-                ends = stopping.by_criteria(rows, self.new, self.kept_scores)
+                ends = stopping.by_criteria(self.rows, self.kept_scores)
                 reason = "criteria" if ends[index] else None
-            self.reasons[index] = reason
+            row.finish_reason = reason
             if reason is not None:
                 return place + 1
         return len(tokens)
@@ -432,7 +435,7 @@ class Run:
     def stop_if_late(self) -> None:
         """Ends every row once ``max_time`` is over."""
         if self.stopping.out_of_time:
-            self._end([True] * len(self.reasons), "time")
+            self._end([True] * len(self.rows), "time")
 
     @property
     def complete_columns(self) -> int:
@@ -443,8 +446,8 @@ class Run:
     def column(self, place: int) -> list[int]:
         """The new token of every row at ``place``, the padding id behind a row's end."""
         return [
-            row.tokens[start + place] if start + place < len(row) else self.conversation.fill
-            for row, start in zip(self.conversation.rows, self.starts, strict=True)
+            row.tokens[row.start + place] if place < row.new else self.session.fill
+            for row in self.rows
         ]
 
     @property
@@ -457,27 +460,25 @@ class Run:
         """For each step the logits (B, V); None unless asked for."""
         return _columns(self.logits, self.row_logits) if self.config.output_logits else None
 
-    def _stop(self, chosen: list[int], alive: list[bool]) -> None:
-        rows, stopping, new = self.conversation.rows, self.stopping, self.new
-        for index, (token, goes_on) in enumerate(zip(chosen, alive, strict=True)):
+    def _stop(self, alive: list[bool]) -> None:
+        stopping = self.stopping
+        for row, goes_on in zip(self.rows, alive, strict=True):
             if goes_on:
-                self.reasons[index] = stopping.after(token, rows[index], new[index], index)
+                row.finish_reason = stopping.after(row)
         if stopping.has_criteria and not self.is_over:
             kept = tuple(self.scores) if self.config.output_scores else None
-            self._end(stopping.by_criteria(rows, new, kept), "criteria")
+            self._end(stopping.by_criteria(self.rows, kept), "criteria")
         self.stop_if_late()
 
     def _end(self, which: Sequence[bool], reason: FinishReason) -> None:
-        self.reasons = [
-            reason if old is None and ends else old
-            for old, ends in zip(self.reasons, which, strict=True)
-        ]
+        for row, ends in zip(self.rows, which, strict=True):
+            if ends and row.finish_reason is None:
+                row.finish_reason = reason
 
     def continuations(self) -> Tensor:
         """(B, longest) int64 on the CPU: the new tokens, with the padding id behind each row's end."""
-        rows = [row.tokens[n:] for row, n in zip(self.conversation.rows, self.starts, strict=True)]
-        longest, fill = max(map(len, rows)), self.conversation.fill
-        return torch.tensor([list(row) + [fill] * (longest - len(row)) for row in rows])
+        longest, fill = max(self.new), self.session.fill
+        return torch.tensor([row.new_tokens + [fill] * (longest - row.new) for row in self.rows])
 
 
 def blank_ended(logits: Tensor, alive: Sequence[bool]) -> Tensor:

@@ -104,7 +104,7 @@ class SpeculativeGenerator(Generator):
             )
         self._draft_generator = generator
         # A stream of its own: how often the draft draws must not move the target's.
-        return ModelDraft(generator._talk, own, generator._rng)
+        return ModelDraft(generator._session, own, generator._rng)
 
     # -- figures ------------------------------------------------------------------------
 
@@ -136,17 +136,17 @@ class SpeculativeGenerator(Generator):
     # -- the run ------------------------------------------------------------------------
 
     def _begin(self, prompts: Prompts, config: GenerateConfig, hooks: Hooks) -> tuple[Run, Tensor]:
-        rows = len(self._talk.rows) or len(prompts.rows)
+        rows = len(self._session.rows) or len(prompts.rows)
         reseed = self._reseed
         run, logits = super()._begin(prompts, config, hooks)
         self._length = DraftLength(cast(SpeculativeConfig, config))
         with torch.no_grad():
-            copies = len(run.starts) // rows
-            self._draft.feed(self._talk.rows[::copies])
+            copies = len(run.limits) // rows
+            self._draft.feed(self._session.rows[::copies])
             if copies > 1:
-                self._draft.take([row for row in range(rows) for _ in range(copies)])
+                self._draft.select_rows([row for row in range(rows) for _ in range(copies)])
         if isinstance(self._draft, ModelDraft):
-            self._draft.config, self._draft.edits = config, run.edits
+            self._draft.config, self._draft.processors = config, run.processors
             self._draft.endings = run.stopping.endings
             if reseed and self._draft_generator is not None:
                 self._draft.rng = self._draft_generator._seeded(config)
@@ -155,7 +155,7 @@ class SpeculativeGenerator(Generator):
     def _check_run(self, prompts: Prompts, config: GenerateConfig) -> list[int]:
         limits = super()._check_run(prompts, config)
         positions = getattr(self.draft_model, "max_positions", None)
-        held = [len(row) for row in self._talk.rows] or [0] * len(limits)
+        held = [len(row) for row in self._session.rows] or [0] * len(limits)
         most = max(map(sum, zip(held, prompts.lens, limits, strict=True)))
         if positions is not None and most > positions:
             raise ValueError(f"the run reaches {most} positions; draft_model has {positions}")
@@ -185,19 +185,19 @@ class SpeculativeGenerator(Generator):
     def _keep(self, run: Run, given: int) -> None:
         """As `Generator._keep`: tokens that were accepted and never yielded go, from the draft's cache too."""
         super()._keep(run, given)
-        rows = self._talk.rows
+        rows = self._session.rows
         self._draft.follow(rows, [len(row) for row in rows])
 
     def _round(self, run: Run) -> None:
         """Draft, verify, accept: every row that is alive gets at least one token."""
-        talk, alive = self._talk, run.alive
-        before = talk.snapshot(), self._draft.snapshot(), list(run.reasons)
+        session, alive = self._session, run.alive
+        before = session.snapshot(), self._draft.snapshot()
         try:
             counts = self._counts(run)
             drafted = Drafted([[] for _ in counts], None)
             if any(counts):
-                drafted = self._draft.propose(talk.rows, counts, run.new)
-            lengths = [len(row) for row in talk.rows]
+                drafted = self._draft.propose(session.rows, counts)
+            lengths = [len(row) for row in session.rows]
             logits = self._verified(drafted, alive)
             scores = self._scores(run, logits, drafted)
             config = cast(SpeculativeConfig, run.config)
@@ -207,9 +207,8 @@ class SpeculativeGenerator(Generator):
             if any(drafted.tokens):
                 self._crop([min(*pair) for pair in zip(kept, given, strict=True)], lengths, alive)
         except BaseException:
-            talk.restore(before[0])
+            session.restore(before[0])
             self._draft.restore(before[1])
-            run.reasons = before[2]
             raise
         accepted = sum(min(*pair) for pair in zip(kept, given, strict=True))
         self._length.saw(sum(map(len, drafted.tokens)), accepted, sum(given), sum(alive))
@@ -218,34 +217,33 @@ class SpeculativeGenerator(Generator):
 
     def _counts(self, run: Run) -> list[int]:
         """Tokens to draft for each row: K, but not past a row's limit."""
-        limits, most = run.stopping.limits, self._length.k
-        longest = max(self._talk.cached)
+        most = self._length.k
+        longest = max(self._session.cached)
         now = self._plan.plan_for(longest + 1).local_window
         while most and self._plan.plan_for(longest + 1 + most).local_window != now:
             most -= 1  # one pass has one window
         return [
-            max(0, min(most, limit - new - 1)) if goes_on else 0
-            for limit, new, goes_on in zip(limits, run.new, run.alive, strict=True)
+            0 if row.finish_reason else max(0, min(most, row.limit - row.new - 1))
+            for row in run.rows
         ]
 
     def _verified(self, drafted: Drafted, alive: list[bool]) -> Tensor:
         """(B, K + 1, V) logits of the target before each drafted token and behind the last."""
-        talk = self._talk
+        session = self._session
         if any(drafted.tokens):
-            logits = talk.verify(drafted.tokens, alive)
+            logits = session.verify(drafted.tokens, alive)
         else:
-            logits = talk.step([row.tokens[-1] for row in talk.rows], alive)[:, None]
+            logits = session.step([row.tokens[-1] for row in session.rows], alive)[:, None]
         return blank_ended(logits, alive)
 
     def _scores(self, run: Run, logits: Tensor, drafted: Drafted) -> Tensor:
         """The logits, edited; each position as its row would be if the draft before it stood."""
-        if not run.edits:
+        if not run.processors:
             return logits
-        scores, new = logits.to(torch.float32, copy=True), run.new
-        rows, walking, steps = self._talk.rows, run.alive, [0] * len(new)
+        scores = logits.to(torch.float32, copy=True)
+        rows, walking, steps = run.rows, run.alive, [0] * len(run.rows)
         for place in range(max(map(len, drafted.tokens)) + 1):
-            counts = [n + taken for n, taken in zip(new, steps, strict=True)]
-            edited = run.edits.scores(logits[:, place], rows, counts, alive=walking)
+            edited = run.processors.scores(logits[:, place], rows, alive=walking)
             for index, draft in enumerate(drafted.tokens):
                 if not walking[index]:
                     continue
@@ -298,13 +296,13 @@ class SpeculativeGenerator(Generator):
 
         A row that had ended was fed nothing: its cache is as it was.
         """
-        rows, held = self._talk.rows, self._talk.cached
+        rows, held = self._session.rows, self._session.cached
         agreed = [length + count for length, count in zip(lengths, kept, strict=True)]
         cached = [
             min(count, len(row) - 1) if goes_on else before
             for count, row, goes_on, before in zip(agreed, rows, alive, held, strict=True)
         ]
-        self._talk.settle_at(cached)
+        self._session.keep_cached(cached)
         self._draft.follow(rows, agreed)
 
     # -- both caches ---------------------------------------------------------------------
@@ -324,7 +322,7 @@ class SpeculativeGenerator(Generator):
     def rollback(self, n: Any) -> None:
         """As `Generator.rollback`; the draft's cache too."""
         super().rollback(n)
-        rows = self._talk.rows
+        rows = self._session.rows
         self._draft.follow(rows, [len(row) for row in rows])
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.logits import padded
-from caramba_fast.infer.sequence import TokenHistory
+from caramba_fast.infer.sequence import FinishReason, TokenSequence
 
-FinishReason = Literal["eos", "stop", "length", "time", "criteria"]
 #: As Hugging Face's ``StoppingCriteria``: (input_ids (B, L), scores) -> bool or (B,) bools.
 StoppingCriterion = Callable[..., "Tensor | bool"]
 #: Tokens that give no text of their own (bytes of one character) are looked at with so many more.
@@ -37,7 +36,6 @@ class Stopping:
         tokenizer: decodes tokens, for stop strings.
         criteria: the caller's, called with all tokens of the rows, padded at the front with ``fill``, and the
             scores kept so far, or None.
-        limits: most new tokens of each row.
         began: when the call began (``time.monotonic``), from which max_time counts; by default now.
     """
 
@@ -47,7 +45,6 @@ class Stopping:
         eos_ids: frozenset[int],
         tokenizer: Decoder | None,
         criteria: Sequence[StoppingCriterion],
-        limits: Sequence[int],
         fill: int,
         began: float | None = None,
     ) -> None:
@@ -55,23 +52,24 @@ class Stopping:
         self._strings = config.stop_strings
         self._decode = _decoding(tokenizer) if tokenizer is not None else None
         self._window = SLACK + max((len(s.encode()) for s in self._strings), default=0)
-        self._criteria, self.limits, self._fill = tuple(criteria), list(limits), fill
+        self._criteria, self._fill = tuple(criteria), fill
         began = time.monotonic() if began is None else began
         self._deadline = None if config.max_time is None else began + config.max_time
 
-    def after(self, token: int, row: TokenHistory, new: int, index: int) -> FinishReason | None:
-        """Why row ``index`` ends with ``token``, its newest and the ``new``-th generated; None if it goes on."""
+    def after(self, row: TokenSequence) -> FinishReason | None:
+        """Why a row ends with its newest token, which was generated; None if it goes on."""
+        token = row.tokens[-1]
         if token in self._eos:
             return "eos"
-        if token in self._stop_ids or (self._strings and self._says_stop(row, new)):
+        if token in self._stop_ids or (self._strings and self._says_stop(row)):
             return "stop"
-        if new >= self.limits[index]:
+        if row.new >= row.limit:
             return "length"
         return None
 
-    def _says_stop(self, row: TokenHistory, new: int) -> bool:
+    def _says_stop(self, row: TokenSequence) -> bool:
         assert self._decode is not None
-        text = self._decode(list(row.tokens[-min(new, self._window) :]))
+        text = self._decode(list(row.tokens[-min(row.new, self._window) :]))
         return any(string in text for string in self._strings)
 
     @property
@@ -91,13 +89,12 @@ class Stopping:
 
     def by_criteria(
         self,
-        rows: Sequence[TokenHistory],
-        new: Sequence[int],
+        rows: Sequence[TokenSequence],
         scores: tuple[Tensor, ...] | None,
     ) -> list[bool]:
         """Which rows the caller's criteria end."""
         ended = [False] * len(rows)
-        ids = padded(rows, new, self._fill, torch.device("cpu"))
+        ids = padded(rows, self._fill, torch.device("cpu"))
         for criterion in self._criteria:
             said = torch.as_tensor(criterion(ids, scores)).to(torch.bool).cpu()
             said = said.expand(len(rows)) if said.ndim == 0 else said

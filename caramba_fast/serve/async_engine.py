@@ -76,7 +76,7 @@ class AsyncEngine:
             other._end()  # it was interrupted while it ended
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "caramba-fast-engine")
-        self._reader = ThreadPoolExecutor(1, "caramba-fast-intake")
+        self._reader = ThreadPoolExecutor(1, "caramba-fast-inputs")
         self._closing, self._error, self._task = False, None, None
         self.engine.driver = self
         self._task = asyncio.create_task(self._run())

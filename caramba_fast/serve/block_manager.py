@@ -1,6 +1,6 @@
-"""Holdings: which pages an answer holds, copies, swaps and gives back, and what is known of them.
+"""BlockManager: which pages a sequence holds, copies, swaps and gives back, and what is known of them.
 
-Bytes are moved first and noted afterwards, so that a move that fails leaves the books as they were.
+Bytes are moved first and noted afterwards, so that a move that fails leaves the outputs as they were.
 
 SharedPages: which pages are free, held, or kept for whoever begins with the same tokens.
 
@@ -24,7 +24,7 @@ from hashlib import blake2b
 from caramba_fast.cache import OutOfPagesError, PageAllocator, PageBytes, PagePool
 from caramba_fast.serve.config import EngineConfig
 from caramba_fast.serve.metrics import Counters
-from caramba_fast.serve.request import Answer
+from caramba_fast.serve.request import PagedSequence
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +186,7 @@ class SharedPages(PageAllocator):
     def forget_all(self) -> None:
         """No content is known any more; kept pages are free.
 
-        What answers that have begun go on to fill is of scopes nobody looks for.
+        What sequences that have begun go on to fill is of scopes nobody looks for.
         """
         self.epoch += 1
         self._known.clear()
@@ -251,20 +251,20 @@ def key_of(what: bytes) -> bytes:
 
 
 class StorageError(RuntimeError):
-    """Bytes of an answer's pages could not be moved; the bookkeeping is as it was before.
+    """Bytes of a sequence's pages could not be moved; the bookkeeping is as it was before.
 
     Attributes:
-        answer: whose.
+        sequence: whose.
         cause: why.
     """
 
-    def __init__(self, answer: Answer, cause: Exception) -> None:
+    def __init__(self, sequence: PagedSequence, cause: Exception) -> None:
         super().__init__(f"pages could not be moved: {type(cause).__name__}: {cause}")
-        self.answer, self.cause = answer, cause
+        self.sequence, self.cause = sequence, cause
 
 
-class Holdings:
-    """The pages of all answers.
+class BlockManager:
+    """The pages of all sequences.
 
     Args:
         settings: limits and policies.
@@ -277,174 +277,184 @@ class Holdings:
         self.pages = SharedPages(pool.num_pages, pool.page_size, settings.prefix_caching)
         self.swapped_bytes = 0
 
-    def take_up(self, answer: Answer) -> int:
-        """Gives an answer that begins the pages in which others have its first tokens; pages the rest needs.
+    def take_up(self, sequence: PagedSequence) -> int:
+        """Gives a sequence that begins the pages in which others have its first tokens; pages the rest needs.
 
         The last token is read again in any case: what follows it is wanted.
         """
-        tokens, size = answer.history.tokens, self.pages.page_size
-        if answer.epoch != self.pages.epoch:
-            answer.epoch, answer.contents = self.pages.epoch, []
-        hit = self.pages.find(self.contents(answer)) if self.pages.keeps else []
+        tokens, size = sequence.tokens, self.pages.page_size
+        if sequence.epoch != self.pages.epoch:
+            sequence.epoch, sequence.contents = self.pages.epoch, []
+        hit = self.pages.find(self.contents(sequence)) if self.pages.keeps else []
         self.pages.hold(hit)
-        answer.pages, answer.cached = hit, min(len(hit) * size, len(tokens) - 1)
-        needed = self.missing(answer, answer.pending)
-        if needed > self.pages.available and self.fixed(answer) is not None:
+        sequence.pages, sequence.cached = hit, min(len(hit) * size, len(tokens) - 1)
+        needed = self.missing(sequence, sequence.pending)
+        if needed > self.pages.available and self.fixed(sequence) is not None:
             # Rather than copy the last page to write one token into it, read its tokens again.
-            self.pages.release(answer.pages.pop())
-            answer.cached = len(answer.pages) * size
-            needed = self.missing(answer, answer.pending)
+            self.pages.release(sequence.pages.pop())
+            sequence.cached = len(sequence.pages) * size
+            needed = self.missing(sequence, sequence.pending)
         return needed
 
-    def fork(self, answer: Answer, other: Answer) -> None:
-        """``other`` goes on from what ``answer`` has in its pages, which both hold then."""
-        self.pages.hold(answer.pages)
-        other.pages, other.cached, other.keys = list(answer.pages), answer.cached, list(answer.keys)
-        other.epoch = answer.epoch
+    def fork(self, sequence: PagedSequence, other: PagedSequence) -> None:
+        """``other`` goes on from what ``sequence`` has in its pages, which both hold then."""
+        self.pages.hold(sequence.pages)
+        other.pages, other.cached, other.keys = (
+            list(sequence.pages),
+            sequence.cached,
+            list(sequence.keys),
+        )
+        other.epoch = sequence.epoch
 
-    def swap_in(self, answer: Answer, count: int, spare: int) -> bool:
+    def swap_in(self, sequence: PagedSequence, count: int, spare: int) -> bool:
         """Brings its pages back, with room for ``count`` more tokens, if ``spare`` pages are left then.
 
         Raises:
             StorageError: the bytes could not be moved.
         """
-        assert answer.swapped is not None
-        held = -(-answer.cached // self.pages.page_size)
-        more = -(-(answer.cached + count) // self.pages.page_size) - held
+        assert sequence.swapped is not None
+        held = -(-sequence.cached // self.pages.page_size)
+        more = -(-(sequence.cached + count) // self.pages.page_size) - held
         if held + more + spare > self.pages.available:
             return False
         pages = self.pages.take_many(held)
         try:
-            self.pool.write(pages, answer.swapped)
+            self.pool.write(pages, sequence.swapped)
         except Exception as error:
             self.pages.release_all(pages)
-            raise StorageError(answer, error) from error
-        answer.pages = pages
-        self.drop_swapped(answer)
-        self.learn(answer)
-        return self.reserve(answer, count)
+            raise StorageError(sequence, error) from error
+        sequence.pages = pages
+        self.drop_swapped(sequence)
+        self.learn(sequence)
+        return self.reserve(sequence, count)
 
-    def give_back(self, answer: Answer) -> None:
+    def give_back(self, sequence: PagedSequence) -> None:
         """Takes its pages; what was in them is in host memory, or will be worked out again.
 
         Raises:
             StorageError: the bytes could not be moved.
         """
-        swapped, cached = self.swapped_out(answer), answer.cached
-        self.release(answer)
-        answer.swapped, answer.cached = swapped, cached if swapped is not None else 0
+        swapped, cached = self.swapped_out(sequence), sequence.cached
+        self.release(sequence)
+        sequence.swapped, sequence.cached = swapped, cached if swapped is not None else 0
 
-    def swapped_out(self, answer: Answer) -> PageBytes | None:
+    def swapped_out(self, sequence: PagedSequence) -> PageBytes | None:
         """What its pages hold, if that is to go to host memory and there is room; it is counted."""
-        held = -(-answer.cached // self.pages.page_size)
+        held = -(-sequence.cached // self.pages.page_size)
         size = held * self.pool.page_bytes
         if self.settings.preemption != "swap" or not held:
             return None
         if self.swapped_bytes + size > self.settings.swap_bytes:
             return None
         try:
-            found = self.pool.read(answer.pages[:held])
+            found = self.pool.read(sequence.pages[:held])
         except Exception as error:
-            raise StorageError(answer, error) from error
+            raise StorageError(sequence, error) from error
         self.swapped_bytes += size
         self.counters.swaps += 1
         return found
 
-    def drop_swapped(self, answer: Answer) -> None:
+    def drop_swapped(self, sequence: PagedSequence) -> None:
         """What it had in host memory is there no more."""
-        if answer.swapped is not None:
-            held = -(-answer.cached // self.pages.page_size)
+        if sequence.swapped is not None:
+            held = -(-sequence.cached // self.pages.page_size)
             self.swapped_bytes -= held * self.pool.page_bytes
-            answer.swapped = None
+            sequence.swapped = None
 
-    def forget_alone(self, answer: Answer) -> None:
+    def forget_alone(self, sequence: PagedSequence) -> None:
         """It has ended: what nobody else may find, or holds, is not worth keeping."""
-        if answer.request.is_private:
-            for page in answer.pages:
+        if sequence.request.is_private:
+            for page in sequence.pages:
                 if self.pages.references[page] == 1:
                     self.pages.forget(page)
 
-    def release(self, answer: Answer) -> None:
+    def release(self, sequence: PagedSequence) -> None:
         """Its pages go back, and what was cached with them."""
-        self.pages.release_all(answer.pages)
-        answer.pages, answer.keys, answer.cached = [], [], 0
+        self.pages.release_all(sequence.pages)
+        sequence.pages, sequence.keys, sequence.cached = [], [], 0
 
-    def missing(self, answer: Answer, count: int) -> int:
-        """Pages ``count`` more tokens of an answer need, the copy of one it must not write into included."""
+    def missing(self, sequence: PagedSequence, count: int) -> int:
+        """Pages ``count`` more tokens of a sequence need, the copy of one it must not write into included."""
         size = self.pages.page_size
-        more = max(0, -(-(answer.cached + count) // size) - len(answer.pages))
-        return more + (self.fixed(answer) is not None)
+        more = max(0, -(-(sequence.cached + count) // size) - len(sequence.pages))
+        return more + (self.fixed(sequence) is not None)
 
-    def fixed(self, answer: Answer) -> int | None:
+    def fixed(self, sequence: PagedSequence) -> int | None:
         """Which of its pages its next token goes into and must not: others read it."""
-        place = answer.cached // self.pages.page_size
-        if place < len(answer.pages) and self.pages.is_fixed(answer.pages[place]):
+        place = sequence.cached // self.pages.page_size
+        if place < len(sequence.pages) and self.pages.is_fixed(sequence.pages[place]):
             return place
         return None
 
-    def reserve(self, answer: Answer, count: int) -> bool:
+    def reserve(self, sequence: PagedSequence, count: int) -> bool:
         """Makes room for ``count`` more tokens; False, and nothing has changed, if there is none."""
         try:
-            taken = self.pages.take_many(self.missing(answer, count))
+            taken = self.pages.take_many(self.missing(sequence, count))
         except OutOfPagesError:
             return False
-        place = self.fixed(answer)
+        place = self.fixed(sequence)
         if place is not None:
-            old, copy = answer.pages[place], taken.pop()
+            old, copy = sequence.pages[place], taken.pop()
             try:
                 self.pool.copy([(old, copy)])
             except Exception as error:
                 self.pages.release_all([copy, *taken])
-                raise StorageError(answer, error) from error
-            answer.pages[place] = copy
+                raise StorageError(sequence, error) from error
+            sequence.pages[place] = copy
             self.pages.release(old)
-        answer.pages += taken
+        sequence.pages += taken
         return True
 
-    def contents(self, answer: Answer) -> list[Content]:
+    def contents(self, sequence: PagedSequence) -> list[Content]:
         """What full pages of its tokens contain; worked out once."""
-        pages, size, tokens = self.pages, self.pages.page_size, answer.history.tokens
-        scope = pages.scope_of(answer.request.scope, answer.epoch)
-        for place in range(len(answer.contents), len(tokens) // size):
-            parent = answer.contents[-1] if place else None
+        pages, size, tokens = self.pages, self.pages.page_size, sequence.tokens
+        scope = pages.scope_of(sequence.request.scope, sequence.epoch)
+        for place in range(len(sequence.contents), len(tokens) // size):
+            parent = sequence.contents[-1] if place else None
             part = tokens[place * size : (place + 1) * size]
-            answer.contents.append(content_of(scope, parent, part))
-        return answer.contents
+            sequence.contents.append(content_of(scope, parent, part))
+        return sequence.contents
 
-    def settle(self, answer: Answer, cached: int) -> None:
+    def mark_cached(self, sequence: PagedSequence, cached: int) -> None:
         """So many of its tokens are cached now, and stay."""
-        answer.cached = cached
-        self.learn(answer)
+        sequence.cached = cached
+        self.learn(sequence)
 
-    def learn(self, answer: Answer) -> None:
+    def learn(self, sequence: PagedSequence) -> None:
         """Full pages get to be known by what they hold."""
-        pages, size, tokens = self.pages, self.pages.page_size, answer.history.tokens
-        scope = pages.scope_of(answer.request.scope, answer.epoch)
-        while (len(answer.keys) + 1) * size <= answer.cached:
-            place = len(answer.keys)
-            parent = answer.keys[-1] if place else None
+        pages, size, tokens = self.pages, self.pages.page_size, sequence.tokens
+        scope = pages.scope_of(sequence.request.scope, sequence.epoch)
+        while (len(sequence.keys) + 1) * size <= sequence.cached:
+            place = len(sequence.keys)
+            parent = sequence.keys[-1] if place else None
             part = tokens[place * size : (place + 1) * size]
-            answer.keys.append(pages.learn(answer.pages[place], content_of(scope, parent, part)))
+            sequence.keys.append(
+                pages.learn(sequence.pages[place], content_of(scope, parent, part))
+            )
 
-    def rebuild(self, answers: Sequence[Answer]) -> None:
-        """Works out anew which pages are held, and how much is swapped, from all answers there are."""
-        self.pages.rebuild((answer.pages, len(answer.keys)) for answer in answers)
-        self.swapped_bytes = self._swapped(answers)
+    def rebuild(self, sequences: Sequence[PagedSequence]) -> None:
+        """Works out anew which pages are held, and how much is swapped, from all sequences there are."""
+        self.pages.rebuild((sequence.pages, len(sequence.keys)) for sequence in sequences)
+        self.swapped_bytes = self._swapped(sequences)
 
-    def _swapped(self, answers: Iterable[Answer]) -> int:
-        """Bytes of these answers in host memory."""
-        pages = sum(-(-a.cached // self.pages.page_size) for a in answers if a.swapped is not None)
+    def _swapped(self, sequences: Iterable[PagedSequence]) -> int:
+        """Bytes of these sequences in host memory."""
+        pages = sum(
+            -(-a.cached // self.pages.page_size) for a in sequences if a.swapped is not None
+        )
         return pages * self.pool.page_bytes
 
-    def problems(self, running: Iterable[Answer], waiting: Iterable[Answer]) -> list[str]:
+    def problems(
+        self, running: Iterable[PagedSequence], waiting: Iterable[PagedSequence]
+    ) -> list[str]:
         """What is wrong with the pages; nothing ever should be."""
         running, waiting = list(running), list(waiting)
-        found = self.pages.problems(answer.pages for answer in [*running, *waiting])
+        found = self.pages.problems(sequence.pages for sequence in [*running, *waiting])
         size = self.pages.page_size
-        for answer in running:
-            if answer.cached > len(answer.pages) * size:
+        for sequence in running:
+            if sequence.cached > len(sequence.pages) * size:
                 found.append(
-                    f"{answer.request.request_id} has more tokens cached than pages for them"
+                    f"{sequence.request.request_id} has more tokens cached than pages for them"
                 )
         swapped = self._swapped(waiting)
         if swapped != self.swapped_bytes:

@@ -1,199 +1,38 @@
 """Engine: many requests at once over one paged cache, each answered as if it were alone.
 
 A step is: end what was cancelled or is late, schedule tokens, one forward pass over all of them, choose the next
-tokens, tell. Requests come and go between steps, so that none waits for the longest.
-
-Stepper: one step of an engine, from what is scheduled to what is told of it.
-
-Whatever fails, fails for the requests it concerns: the model for those in the pass, bytes that cannot be moved, a
-tokenizer or logits that are no numbers for one.
+tokens, emit. Requests come and go between steps, so that none waits for the longest.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import sys
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor
 
-from caramba_fast.cache import PagePool, RaggedBatch, Stretch
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.tokenizer import TextTokenizer
-from caramba_fast.serve.block_manager import StorageError
 from caramba_fast.serve.config import EngineConfig
-from caramba_fast.serve.input_processor import Intake, Prepared, pool_for, servable, shareable
+from caramba_fast.serve.engine_core import EngineCore, engine_metrics
+from caramba_fast.serve.input_processor import (
+    InputProcessor,
+    Prepared,
+    pool_for,
+    servable,
+    shareable,
+)
 from caramba_fast.serve.metrics import Counters, EngineMetrics
-from caramba_fast.serve.model_runner import Choice, choose
-from caramba_fast.serve.output_processor import Books
-from caramba_fast.serve.request import Answer, Event, Request, RequestOutput, percentiles
-from caramba_fast.serve.scheduler import Scheduler, Work
+from caramba_fast.serve.model_runner import ModelRunner
+from caramba_fast.serve.output_processor import OutputProcessor
+from caramba_fast.serve.request import Event, Request, RequestOutput
+from caramba_fast.serve.scheduler import Scheduler
 from caramba_fast.serve.undo import Undo
-
-if TYPE_CHECKING:
-    from caramba_fast.serve.request import Request
-    from caramba_fast.serve.scheduler import Scheduler
-
-
-class Stepper:
-    """Takes steps.
-
-    Args:
-        model: takes ragged batches.
-        pool: where keys and values are.
-        intake: makes the further answers to a prompt.
-        books: the requests.
-    """
-
-    def __init__(self, model: Any, pool: PagePool, intake: Intake, books: Books) -> None:
-        self.model, self.pool, self.intake, self.books = model, pool, intake, books
-        self.scheduler, self.counters = books.scheduler, books.counters
-        self._process: int | None = None
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def step(self) -> list[Event]:
-        """One forward pass; what it brought, and what ended before it.
-
-        Raises:
-            RuntimeError: the process was forked from the one that used the engine, and torch would hang.
-        """
-        self._check_process()
-        began = time.monotonic()
-        events = self.books.end_early(began)
-        works, failed = self._scheduled()
-        events += failed
-        if works:
-            for work in works:
-                work.answer.request.times.scheduled(began)
-            try:
-                choices = self._forward(works)
-            except Exception as error:
-                for request in dict.fromkeys(work.answer.request for work in works):
-                    events += self.books.end(request, "error", error)
-            else:
-                events += self._advance(works, choices, time.monotonic())
-        self.counters.busy_s += time.monotonic() - began
-        return events
-
-    def _check_process(self) -> None:
-        """Threads of OpenMP do not survive a fork, and whoever waits for them waits for ever."""
-        here = os.getpid()
-        if self._process not in (None, here) and torch.get_num_threads() > 1:
-            raise RuntimeError(
-                f"the engine was used in process {self._process}, from which this one was forked; torch's threads are "
-                "gone and would be waited for. Call torch.set_num_threads(1) here, or start the process with 'spawn'"
-            )
-        self._process = here
-
-    def _scheduled(self) -> tuple[list[Work], list[Event]]:
-        """What the next forward pass reads, and the ends of those whose pages could not be moved for it."""
-        events: list[Event] = []
-        while True:
-            try:
-                return self.scheduler.schedule(), events
-            except StorageError as error:
-                events += self.books.end(error.answer.request, "error", error)
-
-    def _forward(self, works: Sequence[Work]) -> dict[Answer, list[Choice]]:
-        """The model over everything scheduled; what each answer has chosen, and those that branch off from it."""
-        tokens = [work.tokens for work in works]
-        stretches = [
-            Stretch(work.answer.cached, len(fed), work.answer.pages)
-            for work, fed in zip(works, tokens, strict=True)
-        ]
-        rows: list[int] = []
-        choices: dict[Answer, list[Choice]] = {}
-        end = 0
-        for work, fed in zip(works, tokens, strict=True):
-            end += len(fed)
-            if work.is_whole:
-                choices[work.answer] = [
-                    Choice(answer, work.draft, len(rows))
-                    for answer in (work.answer, *self.intake.branches(work.answer))
-                ]
-                rows += range(end - len(work.draft) - 1, end)
-        device = self.model.device
-        ids = torch.tensor(list(itertools.chain(*tokens)), device=device)
-        batch = RaggedBatch(stretches, self.pool)
-        logits = self.model.forward_ragged(
-            ids, batch, torch.tensor(rows, dtype=torch.int64, device=device)
-        )
-        if rows:
-            choose(logits, list(itertools.chain(*choices.values())))
-        self.counters.steps += 1
-        self.counters.step_tokens += end
-        return choices
-
-    def _advance(
-        self, works: Sequence[Work], choices: dict[Answer, list[Choice]], now: float
-    ) -> list[Event]:
-        """Takes note of what was cached and chosen."""
-        events = []
-        for work in works:
-            if work.answer.reason is not None:
-                continue  # another answer to its prompt has failed in this step
-            try:
-                events += self._give(work, choices.get(work.answer, []), now)
-            except Exception as error:
-                events += self.books.end(work.answer.request, "error", error)
-        return events
-
-    def _give(self, work: Work, chosen: Sequence[Choice], now: float) -> list[Event]:
-        """Takes note of what one answer has cached and chosen.
-
-        Raises:
-            Exception: nothing can be chosen for it, or its tokenizer fails.
-        """
-        answer = work.answer
-        for choice in chosen:
-            if choice.error is not None:
-                raise choice.error
-        accepted = min(len(chosen[0].tokens) - 1, answer.left - 1) if chosen else 0
-        cached = answer.cached + work.count + accepted
-        self.counters.drafted += len(work.draft)
-        self.counters.accepted += accepted
-        if chosen[1:]:
-            self._fork(answer, cached, [choice.answer for choice in chosen[1:]])
-        for choice in chosen:
-            self._push(choice.answer, choice.tokens)
-        self.scheduler.settle(answer, min(cached, len(answer.history)))
-        if chosen:
-            self._note_time(answer.request, now)
-        return [self.books.told(choice.answer) for choice in chosen]
-
-    def _fork(self, answer: Answer, cached: int, others: Sequence[Answer]) -> None:
-        """The other answers hold the prompt's pages too, before the first can end."""
-        self.scheduler.settle(answer, cached)
-        for other in others:
-            self.scheduler.fork(answer, other)
-            answer.request.answers.append(other)
-
-    def _note_time(self, request: Request, now: float) -> None:
-        gap = request.times.got_token(now)
-        if gap is None:
-            self.counters.ttft.append(now - request.times.arrived)
-        elif gap > 0.0:
-            self.counters.gaps.append(gap)
-
-    def _push(self, answer: Answer, tokens: Sequence[int]) -> None:
-        """Adds tokens up to where the answer ends."""
-        for token in tokens:
-            answer.history.push(token)
-            self.counters.new_tokens += 1
-            if answer.writer is not None:
-                answer.writer.put(token)
-            answer.reason = answer.stopping.after(token, answer.history, answer.new, 0)
-            if answer.reason is not None:
-                return
-
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -207,25 +46,25 @@ class _Turn:
     """Where an engine is between its calls, or in one; replaced as a whole, so that a call is done or is not.
 
     Attributes:
-        untold: events nobody has been given.
+        pending: events nobody has been given.
         is_open: whether a call is under way, or was interrupted: what it changed is in `Undo`.
     """
 
-    untold: tuple[Event, ...] = ()
+    pending: tuple[Event, ...] = ()
     is_open: bool = False
 
 
 def _whole(method: Method) -> Method:
-    """A method of an engine that is done, or has changed nothing; it may change ``_left``, the events still untold."""
+    """A method of an engine that is done, or has changed nothing; it may change ``_left``, the events still pending."""
     notes = method.__name__ in ("step", "_advance", "_close", "clear_prefixes")
 
     @wraps(method)
     def call(self: Engine, *args: Any, **options: Any) -> Any:
         self._put_back()
-        turn = _Turn(self._turn.untold, True)
-        self._undo.begin(self._books.scheduler.running, noted=notes)
+        turn = _Turn(self._turn.pending, True)
+        self._undo.begin(self._outputs.scheduler.running, noted=notes)
         try:
-            self._turn, self._left = turn, turn.untold
+            self._turn, self._left = turn, turn.pending
             result = method(self, *args, **options)
             self._turn = _Turn(self._left)
             return result
@@ -283,16 +122,17 @@ class Engine:
         self.model: Any = servable(model, self.config.max_seq_len)
         self.tokenizer = None if tokenizer is None else TextTokenizer.of(tokenizer)
         self.pool = pool_for(self.model, self.config, self.settings)
-        self._intake = Intake(
+        self._inputs = InputProcessor(
             self.model, self.config, self.settings, self.tokenizer, self.pool.num_pages
         )
-        self._intake.check(self.config)
+        self._inputs.check(self.config)
         self._undo, self._turn = Undo(counters := Counters()), _Turn()
         self._left: tuple[Event, ...] = ()
         scheduler = Scheduler(self.settings, self.pool, counters, self._undo)
         decode = None if self.tokenizer is None else self.tokenizer.decode
-        self._books = Books(scheduler, counters, self._undo, decode)
-        self._stepper = Stepper(self.model, self.pool, self._intake, self._books)
+        self._outputs = OutputProcessor(scheduler, counters, self._undo, decode)
+        runner = ModelRunner(self.model, self.pool, self._inputs, counters)
+        self._core = EngineCore(runner, self._outputs)
         self._numbers, self._names = itertools.count(), itertools.count()
         #: The `AsyncEngine` whose engine it is, if any.
         self.driver: Any = None
@@ -314,7 +154,7 @@ class Engine:
 
         Args:
             prompt: token ids (T,), or text if there is a tokenizer.
-            config: settings of its generation; by default the engine's. Answer i of ``num_return_sequences`` is
+            config: settings of its generation; by default the engine's. PagedSequence i of ``num_return_sequences`` is
                 the one ``seed + i`` gives alone.
             request_id: a name; by default one is made.
             deadline: seconds from now after which it is ended as it is.
@@ -330,7 +170,7 @@ class Engine:
                 do not go with an engine; the request is not taken on.
             EngineFullError: ``max_waiting`` requests wait.
         """
-        prepared = self._intake.prepared(
+        prepared = self._inputs.prepared(
             prompt,
             config,
             request_id=request_id,
@@ -341,8 +181,8 @@ class Engine:
         return self._enter(prepared)
 
     @property
-    def _untold(self) -> tuple[Event, ...]:
-        return self._turn.untold
+    def _pending(self) -> tuple[Event, ...]:
+        return self._turn.pending
 
     def _put_back(self, mine: bool = False) -> None:
         """Undoes a call that was interrupted; ``mine`` if it is the one that asks.
@@ -356,12 +196,12 @@ class Engine:
         if not mine and _is_under_way(turn):
             raise RuntimeError("a step is under way; an engine takes one call at a time")
         if not self._undo.is_empty:
-            self._undo.put_back(self._books)
-        self._turn = _Turn(turn.untold)
+            self._undo.put_back(self._outputs)
+        self._turn = _Turn(turn.pending)
 
     def prepared(self, prompt: Any, config: Any = None, **options: Any) -> Prepared:
         """A request that was checked, for `take_on`; arguments and errors as in `add_request`."""
-        return self._intake.prepared(prompt, config, **options)
+        return self._inputs.prepared(prompt, config, **options)
 
     @_whole
     def take_on(self, prepared: Prepared) -> str:
@@ -379,13 +219,13 @@ class Engine:
             raise EngineFullError(
                 f"max_waiting={self.settings.max_waiting} requests wait already; add this one again later"
             )
-        self._books.enter(
-            self._intake.request(prepared, name, next(self._numbers)), prepared.deadline
+        self._outputs.enter(
+            self._inputs.request(prepared, name, next(self._numbers)), prepared.deadline
         )
         return name
 
     def _name(self, request_id: str | None) -> str:
-        requests = self._books.requests
+        requests = self._outputs.requests
         if request_id is None:
             fresh = (f"req_{number}" for number in self._names)
             return next(name for name in fresh if name not in requests)
@@ -399,7 +239,7 @@ class Engine:
         Raises:
             KeyError: no such request is under way.
         """
-        self._books.cancelling.append(self._request(request_id))
+        self._outputs.cancelling.append(self._request(request_id))
 
     cancel_request = cancel
 
@@ -412,48 +252,48 @@ class Engine:
         self._request(request_id).paused = False
 
     def _request(self, request_id: str) -> Request:
-        if request_id not in self._books.requests:
+        if request_id not in self._outputs.requests:
             raise KeyError(f"request {request_id!r} is not under way")
-        return self._books.requests[request_id]
+        return self._outputs.requests[request_id]
 
     def is_under_way(self, request_id: str) -> bool:
         """Whether a request was added and has not ended."""
-        return request_id in self._books.requests
+        return request_id in self._outputs.requests
 
     @property
     def under_way(self) -> list[str]:
         """The ids of all requests that have not ended, oldest first."""
-        return list(self._books.requests)
+        return list(self._outputs.requests)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request is under way."""
-        return bool(self._books.requests) or self._turn.is_open
+        return bool(self._outputs.requests) or self._turn.is_open
 
     @property
     def next_due(self) -> float | None:
         """When (``time.monotonic``) the next deadline or max_time is over; None without any."""
-        return self._books.next_due
+        return self._outputs.next_due
 
     @property
     def can_step(self) -> bool:
         """Whether a step would do anything: not all requests are paused, or one of them is late."""
-        return bool(self._turn.untold) or self._turn.is_open or self._books.anything_to_do
+        return bool(self._turn.pending) or self._turn.is_open or self._outputs.anything_to_do
 
     @property
     def free_places(self) -> int:
         """How many more requests may wait; those that have begun and gave their pages back do not count."""
-        return max(0, self.settings.max_waiting - self._books.scheduler.fresh)
+        return max(0, self.settings.max_waiting - self._outputs.scheduler.fresh)
 
     def withdraw(self, request_id: str) -> None:
         """`cancel`, if the request is under way."""
-        request = self._books.requests.get(request_id)
+        request = self._outputs.requests.get(request_id)
         if request is not None:
-            self._books.cancelling.append(request)
+            self._outputs.cancelling.append(request)
 
     def set_paused(self, request_id: str, paused: bool) -> None:
         """`pause` or `resume`, if the request is under way."""
-        request = self._books.requests.get(request_id)
+        request = self._outputs.requests.get(request_id)
         if request is not None:
             request.paused = paused
 
@@ -466,7 +306,7 @@ class Engine:
         A failure of the model fails the requests that took part, and their pages come back; the others go on.
 
         A step that is interrupted (Ctrl-C, or anything else that comes out of it) has not happened: requests, pages
-        and random numbers are as they were before, and the next step is that step, with the same tokens; only answers
+        and random numbers are as they were before, and the next step is that step, with the same tokens; only sequences
         that had to give their pages away in it wait meanwhile. So are `add_request` (nothing is taken on), iterating
         (the events come with the next) and `generate_batch` (its requests are cancelled; the events of others come
         with the next step).
@@ -474,22 +314,22 @@ class Engine:
         Raises:
             RuntimeError: a step is under way, in this thread or another.
         """
-        events = [*self._untold, *self._stepper.step()]
+        events = [*self._pending, *self._core.step()]
         self._left = ()
         return events
 
     @_whole
     def _advance(self, own: Collection[str] = ()) -> list[Event]:
-        """A step that returns the events of the ``own`` requests alone; the others stay untold."""
-        events = self._stepper.step()
+        """A step that returns the events of the ``own`` requests alone; the others stay pending."""
+        events = self._core.step()
         others = (event for event in events if event.request_id not in own)
-        self._left = (*self._untold, *others)
+        self._left = (*self._pending, *others)
         return [event for event in events if event.request_id in own]
 
     @_whole
     def end_early(self) -> list[Event]:
         """Ends what was cancelled, or is late; a step begins with it."""
-        return self._books.end_early()
+        return self._outputs.end_early()
 
     # -- whole runs ---------------------------------------------------------------------
 
@@ -503,17 +343,17 @@ class Engine:
 
     def __next__(self) -> Event:
         """The next event."""
-        while not (untold := self._untold):
+        while not (pending := self._pending):
             if not self.has_unfinished:
                 raise StopIteration
             if not self.can_step:
                 raise RuntimeError("every request is paused; resume one, or cancel it")
             self._advance()
         try:
-            self._turn = _Turn(untold[1:])
-            return untold[0]
+            self._turn = _Turn(pending[1:])
+            return pending[0]
         except BaseException:
-            self._turn = _Turn(untold)
+            self._turn = _Turn(pending)
             raise
 
     def generate_batch(
@@ -522,7 +362,7 @@ class Engine:
         config: GenerateConfig | None = None,
         **overrides: Any,
     ) -> list[RequestOutput]:
-        """Answers all prompts; what else is under way goes on beside them, and its events come with the next `step`.
+        """Sequences all prompts; what else is under way goes on beside them, and its events come with the next `step`.
 
         Args:
             prompts, config, overrides: as in `add_request`. Without a ``cache_salt`` they share prefixes with each
@@ -541,7 +381,7 @@ class Engine:
         scope = f"batch {next(self._numbers)}"
         found: dict[str, RequestOutput] = {}
         try:
-            checked = [self._intake.prepared(prompt, config, **overrides) for prompt in waiting]
+            checked = [self._inputs.prepared(prompt, config, **overrides) for prompt in waiting]
             while len(found) < len(waiting):
                 if len(own) == len(found) and not self.free_places and not self.can_step:
                     raise EngineFullError(
@@ -567,16 +407,16 @@ class Engine:
     def _close(self, names: Iterable[str], scope: str) -> None:
         """A batch is over, or given up: nobody wants to hear of its requests, or asks for its pages."""
         for name in names:
-            if name in self._books.requests:
-                self._books.end(self._books.requests[name], "cancelled")
-        self._books.scheduler.holdings.pages.forget_scope(scope)
+            if name in self._outputs.requests:
+                self._outputs.end(self._outputs.requests[name], "cancelled")
+        self._outputs.scheduler.blocks.pages.forget_scope(scope)
 
     # -- figures ------------------------------------------------------------------------
 
     @property
     def metrics(self) -> EngineMetrics:
         """What the engine has done, and holds now."""
-        return engine_metrics(self._books.scheduler)
+        return engine_metrics(self._outputs.scheduler)
 
     @property
     def report(self) -> dict[str, Any]:
@@ -595,42 +435,8 @@ class Engine:
     @_whole
     def clear_prefixes(self) -> None:
         """Forgets what kept pages hold; for a model whose weights have changed."""
-        self._books.scheduler.holdings.pages.forget_all()
+        self._outputs.scheduler.blocks.pages.forget_all()
 
     def problems(self) -> list[str]:
         """What is wrong with the bookkeeping of pages and requests; nothing ever should be. For tests and doctors."""
-        return self._books.problems()
-
-
-def engine_metrics(scheduler: Scheduler) -> EngineMetrics:
-    """The figures of an engine, so far."""
-    counted, pool = scheduler.counters, scheduler.pool
-    ttft, gaps = percentiles(counted.ttft), percentiles(counted.gaps)
-    prompts = counted.prompt_tokens
-    return EngineMetrics(
-        running=len(scheduler.running),
-        waiting=len(scheduler.waiting),
-        steps=counted.steps,
-        prompt_tokens=prompts,
-        new_tokens=counted.new_tokens,
-        step_tokens=counted.step_tokens,
-        prefix_hit_tokens=counted.prefix_hit_tokens,
-        prefix_hit_rate=counted.prefix_hit_tokens / prompts if prompts else 0.0,
-        preemptions=counted.preemptions,
-        swaps=counted.swaps,
-        drafted=counted.drafted,
-        accepted=counted.accepted,
-        finished=counted.finished,
-        failed=counted.failed,
-        pages=pool.num_pages,
-        pages_held=scheduler.holdings.pages.held,
-        pages_kept=scheduler.holdings.pages.kept,
-        cache_bytes=pool.nbytes,
-        swapped_bytes=scheduler.holdings.swapped_bytes,
-        busy_s=counted.busy_s,
-        tokens_per_s=counted.new_tokens / counted.busy_s if counted.busy_s else float("nan"),
-        ttft_p50_s=ttft[0],
-        ttft_p99_s=ttft[1],
-        inter_token_p50_s=gaps[0],
-        inter_token_p99_s=gaps[1],
-    )
+        return self._outputs.problems()

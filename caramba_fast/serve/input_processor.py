@@ -1,4 +1,4 @@
-"""Intake: prompts and settings of requests, checked before anything else knows of them.
+"""InputProcessor: prompts and settings of requests, checked before anything else knows of them.
 
 What an engine is made of: a model that takes ragged batches, settings that go with pages, and the pool.
 """
@@ -16,14 +16,14 @@ from torch import Tensor
 from caramba_fast.cache import Calibration, PagePool
 from caramba_fast.infer.config import AUTO, CacheFields, GenerateConfig, OutputFields
 from caramba_fast.infer.drafts import NGramIndex
-from caramba_fast.infer.logits import LogitEdits
-from caramba_fast.infer.sequence import TokenHistory
+from caramba_fast.infer.logits import LogitsProcessors
+from caramba_fast.infer.sampling import RandomStream
 from caramba_fast.infer.stopping import Stopping, eos_ids, row_limits
 from caramba_fast.infer.tokenizer import TextTokenizer, TextWriter
 from caramba_fast.models.registry import as_language_model
 from caramba_fast.policy.settings import CachePolicyFields, DecodePlanFields
 from caramba_fast.serve.config import EngineConfig
-from caramba_fast.serve.request import Answer, Points, Request, RequestTimes, private_scope
+from caramba_fast.serve.request import PagedSequence, Request, RequestTimes, private_scope
 
 #: Runs of tokens that prompt lookup looks for.
 LOOKUP = (3, 1)
@@ -48,11 +48,11 @@ class Prepared:
     scope: str | None
 
 
-class Intake:
+class InputProcessor:
     """Makes requests of what callers give.
 
     Args:
-        model: the model that answers.
+        model: the model that sequences.
         config: what requests get that say nothing else.
         settings: limits of the engine.
         tokenizer: for text in and out, or None.
@@ -71,24 +71,25 @@ class Intake:
         self.tokenizer, self.num_pages = tokenizer, num_pages
 
     def request(self, prepared: Prepared, name: str, number: int) -> Request:
-        """The request, with its first answer."""
+        """The request, with its first sequence."""
         config = prepared.config
-        edits = LogitEdits(
-            config, self.model.vocab_size, eos_ids(config, self.model), self.model.device
-        )
+        eos = eos_ids(config, self.model)
+        processors = LogitsProcessors(config, self.model.vocab_size, eos, self.model.device)
+        stopping = Stopping(config, eos, self.tokenizer, (), 0, prepared.times.arrived)
         scope = prepared.scope or private_scope(number)
         seed = int(torch.randint(2**62, (1,))) if config.seed is None else config.seed
-        made = Request(name, number, prepared.tokens, config, edits, prepared.times, scope, seed)
-        made.answers.append(self.answer(made, 0, prepared.limit))
+        made = Request(
+            name, number, prepared.tokens, config, processors, prepared.times, scope, seed, stopping
+        )
+        made.sequences.append(self.sequence(made, 0, prepared.limit))
         return made
 
-    def branches(self, answer: Answer) -> list[Answer]:
+    def branches(self, sequence: PagedSequence) -> list[PagedSequence]:
         """The other answers to its prompt, which begin where the first one does."""
-        request = answer.request
-        if answer.index or answer.new:
+        request = sequence.request
+        if sequence.index or sequence.new:
             return []
-        limit = answer.stopping.limits[0]
-        return [self.answer(request, index, limit) for index in range(1, request.wanted)]
+        return [self.sequence(request, index, sequence.limit) for index in range(1, request.wanted)]
 
     def prepared(
         self,
@@ -116,28 +117,19 @@ class Intake:
         scope = None if salt is None else f"salt {salt}"
         return Prepared(tokens, settings, limit, request_id, deadline, RequestTimes(), scope)
 
-    def answer(self, request: Request, index: int, limit: int) -> Answer:
+    def sequence(self, request: Request, index: int, limit: int) -> PagedSequence:
         """One answer to a request, which has not begun; it may have ``limit`` new tokens."""
-        config, points = request.config, None
-        if config.samples:
-            points = Points((request.seed + index) % 2**63, self.model.device)
-        stopping = Stopping(
-            config,
-            eos_ids(config, self.model),
-            self.tokenizer,
-            (),
-            [limit],
-            0,
-            request.times.arrived,
-        )
-        answer = Answer(request, index, TokenHistory(request.prompt), points, stopping)
+        sequence = PagedSequence(request, index, limit)
+        if request.config.samples:
+            seed = (request.seed + index) % 2**63
+            sequence.random = RandomStream(seed, self.model.device)
         if self.settings.lookup_tokens:
-            answer.drafts = NGramIndex(*LOOKUP)
+            sequence.drafts = NGramIndex(*LOOKUP)
         if self.tokenizer is not None:
-            answer.writer = TextWriter(
-                self.tokenizer.decode, answer.written.append, request.prompt[-8:]
+            sequence.writer = TextWriter(
+                self.tokenizer.decode, sequence.written.append, request.prompt[-8:]
             )
-        return answer
+        return sequence
 
     def tokens(self, prompt: Any) -> list[int]:
         """The token ids of a prompt; raises TypeError or ValueError if it is none."""
@@ -201,7 +193,9 @@ class Intake:
                 f"stop holds the string {config.stop_strings[0]!r}, which needs Engine(tokenizer=...)"
             )
         self._check_cost(config)
-        LogitEdits(config, self.model.vocab_size, eos_ids(config, self.model), torch.device("cpu"))
+        LogitsProcessors(
+            config, self.model.vocab_size, eos_ids(config, self.model), torch.device("cpu")
+        )
 
     def _check_cost(self, config: GenerateConfig) -> None:
         """Raises ValueError for settings whose cost at every token, or whose size, is beyond the engine's limits."""

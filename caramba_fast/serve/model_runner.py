@@ -1,7 +1,7 @@
-"""Choosing: the next tokens of many answers from one batch of logits, each with its own settings.
+"""ModelRunner: one forward pass over everything scheduled, and the next tokens of each sequence in it.
 
-An answer gets the token a run of its own would choose: the same edits, filters and random numbers. Answers with
-the same filters are drawn together.
+A sequence gets the token a run of its own would choose: the same logits processors, filters and random numbers.
+Sequences with the same filters are drawn together.
 """
 
 from __future__ import annotations
@@ -10,34 +10,85 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from caramba_fast.cache import PagePool, RaggedBatch, Stretch
 from caramba_fast.infer.config import GenerateConfig, SamplingFields
-from caramba_fast.infer.sampling import sample
-from caramba_fast.serve.request import Answer
+from caramba_fast.infer.sampling import NOTHING, sample_marked, why_nothing
+from caramba_fast.serve.input_processor import InputProcessor
+from caramba_fast.serve.metrics import Counters
+from caramba_fast.serve.request import PagedSequence
+from caramba_fast.serve.scheduler import Work
 
 FILTERS = tuple(name for name in SamplingFields.model_fields if name not in ("seed", "do_sample"))
 
 
 @dataclass(eq=False)
 class Choice:
-    """One answer whose next tokens are wanted.
+    """One sequence whose next tokens are wanted.
 
     Attributes:
-        answer: it.
+        sequence: it.
         draft: tokens that were read behind its last one.
         first: the row of the logits behind its last token; those behind the draft follow.
         tokens: what it chose: as much of the draft as it would have said itself, and one token more.
         error: why nothing can be chosen.
     """
 
-    answer: Answer
+    sequence: PagedSequence
     draft: Sequence[int]
     first: int
     tokens: list[int] = field(default_factory=list)
     error: Exception | None = None
+
+
+class ModelRunner:
+    """Runs the model over ragged batches.
+
+    Args:
+        model: takes ragged batches.
+        pool: where keys and values are.
+        inputs: makes the further sequences of a prompt.
+        counters: what is counted.
+    """
+
+    def __init__(
+        self, model: Any, pool: PagePool, inputs: InputProcessor, counters: Counters
+    ) -> None:
+        self.model, self.pool, self.inputs, self.counters = model, pool, inputs, counters
+
+    def run(self, works: Sequence[Work]) -> dict[PagedSequence, list[Choice]]:
+        """The model over everything scheduled; what each sequence has chosen, and those that branch off from it."""
+        tokens = [work.tokens for work in works]
+        stretches = [
+            Stretch(work.sequence.cached, len(fed), work.sequence.pages)
+            for work, fed in zip(works, tokens, strict=True)
+        ]
+        rows: list[int] = []
+        choices: dict[PagedSequence, list[Choice]] = {}
+        end = 0
+        for work, fed in zip(works, tokens, strict=True):
+            end += len(fed)
+            if work.is_whole:
+                choices[work.sequence] = [
+                    Choice(sequence, work.draft, len(rows))
+                    for sequence in (work.sequence, *self.inputs.branches(work.sequence))
+                ]
+                rows += range(end - len(work.draft) - 1, end)
+        device = self.model.device
+        ids = torch.tensor(list(itertools.chain(*tokens)), device=device)
+        batch = RaggedBatch(stretches, self.pool)
+        logits = self.model.forward_ragged(
+            ids, batch, torch.tensor(rows, dtype=torch.int64, device=device)
+        )
+        if rows:
+            choose(logits, list(itertools.chain(*choices.values())))
+        self.counters.steps += 1
+        self.counters.step_tokens += end
+        return choices
 
 
 def choose(logits: Tensor, choices: Sequence[Choice]) -> None:
@@ -46,27 +97,28 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> None:
     Args:
         logits: (M, V), the rows of all choices.
     """
-    chosen = _unedited(logits, [c for c in choices if not c.answer.request.edits])
+    chosen = _unedited(logits, [c for c in choices if not c.sequence.request.processors])
     for choice in choices:
         try:
-            if choice.answer.request.edits:
+            if choice.sequence.request.processors:
                 _walk(logits, choice)
             else:
-                _take(choice, chosen[choice])
+                _take(logits, choice, chosen[choice])
         except (ValueError, RuntimeError, TypeError, IndexError) as error:
             choice.error = error
 
 
-def _take(choice: Choice, drawn: Sequence[int]) -> None:
+def _take(logits: Tensor, choice: Choice, drawn: Sequence[int]) -> None:
     """Accepts the draft up to the first token it would not have chosen, and takes its own choice there."""
     for place in range(len(choice.draft) + 1):
         if place == len(drawn):
-            raise ValueError("no token can be chosen: the model's logits are NaN")
+            row = logits[choice.first + place]
+            raise ValueError(f"no token can be chosen: {why_nothing(row, row)}")
         choice.tokens.append(drawn[place])
         if place == len(choice.draft) or choice.draft[place] != drawn[place]:
             break
-    if choice.answer.points is not None:
-        choice.answer.points.used(len(choice.tokens))
+    if choice.sequence.random is not None:
+        choice.sequence.random.used(len(choice.tokens))
 
 
 def _unedited(logits: Tensor, choices: Sequence[Choice]) -> dict[Choice, list[int]]:
@@ -75,26 +127,26 @@ def _unedited(logits: Tensor, choices: Sequence[Choice]) -> dict[Choice, list[in
     likeliest = logits.argmax(-1)
     sound = torch.isfinite(logits.gather(-1, likeliest[:, None])[:, 0]).tolist()
     for choice in choices:
-        config = choice.answer.request.config
+        config = choice.sequence.request.config
         key = tuple(getattr(config, name) for name in FILTERS) if config.samples else ()
         groups[key].append(choice)
     found: dict[Choice, list[int]] = {}
     for members in groups.values():
-        config = members[0].answer.request.config
+        config = members[0].sequence.request.config
         if not config.samples:
             ids = likeliest.tolist()
             found.update((c, [ids[row] for row in _rows(c, sound)]) for c in members)
             continue
         counts = [len(_rows(c, sound)) for c in members]
         rows = [row for c in members for row in _rows(c, sound)]
-        points = [
+        numbers = [
             number
             for c, count in zip(members, counts, strict=True)
-            if c.answer.points is not None
-            for number in c.answer.points.ahead(count)
+            if c.sequence.random is not None
+            for number in c.sequence.random.ahead(count)
         ]
         some = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
-        drawn = iter(_drawn(some, config, points) if rows else ())
+        drawn = iter(_drawn(some, config, numbers) if rows else ())
         for choice, count in zip(members, counts, strict=True):
             found[choice] = list(itertools.islice(drawn, count))
     return found
@@ -106,34 +158,32 @@ def _rows(choice: Choice, sound: Sequence[bool]) -> list[int]:
     return list(itertools.takewhile(lambda row: sound[row], rows))
 
 
-def _drawn(logits: Tensor, config: GenerateConfig, points: Sequence[float]) -> list[int]:
+def _drawn(logits: Tensor, config: GenerateConfig, numbers: Sequence[float]) -> list[int]:
     """Tokens for logits (R, V), with a random number for each row if any are drawn."""
     exact = torch.float32 if logits.device.type == "mps" else torch.float64
-    numbers = torch.tensor(points, dtype=exact, device=logits.device) if points else None
-    ids: list[int] = sample(logits, config, numbers).tolist()
+    points = torch.tensor(numbers, dtype=exact, device=logits.device) if numbers else None
+    ids: list[int] = sample_marked(logits, config, points).tolist()
     return ids
 
 
 def _walk(logits: Tensor, choice: Choice) -> None:
     """Token by token: what is edited depends on the tokens before."""
-    answer, taken = choice.answer, 0
-    request, points = answer.request, answer.points
+    sequence, taken = choice.sequence, 0
+    request, random = sequence.request, sequence.random
     try:
         for place in range(len(choice.draft) + 1):
             row = logits[choice.first + place][None]
-            scores = request.edits.scores(row, [answer.history], [answer.new], which=[answer.index])
-            if not bool(torch.isfinite(scores.amax())):
-                raise ValueError(
-                    "no token can be chosen: the logits are NaN, or the settings remove every token"
-                )
-            numbers = points.ahead(place + 1)[place:] if points is not None else ()
+            scores = request.processors.scores(row, [sequence], which=[sequence.index])
+            numbers = random.ahead(place + 1)[place:] if random is not None else ()
             token = _drawn(scores, request.config, numbers)[0]
+            if token == NOTHING:
+                raise ValueError(f"no token can be chosen: {why_nothing(row[0], scores[0])}")
             choice.tokens.append(token)
             if place == len(choice.draft) or choice.draft[place] != token:
                 break
-            answer.history.push(token)
+            sequence.push(token)
             taken += 1
     finally:
-        answer.history.pop(taken)
-    if points is not None:
-        points.used(len(choice.tokens))
+        sequence.pop(taken)
+    if random is not None:
+        random.used(len(choice.tokens))

@@ -1,4 +1,4 @@
-"""Books: which requests are under way, when they must have ended, and what is told when they do."""
+"""OutputProcessor: which requests are under way, when they must have ended, and what is told when they do."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from caramba_fast.infer.sequence import FinishReason
 from caramba_fast.serve.metrics import Counters
-from caramba_fast.serve.request import ENDED_BADLY, Answer, Event, Request, RequestOutput
+from caramba_fast.serve.request import ENDED_BADLY, Event, PagedSequence, Request, RequestOutput
 from caramba_fast.serve.scheduler import Scheduler
 from caramba_fast.serve.undo import Undo
 
 
-class Books:
+class OutputProcessor:
     """The requests of an engine.
 
     Args:
-        scheduler: has their answers' pages.
+        scheduler: has their sequences' pages.
         counters: what is counted.
         undo: what a call changes is noted there first.
         decode: tokens to text, or None.
@@ -39,18 +40,21 @@ class Books:
         self.undo = undo
         self.requests: dict[str, Request] = {}
         self.cancelling: deque[Request] = deque()
-        self.due: list[tuple[float, int, str, str]] = []
+        self.due: list[tuple[float, int, str, FinishReason]] = []
 
     def enter(self, request: Request, deadline: float | None) -> None:
         """A request begins to wait; ``deadline`` is in seconds from its arrival."""
         name = request.request_id
         self.undo.added.add(request)
         self.requests[name] = request
-        for why, seconds in (("deadline", deadline), ("time", request.config.max_time)):
+        limits: dict[FinishReason, float | None] = dict(
+            deadline=deadline, time=request.config.max_time
+        )
+        for why, seconds in limits.items():
             if seconds is not None:
                 entry = (request.times.arrived + seconds, request.number, name, why)
                 heapq.heappush(self.due, entry)
-        self.scheduler.add(request.answers[0])
+        self.scheduler.add(request.sequences[0])
 
     @property
     def next_due(self) -> float | None:
@@ -65,17 +69,19 @@ class Books:
             return True
         return any(not request.paused for request in self.requests.values())
 
-    def end(self, request: Request, reason: str, error: BaseException | None = None) -> list[Event]:
-        """Ends all answers of a request that have not ended; answers that have not begun never will."""
+    def end(
+        self, request: Request, reason: FinishReason, error: BaseException | None = None
+    ) -> list[Event]:
+        """Ends all sequences of a request that have not ended; sequences that have not begun never will."""
         self.undo.keep(request)
         if error is not None:
             request.error = f"{type(error).__name__}: {error}"
-        going = [answer for answer in request.answers if answer.reason is None]
-        for answer in going:
-            answer.reason = reason
-            self.scheduler.remove(answer)
+        going = [sequence for sequence in request.sequences if sequence.finish_reason is None]
+        for sequence in going:
+            sequence.finish_reason = reason
+            self.scheduler.remove(sequence)
         request.begun = True
-        return [self.told(answer) for answer in going]
+        return [self.emit(sequence) for sequence in going]
 
     def end_early(self, now: float | None = None) -> list[Event]:
         """Ends what was cancelled, or is late; a step begins with it."""
@@ -98,48 +104,50 @@ class Books:
             self.due = sorted(entry for entry in self.due if entry[1] in numbers)
         return events
 
-    def told(self, answer: Answer) -> Event:
-        """What is new of an answer; with its end its pages go back, and with the last one's the request is over."""
-        request, output = answer.request, None
-        if answer.reason is not None:
-            self.scheduler.remove(answer)
-            answer.is_over = True
-            self._close_text(answer)
+    def emit(self, sequence: PagedSequence) -> Event:
+        """What is new of a sequence; with its end its pages go back, and with the last one's the request is over."""
+        request, output = sequence.request, None
+        if sequence.finish_reason is not None:
+            self.scheduler.remove(sequence)
+            sequence.is_over = True
+            self._close_text(sequence)
             if request.is_over:
                 output = self._close(request)
-        told = list(answer.history.tokens[len(request.prompt) + answer.told :])
-        text = "".join(answer.written)
-        event = Event(request.request_id, answer.index, told, text, answer.reason, output)
-        answer.told += len(told)
-        answer.written.clear()
+        told = list(sequence.tokens[len(request.prompt) + sequence.emitted :])
+        text = "".join(sequence.written)
+        event = Event(
+            request.request_id, sequence.index, told, text, sequence.finish_reason, output
+        )
+        sequence.emitted += len(told)
+        sequence.written.clear()
         return event
 
-    def _close_text(self, answer: Answer) -> None:
+    def _close_text(self, sequence: PagedSequence) -> None:
         """Writes what is left of its text; a tokenizer that fails now changes nothing but the text."""
         try:
-            if answer.writer is not None:
-                answer.writer.close()
+            if sequence.writer is not None:
+                sequence.writer.close()
         except Exception as error:
-            request = answer.request
+            request = sequence.request
             request.error = request.error or f"{type(error).__name__}: {error}"
 
     def _close(self, request: Request) -> RequestOutput:
         """The request is over."""
         del self.requests[request.request_id]
-        bad = any(answer.reason in ENDED_BADLY for answer in request.answers)
+        bad = any(sequence.finish_reason in ENDED_BADLY for sequence in request.sequences)
         self.counters.failed += bad
         self.counters.finished += not bad
         return request.output(self.decode)
 
-    def rebuild(self, requests: Sequence[Request], running: list[Answer]) -> None:
-        """Works everything out anew, after an interrupt, from the requests under way and the answers that ran."""
+    def rebuild(self, requests: Sequence[Request], running: list[PagedSequence]) -> None:
+        """Works everything out anew, after an interrupt, from the requests under way and the sequences that ran."""
         self.requests = {request.request_id: request for request in requests}
-        going = [a for request in requests for a in request.answers if a.reason is None]
+        going = [a for request in requests for a in request.sequences if a.finish_reason is None]
         self.scheduler.rebuild(going, running)
 
     def problems(self) -> list[str]:
         """What is wrong with pages and requests; nothing ever should be."""
-        there = {answer.request.request_id for answer in self.scheduler.answers}
+        there = {sequence.request.request_id for sequence in self.scheduler.sequences}
         found = self.scheduler.problems()
         if there != set(self.requests):
             found.append(f"requests {sorted(there ^ set(self.requests))} are lost or left over")

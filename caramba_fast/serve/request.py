@@ -1,23 +1,21 @@
-"""Requests, the answers they are given, and what of them is told to the caller."""
+"""Requests, the sequences that answer them, and the events and outputs a caller gets."""
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
 from caramba_fast.cache import PageBytes
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.drafts import NGramIndex
-from caramba_fast.infer.logits import LogitEdits
-from caramba_fast.infer.sequence import TokenHistory
+from caramba_fast.infer.logits import LogitsProcessors
+from caramba_fast.infer.output import NAN, percentiles
+from caramba_fast.infer.sampling import RandomStream
+from caramba_fast.infer.sequence import TokenSequence
 from caramba_fast.infer.stopping import Stopping
 from caramba_fast.infer.tokenizer import TextWriter
 
@@ -95,86 +93,47 @@ class Event:
     output: RequestOutput | None = None
 
 
-class Points:
-    """The random numbers of one answer, in the order in which a run of its own would draw them.
-
-    Attributes:
-        taken: how many it has used.
-    """
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._seed, self._device = seed, device
-        self.rewind(0)
-
-    def ahead(self, count: int) -> list[float]:
-        """The next ``count`` numbers; they come again until they are `used`."""
-        exact = torch.float32 if self._device.type == "mps" else torch.float64
-        while len(self._drawn) < count:
-            one = torch.rand((1, 1), generator=self._rng, dtype=exact, device=self._device)
-            self._drawn.append(float(one))
-        return self._drawn[:count]
-
-    def rewind(self, taken: int) -> None:
-        """Back to where so many were used, from the seed on."""
-        self._rng = torch.Generator(device=self._device).manual_seed(self._seed)
-        self._drawn: list[float] = []
-        self.ahead(taken)
-        self._drawn.clear()
-        self.taken = taken
-
-    def used(self, count: int) -> None:
-        """The first ``count`` of those ahead are gone."""
-        del self._drawn[:count]
-        self.taken += count
-
-
-@dataclass(eq=False)
-class Answer:
+class PagedSequence(TokenSequence):
     """One answer to a request: its tokens, its pages, and what it needs to go on.
 
     Attributes:
         request: whose.
         index: which of its answers.
-        history: all tokens, prompt included.
-        points: random numbers, if it samples.
+        random: the random numbers it draws; None if it is greedy.
+        writer: makes text of its tokens, or None.
+        drafts: for prompt lookup, or None.
         pages: its pages, in order.
         cached: tokens whose keys and values are in them.
         keys: what its full pages contain.
         contents: what full pages of its tokens would contain.
-        ticket: its place in line; taken when it begins to wait.
-        furthest: most tokens that were ever cached.
-        turn, said: how many of them were, and how many it had generated, when its turn began.
         epoch: when its first page was written: the pool's epoch then.
         swapped: what its pages held, while it has given them back.
-        drafts: for prompt lookup.
-        reason: why it ended.
-        is_over: whether that was told.
-        hit: tokens of the prompt it found in pages of others.
+        ticket: its place in line; taken when it begins to wait.
+        furthest: most tokens that were ever cached.
+        turn, turn_start: tokens cached, and tokens generated, when its turn began.
+        prefix_hit: tokens of the prompt it found in pages of others.
+        preemptions: times it gave its pages back.
+        written: text that was not emitted yet.
+        emitted: tokens that were emitted.
+        is_over: whether its end was emitted.
     """
 
-    request: Request
-    index: int
-    history: TokenHistory
-    points: Points | None
-    stopping: Stopping
-    pages: list[int] = field(default_factory=list)
-    cached: int = 0
-    keys: list[Content] = field(default_factory=list)
-    contents: list[Content] = field(default_factory=list)
-    epoch: int = -1
-    ticket: int = -1
-    furthest: int = 0
-    turn: int = 0
-    said: int = 0
-    swapped: PageBytes | None = None
-    drafts: NGramIndex | None = None
-    reason: str | None = None
-    hit: int = 0
-    preemptions: int = 0
-    writer: TextWriter | None = None
-    written: list[str] = field(default_factory=list)
-    told: int = 0
-    is_over: bool = False
+    def __init__(self, request: Request, index: int, limit: int) -> None:
+        super().__init__(request.prompt, limit)
+        self.request, self.index = request, index
+        self.random: RandomStream | None = None
+        self.writer: TextWriter | None = None
+        self.drafts: NGramIndex | None = None
+        self.pages: list[int] = []
+        self.cached = 0
+        self.keys: list[Content] = []
+        self.contents: list[Content] = []
+        self.epoch = self.ticket = -1
+        self.swapped: PageBytes | None = None
+        self.furthest = self.turn = self.turn_start = 0
+        self.prefix_hit = self.preemptions = self.emitted = 0
+        self.written: list[str] = []
+        self.is_over = False
 
     @property
     def age(self) -> tuple[int, int]:
@@ -184,27 +143,17 @@ class Answer:
     @property
     def turn_tokens(self) -> int:
         """Tokens generated in its turn."""
-        return self.new - self.said
+        return self.new - self.turn_start
 
     @property
     def pending(self) -> int:
         """Tokens that are not cached yet."""
-        return len(self.history) - self.cached
-
-    @property
-    def new(self) -> int:
-        """Tokens generated."""
-        return len(self.history) - len(self.request.prompt)
-
-    @property
-    def new_tokens(self) -> list[int]:
-        """The tokens generated."""
-        return list(self.history.tokens[len(self.request.prompt) :])
+        return len(self) - self.cached
 
     @property
     def left(self) -> int:
         """Tokens it may still generate."""
-        return self.stopping.limits[0] - self.new
+        return self.limit - self.new
 
 
 def private_scope(number: int) -> str:
@@ -220,7 +169,8 @@ class Request:
         number: of its arrival.
         scope: who may find its pages: requests of the same scope.
         seed: that of its settings, or one drawn when it was made.
-        answers: those that have begun: the first, and once the prompt is read the others.
+        stopping: when its sequences end.
+        sequences: the answers that have begun: the first, and once the prompt is read the others.
         begun: whether no more answers will begin.
         paused: nothing is scheduled for it.
     """
@@ -229,11 +179,12 @@ class Request:
     number: int
     prompt: list[int]
     config: GenerateConfig
-    edits: LogitEdits
+    processors: LogitsProcessors
     times: RequestTimes
     scope: str
     seed: int
-    answers: list[Answer] = field(default_factory=list)
+    stopping: Stopping
+    sequences: list[PagedSequence] = field(default_factory=list)
     paused: bool = False
     begun: bool = False
     error: str | None = None
@@ -250,13 +201,13 @@ class Request:
 
     @property
     def is_over(self) -> bool:
-        """Whether every answer has ended, and it was told."""
-        whole = self.begun or len(self.answers) == self.wanted
-        return whole and all(answer.is_over for answer in self.answers)
+        """Whether every answer has ended, and its end was emitted."""
+        whole = self.begun or len(self.sequences) == self.wanted
+        return whole and all(sequence.is_over for sequence in self.sequences)
 
     def output(self, decode: Callable[[Sequence[int]], str] | None) -> RequestOutput:
         """What there is of it; a decoder that fails leaves no texts, and its message as the error."""
-        answers = [answer.new_tokens for answer in self.answers]
+        answers = [sequence.new_tokens for sequence in self.sequences]
         texts: list[str] = []
         try:
             texts = [decode(tokens) for tokens in answers] if decode else []
@@ -268,13 +219,10 @@ class Request:
             prompt_ids=list(self.prompt),
             answers=answers,
             texts=texts,
-            finish_reasons=[answer.reason or "" for answer in self.answers],
+            finish_reasons=[sequence.finish_reason or "" for sequence in self.sequences],
             error=self.error,
             metrics=metrics,
         )
-
-
-NAN = float("nan")
 
 
 @dataclass(frozen=True)
@@ -345,13 +293,13 @@ class RequestTimes:
     def report(self, request: Request) -> RequestMetrics:
         """The figures so far."""
         total = time.monotonic() - self.arrived
-        new = sum(answer.new for answer in request.answers)
+        new = sum(sequence.new for sequence in request.sequences)
         p50, p99 = percentiles(self.gaps)
         return RequestMetrics(
             prompt_tokens=len(request.prompt),
             new_tokens=new,
-            prefix_hit_tokens=request.answers[0].hit if request.answers else 0,
-            preemptions=sum(answer.preemptions for answer in request.answers),
+            prefix_hit_tokens=request.sequences[0].prefix_hit if request.sequences else 0,
+            preemptions=sum(sequence.preemptions for sequence in request.sequences),
             queue_s=NAN if self.started is None else self.started - self.arrived,
             ttft_s=NAN if self.first_token is None else self.first_token - self.arrived,
             inter_token_p50_s=p50,
@@ -359,11 +307,3 @@ class RequestTimes:
             total_s=total,
             tokens_per_s=new / total if total else NAN,
         )
-
-
-def percentiles(values: array[float] | deque[float]) -> tuple[float, float]:
-    """The median and the 99th percentile; nan for none."""
-    if not values:
-        return NAN, NAN
-    p50, p99 = np.percentile(np.asarray(values, dtype=float), [50, 99])
-    return float(p50), float(p99)

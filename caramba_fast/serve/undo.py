@@ -2,8 +2,8 @@
 
 A call notes what it is about to change of a request, changes it, and is done with one assignment
 (`Engine`). Where it does not get there, because of Ctrl-C or a fault, the requests are put back, and all that follows
-from them (lists, counts of pages, what is known of pages) is worked out anew. What stands in pages an answer
-kept need not be put back: the same tokens are written to the same places again. An answer that had to give its pages
+from them (lists, counts of pages, what is known of pages) is worked out anew. What stands in pages a sequence
+kept need not be put back: the same tokens are written to the same places again. A sequence that had to give its pages
 away stays without them, since others may have written there: it goes on from host memory, or is read again.
 """
 
@@ -14,14 +14,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from caramba_fast.infer.drafts import NGramIndex
+from caramba_fast.infer.sequence import FinishReason
 from caramba_fast.serve.metrics import Counters
-from caramba_fast.serve.request import Answer, Request
+from caramba_fast.serve.request import PagedSequence, Request
 
 if TYPE_CHECKING:
-    from caramba_fast.serve.output_processor import Books
+    from caramba_fast.serve.output_processor import OutputProcessor
 
 #: What is put back as it is.
-FIELDS = ("reason", "hit", "told", "is_over", "epoch", "ticket", "furthest", "turn", "said")
+FIELDS = (
+    "finish_reason", "prefix_hit", "emitted", "is_over", "epoch", "ticket", "furthest", "turn", "turn_start",
+)  # fmt: skip
 #: What says where its tokens are stored, of which lists are copied.
 STORED, LISTS = ("cached", "swapped", "preemptions"), ("pages", "keys")
 
@@ -42,23 +45,23 @@ class Undo:
         self._counters = counters
         self.begin((), noted=False)
 
-    def begin(self, running: Sequence[Answer], noted: bool) -> None:
-        """A call begins while these answers run; their requests are ``noted`` if it may change any of them."""
+    def begin(self, running: Sequence[PagedSequence], noted: bool) -> None:
+        """A call begins while these sequences run; their requests are ``noted`` if it may change any of them."""
         self.may_be_anything = noted
         self._requests: dict[Request, Any] = {}
         self.added: set[Request] = set()
         self.cancelling: list[Request] = []
-        self.due: list[tuple[float, int, str, str]] = []
+        self.due: list[tuple[float, int, str, FinishReason]] = []
         self._running, self._counted = list(running), self._counters.saved()
-        for answer in running if noted else ():
-            self.keep(answer.request)
+        for sequence in running if noted else ():
+            self.keep(sequence.request)
 
     def keep(self, request: Request) -> None:
         """Notes a request before anything of it changes."""
         if request not in self._requests:
-            answers = [(answer, _saved(answer)) for answer in request.answers]
+            sequences = [(sequence, _saved(sequence)) for sequence in request.sequences]
             times = request.times.saved()
-            self._requests[request] = (request.begun, request.error, times, answers)
+            self._requests[request] = (request.begun, request.error, times, sequences)
 
     @property
     def is_empty(self) -> bool:
@@ -66,50 +69,50 @@ class Undo:
         changed = self._requests or self.added or self.cancelling or self.due
         return not (self.may_be_anything or changed)
 
-    def put_back(self, books: Books) -> None:
+    def put_back(self, outputs: OutputProcessor) -> None:
         """Everything is as it was when the call began; may be done again if it is interrupted itself."""
-        pushed_out: list[Answer] = []
-        for request, (begun, error, times, answers) in self._requests.items():
+        pushed_out: list[PagedSequence] = []
+        for request, (begun, error, times, sequences) in self._requests.items():
             request.begun, request.error = begun, error
             request.times.put_back(times)
-            request.answers = [answer for answer, _ in answers]
-            for answer, saved in answers:
-                if _put_back(answer, saved):
-                    pushed_out.append(answer)
-        books.cancelling.extendleft(reversed(self.cancelling))
+            request.sequences = [sequence for sequence, _ in sequences]
+            for sequence, saved in sequences:
+                if _put_back(sequence, saved):
+                    pushed_out.append(sequence)
+        outputs.cancelling.extendleft(reversed(self.cancelling))
         for entry in self.due:
-            heapq.heappush(books.due, entry)
-        there = {*books.requests.values(), *self._requests} - self.added
-        running = [answer for answer in self._running if answer not in pushed_out]
-        books.rebuild(sorted(there, key=lambda request: request.number), running)
+            heapq.heappush(outputs.due, entry)
+        there = {*outputs.requests.values(), *self._requests} - self.added
+        running = [sequence for sequence in self._running if sequence not in pushed_out]
+        outputs.rebuild(sorted(there, key=lambda request: request.number), running)
         self._counters.put_back(self._counted)
         self._counters.preemptions += len(pushed_out)
-        self._counters.swaps += sum(answer.swapped is not None for answer in pushed_out)
+        self._counters.swaps += sum(sequence.swapped is not None for sequence in pushed_out)
 
 
-def _saved(answer: Answer) -> Any:
-    fields = {name: getattr(answer, name) for name in FIELDS}
-    pages = {name: list(getattr(answer, name)) for name in LISTS}
-    pages |= {name: getattr(answer, name) for name in STORED}
-    writer = None if answer.writer is None else answer.writer.state
-    taken = None if answer.points is None else answer.points.taken
-    return fields, pages, len(answer.history), list(answer.written), writer, taken
+def _saved(sequence: PagedSequence) -> Any:
+    fields = {name: getattr(sequence, name) for name in FIELDS}
+    pages = {name: list(getattr(sequence, name)) for name in LISTS}
+    pages |= {name: getattr(sequence, name) for name in STORED}
+    writer = None if sequence.writer is None else sequence.writer.state
+    taken = None if sequence.random is None else sequence.random.taken
+    return fields, pages, len(sequence), list(sequence.written), writer, taken
 
 
-def _put_back(answer: Answer, saved: Any) -> bool:
-    """Puts an answer back; whether it has given its pages away meanwhile, and stays so."""
+def _put_back(sequence: PagedSequence, saved: Any) -> bool:
+    """Puts a sequence back; whether it has given its pages away meanwhile, and stays so."""
     fields, pages, length, written, writer, taken = saved
-    pushed_out: bool = answer.preemptions > pages["preemptions"]
-    vars(answer).update(fields)
+    pushed_out: bool = sequence.preemptions > pages["preemptions"]
+    vars(sequence).update(fields)
     for name, value in () if pushed_out else pages.items():
-        setattr(answer, name, list(value) if name in LISTS else value)
-    answer.history.cut(length)
-    answer.written[:] = written
-    answer.contents = []  # what its pages would contain is worked out again, and so are drafts
-    if answer.writer is not None:
-        answer.writer.state = writer
-    if answer.points is not None:
-        answer.points.rewind(taken)
-    if answer.drafts is not None:
-        answer.drafts = NGramIndex(answer.drafts.sizes[0], answer.drafts.sizes[-1])
+        setattr(sequence, name, list(value) if name in LISTS else value)
+    sequence.cut(length)
+    sequence.written[:] = written
+    sequence.contents = []  # what its pages would contain is worked out again, and so are drafts
+    if sequence.writer is not None:
+        sequence.writer.state = writer
+    if sequence.random is not None:
+        sequence.random.rewind(taken)
+    if sequence.drafts is not None:
+        sequence.drafts = NGramIndex(sequence.drafts.sizes[0], sequence.drafts.sizes[-1])
     return pushed_out

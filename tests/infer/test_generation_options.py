@@ -14,7 +14,7 @@ from torch import Tensor
 
 from caramba_fast.infer import GenerateConfig, GenerateOutput, Generator, Hooks, generate
 from caramba_fast.infer.sampling import filtered_logits
-from caramba_fast.infer.sequence import TokenHistory
+from caramba_fast.infer.sequence import TokenSequence
 
 PROMPTS = [[3, 14, 15, 9, 26, 3, 14], [5, 35, 8], [9, 7, 9, 3, 2, 38, 9, 7]]
 PAD, NEW = 60, 20
@@ -109,13 +109,13 @@ def test_allowed_tokens_are_asked_for_each_row() -> None:
 
 
 def test_a_history_knows_the_same_after_any_pushes_and_pops() -> None:
-    rng, history = random.Random(3), TokenHistory([1, 2, 1, 2])
+    rng, history = random.Random(3), TokenSequence([1, 2, 1, 2])
     for _ in range(400):
         if rng.random() < 0.6:
             history.push(rng.randrange(5))
         else:
             history.pop(min(rng.randrange(4), len(history)))
-        fresh = TokenHistory(history.tokens)
+        fresh = TokenSequence(history.tokens)
         assert torch.equal(history.seen(5, torch.device("cpu")), fresh.seen(5, torch.device("cpu")))
         assert sorted(set(history.repeats(3))) == sorted(set(fresh.repeats(3)))
         if rng.random() < 0.1:

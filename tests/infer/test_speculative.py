@@ -16,7 +16,7 @@ from torch import Tensor
 from caramba_fast.infer import GenerateConfig, Generator, SpeculativeConfig, SpeculativeGenerator
 from caramba_fast.infer.drafts import LookupDraft, NGramIndex
 from caramba_fast.infer.sampling import probabilities
-from caramba_fast.infer.sequence import TokenHistory
+from caramba_fast.infer.sequence import TokenSequence
 from caramba_fast.models import ModelConfig, Transformer
 
 CONFIG = ModelConfig(
@@ -512,7 +512,7 @@ def test_shorter_runs_can_be_ruled_out() -> None:
 
 def test_an_index_follows_a_row_that_grows_and_shrinks() -> None:
     generator = torch.Generator().manual_seed(0)
-    draft, row = LookupDraft(3, 1), TokenHistory([1, 2])
+    draft, row = LookupDraft(3, 1), TokenSequence([1, 2])
     draft.feed([[1, 2]])
     for _ in range(300):
         step = int(torch.randint(-3, 5, (), generator=generator))
@@ -520,7 +520,7 @@ def test_an_index_follows_a_row_that_grows_and_shrinks() -> None:
             row.pop(min(-step, len(row) - 1))
         else:
             row.extend(torch.randint(0, 4, (step,), generator=generator).tolist())
-        found = draft.propose([row], [6], [0]).tokens[0]
+        found = draft.propose([row], [6]).tokens[0]
         assert found == NGramIndex(3, 1).draft(row.tokens, 6)
 
 

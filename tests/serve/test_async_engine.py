@@ -10,7 +10,7 @@ import pytest
 from support.engines import alone, small_model, text
 
 from caramba_fast.serve import AsyncEngine, Engine, EngineStoppedError
-from caramba_fast.serve.input_processor import Intake
+from caramba_fast.serve.input_processor import InputProcessor
 
 
 def engine(**options: Any) -> Engine:
@@ -190,8 +190,8 @@ def test_prompts_are_looked_at_once_however_long_they_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     inner, seen = engine(max_waiting=2, max_batch_size=2), []
-    tokens = Intake.tokens
-    monkeypatch.setattr(Intake, "tokens", lambda self, x: seen.append(x) or tokens(self, x))
+    tokens = InputProcessor.tokens
+    monkeypatch.setattr(InputProcessor, "tokens", lambda self, x: seen.append(x) or tokens(self, x))
 
     async def serve() -> None:
         async with AsyncEngine(inner) as server:

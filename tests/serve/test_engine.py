@@ -345,8 +345,8 @@ def test_forgotten_prefixes_stay_forgotten_while_requests_go_on(
         serving.step()
     under_way = [name for name in names if serving.is_under_way(name)]
     serving.clear_prefixes()
-    begun = {answer.request.request_id for answer in serving._books.scheduler.running}
-    begun |= {a.request.request_id for a in serving._books.scheduler.waiting if a.swapped}
+    begun = {answer.request.request_id for answer in serving._outputs.scheduler.running}
+    begun |= {a.request.request_id for a in serving._outputs.scheduler.waiting if a.swapped}
     outputs = {event.request_id: event.output for event in serving if event.output}
     for name in begun & set(under_way):
         output = outputs[name]

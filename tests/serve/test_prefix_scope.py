@@ -112,7 +112,7 @@ def test_only_equal_tokens_of_one_scope_are_shared(
             hit = output.metrics.prefix_hit_tokens
             shared = [common(prompt, row) for other, row in before if other == salt is not None]
             assert hit <= max(shared, default=0)
-            if key_of is None and len(serving._books.scheduler.holdings.pages.references) == 40:
+            if key_of is None and len(serving._outputs.scheduler.blocks.pages.references) == 40:
                 assert hit == min(max(shared, default=0), len(prompt) - 1)
             given = tuple(sorted(GREEDY.items()))
             assert output.generated_tokens == alone("q8", tuple(prompt), given)

@@ -1,0 +1,176 @@
+"""EngineCore: one step of an engine, from what is scheduled to what is emitted.
+
+Whatever fails, fails for the requests it concerns: the model for those in the pass, bytes that cannot be moved, a
+tokenizer or logits that are no numbers for one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+import torch
+
+from caramba_fast.infer.output import percentiles
+from caramba_fast.serve.block_manager import StorageError
+from caramba_fast.serve.metrics import EngineMetrics
+from caramba_fast.serve.model_runner import Choice, ModelRunner
+from caramba_fast.serve.output_processor import OutputProcessor
+from caramba_fast.serve.request import Event, PagedSequence, Request
+from caramba_fast.serve.scheduler import Scheduler, Work
+
+
+class EngineCore:
+    """Takes steps: what is due ends, tokens are scheduled, the model runs, and what it brought is emitted.
+
+    Args:
+        runner: runs the model.
+        outputs: the requests.
+    """
+
+    def __init__(self, runner: ModelRunner, outputs: OutputProcessor) -> None:
+        self.runner, self.outputs = runner, outputs
+        self.scheduler, self.counters = outputs.scheduler, outputs.counters
+        self._process: int | None = None
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def step(self) -> list[Event]:
+        """One forward pass; what it brought, and what ended before it.
+
+        Raises:
+            RuntimeError: the process was forked from the one that used the engine, and torch would hang.
+        """
+        self._check_process()
+        began = time.monotonic()
+        events = self.outputs.end_early(began)
+        works, failed = self._scheduled()
+        events += failed
+        if works:
+            for work in works:
+                work.sequence.request.times.scheduled(began)
+            try:
+                choices = self.runner.run(works)
+            except Exception as error:
+                for request in dict.fromkeys(work.sequence.request for work in works):
+                    events += self.outputs.end(request, "error", error)
+            else:
+                events += self._advance(works, choices, time.monotonic())
+        self.counters.busy_s += time.monotonic() - began
+        return events
+
+    def _check_process(self) -> None:
+        """Threads of OpenMP do not survive a fork, and whoever waits for them waits for ever."""
+        here = os.getpid()
+        if self._process not in (None, here) and torch.get_num_threads() > 1:
+            raise RuntimeError(
+                f"the engine was used in process {self._process}, from which this one was forked; torch's threads are "
+                "gone and would be waited for. Call torch.set_num_threads(1) here, or start the process with 'spawn'"
+            )
+        self._process = here
+
+    def _scheduled(self) -> tuple[list[Work], list[Event]]:
+        """What the next forward pass reads, and the ends of those whose pages could not be moved for it."""
+        events: list[Event] = []
+        while True:
+            try:
+                return self.scheduler.schedule(), events
+            except StorageError as error:
+                events += self.outputs.end(error.sequence.request, "error", error)
+
+    def _advance(
+        self, works: Sequence[Work], choices: dict[PagedSequence, list[Choice]], now: float
+    ) -> list[Event]:
+        """Takes note of what was cached and chosen."""
+        events = []
+        for work in works:
+            if work.sequence.finish_reason is not None:
+                continue  # another sequence to its prompt has failed in this step
+            try:
+                events += self._give(work, choices.get(work.sequence, []), now)
+            except Exception as error:
+                events += self.outputs.end(work.sequence.request, "error", error)
+        return events
+
+    def _give(self, work: Work, chosen: Sequence[Choice], now: float) -> list[Event]:
+        """Takes note of what one sequence has cached and chosen.
+
+        Raises:
+            Exception: nothing can be chosen for it, or its tokenizer fails.
+        """
+        sequence = work.sequence
+        for choice in chosen:
+            if choice.error is not None:
+                raise choice.error
+        accepted = min(len(chosen[0].tokens) - 1, sequence.left - 1) if chosen else 0
+        cached = sequence.cached + work.count + accepted
+        self.counters.drafted += len(work.draft)
+        self.counters.accepted += accepted
+        if chosen[1:]:
+            self._fork(sequence, cached, [choice.sequence for choice in chosen[1:]])
+        for choice in chosen:
+            self._push(choice.sequence, choice.tokens)
+        self.scheduler.mark_cached(sequence, min(cached, len(sequence)))
+        if chosen:
+            self._note_time(sequence.request, now)
+        return [self.outputs.emit(choice.sequence) for choice in chosen]
+
+    def _fork(self, sequence: PagedSequence, cached: int, others: Sequence[PagedSequence]) -> None:
+        """The other sequences hold the prompt's pages too, before the first can end."""
+        self.scheduler.mark_cached(sequence, cached)
+        for other in others:
+            self.scheduler.fork(sequence, other)
+            sequence.request.sequences.append(other)
+
+    def _note_time(self, request: Request, now: float) -> None:
+        gap = request.times.got_token(now)
+        if gap is None:
+            self.counters.ttft.append(now - request.times.arrived)
+        elif gap > 0.0:
+            self.counters.gaps.append(gap)
+
+    def _push(self, sequence: PagedSequence, tokens: Sequence[int]) -> None:
+        """Adds tokens up to where the sequence ends."""
+        for token in tokens:
+            sequence.push(token)
+            self.counters.new_tokens += 1
+            if sequence.writer is not None:
+                sequence.writer.put(token)
+            sequence.finish_reason = sequence.request.stopping.after(sequence)
+            if sequence.finish_reason is not None:
+                return
+
+
+def engine_metrics(scheduler: Scheduler) -> EngineMetrics:
+    """The figures of an engine, so far."""
+    counted, pool = scheduler.counters, scheduler.pool
+    ttft, gaps = percentiles(counted.ttft), percentiles(counted.gaps)
+    prompts = counted.prompt_tokens
+    return EngineMetrics(
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        steps=counted.steps,
+        prompt_tokens=prompts,
+        new_tokens=counted.new_tokens,
+        step_tokens=counted.step_tokens,
+        prefix_hit_tokens=counted.prefix_hit_tokens,
+        prefix_hit_rate=counted.prefix_hit_tokens / prompts if prompts else 0.0,
+        preemptions=counted.preemptions,
+        swaps=counted.swaps,
+        drafted=counted.drafted,
+        accepted=counted.accepted,
+        finished=counted.finished,
+        failed=counted.failed,
+        pages=pool.num_pages,
+        pages_held=scheduler.blocks.pages.held,
+        pages_kept=scheduler.blocks.pages.kept,
+        cache_bytes=pool.nbytes,
+        swapped_bytes=scheduler.blocks.swapped_bytes,
+        busy_s=counted.busy_s,
+        tokens_per_s=counted.new_tokens / counted.busy_s if counted.busy_s else float("nan"),
+        ttft_p50_s=ttft[0],
+        ttft_p99_s=ttft[1],
+        inter_token_p50_s=gaps[0],
+        inter_token_p99_s=gaps[1],
+    )
