@@ -1,7 +1,12 @@
 """Caches: what a model has seen, stored in any kind, grown, cropped and attended to."""
 
 from caramba_fast.cache.calibration import Calibration, CalibrationError
-from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerCache, LayerKVCache, Reach
+from caramba_fast.cache.layer import (
+    AttentionLimits,
+    DecoupledLayerKVCache,
+    LayerCache,
+    LayerKVCache,
+)
 from caramba_fast.cache.model import AnyLayerShape, DecoupledLayerShape, LayerShape, ModelKVCache
 from caramba_fast.cache.pages import OutOfPagesError, PageAllocator, PageTable
 from caramba_fast.cache.pool import PageBytes, PagePool
@@ -12,6 +17,7 @@ from caramba_fast.cache.stream import CacheTensor
 
 __all__ = [
     "AnyLayerShape",
+    "AttentionLimits",
     "CacheTensor",
     "Calibration",
     "CalibrationError",
@@ -27,7 +33,6 @@ __all__ = [
     "PagePool",
     "PageTable",
     "RaggedBatch",
-    "Reach",
     "RowLengths",
     "StreamStatistics",
     "Stretch",

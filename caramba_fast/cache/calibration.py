@@ -3,7 +3,7 @@
 Made by `caramba_fast.calibrate`; a `ModelKVCache` given one takes its transforms from it instead of from the
 first prompt. The file is a safetensors file with ``layers.<i>.<stream>.<mean|std|diversity>``.
 
-Knowledge: what is known of a layer's keys and values, and the transforms that follow from it.
+LayerCalibration: what is known of a layer's keys and values, and the transforms that follow from it.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _statistics(file: Any, name: str, tokens: Any) -> StreamStatistics:
 
 
 @dataclass(frozen=True)
-class Knowledge:
+class LayerCalibration:
     """Where the constants a config asks for (center, scale) come from, by stream name.
 
     They come from ``key_bias`` (center alone), from ``calibration``, or from the first prompt of at least 64

@@ -1,6 +1,6 @@
 """Caches of one attention layer: standard (K, V) and decoupled (K_sem, K_geo, V).
 
-Reach: how far back reads of a cache go, and how many query tokens they take at a time.
+AttentionLimits: how far back reads of a cache go, and how many query tokens they take at a time.
 
 Checks of what a layer cache is made with.
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from caramba_fast.cache import rows
-from caramba_fast.cache.calibration import Knowledge
+from caramba_fast.cache.calibration import LayerCalibration
 from caramba_fast.cache.pages import PageAllocator, PageTable
 from caramba_fast.cache.rows import Counts, RowLengths
 from caramba_fast.cache.statistics import StreamStatistics
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Reach(NamedTuple):
+class AttentionLimits(NamedTuple):
     """Limits of every read of a cache, on top of the model's own.
 
     Attributes:
@@ -132,7 +132,7 @@ class LayerCache:
         page_size: None for a contiguous cache (memory for max_seq_len tokens a row, rounded up to 128),
             else tokens of a page, a multiple of 32.
         num_pages: pages of the pool; by default enough for every row to reach max_seq_len.
-        known: what is known of keys and values beforehand. The constants of the transforms follow from it when
+        calibration: what is known of keys and values beforehand. The constants of the transforms follow from it when
             the first tokens arrive, and stay while the cache holds any.
     """
 
@@ -151,12 +151,12 @@ class LayerCache:
         page_size: int | None,
         num_pages: int | None,
         *,
-        known: Knowledge | None = None,
+        calibration: LayerCalibration | None = None,
     ) -> None:
         check_sizes(batch_size, max_seq_len, n_kv_heads, dims, page_size, num_pages)
         check_agreement(configs)
-        self.known = known or Knowledge()
-        self.known.check({name: dim // n_kv_heads for name, dim in dims.items()}, n_kv_heads)
+        self.calibration = calibration or LayerCalibration()
+        self.calibration.check({name: dim // n_kv_heads for name, dim in dims.items()}, n_kv_heads)
         self._by_hand = False  # set_transforms has been called
         self._widened = 0  # tokens the tails have been given room for
         #: Later layers attend to what is stored here as well: the tails stay wide until the next change.
@@ -164,7 +164,7 @@ class LayerCache:
         #: Attend to all slots by name, whatever is held: a recorded read then serves every length.
         self.reads_all_slots = False
         #: Limits of every read, as a decode plan sets them (`ModelKVCache.reach`).
-        self.reach = Reach()
+        self.reach = AttentionLimits()
         self.batch_size, self.max_seq_len, self.n_kv_heads = batch_size, max_seq_len, n_kv_heads
         self.device = torch.device(device)
         with torch.inference_mode(False):  # buffers made under it could not be written outside it
@@ -304,7 +304,7 @@ class LayerCache:
         """
         configs = {name: stream.config for name, stream in self.streams.items()}
         slots = capacity(self.max_seq_len)
-        found = self.known.transforms(configs, slots, new or {}, added, cache_leftpad)
+        found = self.calibration.transforms(configs, slots, new or {}, added, cache_leftpad)
         for name, transform in found.items():
             self.streams[name].transform = transform.to(self.device)
 
@@ -593,7 +593,7 @@ class LayerCache:
             for part in (*used, *(x for x in whole if x is not None)):
                 part.copy_(part.index_select(0, order))
 
-    def take(self, rows: Sequence[int]) -> Self:
+    def select_rows(self, rows: Sequence[int]) -> Self:
         """A new cache whose row b holds what row ``rows[b]`` holds here; this one stays as it is.
 
         Rows may repeat or be left out, and there may be any number of them. A paged cache shares the pool and
@@ -613,10 +613,10 @@ class LayerCache:
         index = torch.tensor(rows, dtype=torch.int64).to(self.device)
         used = None if self.pages is not None else self.pos
         with torch.inference_mode(False):  # as in __init__
-            other.streams = {name: s.taken(index, used) for name, s in self.streams.items()}
-            other.lengths = self.lengths.taken(rows)
-            other.pages = None if self.pages is None else self.pages.taken(rows)
-        other._tail = self._tail.taken(rows)
+            other.streams = {name: s.select_rows(index, used) for name, s in self.streams.items()}
+            other.lengths = self.lengths.select_rows(rows)
+            other.pages = None if self.pages is None else self.pages.select_rows(rows)
+        other._tail = self._tail.select_rows(rows)
         other._name_streams()
         return other
 
@@ -692,7 +692,7 @@ class LayerKVCache(LayerCache):
         n_kv_heads: kv heads; both widths must be multiples of it.
         page_size, num_pages: a paged cache; see `LayerCache`.
         rope: RoPE of the keys, which configs with ``center`` or ``scale`` take into account.
-        key_bias, calibration, constants_from_prompt: where their constants come from; see `Knowledge`.
+        key_bias, calibration, constants_from_prompt: where their constants come from; see `LayerCalibration`.
 
     Raises:
         ValueError: a size that is not positive or does not divide, a block that does not fit.
@@ -726,7 +726,7 @@ class LayerKVCache(LayerCache):
         configs = {"k": k_cfg or KVCacheTensorConfig(), "v": v_cfg or KVCacheTensorConfig()}
         super().__init__(
             batch_size, max_seq_len, dims, configs, device, n_kv_heads, page_size, num_pages,
-            known=Knowledge(
+            calibration=LayerCalibration(
                 {} if rope is None else {"k": rope}, {} if key_bias is None else {"k": key_bias},
                 calibration or {}, constants_from_prompt,
             ),
@@ -784,7 +784,7 @@ class DecoupledLayerKVCache(LayerCache):
         k_sem_cfg, k_geo_cfg, v_cfg: how each is stored; by default fp16.
         rope: RoPE of the geometric keys.
         calibration, constants_from_prompt: where the constants of ``center`` and ``scale`` come from; see
-            `caramba_fast.cache.calibration.Knowledge`.
+            `caramba_fast.cache.calibration.LayerCalibration`.
 
     Raises:
         ValueError: as in `LayerKVCache`.
@@ -821,7 +821,7 @@ class DecoupledLayerKVCache(LayerCache):
         configs = {name: config or KVCacheTensorConfig() for name, config in given.items()}
         super().__init__(
             batch_size, max_seq_len, dims, configs, device, n_kv_heads, page_size, num_pages,
-            known=Knowledge(
+            calibration=LayerCalibration(
                 {} if rope is None else {"k_geo": rope}, {}, calibration or {}, constants_from_prompt
             ),
         )  # fmt: skip

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from caramba_fast.cache.calibration import Calibration
-from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerCache, LayerKVCache, Reach
+from caramba_fast.cache.layer import (
+    AttentionLimits,
+    DecoupledLayerKVCache,
+    LayerCache,
+    LayerKVCache,
+)
 from caramba_fast.cache.rows import Counts
 from caramba_fast.cache.statistics import StreamStatistics
 from caramba_fast.config import KVCacheTensorConfig, Rotary
@@ -187,13 +192,13 @@ class ModelKVCache:
             layer.set_lengths(row_lengths)
 
     @property
-    def constants(self) -> list[Transform | Reach]:
+    def constants(self) -> list[Transform | AttentionLimits]:
         """What a recorded step depends on, transforms and reach: new objects when they change."""
         streams = (stream for layer in self.layers for stream in layer.streams.values())
         return [*(stream.transform for stream in streams), self.reach]
 
     @property
-    def reach(self) -> Reach:
+    def reach(self) -> AttentionLimits:
         """Limits of every read of the cache, in all layers; a decode plan sets them.
 
         A prompt on an empty cache with ``prefill="exact"`` does not read the cache: it is not limited.
@@ -204,7 +209,7 @@ class ModelKVCache:
         return self.layers[0].reach
 
     @reach.setter
-    def reach(self, reach: Reach) -> None:
+    def reach(self, reach: AttentionLimits) -> None:
         if reach == self.reach:
             return
         checks.raise_all("reach", reach.problems())
@@ -249,10 +254,10 @@ class ModelKVCache:
         for layer in self.layers:
             layer.reorder(beam_idx)
 
-    def take(self, rows: Sequence[int]) -> ModelKVCache:
-        """A new cache whose row b holds what row ``rows[b]`` holds here (`LayerCache.take`)."""
+    def select_rows(self, rows: Sequence[int]) -> ModelKVCache:
+        """A new cache whose row b holds what row ``rows[b]`` holds here (`LayerCache.select_rows`)."""
         other = copy.copy(self)
-        other.layers = [layer.take(rows) for layer in self.layers]
+        other.layers = [layer.select_rows(rows) for layer in self.layers]
         return other
 
     def reset(self) -> None:

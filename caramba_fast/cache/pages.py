@@ -147,7 +147,7 @@ class PageTable:
         self.rows = rows
         self._publish()
 
-    def taken(self, rows: Sequence[int]) -> PageTable:
+    def select_rows(self, rows: Sequence[int]) -> PageTable:
         """A table whose row b shares the pages of row ``rows[b]``, from the same pool."""
         other = PageTable(
             len(rows), self._width, self.page_size, self.allocator, self.tensor.device

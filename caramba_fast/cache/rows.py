@@ -76,7 +76,7 @@ class RowLengths:
         self.seq_lens.copy_(torch.tensor(self.host, dtype=torch.int32), non_blocking=True)
         self.newest, self.query_lens = 0, None
 
-    def taken(self, rows: Sequence[int]) -> RowLengths:
+    def select_rows(self, rows: Sequence[int]) -> RowLengths:
         """Lengths of a cache whose row b is what row ``rows[b]`` is here."""
         other = RowLengths(len(rows), self.seq_lens.device)
         other.set([self.host[row] for row in rows])
@@ -135,7 +135,7 @@ def fit_phases(layer: LayerCache, slots: int = 0) -> None:
     """Makes the phases of centered keys reach ``slots`` tokens, or all that rows have room for."""
     wanted = max(slots, capacity(layer.max_seq_len))
     for name, stream in layer.streams.items():
-        longer = lengthened(stream.transform, layer.known.rotary.get(name), wanted)
+        longer = lengthened(stream.transform, layer.calibration.rotary.get(name), wanted)
         if longer is not stream.transform:
             stream.replace_buffers(stream.codes, stream.scales, longer)
 
@@ -214,7 +214,7 @@ def drop_front(layer: LayerCache, count: int, max_seq_len: int) -> None:
     kept = layer.pos - count
     with torch.inference_mode(False):
         for name, stream in layer.streams.items():
-            transform = _turned(stream.transform, layer.known.rotary.get(name), count)
+            transform = _turned(stream.transform, layer.calibration.rotary.get(name), count)
             codes = _front(stream.codes, count, kept, capacity(max_seq_len))
             scales = stream.scales
             if scales is not None:
@@ -254,9 +254,9 @@ def moved(layer: LayerCache, device: torch.device | str) -> LayerCache:
         other.streams = {
             name: _moved_stream(stream, target) for name, stream in layer.streams.items()
         }
-        other.lengths = layer.lengths.taken(range(layer.batch_size))
+        other.lengths = layer.lengths.select_rows(range(layer.batch_size))
         other.lengths.seq_lens = other.lengths.seq_lens.to(target)
-    other._tail = layer._tail.taken(range(layer.batch_size))
+    other._tail = layer._tail.select_rows(range(layer.batch_size))
     other._name_streams()
     return other
 
@@ -322,7 +322,9 @@ def load_state(layer: LayerCache, state: dict[str, Any]) -> None:
     with torch.inference_mode(False), torch.no_grad():
         parts = {name: _moved(state["streams"][name], layer.device) for name in layer.streams}
         transforms = {
-            name: lengthened(Transform(**part["transform"]), layer.known.rotary.get(name), slots)
+            name: lengthened(
+                Transform(**part["transform"]), layer.calibration.rotary.get(name), slots
+            )
             for name, part in parts.items()
         }
         buffers = {name: _buffers(stream, slots) for name, stream in layer.streams.items()}

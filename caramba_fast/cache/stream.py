@@ -101,7 +101,7 @@ class TailKeeper:
                     refill(row, needed, min(self.lowest[row], new))
                 self.lowest[row] = needed
 
-    def taken(self, rows: Sequence[int]) -> TailKeeper:
+    def select_rows(self, rows: Sequence[int]) -> TailKeeper:
         """The keeper of a cache whose row b is what row ``rows[b]`` is here."""
         other = TailKeeper(len(rows), self.residual_len, self.size)
         other.lowest = [self.lowest[row] for row in rows]
@@ -213,7 +213,7 @@ class CacheTensor:
         if self._wide is not None:
             self.tail, self._wide = self._wide.narrowed(end), None
 
-    def taken(self, rows: Tensor, used: int | None) -> CacheTensor:
+    def select_rows(self, rows: Tensor, used: int | None) -> CacheTensor:
         """The stream of a cache whose row b is what row ``rows[b]`` (int64, on the device) is here.
 
         Args:

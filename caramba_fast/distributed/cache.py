@@ -35,7 +35,7 @@ from caramba_fast.distributed.partial_attention import ZEROS, as_ring, ring_conf
 from caramba_fast.distributed.placement import (
     PAGE_SIZE,
     PageSpread,
-    Plans,
+    Placement,
     check_page_size,
     check_rank_tokens,
 )
@@ -67,16 +67,16 @@ class Context:
         self.group, self.page_size, self.rank_tokens = group, page_size, rank_tokens
         if rank_tokens is not None:
             check_rank_tokens(rank_tokens, group.size)
-        self._plans: dict[tuple[int, torch.device], Plans] = {}
+        self._placements: dict[tuple[int, torch.device], Placement] = {}
 
-    def plans(self, max_seq_len: int, device: torch.device) -> Plans:
-        """The plans of caches of one size, shared by their layers."""
+    def placement(self, max_seq_len: int, device: torch.device) -> Placement:
+        """The placement of caches of one size, shared by their layers."""
         key = (max_seq_len, device)
-        if key not in self._plans:
+        if key not in self._placements:
             size = self.group.size
             spread = PageSpread(max_seq_len, size, self.page_size, self.rank_tokens)
-            self._plans[key] = Plans(spread, self.group.rank, device)
-        return self._plans[key]
+            self._placements[key] = Placement(spread, self.group.rank, device)
+        return self._placements[key]
 
     def layer(
         self,
@@ -103,17 +103,17 @@ class Context:
         """
         made = {name: config or KVCacheTensorConfig() for name, config in configs.items()}
         self._check(page_size, num_pages, max(config.sink_len for config in made.values()))
-        plans = self.plans(max_seq_len, torch.device(device))
+        placement = self.placement(max_seq_len, torch.device(device))
         make: Any = partial(kind, device=device, **sizes)
-        sinks = self.group.rank == plans.spread.first_rank
+        sinks = self.group.rank == placement.spread.first_rank
         own = {name: without_ring(config, sinks=sinks) for name, config in made.items()}
-        tokens = plans.spread.tokens_of(self.group.rank) or self.page_size
+        tokens = placement.spread.tokens_of(self.group.rank) or self.page_size
         local = make(**own, max_seq_len=tokens, page_size=self.page_size)
         ring = None
         if next(iter(made.values())).residual_len:
             rings = {name: ring_config(config) for name, config in made.items()}
             ring = as_ring(make(**rings, max_seq_len=max_seq_len, page_size=ZEROS, num_pages=1))
-        return LAYERS[kind](local, ring, plans, self.group, max_seq_len)
+        return LAYERS[kind](local, ring, placement, self.group, max_seq_len)
 
     def _check(self, page_size: int | None, num_pages: int | None, sinks: int) -> None:
         if page_size not in (None, self.page_size) or num_pages is not None:

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from caramba_fast.cache import LayerCache, PageAllocator, PageTable, Reach, RowLengths
+from caramba_fast.cache import AttentionLimits, LayerCache, PageAllocator, PageTable, RowLengths
 from caramba_fast.cache.rows import Counts
 from caramba_fast.cache.stream import CacheTensor, capacity, empty
 from caramba_fast.distributed.group import RankGroup
@@ -42,7 +42,7 @@ from caramba_fast.distributed.partial_attention import (
     shorten,
     with_extras,
 )
-from caramba_fast.distributed.placement import Plans, Queries
+from caramba_fast.distributed.placement import Placement, Queries
 from caramba_fast.ops import Transform, checks, merge_state
 from caramba_fast.ops.transform import PHASE_TILE
 
@@ -162,7 +162,7 @@ def on_pages(transform: Transform, pages: Sequence[int], page_size: int) -> Tran
 def copied(cache: LayerCache, rows: Sequence[int], pages_per_row: int) -> LayerCache:
     """A paged cache whose row b holds what row ``rows[b]`` holds in ``cache``, with a pool of its own."""
     assert cache.pages is not None
-    other = cache.take(rows)
+    other = cache.select_rows(rows)
     shared = other.pages
     assert shared is not None
     allocator = PageAllocator(len(rows) * pages_per_row)
@@ -228,7 +228,7 @@ def refill(
 def _own_values(layer: SpreadRows, stream: CacheTensor, place: tuple[int, int, int]) -> Tensor:
     """(lanes, stop - start, lane_dim) float32 in the stored basis, 0 where another rank has the token."""
     row, start, stop = place
-    spread, rank, lanes = layer.plans.spread, layer.group.rank, stream.lanes
+    spread, rank, lanes = layer.placement.spread, layer.group.rank, stream.lanes
     values = torch.zeros(
         lanes.count, stop - start, lanes.heads_per_lane * stream.head_dim, device=layer.device
     )
@@ -244,11 +244,11 @@ def _own_values(layer: SpreadRows, stream: CacheTensor, place: tuple[int, int, i
 def copy_of(layer: SpreadRows, rows: Sequence[int]) -> SpreadRows:
     """A layer whose row b holds what row ``rows[b]`` holds in ``layer``."""
     other = copy.copy(layer)
-    pages = len(layer.plans.spread.pages_of(layer.group.rank))
+    pages = len(layer.placement.spread.pages_of(layer.group.rank))
     with torch.inference_mode(False):
         other.local = copied(layer.local, rows, max(1, pages))
-        other.ring = None if layer.ring is None else layer.ring.take(rows)
-        other.lengths = layer.lengths.taken(rows)
+        other.ring = None if layer.ring is None else layer.ring.select_rows(rows)
+        other.lengths = layer.lengths.select_rows(rows)
     other.batch_size, other._newest = len(rows), []
     return other
 
@@ -259,7 +259,7 @@ class SpreadRows:
     Args:
         local: this rank's pages, a paged cache.
         ring: the fp16 tail, None without.
-        plans: where tokens go.
+        placement: where tokens go.
         group: the ranks.
         max_seq_len: tokens a row can hold over all ranks.
     """
@@ -268,15 +268,19 @@ class SpreadRows:
         self,
         local: LayerCache,
         ring: LayerCache | None,
-        plans: Plans,
+        placement: Placement,
         group: RankGroup,
         max_seq_len: int,
     ) -> None:
-        self.local, self.ring, self.plans, self.group = local, ring, plans, group
+        self.local, self.ring, self.placement, self.group = local, ring, placement, group
         self.batch_size, self.max_seq_len = local.batch_size, max_seq_len
-        self.n_kv_heads, self.device, self.known = local.n_kv_heads, local.device, local.known
+        self.n_kv_heads, self.device, self.calibration = (
+            local.n_kv_heads,
+            local.device,
+            local.calibration,
+        )
         self.residual_len = 0 if ring is None else ring.residual_len
-        self.reads_all_slots, self.reach = False, Reach()
+        self.reads_all_slots, self.reach = False, AttentionLimits()
         self._by_hand = False
         self._newest: list[int] = []  # real tokens of the last append, by row
         with torch.inference_mode(False):  # as the buffers
@@ -317,7 +321,7 @@ class SpreadRows:
     @property
     def _carries(self) -> bool:
         """Whether this rank attends to the ring."""
-        return self.group.rank == self.plans.spread.first_rank
+        return self.group.rank == self.placement.spread.first_rank
 
     # -- shrinking and moving -----------------------------------------------------------
 
@@ -341,7 +345,7 @@ class SpreadRows:
             self.ring._narrow()
             wanted = [min(a, b) for a, b in zip(lengths, self.ring.lengths.host, strict=True)]
             shorten(self.ring, wanted, refill(self, lost_positions(self.ring, wanted)))
-        spread, rank = self.plans.spread, self.group.rank
+        spread, rank = self.placement.spread, self.group.rank
         held = spread.count(rank, np.array(lengths)).tolist()
         self.local.set_lengths(
             [min(a, b) for a, b in zip(held, self.local.lengths.host, strict=True)]
@@ -363,7 +367,7 @@ class SpreadRows:
             self.ring.reorder(beam_idx)
         self.lengths.set([self.lengths.host[row] for row in beam_idx.tolist()])
 
-    def take(self, rows: Sequence[int]) -> Self:
+    def select_rows(self, rows: Sequence[int]) -> Self:
         """A new cache whose row b holds what row ``rows[b]`` holds here, copied; this one stays as it is.
 
         Raises:
@@ -436,10 +440,10 @@ class ContextParallelLayer(SpreadRows):
         """The same constants on every rank: all of them see all new tokens."""
         configs = {name: stream.config for name, stream in self.streams.items()}
         slots = capacity(self.max_seq_len)
-        self._transform(self.known.transforms(configs, slots, new, added, None))
+        self._transform(self.calibration.transforms(configs, slots, new, added, None))
 
     def _transform(self, found: dict[str, Transform]) -> None:
-        spread = self.plans.spread
+        spread = self.placement.spread
         pages = spread.pages_of(self.group.rank).tolist()
         own = {name: on_pages(t, pages, spread.page_size) for name, t in found.items()}
         self.local.set_transforms(**own)
@@ -463,7 +467,7 @@ class ContextParallelLayer(SpreadRows):
     def _store(
         self, new: dict[str, Tensor], added: list[int], tokens: int, will_attend: bool
     ) -> None:
-        plan = self.plans.append(self.lengths.host, added, tokens)
+        plan = self.placement.append(self.lengths.host, added, tokens)
         if plan.most:
             mine = {name: picked(x, plan.index, plan.most) for name, x in new.items()}
             self.local._append(mine, plan.counts, None, False)
@@ -477,7 +481,7 @@ class ContextParallelLayer(SpreadRows):
         plain = {name: options[name] for name in (*PLAIN, *SCALES) if options.get(name) is not None}
         if self.reach.q_chunk is not None:
             plain.setdefault("q_chunk", self.reach.q_chunk)
-        state = attend_to_pages(self.local, queries, self.plans.read(asked), plain)
+        state = attend_to_pages(self.local, queries, self.placement.read(asked), plain)
         if self.ring is not None and self._carries:
             few = {name: value for name, value in plain.items() if name != "q_chunk"}
             recent = attend_to_ring(self.ring, queries, before, asked.left, few)

@@ -228,7 +228,7 @@ class NoPages:
     def reorder(self, order: Sequence[int]) -> None:
         """Nothing to do."""
 
-    def taken(self, rows: Sequence[int]) -> NoPages:
+    def select_rows(self, rows: Sequence[int]) -> NoPages:
         """The same for other rows."""
         return NoPages(len(rows), self.tensor.shape[1], self.tensor.device)
 
@@ -272,7 +272,7 @@ def attend_to_ring(
 def lost_positions(ring: LayerCache, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
     """(row, start, stop) that have to be put back into the ring when rows are shortened to ``lengths``."""
     needed: list[tuple[int, int, int]] = []
-    keeper = ring._tail.taken(range(len(lengths)))
+    keeper = ring._tail.select_rows(range(len(lengths)))
     keeper.shortened(ring.lengths.host, lengths, lambda *place: needed.append(place))
     return needed
 

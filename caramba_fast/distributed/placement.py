@@ -208,8 +208,8 @@ class Queries:
     left: int = -1
 
 
-class Plans:
-    """Plans of one rank; the latest of each sort is kept, since every layer asks for the same.
+class Placement:
+    """Placement of one rank; the latest of each sort is kept, since every layer asks for the same.
 
     Args:
         spread: which rank holds what.

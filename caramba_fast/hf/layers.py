@@ -414,7 +414,7 @@ class CarambaLayer(CacheLayerMixin):
 
     def _take(self, rows: list[int]) -> None:
         if self.store is not None:
-            self.store = self.store.take(rows)
+            self.store = self.store.select_rows(rows)
 
     def reset(self) -> None:
         """Forgets everything; the memory stays."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from caramba_fast.cache import ModelKVCache, Reach
+from caramba_fast.cache import AttentionLimits, ModelKVCache
 from caramba_fast.cache.rows import Counts
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.cuda_graph import DecodeGraphs, RecordingError
@@ -58,7 +58,7 @@ class Session:
         fill: int,
         max_seq_len: int,
         prefill_chunk: int | None,
-        reach: Callable[[int], Reach],
+        reach: Callable[[int], AttentionLimits],
     ) -> None:
         self.model, self._new_cache, self._graphs = model, new_cache, graphs
         self.fill, self._max_seq_len, self._prefill_chunk = fill, max_seq_len, prefill_chunk
@@ -234,7 +234,7 @@ class Session:
         """Row b becomes what row ``rows[b]`` is; there may be more or fewer of them."""
         assert self.cache is not None
         self.drop_padding()
-        self.cache = self.cache.take(rows)
+        self.cache = self.cache.select_rows(rows)
         self._graphs.forget()
         self.rows = [self.rows[row].copy() for row in rows]
 

@@ -1,6 +1,6 @@
 """Policy: which cache a model gets on a device, and how reads of it adapt to its length."""
 
-from caramba_fast.cache import Reach
+from caramba_fast.cache import AttentionLimits
 from caramba_fast.policy.candidates import bytes_per_token, cache_bytes, candidates_for, spec_with
 from caramba_fast.policy.choose import NoCandidateError, choose_cache
 from caramba_fast.policy.decode_plan import DecodePlan, plan_for
@@ -10,6 +10,7 @@ from caramba_fast.policy.settings import CachePolicyFields, DecodePlanFields
 from caramba_fast.quality.text import sample_text
 
 __all__ = [
+    "AttentionLimits",
     "CachePlan",
     "CachePolicyFields",
     "CandidateRow",
@@ -20,7 +21,6 @@ __all__ = [
     "PlanFile",
     "PlanFileError",
     "PlanKey",
-    "Reach",
     "StepTime",
     "bytes_per_token",
     "cache_bytes",

@@ -1,11 +1,11 @@
 """The decode plan: which part of a cache is read, and in what pieces, by how much it holds.
 
-Sits on `caramba_fast.cache.Reach`, which every read of a cache honours; a plan only picks one.
+Sits on `caramba_fast.cache.AttentionLimits`, which every read of a cache honours; a plan only picks one.
 """
 
 from __future__ import annotations
 
-from caramba_fast.cache import Reach
+from caramba_fast.cache import AttentionLimits
 from caramba_fast.policy.settings import DecodePlanFields
 
 #: Query tokens taken at a time by "auto" where none are set. Scores of a piece are q_chunk times what is
@@ -33,15 +33,15 @@ class DecodePlan:
         plan = self.settings.decode_plan
         return tuple(_SUFFIXES) if plan == "auto" else (plan,)
 
-    def _reach(self, bucket: str) -> Reach:
+    def _reach(self, bucket: str) -> AttentionLimits:
         settings = self.settings
         if bucket == "none":
-            return Reach()
+            return AttentionLimits()
         suffix = _SUFFIXES.get(bucket, "")
         q_chunk = getattr(settings, f"decode_q_chunk{suffix}")
         if q_chunk is None:
             q_chunk = DEFAULT_Q_CHUNKS.get(bucket)
-        return Reach(q_chunk, getattr(settings, f"decode_local_window{suffix}"), bucket)
+        return AttentionLimits(q_chunk, getattr(settings, f"decode_local_window{suffix}"), bucket)
 
     def bucket(self, length: int) -> str:
         """short, mid or long with "auto", else the plan's name."""
@@ -52,7 +52,7 @@ class DecodePlan:
             return "short"
         return "mid" if length <= settings.decode_bucket_mid else "long"
 
-    def plan_for(self, length: int) -> Reach:
+    def plan_for(self, length: int) -> AttentionLimits:
         """What holds for a read of ``length`` tokens, new ones included; rows of a batch: the longest.
 
         Returns the same object whenever the bucket is the same.
@@ -90,6 +90,6 @@ class DecodePlan:
         return f"decode_plan {self.settings.decode_plan}: " + "; ".join(parts)
 
 
-def plan_for(settings: DecodePlanFields, length: int) -> Reach:
+def plan_for(settings: DecodePlanFields, length: int) -> AttentionLimits:
     """`DecodePlan.plan_for`, for a single question."""
     return DecodePlan(settings).plan_for(length)

@@ -57,7 +57,7 @@ def calibrate(
         streams = zip(layer.streams, layer.get(), strict=True)
         layers.append(
             {
-                name: observe(x, t, real, layer.known.rotary.get(name), length).to("cpu")
+                name: observe(x, t, real, layer.calibration.rotary.get(name), length).to("cpu")
                 for name, x in streams
             }
         )

@@ -29,7 +29,7 @@ from caramba_fast.distributed import (
     tensor_parallel,
 )
 from caramba_fast.distributed.group import Heartbeat, StoreHolder
-from caramba_fast.distributed.placement import Plans, Queries
+from caramba_fast.distributed.placement import Placement, Queries
 
 ROOT = Path(__file__).resolve().parents[2]
 BOTH = "check_heads_and_tokens_at_once"
@@ -196,8 +196,8 @@ def test_plans_show_every_query_the_keys_at_or_before_it(behind: int, left: int)
     for rank in range(3):
         own = spread.positions_of(rank, 0, 400)
         seen: dict[tuple[int, int], set[int]] = {}
-        plans = Plans(spread, rank, torch.device("cpu"))
-        for call in plans.read(Queries(rows, count, tokens, behind, left)):
+        placement = Placement(spread, rank, torch.device("cpu"))
+        for call in placement.read(Queries(rows, count, tokens, behind, left)):
             width = call.tokens.shape[1]
             kept = set(range(call.tokens.numel())) if call.kept is None else set(call.kept.tolist())
             for j, row in enumerate(call.rows.tolist()):

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from caramba_fast.cache import LayerShape, ModelKVCache
-from caramba_fast.cache.layer import Reach
+from caramba_fast.cache.layer import AttentionLimits
 from caramba_fast.config import cache_configs
 from caramba_fast.hf import HuggingFaceModel
 from caramba_fast.hf.row_layout import Frame
@@ -240,7 +240,7 @@ def test_tails_and_sinks_are_read_as_the_native_model_reads_them(
 def test_a_reach_narrows_what_is_read(demo: Any, prefill: Any) -> None:
     stores = caches(demo, "fp32", prefill=prefill)
     for store in stores:
-        store.reach = Reach(local_window=3)
+        store.reach = AttentionLimits(local_window=3)
     for lens in ([6, 3, 1], [4, 5, 1], None, [1, 0, 2]):
         ids = torch.randint(2, 2000, (3, max(lens) if lens else 1))
         a, b = (

@@ -26,7 +26,7 @@ from support.hf_matrix import (
 from transformers import AutoModelForCausalLM
 
 from caramba_fast.cache import LayerCache, ModelKVCache
-from caramba_fast.cache.layer import Reach
+from caramba_fast.cache.layer import AttentionLimits
 from caramba_fast.config import cache_configs
 from caramba_fast.hf import HuggingFaceModel, accelerate, restore
 from caramba_fast.hf.layers import StepCache
@@ -197,7 +197,7 @@ def test_a_reach_narrows_packed_and_dense_reads_alike(family: str, prefill: Any)
     found = []
     for model in (ours, dense(ours)):
         cache = ModelKVCache(model.cache_layout, 2, 64, prefill=prefill, **cache_configs("fp32"))
-        cache.reach = Reach(local_window=3)
+        cache.reach = AttentionLimits(local_window=3)
         ids = torch.arange(3, 31).view(2, 14)
         model.forward(ids[:, :9], cache, query_lens=[9, 4])
         found.append(model.forward(ids[:, 9:], cache, query_lens=[2, 5])[[0, 1], [1, 4]])
@@ -340,7 +340,7 @@ def test_reasons_not_to_read_packed() -> None:
 def test_a_reach_of_dense_reads_within_chunks_is_refused(prefill: Any) -> None:
     model = dense(packed("llama4_text"))
     cache = ModelKVCache(model.cache_layout, 2, 64, prefill=prefill, **cache_configs("fp32"))
-    cache.reach = Reach(local_window=3)
+    cache.reach = AttentionLimits(local_window=3)
     with pytest.raises(ValueError, match=r"within chunks.*the test wants it; local_window=3"):
         model.forward(torch.arange(3, 31).view(2, 14), cache)
     assert cache.row_lengths == [0, 0]

@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from caramba_fast.cache import DecoupledLayerKVCache, LayerKVCache, ModelKVCache, Reach
+from caramba_fast.cache import AttentionLimits, DecoupledLayerKVCache, LayerKVCache, ModelKVCache
 from caramba_fast.config import KVCacheTensorConfig, cache_configs
 from caramba_fast.models import ModelConfig, Transformer
 from caramba_fast.ops.attention import QUERIES_PER_PIECE
@@ -32,7 +32,12 @@ def ids(length: int, rows: int = 2) -> Tensor:
 
 @torch.no_grad()
 def run(
-    model: Transformer, tokens: Tensor, reach: Reach, pieces: list[int], kind: str, **options: Any
+    model: Transformer,
+    tokens: Tensor,
+    reach: AttentionLimits,
+    pieces: list[int],
+    kind: str,
+    **options: Any,
 ) -> Tensor:
     """Logits of all positions, through a cache with a reach."""
     options = {"prefill": "stored", **options}
@@ -58,17 +63,19 @@ def test_auto_takes_what_is_set_for_a_bucket() -> None:
         decode_plan="auto", decode_bucket_short=8, decode_bucket_mid=16, decode_q_chunk=3,
         decode_q_chunk_long=5, decode_local_window_mid=7,
     )  # fmt: skip
-    assert plan_for(settings, 8) == Reach(3, None, "short")
-    assert plan_for(settings, 9) == Reach(256, 7, "mid")
-    assert plan_for(settings, 17) == Reach(5, None, "long")
+    assert plan_for(settings, 8) == AttentionLimits(3, None, "short")
+    assert plan_for(settings, 9) == AttentionLimits(256, 7, "mid")
+    assert plan_for(settings, 17) == AttentionLimits(5, None, "long")
     with pytest.raises(ValueError, match="length is -1; 0 or more"):
         plan_for(settings, -1)
 
 
 def test_fixed_and_none() -> None:
     fixed = DecodePlanFields(decode_plan="fixed", decode_q_chunk=128, decode_local_window=512)
-    assert {plan_for(fixed, length) for length in (1, 600, 9999)} == {Reach(128, 512, "fixed")}
-    assert plan_for(DecodePlanFields(), 9999) == Reach()
+    assert {plan_for(fixed, length) for length in (1, 600, 9999)} == {
+        AttentionLimits(128, 512, "fixed")
+    }
+    assert plan_for(DecodePlanFields(), 9999) == AttentionLimits()
 
 
 def test_the_plan_in_force_can_be_told() -> None:
@@ -113,10 +120,10 @@ def test_contradictions_are_refused(settings: dict[str, Any], parts: list[str]) 
 @pytest.mark.parametrize("kind", ["fp32", "q8:plain", "q4:plain,residual_len=8,sink_len=4"])
 def test_a_window_is_a_model_with_a_sliding_window(kind: str) -> None:
     tokens, pieces = ids(60), [1, 20, *[1] * 39]
-    wanted = run(make(sliding_window=9), tokens, Reach(), pieces, kind)
-    found = run(make(), tokens, Reach(local_window=9), pieces, kind)
+    wanted = run(make(sliding_window=9), tokens, AttentionLimits(), pieces, kind)
+    found = run(make(), tokens, AttentionLimits(local_window=9), pieces, kind)
     torch.testing.assert_close(found, wanted)
-    whole = run(make(), tokens, Reach(), pieces, kind)
+    whole = run(make(), tokens, AttentionLimits(), pieces, kind)
     assert (found - whole)[:, :9].abs().max() < 1e-5
     assert (found - whole)[:, 20:].abs().max() > 1e-2
 
@@ -124,22 +131,22 @@ def test_a_window_is_a_model_with_a_sliding_window(kind: str) -> None:
 @pytest.mark.parametrize(("own", "given"), [(9, 30), (30, 9)])
 def test_the_narrower_of_both_windows_counts(own: int, given: int) -> None:
     tokens = ids(60)
-    wanted = run(make(sliding_window=9), tokens, Reach(), [20, 40], "fp32")
-    found = run(make(sliding_window=own), tokens, Reach(None, given), [20, 40], "fp32")
+    wanted = run(make(sliding_window=9), tokens, AttentionLimits(), [20, 40], "fp32")
+    found = run(make(sliding_window=own), tokens, AttentionLimits(None, given), [20, 40], "fp32")
     torch.testing.assert_close(found, wanted)
 
 
 def test_a_wide_window_changes_nothing() -> None:
     tokens = ids(60)
-    wanted = run(make(), tokens, Reach(), [20, 40], "q4")
-    assert torch.equal(run(make(), tokens, Reach(None, 60), [20, 40], "q4"), wanted)
+    wanted = run(make(), tokens, AttentionLimits(), [20, 40], "q4")
+    assert torch.equal(run(make(), tokens, AttentionLimits(None, 60), [20, 40], "q4"), wanted)
 
 
 @pytest.mark.parametrize("q_chunk", [1, 33, 500])
 def test_a_chunk_changes_no_logits(q_chunk: int) -> None:
     tokens = ids(140)
-    wanted = run(make(), tokens, Reach(), [70, 70], "fp32")
-    found = run(make(), tokens, Reach(q_chunk), [70, 70], "fp32")
+    wanted = run(make(), tokens, AttentionLimits(), [70, 70], "fp32")
+    found = run(make(), tokens, AttentionLimits(q_chunk), [70, 70], "fp32")
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -157,7 +164,7 @@ def test_a_chunk_changes_no_number_of_a_read(decoupled: bool, kind: str, paged: 
     queries = [torch.randn(2, 4, 100, dim // 2) for dim in dims.values()]
     wanted = cache.attend(*queries)
     for q_chunk in (1, 33, 500):
-        cache.reach = Reach(q_chunk)
+        cache.reach = AttentionLimits(q_chunk)
         torch.testing.assert_close(cache.attend(*queries), wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -170,14 +177,14 @@ def test_the_chunk_reaches_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
         return extend(*args, **options)
 
     monkeypatch.setattr(LayerKVCache, "_extend_op", staticmethod(noting))
-    run(make(), ids(80), Reach(q_chunk=16), [40, 40], "fp16")
-    run(make(), ids(80), Reach(), [40, 40], "fp16")
+    run(make(), ids(80), AttentionLimits(q_chunk=16), [40, 40], "fp16")
+    run(make(), ids(80), AttentionLimits(), [40, 40], "fp16")
     assert seen == [16] * 4 + [None] * 4
 
 
 def test_an_exact_prompt_is_not_narrowed_and_what_follows_is() -> None:
-    tokens, narrow = ids(41), Reach(local_window=5)
-    whole = run(make(), tokens, Reach(), [40, 1], "fp32", prefill="exact")
+    tokens, narrow = ids(41), AttentionLimits(local_window=5)
+    whole = run(make(), tokens, AttentionLimits(), [40, 1], "fp32", prefill="exact")
     found = run(make(), tokens, narrow, [40, 1], "fp32", prefill="exact")
     torch.testing.assert_close(found[:, :40], whole[:, :40])
     assert (found - whole)[:, 40].abs().max() > 1e-2
@@ -186,13 +193,13 @@ def test_an_exact_prompt_is_not_narrowed_and_what_follows_is() -> None:
 def test_a_model_cache_moves_its_layers_and_says_when_a_recording_is_stale() -> None:
     cache = ModelKVCache(make().cache_layout, 1, 64, KVCacheTensorConfig(), KVCacheTensorConfig())
     first, before = cache.reach, list(cache.constants)
-    cache.reach = Reach()
+    cache.reach = AttentionLimits()
     assert cache.reach is first
     assert all(a is b for a, b in zip(before, cache.constants, strict=True))
-    cache.reach = Reach(local_window=4)
+    cache.reach = AttentionLimits(local_window=4)
     assert [layer.reach.local_window for layer in cache] == [4, 4]
     assert cache.constants[-1] is not before[-1]
-    for wrong in (Reach(q_chunk=0), Reach(local_window=-1)):
+    for wrong in (AttentionLimits(q_chunk=0), AttentionLimits(local_window=-1)):
         with pytest.raises(ValueError, match=r"q_chunk is 0|local_window is -1"):
             cache.reach = wrong
     assert cache.reach.local_window == 4

@@ -353,7 +353,7 @@ class LayerCacheContract:
         cache, _ = self.filled(setup, 40)
         cache.crop([0, 6])
         before = cache.get()
-        taken = cache.take(rows)
+        taken = cache.select_rows(rows)
         assert taken.batch_size == len(rows) and taken.seq_lens.tolist() == [
             [40, 34][r] for r in rows
         ]
@@ -379,7 +379,7 @@ class LayerCacheContract:
     def test_rows_that_cannot_be_taken_are_named(self, plain, rows):
         cache, _ = self.filled(plain, 3)
         with pytest.raises(ValueError, match=r"rows.*0 to 1"):
-            cache.take(rows)
+            cache.select_rows(rows)
 
     def test_rows_that_were_one_grow_apart(self, setup):
         cache, _ = self.filled(setup, 37)

@@ -102,7 +102,7 @@ def check_pages_hold_the_bytes_of_one_process():
             own = spread.local.streams[name]
             for row in range(2):
                 held = spread.local.pages.rows[row]
-                pages = [p for p in spread.plans.spread.pages_of(rank) if p * PAGE < 500]
+                pages = [p for p in spread.placement.spread.pages_of(rank) if p * PAGE < 500]
                 assert len(held) == len(pages)
                 for mine, page in zip(held, pages, strict=True):
                     n = min(PAGE, 500 - page * PAGE)
@@ -119,7 +119,7 @@ def check_rows_are_reordered_and_taken():
             for cache in caches:
                 cache.reorder(torch.tensor([1, 1]))
             feed("gqa", caches, ids(2, 70, 6))
-            taken = [cache.take([1, 0, 1]) for cache in caches]
+            taken = [cache.select_rows([1, 0, 1]) for cache in caches]
             feed("gqa", taken, ids(3, 2, 7))
             feed("gqa", caches, ids(2, 1, 8))
 
@@ -149,7 +149,7 @@ def check_ranks_of_different_sizes():
         caches = pair("gqa", 1, 700, "q4", rank_tokens=rooms)
         for start in range(0, 700, 175):
             feed("gqa", caches, ids(1, 700)[:, start : start + 175])
-    spread = caches[1][0].plans.spread
+    spread = caches[1][0].placement.spread
     held = [spread.count(rank, torch.tensor(700).numpy()).item() for rank in range(size)]
     assert sum(held) == 700 and all(n <= room for n, room in zip(held, rooms, strict=True))
     assert len(caches[1][0].local.pages.rows[0]) * PAGE >= held[group().rank] > 0
@@ -179,7 +179,7 @@ def check_bytes_are_those_of_the_formulas():
         moved = {key: value - before[key] for key, value in vars(traffic).items()}
         assert moved == {"collectives": 1, "given": step.given, "received": step.received}
         assert counted == [step.given]
-        spread = layer.plans.spread
+        spread = layer.placement.spread
         codes = 2 * spread.tokens_of(rank) * layer.bytes_per_token
         table = layer.local.pages.tensor.nbytes
         assert layer.local.nbytes == codes + table

@@ -28,7 +28,7 @@ def check_the_generator_writes_the_same_tokens():
         generator, found = generated(spread, spec, [prompt], ignore_eos=True, **options)
         assert found.tolist() == expected.tolist(), (spec, options)
         cache = generator.cache
-        rooms = [cache[0].plans.spread.tokens_of(rank) for rank in range(group().size)]
+        rooms = [cache[0].placement.spread.tokens_of(rank) for rank in range(group().size)]
         assert max(rooms) < len(prompt), "longer than the room of any rank"
         whole = ModelKVCache(demo.cache_layout, 1, 640, **cache_configs(spec)).nbytes
         assert cache.nbytes < 0.8 * whole
