@@ -16,6 +16,7 @@ from caramba_fast.cache import Calibration
 from caramba_fast.cli.quality import DEMO, Subject, load_subject, read_text
 from caramba_fast.config.errors import explain
 from caramba_fast.config.files import check_replaceable
+from caramba_fast.infer.policy_fields import MIB
 from caramba_fast.models.registry import check_device
 from caramba_fast.policy import (
     CachePlan,
@@ -26,7 +27,6 @@ from caramba_fast.policy import (
 )
 from caramba_fast.policy.plan import cells
 from caramba_fast.policy.plot import check_plot, save_plot
-from caramba_fast.policy.settings import MIB
 from caramba_fast.quality import RecallFormat
 from caramba_fast.quality.needles import token_ids
 from caramba_fast.quality.plot import is_plot

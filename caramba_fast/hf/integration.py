@@ -27,7 +27,8 @@ from caramba_fast.hf.packed_trial import is_compiled
 from caramba_fast.hf.scope import NAME, decoder_configs, implementation, set_implementation
 from caramba_fast.hf.settings import FIELDS, CacheArgument, CacheSettings
 from caramba_fast.hf.static_cache import CarambaStaticCache
-from caramba_fast.policy import CachePolicyFields, choose_cache
+from caramba_fast.infer.cache_choice import chosen_cache
+from caramba_fast.infer.policy_fields import CachePolicyFields
 
 SIZES = ("max_seq_len", "batch_size")
 MEASURING = ("calibration_ids", "recall", "seed")
@@ -37,7 +38,7 @@ POLICY_OPTIONS = (*SIZES, *MEASURING, *CachePolicyFields.model_fields)
 KEPT = ("prefill", "calibration")
 
 
-def chosen_cache(model: PreTrainedModel, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def cache_by_policy(model: PreTrainedModel, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The spec the policy chooses, and the options that are left for the cache.
 
     Args:
@@ -58,8 +59,8 @@ def chosen_cache(model: PreTrainedModel, options: dict[str, Any]) -> tuple[str, 
     more: dict[str, Any] = {name: kept[name] for name in KEPT if name in kept}
     more.update({name: options[name] for name in MEASURING if name in options})
     more["fields"] = {name: kept[name] for name in FIELDS if name in kept}
-    plan = choose_cache(HuggingFaceModel(model), CachePolicyFields(**fields), **sizes, **more)
-    return plan.spec, kept
+    settings = CachePolicyFields(**fields)
+    return chosen_cache(HuggingFaceModel(model), settings, **sizes, **more).spec, kept
 
 
 def register() -> str:
@@ -111,7 +112,7 @@ def accelerate(model: M, cache: CacheArgument = "q4", **options: Any) -> M:
         cache: "q4", "q8", "q8/q4" (K/V), dict(k="q8", v="q4"), …, or "auto" for the fastest that passes the
             quality gates (`caramba_fast.policy`).
         options: prefill, calibration, and fields of `KVCacheTensorConfig`; with "auto" also those of
-            `chosen_cache`: max_seq_len, batch_size, quality gates, ….
+            `caramba_fast.choose_cache`: max_seq_len, batch_size, quality gates, ….
 
     Returns:
         The model.
@@ -122,7 +123,7 @@ def accelerate(model: M, cache: CacheArgument = "q4", **options: Any) -> M:
     """
     check_cacheable(model)
     if cache == "auto":
-        cache, options = chosen_cache(model, options)
+        cache, options = cache_by_policy(model, options)
     wrong = sorted(set(options) & set(POLICY_OPTIONS))
     if wrong:
         raise ValueError(f"{', '.join(wrong)}: only of use with cache='auto', it is {cache!r}")

@@ -1,19 +1,59 @@
-"""CacheChoice: the kind of cache a generator uses, chosen by the policy where it is "auto"."""
+"""CacheChoice: the kind of cache a generator uses, chosen by the policy where it is "auto".
+
+The policy measures generations, so it lies above this package and registers itself when it is imported.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from caramba_fast.cache import Calibration, ModelKVCache
 from caramba_fast.config import KVCacheKind
 from caramba_fast.infer.config import AUTO, GenerateConfig
-from caramba_fast.infer.cuda_graph import DecodeGraph, why_no_graph
+from caramba_fast.infer.policy_fields import CachePolicyFields
 from caramba_fast.models import LanguageModel
-from caramba_fast.policy import CachePlan, cache_bytes, choose_cache, plain_step
-from caramba_fast.quality import RecallFormat
+
+
+class ChosenCache(Protocol):
+    """What a policy chose; `caramba_fast.policy.CachePlan` is one.
+
+    Attributes:
+        spec: the cache spec, such as "q4".
+        reason: why, in words.
+    """
+
+    @property
+    def spec(self) -> str:
+        """The cache spec."""
+
+    @property
+    def reason(self) -> str:
+        """Why, in words."""
+
+
+_CHOOSERS: list[Callable[..., ChosenCache]] = []
+
+
+def register_chooser(chooser: Callable[..., ChosenCache]) -> None:
+    """``chooser(model, settings, **options)`` answers `chosen_cache` from now on."""
+    _CHOOSERS[:] = [chooser]
+
+
+def chosen_cache(model: LanguageModel, settings: CachePolicyFields, **options: Any) -> ChosenCache:
+    """The cache the policy chooses for a model; options and errors as in `caramba_fast.policy.choose_cache`.
+
+    Args:
+        model: what the cache is for.
+        settings: budget, gates, and how to measure.
+        options: those of `choose_cache`; and ``tokenizer``, which needles are written with.
+    """
+    if not _CHOOSERS:
+        importlib.import_module("caramba_fast.policy")
+    return _CHOOSERS[0](model, settings, **options)
 
 
 class CacheChoice:
@@ -21,7 +61,7 @@ class CacheChoice:
 
     Args:
         model: what the cache is for.
-        config: settings; ``cache_kind`` and the fields of `caramba_fast.policy`.
+        config: settings; ``cache_kind`` and the fields of the policy.
         calibration: of the cache's transforms.
         calibration_ids: text that quality is measured on.
         tokenizer: of the model; needles are written with it.
@@ -41,8 +81,8 @@ class CacheChoice:
             )
         self._model, self._config = model, config
         self._calibration, self._ids, self._tokenizer = calibration, calibration_ids, tokenizer
-        self._plans: dict[int, CachePlan] = {}
-        self.latest: CachePlan | None = None
+        self._plans: dict[int, ChosenCache] = {}
+        self.latest: ChosenCache | None = None
 
     def kind(self, rows: int) -> KVCacheKind | str:
         """The kind for a batch of ``rows``; measured the first time it is asked for.
@@ -54,7 +94,7 @@ class CacheChoice:
         if config.cache_kind != AUTO:
             return config.cache_kind
         if rows not in self._plans:
-            self._plans[rows] = choose_cache(
+            self._plans[rows] = chosen_cache(
                 self._model,
                 config,
                 max_seq_len=config.max_seq_len,
@@ -63,39 +103,20 @@ class CacheChoice:
                 calibration=self._calibration,
                 calibration_ids=self._ids,
                 fields=config.stream_fields,
-                recall=self._recall(),
-                make_step=_recorded_step if self._model.device.type == "cuda" else None,
+                tokenizer=self._tokenizer,
             )
         self.latest = self._plans[rows]
         return self.latest.spec
-
-    def _recall(self) -> RecallFormat | None:
-        """How needles are written; None where none are asked for."""
-        if self._config.cache_quality_min_needle is None:
-            return None
-        tokenizer = getattr(self._tokenizer, "tokenizer", self._tokenizer)
-        if tokenizer is None or not hasattr(tokenizer, "get_vocab"):
-            raise ValueError(
-                "cache_quality_min_needle needs Generator(tokenizer=...): needles are written with it"
-            )
-        return RecallFormat.of(tokenizer)
 
     def check_budget(self, rows: int) -> None:
         """Raises ValueError where a fixed kind takes more than ``cache_budget_mb`` for so many rows."""
         config = self._config
         if config.cache_kind != AUTO and config.cache_budget_mb is not None:
-            nbytes = cache_bytes(
-                self._model.cache_layout, config.cache_kind, rows, config.max_seq_len,
-                config.stream_fields,
+            cache = ModelKVCache(
+                self._model.cache_layout, rows, config.max_seq_len, device="meta",
+                **config.stream_configs(),
             )  # fmt: skip
             config.check_budget(
-                nbytes,
+                cache.nbytes,
                 f"a {config.cache_name} cache of {rows} rows of max_seq_len={config.max_seq_len}",
             )
-
-
-def _recorded_step(model: LanguageModel, cache: ModelKVCache) -> Callable[[Tensor], Tensor]:
-    """What a generator runs on CUDA: launches cost all caches alike, and would hide the difference."""
-    return (
-        DecodeGraph(model, cache).step if why_no_graph(model) is None else plain_step(model, cache)
-    )

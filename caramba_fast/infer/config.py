@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from caramba_fast.config import KVCacheKind, cache_configs, spec_name
-from caramba_fast.policy.settings import CachePolicyFields, DecodePlanFields
+from caramba_fast.infer.policy_fields import CachePolicyFields, DecodePlanFields
 
 #: Temperatures below this are greedy: the quotient would overflow long before it made a difference.
 GREEDY_BELOW = 1e-5
@@ -290,7 +290,7 @@ class GenerateConfig(
 ):
     """Settings of `Generator` and `generate`.
 
-    The fields are explained, by theme, in `caramba_fast.infer.config` and `caramba_fast.policy.settings`.
+    The fields are explained, by theme, in `caramba_fast.infer.config` and `caramba_fast.infer.policy_fields`.
 
     Raises:
         ValidationError: an unknown field, a value out of its range, or two that contradict each other;

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from caramba_fast.cache import Calibration, ModelKVCache
 from caramba_fast.cache.rows import Counts
 from caramba_fast.infer.beam_search import beam_search
-from caramba_fast.infer.cache_choice import CacheChoice
+from caramba_fast.infer.cache_choice import CacheChoice, ChosenCache
 from caramba_fast.infer.config import AUTO, CacheFields, GenerateConfig, SpeculativeConfig
 from caramba_fast.infer.cuda_graph import DecodeGraphs
+from caramba_fast.infer.decode_plan import DecodePlan
 from caramba_fast.infer.logits import LogitsProcessors
 from caramba_fast.infer.output import GenerateOutput, GenerationMetrics, Stopwatch
+from caramba_fast.infer.policy_fields import CachePolicyFields, DecodePlanFields
 from caramba_fast.infer.sampling import random_state, set_random_state
 from caramba_fast.infer.sequence import Prompts, TokenIds, read_prompts
 from caramba_fast.infer.session import Hooks, Run, Session
@@ -24,8 +26,6 @@ from caramba_fast.infer.stopping import Decoder, Stopping, eos_ids, row_limits
 from caramba_fast.infer.tokenizer import find_tokenizer
 from caramba_fast.models import LanguageModel
 from caramba_fast.models.registry import as_language_model, checkpoint_folder, load
-from caramba_fast.policy import CachePlan, DecodePlan
-from caramba_fast.policy.settings import CachePolicyFields, DecodePlanFields
 
 Mask = Tensor | Sequence[Sequence[int]] | None
 #: A kind whose transforms take constants: with "auto" a calibration is checked against it.
@@ -169,7 +169,7 @@ class Generator:
         }
 
     @property
-    def cache_plan(self) -> CachePlan | None:
+    def cache_plan(self) -> ChosenCache | None:
         """What ``cache_kind="auto"`` chose for the conversation's batch size, and from which figures."""
         return self._choice.latest
 

@@ -43,8 +43,8 @@ from caramba_fast.config.files import shown
 from caramba_fast.config.spec import spec_name
 from caramba_fast.infer import GenerateConfig, SpeculativeConfig
 from caramba_fast.infer.config import AUTO
+from caramba_fast.infer.policy_fields import CachePolicyFields
 from caramba_fast.models.registry import LOOKUP
-from caramba_fast.policy.settings import CachePolicyFields
 
 Name = Annotated[str, Field(min_length=1)]
 #: What runs write when a manifest names no prompt.

@@ -18,12 +18,19 @@ from torch import Tensor
 
 from caramba_fast.cache import Calibration
 from caramba_fast.cache.model import PrefillMode
+from caramba_fast.infer.policy_fields import CachePolicyFields
 from caramba_fast.models import LanguageModel
 from caramba_fast.policy import measure as quality
 from caramba_fast.policy.candidates import bytes_per_token, cache_bytes
-from caramba_fast.policy.measure import Figures, Progress, StepMaker, StepTime, Subject
+from caramba_fast.policy.measure import (
+    Figures,
+    Progress,
+    StepMaker,
+    StepTime,
+    Subject,
+    recorded_step,
+)
 from caramba_fast.policy.plan import CachePlan, CandidateRow, PlanFile, PlanKey, Status, plain_table
-from caramba_fast.policy.settings import CachePolicyFields
 from caramba_fast.quality import RecallFormat
 from caramba_fast.quality.text import begin_token
 
@@ -265,6 +272,32 @@ def choose_cache(
     if settings.cache_plan_path is None:
         return _choose(subject, subject.key(), measure_all)
     return _kept_or_chosen(subject, PlanFile(settings.cache_plan_path), measure_all)
+
+
+def choose_for_generator(
+    model: LanguageModel, settings: CachePolicyFields, **options: Any
+) -> CachePlan:
+    """`choose_cache` as `caramba_fast.infer` asks for it.
+
+    Args:
+        options: those of `choose_cache`; and ``tokenizer``, with which needles are written where they are asked for.
+    """
+    if "tokenizer" in options:
+        tokenizer = options.pop("tokenizer")
+        if settings.cache_quality_min_needle is not None:
+            options["recall"] = _recall(tokenizer)
+        if model.device.type == "cuda":
+            options["make_step"] = recorded_step
+    return choose_cache(model, settings, **options)
+
+
+def _recall(tokenizer: Any) -> RecallFormat:
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    if inner is None or not hasattr(inner, "get_vocab"):
+        raise ValueError(
+            "cache_quality_min_needle needs Generator(tokenizer=...): needles are written with it"
+        )
+    return RecallFormat.of(inner)
 
 
 def _kept_or_chosen(subject: Subject, file: PlanFile, measure_all: bool) -> CachePlan:

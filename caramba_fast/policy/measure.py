@@ -26,10 +26,11 @@ from torch import Tensor
 from caramba_fast.cache import Calibration, DecoupledLayerShape, ModelKVCache
 from caramba_fast.cache.model import PrefillMode
 from caramba_fast.config import cache_configs
+from caramba_fast.infer.cuda_graph import DecodeGraph, why_no_graph
+from caramba_fast.infer.policy_fields import GATES, CachePolicyFields
 from caramba_fast.models import LanguageModel
 from caramba_fast.policy.candidates import BASELINE, candidates_for
 from caramba_fast.policy.plan import PlanKey, device_identity, model_identity, versions
-from caramba_fast.policy.settings import GATES, CachePolicyFields
 from caramba_fast.quality import (
     CacheQuality,
     CacheSize,
@@ -321,6 +322,12 @@ class StepTime:
 def plain_step(model: LanguageModel, cache: ModelKVCache) -> Step:
     """A forward pass."""
     return lambda tokens: model.forward(tokens, cache)
+
+
+def recorded_step(model: LanguageModel, cache: ModelKVCache) -> Step:
+    """What a generator runs on CUDA: launches cost all caches alike, and would hide the difference."""
+    recordable = why_no_graph(model) is None
+    return DecodeGraph(model, cache).step if recordable else plain_step(model, cache)
 
 
 @torch.no_grad()

@@ -32,9 +32,9 @@ from caramba_fast.cache import AnyLayerShape, Calibration
 from caramba_fast.config import cache_configs
 from caramba_fast.config.errors import explain
 from caramba_fast.config.files import parse_json, replacing, shown
+from caramba_fast.infer.policy_fields import MIB
 from caramba_fast.models import LanguageModel
 from caramba_fast.ops.registry import serving
-from caramba_fast.policy.settings import MIB
 
 #: Version of the file and of the plans in it; another one is not read.
 SCHEMA_VERSION = 1

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from caramba_fast.infer.policy_fields import MIB, CachePolicyFields
 from caramba_fast.policy.plan import CandidateRow
-from caramba_fast.policy.settings import MIB, CachePolicyFields
 from caramba_fast.quality.plot import write_figure
 
 if TYPE_CHECKING:

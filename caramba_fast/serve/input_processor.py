@@ -17,11 +17,11 @@ from caramba_fast.cache import Calibration, PagePool
 from caramba_fast.infer.config import AUTO, CacheFields, GenerateConfig, OutputFields
 from caramba_fast.infer.drafts import NGramIndex
 from caramba_fast.infer.logits import LogitsProcessors
+from caramba_fast.infer.policy_fields import CachePolicyFields, DecodePlanFields
 from caramba_fast.infer.sampling import RandomStream
 from caramba_fast.infer.stopping import Stopping, eos_ids, row_limits
 from caramba_fast.infer.tokenizer import TextTokenizer, TextWriter
 from caramba_fast.models.registry import as_language_model
-from caramba_fast.policy.settings import CachePolicyFields, DecodePlanFields
 from caramba_fast.serve.config import EngineConfig
 from caramba_fast.serve.request import PagedSequence, Request, RequestTimes, private_scope
 

@@ -281,7 +281,8 @@ WRITER = """
 import sys
 from pathlib import Path
 sys.path[:0] = [{tests!r}]
-from test_policy_file import PlanFile, any_plan
+from support.plans import any_plan
+from caramba_fast.policy import PlanFile
 path, name, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 for index in range(count):
     PlanFile(path).put(any_plan(f"{{name}}{{index}}"))

@@ -6,7 +6,7 @@ Sits on `caramba_fast.cache.AttentionLimits`, which every read of a cache honour
 from __future__ import annotations
 
 from caramba_fast.cache import AttentionLimits
-from caramba_fast.policy.settings import DecodePlanFields
+from caramba_fast.infer.policy_fields import DecodePlanFields
 
 #: Query tokens taken at a time by "auto" where none are set. Scores of a piece are q_chunk times what is
 #: cached, so the chunk shrinks as the cache grows; 256 is what the op does by itself.
