@@ -13,7 +13,7 @@ without tail and sinks: it is written once, over the layer's streams.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,24 +23,19 @@ from torch import Tensor
 from caramba_fast.cache import rows
 from caramba_fast.cache.calibration import LayerCalibration
 from caramba_fast.cache.pages import PageAllocator, PageTable
+from caramba_fast.cache.plans import LayerPlans
 from caramba_fast.cache.rows import Counts, RowLengths
 from caramba_fast.cache.statistics import StreamStatistics
 from caramba_fast.cache.stream import CacheTensor, TailKeeper, capacity
 from caramba_fast.config import KVCacheTensorConfig, Rotary
-from caramba_fast.ops import (
-    KVView,
-    Transform,
-    append_,
-    checks,
-    decode_attention,
-    decoupled_append_,
-    decoupled_decode_attention,
-    decoupled_extend_attention,
-    extend_attention,
-)
-from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
+from caramba_fast.ops import Transform, checks
+from caramba_fast.ops.append import append_op, decoupled_append_op, plan_append
+from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS, plan_attention
+from caramba_fast.ops.decode_attention import decode_op, decoupled_decode_op
+from caramba_fast.ops.extend_attention import decoupled_extend_op, extend_op, window_of
+from caramba_fast.ops.registry import Op
 from caramba_fast.ops.transform import undo_on_key, undo_on_value
-from caramba_fast.ops.view import Lanes, call_name, load, may_repeat
+from caramba_fast.ops.view import Lanes, load
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -77,6 +72,14 @@ class AttentionLimits(NamedTuple):
             return left, right
         most = self.local_window - 1
         return (most if left < 0 else min(left, most)), right
+
+
+class LayerOps(NamedTuple):
+    """The ops that serve a kind of layer."""
+
+    append: Op
+    decode: Op
+    extend: Op
 
 
 def check_sizes(
@@ -136,9 +139,7 @@ class LayerCache:
             the first tokens arrive, and stay while the cache holds any.
     """
 
-    _append_op: Callable[..., None]
-    _decode_op: Callable[..., Any]
-    _extend_op: Callable[..., Any]
+    _ops: LayerOps
 
     def __init__(
         self,
@@ -165,6 +166,7 @@ class LayerCache:
         self.reads_all_slots = False
         #: Limits of every read, as a decode plan sets them (`ModelKVCache.reach`).
         self.reach = AttentionLimits()
+        self.plans = LayerPlans()
         self.batch_size, self.max_seq_len, self.n_kv_heads = batch_size, max_seq_len, n_kv_heads
         self.device = torch.device(device)
         with torch.inference_mode(False):  # buffers made under it could not be written outside it
@@ -319,7 +321,7 @@ class LayerCache:
     ) -> None:
         self._narrow()
         plain = new_lens is None and not torch.is_grad_enabled()
-        if not (plain and self._append_again(new, cache_leftpad)):
+        if not (plain and self._append_planned(new, cache_leftpad)):
             self._append_anew(new, new_lens, cache_leftpad, will_attend)
 
     @torch.no_grad()  # a cache holds numbers, not a graph
@@ -346,9 +348,8 @@ class LayerCache:
             self._widened = tokens
             for stream in self.streams.values():
                 stream.widen_tail(start, tokens)
-        views = [stream.view for stream in self.streams.values()]
         try:
-            self._write(views, new, table, cache_leftpad, query_lens)
+            self.write(tuple(new.values()), self.seq_lens, table, cache_leftpad, query_lens)
         except BaseException:
             if self.pages is not None:  # nothing was written: the pages reserved for it go back
                 self.pages.shrink(self.lengths.host)
@@ -357,20 +358,21 @@ class LayerCache:
         self.lengths.advance(tokens, added, query_lens)
         self._tail.appended(self.lengths.host)
 
-    def _append_again(self, new: dict[str, Tensor], cache_leftpad: Tensor | None) -> bool:
-        """A decode step like the one before, in a contiguous cache: whether it was one, and is done."""
-        lengths, views = self.lengths, [stream.view for stream in self.streams.values()]
-        if self.pages is not None or not may_repeat():
+    def _append_planned(self, new: dict[str, Tensor], cache_leftpad: Tensor | None) -> bool:
+        """A step like an earlier one, in a contiguous cache: whether it was one, and is done."""
+        lengths, longest = self.lengths, self.lengths.longest
+        if self.pages is not None or not longest:
             return False
-        tensors, longest = (*new.values(), lengths.seq_lens), lengths.longest
-        call = views[0].calls.get(call_name(self._append_op.__name__, tensors[0]))
+        tensors = (*new.values(), lengths.seq_lens)
         options = {} if cache_leftpad is None else {"cache_leftpad": cache_leftpad}
-        if call is None or not longest or not call.serves(tensors, views, options):
+        views = self.plans.views(self.streams.values())
+        plan = self.plans.find(self._ops.append, tensors, views, options)
+        if plan is None:
             return False
         tokens = tensors[0].shape[2]
         if longest + tokens > self.max_seq_len or (self.residual_len and tokens > self.tail_slack):
             return False
-        call(tensors, options)
+        plan.run(tensors, options)
         lengths.advance_all(tokens)
         self._tail.appended(lengths.host)
         return True
@@ -406,18 +408,51 @@ class LayerCache:
         lengths.newest, lengths.query_lens = 1, None
         self._tail.appended(lengths.host)
 
-    def _write(
+    def write(
         self,
-        views: list[KVView],
-        new: dict[str, Tensor],
-        table: Tensor | None,
+        new: Sequence[Tensor],
+        start: Tensor,
+        block_table: Tensor | None,
         cache_leftpad: Tensor | None,
         query_lens: Tensor | None,
     ) -> None:
-        type(self)._append_op(
-            *views, *new.values(), self.seq_lens, block_table=table, cache_leftpad=cache_leftpad,
-            query_lens=query_lens,
-        )  # fmt: skip
+        """Runs the append op on what is stored; lengths and pages are the caller's."""
+        given = dict(block_table=block_table, cache_leftpad=cache_leftpad, query_lens=query_lens)
+        options = {name: value for name, value in given.items() if value is not None}
+        views, tensors, op = (
+            self.plans.views(self.streams.values()),
+            (*new, start),
+            self._ops.append,
+        )
+        plan = self.plans.find(op, tensors, views, options)
+        if plan is None:
+            named = dict(zip(self.streams, views, strict=True))
+            plan = self.plans.keep(op, new[0], plan_append(op, named, new, start, options))
+        plan.run(tensors, options)
+
+    def read(
+        self,
+        queries: Sequence[Tensor],
+        cache_seqlens: Tensor,
+        options: dict[str, Any],
+        slots: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the attention op for so many queries on what is stored, or its first ``slots``: out and lse.
+
+        Arguments as of `ops.decode_attention`, and `ops.extend_attention` for more than 32 queries.
+        """
+        extends = queries[0].shape[2] > MAX_QUERY_TOKENS
+        op = self._ops.extend if extends else self._ops.decode
+        options = window_of(options) if extends else options
+        options = {name: value for name, value in options.items() if value is not None}
+        views, tensors = self.plans.views(self.streams.values(), slots), (*queries, cache_seqlens)
+        plan = self.plans.find(op, tensors, views, options)
+        if plan is None:
+            named = dict(zip(self.streams, views, strict=True))
+            plan = plan_attention(op, named, queries, cache_seqlens, self.n_kv_heads, options)
+            self.plans.keep(op, queries[0], plan)
+        found: tuple[Tensor, Tensor] = plan.run(tensors, options)
+        return found
 
     def copy_pages(self, moved: Sequence[tuple[int, int]]) -> None:
         """Copies what is stored in pages of the pool to others: (from, to)."""
@@ -479,27 +514,26 @@ class LayerCache:
                 f"q has T={tokens} tokens after an append of {lengths.newest} with padding; "
                 "they must agree"
             )
-        views = [s.view for s in self.streams.values()]
+        slots = None
         if self.pages is not None:
             whole = self.reads_all_slots
             options["block_table"] = self.pages.tensor if whole else self.pages.columns(self.pos)
         elif not self.reads_all_slots:
-            views = [view.slice(capacity(max(self.pos, 1))) for view in views]
+            slots = capacity(max(self.pos, 1))
         if lengths.query_lens is not None:
             options.setdefault("query_lens", lengths.query_lens)
         if self.residual_len:
             options["residual_len"] = self.residual_len
         if self.reach.local_window is not None:
             options["window_size"] = self.reach.window(options)
-        kind, extends = type(self), q.shape[2] > MAX_QUERY_TOKENS
-        if extends and self.reach.q_chunk is not None:
+        if self.reach.q_chunk is not None and q.shape[2] > MAX_QUERY_TOKENS:
             options.setdefault("q_chunk", self.reach.q_chunk)
-        op = kind._extend_op if extends else kind._decode_op
+        with_lse = options.pop("return_softmax_lse", False)
         held = self.seq_lens - before if before else self.seq_lens
-        result = op(*queries, *views, held, n_kv_heads=self.n_kv_heads, **options)
+        out, lse = self.read(queries, held, options, slots)
         if not before and not self.attended_again:
             self._narrow()
-        return result
+        return (out, lse) if with_lse else out
 
     # -- shrinking and moving -----------------------------------------------------------
 
@@ -609,7 +643,7 @@ class LayerCache:
             )
         self._narrow()
         other = copy.copy(self)
-        other.batch_size = len(rows)
+        other.batch_size, other.plans = len(rows), LayerPlans()
         index = torch.tensor(rows, dtype=torch.int64).to(self.device)
         used = None if self.pages is not None else self.pos
         with torch.inference_mode(False):  # as in __init__
@@ -700,9 +734,7 @@ class LayerKVCache(LayerCache):
 
     k: CacheTensor
     v: CacheTensor
-    _append_op = staticmethod(append_)
-    _decode_op = staticmethod(decode_attention)
-    _extend_op = staticmethod(extend_attention)
+    _ops = LayerOps(append_op, decode_op, extend_op)
 
     def __init__(
         self,
@@ -793,9 +825,7 @@ class DecoupledLayerKVCache(LayerCache):
     k_sem: CacheTensor
     k_geo: CacheTensor
     v: CacheTensor
-    _append_op = staticmethod(decoupled_append_)
-    _decode_op = staticmethod(decoupled_decode_attention)
-    _extend_op = staticmethod(decoupled_extend_attention)
+    _ops = LayerOps(decoupled_append_op, decoupled_decode_op, decoupled_extend_op)
 
     def __init__(
         self,

@@ -158,26 +158,20 @@ class RaggedLayer:
     @torch.no_grad()
     def append_tokens(self, *new: Tensor) -> None:
         """Stores N tokens: (N, H_kv, D) of each stream."""
-        views = [stream.view for stream in self.stored.streams.values()]
         for group in self.groups:
             rows = [group.rows_of(x) for x in new]
-            type(self.stored)._append_op(
-                *views, *rows, group.starts, block_table=group.table, query_lens=group.query_lens
-            )
+            self.stored.write(rows, group.starts, group.table, None, group.query_lens)
 
     def attend_tokens(self, *queries: Tensor, **options: Any) -> Tensor:
         """(N, H_q, D) each, or those of the rows that are wanted -> (N, H_q, D_v).
 
         A token sees those of its sequence up to itself.
         """
-        views = [stream.view for stream in self.stored.streams.values()]
         found = []
         for group in self.queries:
             rows = [group.rows_of(q) for q in queries]
-            out = type(self.stored)._decode_op(
-                *rows, *views, group.ends, n_kv_heads=self.stored.n_kv_heads, block_table=group.table,
-                query_lens=group.query_lens, **options,
-            )  # fmt: skip
+            pages = {"block_table": group.table, "query_lens": group.query_lens}
+            out, _ = self.stored.read(rows, group.ends, {**options, **pages})
             found.append(group.tokens_of(out))
         if not found:
             heads, dim = queries[0].shape[1], self.stored.streams["v"].head_dim

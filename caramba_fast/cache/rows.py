@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from caramba_fast.cache.plans import LayerPlans
 from caramba_fast.cache.statistics import full_phases
 from caramba_fast.cache.stream import CacheTensor, capacity, empty
 from caramba_fast.config import Rotary
@@ -249,7 +250,7 @@ def moved(layer: LayerCache, device: torch.device | str) -> LayerCache:
         raise ValueError("a paged cache cannot be moved: its pool may be shared")
     layer._narrow()
     other = copy.copy(layer)
-    other.device = target
+    other.device, other.plans = target, LayerPlans()
     with torch.inference_mode(False):
         other.streams = {
             name: _moved_stream(stream, target) for name, stream in layer.streams.items()

@@ -1,13 +1,12 @@
 """append_ and decoupled_append_: transform, quantize and write new tokens, in one launch.
 
 Tokens go behind what is cached: into the codes, and where the cache has them into the fp16 tail (a ring
-of the newest) and the fp16 sinks (the first real ones).
-
-Reference writing: tokens into codes, scales, tail and sinks, without data-dependent shapes.
+of the newest) and the fp16 sinks (the first real ones). The reference writes without data-dependent shapes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,22 +14,13 @@ import torch
 from torch import Tensor
 
 from caramba_fast.ops import checks
+from caramba_fast.ops.plan import CallPlan
 from caramba_fast.ops.quantize import FITS
 from caramba_fast.ops.quantize import op as quantize_op
-from caramba_fast.ops.registry import register
+from caramba_fast.ops.registry import Op, register
 from caramba_fast.ops.schema import DECOUPLED, STANDARD, append_schema
 from caramba_fast.ops.transform import apply_to_key, apply_to_value
-from caramba_fast.ops.view import (
-    KVView,
-    RepeatedCall,
-    call_description,
-    call_name,
-    check_once,
-    common_problems,
-    may_repeat,
-    paged_slots,
-    stored_lanes,
-)
+from caramba_fast.ops.view import KVView, common_problems, paged_slots, stored_lanes
 
 
 class Destination:
@@ -154,10 +144,38 @@ def fake(*_: Any, **__: Any) -> None:
     return None
 
 
-_op = register("append_", append_schema(STANDARD), reference=reference, fake=fake)
-_decoupled_op = register(
+append_op = register("append_", append_schema(STANDARD), reference=reference, fake=fake)
+decoupled_append_op = register(
     "decoupled_append_", append_schema(DECOUPLED), reference=decoupled_reference, fake=fake
 )
+
+
+def plan_append(
+    op: Op,
+    views: Mapping[str, KVView],
+    new: Sequence[Tensor],
+    start: Tensor,
+    options: Mapping[str, Any],
+) -> CallPlan:
+    """Checks a call of one of the two ops and makes it flat.
+
+    Args:
+        op: `append_op` or `decoupled_append_op`.
+        views: the streams by name, in the op's order.
+        new: (B, H_kv, T, D) of each stream.
+        start: (B,) int32.
+        options: block_table, cache_leftpad, query_lens, those given.
+
+    Raises:
+        TypeError, ValueError: as `append_`.
+    """
+    _check(views, dict(zip(views, new, strict=True)), start, **options)
+    stated: dict[str, Any] = {}
+    for name, view in views.items():
+        stated.update(view.options(name))
+        if view.fit != "amax":
+            stated[f"fit_{name}"] = view.fit
+    return CallPlan(op, (*new, start), tuple(views.values()), options, stated)
 
 
 def append_(
@@ -187,8 +205,9 @@ def append_(
     Raises:
         TypeError, ValueError: naming the argument; nothing is written.
     """
-    views, new = {"k": k, "v": v}, {"k": k_new, "v": v_new}
-    _append(_op, views, new, start, block_table, cache_leftpad, query_lens)
+    options = _given(block_table, cache_leftpad, query_lens)
+    plan = plan_append(append_op, {"k": k, "v": v}, (k_new, v_new), start, options)
+    plan.run((k_new, v_new, start), options)
 
 
 def decoupled_append_(
@@ -205,47 +224,25 @@ def decoupled_append_(
     query_lens: Tensor | None = None,
 ) -> None:
     """`append_` for decoupled attention: semantic keys, geometric keys and values."""
+    options, new = _given(block_table, cache_leftpad, query_lens), (k_sem_new, k_geo_new, v_new)
     views = {"k_sem": k_sem, "k_geo": k_geo, "v": v}
-    new = {"k_sem": k_sem_new, "k_geo": k_geo_new, "v": v_new}
-    _append(_decoupled_op, views, new, start, block_table, cache_leftpad, query_lens)
+    plan_append(decoupled_append_op, views, new, start, options).run((*new, start), options)
 
 
-def _append(
-    op: Any,
-    views: dict[str, KVView],
-    new: dict[str, Tensor],
-    start: Tensor,
-    block_table: Tensor | None,
-    cache_leftpad: Tensor | None,
-    query_lens: Tensor | None,
-) -> None:
-    given = dict(block_table=block_table, cache_leftpad=cache_leftpad, query_lens=query_lens)
-    options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    tensors, streams = (*new.values(), start), tuple(views.values())
-    known = streams[0].calls if may_repeat() else {}
-    kept = call_name(op.name, tensors[0])
-    call = known.get(kept)
-    if call is None or not call.serves(tensors, streams, options):
-        check_once(
-            call_description(op.name, tensors, streams, options),
-            lambda: _check(views, new, start, block_table, cache_leftpad, query_lens),
-        )
-        stated: dict[str, Any] = {}
-        for name, view in views.items():
-            stated.update(view.options(name))
-            if view.fit != "amax":
-                stated[f"fit_{name}"] = view.fit
-        call = known[kept] = RepeatedCall(op, tensors, streams, options, stated)
-    call(tensors, options)
+def _given(
+    block_table: Tensor | None, cache_leftpad: Tensor | None, query_lens: Tensor | None
+) -> dict[str, Tensor]:
+    named = {"block_table": block_table, "cache_leftpad": cache_leftpad, "query_lens": query_lens}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _check(
-    views: dict[str, KVView],
-    new: dict[str, Tensor],
+    views: Mapping[str, KVView],
+    new: Mapping[str, Tensor],
     start: Tensor,
-    block_table: Tensor | None,
-    cache_leftpad: Tensor | None,
-    query_lens: Tensor | None,
+    block_table: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    query_lens: Tensor | None = None,
 ) -> None:
     """Raises TypeError or ValueError naming everything that is wrong with a call."""
     problems: list[str] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +11,11 @@ from torch import Tensor
 
 from caramba_fast.ops import checks
 from caramba_fast.ops.attention import State, solve
+from caramba_fast.ops.plan import CallPlan
+from caramba_fast.ops.registry import Op
 from caramba_fast.ops.view import (
     KVView,
-    RepeatedCall,
-    call_description,
-    call_name,
-    check_once,
     common_problems,
-    may_repeat,
     paged_slots,
     stored_lanes,
     stream_options,
@@ -69,49 +66,56 @@ def fake(streams: Sequence[str], args: Sequence[Any], n_kv_heads: int) -> State:
 
 
 def call(
-    op: Any,
+    op: Op,
     queries: dict[str, Tensor],
     views: dict[str, KVView],
     cache_seqlens: Tensor,
     n_kv_heads: int,
-    options: dict[str, Any],
-    max_tokens: int | None,
+    options: Mapping[str, Any],
 ) -> State:
-    """Checks everything, then calls the op with its flat arguments.
+    """What the public functions do: checks everything, then calls the op."""
+    options = {name: value for name, value in options.items() if value is not None}
+    plan = plan_attention(op, views, tuple(queries.values()), cache_seqlens, n_kv_heads, options)
+    found: State = plan.run((*queries.values(), cache_seqlens), options)
+    return found
+
+
+def plan_attention(
+    op: Op,
+    views: Mapping[str, KVView],
+    queries: Sequence[Tensor],
+    cache_seqlens: Tensor,
+    n_kv_heads: int,
+    options: Mapping[str, Any],
+) -> CallPlan:
+    """Checks a call of an attention op and makes it flat.
 
     Args:
-        queries: by the name of the key stream they meet.
-        views: key streams in that order, then v.
-        max_tokens: most query tokens, or None for no limit.
+        op: one of the four attention ops; those without ``q_chunk`` take up to MAX_QUERY_TOKENS.
+        views: the streams by name, in the op's order, v last.
+        queries: (B, H_q, T, D) of each key stream, in that order.
+        cache_seqlens, n_kv_heads: as in `decode_attention`.
+        options: those given, without None.
+
+    Raises:
+        TypeError, ValueError: as `decode_attention`.
     """
-    options = {key: value for key, value in options.items() if value is not None}
-    options["n_kv_heads"] = n_kv_heads
-    tensors, streams = (*queries.values(), cache_seqlens), tuple(views.values())
-    known = streams[0].calls if may_repeat() else {}
-    kept = call_name(op.name, tensors[0])
-    made = known.get(kept)
-    if made is None or not made.serves(tensors, streams, options):
-        del options["n_kv_heads"]
-        check_once(
-            call_description(op.name, tensors, streams, options, n_kv_heads),
-            lambda: _check(op, queries, views, cache_seqlens, n_kv_heads, options, max_tokens),
-        )
-        options["n_kv_heads"] = n_kv_heads
-        stated: dict[str, Any] = {}
-        for name, view in views.items():
-            stated.update(view.options(name))
-        made = known[kept] = RepeatedCall(op, tensors, streams, options, stated, len(queries))
-    return made(tensors, options)
+    named = dict(zip(views, queries, strict=False))
+    _check(op, named, views, cache_seqlens, n_kv_heads, options)
+    stated: dict[str, Any] = {"n_kv_heads": n_kv_heads}
+    for name, view in views.items():
+        stated.update(view.options(name))
+    tensors = (*queries, cache_seqlens)
+    return CallPlan(op, tensors, tuple(views.values()), options, stated, len(queries))
 
 
 def _check(
-    op: Any,
-    queries: dict[str, Tensor],
-    views: dict[str, KVView],
+    op: Op,
+    queries: Mapping[str, Tensor],
+    views: Mapping[str, KVView],
     cache_seqlens: Tensor,
     n_kv_heads: int,
-    options: dict[str, Any],
-    max_tokens: int | None,
+    options: Mapping[str, Any],
 ) -> None:
     """Raises TypeError or ValueError naming everything that is wrong with a call."""
     for name, q in queries.items():
@@ -130,9 +134,8 @@ def _check(
         raise TypeError(
             f"cache_seqlens is a {type(cache_seqlens).__name__}; a (B,) int32 tensor is needed"
         )
-    checks.raise_all(
-        op.name, _problems(queries, views, cache_seqlens, n_kv_heads, options, max_tokens)
-    )
+    most = None if "q_chunk" in op.keywords else MAX_QUERY_TOKENS
+    checks.raise_all(op.name, _problems(queries, views, cache_seqlens, n_kv_heads, options, most))
     first = next(iter(queries.values()))
     checks.same_device(
         q=first, cache_seqlens=cache_seqlens, **{f"{n}_codes": v.codes for n, v in views.items()},
@@ -141,11 +144,11 @@ def _check(
 
 
 def _problems(
-    queries: dict[str, Tensor],
-    views: dict[str, KVView],
+    queries: Mapping[str, Tensor],
+    views: Mapping[str, KVView],
     cache_seqlens: Tensor,
     n_kv_heads: int,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     max_tokens: int | None,
 ) -> list[str]:
     first = next(iter(queries.values()))
@@ -180,8 +183,8 @@ def _problems(
 
 
 def _view_problems(
-    queries: dict[str, Tensor],
-    views: dict[str, KVView],
+    queries: Mapping[str, Tensor],
+    views: Mapping[str, KVView],
     n_kv_heads: int,
     batch: int,
     table: Tensor | None,
@@ -221,7 +224,7 @@ def _view_problems(
     return problems
 
 
-def _tail_problems(views: dict[str, KVView], residual_len: int, tokens: int) -> list[str]:
+def _tail_problems(views: Mapping[str, KVView], residual_len: int, tokens: int) -> list[str]:
     problems = []
     tail = next(iter(views.values())).tail
     if residual_len < 0 or (residual_len and tail is None):
@@ -237,9 +240,9 @@ def _tail_problems(views: dict[str, KVView], residual_len: int, tokens: int) -> 
 
 
 def _null_problems(
-    queries: dict[str, Tensor],
-    views: dict[str, KVView],
-    options: dict[str, Any],
+    queries: Mapping[str, Tensor],
+    views: Mapping[str, KVView],
+    options: Mapping[str, Any],
     n_kv_heads: int,
     heads: int,
 ) -> list[str]:
@@ -266,7 +269,7 @@ def _null_problems(
     return problems
 
 
-def _scalar_problems(options: dict[str, Any]) -> list[str]:
+def _scalar_problems(options: Mapping[str, Any]) -> list[str]:
     problems = []
     window = options.get("window_size", (-1, -1))
     if len(window) != 2 or min(window) < -1:

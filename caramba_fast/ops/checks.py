@@ -7,12 +7,14 @@ from torch import Tensor
 
 from caramba_fast.formats import QUANTIZED_KINDS, SCALE_DTYPE, Format, resolve
 
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
 
 def float_tensor(name: str, value: object) -> None:
     """Raises TypeError unless ``value`` is a tensor of fp32, fp16 or bf16."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; a torch.Tensor is needed")
-    if str(value.dtype) not in ("torch.float32", "torch.float16", "torch.bfloat16"):
+    if value.dtype not in FLOATS:
         raise TypeError(f"{name} has dtype {value.dtype}; allowed are float32, float16, bfloat16")
 
 

@@ -33,7 +33,7 @@ def fake(*args: Any, n_kv_heads: int, **_: Any) -> tuple[Tensor, Tensor]:
     return attention_call.fake(STANDARD, args, n_kv_heads)
 
 
-_op = register(
+decode_op = register(
     "decode_attention", attention_schema(STANDARD, FACTORS), reference=reference, fake=fake
 )
 
@@ -82,9 +82,8 @@ def decode_attention(
         TypeError, ValueError: naming every argument that is wrong, what it was and what is allowed.
     """
     out, lse = attention_call.call(
-        _op, {"k": q}, {"k": k, "v": v}, cache_seqlens, n_kv_heads, options,
-        attention_call.MAX_QUERY_TOKENS,
-    )  # fmt: skip
+        decode_op, {"k": q}, {"k": k, "v": v}, cache_seqlens, n_kv_heads, options
+    )
     return (out, lse) if return_softmax_lse else out
 
 
@@ -100,7 +99,7 @@ def decoupled_fake(*args: Any, n_kv_heads: int, **_: Any) -> tuple[Tensor, Tenso
     return attention_call.fake(DECOUPLED, args, n_kv_heads)
 
 
-_decoupled_op = register(
+decoupled_decode_op = register(
     "decoupled_decode_attention",
     attention_schema(DECOUPLED, DECOUPLED_FACTORS),
     reference=decoupled_reference,
@@ -137,7 +136,7 @@ def decoupled_decode_attention(
         TypeError, ValueError: naming every argument that is wrong, what it was and what is allowed.
     """
     out, lse = attention_call.call(
-        _decoupled_op, {"k_sem": q_sem, "k_geo": q_geo}, {"k_sem": k_sem, "k_geo": k_geo, "v": v}, cache_seqlens,
-        n_kv_heads, options, attention_call.MAX_QUERY_TOKENS,
+        decoupled_decode_op, {"k_sem": q_sem, "k_geo": q_geo}, {"k_sem": k_sem, "k_geo": k_geo, "v": v}, cache_seqlens,
+        n_kv_heads, options,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out

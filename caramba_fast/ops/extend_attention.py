@@ -39,10 +39,10 @@ def decoupled_fake(*args: Any, n_kv_heads: int, **_: Any) -> tuple[Tensor, Tenso
     return attention_call.fake(DECOUPLED, args, n_kv_heads)
 
 
-_op = register(
+extend_op = register(
     "extend_attention", attention_schema(STANDARD, FACTORS, EXTRA), reference=reference, fake=fake
 )
-_decoupled_op = register(
+decoupled_extend_op = register(
     "decoupled_extend_attention",
     attention_schema(DECOUPLED, DECOUPLED_FACTORS, EXTRA),
     reference=decoupled_reference,
@@ -50,7 +50,7 @@ _decoupled_op = register(
 )
 
 
-def _reach(options: dict[str, Any]) -> dict[str, Any]:
+def window_of(options: dict[str, Any]) -> dict[str, Any]:
     """``local_window=w`` is another way to say ``window_size=(w - 1, 0)``."""
     window = options.pop("local_window", None)
     if window is None:
@@ -89,7 +89,7 @@ def extend_attention(
         TypeError, ValueError: naming every argument that is wrong, what it was and what is allowed.
     """
     out, lse = attention_call.call(
-        _op, {"k": q}, {"k": k, "v": v}, cache_seqlens, n_kv_heads, _reach(options), None
+        extend_op, {"k": q}, {"k": k, "v": v}, cache_seqlens, n_kv_heads, window_of(options)
     )
     return (out, lse) if return_softmax_lse else out
 
@@ -108,7 +108,7 @@ def decoupled_extend_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`extend_attention` with semantic and geometric keys, as `decoupled_decode_attention`."""
     out, lse = attention_call.call(
-        _decoupled_op, {"k_sem": q_sem, "k_geo": q_geo}, {"k_sem": k_sem, "k_geo": k_geo, "v": v},
-        cache_seqlens, n_kv_heads, _reach(options), None,
+        decoupled_extend_op, {"k_sem": q_sem, "k_geo": q_geo}, {"k_sem": k_sem, "k_geo": k_geo, "v": v},
+        cache_seqlens, n_kv_heads, window_of(options),
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,13 +49,6 @@ class Transform:
     phases: Tensor | None = None
     scale: Tensor | None = None
     rotate: bool = False
-
-    @cached_property
-    def description(self) -> tuple[Any, ...]:
-        """Shapes, dtypes and devices of the constants, and whether they rotate."""
-        parts = (self.mean, self.bias, self.pairs, self.phases, self.scale)
-        told = tuple(x if x is None else (x.shape, x.dtype, x.device) for x in parts)
-        return (*told, self.rotate)
 
     @property
     def is_identity(self) -> bool:

@@ -29,7 +29,7 @@ from caramba_fast.ops import (
     decoupled_decode_attention,
     use_backend,
 )
-from caramba_fast.ops.append import _decoupled_op, _op
+from caramba_fast.ops.append import append_op, decoupled_append_op
 from caramba_fast.ops.schema import DECOUPLED, STANDARD, append_schema
 from caramba_fast.ops.transform import PHASE_TILE
 from caramba_fast.ops.view import Lanes
@@ -385,7 +385,7 @@ def test_nothing_to_do(device):
         stored = [part for v in given.views.values() for part in (v.codes, v.scales)]
         for axis in range(3):
             empty = [x.narrow(axis, 0, 0) for x in given.new.values()]
-            _op(*stored, *empty, given.start[: len(empty[0])], "q8_0", "q4_0")
+            append_op(*stored, *empty, given.start[: len(empty[0])], "q8_0", "q4_0")
     assert all(same_bits(x, before[name]) for name, x in buffers(given).items())
 
 
@@ -550,7 +550,10 @@ def test_constants_are_those_of_the_ops():
 
 @pytest.mark.parametrize(
     ("op", "kinds", "dims"),
-    [(_op, ("q8_0", "q4_0"), (32, 32)), (_decoupled_op, ("q8_0", "fp16", "nf4"), (8, 16, 8))],
+    [
+        (append_op, ("q8_0", "q4_0"), (32, 32)),
+        (decoupled_append_op, ("q8_0", "fp16", "nf4"), (8, 16, 8)),
+    ],
     ids=["append_", "decoupled_append_"],
 )
 def test_opcheck(op, kinds, dims, device):

@@ -13,6 +13,7 @@ from caramba_fast.cache import AttentionLimits, DecoupledLayerKVCache, LayerKVCa
 from caramba_fast.config import KVCacheTensorConfig, cache_configs
 from caramba_fast.models import ModelConfig, Transformer
 from caramba_fast.ops.attention import QUERIES_PER_PIECE
+from caramba_fast.ops.extend_attention import extend_op
 from caramba_fast.policy import DecodePlan, DecodePlanFields, plan_for
 
 SIZES: dict[str, Any] = dict(
@@ -170,13 +171,13 @@ def test_a_chunk_changes_no_number_of_a_read(decoupled: bool, kind: str, paged: 
 
 def test_the_chunk_reaches_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int | None] = []
-    extend = LayerKVCache._extend_op
+    extend = extend_op.overload
 
     def noting(*args: Any, **options: Any) -> Any:
         seen.append(options.get("q_chunk"))
         return extend(*args, **options)
 
-    monkeypatch.setattr(LayerKVCache, "_extend_op", staticmethod(noting))
+    monkeypatch.setattr(extend_op, "overload", noting)
     run(make(), ids(80), AttentionLimits(q_chunk=16), [40, 40], "fp16")
     run(make(), ids(80), AttentionLimits(), [40, 40], "fp16")
     assert seen == [16] * 4 + [None] * 4
