@@ -16,7 +16,7 @@ from caramba_fast.infer.inferencer import (
     SampleStrategy,
 )
 from caramba_fast.infer.output import GenerateOutput, GenerationMetrics
-from caramba_fast.infer.session import Hooks
+from caramba_fast.infer.run import Hooks
 from caramba_fast.infer.speculative import SpeculationStats, SpeculativeGenerator
 from caramba_fast.models.protocol import LanguageModel
 

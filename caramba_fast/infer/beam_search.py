@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from caramba_fast.infer.run import Run, blank_ended
 from caramba_fast.infer.sampling import filtered_logits, why_nothing
 from caramba_fast.infer.sequence import FinishReason
-from caramba_fast.infer.session import Run, blank_ended
 
 #: The score of a beam that must not be chosen before any real one.
 UNLIKELY = -1e9

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from caramba_fast.infer.config import GenerateConfig, SpeculativeConfig
 from caramba_fast.infer.logits import LogitsProcessors
+from caramba_fast.infer.run import blank_ended
 from caramba_fast.infer.sampling import (
     NOTHING,
     check_chosen,
@@ -36,7 +37,7 @@ from caramba_fast.infer.sampling import (
     set_random_state,
 )  # fmt: skip
 from caramba_fast.infer.sequence import TokenSequence
-from caramba_fast.infer.session import Session, blank_ended
+from caramba_fast.infer.session import Session
 
 
 class Drafted(NamedTuple):

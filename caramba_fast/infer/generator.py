@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from caramba_fast.cache import Calibration, ModelKVCache
-from caramba_fast.cache.rows import Counts
 from caramba_fast.infer.beam_search import beam_search
-from caramba_fast.infer.cache_choice import CacheChoice, ChosenCache
-from caramba_fast.infer.config import AUTO, CacheFields, GenerateConfig, SpeculativeConfig
-from caramba_fast.infer.cuda_graph import DecodeGraphs
-from caramba_fast.infer.decode_plan import DecodePlan
+from caramba_fast.infer.config import CacheFields, GenerateConfig
 from caramba_fast.infer.logits import LogitsProcessors
-from caramba_fast.infer.output import GenerateOutput, GenerationMetrics, Stopwatch
+from caramba_fast.infer.output import GenerateOutput, Stopwatch
 from caramba_fast.infer.policy_fields import CachePolicyFields, DecodePlanFields
-from caramba_fast.infer.sampling import random_state, set_random_state
-from caramba_fast.infer.sequence import Prompts, TokenIds, read_prompts
-from caramba_fast.infer.session import Hooks, Run, Session
-from caramba_fast.infer.stopping import Decoder, Stopping, eos_ids, row_limits
+from caramba_fast.infer.run import Hooks, Run
+from caramba_fast.infer.sequence import Prompts, TokenIds
+from caramba_fast.infer.stepwise import Mask, StepwiseGenerator
+from caramba_fast.infer.stopping import Decoder, Stopping, row_limits
 from caramba_fast.infer.tokenizer import find_tokenizer
 from caramba_fast.models import LanguageModel
-from caramba_fast.models.registry import as_language_model, checkpoint_folder, load
-
-Mask = Tensor | Sequence[Sequence[int]] | None
-#: A kind whose transforms take constants: with "auto" a calibration is checked against it.
-CALIBRATED = "q4"
+from caramba_fast.models.registry import checkpoint_folder, load
 
 
-class Generator:
+class Generator(StepwiseGenerator):
     """Generates with a model and keeps the conversation until `reset`.
 
     A second `generate` continues where the first one ended: the last sampled token, which is not in
@@ -55,48 +46,6 @@ class Generator:
         RecordingError: (from a decode step) cuda_graph=True and the model cannot be recorded.
     """
 
-    _speculates = False
-
-    def __init__(
-        self,
-        model: LanguageModel | Any,
-        config: GenerateConfig | None = None,
-        device: torch.device | str | None = None,
-        *,
-        tokenizer: Decoder | None = None,
-        calibration_ids: Tensor | Sequence[int] | None = None,
-        **overrides: Any,
-    ) -> None:
-        if isinstance(config, SpeculativeConfig) and not self._speculates:
-            raise TypeError("config is a SpeculativeConfig, which SpeculativeGenerator takes")
-        if device is not None and isinstance(model, nn.Module):
-            model.to(device)
-        self.model, self.tokenizer = as_language_model(model), tokenizer
-        self.config = (config or GenerateConfig()).updated(**overrides)
-        self.eos_ids = self._eos_ids(self.config)
-        self._cache_bytes, self._bytes_per_token = 0, 0.0
-        self._run_state: Run | None = None
-        self._measured: tuple[Stopwatch, int, int] | None = None
-        self._expanded = False  # num_return_sequences has multiplied the rows
-        self._row_factor = 1  # rows of caches there will be for each row that is fed
-        self._reseed = False  # the call under way was given a seed of its own
-        self._calibration: Calibration | None = None
-        if self.config.cache_calibration is not None:
-            self._calibration = Calibration.load(self.config.cache_calibration)
-            self._new_cache(1, torch.device("meta"))  # says at once what does not fit the model
-        self._choice = CacheChoice(
-            self.model, self.config, self._calibration, calibration_ids, tokenizer
-        )
-        self._choice.check_budget(1)
-        self._graphs = DecodeGraphs(self.model, self.config.cuda_graph)
-        self._plan = DecodePlan(self.config)
-        self._session = Session(
-            self.model, self._new_cache, self._graphs, self._fill(self.config), self.config.max_seq_len,
-            self.config.prefill_chunk, self._plan.plan_for,
-        )  # fmt: skip
-        self._check_call(self.config)
-        self._rng = self._seeded(self.config)
-
     @classmethod
     def from_checkpoint(cls, path: str | Path, tokenizer: Any = None, **options: Any) -> Generator:
         """A generator for a Hugging Face checkpoint folder, with its tokenizer.
@@ -104,137 +53,6 @@ class Generator:
         Arguments and errors are those of `caramba_fast.infer.generator.from_checkpoint`.
         """
         return from_checkpoint(path, tokenizer, **options)
-
-    # -- settings -----------------------------------------------------------------------
-
-    def _eos_ids(self, config: GenerateConfig) -> frozenset[int]:
-        return eos_ids(config, self.model)
-
-    def _seeded(self, config: GenerateConfig) -> torch.Generator | None:
-        if config.seed is None:
-            return None
-        return torch.Generator(device=self.model.device).manual_seed(config.seed)
-
-    @property
-    def pad_token_id(self) -> int | None:
-        """The padding id of the config, else of the model."""
-        return self._pad(self.config)
-
-    def _pad(self, config: GenerateConfig) -> int | None:
-        if config.pad_token_id is not None:
-            return config.pad_token_id
-        pad = self.model.pad_token_id
-        return pad if pad is not None and 0 <= pad < self.model.vocab_size else None
-
-    def _fill(self, config: GenerateConfig) -> int:
-        """What stands behind the end of a row: the padding id, else an eos id."""
-        pad = self._pad(config)
-        return pad if pad is not None else min(self._eos_ids(config), default=0)
-
-    @property
-    def cache(self) -> ModelKVCache | None:
-        """The cache of the conversation, or None before the first prompt."""
-        return self._session.cache
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        """The tokens of every row of the conversation, generated ones included."""
-        return [list(row.tokens) for row in self._session.rows]
-
-    @property
-    def decode_graph(self) -> str:
-        """Whether decode steps are replays of one CUDA graph, or why they are not."""
-        return self._graphs.state(self.cache)
-
-    @property
-    def metrics(self) -> GenerationMetrics | None:
-        """Figures of the last run, so far; None before the first."""
-        if self._measured is None or not self._measured[0].steps:
-            return None
-        watch, rows, prompt_tokens = self._measured
-        return watch.report(rows, prompt_tokens, self._cache_bytes, self._bytes_per_token)
-
-    @property
-    def report(self) -> dict[str, Any]:
-        """What is in force: how the cache is stored, what it takes, how decode steps run."""
-        plan = self.cache_plan
-        return {
-            "cache_kind": self.config.cache_name if plan is None else plan.spec,
-            "cache_chosen": None if plan is None else plan.reason,
-            "cache_bytes": self._cache_bytes,
-            "bytes_per_token": self._bytes_per_token,
-            "cache_reads": getattr(self.model, "reads_of", lambda _: "packed")(self.cache),
-            "decode_plan": self._plan.describe(),
-            "decode_graph": self.decode_graph,
-        }
-
-    @property
-    def cache_plan(self) -> ChosenCache | None:
-        """What ``cache_kind="auto"`` chose for the conversation's batch size, and from which figures."""
-        return self._choice.latest
-
-    # -- step by step -------------------------------------------------------------------
-
-    @torch.no_grad()
-    def prefill(self, input_ids: TokenIds, attention_mask: Mask = None) -> Tensor:
-        """Feeds prompts behind what the cache holds.
-
-        Args:
-            input_ids: (B, T) or (T,) token ids, or ragged lists of them.
-            attention_mask: (B, T), 1 for real tokens.
-
-        Returns:
-            logits (B, V) of the token that follows each row's last one.
-
-        Raises:
-            ValueError, TypeError: bad input, or more than max_seq_len tokens; nothing has changed.
-        """
-        return self._session.feed(self._read(input_ids, attention_mask).rows)
-
-    @torch.no_grad()
-    def decode_step(self, token_ids: Tensor | Sequence[int]) -> Tensor:
-        """Feeds one token a row, (B,), and returns the logits (B, V) of the next."""
-        ids = torch.as_tensor(token_ids)
-        self._end_run()
-        if self.cache is None:
-            raise RuntimeError("decode_step before any prefill: there is no cache yet")
-        if ids.shape != (self.cache.batch_size,):
-            raise ValueError(
-                f"token_ids has shape {tuple(ids.shape)}; ({self.cache.batch_size},) is needed"
-            )
-        rows = self._read(ids[:, None], torch.ones_like(ids)[:, None]).rows
-        self._session.check_room([1] * len(rows), [0] * len(rows))
-        if any(self._session.pending):
-            return self._session.feed(rows)
-        before = self._session.snapshot()
-        alive, tokens = [True] * len(rows), [row[0] for row in rows]
-        try:
-            self._session.note(tokens, alive)
-            return self._session.step(tokens, alive)
-        except BaseException:
-            self._session.restore(before)
-            raise
-
-    def rollback(self, n: Counts) -> None:
-        """Removes the newest ``n`` tokens of every row (or ``n[b]`` of row b) from the conversation.
-
-        A token that was sampled last and is not in the cache yet counts as one.
-        """
-        self._end_run()
-        if self.cache is None:
-            raise RuntimeError("rollback before any prefill: there is nothing to remove")
-        self._session.rollback(n)
-
-    def reset(self) -> None:
-        """Ends the conversation; the next prompt starts a new one and may have another batch size.
-
-        Sampling goes on from where the seed has brought it.
-        """
-        self._run_state = None
-        self._expanded = False
-        self._session.reset()
-
-    # -- whole runs ---------------------------------------------------------------------
 
     def generate(
         self,
@@ -355,8 +173,6 @@ class Generator:
                 "the conversation went on without this iteration; it cannot continue"
             )
 
-    # -- inside -------------------------------------------------------------------------
-
     def _call(self, hooks: Hooks | None, options: dict[str, Any]) -> tuple[GenerateConfig, Hooks]:
         """The settings and hooks of one call."""
         given = {name: options.pop(name) for name in Hooks.__dataclass_fields__ if name in options}
@@ -385,15 +201,6 @@ class Generator:
         """Settings that one call cannot change: of the cache, and how it was chosen and is read."""
         parts = (CacheFields, CachePolicyFields, DecodePlanFields)
         return {name for part in parts for name in part.model_fields}
-
-    def _check_call(self, config: GenerateConfig) -> None:
-        """What can be said of settings before there is a prompt."""
-        if config.stop_strings and self.tokenizer is None:
-            raise ValueError(
-                f"stop holds the string {config.stop_strings[0]!r}, which needs Generator(tokenizer=...); "
-                "without one, ids are allowed"
-            )
-        LogitsProcessors(config, self.model.vocab_size, self._eos_ids(config), torch.device("cpu"))
 
     def _check_run(self, prompts: Prompts, config: GenerateConfig) -> list[int]:
         """Raises ValueError unless prompts and what follows fit; most new tokens of each row."""
@@ -473,49 +280,6 @@ class Generator:
             sequences, [row.finish_reason or "length" for row in run.rows], run.new, metrics, self.report,
             scores=run.kept_scores, logits=run.kept_logits, **extra,
         )  # fmt: skip
-
-    def _end_run(self) -> None:
-        """Ends a run that is under way: what was fed to rows that had ended is removed again."""
-        self._run_state = None
-        self._session.drop_padding()
-
-    def _snapshot(self) -> Any:
-        self._end_run()
-        return self._session.snapshot(tails=True), random_state(self._rng)
-
-    def _restore(self, before: Any, expanded: bool) -> None:
-        self._run_state, self._expanded, self._row_factor = None, expanded, 1
-        self._session.restore(before[0])
-        set_random_state(self._rng, before[1])
-
-    def _read(
-        self, input_ids: TokenIds, attention_mask: Mask, config: GenerateConfig | None = None
-    ) -> Prompts:
-        self._end_run()
-        pad = self._pad(config or self.config)
-        prompts = read_prompts(input_ids, attention_mask, pad, self.model.vocab_size)
-        self._session.check_rows(len(prompts.rows))
-        return prompts
-
-    def _new_cache(self, rows: int, device: torch.device | None = None) -> ModelKVCache:
-        kind = self.config.cache_kind
-        if device is None:
-            most, self._row_factor = rows * self._row_factor, 1
-            kind = self._choice.kind(most)
-            self._choice.check_budget(most)
-        elif kind == AUTO:
-            kind = CALIBRATED
-        cache = ModelKVCache(
-            self.model.cache_layout,
-            rows,
-            self.config.max_seq_len,
-            device=device or self.model.device,
-            prefill=self.config.prefill,
-            calibration=self._calibration,
-            **self.config.stream_configs(kind),
-        )
-        self._cache_bytes, self._bytes_per_token = cache.nbytes, cache.bytes_per_token
-        return cache
 
 
 def generate(

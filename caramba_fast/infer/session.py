@@ -1,29 +1,21 @@
 """Session: a model, its cache, and the tokens of each row.
 
 The newest tokens of a row may not be in the cache yet: what was sampled last is fed with whatever comes
-next. Whatever fails leaves the conversation as it was.
-
-Run: one call of `Generator.generate` under way, and what the caller hangs into it.
+next. Whatever fails leaves the session as it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from caramba_fast.cache import AttentionLimits, ModelKVCache
 from caramba_fast.cache.rows import Counts
-from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.cuda_graph import DecodeGraphs, RecordingError
-from caramba_fast.infer.logits import AllowedTokens, LogitsProcessor, LogitsProcessors
-from caramba_fast.infer.output import Stopwatch
-from caramba_fast.infer.sampling import check_chosen, filtered_logits, sample_marked
-from caramba_fast.infer.sequence import FinishReason, Mark, TokenSequence
-from caramba_fast.infer.stopping import Stopping, StoppingCriterion
+from caramba_fast.infer.sequence import Mark, TokenSequence
 from caramba_fast.models import LanguageModel
 
 
@@ -289,214 +281,3 @@ class Session:
         """Forgets everything."""
         self._graphs.forget()
         self.cache, self.rows, self._held = None, [], None
-
-
-class Streamer(Protocol):
-    """As Hugging Face's ``BaseStreamer``: gets the prompt, then the tokens of each step."""
-
-    def put(self, value: Tensor) -> None:
-        """Takes (B, T) prompt ids, then (B,) tokens, on the CPU."""
-
-    def end(self) -> None:
-        """No more will come."""
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """What the caller of one run hangs into it.
-
-    Attributes:
-        logits_processor: callables (input_ids (B, L), scores (B, V)) -> scores, as Hugging Face's; one or several.
-        stopping_criteria: callables (input_ids (B, L), scores) -> bool or (B,) bools; one or several.
-        prefix_allowed_tokens_fn: (row, ids (L,)) -> ids that may follow.
-        streamer: gets the prompt and every step's tokens.
-    """
-
-    logits_processor: Sequence[LogitsProcessor] | LogitsProcessor = ()
-    stopping_criteria: Sequence[StoppingCriterion] | StoppingCriterion = ()
-    prefix_allowed_tokens_fn: AllowedTokens | None = None
-    streamer: Streamer | None = None
-
-    @property
-    def processors(self) -> Sequence[LogitsProcessor]:
-        """The processors as a sequence: Hugging Face's lists of them can be called, but one by one is as good."""
-        return _several("logits_processor", self.logits_processor)
-
-    @property
-    def criteria(self) -> Sequence[StoppingCriterion]:
-        """The criteria as a sequence."""
-        return _several("stopping_criteria", self.stopping_criteria)
-
-
-def _several(name: str, given: Any) -> Sequence[Any]:
-    items = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
-    for item in items:
-        if not callable(item):
-            raise TypeError(f"{name} holds a {type(item).__name__}; callables are needed")
-    return items
-
-
-@dataclass
-class Run:
-    """Which rows still write, why the others ended, and what has been kept.
-
-    Attributes:
-        session: what it writes into.
-        limits: most new tokens of each row.
-    """
-
-    session: Session
-    config: GenerateConfig
-    processors: LogitsProcessors
-    stopping: Stopping
-    rng: torch.Generator | None
-    limits: list[int]
-    watch: Stopwatch
-    scores: list[Tensor] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
-    row_scores: list[list[Tensor]] = field(default_factory=list)
-    row_logits: list[list[Tensor]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        for row, limit in zip(self.rows, self.limits, strict=True):
-            row.begin(limit)
-        self.row_scores = [[] for _ in self.limits]
-        self.row_logits = [[] for _ in self.limits]
-
-    @property
-    def rows(self) -> list[TokenSequence]:
-        """The sequences of the session."""
-        return self.session.rows
-
-    @property
-    def alive(self) -> list[bool]:
-        """Which rows go on."""
-        return [row.finish_reason is None for row in self.rows]
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no row goes on."""
-        return not any(self.alive)
-
-    @property
-    def new(self) -> list[int]:
-        """Tokens generated in each row."""
-        return [row.new for row in self.rows]
-
-    def choose(self, logits: Tensor) -> list[int]:
-        """The next token of each row, noted in the conversation; the padding id where a row has ended.
-
-        Raises:
-            ValueError: nothing can be chosen for a row.
-        """
-        alive = self.alive
-        logits = blank_ended(logits, alive)
-        scores = blank_ended(self.processors.scores(logits, self.rows, alive=alive), alive)
-        sampled = sample_marked(scores, self.config, self.rng).tolist()
-        check_chosen(sampled, logits, scores, self.new)
-        if self.config.output_scores:
-            self.scores.append(self.processed(scores))
-        if self.config.output_logits:
-            self.logits.append(logits.clone())
-        fill = self.session.fill
-        chosen = [token if a else fill for token, a in zip(sampled, alive, strict=True)]
-        self.session.note(chosen, alive)
-        self.watch.step(sum(alive))
-        self._stop(alive)
-        return chosen
-
-    def processed(self, scores: Tensor) -> Tensor:
-        """Scores as they are kept: float32, filtered where tokens are drawn."""
-        if self.config.samples:
-            return filtered_logits(scores, self.config)
-        return scores.to(torch.float32, copy=True)
-
-    def give(self, index: int, tokens: Sequence[int], scores: Tensor, logits: Tensor) -> int:
-        """Adds tokens to one row up to where it ends; how many it took.
-
-        ``scores`` and ``logits``, (T, V), are what each of them was chosen from.
-        """
-        row, stopping = self.session.rows[index], self.stopping
-        for place, token in enumerate(tokens):
-            row.push(token)
-            if self.config.output_scores:
-                self.row_scores[index].append(self.processed(scores[place]))
-            if self.config.output_logits:
-                self.row_logits[index].append(logits[place].clone())
-            reason = stopping.after(row)
-            if reason is None and stopping.has_criteria:
-                ends = stopping.by_criteria(self.rows, self.kept_scores)
-                reason = "criteria" if ends[index] else None
-            row.finish_reason = reason
-            if reason is not None:
-                return place + 1
-        return len(tokens)
-
-    def stop_if_late(self) -> None:
-        """Ends every row once ``max_time`` is over."""
-        if self.stopping.out_of_time:
-            self._end([True] * len(self.rows), "time")
-
-    @property
-    def complete_columns(self) -> int:
-        """New tokens that every row has, or has ended before."""
-        counts = [n for n, alive in zip(self.new, self.alive, strict=True) if alive]
-        return min(counts) if counts else max(self.new)
-
-    def column(self, place: int) -> list[int]:
-        """The new token of every row at ``place``, the padding id behind a row's end."""
-        return [
-            row.tokens[row.start + place] if place < row.new else self.session.fill
-            for row in self.rows
-        ]
-
-    @property
-    def kept_scores(self) -> tuple[Tensor, ...] | None:
-        """For each step the scores (B, V); None unless asked for."""
-        return _columns(self.scores, self.row_scores) if self.config.output_scores else None
-
-    @property
-    def kept_logits(self) -> tuple[Tensor, ...] | None:
-        """For each step the logits (B, V); None unless asked for."""
-        return _columns(self.logits, self.row_logits) if self.config.output_logits else None
-
-    def _stop(self, alive: list[bool]) -> None:
-        stopping = self.stopping
-        for row, goes_on in zip(self.rows, alive, strict=True):
-            if goes_on:
-                row.finish_reason = stopping.after(row)
-        if stopping.has_criteria and not self.is_over:
-            kept = tuple(self.scores) if self.config.output_scores else None
-            self._end(stopping.by_criteria(self.rows, kept), "criteria")
-        self.stop_if_late()
-
-    def _end(self, which: Sequence[bool], reason: FinishReason) -> None:
-        for row, ends in zip(self.rows, which, strict=True):
-            if ends and row.finish_reason is None:
-                row.finish_reason = reason
-
-    def continuations(self) -> Tensor:
-        """(B, longest) int64 on the CPU: the new tokens, with the padding id behind each row's end."""
-        longest, fill = max(self.new), self.session.fill
-        return torch.tensor([row.new_tokens + [fill] * (longest - row.new) for row in self.rows])
-
-
-def blank_ended(logits: Tensor, alive: Sequence[bool]) -> Tensor:
-    """(B, ..., V) with zeros where a row has ended: there it may be anything, NaN too."""
-    if all(alive):
-        return logits
-    ended = torch.tensor([not goes_on for goes_on in alive], device=logits.device)
-    return logits.masked_fill(ended.view(-1, *[1] * (logits.ndim - 1)), 0.0)
-
-
-def _columns(steps: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
-    """Steps of all rows, and behind them those kept row by row; zeros behind a row's end."""
-    longest = max((len(row) for row in rows), default=0)
-    blank = torch.zeros_like(steps[0][0]) if steps else None
-    return (
-        *steps,
-        *(
-            torch.stack([row[place] if place < len(row) else blank for row in rows])  # type: ignore[misc]
-            for place in range(longest)
-        ),
-    )

@@ -26,9 +26,9 @@ from caramba_fast.infer.drafts import (
     accept,
 )
 from caramba_fast.infer.generator import Generator
+from caramba_fast.infer.run import Hooks, Run, blank_ended
 from caramba_fast.infer.sampling import NOTHING, check_chosen
 from caramba_fast.infer.sequence import Prompts
-from caramba_fast.infer.session import Hooks, Run, blank_ended
 from caramba_fast.infer.stopping import Decoder
 from caramba_fast.models import LanguageModel
 

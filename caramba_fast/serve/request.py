@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from caramba_fast.cache import PageBytes
 from caramba_fast.infer.config import GenerateConfig
@@ -18,10 +18,7 @@ from caramba_fast.infer.sampling import RandomStream
 from caramba_fast.infer.sequence import TokenSequence
 from caramba_fast.infer.stopping import Stopping
 from caramba_fast.infer.tokenizer import TextWriter
-
-if TYPE_CHECKING:
-    from caramba_fast.serve.block_manager import Content
-
+from caramba_fast.serve.block_pool import Content
 
 #: Why an answer ended: eos, stop, length, time as in `Generator`, and what can befall a request.
 ENDED_BADLY = ("cancelled", "deadline", "error")

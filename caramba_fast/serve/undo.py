@@ -10,16 +10,14 @@ away stays without them, since others may have written there: it goes on from ho
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from caramba_fast.infer.drafts import NGramIndex
 from caramba_fast.infer.sequence import FinishReason
 from caramba_fast.serve.metrics import Counters
 from caramba_fast.serve.request import PagedSequence, Request
-
-if TYPE_CHECKING:
-    from caramba_fast.serve.output_processor import OutputProcessor
 
 #: What is put back as it is.
 FIELDS = (
@@ -27,6 +25,17 @@ FIELDS = (
 )  # fmt: skip
 #: What says where its tokens are stored, of which lists are copied.
 STORED, LISTS = ("cached", "swapped", "preemptions"), ("pages", "keys")
+
+
+class Undone(Protocol):
+    """What `Undo.put_back` puts right: an `OutputProcessor`."""
+
+    requests: dict[str, Request]
+    cancelling: deque[Request]
+    due: list[tuple[float, int, str, FinishReason]]
+
+    def rebuild(self, requests: Sequence[Request], running: list[PagedSequence]) -> None:
+        """Works everything out anew from the requests under way and the sequences that ran."""
 
 
 class Undo:
@@ -69,7 +78,7 @@ class Undo:
         changed = self._requests or self.added or self.cancelling or self.due
         return not (self.may_be_anything or changed)
 
-    def put_back(self, outputs: OutputProcessor) -> None:
+    def put_back(self, outputs: Undone) -> None:
         """Everything is as it was when the call began; may be done again if it is interrupted itself."""
         pushed_out: list[PagedSequence] = []
         for request, (begun, error, times, sequences) in self._requests.items():

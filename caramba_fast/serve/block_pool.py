@@ -1,0 +1,243 @@
+"""SharedPages: which pages are free, held, or kept for whoever begins with the same tokens.
+
+A page is in one state:
+- held: by as many sequences as its reference count says;
+- kept: by nobody, but its content is known, and the next sequence with the same tokens takes it up again;
+- free.
+
+A page is looked up by a hash of its tokens, of all before them and of the scope they are shared in, a chain as in
+vLLM's prefix caching (arXiv:2309.06180). What was found is compared: scope and tokens decide, not the hash.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from caramba_fast.cache import OutOfPagesError, PageAllocator
+
+
+@dataclass(frozen=True, eq=False)
+class Content:
+    """What stands in a full page.
+
+    Attributes:
+        key: what it is looked up by.
+        scope: who may find it.
+        parent: the page before; None for the first.
+        tokens: its tokens.
+    """
+
+    key: bytes
+    scope: str
+    parent: Content | None
+    tokens: array[int]
+
+    def is_same(self, other: Content) -> bool:
+        """Whether scope, tokens and all tokens before them are the same, whatever the keys are."""
+        mine: Content | None = self
+        theirs: Content | None = other
+        while mine is not theirs:
+            if mine is None or theirs is None or mine.scope != theirs.scope:
+                return False
+            if mine.tokens != theirs.tokens:
+                return False
+            mine, theirs = mine.parent, theirs.parent
+        return True
+
+
+class SharedPages(PageAllocator):
+    """A pool of pages with reference counts and a memory of what stands in them.
+
+    Args:
+        num_pages: pages.
+        page_size: tokens of a page.
+        keeps: whether pages are known by their content at all.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, keeps: bool = True) -> None:
+        super().__init__(num_pages)
+        self.page_size, self.keeps = page_size, keeps
+        #: key -> page, and page -> what stands in it.
+        self._known: dict[bytes, int] = {}
+        self._content: dict[int, Content] = {}
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        #: How often all content was forgotten.
+        self.epoch = 0
+
+    @property
+    def available(self) -> int:
+        """Pages that can be taken: free ones, and kept ones, which are forgotten then."""
+        return self.free + len(self._kept)
+
+    @property
+    def kept(self) -> int:
+        """Pages nobody holds whose content is still known."""
+        return len(self._kept)
+
+    @property
+    def held(self) -> int:
+        """Pages some sequence holds."""
+        return len(self.references) - self.available
+
+    def take(self) -> int:
+        """A page, held once; the one kept longest is forgotten where none is free.
+
+        Raises:
+            OutOfPagesError: every page is held.
+        """
+        if not self.free and self._kept:
+            page, _ = self._kept.popitem(last=False)
+            self.forget(page)
+            self._free.append(page)
+        return super().take()
+
+    def take_many(self, count: int) -> list[int]:
+        """Several; none if there are too few.
+
+        Raises:
+            OutOfPagesError: fewer than ``count`` can be taken; nothing has changed.
+        """
+        if count > self.available:
+            raise OutOfPagesError(
+                f"{count} pages are needed and {self.available} of {len(self.references)} are available"
+            )
+        return [self.take() for _ in range(count)]
+
+    def release(self, page: int) -> None:
+        """One holder less; what nobody holds is kept if its content is known, else free."""
+        self._check_held(page, "released")
+        self.references[page] -= 1
+        if self.references[page]:
+            return
+        if page in self._content:
+            self._kept[page] = None
+        else:
+            self._free.append(page)
+
+    def release_all(self, pages: Iterable[int]) -> None:
+        """The last pages first: they are the least likely to be wanted again, and are forgotten first."""
+        for page in reversed(list(pages)):
+            self.release(page)
+
+    # -- content ------------------------------------------------------------------------
+
+    def is_fixed(self, page: int) -> bool:
+        """Whether nobody may write into it: others hold it, or its content is known."""
+        return self.references[page] > 1 or page in self._content
+
+    def learn(self, page: int, content: Content) -> Content:
+        """Notes what a full page that is held contains; what is known of that, here or in another page."""
+        other = self._known.get(content.key)
+        if other is not None and self._content[other].is_same(content):
+            return self._content[other]
+        if self.keeps and other is None and page not in self._content:
+            self._known[content.key] = page
+            self._content[page] = content
+        return content
+
+    def forget(self, page: int) -> None:
+        """Its content is about to change."""
+        content = self._content.pop(page, None)
+        if content is not None:
+            del self._known[content.key]
+
+    def scope_of(self, scope: str, epoch: int | None = None) -> str:
+        """What contents of a scope are called since all was forgotten last, or in another epoch."""
+        return f"{self.epoch if epoch is None else epoch} {scope}"
+
+    def forget_scope(self, scope: str) -> None:
+        """Kept pages of a scope in which nobody will ask again are free."""
+        scope = self.scope_of(scope)
+        for page in [page for page in self._kept if self._content[page].scope == scope]:
+            del self._kept[page]
+            self.forget(page)
+            self._free.append(page)
+
+    def find(self, wanted: Sequence[Content]) -> list[int]:
+        """The pages, held or kept, that contain the first of these; none is taken yet."""
+        found: list[int] = []
+        for content in wanted:
+            page = self._known.get(content.key)
+            if page is None or not self._content[page].is_same(content):
+                break
+            found.append(page)
+        return found
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """One more holder of each; kept pages are held again."""
+        for page in pages:
+            if self.references[page]:
+                self.references[page] += 1
+            else:
+                del self._kept[page]
+                self.references[page] = 1
+
+    def forget_all(self) -> None:
+        """No content is known any more; kept pages are free.
+
+        What sequences that have begun go on to fill is of scopes nobody looks for.
+        """
+        self.epoch += 1
+        self._known.clear()
+        self._content.clear()
+        self._free.extend(self._kept)
+        self._kept.clear()
+
+    def rebuild(self, tables: Iterable[tuple[Sequence[int], int]]) -> None:
+        """Works out anew who holds what, after an interrupt, from the pages of all sequences.
+
+        Args:
+            tables: pages of each sequence, and how many of the first are full and known. What was learned of the
+                others is forgotten: they will be written again.
+        """
+        counted, unknown = [0] * len(self.references), set[int]()
+        for pages, known in tables:
+            unknown.update(pages[known:])
+            for page in pages:
+                counted[page] += 1
+        content = {page: what for page, what in self._content.items() if page not in unknown}
+        idle = [page for page in (*self._kept, *content) if page in content and not counted[page]]
+        self.references, self._content = counted, content
+        self._known = {what.key: page for page, what in content.items()}
+        self._kept = OrderedDict.fromkeys(idle)
+        self._free = [p for p, count in enumerate(counted) if not count and p not in content]
+
+    # -- what has to hold ---------------------------------------------------------------
+
+    def problems(self, tables: Iterable[Sequence[int]]) -> list[str]:
+        """What contradicts the tables of all sequences there are; for tests, and after a fault."""
+        counted = [0] * len(self.references)
+        for table in tables:
+            for page in table:
+                counted[page] += 1
+        found = [
+            f"page {page} is in {count} tables and has {kept} references"
+            for page, (count, kept) in enumerate(zip(counted, self.references, strict=True))
+            if count != kept
+        ]
+        free, kept = set(self._free), set(self._kept)
+        if len(free) != len(self._free) or free & kept:
+            found.append("a page is free twice")
+        idle = {page for page, count in enumerate(self.references) if not count}
+        if idle != free | kept:
+            found.append(f"pages {sorted(idle ^ (free | kept))} are lost or both held and free")
+        if any(page not in self._content for page in kept):
+            found.append("a page is kept whose content is not known")
+        if {what.key: page for page, what in self._content.items()} != self._known:
+            found.append("keys and contents of pages differ")
+        return found
+
+
+def content_of(scope: str, parent: Content | None, tokens: array[int]) -> Content:
+    """What a page holds with ``tokens`` behind the page ``parent``."""
+    before = scope.encode() if parent is None else parent.key
+    return Content(key_of(before + tokens.tobytes()), scope, parent, tokens)
+
+
+def key_of(what: bytes) -> bytes:
+    """A hash of 16 bytes."""
+    return blake2b(what, digest_size=16).digest()
