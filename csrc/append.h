@@ -47,7 +47,7 @@ inline void append_tokens(const AppendJob& job, const AppendStream& stream, std:
                           std::int64_t lane, std::int64_t begin, std::int64_t end) {
   Arena& arena = thread_arena();
   const StoredStream& s = stream.stored;
-  arena.reserve(static_cast<std::size_t>(s.lane_dim + 64) * sizeof(float));
+  arena.reset();
   float* x = arena.take<float>(s.lane_dim + 64);
   const std::int64_t start = job.start[b], pad = job.leftpad == nullptr ? 0 : job.leftpad[b];
   const std::int64_t count = job.query_lens == nullptr ? job.tokens : job.query_lens[b];

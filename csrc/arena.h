@@ -1,9 +1,12 @@
 // Scratch memory of a thread. Compiled once per instruction set, in that set's namespace.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <new>
+#include <vector>
 
 // Under AddressSanitizer what is not taken is out of bounds, with a gap behind everything taken.
 #if defined(__SANITIZE_ADDRESS__)
@@ -18,36 +21,56 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-// 64-byte aligned memory, kept between calls.
+// 64-byte aligned memory, kept between calls. Where it runs out it grows by a block; `reset` makes
+// one block of them, so that the next call of that size finds everything in one place.
 class Arena {
  public:
+  // Room for `count` elements, until `reset`; not initialized.
   template <class T>
   T* take(std::int64_t count) {
     const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
-    char* taken = data_.get() + used_;
-    used_ += (bytes + 63) / 64 * 64 + CARAMBA_FAST_ARENA_GAP;
-    ASAN_UNPOISON_MEMORY_REGION(taken, used_ <= size_ ? bytes : 0);
+    const std::size_t whole = (bytes + 63) / 64 * 64 + CARAMBA_FAST_ARENA_GAP;
+    if (used_ + whole > size_) grow(whole);
+    char* taken = blocks_.back().get() + used_;
+    used_ += whole;
+    ASAN_UNPOISON_MEMORY_REGION(taken, bytes);
     return reinterpret_cast<T*>(taken);
   }
-  // Room for everything that is taken afterwards, in kMostSmall pieces where `bytes` leaves no room
-  // for gaps; what was taken is lost.
-  void reserve(std::size_t bytes) {
-    bytes += kMostSmall * CARAMBA_FAST_ARENA_GAP;
-    if (bytes > size_) {
-      data_.reset(static_cast<char*>(::operator new(bytes, std::align_val_t(64))));
-      size_ = bytes;
+
+  float* zeros(std::int64_t count) {
+    float* made = take<float>(count);
+    std::memset(made, 0, static_cast<std::size_t>(count) * sizeof(float));
+    return made;
+  }
+
+  // Forgets everything taken.
+  void reset() {
+    if (blocks_.size() > 1) {
+      const std::size_t all = total_;
+      blocks_.clear();
+      total_ = 0;
+      grow(all);
     }
     used_ = 0;
-    ASAN_POISON_MEMORY_REGION(data_.get(), size_);
+    if (size_ > 0) ASAN_POISON_MEMORY_REGION(blocks_.back().get(), size_);
   }
 
  private:
-  static constexpr std::size_t kMostSmall = 16;
+  void grow(std::size_t least) {
+    size_ = std::max(least, kSmallest);
+    blocks_.emplace_back(static_cast<char*>(::operator new(size_, std::align_val_t(64))));
+    ASAN_POISON_MEMORY_REGION(blocks_.back().get(), size_);
+    total_ += size_;
+    used_ = 0;
+  }
+
   struct Free {
     void operator()(char* p) const { ::operator delete(p, std::align_val_t(64)); }
   };
-  std::unique_ptr<char, Free> data_;
-  std::size_t size_ = 0, used_ = 0;
+  static constexpr std::size_t kSmallest = 1 << 16;  // bytes of a block
+  std::vector<std::unique_ptr<char, Free>> blocks_;  // what is taken comes from the last
+  std::size_t size_ = 0, used_ = 0;                  // bytes of the last block
+  std::size_t total_ = 0;                            // of all blocks
 };
 
 inline Arena& thread_arena() {

@@ -10,7 +10,6 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
-#include <vector>
 
 #include "arena.h"
 #include "attention.h"
@@ -143,7 +142,7 @@ class Worker {
     lane_ = task.lane;
     row_ = &a_.rows[b_];
     heads_ = static_cast<int>(std::min(a_.heads_per_lane, a_.kv_heads - lane_ * a_.heads_per_lane));
-    arena_.reserve(needed());
+    arena_.reset();
     prepare();
     std::int64_t index = 0;
     for (int i = 0; i < row_->segment_count; ++i) {
@@ -176,7 +175,7 @@ class Worker {
     row_ = &a_.rows[b_];
     heads_ = static_cast<int>(std::min(a_.heads_per_lane, a_.kv_heads - lane_ * a_.heads_per_lane));
     const std::int64_t dim = a_.value().dim;
-    arena_.reserve(static_cast<std::size_t>(3 * (dim + 2 * widest()) + 256) * sizeof(float));
+    arena_.reset();
     float* sum = arena_.take<float>(dim);
     temporary_ = arena_.take<float>(dim + widest());
     for (int h = 0; h < heads_; ++h)
@@ -210,29 +209,6 @@ class Worker {
     return most;
   }
 
-  // An upper bound of what `prepare` takes.
-  std::size_t needed() const {
-    std::size_t floats = 0;
-    const auto rows = static_cast<std::size_t>(rows_);
-    for (int i = 0; i < a_.streams; ++i) {
-      const auto width = static_cast<std::size_t>(a_.stored[i].dim + 2 * 128);
-      floats += a_.heads_per_lane * rows * (width + 1 + 2 * a_.stored[i].basis.pair_count + 48);
-      floats += kTile * width + 64;  // a decoded tile
-#if CARAMBA_FAST_VNNI
-      if (is_quantized(a_.stored[i].format))
-        floats += a_.heads_per_lane * rows *
-                  (2 * kMostUnits * sizeof(QueryUnit) / 4 + 1024 + 16 * kMostBlocks);
-#endif
-      floats +=
-          a_.heads_per_lane * 2 * kInside * static_cast<std::size_t>(a_.stored[i].basis.pair_count);
-    }
-    floats += rows * (kScoreRow + 1) + 4096 + 4 * static_cast<std::size_t>(widest() + 128);
-#if CARAMBA_FAST_VNNI
-    floats += kRowsAtOnce * kMostGroups * sizeof(WeightGroup) / 4 + sizeof(Flips) / 4;
-#endif
-    return floats * sizeof(float) + 64 * 64 * static_cast<std::size_t>(a_.heads_per_lane);
-  }
-
   // -- queries ----------------------------------------------------------------------------
 
   void prepare() {
@@ -248,12 +224,12 @@ class Worker {
       state.total = arena_.take<float>(rows_);
       std::fill(state.most, state.most + rows_, kNegativeInfinity);
       std::fill(state.total, state.total + rows_, 0.0f);
-      state.sums = zeros(rows_ * state.value.width);
+      state.sums = arena_.zeros(rows_ * state.value.width);
 #if CARAMBA_FAST_VNNI
       state.bytes = bytes_of(value, state.value);
       if (state.bytes != nullptr) {
         state.unit_width = state.bytes->sums();
-        state.unit_sums = zeros(rows_ * state.unit_width);
+        state.unit_sums = arena_.zeros(rows_ * state.unit_width);
       }
 #endif
     }
@@ -270,22 +246,16 @@ class Worker {
 #endif
   }
 
-  float* zeros(std::int64_t count) {
-    float* made = arena_.take<float>(count);
-    std::memset(made, 0, static_cast<std::size_t>(count) * sizeof(float));
-    return made;
-  }
-
   void prepare_keys(KeyHead& key, int stream, int h) {
     const StoredStream& s = a_.stored[stream];
     const std::int64_t head = lane_ * a_.heads_per_lane + h, dim = s.dim;
     const Basis& basis = s.basis;
     key.stored = &s;
     key.span = HeadSpan(s, h);
-    key.query = zeros(rows_ * key.span.width);
+    key.query = arena_.zeros(rows_ * key.span.width);
     key.constant = basis.mean != nullptr ? arena_.take<float>(rows_) : nullptr;
     key.waves = basis.pair_count > 0 ? arena_.take<float>(rows_ * basis.pair_count * 2) : nullptr;
-    key.inside = key.waves != nullptr ? zeros(basis.pair_count * 2 * kInside) : nullptr;
+    key.inside = key.waves != nullptr ? arena_.zeros(basis.pair_count * 2 * kInside) : nullptr;
     for (std::int64_t p = 0; p < basis.pair_count; ++p) {
       const float* table = basis.phases + (head * basis.pair_count + p) * basis.phase_rows * 2;
       float* cosine = key.inside + p * 2 * kInside;
@@ -420,7 +390,7 @@ class Worker {
     tile.masked = !all;
     tile.used = tile.count == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << tile.count) - 1;
     if (all) return;
-    masks_.assign(static_cast<std::size_t>(a_.tokens), 0);
+    std::fill(masks_, masks_ + a_.tokens, 0);
     std::uint64_t used = 0;
     for (std::int64_t t = 0; t < row_->count; ++t) {
       for (int i = 0; i < tile.count; ++i)
@@ -434,8 +404,7 @@ class Worker {
   bool sees_whole(const Tile& tile, int r) const {
     const std::uint64_t all =
         tile.count == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << tile.count) - 1;
-    return tile.count == a_.tile &&
-           (!tile.masked || masks_[static_cast<std::size_t>(r % a_.tokens)] == all);
+    return tile.count == a_.tile && (!tile.masked || masks_[r % a_.tokens] == all);
   }
 
   void attend(Tile tile) {
@@ -558,7 +527,7 @@ class Worker {
       float* row = scores_ + r * kScoreRow;
       if (a_.softcap > 0) cap(row, tile.count);
       for (int i = tile.count; i < kTile; ++i) row[i] = kNegativeInfinity;
-      if (tile.masked) hide(row, masks_[static_cast<std::size_t>(r % a_.tokens)], tile.count);
+      if (tile.masked) hide(row, masks_[r % a_.tokens], tile.count);
       Floats most = splat(kNegativeInfinity);
       for (int i = 0; i < kTile; i += kLanes) most = greater(load_as<Floats>(row + i), most);
       peaks_[r] = greatest_of(most);
@@ -812,7 +781,7 @@ class Worker {
   // (rows) the largest score of a tile, then log2 of at least its weight's share of the total so
   // far
   float* peaks_ = nullptr;
-  std::vector<std::uint64_t> masks_;
+  std::uint64_t masks_[kMostQueryTokens];
 #if CARAMBA_FAST_VNNI
   TileScales tile_scales_;
   WeightGroup* weight_groups_ = nullptr;
@@ -835,7 +804,7 @@ inline void merge_states(Format type, const void* a, const float* lse_a, const v
                          const float* lse_b, void* out, float* lse, std::int64_t rows,
                          std::int64_t dim) {
   Arena& arena = thread_arena();
-  arena.reserve(static_cast<std::size_t>(2 * dim + 64) * sizeof(float));
+  arena.reset();
   float* x = arena.take<float>(dim);
   float* y = arena.take<float>(dim);
   for (std::int64_t r = 0; r < rows; ++r) {

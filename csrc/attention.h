@@ -11,8 +11,9 @@ namespace caramba_fast {
 
 // Tokens taken at a time; a tile never crosses a page.
 inline constexpr int kTile = 64;
-inline constexpr int kMostStreams = 3;  // k, v or k_sem, k_geo, v
-inline constexpr int kPhaseTile = 128;  // tokens of a tile of the phase table
+inline constexpr int kMostQueryTokens = 32;  // of a piece: a call of more is done in pieces
+inline constexpr int kMostStreams = 3;       // k, v or k_sem, k_geo, v
+inline constexpr int kPhaseTile = 128;       // tokens of a tile of the phase table
 
 // The change of basis a stream is stored in (caramba_fast/ops/transform.py); null pointers leave a
 // step out.

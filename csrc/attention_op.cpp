@@ -18,8 +18,6 @@
 namespace caramba_fast {
 namespace {
 
-// Query tokens done at once.
-constexpr std::int64_t kPiece = 32;
 // Tiles times query rows that are worth a thread of their own: about 20 microseconds.
 constexpr std::int64_t kGrain = 128;
 constexpr std::int64_t kWidestHead = 1024;
@@ -143,8 +141,8 @@ std::tuple<Tensor, Tensor> Call::run_pieces(const Common& c, const Tensor& q) {
   work.lse = static_cast<float*>(lse.mutable_data_ptr());
   const void* starts[kMostStreams - 1];
   for (int i = 0; i + 1 < work.streams; ++i) starts[i] = work.queries[i].data;
-  for (work.first = 0; work.first < work.all; work.first += kPiece) {
-    work.tokens = std::min(kPiece, work.all - work.first);
+  for (work.first = 0; work.first < work.all; work.first += kMostQueryTokens) {
+    work.tokens = std::min<std::int64_t>(kMostQueryTokens, work.all - work.first);
     for (int i = 0; i + 1 < work.streams; ++i) {
       const std::int64_t bytes = work.queries[i].type == Format::fp32 ? 4 : 2;
       work.queries[i].data =
