@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "attention.h"
 #include "kernels.h"
+#include "streams.h"
 
 namespace caramba_fast {
 

@@ -21,14 +21,12 @@ struct AppendCommon {
   const MaybeTensor &block_table, &cache_leftpad, &query_lens;
 };
 
+// Null for formats that store values as they are.
 QuantizeBlocks quantizer(Format format, int block, const std::string& fit) {
-  const int index = static_cast<int>(format) - kValueTypes;
-  if (index < 0) return nullptr;
-  const int size = block == 32 ? 0 : block == 64 ? 1 : 2;
-  for (int i = 0; i < kFitCount; ++i)
-    if (fit == kFits[i])
-      return kernels().formats[index].quantize[i][size][static_cast<int>(Format::fp32)];
-  STD_TORCH_CHECK(false, "fit is '", fit, "'; allowed are amax, mse");
+  if (!is_quantized(format)) return nullptr;
+  return kernels()
+      .formats[static_cast<int>(format) - kValueTypes]
+      .quantize[fit_index(fit)][block_index(block)][static_cast<int>(Format::fp32)];
 }
 
 void append(const AppendCommon& c, const StreamTensors* streams, const Tensor* const* given,
@@ -56,10 +54,7 @@ void append(const AppendCommon& c, const StreamTensors* streams, const Tensor* c
     stream.given = heads_of(x, s.name);
     STD_TORCH_CHECK(x.size(0) == job.batch && x.size(1) == job.heads && x.size(2) == job.tokens,
                     s.name, "_new: streams differ in (B, H_kv, T)");
-    const Format format = format_named(s.kind, s.name);
-    const std::int64_t width = s.codes.dim() == 4 ? s.codes.size(3) : 0;
-    const std::int64_t lane_dim =
-        format == Format::q4_0 || format == Format::nf4 ? 2 * width : width;
+    const std::int64_t lane_dim = lane_values(s.codes, format_named(s.kind, s.name));
     const std::int64_t per_lane = x.size(3) > 0 ? lane_dim / x.size(3) : 0;
     STD_TORCH_CHECK(per_lane > 0 && (i == 0 || per_lane == job.heads_per_lane), s.name,
                     "_codes: lanes of ", lane_dim, " do not fit heads of ", x.size(3));
@@ -112,8 +107,6 @@ void append(const AppendCommon& c, const StreamTensors* streams, const Tensor* c
   else
     torch::stable::parallel_for(0, all, std::max<std::int64_t>(1, kGrainValues / values), tokens);
 }
-
-const MaybeTensor kNone;
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// Tensors of an op's arguments as the plain records of attention.h, checked: what the kernels index
+// Tensors of an op's arguments as the plain records of streams.h, checked: what the kernels index
 // is within what the tensors hold. Included by the op bindings alone.
 #pragma once
 
@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "attention.h"
+#include "streams.h"
 
 namespace caramba_fast {
 
@@ -19,8 +19,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-inline Format value_format(const Tensor& x, const char* name) {
-  switch (x.scalar_type()) {
+inline Format element_format(ScalarType type, const char* name) {
+  switch (type) {
     case ScalarType::Float:
       return Format::fp32;
     case ScalarType::Half:
@@ -28,9 +28,13 @@ inline Format value_format(const Tensor& x, const char* name) {
     case ScalarType::BFloat16:
       return Format::bf16;
     default:
-      STD_TORCH_CHECK(false, name, " has dtype ", torch::headeronly::toString(x.scalar_type()),
+      STD_TORCH_CHECK(false, name, " has dtype ", torch::headeronly::toString(type),
                       "; allowed are float32, float16, bfloat16");
   }
+}
+
+inline Format element_format(const Tensor& x, const char* name) {
+  return element_format(x.scalar_type(), name);
 }
 
 inline Format format_named(const std::string& kind, const char* name) {
@@ -41,10 +45,27 @@ inline Format format_named(const std::string& kind, const char* name) {
                   "'; allowed are fp32, fp16, bf16, q8_0, q4_0, nf4");
 }
 
+// The index of a fit in kFits.
+inline int fit_index(const std::string& fit) {
+  for (int i = 0; i < kFitCount; ++i)
+    if (fit == kFits[i]) return i;
+  STD_TORCH_CHECK(false, "fit is '", fit, "'; allowed are amax, mse");
+}
+
 inline ScalarType stored_type(Format format) {
   static constexpr ScalarType kTypes[] = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16,
                                           ScalarType::Char,  ScalarType::Byte, ScalarType::Byte};
   return kTypes[static_cast<int>(format)];
+}
+
+// Values of a lane of a token, by the last dimension of what is stored of it.
+inline std::int64_t lane_values(const Tensor& codes, Format format) {
+  const std::int64_t width = codes.dim() == 4 ? codes.size(3) : 0;
+  return is_quantized(format) ? width * 8 / bits_of(format) : width;
+}
+
+inline Tensor made_contiguous(const Tensor& x) {
+  return x.is_contiguous() ? x : torch::stable::contiguous(x);
 }
 
 inline void check_cpu(const Tensor& x, const std::string& name) {
@@ -79,8 +100,8 @@ inline Buffer buffer_of(const Tensor& x, const std::string& name, ScalarType typ
 inline HeadTensor heads_of(const Tensor& x, const char* name) {
   check_cpu(x, name);
   STD_TORCH_CHECK(x.dim() == 4, name, " has ", x.dim(), " dimensions; (B, H, T, D) is needed");
-  return {x.const_data_ptr(), value_format(x, name), x.stride(0),
-          x.stride(1),        x.stride(2),           x.stride(3)};
+  return {x.const_data_ptr(), element_format(x, name), x.stride(0), x.stride(1), x.stride(2),
+          x.stride(3)};
 }
 
 // A contiguous float32 or int32 tensor of a known number of elements; null for none.
@@ -151,11 +172,11 @@ inline StoredStream stream_of(const StreamTensors& s, std::int64_t heads, std::i
   STD_TORCH_CHECK(s.codes.size(0) == lead.rows && s.codes.size(1) == lead.lanes &&
                       s.codes.size(2) == lead.slots,
                   name, "_codes: streams differ in (B, lanes, S)");
-  const bool quantized = static_cast<int>(stream.format) >= kValueTypes;
-  const int bits = quantized ? kQuantized[static_cast<int>(stream.format) - kValueTypes].bits : 0;
-  STD_TORCH_CHECK(s.codes.size(3) == (quantized ? stream.lane_dim * bits / 8 : stream.lane_dim),
-                  name, "_codes has rows of ", s.codes.size(3), "; heads of ", dim, " in lanes of ",
-                  heads_per_lane, " need something else");
+  const bool quantized = is_quantized(stream.format);
+  const std::int64_t width =
+      quantized ? stream.lane_dim * bits_of(stream.format) / 8 : stream.lane_dim;
+  STD_TORCH_CHECK(s.codes.size(3) == width, name, "_codes has rows of ", s.codes.size(3),
+                  "; heads of ", dim, " in lanes of ", heads_per_lane, " need something else");
   STD_TORCH_CHECK(quantized == s.scales.has_value(), name,
                   "_scales: only quantized kinds have scales");
   if (quantized) {
@@ -165,8 +186,7 @@ inline StoredStream stream_of(const StreamTensors& s, std::int64_t heads, std::i
     STD_TORCH_CHECK(s.scales->size(0) == lead.rows && s.scales->size(1) == lead.lanes &&
                         s.scales->size(2) == lead.slots,
                     name, "_scales: codes and scales differ in (B, lanes, S)");
-    STD_TORCH_CHECK((stream.block == 32 || stream.block == 64 || stream.block == 128) &&
-                        stream.block * blocks == stream.lane_dim,
+    STD_TORCH_CHECK(block_index(stream.block) >= 0 && stream.block * blocks == stream.lane_dim,
                     name, "_scales has ", blocks, " scales for ", stream.lane_dim,
                     " values; blocks of 32, 64 and 128 are allowed");
   } else {
@@ -198,6 +218,9 @@ void place_table(const Tensor& table, Work& work) {
   work.table_row = table.stride(0);
   work.pages_per_row = table.size(1);
 }
+
+// Stands for an optional tensor that an op has no argument for.
+inline const MaybeTensor kNone;
 
 // (B,) int32; null for none.
 inline const std::int32_t* row_integers(const MaybeTensor& x, const char* name,

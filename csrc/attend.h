@@ -12,7 +12,7 @@
 #include <type_traits>
 
 #include "arena.h"
-#include "attention.h"
+#include "attention_job.h"
 #include "numeric.h"
 #include "tile_float.h"
 #if CARAMBA_FAST_VNNI
@@ -22,11 +22,6 @@
 
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
-
-inline bool is_quantized(Format format) { return static_cast<int>(format) >= kValueTypes; }
-inline int bits_of(Format format) {
-  return format == Format::fp32 ? 32 : is_quantized(format) ? (format == Format::q8_0 ? 8 : 4) : 16;
-}
 
 inline float element(const HeadTensor& x, std::int64_t at) {
   if (x.type == Format::fp32) return static_cast<const float*>(x.data)[at];
@@ -133,7 +128,7 @@ struct Tile {
 
 class Worker {
  public:
-  Worker(const Attention& a, Arena& arena) : a_(a), arena_(arena) {
+  Worker(const AttentionJob& a, Arena& arena) : a_(a), arena_(arena) {
     rows_ = static_cast<int>(a.rows_per_head());
   }
 
@@ -194,7 +189,7 @@ class Worker {
       }
   }
 
-  static std::int64_t partial_of_head(const Attention& a) {
+  static std::int64_t partial_of_head(const AttentionJob& a) {
     return a.rows_per_head() * (a.value().dim + 2);
   }
 
@@ -355,7 +350,7 @@ class Worker {
   // -- one tile ---------------------------------------------------------------------------
 
   // Rows of the buffers a tile is read from.
-  static const char* tokens_of(const Attention& a, const Buffer& buffer, std::int64_t b,
+  static const char* tokens_of(const AttentionJob& a, const Buffer& buffer, std::int64_t b,
                                std::int64_t lane, std::int64_t position, bool paged) {
     if (!paged) return buffer.at(b, lane, position);
     const std::int64_t page = a.table[b * a.table_row + position / a.slots];
@@ -771,7 +766,7 @@ class Worker {
   static constexpr float kFaint = -6;
   static constexpr int kMostHeads = 32;  // of a lane: head_dim 1 would be the narrowest
 
-  const Attention& a_;
+  const AttentionJob& a_;
   Arena& arena_;
   int rows_, heads_ = 0;
   std::int64_t b_ = 0, lane_ = 0;
@@ -789,12 +784,12 @@ class Worker {
 #endif
 };
 
-inline void attend_tasks(const Attention& a, const Task* tasks, std::int64_t count) {
+inline void attend_tasks(const AttentionJob& a, const Task* tasks, std::int64_t count) {
   Worker worker(a, thread_arena());
   for (std::int64_t i = 0; i < count; ++i) worker.run(tasks[i]);
 }
 
-inline void merge_partials(const Attention& a, std::int64_t row, std::int64_t lane,
+inline void merge_partials(const AttentionJob& a, std::int64_t row, std::int64_t lane,
                            const std::int64_t* partials, int count) {
   Worker(a, thread_arena()).merge(row, lane, partials, count);
 }
@@ -822,7 +817,7 @@ inline void merge_states(Format type, const void* a, const float* lse_a, const v
   }
 }
 
-inline std::int64_t partial_floats(const Attention& a) {
+inline std::int64_t partial_floats(const AttentionJob& a) {
   return a.heads_per_lane * Worker::partial_of_head(a);
 }
 

@@ -27,9 +27,9 @@ constexpr std::int64_t kEndless = std::int64_t{1} << 40;
 // Numbers of any type as fp32.
 std::vector<float> as_floats(const Tensor& x, const char* name) {
   check_cpu(x, name);
-  const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
+  const Tensor dense = made_contiguous(x);
   std::vector<float> found(static_cast<std::size_t>(x.numel()));
-  const Format format = value_format(x, name);
+  const Format format = element_format(x, name);
   for (std::size_t i = 0; i < found.size(); ++i) {
     if (format == Format::fp32) {
       found[i] = static_cast<const float*>(dense.const_data_ptr())[i];
@@ -64,7 +64,7 @@ struct Common {
 
 // Everything of one call; `work` points into it.
 struct Call {
-  Attention work;
+  AttentionJob work;
   Plan plan;
   std::vector<std::vector<float>> numbers;  // null keys and values, s_aux
 
@@ -195,7 +195,7 @@ std::tuple<Tensor, Tensor> attend(const Common& c, const Tensor* const* queries,
                                   const StreamTensors* streams, const MaybeTensor* const* nulls,
                                   int count) {
   Call call;
-  Attention& work = call.work;
+  AttentionJob& work = call.work;
   const Tensor& q = *queries[0];
   work.streams = count;
   for (int i = 0; i + 1 < count; ++i) {
@@ -219,22 +219,16 @@ std::tuple<Tensor, Tensor> attend(const Common& c, const Tensor* const* queries,
                   " heads, not a multiple of n_kv_heads=", work.kv_heads);
   work.groups = work.heads / work.kv_heads;
   Lead lead;
-  const Format key = format_named(streams[0].kind, streams[0].name);
-  const std::int64_t width = streams[0].codes.dim() == 4 ? streams[0].codes.size(3) : 0;
-  const std::int64_t lane_dim = key == Format::q4_0 || key == Format::nf4 ? 2 * width : width;
+  const auto values_of = [](const StreamTensors& s) {
+    return lane_values(s.codes, format_named(s.kind, s.name));
+  };
+  const std::int64_t lane_dim = values_of(streams[0]);
   work.heads_per_lane = lane_dim / q.size(3);
   STD_TORCH_CHECK(work.heads_per_lane >= 1 && work.heads_per_lane <= 32, streams[0].name,
                   "_codes: lanes of ", lane_dim, " do not hold heads of ", q.size(3));
   for (int i = 0; i < count; ++i) {
-    std::int64_t dim = 0;
-    if (i + 1 < count) {
-      dim = queries[i]->size(3);
-    } else {
-      const Format value = format_named(streams[i].kind, streams[i].name);
-      const std::int64_t bytes = streams[i].codes.dim() == 4 ? streams[i].codes.size(3) : 0;
-      dim =
-          (value == Format::q4_0 || value == Format::nf4 ? 2 * bytes : bytes) / work.heads_per_lane;
-    }
+    const std::int64_t dim =
+        i + 1 < count ? queries[i]->size(3) : values_of(streams[i]) / work.heads_per_lane;
     work.stored[i] = stream_of(streams[i], work.kv_heads, dim, work.heads_per_lane, lead);
     if (!nulls[i]->has_value()) continue;
     STD_TORCH_CHECK((*nulls[i])->numel() == work.kv_heads * dim, "null_", streams[i].name, " has ",
@@ -254,8 +248,6 @@ std::tuple<Tensor, Tensor> attend(const Common& c, const Tensor* const* queries,
   call.place(c, lead, streams, count);
   return call.run_pieces(c, q);
 }
-
-const MaybeTensor kNone;
 
 }  // namespace
 
@@ -320,19 +312,17 @@ std::tuple<Tensor, Tensor> decoupled_cached_attention(
 
 std::tuple<Tensor, Tensor> merge_state(const Tensor& out_a, const Tensor& lse_a,
                                        const Tensor& out_b, const Tensor& lse_b) {
-  const Format type = value_format(out_a, "out_a");
+  const Format type = element_format(out_a, "out_a");
   const std::int64_t rows = lse_a.numel(), dim = rows > 0 ? out_a.numel() / rows : 0;
-  STD_TORCH_CHECK(value_format(out_b, "out_b") == type && out_b.numel() == out_a.numel() &&
+  STD_TORCH_CHECK(element_format(out_b, "out_b") == type && out_b.numel() == out_a.numel() &&
                       lse_b.numel() == rows && rows * dim == out_a.numel(),
                   "out_a and out_b, lse_a and lse_b must have one shape and dtype");
   for (const Tensor* lse : {&lse_a, &lse_b})
     STD_TORCH_CHECK(lse->is_cpu() && lse->scalar_type() == ScalarType::Float,
                     "lse_a and lse_b must be float32 on cpu");
   STD_TORCH_CHECK(out_a.is_cpu() && out_b.is_cpu(), "out_a and out_b must be on cpu");
-  const auto dense = [](const Tensor& x) {
-    return x.is_contiguous() ? x : torch::stable::contiguous(x);
-  };
-  const Tensor a = dense(out_a), b = dense(out_b), la = dense(lse_a), lb = dense(lse_b);
+  const Tensor a = made_contiguous(out_a), b = made_contiguous(out_b);
+  const Tensor la = made_contiguous(lse_a), lb = made_contiguous(lse_b);
   Tensor out = torch::stable::new_empty(a, sizes_of(out_a), out_a.scalar_type());
   Tensor lse = torch::stable::new_empty(a, sizes_of(lse_a), ScalarType::Float);
   const auto* from_a = static_cast<const char*>(a.const_data_ptr());

@@ -6,13 +6,13 @@
 #include <cstdint>
 #include <vector>
 
-#include "attention.h"
+#include "attention_job.h"
 
 namespace caramba_fast {
 
 // The visible stretches of one row; see `Segment`. Positions are slots, padding included. Whatever
 // the numbers are, no segment leaves its buffer.
-inline RowPlan plan_row(const Attention& a, std::int64_t length, std::int64_t count,
+inline RowPlan plan_row(const AttentionJob& a, std::int64_t length, std::int64_t count,
                         std::int64_t pad, std::int64_t capacity) {
   RowPlan row;
   row.length = length;

@@ -1,5 +1,5 @@
 // The storage formats, as caramba_fast/formats.py has them (tests/ops/test_extension.py compares the
-// two), and how codes lie in memory. Data only, no functions with linkage: this header is shared by
+// two), and how codes lie in memory. No functions with linkage: this header is shared by
 // translation units compiled for different instruction sets.
 #pragma once
 
@@ -32,6 +32,22 @@ static_assert(static_cast<int>(kQuantized[0].format) == kValueTypes &&
 
 inline constexpr int kBlockCount = 3;
 inline constexpr int kBlocks[kBlockCount] = {32, 64, 128};
+
+// Static, for inline functions of several instruction sets would be merged by the linker.
+static constexpr bool is_quantized(Format format) {
+  return static_cast<int>(format) >= kValueTypes;
+}
+
+// Bits of a value or of a code.
+static constexpr int bits_of(Format format) {
+  if (format == Format::fp32) return 32;
+  return is_quantized(format) ? kQuantized[static_cast<int>(format) - kValueTypes].bits : 16;
+}
+
+// The place of a block size in kBlocks; -1 for another size.
+static constexpr int block_index(std::int64_t block) {
+  return block == 32 ? 0 : block == 64 ? 1 : block == 128 ? 2 : -1;
+}
 
 // How a scale is found, as FITS of caramba_fast/ops/quantize.py has it.
 inline constexpr int kFitCount = 2;

@@ -13,7 +13,7 @@
 #include <memory>
 #include <vector>
 
-#include "attention.h"
+#include "attention_job.h"
 #include "numeric.h"
 #include "tile_float.h"
 

@@ -28,7 +28,7 @@ struct FormatKernels {
   DequantizeBlocks dequantize[kBlockCount][kValueTypes];
 };
 
-struct Attention;
+struct AttentionJob;
 struct Task;
 struct AppendJob;
 struct AppendStream;
@@ -38,10 +38,10 @@ struct Kernels {
   FormatKernels formats[kQuantizedFormats];  // in the order of kQuantized
   // Decode attention: runs `count` tasks; merges the partial results of one (row, lane); floats of
   // one partial.
-  void (*attend)(const Attention& a, const Task* tasks, std::int64_t count);
-  void (*merge)(const Attention& a, std::int64_t row, std::int64_t lane,
+  void (*attend)(const AttentionJob& a, const Task* tasks, std::int64_t count);
+  void (*merge)(const AttentionJob& a, std::int64_t row, std::int64_t lane,
                 const std::int64_t* partials, int count);
-  std::int64_t (*partial_floats)(const Attention& a);
+  std::int64_t (*partial_floats)(const AttentionJob& a);
   // Rows of two partial attentions (out of `type`, lse) merged.
   void (*merge_states)(Format type, const void* a, const float* lse_a, const void* b,
                        const float* lse_b, void* out, float* lse, std::int64_t rows,

@@ -1,6 +1,7 @@
-// Binds the kernels to torch: checks arguments, allocates, splits the work over threads. The only
-// file that knows torch, and only through its stable ABI, so that one binary serves every torch
-// from TORCH_TARGET_VERSION on. Schemas are defined in Python (caramba_fast/ops).
+// Binds the ops to torch, and does quantize and dequantize: checks arguments, allocates, splits the
+// work over threads. This file, append_op.cpp, attention_op.cpp and arguments.h know torch, and
+// only through its stable ABI, so that one binary serves every torch from TORCH_TARGET_VERSION on.
+// Schemas are defined in Python (caramba_fast/ops).
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -42,9 +43,6 @@ struct torch::stable::detail::ToImpl<caramba_fast::Text> {
 namespace caramba_fast {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 // An op's argument as it is unboxed.
 template <class T>
 using Held = std::conditional_t<std::is_same_v<std::decay_t<T>, std::string>, const Text&, T>;
@@ -60,36 +58,16 @@ struct Boxed<op> {
 // Fewer values than this for each thread cost more to hand out than to do.
 constexpr std::int64_t kGrainValues = 32768;
 
-int value_type(ScalarType type, const char* argument) {
-  switch (type) {
-    case ScalarType::Float:
-      return static_cast<int>(Format::fp32);
-    case ScalarType::Half:
-      return static_cast<int>(Format::fp16);
-    case ScalarType::BFloat16:
-      return static_cast<int>(Format::bf16);
-    default:
-      STD_TORCH_CHECK(false, argument, " has dtype ", torch::headeronly::toString(type),
-                      "; allowed are float32, float16, bfloat16");
-  }
-}
-
 int quantized_index(const std::string& kind) {
   for (int i = 0; i < kQuantizedFormats; ++i)
     if (kind == kQuantized[i].name) return i;
   STD_TORCH_CHECK(false, "kind is '", kind, "'; quantized kinds are q8_0, q4_0, nf4");
 }
 
-int block_index(std::int64_t block, const char* argument) {
-  for (int i = 0; i < kBlockCount; ++i)
-    if (block == kBlocks[i]) return i;
-  STD_TORCH_CHECK(false, argument, " is ", block, "; allowed are 32, 64, 128");
-}
-
-int fit_index(const std::string& fit) {
-  for (int i = 0; i < kFitCount; ++i)
-    if (fit == kFits[i]) return i;
-  STD_TORCH_CHECK(false, "fit is '", fit, "'; allowed are amax, mse");
+int checked_block_index(std::int64_t block) {
+  const int index = block_index(block);
+  STD_TORCH_CHECK(index >= 0, "block is ", block, "; allowed are 32, 64, 128");
+  return index;
 }
 
 ScalarType code_type(int bits) { return bits == 8 ? ScalarType::Char : ScalarType::Byte; }
@@ -101,16 +79,12 @@ Tensor empty_like_but(const Tensor& like, std::int64_t last, ScalarType type) {
   return torch::stable::new_empty(like, shape, type);
 }
 
-Tensor made_contiguous(const Tensor& tensor) {
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
-}
-
 std::tuple<Tensor, Tensor> quantize(const Tensor& x, std::string kind, std::int64_t block,
                                     std::string fit) {
   const int format = quantized_index(kind);
   const int rule = fit_index(fit);
-  const int size = block_index(block, "block");
-  const int type = value_type(x.scalar_type(), "x");
+  const int size = checked_block_index(block);
+  const int type = static_cast<int>(element_format(x, "x"));
   STD_TORCH_CHECK(x.dim() > 0, "x is a scalar; at least one dimension is needed");
   const std::int64_t dim = x.size(x.dim() - 1);
   STD_TORCH_CHECK(dim % block == 0, "block=", block, " does not divide the ", dim, " values of x");
@@ -160,12 +134,12 @@ std::int64_t implied_block(const Tensor& codes, const Tensor& scales, std::int64
 Tensor dequantize(const Tensor& codes, const Tensor& scales, std::string kind,
                   std::int64_t head_dim, ScalarType dtype) {
   const int format = quantized_index(kind);
-  const int type = value_type(dtype, "dtype");
+  const int type = static_cast<int>(element_format(dtype, "dtype"));
   const std::int64_t block = implied_block(codes, scales, head_dim, kQuantized[format]);
   Tensor values = empty_like_but(codes, head_dim, dtype);
   if (values.numel() == 0) return values;
 
-  const auto run = kernels().formats[format].dequantize[block_index(block, "block")][type];
+  const auto run = kernels().formats[format].dequantize[checked_block_index(block)][type];
   const Tensor packed = made_contiguous(codes);
   const Tensor packed_scales = made_contiguous(scales);
   const auto* from = static_cast<const char*>(packed.const_data_ptr());

@@ -5,15 +5,13 @@
 
 #include <cstdint>
 
+#include "attention_job.h"
 #include "dequantize.h"
 #include "half.h"
 #include "numeric.h"
 
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
-
-// Scores and weights of a row of queries: one tile, then room for what a vector writes beyond it.
-inline constexpr int kScoreRow = kTile + 16;
 
 template <class T>
 inline const T* token_at(const void* data, std::int64_t stride, std::int64_t token) {
@@ -155,7 +153,7 @@ inline constexpr DecodeTile kDecodeTiles[kBlockCount] = {decode_blocks<F, 32>, d
                                                          decode_blocks<F, 128>};
 
 inline DecodeTile decoder_of(Format format, int block) {
-  const int size = block == 32 ? 0 : block == 64 ? 1 : 2;
+  const int size = block_index(block);
   if (format == Format::q8_0) return kDecodeTiles<Format::q8_0>[size];
   if (format == Format::q4_0) return kDecodeTiles<Format::q4_0>[size];
   return kDecodeTiles<Format::nf4>[size];

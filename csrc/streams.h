@@ -1,0 +1,62 @@
+// Where the streams of a cache (keys, values) lie in memory and how their values were changed
+// before they were stored. Data only, no functions with linkage: shared by translation units
+// compiled for different instruction sets.
+//
+// A stored buffer is (B or pages, lanes, slots, width): a lane holds some kv heads of a token side
+// by side, so that blocks are whole. Strides of buffers are in bytes, those of tensors in elements.
+#pragma once
+
+#include <cstdint>
+
+#include "formats.h"
+
+namespace caramba_fast {
+
+inline constexpr int kMostStreams = 3;  // k, v or k_sem, k_geo, v
+// A table of phases has the cos and sin of kPhaseTile tokens, then those of the first token of each
+// stretch of kPhaseTile: an angle is the sum of one of either.
+inline constexpr int kPhaseTile = 128;
+
+// The change of basis a stream is stored in (caramba_fast/ops/transform.py); null pointers leave a
+// step out.
+struct Basis {
+  const float* mean = nullptr;          // (H_kv, D)
+  const float* bias = nullptr;          // (H_kv, P, 2)
+  const std::int32_t* pairs = nullptr;  // (H_kv, P, 2)
+  const float* phases = nullptr;        // (H_kv, P, phase_rows, 2)
+  const float* scale = nullptr;         // (H_kv, D)
+  std::int64_t pair_count = 0;
+  std::int64_t phase_rows = 0;
+  bool rotate = false;
+};
+
+// A (B or pages, lanes, n, width) buffer whose last two dimensions are contiguous; strides in
+// bytes.
+struct Buffer {
+  char* data = nullptr;
+  std::int64_t row = 0, lane = 0, token = 0;
+
+  char* at(std::int64_t b, std::int64_t l, std::int64_t t) const {
+    return data + b * row + l * lane + t * token;
+  }
+};
+
+struct StoredStream {
+  Format format;
+  int block = 32;             // values that share a scale
+  std::int64_t lane_dim = 0;  // values of a lane of a token
+  std::int64_t dim = 0;       // values of a head
+  Buffer codes, scales;
+  Buffer tail, sink;  // fp16
+  Basis basis;
+  const float* null = nullptr;  // (H_kv, D) or null
+};
+
+// A (B, H, T, D) tensor of fp32, fp16 or bf16 with any strides, in elements.
+struct HeadTensor {
+  const void* data = nullptr;
+  Format type;
+  std::int64_t batch = 0, head = 0, token = 0, dim = 0;
+};
+
+}  // namespace caramba_fast
