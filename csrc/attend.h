@@ -13,11 +13,13 @@
 
 #include "arena.h"
 #include "attention_job.h"
+#include "dequantize.h"
 #include "numeric.h"
-#include "tile_float.h"
+#include "scores_float.h"
+#include "values_float.h"
 #if CARAMBA_FAST_VNNI
-#include "int8_keys.h"
-#include "int8_values.h"
+#include "scores_int8.h"
+#include "values_int8.h"
 #endif
 
 namespace caramba_fast {
@@ -444,8 +446,8 @@ class Worker {
       return;
     }
 #endif
-    decoder_of(s.format, s.block)(codes, s.codes.token, scales, s.scales.token, key.span.blocks,
-                                  tile.count, decoded_);
+    dequantizer(s.format, s.block)(codes, s.codes.token, scales, s.scales.token, key.span.blocks,
+                                   tile.count, decoded_);
     kScoreTiles[0](key.query, key.span.width, rows_, decoded_, key.span.width * 4, tile.count,
                    scores_);
   }
@@ -616,8 +618,8 @@ class Worker {
       }
     }
 #endif
-    decoder_of(s.format, s.block)(codes, s.codes.token, scales, s.scales.token, span.blocks,
-                                  tile.count, decoded_);
+    dequantizer(s.format, s.block)(codes, s.codes.token, scales, s.scales.token, span.blocks,
+                                   tile.count, decoded_);
     add_floats(state, tile, Format::fp32, reinterpret_cast<const char*>(decoded_), span.width * 4);
   }
 

@@ -2,8 +2,12 @@
 // once per instruction set, in that set's namespace.
 #pragma once
 
+#include <cstdint>
+#include <cstring>
+
 #include "formats.h"
 #include "half.h"
+#include "prefetch.h"
 #include "vec.h"
 
 namespace caramba_fast {
@@ -57,6 +61,35 @@ void dequantize_blocks(const void* codes, const std::uint16_t* scales, void* val
     for (int i = 0; i < blocks; ++i)
       decode<F, T, N>(from[begin + i], chunk_scales[i], to + (begin + i) * N);
   }
+}
+
+// Some tokens of a stream, `blocks` blocks of each, to fp32: token t's values begin at
+// values[t * blocks * N]. Strides are in bytes.
+template <Format F, int N>
+void dequantize_tokens(const char* codes, std::int64_t codes_stride, const char* scales,
+                       std::int64_t scales_stride, int blocks, int count, float* values) {
+  for (int t = 0; t < count; ++t) {
+    const auto* block = token_at<CodeBlock<F, N>>(codes, codes_stride, t);
+    const auto* scale = token_at<std::uint16_t>(scales, scales_stride, t);
+    for (int i = 0; i < blocks; ++i) {
+      std::uint16_t padded[kLanes] = {scale[i]};
+      decode<F, Format::fp32, N>(block[i], load_half(padded)[0], values + (t * blocks + i) * N);
+    }
+  }
+}
+
+using DequantizeTokens = void (*)(const char* codes, std::int64_t codes_stride, const char* scales,
+                                  std::int64_t scales_stride, int blocks, int count, float* values);
+
+template <Format F>
+inline constexpr DequantizeTokens kDequantizeTokens[kBlockCount] = {
+    dequantize_tokens<F, 32>, dequantize_tokens<F, 64>, dequantize_tokens<F, 128>};
+
+inline DequantizeTokens dequantizer(Format format, int block) {
+  const int size = block_index(block);
+  if (format == Format::q8_0) return kDequantizeTokens<Format::q8_0>[size];
+  if (format == Format::q4_0) return kDequantizeTokens<Format::q4_0>[size];
+  return kDequantizeTokens<Format::nf4>[size];
 }
 
 }  // namespace CARAMBA_FAST_ISA

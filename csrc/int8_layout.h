@@ -1,6 +1,6 @@
-// How the integer passes (int8_keys.h, int8_values.h) see a quantized tile: which bytes of a token
-// hold which values, and the tile's scales. AVX-512 VNNI's vpdpbusd adds four products of u8 * s8
-// to each dword; scales are applied after the sums.
+// How the integer passes (scores_int8.h, values_int8.h) see a quantized tile: which bytes of a
+// token hold which values, and the tile's scales. AVX-512 VNNI's vpdpbusd adds four products of u8
+// * s8 to each dword; scales are applied after the sums.
 //
 // A token's bytes are taken in units of 64, a unit in four lanes of 16; a block's bytes never share
 // a lane with another's. Scales and weights of values lie in groups of four blocks, a block in each
@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "attention_job.h"
-#include "numeric.h"
-#include "tile_float.h"
+#include "prefetch.h"
+#include "vec.h"
 
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
