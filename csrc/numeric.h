@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "half.h"
 #include "vec.h"
@@ -84,30 +85,51 @@ inline int exponent_of(float x) {
 
 inline Floats hyperbolic_tangent(Floats x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }
 
+// Values HALF lanes apart become their sum and their difference.
+template <int HALF, int... LANES>
+inline Floats butterfly(Floats v, std::integer_sequence<int, LANES...>) {
+  const Floats other = {v[LANES ^ HALF]...};  // one permutation
+  const Ints second = {(LANES & HALF) != 0 ? -1 : 0 ...};
+  return second ? other - v : v + other;
+}
+
+// All pairs of x[0, size) that are less than a vector apart; size is a multiple of kLanes.
+inline void butterflies_within_lanes(float* x, std::int64_t size) {
+  using Lanes = std::make_integer_sequence<int, kLanes>;
+  for (std::int64_t i = 0; i < size; i += kLanes) {
+    Floats v = load_as<Floats>(x + i);
+    v = butterfly<2>(butterfly<1>(v, Lanes{}), Lanes{});
+    if constexpr (kLanes > 4) v = butterfly<4>(v, Lanes{});
+    if constexpr (kLanes > 8) v = butterfly<8>(v, Lanes{});
+    store_as(v, x + i);
+  }
+}
+
 // The orthonormal Walsh-Hadamard transform of x[0, width), in place; a width that is no power of
 // two is cut into its powers of two, largest first. Sums go as in a product with the matrix only to
 // rounding.
-inline void hadamard(float* x, std::int64_t width) {
+CARAMBA_FAST_NOINLINE inline void hadamard(float* x, std::int64_t width) {
   while (width > 0) {
-    std::int64_t size = 1;
+    std::int64_t size = 1, half = 1;
     while (2 * size <= width) size *= 2;
-    for (std::int64_t half = 1; half < size; half *= 2) {
-      if (half >= kLanes) {
-        for (std::int64_t i = 0; i < size; i += 2 * half)
+    if (size >= kLanes) {
+      butterflies_within_lanes(x, size);
+      half = kLanes;
+    }
+    for (; half < size; half *= 2)
+      for (std::int64_t i = 0; i < size; i += 2 * half)
+        if (half >= kLanes)
           for (std::int64_t j = i; j < i + half; j += kLanes) {
             const Floats a = load_as<Floats>(x + j), b = load_as<Floats>(x + j + half);
             store_as(a + b, x + j);
             store_as(a - b, x + j + half);
           }
-      } else {
-        for (std::int64_t i = 0; i < size; i += 2 * half)
+        else
           for (std::int64_t j = i; j < i + half; ++j) {
             const float a = x[j], b = x[j + half];
             x[j] = a + b;
             x[j + half] = a - b;
           }
-      }
-    }
     const float factor = 1.0f / std::sqrt(static_cast<float>(size));
     for (std::int64_t i = 0; i < size; ++i) x[i] *= factor;
     x += size;

@@ -15,6 +15,10 @@
 #define CARAMBA_FAST_UNROLL _Pragma("GCC unroll 16")
 #endif
 
+// In front of a function with loops of its own that is called from one place: compilers would make
+// it a part of the caller, whose many loops then share the registers.
+#define CARAMBA_FAST_NOINLINE __attribute__((noinline))
+
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
