@@ -6,7 +6,10 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <type_traits>
 #include <vector>
+
+#include "vec.h"
 
 // Under AddressSanitizer what is not taken is out of bounds, with a gap behind everything taken.
 #if defined(__SANITIZE_ADDRESS__)
@@ -30,9 +33,10 @@ class Arena {
   T* take(std::int64_t count) {
     const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
     const std::size_t whole = (bytes + 63) / 64 * 64 + CARAMBA_FAST_ARENA_GAP;
-    if (used_ + whole > size_) grow(whole);
-    char* taken = blocks_.back().get() + used_;
-    used_ += whole;
+    static_assert(std::is_trivially_destructible_v<T> && alignof(T) <= 64, "none is destroyed");
+    if (whole > static_cast<std::size_t>(end_ - next_)) grow(whole);
+    char* taken = next_;
+    next_ += whole;
     ASAN_UNPOISON_MEMORY_REGION(taken, bytes);
     return reinterpret_cast<T*>(taken);
   }
@@ -48,20 +52,23 @@ class Arena {
     if (blocks_.size() > 1) {
       const std::size_t all = total_;
       blocks_.clear();
-      total_ = 0;
+      next_ = end_ = nullptr;
+      size_ = total_ = 0;
       grow(all);
     }
-    used_ = 0;
-    if (size_ > 0) ASAN_POISON_MEMORY_REGION(blocks_.back().get(), size_);
+    next_ = end_ - size_;
+    if (size_ > 0) ASAN_POISON_MEMORY_REGION(next_, size_);
   }
 
  private:
-  void grow(std::size_t least) {
-    size_ = std::max(least, kSmallest);
-    blocks_.emplace_back(static_cast<char*>(::operator new(size_, std::align_val_t(64))));
-    ASAN_POISON_MEMORY_REGION(blocks_.back().get(), size_);
-    total_ += size_;
-    used_ = 0;
+  CARAMBA_FAST_NOINLINE void grow(std::size_t least) {
+    const std::size_t size = std::max(least, kSmallest);
+    blocks_.emplace_back(static_cast<char*>(::operator new(size, std::align_val_t(64))));
+    next_ = blocks_.back().get();
+    end_ = next_ + size;
+    size_ = size;
+    total_ += size;
+    ASAN_POISON_MEMORY_REGION(next_, size);
   }
 
   struct Free {
@@ -69,8 +76,8 @@ class Arena {
   };
   static constexpr std::size_t kSmallest = 1 << 16;  // bytes of a block
   std::vector<std::unique_ptr<char, Free>> blocks_;  // what is taken comes from the last
-  std::size_t size_ = 0, used_ = 0;                  // bytes of the last block
-  std::size_t total_ = 0;                            // of all blocks
+  char *next_ = nullptr, *end_ = nullptr;            // of the last block
+  std::size_t size_ = 0, total_ = 0;                 // bytes of the last block, of all
 };
 
 inline Arena& thread_arena() {
