@@ -8,8 +8,8 @@
 
 #include "append_job.h"
 #include "arena.h"
-#include "attend.h"
 #include "numeric.h"
+#include "rows.h"
 
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {

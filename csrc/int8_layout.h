@@ -134,7 +134,7 @@ struct ScaleSteps {
 struct TileScales {
   // scale[group][quad of tokens][lane * 4 + token] as fp32 (`widen`); zeros behind the last token.
   alignas(64) float scale[kMostGroups][kQuads][16];
-  bool odd;  // some are not finite, or negative where the integer passes need magnitudes
+  bool unusable;  // some are not finite, or negative where the integer passes need magnitudes
 
   ScaleSteps steps(const char* from, std::int64_t stride, const HeadBytes& head, int count) {
     for (std::int64_t i = 0; i < stride * kTile; i += kLine)
@@ -160,8 +160,8 @@ struct TileScales {
         _mm512_store_ps(scale[g][quad], _mm512_cvtph_ps(_mm512_castsi512_si256(mine)));
       }
     }
-    odd = _mm512_cmpge_epu16_mask(most, _mm512_set1_epi16(0x7c00)) != 0 ||
-          (!may_be_negative && _mm512_movepi16_mask(any) != 0);
+    unusable = _mm512_cmpge_epu16_mask(most, _mm512_set1_epi16(0x7c00)) != 0 ||
+               (!may_be_negative && _mm512_movepi16_mask(any) != 0);
   }
 
  private:

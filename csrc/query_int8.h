@@ -40,15 +40,15 @@ struct KeyCodes<Format::nf4> {
 // One lane of a unit: its 4 values a vector become integers relative to the largest. What they
 // leave of the values stays in `values`.
 template <Format F, int BYTES>
-void prepare_lane(float (&values)[32], int lane, QueryUnit& unit) {
+void quantize_lane(float (&values)[32], int lane, QueryUnit& unit) {
   constexpr int kVectors = KeyCodes<F>::kVectors;
   constexpr float kRange = BYTES == 2 ? kSixteenBits : 127;
   __m512 most = _mm512_setzero_ps();
-  bool odd = false;  // a NaN, which neither the maximum nor an integer would show
+  bool damaged = false;  // a NaN, which neither the maximum nor an integer would show
   for (int v = 0; v < kVectors; v += 4) {
     const __m512 value = _mm512_loadu_ps(values + 4 * v);
     most = _mm512_max_ps(most, _mm512_abs_ps(value));
-    odd |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q) != 0;
+    damaged |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q) != 0;
   }
   const float largest = _mm512_reduce_max_ps(most);
   const __m512 inverse = _mm512_set1_ps(largest > 0 ? kRange / largest : 0);
@@ -72,7 +72,7 @@ void prepare_lane(float (&values)[32], int lane, QueryUnit& unit) {
       if (BYTES == 2) store_as(_mm_set1_epi32(bytes[1][i]), unit.low[v + i] + lane * kLaneBytes);
     }
   }
-  const float scale = odd ? std::numeric_limits<float>::quiet_NaN() : largest / kRange;
+  const float scale = damaged ? std::numeric_limits<float>::quiet_NaN() : largest / kRange;
   const float undo = scale / KeyCodes<F>::kDivisor;
   const float shift = -KeyCodes<F>::kOffset * static_cast<float>(sum) * undo;
   store_as(_mm_set1_ps(undo), unit.scale + 4 * lane);
@@ -81,7 +81,7 @@ void prepare_lane(float (&values)[32], int lane, QueryUnit& unit) {
 
 // Units of a query, and of what their two bytes leave of it unless `rest` is null.
 template <Format F, int BYTES>
-void prepare_query(const float* q, const HeadBytes& head, QueryUnit* units, QueryUnit* rest) {
+void quantize_query(const float* q, const HeadBytes& head, QueryUnit* units, QueryUnit* rest) {
   for (int u = 0; u < head.units; ++u)
     for (int lane = 0; lane < kUnitLanes; ++lane) {
       float values[32];
@@ -90,8 +90,8 @@ void prepare_query(const float* q, const HeadBytes& head, QueryUnit* units, Quer
           const int value = head.value[u][v][lane * 4 + i];
           values[4 * v + i] = value < 0 ? 0.0f : q[value];
         }
-      prepare_lane<F, BYTES>(values, lane, units[u]);
-      if (rest != nullptr) prepare_lane<F, 1>(values, lane, rest[u]);
+      quantize_lane<F, BYTES>(values, lane, units[u]);
+      if (rest != nullptr) quantize_lane<F, 1>(values, lane, rest[u]);
     }
 }
 

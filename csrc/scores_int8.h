@@ -1,7 +1,7 @@
 // The score pass over one quantized tile in products of bytes (int8_layout.h). A query has 16 bits
 // where it meets 8-bit keys; what those leave of it is a third byte, added where leaving it out
 // would show. Where it meets 4 bits it has 8 where that adds little to the scores, else 16
-// (`Enough`).
+// (`EnoughBits`).
 #pragma once
 
 #include <algorithm>
@@ -84,10 +84,10 @@ inline constexpr float kUsualError = 2 * kScoreError<F>;
 // scales of the tile (four tokens apart) and the largest codes; where that bound says no, by the
 // squares of the keys of a few tokens, if the largest scales and usual codes allow it.
 template <Format F>
-class Enough {
+class EnoughBits {
  public:
-  Enough(const HeadBytes& head, const ScaleSteps& scales, const char* codes, std::int64_t stride,
-         int count)
+  EnoughBits(const HeadBytes& head, const ScaleSteps& scales, const char* codes,
+             std::int64_t stride, int count)
       : head_(head), scales_(scales), codes_(codes), stride_(stride), count_(count) {
     __m512i most = _mm512_setzero_si512();
     for (int i = 0; i < head.quads(); ++i)
@@ -242,12 +242,12 @@ inline __m256 sums_of_pairs(__m512 v) {
   return _mm256_set_m128(_mm_unpackhi_ps(first, second), _mm_unpacklo_ps(first, second));
 }
 
-// ROWS rows meet keys: UNITS units of four tokens each, GROUPS times.
+// scores += q . k of ROWS rows and keys: UNITS units of four tokens each, GROUPS times.
 template <Format F, int BYTES, int ROWS, int UNITS, int GROUPS, int FOLD>
-inline __attribute__((always_inline)) void meet(const KeyGroup<F> (&keys)[UNITS][GROUPS],
-                                                const __m512 (&by_lane)[UNITS][GROUPS],
-                                                const QueryUnit* q, std::int64_t row_units,
-                                                float* scores) {
+inline __attribute__((always_inline)) void add_row_scores(const KeyGroup<F> (&keys)[UNITS][GROUPS],
+                                                          const __m512 (&by_lane)[UNITS][GROUPS],
+                                                          const QueryUnit* q,
+                                                          std::int64_t row_units, float* scores) {
   const QueryUnit* queries[ROWS];
   CARAMBA_FAST_UNROLL
   for (int r = 0; r < ROWS; ++r) queries[r] = q + r * row_units;
@@ -298,7 +298,7 @@ void score_units(const QueryUnit* q, const HeadBytes& head, int first, int rows,
     const QueryUnit* query = q + first;
     float* to = scores + FOLD * t;
     for (int r = 0; r < rows; r += ROWS) {
-      meet<F, BYTES, ROWS, UNITS, kGroups, FOLD>(keys, by_lane, query, head.units, to);
+      add_row_scores<F, BYTES, ROWS, UNITS, kGroups, FOLD>(keys, by_lane, query, head.units, to);
       query += ROWS * head.units;
       to += ROWS * kScoreRow;
     }

@@ -62,8 +62,8 @@ inline __m512i sum_of_lane(__m512i v) {
 
 // Weights (one row, zeros behind the tile's tokens) times magnitudes of scales, in BYTES bytes.
 template <Format F, int BYTES, int FOLD>
-void weigh(const float* weights, const HeadBytes& head, const TileScales& scales,
-           const Flips& flips, WeightGroup* groups) {
+void pack_weights(const float* weights, const HeadBytes& head, const TileScales& scales,
+                  const Flips& flips, WeightGroup* groups) {
   constexpr int kVectors = 4 / FOLD;
   constexpr float kRange = BYTES == 2 ? 65535 : 255;
   for (int g = 0; g < head.groups; ++g) {
@@ -304,6 +304,17 @@ void value_int8(const WeightGroup* weights, const HeadBytes& head, int rows, con
   if (r < rows)
     value_rows_int8<F, BYTES, 1>(weights + r * head.groups, head, codes, stride, flips, count,
                                  sums + r * width, width);
+}
+
+// Adds one row's sums in the order of `value_half` to those in the order of the values. The four
+// dwords of a lane are four values beside each other.
+inline void settle_unit_sums(const HeadBytes& head, const float* from, float* to) {
+  for (int u = 0; u < head.units; ++u)
+    for (int vector = 0; vector < 4 * head.nibbles; ++vector)
+      for (int lane = 0; lane < kUnitLanes; ++lane, from += 4) {
+        const int at = head.value[u][vector][4 * lane];
+        if (at >= 0) _mm_storeu_ps(to + at, _mm_add_ps(_mm_loadu_ps(to + at), _mm_loadu_ps(from)));
+      }
 }
 
 }  // namespace CARAMBA_FAST_ISA

@@ -1,0 +1,84 @@
+// Queries, made ready to meet the keys of one stream as they are stored: times the softmax scale,
+// in the basis of the keys, and as integers where those meet quantized keys in products of bytes.
+// Compiled once per instruction set, in that set's namespace.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "arena.h"
+#include "key_mean.h"
+#include "lane.h"
+#include "numeric.h"
+#include "rows.h"
+#include "tile.h"
+#if CARAMBA_FAST_VNNI
+#include "query_int8.h"
+#endif
+
+namespace caramba_fast {
+namespace CARAMBA_FAST_ISA {
+
+struct QueryUnit;  // query_int8.h
+
+// Query row r of the lane's h-th kv head as the model has it, times its factor; (dim) of a key
+// stream.
+inline void read_query(const Lane& lane, int stream, int h, int r, float* to) {
+  const AttentionJob& job = lane.job;
+  const std::int64_t dim = job.stored[stream].dim;
+  read_row(job.queries[stream], lane.row, lane.query_head(h, r), lane.query_token(r), dim, to);
+  for (std::int64_t d = 0; d < dim; ++d) to[d] *= job.factors[stream];
+}
+
+// All query rows of one kv head for one key stream.
+struct HeadQuery {
+  HeadStream key;
+  KeyMean mean;
+  float* values;  // (query rows, key.width) fp32; zeros outside the head
+  // (query rows, units), null unless key.bytes: 16 bits in two bytes, and 8 bits in one; for q8_0
+  // the one is what the two leave of the query.
+  QueryUnit *two_bytes, *one_byte;
+
+  // `row` is memory for one query row.
+  CARAMBA_FAST_NOINLINE HeadQuery(const Lane& lane, int stream, int h, Arena& arena, float* row)
+      : key(lane.job.stored[stream], h),
+        mean(key.stored->basis, lane.kv_head(h), lane.query_rows, arena),
+        values(arena.zeros(lane.query_rows * key.width)),
+        two_bytes(nullptr),
+        one_byte(nullptr) {
+    const StoredStream& s = *key.stored;
+    const Basis& basis = s.basis;
+    for (int r = 0; r < lane.query_rows; ++r) {
+      read_query(lane, stream, h, r, row);
+      mean.take_query(r, row, s.dim);
+      if (basis.scale != nullptr)
+        for (std::int64_t d = 0; d < s.dim; ++d) row[d] *= basis.scale[lane.kv_head(h) * s.dim + d];
+      if (basis.rotate) hadamard(row, s.dim);
+      std::copy(row, row + s.dim, values + r * key.width + key.inner);
+    }
+#if CARAMBA_FAST_VNNI
+    if (key.bytes == nullptr) return;
+    two_bytes = arena.take<QueryUnit>(lane.query_rows * key.bytes->units);
+    one_byte = arena.take<QueryUnit>(lane.query_rows * key.bytes->units);
+    if (s.format == Format::q8_0) quantize_rows<Format::q8_0>(lane.query_rows);
+    if (s.format == Format::q4_0) quantize_rows<Format::q4_0>(lane.query_rows);
+    if (s.format == Format::nf4) quantize_rows<Format::nf4>(lane.query_rows);
+#endif
+  }
+
+ private:
+#if CARAMBA_FAST_VNNI
+  template <Format F>
+  void quantize_rows(int rows) {
+    for (int r = 0; r < rows; ++r) {
+      const float* query = values + r * key.width;
+      QueryUnit *two = two_bytes + r * key.bytes->units, *one = one_byte + r * key.bytes->units;
+      quantize_query<F, 2>(query, *key.bytes, two, F == Format::q8_0 ? one : nullptr);
+      if (F != Format::q8_0) quantize_query<F, 1>(query, *key.bytes, one, nullptr);
+    }
+  }
+#endif
+};
+
+}  // namespace CARAMBA_FAST_ISA
+}  // namespace caramba_fast

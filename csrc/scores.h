@@ -1,0 +1,89 @@
+// The scores of a tile: q . k of all query rows of one kv head, for one key stream, whatever it is
+// stored in. In products of bytes (scores_int8.h) where the machine has them and the tile allows
+// it, else in fp32 (scores_float.h), quantized keys being decoded first. Compiled once per
+// instruction set, in that set's namespace.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "lane.h"
+#include "query.h"
+#include "scores_float.h"
+#include "tile.h"
+#include "visibility.h"
+#if CARAMBA_FAST_VNNI
+#include "scores_int8.h"
+#endif
+
+namespace caramba_fast {
+namespace CARAMBA_FAST_ISA {
+
+#if CARAMBA_FAST_VNNI
+// q8_0 keys meet two bytes of a query, or three; 4-bit keys meet one, or two. Which of the two is
+// each query's own matter: a tile of which it sees a part only gets the most bytes, for what others
+// see of the tile must not change its result.
+template <Format F>
+CARAMBA_FAST_NOINLINE void add_scores_int8(const Lane& lane, const HeadQuery& query,
+                                           const TileData& data, const ScaleSteps& scales,
+                                           const Tile& tile, const Visibility& visibility,
+                                           float* scores) {
+  constexpr bool kThird = F == Format::q8_0;
+  using OneByte = std::integral_constant<int, 1>;
+  using TwoBytes = std::integral_constant<int, 2>;
+  const HeadBytes& head = *query.key.bytes;
+  const auto add = [&](auto bytes, const QueryUnit* units, int first, int rows) {
+    score_int8<F, decltype(bytes)::value>(units + first * head.units, head, rows, data.values,
+                                          data.stride, scales, tile.count,
+                                          scores + first * kScoreRow);
+  };
+  EnoughBits<F> enough(head, scales, data.values, data.stride, tile.count);
+  const QueryUnit* judged = kThird ? query.two_bytes : query.one_byte;
+  const auto needs_few = [&](int r) {
+    return visibility.full(tile, lane.query_token(r), lane.job.tile) &&
+           enough(judged + r * head.units);
+  };
+  if (kThird) add(TwoBytes{}, query.two_bytes, 0, lane.query_rows);
+  int first = 0;  // of a run of queries that take the same number of bytes
+  bool few = needs_few(0);
+  for (int r = 1; r <= lane.query_rows; ++r) {
+    const bool next = r < lane.query_rows && needs_few(r);
+    if (r < lane.query_rows && next == few) continue;
+    if (kThird != few)
+      add(OneByte{}, query.one_byte, first, r - first);
+    else if (!kThird)
+      add(TwoBytes{}, query.two_bytes, first, r - first);
+    first = r;
+    few = next;
+  }
+}
+#endif
+
+// scores (query rows, kScoreRow) += q . k for the tokens of a tile.
+CARAMBA_FAST_NOINLINE inline void add_scores(const Lane& lane, const HeadQuery& query,
+                                             const Tile& tile, const Visibility& visibility,
+                                             const TileScratch& scratch, float* scores) {
+  query.mean.add_to(scores, tile.start - lane.plan.pad, tile.count);
+  const TileData data = data_of(lane, query.key, tile);
+#if CARAMBA_FAST_VNNI
+  if (takes_bytes(lane, query.key, tile)) {
+    const ScaleSteps scales =
+        scratch.scales->steps(data.scales, data.scales_stride, *query.key.bytes, tile.count);
+    if (data.format == Format::q8_0)
+      add_scores_int8<Format::q8_0>(lane, query, data, scales, tile, visibility, scores);
+    else if (data.format == Format::q4_0)
+      add_scores_int8<Format::q4_0>(lane, query, data, scales, tile, visibility, scores);
+    else
+      add_scores_int8<Format::nf4>(lane, query, data, scales, tile, visibility, scores);
+    return;
+  }
+#else
+  static_cast<void>(visibility);
+#endif
+  const TileData keys = decoded(data, query.key, tile.count, scratch.decoded);
+  kScoreTiles[static_cast<int>(keys.format)](query.values, query.key.width, lane.query_rows,
+                                             keys.values, keys.stride, tile.count, scores);
+}
+
+}  // namespace CARAMBA_FAST_ISA
+}  // namespace caramba_fast

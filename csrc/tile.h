@@ -1,0 +1,98 @@
+// One head's part of a stream and of its tiles: which bytes of a token are the head's, and where
+// those of a tile begin. Compiled once per instruction set, in that set's namespace.
+#pragma once
+
+#include <cstdint>
+
+#include "dequantize.h"
+#include "lane.h"
+#if CARAMBA_FAST_VNNI
+#include "int8_layout.h"
+#endif
+
+namespace caramba_fast {
+namespace CARAMBA_FAST_ISA {
+
+struct HeadBytes;    // int8_layout.h
+struct TileScales;   // int8_layout.h
+struct WeightGroup;  // values_int8.h
+struct Flips;        // values_int8.h
+
+// Memory for one tile at a time.
+struct TileScratch {
+  float* decoded;  // kTile tokens of one head in fp32
+  // Of products of bytes; null where there are none.
+  TileScales* scales;
+  WeightGroup* weights;
+  Flips* flips;
+};
+
+// The part of a lane's token that holds one head: whole blocks (of 32 values where there are none),
+// so it may begin before the head and end behind it.
+struct HeadStream {
+  const StoredStream* stored;
+  std::int64_t first, width;  // values of the lane's token before it, values in it
+  std::int64_t inner;         // those in it before the head
+  int blocks;
+  const HeadBytes* bytes;  // null where there are no products of bytes, or they do not serve
+
+  HeadStream(const StoredStream& s, int head_in_lane) : stored(&s) {
+    const std::int64_t unit = is_quantized(s.format) ? s.block : 32;
+    const std::int64_t begin = head_in_lane * s.dim, end = begin + s.dim;
+    first = begin / unit * unit;
+    width = (end + unit - 1) / unit * unit - first;
+    inner = begin - first;
+    blocks = static_cast<int>(width / unit);
+    bytes = nullptr;
+#if CARAMBA_FAST_VNNI
+    const int bits = bits_of(s.format);
+    if (!is_quantized(s.format) || !HeadBytes::fits(bits, s.block, blocks)) return;
+    const bool pairs = s.codes.token == kUnit / 2 && width * bits == 8 * s.codes.token &&
+                       s.scales.token == 2 * blocks;
+    bytes = head_bytes(bits, s.block, blocks, pairs ? 2 : 1);
+#endif
+  }
+};
+
+// One head's part of the tokens of a tile; strides in bytes from token to token.
+struct TileData {
+  Format format;
+  const char* values;  // or codes
+  std::int64_t stride;
+  const char* scales;  // of quantized formats
+  std::int64_t scales_stride;
+};
+
+inline TileData data_of(const Lane& lane, const HeadStream& head, const Tile& tile) {
+  const StoredStream& s = *head.stored;
+  if (tile.source != Source::codes) {
+    const Buffer& buffer = tile.source == Source::tail ? s.tail : s.sink;
+    const char* side = lane.side_at(buffer, tile.source, tile.start);
+    return {Format::fp16, side + 2 * head.first, buffer.token, nullptr, 0};
+  }
+  const char* values = lane.stored_at(s.codes, tile.start) + head.first * bits_of(s.format) / 8;
+  if (!is_quantized(s.format)) return {s.format, values, s.codes.token, nullptr, 0};
+  const char* scales = lane.stored_at(s.scales, tile.start) + head.first / s.block * 2;
+  return {s.format, values, s.codes.token, scales, s.scales.token};
+}
+
+// Quantized tokens as fp32 in `to`, for `count * head.width` values; others as they are.
+inline TileData decoded(const TileData& data, const HeadStream& head, int count, float* to) {
+  if (!is_quantized(data.format)) return data;
+  dequantizer(data.format, head.stored->block)(data.values, data.stride, data.scales,
+                                               data.scales_stride, head.blocks, count, to);
+  return {Format::fp32, reinterpret_cast<const char*>(to), head.width * 4, nullptr, 0};
+}
+
+#if CARAMBA_FAST_VNNI
+// Whether a tile can be taken in products of bytes. Where tokens are taken in pairs, the one behind
+// an odd number of them has to be there.
+inline bool takes_bytes(const Lane& lane, const HeadStream& head, const Tile& tile) {
+  if (tile.source != Source::codes || head.bytes == nullptr) return false;
+  const std::int64_t slots = lane.job.slots;
+  return head.bytes->fold == 1 || tile.count % 2 == 0 || tile.start % slots + tile.count < slots;
+}
+#endif
+
+}  // namespace CARAMBA_FAST_ISA
+}  // namespace caramba_fast

@@ -1,0 +1,156 @@
+// Weights times values of a tile, summed for all query rows of one kv head, whatever values are
+// stored in. In products of bytes (values_int8.h) where the machine has them and the tile allows
+// it, else in fp32 (values_float.h), quantized values being decoded first. Compiled once per
+// instruction set, in that set's namespace.
+#pragma once
+
+#include <cstdint>
+
+#include "arena.h"
+#include "lane.h"
+#include "tile.h"
+#include "values_float.h"
+#include "visibility.h"
+#if CARAMBA_FAST_VNNI
+#include "values_int8.h"
+#endif
+
+namespace caramba_fast {
+namespace CARAMBA_FAST_ISA {
+
+// Weighted values so far.
+struct ValueSums {
+  HeadStream value;
+  int query_rows;
+  float* sums;  // (query rows, value.width)
+  // (query rows, unit_width) of tiles that were taken in products of bytes, in the order of
+  // `value_half`; null where there are none.
+  float* unit_sums = nullptr;
+  std::int64_t unit_width = 0;
+
+  ValueSums(const Lane& lane, int h, Arena& arena)
+      : value(lane.job.value(), h),
+        query_rows(lane.query_rows),
+        sums(arena.zeros(query_rows * value.width)) {
+#if CARAMBA_FAST_VNNI
+    if (value.bytes == nullptr) return;
+    unit_width = value.bytes->sums();
+    unit_sums = arena.zeros(query_rows * unit_width);
+#endif
+  }
+
+  // Of one query row.
+  void rescale(int r, float factor) {
+    scale_by(sums + r * value.width, value.width, factor);
+    if (unit_sums != nullptr) scale_by(unit_sums + r * unit_width, unit_width, factor);
+  }
+
+  // Brings everything into `sums`, when all tiles are done.
+  void settle() {
+#if CARAMBA_FAST_VNNI
+    if (unit_sums == nullptr) return;
+    for (int r = 0; r < query_rows; ++r)
+      settle_unit_sums(*value.bytes, unit_sums + r * unit_width, sums + r * value.width);
+#endif
+  }
+
+  // The head's own sums of one query row, (dim).
+  const float* of_head(int r) const { return sums + r * value.width + value.inner; }
+
+ private:
+  static void scale_by(float* x, std::int64_t count, float factor) {
+    for (std::int64_t i = 0; i < count; i += kLanes)
+      store_as(load_as<Floats>(x + i) * factor, x + i);
+  }
+};
+
+// In fp32. Values nobody sees may be anything: runs of those somebody sees are added.
+inline void add_values_float(const ValueSums& state, const TileData& values, int count,
+                             std::uint64_t seen, const float* weights) {
+  const ValueTile add = kValueTiles[static_cast<int>(values.format)];
+  for (int i = 0; i < count;) {
+    if (!(seen >> i & 1)) {
+      ++i;
+      continue;
+    }
+    int stop = i + 1;
+    while (stop < count && (seen >> stop & 1)) ++stop;
+    add(weights + i, state.query_rows, values.values + i * values.stride, values.stride, stop - i,
+        state.sums, state.value.width);
+    i = stop;
+  }
+}
+
+#if CARAMBA_FAST_VNNI
+inline constexpr int kWeightRows = 4;  // query rows whose weights are packed at a time
+// log2 of a weight's share of the total that 8 bits of it, and of what is smaller in its tile, are
+// enough for where values have 4 bits.
+inline constexpr float kFaintShare = -6;
+
+// Some query rows, with weights of BYTES bytes.
+template <Format F, int BYTES>
+void add_values_int8(const ValueSums& state, const TileData& data, int count, int first, int rows,
+                     const float* weights, const TileScratch& scratch) {
+  const HeadBytes& head = *state.value.bytes;
+  for (int r = 0; r < rows; ++r) {
+    const float* row = weights + (first + r) * kScoreRow;
+    WeightGroup* to = scratch.weights + r * head.groups;
+    if (head.fold == 2)
+      pack_weights<F, BYTES, 2>(row, head, *scratch.scales, *scratch.flips, to);
+    else
+      pack_weights<F, BYTES, 1>(row, head, *scratch.scales, *scratch.flips, to);
+  }
+  value_int8<F, BYTES>(scratch.weights, head, rows, data.values, data.stride, *scratch.flips, count,
+                       state.unit_sums + first * state.unit_width, state.unit_width);
+}
+
+// All query rows; the number of bytes is each row's own matter.
+template <Format F>
+void add_values_int8(const ValueSums& state, const TileData& data, int count, const float* weights,
+                     const float* shares, const TileScratch& scratch) {
+  constexpr int kFewBytes = F == Format::q8_0 ? 2 : 1;
+  if (F == Format::q4_0) take_signs(*state.value.bytes, *scratch.scales, *scratch.flips);
+  const auto faint = [&](int r) { return kFewBytes < 2 && shares[r] <= kFaintShare; };
+  for (int first = 0, rows = 1; first < state.query_rows; first += rows) {
+    for (rows = 1; rows < kWeightRows && first + rows < state.query_rows; ++rows)
+      if (faint(first + rows) != faint(first)) break;
+    if (faint(first))
+      add_values_int8<F, kFewBytes>(state, data, count, first, rows, weights, scratch);
+    else
+      add_values_int8<F, 2>(state, data, count, first, rows, weights, scratch);
+  }
+}
+#endif
+
+// state += weights (query rows, kScoreRow) times the values of a tile; `shares` as `weigh_scores`
+// leaves them.
+CARAMBA_FAST_NOINLINE inline void add_values(const Lane& lane, const Tile& tile,
+                                             const Visibility& visibility, const float* weights,
+                                             const float* shares, const TileScratch& scratch,
+                                             const ValueSums& state) {
+  const TileData data = data_of(lane, state.value, tile);
+#if CARAMBA_FAST_VNNI
+  if (takes_bytes(lane, state.value, tile)) {
+    const HeadBytes& head = *state.value.bytes;
+    TileScales& scales = *scratch.scales;
+    scales.widen(scales.steps(data.scales, data.scales_stride, head, tile.count), head,
+                 data.format == Format::q4_0);
+    if (!scales.unusable) {
+      if (data.format == Format::q8_0)
+        add_values_int8<Format::q8_0>(state, data, tile.count, weights, shares, scratch);
+      if (data.format == Format::q4_0)
+        add_values_int8<Format::q4_0>(state, data, tile.count, weights, shares, scratch);
+      if (data.format == Format::nf4)
+        add_values_int8<Format::nf4>(state, data, tile.count, weights, shares, scratch);
+      return;
+    }
+  }
+#else
+  static_cast<void>(shares);
+#endif
+  const TileData values = decoded(data, state.value, tile.count, scratch.decoded);
+  add_values_float(state, values, tile.count, visibility.any, weights);
+}
+
+}  // namespace CARAMBA_FAST_ISA
+}  // namespace caramba_fast
