@@ -1,5 +1,5 @@
-// The storage formats, as caramba_fast/formats.py has them (tests/ops/test_extension.py compares the
-// two), and how codes lie in memory. No functions with linkage: this header is shared by
+// The storage formats, as caramba_fast/formats.py has them (tests/ops/test_extension.py compares
+// the two), and how codes lie in memory. No functions with linkage: this header is shared by
 // translation units compiled for different instruction sets.
 #pragma once
 
