@@ -110,33 +110,33 @@ format: $(VENV)/.lint
 	$(BIN)/clang-format -i csrc/*
 
 bench: $(VENV)/.test
-	$(BIN)/python -m caramba_fast.bench.run --device $(DEVICE) --time-limit 480 --out runs/bench-$(DEVICE).csv
+	$(BIN)/python -m caramba_fast.bench.kernels.run --device $(DEVICE) --time-limit 480 --out runs/bench-$(DEVICE).csv
 
 bench-quick: $(VENV)/.test
-	$(BIN)/python -m caramba_fast.bench.run --device $(DEVICE) --quick
+	$(BIN)/python -m caramba_fast.bench.kernels.run --device $(DEVICE) --quick
 
 # The largest settings are started last; none after the limit.
 bench-decode: $(VENV)/.test
-	$(BIN)/python -m caramba_fast.bench.decode_model --time-limit 200 --out runs/decode_model.csv
+	$(BIN)/python -m caramba_fast.bench.generation.decode_model --time-limit 200 --out runs/decode_model.csv
 
 # What a quiet machine measured, as the page that is in the repository.
 bench-page: $(VENV)/.test
 	cp runs/bench-$(DEVICE).csv bench/results/$(DEVICE).csv
 	cp runs/bench-$(DEVICE).json bench/results/$(DEVICE).json
 	cp runs/decode_model.csv bench/results/ 2>/dev/null || true
-	$(BIN)/python -m caramba_fast.bench.report $$(ls bench/results/cpu.csv bench/results/cuda.csv 2>/dev/null) > docs/performance.md
-	$(BIN)/python -m caramba_fast.bench.roofline bench/results/$(DEVICE).csv docs/roofline-$(DEVICE).png
-	test ! -e bench/results/cpu.csv || $(BIN)/python -m caramba_fast.bench.readme bench/results/cpu.csv README.md
+	$(BIN)/python -m caramba_fast.bench.pages.report $$(ls bench/results/cpu.csv bench/results/cuda.csv 2>/dev/null) > docs/performance.md
+	$(BIN)/python -m caramba_fast.bench.pages.roofline bench/results/$(DEVICE).csv docs/roofline-$(DEVICE).png
+	test ! -e bench/results/cpu.csv || $(BIN)/python -m caramba_fast.bench.pages.readme bench/results/cpu.csv README.md
 
 # Both rewrite bench/results and the tables of docs/inference.md; half an hour on two cores.
 bench-generation: $(VENV)/.test
-	$(BIN)/python -m caramba_fast.bench.generation --publish
-	$(BIN)/python -m caramba_fast.bench.speculation --publish
+	$(BIN)/python -m caramba_fast.bench.generation.generation --publish
+	$(BIN)/python -m caramba_fast.bench.generation.speculation --publish
 
 # Rewrites bench/results/serve.csv and the tables of docs/serving.md.
 bench-serve: export OMP_NUM_THREADS = 1
 bench-serve: $(VENV)/.test
-	$(BIN)/python -m caramba_fast.bench.serve --publish
+	$(BIN)/python -m caramba_fast.bench.serving.serve --publish
 
 # transformers' own quantized caches need packages of their own, which are put beside those of .venv. Half an hour on one core.
 HF_PEERS := build/hf-peers
@@ -146,20 +146,20 @@ $(HF_PEERS)/.done: constraints.txt $(VENV)/.torch
 	@touch $@
 
 bench-hf: $(VENV)/.test $(HF_PEERS)/.done
-	PYTHONPATH=$(HF_PEERS) $(BIN)/python -m caramba_fast.bench.hf_decode --publish
+	PYTHONPATH=$(HF_PEERS) $(BIN)/python -m caramba_fast.bench.generation.hf_decode --publish
 
 bench-rows: $(VENV)/.test
 	GRID=$(GRID) $(BIN)/python -m pytest --device=$(DEVICE) tests/bench/rows.py --benchmark-columns=median,iqr,rounds
 
 # What is expected on an H200, from bench/results/aot.csv: to be written before anything is measured.
 bench-predictions: $(VENV)/.test
-	$(BIN)/python -m caramba_fast.bench.predict
+	$(BIN)/python -m caramba_fast.bench.kernels.predict
 
 # Each Triton replaces its own rows of the table.
 aot: $(VENV)/.test $(OLDEST)/.done
 	rm -f $(AOT)
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m caramba_fast.bench.aot --out $(AOT)
-	$(BIN)/python -m caramba_fast.bench.aot --out $(AOT)
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m caramba_fast.bench.kernels.aot --out $(AOT)
+	$(BIN)/python -m caramba_fast.bench.kernels.aot --out $(AOT)
 
 train: $(VENV)/.demo
 	for name in gqa dba; do \

@@ -19,6 +19,7 @@ SANITIZE = os.environ.get("CARAMBA_FAST_SANITIZE", "0") != "0"
 # Some Pythons build with -fwrapv, under which no overflow would be reported.
 CHECKS = ["-O1", "-g1", "-fno-wrapv", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
 CHECKED = ["-fsanitize=address,undefined", *CHECKS] if SANITIZE else []
+BENCH = ("generation", "kernels", "pages", "serving")
 DEMO_FILES = ("safetensors", "json", "txt", "md", "csv")
 
 
@@ -54,10 +55,15 @@ setup(
         *find_packages(include=["caramba_fast", "caramba_fast.*"]),
         "caramba_fast.kernels",
         "caramba_fast.bench",
+        *(f"caramba_fast.bench.{part}" for part in BENCH),
     ],
     # kernels/ must stay without an __init__.py: with the repository root on sys.path it would
     # shadow Hugging Face's `kernels` package.
-    package_dir={"caramba_fast.kernels": "kernels/triton", "caramba_fast.bench": "bench"},
+    package_dir={
+        "caramba_fast.kernels": "kernels/triton",
+        "caramba_fast.bench": "bench",
+        **{f"caramba_fast.bench.{part}": f"bench/{part}" for part in BENCH},
+    },
     package_data={
         "caramba_fast": ["py.typed"],
         "caramba_fast.models": [f"demo/**/*.{suffix}" for suffix in DEMO_FILES],

@@ -26,7 +26,7 @@ usage() {
 module() {
     local name="$1"
     shift
-    "$PYTHON" -m "caramba_fast.bench.$name" "$@"
+    "$PYTHON" -m "caramba_fast.bench.kernels.$name" "$@"
 }
 
 # What is left of this stage's time, less a margin in seconds.
@@ -81,7 +81,7 @@ parity() {
 
 sanitize() {
     cd "$ROOT"
-    local small=("$PYTHON" -m caramba_fast.bench.check --small --backends triton)
+    local small=("$PYTHON" -m caramba_fast.bench.kernels.check --small --backends triton)
     if [[ "$DRY" == 1 ]]; then
         "${small[@]}"
         return

@@ -45,7 +45,7 @@ def ops(
     arguments = ["--device", device, "--backend", backend, "--threads", str(threads)]
     arguments += ["--quick"] if quick else []
     arguments += [] if grid is None else ["--grid", grid]
-    _run("run", [*arguments, *_shared(time_limit, out, force)])
+    _run("kernels.run", [*arguments, *_shared(time_limit, out, force)])
 
 
 @bench.command()
@@ -70,25 +70,25 @@ def model(
         context, batch = context or [1024], batch or [1]
     for name, given in (("--contexts", context), ("--batches", batch), ("--kinds", cache)):
         arguments += [name, *map(str, given)] if given else []
-    _run("decode_model", [*arguments, *_shared(time_limit, out, force)])
+    _run("generation.decode_model", [*arguments, *_shared(time_limit, out, force)])
 
 
 @bench.command(context_settings=PASSED_ON, add_help_option=False)
 def generation(context: typer.Context) -> None:
     """Generation with and without a cache, by length and cache kind. --help lists its options."""
-    _run("generation", context.args)
+    _run("generation.generation", context.args)
 
 
 @bench.command(context_settings=PASSED_ON, add_help_option=False)
 def speculation(context: typer.Context) -> None:
     """Acceptance, tokens a pass and speed-up of drafts. --help lists its options."""
-    _run("speculation", context.args)
+    _run("generation.speculation", context.args)
 
 
 @bench.command(context_settings=PASSED_ON, add_help_option=False)
 def serve(context: typer.Context) -> None:
     """A fixed load through the engine, static batches and transformers. --help lists its options."""
-    _run("serve", context.args)
+    _run("serving.serve", context.args)
 
 
 def _shared(time_limit: float | None, out: Path | None, force: bool) -> list[str]:

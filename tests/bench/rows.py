@@ -1,4 +1,4 @@
-"""Rows of bench/registry.py as pytest-benchmark entries: ``make bench-rows [DEVICE=cuda] [GRID=quick]``.
+"""Rows of bench/kernels/registry.py as pytest-benchmark entries: ``make bench-rows [DEVICE=cuda] [GRID=quick]``.
 
 Not collected by ``make test``. On CUDA a call is timed with its launch and the wait for its end; graph replay, peers in
 the same rounds and shares of bandwidth are what ``make bench`` has.
@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from caramba_fast.bench.measure import UNQUANTIZED
-from caramba_fast.bench.registry import ATTENTION, Case, cases
-from caramba_fast.bench.timing import threads
-from caramba_fast.bench.workloads import Workload, workload
+from caramba_fast.bench.kernels.measure import UNQUANTIZED
+from caramba_fast.bench.kernels.registry import ATTENTION, Case, cases
+from caramba_fast.bench.kernels.timing import threads
+from caramba_fast.bench.kernels.workloads import Workload, workload
 
 pytest.importorskip("pytest_benchmark")
 

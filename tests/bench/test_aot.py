@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from caramba_fast.bench import aot, binary, cards, gate, loop
-from caramba_fast.bench.variants import variants
+from caramba_fast.bench.kernels import aot, binary, cards, loop
+from caramba_fast.bench.kernels.variants import variants
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "bench" / "results" / "aot.csv"
@@ -47,7 +47,7 @@ GOOD = aot.Row(
     narrowest_load=8,
     typical_load=16,
 )
-RECORD = {gate.key(GOOD): {"loop_per_token": "30.0"}}
+RECORD = {aot.key(GOOD): {"loop_per_token": "30.0"}}
 
 
 def pinned(constraints: str) -> str:
@@ -62,7 +62,7 @@ def start_aot(
     changes = {"TRITON_INTERPRET": interpret, "PYTHONPATH": overlay and str(overlay)}
     environment = {name: value for name, value in os.environ.items() if name not in changes}
     environment.update({name: value for name, value in changes.items() if value is not None})
-    command = [sys.executable, "-m", "caramba_fast.bench.aot", *arguments]
+    command = [sys.executable, "-m", "caramba_fast.bench.kernels.aot", *arguments]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
@@ -91,9 +91,9 @@ def test_every_variant_compiles_no_worse_than_recorded(compilers, constraints):
 
 
 def test_the_record_holds_every_variant_and_target_of_both_tritons_once():
-    found = [gate.identity(row) for row in aot.read_csv(RECORDED)]
+    found = [aot.identity(row) for row in aot.read_csv(RECORDED)]
     wanted = {
-        gate.identity({"triton": pinned(name), "target": target, **vars(variant)})
+        aot.identity({"triton": pinned(name), "target": target, **vars(variant)})
         for name in TRITONS
         for target in aot.TARGETS
         for variant in variants()
@@ -110,9 +110,9 @@ def test_the_table_stays_small():
 
 
 def test_a_good_row_passes():
-    assert gate.problems(GOOD, RECORD) == []
-    assert gate.problems(replace(GOOD, loop_per_token=29.0), RECORD) == []
-    assert gate.problems(replace(GOOD, kind="fp16", narrowest_load=4)) == []
+    assert aot.problems(GOOD, RECORD) == []
+    assert aot.problems(replace(GOOD, loop_per_token=29.0), RECORD) == []
+    assert aot.problems(replace(GOOD, kind="fp16", narrowest_load=4)) == []
 
 
 BAD = {
@@ -127,7 +127,7 @@ BAD = {
 
 @pytest.mark.parametrize("words", BAD)
 def test_a_bad_row_is_caught(words):
-    (problem,) = gate.problems(BAD[words])
+    (problem,) = aot.problems(BAD[words])
     assert words in problem
     assert BAD[words].target in problem
 
@@ -138,7 +138,7 @@ def test_a_bad_row_is_caught(words):
     ("is not recorded", {"triton": "1"}),
 ])  # fmt: skip
 def test_a_row_worse_than_the_record_is_caught(words, changes):
-    (problem,) = gate.problems(replace(GOOD, **changes), RECORD)
+    (problem,) = aot.problems(replace(GOOD, **changes), RECORD)
     assert words in problem
 
 

@@ -12,24 +12,23 @@ import pytest
 import torch
 from support import dense
 
-from caramba_fast.bench import (
+from caramba_fast.bench.generation import decode_model
+from caramba_fast.bench.kernels import (
     comparators,
-    decode_model,
     external,
     measure,
     oracle,
     predict,
-    readme,
     registry,
-    report,
     run,
     timing,
     workloads,
 )
-from caramba_fast.bench.comparators import Implementation
-from caramba_fast.bench.registry import Case
-from caramba_fast.bench.shards import Shard
-from caramba_fast.bench.table import COLUMNS, read
+from caramba_fast.bench.kernels.comparators import Implementation
+from caramba_fast.bench.kernels.registry import Case
+from caramba_fast.bench.kernels.shards import Shard
+from caramba_fast.bench.kernels.table import COLUMNS, read
+from caramba_fast.bench.pages import readme, report
 
 CPU = torch.device("cpu")
 SMALL = Case("decode_attention", ("q8_0",), 2, 4, 2, 64, 128, tokens=3, dtype="fp32")
@@ -204,7 +203,7 @@ def test_shards_cover_the_work_once():
 
 def test_roofline_needs_one_token_decode_rows(tmp_path: Path):
     pytest.importorskip("matplotlib")
-    from caramba_fast.bench import roofline
+    from caramba_fast.bench.pages import roofline
 
     rows = [
         {**dict.fromkeys(COLUMNS, ""), "op": "decode_attention", "implementation": "caramba", "kind": kind,

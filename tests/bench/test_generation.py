@@ -6,18 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from caramba_fast.bench import (
+from caramba_fast.bench.generation import (
     generation,
     generation_overhead,
-    generation_page,
     jackknife,
-    sections,
     speculation,
     speculation_forced,
-    speculation_page,
     speculation_prompts,
 )
-from caramba_fast.bench.table import read
+from caramba_fast.bench.kernels.table import read
+from caramba_fast.bench.pages import generation_page, sections, speculation_page
 from caramba_fast.models import demo_tokenizer, load_demo
 
 PAGE = sections.PAGE.read_text(encoding="utf-8")

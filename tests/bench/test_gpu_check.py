@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from caramba_fast.bench import shards
+from caramba_fast.bench.kernels import shards
 
 RUN = shards.run
 
@@ -63,22 +63,24 @@ def test_wrong_arguments(tmp_path: Path, arguments: tuple[str, ...]) -> None:
 
 
 def modules_run() -> list[str]:
-    """The modules of caramba_fast.bench that the script runs, and `report`, which makes the page of what it leaves."""
+    """The modules of caramba_fast.bench that the script runs, and the one that makes the page of what it leaves."""
     text = SCRIPT.read_text()
     named = re.findall(
-        r"^ +module (?!shards)(\w+) |caramba_fast\.bench\.(\w+)|--compile-only (\w+)",
+        r"^ +module (?!shards)(\w+) |caramba_fast\.bench\.kernels\.(\w+)|--compile-only (\w+)",
         text,
         re.MULTILINE,
     )
     named += re.findall(r"--shard (\w+)()()", text)
-    return sorted({"shards", "report", *("".join(names) for names in named)})
+    names = {"shards", *("".join(found) for found in named)}
+    return [*(f"kernels.{name}" for name in sorted(names)), "pages.report"]
 
 
 def test_the_modules_that_are_run_are_found() -> None:
-    assert modules_run() == ["check", "report", "run", "shards", "tune"]
+    found = [f"kernels.{name}" for name in ("check", "run", "shards", "tune")]
+    assert modules_run() == [*found, "pages.report"]
 
 
-@pytest.mark.parametrize("name", [*modules_run(), "parity"])
+@pytest.mark.parametrize("name", [*modules_run(), "kernels.parity"])
 def test_what_is_run_can_be_imported_without_pydantic(name: str) -> None:
     """A machine that is lent may have torch and Triton alone."""
     block = "import sys; sys.modules['pydantic'] = sys.modules['pydantic_core'] = None"

@@ -10,17 +10,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from caramba_fast.bench import (
-    sections,
-    serve,
-    serve_load,
-    serve_page,
-    serve_room,
-    serve_rows,
-    serve_systems,
-)
-from caramba_fast.bench.serve_load import Clients, Item, Record, Run
-from caramba_fast.bench.table import read
+from caramba_fast.bench.kernels.table import read
+from caramba_fast.bench.pages import sections, serve_page
+from caramba_fast.bench.serving import serve, serve_load, serve_room, serve_rows, serve_systems
+from caramba_fast.bench.serving.serve_load import Clients, Item, Record, Run
 from caramba_fast.cli.app import app
 from caramba_fast.models import demo_tokenizer, held_out_text, load_demo
 

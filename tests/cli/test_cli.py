@@ -336,17 +336,17 @@ def test_benchmarks_get_their_options(benchmark_calls: list[tuple[str, list[str]
     assert invoke("bench", "speculation", "--help", "--out", "y", "--deep").exit_code == 0
     assert invoke("bench", "generation").exit_code == 0
     assert benchmark_calls == [
-        ("run", ["--device", "cuda", "--backend", "auto", "--threads", "0", "--quick", "--out", "x.csv"]),
-        ("decode_model", ["--threads", "0", "--contexts", "8", "9", "--kinds", "q4"]),
-        ("speculation", ["--help", "--out", "y", "--deep"]),
-        ("generation", []),
+        ("kernels.run", ["--device", "cuda", "--backend", "auto", "--threads", "0", "--quick", "--out", "x.csv"]),
+        ("generation.decode_model", ["--threads", "0", "--contexts", "8", "9", "--kinds", "q4"]),
+        ("generation.speculation", ["--help", "--out", "y", "--deep"]),
+        ("generation.generation", []),
     ]  # fmt: skip
 
 
 def test_the_options_are_those_of_the_modules() -> None:
     """Their parsers take what the commands pass on."""
-    from caramba_fast.bench import decode_model
-    from caramba_fast.bench import run as ops
+    from caramba_fast.bench.generation import decode_model
+    from caramba_fast.bench.kernels import run as ops
 
     words = "--device cpu --backend auto --threads 1 --quick --grid tiny --time-limit 5 --out x.csv"
     assert ops._arguments(words.split()).grid == "tiny"
@@ -357,7 +357,7 @@ def test_the_options_are_those_of_the_modules() -> None:
 def test_a_benchmark_ends_with_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("run")
     module.main = lambda argv: 3  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "caramba_fast.bench.run", module)
+    monkeypatch.setitem(sys.modules, "caramba_fast.bench.kernels.run", module)
     assert invoke("bench", "ops").exit_code == 3
 
 

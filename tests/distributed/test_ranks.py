@@ -17,8 +17,8 @@ import torch.distributed as dist
 from support.distributed_models import ids, model
 from support.distributed_ranks import Ranks, checks_of
 
-from caramba_fast.bench import scaling
-from caramba_fast.bench.traffic import StepShape, decode_step
+from caramba_fast.bench.serving import scaling
+from caramba_fast.bench.serving.traffic import StepShape, decode_step
 from caramba_fast.cache import ModelKVCache
 from caramba_fast.config import cache_configs
 from caramba_fast.distributed import (
@@ -224,7 +224,9 @@ def test_plans_show_every_query_the_keys_at_or_before_it(behind: int, left: int)
 
 def test_the_page_is_that_of_the_formulas() -> None:
     page = scaling.PAGE.read_text(encoding="utf-8")
-    assert scaling.published(page) == page, "run python -m caramba_fast.bench.scaling --publish"
+    assert scaling.published(page) == page, (
+        "run python -m caramba_fast.bench.serving.scaling --publish"
+    )
     for devices in scaling.DEVICES[1:]:
         assert f"| {devices} | tokens |" in page
 

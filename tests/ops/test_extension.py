@@ -14,7 +14,7 @@ from support.isas import ISA_VARIABLE, expected_isas, in_subprocess, isa_in_use,
 from torch import Tensor
 
 from caramba_fast import ops
-from caramba_fast.bench.parity import undecided_scales
+from caramba_fast.bench.kernels.parity import undecided_scales
 from caramba_fast.formats import BLOCK_SIZES, FORMATS, NF4_LEVELS, QUANTIZED_KINDS
 from caramba_fast.ops import registry
 from caramba_fast.ops.dequantize import reference as dequantize_reference

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.triton_cases import lop3, prmt
 
-from caramba_fast.bench.parity import (
+from caramba_fast.bench.kernels.parity import (
     DTYPES,
     dequantize_failures,
     inputs,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.distributed_models import bytes_given, ids, model
 
-from caramba_fast.bench.traffic import StepShape, decode_step
+from caramba_fast.bench.serving.traffic import StepShape, decode_step
 from caramba_fast.cache import LayerShape, ModelKVCache
 from caramba_fast.config import KVCacheTensorConfig, cache_configs
 from caramba_fast.distributed import ContextParallelKVCache, RankGroup

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from support.distributed_models import bytes_given, demo_ids, ids, model
 
-from caramba_fast.bench.traffic import StepShape, decode_step
+from caramba_fast.bench.serving.traffic import StepShape, decode_step
 from caramba_fast.cache import DecoupledLayerShape, ModelKVCache
 from caramba_fast.config import cache_configs
 from caramba_fast.distributed import RankGroup, context_parallel, tensor_parallel

@@ -1,0 +1,240 @@
+"""Decode steps of a transformers Llama by cache.
+
+``python -m caramba_fast.bench.generation.hf_decode [--publish] [--quick]``
+
+A Llama of 8 layers and hidden size 512 with random weights takes single tokens through its own ``forward``, as
+``generate`` does it: with transformers' DynamicCache, with its quantized caches where their packages are installed
+(``make bench-hf`` brings them), and with ours. Caches are filled with the keys and values of a real prompt, repeated
+up to the wanted length. All take their steps in turn, in rounds; a ratio is the median over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caramba_fast.bench.environment import environment
+from caramba_fast.bench.kernels.timing import quantile, ratio
+from caramba_fast.bench.pages.hf_page import FILE, PAGE, PART, lines_of
+from caramba_fast.bench.pages.sections import add_targets, finish, results_at, write_csv
+from caramba_fast.hf import CarambaCache, accelerate, restore
+
+#: By name: the package itself imports it in one layer alone.
+transformers = import_module("transformers")
+
+LAYERS, HIDDEN, HEADS, VOCABULARY = 8, 512, 8, 4096
+KV_HEADS, DTYPES = (2, 8), (torch.float32, torch.bfloat16)
+#: 64 is what the other lengths are compared with: a model's own speed without a cache worth speaking of.
+CONTEXTS = (64, 512, 2048, 8192, 32768)
+OURS = ("q8", "q4", "nf4", "bf16")
+#: Package, nbits of transformers' quantized caches.
+THEIRS = {
+    "quanto4": ("optimum.quanto", 4),
+    "hqq4": ("hqq", 4),
+    "hqq8": ("hqq", 8),
+    "fp8": (None, None),
+}
+PROMPT = 128
+ROUNDS, STEPS, BUDGET_S = 15, 4, 40.0
+#: What our caches have room for beyond the context, so that they do not grow while steps are timed.
+ROOM = (ROUNDS + 1) * (STEPS + 1)
+COLUMNS = (
+    "kv_heads", "dtype", "context", "cache", "samples", "median_ms", "p20_ms", "p80_ms", "tokens_per_s",
+    "vs_dynamic", "cache_bytes", "dequantizations", "threads", "transformers", "device", "torch", "triton", "commit",
+    "source",
+)  # fmt: skip
+Row = dict[str, Any]
+
+
+@dataclass
+class Entry:
+    """One cache, filled, and how long its steps took by round.
+
+    Attributes:
+        name: in the table.
+        cache: ``past_key_values``.
+        ours: whether the model is to be accelerated for its steps.
+        rounds: seconds a step, by round.
+    """
+
+    name: str
+    cache: Any
+    ours: bool
+    rounds: dict[int, float] = field(default_factory=dict)
+    steps: list[float] = field(default_factory=list)
+
+
+def model_of(kv_heads: int, dtype: torch.dtype) -> Any:
+    """The model with random weights."""
+    config = transformers.LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=HIDDEN * 11 // 4, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=kv_heads, vocab_size=VOCABULARY,
+        max_position_embeddings=2 * max(CONTEXTS),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+
+
+@torch.no_grad()
+def prompt_states(model: Any) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values (1, H_kv, PROMPT, D) of every layer, of random tokens."""
+    cache = transformers.DynamicCache(config=model.config)
+    model(input_ids=torch.randint(VOCABULARY, (1, PROMPT)), past_key_values=cache, use_cache=True)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def caches(model: Any, context: int) -> Iterator[tuple[str, bool, Callable[[], Any]]]:
+    """Name, whether it is ours, and how it is made."""
+    yield "dynamic", False, lambda: transformers.DynamicCache(config=model.config)
+    for kind in OURS:
+        yield kind, True, lambda kind=kind: CarambaCache(model, kind, max_seq_len=context + ROOM)
+    for name, (package, bits) in THEIRS.items():
+        if package is None or find_spec(package.partition(".")[0]):
+            backend = name.rstrip("48") if package else "fp8"
+            more = {} if bits is None else {"nbits": bits}
+            yield (
+                name,
+                False,
+                lambda b=backend, m=more: transformers.QuantizedCache(b, model.config, **m),
+            )
+
+
+@torch.no_grad()
+def filled(model: Any, states: list[tuple[Tensor, Tensor]], context: int) -> list[Entry]:
+    """Every cache that can be made here, holding ``context`` tokens."""
+    entries = []
+    for name, ours, make in caches(model, context):
+        try:
+            cache = make()
+            for index, pair in enumerate(states):
+                k, v = (x.repeat(1, 1, -(-context // PROMPT), 1)[:, :, :context] for x in pair)
+                cache.update(k, v, index)
+        except (ImportError, ValueError, RuntimeError) as error:
+            print(f"  {name}: does not run here: {error}", flush=True)
+            continue
+        entries.append(Entry(name, cache, ours))
+    return entries
+
+
+@torch.no_grad()
+def take_steps(model: Any, entry: Entry, count: int) -> list[float]:
+    """Seconds of each of ``count`` steps, and one before them that is not counted."""
+    if entry.ours:
+        accelerate(model, entry.name)
+    token, taken = torch.tensor([[5]]), []
+    for _ in range(count + 1):
+        started = time.perf_counter()
+        model(input_ids=token, past_key_values=entry.cache, use_cache=True).logits.argmax(-1)
+        taken.append(time.perf_counter() - started)
+    restore(model)
+    return taken[1:]
+
+
+def measure(model: Any, entries: list[Entry], rounds: int, budget_s: float) -> None:
+    """Rounds in which every cache takes its steps; the first is a warm-up."""
+    started = time.perf_counter()
+    for number in range(-1, rounds):
+        for entry in entries:
+            taken = take_steps(model, entry, STEPS)
+            if number >= 0:
+                entry.steps += taken
+                entry.rounds[number] = statistics.median(taken)
+        if number >= 4 and time.perf_counter() - started > budget_s:
+            return
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of what is stored, scales and what is not yet quantized included."""
+    if isinstance(cache, CarambaCache):
+        return cache.nbytes
+    return sum(_bytes_in(vars(layer)) for layer in cache.layers)
+
+
+def _bytes_in(x: Any) -> int:
+    """Bytes of the tensors in nested containers and tensor subclasses."""
+    if isinstance(x, dict):
+        return sum(map(_bytes_in, x.values()))
+    if isinstance(x, (list, tuple)):
+        return sum(map(_bytes_in, x))
+    if hasattr(x, "__tensor_flatten__") and type(x) is not Tensor:
+        return sum(_bytes_in(getattr(x, name)) for name in x.__tensor_flatten__()[0])
+    return x.nbytes if isinstance(x, Tensor) else 0
+
+
+def rows_of(kv_heads: int, dtype: torch.dtype, context: int, entries: list[Entry]) -> list[Row]:
+    """The lines of one setting."""
+    about = environment(torch.device("cpu"))
+    base = entries[0]
+    found = []
+    for entry in entries:
+        median = quantile(entry.steps, 0.5)
+        found.append(
+            {
+                "kv_heads": kv_heads,
+                "dtype": str(dtype).removeprefix("torch."),
+                "context": context,
+                "cache": entry.name,
+                "samples": len(entry.steps),
+                "median_ms": f"{1e3 * median:.3f}",
+                "p20_ms": f"{1e3 * quantile(entry.steps, 0.2):.3f}",
+                "p80_ms": f"{1e3 * quantile(entry.steps, 0.8):.3f}",
+                "tokens_per_s": f"{1 / median:.1f}",
+                "vs_dynamic": f"{ratio(base.rounds, entry.rounds):.3f}",
+                "cache_bytes": cache_bytes(entry.cache),
+                "dequantizations": getattr(entry.cache, "dequantizations", ""),
+                "threads": torch.get_num_threads(),
+                "transformers": transformers.__version__,
+                **about,
+            }
+        )
+    return found
+
+
+def main() -> None:
+    """Measures every setting and writes a line as soon as it is there."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_targets(parser, "the CSV file to write")
+    parser.add_argument("--quick", action="store_true", help="two lengths, few rounds")
+    parser.add_argument("--contexts", type=int, nargs="*", help=f"by default {CONTEXTS}")
+    parser.add_argument("--kv-heads", type=int, nargs="*", default=KV_HEADS)
+    options = parser.parse_args()
+    with results_at(options, FILE) as path:
+        if not options.page_only:
+            run(options, path)
+        finish(options, {PART: lines_of(path)}, PAGE)
+
+
+def run(options: argparse.Namespace, path: Path) -> None:
+    """Every setting asked for, into the file."""
+    contexts = options.contexts or ((512, 2048) if options.quick else CONTEXTS)
+    rounds, budget = (5, 8.0) if options.quick else (ROUNDS, BUDGET_S)
+    rows: list[Row] = []
+    for kv_heads, dtype in product(options.kv_heads, DTYPES):
+        model = model_of(kv_heads, dtype)
+        states = prompt_states(model)
+        for context in contexts:
+            entries = filled(model, states, context)
+            measure(model, entries, rounds, budget)
+            found = rows_of(kv_heads, dtype, context, entries)
+            rows += found
+            write_csv(path, COLUMNS, rows)
+            for row in found:
+                print(
+                    *(row[name] for name in COLUMNS[:4]),
+                    f"{row['tokens_per_s']} tokens/s, {row['vs_dynamic']} × dynamic", flush=True,
+                )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

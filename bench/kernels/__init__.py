@@ -1,0 +1,1 @@
+"""The ops: what is measured and beside what, what kernels compile to, whether backends agree, tuning."""

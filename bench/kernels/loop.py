@@ -1,0 +1,94 @@
+"""The main loop of a kernel in its machine code: how long it is, what it multiplies with, how it loads."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from caramba_fast.bench.kernels.binary import Binary
+
+#: HMMA and IMMA (mma.sync), HGMMA, IGMMA and QGMMA (wgmma), UTCHMMA and its like (tcgen05); AMD's MFMA.
+MATRIX = re.compile(r"\b(?:UTC)?[A-Z]{1,2}MMA\b|\bv_s?mfmac?_")
+#: Copies from global to shared memory in the background.
+COPY = re.compile(r"\bLDGSTS\b")
+#: Bytes a thread by the suffix of a load; SASS without one is 4. ``LTC128B`` is a hint to the cache.
+SASS_LOAD = re.compile(r"\bLDG(?:STS)?\b([.\w]*)")
+SASS_WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+AMD_LOAD = re.compile(r"(?:global|buffer|flat)_load_(?:lds_)?(dword(?:x\d)?|u?short|[us]byte)")
+AMD_WIDTHS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "short": 2, "ushort": 2}
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The main loop of a kernel.
+
+    Attributes:
+        instructions: how many there are.
+        matrix: how many of them multiply matrices.
+        loads: bytes a thread gets from each load of global memory.
+    """
+
+    instructions: int
+    matrix: int
+    loads: tuple[int, ...]
+
+    def cover(self, needed: float) -> list[int]:
+        """The widest loads that bring ``needed`` bytes a thread.
+
+        A stream's scales, and what else a loop reads, are fewer bytes than its codes: among the widest loads
+        that make up all codes is one of the narrowest that codes are read with.
+        """
+        found: list[int] = []
+        for width in sorted(self.loads, reverse=True):
+            if sum(found) >= needed:
+                break
+            found.append(width)
+        return found
+
+
+def main_loop(binary: Binary) -> Loop:
+    """The longest loop that multiplies matrices; empty if none does.
+
+    A loop is what lies between a backward branch and its target; one that holds another does not count. Of
+    several (the codes', the tail's, the sinks') the longest that copies to shared memory in the background
+    is taken, as only the codes' does.
+    """
+    ends: dict[int, int] = {}  # by first instruction: a loop may go on from several places
+    for at, target in binary.jumps:
+        if target < at:
+            ends[target] = max(at, ends.get(target, 0))
+    loops = {
+        (start, end): binary.lines[start : end + 1]
+        for start, end in ends.items()
+        if any(MATRIX.search(line) for line in binary.lines[start : end + 1])
+    }
+    inner = [
+        body
+        for (start, end), body in loops.items()
+        if not any(start < other and last < end for other, last in loops)
+    ]
+    copying = [body for body in inner if any(COPY.search(line) for line in body)]
+    body = max(copying or inner, key=len, default=[])
+    return Loop(
+        instructions=len(body),
+        matrix=sum(bool(MATRIX.search(line)) for line in body),
+        loads=tuple(width for line in body if (width := load_width(line))),
+    )
+
+
+def load_width(line: str) -> int:
+    """Bytes a thread loads from global memory; 0 for another instruction."""
+    if sass := SASS_LOAD.search(line):
+        return next((SASS_WIDTHS[x] for x in sass[1].split(".") if x in SASS_WIDTHS), 4)
+    if amd := AMD_LOAD.match(line):
+        return AMD_WIDTHS.get(amd[1], 1)
+    return 0
+
+
+def typical(widths: list[int]) -> int:
+    """The width that brings the most bytes; 0 without loads."""
+    bytes_by = Counter[int]()
+    for width in widths:
+        bytes_by[width] += width
+    return max(bytes_by, key=lambda width: (bytes_by[width], width), default=0)

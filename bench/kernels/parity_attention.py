@@ -1,0 +1,235 @@
+"""Do the backends store and attend as the reference does? Layers with every option, small and poisoned.
+
+The reference runs on the CPU; the other backend appends to buffers of its own on the device, then attends to the
+reference's bytes. Sits on the ops alone, so that it runs where the caches' dependencies are not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caramba_fast.bench.kernels.oracle import BY_KIND, relative_l2
+from caramba_fast.bench.kernels.parity import same_bits
+from caramba_fast.formats import FORMATS, QUANTIZED_KINDS
+from caramba_fast.ops import (
+    KVView,
+    Transform,
+    append_,
+    decode_attention,
+    decoupled_append_,
+    decoupled_decode_attention,
+    phase_table,
+    use_backend,
+)
+from caramba_fast.ops.registry import BackendError, why_not
+from caramba_fast.ops.view import Lanes
+
+HEADS, KV_HEADS, DIM, SLOTS, PAGE, TAIL_SLACK = 4, 2, 64, 256, 32, 32
+LENGTHS, LEFTPAD = (170, 143), (0, 9)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window_size": (20, 0), "num_sink_tokens": 2},
+    "softcap": {"softcap": 5.0, "softmax_scale": 0.3},
+    "s_aux": {"s_aux": torch.linspace(-1, 1, HEADS)},
+    "null": {"null_k": torch.ones(KV_HEADS, DIM), "null_v": torch.ones(KV_HEADS, DIM)},
+}
+#: Relative L2 error between backends, by dtype of the queries.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+#: What a transform adds: a query is rounded again after it, and a few codes are rounded the other way.
+TRANSFORMED_ERROR, TRANSFORMED_CODES = 3.0, 0.01
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One layer and one call; ``decoupled`` takes the other op, ``tail`` has half as many sinks."""
+
+    kind: str
+    option: str = "plain"
+    paged: bool = False
+    tail: int = 0
+    transformed: bool = False
+    dtype: torch.dtype = torch.float16
+    tokens: int = 5
+    decoupled: bool = False
+
+    @property
+    def op(self) -> str:
+        """Its attention op."""
+        return "decoupled_decode_attention" if self.decoupled else "decode_attention"
+
+    @property
+    def append_op(self) -> str:
+        """Its append op."""
+        return "decoupled_append_" if self.decoupled else "append_"
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Values of a head, by stream."""
+        return {"k_sem": 8, "k_geo": 32, "v": DIM} if self.decoupled else {"k": DIM, "v": DIM}
+
+
+def settings(quick: bool) -> list[Setting]:
+    """All formats with every option, then dtypes, token counts and decoupled layers."""
+    if quick:
+        return [Setting("q4_0", "window", paged=True, tokens=2)]
+    crossed = product(FORMATS, OPTIONS, (False, True), (0, 8), (False, True))
+    alone = product(FORMATS, (1, 5, 20), TOLERANCE)
+    return [
+        *(Setting(kind, tokens=tokens, dtype=dtype) for kind, tokens, dtype in alone),
+        *(Setting(kind, tokens=t, decoupled=True) for kind in QUANTIZED_KINDS for t in (1, 5)),
+        *(Setting(*row) for row in crossed),
+    ]
+
+
+def _transforms() -> dict[str, Transform]:
+    """A transform of K that uses every step, and one of V."""
+    pairs = torch.tensor([[[0, 32], [5, 37]], [[3, 35], [9, 41]]], dtype=torch.int32)
+    key = Transform(
+        mean=torch.randn(KV_HEADS, DIM),
+        bias=torch.randn(KV_HEADS, 2, 2) * 20,
+        pairs=pairs,
+        phases=phase_table(torch.rand(KV_HEADS, 2), SLOTS),
+        scale=torch.rand(KV_HEADS, DIM) + 0.5,
+        rotate=True,
+    )
+    return {"k": key, "v": Transform(scale=torch.rand(KV_HEADS, DIM) + 0.5, rotate=True)}
+
+
+def _poisoned(setting: Setting) -> dict[str, KVView]:
+    """Buffers in which every slot that is not written would show: NaN, and codes that are not zero."""
+    lanes = Lanes.of(KV_HEADS, *setting.dims.values())
+    form, batch = FORMATS[setting.kind], len(LENGTHS)
+    known = _transforms() if setting.transformed else {}
+    blocks = (batch * SLOTS // PAGE + 2, PAGE) if setting.paged else (batch, SLOTS)
+    found = {}
+    for name, dim in setting.dims.items():
+        width = lanes.heads_per_lane * dim
+
+        def side(slots: int, width: int = width) -> Tensor | None:
+            shape = (batch, lanes.count, slots, width)
+            return torch.full(shape, torch.nan, dtype=torch.float16) if slots else None
+
+        lead = (blocks[0], lanes.count, blocks[1])
+        scales = torch.full((*lead, width // 32), torch.nan, dtype=torch.float16)
+        found[name] = KVView(
+            torch.full((*lead, form.code_width(width)), 77 if form.quantized else torch.nan).to(form.dtype),
+            scales if form.quantized else None, setting.kind,
+            side(setting.tail + TAIL_SLACK if setting.tail else 0), side(setting.tail // 2),
+            known.get(name, Transform()),
+        )  # fmt: skip
+    return found
+
+
+def _moved(x: Any, device: torch.device) -> Any:
+    """A copy of tensors, views and transforms on a device; anything else as it is."""
+    if isinstance(x, Tensor):
+        return x.to(device, copy=True)
+    if isinstance(x, (KVView, Transform)):
+        return replace(x, **{f.name: _moved(getattr(x, f.name), device) for f in fields(x)})
+    if isinstance(x, dict):
+        return {name: _moved(part, device) for name, part in x.items()}
+    return [_moved(part, device) for part in x] if isinstance(x, list) else x
+
+
+def _append(views: Mapping[str, KVView], new: list[Tensor], place: dict[str, Tensor]) -> None:
+    """Writes every row whole but for two tokens, then those, at the row's own place."""
+    op: Any = decoupled_append_ if len(views) == 3 else append_
+    lengths, most = place["lengths"], max(LENGTHS)
+    where = {name: x for name, x in place.items() if name != "lengths"}
+    first = lengths - 2
+    op(
+        *views.values(),
+        *(x[:, :, : most - 2] for x in new),
+        torch.zeros_like(first),
+        query_lens=first,
+        **where,
+    )
+    op(*views.values(), *(x[:, :, most - 2 :] for x in new), first, **where)
+
+
+def _attend(
+    setting: Setting, views: Mapping[str, KVView], queries: list[Tensor], place: dict[str, Tensor],
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    op: Any = decoupled_decode_attention if setting.decoupled else decode_attention
+    where = {name: x for name, x in place.items() if name != "lengths"}
+    return op(
+        *queries, *views.values(), place["lengths"], n_kv_heads=KV_HEADS, return_softmax_lse=True,
+        residual_len=setting.tail, **where, **options,
+    )  # fmt: skip
+
+
+def _place() -> Iterator[tuple[str, Tensor]]:
+    """Where tokens are: lengths, padding, and the pages of each row in a shuffled pool."""
+    yield "lengths", torch.tensor(LENGTHS, dtype=torch.int32)
+    yield "cache_leftpad", torch.tensor(LEFTPAD, dtype=torch.int32)
+    pages = len(LENGTHS) * SLOTS // PAGE
+    yield "block_table", torch.randperm(pages + 2)[:pages].view(len(LENGTHS), -1).to(torch.int32)
+
+
+def _parts(view: KVView) -> list[Tensor]:
+    return [x for x in (view.codes, view.scales, view.tail, view.sink) if x is not None]
+
+
+def _differing(mine: Tensor, its: Tensor, rounded: bool) -> Tensor:
+    """Where bits differ; floats that were ``rounded`` on the way may differ by a few ulp of the largest."""
+    if not (rounded and its.is_floating_point()):
+        return ~same_bits(mine, its)
+    ulp = 8 * torch.finfo(its.dtype).eps
+    largest = float(its.nan_to_num(0.0).abs().max())
+    return ~torch.isclose(mine, its, rtol=ulp, atol=ulp * largest, equal_nan=True)
+
+
+def failures(backend: str, device: torch.device, setting: Setting) -> Iterator[str]:
+    """One line for each thing that differs: what was stored, what came out."""
+    where = f"{backend} {setting}"
+    place = {name: x for name, x in _place() if setting.paged or name != "block_table"}
+    new = [torch.randn(len(LENGTHS), KV_HEADS, max(LENGTHS), d) for d in setting.dims.values()]
+    keys = [dim for name, dim in setting.dims.items() if name != "v"]
+    queries = [2 * torch.randn(len(LENGTHS), HEADS, setting.tokens, dim) for dim in keys]
+    queries = [q.to(setting.dtype) for q in queries]
+    options = {} if setting.decoupled else OPTIONS[setting.option]
+    truth = _poisoned(setting)
+    there = _moved(truth, device)
+    with use_backend("reference"):
+        _append(truth, new, place)
+        out, lse = _attend(setting, truth, [q.float() for q in queries], place, options)
+    moved = _moved(place, device)
+    if why_not(setting.append_op, backend, device.type) is None:
+        with use_backend(backend):
+            _append(there, _moved(new, device), moved)
+        allowed = TRANSFORMED_CODES if setting.transformed else 0.0
+        for name in truth:
+            for mine, its in zip(_parts(there[name]), _parts(truth[name]), strict=True):
+                wrong = _differing(mine.cpu(), its, rounded=setting.transformed)
+                if wrong.double().mean() > allowed:
+                    yield f"{where}: {int(wrong.sum())} of {wrong.numel()} elements of {name} differ"
+    with use_backend(backend):
+        found = _attend(
+            setting, _moved(truth, device), _moved(queries, device), moved, _moved(options, device)
+        )
+    error = relative_l2(found[0].cpu(), out.double())
+    # The C++ kernels quantize queries, as far as the accuracy promised for a format allows.
+    kept = BY_KIND[setting.kind] if backend == "cpp" else 0.0
+    most = max(kept, TOLERANCE[setting.dtype]) * (TRANSFORMED_ERROR if setting.transformed else 1)
+    if not error <= most:
+        yield f"{where}: relL2 {error:.2g} > {most:.2g}"
+    if not torch.allclose(found[1].cpu(), lse, rtol=2e-3, atol=1e-2):
+        yield f"{where}: lse differs by {float((found[1].cpu() - lse).abs().max()):.2g}"
+
+
+def attention_failures(backend: str, device: torch.device, chosen: list[Setting]) -> Iterator[str]:
+    """All settings; what a backend cannot run is a failure too."""
+    for setting in chosen:
+        if why_not(setting.op, backend, device.type) is not None:
+            continue
+        try:
+            yield from failures(backend, device, setting)
+        except (BackendError, NotImplementedError) as error:
+            yield f"{backend} {setting}: {error}"

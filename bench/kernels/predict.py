@@ -1,0 +1,168 @@
+"""What is expected of a case before it is measured, so that a figure can surprise.
+
+``python -m caramba_fast.bench.kernels.predict [--check]`` writes bench/kernels/predictions.csv: the CUDA core grid on
+an H200. Decode attention reads every stored byte once (the floor) and issues so many instructions a cached token
+(bench/results/aot.csv); the slower of the two decides, plus what launching costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import io
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from caramba_fast.bench.kernels.registry import Case, cuda_core, cuda_ops
+
+HERE = Path(__file__).resolve().parent
+AOT, PREDICTIONS = HERE.parent / "results" / "aot.csv", HERE / "predictions.csv"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What bounds a kernel.
+
+    Attributes:
+        bandwidth: bytes a second of a copy (CUDA) or a read (CPU).
+        issue: warp instructions a second: SMs x 4 schedulers x clock; 0 where none are counted.
+        target: rows of aot.csv that are for it.
+    """
+
+    bandwidth: float
+    issue: float = 0.0
+    target: str = ""
+
+
+#: The copy bandwidth was published for it, not measured by us; 132 SMs at 1.98 GHz.
+H200 = Machine(4.3e12, 132 * 4 * 1.98e9, "sm_90")
+#: Assumed: the share of the bound a kernel reaches in the middle of a row, and seconds that two launches of a
+#: graph, the first loads and the merge take.
+EFFICIENCY, LATENCY_S = 0.92, 7e-6
+#: What the C++ kernels aim at, as shares of the read bandwidth: 4 bits are bound by instructions.
+CPU_SHARE = {"fp16": 0.7, "bf16": 0.7, "fp32": 0.7, "q8_0": 0.75, "q4_0": 0.8, "nf4": 0.6}
+CONVERSION_SHARE = {"cuda": 0.75, "cpu": 0.6}
+#: How aot.csv names a number of query rows, after the head size.
+ROWS = {16: "", 32: ", 32 rows", 64: ", T 16"}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The columns of a row that stand before it is measured; None where nothing is predicted."""
+
+    predicted_bytes: int
+    predicted_floor_us: float
+    predicted_instructions: float | None
+    predicted_from: str
+    predicted_us: float | None
+    predicted_share: float | None
+
+
+def predict(case: Case, kind: str, machine: Machine, device: str, fast: bool = True) -> Prediction:
+    """What ``kind`` should take; ``fast``: whether a kernel serves, not the reference."""
+    moved = case.moved_bytes(kind)
+    floor = moved / machine.bandwidth
+    found: tuple[float, str] | None = None
+    if not fast or case.op in ("append_", "extend_attention"):
+        seconds = None  # bound by launching, or by arithmetic
+    elif case.op in ("quantize", "dequantize"):
+        seconds = floor / CONVERSION_SHARE[device]
+    elif device == "cpu":
+        seconds = floor / CPU_SHARE[kind]
+    else:
+        found = instructions(case, kind, machine.target)
+        issued = tiles_tokens(case) * found[0] / machine.issue if found else 0.0
+        seconds = max(floor, issued) / EFFICIENCY + LATENCY_S
+    return Prediction(
+        moved, _rounded(floor * 1e6), found[0] if found else None, found[1] if found else "",
+        None if seconds is None else _rounded(seconds * 1e6),
+        None if seconds is None else round(floor / seconds, 3),
+    )  # fmt: skip
+
+
+def tiles_tokens(case: Case) -> int:
+    """Cached tokens times the programs that read each: one a lane and 64 query rows."""
+    return case.batch * case.lanes.count * case.seen * -(-query_rows(case) // 64)
+
+
+def query_rows(case: Case) -> int:
+    """Query rows of a lane, as the matrix units pad them."""
+    rows = case.lanes.heads_per_lane * case.heads // case.kv_heads * case.tokens
+    return max(16, 1 << (rows - 1).bit_length())
+
+
+def instructions(case: Case, kind: str, target: str) -> tuple[float, str] | None:
+    """(warp instructions a cached token and lane, where from).
+
+    Formats and shapes that were not compiled ahead take the count of their format at D 128, 16 rows, times
+    what the other shape costs q4_0: ``scaled``.
+    """
+    if case.op != "decode_attention":
+        return None
+    counts = _counts(target)
+    base, q4 = counts.get((kind, "D 128")), counts.get(("q4_0", "D 128"))
+    if base is None or q4 is None:
+        return None
+    rows = min(query_rows(case), 64)
+    named = f"D {case.dim}{ROWS[rows]}"
+    if (kind, named) in counts:
+        return counts[kind, named], "counted"
+    if ("q4_0", named) in counts:
+        return round(base * counts["q4_0", named] / q4, 1), "scaled"
+    narrow = counts.get(("q4_0", f"D {case.dim}"), q4) / q4
+    more = counts.get(("q4_0", "D 128, 32 rows"), q4) / q4 - 1
+    by_rows = counts.get(("q4_0", f"D 128{ROWS[rows]}"), q4 * (1 + more * (rows - 16) / 16)) / q4
+    return round(base * narrow * by_rows, 1), "scaled"
+
+
+@functools.cache
+def _counts(target: str) -> dict[tuple[str, str], float]:
+    """(kind, options) -> instructions of the main loop a token, of the newest Triton."""
+    with AOT.open(newline="", encoding="utf-8") as file:
+        rows = [
+            row for row in csv.DictReader(file)
+            if row["target"] == target and row["op"] == "decode_attention"
+            and row["dtype"] == "fp16" and float(row["loop_per_token"] or 0)
+        ]  # fmt: skip
+    rows.sort(key=lambda row: [int(part) for part in row["triton"].split(".")[:2]])
+    return {(row["kind"], row["options"]): float(row["loop_per_token"]) for row in rows}
+
+
+def _rounded(x: float) -> float:
+    return float(f"{x:.4g}")
+
+
+def page() -> str:
+    """bench/kernels/predictions.csv."""
+    file = io.StringIO()
+    names = ["case", "kind", *Prediction.__dataclass_fields__, "against_fp16", "goal"]
+    writer = csv.DictWriter(file, names, lineterminator="\n")
+    writer.writeheader()
+    for case in (*cuda_core(), *cuda_ops()):
+        known = {kind: predict(case, kind, H200, "cuda") for kind in case.kinds}
+        fp16 = known["fp16"].predicted_us if "fp16" in known else None
+        for kind, expected in known.items():
+            faster = (
+                round(fp16 / expected.predicted_us, 2) if fp16 and expected.predicted_us else None
+            )
+            row = {"case": case.name, "kind": kind, **expected.__dict__}
+            writer.writerow({**row, "against_fp16": faster, "goal": case.goal})
+    return file.getvalue()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns 1 if the file is not what would be written."""
+    parser = argparse.ArgumentParser(prog="caramba_fast.bench.kernels.predict", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    if parser.parse_args(argv).check:
+        same = PREDICTIONS.exists() and PREDICTIONS.read_text() == page()
+        print("predictions.csv is " + ("up to date" if same else "not what this would write"))
+        return int(not same)
+    PREDICTIONS.write_text(page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Work on all cores: the same module in several processes, each taking every N-th piece."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+#: Processes at most: each has its own CUDA context.
+MOST = 16
+#: Exit status when nothing failed, and not all was done in time.
+LATE = 3
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Number ``index`` of ``count``."""
+
+    index: int = 0
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """ "I/N", I from 0."""
+        index, count = map(int, text.split("/"))
+        if not 0 <= index < count:
+            raise ValueError(f"shard {text!r}; I/N with 0 <= I < N is needed")
+        return cls(index, count)
+
+    def of(self, items: Sequence[T]) -> Sequence[T]:
+        """Its part of the work."""
+        return items[self.index :: self.count]
+
+
+def processes() -> int:
+    """One a core."""
+    return min(
+        MOST,
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+    )
+
+
+def run(module: str, arguments: Sequence[str], flag: str, limit_s: float) -> tuple[int, int]:
+    """``python -m module arguments flag I/N`` for every I at once; returns how many failed, and were stopped late."""
+    count = processes()
+    started = time.monotonic()
+    command = [sys.executable, "-m", module, *arguments, flag]
+    running = [subprocess.Popen([*command, f"{index}/{count}"]) for index in range(count)]
+    bad = late = 0
+    for process in running:
+        try:
+            bad += process.wait(max(0.0, started + limit_s - time.monotonic())) != 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            late += 1
+    return bad, late
+
+
+def main() -> int:
+    """``python -m caramba_fast.bench.kernels.shards LIMIT_S FLAG MODULE [ARGUMENTS]``, a module of this package.
+
+    Returns 1 if a process failed, LATE if some were only stopped, which who compiles ahead can do without.
+    """
+    limit, flag, module, *arguments = sys.argv[1:]
+    bad, late = run(f"{__package__}.{module}", arguments, flag, float(limit))
+    print(f"{module}: {processes()} processes, {bad} failed, {late} stopped after {limit} s")
+    return 1 if bad else LATE if late else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

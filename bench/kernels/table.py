@@ -1,0 +1,71 @@
+"""The CSV of a run: one line an implementation, written after each case, so that a run can be resumed."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from caramba_fast.bench.kernels.predict import Prediction
+
+#: Of a case; together with the kind and the implementation they name a line.
+CASE = (
+    "case", "op", "batch", "heads", "kv_heads", "dim", "kv", "tokens", "dtype", "window", "threads"
+)  # fmt: skip
+#: Expected, then found: ``error`` is relL2 against float64, or the share of wrong bits; ``share`` is of the
+#: bandwidth ``probe_gb_per_s`` measured in the same rounds; ``vs_sdpa`` and ``vs_best`` say how many times
+#: faster a line is than torch's attention and than ``best``, the fastest unquantized one at hand.
+MEASURED = (
+    "error", "samples", "median_us", "p20_us", "p80_us", "gb_per_s", "probe_gb_per_s", "share", "vs_sdpa",
+    "vs_best", "best", "note",
+)  # fmt: skip
+ENVIRONMENT = ("device", "torch", "triton", "commit", "source")
+COLUMNS = (
+    *CASE, "kind", "implementation", "backend", *Prediction.__dataclass_fields__, *MEASURED, *ENVIRONMENT
+)  # fmt: skip
+Row = dict[str, Any]
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """The rows of a result file; none if there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@dataclass
+class Table:
+    """Rows of one run, kept in memory and appended to a file if there is one."""
+
+    path: Path | None
+    environment: dict[str, str]
+    rows: list[Row] = field(default_factory=list)
+
+    def start(self, details: dict[str, object], resume: bool) -> set[str]:
+        """Begins the file, or goes on with one of the same source; returns the cases it already has."""
+        if self.path is None:
+            return set()
+        wanted = {name: self.environment[name] for name in ("device", "source", "torch", "triton")}
+        earlier: list[Row] = [
+            dict(row)
+            for row in (read(self.path) if resume else [])
+            if all(row.get(name, "") == value for name, value in wanted.items())
+        ]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.with_suffix(".json").write_text(json.dumps(details, indent=1) + "\n")
+        with self.path.open("w", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, COLUMNS, lineterminator="\n").writeheader()
+        self.add(earlier)
+        return {row["case"] for row in earlier}
+
+    def add(self, rows: list[Row]) -> None:
+        """Rows of one case; the file has them when this returns."""
+        self.rows += rows
+        if self.path is None:
+            return
+        with self.path.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
+            writer.writerows({name: row.get(name) for name in COLUMNS} for row in rows)

@@ -1,0 +1,159 @@
+"""Timing that can be trusted: implementations interleaved in rounds, CUDA graphs, inputs larger than the L2 cache."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from caramba_fast.bench.kernels.comparators import Implementation
+
+#: A CPU sample repeats the call until it lasts this long, so that the clock does not matter.
+SHORTEST_SAMPLE_S = 2e-3
+#: Samples of one implementation: so many if they fit into its time, and LEAST anyway.
+ROUNDS, LEAST = 21, 3
+BUDGET_S = 1.0
+#: A CPU call that takes longer is not warmed up twice.
+SLOW_S = 0.02
+#: A sample that takes longer is taken once.
+HOPELESS_S = 4.0
+#: Calls one CUDA graph holds at least; launching it is paid once.
+GRAPH_CALLS = 8
+#: Cycles a GPU waits before a sample begins, so that the graph is in its queue by then (0.2 ms).
+HEAD_START = 400_000
+#: Read by the probes: far more than any cache holds.
+PROBE_BYTES = {"cpu": 2**28, "cuda": 2**31}
+PROBE = "probe"
+
+
+def interleaved(
+    listed: Sequence[Implementation],
+    device: torch.device,
+    rounds: int = ROUNDS,
+    budget_s: float = BUDGET_S,
+) -> dict[Implementation, dict[int, float]]:
+    """Seconds a call by round; slow ones sit out rounds, evenly, so that drift hits all alike."""
+    prepare = _cuda_sampler if device.type == "cuda" else _cpu_sampler
+    samplers = {entry: prepare(entry) for entry in listed}
+    wanted = {}
+    for entry, sampler in samplers.items():
+        least = 1 if sampler.seconds > HOPELESS_S else min(LEAST, rounds)
+        wanted[entry] = max(least, min(rounds, int(budget_s / sampler.seconds)))
+    samples: dict[Implementation, dict[int, float]] = {entry: {} for entry in listed}
+    for turn in range(rounds):
+        for entry, sampler in samplers.items():
+            if turn * wanted[entry] // rounds != (turn - 1) * wanted[entry] // rounds:
+                samples[entry][turn] = sampler.sample()
+    return samples
+
+
+def quantile(samples: Sequence[float], share: float) -> float:
+    """The sample at ``share`` (0.5: the median), interpolated."""
+    return torch.tensor(samples, dtype=torch.float64).quantile(share).item()
+
+
+def ratio(slow: dict[int, float], fast: dict[int, float]) -> float:
+    """How many times faster: median over the rounds both have, so that drift cancels."""
+    common = slow.keys() & fast.keys()
+    if len(common) < LEAST:
+        return statistics.median(slow.values()) / statistics.median(fast.values())
+    return statistics.median(slow[turn] / fast[turn] for turn in common)
+
+
+def probe(op: str, device: torch.device) -> Implementation:
+    """Reads `PROBE_BYTES`, or reads half and writes half where the op does both and on CUDA.
+
+    The sum of int64 is the fastest reader among torch's reductions on a CPU; it uses all of torch's threads.
+    """
+    size = PROBE_BYTES[device.type]
+    if op in ("quantize", "dequantize") or device.type == "cuda":
+        source = torch.ones(size // 8, dtype=torch.float32, device=device)
+        target = torch.empty_like(source)
+        return Implementation(PROBE, (lambda: target.copy_(source),), source.nbytes * 2)
+    source = torch.ones(size // 8, dtype=torch.int64, device=device)
+    return Implementation(PROBE, (source.sum,), source.nbytes)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """torch's CPU threads for a block; 0 leaves them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Takes one sample, in seconds a call; ``seconds``: what a sample takes."""
+
+    sample: Callable[[], float]
+    seconds: float
+
+
+def _cpu_sampler(entry: Implementation) -> Sampler:
+    turns = itertools.cycle(entry.calls)
+    started = time.perf_counter()
+    next(turns)()
+    once = time.perf_counter() - started
+    if once < SLOW_S:  # the first call of a fast one is slower than the others
+        started = time.perf_counter()
+        next(turns)()
+        once = time.perf_counter() - started
+    repeats = max(1, math.ceil(SHORTEST_SAMPLE_S / once))
+
+    def sample() -> float:
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            next(turns)()
+        return (time.perf_counter() - begin) / repeats
+
+    return Sampler(sample, once * repeats)
+
+
+def _cuda_sampler(entry: Implementation) -> Sampler:
+    calls = list(entry.calls) * math.ceil(GRAPH_CALLS / len(entry.calls))
+    replay = recorded(calls) if entry.graph else _one_by_one(calls)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def sample() -> float:
+        torch.cuda._sleep(HEAD_START)
+        begin.record()
+        replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e-3 / len(calls)
+
+    sample()
+    return Sampler(sample, sample() * len(calls))
+
+
+def _one_by_one(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
+    def replay() -> None:
+        for call in calls:
+            call()
+
+    return replay
+
+
+def recorded(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    """The calls in turn as a CUDA graph's replay, so that launching from Python costs nothing."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compiles and allocates outside the graph
+        calls[0]()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay

@@ -1,0 +1,104 @@
+"""Variant: one specialization of a kernel, as it is compiled ahead of time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from caramba_fast.bench.kernels.cards import SHARED_LIMITS
+from caramba_fast.formats import FORMATS, Format
+from caramba_fast.kernels.tiles_layout import (
+    Settings,
+    Stream,
+    on_amd,
+    on_blackwell,
+    within,
+)
+
+POINTERS = {
+    "fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "q8_0": "*i8", "q4_0": "*u8", "nf4": "*u8",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialization of a kernel.
+
+    Attributes:
+        op, kind, dtype, block, fit: what it serves; dtype is that of the unquantized side, fit empty for
+            an op that finds no scales.
+        kernel: the ``@triton.jit`` function.
+        arguments: types of the run-time arguments, in Triton's spelling, in tuples where the kernel takes
+            tuples; None for one that is not given. ``!`` marks an integer divisible by 16.
+        constants: the constexpr arguments. ``PTX`` or ``C.ptx``, if there, becomes true on NVIDIA only.
+        num_warps, num_stages: launch settings.
+        values: values a program quantizes or restores; instructions are counted per value.
+        options: what else the specialization has.
+        tile: tokens of one round of the main loop; 0 for a kernel without one.
+        narrow: whether lanes are narrow (`Settings`).
+        fusion: whether a product and a sum may become one instruction.
+    """
+
+    op: str
+    kind: str
+    dtype: str
+    block: int
+    kernel: Any
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    num_warps: int
+    values: int
+    fit: str = ""
+    options: str = ""
+    num_stages: int = 3
+    tile: int = 0
+    narrow: bool = False
+    fusion: bool = False
+
+    @property
+    def streams(self) -> list[tuple[Stream, Format]]:
+        """The cached streams the main loop reads, and their formats."""
+        rows = list(FORMATS.values())
+        found = [self.constants[name] for name in ("K", "G", "V")] if self.tile else []
+        return [(stream, rows[stream.form]) for stream in found if stream is not None]
+
+    @property
+    def passes(self) -> int:
+        """How many programs read a token of a lane, each for its part of the query rows."""
+        shape = self.constants["C"]
+        return -(-shape.per_lane * shape.groups * shape.tokens // shape.rows)
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of codes, or of values, of a cached token."""
+        return sum(stream.width * form.bits // 8 for stream, form in self.streams)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a cached token, scales included."""
+        return sum(form.bytes_per_vector(s.width, s.block) for s, form in self.streams)
+
+    def on(self, backend: str, arch: int | str) -> Variant:
+        """The variant that is launched on a target."""
+        constants = dict(self.constants)
+        if "PTX" in constants:
+            constants["PTX"] = backend == "cuda"
+        if "C" not in constants:
+            return replace(self, constants=constants)
+        shape = constants["C"]
+        chosen = Settings(shape.rows, self.tile, self.num_warps, self.num_stages, self.narrow)
+        if backend != "cuda":
+            shape, chosen = replace(shape, ptx=False, precision="ieee"), on_amd(chosen)
+        else:
+            chosen = on_blackwell(chosen) if int(arch) >= 100 else chosen
+            streams = [stream for stream, _ in self.streams]
+            chosen = within(chosen, streams, SHARED_LIMITS[f"sm_{arch}"])
+        constants["C"] = replace(shape, rows=chosen.rows, tile=chosen.tile)
+        return replace(
+            self,
+            constants=constants,
+            values=self.values // self.tile * chosen.tile,
+            tile=chosen.tile,
+            num_warps=chosen.num_warps,
+            num_stages=chosen.num_stages,
+        )

@@ -1,0 +1,261 @@
+"""The kernels that are compiled ahead of time: one row a specialization."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from caramba_fast.bench.kernels.variant import POINTERS, Variant
+from caramba_fast.bench.kernels.variants_append import append_variants
+from caramba_fast.formats import QUANTIZED_KINDS, resolve
+from caramba_fast.kernels import (
+    dequantize,
+    merge_splits,
+    quantize,
+    splits_launch,
+    tiles_kernel,
+    tiles_query,
+)
+from caramba_fast.kernels.splits_stream import dot_dtype
+from caramba_fast.kernels.tiles_layout import (
+    Shape,
+    Stream,
+    segments,
+    settings,
+)
+
+#: The width of rows; only an address calculation depends on it.
+HEAD_DIM = 128
+
+
+def _quantize(kind: str, dtype: str, block: int, fit: str = "amax") -> Variant:
+    return Variant(
+        op="quantize",
+        kind=kind,
+        dtype=dtype,
+        block=block,
+        kernel=quantize.quantize_kernel,
+        arguments={
+            "x_ptr": POINTERS[dtype],
+            "codes_ptr": POINTERS[kind],
+            "scales_ptr": "*fp16",
+            "row_stride": "i32!",
+            "n_blocks": "i32",
+        },
+        constants=quantize.constants(resolve(kind), HEAD_DIM, block, fit),
+        num_warps=quantize.NUM_WARPS,
+        values=quantize.VALUES_PER_PROGRAM[fit],
+        fit=fit,
+    )
+
+
+def _dequantize(kind: str, dtype: str, block: int) -> Variant:
+    return Variant(
+        op="dequantize",
+        kind=kind,
+        dtype=dtype,
+        block=block,
+        kernel=dequantize.dequantize_kernel,
+        arguments={
+            "codes_ptr": POINTERS[kind],
+            "scales_ptr": "*fp16",
+            "out_ptr": POINTERS[dtype],
+            "codes_stride": "i32!",
+            "scales_stride": "i32!",
+            "n_blocks": "i32",
+        },
+        constants=dequantize.constants(resolve(kind), HEAD_DIM, block, ptx=True),
+        num_warps=dequantize.NUM_WARPS,
+        values=dequantize.VALUES_PER_PROGRAM,
+    )
+
+
+#: Query heads of a kv head, kv heads of a lane, and slots of a cache; a DBA layer has one query head for each
+#: of the four kv heads of its lane.
+GROUPS, SLOTS = 4, 8192
+QUERIES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def _stream(kind: str, dim: int, per_lane: int, dtype: str, pairs: int = 0) -> Stream:
+    width = dim * per_lane
+    return Stream(
+        resolve(kind).index, 32, dot_dtype(resolve(kind), QUERIES[dtype]), width, dim, segments(width), pairs,
+        2 * max(8, pairs * per_lane) if pairs else 0,
+    )  # fmt: skip
+
+
+def _decode(
+    options: str,
+    kinds: tuple[str, ...],
+    dims: tuple[int, ...] = (128, 128),
+    *,
+    dtype: str = "fp16",
+    tokens: int = 1,
+    per_lane: int = 1,
+    page: int = 0,
+    window: bool = False,
+    pairs: int = 0,
+    side: int = 0,
+) -> Variant:
+    """decode_attention of streams k, v or k_sem, k_geo, v; ``side`` tokens of sinks, and a tail."""
+    k, *g, v = (
+        _stream(kind, dim, per_lane, dtype, pairs if i == 0 else 0)
+        for i, (kind, dim) in enumerate(zip(kinds, dims, strict=True))
+    )
+    groups = 1 if g else GROUPS
+    chosen = settings([k, *g, v], groups * tokens * per_lane, page or SLOTS)
+    shape = Shape(
+        groups=groups, tokens=tokens, heads=8, per_lane=per_lane, rows=chosen.rows, tile=chosen.tile,
+        page=page, window=window, tail=side > 0, sink_len=side,
+    )  # fmt: skip
+    strides = ("i32!",) * 4
+    stored = [
+        (POINTERS[kind], "*fp16" if resolve(kind).quantized else None, *strides) for kind in kinds
+    ]
+    query = ("*fp32" if pairs else POINTERS[dtype], "i32!", "i32!", "i32!", "fp32")
+    sides = ("*fp16" if side else None, "*fp16" if side and g else None, "*fp16" if side else None)
+    waves = "*fp32" if pairs else None
+    return Variant(
+        op="decoupled_decode_attention" if g else "decode_attention",
+        kind="/".join(dict.fromkeys(kinds)),
+        dtype=dtype,
+        block=32,
+        kernel=tiles_kernel.partials_kernel,
+        arguments={
+            "queries": query + (query if g else (None,)),
+            "streams": (stored[0], stored[1] if g else None, stored[-1]),
+            "tails": sides,
+            "sinks": sides,
+            "centered": (waves, waves, None, None),
+            "lengths": ("*i32", None, None),
+            "table_ptr": "*i32" if page else None,
+            "table_stride": "i32",
+            "partial_ptr": "*fp32",
+            "lse_ptr": "*fp32",
+            **dict.fromkeys(("window", "kept", "residual", "slots"), "i32"),
+            "ring": "i32",
+            "splits": "i32",
+            "least": "i32",
+            "k_phases": "i32",
+            "g_phases": "i32",
+            "softcap": "fp32",
+        },
+        constants={
+            "K": k, "G": g[0] if g else None, "V": v, "K_SIDE": k.side,
+            "G_SIDE": g[0].side if g else None, "V_SIDE": v.side, "C": shape,
+        },
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+        values=chosen.tile * (k.width + v.width),
+        options=options,
+        tile=chosen.tile,
+        narrow=chosen.narrow,
+        fusion=True,
+    )  # fmt: skip
+
+
+def _merge() -> Variant:
+    """The merge of decoupled attention with everything it can undo."""
+    pointers = ("partial_ptr", "lse_ptr", "out_lse_ptr", "v_scale_ptr")
+    halves = ("out_ptr", "q_ptr", "g_ptr", "null_k_ptr", "null_g_ptr", "null_v_ptr", "aux_ptr")
+    strides = [f"{q}_{axis}_stride" for q in ("q", "g") for axis in ("batch", "head", "token")]
+    return Variant(
+        op="decoupled_decode_attention",
+        kind="fp32",
+        dtype="fp16",
+        block=32,
+        kernel=merge_splits.merge_kernel,
+        arguments={
+            **dict.fromkeys(pointers, "*fp32"),
+            **dict.fromkeys(halves, "*fp16"),
+            **dict.fromkeys(("seqlens_ptr", "query_lens_ptr"), "*i32"),
+            **dict.fromkeys(strides, "i32!"),
+            **dict.fromkeys(("factor", "g_factor", "softcap"), "fp32"),
+            "splits": "i32",
+        },
+        constants={
+            "GROUPS": 1, "TOKENS": 1, "K_DIM": 32, "G_DIM": 64, "DIM": HEAD_DIM, "PADDED": HEAD_DIM,
+            "K_PADDED": 64, "MOST": splits_launch.MOST_PARTS, "SOFTCAP": True, "ROTATE": True,
+        },
+        num_warps=4,
+        values=HEAD_DIM,
+        options="merge",
+        fusion=True,
+    )  # fmt: skip
+
+
+def _prepare() -> Variant:
+    """The transform of a query with every step."""
+    floats = ("mean_ptr", "bias_ptr", "scale_ptr", "out_ptr", "coefficients_ptr")
+    return Variant(
+        op="decode_attention",
+        kind="fp32",
+        dtype="fp16",
+        block=32,
+        kernel=tiles_query.prepare_kernel,
+        arguments={
+            "q_ptr": "*fp16",
+            "pairs_ptr": "*i32",
+            "factor": "fp32",
+            **dict.fromkeys(floats, "*fp32"),
+            **{f"q_{axis}_stride": "i32!" for axis in ("batch", "head", "token")},
+        },
+        constants={
+            "GROUPS": GROUPS, "TOKENS": 1, "DIM": HEAD_DIM, "PADDED": HEAD_DIM, "PAIRS": 4,
+            "ROTATE": True,
+        },
+        num_warps=4,
+        values=HEAD_DIM,
+        options="prepare",
+        fusion=True,
+    )  # fmt: skip
+
+
+def _decode_table() -> Iterator[Variant]:
+    for kind in ("fp16", *QUANTIZED_KINDS):
+        yield _decode("D 128", (kind, kind))
+    yield _decode("D 128", ("bf16", "bf16"), dtype="bf16")
+    q4 = ("q4_0", "q4_0")
+    yield _decode("D 128", q4, dtype="bf16")
+    yield _decode("D 128, fp32 query", q4, dtype="fp32")
+    yield _decode("D 64", q4, (64, 64))
+    yield _decode("D 80", q4, (80, 80), per_lane=2)
+    yield _decode("D 256", q4, (256, 256))
+    yield _decode("D 128, 32 rows", q4, tokens=8)
+    yield _decode("D 128, T 16", q4, tokens=16)
+    yield _decode("D 64, T 16", q4, (64, 64), tokens=16)
+    yield _decode("D 128, paged", q4, page=128)
+    yield _decode("D 128, window", q4, window=True)
+    yield _decode("D 128, centered", q4, pairs=4)
+    yield _decode("D 128, centered", ("nf4", "nf4"), pairs=4)
+    yield _decode("D 128, centered, tail, sinks, window, paged", q4, pairs=4, side=4, window=True,
+                  page=128)  # fmt: skip
+    dba = {"dims": (8, 32, 64), "per_lane": 4}
+    yield _decode("sem 8, geo 32, v 64", ("q8_0", *q4), **dba)
+    yield _decode("sem 8, geo 32, v 64", ("q8_0", "q8_0", "q8_0"), **dba)
+    yield _prepare()
+    yield _merge()
+
+
+@functools.cache
+def variants() -> tuple[Variant, ...]:
+    """The table: quantize, dequantize, decode attention, append; at most 100 rows."""
+    return (*_quantize_table(), *_decode_table(), *_append_table())
+
+
+def _append_table() -> tuple[Variant, ...]:
+
+    return append_variants()
+
+
+def _quantize_table() -> Iterator[Variant]:
+    for build in (_quantize, _dequantize):
+        for kind in QUANTIZED_KINDS:
+            yield build(kind, "fp16", 32)
+            yield build(kind, "fp32", 32)
+        yield build("q4_0", "fp16", 64)
+    for kind in QUANTIZED_KINDS:
+        yield _quantize(kind, "fp16", 32, "mse")
+    yield _quantize("q4_0", "fp32", 128, "mse")

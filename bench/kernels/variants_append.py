@@ -1,0 +1,104 @@
+"""The append kernels that are compiled ahead of time: rows for the table of `variants`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from caramba_fast.bench.kernels.variant import POINTERS, Variant
+from caramba_fast.formats import resolve
+from caramba_fast.kernels import append
+from caramba_fast.kernels.streams import Layout, Stream, layout
+
+#: New tokens of a step of decoding and of a prompt.
+TOKENS = {"step": 1, "prompt": append.PROMPT_TOKENS}
+BLOCK = 32
+
+
+def _stream(kind: str, dtype: str, *, side: bool, pairs: int, scale: bool) -> tuple[Any, ...]:
+    """Types of a stream's arguments; all strides are divisible by 16, as caches allocate them."""
+
+    def given(pointer: str, there: object) -> str | None:
+        return pointer if there else None
+
+    types: dict[str, str | None] = {
+        "new": POINTERS[dtype],
+        "new_dim": None,
+        "codes": POINTERS[kind],
+        "scales": given("*fp16", resolve(kind).quantized),
+        **dict.fromkeys(("tail", "sink"), given("*fp16", side)),
+        "mean": None,
+        **dict.fromkeys(("bias", "phases"), given("*fp32", pairs)),
+        "pairs": given("*i32", pairs),
+        "scale": given("*fp32", scale),
+    }
+    return tuple(types.get(name, "i32!") for name in Stream._fields[:-1])
+
+
+def _append(
+    options: str,
+    kinds: tuple[str, ...],
+    dims: tuple[int, ...] = (128, 128),
+    *,
+    dtype: str = "fp16",
+    heads: int = 1,
+    fit: str = "amax",
+    safe: bool = False,
+    sides: bool = True,
+) -> Variant:
+    """``safe``: keys centered, scaled and rotated, values scaled, pages and padding.
+
+    ``sides``: with it, a tail and sinks as well.
+    """
+    tokens = append.tokens_at_once(TOKENS[options.split(maxsplit=1)[0]], heads * max(dims))
+    streams: list[tuple[Any, ...]] = []
+    layouts: list[Layout] = []
+    for i, (kind, dim) in enumerate(zip(kinds, dims, strict=True)):
+        key = safe and i < len(kinds) - 1
+        pairs = 4 if key else 0
+        block = BLOCK if resolve(kind).quantized else None
+        streams.append(_stream(kind, dtype, side=safe and sides, pairs=pairs, scale=safe))
+        chosen = layout(kind, dim, heads, block, fit=fit, pairs=pairs, rotate=key, tokens=tokens)
+        layouts.append(chosen)
+    absent: list[Any] = [None] * (append.MOST_STREAMS - len(kinds))
+    per_row = "*i32" if safe else None
+    return Variant(
+        op="append_" if len(kinds) == 2 else "decoupled_append_",
+        kind="/".join(dict.fromkeys(kinds)),
+        dtype=dtype,
+        block=BLOCK,
+        kernel=append.append_kernel,
+        arguments={
+            **dict(zip(("first", "second", "third"), (*streams, *absent), strict=True)),
+            "where": ("*i32", per_row, per_row, per_row, "i32", "i32"),
+            **dict.fromkeys(("table_row", "table_pages", "pages"), "i32"),
+            **dict.fromkeys(("first_phases", "second_phases"), "i32"),
+            "heads": "i32",
+            "tokens": "i32",
+        },
+        constants=dict(zip(("FIRST", "SECOND", "THIRD"), (*layouts, *absent), strict=True)),
+        num_warps=append.num_warps(layouts),
+        values=sum(part.ROWS * part.BLOCK for part in layouts),
+        fit=fit,
+        options=options,
+    )
+
+
+def _table() -> Iterator[Variant]:
+    for kind in ("fp16", "q8_0", "q4_0", "nf4"):
+        yield _append("step", (kind, kind))
+        yield _append("prompt", (kind, kind))
+    for kind in ("q4_0", "nf4"):
+        yield _append("step safe", (kind, kind), fit="mse", safe=True)
+    yield _append("prompt safe", ("q4_0", "q4_0"), fit="mse", safe=True)
+    yield _append("step safe, lanes of 2", ("q8_0", "q4_0"), (80, 80), heads=2, safe=True)
+    yield _append("step", ("q8_0", "q4_0", "q4_0"), (8, 32, 64), heads=4)
+    # With tail and sinks of three streams as well, gfx942 keeps some scalars in vector registers.
+    yield _append(
+        "prompt safe", ("q8_0", "q4_0", "q4_0"), (8, 32, 64), heads=4, safe=True, sides=False
+    )
+
+
+def append_variants() -> tuple[Variant, ...]:
+    """One row a specialization of `append_kernel`."""
+    return tuple(_table())

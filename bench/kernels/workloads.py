@@ -1,0 +1,248 @@
+"""A case with its inputs made: what is called, on which bytes, and how far the result is from the truth.
+
+Inputs are random (zeros would flatter), and queries are scaled so that logits have standard deviation 2. On
+CUDA an implementation has several copies of its inputs, together larger than the L2 cache, and takes them
+in turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caramba_fast.bench.kernels import comparators, oracle
+from caramba_fast.bench.kernels.comparators import Implementation
+from caramba_fast.bench.kernels.parity import same_bits
+from caramba_fast.bench.kernels.registry import ATTENTION, BLOCK, DTYPES, Case
+from caramba_fast.formats import resolve
+from caramba_fast.ops import (
+    KVView,
+    append_,
+    decode_attention,
+    decoupled_decode_attention,
+    dequantize,
+    extend_attention,
+    quantize,
+    use_backend,
+)
+from caramba_fast.ops.memory import empty
+from caramba_fast.ops.view import Lanes
+
+OPS: dict[str, Callable[..., Any]] = {
+    "decode_attention": decode_attention,
+    "decoupled_decode_attention": decoupled_decode_attention,
+    "extend_attention": extend_attention,
+}
+#: Copies of small inputs at most.
+MOST_COPIES = 256
+LOGIT_DEVIATION = 2.0
+
+
+@dataclass
+class Workload:
+    """What a case times, in order.
+
+    Attributes:
+        ours: one entry a format, served by the backend in force.
+        errors: by format: measures (error, error allowed) of the backend in force.
+        peers: what users would call instead.
+        absent: peers that are not measured, with the reason.
+    """
+
+    ours: list[Implementation] = field(default_factory=list)
+    errors: dict[str, Callable[[], tuple[float, float]]] = field(default_factory=dict)
+    peers: list[Implementation] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+
+
+def copies(moved: int, device: torch.device) -> int:
+    """Copies of ``moved`` bytes that together are four times the L2 cache; 1 on a CPU."""
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(MOST_COPIES, math.ceil(4 * cache / moved))
+
+
+def stored(x: Tensor, kind: str, lanes: Lanes, fill: bool = True) -> KVView:
+    """x (B, H_kv, S, D) as a cache holds it; with ``fill`` false the bytes are whatever was there."""
+    form = resolve(kind)
+    lead = (x.shape[0], lanes.count, x.shape[2])
+    width = lanes.heads_per_lane * x.shape[3]
+    if not form.quantized:
+        return KVView(empty((*lead, width), form.dtype, x.device).copy_(lanes.pack(x)), None, kind)
+    codes = empty((*lead, form.code_width(width)), form.dtype, x.device)
+    scales = empty((*lead, width // BLOCK), torch.float16, x.device)
+    for row in range(x.shape[0] if fill else 0):
+        codes[row : row + 1], scales[row : row + 1] = quantize(
+            lanes.pack(x[row : row + 1]), kind, BLOCK
+        )
+    return KVView(codes, scales, kind)
+
+
+def clone(view: KVView) -> KVView:
+    """Its own bytes."""
+    scales = None if view.scales is None else view.scales.clone()
+    return replace(view, codes=view.codes.clone(), scales=scales)
+
+
+def rotated(views: Sequence[KVView], count: int) -> list[list[KVView]]:
+    """The views and ``count - 1`` copies of them."""
+    return [list(views), *([clone(view) for view in views] for _ in range(count - 1))]
+
+
+def _new_tokens(case: Case, dtype: torch.dtype, device: torch.device, fill: bool) -> list[Tensor]:
+    """(B, H_kv, S, D) of each stream: random, or one value in all places, which takes no memory."""
+    shapes = [(case.batch, case.kv_heads, case.kv, dim) for dim in case.dims]
+    if not fill:
+        return [torch.zeros(1, dtype=dtype, device=device).expand(shape) for shape in shapes]
+    return [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
+
+
+def _attention(case: Case, device: torch.device, fill: bool) -> Workload:
+    dtype = DTYPES[case.dtype]
+    factor = LOGIT_DEVIATION / math.sqrt(len(case.dims) - 1)
+    given = _new_tokens(case, dtype, device, fill)
+    queries = [
+        factor * torch.randn((case.batch, case.heads, case.tokens, dim), device=device)
+        for dim in case.dims[:-1]
+    ]
+    queries = [q.to(dtype) for q in queries]
+    lengths = torch.full((case.batch,), case.kv, dtype=torch.int32, device=device)
+    options: dict[str, Any] = {"n_kv_heads": case.kv_heads}
+    if case.window:
+        options["window_size"] = (case.window - 1, 0)
+    work = Workload()
+    by_kind: dict[str, list[KVView]] = {}
+
+    def attend(views: Sequence[KVView]) -> Callable[[], Tensor]:
+        return lambda: OPS[case.op](*queries, *views, lengths, **options)
+
+    def measured(kind: str) -> tuple[float, float]:
+        views, pairs = by_kind[kind], 2 if case.tokens > 32 else oracle.PAIRS
+        out = attend(views)()
+        found = oracle.error(
+            out, queries, views, kv_heads=case.kv_heads, window=case.window, pairs=pairs
+        )
+        return found, oracle.tolerance(kind, dtype)
+
+    for kind in case.kinds:
+        by_kind[kind] = [stored(x, kind, case.lanes, fill) for x in given]
+        moved = case.moved_bytes(kind)
+        turns = rotated(by_kind[kind], copies(moved, device) if fill else 1)
+        calls = tuple(attend(views) for views in turns)
+        work.ours.append(Implementation("caramba", calls, moved, kind, ours=True))
+        work.errors[kind] = partial(measured, kind)
+    if fill:
+        count = copies(case.moved_bytes("fp16"), device)
+        work.peers, work.absent = comparators.attention(case, queries, given, by_kind, count)
+    return work
+
+
+def _append(case: Case, device: torch.device, fill: bool) -> Workload:
+    """New tokens behind the others of each row; a copy in fp16 is what a cache without formats does."""
+    given = _new_tokens(case, torch.float32, device, fill)
+    new = [torch.randn_like(x[:, :, -case.tokens :]).to(DTYPES[case.dtype]) for x in given]
+    start = torch.full((case.batch,), case.kv - case.tokens, dtype=torch.int32, device=device)
+    work = Workload()
+
+    def write(views: Sequence[KVView]) -> None:
+        append_(views[0], views[1], new[0], new[1], start)
+
+    def measured(views: Sequence[KVView]) -> tuple[float, float]:
+        found, expected = ([clone(view) for view in views] for _ in range(2))
+        write(found)
+        with use_backend("reference"):
+            write(expected)
+        return _different(_parts(found), _parts(expected)), 0.0
+
+    for kind in case.kinds:
+        views = [stored(x, kind, case.lanes, fill) for x in given]
+        call = partial(write, views)
+        work.ours.append(
+            Implementation("caramba", (call,), case.moved_bytes(kind), kind, ours=True)
+        )
+        work.errors[kind] = partial(measured, views)
+    if not fill:
+        return work
+    plain = [x.half() for x in given]
+
+    def copy() -> None:
+        for target, source in zip(plain, new, strict=True):
+            target[:, :, case.kv - case.tokens :] = source
+
+    work.peers.append(Implementation("copy fp16", (copy,), case.moved_bytes("fp16"), "fp16"))
+    work.peers.append(comparators.smallest_call(device))
+    return work
+
+
+def _quantize(case: Case, device: torch.device, fill: bool) -> Workload:
+    shape = (case.batch, case.kv_heads, case.kv, case.dim)
+    turns = copies(case.moved_bytes("q4_0"), device) if fill else 1
+    given = [torch.randn(shape, device=device).to(DTYPES[case.dtype]) for _ in range(turns)]
+    work = Workload()
+    for kind in case.kinds:
+        calls = tuple(lambda x=x, kind=kind: quantize(x, kind, BLOCK) for x in given)
+        _conversion(work, case, kind, calls)
+    return work
+
+
+def _dequantize(case: Case, device: torch.device, fill: bool) -> Workload:
+    shape = (case.batch, case.kv_heads, case.kv, case.dim)
+    turns = copies(case.moved_bytes("q4_0"), device) if fill else 1
+    x = torch.randn(shape, device=device)
+    dtype, work = DTYPES[case.dtype], Workload()
+    for kind in case.kinds:
+        once = quantize(x, kind, BLOCK)
+        pairs = [once, *([part.clone() for part in once] for _ in range(turns - 1))]
+        calls = tuple(
+            lambda pair=pair, kind=kind: dequantize(pair[0], pair[1], kind, case.dim, dtype)
+            for pair in pairs
+        )
+        _conversion(work, case, kind, calls)
+    return work
+
+
+def _conversion(
+    work: Workload, case: Case, kind: str, calls: tuple[Callable[[], Any], ...]
+) -> None:
+    """Its entry; the bits have to be the reference's."""
+
+    def measured() -> tuple[float, float]:
+        with use_backend("reference"):
+            expected = calls[0]()
+        return _different(_tensors(calls[0]()), _tensors(expected)), 0.0
+
+    work.ours.append(Implementation("caramba", calls, case.moved_bytes(kind), kind, ours=True))
+    work.errors[kind] = measured
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def _parts(views: Sequence[KVView]) -> list[Tensor]:
+    return [x for view in views for x in (view.codes, view.scales) if x is not None]
+
+
+def _different(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Share of elements whose bits differ."""
+    wrong = sum(int((~same_bits(a, b)).sum()) for a, b in zip(found, expected, strict=True))
+    return wrong / max(1, sum(x.numel() for x in expected))
+
+
+def workload(case: Case, device: torch.device, *, fill: bool = True) -> Workload:
+    """Makes the inputs of a case.
+
+    Args:
+        fill: false leaves them uninitialised and the peers out: enough to compile the kernels.
+    """
+    if case.op in ATTENTION:
+        return _attention(case, device, fill)
+    makers = {"append_": _append, "quantize": _quantize, "dequantize": _dequantize}
+    return makers[case.op](case, device, fill)

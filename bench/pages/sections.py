@@ -1,0 +1,91 @@
+"""Measured parts of a page: each stands between two comments and is replaced as a whole.
+
+Benchmarks that fill a page print what they would put there; with ``--publish`` results and page are rewritten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE = ROOT / "results", ROOT.parent / "docs" / "inference.md"
+
+
+def comments(name: str) -> tuple[str, str]:
+    """What a part stands between."""
+    return f"<!-- measured: {name} -->", f"<!-- measured: end of {name} -->"
+
+
+def replaced(page: str, name: str, lines: Sequence[str]) -> str:
+    """``page`` with other lines in its part ``name``.
+
+    Raises:
+        ValueError: the comments that enclose it are missing.
+    """
+    start, end = comments(name)
+    if page.count(start) != 1 or end not in page.split(start)[1]:
+        raise ValueError(f"the page needs one {start} and {end} behind it")
+    before, rest = page.split(start)
+    return "\n".join([f"{before}{start}", "", *lines, "", end + rest.split(end, 1)[1]])
+
+
+def write_parts(parts: Mapping[str, Sequence[str]], page: Path = PAGE) -> None:
+    """Replaces parts of a page in place."""
+    text = page.read_text("utf-8")
+    for name, lines in parts.items():
+        text = replaced(text, name, lines)
+    page.write_text(text, "utf-8")
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> list[str]:
+    """A Markdown table; the first ``left`` columns are text, the others figures."""
+    sides = ["---" if index < left else "---:" for index in range(len(headings))]
+    return [f"| {' | '.join(map(str, row))} |" for row in (headings, sides, *rows)]
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """All rows so far."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def add_targets(parser: argparse.ArgumentParser, out: str) -> None:
+    """The options that say where results go; ``out`` explains the one of that name."""
+    parser.add_argument("--out", type=Path, help=f"{out}; by default nothing is kept")
+    parser.add_argument(
+        "--publish", action="store_true", help="write bench/results and the page they belong to"
+    )
+    parser.add_argument(
+        "--page-only", action="store_true", help="measure nothing, take the results there are"
+    )
+
+
+@contextmanager
+def results_at(given: argparse.Namespace, file: str = "") -> Iterator[Path]:
+    """Where results go: ``--out``, ``bench/results``, or a folder that is gone afterwards."""
+    if given.out is not None:
+        yield given.out
+    elif given.publish or given.page_only:
+        yield RESULTS / file
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder) / file
+
+
+def finish(
+    given: argparse.Namespace, parts: Mapping[str, Sequence[str]], page: Path = PAGE
+) -> None:
+    """Prints the parts, and puts them into the page where that was asked for."""
+    for lines in parts.values():
+        print("\n".join(["", *lines]))
+    if given.publish:
+        write_parts(parts, page)

@@ -1,0 +1,1 @@
+"""Serving: a fixed load through engine, static batches and transformers; bytes moved between devices."""

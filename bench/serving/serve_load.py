@@ -1,0 +1,211 @@
+"""The load of `serve`: fixed requests, the clients that send them, and the figures of what came back.
+
+Prompts are stretches of held-out text of 16 to 512 tokens, evenly distributed; answers have 64 tokens in the mean,
+geometrically distributed, 512 at most. In a closed loop a fixed number of clients send their next request when the
+last one is answered; in an open loop requests come at random (Poisson), whether the others are answered or not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from caramba_fast.bench.kernels.timing import quantile
+
+SHORTEST, LONGEST = 16, 512
+MEAN_NEW, MOST_NEW = 64, 512
+CONCURRENCY = 16
+SEED = 0
+#: Tokens of the longest request there can be.
+FULL = LONGEST + MOST_NEW
+
+
+@dataclass(frozen=True)
+class Item:
+    """A request: its prompt, and how many tokens are wanted."""
+
+    prompt: list[int]
+    new_tokens: int
+
+
+def supply(text: Sequence[int], seed: int = SEED) -> Iterator[Item]:
+    """Requests without end, the same ones for the same seed.
+
+    Raises:
+        ValueError: the text is shorter than the longest prompt.
+    """
+    if len(text) < LONGEST:
+        raise ValueError(f"the text has {len(text)} tokens; {LONGEST} or more are needed")
+    rng = np.random.default_rng(seed)
+    while True:
+        length = int(rng.integers(SHORTEST, LONGEST + 1))
+        start = int(rng.integers(0, len(text) - length + 1))
+        new = min(int(rng.geometric(1 / MEAN_NEW)), MOST_NEW)
+        yield Item(list(text[start : start + length]), new)
+
+
+def load(text: Sequence[int], count: int, seed: int = SEED) -> list[Item]:
+    """The first ``count`` requests of `supply`."""
+    return list(islice(supply(text, seed), count))
+
+
+def arrivals(count: int, rate: float, seed: int = SEED) -> list[float]:
+    """Seconds at which requests of an open loop come: Poisson, ``rate`` a second."""
+    return np.random.default_rng(seed + 1).exponential(1 / rate, count).cumsum().tolist()
+
+
+@dataclass
+class Record:
+    """What became of one request; times are of ``time.perf_counter``.
+
+    Attributes:
+        arrived: when its client sent it.
+        started: when the system began with it.
+        tokens: when each of its tokens was there.
+    """
+
+    arrived: float
+    started: float | None = None
+    tokens: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Run:
+    """One system with one load, once.
+
+    Attributes:
+        began: when the first request could be sent.
+        preemptions: times a request gave its memory back; None if the system does not tell.
+    """
+
+    records: list[Record]
+    began: float
+    preemptions: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning to the last token of all."""
+        return max(record.tokens[-1] for record in self.records) - self.began
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated."""
+        return sum(len(record.tokens) for record in self.records)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    @property
+    def requests_per_s(self) -> float:
+        """Requests answered a second."""
+        return len(self.records) / self.seconds
+
+    @property
+    def full_requests_per_s(self) -> float:
+        """Requests answered a second until the last one was sent, when all clients of a closed loop wait."""
+        last = max(record.arrived for record in self.records)
+        early = sum(record.tokens[-1] <= last for record in self.records)
+        return early / (last - self.began) if early else self.requests_per_s
+
+    @property
+    def running(self) -> float:
+        """Requests under way at once, in the mean over the time."""
+        held = sum(r.tokens[-1] - (r.started or r.arrived) for r in self.records)
+        return held / self.seconds
+
+    def ttft(self) -> list[float]:
+        """Seconds from each request to its first token."""
+        return [r.tokens[0] - r.arrived for r in self.records]
+
+    def queue(self) -> list[float]:
+        """Seconds each request waited before anything was done for it."""
+        return [r.started - r.arrived for r in self.records if r.started is not None]
+
+    def gaps(self) -> list[float]:
+        """Seconds between neighbouring tokens of a request."""
+        return [
+            b - a
+            for r in self.records
+            for a, b in zip(r.tokens, r.tokens[1:], strict=False)
+        ]  # fmt: skip
+
+
+def percentiles(values: Sequence[float]) -> tuple[float, float]:
+    """The median and the 99th percentile."""
+    return quantile(values, 0.5), quantile(values, 0.99)
+
+
+class Clients:
+    """Who sends the requests and takes the tokens.
+
+    Args:
+        items: requests, in order.
+        times: seconds at which they come, for an open loop; None for a closed one.
+        places: clients of a closed loop.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        times: Sequence[float] | None = None,
+        places: int = CONCURRENCY,
+    ) -> None:
+        self.items, self._times = items, times
+        self.records: list[Record] = []
+        self.done = 0
+        self.began = time.perf_counter()
+        self._free = [self.began] * places
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every request is answered."""
+        return self.done == len(self.items)
+
+    @property
+    def next_s(self) -> float | None:
+        """Seconds until the next request of an open loop; None if no more come by themselves."""
+        if self._times is None or len(self.records) == len(self.items):
+            return None
+        due = self.began + self._times[len(self.records)]
+        return max(0.0, due - time.perf_counter())
+
+    def due(self) -> list[int]:
+        """Numbers of the requests that have come since the last call."""
+        first = len(self.records)
+        while len(self.records) < len(self.items):
+            if self._times is None:
+                if not self._free:
+                    break
+                arrived = self._free.pop(0)
+            else:
+                arrived = self.began + self._times[len(self.records)]
+                if arrived > time.perf_counter():
+                    break
+            self.records.append(Record(arrived))
+        return list(range(first, len(self.records)))
+
+    def got(self, number: int, times: Sequence[float]) -> None:
+        """Tokens of a request, each with its time.
+
+        Raises:
+            RuntimeError: more tokens than were asked for.
+        """
+        record, wanted = self.records[number], self.items[number].new_tokens
+        record.tokens += times
+        if len(record.tokens) > wanted:
+            raise RuntimeError(
+                f"request {number} got {len(record.tokens)} tokens, {wanted} were wanted"
+            )
+        if len(record.tokens) == wanted:
+            self.done += 1
+            self._free.append(record.tokens[-1])
+
+    def run(self, preemptions: int | None = None) -> Run:
+        """What it came to, once it is over."""
+        return Run(self.records, self.began, preemptions)

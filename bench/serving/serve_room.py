@@ -1,0 +1,87 @@
+"""How many requests of the fixed load run at once in the same bytes, by cache kind.
+
+Requests are in endless supply and the engine takes on as many as it will; nothing but pages limits it. Counted is how
+many are under way after each step: the mean once the pool has filled, and the most before a request had to give its
+pages back. Lengths are fixed and end-of-sequence ids are ignored, so that scheduling does not depend on what the model
+says: its arithmetic is left out, and many steps can be counted.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caramba_fast.bench.serving.serve_load import supply
+from caramba_fast.bench.serving.serve_systems import GREEDY, PAGE_SIZE
+from caramba_fast.serve import Engine
+
+#: Requests of full length that fp16 pages hold.
+FULL_REQUESTS = 6
+STEPS, SEEDS = 1500, (0, 1, 2)
+#: Steps that are left out of the mean: by then as many requests end as begin.
+FILLING = 1 / 3
+#: More than can ever run, and prompts enough in a step that pages are what is scarce.
+MANY, BATCH_TOKENS = 256, 2048
+#: Requests that wait at all times.
+WAITING = 16
+
+
+@dataclass(frozen=True)
+class Room:
+    """What ran at once.
+
+    Attributes:
+        mean: requests under way, over the steps after the pool has filled.
+        most: the most there were, up to the first preemption if there was one.
+        preemptions: requests that had to give their pages back.
+        pages, cache_bytes: of the pool.
+    """
+
+    mean: float
+    most: int
+    preemptions: int
+    pages: int
+    cache_bytes: int
+
+
+class Silent:
+    """A model that says the same thing always; what it needs of a cache is that of another."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward_ragged(self, _ids: Tensor, _batch: Any, rows: Tensor) -> Tensor:
+        """Logits (M, V) for ``rows`` (M,)."""
+        return torch.zeros(len(rows), self._model.vocab_size)
+
+
+def room(
+    model: Any, cache: str, cache_bytes: int, text: Sequence[int], seed: int, steps: int = STEPS
+) -> Room:
+    """Runs an engine on an endless supply."""
+    engine = Engine(
+        Silent(model), cache_kind=cache, cache_bytes=cache_bytes, page_size=PAGE_SIZE, max_batch_size=MANY,
+        max_batch_tokens=BATCH_TOKENS, **GREEDY,
+    )  # fmt: skip
+    items, counts, calm = supply(text, seed), list[int](), 0
+    metrics = engine.metrics
+    for _ in range(steps):
+        for _ in range(WAITING - metrics.waiting):
+            item = next(items)
+            engine.add_request(item.prompt, max_new_tokens=item.new_tokens)
+        engine.step()
+        metrics = engine.metrics
+        counts.append(metrics.running)
+        calm += not metrics.preemptions
+    return Room(
+        statistics.fmean(counts[int(FILLING * steps) :]), max(counts[: max(calm, 1)]), metrics.preemptions,
+        metrics.pages, metrics.cache_bytes,
+    )  # fmt: skip
