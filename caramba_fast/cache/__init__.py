@@ -1,17 +1,13 @@
 """Caches: what a model has seen, stored in any kind, grown, cropped and attended to."""
 
 from caramba_fast.cache.calibration import Calibration, CalibrationError
-from caramba_fast.cache.layer import (
-    AttentionLimits,
-    DecoupledLayerKVCache,
-    LayerCache,
-    LayerKVCache,
-)
+from caramba_fast.cache.interface import AttentionLimits
+from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerCache, LayerKVCache
+from caramba_fast.cache.lengths import RowLengths
 from caramba_fast.cache.model import AnyLayerShape, DecoupledLayerShape, LayerShape, ModelKVCache
 from caramba_fast.cache.pages import OutOfPagesError, PageAllocator, PageTable
 from caramba_fast.cache.pool import PageBytes, PagePool
 from caramba_fast.cache.ragged import RaggedBatch, Stretch
-from caramba_fast.cache.rows import RowLengths
 from caramba_fast.cache.statistics import StreamStatistics
 from caramba_fast.cache.stream import CacheTensor
 

@@ -12,13 +12,9 @@ import torch
 from torch import Tensor
 
 from caramba_fast.cache.calibration import Calibration
-from caramba_fast.cache.layer import (
-    AttentionLimits,
-    DecoupledLayerKVCache,
-    LayerCache,
-    LayerKVCache,
-)
-from caramba_fast.cache.rows import Counts
+from caramba_fast.cache.interface import AttentionLimits
+from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerCache, LayerKVCache
+from caramba_fast.cache.lengths import Counts
 from caramba_fast.cache.statistics import StreamStatistics
 from caramba_fast.config import KVCacheTensorConfig, Rotary
 from caramba_fast.ops import Transform, checks

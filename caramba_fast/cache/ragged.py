@@ -160,7 +160,10 @@ class RaggedLayer:
         """Stores N tokens: (N, H_kv, D) of each stream."""
         for group in self.groups:
             rows = [group.rows_of(x) for x in new]
-            self.stored.write(rows, group.starts, group.table, None, group.query_lens)
+            options = {"block_table": group.table}
+            if group.query_lens is not None:
+                options["query_lens"] = group.query_lens
+            self.stored.plans.append(rows, group.starts, options)
 
     def attend_tokens(self, *queries: Tensor, **options: Any) -> Tensor:
         """(N, H_q, D) each, or those of the rows that are wanted -> (N, H_q, D_v).
@@ -171,7 +174,7 @@ class RaggedLayer:
         for group in self.queries:
             rows = [group.rows_of(q) for q in queries]
             pages = {"block_table": group.table, "query_lens": group.query_lens}
-            out, _ = self.stored.read(rows, group.ends, {**options, **pages})
+            out, _ = self.stored.plans.attend(rows, group.ends, {**options, **pages})
             found.append(group.tokens_of(out))
         if not found:
             heads, dim = queries[0].shape[1], self.stored.streams["v"].head_dim

@@ -1,474 +1,351 @@
-"""How many tokens each row of a cache holds: a host mirror, and a device tensor kernels read.
+"""LayerRows: the rows of one layer, over its named streams: how they shrink, grow, change places, are saved and moved.
 
-Every decision is taken on the host mirror; the device is written to and never read back, so no
-step waits for the GPU.
-
-A layer cache made larger, cut at the front, or moved to another device.
-
-What a layer cache holds as tensors and plain values, so that ``torch.save`` and ``weights_only`` loads take it.
+The same for standard and decoupled attention, contiguous or paged, with or without tail and sinks. What a token is made
+of is asked of the streams; here is which tokens there are.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from caramba_fast.cache.calibration import LayerCalibration
+from caramba_fast.cache.interface import AttentionLimits, CachedRows, TailState
+from caramba_fast.cache.lengths import Counts as Counts  # noqa: PLC0414 - offered to generators
+from caramba_fast.cache.lengths import RowLengths, TailKeeper
+from caramba_fast.cache.pages import PageTable
 from caramba_fast.cache.plans import LayerPlans
-from caramba_fast.cache.statistics import full_phases
-from caramba_fast.cache.stream import CacheTensor, capacity, empty
-from caramba_fast.config import Rotary
-from caramba_fast.config.files import shown
+from caramba_fast.cache.state import contradictions, mismatches, on_device
+from caramba_fast.cache.statistics import lengthened, turned
+from caramba_fast.cache.stream import CacheTensor, capacity
 from caramba_fast.ops import Transform
-from caramba_fast.ops.transform import PHASE_TILE
 
 if TYPE_CHECKING:
-    from caramba_fast.cache.layer import LayerCache
+    from typing_extensions import Self
+
+#: Puts positions (row, start, stop) back into the rings.
+Refill = Callable[[int, int, int], None]
 
 
-Counts = int | Sequence[int] | Tensor
-
-
-class RowLengths:
-    """Lengths of B rows.
-
-    Attributes:
-        host: list of B ints.
-        seq_lens: (B,) int32 on the device, updated in place, equal to ``host``.
-        newest: tokens of the last append, padding included; 0 after anything else.
-        query_lens: (B,) int32, how many of them are real in each row, or None for all.
-    """
-
-    def __init__(self, batch_size: int, device: torch.device) -> None:
-        self.host = [0] * batch_size
-        self.seq_lens = torch.zeros(batch_size, dtype=torch.int32, device=device)
-        self.newest = 0
-        self.query_lens: Tensor | None = None
-
-    @property
-    def longest(self) -> int:
-        """Tokens in the longest row."""
-        return max(self.host)
-
-    def on_device(self, counts: Sequence[int]) -> Tensor:
-        """(B,) int32 beside ``seq_lens``."""
-        return torch.tensor(counts, dtype=torch.int32).to(self.seq_lens.device, non_blocking=True)
-
-    def advance(self, tokens: int, added: Sequence[int], query_lens: Tensor | None) -> None:
-        """Row b grows by ``added[b]`` of the ``tokens`` appended; ``query_lens`` says so on the device."""
-        self.host = [length + count for length, count in zip(self.host, added, strict=True)]
-        self.seq_lens.add_(tokens if query_lens is None else query_lens)
-        self.newest, self.query_lens = tokens, query_lens
-
-    def advance_all(self, tokens: int) -> None:
-        """Every row grows by ``tokens``."""
-        self.host = [length + tokens for length in self.host]
-        self.seq_lens.add_(tokens)
-        self.newest, self.query_lens = tokens, None
-
-    def set(self, lengths: Sequence[int]) -> None:
-        """Replaces all lengths."""
-        self.host = list(lengths)
-        self.seq_lens.copy_(torch.tensor(self.host, dtype=torch.int32), non_blocking=True)
-        self.newest, self.query_lens = 0, None
-
-    def select_rows(self, rows: Sequence[int]) -> RowLengths:
-        """Lengths of a cache whose row b is what row ``rows[b]`` is here."""
-        other = RowLengths(len(rows), self.seq_lens.device)
-        other.set([self.host[row] for row in rows])
-        return other
-
-    def per_row(self, name: str, counts: Counts) -> list[int]:
-        """``counts`` as B host ints.
-
-        Raises:
-            TypeError: not an int, a sequence of ints or a CPU integer tensor.
-            ValueError: a wrong number of rows.
-        """
-        if isinstance(counts, bool) or not isinstance(counts, (int, Sequence, Tensor)):
-            raise TypeError(
-                f"{name} is a {type(counts).__name__}; an int or one int a row is needed"
-            )
-        if isinstance(counts, int):
-            return [counts] * len(self.host)
-        if isinstance(counts, Tensor):
-            if counts.device.type != "cpu" or counts.is_floating_point() or counts.ndim != 1:
-                raise TypeError(
-                    f"{name} is a {tuple(counts.shape)} {counts.dtype} tensor on {counts.device}; "
-                    "a (B,) integer tensor on cpu is needed (lengths are never read from a device)"
-                )
-            counts = counts.tolist()
-        if len(counts) != len(self.host):
-            raise ValueError(f"{name} has {len(counts)} entries for {len(self.host)} rows")
-        if not all(isinstance(count, int) and not isinstance(count, bool) for count in counts):
-            raise TypeError(f"{name} is {counts!r}; ints are needed")
-        return list(counts)
-
-
-def grow(layer: LayerCache, max_seq_len: int) -> None:
-    """Gives rows of a contiguous cache room for ``max_seq_len`` tokens; what is stored stays, byte by byte.
-
-    Raises:
-        ValueError: a paged cache, or transforms set by hand whose phases end before.
-    """
-    if layer.pages is not None:
-        raise ValueError("a paged cache does not grow; make its pool larger")
-    if max_seq_len <= layer.max_seq_len:
-        return
-    slots = capacity(max_seq_len)
-    fit_phases(layer, slots)
-    with torch.inference_mode(False):
-        for stream in layer.streams.values():
-            stream.replace_buffers(
-                _copied(stream.codes, slots, layer.pos),
-                None if stream.scales is None else _copied(stream.scales, slots, layer.pos),
-                stream.transform,
-            )
-    layer.max_seq_len = max_seq_len
-
-
-def fit_phases(layer: LayerCache, slots: int = 0) -> None:
-    """Makes the phases of centered keys reach ``slots`` tokens, or all that rows have room for."""
-    wanted = max(slots, capacity(layer.max_seq_len))
-    for name, stream in layer.streams.items():
-        longer = lengthened(stream.transform, layer.calibration.rotary.get(name), wanted)
-        if longer is not stream.transform:
-            stream.replace_buffers(stream.codes, stream.scales, longer)
-
-
-def _copied(buffer: Tensor, slots: int, used: int) -> Tensor:
-    if buffer.shape[2] >= slots:
-        return buffer
-    shape = (*buffer.shape[:2], slots, buffer.shape[3])
-    new = empty(shape, buffer.dtype, buffer.device)
-    new[:, :, :used] = buffer[:, :, :used]
-    return new
-
-
-def lengthened(transform: Transform, rotary: Rotary | None, slots: int) -> Transform:
-    """The same constants with phases for ``slots`` tokens."""
-    phases = transform.phases
-    if phases is None or phases.shape[2] >= PHASE_TILE + slots // PHASE_TILE:
-        return transform
-    table = full_phases(_needed(rotary), slots)[0][_places(transform, rotary)]
-    return replace(transform, phases=table.to(phases.device))
-
-
-def _turned(transform: Transform, rotary: Rotary | None, count: int) -> Transform:
-    """The constants of the same stored keys, where token t is called ``t - count``."""
-    bias = transform.bias
-    if bias is None or not count:
-        return transform
-    frequencies = torch.tensor(_needed(rotary).inv_freq, dtype=torch.float64)
-    angle = torch.remainder(frequencies[_places(transform, rotary)] * count, 2 * math.pi)
-    first, second = bias.double().cpu().unbind(-1)
-    cos, sin = angle.cos(), angle.sin()
-    turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
-    return replace(transform, bias=turned.to(bias))
-
-
-def _needed(rotary: Rotary | None) -> Rotary:
-    if rotary is None:
-        raise ValueError(
-            "a bias that was set by hand, without RoPE, cannot be moved: reset() first"
-        )
-    return rotary
-
-
-def _places(transform: Transform, rotary: Rotary | None) -> Tensor:
-    """(H_kv, P): which of the pairs of ``rotary`` each pair of the transform is."""
-    assert transform.pairs is not None
-    place = {dims: index for index, dims in enumerate(_needed(rotary).pairs)}
-    pairs = [[(a, b) for a, b in head] for head in transform.pairs.tolist()]
-    strange = {pair for head in pairs for pair in head} - place.keys()
-    if strange:
-        raise ValueError(f"the bias is on pairs of channels that RoPE does not turn: {strange}")
-    return torch.tensor([[place[pair] for pair in head] for head in pairs])
-
-
-def drop_front(layer: LayerCache, count: int, max_seq_len: int) -> None:
-    """Forgets the first ``count`` tokens of every row; the others move to the front.
-
-    What stood in slot s stands in slot ``s - count``; the bias of centered keys turns along, so that what was
-    subtracted stays the same.
+class LayerRows(CachedRows):
+    """Rows of one layer.
 
     Args:
-        max_seq_len: room a row has afterwards, for no fewer than the tokens that stay.
+        streams: by name, v last.
+        batch_size, max_seq_len, n_kv_heads, device: as in `LayerCache`.
+        pages: where the rows' pages are; None for a contiguous cache.
+        calibration: what the constants of the transforms follow from.
 
-    Raises:
-        ValueError: a paged cache, rows of different lengths, a count that would move the tail's ring, or no room
-            for what stays.
+    Attributes:
+        tail: which positions the fp16 rings hold.
+        plans: the calls of the ops on these streams.
     """
-    ring = layer.residual_len + layer.tail_slack if layer.residual_len else 1
-    if layer.pages is not None or len(set(layer.lengths.host)) > 1:
-        raise ValueError("tokens in front are dropped of contiguous rows of equal length alone")
-    if not 0 <= count <= layer.pos or count % ring:
-        raise ValueError(f"count is {count}; a multiple of {ring} up to {layer.pos} is allowed")
-    if max_seq_len < layer.pos - count:
-        raise ValueError(f"max_seq_len is {max_seq_len}; {layer.pos - count} tokens stay")
-    layer._narrow()
-    kept = layer.pos - count
-    with torch.inference_mode(False):
-        for name, stream in layer.streams.items():
-            transform = _turned(stream.transform, layer.calibration.rotary.get(name), count)
-            codes = _front(stream.codes, count, kept, capacity(max_seq_len))
-            scales = stream.scales
-            if scales is not None:
-                scales = _front(scales, count, kept, capacity(max_seq_len))
-            stream.replace_buffers(codes, scales, transform)
-    layer.max_seq_len = max_seq_len
-    layer._tail.lowest = [max(low - count, 0) for low in layer._tail.lowest]
-    layer.lengths.set([length - count for length in layer.lengths.host])
 
+    def __init__(
+        self,
+        streams: dict[str, CacheTensor],
+        batch_size: int,
+        max_seq_len: int,
+        n_kv_heads: int,
+        device: torch.device,
+        pages: PageTable | None,
+        calibration: LayerCalibration,
+    ) -> None:
+        self.streams, self.pages, self.calibration = streams, pages, calibration
+        self.batch_size, self.max_seq_len = batch_size, max_seq_len
+        self.n_kv_heads, self.device = n_kv_heads, device
+        config = next(iter(streams.values())).config
+        self.residual_len, self.tail_slack = config.residual_len, config.tail_slack
+        self.lengths = RowLengths(batch_size, device)
+        self.tail = TailKeeper(batch_size, config.residual_len, config.tail_len)
+        self.plans = LayerPlans(streams, n_kv_heads)
+        self.reads_all_slots, self.reach = False, AttentionLimits()
+        self._by_hand = False  # set_transforms has been called
+        self._widened = 0  # tokens the tails have been given room for
+        self._name_streams()
 
-def _front(buffer: Tensor, start: int, kept: int, slots: int) -> Tensor:
-    """The slots from ``start`` on at the front, of the same buffer or of one of another size."""
-    moving = buffer[:, :, start : start + kept]
-    if buffer.shape[2] == slots:
-        buffer[:, :, :kept] = moving.clone()
-        return buffer
-    new = empty((*buffer.shape[:2], slots, buffer.shape[3]), buffer.dtype, buffer.device)
-    new[:, :, :kept] = moving
-    return new
+    def _name_streams(self) -> None:
+        """Sets the attributes that stand for single streams."""
+        for name, stream in self.streams.items():
+            setattr(self, name, stream)
 
+    # -- what they hold -------------------------------------------------------------------
 
-def moved(layer: LayerCache, device: torch.device | str) -> LayerCache:
-    """The cache on another device; itself where it is there already.
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated: codes, scales, tails and sinks of all streams, unused slots, block table."""
+        table = 0 if self.pages is None else self.pages.tensor.nbytes
+        return table + sum(stream.nbytes for stream in self.streams.values())
 
-    Raises:
-        ValueError: a paged cache, whose pool may be shared.
-    """
-    target = torch.empty(0, device=device).device
-    if target == layer.device:
-        return layer
-    if layer.pages is not None:
-        raise ValueError("a paged cache cannot be moved: its pool may be shared")
-    layer._narrow()
-    other = copy.copy(layer)
-    other.device, other.plans = target, LayerPlans()
-    with torch.inference_mode(False):
-        other.streams = {
-            name: _moved_stream(stream, target) for name, stream in layer.streams.items()
-        }
-        other.lengths = layer.lengths.select_rows(range(layer.batch_size))
-        other.lengths.seq_lens = other.lengths.seq_lens.to(target)
-    other._tail = layer._tail.select_rows(range(layer.batch_size))
-    other._name_streams()
-    return other
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of codes and scales that one token of one row takes."""
+        parts = [x for stream in self.streams.values() for x in stream.token_buffers]
+        return sum(x.nbytes / (x.shape[0] * x.shape[2]) for x in parts)
 
+    def stored(self, name: str, length: int) -> Tensor:
+        """(B, H_kv, length, D) float32 of a stream, from its codes, in the stored basis."""
+        pages = self.pages
+        table = None if pages is None else pages.columns(length).to(torch.int64).clamp(min=0)
+        return self.streams[name].values(table, length)
 
-def _moved_stream(stream: CacheTensor, device: torch.device) -> CacheTensor:
-    other = copy.copy(stream)
-    other.tail = None if stream.tail is None else stream.tail.to(device)
-    other.sink = None if stream.sink is None else stream.sink.to(device)
-    scales = None if stream.scales is None else stream.scales.to(device)
-    other.replace_buffers(stream.codes.to(device), scales, stream.transform.to(device))
-    return other
+    def copy_pages(self, moved: Sequence[tuple[int, int]]) -> None:
+        """Copies what is stored in pages of the pool to others: (from, to)."""
+        if not moved:
+            return
+        source, target = (
+            torch.tensor(pages, device=self.device) for pages in zip(*moved, strict=True)
+        )
+        for stream in self.streams.values():
+            for buffer in stream.token_buffers:
+                buffer[target] = buffer[source]
 
+    # -- shorter --------------------------------------------------------------------------
 
-def state_of(layer: LayerCache) -> dict[str, Any]:
-    """The state of a contiguous cache: copies of what is stored, and what it is stored as.
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Shortens rows to ``lengths``, none longer than it is."""
+        self.shorten(lengths, self._refill)
 
-    Raises:
-        ValueError: a paged cache, whose pool may be shared.
-    """
-    if layer.pages is not None:
-        raise ValueError("the state of a paged cache is not saved: its pool may be shared")
-    layer._narrow()
-    return {
-        "batch_size": layer.batch_size,
-        "max_seq_len": layer.max_seq_len,
-        "n_kv_heads": layer.n_kv_heads,
-        "lengths": list(layer.lengths.host),
-        "tail_lowest": list(layer._tail.lowest),
-        "streams": {name: _stream(s, layer.pos) for name, s in layer.streams.items()},
-    }
+    def shorten(self, lengths: Sequence[int], refill: Refill) -> None:
+        """`set_lengths`, where ``refill`` knows what the rings have lost."""
+        self.narrow_tails()
+        for place in self.tail.lost(self.lengths.host, lengths):
+            refill(*place)
+        self.tail.shortened(self.lengths.host, lengths)
+        self.lengths.set(lengths)
+        if self.pages is not None:
+            self.pages.shrink(lengths)
 
+    def _refill(self, row: int, start: int, stop: int) -> None:
+        """Puts positions back into the rings from their codes."""
+        for name, stream in self.streams.items():
+            values = self.stored(name, stop)[row : row + 1, :, start:]
+            stream.put_in_tail(row, start, stream.lanes.pack(values)[0])
 
-#: What is kept of a stream.
-_STREAM = ("head_dim", "config", "codes", "scales", "tail", "sink", "transform")
+    def narrow_tails(self) -> None:
+        """Gives up the room a tail was given for many tokens at once."""
+        if self._widened:
+            for stream in self.streams.values():
+                stream.narrow_tail(self.seq_lens)
+            self._widened = 0
 
+    def tail_state(self) -> TailState:
+        """Copies of the fp16 rings, for `restore_tail`: what they hold now cannot be had from the codes again."""
+        self.narrow_tails()
+        rings = [stream.tail.clone() for stream in self.streams.values() if stream.tail is not None]
+        return rings, list(self.tail.lowest)
 
-def _stream(stream: CacheTensor, used: int) -> dict[str, Any]:
-    transform = {f.name: getattr(stream.transform, f.name) for f in fields(Transform)}
-    return {
-        "head_dim": stream.head_dim,
-        "config": stream.config.model_dump(mode="json"),
-        "codes": stream.codes[:, :, :used].clone(),
-        "scales": None if stream.scales is None else stream.scales[:, :, :used].clone(),
-        "tail": None if stream.tail is None else stream.tail.clone(),
-        "sink": None if stream.sink is None else stream.sink.clone(),
-        "transform": {k: x.clone() if isinstance(x, Tensor) else x for k, x in transform.items()},
-    }
+    def restore_tail(self, state: TailState) -> None:
+        """Puts rings back, after the rows have got the lengths they had then."""
+        rings, lowest = state
+        tails = [stream.tail for stream in self.streams.values() if stream.tail is not None]
+        for tail, ring in zip(tails, rings, strict=True):
+            tail.copy_(ring)
+        self.tail.lowest = list(lowest)
 
+    def reset(self) -> None:
+        """Forgets everything, transforms set by hand included; the memory stays allocated."""
+        self.set_lengths([0] * self.batch_size)
+        self._by_hand = False
+        for stream in self.streams.values():
+            stream.transform = Transform(rotate=stream.config.rotate)
 
-def load_state(layer: LayerCache, state: dict[str, Any]) -> None:
-    """Puts a state into a cache of the same sizes and storage.
+    # -- other rows -----------------------------------------------------------------------
 
-    Nothing is allocated on the word of a number: lengths are held against the tensors that are there.
+    def reorder(self, beam_idx: Tensor) -> None:
+        """Row b becomes what row ``beam_idx[b]`` was (beam search); a paged cache shares the pages.
 
-    Raises:
-        ValueError: one that differs or contradicts itself, and in what; nothing has changed then.
-    """
-    problems = _mismatches(layer, state) or _contradictions(layer, state)
-    if problems:
-        raise ValueError(f"the state does not fit: {'; '.join(problems)}")
-    longest = max(state["lengths"])
-    slots = capacity(max(longest, layer.max_seq_len))
-    with torch.inference_mode(False), torch.no_grad():
-        parts = {name: _moved(state["streams"][name], layer.device) for name in layer.streams}
-        transforms = {
-            name: lengthened(
-                Transform(**part["transform"]), layer.calibration.rotary.get(name), slots
+        Args:
+            beam_idx: (B,) integer tensor; on cpu when the cache is paged or rows differ in length, since
+                nothing is ever read from a device.
+        """
+        countable = not beam_idx.is_floating_point() and beam_idx.dtype != torch.bool
+        if beam_idx.shape != (self.batch_size,) or not countable:
+            raise ValueError(
+                f"beam_idx is {tuple(beam_idx.shape)} {beam_idx.dtype}; ({self.batch_size},) "
+                "integers are needed"
             )
-            for name, part in parts.items()
+        self.narrow_tails()
+        order = beam_idx.to(device=self.device, dtype=torch.int64)
+        if beam_idx.device.type == "cpu":
+            rows = beam_idx.tolist()
+            if min(rows) < 0 or max(rows) >= self.batch_size:
+                raise ValueError(f"beam_idx is {rows}; 0 to {self.batch_size - 1} is allowed")
+            self.tail.reordered(rows)
+            if self.pages is not None:
+                self.pages.reorder(rows)
+            self.lengths.set([self.lengths.host[row] for row in rows])
+        elif self.pages is not None or len(set(self.lengths.host)) > 1:
+            raise ValueError("beam_idx must be on cpu while rows differ in length or are paged")
+        else:
+            self.tail.reordered_unknown()
+            self.lengths.set(self.lengths.host)
+        for stream in self.streams.values():
+            stream.permute(order, self.pos if self.pages is None else None)
+
+    def select_rows(self, rows: Sequence[int]) -> Self:
+        """A new cache whose row b holds what row ``rows[b]`` holds here; this one stays as it is.
+
+        Rows may repeat or be left out, and there may be any number of them. A paged cache shares the pool and
+        the pages, which are copied when one of the rows writes; reset the one that is no longer needed, so
+        that its pages are free again.
+
+        Raises:
+            ValueError: no rows, or one that does not exist.
+        """
+        if not rows or not all(0 <= row < self.batch_size for row in rows):
+            raise ValueError(
+                f"rows is {list(rows)}; one or more of 0 to {self.batch_size - 1} are needed"
+            )
+        index = torch.tensor(rows, dtype=torch.int64).to(self.device)
+        used = self.pos if self.pages is None else None
+        return self._with_streams(lambda stream: stream.select_rows(index, used), rows)
+
+    def to(self, device: torch.device | str) -> Self:
+        """The cache on another device; itself where it is there already.
+
+        Raises:
+            ValueError: a paged cache, whose pool may be shared.
+        """
+        target = torch.empty(0, device=device).device
+        if target == self.device:
+            return self
+        if self.pages is not None:
+            raise ValueError("a paged cache cannot be moved: its pool may be shared")
+        other = self._with_streams(lambda stream: stream.to(target), range(self.batch_size))
+        other.device = target
+        with torch.inference_mode(False):
+            other.lengths.seq_lens = other.lengths.seq_lens.to(target)
+        return other
+
+    def _with_streams(
+        self, change: Callable[[CacheTensor], CacheTensor], rows: Sequence[int]
+    ) -> Self:
+        """A copy of some rows, with what ``change`` makes of each stream."""
+        self.narrow_tails()
+        other = copy.copy(self)
+        other.batch_size = len(rows)
+        with torch.inference_mode(False):  # buffers made under it could not be written outside it
+            other.streams = {name: change(stream) for name, stream in self.streams.items()}
+            other.lengths = self.lengths.select_rows(rows)
+            other.pages = None if self.pages is None else self.pages.select_rows(rows)
+        other.tail = self.tail.select_rows(rows)
+        other.plans = LayerPlans(other.streams, self.n_kv_heads)
+        other._name_streams()
+        return other
+
+    # -- other room -----------------------------------------------------------------------
+
+    def grow(self, max_seq_len: int) -> None:
+        """Makes room for ``max_seq_len`` tokens a row, in new buffers; what is stored stays, byte by byte.
+
+        Raises:
+            ValueError: a paged cache, or transforms set by hand that end before.
+        """
+        if self.pages is not None:
+            raise ValueError("a paged cache does not grow; make its pool larger")
+        if max_seq_len <= self.max_seq_len:
+            return
+        slots = capacity(max_seq_len)
+        longer = {
+            name: lengthened(stream.transform, self.calibration.rotary.get(name), slots)
+            for name, stream in self.streams.items()
         }
-        buffers = {name: _buffers(stream, slots) for name, stream in layer.streams.items()}
-        # Whatever could fail has been done: what follows only copies.
-        layer.reset()
-        for name, stream in layer.streams.items():
-            _fill(stream, buffers[name], parts[name], transforms[name], longest)
-    layer.max_seq_len = max(longest, layer.max_seq_len)
-    layer._tail.lowest = list(state["tail_lowest"])
-    layer.lengths.set(state["lengths"])
+        with torch.inference_mode(False):
+            for name, stream in self.streams.items():
+                stream.resize(slots, 0, self.pos)
+                stream.transform = longer[name]
+        self.max_seq_len = max_seq_len
 
+    def drop_front(self, count: int, max_seq_len: int) -> None:
+        """Forgets the first ``count`` tokens of every row; later tokens move to the front.
 
-def _mismatches(layer: LayerCache, state: Any) -> list[str]:
-    """What of a state is of another cache than this."""
-    if not isinstance(state, dict):
-        return [f"it is a {type(state).__name__}, not a dict"]
-    keys = {"batch_size", "max_seq_len", "n_kv_heads", "lengths", "tail_lowest", "streams"}
-    problems = [f"it lacks {key!r}" for key in sorted(keys - state.keys())]
-    problems += [
-        f"{name} is {shown(state.get(name))}, the cache has {getattr(layer, name)}"
-        for name in ("batch_size", "n_kv_heads")
-        if state.get(name) != getattr(layer, name)
-    ]
-    if layer.pages is not None:
-        problems.append("the cache is paged")
-    streams = state.get("streams")
-    if not isinstance(streams, dict) or set(streams) != set(layer.streams):
-        found = ", ".join(map(str, streams)) if isinstance(streams, dict) else shown(streams)
-        return [*problems, f"streams are {found}; the cache has {', '.join(layer.streams)}"]
-    for name, stream in layer.streams.items():
-        part = streams[name]
-        if not isinstance(part, dict) or part.keys() != set(_STREAM):
-            problems.append(f"{name} needs the keys {', '.join(_STREAM)}")
-            continue
-        mine = {"head_dim": stream.head_dim, "config": stream.config.model_dump(mode="json")}
-        theirs = {key: part[key] for key in mine}
-        if mine != theirs:
-            problems.append(f"{name} is stored as {shown(theirs)}, the cache stores {mine}")
-    return problems
+        What stood in slot s stands in slot ``s - count``; the bias of centered keys turns along, so that what was
+        subtracted stays the same. Rows with leading padding must have none of it dropped, if keys are centered: their
+        phases count from its end.
 
+        Args:
+            count: a multiple of ``residual_len + tail_slack``, if there is a tail.
+            max_seq_len: room afterwards, for no fewer than the tokens that stay.
 
-def _contradictions(layer: LayerCache, state: dict[str, Any]) -> list[str]:
-    """What of a state for this cache its own tensors belie."""
-    problems = [
-        f"{key} is {shown(state[key])}; {layer.batch_size} whole numbers from 0 on are needed"
-        for key in ("lengths", "tail_lowest")
-        if not _are_counts(state[key], layer.batch_size)
-    ]
-    if problems:
-        return problems
-    lengths, longest = state["lengths"], max(state["lengths"])
-    ring = layer.residual_len + layer.tail_slack if layer.residual_len else None
-    for row, (low, held) in enumerate(zip(state["tail_lowest"], lengths, strict=True)):
-        first = 0 if ring is None else max(0, held - ring)
-        if not first <= low <= longest:
-            problems.append(f"tail_lowest of row {row} is {low}; {first} to {longest} is possible")
-    for name, stream in layer.streams.items():
-        part = state["streams"][name]
-        for key in ("codes", "scales", "tail", "sink"):
-            mine = getattr(stream, key)
-            shape = None if mine is None else list(mine.shape)
-            if shape is not None and key in ("codes", "scales"):
-                shape[2] = longest
-            problems += _tensor_problem(f"{key} of {name}", part[key], mine, shape)
-        problems += _transform_problems(layer, name, part["transform"], longest)
-    return problems
+        Raises:
+            ValueError: a paged cache, rows that differ in length, or a count out of range.
+        """
+        step = self.residual_len + self.tail_slack if self.residual_len else 1
+        step = math.lcm(step, *(stream.granularity for stream in self.streams.values()))
+        if self.pages is not None or len(set(self.lengths.host)) > 1:
+            raise ValueError("tokens in front are dropped of contiguous rows of equal length alone")
+        if not 0 <= count <= self.pos or count % step:
+            raise ValueError(f"count is {count}; a multiple of {step} up to {self.pos} is allowed")
+        kept = self.pos - count
+        if max_seq_len < kept:
+            raise ValueError(f"max_seq_len is {max_seq_len}; {kept} tokens stay")
+        self.narrow_tails()
+        with torch.inference_mode(False):
+            transforms = {
+                name: turned(stream.transform, self.calibration.rotary.get(name), count)
+                for name, stream in self.streams.items()
+            }
+            for name, stream in self.streams.items():
+                stream.resize(capacity(max_seq_len), count, kept)
+                stream.transform = transforms[name]
+        self.max_seq_len = max_seq_len
+        self.tail.lowest = [max(low - count, 0) for low in self.tail.lowest]
+        self.lengths.set([length - count for length in self.lengths.host])
 
+    # -- states ---------------------------------------------------------------------------
 
-def _are_counts(value: Any, rows: int) -> bool:
-    return (
-        isinstance(value, (list, tuple))
-        and len(value) == rows
-        and all(type(count) is int and 0 <= count < 2**31 for count in value)
-    )
+    def state_dict(self) -> dict[str, Any]:
+        """What the cache holds and how, as tensors, numbers and names; see `load_state_dict`.
 
+        Raises:
+            ValueError: a paged cache, whose pool may be shared.
+        """
+        if self.pages is not None:
+            raise ValueError("the state of a paged cache is not saved: its pool may be shared")
+        self.narrow_tails()
+        return {
+            "batch_size": self.batch_size,
+            "max_seq_len": self.max_seq_len,
+            "n_kv_heads": self.n_kv_heads,
+            "lengths": list(self.lengths.host),
+            "tail_lowest": list(self.tail.lowest),
+            "streams": {name: s.state(self.pos) for name, s in self.streams.items()},
+        }
 
-def _tensor_problem(
-    name: str, found: Any, mine: Tensor | None, shape: list[int] | None
-) -> list[str]:
-    if mine is None:
-        return [] if found is None else [f"{name} is there, and the cache has none"]
-    if not isinstance(found, Tensor):
-        return [f"{name} is a {type(found).__name__}; a tensor is needed"]
-    if list(found.shape) != shape or found.dtype != mine.dtype or found.layout != torch.strided:
-        return [f"{name} is {tuple(found.shape)} {found.dtype}; {shape} {mine.dtype} is needed"]
-    return []
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state of a cache of the same rows, streams and storage, and its transforms.
 
+        Nothing is allocated on the word of a number: lengths are held against the tensors that are there.
 
-def _transform_problems(layer: LayerCache, name: str, found: Any, longest: int) -> list[str]:
-    """What is wrong with the constants of a stream: kernels look channels up by them."""
-    names = {f.name for f in fields(Transform)}
-    if not isinstance(found, dict) or found.keys() != names:
-        return [f"transform of {name} needs the keys {', '.join(sorted(names))}"]
-    wrong = [
-        f"{key} of {name} is a {type(value).__name__}; a tensor or None is needed"
-        for key, value in found.items()
-        if key != "rotate" and not (value is None or isinstance(value, Tensor))
-    ]
-    dim = layer.streams[name].head_dim
-    if type(found["rotate"]) is not bool:
-        wrong.append(f"rotate of {name} is {shown(found['rotate'])}; True or False is needed")
-    if wrong:
-        return wrong
-    transform = Transform(**found)
-    wrong = transform.problems(name, layer.n_kv_heads, dim, longest)
-    if wrong or transform.pairs is None:
-        return wrong
-    if any(not 0 <= channel < dim for channel in transform.pairs.flatten().tolist()):
-        return [f"{name}_pairs names channels outside 0 to {dim - 1}"]
-    return []
-
-
-def _moved(part: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    def there(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else value
-
-    transform = {key: there(value) for key, value in part["transform"].items()}
-    return {**{key: there(value) for key, value in part.items()}, "transform": transform}
-
-
-def _buffers(stream: CacheTensor, slots: int) -> tuple[Tensor, Tensor | None]:
-    """Codes and scales with room for so many slots: the stream's own where they have it."""
-
-    def roomy(buffer: Tensor) -> Tensor:
-        if buffer.shape[2] >= slots:
-            return buffer
-        return empty((*buffer.shape[:2], slots, buffer.shape[3]), buffer.dtype, buffer.device)
-
-    return roomy(stream.codes), None if stream.scales is None else roomy(stream.scales)
-
-
-def _fill(
-    stream: CacheTensor,
-    buffers: tuple[Tensor, Tensor | None],
-    part: dict[str, Any],
-    transform: Transform,
-    used: int,
-) -> None:
-    codes, scales = buffers
-    codes[:, :, :used] = part["codes"]
-    if scales is not None:
-        scales[:, :, :used] = part["scales"]
-    for side in (stream.tail, stream.sink):
-        if side is not None:
-            side.copy_(part["tail" if side is stream.tail else "sink"])
-    stream.replace_buffers(codes, scales, transform)
+        Raises:
+            ValueError: one that differs or contradicts itself, and in what; nothing has changed then.
+        """
+        sizes = {"batch_size": self.batch_size, "n_kv_heads": self.n_kv_heads}
+        problems = mismatches(state_dict, sizes, self.streams, paged=self.pages is not None)
+        problems = problems or contradictions(state_dict, sizes, self.streams)
+        if problems:
+            raise ValueError(f"the state does not fit: {'; '.join(problems)}")
+        longest = max(state_dict["lengths"])
+        max_seq_len = max(longest, self.max_seq_len)
+        slots, rotary = capacity(max_seq_len), self.calibration.rotary
+        with torch.inference_mode(False), torch.no_grad():
+            parts = {n: on_device(state_dict["streams"][n], self.device) for n in self.streams}
+            transforms = {
+                name: lengthened(Transform(**part["transform"]), rotary.get(name), slots)
+                for name, part in parts.items()
+            }
+            buffers = {name: stream.roomy(slots) for name, stream in self.streams.items()}
+            # Whatever could fail has been done: what follows only copies.
+            self.reset()
+            for name, stream in self.streams.items():
+                stream.replace_buffers(*buffers[name])
+                stream.load(parts[name], transforms[name], longest)
+        self.max_seq_len = max_seq_len
+        self.tail.lowest = list(state_dict["tail_lowest"])
+        self.lengths.set(state_dict["lengths"])

@@ -16,14 +16,15 @@ MIN_DIVERSITY the stream is left as it is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from caramba_fast.config import KVCacheTensorConfig, Rotary
 from caramba_fast.ops import Transform, phase_table
-from caramba_fast.ops.transform import phases_at
+from caramba_fast.ops.transform import PHASE_TILE, phases_at
 
 #: Real tokens a prompt needs before constants are taken from it.
 MIN_TOKENS = 64
@@ -176,12 +177,8 @@ def derive(
     if config.center and center is not None:
         found, removed = _centered(found, rotary, slots, center)
     if config.scale and scale is not None:
-        found = _with(found, scale=_factors(scale, rotary, removed))
+        found = replace(found, scale=_factors(scale, rotary, removed))
     return found
-
-
-def _with(transform: Transform, **changes: Tensor) -> Transform:
-    return Transform(**{**vars(transform), **changes})
 
 
 def _centered(
@@ -190,7 +187,7 @@ def _centered(
     """The transform that takes out what is constant, and that vector (H_kv, D), before RoPE."""
     whole = torch.where(seen.caution.isfinite(), seen.mean, 0.0)
     if rotary is None:
-        return _used(transform, mean=whole), whole
+        return _less(transform, whole), whole
     dims = torch.tensor(rotary.pairs, device=whole.device)  # (pairs, 2)
     amplitude = seen.mean[:, dims].norm(dim=-1)
     varying = seen.std[:, dims].norm(dim=-1)
@@ -207,7 +204,7 @@ def _centered(
     rest = torch.where(on_rope, 0.0, whole)
     if on_rope.all():
         return _biased(transform, bias, pairs, phases), removed
-    return _used(_biased(transform, bias, pairs, phases), mean=rest), removed + rest
+    return _less(_biased(transform, bias, pairs, phases), rest), removed + rest
 
 
 def _biased(transform: Transform, bias: Tensor, pairs: Tensor, phases: Tensor) -> Transform:
@@ -217,7 +214,7 @@ def _biased(transform: Transform, bias: Tensor, pairs: Tensor, phases: Tensor) -
         used = int((bias != 0).any(-1).sum(-1).max())
     if used == 0:
         return transform
-    return _with(
+    return replace(
         transform,
         bias=bias[:, :used].contiguous(),
         pairs=pairs[:, :used].to(torch.int32).contiguous(),
@@ -225,10 +222,10 @@ def _biased(transform: Transform, bias: Tensor, pairs: Tensor, phases: Tensor) -
     )
 
 
-def _used(transform: Transform, **parts: Tensor) -> Transform:
-    """With ``parts``, but for those known to be zero."""
-    kept = {name: x for name, x in parts.items() if x.device.type != "cpu" or bool(x.any())}
-    return _with(transform, **kept)
+def _less(transform: Transform, mean: Tensor) -> Transform:
+    """With a mean to take out, but for one known to be zero."""
+    known_zero = mean.device.type == "cpu" and not bool(mean.any())
+    return transform if known_zero else replace(transform, mean=mean)
 
 
 def _factors(seen: StreamStatistics, rotary: Rotary | None, removed: Tensor | None) -> Tensor:
@@ -245,3 +242,48 @@ def _factors(seen: StreamStatistics, rotary: Rotary | None, removed: Tensor | No
     factor = rms / rms.median(-1, keepdim=True).values.clamp(min=1e-30)
     wanted = factor > SCALE_RATIO * seen.caution
     return torch.where(wanted, factor.clamp(max=SCALE_LIMIT), 1.0)
+
+
+def lengthened(transform: Transform, rotary: Rotary | None, slots: int) -> Transform:
+    """The same constants with phases for ``slots`` tokens."""
+    phases = transform.phases
+    if phases is None or phases.shape[2] >= PHASE_TILE + slots // PHASE_TILE:
+        return transform
+    table = full_phases(_needed(rotary), slots)[0][_places(transform, rotary)]
+    return replace(transform, phases=table.to(phases.device))
+
+
+def turned(transform: Transform, rotary: Rotary | None, count: int) -> Transform:
+    """The constants of the same stored keys, where token t is called ``t - count``.
+
+    Raises:
+        ValueError: a bias on channels that ``rotary`` does not turn.
+    """
+    bias = transform.bias
+    if bias is None or not count:
+        return transform
+    frequencies = torch.tensor(_needed(rotary).inv_freq, dtype=torch.float64)
+    angle = torch.remainder(frequencies[_places(transform, rotary)] * count, 2 * math.pi)
+    first, second = bias.double().cpu().unbind(-1)
+    cos, sin = angle.cos(), angle.sin()
+    moved = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    return replace(transform, bias=moved.to(bias))
+
+
+def _needed(rotary: Rotary | None) -> Rotary:
+    if rotary is None:
+        raise ValueError(
+            "a bias that was set by hand, without RoPE, cannot be moved: reset() first"
+        )
+    return rotary
+
+
+def _places(transform: Transform, rotary: Rotary | None) -> Tensor:
+    """(H_kv, P): which of the pairs of ``rotary`` each pair of the transform is."""
+    assert transform.pairs is not None
+    place = {dims: index for index, dims in enumerate(_needed(rotary).pairs)}
+    pairs = [[(a, b) for a, b in head] for head in transform.pairs.tolist()]
+    strange = {pair for head in pairs for pair in head} - place.keys()
+    if strange:
+        raise ValueError(f"the bias is on pairs of channels that RoPE does not turn: {strange}")
+    return torch.tensor([[place[pair] for pair in head] for head in pairs])

@@ -30,16 +30,15 @@ import torch
 from torch import Tensor
 
 from caramba_fast.cache import AttentionLimits, LayerCache, PageAllocator, PageTable, RowLengths
-from caramba_fast.cache.rows import Counts
-from caramba_fast.cache.stream import CacheTensor, capacity, empty
+from caramba_fast.cache.lengths import Counts
+from caramba_fast.cache.sizes import by_heads
+from caramba_fast.cache.stream import CacheTensor, capacity
 from caramba_fast.distributed.group import RankGroup
 from caramba_fast.distributed.partial_attention import (
     attend_to_pages,
     attend_to_ring,
     default_scale,
     gather_and_merge,
-    lost_positions,
-    shorten,
     with_extras,
 )
 from caramba_fast.distributed.placement import Placement, Queries
@@ -176,19 +175,9 @@ def copied(cache: LayerCache, rows: Sequence[int], pages_per_row: int) -> LayerC
     ]
     source, target = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.to(cache.device)
     for stream in other.streams.values():
-        _move_pages(stream, source, target, len(allocator.references))
+        stream.replace_buffers(*stream.with_pages(len(allocator.references), target, source))
     shared.shrink([0] * len(rows))
     return other
-
-
-def _move_pages(stream: CacheTensor, source: Tensor, target: Tensor, count: int) -> None:
-    def moved(buffer: Tensor) -> Tensor:
-        new = empty((count, *buffer.shape[1:]), buffer.dtype, buffer.device)
-        new[target] = buffer[source]
-        return new
-
-    scales = None if stream.scales is None else moved(stream.scales)
-    stream.replace_buffers(moved(stream.codes), scales, stream.transform)
 
 
 def refill(
@@ -204,8 +193,7 @@ def refill(
     if not places:
         return lambda *_: None
     found = {
-        name: [_own_values(layer, stream, place) for place in places]
-        for name, stream in layer.local.streams.items()
+        name: [_own_values(layer, name, place) for place in places] for name in layer.local.streams
     }
     flat = torch.cat([x.flatten() for values in found.values() for x in values])
     flat = layer.group.all_gather(flat).sum(0)
@@ -218,16 +206,15 @@ def refill(
     def put_back(row: int, start: int, stop: int) -> None:
         assert layer.ring is not None
         for name, stream in layer.ring.streams.items():
-            assert stream.tail is not None
-            slot = torch.arange(start, stop, device=layer.device) % stream.tail.shape[2]
-            stream.tail[row, :, slot] = whole[name][row, start, stop].to(stream.tail.dtype)
+            stream.put_in_tail(row, start, whole[name][row, start, stop])
 
     return put_back
 
 
-def _own_values(layer: SpreadRows, stream: CacheTensor, place: tuple[int, int, int]) -> Tensor:
+def _own_values(layer: SpreadRows, name: str, place: tuple[int, int, int]) -> Tensor:
     """(lanes, stop - start, lane_dim) float32 in the stored basis, 0 where another rank has the token."""
     row, start, stop = place
+    stream = layer.local.streams[name]
     spread, rank, lanes = layer.placement.spread, layer.group.rank, stream.lanes
     values = torch.zeros(
         lanes.count, stop - start, lanes.heads_per_lane * stream.head_dim, device=layer.device
@@ -236,7 +223,7 @@ def _own_values(layer: SpreadRows, stream: CacheTensor, place: tuple[int, int, i
     if len(position):
         slot = torch.from_numpy(spread.count(rank, position)).to(layer.device)
         held = int(spread.count(rank, np.array(stop)))
-        stored = layer.local._stored(stream, held)[row : row + 1, :, slot]
+        stored = layer.local.stored(name, held)[row : row + 1, :, slot]
         values[:, torch.from_numpy(position - start).to(layer.device)] = lanes.pack(stored)[0]
     return values
 
@@ -342,9 +329,10 @@ class SpreadRows:
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Shortens rows to ``lengths``, none longer than it is, on every rank."""
         if self.ring is not None:
-            self.ring._narrow()
+            self.ring.narrow_tails()
             wanted = [min(a, b) for a, b in zip(lengths, self.ring.lengths.host, strict=True)]
-            shorten(self.ring, wanted, refill(self, lost_positions(self.ring, wanted)))
+            lost = self.ring.tail.lost(self.ring.lengths.host, wanted)
+            self.ring.shorten(wanted, refill(self, lost))
         spread, rank = self.placement.spread, self.group.rank
         held = spread.count(rank, np.array(lengths)).tolist()
         self.local.set_lengths(
@@ -411,12 +399,8 @@ class ContextParallelLayer(SpreadRows):
             raise ValueError(
                 "cache_leftpad is given; rows spread over ranks begin with real tokens, allowed is None"
             )
-        new = {name: self.local._heads(name, x, self.streams[name]) for name, x in new.items()}
-        counts = {name: x.shape[2] for name, x in new.items()}
-        tokens = next(iter(counts.values()))
-        if len(set(counts.values())) > 1:
-            listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
-            raise ValueError(f"{listed} tokens; they must agree")
+        new = by_heads(new, self.streams, self.batch_size, self.n_kv_heads)
+        tokens = next(iter(new.values())).shape[2]
         added = self.lengths.per_row("new_lens", tokens if new_lens is None else new_lens)
         self._check_room(tokens, added)
         if self.is_empty and not self._by_hand:
@@ -470,9 +454,9 @@ class ContextParallelLayer(SpreadRows):
         plan = self.placement.append(self.lengths.host, added, tokens)
         if plan.most:
             mine = {name: picked(x, plan.index, plan.most) for name, x in new.items()}
-            self.local._append(mine, plan.counts, None, False)
+            self.local.append_streams(mine, plan.counts, None, False)
         if self.ring is not None:
-            self.ring._append(new, added, None, will_attend)
+            self.ring.append_streams(new, added, None, will_attend)
 
     # -- reading ------------------------------------------------------------------------
 
@@ -487,7 +471,7 @@ class ContextParallelLayer(SpreadRows):
             recent = attend_to_ring(self.ring, queries, before, asked.left, few)
             state = merge_state(*state, *recent)
         elif self.ring is not None and not before:
-            self.ring._narrow()
+            self.ring.narrow_tails()
         out, lse = gather_and_merge(*state, self.group)
         extras = {name: x for name, x in options.items() if name in ("s_aux", *nulls_of(self))}
         if extras:

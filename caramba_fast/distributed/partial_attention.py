@@ -19,7 +19,7 @@ nothing visible but what comes from the ring.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -263,24 +263,6 @@ def attend_to_ring(
     """The queries over the keys less than residual_len behind them, and less than ``left`` + 1, -1 for no limit."""
     reach = ring.residual_len - 1
     window = (reach if left < 0 else min(reach, left), 0)
-    found: Any = ring._attend(
-        *queries, before=before, window_size=window, return_softmax_lse=True, **options
-    )
+    options = {**options, "window_size": window, "return_softmax_lse": True}
+    found: Any = ring.attend_from(tuple(queries), before, options)
     return found[0], found[1]
-
-
-def lost_positions(ring: LayerCache, lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(row, start, stop) that have to be put back into the ring when rows are shortened to ``lengths``."""
-    needed: list[tuple[int, int, int]] = []
-    keeper = ring._tail.select_rows(range(len(lengths)))
-    keeper.shortened(ring.lengths.host, lengths, lambda *place: needed.append(place))
-    return needed
-
-
-def shorten(
-    ring: LayerCache, lengths: Sequence[int], refill: Callable[[int, int, int], None]
-) -> None:
-    """Shortens rows of the ring; ``refill(row, start, stop)`` has put back what is missing."""
-    ring._narrow()
-    ring._tail.shortened(ring.lengths.host, lengths, refill)
-    ring.lengths.set(lengths)

@@ -246,7 +246,7 @@ def test_an_order_on_the_device_is_as_careful_as_one_on_the_host():
         cache.reorder(torch.tensor([0, 0]).to(cache.device, non_blocking=True))
     host, device = caches
     assert device.lengths.host == host.lengths.host == [28, 28]
-    assert min(device._tail.lowest) >= max(host._tail.lowest)
+    assert min(device.tail.lowest) >= max(host.tail.lowest)
     assert device.lengths.query_lens is host.lengths.query_lens is None
 
 

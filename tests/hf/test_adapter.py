@@ -30,8 +30,7 @@ from support.hf_matrix import (
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from caramba_fast.cache import LayerShape, ModelKVCache
-from caramba_fast.cache.layer import AttentionLimits
+from caramba_fast.cache import AttentionLimits, LayerShape, ModelKVCache
 from caramba_fast.config import cache_configs
 from caramba_fast.hf import HuggingFaceModel
 from caramba_fast.hf.row_layout import Frame

@@ -25,8 +25,7 @@ from support.hf_matrix import (
 )
 from transformers import AutoModelForCausalLM
 
-from caramba_fast.cache import LayerCache, ModelKVCache
-from caramba_fast.cache.layer import AttentionLimits
+from caramba_fast.cache import AttentionLimits, LayerCache, ModelKVCache
 from caramba_fast.config import cache_configs
 from caramba_fast.hf import HuggingFaceModel, accelerate, restore
 from caramba_fast.hf.layers import StepCache

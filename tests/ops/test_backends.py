@@ -96,7 +96,7 @@ def test_an_op_without_the_chosen_backend_raises_when_called(monkeypatch):
 
 
 def test_an_unavailable_backend_raises_with_the_reason(monkeypatch):
-    monkeypatch.setattr(registry.extension, "load_error", lambda: "not built")
+    monkeypatch.setattr(registry, "load_error", lambda: "not built")
     with pytest.raises(BackendError, match="'cpp' is not available: not built"):
         use_backend("cpp")
     assert status("quantize").reasons["cpp"] == "not built"

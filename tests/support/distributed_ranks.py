@@ -83,7 +83,7 @@ def main(rank: int, size: int, port: int, holder: str, out: str, functions: list
     )
     found: dict[str, str] = {}
     for name in functions:
-        module, _, function = name.partition(".")
+        module, _, function = name.rpartition(".")
         torch.manual_seed(0)
         began = time.perf_counter()
         try:

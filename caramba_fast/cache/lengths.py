@@ -1,0 +1,147 @@
+"""How many tokens each row of a cache holds, and which of them the fp16 rings have.
+
+Every decision is taken on a host mirror of the lengths; the device is written to and never read back, so no step waits
+for the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Counts = int | Sequence[int] | Tensor
+
+
+class RowLengths:
+    """Lengths of B rows.
+
+    Attributes:
+        host: list of B ints.
+        seq_lens: (B,) int32 on the device, updated in place, equal to ``host``.
+        newest: tokens of the last append, padding included; 0 after anything else.
+        query_lens: (B,) int32, how many of them are real in each row, or None for all.
+    """
+
+    def __init__(self, batch_size: int, device: torch.device) -> None:
+        self.host = [0] * batch_size
+        self.seq_lens = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        self.newest = 0
+        self.query_lens: Tensor | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest row."""
+        return max(self.host)
+
+    def on_device(self, counts: Sequence[int]) -> Tensor:
+        """(B,) int32 beside ``seq_lens``."""
+        return torch.tensor(counts, dtype=torch.int32).to(self.seq_lens.device, non_blocking=True)
+
+    def advance(self, tokens: int, added: Sequence[int], query_lens: Tensor | None) -> None:
+        """Row b grows by ``added[b]`` of the ``tokens`` appended; ``query_lens`` says so on the device."""
+        self.host = [length + count for length, count in zip(self.host, added, strict=True)]
+        self.seq_lens.add_(tokens if query_lens is None else query_lens)
+        self.newest, self.query_lens = tokens, query_lens
+
+    def advance_all(self, tokens: int) -> None:
+        """Every row grows by ``tokens``."""
+        self.host = [length + tokens for length in self.host]
+        self.seq_lens.add_(tokens)
+        self.newest, self.query_lens = tokens, None
+
+    def set(self, lengths: Sequence[int]) -> None:
+        """Replaces all lengths."""
+        self.host = list(lengths)
+        self.seq_lens.copy_(torch.tensor(self.host, dtype=torch.int32), non_blocking=True)
+        self.newest, self.query_lens = 0, None
+
+    def select_rows(self, rows: Sequence[int]) -> RowLengths:
+        """Lengths of a cache whose row b is what row ``rows[b]`` is here."""
+        other = RowLengths(len(rows), self.seq_lens.device)
+        other.set([self.host[row] for row in rows])
+        return other
+
+    def per_row(self, name: str, counts: Counts) -> list[int]:
+        """``counts`` as B host ints.
+
+        Raises:
+            TypeError: not an int, a sequence of ints or a CPU integer tensor.
+            ValueError: a wrong number of rows.
+        """
+        if isinstance(counts, bool) or not isinstance(counts, (int, Sequence, Tensor)):
+            raise TypeError(
+                f"{name} is a {type(counts).__name__}; an int or one int a row is needed"
+            )
+        if isinstance(counts, int):
+            return [counts] * len(self.host)
+        if isinstance(counts, Tensor):
+            if counts.device.type != "cpu" or counts.is_floating_point() or counts.ndim != 1:
+                raise TypeError(
+                    f"{name} is a {tuple(counts.shape)} {counts.dtype} tensor on {counts.device}; "
+                    "a (B,) integer tensor on cpu is needed (lengths are never read from a device)"
+                )
+            counts = counts.tolist()
+        if len(counts) != len(self.host):
+            raise ValueError(f"{name} has {len(counts)} entries for {len(self.host)} rows")
+        if not all(isinstance(count, int) and not isinstance(count, bool) for count in counts):
+            raise TypeError(f"{name} is {counts!r}; ints are needed")
+        return list(counts)
+
+
+class TailKeeper:
+    """Per row, the lowest position whose fp16 values are in the ring.
+
+    Cropping up to tail_slack tokens loses nothing. A deeper crop needs positions whose slots were overwritten: those
+    are put back from their codes, so that every read stays correct, at the codes' precision.
+
+    Args:
+        batch_size: rows.
+        residual_len: tokens behind a query that are read from the ring; 0 for no ring.
+        size: slots of the ring.
+    """
+
+    def __init__(self, batch_size: int, residual_len: int, size: int) -> None:
+        self.residual_len, self.size = residual_len, size
+        self.lowest = [0] * batch_size
+
+    def appended(self, lengths: Sequence[int]) -> None:
+        """Rows have grown to ``lengths``."""
+        if self.residual_len:
+            self.lowest = [
+                max(low, n - self.size) for low, n in zip(self.lowest, lengths, strict=True)
+            ]
+
+    def lost(self, before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int, int]]:
+        """(row, start, stop) of what the ring lacks when rows go from ``before`` to ``after`` tokens."""
+        found = []
+        for row, (old, new) in enumerate(zip(before, after, strict=True)):
+            needed, low = self._needed(new), self.lowest[row]
+            if new < old and low > needed and new > needed:
+                found.append((row, needed, min(low, new)))
+        return found
+
+    def shortened(self, before: Sequence[int], after: Sequence[int]) -> None:
+        """Rows went from ``before`` to ``after`` tokens, and what was `lost` has been put back."""
+        for row, (old, new) in enumerate(zip(before, after, strict=True)):
+            if new < old:
+                self.lowest[row] = min(self.lowest[row], self._needed(new))
+
+    def _needed(self, length: int) -> int:
+        """The lowest position of a row that may be read again: its newest tokens may be removed and come back."""
+        return max(0, length - self.size + 1)
+
+    def select_rows(self, rows: Sequence[int]) -> TailKeeper:
+        """The keeper of a cache whose row b is what row ``rows[b]`` is here."""
+        other = TailKeeper(len(rows), self.residual_len, self.size)
+        other.lowest = [self.lowest[row] for row in rows]
+        return other
+
+    def reordered_unknown(self) -> None:
+        """Rows were permuted by an order the host does not know: assume the worst for each."""
+        self.lowest = [max(self.lowest)] * len(self.lowest)
+
+    def reordered(self, rows: Sequence[int]) -> None:
+        """Row b is now what row ``rows[b]`` was."""
+        self.lowest = [self.lowest[row] for row in rows]
