@@ -323,7 +323,8 @@ def test_help_is_complete_on_a_narrow_terminal(command: str) -> None:
 def benchmark_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     """What benchmarks are called with, in place of the measuring."""
     calls: list[tuple[str, list[str]]] = []
-    for name in ("run", "decode_model", "generation", "speculation"):
+    groups = {"kernels": ["run"], "generation": ["decode_model", "generation", "speculation"]}
+    for name in (f"{group}.{name}" for group, names in groups.items() for name in names):
         module = types.ModuleType(name)
         module.main = lambda argv, name=name: calls.append((name, argv)) or 0  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, f"caramba_fast.bench.{name}", module)
