@@ -1,5 +1,5 @@
 // The ops of attention and append, as register.cpp binds them; their arguments are those of the
-// schemas in caramba_fast/ops/schema.py.
+// schemas in caramba_fast/ops/registry.py.
 #pragma once
 
 #include <cstdint>

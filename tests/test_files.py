@@ -28,9 +28,9 @@ from caramba_fast.config import files
 from caramba_fast.config.files import check_replaceable, replacing
 from caramba_fast.manifest import ManifestError, prepare
 from caramba_fast.manifest.load import read_manifest
-from caramba_fast.manifest.run import write_json
+from caramba_fast.manifest.schema import write_json
 from caramba_fast.models import demo_path
-from caramba_fast.policy.plan import PlanFile, PlanFileError
+from caramba_fast.policy.plan_file import PlanFile, PlanFileError
 from caramba_fast.quality import CacheQuality, QualityReport
 from caramba_fast.quality.report import is_report, is_table
 from caramba_fast.quality.store import ScoreStore

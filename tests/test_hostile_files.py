@@ -39,11 +39,11 @@ from caramba_fast.cache.statistics import StreamStatistics
 from caramba_fast.config import cache_configs
 from caramba_fast.infer.tokenizer import TextTokenizer
 from caramba_fast.manifest import ManifestError, load_manifest
-from caramba_fast.manifest.run import is_report as is_run_report
+from caramba_fast.manifest.schema import is_report as is_run_report
 from caramba_fast.models import CheckpointError, ModelConfig, Transformer, demo_path, load_model
 from caramba_fast.models.demos import load_tokenizer
 from caramba_fast.models.registry import sketch
-from caramba_fast.policy.plan import PlanFile, PlanFileError
+from caramba_fast.policy.plan_file import PlanFile, PlanFileError
 from caramba_fast.quality import CacheQuality, QualityReport
 from caramba_fast.quality.compare import Scores
 from caramba_fast.quality.report import is_report, read_csv
@@ -229,7 +229,7 @@ FORMATS: dict[str, Format] = {
     ),
     "tokenizer_config.json": Format(
         tokenizer, "tokenizer_config.json", read_with_template, (),
-        ("infer/text.py:_folder_has_template",),
+        ("infer/tokenizer.py:_folder_has_template",),
     ),
     "quality report": Format(
         report, "quality.json", lambda folder: QualityReport.from_json(folder / "quality.json"),
@@ -252,7 +252,7 @@ FORMATS: dict[str, Format] = {
     ),
     "run report": Format(
         run_report, "a.json", lambda folder: is_run_report(folder / "a.json"), (),
-        ("manifest/report.py:is_report", "cli/bench.py:_is_details", "cli/bench.py:_is_table"),
+        ("manifest/schema.py:is_report", "cli/bench.py:_is_details", "cli/bench.py:_is_table"),
     ),
     "cache state": Format(state, "state.pt", read_state, (ValueError,), ()),
 }  # fmt: skip
@@ -260,7 +260,7 @@ FORMATS: dict[str, Format] = {
 TRUSTED = {
     "config/files.py:read_json", "config/files.py:parse_json",  # what the others go through
     "models/demos.py:with_delta", "models/demos.py:held_out_text",  # parts of the package itself
-    "policy/identity.py:processor", "quality/plot.py:is_plot",  # the system's; some bytes of a file
+    "policy/plan.py:processor", "quality/plot.py:is_plot",  # the system's; some bytes of a file
     "manifest/prepare.py:_prompts", "cli/quality.py:read_text",  # text, which is a prompt
     "config/files.py:_remove_stale", "config/files.py:replacing",
 }  # fmt: skip
@@ -292,8 +292,8 @@ def readers() -> set[str]:
 def test_no_reader_is_forgotten() -> None:
     known = {name for form in FORMATS.values() for name in form.readers}
     wrappers = {  # they call a reader above by its name
-        "models/checkpoint.py:load_model", "manifest/opening.py:sketch", "manifest/opening.py:open_model",
-        "cli/calibrate.py:run_calibrate", "cli/plan.py:run_plan", "cli/quality.py:run_quality",
+        "models/checkpoint.py:load_model", "models/registry.py:sketch", "models/registry.py:open_model",
+        "cli/quality.py:run_calibrate", "cli/plan.py:run_plan", "cli/quality.py:run_quality",
     }  # fmt: skip
     missing = readers() - known - TRUSTED - wrappers
     assert not missing, f"readers without hostile files: {sorted(missing)}"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from caramba_fast.infer import GenerateConfig, SpeculativeConfig
-from caramba_fast.infer.drafts import NGramIndex
+from caramba_fast.infer.lookup import NGramIndex
 from caramba_fast.infer.sampling import probabilities
 from caramba_fast.models import LanguageModel, demo_tokenizer, held_out_text
 from caramba_fast.quality import cached_forward

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from pydantic import ValidationError
 
-from caramba_fast.config.errors import explain
+from caramba_fast.config.files import explain
 from caramba_fast.infer import GenerateConfig, Generator, SpeculativeConfig, SpeculativeGenerator
 from caramba_fast.infer.tokenizer import TextTokenizer, TextWriter, find_tokenizer
 from caramba_fast.models.registry import LOOKUP, check_device, model_folder, open_model

@@ -14,8 +14,7 @@ from rich.table import Table
 
 from caramba_fast.cache import Calibration
 from caramba_fast.cli.quality import DEMO, Subject, load_subject, read_text
-from caramba_fast.config.errors import explain
-from caramba_fast.config.files import check_replaceable
+from caramba_fast.config.files import check_replaceable, explain
 from caramba_fast.infer.policy_fields import MIB
 from caramba_fast.models.registry import check_device
 from caramba_fast.policy import (

@@ -1,6 +1,7 @@
 """Files of the package: written whole or not at all, never in place of something else, read without trust.
 
-Every file the package writes goes through `replacing`; every JSON file it reads through `parse_json`.
+Every file the package writes goes through `replacing`; every JSON file it reads through `parse_json`; what pydantic
+finds wrong in one is said in a line by `explain`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
+
+from pydantic import ValidationError
 
 #: Seconds after which a temporary that nobody holds was left by a writer that was killed.
 STALE = 60.0
@@ -183,3 +186,13 @@ def shown(value: Any, length: int = 80) -> str:
     """A value in a message: `repr`, cut where it is long, wide or deep."""
     text = _Short(length).repr(value)
     return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def explain(error: ValidationError) -> str:
+    """``field=value: reason`` for every field that is wrong, separated by semicolons."""
+    parts = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"])
+        reason = item["msg"].removeprefix("Value error, ")
+        parts.append(f"{name}={shown(item['input'])}: {reason}" if name else reason)
+    return "; ".join(parts)

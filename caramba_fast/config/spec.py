@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from caramba_fast.config.errors import explain
+from caramba_fast.config.files import explain
 from caramba_fast.config.kvcache import KVCacheKind, KVCacheTensorConfig
 from caramba_fast.formats import KIND_NAMES
 

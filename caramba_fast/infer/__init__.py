@@ -5,14 +5,16 @@ from caramba_fast.infer.generator import Generator, generate
 from caramba_fast.infer.inferencer import (
     CausalInferencer,
     ChunkwiseInferencer,
-    DecodeOutput,
     GreedySampling,
+    RandomSampling,
+)
+from caramba_fast.infer.kv_cache import (
+    DecodeOutput,
     Inferencer,
     KVCache,
     KVState,
     PrefillOutput,
     QuantizedKVCache,
-    RandomSampling,
     SampleStrategy,
 )
 from caramba_fast.infer.output import GenerateOutput, GenerationMetrics

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from caramba_fast.infer.beam_search import beam_search
-from caramba_fast.infer.config import CacheFields, GenerateConfig
+from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.infer.fields import CacheFields
 from caramba_fast.infer.logits import LogitsProcessors
 from caramba_fast.infer.output import GenerateOutput, Stopwatch
 from caramba_fast.infer.policy_fields import CachePolicyFields, DecodePlanFields

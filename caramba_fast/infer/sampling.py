@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from caramba_fast.infer.config import GREEDY_BELOW, GenerateConfig
+from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.infer.fields import GREEDY_BELOW
 
 #: Tokens a nucleus is looked for in before everything is sorted.
 FIRST_FEW = 256

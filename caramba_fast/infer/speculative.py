@@ -20,12 +20,12 @@ from caramba_fast.infer.drafts import (
     Draft,
     Drafted,
     DraftLength,
-    LookupDraft,
     ModelDraft,
     SpeculationStats,
     accept,
 )
 from caramba_fast.infer.generator import Generator
+from caramba_fast.infer.lookup import LookupDraft
 from caramba_fast.infer.run import Hooks, Run, blank_ended
 from caramba_fast.infer.sampling import NOTHING, check_chosen
 from caramba_fast.infer.sequence import Prompts

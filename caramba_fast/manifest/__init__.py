@@ -1,8 +1,16 @@
 """Manifests: runs written down in YAML, so that they can be repeated."""
 
 from caramba_fast.manifest.load import load_manifest, read_manifest
-from caramba_fast.manifest.run import Prepared, RunReport, prepare, run_manifest
-from caramba_fast.manifest.schema import Benchmark, Manifest, ManifestError, RunSpec, Target
+from caramba_fast.manifest.prepare import Prepared, prepare
+from caramba_fast.manifest.run import run_manifest
+from caramba_fast.manifest.schema import (
+    Benchmark,
+    Manifest,
+    ManifestError,
+    RunReport,
+    RunSpec,
+    Target,
+)
 
 __all__ = [
     "Benchmark",

@@ -1,10 +1,9 @@
-"""Decoupled bottleneck attention (DBA): semantic keys without position, geometric keys with RoPE.
+"""Attention layers of the native model: grouped queries, and decoupled bottleneck attention (DBA).
 
-A score is the sum of a semantic and a geometric product, each with its own narrow width and scale; values
-have a width of their own. The cache of a token is ``sem_dim + geo_dim + v_dim`` values instead of two full
-widths. An optional learned null key and value lets a head attend to nothing.
-
-What every layer of one forward pass needs besides the activations.
+A score of DBA is the sum of a semantic product (keys without position) and a geometric one (keys with RoPE), each with
+its own narrow width and scale; values have a width of their own. The cache of a token is ``sem_dim + geo_dim + v_dim``
+values instead of two full widths. An optional learned null key and value lets a head attend to nothing. Prompts attend
+to their exact K and V by torch's SDPA.
 """
 
 from __future__ import annotations
@@ -16,10 +15,67 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from caramba_fast.cache import DecoupledLayerKVCache
+from caramba_fast.cache import (
+    DecoupledLayerKVCache,
+    LayerKVCache,
+)
 from caramba_fast.models.config import ModelConfig
-from caramba_fast.models.dense import dense_attention
 from caramba_fast.models.rope import rotate
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    leading: int = 0,
+) -> Tensor:
+    """Attention of T tokens to themselves and those before them.
+
+    What is not finite stays visible: torch's causal SDPA answers a query, or a key, of NaN with finite
+    numbers on some devices; here all that such a one reaches is NaN.
+
+    Args:
+        q: (B, H_q, T, D).
+        k, v: (B, H_kv, leading + T, D) and (..., D_v), H_q a multiple of H_kv.
+        window: tokens a query reaches back, itself included; None for all.
+        scale: of the scores; by default D ** -0.5.
+        leading: keys in front that every query sees. With a window there are none.
+
+    Returns:
+        (B, H_q, T, D_v).
+    """
+    groups, length = q.shape[1] // k.shape[1], q.shape[2]
+    spoilt = _spoilt(q, k, window, leading, groups)
+    if groups > 1:  # SDPA's own enable_gqa leaves the flash kernel on CPU
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    mask = None
+    if window is not None and length > window:
+        row = torch.arange(length, device=q.device)
+        distance = row[:, None] - row
+        mask = (distance >= 0) & (distance < window)
+    elif leading:
+        mask = torch.ones(length, leading + length, dtype=torch.bool, device=q.device).tril(leading)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
+    )
+    return out.masked_fill(spoilt[..., None], torch.nan)
+
+
+def _spoilt(q: Tensor, k: Tensor, window: int | None, leading: int, groups: int) -> Tensor:
+    """(B, H_q, T) bool: queries that are not finite, or reach a key that is not."""
+    seen = _unsound(k).cumsum(-1)
+    here = seen[..., leading:]
+    if window is not None and q.shape[2] > window:
+        here = here - F.pad(here, (window, 0))[..., : q.shape[2]]
+    return _unsound(q) | (here > 0).repeat_interleave(groups, 1)
+
+
+def _unsound(x: Tensor) -> Tensor:
+    """(...) bool for x (..., D): NaN or infinity among its values; a sum is one pass, looking at each is four."""
+    return ~x.sum(-1, dtype=torch.float32).isfinite()
 
 
 class Step(NamedTuple):
@@ -113,3 +169,45 @@ class DecoupledAttention(nn.Module):
         if missing > 0:  # equal widths keep SDPA on its flash kernel
             q, k = F.pad(q, (0, missing)), F.pad(k, (0, missing))
         return dense_attention(q, k, v, scale=1.0, leading=int(self.has_null))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with optional biases, q/k norm and a sliding window."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim, self.window = config.head_dim, config.sliding_window
+        width, kv_width = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.o_bias)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, step: Step, cache: LayerKVCache | None) -> Tensor:
+        """x (B, T, hidden) -> (B, T, hidden), of the rows that are wanted."""
+        q = self.q_norm(self._heads(self.q_proj(step.wanted(x)), self.n_heads))
+        q = rotate(q, *step.query_phases)
+        k = rotate(self.k_norm(self._heads(self.k_proj(x), self.n_kv_heads)), *step.phases)
+        v = self._heads(self.v_proj(x), self.n_kv_heads)
+        if cache is None:
+            out = self._self_attend(q, k, v)
+        else:
+            exact = step.exact and cache.is_empty
+            cache.append(k, v, step.query_lens, will_attend=not exact)
+            if exact:
+                out = self._self_attend(q, k, v)
+            else:
+                window = (-1, -1) if self.window is None else (self.window - 1, 0)
+                out = cache.attend(q, window_size=window)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+
+    def _self_attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return dense_attention(q, k, v, window=self.window)

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from caramba_fast.config.errors import explain
-from caramba_fast.config.files import read_json, shown
+from caramba_fast.config.files import explain, read_json, shown
 
 #: Families of Hugging Face checkpoints, and the native one that has decoupled attention.
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "caramba_dba")

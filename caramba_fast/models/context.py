@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba_fast.cache import AnyLayerShape, LayerCache, LayerKVCache, LayerShape, ModelKVCache
-from caramba_fast.models.dense import dense_attention
+from caramba_fast.models.attention import dense_attention
 from caramba_fast.models.protocol import refuse_recording
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 

@@ -17,58 +17,14 @@ from caramba_fast.cache import (
     AnyLayerShape,
     DecoupledLayerShape,
     LayerCache,
-    LayerKVCache,
     LayerShape,
     ModelKVCache,
     RaggedBatch,
     StreamStatistics,
 )
-from caramba_fast.models.attention import DecoupledAttention, Step
+from caramba_fast.models.attention import Attention, DecoupledAttention, Step
 from caramba_fast.models.config import ModelConfig
-from caramba_fast.models.dense import dense_attention
-from caramba_fast.models.rope import RopeTable, rotate
-
-
-class Attention(nn.Module):
-    """Grouped-query attention with optional biases, q/k norm and a sliding window."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.n_heads, self.n_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim, self.window = config.head_dim, config.sliding_window
-        width, kv_width = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.o_bias)
-        self.q_norm, self.k_norm = (
-            nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
-            for _ in range(2)
-        )
-
-    def forward(self, x: Tensor, step: Step, cache: LayerKVCache | None) -> Tensor:
-        """x (B, T, hidden) -> (B, T, hidden), of the rows that are wanted."""
-        q = self.q_norm(self._heads(self.q_proj(step.wanted(x)), self.n_heads))
-        q = rotate(q, *step.query_phases)
-        k = rotate(self.k_norm(self._heads(self.k_proj(x), self.n_kv_heads)), *step.phases)
-        v = self._heads(self.v_proj(x), self.n_kv_heads)
-        if cache is None:
-            out = self._self_attend(q, k, v)
-        else:
-            exact = step.exact and cache.is_empty
-            cache.append(k, v, step.query_lens, will_attend=not exact)
-            if exact:
-                out = self._self_attend(q, k, v)
-            else:
-                window = (-1, -1) if self.window is None else (self.window - 1, 0)
-                out = cache.attend(q, window_size=window)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-    def _heads(self, x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
-
-    def _self_attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return dense_attention(q, k, v, window=self.window)
+from caramba_fast.models.rope import RopeTable
 
 
 class MLP(nn.Module):

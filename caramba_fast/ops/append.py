@@ -17,8 +17,7 @@ from caramba_fast.ops import checks
 from caramba_fast.ops.plan import CallPlan
 from caramba_fast.ops.quantize import FITS
 from caramba_fast.ops.quantize import op as quantize_op
-from caramba_fast.ops.registry import Op, register
-from caramba_fast.ops.schema import DECOUPLED, STANDARD, append_schema
+from caramba_fast.ops.registry import DECOUPLED, STANDARD, Op, append_schema, register
 from caramba_fast.ops.transform import apply_to_key, apply_to_value
 from caramba_fast.ops.view import KVView, common_problems, paged_slots, stored_lanes
 

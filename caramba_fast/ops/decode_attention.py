@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from caramba_fast.ops import attention_call
-from caramba_fast.ops.registry import register
-from caramba_fast.ops.schema import DECOUPLED, STANDARD, attention_schema
+from caramba_fast.ops.registry import DECOUPLED, STANDARD, attention_schema, register
 from caramba_fast.ops.view import KVView
 
 FACTORS = ("softmax_scale",)

@@ -14,8 +14,7 @@ from torch import Tensor
 from caramba_fast.ops import attention_call
 from caramba_fast.ops.attention import QUERIES_PER_PIECE
 from caramba_fast.ops.decode_attention import DECOUPLED_FACTORS, FACTORS
-from caramba_fast.ops.registry import register
-from caramba_fast.ops.schema import DECOUPLED, STANDARD, attention_schema
+from caramba_fast.ops.registry import DECOUPLED, STANDARD, attention_schema, register
 from caramba_fast.ops.view import KVView
 
 EXTRA = (f"int q_chunk={QUERIES_PER_PIECE}",)

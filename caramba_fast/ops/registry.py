@@ -1,15 +1,14 @@
 """Which implementation serves which op on which device, and why the others do not.
 
-Every op is defined once with ``torch.library``. The reference is its CompositeExplicitAutograd kernel,
-so it serves any device; the C++ extension registers for CPU and the Triton launchers for CUDA where
-they exist. A forced backend (`use_backend`, ``CARAMBA_FAST_BACKEND``) is called directly, without
-the dispatcher: one CPU dispatch key cannot hold both C++ and interpreted Triton.
+Every op is defined once with ``torch.library``. The reference is its CompositeExplicitAutograd kernel, so it serves any
+device; the C++ extension registers for CPU and the Triton launchers for CUDA where they exist. A forced backend
+(`use_backend`, ``CARAMBA_FAST_BACKEND``) is called directly, without the dispatcher: one CPU dispatch key cannot hold
+both C++ and interpreted Triton. Options of a stream carry its name, so the schemas of standard (k, v) and decoupled
+(k_sem, k_geo, v) caches say the same things in the same words.
 
-Loads the C++ extension once and remembers why it could not be loaded.
-
-The extension registers its CPU kernels with torch by itself; nothing else is taken from it.
-``CARAMBA_FAST_EXTENSION`` names another build of it to load, as ``make sanitize`` does. Whatever library it names is
-loaded, and its code runs: set it only to a file you would run, and let no user of a service set it.
+The extension is loaded once, and why it could not be is remembered. ``CARAMBA_FAST_EXTENSION`` names another build of
+it, as ``make sanitize`` does. Whatever library it names is loaded, and its code runs: set it only to a file you would
+run, and let no user of a service set it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -278,3 +277,57 @@ def _status(op: Op, device: str, *, suppose: bool = False) -> BackendStatus:
         else:
             reasons[backend] = reason or f"{runs} is faster"
     return BackendStatus(op.name, device, runs or "none", reasons)
+
+
+STANDARD = ("k", "v")
+DECOUPLED = ("k_sem", "k_geo", "v")
+
+
+def _constants(stream: str) -> list[str]:
+    """The transform of a stream (see `caramba_fast.ops.transform`)."""
+    key_only = ("mean", "bias", "pairs", "phases") if stream != "v" else ()
+    tensors = [f"Tensor? {stream}_{part}=None" for part in (*key_only, "scale")]
+    return [*tensors, f"bool rotate_{stream}=False"]
+
+
+def append_schema(streams: Sequence[str]) -> str:
+    """Buffers are mutated in place; nothing is returned."""
+    alias = iter("abcdefghijklmnopqrstuvwxyz")
+    parts: list[str] = []
+    for stream in streams:
+        parts += [
+            f"Tensor({next(alias)}!) {stream}_codes",
+            f"Tensor({next(alias)}!)? {stream}_scales",
+        ]
+    parts += [f"Tensor {stream}_new" for stream in streams]
+    parts += ["Tensor start", *[f"str {stream}_kind" for stream in streams], "*"]
+    parts += ["Tensor? block_table=None", "Tensor? cache_leftpad=None", "Tensor? query_lens=None"]
+    for stream in streams:
+        parts += [
+            f"Tensor({next(alias)}!)? {stream}_tail=None",
+            f"Tensor({next(alias)}!)? {stream}_sink=None",
+        ]
+        parts += [*_constants(stream), f'str fit_{stream}="amax"']
+    return f"({', '.join(parts)}) -> ()"
+
+
+def attention_schema(
+    streams: Sequence[str], scales: Sequence[str], extra: Sequence[str] = ()
+) -> str:
+    """``scales`` names the factor of each key stream's q·k."""
+    keys = streams[:-1]
+    parts = (
+        ["Tensor q"] if len(keys) == 1 else [f"Tensor q_{key.removeprefix('k_')}" for key in keys]
+    )
+    for stream in streams:
+        parts += [f"Tensor {stream}_codes", f"Tensor? {stream}_scales"]
+    parts += ["Tensor cache_seqlens", *[f"str {stream}_kind" for stream in streams], "*"]
+    parts += ["int n_kv_heads", "Tensor? block_table=None", "Tensor? cache_leftpad=None"]
+    parts += ["Tensor? query_lens=None", "int residual_len=0"]
+    for stream in streams:
+        parts += [f"Tensor? {stream}_tail=None", f"Tensor? {stream}_sink=None", *_constants(stream)]
+    parts += [f"Tensor? null_{stream}=None" for stream in streams]
+    parts += ["Tensor? s_aux=None", *[f"float? {scale}=None" for scale in scales]]
+    parts += ["SymInt[2] window_size=[-1, -1]", "int num_sink_tokens=0", "float softcap=0.0"]
+    parts += ["int num_splits=0", *extra]
+    return f"({', '.join(parts)}) -> (Tensor out, Tensor lse)"

@@ -6,8 +6,10 @@ from caramba_fast.infer.decode_plan import DecodePlan, plan_for
 from caramba_fast.infer.policy_fields import CachePolicyFields, DecodePlanFields
 from caramba_fast.policy.candidates import bytes_per_token, cache_bytes, candidates_for, spec_with
 from caramba_fast.policy.choose import NoCandidateError, choose_cache, choose_for_generator
-from caramba_fast.policy.measure import Figures, StepTime, plain_step
-from caramba_fast.policy.plan import CachePlan, CandidateRow, PlanFile, PlanFileError, PlanKey
+from caramba_fast.policy.measure import Figures
+from caramba_fast.policy.plan import CachePlan, CandidateRow, PlanKey
+from caramba_fast.policy.plan_file import PlanFile, PlanFileError
+from caramba_fast.policy.timing import StepTime, plain_step
 from caramba_fast.quality.text import sample_text
 
 register_chooser(choose_for_generator)

@@ -1,9 +1,4 @@
-"""choose_cache: budget, quality gates, speed, and a plan that is kept.
-
-The stages are in `caramba_fast.policy.choose`; this file runs them in order, and keeps and probes plans.
-
-The stages every candidate goes through, and what is said of those that fall.
-"""
+"""choose_cache: candidates go through budget, quality gates and speed, and the plan is kept."""
 
 from __future__ import annotations
 
@@ -22,15 +17,10 @@ from caramba_fast.infer.policy_fields import CachePolicyFields
 from caramba_fast.models import LanguageModel
 from caramba_fast.policy import measure as quality
 from caramba_fast.policy.candidates import bytes_per_token, cache_bytes
-from caramba_fast.policy.measure import (
-    Figures,
-    Progress,
-    StepMaker,
-    StepTime,
-    Subject,
-    recorded_step,
-)
-from caramba_fast.policy.plan import CachePlan, CandidateRow, PlanFile, PlanKey, Status, plain_table
+from caramba_fast.policy.measure import Figures, Progress, Subject
+from caramba_fast.policy.plan import CachePlan, CandidateRow, PlanKey, Status, plain_table
+from caramba_fast.policy.plan_file import PlanFile
+from caramba_fast.policy.timing import StepMaker, StepTime, recorded_step
 from caramba_fast.quality import RecallFormat
 from caramba_fast.quality.text import begin_token
 

@@ -1,22 +1,14 @@
 """Quality gates: what a candidate costs against an fp16 cache on real tokens, and whether that is too much.
 
-A window is a prompt that is prefilled and tokens that are then fed through the cache; predictions after
-those are compared. Figures come from `caramba_fast.quality`. Windows are added until every gate is clear
-of its limit by the 95% confidence interval, or there are enough.
-
-The needle gate: lines hidden in text, and the share of them still found through each cache.
-
-How long decode steps take with each cache: real steps of the model, interleaved, medians of rounds.
-
-What is measured: a model as a generator will run it, on text, with the settings of a choice.
+A window is a prompt that is prefilled and tokens that are then fed through the cache; predictions after those are
+compared. Windows are added until every gate is clear of its limit by the 95% confidence interval, or there are enough.
+The needle gate hides lines in text and counts how many of them are found through each cache.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -26,11 +18,11 @@ from torch import Tensor
 from caramba_fast.cache import Calibration, DecoupledLayerShape, ModelKVCache
 from caramba_fast.cache.model import PrefillMode
 from caramba_fast.config import cache_configs
-from caramba_fast.infer.cuda_graph import DecodeGraph, why_no_graph
 from caramba_fast.infer.policy_fields import GATES, CachePolicyFields
 from caramba_fast.models import LanguageModel
 from caramba_fast.policy.candidates import BASELINE, candidates_for
 from caramba_fast.policy.plan import PlanKey, device_identity, model_identity, versions
+from caramba_fast.policy.timing import StepMaker, StepTime, step_times
 from caramba_fast.quality import (
     CacheQuality,
     CacheSize,
@@ -287,122 +279,6 @@ def filler_of(windows: Windows, given: Tensor | Sequence[int] | None) -> np.ndar
     if given is not None:
         return torch.as_tensor(given, dtype=torch.int64, device="cpu").flatten().numpy()
     return windows.take(0, -(-CONTEXT // windows.size)).flatten().numpy()
-
-
-#: One token a row, (B, 1), through a model and its cache; returns logits.
-Step = Callable[[Tensor], Tensor]
-#: Makes the step that is timed, where it is more than a plain forward pass.
-StepMaker = Callable[[LanguageModel, ModelKVCache], Step]
-#: Steps before the clock runs: a first use compiles and allocates, a second may record.
-WARM_UP = 3
-#: Rounds of steps; the caches are cropped in between, so that all rounds are at the same length.
-ROUNDS = 7
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of one decode step: the lowest of the rounds' medians, and quintiles of all steps.
-
-    What else a machine does only ever adds time, and comes in bursts: the least disturbed round tells most.
-    """
-
-    median: float
-    p20: float
-    p80: float
-
-    @classmethod
-    def of(cls, rounds: Sequence[Sequence[float]]) -> StepTime:
-        """From the single steps of each round."""
-        ranked = sorted(sample for samples in rounds for sample in samples)
-        last = len(ranked) - 1
-        lowest = min(median(samples) for samples in rounds)
-        return cls(lowest, ranked[round(0.2 * last)], ranked[round(0.8 * last)])
-
-
-def plain_step(model: LanguageModel, cache: ModelKVCache) -> Step:
-    """A forward pass."""
-    return lambda tokens: model.forward(tokens, cache)
-
-
-def recorded_step(model: LanguageModel, cache: ModelKVCache) -> Step:
-    """What a generator runs on CUDA: launches cost all caches alike, and would hide the difference."""
-    recordable = why_no_graph(model) is None
-    return DecodeGraph(model, cache).step if recordable else plain_step(model, cache)
-
-
-@torch.no_grad()
-def step_times(
-    model: LanguageModel,
-    specs: Sequence[str],
-    prompt: Tensor,
-    steps: int,
-    *,
-    prefill: PrefillMode = "exact",
-    calibration: Calibration | None = None,
-    make_step: StepMaker | None = None,
-    rounds: int = ROUNDS,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, StepTime]:
-    """Times decode steps of every cache in turn, so that what else the machine does hits all alike.
-
-    Args:
-        model: the model.
-        specs: caches.
-        prompt: (B, T) tokens the caches hold when the steps start; its last token is fed again and again.
-        steps: decode steps of a round.
-        prefill, calibration: as in `ModelKVCache`.
-        make_step: makes what is timed; by default `plain_step`.
-        rounds: rounds of steps.
-        clock: seconds.
-    """
-    rows, length = prompt.shape
-    prompt = prompt.to(model.device)
-    newest = prompt[:, -1:].contiguous()
-    runs: dict[str, tuple[ModelKVCache, Step]] = {}
-    for spec in specs:
-        configs: dict[str, Any] = cache_configs(spec)
-        cache = ModelKVCache(
-            model.cache_layout, rows, length + steps + WARM_UP, device=model.device, prefill=prefill,
-            calibration=calibration, **configs,
-        )  # fmt: skip
-        last = torch.full((rows,), length - 1, device=model.device)
-        model.forward(prompt, cache, logits_index=last)
-        runs[spec] = cache, (make_step or plain_step)(model, cache)
-    for cache, step in runs.values():
-        for _ in range(WARM_UP):
-            step(newest)
-        cache.truncate(length)
-    samples: dict[str, list[list[float]]] = {spec: [] for spec in specs}
-    for turn in range(rounds):
-        for found in samples.values():
-            found.append([])
-        for index in range(steps):
-            for spec in _turned(specs, turn * steps + index):
-                samples[spec][-1].append(_timed(runs[spec][1], newest, clock))
-        for cache, _ in runs.values():
-            cache.truncate(length)
-    return {spec: StepTime.of(found) for spec, found in samples.items()}
-
-
-def _turned(specs: Sequence[str], by: int) -> list[str]:
-    """Another one first each time: the one after a slow neighbour is not always the same."""
-    at = by % len(specs)
-    return [*specs[at:], *specs[:at]]
-
-
-def _timed(step: Step, tokens: Tensor, clock: Callable[[], float]) -> float:
-    _wait_for(tokens.device)
-    start = clock()
-    step(tokens)
-    _wait_for(tokens.device)
-    return clock() - start
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 #: Not part of a plan's key: where it is kept and when it is checked.

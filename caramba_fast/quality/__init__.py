@@ -1,6 +1,5 @@
 """Quality: what storing K and V in a given kind costs a model, measured on real text."""
 
-from caramba_fast.quality.calibrate import calibrate
 from caramba_fast.quality.compare import (
     CacheSize,
     Forward,
@@ -17,7 +16,7 @@ from caramba_fast.quality.figures import (
     compare_caches,
     needle_quality,
 )
-from caramba_fast.quality.lab import measure
+from caramba_fast.quality.lab import calibrate, measure
 from caramba_fast.quality.needles import (
     RecallFormat,
     RecallRow,

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from caramba_fast.models import Transformer, load_demo
-from caramba_fast.models.attention import DecoupledAttention
+from caramba_fast.models.attention import Attention, DecoupledAttention
 from caramba_fast.models.demos import NAMES
-from caramba_fast.models.transformer import Attention
 
 
 @torch.no_grad()

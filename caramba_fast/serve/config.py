@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from caramba_fast.infer.config import Fields
+from caramba_fast.infer.fields import Fields
 
 
 class EngineConfig(Fields):

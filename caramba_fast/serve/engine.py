@@ -7,12 +7,9 @@ tokens, emit. Requests come and go between steps, so that none waits for the lon
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import wraps
-from types import FrameType
-from typing import Any, TypeVar, cast
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -32,60 +29,7 @@ from caramba_fast.serve.model_runner import ModelRunner
 from caramba_fast.serve.output_processor import OutputProcessor
 from caramba_fast.serve.request import Event, Request, RequestOutput
 from caramba_fast.serve.scheduler import Scheduler
-from caramba_fast.serve.undo import Undo
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-class EngineFullError(RuntimeError):
-    """As many requests wait as may; add this one again later."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Turn:
-    """Where an engine is between its calls, or in one; replaced as a whole, so that a call is done or is not.
-
-    Attributes:
-        pending: events nobody has been given.
-        is_open: whether a call is under way, or was interrupted: what it changed is in `Undo`.
-    """
-
-    pending: tuple[Event, ...] = ()
-    is_open: bool = False
-
-
-def _whole(method: Method) -> Method:
-    """A method of an engine that is done, or has changed nothing; it may change ``_left``, the events still pending."""
-    notes = method.__name__ in ("step", "_advance", "_close", "clear_prefixes")
-
-    @wraps(method)
-    def call(self: Engine, *args: Any, **options: Any) -> Any:
-        self._put_back()
-        turn = _Turn(self._turn.pending, True)
-        self._undo.begin(self._outputs.scheduler.running, noted=notes)
-        try:
-            self._turn, self._left = turn, turn.pending
-            result = method(self, *args, **options)
-            self._turn = _Turn(self._left)
-            return result
-        except BaseException:
-            self._turn = turn
-            self._put_back(mine=True)
-            raise
-
-    return cast(Method, call)
-
-
-def _is_under_way(turn: _Turn) -> bool:
-    """Whether the call of an open turn goes on, in any thread, or was left half done."""
-    for newest in sys._current_frames().values():
-        frame: FrameType | None = newest
-        while frame is not None:
-            whole = frame.f_code.co_filename == __file__ and frame.f_code.co_name == "call"
-            if whole and frame.f_locals.get("turn") is turn:
-                return True
-            frame = frame.f_back
-    return False
+from caramba_fast.serve.undo import EngineFullError, Turn, Undo, _is_under_way, whole
 
 
 class Engine:
@@ -126,7 +70,7 @@ class Engine:
             self.model, self.config, self.settings, self.tokenizer, self.pool.num_pages
         )
         self._inputs.check(self.config)
-        self._undo, self._turn = Undo(counters := Counters()), _Turn()
+        self._undo, self._turn = Undo(counters := Counters()), Turn()
         self._left: tuple[Event, ...] = ()
         scheduler = Scheduler(self.settings, self.pool, counters, self._undo)
         decode = None if self.tokenizer is None else self.tokenizer.decode
@@ -139,7 +83,7 @@ class Engine:
 
     # -- requests -----------------------------------------------------------------------
 
-    @_whole
+    @whole
     def add_request(
         self,
         prompt: str | Sequence[int] | Tensor,
@@ -197,13 +141,13 @@ class Engine:
             raise RuntimeError("a step is under way; an engine takes one call at a time")
         if not self._undo.is_empty:
             self._undo.put_back(self._outputs)
-        self._turn = _Turn(turn.pending)
+        self._turn = Turn(turn.pending)
 
     def prepared(self, prompt: Any, config: Any = None, **options: Any) -> Prepared:
         """A request that was checked, for `take_on`; arguments and errors as in `add_request`."""
         return self._inputs.prepared(prompt, config, **options)
 
-    @_whole
+    @whole
     def take_on(self, prepared: Prepared) -> str:
         """Takes a prepared request on; its id.
 
@@ -299,7 +243,7 @@ class Engine:
 
     # -- steps ---------------------------------------------------------------------------
 
-    @_whole
+    @whole
     def step(self) -> list[Event]:
         """One forward pass; what it brought, and what ended before it.
 
@@ -318,7 +262,7 @@ class Engine:
         self._left = ()
         return events
 
-    @_whole
+    @whole
     def _advance(self, own: Collection[str] = ()) -> list[Event]:
         """A step that returns the events of the ``own`` requests alone; the others stay pending."""
         events = self._core.step()
@@ -326,7 +270,7 @@ class Engine:
         self._left = (*self._pending, *others)
         return [event for event in events if event.request_id in own]
 
-    @_whole
+    @whole
     def end_early(self) -> list[Event]:
         """Ends what was cancelled, or is late; a step begins with it."""
         return self._outputs.end_early()
@@ -350,10 +294,10 @@ class Engine:
                 raise RuntimeError("every request is paused; resume one, or cancel it")
             self._advance()
         try:
-            self._turn = _Turn(pending[1:])
+            self._turn = Turn(pending[1:])
             return pending[0]
         except BaseException:
-            self._turn = _Turn(pending)
+            self._turn = Turn(pending)
             raise
 
     def generate_batch(
@@ -399,11 +343,11 @@ class Engine:
             self._close(own, scope)
         return [found[name] for name in own]
 
-    @_whole
+    @whole
     def _take_on_as(self, name: str, prepared: Prepared) -> str:
         return self._enter(prepared, name)
 
-    @_whole
+    @whole
     def _close(self, names: Iterable[str], scope: str) -> None:
         """A batch is over, or given up: nobody wants to hear of its requests, or asks for its pages."""
         for name in names:
@@ -432,7 +376,7 @@ class Engine:
             "left_out": "fp16 tails and sinks: pages are shared between requests",
         }
 
-    @_whole
+    @whole
     def clear_prefixes(self) -> None:
         """Forgets what kept pages hold; for a model whose weights have changed."""
         self._outputs.scheduler.blocks.pages.forget_all()

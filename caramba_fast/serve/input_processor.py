@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from caramba_fast.cache import Calibration, PagePool
-from caramba_fast.infer.config import AUTO, CacheFields, GenerateConfig, OutputFields
-from caramba_fast.infer.drafts import NGramIndex
+from caramba_fast.infer.config import AUTO, GenerateConfig
+from caramba_fast.infer.fields import CacheFields, OutputFields
 from caramba_fast.infer.logits import LogitsProcessors
+from caramba_fast.infer.lookup import NGramIndex
 from caramba_fast.infer.policy_fields import CachePolicyFields, DecodePlanFields
 from caramba_fast.infer.sampling import RandomStream
 from caramba_fast.infer.stopping import Stopping, eos_ids, row_limits

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from caramba_fast.cache import PagePool, RaggedBatch, Stretch
-from caramba_fast.infer.config import GenerateConfig, SamplingFields
+from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.infer.fields import SamplingFields
 from caramba_fast.infer.sampling import NOTHING, sample_marked, why_nothing
 from caramba_fast.serve.input_processor import InputProcessor
 from caramba_fast.serve.metrics import Counters

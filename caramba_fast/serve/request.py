@@ -11,8 +11,8 @@ from typing import Any
 
 from caramba_fast.cache import PageBytes
 from caramba_fast.infer.config import GenerateConfig
-from caramba_fast.infer.drafts import NGramIndex
 from caramba_fast.infer.logits import LogitsProcessors
+from caramba_fast.infer.lookup import NGramIndex
 from caramba_fast.infer.output import NAN, percentiles
 from caramba_fast.infer.sampling import RandomStream
 from caramba_fast.infer.sequence import TokenSequence

@@ -10,14 +10,18 @@ away stays without them, since others may have written there: it goes on from ho
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from types import FrameType
+from typing import Any, Protocol, TypeVar, cast
 
-from caramba_fast.infer.drafts import NGramIndex
+from caramba_fast.infer.lookup import NGramIndex
 from caramba_fast.infer.sequence import FinishReason
 from caramba_fast.serve.metrics import Counters
-from caramba_fast.serve.request import PagedSequence, Request
+from caramba_fast.serve.request import Event, PagedSequence, Request
 
 #: What is put back as it is.
 FIELDS = (
@@ -125,3 +129,57 @@ def _put_back(sequence: PagedSequence, saved: Any) -> bool:
     if sequence.drafts is not None:
         sequence.drafts = NGramIndex(sequence.drafts.sizes[0], sequence.drafts.sizes[-1])
     return pushed_out
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class EngineFullError(RuntimeError):
+    """As many requests wait as may; add this one again later."""
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """Where an engine is between its calls, or in one; replaced as a whole, so that a call is done or is not.
+
+    Attributes:
+        pending: events nobody has been given.
+        is_open: whether a call is under way, or was interrupted: what it changed is in `Undo`.
+    """
+
+    pending: tuple[Event, ...] = ()
+    is_open: bool = False
+
+
+def whole(method: Method) -> Method:
+    """A method of an engine that is done, or has changed nothing; it may change ``_left``, the events still pending."""
+    notes = method.__name__ in ("step", "_advance", "_close", "clear_prefixes")
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        self._put_back()
+        turn = Turn(self._turn.pending, True)
+        self._undo.begin(self._outputs.scheduler.running, noted=notes)
+        try:
+            self._turn, self._left = turn, turn.pending
+            result = method(self, *args, **options)
+            self._turn = Turn(self._left)
+            return result
+        except BaseException:
+            self._turn = turn
+            self._put_back(mine=True)
+            raise
+
+    return cast(Method, call)
+
+
+def _is_under_way(turn: Turn) -> bool:
+    """Whether the call of an open turn goes on, in any thread, or was left half done."""
+    for newest in sys._current_frames().values():
+        frame: FrameType | None = newest
+        while frame is not None:
+            whole = frame.f_code.co_filename == __file__ and frame.f_code.co_name == "call"
+            if whole and frame.f_locals.get("turn") is turn:
+                return True
+            frame = frame.f_back
+    return False

@@ -12,7 +12,7 @@ from caramba_fast.config import KVCacheTensorConfig, Rotary
 from caramba_fast.models.config import ModelConfig, RopeParameters
 from caramba_fast.models.rope import frequencies
 from caramba_fast.models.transformer import Transformer
-from caramba_fast.quality.calibrate import calibrate
+from caramba_fast.quality.lab import calibrate
 
 DIM, HEADS, SLOTS = 32, 2, 512
 

@@ -16,7 +16,8 @@ from support.guide_snippets import run
 from caramba_fast.cache import LayerShape, ModelKVCache
 from caramba_fast.config import cache_configs
 from caramba_fast.infer import GenerateConfig, Generator, inferencer
-from caramba_fast.infer.inferencer import CausalInferencer, QuantizedKVCache
+from caramba_fast.infer.inferencer import CausalInferencer
+from caramba_fast.infer.kv_cache import QuantizedKVCache
 from caramba_fast.inference.generate import Generator as TextGenerator
 from caramba_fast.inference.generate import main
 from caramba_fast.inference.sampling import apply_temperature, sample_top_p

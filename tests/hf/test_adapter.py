@@ -35,7 +35,8 @@ from caramba_fast.config import cache_configs
 from caramba_fast.hf import HuggingFaceModel
 from caramba_fast.hf.row_layout import Frame
 from caramba_fast.infer import Generator
-from caramba_fast.infer.inferencer import CausalInferencer, GreedySampling, QuantizedKVCache
+from caramba_fast.infer.inferencer import CausalInferencer, GreedySampling
+from caramba_fast.infer.kv_cache import QuantizedKVCache
 from caramba_fast.models import LanguageModel, demo_path, load_demo, load_model, registry
 from caramba_fast.models.context import ContextModel, InferContext
 from caramba_fast.models.registry import as_language_model, register_adapter

@@ -15,15 +15,17 @@ from torch import Tensor
 from caramba_fast.infer.inferencer import (
     CausalInferencer,
     ChunkwiseInferencer,
-    DecodeOutput,
     GreedySampling,
+    LanguageModel,
+    RandomSampling,
+)
+from caramba_fast.infer.kv_cache import (
+    DecodeOutput,
     Inferencer,
     KVCache,
     KVState,
-    LanguageModel,
     PrefillOutput,
     QuantizedKVCache,
-    RandomSampling,
     SampleStrategy,
 )
 from caramba_fast.models import ModelConfig, Transformer, load_demo

@@ -20,11 +20,11 @@ from caramba_fast.infer import (
     RandomSampling,
     SpeculativeGenerator,
 )
-from caramba_fast.infer.inferencer import CausalInferencer, ChunkwiseInferencer, QuantizedKVCache
+from caramba_fast.infer.inferencer import CausalInferencer, ChunkwiseInferencer
+from caramba_fast.infer.kv_cache import QuantizedKVCache
 from caramba_fast.models import InferContext, ModelConfig, Transformer
-from caramba_fast.models.attention import DecoupledAttention
+from caramba_fast.models.attention import Attention, DecoupledAttention
 from caramba_fast.models.config import DecoupledDims
-from caramba_fast.models.transformer import Attention
 from caramba_fast.quality.text import sample_text
 
 CONFIG = ModelConfig(

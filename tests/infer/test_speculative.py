@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from caramba_fast.infer import GenerateConfig, Generator, SpeculativeConfig, SpeculativeGenerator
-from caramba_fast.infer.drafts import LookupDraft, NGramIndex
+from caramba_fast.infer.lookup import LookupDraft, NGramIndex
 from caramba_fast.infer.sampling import probabilities
 from caramba_fast.infer.sequence import TokenSequence
 from caramba_fast.models import ModelConfig, Transformer

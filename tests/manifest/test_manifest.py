@@ -23,7 +23,7 @@ from caramba_fast.manifest import (
     read_manifest,
     run_manifest,
 )
-from caramba_fast.manifest.run import write_json
+from caramba_fast.manifest.schema import write_json
 from caramba_fast.models import Transformer, demo_path, demo_tokenizer, load_demo
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "manifest.yml"

@@ -30,7 +30,7 @@ from caramba_fast.ops import (
     use_backend,
 )
 from caramba_fast.ops.append import append_op, decoupled_append_op
-from caramba_fast.ops.schema import DECOUPLED, STANDARD, append_schema
+from caramba_fast.ops.registry import DECOUPLED, STANDARD, append_schema
 from caramba_fast.ops.transform import PHASE_TILE
 from caramba_fast.ops.view import Lanes
 

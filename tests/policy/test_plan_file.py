@@ -129,7 +129,8 @@ def aged(path: Path, seconds: float) -> None:
 
 
 def fake_times(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
-    from caramba_fast.policy.measure import StepTime, Subject
+    from caramba_fast.policy.measure import Subject
+    from caramba_fast.policy.timing import StepTime
 
     def times(self: Subject, specs: Any) -> Any:
         found = {spec: seconds.get(spec, 1.0) for spec in ("fp16", *specs)}

@@ -44,10 +44,10 @@ from caramba_fast.policy.measure import (
     QualityMeter,
     Subject,
     measure_quality,
-    step_times,
     undecided,
     verdict,
 )
+from caramba_fast.policy.timing import step_times
 from caramba_fast.quality import RecallFormat, compare
 from caramba_fast.quality.needles import token_ids
 from caramba_fast.quality.text import Windows

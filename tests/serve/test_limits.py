@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.engines import VOCABULARY, small_model
 
-from caramba_fast.infer.config import BeamFields, EditFields, LengthFields, SamplingFields
+from caramba_fast.infer.fields import BeamFields, EditFields, LengthFields, SamplingFields
 from caramba_fast.models import demo_tokenizer
 from caramba_fast.serve import AsyncEngine, Engine
 

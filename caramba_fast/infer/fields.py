@@ -1,0 +1,250 @@
+"""The settings of a generation by theme; `GenerateConfig` is their sum."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from caramba_fast.config import KVCacheKind
+
+TokenId = Annotated[int, Field(ge=0, strict=True)]
+Words = tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], ...]
+
+
+#: Temperatures below this are greedy: the quotient would overflow long before it made a difference.
+GREEDY_BELOW = 1e-5
+
+
+def _tuple_of(value: object) -> object:
+    """A single item where several may stand."""
+    return (value,) if isinstance(value, (str, int)) and not isinstance(value, bool) else value
+
+
+class Fields(BaseModel):
+    """What all settings share: unknown names are refused, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class LengthFields(Fields):
+    """When a row ends.
+
+    Attributes:
+        max_new_tokens: tokens to generate at most, per call.
+        max_length: tokens of a row at most, its prompt and the conversation before it included; instead of
+            max_new_tokens.
+        min_new_tokens: no end-of-sequence id before so many.
+        max_time: seconds after which no further step begins.
+        eos_token_id: ids that end a row; None takes the model's own.
+        ignore_eos: never stop at one.
+        stop: strings and ids that end a row as well (alias stop_strings). A string is looked for in the text
+            of the new tokens and needs `Generator(tokenizer=...)`.
+        pad_token_id: fills rows that ended; None takes the model's own, else an eos id.
+    """
+
+    max_new_tokens: int = Field(default=64, ge=1)
+    max_length: int | None = Field(default=None, ge=2)
+    min_new_tokens: int = Field(default=0, ge=0)
+    max_time: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    eos_token_id: int | tuple[int, ...] | None = None
+    ignore_eos: bool = False
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1, strict=True)] | TokenId, ...],
+        BeforeValidator(_tuple_of),
+    ] = Field(default=(), validation_alias=AliasChoices("stop", "stop_strings"))
+    pad_token_id: int | None = Field(default=None, ge=0)
+
+    @field_validator("eos_token_id")
+    @classmethod
+    def _eos_not_negative(cls, value: int | tuple[int, ...] | None) -> int | tuple[int, ...] | None:
+        ids = (value,) if isinstance(value, int) else value or ()
+        if any(index < 0 for index in ids):
+            raise ValueError(f"eos_token_id is {value}; ids of 0 or more are allowed")
+        return value
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> LengthFields:
+        if self.ignore_eos and self.eos_token_id is not None:
+            raise ValueError("ignore_eos=True contradicts eos_token_id; give one of them")
+        if self.max_length is not None and "max_new_tokens" in self.model_fields_set:
+            raise ValueError("max_length and max_new_tokens are both given; give one of them")
+        if self.max_length is None and self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens is {self.min_new_tokens}; 0 to max_new_tokens={self.max_new_tokens} is allowed"
+            )
+        return self
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The strings among ``stop``."""
+        return tuple(item for item in self.stop if isinstance(item, str))
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids among ``stop``."""
+        return tuple(item for item in self.stop if isinstance(item, int))
+
+
+class SamplingFields(Fields):
+    """How the next token is drawn.
+
+    Attributes:
+        do_sample: False is greedy whatever the temperature; None samples unless the temperature is 0 or
+            num_beams is more than 1.
+        temperature: 0 (or less than 1e-5) is greedy; otherwise logits are divided by it.
+        top_k: keep the k likeliest tokens; None for all.
+        top_p: keep the smallest set of likeliest tokens whose probability reaches top_p, after
+            top_k (arXiv:1904.09751); None for all.
+        min_p: keep tokens at least min_p times as likely as the likeliest (arXiv:2407.01082).
+        typical_p: keep the tokens whose surprise is nearest the entropy, until their probability reaches
+            typical_p (arXiv:2202.00666).
+        seed: makes sampling repeatable; None draws from torch's global generator.
+    """
+
+    do_sample: bool | None = None
+    temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    top_k: int | None = Field(default=None, ge=1)
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    min_p: float | None = Field(default=None, ge=0.0, le=1.0)
+    typical_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+
+    @model_validator(mode="after")
+    def _sampling_agrees(self) -> SamplingFields:
+        if self.do_sample and self.temperature < GREEDY_BELOW:
+            raise ValueError(
+                f"temperature is {self.temperature} (greedy) and do_sample is True; give one of them"
+            )
+        return self
+
+
+class EditFields(Fields):
+    """What is done to the logits before a token is drawn, greedily or not.
+
+    Attributes:
+        repetition_penalty: logits of tokens the row holds already (its prompt included) are divided by it
+            where positive and multiplied where negative (arXiv:1909.05858); 1 does nothing.
+        no_repeat_ngram_size: no run of so many tokens occurs twice in a row; 0 does nothing.
+        logit_bias: token id -> what is added to its logit.
+        sequence_bias: (tokens, bias) pairs; the bias is added to the last token where the row ends in those
+            before it. A mapping from tuples of ids is taken as well.
+        bad_words_ids: runs of tokens that are never completed.
+        suppress_tokens: ids that are never generated.
+    """
+
+    repetition_penalty: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    no_repeat_ngram_size: int = Field(default=0, ge=0)
+    logit_bias: dict[TokenId, float] | None = None
+    sequence_bias: Annotated[
+        tuple[tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], float], ...],
+        BeforeValidator(lambda value: tuple(value.items()) if isinstance(value, dict) else value),
+    ] = ()
+    bad_words_ids: Words = ()
+    suppress_tokens: tuple[TokenId, ...] = ()
+
+
+class BeamFields(Fields):
+    """Beams and several answers to one prompt.
+
+    Attributes:
+        num_beams: beams of each row; 1 for none.
+        num_return_sequences: rows returned for each prompt, which are the rows of the conversation then.
+        length_penalty: the sum of log-probabilities of a finished beam is divided by its number of new tokens to
+            this power; above 0 favours longer answers.
+        early_stopping: True ends a row once num_beams beams have finished; False when no beam is likely to do
+            better; "never" when none can.
+    """
+
+    num_beams: int = Field(default=1, ge=1)
+    num_return_sequences: int = Field(default=1, ge=1)
+    length_penalty: float = Field(default=1.0, allow_inf_nan=False)
+    early_stopping: bool | Literal["never"] = False
+
+    @model_validator(mode="after")
+    def _beams_agree(self) -> BeamFields:
+        if self.num_beams > 1 and self.num_return_sequences > self.num_beams:
+            raise ValueError(
+                f"num_return_sequences is {self.num_return_sequences}; 1 to num_beams={self.num_beams} is allowed"
+            )
+        if self.num_beams == 1:
+            for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != neutral:
+                    raise ValueError(
+                        f"{name} is {getattr(self, name)}; it is for num_beams of 2 or more"
+                    )
+        return self
+
+
+class OutputFields(Fields):
+    """What a call returns.
+
+    Attributes:
+        return_dict: a `GenerateOutput` instead of the tokens alone (alias return_dict_in_generate).
+        output_scores: keep the processed logits of every step in it.
+        output_logits: keep the model's own logits of every step in it.
+    """
+
+    return_dict: bool = Field(
+        default=False, validation_alias=AliasChoices("return_dict", "return_dict_in_generate")
+    )
+    output_scores: bool = False
+    output_logits: bool = False
+
+    @model_validator(mode="after")
+    def _outputs_agree(self) -> OutputFields:
+        for name in ("output_scores", "output_logits"):
+            if getattr(self, name) and not self.return_dict:
+                raise ValueError(
+                    f"{name} is True and return_dict is not; scores come with return_dict=True"
+                )
+        return self
+
+
+class CacheFields(Fields):
+    """How the cache is stored and read.
+
+    Attributes:
+        max_seq_len: tokens a row of the cache can hold.
+        cache_kind: how the cache is stored: fp32, fp16, bf16, q8 (q8_0), q4 (q4_0) or nf4, each with
+            the defaults measured to be good for it; "q8/q4" stores K and V differently,
+            "q4/q8/q4" K_sem, K_geo and V of decoupled attention; options follow a colon,
+            "q4:plain,rotate" (`caramba_fast.config.spec`). "auto" measures and chooses
+            (`caramba_fast.policy`).
+        cache_qblock: values that share a scale: 32, 64 or 128. None leaves this and the next three to the
+            kind's defaults.
+        cache_rotate: store K and V in a rotated basis (`KVCacheTensorConfig.rotate`).
+        cache_residual_len: keys less than this many tokens back are read in fp16.
+        cache_sink_len: the first tokens of a row are read in fp16 as well.
+        cache_calibration: a file `caramba_fast.calibrate` made for this model, from which a cache takes
+            the constants of its transforms; without one, from the first prompt.
+        prefill: "exact": a first prompt attends to its exact K and V; "stored": to what the cache
+            returns, which makes results independent of how a prompt is cut into chunks; the constants of
+            the cache's transforms then come from the model or a calibration, never from the prompt.
+        prefill_chunk: most prompt tokens of one forward pass, which bounds memory; None for no limit.
+            With prefill="exact" only the first chunk attends to exact K and V, so that a chunked
+            prompt differs from a whole one by quantization noise.
+        cuda_graph: record the decode step as one CUDA graph and replay it. None does so where the model is
+            on CUDA, the Triton kernels serve it and recording succeeds, and `Generator.decode_graph` says
+            what came of it; True raises where that is not so; False never does.
+    """
+
+    max_seq_len: int = Field(default=2048, ge=1)
+    cache_kind: KVCacheKind | str = KVCacheKind.FP16
+    cache_qblock: int | None = None
+    cache_rotate: bool | None = None
+    cache_residual_len: int | None = Field(default=None, ge=0)
+    cache_sink_len: int | None = Field(default=None, ge=0)
+    cache_calibration: Path | None = None
+    prefill: Literal["exact", "stored"] = "exact"
+    prefill_chunk: int | None = Field(default=None, ge=1)
+    cuda_graph: bool | None = None

@@ -1,0 +1,170 @@
+"""The file plans are kept in: JSON, many plans, safe for many processes.
+
+Writers hold a lock and replace the file whole, so readers need none and never see half a file. A damaged file, or one
+of another version, is reported, set aside and rebuilt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from pydantic import ValidationError
+
+from caramba_fast.config.files import explain, parse_json, replacing, shown
+from caramba_fast.policy.plan import SCHEMA_VERSION, CachePlan, PlanKey
+
+#: Bytes of the largest file that is read: thousands of plans.
+LARGEST = 64 * 2**20
+
+
+class PlanFileError(RuntimeError):
+    """The plan file cannot be used; the message says why and what to do."""
+
+
+class PlanFile:
+    """Plans by the digest of their key.
+
+    Args:
+        path: the file; its folder is made if only that one level is missing.
+        timeout: seconds to wait for another process that is choosing; below 0 for ever.
+    """
+
+    def __init__(self, path: str | Path, timeout: float = -1) -> None:
+        self.path, self.timeout = Path(path), timeout
+        self._lock = FileLock(f"{self.path}.lock", timeout=timeout)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the file's lock; within it, in one process, it may be taken again.
+
+        Raises:
+            PlanFileError: the folder is missing or cannot be written to, or another process holds the
+                lock for longer than ``timeout``.
+        """
+        try:
+            self.path.parent.mkdir(exist_ok=True)
+            self._lock.acquire()
+        except Timeout as error:
+            raise PlanFileError(
+                f"cache_plan_path={self.path}: another process has held its lock for {self.timeout:g} s"
+            ) from error
+        except OSError as error:
+            raise PlanFileError(_cannot("write", self.path, error)) from error
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def get(self, key: PlanKey) -> CachePlan | None:
+        """The plan of a key, or None; a damaged file is set aside.
+
+        A key without a text is served by the newest plan that differs from it in the text alone, if there is
+        none of its own.
+        """
+        plans = self._read()
+        if plans is None:
+            with self.locked():
+                plans = self._read_or_set_aside()
+        found = plans.get(key.digest)
+        if found is not None and found.key == key:
+            return found
+        others = [plan for plan in plans.values() if plan.key.serves(key)]
+        return max(others, key=lambda plan: plan.made_at, default=None)
+
+    def put(self, plan: CachePlan) -> None:
+        """Adds a plan, or replaces the one of the same key; the others stay.
+
+        Raises:
+            PlanFileError: the file cannot be written.
+        """
+        with self.locked():
+            plans = self._read_or_set_aside()
+            plans[plan.key.digest] = plan
+            self._replace(plans)
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _read(self) -> dict[str, CachePlan] | None:
+        """Every plan; none where there is no file; None where the file is damaged."""
+        try:
+            return self._parse()
+        except ValueError:
+            return None
+
+    def _read_or_set_aside(self) -> dict[str, CachePlan]:
+        """Every plan, under the lock."""
+        try:
+            return self._parse()
+        except ValueError as error:
+            aside = self._set_aside()
+            warnings.warn(
+                f"{self.path} cannot be used ({error}); it was moved to {aside.name} and is made anew",
+                stacklevel=4,
+            )
+            return {}
+
+    def _parse(self) -> dict[str, CachePlan]:
+        try:
+            if self.path.stat().st_size > LARGEST:
+                raise PlanFileError(_foreign(self.path))
+            text = self.path.read_bytes()
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise PlanFileError(_cannot("read", self.path, error)) from error
+        if text[8:9] == b"{" and int.from_bytes(text[:8], "little") < len(text):
+            raise PlanFileError(
+                _foreign(self.path)
+            )  # safetensors: a model's weights, a calibration
+        found = parse_json(text, finite=True)
+        if isinstance(found, dict) and found and not found.keys() & {"plans", "schema_version"}:
+            raise PlanFileError(_foreign(self.path))
+        if not isinstance(found, dict) or not isinstance(found.get("plans"), dict):
+            raise ValueError("it is JSON, but no file of plans")
+        if found.get("schema_version") != SCHEMA_VERSION:
+            raise ValueError(
+                f"its schema_version is {shown(found.get('schema_version'))}; {SCHEMA_VERSION} is known"
+            )
+        try:
+            return {key: CachePlan.model_validate(plan) for key, plan in found["plans"].items()}
+        except ValidationError as error:
+            raise ValueError(f"a plan in it is damaged: {explain(error)[:200]}") from error
+
+    def _set_aside(self) -> Path:
+        """Moves the file to the first free ``<name>.damaged-<n>``; a link stays, and what it points to moves."""
+        number = 1
+        while (aside := self.path.with_name(f"{self.path.name}.damaged-{number}")).exists():
+            number += 1
+        Path(os.path.realpath(self.path)).replace(aside)
+        return aside
+
+    def _replace(self, plans: dict[str, CachePlan]) -> None:
+        content: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "plans": {key: plan.model_dump(mode="json") for key, plan in sorted(plans.items())},
+        }
+        text = json.dumps(content, indent=1, allow_nan=False)
+        try:
+            with replacing(self.path) as stream:
+                stream.write(f"{text}\n".encode())
+        except OSError as error:
+            raise PlanFileError(_cannot("write", self.path, error)) from error
+
+
+def _foreign(path: Path) -> str:
+    return f"cache_plan_path={path} is another file, no file of plans, and stays as it is; give another name"
+
+
+def _cannot(do: str, path: Path, error: OSError) -> str:
+    cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+    return (
+        f"cache_plan_path={path}: cannot {do} it ({cause.strerror or cause}); give a file in a folder that "
+        "exists and can be written to, or None"
+    )
