@@ -3,7 +3,8 @@
 Made by `caramba_fast.calibrate`; a `ModelKVCache` given one takes its transforms from it instead of from the
 first prompt. The file is a safetensors file with ``layers.<i>.<stream>.<mean|std|diversity>``.
 
-LayerCalibration: what is known of a layer's keys and values, and the transforms that follow from it.
+`LayerCalibration` is what is known of one layer's keys and values, from such a file or from elsewhere, and gives the
+transforms that follow.
 """
 
 from __future__ import annotations

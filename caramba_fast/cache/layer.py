@@ -225,14 +225,7 @@ class LayerCache(LayerRows):
 
     def _make_room(self, tokens: int, added: Sequence[int]) -> None:
         """Checks that row b can take ``added[b]`` of ``tokens``, and reserves pages."""
-        for row, (length, count) in enumerate(zip(self.lengths.host, added, strict=True)):
-            if not 0 <= count <= tokens:
-                raise ValueError(f"new_lens[{row}] is {count}; 0 to T={tokens} is allowed")
-            if length + count > self.max_seq_len:
-                raise ValueError(
-                    f"row {row} holds {length} tokens and cannot take {count} more: "
-                    f"max_seq_len is {self.max_seq_len}"
-                )
+        self.lengths.check_room(tokens, added, self.max_seq_len)
         if self.pages is not None:
             self.copy_pages(self.pages.reserve(self.lengths.host, added))
 

@@ -35,6 +35,19 @@ class RowLengths:
         """Tokens in the longest row."""
         return max(self.host)
 
+    def check_room(
+        self, tokens: int, added: Sequence[int], max_seq_len: int, where: str = ""
+    ) -> None:
+        """Raises ValueError unless row b can take ``added[b]`` of ``tokens``; ``where`` says what holds its own."""
+        for row, (length, count) in enumerate(zip(self.host, added, strict=True)):
+            if not 0 <= count <= tokens:
+                raise ValueError(f"new_lens[{row}] is {count}; 0 to T={tokens} is allowed")
+            if length + count > max_seq_len:
+                raise ValueError(
+                    f"row {row} holds {length} tokens{where} and cannot take {count} more: "
+                    f"max_seq_len is {max_seq_len}"
+                )
+
     def on_device(self, counts: Sequence[int]) -> Tensor:
         """(B,) int32 beside ``seq_lens``."""
         return torch.tensor(counts, dtype=torch.int32).to(self.seq_lens.device, non_blocking=True)
@@ -44,12 +57,6 @@ class RowLengths:
         self.host = [length + count for length, count in zip(self.host, added, strict=True)]
         self.seq_lens.add_(tokens if query_lens is None else query_lens)
         self.newest, self.query_lens = tokens, query_lens
-
-    def advance_all(self, tokens: int) -> None:
-        """Every row grows by ``tokens``."""
-        self.host = [length + tokens for length in self.host]
-        self.seq_lens.add_(tokens)
-        self.newest, self.query_lens = tokens, None
 
     def set(self, lengths: Sequence[int]) -> None:
         """Replaces all lengths."""

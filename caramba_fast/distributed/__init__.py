@@ -4,7 +4,8 @@ On `torch.distributed` alone: NCCL between GPUs, gloo between CPUs. docs/scaling
 """
 
 from caramba_fast.distributed.cache import Context, ContextParallelKVCache, spread_layout
-from caramba_fast.distributed.group import RankGroup, RankLostError, Traffic
+from caramba_fast.distributed.group import RankGroup, Traffic
+from caramba_fast.distributed.heartbeat import RankLostError
 from caramba_fast.distributed.model import ParallelModel, context_parallel, tensor_parallel
 from caramba_fast.distributed.placement import PageSpread
 

@@ -1,9 +1,8 @@
 """ContextParallelKVCache: the caches of all layers of a model, their tokens spread over ranks.
 
 A cache is made from a model's ``cache_layout``. `spread_layout` gives the same layout with shapes that make spread
-layer caches, so that whatever makes a `ModelKVCache` from it (a `Generator`, a benchmark) makes a spread one.
-
-Context: how rows are spread over ranks, and the layer caches that follow from it.
+layer caches, so that whatever makes a `ModelKVCache` from it (a `Generator`, a benchmark) makes a spread one; `Context`
+says how rows are spread, and makes the layers.
 """
 
 from __future__ import annotations

@@ -1,28 +1,17 @@
 """ContextParallelLayer: one layer's cache, its tokens spread over ranks page by page.
 
-It offers what a model and a generator use of `caramba_fast.cache.LayerCache`. Every rank is given all new tokens and
-stores those of its own pages; every rank asks for all queries, attends over its own pages, and one collective makes
-the attention of the parts. Lengths are those of the whole rows, the same on every rank.
+It offers what models and generators ask of a layer (`caramba_fast.cache.interface`). Every rank is given all new tokens
+and stores those of its own pages; every rank is asked for all queries, attends over its own pages, and one collective
+makes the attention of the parts. Lengths are those of the whole rows, the same on every rank.
 
-What is asked of a spread layer cache: where the queries stand, how far they see, and whether that can be had.
-
-Everything that can be wrong is found here, on every rank alike: one that raised later, in an op, would leave those
-waiting that hold nothing the queries see.
-
-Pieces of what a spread layer cache does to its buffers: pick tokens, fit phases, copy rows, refill the ring.
-
-SpreadRows: the rows of one layer whose pages are on several ranks, as far as they shrink and move.
-
-Lengths are those of the whole rows, the same on every rank; each rank shortens, permutes and copies what it holds.
-
-Spread caches of standard (K, V) and of decoupled attention (K_sem, K_geo, V).
+Everything that can be wrong with a call is found before, on every rank alike: one that raised later, in an op, would
+leave those waiting that hold nothing the queries see.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +19,8 @@ import torch
 from torch import Tensor
 
 from caramba_fast.cache import AttentionLimits, LayerCache, PageAllocator, PageTable, RowLengths
-from caramba_fast.cache.lengths import Counts
+from caramba_fast.cache.interface import CachedRows, DecoupledKeysAndValues, KeysAndValues
+from caramba_fast.cache.rows import Refill
 from caramba_fast.cache.sizes import by_heads
 from caramba_fast.cache.stream import CacheTensor, capacity
 from caramba_fast.distributed.group import RankGroup
@@ -41,13 +31,11 @@ from caramba_fast.distributed.partial_attention import (
     gather_and_merge,
     with_extras,
 )
-from caramba_fast.distributed.placement import Placement, Queries
+from caramba_fast.distributed.placement import Placement, Queries, on_pages
 from caramba_fast.ops import Transform, checks, merge_state
-from caramba_fast.ops.transform import PHASE_TILE
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
 
 #: Options of `attend`; what is not listed cannot be had with pages on several ranks.
 SCALES = ("softmax_scale", "sem_scale", "geo_scale")
@@ -56,13 +44,8 @@ ALLOWED = ("before", "window_size", "return_softmax_lse", "s_aux", *SCALES, *PLA
 LEAST = {"softcap": 0, "num_splits": 0, "q_chunk": 1}
 
 
-def nulls_of(layer: SpreadRows) -> tuple[str, ...]:
-    """The options that are null keys and values of the layer's streams."""
-    return tuple(f"null_{name}" for name in layer.streams)
-
-
 def asked_queries(
-    layer: SpreadRows, queries: Sequence[Tensor], before: int, options: dict[str, Any]
+    layer: ContextParallelLayer, queries: Sequence[Tensor], before: int, options: dict[str, Any]
 ) -> Queries:
     """Where the queries stand and how far they see.
 
@@ -94,8 +77,8 @@ def asked_queries(
     return Queries(start, tuple(count), tokens, layer.residual_len, left)
 
 
-def _check_options(layer: SpreadRows, options: dict[str, Any]) -> None:
-    nulls = nulls_of(layer)
+def _check_options(layer: ContextParallelLayer, options: dict[str, Any]) -> None:
+    nulls = layer.nulls
     unknown = [name for name in options if name not in (*ALLOWED, *nulls)]
     if unknown:
         raise TypeError(
@@ -116,7 +99,7 @@ def _check_options(layer: SpreadRows, options: dict[str, Any]) -> None:
     checks.raise_all("attend", problems)
 
 
-def _check_queries(layer: SpreadRows, queries: Sequence[Tensor]) -> None:
+def _check_queries(layer: ContextParallelLayer, queries: Sequence[Tensor]) -> None:
     keys = [stream for name, stream in layer.streams.items() if name != "v"]
     for q, stream in zip(queries, keys, strict=True):
         checks.float_tensor("q", q)
@@ -133,29 +116,6 @@ def picked(x: Tensor, index: Tensor | None, most: int) -> Tensor:
     if index is None:
         return x[:, :, :most]
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-
-
-def on_pages(transform: Transform, pages: Sequence[int], page_size: int) -> Transform:
-    """The transform of a rank that holds ``pages`` of a row: its slots turn by the positions they stand for.
-
-    A phase table has one angle for each tile of 128 tokens; a rank's table has those of its own tiles.
-
-    Raises:
-        ValueError: the transform has phases, and pages are no whole tiles.
-    """
-    if transform.phases is None:
-        return transform
-    if page_size % PHASE_TILE:
-        raise ValueError(
-            f"page_size is {page_size}; keys centered on RoPE pairs need a multiple of {PHASE_TILE}"
-        )
-    tiles = page_size // PHASE_TILE
-    first = torch.tensor(list(pages) or [0]) * tiles
-    index = (first[:, None] + torch.arange(tiles)).flatten()
-    last = transform.phases.shape[2] - PHASE_TILE - 1  # the last page may reach past the table
-    index = torch.cat((torch.arange(PHASE_TILE), PHASE_TILE + index.clamp(max=last)))
-    phases = transform.phases[:, :, index.to(transform.phases.device)].contiguous()
-    return replace(transform, phases=phases)
 
 
 def copied(cache: LayerCache, rows: Sequence[int], pages_per_row: int) -> LayerCache:
@@ -180,68 +140,8 @@ def copied(cache: LayerCache, rows: Sequence[int], pages_per_row: int) -> LayerC
     return other
 
 
-def refill(
-    layer: SpreadRows, places: Sequence[tuple[int, int, int]]
-) -> Callable[[int, int, int], None]:
-    """Fetches positions from the ranks that hold their codes; what puts them back into the ring.
-
-    One collective for all of them; none where nothing is asked for.
-
-    Args:
-        places: (row, start, stop).
-    """
-    if not places:
-        return lambda *_: None
-    found = {
-        name: [_own_values(layer, name, place) for place in places] for name in layer.local.streams
-    }
-    flat = torch.cat([x.flatten() for values in found.values() for x in values])
-    flat = layer.group.all_gather(flat).sum(0)
-    pieces = iter(flat.split([x.numel() for values in found.values() for x in values]))
-    whole = {
-        name: {place: next(pieces).view_as(x) for place, x in zip(places, values, strict=True)}
-        for name, values in found.items()
-    }
-
-    def put_back(row: int, start: int, stop: int) -> None:
-        assert layer.ring is not None
-        for name, stream in layer.ring.streams.items():
-            stream.put_in_tail(row, start, whole[name][row, start, stop])
-
-    return put_back
-
-
-def _own_values(layer: SpreadRows, name: str, place: tuple[int, int, int]) -> Tensor:
-    """(lanes, stop - start, lane_dim) float32 in the stored basis, 0 where another rank has the token."""
-    row, start, stop = place
-    stream = layer.local.streams[name]
-    spread, rank, lanes = layer.placement.spread, layer.group.rank, stream.lanes
-    values = torch.zeros(
-        lanes.count, stop - start, lanes.heads_per_lane * stream.head_dim, device=layer.device
-    )
-    position = spread.positions_of(rank, start, stop)
-    if len(position):
-        slot = torch.from_numpy(spread.count(rank, position)).to(layer.device)
-        held = int(spread.count(rank, np.array(stop)))
-        stored = layer.local.stored(name, held)[row : row + 1, :, slot]
-        values[:, torch.from_numpy(position - start).to(layer.device)] = lanes.pack(stored)[0]
-    return values
-
-
-def copy_of(layer: SpreadRows, rows: Sequence[int]) -> SpreadRows:
-    """A layer whose row b holds what row ``rows[b]`` holds in ``layer``."""
-    other = copy.copy(layer)
-    pages = len(layer.placement.spread.pages_of(layer.group.rank))
-    with torch.inference_mode(False):
-        other.local = copied(layer.local, rows, max(1, pages))
-        other.ring = None if layer.ring is None else layer.ring.select_rows(rows)
-        other.lengths = layer.lengths.select_rows(rows)
-    other.batch_size, other._newest = len(rows), []
-    return other
-
-
-class SpreadRows:
-    """See the module.
+class ContextParallelLayer(CachedRows):
+    """Rows of one layer over ranks; made by `caramba_fast.distributed.cache.Context`.
 
     Args:
         local: this rank's pages, a paged cache.
@@ -261,19 +161,14 @@ class SpreadRows:
     ) -> None:
         self.local, self.ring, self.placement, self.group = local, ring, placement, group
         self.batch_size, self.max_seq_len = local.batch_size, max_seq_len
-        self.n_kv_heads, self.device, self.calibration = (
-            local.n_kv_heads,
-            local.device,
-            local.calibration,
-        )
+        self.n_kv_heads, self.device = local.n_kv_heads, local.device
+        self.calibration = local.calibration
         self.residual_len = 0 if ring is None else ring.residual_len
         self.reads_all_slots, self.reach = False, AttentionLimits()
-        self._by_hand = False
+        self._by_hand = False  # set_transforms has been called
         self._newest: list[int] = []  # real tokens of the last append, by row
         with torch.inference_mode(False):  # as the buffers
             self.lengths = RowLengths(self.batch_size, self.device)
-
-    # -- what it holds ------------------------------------------------------------------
 
     @property
     def streams(self) -> dict[str, CacheTensor]:
@@ -281,19 +176,9 @@ class SpreadRows:
         return self.local.streams
 
     @property
-    def pos(self) -> int:
-        """Tokens in the longest row, over all ranks."""
-        return self.lengths.longest
-
-    @property
-    def seq_lens(self) -> Tensor:
-        """(B,) int32 on the device, tokens in each row over all ranks."""
-        return self.lengths.seq_lens
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no row holds a token on any rank."""
-        return self.pos == 0
+    def nulls(self) -> tuple[str, ...]:
+        """The options that are null keys and values of the streams."""
+        return tuple(f"null_{name}" for name in self.streams)
 
     @property
     def nbytes(self) -> int:
@@ -305,96 +190,17 @@ class SpreadRows:
         """Bytes of codes and scales that one token of one row takes, on the rank that holds it."""
         return self.local.bytes_per_token
 
-    @property
-    def _carries(self) -> bool:
-        """Whether this rank attends to the ring."""
-        return self.group.rank == self.placement.spread.first_rank
-
-    # -- shrinking and moving -----------------------------------------------------------
-
-    def crop(self, n: Counts) -> None:
-        """Removes the newest ``n`` tokens of every row, or ``n[b]`` of row b, wherever they are."""
-        counts = self.lengths.per_row("n", n)
-        for row, (length, count) in enumerate(zip(self.lengths.host, counts, strict=True)):
-            if not 0 <= count <= length:
-                raise ValueError(f"cannot crop {count} tokens of row {row}, which holds {length}")
-        self.set_lengths([a - b for a, b in zip(self.lengths.host, counts, strict=True)])
-
-    def truncate(self, new_pos: int) -> None:
-        """Keeps the first ``new_pos`` tokens of every row; rows that are shorter stay as they are."""
-        if type(new_pos) is not int or not 0 <= new_pos <= self.pos:
-            raise ValueError(f"new_pos is {new_pos!r}; 0 to {self.pos} (tokens cached) is allowed")
-        self.set_lengths([min(length, new_pos) for length in self.lengths.host])
-
-    def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Shortens rows to ``lengths``, none longer than it is, on every rank."""
-        if self.ring is not None:
-            self.ring.narrow_tails()
-            wanted = [min(a, b) for a, b in zip(lengths, self.ring.lengths.host, strict=True)]
-            lost = self.ring.tail.lost(self.ring.lengths.host, wanted)
-            self.ring.shorten(wanted, refill(self, lost))
-        spread, rank = self.placement.spread, self.group.rank
-        held = spread.count(rank, np.array(lengths)).tolist()
-        self.local.set_lengths(
-            [min(a, b) for a, b in zip(held, self.local.lengths.host, strict=True)]
-        )
-        self.lengths.set(lengths)
-
-    def reorder(self, beam_idx: Tensor) -> None:
-        """Row b becomes what row ``beam_idx[b]`` was; pages are shared until a row writes.
-
-        Args:
-            beam_idx: (B,) integer tensor on cpu.
-        """
-        if beam_idx.device.type != "cpu":
-            raise ValueError(
-                f"beam_idx is on {beam_idx.device}; cpu is needed where rows have pages"
-            )
-        self.local.reorder(beam_idx)
-        if self.ring is not None:
-            self.ring.reorder(beam_idx)
-        self.lengths.set([self.lengths.host[row] for row in beam_idx.tolist()])
-
-    def select_rows(self, rows: Sequence[int]) -> Self:
-        """A new cache whose row b holds what row ``rows[b]`` holds here, copied; this one stays as it is.
-
-        Raises:
-            ValueError: no rows, or one that does not exist.
-        """
-        other: Any = copy_of(self, rows)
-        return other
-
-    def reset(self) -> None:
-        """Forgets everything; the memory stays allocated."""
-        self.local.reset()
-        if self.ring is not None:
-            self.ring.reset()
-        self.lengths.set([0] * self.batch_size)
-        self._by_hand = False
-
-    def tail_state(self) -> tuple[list[Tensor], list[int]]:
-        """As `LayerCache.tail_state`; nothing without a tail."""
-        return ([], []) if self.ring is None else self.ring.tail_state()
-
-    def restore_tail(self, state: tuple[list[Tensor], list[int]]) -> None:
-        """As `LayerCache.restore_tail`."""
-        if self.ring is not None:
-            self.ring.restore_tail(state)
-
-
-class ContextParallelLayer(SpreadRows):
-    """See the module; made by `caramba_fast.distributed.cache.Context`."""
-
     # -- growing ------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _append(
+    def append_streams(
         self,
         new: dict[str, Tensor],
         new_lens: Sequence[int] | None,
         cache_leftpad: Tensor | None,
         will_attend: bool,
     ) -> None:
+        """As `CachedRows.append_streams`; ``cache_leftpad`` is refused. Errors are the same on every rank."""
         if cache_leftpad is not None:
             raise ValueError(
                 "cache_leftpad is given; rows spread over ranks begin with real tokens, allowed is None"
@@ -402,23 +208,13 @@ class ContextParallelLayer(SpreadRows):
         new = by_heads(new, self.streams, self.batch_size, self.n_kv_heads)
         tokens = next(iter(new.values())).shape[2]
         added = self.lengths.per_row("new_lens", tokens if new_lens is None else new_lens)
-        self._check_room(tokens, added)
+        self.lengths.check_room(tokens, added, self.max_seq_len, f" over {self.group.size} ranks")
         if self.is_empty and not self._by_hand:
             self._set_constants(new, added)
         self._store(new, added, tokens, will_attend)
         query_lens = None if min(added) == tokens else self.lengths.on_device(added)
         self.lengths.advance(tokens, added, query_lens)
         self._newest = added
-
-    def _check_room(self, tokens: int, added: Sequence[int]) -> None:
-        for row, (length, count) in enumerate(zip(self.lengths.host, added, strict=True)):
-            if not 0 <= count <= tokens:
-                raise ValueError(f"new_lens[{row}] is {count}; 0 to T={tokens} is allowed")
-            if length + count > self.max_seq_len:
-                raise ValueError(
-                    f"row {row} holds {length} tokens over {self.group.size} ranks and cannot take {count} more: "
-                    f"max_seq_len is {self.max_seq_len}"
-                )
 
     def _set_constants(self, new: dict[str, Tensor], added: list[int]) -> None:
         """The same constants on every rank: all of them see all new tokens."""
@@ -460,87 +256,137 @@ class ContextParallelLayer(SpreadRows):
 
     # -- reading ------------------------------------------------------------------------
 
-    def _attend(self, *queries: Tensor, before: int = 0, **options: Any) -> Any:
+    def attend_from(self, queries: tuple[Tensor, ...], before: int, options: dict[str, Any]) -> Any:
+        """As `CachedRows.attend_from`, the same bits on every rank.
+
+        Raises:
+            ValueError, TypeError: as there, and options but those of `ALLOWED` and null keys and values.
+            RankLostError: a rank is gone.
+        """
         asked = asked_queries(self, queries, before, options)
         plain = {name: options[name] for name in (*PLAIN, *SCALES) if options.get(name) is not None}
         if self.reach.q_chunk is not None:
             plain.setdefault("q_chunk", self.reach.q_chunk)
         state = attend_to_pages(self.local, queries, self.placement.read(asked), plain)
-        if self.ring is not None and self._carries:
+        if self.ring is not None and self.group.rank == self.placement.spread.first_rank:
             few = {name: value for name, value in plain.items() if name != "q_chunk"}
             recent = attend_to_ring(self.ring, queries, before, asked.left, few)
             state = merge_state(*state, *recent)
         elif self.ring is not None and not before:
             self.ring.narrow_tails()
         out, lse = gather_and_merge(*state, self.group)
-        extras = {name: x for name, x in options.items() if name in ("s_aux", *nulls_of(self))}
+        extras = {name: x for name, x in options.items() if name in ("s_aux", *self.nulls)}
         if extras:
             names = SCALES[:1] if len(queries) == 1 else SCALES[1:]
             scales = [plain.get(n, default_scale(q)) for n, q in zip(names, queries, strict=True)]
             out, lse = with_extras((out, lse), queries, scales, extras, plain.get("softcap", 0.0))
         return (out, lse) if options.get("return_softmax_lse") else out
 
+    # -- shrinking and moving -----------------------------------------------------------
 
-class ContextParallelLayerKVCache(ContextParallelLayer):
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Shortens rows to ``lengths``, none longer than it is, on every rank."""
+        if self.ring is not None:
+            self.ring.narrow_tails()
+            wanted = [min(a, b) for a, b in zip(lengths, self.ring.lengths.host, strict=True)]
+            lost = self.ring.tail.lost(self.ring.lengths.host, wanted)
+            self.ring.shorten(wanted, self._fetched(lost))
+        spread, rank = self.placement.spread, self.group.rank
+        held = spread.count(rank, np.array(lengths)).tolist()
+        self.local.set_lengths(
+            [min(a, b) for a, b in zip(held, self.local.lengths.host, strict=True)]
+        )
+        self.lengths.set(lengths)
+
+    def reorder(self, beam_idx: Tensor) -> None:
+        """Row b becomes what row ``beam_idx[b]`` was; pages are shared until a row writes.
+
+        Args:
+            beam_idx: (B,) integer tensor on cpu.
+        """
+        if beam_idx.device.type != "cpu":
+            raise ValueError(
+                f"beam_idx is on {beam_idx.device}; cpu is needed where rows have pages"
+            )
+        self.local.reorder(beam_idx)
+        if self.ring is not None:
+            self.ring.reorder(beam_idx)
+        self.lengths.set([self.lengths.host[row] for row in beam_idx.tolist()])
+
+    def select_rows(self, rows: Sequence[int]) -> Self:
+        """A new cache whose row b holds what row ``rows[b]`` holds here, copied; this one stays as it is.
+
+        Raises:
+            ValueError: no rows, or one that does not exist.
+        """
+        other = copy.copy(self)
+        pages = len(self.placement.spread.pages_of(self.group.rank))
+        with torch.inference_mode(False):
+            other.local = copied(self.local, rows, max(1, pages))
+            other.ring = None if self.ring is None else self.ring.select_rows(rows)
+            other.lengths = self.lengths.select_rows(rows)
+        other.batch_size, other._newest = len(rows), []
+        return other
+
+    def reset(self) -> None:
+        """Forgets everything; the memory stays allocated."""
+        self.local.reset()
+        if self.ring is not None:
+            self.ring.reset()
+        self.lengths.set([0] * self.batch_size)
+        self._by_hand = False
+
+    def tail_state(self) -> tuple[list[Tensor], list[int]]:
+        """As `CachedRows.tail_state`; nothing without a tail."""
+        return ([], []) if self.ring is None else self.ring.tail_state()
+
+    def restore_tail(self, state: tuple[list[Tensor], list[int]]) -> None:
+        """As `CachedRows.restore_tail`."""
+        if self.ring is not None:
+            self.ring.restore_tail(state)
+
+    def _fetched(self, places: Sequence[tuple[int, int, int]]) -> Refill:
+        """Gets positions (row, start, stop) from the ranks that hold their codes; what puts them back into the ring.
+
+        One collective for all of them; none where nothing is asked for.
+        """
+        if not places:
+            return lambda *_: None
+        found = {n: [self._own_values(n, place) for place in places] for n in self.streams}
+        flat = torch.cat([x.flatten() for values in found.values() for x in values])
+        flat = self.group.all_gather(flat).sum(0)
+        pieces = iter(flat.split([x.numel() for values in found.values() for x in values]))
+        whole = {
+            name: {place: next(pieces).view_as(x) for place, x in zip(places, values, strict=True)}
+            for name, values in found.items()
+        }
+
+        def put_back(row: int, start: int, stop: int) -> None:
+            assert self.ring is not None
+            for name, stream in self.ring.streams.items():
+                stream.put_in_tail(row, start, whole[name][row, start, stop])
+
+        return put_back
+
+    def _own_values(self, name: str, place: tuple[int, int, int]) -> Tensor:
+        """(lanes, stop - start, lane_dim) float32 in the stored basis, 0 where another rank has the token."""
+        row, start, stop = place
+        spread, rank, stream = self.placement.spread, self.group.rank, self.streams[name]
+        width = stream.lanes.heads_per_lane * stream.head_dim
+        values = torch.zeros(stream.lanes.count, stop - start, width, device=self.device)
+        position = spread.positions_of(rank, start, stop)
+        if len(position):
+            slot = torch.from_numpy(spread.count(rank, position)).to(self.device)
+            held = int(spread.count(rank, np.array(stop)))
+            stored = self.local.stored(name, held)[row : row + 1, :, slot]
+            place_in = torch.from_numpy(position - start).to(self.device)
+            values[:, place_in] = stream.lanes.pack(stored)[0]
+        return values
+
+
+class ContextParallelLayerKVCache(ContextParallelLayer, KeysAndValues):
     """K and V of one layer; as `caramba_fast.cache.LayerKVCache` but for `ALLOWED` options."""
 
-    def append(
-        self,
-        k: Tensor,
-        v: Tensor,
-        new_lens: Sequence[int] | None = None,
-        cache_leftpad: Tensor | None = None,
-        *,
-        will_attend: bool = True,
-    ) -> None:
-        """Stores those of T new tokens a row that go to this rank; as `LayerKVCache.append`.
 
-        Args:
-            k, v: (B, H_kv, T, D) or flat (B, T, dim), the same on every rank.
-            cache_leftpad: None; anything else is refused.
-
-        Raises:
-            ValueError, TypeError: as there, the same on every rank and before anything is written.
-        """
-        self._append({"k": k, "v": v}, new_lens, cache_leftpad, will_attend)
-
-    def attend(self, q: Tensor, *, before: int = 0, **options: Any) -> Any:
-        """Attention of the T newest tokens over what all ranks hold, the same bits on every rank.
-
-        Args:
-            q: (B, H_q, T, D_k), the same on every rank.
-            before: how many of the newest tokens of every row come after these T.
-            options: softmax_scale, window_size, softcap, s_aux, null_k, null_v, num_splits, q_chunk.
-
-        Raises:
-            ValueError, TypeError: as `LayerKVCache.attend`, and options not named here.
-            RankLostError: a rank is gone.
-        """
-        return self._attend(q, before=before, **options)
-
-
-class ContextParallelDecoupledLayerKVCache(ContextParallelLayer):
+class ContextParallelDecoupledLayerKVCache(ContextParallelLayer, DecoupledKeysAndValues):
     """K_sem, K_geo and V of one layer; as `caramba_fast.cache.DecoupledLayerKVCache`."""
-
-    def append(
-        self,
-        k_sem: Tensor,
-        k_geo: Tensor,
-        v: Tensor,
-        new_lens: Sequence[int] | None = None,
-        cache_leftpad: Tensor | None = None,
-        *,
-        will_attend: bool = True,
-    ) -> None:
-        """Stores those of T new tokens a row that go to this rank; as `ContextParallelLayerKVCache.append`."""
-        new = {"k_sem": k_sem, "k_geo": k_geo, "v": v}
-        self._append(new, new_lens, cache_leftpad, will_attend)
-
-    def attend(self, q_sem: Tensor, q_geo: Tensor, **options: Any) -> Any:
-        """Attention of the T newest tokens over what all ranks hold.
-
-        Args:
-            q_sem, q_geo: (B, H_q, T, D) each, the same on every rank.
-            options: sem_scale, geo_scale and those of `ContextParallelLayerKVCache.attend`.
-        """
-        return self._attend(q_sem, q_geo, **options)

@@ -1,9 +1,9 @@
-"""A language model whose caches, weights, or both, are spread over ranks.
+"""A language model over several ranks: its caches spread by tokens, or its weights by heads, or both.
 
-Tensor parallelism of the native Transformer: every rank has some heads, and caches of those alone.
-
-Weights are split by `torch.distributed.tensor.parallel` in the way of Megatron-LM (arXiv:1909.08053): projections into
-heads and into the MLP by columns, those out of them by rows, so that each block has two all-reduces.
+`context_parallel` gives a model caches whose tokens are on all ranks. `tensor_parallel` gives every rank some heads of
+the native Transformer, and caches of those alone: weights are split by `torch.distributed.tensor.parallel` in the way
+of Megatron-LM (arXiv:1909.08053), projections into heads and into the MLP by columns, those out of them by rows, so
+that each block has two all-reduces.
 """
 
 from __future__ import annotations

@@ -6,38 +6,27 @@ bytes to each of W ranks. Sums of exp-weighted outputs through ``all_reduce`` wo
 from four ranks on, but need the largest lse first, a second collective that waits for the first; a decode step
 moves kilobytes, where a collective costs its latency, not its bytes.
 
-A rank's own part of an attention, by the calls a plan lists (`caramba_fast.distributed.placement`).
-
-The fp16 tail of a layer whose pages are spread over ranks.
-
-Keys less than ``residual_len`` behind a query are read in fp16 from a ring, wherever their codes are. The ring is
-small, so every rank has it, whole; one of them attends to it. It is the ring of an ordinary layer cache that has no
-pages: what it is given goes to the ring, its codes nowhere. Reading it with a window of ``residual_len`` tokens leaves
-nothing visible but what comes from the ring.
+A rank's part is that over its own pages, by the calls `placement` lists. Keys less than ``residual_len`` behind a query
+are read in fp16 from a ring, wherever their codes are. The ring is small, so every rank has it, whole; one of them
+attends to it. It is the ring of an ordinary layer cache that has no pages: what it is given goes to the ring, its codes
+nowhere. Reading it with a window of ``residual_len`` tokens leaves nothing visible but what comes from the ring.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from caramba_fast.cache import LayerCache
+from caramba_fast.cache import LayerCache, PageAllocator, PageTable
+from caramba_fast.cache.plans import LayerPlans
 from caramba_fast.config import KVCacheTensorConfig
 from caramba_fast.distributed.group import RankGroup
 from caramba_fast.distributed.placement import PAGE_MULTIPLE, Call
-from caramba_fast.ops import (
-    KVView,
-    decode_attention,
-    decoupled_decode_attention,
-    decoupled_extend_attention,
-    extend_attention,
-    merge_state,
-)
+from caramba_fast.ops import merge_state
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 
 State = tuple[Tensor, Tensor]
@@ -120,13 +109,6 @@ def default_scale(q: Tensor) -> float:
     return 1 / math.sqrt(q.shape[-1])
 
 
-#: By the number of key streams: for few query tokens, and for many.
-OPS: dict[int, tuple[Any, Any]] = {
-    1: (decode_attention, extend_attention),
-    2: (decoupled_decode_attention, decoupled_extend_attention),
-}
-
-
 def nothing(queries: Sequence[Tensor], v_dim: int) -> State:
     """What a rank that holds no key gives: out 0 and lse -inf."""
     q = queries[0]
@@ -179,47 +161,40 @@ def _run(cache: LayerCache, queries: list[Tensor], call: Call, options: dict[str
     shape = queries[0].shape[:3]
     if not call.grows:
         queries = [q.reshape(shape[0], shape[1] * shape[2], 1, -1) for q in queries]
-    few, many = OPS[len(queries)]
-    extends = queries[0].shape[2] > MAX_QUERY_TOKENS
-    if not extends:
+    if queries[0].shape[2] <= MAX_QUERY_TOKENS:
         options.pop("q_chunk", None)
-    views = [_of_rows(stream.view, call) for stream in cache.streams.values()]
-    out, lse = (many if extends else few)(
-        *queries, *views, call.seqlens, n_kv_heads=cache.n_kv_heads, return_softmax_lse=True,
-        **{name: value for name, value in options.items() if value is not None},
-    )  # fmt: skip
+    sinks = any(stream.sink is not None for stream in cache.streams.values())
+    plans = _of_rows(cache, call) if sinks and not call.whole else cache.plans
+    out, lse = plans.attend(queries, call.seqlens, options)
     return out.reshape(*shape, -1), lse.reshape(shape)
 
 
-def _of_rows(view: KVView, call: Call) -> KVView:
-    """The view with the sinks of the call's rows; pages are those of any row."""
-    if view.sink is None or call.whole:
-        return view
-    return replace(view, sink=view.sink[call.rows])
+def _of_rows(cache: LayerCache, call: Call) -> LayerPlans:
+    """Reads with the sinks of the call's rows; pages are those of any row."""
+    streams = {name: stream.select_rows(call.rows, None) for name, stream in cache.streams.items()}
+    return LayerPlans(streams, cache.n_kv_heads)
 
 
 #: Tokens of the one page the ring's cache has, which holds zeros: as few as a page can have.
 ZEROS = PAGE_MULTIPLE
 
 
-class NoPages:
-    """Stands for the page table of a cache that keeps no codes.
+class NoPages(PageTable):
+    """The page table of a cache that keeps no codes.
 
     Writing finds no page; reading finds one page of zeros wherever it looks, which no query sees.
     """
 
     def __init__(self, batch_size: int, pages: int, device: torch.device) -> None:
-        self.tensor = torch.full((batch_size, pages), -1, dtype=torch.int32, device=device)
+        super().__init__(batch_size, pages, ZEROS, PageAllocator(1), device)
         self._zeros = torch.zeros_like(self.tensor)
 
-    def columns(self, longest: int) -> Tensor:
-        """(B, pages) int32, the page of zeros; ``longest`` changes nothing."""
-        del longest
+    def columns(self, longest: int) -> Tensor:  # noqa: ARG002 - there is one page, whatever the length
+        """(B, pages) int32, the page of zeros."""
         return self._zeros
 
-    def reserve(self, held: Sequence[int], added: Sequence[int]) -> list[tuple[int, int]]:
+    def reserve(self, held: Sequence[int], added: Sequence[int]) -> list[tuple[int, int]]:  # noqa: ARG002
         """Nothing to do, as in `shrink` and `reorder`."""
-        del held, added
         return []
 
     def shrink(self, lengths: Sequence[int]) -> None:
@@ -248,12 +223,10 @@ def as_ring(cache: LayerCache) -> LayerCache:
     """Turns a fresh paged cache of one page into one that keeps its ring alone."""
     assert cache.pages is not None
     for stream in cache.streams.values():
-        for buffer in (stream.codes, stream.scales):
-            if buffer is not None:
-                buffer.zero_()
+        for buffer in stream.token_buffers:
+            buffer.zero_()
     rows, pages = cache.pages.tensor.shape
-    stand_in: Any = NoPages(rows, pages, cache.device)
-    cache.pages = stand_in
+    cache.pages = NoPages(rows, pages, cache.device)
     return cache
 
 

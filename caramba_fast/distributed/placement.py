@@ -1,34 +1,35 @@
-"""What a rank does for one append or one read, worked out on the host from the lengths of the rows.
+"""Which rank holds which tokens of a row, and what each rank does for one append or one read.
 
-A rank's tokens of a row lie one behind the other in its own cache, so a local slot is no position. What a query may
-see is therefore put as a number: it sees the first ``c`` of the rank's tokens of its row, those at or before its own
-position. Along the queries of a row, ``c`` grows by one where the rank holds the query's own token and stays where it
-does not. Both are calls of the ordinary ops:
+`PageSpread`: page ``p`` of a row holds tokens ``p * page_size`` and on. Pages go round the ranks in turn; a rank that
+has no room left is passed over. Where a page goes depends on its number alone, never on the row or on what was removed
+before, so that every rank finds the same answer on its own, and so that a rank's n-th page is always the same page of
+the row: the phases that centered keys are stored with can follow from it.
+
+`Placement`: a rank's tokens of a row lie one behind the other in its own cache, so a local slot is no position. What a
+query may see is therefore put as a number: it sees the first ``c`` of the rank's tokens of its row, those at or before
+its own position. Along the queries of a row, ``c`` grows by one where the rank holds the query's own token and stays
+where it does not. Both are calls of the ordinary ops:
 
     growing   the causal rule of decode and extend attention, over ``c`` of the last query
     level     all queries see the same keys: as many query heads more, of one query token each
 
 Queries of all rows and stretches of one sort are one call, whose rows name the pages of the row they belong to. With
 a window, queries are put together by how many of the rank's tokens theirs holds, one call for each such number.
-
-PageSpread: which rank holds which page of a row, known to every rank without asking.
-
-Page ``p`` of a row holds tokens ``p * page_size`` and on. Pages go round the ranks in turn; a rank that has no room
-left is passed over. Where a page goes depends on its number alone, never on the row or on what was removed before,
-so that every rank finds the same answer on its own, and so that a rank's n-th page is always the same page of the
-row: the phases that centered keys are stored with can follow from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from caramba_fast.ops import Transform
+from caramba_fast.ops.transform import PHASE_TILE
 
 Counts = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -114,6 +115,29 @@ class PageSpread:
         """Which of the positions ``start`` to ``stop`` of a row ``rank`` holds."""
         position = np.arange(start, stop)
         return position[self.held(rank, position)]
+
+
+def on_pages(transform: Transform, pages: Sequence[int], page_size: int) -> Transform:
+    """The transform of a rank that holds ``pages`` of a row: its slots turn by the positions they stand for.
+
+    A phase table has one angle for each tile of 128 tokens; a rank's table has those of its own tiles.
+
+    Raises:
+        ValueError: the transform has phases, and pages are no whole tiles.
+    """
+    if transform.phases is None:
+        return transform
+    if page_size % PHASE_TILE:
+        raise ValueError(
+            f"page_size is {page_size}; keys centered on RoPE pairs need a multiple of {PHASE_TILE}"
+        )
+    tiles = page_size // PHASE_TILE
+    first = torch.tensor(list(pages) or [0]) * tiles
+    index = (first[:, None] + torch.arange(tiles)).flatten()
+    last = transform.phases.shape[2] - PHASE_TILE - 1  # the last page may reach past the table
+    index = torch.cat((torch.arange(PHASE_TILE), PHASE_TILE + index.clamp(max=last)))
+    phases = transform.phases[:, :, index.to(transform.phases.device)].contiguous()
+    return replace(transform, phases=phases)
 
 
 def check_page_size(page_size: int) -> None:

@@ -4,10 +4,9 @@ The new tokens are already in the cache; query ``i`` of row ``b`` stands at posi
 ``cache_seqlens[b] - T + i`` and sees the keys up to and including its own. What is computed is defined by
 the reference in `caramba_fast.ops.attention`.
 
-decoupled_decode_attention: two key streams, one softmax (decoupled bottleneck attention, DBA).
-
-A score is ``q_sem · k_sem * sem_scale + q_geo · k_geo * geo_scale``: semantic keys carry no position,
-geometric ones are rotated. Each stream has its own width, format and transform; values are shared.
+`decoupled_decode_attention` has two key streams and one softmax (decoupled bottleneck attention, DBA): a score is
+``q_sem · k_sem * sem_scale + q_geo · k_geo * geo_scale``. Semantic keys carry no position, geometric ones are rotated;
+each stream has its own width, format and transform, values are shared.
 """
 
 from __future__ import annotations

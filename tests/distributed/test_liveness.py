@@ -14,7 +14,7 @@ ROUNDS = """
 import os, sys, time, warnings
 from datetime import timedelta
 import torch.distributed as dist
-from caramba_fast.distributed.group import Heartbeat, StoreHolder
+from caramba_fast.distributed.heartbeat import Heartbeat, StoreHolder
 warnings.simplefilter("ignore")
 
 def rank(index, port_file, victim, delay):

@@ -28,7 +28,7 @@ from caramba_fast.distributed import (
     context_parallel,
     tensor_parallel,
 )
-from caramba_fast.distributed.group import Heartbeat, StoreHolder
+from caramba_fast.distributed.heartbeat import Heartbeat, StoreHolder
 from caramba_fast.distributed.placement import Placement, Queries
 
 ROOT = Path(__file__).resolve().parents[2]
