@@ -13,13 +13,15 @@ from torch import Tensor
 
 from caramba_fast.cache import ModelKVCache
 from caramba_fast.infer.config import GenerateConfig
-from caramba_fast.infer.kv_cache import DecodeOutput as DecodeOutput
-from caramba_fast.infer.kv_cache import Inferencer as Inferencer
-from caramba_fast.infer.kv_cache import KVCache as KVCache
-from caramba_fast.infer.kv_cache import KVState as KVState
-from caramba_fast.infer.kv_cache import PrefillOutput as PrefillOutput
-from caramba_fast.infer.kv_cache import QuantizedKVCache
-from caramba_fast.infer.kv_cache import SampleStrategy as SampleStrategy
+from caramba_fast.infer.kv_cache import (
+    DecodeOutput,
+    Inferencer,
+    KVCache,
+    KVState,
+    PrefillOutput,
+    QuantizedKVCache,
+    SampleStrategy,
+)
 from caramba_fast.infer.sampling import sample
 from caramba_fast.models.protocol import LanguageModel
 from caramba_fast.models.registry import as_language_model
@@ -236,7 +238,14 @@ def _eos_ids(model: LanguageModel) -> tuple[int, ...]:
 __all__ = [
     "CausalInferencer",
     "ChunkwiseInferencer",
+    "DecodeOutput",
     "GreedySampling",
+    "Inferencer",
+    "KVCache",
+    "KVState",
+    "LanguageModel",
+    "PrefillOutput",
     "QuantizedKVCache",
     "RandomSampling",
+    "SampleStrategy",
 ]
