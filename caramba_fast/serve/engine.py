@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from caramba_fast.cache import PagePool
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.tokenizer import TextTokenizer
 from caramba_fast.serve.config import EngineConfig
@@ -32,7 +33,108 @@ from caramba_fast.serve.scheduler import Scheduler
 from caramba_fast.serve.undo import EngineFullError, Turn, Undo, _is_under_way, whole
 
 
-class Engine:
+class EngineRequests:
+    """The requests of an engine, without a step: asked after, paused, and called off."""
+
+    config: GenerateConfig
+    settings: EngineConfig
+    pool: PagePool
+    _outputs: OutputProcessor
+    _turn: Turn
+
+    @property
+    def _pending(self) -> tuple[Event, ...]:
+        return self._turn.pending
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request with the next step; it keeps the tokens it has.
+
+        Raises:
+            KeyError: no such request is under way.
+        """
+        self._outputs.cancelling.append(self._request(request_id))
+
+    cancel_request = cancel
+
+    def pause(self, request_id: str) -> None:
+        """Schedules nothing for a request until `resume`; it gives way only where others need its place or pages."""
+        self._request(request_id).paused = True
+
+    def resume(self, request_id: str) -> None:
+        """Goes on with a paused request."""
+        self._request(request_id).paused = False
+
+    def _request(self, request_id: str) -> Request:
+        if request_id not in self._outputs.requests:
+            raise KeyError(f"request {request_id!r} is not under way")
+        return self._outputs.requests[request_id]
+
+    def is_under_way(self, request_id: str) -> bool:
+        """Whether a request was added and has not ended."""
+        return request_id in self._outputs.requests
+
+    @property
+    def under_way(self) -> list[str]:
+        """The ids of all requests that have not ended, oldest first."""
+        return list(self._outputs.requests)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is under way."""
+        return bool(self._outputs.requests) or self._turn.is_open
+
+    @property
+    def next_due(self) -> float | None:
+        """When (``time.monotonic``) the next deadline or max_time is over; None without any."""
+        return self._outputs.next_due
+
+    @property
+    def can_step(self) -> bool:
+        """Whether a step would do anything: not all requests are paused, or one of them is late."""
+        return bool(self._turn.pending) or self._turn.is_open or self._outputs.anything_to_do
+
+    @property
+    def free_places(self) -> int:
+        """How many more requests may wait; those that have begun and gave their pages back do not count."""
+        return max(0, self.settings.max_waiting - self._outputs.scheduler.fresh)
+
+    def withdraw(self, request_id: str) -> None:
+        """`cancel`, if the request is under way."""
+        request = self._outputs.requests.get(request_id)
+        if request is not None:
+            self._outputs.cancelling.append(request)
+
+    def set_paused(self, request_id: str, paused: bool) -> None:
+        """`pause` or `resume`, if the request is under way."""
+        request = self._outputs.requests.get(request_id)
+        if request is not None:
+            request.paused = paused
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """What the engine has done, and holds now."""
+        return engine_metrics(self._outputs.scheduler)
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What is in force: how the cache is stored, and how much of it there is."""
+        return {
+            **self.settings.model_dump(),
+            "cache_kind": self.config.cache_name,
+            "cache_bytes": self.pool.nbytes,
+            "page_size": self.pool.page_size,
+            "num_pages": self.pool.num_pages,
+            "cache_tokens": self.pool.page_size * self.pool.num_pages,
+            "bytes_per_token": self.pool.page_bytes / self.pool.page_size,
+            "left_out": "fp16 tails and sinks: pages are shared between requests",
+        }
+
+    def problems(self) -> list[str]:
+        """What is wrong with the bookkeeping of pages and requests; nothing ever should be. For tests and doctors."""
+        return self._outputs.problems()
+
+
+class Engine(EngineRequests):
     """Continuous batching over a paged, shared cache.
 
     Args:
@@ -124,10 +226,6 @@ class Engine:
         )
         return self._enter(prepared)
 
-    @property
-    def _pending(self) -> tuple[Event, ...]:
-        return self._turn.pending
-
     def _put_back(self, mine: bool = False) -> None:
         """Undoes a call that was interrupted; ``mine`` if it is the one that asks.
 
@@ -176,70 +274,6 @@ class Engine:
         if request_id in requests:
             raise ValueError(f"request {request_id!r} is under way; another id is needed")
         return request_id
-
-    def cancel(self, request_id: str) -> None:
-        """Ends a request with the next step; it keeps the tokens it has.
-
-        Raises:
-            KeyError: no such request is under way.
-        """
-        self._outputs.cancelling.append(self._request(request_id))
-
-    cancel_request = cancel
-
-    def pause(self, request_id: str) -> None:
-        """Schedules nothing for a request until `resume`; it gives way only where others need its place or pages."""
-        self._request(request_id).paused = True
-
-    def resume(self, request_id: str) -> None:
-        """Goes on with a paused request."""
-        self._request(request_id).paused = False
-
-    def _request(self, request_id: str) -> Request:
-        if request_id not in self._outputs.requests:
-            raise KeyError(f"request {request_id!r} is not under way")
-        return self._outputs.requests[request_id]
-
-    def is_under_way(self, request_id: str) -> bool:
-        """Whether a request was added and has not ended."""
-        return request_id in self._outputs.requests
-
-    @property
-    def under_way(self) -> list[str]:
-        """The ids of all requests that have not ended, oldest first."""
-        return list(self._outputs.requests)
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether any request is under way."""
-        return bool(self._outputs.requests) or self._turn.is_open
-
-    @property
-    def next_due(self) -> float | None:
-        """When (``time.monotonic``) the next deadline or max_time is over; None without any."""
-        return self._outputs.next_due
-
-    @property
-    def can_step(self) -> bool:
-        """Whether a step would do anything: not all requests are paused, or one of them is late."""
-        return bool(self._turn.pending) or self._turn.is_open or self._outputs.anything_to_do
-
-    @property
-    def free_places(self) -> int:
-        """How many more requests may wait; those that have begun and gave their pages back do not count."""
-        return max(0, self.settings.max_waiting - self._outputs.scheduler.fresh)
-
-    def withdraw(self, request_id: str) -> None:
-        """`cancel`, if the request is under way."""
-        request = self._outputs.requests.get(request_id)
-        if request is not None:
-            self._outputs.cancelling.append(request)
-
-    def set_paused(self, request_id: str, paused: bool) -> None:
-        """`pause` or `resume`, if the request is under way."""
-        request = self._outputs.requests.get(request_id)
-        if request is not None:
-            request.paused = paused
 
     # -- steps ---------------------------------------------------------------------------
 
@@ -357,30 +391,7 @@ class Engine:
 
     # -- figures ------------------------------------------------------------------------
 
-    @property
-    def metrics(self) -> EngineMetrics:
-        """What the engine has done, and holds now."""
-        return engine_metrics(self._outputs.scheduler)
-
-    @property
-    def report(self) -> dict[str, Any]:
-        """What is in force: how the cache is stored, and how much of it there is."""
-        return {
-            **self.settings.model_dump(),
-            "cache_kind": self.config.cache_name,
-            "cache_bytes": self.pool.nbytes,
-            "page_size": self.pool.page_size,
-            "num_pages": self.pool.num_pages,
-            "cache_tokens": self.pool.page_size * self.pool.num_pages,
-            "bytes_per_token": self.pool.page_bytes / self.pool.page_size,
-            "left_out": "fp16 tails and sinks: pages are shared between requests",
-        }
-
     @whole
     def clear_prefixes(self) -> None:
         """Forgets what kept pages hold; for a model whose weights have changed."""
         self._outputs.scheduler.blocks.pages.forget_all()
-
-    def problems(self) -> list[str]:
-        """What is wrong with the bookkeeping of pages and requests; nothing ever should be. For tests and doctors."""
-        return self._outputs.problems()
