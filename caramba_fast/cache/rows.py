@@ -67,12 +67,7 @@ class LayerRows(CachedRows):
         self.reads_all_slots, self.reach = False, AttentionLimits()
         self._by_hand = False  # set_transforms has been called
         self._widened = 0  # tokens the tails have been given room for
-        self._name_streams()
-
-    def _name_streams(self) -> None:
-        """Sets the attributes that stand for single streams."""
-        for name, stream in self.streams.items():
-            setattr(self, name, stream)
+        vars(self).update(streams)  # each by its name
 
     # -- what they hold -------------------------------------------------------------------
 
@@ -98,12 +93,9 @@ class LayerRows(CachedRows):
         """Copies what is stored in pages of the pool to others: (from, to)."""
         if not moved:
             return
-        source, target = (
-            torch.tensor(pages, device=self.device) for pages in zip(*moved, strict=True)
-        )
-        for stream in self.streams.values():
-            for buffer in stream.token_buffers:
-                buffer[target] = buffer[source]
+        source, target = torch.tensor(moved, device=self.device).T
+        for buffer in (x for stream in self.streams.values() for x in stream.token_buffers):
+            buffer[target] = buffer[source]
 
     # -- shorter --------------------------------------------------------------------------
 
@@ -142,11 +134,10 @@ class LayerRows(CachedRows):
 
     def restore_tail(self, state: TailState) -> None:
         """Puts rings back, after the rows have got the lengths they had then."""
-        rings, lowest = state
         tails = [stream.tail for stream in self.streams.values() if stream.tail is not None]
-        for tail, ring in zip(tails, rings, strict=True):
+        for tail, ring in zip(tails, state[0], strict=True):
             tail.copy_(ring)
-        self.tail.lowest = list(lowest)
+        self.tail.lowest = list(state[1])
 
     def reset(self) -> None:
         """Forgets everything, transforms set by hand included; the memory stays allocated."""
@@ -164,12 +155,7 @@ class LayerRows(CachedRows):
             beam_idx: (B,) integer tensor; on cpu when the cache is paged or rows differ in length, since
                 nothing is ever read from a device.
         """
-        countable = not beam_idx.is_floating_point() and beam_idx.dtype != torch.bool
-        if beam_idx.shape != (self.batch_size,) or not countable:
-            raise ValueError(
-                f"beam_idx is {tuple(beam_idx.shape)} {beam_idx.dtype}; ({self.batch_size},) "
-                "integers are needed"
-            )
+        _check_order(beam_idx, self.batch_size)
         self.narrow_tails()
         order = beam_idx.to(device=self.device, dtype=torch.int64)
         if beam_idx.device.type == "cpu":
@@ -236,7 +222,7 @@ class LayerRows(CachedRows):
             other.pages = None if self.pages is None else self.pages.select_rows(rows)
         other.tail = self.tail.select_rows(rows)
         other.plans = LayerPlans(other.streams, self.n_kv_heads)
-        other._name_streams()
+        vars(other).update(other.streams)
         return other
 
     # -- other room -----------------------------------------------------------------------
@@ -251,11 +237,8 @@ class LayerRows(CachedRows):
             raise ValueError("a paged cache does not grow; make its pool larger")
         if max_seq_len <= self.max_seq_len:
             return
-        slots = capacity(max_seq_len)
-        longer = {
-            name: lengthened(stream.transform, self.calibration.rotary.get(name), slots)
-            for name, stream in self.streams.items()
-        }
+        slots, rotary = capacity(max_seq_len), self.calibration.rotary
+        longer = {n: lengthened(s.transform, rotary.get(n), slots) for n, s in self.streams.items()}
         with torch.inference_mode(False):
             for name, stream in self.streams.items():
                 stream.resize(slots, 0, self.pos)
@@ -349,3 +332,12 @@ class LayerRows(CachedRows):
         self.max_seq_len = max_seq_len
         self.tail.lowest = list(state_dict["tail_lowest"])
         self.lengths.set(state_dict["lengths"])
+
+
+def _check_order(beam_idx: Tensor, rows: int) -> None:
+    """Raises ValueError unless there is an integer for each row."""
+    countable = not beam_idx.is_floating_point() and beam_idx.dtype != torch.bool
+    if beam_idx.shape != (rows,) or not countable:
+        raise ValueError(
+            f"beam_idx is {tuple(beam_idx.shape)} {beam_idx.dtype}; ({rows},) integers are needed"
+        )
