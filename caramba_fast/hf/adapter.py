@@ -3,8 +3,6 @@
 K and V of every layer go into our caches. Where our attention function can serve the model, it reads them as they
 are stored; elsewhere they come back dense to the model's own attention, which is right for every model that uses
 a transformers cache, at the cost of dequantizing what a step attends to.
-
-ModelFacts: what generation asks of a model of transformers besides its forward pass.
 """
 
 from __future__ import annotations
@@ -18,17 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from caramba_fast.cache import AnyLayerShape, LayerShape, ModelKVCache, RaggedBatch
 from caramba_fast.hf.attention import pieces
-from caramba_fast.hf.capabilities import check_padding, check_servable, probe
-from caramba_fast.hf.dense_cache import DenseCache
-from caramba_fast.hf.layers import DropoutActiveError, StepCache, TensorsNeededError
-from caramba_fast.hf.packed_trial import COMPILED, chunks_of, is_compiled, reading
-from caramba_fast.hf.ragged import forward_ragged, ragged_limit, why_not_ragged
-from caramba_fast.hf.row_layout import EndFrame, Frame
+from caramba_fast.hf.capabilities import capabilities_of, check_servable
+from caramba_fast.hf.layers import DropoutActiveError, TensorsNeededError
+from caramba_fast.hf.packed_trial import COMPILED, is_compiled
+from caramba_fast.hf.row_layout import LeftPadded, RightPadded, RowLayout
 from caramba_fast.hf.scope import dense_pass, our_attention
+from caramba_fast.hf.step_cache import DenseCache, RaggedCache, StepCache
 from caramba_fast.models.protocol import refuse_recording
+
+#: Kinds of RoPE whose frequencies depend on the longest position there is.
+CHANGING_ROPE = ("dynamic", "longrope")
 
 
 class ModelFacts(nn.Module):
@@ -44,7 +45,8 @@ class ModelFacts(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self._findings = probe(model)
+        self._capabilities = capabilities_of(model)
+        self._capabilities.shapes  # noqa: B018 - what cannot be served is refused here
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -72,10 +74,8 @@ class ModelFacts(nn.Module):
     @property
     def vocab_size(self) -> int:
         """Width of the logits; after ``resize_token_embeddings`` the model is asked again."""
-        found = probe(self.model)
-        if found is not self._findings:
-            self._findings = found
-        return found.vocab_size
+        self._capabilities = capabilities_of(self.model)
+        return self._capabilities.vocab_size
 
     @property
     def device(self) -> torch.device:
@@ -89,18 +89,18 @@ class ModelFacts(nn.Module):
 
         Rows of a chunk start elsewhere than the phases of their keys: those layers' RoPE is left unsaid.
         """
-        chunks = chunks_of(self.model)
+        chunks = self._capabilities.chunks
         return [
             replace(shape, rope=None, key_bias=None)
             if place in chunks and isinstance(shape, LayerShape)
             else shape
-            for place, shape in zip(self._findings.places, self._findings.shapes, strict=True)
+            for place, shape in self._capabilities.shapes.items()
         ]
 
     @property
     def max_positions(self) -> int | None:
         """The length of the model's table of positions; None where positions are computed."""
-        return self._findings.max_positions
+        return self._capabilities.max_positions
 
 
 class HuggingFaceModel(ModelFacts):
@@ -131,9 +131,9 @@ class HuggingFaceModel(ModelFacts):
     def why_dense(self) -> str | None:
         """Why keys and values are dequantized at every step; None where they are read as they are stored.
 
-        The first time it is asked, the model is tried out: four small forward passes.
+        The first time it is asked, the model is tried out in a few small forward passes.
         """
-        return reading(self.model, self._findings).reason or self._needs_tensors
+        return self._capabilities.why_dense or self._needs_tensors
 
     @property
     def cache_reads(self) -> str:
@@ -184,7 +184,7 @@ class HuggingFaceModel(ModelFacts):
                 logits = self._packed(query_token_ids, kv_cache, new, logits_index)
             except TensorsNeededError as error:
                 kv_cache.restore(before)
-                reason = self._noted(error)
+                reason = self._why_tensors(error)
             else:
                 if self._dropout is not None and not self.model.training:
                     self._dropout = None
@@ -192,7 +192,7 @@ class HuggingFaceModel(ModelFacts):
         self._warn(reason)
         return self._dense(query_token_ids, kv_cache, new, logits_index)
 
-    def _noted(self, error: TensorsNeededError) -> str:
+    def _why_tensors(self, error: TensorsNeededError) -> str:
         """Why this pass has to read tensors; all to come have to as well, unless it is dropout."""
         if isinstance(error, DropoutActiveError):
             self._dropout = str(error)
@@ -202,7 +202,7 @@ class HuggingFaceModel(ModelFacts):
 
     def _why_dense(self, kv_cache: ModelKVCache) -> str | None:
         """Why reads of this cache are dense; None if they are not."""
-        chunks, place = reading(self.model, self._findings).chunks, kv_cache.seq_lens.device
+        chunks, place = self._capabilities.chunks, kv_cache.seq_lens.device
         if place != self.device:
             return f"the cache is on {place} and the model on {self.device}"
         if chunks and next(iter(kv_cache[0].streams.values())).sink is not None:
@@ -219,19 +219,48 @@ class HuggingFaceModel(ModelFacts):
                 stacklevel=3,
             )
 
+    # -- tokens of many requests side by side ---------------------------------------------
+
     @property
     def why_not_ragged(self) -> str | None:
         """Why the serving engine cannot run tokens of many requests side by side; None if it can."""
-        return why_not_ragged(self)
+        if self.why_dense is not None:
+            return self.why_dense
+        if self._capabilities.chunks:
+            return "its layers attend within chunks, which start elsewhere in every request"
+        return None
 
     @property
     def ragged_limit(self) -> int | None:
-        """Most tokens of a sequence beside others; None for no limit."""
-        return ragged_limit(self)
+        """Most tokens of a sequence beside others; None for no limit.
+
+        Some kinds of RoPE choose their frequencies by the longest position of a pass: beyond the length they were
+        trained for, a token's keys would depend on who else is in the batch.
+        """
+        config = self.model.config.get_text_config(decoder=True)
+        given = (
+            getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+        )
+        parts = [given, *(part for part in given.values() if isinstance(part, dict))]
+        found = [
+            part.get("original_max_position_embeddings")
+            or getattr(config, "original_max_position_embeddings", None)
+            or config.max_position_embeddings
+            for part in parts
+            if (part.get("rope_type") or part.get("type")) in CHANGING_ROPE
+        ]
+        return min(found, default=None)
 
     def forward_ragged(self, ids: Tensor, batch: RaggedBatch, rows: Tensor) -> Tensor:
-        """Tokens (N,) of many sequences -> (M, V) logits, as `Transformer.forward_ragged`."""
-        return forward_ragged(self, ids, batch, rows)
+        """Tokens (N,) of many sequences -> (M, V) logits behind those of ``rows`` (M,), as `Transformer`."""
+        kept = rows if len(rows) else rows.new_zeros(1)  # none at all would mean every one
+        options: dict[str, Any] = {"logits_to_keep": kept} if self._keeps_logits else {}
+        with our_attention(self._capabilities.configs):
+            logits: Tensor = self.model(
+                input_ids=ids[None], position_ids=batch.positions[None], use_cache=True,
+                past_key_values=RaggedCache(batch, self._capabilities.places), **options,
+            ).logits[0]  # fmt: skip
+        return logits[: len(rows)] if options else torch.index_select(logits, 0, rows)
 
     # -- packed reads -------------------------------------------------------------------
 
@@ -239,26 +268,26 @@ class HuggingFaceModel(ModelFacts):
         self, ids: Tensor, kv_cache: ModelKVCache, new: list[int], index: Tensor | None
     ) -> Tensor:
         """(B, T) -> (B, T, V) or (B, 1, V), rows as they lie in the cache."""
-        frame = EndFrame(kv_cache.row_lengths, new, self.device)
-        ids = frame.without_padding(ids, 1 if self.pad_token_id == 0 else 0)
-        parts = self._parts(frame, kv_cache)
+        layout = RightPadded(kv_cache.row_lengths, new, self.device)
+        ids = layout.without_padding(ids, 1 if self.pad_token_id == 0 else 0)
+        parts = self._parts(layout, kv_cache)
         if len(parts) < 2:
-            return self._in_frame(ids, kv_cache, frame, index)
-        self._check_frame(frame)
+            return self._run(ids, kv_cache, layout, index)
+        self._check_lengths(layout)
         found = [
             self._packed(ids[:, a:b], kv_cache, [min(max(n - a, 0), b - a) for n in new], None)
             for a, b in parts
         ]
-        logits = frame.queries_to_end(torch.cat(found, dim=1), 1, ids.shape[1])
+        logits = layout.from_layout(torch.cat(found, dim=1), 1, ids.shape[1])
         return logits if index is None else _picked(logits, index)
 
-    def _parts(self, frame: EndFrame, kv_cache: ModelKVCache) -> list[tuple[int, int]]:
+    def _parts(self, layout: RightPadded, kv_cache: ModelKVCache) -> list[tuple[int, int]]:
         """Columns that go through the model at once: of ragged rows, none enters another chunk within them."""
-        chunks = reading(self.model, self._findings).chunks.values()
+        chunks = self._capabilities.chunks.values()
         exact = kv_cache.prefill == "exact" and kv_cache.pos == 0
-        if not chunks or exact or not frame.padded_queries or frame.total <= min(chunks):
+        if not chunks or exact or not layout.padded_queries or layout.total <= min(chunks):
             return []
-        return pieces(frame.held, frame.new, frame.tokens, min(chunks))
+        return pieces(layout.held, layout.new, layout.tokens, min(chunks))
 
     # -- dense reads --------------------------------------------------------------------
 
@@ -267,7 +296,7 @@ class HuggingFaceModel(ModelFacts):
     ) -> Tensor:
         """(B, T) -> (B, T, V) or (B, 1, V), rows moved to the front."""
         window = kv_cache.reach.local_window
-        if window is not None and reading(self.model, self._findings).chunks:
+        if window is not None and self._capabilities.chunks:
             raise ValueError(
                 f"{type(self.model).__name__} attends within chunks, and this cache is read as tensors: "
                 f"{self.reads_of(kv_cache)}; local_window={window} of a decode plan is for packed reads there"
@@ -277,51 +306,45 @@ class HuggingFaceModel(ModelFacts):
         if window is not None and ids.shape[1] > 1:
             logits = self._one_by_one(ids, kv_cache, new)
             return logits if index is None else _picked(logits, index)
-        frame = Frame(kv_cache.row_lengths, new, self.device, window)
-        return self._in_frame(ids, kv_cache, frame, index)
+        layout = LeftPadded(kv_cache.row_lengths, new, self.device, window)
+        return self._run(ids, kv_cache, layout, index)
 
     def _without_cache(self, ids: Tensor) -> Tensor:
         """(B, T) -> (B, T, V), attending among the tokens alone."""
-        frame = Frame([0] * len(ids), [ids.shape[1]] * len(ids), self.device)
-        options, _ = self._options(frame, None)
+        layout = LeftPadded([0] * len(ids), [ids.shape[1]] * len(ids), self.device)
+        options, _ = self._options(layout, None)
         return self.model(input_ids=ids, use_cache=False, **options).logits
 
-    def _in_frame(
-        self,
-        ids: Tensor,
-        kv_cache: ModelKVCache,
-        frame: Frame | EndFrame,
-        logits_index: Tensor | None,
+    def _run(
+        self, ids: Tensor, kv_cache: ModelKVCache, layout: RowLayout, logits_index: Tensor | None
     ) -> Tensor:
-        """The model over ``ids`` (B, T) in a frame, and what it says where rows were before."""
-        self._check_frame(frame)
-        index = None if logits_index is None else frame.query_column(logits_index)
-        options, rows = self._options(frame, index)
-        findings, packed = self._findings, isinstance(frame, EndFrame)
-        configs = reading(self.model, findings).configs
-        cache = (
-            StepCache(kv_cache, frame, findings)
-            if isinstance(frame, EndFrame)
-            else DenseCache(kv_cache, frame, findings.places)
-        )
-        with our_attention(configs) if packed else dense_pass():
+        """The model over ``ids`` (B, T) in a layout, and what it says where rows were before."""
+        self._check_lengths(layout)
+        index = None if logits_index is None else layout.query_column(logits_index)
+        options, rows = self._options(layout, index)
+        known = self._capabilities
+        cache: Cache
+        if isinstance(layout, LeftPadded):
+            cache, attention = DenseCache(kv_cache, layout, known.places), dense_pass()
+        else:
+            assert isinstance(layout, RightPadded)
+            cache = StepCache(kv_cache, layout, known.places, known.lenders)
+            attention = our_attention(known.configs)
+        with attention:
             logits = self.model(
-                input_ids=frame.queries_to_front(ids),
-                past_key_values=cache,
-                use_cache=True,
-                **options,
+                input_ids=layout.to_layout(ids), past_key_values=cache, use_cache=True, **options
             ).logits
         if index is None:
-            return frame.queries_to_end(logits, 1, ids.shape[1])
+            return layout.from_layout(logits, 1, ids.shape[1])
         return _picked(logits, index if rows is None else rows)
 
-    def _check_frame(self, frame: Frame | EndFrame) -> None:
-        if frame.padded_keys:
-            check_padding(self.model)
-        limit = self._findings.max_positions
-        if limit is not None and frame.total > limit:
+    def _check_lengths(self, layout: RowLayout) -> None:
+        if layout.padded_keys:
+            self._capabilities.check_padding()
+        limit = self._capabilities.max_positions
+        if limit is not None and layout.total > limit:
             raise ValueError(
-                f"a row would have {frame.total} tokens; the model has {limit} positions "
+                f"a row would have {layout.total} tokens; the model has {limit} positions "
                 "(max_position_embeddings)"
             )
 
@@ -335,13 +358,13 @@ class HuggingFaceModel(ModelFacts):
         return torch.cat(parts, dim=1)
 
     def _options(
-        self, frame: Frame | EndFrame, index: Tensor | None
+        self, layout: RowLayout, index: Tensor | None
     ) -> tuple[dict[str, Any], Tensor | None]:
         """Keyword arguments of the model, and where in what it returns the logits of ``index`` are."""
-        options: dict[str, Any] = {"attention_mask": frame.attention_mask}
+        options: dict[str, Any] = {"attention_mask": layout.attention_mask}
         if self._takes_positions:
-            options["position_ids"] = frame.position_ids
-        if index is None or not self._keeps_logits or frame.tokens == 1:
+            options["position_ids"] = layout.position_ids
+        if index is None or not self._keeps_logits or layout.tokens == 1:
             return options, None
         wanted, rows = torch.unique(index, return_inverse=True)
         options["logits_to_keep"] = wanted

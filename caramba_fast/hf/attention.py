@@ -1,42 +1,35 @@
-"""The attention function: over packed keys and values where the cache gives them, else as ``sdpa``.
+"""The attention function: over packed keys and values where the cache gives them, else over tensors.
 
-Attention within chunks (Llama 4): a query sees the keys of its own chunk, counted from its row's first token.
-
-Attention over plain tensors with what ``sdpa`` has not: capped logits, sinks, and the weights themselves.
-
-For prompts (the cache is empty, keys and values are at hand) and stock caches of Gemma 2 and gpt-oss, a few queries
-at a time, so that the weights of a long prompt exist at once only where they are asked for.
+Over tensors it is ``sdpa``, or a few queries at a time where ``sdpa`` has not what is asked for: capped logits, sinks
+(prompts and stock caches of Gemma 2 and gpt-oss), and the weights themselves.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from caramba_fast.hf.compat import weights_are_recorded
-from caramba_fast.hf.layers import check_no_dropout
+from caramba_fast.hf.layers import PackedLayer, check_no_dropout
 from caramba_fast.hf.lazy_tensors import PackedStates, values_of, without_gradient
-from caramba_fast.hf.masks import PatternMask, check_told
+from caramba_fast.hf.masks import PatternMask
 from caramba_fast.hf.scope import attention_function, foreign, inside, once
-from caramba_fast.hf.static_cache import attended_layer, check_no_codes
-
-if TYPE_CHECKING:
-    from caramba_fast.hf.layers import CarambaLayer, StepLayer
+from caramba_fast.hf.static_layer import attended_layer, check_no_codes
 
 
 def attend_in_chunks(
-    layer: CarambaLayer | StepLayer,
+    layer: PackedLayer,
     query: Tensor,
     chunk: int,
     leftpad: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """Attention of the T newest tokens, each to its own chunk.
+    """Attention of the T newest tokens, each to its own chunk, counted from its row's first token (Llama 4).
 
     A chunk's start is one more beginning of a row, ``cache_leftpad`` of the op, so queries are taken together as
     long as no row enters another chunk.
@@ -52,7 +45,6 @@ def attend_in_chunks(
         (B, H_q, T, D_v).
     """
     store = layer.store
-    assert store is not None
     tokens = query.shape[2]
     rows, first = layer.rows_for(tokens, leftpad)
     counts = layer.real_queries or [tokens] * len(rows)
@@ -197,7 +189,7 @@ def caramba_attention(
                 "output_attentions=True: a static cache gives no weights; use CarambaCache, or restore(model)"
             )
         if not torch.compiler.is_compiling():
-            check_told(static.common, static.maker.index, attention_mask)
+            static.check_mask(attention_mask)
         out = static.attend(query, **_options(scaling, softcap, sinks))
         return without_gradient(out, query, *static.sources).transpose(1, 2).contiguous(), None
     if not weights and _reads_packed(module, query, key, value, attention_mask, dropout, kwargs):
@@ -216,7 +208,7 @@ def caramba_attention(
     if dropout:
         check_no_dropout(key)
     if not torch.compiler.is_compiling():
-        _tell_of_stock_cache(module, query, key)
+        _warn_of_stock_cache(module, query, key)
     return _plain(
         module, query, key, value, attention_mask, scaling, softcap, sinks, dropout, weights, kwargs
     )
@@ -235,7 +227,7 @@ def _plain(
     weights: bool,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention over tensors: those given, or the values of deferred ones."""
+    """Attention over tensors: those given, or the values of lazy ones."""
     causal = _is_causal(module, kwargs)
     mask = _dense_mask(query, key, mask, causal)
     key, value = values_of(key), values_of(value)
@@ -273,7 +265,7 @@ def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     return bool(wanted)
 
 
-def _tell_of_stock_cache(module: nn.Module, query: Tensor, key: Any) -> None:
+def _warn_of_stock_cache(module: nn.Module, query: Tensor, key: Any) -> None:
     """Once a model: it has our attention, and its decode steps read a cache that is not packed."""
     if type(key) is Tensor and query.shape[2] < key.shape[2] and not inside.dense:
         once(

@@ -132,6 +132,10 @@ HYBRIDS: tuple[Any, ...] = tuple(
 )
 
 
+#: What those have besides.
+LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", object)
+
+
 def is_hybrid(layer: Any) -> bool:
     """Whether a stock layer keeps K and V of tokens beside a state."""
     return type(layer) in HYBRIDS

@@ -6,15 +6,24 @@ transformers has them from 5.1 on, as one class of both kinds of layer; ours are
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from transformers import cache_utils
 
-from caramba_fast.hf.compat import HYBRIDS
-from caramba_fast.hf.layers import CarambaLayer
+from caramba_fast.cache import LayerShape
+from caramba_fast.hf.compat import (
+    HYBRIDS,
+    LinearAttentionLayer,
+    is_chunked,
+    is_hybrid,
+    keeps_only_tokens,
+    lenders,
+    stock_layers,
+)
+from caramba_fast.hf.growing_layer import CarambaLayer
+from caramba_fast.hf.layers import Common
 
-_LINEAR: Any = getattr(cache_utils, "LinearAttentionLayer", object)
 #: What such a layer keeps beside K and V, by number of the state.
 STATES = (
     "conv_states", "recurrent_states", "is_conv_states_initialized", "is_recurrent_states_initialized",
@@ -24,10 +33,10 @@ TENSORS = STATES[:2]
 
 
 class HybridLayer(CarambaLayer):
-    """The part of `hybrid` that is ours."""
+    """The part that is ours of a layer that is also a stock one of `HYBRIDS`."""
 
     def __init__(self, states: int, *args: Any) -> None:
-        _LINEAR.__init__(self, number_of_states=states)
+        LinearAttentionLayer.__init__(self, number_of_states=states)
         super().__init__(*args)
 
     def lazy_initialization(self, *tensors: Tensor, **states: Any) -> None:  # type: ignore[override]
@@ -35,21 +44,21 @@ class HybridLayer(CarambaLayer):
         if tensors:
             super().lazy_initialization(*tensors)
         else:
-            _LINEAR.lazy_initialization(self, **states)
+            LinearAttentionLayer.lazy_initialization(self, **states)
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether the state can be put back as it was; K and V can."""
-        return bool(_LINEAR.is_croppable.fget(self))
+        return bool(LinearAttentionLayer.is_croppable.fget(self))
 
     def crop(self, count: int) -> None:
         """Takes tokens off the end, of the state first: it may refuse."""
-        _LINEAR.crop(self, count)
+        LinearAttentionLayer.crop(self, count)
         super().crop(count)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row b becomes what row ``beam_idx[b]`` was."""
-        _LINEAR.reorder_cache(self, beam_idx)
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
         super().reorder_cache(beam_idx)
 
     def _take(self, rows: list[int]) -> None:
@@ -61,24 +70,41 @@ class HybridLayer(CarambaLayer):
 
     def reset(self) -> None:
         """Forgets everything; the memory stays."""
-        _LINEAR.reset(self)
+        LinearAttentionLayer.reset(self)
         super().reset()
 
     def offload(self) -> None:
         """Moves everything to the CPU."""
-        _LINEAR.offload(self)
+        LinearAttentionLayer.offload(self)
         super().offload()
 
     def prefetch(self) -> None:
         """Moves it back to where the model's keys are."""
-        _LINEAR.prefetch(self)
+        LinearAttentionLayer.prefetch(self)
         super().prefetch()
 
 
 _OURS = {stock: type(f"Caramba{stock.__name__}", (HybridLayer, stock), {}) for stock in HYBRIDS}
 
 
-def hybrid(layer: Any, *args: Any) -> CarambaLayer:
-    """What takes the place of a stock ``layer`` that `is_hybrid`; ``args`` as for `CarambaLayer`."""
-    made: CarambaLayer = _OURS[type(layer)](layer.number_of_states, *args)
-    return made
+def packed_layers(
+    common: Common, known: dict[int, LayerShape], kind: Callable[..., Any]
+) -> list[Any]:
+    """The layers of a cache: packed where the stock ones keep K and V of tokens, else the stock ones themselves.
+
+    Args:
+        common: what they share; its config is the decoder's.
+        known: shapes of layers, where they are known.
+        kind: makes a layer that keeps K and V alone; arguments as of `StoringLayer`.
+    """
+    config = common.config
+    lending = lenders(config)
+    layers = stock_layers(config)
+    for i, stock in enumerate(layers):
+        window = getattr(stock, "sliding_window", None)
+        given = (i, common, known.get(i), window, is_chunked(config, i), i in lending)
+        if keeps_only_tokens(stock):
+            layers[i] = kind(*given)
+        elif is_hybrid(stock):
+            layers[i] = _OURS[type(stock)](stock.number_of_states, *given)
+    return layers

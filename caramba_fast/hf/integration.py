@@ -1,9 +1,4 @@
-"""accelerate and restore: plain ``model.generate()`` with our cache and attention.
-
-cache="auto": the cache `caramba_fast.policy` chooses for a model of transformers.
-
-register: our attention and mask functions among those of transformers.
-"""
+"""accelerate and restore: plain ``model.generate()`` with our cache and attention, which `register` makes known."""
 
 from __future__ import annotations
 
@@ -19,10 +14,10 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import AttentionMaskInterface
 
 from caramba_fast.hf.attention import caramba_attention
-from caramba_fast.hf.capabilities import check_cacheable
+from caramba_fast.hf.capabilities import capabilities_of, check_cacheable
 from caramba_fast.hf.compat import CROP_REMOVES
 from caramba_fast.hf.masks import caramba_mask
-from caramba_fast.hf.packed_cache import CarambaCache, known_shapes
+from caramba_fast.hf.packed_cache import CarambaCache
 from caramba_fast.hf.packed_trial import is_compiled
 from caramba_fast.hf.scope import NAME, decoder_configs, implementation, set_implementation
 from caramba_fast.hf.settings import FIELDS, CacheArgument, CacheSettings
@@ -131,7 +126,7 @@ def accelerate(model: M, cache: CacheArgument = "q4", **options: Any) -> M:
     before = restore(model)
     try:
         if settings.takes_constants:
-            known_shapes(model)
+            capabilities_of(model).shapes  # noqa: B018 - what cannot be asked fails here
         _install(model, settings)
     except BaseException:
         restore(model)

@@ -6,7 +6,7 @@ a mask) that attention reads as it is. Any other op gets the values, made on the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,12 +15,10 @@ from torch.utils._pytree import tree_map_only
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from caramba_fast.hf.layers import CarambaLayer, StepLayer
-
 T = TypeVar("T", bound=Tensor)
 
 
-class Deferred(torch.Tensor):
+class LazyTensor(torch.Tensor):
     """A tensor of some shape, dtype and device whose values `dense` makes."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -34,7 +32,7 @@ class Deferred(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs any op on the values."""
-        args, kwargs = tree_map_only(Deferred, lambda x: x.dense(), (args, kwargs or {}))
+        args, kwargs = tree_map_only(LazyTensor, lambda x: x.dense(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @classmethod
@@ -46,7 +44,23 @@ class Deferred(torch.Tensor):
         return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype}, {self.device})"
 
 
-class PackedStates(Deferred):
+class HasStates(Protocol):
+    """What `PackedStates` asks of a layer (`caramba_fast.hf.layers.PackedLayer`)."""
+
+    packed_only: bool
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+
+    def serves(self, tokens: int) -> bool:
+        """Whether the newest ``tokens`` can be attended from."""
+
+    def dequantized(self, stream: str, dtype: torch.dtype, length: int) -> Tensor:
+        """The first ``length`` keys ("k") or values ("v") of every row, as a tensor."""
+
+
+class PackedStates(LazyTensor):
     """Keys or values (B, H_kv, L, D) of a layer, as they are stored.
 
     Attributes:
@@ -54,12 +68,12 @@ class PackedStates(Deferred):
         stream: "k" or "v".
     """
 
-    layer: CarambaLayer | StepLayer
+    layer: HasStates
     stream: str
     _made: Tensor | None
 
     @classmethod
-    def of(cls, layer: CarambaLayer | StepLayer, stream: str, like: Tensor) -> PackedStates:
+    def of(cls, layer: HasStates, stream: str, like: Tensor) -> PackedStates:
         """All that ``layer`` holds, in the dtype of ``like`` (B, H_kv, T, D), of which the newest tokens are."""
         batch, heads, _, dim = like.shape
         made = cls._empty((batch, heads, layer.length, dim), like.dtype, like.device)
@@ -107,5 +121,5 @@ def _as_if_made_from(sources: list[Tensor], made: T) -> T:
 
 
 def values_of(x: Any) -> Any:
-    """``x`` with its values, if it is deferred."""
-    return x.dense() if isinstance(x, Deferred) else x
+    """``x`` as an ordinary tensor, if it is lazy."""
+    return x.dense() if isinstance(x, LazyTensor) else x

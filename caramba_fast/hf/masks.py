@@ -3,10 +3,6 @@
 transformers describes masks as functions of (batch, head, query, key). Those it makes for decoders say: causal,
 within a window or a chunk, from the first token of a row on. They are recognised by what they are made of; any
 other mask, and padding between tokens, is built as for ``sdpa``.
-
-What a mask of transformers says, read from the function that describes it.
-
-Those made for decoders say: causal, within a window or a chunk. They are recognised by what they are made of.
 """
 
 from __future__ import annotations
@@ -15,18 +11,15 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import masking_utils
 
 from caramba_fast.hf.compat import MaskCall
-from caramba_fast.hf.lazy_tensors import Deferred
+from caramba_fast.hf.lazy_tensors import LazyTensor
 from caramba_fast.hf.scope import foreign, mask_function
-
-if TYPE_CHECKING:
-    from caramba_fast.hf.layers import Common
 
 
 @dataclass(frozen=True)
@@ -88,7 +81,7 @@ def _both(a: Pattern | None, b: Pattern | None) -> Pattern | None:
     )
 
 
-class PatternMask(Deferred):
+class PatternMask(LazyTensor):
     """(B, 1, T, L) bool, True where a query sees a key.
 
     A slice of it that keeps the newest queries is one as well: Gemma 4 drops the others before layers that share keys
@@ -185,34 +178,34 @@ def starts(padding: Tensor | None, keys: int) -> tuple[Tensor | None, bool]:
 # -- which cache a mask is for -----------------------------------------------------------------
 
 
-class Asked:
-    """The static cache that a compiled pass makes masks for; set and taken within one frame.
+class Compiling:
+    """The static cache that a compiled pass makes masks for; set and taken within one pass.
 
     No `threading.local`: guards of compiled code on one that was written before fail at once.
     """
 
-    compiled: Any = None
+    cache: Any = None
 
 
-_asked = threading.local()
-_compiling = Asked()
+_eager = threading.local()  # the cache that a pass of this thread makes masks for, and their keys
+_compiling = Compiling()
 
 
 def expect_compiled_mask(cache: Any) -> None:
     """As `expect_mask`, in compiled code."""
-    _compiling.compiled = cache
+    _compiling.cache = cache
 
 
-def _tell_compiled(call: MaskCall) -> None:
+def _starts_in_compiled(call: MaskCall) -> None:
     """A static cache takes the rows' starts from the mask, by ops alone.
 
     Raises:
         RuntimeError: as the compiled pass runs, for padding that is not in front of its row.
     """
-    cache = _compiling.compiled
+    cache = _compiling.cache
     if cache is None:
         return
-    _compiling.compiled = None
+    _compiling.cache = None
     if call.padding is None:
         return
     seen = call.padding.to(torch.bool)
@@ -229,12 +222,12 @@ def _tell_compiled(call: MaskCall) -> None:
 
 def expect_mask(cache: Any, keys: int) -> None:
     """``cache`` has said that it will return ``keys`` tokens: the next mask of that length is for it."""
-    _asked.cache, _asked.keys = weakref.ref(cache), keys
+    _eager.cache, _eager.keys = weakref.ref(cache), keys
 
 
 def _expecting(keys: int) -> Any:
-    found, wanted = getattr(_asked, "cache", None), getattr(_asked, "keys", None)
-    _asked.cache = None
+    found, wanted = getattr(_eager, "cache", None), getattr(_eager, "keys", None)
+    _eager.cache = None
     return found() if found is not None and wanted == keys else None
 
 
@@ -250,7 +243,7 @@ def caramba_mask(**given: Any) -> Tensor | None:
     """
     if torch.compiler.is_compiling():
         call = MaskCall.of(**given)
-        _tell_compiled(call)
+        _starts_in_compiled(call)
         return _of_stock_cache(call)
     theirs = foreign(given.get("config"))
     if theirs is not None:
@@ -261,7 +254,7 @@ def caramba_mask(**given: Any) -> Tensor | None:
     if cache is None:
         return _of_stock_cache(call)
     if cache.is_compileable:
-        _tell_static(cache, call)
+        _start_static(cache, call)
         return call.dense()
     leftpad, regular = starts(call.padding, call.keys)
     pattern = pattern_of(call.function)
@@ -290,7 +283,7 @@ def _of_stock_cache(call: MaskCall) -> Tensor | None:
     return mask
 
 
-def _tell_static(cache: Any, call: MaskCall) -> None:
+def _start_static(cache: Any, call: MaskCall) -> None:
     """A cache of fixed size takes the rows' starts from the prompt's mask, and keeps them.
 
     Raises:
@@ -315,18 +308,5 @@ def _tell_static(cache: Any, call: MaskCall) -> None:
             "the mask says that rows start elsewhere than the mask of the prompt did, which a static cache keeps; give "
             "it attention_mask for all tokens of every row, or use CarambaCache"
         )
-    cache.common.told = set(range(len(cache.layers)))
-
-
-def check_told(common: Common, layer: int, mask: Tensor | None) -> None:
-    """Raises ValueError for a mask of the caller's own: a static cache reads no masks.
-
-    Masks are made before a pass; each layer takes what was said of them once. What became of the mask since (a copy,
-    a slice) says nothing.
-    """
-    if mask is not None and layer not in common.told:
-        raise ValueError(
-            f"a static cache takes attention_mask as (B, tokens), not a mask {tuple(mask.shape)} of the caller's own; "
-            "use CarambaCache"
-        )
-    common.told.discard(layer)
+    for layer in cache.layers:
+        layer.mask_is_ours = True

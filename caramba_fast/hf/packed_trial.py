@@ -1,35 +1,36 @@
-"""Whether our attention can read a model's layers as they are stored, found by trying it.
+"""Trials: small forward passes that show what attention over a model's caches can be.
 
-Configs do not say what a model's code does with keys and values between its cache and its attention. Two small
-passes through a packed cache do: rows of different lengths, a prompt and a chunk behind it. They must ask for no
-tensors, and say of every row what the model says of it alone.
+Configs do not say what a model's code does with padding, or with keys and values between its cache and its attention.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from caramba_fast.cache import LayerShape, ModelKVCache
+from caramba_fast.cache import AnyLayerShape, LayerShape, ModelKVCache
 from caramba_fast.config import KVCacheKind, KVCacheTensorConfig
-from caramba_fast.hf.capabilities import MOST_PADDING_ERROR, Findings, evaluating
-from caramba_fast.hf.compat import is_chunked, stock_layers
-from caramba_fast.hf.layers import StepCache, TensorsNeededError
-from caramba_fast.hf.row_layout import EndFrame
-from caramba_fast.hf.scope import decoder_configs, our_attention
+from caramba_fast.hf.compat import stock_layers
+from caramba_fast.hf.growing_layer import CarambaLayer
+from caramba_fast.hf.hybrid_layer import packed_layers
+from caramba_fast.hf.layers import Common, TensorsNeededError
+from caramba_fast.hf.probe import evaluating
+from caramba_fast.hf.row_layout import RightPadded
+from caramba_fast.hf.scope import our_attention
+from caramba_fast.hf.settings import CacheSettings
+from caramba_fast.hf.step_cache import PackedCache, StepCache
 
-#: Tokens of the two rows of each pass of the trial.
+#: Tokens of the two rows of each of two passes.
 TRIAL = ([3, 5], [1, 2])
-
-
+#: Relative difference of logits that rounding and padding may make; a position too many makes more.
+MOST_DIFFERENCE = 0.05
 #: Why a model that is compiled already is read as tensors.
 COMPILED = (
     "its forward is compiled by torch.compile, which cannot read layers as they are stored: give us the model as it "
@@ -37,45 +38,57 @@ COMPILED = (
 )
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How a model's layers are read.
+# -- padding -----------------------------------------------------------------------------------
 
-    Attributes:
+
+@torch.no_grad()
+def padding_error(model: PreTrainedModel) -> float:
+    """Relative difference that padding in front of a row makes to its logits."""
+    embeddings: Any = model.get_input_embeddings()
+    device, most = embeddings.weight.device, len(embeddings.weight)
+    ids = torch.tensor([[i % most for i in (0, 0, 7, 11, 13)]], device=device)
+    mask = torch.tensor([[0, 0, 1, 1, 1]], device=device)
+    places = torch.tensor([[0, 0, 0, 1, 2]], device=device)
+    takes = "position_ids" in inspect.signature(model.forward).parameters
+
+    def last_logits(start: int) -> Tensor:
+        options = {"position_ids": places[:, start:]} if takes else {}
+        out = model(
+            input_ids=ids[:, start:], attention_mask=mask[:, start:], use_cache=False, **options
+        )
+        return out.logits[:, -1].float()
+
+    with evaluating(model):
+        padded, alone = last_logits(0), last_logits(2)
+    return _difference(padded, alone)
+
+
+def _difference(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
+
+
+# -- packed reads ------------------------------------------------------------------------------
+
+
+def is_compiled(model: PreTrainedModel) -> bool:
+    """Whether a call of the model runs what ``torch.compile`` made of it."""
+    whole = getattr(model, "_compiled_call_impl", None) is not None
+    return whole or hasattr(model.forward, "_torchdynamo_orig_callable")
+
+
+def why_not_packed(
+    model: PreTrainedModel,
+    configs: list[Any],
+    shapes: dict[int, AnyLayerShape],
+    lenders: Collection[int],
+) -> str | None:
+    """Why our attention cannot read a model's layers as they are stored; None if it can.
+
+    Args:
         configs: those whose attention has to be ours.
-        reason: why they are not read as they are stored; None if they are.
-        chunks: layers that attend within chunks: their index and tokens of a chunk.
+        shapes: what each layer that caches stores, by its number.
+        lenders: as of `StepCache`.
     """
-
-    configs: list[Any]
-    reason: str | None
-    chunks: dict[int, int]
-
-
-_FOUND: WeakKeyDictionary[PreTrainedModel, tuple[Findings, Reading]] = WeakKeyDictionary()
-
-
-def reading(model: PreTrainedModel, findings: Findings) -> Reading:
-    """`Reading` of a model, remembered as long as its findings are the same; the first time it is tried out."""
-    known = _FOUND.get(model)
-    if known is None or known[0] is not findings:
-        configs = decoder_configs(model)
-        reason = _plain_reason(model, configs, findings) or _trial(model, configs, findings)
-        known = _FOUND[model] = (findings, Reading(configs, reason, chunks_of(model)))
-    return known[1]
-
-
-def chunks_of(model: PreTrainedModel) -> dict[int, int]:
-    """Which layers attend within chunks, and how long those are."""
-    config = model.config.get_text_config(decoder=True)
-    return {
-        index: int(layer.sliding_window)
-        for index, layer in enumerate(stock_layers(config))
-        if getattr(layer, "sliding_window", None) is not None and is_chunked(config, index)
-    }
-
-
-def _plain_reason(model: PreTrainedModel, configs: list[Any], findings: Findings) -> str | None:
     if is_compiled(model):
         return COMPILED
     if not configs:
@@ -86,20 +99,23 @@ def _plain_reason(model: PreTrainedModel, configs: list[Any], findings: Findings
         )
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "it is spread over several devices, and a cache is on one"
-    if not all(isinstance(shape, LayerShape) for shape in findings.shapes):
+    if not all(isinstance(shape, LayerShape) for shape in shapes.values()):
         return "its layers store something else than K and V"
-    return None
-
-
-def is_compiled(model: PreTrainedModel) -> bool:
-    """Whether a call of the model runs what ``torch.compile`` made of it."""
-    whole = getattr(model, "_compiled_call_impl", None) is not None
-    return whole or hasattr(model.forward, "_torchdynamo_orig_callable")
+    return _why_trial_fails(model, configs, shapes, lenders)
 
 
 @torch.no_grad()
-def _trial(model: PreTrainedModel, configs: list[Any], findings: Findings) -> str | None:
-    """Why packed reads do not work, from two passes; None if they do."""
+def _why_trial_fails(
+    model: PreTrainedModel,
+    configs: list[Any],
+    shapes: dict[int, AnyLayerShape],
+    lenders: Collection[int],
+) -> str | None:
+    """Why packed reads do not work; None if they do.
+
+    Rows of different lengths, a prompt and a chunk behind it, must ask for no tensors, and say of every row what the
+    model says of it alone.
+    """
     embeddings: Any = model.get_input_embeddings()
     device, most = embeddings.weight.device, len(embeddings.weight)
     rows = [
@@ -107,13 +123,16 @@ def _trial(model: PreTrainedModel, configs: list[Any], findings: Findings) -> st
         for b, (n, m) in enumerate(zip(*TRIAL, strict=True))
     ]
     plain = KVCacheTensorConfig(kind=KVCacheKind.FP32)
-    cache = ModelKVCache(findings.shapes, len(rows), 64, plain, plain, device, prefill="stored")
+    cache = ModelKVCache(
+        list(shapes.values()), len(rows), 64, plain, plain, device, prefill="stored"
+    )
     try:
         with evaluating(model), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             wanted = [_alone(model, torch.tensor([row], device=device)) for row in rows]
             for new in TRIAL:
-                found = _packed(model, configs, findings, cache, rows, new)
+                with our_attention(configs):
+                    found = _packed(model, cache, rows, new, list(shapes), lenders)
     except torch.OutOfMemoryError:
         raise
     except (
@@ -129,11 +148,8 @@ def _trial(model: PreTrainedModel, configs: list[Any], findings: Findings) -> st
             if isinstance(error, TensorsNeededError)
             else f"a trial of it failed: {error}"
         )
-    apart = max(
-        float((a - b).norm() / b.norm().clamp(min=1e-30))
-        for a, b in zip(found, wanted, strict=True)
-    )
-    if apart <= MOST_PADDING_ERROR:
+    apart = max(map(_difference, found, wanted))
+    if apart <= MOST_DIFFERENCE:
         return None
     return f"a trial of it gave other logits (relative difference {apart:.2g})"
 
@@ -153,21 +169,43 @@ def _alone(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 def _packed(
     model: PreTrainedModel,
-    configs: list[Any],
-    findings: Findings,
     cache: ModelKVCache,
     rows: list[list[int]],
     new: list[int],
+    places: list[int],
+    lenders: Collection[int],
 ) -> list[Tensor]:
     """The next ``new[b]`` tokens of each row through the cache; (V,) logits behind the last of each."""
     held = cache.row_lengths
-    frame = EndFrame(held, new, cache[0].device)
-    ids = torch.full((len(rows), frame.tokens), rows[0][0])
+    layout = RightPadded(held, new, cache[0].device)
+    ids = torch.full((len(rows), layout.tokens), rows[0][0])
     for b, (row, first, count) in enumerate(zip(rows, held, new, strict=True)):
         ids[b, :count] = torch.tensor(row[first : first + count])
-    with our_attention(configs):
-        logits = model(
-            input_ids=ids.to(frame.device), position_ids=frame.position_ids, use_cache=True,
-            past_key_values=StepCache(cache, frame, findings),
-        ).logits  # fmt: skip
+    logits = model(
+        input_ids=ids.to(layout.device), position_ids=layout.position_ids, use_cache=True,
+        past_key_values=StepCache(cache, layout, places, lenders),
+    ).logits  # fmt: skip
     return [logits[b, count - 1].float() for b, count in enumerate(new)]
+
+
+@torch.no_grad()
+def dequantizations(model: PreTrainedModel) -> int:
+    """How often a prompt and a step, with the attention a model has, ask its cache for tensors.
+
+    Raises:
+        TypeError: the model has layers that are not packed.
+    """
+    config = model.config.get_text_config(decoder=True)
+    common = Common(type(model).__name__, CacheSettings.of("fp32"), config)
+    cache = PackedCache(layers=packed_layers(common, {}, CarambaLayer))
+    if not all(type(layer) is CarambaLayer for layer in cache.layers):
+        raise TypeError(
+            f"{type(model).__name__} has layers of other kinds than attention; use CarambaCache"
+        )
+    embeddings: Any = model.get_input_embeddings()
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=embeddings.weight.device)
+    with warnings.catch_warnings(), evaluating(model):
+        warnings.simplefilter("ignore")
+        for part in (ids, ids[:, :1]):
+            model(input_ids=part, past_key_values=cache, use_cache=True)
+    return common.dequantized

@@ -1,14 +1,10 @@
-"""EndFrame: ragged rows as our caches lay them out, padded at the end.
+"""Two ways to lay out rows of different lengths in one pass, and the way from one to the other.
 
-With packed reads nothing has to move: the op knows every row's length, and the model is told positions. It has
-the names of `Frame`, which moves rows to the front for attention over tensors.
-
-Two ways to lay out ragged rows, and the way between them.
-
-Our caches and callers pad rows at the end; what transformers models are made and tested for is padding at the
-front, where the newest token of every row stands in the last column. In that frame a two-dimensional mask and
-position ids say everything, whatever the model's attention, biases by distance and windows included. A row has
-no gap, so distances within it are what they were.
+Our caches and callers pad rows at the end (`RightPadded`). With packed reads nothing has to move: the op knows every
+row's length, and the model gets positions. For attention over tensors rows are padded at the front (`LeftPadded`),
+which transformers models are made and tested for: the newest token of every row stands in the last column, so a
+two-dimensional mask and position ids say everything, whatever the model's attention, biases by distance and windows
+included. A row has no gap, so distances within it are what they were.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import torch
 from torch import Tensor
 
 
-class EndFrame:
+class RowLayout:
     """Rows that hold ``held[b]`` tokens and are given ``new[b]`` more.
 
     Args:
@@ -31,12 +27,11 @@ class EndFrame:
     Attributes:
         tokens: query columns T', the most new tokens of a row.
         total: the most tokens any row holds after the step.
-        past: total - tokens: what the model is told of the length before.
+        past: total - tokens: the length before the step, as the model gets it.
         padded_queries: whether some row has fewer new tokens than others.
+        padded_keys: whether the model sees columns in which some row has no token.
     """
 
-    #: What the model is told of padding: nothing, since what stands behind a row's end is seen by nobody.
-    attention_mask = None
     padded_keys = False
 
     def __init__(self, held: Sequence[int], new: Sequence[int], device: torch.device) -> None:
@@ -45,6 +40,36 @@ class EndFrame:
         self.total = max(1, *(a + b for a, b in zip(self.held, self.new, strict=True)))
         self.past = self.total - self.tokens
         self.padded_queries = min(self.new) < self.tokens
+
+    @property
+    def attention_mask(self) -> Tensor | None:
+        """(B, total) int64, 0 where a row has no token to show; None when every row shows all columns."""
+        return None
+
+    @property
+    def position_ids(self) -> Tensor:
+        """(B, T') int64: where in its row each query token stands."""
+        raise NotImplementedError
+
+    def to_layout(self, x: Tensor) -> Tensor:
+        """(B, T, …) padded at the end -> (B, T', …) in this layout, without columns that are padding in every row."""
+        return x[:, : self.tokens]
+
+    def from_layout(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
+        """This layout -> padded at the end along ``dim``, ``length`` long (default T'); new columns hold anything."""
+        missing = 0 if length is None else length - self.tokens
+        if missing <= 0:
+            return x
+        filler = x.narrow(dim, 0, 1).expand(*x.shape[:dim], missing, *x.shape[dim + 1 :])
+        return torch.cat((x, filler), dim=dim)
+
+    def query_column(self, index: Tensor) -> Tensor:
+        """(B,) places in rows padded at the end -> columns of this layout."""
+        return index.clamp(max=self.tokens - 1)
+
+
+class RightPadded(RowLayout):
+    """Rows as our caches lay them out. What stands behind a row's end is seen by nobody, so there is no mask."""
 
     @cached_property
     def position_ids(self) -> Tensor:
@@ -61,36 +86,12 @@ class EndFrame:
         new = torch.tensor(self.new).to(ids.device, non_blocking=True)
         return torch.where(columns < new[:, None], ids, other)
 
-    def queries_to_front(self, x: Tensor) -> Tensor:
-        """(B, T, …) -> (B, T', …): columns that are padding in every row are left out."""
-        return x[:, : self.tokens]
 
-    def queries_to_end(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
-        """The way back: ``length`` long along ``dim`` (default T'), with anything in the new columns."""
-        missing = 0 if length is None else length - self.tokens
-        if missing <= 0:
-            return x
-        filler = x.narrow(dim, 0, 1).expand(*x.shape[:dim], missing, *x.shape[dim + 1 :])
-        return torch.cat((x, filler), dim=dim)
-
-    def query_column(self, index: Tensor) -> Tensor:
-        """(B,) places in rows -> columns."""
-        return index.clamp(max=self.tokens - 1)
-
-
-class Frame:
-    """Rows that hold ``held[b]`` tokens and are given ``new[b]`` more.
+class LeftPadded(RowLayout):
+    """Rows whose newest tokens stand in the last column.
 
     Args:
-        held: tokens cached of each row, before this step.
-        new: real tokens of each row in this step, padding at the end not counted.
-        device: where index tensors go.
         window: tokens a query reaches back, itself included, where there is one new token a row; None for all.
-
-    Attributes:
-        tokens: query columns T', the most new tokens of a row.
-        past: columns before them.
-        total: past + tokens, the most tokens any row holds after the step.
     """
 
     def __init__(
@@ -100,17 +101,13 @@ class Frame:
         device: torch.device,
         window: int | None = None,
     ) -> None:
-        self.device, self.new, self.window = device, list(new), window
-        after = [a + b for a, b in zip(held, new, strict=True)]
-        self.tokens, self.total = max(1, *new), max(1, *after)
-        self.past = self.total - self.tokens
-        lead = [self.total - length for length in after]
-        query_lead = [self.tokens - count for count in new]
-        self.padded_queries, self.padded_keys = any(query_lead), any(lead)
+        super().__init__(held, new, device)
+        self.window = window
+        lead = [self.total - a - b for a, b in zip(self.held, self.new, strict=True)]
+        query_lead = [self.tokens - count for count in self.new]
+        self.padded_keys = any(lead)
         both = torch.tensor([lead, query_lead]).to(device, non_blocking=True)
         self._lead, self._query_lead = both[0], both[1]
-
-    # -- what the model is told ---------------------------------------------------------
 
     @property
     def attention_mask(self) -> Tensor | None:
@@ -127,30 +124,24 @@ class Frame:
         columns = torch.arange(self.past, self.total, device=self.device)
         return (columns - self._lead[:, None]).clamp(min=0)
 
-    # -- to the front frame and back ----------------------------------------------------
-
-    def queries_to_front(self, x: Tensor) -> Tensor:
+    def to_layout(self, x: Tensor) -> Tensor:
         """(B, T, …) padded at the end -> (B, T', …) padded at the front."""
-        x = x[:, : self.tokens]
+        x = super().to_layout(x)
         return self._taken(x, 1, self._queries_moved) if self.padded_queries else x
 
-    def queries_to_end(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
+    def from_layout(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
         """Padded at the front -> padded at the end along ``dim``, there ``length`` long (default T')."""
         if self.padded_queries:
             x = self._taken(x, dim, self._queries_moved_back)
-        missing = 0 if length is None else length - self.tokens
-        if missing <= 0:
-            return x
-        filler = x.narrow(dim, 0, 1).expand(*x.shape[:dim], missing, *x.shape[dim + 1 :])
-        return torch.cat((x, filler), dim=dim)
+        return super().from_layout(x, dim, length)
 
     def keys_to_front(self, x: Tensor) -> Tensor:
         """(B, H, total, D) padded at the end -> padded at the front."""
         return self._taken(x, 2, self._keys_moved) if self.padded_keys else x
 
     def query_column(self, index: Tensor) -> Tensor:
-        """(B,) places in rows padded at the end -> columns of the front frame."""
-        return (index + self._query_lead).clamp(max=self.tokens - 1)
+        """(B,) places in rows padded at the end -> columns of this layout."""
+        return super().query_column(index + self._query_lead)
 
     @cached_property
     def _keys_moved(self) -> Tensor:

@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from caramba_fast.cache import AttentionLimits, LayerShape, ModelKVCache
 from caramba_fast.config import cache_configs
 from caramba_fast.hf import HuggingFaceModel
-from caramba_fast.hf.row_layout import Frame
+from caramba_fast.hf.row_layout import LeftPadded
 from caramba_fast.infer import Generator
 from caramba_fast.infer.inferencer import CausalInferencer, GreedySampling
 from caramba_fast.infer.kv_cache import QuantizedKVCache
@@ -294,16 +294,16 @@ def test_beams_reorder_the_cache() -> None:
     assert out.tolist() == expected.tolist()
 
 
-def test_frames_move_rows_to_the_front_and_back() -> None:
-    frame = Frame([3, 0, 1], [2, 3, 0], torch.device("cpu"))
+def test_rows_move_to_the_front_and_back() -> None:
+    frame = LeftPadded([3, 0, 1], [2, 3, 0], torch.device("cpu"))
     assert (frame.tokens, frame.past, frame.total) == (3, 2, 5)
     assert frame.attention_mask is not None
     assert frame.attention_mask.tolist() == [[1] * 5, [0, 0, 1, 1, 1], [0, 0, 0, 0, 1]]
     assert frame.position_ids.tolist() == [[2, 3, 4], [0, 1, 2], [0, 0, 0]]
     ids = torch.tensor([[1, 2, 0, 0], [3, 4, 5, 0], [0, 0, 0, 0]])
-    front = frame.queries_to_front(ids)
+    front = frame.to_layout(ids)
     assert front.tolist() == [[0, 1, 2], [3, 4, 5], [0, 0, 0]]
-    back = frame.queries_to_end(front, 1, 4)
+    back = frame.from_layout(front, 1, 4)
     assert back[0, :2].tolist() == [1, 2] and back[1, :3].tolist() == [3, 4, 5]
     assert back.shape == ids.shape
     keys = torch.arange(1, 6).view(1, 1, 5, 1).expand(3, 2, 5, 4)
@@ -311,7 +311,7 @@ def test_frames_move_rows_to_the_front_and_back() -> None:
         [1, 2, 3, 4, 5], [4, 5, 1, 2, 3], [2, 3, 4, 5, 1],
     ]  # fmt: skip
     assert frame.query_column(torch.tensor([1, 0, 0])).tolist() == [2, 0, 2]
-    whole = Frame([4, 4], [1, 1], torch.device("cpu"))
+    whole = LeftPadded([4, 4], [1, 1], torch.device("cpu"))
     assert whole.attention_mask is None
     assert whole.position_ids.tolist() == [[4], [4]]
 
@@ -411,7 +411,7 @@ def test_more_tokens_than_positions_is_an_error_before_any_index_is_wrong(family
 @pytest.mark.parametrize("family", ["llama", "bloom", "mistral"])
 def test_no_table_of_positions_is_no_limit(family: str) -> None:
     changes = {} if family == "bloom" else {"max_position_embeddings": 20}
-    assert HuggingFaceModel(new_model(family, **changes))._findings.max_positions is None
+    assert HuggingFaceModel(new_model(family, **changes))._capabilities.max_positions is None
 
 
 def test_models_whose_positions_count_padding_refuse_ragged_rows() -> None:

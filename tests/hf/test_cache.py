@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Lfm2Config, PreTrai
 
 from caramba_fast import KVCacheKind, KVCacheTensorConfig
 from caramba_fast.cache import LayerKVCache
-from caramba_fast.hf import CarambaCache, accelerate, compat, layers, register, restore
+from caramba_fast.hf import CarambaCache, accelerate, compat, growing_layer, register, restore
 
 KINDS = ["fp32", "q8", "q4", "nf4:plain,sink_len=4,residual_len=8", "q8/q4:rotate"]
 
@@ -298,7 +298,7 @@ def test_a_window_keeps_what_it_needs(gemma: Any, kind: str, monkeypatch: Any) -
 
     whole, large = logits()
     assert large.layers[0].dropped == 0
-    monkeypatch.setattr(layers, "SLACK", 8)
+    monkeypatch.setattr(growing_layer, "SLACK", 8)
     found, cache = logits()
     sliding = cache.layers[0]
     assert sliding.dropped > 0 and sliding.store.pos < 40
@@ -543,7 +543,7 @@ def test_a_failure_half_way_leaves_the_settings_before(monkeypatch: Any) -> None
 
     model = accelerate(tiny("llama"), "q8", residual_len=8)
     before = vars(model)["_caramba_fast"]
-    monkeypatch.setattr(integration, "known_shapes", lambda model: 1 / 0)
+    monkeypatch.setattr(integration, "capabilities_of", lambda model: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         accelerate(model, "q4")
     assert vars(model)["_caramba_fast"] == before

@@ -28,10 +28,10 @@ from transformers import AutoModelForCausalLM
 from caramba_fast.cache import AttentionLimits, LayerCache, ModelKVCache
 from caramba_fast.config import cache_configs
 from caramba_fast.hf import HuggingFaceModel, accelerate, restore
-from caramba_fast.hf.layers import StepCache
 from caramba_fast.hf.lazy_tensors import PackedStates
-from caramba_fast.hf.row_layout import EndFrame
+from caramba_fast.hf.row_layout import RightPadded
 from caramba_fast.hf.scope import implementation, our_attention
+from caramba_fast.hf.step_cache import StepCache
 from caramba_fast.infer import SpeculativeConfig, SpeculativeGenerator
 from caramba_fast.models import demo_path, load_demo
 
@@ -409,17 +409,17 @@ def test_why_no_graph_is_recorded() -> None:
     assert "transformers is told lengths" in packed("llama").why_not_recorded
 
 
-# -- frames ------------------------------------------------------------------------------------
+# -- layouts of rows ---------------------------------------------------------------------------
 
 
-def test_frames_leave_rows_where_they_are() -> None:
-    frame = EndFrame([3, 0, 6], [2, 3, 0], torch.device("cpu"))
+def test_rows_stay_where_they_are() -> None:
+    frame = RightPadded([3, 0, 6], [2, 3, 0], torch.device("cpu"))
     assert (frame.tokens, frame.total, frame.past, frame.padded_queries) == (3, 6, 3, True)
     assert frame.position_ids.tolist() == [[3, 4, 5], [0, 1, 2], [5, 5, 5]]
     ids = torch.tensor([[1, 2, 0, 0], [3, 4, 5, 0], [0, 0, 0, 0]])
-    assert frame.queries_to_front(ids).tolist() == [[1, 2, 0], [3, 4, 5], [0, 0, 0]]
+    assert frame.to_layout(ids).tolist() == [[1, 2, 0], [3, 4, 5], [0, 0, 0]]
     assert frame.without_padding(ids, 7)[:, :3].tolist() == [[1, 2, 7], [3, 4, 5], [7, 7, 7]]
-    assert frame.queries_to_end(ids[:, :3], 1, 4).tolist()[1][:3] == [3, 4, 5]
+    assert frame.from_layout(ids[:, :3], 1, 4).tolist()[1][:3] == [3, 4, 5]
     assert frame.query_column(torch.tensor([1, 3, 0])).tolist() == [1, 2, 0]
-    whole = EndFrame([4, 4], [1, 1], torch.device("cpu"))
+    whole = RightPadded([4, 4], [1, 1], torch.device("cpu"))
     assert not whole.padded_queries and whole.position_ids.tolist() == [[4], [4]]

@@ -17,7 +17,7 @@ from torch import Tensor
 from caramba_fast import Generator
 from caramba_fast.hf import CarambaStaticCache, accelerate
 from caramba_fast.hf.scope import implementation, our_attention, set_implementation
-from caramba_fast.hf.static_cache import current
+from caramba_fast.hf.static_layer import current
 
 IDS = torch.arange(3, 37).view(2, 17)
 

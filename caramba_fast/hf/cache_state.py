@@ -1,0 +1,220 @@
+"""A `CarambaCache` as tensors and plain values, and back: safe under ``torch.load(weights_only=True)``.
+
+In hybrid models there are stock layers between ours (linear attention, convolutions). Those keep a few tensors and
+flags as attributes, named differently from version to version: all of them are taken as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caramba_fast.config.files import shown
+from caramba_fast.hf.growing_layer import CarambaLayer
+from caramba_fast.hf.hybrid_layer import STATES, HybridLayer
+from caramba_fast.hf.layers import Common
+
+PLAIN = (bool, int, float, str, torch.dtype, type(None))
+
+Place = torch.device | str | None
+
+
+def state_of_stock(layer: Any) -> dict[str, Any]:
+    """Copies of a layer's attributes, safe under ``torch.load(weights_only=True)``.
+
+    Raises:
+        ValueError: one is no tensor, number or name.
+    """
+    fields = {name: copied(value, name, layer, None) for name, value in vars(layer).items()}
+    return {"stock": type(layer).__name__, "fields": fields}
+
+
+def load_stock(layer: Any, state: dict[str, Any], device: Place) -> None:
+    """Puts a state into a layer of the same class.
+
+    Args:
+        device: where tensors go; None for where they are.
+
+    Raises:
+        ValueError: the state of another class of layer, or of another version of it.
+    """
+    kind, fields = state.get("stock"), state.get("fields", {})
+    if kind != type(layer).__name__ or set(fields) != set(vars(layer)):
+        raise ValueError(
+            f"the state has a {kind or 'packed layer'} of {', '.join(sorted(fields)) or 'keys and values'}; "
+            f"this cache has a {type(layer).__name__} of {', '.join(sorted(vars(layer)))}"
+        )
+    for name, value in fields.items():
+        setattr(layer, name, copied(value, name, layer, device))
+
+
+def move_stock(layer: Any, device: torch.device | str) -> None:
+    """Moves a layer's tensors to a device."""
+    for name, value in vars(layer).items():
+        setattr(layer, name, copied(value, name, layer, device))
+
+
+def copied(value: Any, name: str, layer: Any, device: Place) -> Any:
+    """A copy, on ``device`` where one is given."""
+    if isinstance(value, Tensor):
+        return value.clone() if device is None else value.to(device, copy=True)
+    if isinstance(value, torch.device):
+        return value if device is None else torch.device(device)
+    if isinstance(value, dict):
+        return {key: copied(x, name, layer, device) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(copied(x, name, layer, device) for x in value)
+    if isinstance(value, PLAIN):
+        return value
+    raise ValueError(
+        f"{type(layer).__name__}.{name} is a {type(value).__name__}; a layer of tensors, numbers and names can be "
+        "saved, loaded and moved"
+    )
+
+
+#: What a state says it is.
+FORMAT = "caramba_fast.hf.cache.1"
+#: What keys and values of a model may be computed in.
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+def state_of(common: Common, layers: Sequence[Any]) -> dict[str, Any]:
+    """The state of a cache: of our layers and, in a hybrid model, of the stock ones between them."""
+    return {
+        "format": FORMAT,
+        "leftpad": common.leftpad,
+        "layers": [
+            _layer_state(layer) if isinstance(layer, CarambaLayer) else state_of_stock(layer)
+            for layer in layers
+        ],
+    }
+
+
+def _layer_state(layer: CarambaLayer) -> dict[str, Any]:
+    if layer.store is None:
+        return {}
+    dtype = str(layer.dtype).removeprefix("torch.")
+    state = {"dropped": layer.dropped, "dtype": dtype, "store": layer.store.state_dict()}
+    if isinstance(layer, HybridLayer):
+        state["states"] = {name: copied(getattr(layer, name), name, layer, None) for name in STATES}
+    return state
+
+
+def load_state(
+    common: Common,
+    layers: Sequence[Any],
+    state: dict[str, Any],
+    device: torch.device | str | None,
+) -> None:
+    """Puts a state into layers of the same sizes and storage.
+
+    Raises:
+        ValueError: a state of another format, number or kind of layers, or storage, or one that contradicts its own
+            tensors; nothing has changed then.
+    """
+    _check(common, layers, state)
+    made = []
+    for layer, part in zip(layers, state["layers"], strict=True):
+        scratch = copy.copy(layer)
+        if isinstance(layer, CarambaLayer):
+            _load_layer(scratch, part, device)
+        else:
+            load_stock(scratch, part, device)
+        made.append(scratch)
+    leftpad = state["leftpad"]
+    # Whatever could fail has been done.
+    for layer, scratch in zip(layers, made, strict=True):
+        vars(layer).update(vars(scratch))
+    common.leftpad = leftpad if leftpad is None or device is None else leftpad.to(device)
+
+
+def _check(common: Common, layers: Sequence[Any], state: Any) -> None:
+    """Raises ValueError for what cannot be the state of such a cache, before anything is made for it."""
+    found = state.get("format") if isinstance(state, dict) else type(state).__name__
+    if found != FORMAT:
+        raise ValueError(f"the state has format {shown(found)}; {FORMAT!r} is needed")
+    kept, leftpad = state.get("layers"), state.get("leftpad")
+    if not isinstance(kept, list) or not all(isinstance(part, dict) for part in kept):
+        raise ValueError("the state's layers are no list of dicts")
+    if len(kept) != len(layers):
+        raise ValueError(f"the state has {len(kept)} layers; {common.model} has {len(layers)}")
+    rows = set()
+    for layer, part in zip(layers, kept, strict=True):
+        if not isinstance(layer, CarambaLayer):
+            continue
+        if "stock" in part:
+            raise ValueError(
+                f"layer {layer.index} of the state is a {shown(part['stock'])}; {common.model} has attention there"
+            )
+        if part:
+            problem = _problem(layer, part)
+            if problem:
+                raise ValueError(f"layer {layer.index} of the state: {problem}")
+            rows.add(part["store"]["batch_size"])
+    if len(rows) > 1:
+        raise ValueError(f"the state's layers have {', '.join(map(str, sorted(rows)))} rows")
+    if leftpad is not None and not (
+        isinstance(leftpad, Tensor) and leftpad.dtype == torch.int32 and {*leftpad.shape} == rows
+    ):
+        raise ValueError("the state's leftpad is no int32 tensor with a number for each row")
+
+
+def _problem(layer: CarambaLayer, part: dict[str, Any]) -> str | None:
+    """What makes a layer's state unusable; None if its store can be made, which checks the rest itself."""
+    wanted = {"dropped", "dtype", "store"} | (
+        {"states"} if isinstance(layer, HybridLayer) else set()
+    )
+    if part.keys() != wanted:
+        return f"it has {shown(sorted(part))}; {', '.join(sorted(wanted))} are needed"
+    if part["dtype"] not in DTYPES:
+        return f"dtype is {shown(part['dtype'])}; {', '.join(DTYPES)} are known"
+    if type(part["dropped"]) is not int or not 0 <= part["dropped"] < 2**31:
+        return f"dropped is {shown(part['dropped'])}; a whole number from 0 on is needed"
+    if "states" in wanted and set(part["states"]) != set(STATES):
+        return f"states needs {', '.join(STATES)}"
+    store = part["store"]
+    streams = store.get("streams") if isinstance(store, dict) else None
+    if not isinstance(streams, dict) or not {"k", "v"} <= streams.keys():
+        return "its store has no streams k and v"
+    sizes = [store.get("batch_size"), store.get("n_kv_heads")]
+    for name in ("k", "v"):
+        codes = streams[name].get("codes") if isinstance(streams[name], dict) else None
+        if not isinstance(codes, Tensor) or codes.ndim != 4:
+            return f"{name} has no codes (rows, lanes, tokens, bytes)"
+        numbers = [*sizes, streams[name].get("head_dim")]
+        if not all(type(x) is int and x > 0 for x in numbers):
+            return f"rows, heads and head_dim of {name} are {shown(numbers)}; positive numbers are needed"
+        # two values to a byte at most: nothing larger than the tensors is made
+        if (
+            numbers[0] != len(codes)
+            or numbers[1] * numbers[2] > 2 * codes.shape[1] * codes.shape[3]
+        ):
+            return (
+                f"rows, heads and head_dim of {name} are {numbers}, its codes {tuple(codes.shape)}"
+            )
+    return None
+
+
+def _load_layer(
+    layer: CarambaLayer, state: dict[str, Any], device: torch.device | str | None
+) -> None:
+    if not state:
+        layer.store = None
+        return
+    store = state["store"]
+    streams, dtype = store["streams"], getattr(torch, state["dtype"])
+    place = device or streams["k"]["codes"].device
+    lead = (store["batch_size"], store["n_kv_heads"], 0)
+    layer.lazy_initialization(
+        *(torch.empty(*lead, streams[s]["head_dim"], dtype=dtype, device=place) for s in ("k", "v"))
+    )
+    assert layer.store is not None
+    layer.store.load_state_dict(store)
+    layer.dropped = state["dropped"]
+    if isinstance(layer, HybridLayer):
+        for name in STATES:
+            setattr(layer, name, copied(state["states"][name], name, layer, place))

@@ -1,0 +1,257 @@
+"""CarambaLayer: one layer of a `CarambaCache`, packed, over a store that grows."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caramba_fast.cache import LayerKVCache
+from caramba_fast.hf.compat import query_length, tokens_to_remove
+from caramba_fast.hf.dense_reads import as_read
+from caramba_fast.hf.layers import PackedLayer, StoringLayer
+from caramba_fast.hf.lazy_tensors import PackedStates
+
+#: Tokens a row has room for at first, where nobody says how many are to come, and how it grows then.
+FIRST_ROOM, GROWTH = 256, 1.5
+#: Tokens a sliding layer keeps beyond its window, so that as many can be taken off again.
+SLACK = 128
+
+
+class CarambaLayer(StoringLayer, PackedLayer):
+    """One layer of a `CarambaCache`: a sliding one leaves tokens behind that no query will see any more."""
+
+    is_compileable = False
+    packed_only = False
+    #: What `slots_of` was asked last, how many tokens were dropped then, and the answer.
+    _slots: tuple[Tensor, int, Tensor] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.dropped, self.record_past = 0, False
+
+    def __repr__(self) -> str:
+        settings = self.common.settings
+        return (
+            f"CarambaLayer({settings.k.kind.value}/{settings.v.kind.value}, {self.length} tokens)"
+        )
+
+    # -- what it holds ------------------------------------------------------------------
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row so far, padding and what a window has left behind included."""
+        return 0 if self.store is None else self.dropped + self.store.pos
+
+    @property
+    def leftpad(self) -> Tensor | None:
+        """(B,) int32: in which slot of what is stored rows start; None for the first."""
+        return self.slots_of(self.common.leftpad)
+
+    def slots_of(self, tokens: Tensor | None) -> Tensor | None:
+        """Places in a row (B,) -> slots of what is stored; None for the first token."""
+        if tokens is None or not self.dropped:
+            return tokens
+        if self._slots is None or self._slots[0] is not tokens or self._slots[1] != self.dropped:
+            self._slots = (tokens, self.dropped, (tokens - self.dropped).clamp(min=0))
+        return self._slots[2]
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Keys (B, H_kv, length, D) of all tokens, dequantized when an op asks for values; None before the first."""
+        return self._states("k")
+
+    @keys.setter
+    def keys(self, value: Tensor | None) -> None:
+        self._refuse_states(value)
+
+    @property
+    def values(self) -> Tensor | None:
+        """Values (B, H_kv, length, D_v), as `keys`."""
+        return self._states("v")
+
+    @values.setter
+    def values(self, value: Tensor | None) -> None:
+        self._refuse_states(value)
+
+    def _states(self, stream: str) -> Tensor | None:
+        store = self.store
+        if store is None or store.is_empty:
+            return None
+        shape = (store.batch_size, store.n_kv_heads, 0, store.streams[stream].head_dim)
+        return PackedStates.of(
+            self, stream, torch.empty(shape, dtype=self.dtype, device=self.device)
+        )
+
+    def _refuse_states(self, value: Tensor | None) -> None:
+        if value is not None:  # transformers sets None in the constructor
+            raise AttributeError("keys and values of a packed layer are written by update()")
+
+    @property
+    def batch_size(self) -> int:
+        """Rows; an AttributeError before the first tokens, as in transformers' own layers."""
+        if self.store is None:
+            raise AttributeError("batch_size: the layer has seen no tokens")
+        return self.store.batch_size
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Tokens cached."""
+        return self.length
+
+    def get_mask_sizes(self, given: Any, *_: Any) -> tuple[int, int]:
+        """Tokens `update` will return for so many queries, and the first one's slot."""
+        return self.length + query_length(given), 0
+
+    # -- growing ------------------------------------------------------------------------
+
+    def _first_room(self) -> int:
+        return min(self._room, self.common.room or FIRST_ROOM)
+
+    def _append(self, keys: Tensor, values: Tensor) -> bool:
+        store = self._store_for(keys, values)
+        exact = store.is_empty and self.common.settings.prefill == "exact"
+        store.append(keys, values, cache_leftpad=self.leftpad, will_attend=not exact)
+        if exact:
+            self._leave_behind(0)
+        return exact
+
+    def _store_for(self, keys: Tensor, values: Tensor) -> LayerKVCache:
+        """The store, with room for these."""
+        self.common.check_length(self.length + keys.shape[2])
+        if self.store is None:
+            self.lazy_initialization(keys, values)
+        store = self._made()
+        if keys.shape[0] != store.batch_size:
+            if not store.is_empty:
+                raise ValueError(
+                    f"{self.common.model}: the cache holds {store.batch_size} rows, and {keys.shape[0]} came; "
+                    "start a new cache, or call cache.batch_select_indices / cache.batch_repeat_interleave first"
+                )
+            self.lazy_initialization(keys, values)
+            store = self._made()
+        if store.device != keys.device:
+            store = self.store = store.to(keys.device)
+        self._leave_behind(keys.shape[2])
+        needed = store.pos + keys.shape[2]
+        if needed > store.max_seq_len:
+            store.grow(max(needed, int(GROWTH * store.max_seq_len)))
+        return store
+
+    def reserve(self, tokens: int) -> None:
+        """Makes room for rows of ``tokens``, or for as many as the layer keeps."""
+        store = self.store
+        wanted = min(tokens - self.dropped, self._room)
+        if store is not None and wanted > store.max_seq_len:
+            store.grow(wanted)
+
+    # -- windows ------------------------------------------------------------------------
+
+    @property
+    def _room(self) -> int:
+        """Most tokens the layer has room for while steps are short: a window and a half."""
+        return 2**62 if self.sliding_window is None else self.sliding_window * 3 // 2 + 2 * SLACK
+
+    def _leave_behind(self, coming: int) -> None:
+        """Drops tokens no query will see any more, if there is no room for ``coming`` ones otherwise."""
+        store = self._made()
+        if self.sliding_window is None or self.record_past or store.pos + coming <= self._room:
+            return
+        ring = store.residual_len + store.tail_slack if store.residual_len else 1
+        count = max(store.pos - (self.sliding_window - 1) - SLACK, 0) // ring * ring
+        if count and not (self.common.leftpad is not None and self._centers):
+            room = max(self._room, store.pos - count + coming)
+            store.drop_front(
+                count, min(room, max(self.common.room or room, store.pos - count + coming))
+            )
+            self.dropped += count
+
+    @property
+    def _centers(self) -> bool:
+        """Whether phases of keys count from where their row starts."""
+        return self.store is not None and self.store.k.transform.bias is not None
+
+    # -- reading ------------------------------------------------------------------------
+
+    def rows_for(self, tokens: int, leftpad: Tensor | None) -> tuple[list[int], list[int]]:
+        """For each row where it starts, and its token that is the first of the ``tokens`` newest columns."""
+        rows = [0] * self._made().batch_size if leftpad is None else leftpad.tolist()
+        return rows, [self.length - tokens - row for row in rows]
+
+    def dequantized(self, stream: str, dtype: torch.dtype, length: int) -> Tensor:
+        """The first ``length`` keys ("k") or values ("v") of every row, as a tensor; it is counted."""
+        common = self.common
+        common.dequantized += 1
+        if not common.warned:
+            common.warned = True
+            warnings.warn(
+                f"{common.model}, layer {self.index} (and others, maybe): its keys and values are dequantized at every "
+                f"step, which is right, but slow: {common.why_dequantized()}",
+                stacklevel=2,
+            )
+        found = as_read(self._made(), dtype, self.leftpad)[0 if stream == "k" else 1]
+        left_behind = found.new_zeros(*found.shape[:2], self.dropped, found.shape[3])
+        return torch.cat((left_behind, found), dim=2)[:, :, :length]
+
+    # -- shrinking and moving -----------------------------------------------------------
+
+    def activate_past_recording(self) -> None:
+        """Keeps all tokens until `crop`, also those a window has left behind."""
+        self.record_past = True
+
+    def crop(self, count: int) -> None:
+        """Takes tokens off the end; ``count`` is what `Cache.crop` takes in this transformers.
+
+        Raises:
+            RuntimeError: so many that tokens would be seen again which a window has left behind.
+        """
+        store = self.store
+        if store is None:
+            return
+        removed = min(tokens_to_remove(count, self.length), self.length)
+        kept = store.pos - removed
+        if self.dropped and kept < (self.sliding_window or 0) - 1:
+            raise RuntimeError(
+                f"{self.common.model}: {removed} tokens are to be taken off, and the sliding window of layer "
+                f"{self.index} keeps {SLACK} beyond its own; activate_past_recording() before they come"
+            )
+        store.crop(removed)
+        recording, self.record_past = self.record_past, False
+        self._leave_behind(0)
+        self.record_past = recording
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b becomes what row ``beam_idx[b]`` was."""
+        if self.length:
+            self._made().reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times."""
+        rows = 0 if self.store is None else self.store.batch_size
+        self._take([row for row in range(rows) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps some rows: their numbers, or a bool for each."""
+        indices = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        self._take(indices.tolist())
+
+    def _take(self, rows: list[int]) -> None:
+        if self.store is not None:
+            self.store = self.store.select_rows(rows)
+
+    def reset(self) -> None:
+        """Forgets everything; the memory stays."""
+        if self.store is not None:
+            self.store.reset()
+            self.dropped = 0
+
+    def offload(self) -> None:
+        """Moves what is stored to the CPU."""
+        if self.store is not None:
+            self.store = self.store.to("cpu")
+
+    def prefetch(self) -> None:
+        """Moves it back to where the model's keys are."""
+        if self.store is not None and self.store.device != self.device:
+            self.store = self.store.to(self.device)

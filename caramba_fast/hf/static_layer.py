@@ -1,0 +1,293 @@
+"""CarambaStaticLayer: a packed layer of fixed size whose decode step is a few ops on plain tensors.
+
+Nothing of a step depends on the host: lengths are tensors, all slots are named, so that ``torch.compile`` makes
+one graph of it, and a CUDA graph can replay it. ``update`` returns the codes; attention, which comes next, finds
+the layer they belong to in `current`.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.cache_utils import StaticLayer
+
+from caramba_fast.hf.compat import tokens_to_remove
+from caramba_fast.hf.layers import StoringLayer
+from caramba_fast.ops import KVView, append_, decode_attention, extend_attention
+from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
+
+
+class Current(threading.local):
+    """The static layer that this thread has updated last: the one whose attention comes next."""
+
+    layer: CarambaStaticLayer | None = None
+
+
+class Traced:
+    """The same in compiled code, which cannot hold guards on a `threading.local`."""
+
+    layer: CarambaStaticLayer | None = None
+
+
+current, traced = Current(), Traced()
+_CODES = WeakTensorKeyDictionary()  # of every static layer, to tell codes from keys
+
+
+class CarambaStaticLayer(StoringLayer, StaticLayer):
+    """K and V of one attention layer, packed, for ``max_cache_len`` tokens a row.
+
+    Args:
+        max_cache_len: tokens a row has room for.
+        args, kwargs: as of `StoringLayer`.
+
+    Attributes:
+        counted: tokens the host knows of; compiled steps add some it does not see.
+        mask_is_ours: whether our mask function has made the mask of the pass that is coming.
+        sources: the newest keys and values, if gradients were to flow to them.
+    """
+
+    is_compileable = True
+    mask_is_ours = False
+    sources: tuple[Tensor, ...] = ()
+    k: KVView
+    v: KVView
+
+    def __init__(self, max_cache_len: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.max_cache_len = max_cache_len
+        self.cumulative_length = torch.tensor(0)
+        self.is_empty, self.counted = True, 0
+
+    def __repr__(self) -> str:
+        return f"CarambaStaticLayer({self.max_cache_len} tokens)"
+
+    # -- growing ------------------------------------------------------------------------
+
+    def _first_room(self) -> int:
+        return self.max_cache_len
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Allocates everything for keys and values like these (B, H_kv, T, D)."""
+        super().lazy_initialization(key_states, value_states)
+        store = self._made()
+        batch, device = store.batch_size, store.device
+        self.batch_size = batch
+        self.n_kv_heads, self.residual_len = store.n_kv_heads, store.residual_len
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.starts = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.cumulative_length = self.cumulative_length.to(device)
+        self._take_views()
+        if not torch.compiler.is_compiling():
+            for tensor in (self.cumulative_length, *self._buffers()):
+                torch._dynamo.mark_static_address(tensor)
+
+    def _take_views(self) -> None:
+        """Takes the buffers and constants of the store: what compiled steps work on."""
+        store = self._made()
+        self.k, self.v = store.k.view, store.v.view
+        self.keys: Tensor | None = self.k.codes
+        self.values: Tensor | None = self.v.codes
+        if not torch.compiler.is_compiling():
+            _CODES[self.keys] = None
+
+    def _buffers(self) -> list[Tensor]:
+        store = self._made()
+        return [self.lengths, self.starts, *store.k.buffers, *store.v.buffers]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores (B, H_kv, T, D) keys and values; returns codes, or a first prompt as it came.
+
+        Raises:
+            ValueError: more tokens than a row has room for, before anything is written. A compiled step cannot
+                raise: what does not fit is dropped there.
+        """
+        tokens = key_states.shape[2]
+        if not torch.compiler.is_compiling():
+            self.check_room(self.counted, tokens)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        exact = self.is_empty and self.common.settings.prefill == "exact"
+        if self.is_empty and not torch.compiler.is_compiling():
+            self._first(key_states.detach(), value_states.detach())
+        else:
+            append_(
+                self.k, self.v, key_states.detach(), value_states.detach(), self.lengths,
+                cache_leftpad=self.starts,
+            )  # fmt: skip
+            self._advance(tokens)
+        if torch.compiler.is_compiling():
+            traced.layer = None if exact else self
+        else:
+            current.layer = None if exact else self
+        if exact:
+            return key_states, value_states
+        if not torch.compiler.is_compiling():
+            self.sources = (key_states, value_states) if torch.is_grad_enabled() else ()
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
+    def _advance(self, tokens: int) -> None:
+        self.lengths.add_(tokens)
+        self.cumulative_length.add_(tokens)
+        self.is_empty = False
+        if not torch.compiler.is_compiling():
+            self.counted += tokens
+
+    def check_room(self, held: int, tokens: int) -> None:
+        """Raises ValueError where ``tokens`` more than ``held`` do not fit."""
+        if held + tokens > self.max_cache_len:
+            raise ValueError(
+                f"{self.common.model}: a row of the static cache has room for {self.max_cache_len} tokens, holds "
+                f"{held}, and {tokens} more came; make a CarambaStaticCache with a larger max_cache_len"
+            )
+
+    def count(self) -> int:
+        """Tokens of a row, compiled steps included: read from the device."""
+        self.counted = int(self.cumulative_length) if self.is_initialized else 0
+        return self.counted
+
+    def _first(self, keys: Tensor, values: Tensor) -> None:
+        """The first tokens, from which constants are taken."""
+        if keys.shape[0] != self.batch_size:
+            raise ValueError(
+                f"{self.common.model}: the static cache has {self.batch_size} rows, and {keys.shape[0]} came; "
+                "make another one"
+            )
+        self.take_starts()
+        store = self._made()
+        store.append(keys, values, cache_leftpad=self.common.leftpad, will_attend=False)
+        self._take_views()
+        self._advance(keys.shape[2])
+
+    def take_known_constants(self) -> None:
+        """Takes the constants that are known without a prompt."""
+        self._made().take_constants()
+        self._take_views()
+
+    def take_starts(self) -> None:
+        """Takes over where rows start, for the steps to come."""
+        leftpad = self.common.leftpad
+        self.starts.zero_() if leftpad is None else self.starts.copy_(leftpad)
+
+    # -- reading ------------------------------------------------------------------------
+
+    def attend(self, query: Tensor, **options: Any) -> Tensor:
+        """Attention of the T newest tokens: (B, H_q, T, D) -> (B, H_q, T, D_v)."""
+        tokens = query.shape[2]
+        starts, window = self.starts, self.sliding_window
+        if self.chunked:
+            starts = self._chunk_starts(tokens)
+        elif window is not None:
+            options["window_size"] = (window - 1, 0)
+        if self.residual_len:
+            options["residual_len"] = self.residual_len
+        op = decode_attention if tokens <= MAX_QUERY_TOKENS else extend_attention
+        found = op(
+            query, self.k, self.v, self.lengths, n_kv_heads=self.n_kv_heads, cache_leftpad=starts,
+            **options,
+        )  # fmt: skip
+        assert isinstance(found, Tensor)
+        return found
+
+    def check_mask(self, mask: Tensor | None) -> None:
+        """Raises ValueError for a mask of the caller's own: a static cache reads no masks.
+
+        Masks are made before a pass; what became of them since (a copy, a slice) says nothing.
+        """
+        if mask is not None and not self.mask_is_ours:
+            raise ValueError(
+                "a static cache takes attention_mask as (B, tokens), not a mask "
+                f"{tuple(mask.shape)} of the caller's own; use CarambaCache"
+            )
+        self.mask_is_ours = False
+
+    def _chunk_starts(self, tokens: int) -> Tensor:
+        if tokens > 1:
+            raise ValueError(
+                f"{self.common.model}: attention within chunks takes one token at a time of a static cache; "
+                "prefill at once, or use CarambaCache"
+            )
+        newest, chunk = self.lengths - 1 - self.starts, self.sliding_window
+        assert chunk is not None
+        return self.starts + torch.div(newest, chunk, rounding_mode="floor") * chunk
+
+    # -- moving -------------------------------------------------------------------------
+
+    def get_seq_length(self, *_: Any) -> Any:
+        """Tokens cached, as a tensor on the device; 0 before the first."""
+        return self.cumulative_length if self.is_initialized else 0
+
+    def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
+        """All slots, from the first."""
+        return self.max_cache_len, 0
+
+    def get_max_length(self) -> int:
+        """Tokens a row has room for."""
+        return self.max_cache_len
+
+    get_max_cache_shape = get_max_length  # the name it had in transformers 4
+
+    def reset(self) -> None:
+        """Forgets everything; the memory stays where it is."""
+        if self.is_initialized:
+            self._made().reset()
+            self.lengths.zero_()
+            self.starts.zero_()
+            self.cumulative_length.zero_()
+            self._take_views()
+        self.is_empty, self.counted = True, 0
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: no token is left behind."""
+
+    def crop(self, count: int) -> None:
+        """Takes tokens off the end; ``count`` is what `Cache.crop` takes in this transformers.
+
+        Reads the length from the device: not for compiled steps.
+        """
+        if not self.is_initialized:
+            return
+        held = self.count()
+        removed = min(tokens_to_remove(count, held), held)
+        store = self._made()
+        for _ in range(held - store.pos):  # steps write without the store's host knowing
+            store.after_replay()
+        store.crop(removed)
+        self.lengths.sub_(removed)
+        self.cumulative_length.sub_(removed)
+        self.counted = held - removed
+        self.is_empty = not self.counted
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b becomes what row ``beam_idx[b]`` was."""
+        if self.is_initialized:
+            index = beam_idx.to(self.lengths.device)
+            for buffer in self._buffers():
+                buffer.copy_(buffer.index_select(0, index))
+
+
+def attended_layer(key: Any) -> CarambaStaticLayer | None:
+    """The static layer whose codes ``key`` is, if this thread has updated it last; once for each update."""
+    for place in (traced,) if torch.compiler.is_compiling() else (current, traced):
+        layer = place.layer
+        if layer is not None and key is layer.keys:
+            place.layer = None  # a cache lives no longer than its owner wants
+            return layer
+    return None
+
+
+def check_no_codes(key: Tensor) -> None:
+    """Raises RuntimeError for the codes of a static layer that attention was not to come for."""
+    known = not torch.compiler.is_compiling() and key in _CODES
+    if known or not key.is_floating_point():
+        raise RuntimeError(
+            "attention got the codes of a static cache whose update was not the last one of this thread: "
+            "CarambaStaticCache needs models whose layers attend in the thread that updates, once for each update; "
+            "use CarambaCache"
+        )
