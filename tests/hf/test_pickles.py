@@ -14,7 +14,7 @@ import torch
 from support.hf_matrix import tiny
 
 from caramba_fast import Generator
-from caramba_fast.hf import CarambaCache, CarambaStaticCache, accelerate, restore
+from caramba_fast.hf import CarambaCache, CarambaStaticCache, HuggingFaceModel, accelerate, restore
 
 IDS = torch.arange(3, 20)[None]
 LOADS = """
@@ -65,6 +65,15 @@ def test_an_accelerated_model_in_another_process(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"CarambaCache 0 {expected}"
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_what_was_found_of_a_model_is_not_shared_with_its_copy(how: Any) -> None:
+    model = HuggingFaceModel(tiny("llama"))
+    assert model.why_dense is None
+    other = how(model)
+    assert other._capabilities.model is other.model is not model.model
+    assert other.why_dense is None and other.cache_layout == model.cache_layout
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

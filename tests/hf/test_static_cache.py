@@ -261,3 +261,17 @@ def test_assisted_generation(family: str, by: str) -> None:
         model.generate(**given, past_key_values=cache)
     with pytest.warns(UserWarning, match="a CarambaCache is used"):
         assert torch.equal(model.generate(**given, cache_implementation="static"), expected)
+
+
+@torch.no_grad()
+def test_a_sliding_layer_has_room_for_whole_rows() -> None:
+    model = accelerate(tiny("mistral"), "fp32")
+    ids = torch.arange(600)[None] % 50 + 3
+    fixed = CarambaStaticCache(model, "fp32", max_cache_len=600)
+    growing = CarambaCache(model, "fp32")
+    for part in (ids[:, :300], *ids[:, 300:].split(100, dim=1)):
+        found, expected = (
+            model(input_ids=part, past_key_values=cache, use_cache=True).logits
+            for cache in (fixed, growing)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
