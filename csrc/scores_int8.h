@@ -63,26 +63,28 @@ struct KeyGroup {
   }
 };
 
-// The most and the usual root mean square of codes.
+// The largest code, and the usual root mean square of codes.
 template <Format F>
 inline constexpr float kMostCode = F == Format::q8_0   ? 127.0f
                                    : F == Format::q4_0 ? 8.0f
                                                        : KeyCodes<F>::kDivisor;
 template <Format F>
 inline constexpr float kUsualCode = 0.575f * kMostCode<F>;
-// What rounding a query may add to a score, root mean square: to 16 bits for q8_0, else to 8; and
-// the same by the usual codes and the largest scales, which a few large tokens have.
+// What rounding a query may add to a score, root mean square: to 16 bits for q8_0, else to 8. Twice
+// that is allowed by usual codes and the largest scales, which a few large tokens have, before the
+// keys themselves are looked at.
 template <Format F>
 inline constexpr float kScoreError = F == Format::q8_0 ? 8e-5f : 7.5e-3f;
 template <Format F>
 inline constexpr float kUsualError = 2 * kScoreError<F>;
 
-// Whether these bits of a query are enough for a tile. A matter of each query alone, so that a
-// token's result does not depend on those beside it. Not where a scale is not finite.
+// Whether the fewer bits of a query are enough for a tile. That is decided for each query alone, so
+// that a token's result does not depend on those beside it; never where a scale is not finite.
 //
-// A step of s adds s^2 / 12 of the squares of the keys it meets. Those are bounded by the largest
-// scales of the tile (four tokens apart) and the largest codes; where that bound says no, by the
-// squares of the keys of a few tokens, if the largest scales and usual codes allow it.
+// Rounding a query to steps of s adds s^2 / 12 times the squared key to the mean square of a
+// score's error. Two bounds of that: by the largest codes and the largest scales of the tile (those
+// of every fourth token together); where that one is too large, but usual codes with the largest
+// scales would do, by the squared keys of a few tokens.
 template <Format F>
 class EnoughBits {
  public:
