@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -73,12 +73,10 @@ def filtered_logits(logits: Tensor, config: GenerateConfig) -> Tensor:
         scores = scores.masked_fill(scores < least, -torch.inf)
     if config.top_p is not None and config.top_p < 1.0:
         scores = _nucleus(scores, config.top_p)
-    if config.min_p:
-        probability = scores.softmax(-1)
-        least = probability.amax(-1, keepdim=True) * config.min_p
-        scores = scores.masked_fill(probability < least, -torch.inf)
-    if config.typical_p is not None and config.typical_p < 1.0:
-        scores = _typical(scores, config.typical_p)
+    for name, filtered in FILTERS.items():
+        setting = getattr(config, name)
+        if setting:
+            scores = filtered(scores, setting)
     return scores
 
 
@@ -94,7 +92,17 @@ def _nucleus(scores: Tensor, top_p: float) -> Tensor:
     return scores.masked_fill(drop, -torch.inf)
 
 
+def _likely(scores: Tensor, min_p: float) -> Tensor:
+    """Keeps tokens at least ``min_p`` times as likely as the likeliest."""
+    probability = scores.softmax(-1)
+    least = probability.amax(-1, keepdim=True) * min_p
+    return scores.masked_fill(probability < least, -torch.inf)
+
+
 def _typical(scores: Tensor, typical_p: float) -> Tensor:
+    """Keeps the tokens whose surprise is nearest to the entropy, up to ``typical_p`` (arXiv:2202.00666)."""
+    if typical_p >= 1.0:
+        return scores
     log_p = scores.log_softmax(-1)
     p = log_p.exp()
     entropy = -(p * log_p).nansum(-1, keepdim=True)
@@ -103,6 +111,10 @@ def _typical(scores: Tensor, typical_p: float) -> Tensor:
     drop = torch.zeros_like(scores, dtype=torch.bool)
     drop.scatter_(-1, order, ordered.cumsum(-1) - ordered >= typical_p)
     return scores.masked_fill(drop, -torch.inf)
+
+
+#: Filters behind top_k and top_p, in their order, by the setting that turns them on.
+FILTERS: dict[str, Callable[[Tensor, float], Tensor]] = {"min_p": _likely, "typical_p": _typical}
 
 
 def probabilities(scores: Tensor, config: GenerateConfig) -> Tensor:
@@ -178,7 +190,8 @@ def _drawn_from_few(logits: Tensor, config: GenerateConfig, generator: Randomnes
     """As drawing from the filtered distribution; where a few hundred tokens hold all of it, from those alone."""
     few = min(config.top_k or FIRST_FEW, FIRST_FEW, logits.shape[-1])
     unlimited = config.top_k is None and config.top_p is None
-    if unlimited or config.min_p or config.typical_p or (config.top_k or 0) > few:
+    others = any(getattr(config, name) for name in FILTERS)
+    if unlimited or others or (config.top_k or 0) > few:
         return draw_marked(filtered_logits(logits, config).softmax(-1), generator)
     scores = logits.to(torch.float32) / config.temperature
     values, index = scores.topk(few)
