@@ -18,9 +18,6 @@ from caramba_fast.cache.lengths import Counts, RowLengths
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: Copies of the fp16 rings, and the lowest position whose values are in them, by row.
-TailState = tuple[list[Tensor], list[int]]
-
 
 class AttentionLimits(NamedTuple):
     """Limits of every read of a cache, on top of the model's own.
@@ -160,11 +157,11 @@ class CachedRows(ABC):
         """Forgets everything, transforms set by hand included; the memory stays allocated."""
 
     @abstractmethod
-    def tail_state(self) -> TailState:
+    def tail_state(self) -> tuple[list[Tensor], list[int]]:
         """Copies of the fp16 rings, for `restore_tail`: what they hold now cannot be had from the codes again."""
 
     @abstractmethod
-    def restore_tail(self, state: TailState) -> None:
+    def restore_tail(self, state: tuple[list[Tensor], list[int]]) -> None:
         """Puts rings back, after the rows have got the lengths they had then."""
 
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from caramba_fast.cache.calibration import LayerCalibration
-from caramba_fast.cache.interface import AttentionLimits, CachedRows, TailState
-from caramba_fast.cache.lengths import Counts as Counts  # noqa: PLC0414 - offered to generators
+from caramba_fast.cache.interface import AttentionLimits, CachedRows
 from caramba_fast.cache.lengths import RowLengths, TailKeeper
 from caramba_fast.cache.pages import PageTable
 from caramba_fast.cache.plans import LayerPlans
@@ -126,13 +125,13 @@ class LayerRows(CachedRows):
                 stream.narrow_tail(self.seq_lens)
             self._widened = 0
 
-    def tail_state(self) -> TailState:
+    def tail_state(self) -> tuple[list[Tensor], list[int]]:
         """Copies of the fp16 rings, for `restore_tail`: what they hold now cannot be had from the codes again."""
         self.narrow_tails()
         rings = [stream.tail.clone() for stream in self.streams.values() if stream.tail is not None]
         return rings, list(self.tail.lowest)
 
-    def restore_tail(self, state: TailState) -> None:
+    def restore_tail(self, state: tuple[list[Tensor], list[int]]) -> None:
         """Puts rings back, after the rows have got the lengths they had then."""
         tails = [stream.tail for stream in self.streams.values() if stream.tail is not None]
         for tail, ring in zip(tails, state[0], strict=True):

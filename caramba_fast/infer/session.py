@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from caramba_fast.cache import AttentionLimits, ModelKVCache
-from caramba_fast.cache.rows import Counts
+from caramba_fast.cache.lengths import Counts
 from caramba_fast.infer.cuda_graph import DecodeGraphs, RecordingError
 from caramba_fast.infer.sequence import Mark, TokenSequence
 from caramba_fast.models import LanguageModel

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba_fast.cache import Calibration, ModelKVCache
-from caramba_fast.cache.rows import Counts
+from caramba_fast.cache.lengths import Counts
 from caramba_fast.infer.cache_choice import CacheChoice, ChosenCache
 from caramba_fast.infer.config import AUTO, GenerateConfig, SpeculativeConfig
 from caramba_fast.infer.cuda_graph import DecodeGraphs
