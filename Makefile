@@ -10,11 +10,12 @@ AOT    := bench/results/aot.csv
 SANE   := build/sanitize/caramba_fast/_C.abi3.so
 BUILD  := pyproject.toml setup.py $(wildcard csrc/*)
 
-.PHONY: help demo test test-device sanitize cross lint format bench bench-quick bench-hf bench-decode bench-generation bench-serve bench-rows bench-page bench-predictions aot train train-biased clean
+.PHONY: help demo test test-quick test-device sanitize cross lint format bench bench-quick bench-hf bench-decode bench-generation bench-serve bench-rows bench-page bench-predictions aot train train-biased clean
 
 help:
 	@echo "make demo         a trained model writes from fp16, q8, q4 and nf4 caches"
-	@echo "make test         all tests"
+	@echo "make test         all tests, in two processes (WORKERS=0: in one)"
+	@echo "make test-quick   most tests, in three minutes: for the loop of changing and trying"
 	@echo "make test-device  the parity tests on DEVICE=cpu|cuda|mps"
 	@echo "make test-upstream  transformers' own tests over accelerated models (UPSTREAM=--quick: minutes)"
 	@echo "make sanitize     the C++ tests under gcc's address and undefined-behaviour checks"
@@ -58,8 +59,20 @@ $(OLDEST)/.done: constraints-oldest.txt $(VENV)/.torch
 demo: $(VENV)/.demo
 	$(BIN)/caramba-fast demo
 
+# Two workers of one thread each: most tests are Python beside small tensors. A file stays with one worker, so that what
+# it builds once is built once. With a GPU the tests share one process.
+WORKERS ?= $(if $(filter cpu,$(DEVICE)),2,0)
+test test-quick: export OMP_NUM_THREADS = 1
 test: $(VENV)/.test $(OLDEST)/.done
-	$(BIN)/python -m pytest --device=$(DEVICE)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --device=$(DEVICE)
+
+# Without what takes most of the time: compilers, other processes, trained models, long runs of interrupts.
+SLOW := tests/bench tests/distributed tests/quality tests/hf/test_compile.py tests/hf/test_static_cache.py \
+	tests/hf/test_tensor_parallel.py tests/hf/test_upstream.py tests/infer/test_interrupts.py tests/infer/test_speculative.py \
+	tests/models/test_demo_model.py tests/ops/test_extension.py tests/ops/test_strided.py tests/serve/test_interrupts.py \
+	tests/serve/test_schedules.py tests/test_hostile_files.py $(wildcard tests/ops/test_cpp_*.py tests/ops/test_triton_*.py)
+test-quick: $(VENV)/.test
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(SLOW:%=--ignore=%)
 
 test-device: $(VENV)/.test
 	$(BIN)/python -m pytest --device=$(DEVICE) -m device
