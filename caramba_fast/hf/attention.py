@@ -21,133 +21,10 @@ from caramba_fast.hf.masks import PatternMask
 from caramba_fast.hf.scope import attention_function, foreign, inside, once
 from caramba_fast.hf.static_layer import attended_layer, check_no_codes
 
-
-def attend_in_chunks(
-    layer: PackedLayer,
-    query: Tensor,
-    chunk: int,
-    leftpad: Tensor | None,
-    options: dict[str, Any],
-) -> Tensor:
-    """Attention of the T newest tokens, each to its own chunk, counted from its row's first token (Llama 4).
-
-    A chunk's start is one more beginning of a row, ``cache_leftpad`` of the op, so queries are taken together as
-    long as no row enters another chunk.
-
-    Args:
-        layer: keys are not centered in it: their phases would count from the row's start.
-        query: (B, H_q, T, D).
-        chunk: tokens of a chunk.
-        leftpad: (B,), where rows start; None for slot 0.
-        options: of `LayerKVCache.attend`.
-
-    Returns:
-        (B, H_q, T, D_v).
-    """
-    store = layer.store
-    tokens = query.shape[2]
-    rows, first = layer.rows_for(tokens, leftpad)
-    counts = layer.real_queries or [tokens] * len(rows)
-    parts = []
-    for begin, end in pieces(first, counts, tokens, chunk):
-        starts = [
-            r + max((f + begin) // chunk * chunk, 0) for r, f in zip(rows, first, strict=True)
-        ]
-        own = layer.slots_of(torch.tensor(starts, dtype=torch.int32).to(store.device))
-        part = query[:, :, begin:end]
-        parts.append(store.attend(part, before=tokens - end, cache_leftpad=own, **options))
-    return torch.cat(parts, dim=2)
-
-
-def pieces(
-    first: Sequence[int], counts: Sequence[int], tokens: int, chunk: int
-) -> list[tuple[int, int]]:
-    """Stretches of ``tokens`` query columns within which no row enters another chunk.
-
-    Args:
-        first: which token of its row the first column is.
-        counts: columns of each row that are no padding.
-    """
-    cuts = {0, tokens}
-    for start, count in zip(first, counts, strict=True):
-        cuts.update(range(-start % chunk, count, chunk))
-    ordered = sorted(cuts)
-    return list(itertools.pairwise(ordered))
-
-
-#: Elements of one piece's weights.
-MOST_WEIGHTS = 2**24
-
-
-def soft_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-    *,
-    causal: bool,
-    dropout: float = 0.0,
-    keep_weights: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """(B, H_q, T, D) over (B, H_kv, L, D) and (B, H_kv, L, D_v) -> (B, T, H_q, D_v), and the weights (B, H_q, T, L).
-
-    Args:
-        mask: (B, 1, T, L), bool or additive; None for none.
-        scaling: multiplies q·k; default 1 / sqrt(D).
-        softcap: logits become ``softcap * tanh(logits / softcap)``; None or 0 for none.
-        s_aux: (H_q,), a logit each head's softmax has besides.
-        causal: without a mask, whether a query sees no key after its own; the newest query is the last key's.
-        dropout: share of the weights that is dropped.
-        keep_weights: whether to return the weights, which are None otherwise.
-    """
-    batch, heads, tokens, dim = query.shape
-    keys, groups = key.shape[2], heads // key.shape[1]
-    scale = dim**-0.5 if scaling is None else scaling
-    columns = torch.arange(keys, device=query.device)
-    step = max(1, MOST_WEIGHTS // (batch * heads * keys))
-    parts, kept = [], []
-    for first in range(0, tokens, step):
-        piece = query[:, :, first : first + step].unflatten(1, (key.shape[1], groups))
-        logits = torch.matmul(piece, key[:, :, None].transpose(-1, -2)) * scale
-        logits = logits.flatten(1, 2)
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        if mask is not None:
-            logits = _masked(logits, mask[:, :, first : first + step, :keys])
-        elif causal:
-            rows = torch.arange(first, first + piece.shape[3], device=query.device)
-            logits = _masked(logits, (columns <= rows[:, None] + keys - tokens)[None, None])
-        weights = _softmax(logits, s_aux).to(value.dtype)
-        if keep_weights:
-            kept.append(weights)
-        if dropout:
-            weights = torch.dropout(weights, dropout, train=True)
-        grouped = weights.unflatten(1, (key.shape[1], groups))
-        parts.append(torch.matmul(grouped, value[:, :, None]).flatten(1, 2))
-    out = torch.cat(parts, dim=2).transpose(1, 2).contiguous()
-    return out, torch.cat(kept, dim=2) if keep_weights else None
-
-
-def _masked(logits: Tensor, seen: Tensor) -> Tensor:
-    if seen.dtype == torch.bool:
-        return logits.masked_fill(~seen, torch.finfo(logits.dtype).min)
-    return logits + seen
-
-
-def _softmax(logits: Tensor, s_aux: Tensor | None) -> Tensor:
-    """Over the keys, in float32, and the sinks if there are any, whose share is left out."""
-    if s_aux is None:
-        return torch.softmax(logits, dim=-1, dtype=torch.float32)
-    sinks = s_aux.reshape(1, -1, 1, 1).expand(logits.shape[0], -1, logits.shape[2], -1)
-    whole = torch.cat((logits, sinks.to(logits.dtype)), dim=-1)
-    return torch.softmax(whole, dim=-1, dtype=torch.float32)[..., :-1]
-
-
 #: Keywords with which a call asks for what only attention over plain tensors does.
 DENSE_ONLY = ("position_bias",)
+#: Elements of one piece's weights.
+MOST_WEIGHTS = 2**24
 
 
 def caramba_attention(
@@ -214,39 +91,6 @@ def caramba_attention(
     )
 
 
-def _plain(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-    dropout: float,
-    weights: bool,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """Attention over tensors: those given, or the values of lazy ones."""
-    causal = _is_causal(module, kwargs)
-    mask = _dense_mask(query, key, mask, causal)
-    key, value = values_of(key), values_of(value)
-    asks_more = any(kwargs.get(name) is not None for name in DENSE_ONLY)
-    if weights and asks_more:
-        raise ValueError(
-            f"output_attentions=True: no weights with {', '.join(DENSE_ONLY)} under our attention; restore(model)"
-        )
-    if weights or softcap or s_aux is not None:
-        return soft_attention(
-            query, key, value, mask, scaling, softcap, s_aux,
-            causal=causal, dropout=dropout, keep_weights=weights,
-        )  # fmt: skip
-    found: tuple[Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
-    )
-    return found
-
-
 def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Whether ``output_attentions`` is asked for, in the call or by the config; said once that it is slow."""
     config = getattr(module, "config", None)
@@ -274,6 +118,15 @@ def _warn_of_stock_cache(module: nn.Module, query: Tensor, key: Any) -> None:
             "a model with our attention decodes with a cache of transformers, which is not packed: forward passes of "
             "one's own need past_key_values=CarambaCache(model, ...); generate() of an accelerated model makes it",
         )
+
+
+def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """What no mask means."""
+    causal = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if causal is None else causal)
+
+
+# -- over what is stored -----------------------------------------------------------------------
 
 
 def _reads_packed(
@@ -334,10 +187,93 @@ def _options(scaling: float | None, softcap: float | None, s_aux: Tensor | None)
     return options
 
 
-def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """What no mask means."""
-    causal = kwargs.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if causal is None else causal)
+def attend_in_chunks(
+    layer: PackedLayer,
+    query: Tensor,
+    chunk: int,
+    leftpad: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attention of the T newest tokens, each to its own chunk, counted from its row's first token (Llama 4).
+
+    A chunk's start is one more beginning of a row, ``cache_leftpad`` of the op, so queries are taken together as
+    long as no row enters another chunk.
+
+    Args:
+        layer: keys are not centered in it: their phases would count from the row's start.
+        query: (B, H_q, T, D).
+        chunk: tokens of a chunk.
+        leftpad: (B,), where rows start; None for slot 0.
+        options: of `LayerKVCache.attend`.
+
+    Returns:
+        (B, H_q, T, D_v).
+    """
+    store = layer.store
+    tokens = query.shape[2]
+    rows, first = layer.rows_for(tokens, leftpad)
+    counts = layer.real_queries or [tokens] * len(rows)
+    parts = []
+    for begin, end in pieces(first, counts, tokens, chunk):
+        starts = [
+            r + max((f + begin) // chunk * chunk, 0) for r, f in zip(rows, first, strict=True)
+        ]
+        own = layer.slots_of(torch.tensor(starts, dtype=torch.int32).to(store.device))
+        part = query[:, :, begin:end]
+        parts.append(store.attend(part, before=tokens - end, cache_leftpad=own, **options))
+    return torch.cat(parts, dim=2)
+
+
+def pieces(
+    first: Sequence[int], counts: Sequence[int], tokens: int, chunk: int
+) -> list[tuple[int, int]]:
+    """Stretches of ``tokens`` query columns within which no row enters another chunk.
+
+    Args:
+        first: which token of its row the first column is.
+        counts: columns of each row that are no padding.
+    """
+    cuts = {0, tokens}
+    for start, count in zip(first, counts, strict=True):
+        cuts.update(range(-start % chunk, count, chunk))
+    ordered = sorted(cuts)
+    return list(itertools.pairwise(ordered))
+
+
+# -- over tensors ------------------------------------------------------------------------------
+
+
+def _plain(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    dropout: float,
+    weights: bool,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Attention over tensors: those given, or the values of lazy ones."""
+    causal = _is_causal(module, kwargs)
+    mask = _dense_mask(query, key, mask, causal)
+    key, value = values_of(key), values_of(value)
+    asks_more = any(kwargs.get(name) is not None for name in DENSE_ONLY)
+    if weights and asks_more:
+        raise ValueError(
+            f"output_attentions=True: no weights with {', '.join(DENSE_ONLY)} under our attention; restore(model)"
+        )
+    if weights or softcap or s_aux is not None:
+        return soft_attention(
+            query, key, value, mask, scaling, softcap, s_aux,
+            causal=causal, dropout=dropout, keep_weights=weights,
+        )  # fmt: skip
+    found: tuple[Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+    return found
 
 
 def _dense_mask(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
@@ -353,3 +289,70 @@ def _dense_mask(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -
         return None
     row = torch.arange(keys - queries, keys, device=query.device)[:, None]
     return (torch.arange(keys, device=query.device) <= row)[None, None]
+
+
+def soft_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    *,
+    causal: bool,
+    dropout: float = 0.0,
+    keep_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(B, H_q, T, D) over (B, H_kv, L, D) and (B, H_kv, L, D_v) -> (B, T, H_q, D_v), and the weights (B, H_q, T, L).
+
+    Args:
+        mask: (B, 1, T, L), bool or additive; None for none.
+        scaling: multiplies q·k; default 1 / sqrt(D).
+        softcap: logits become ``softcap * tanh(logits / softcap)``; None or 0 for none.
+        s_aux: (H_q,), a logit each head's softmax has besides.
+        causal: without a mask, whether a query sees no key after its own; the newest query is the last key's.
+        dropout: share of the weights that is dropped.
+        keep_weights: whether to return the weights, which are None otherwise.
+    """
+    batch, heads, tokens, dim = query.shape
+    keys, groups = key.shape[2], heads // key.shape[1]
+    scale = dim**-0.5 if scaling is None else scaling
+    columns = torch.arange(keys, device=query.device)
+    step = max(1, MOST_WEIGHTS // (batch * heads * keys))
+    parts, kept = [], []
+    for first in range(0, tokens, step):
+        piece = query[:, :, first : first + step].unflatten(1, (key.shape[1], groups))
+        logits = torch.matmul(piece, key[:, :, None].transpose(-1, -2)) * scale
+        logits = logits.flatten(1, 2)
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        if mask is not None:
+            logits = _masked(logits, mask[:, :, first : first + step, :keys])
+        elif causal:
+            rows = torch.arange(first, first + piece.shape[3], device=query.device)
+            logits = _masked(logits, (columns <= rows[:, None] + keys - tokens)[None, None])
+        weights = _softmax(logits, s_aux).to(value.dtype)
+        if keep_weights:
+            kept.append(weights)
+        if dropout:
+            weights = torch.dropout(weights, dropout, train=True)
+        grouped = weights.unflatten(1, (key.shape[1], groups))
+        parts.append(torch.matmul(grouped, value[:, :, None]).flatten(1, 2))
+    out = torch.cat(parts, dim=2).transpose(1, 2).contiguous()
+    return out, torch.cat(kept, dim=2) if keep_weights else None
+
+
+def _masked(logits: Tensor, seen: Tensor) -> Tensor:
+    if seen.dtype == torch.bool:
+        return logits.masked_fill(~seen, torch.finfo(logits.dtype).min)
+    return logits + seen
+
+
+def _softmax(logits: Tensor, s_aux: Tensor | None) -> Tensor:
+    """In float32, over the keys and the sinks if there are any, whose share is left out."""
+    if s_aux is None:
+        return torch.softmax(logits, dim=-1, dtype=torch.float32)
+    sinks = s_aux.reshape(1, -1, 1, 1).expand(logits.shape[0], -1, logits.shape[2], -1)
+    whole = torch.cat((logits, sinks.to(logits.dtype)), dim=-1)
+    return torch.softmax(whole, dim=-1, dtype=torch.float32)[..., :-1]

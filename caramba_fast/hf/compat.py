@@ -68,7 +68,7 @@ def query_length(given: Any) -> int:
 
 try:
     from transformers.utils.output_capturing import _active_collector
-except ImportError:  # before 5.1 attention is always told by a keyword
+except ImportError:  # before 5.1 a keyword always says so
     _active_collector = None  # type: ignore[assignment]
 
 

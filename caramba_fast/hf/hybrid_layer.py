@@ -40,7 +40,7 @@ class HybridLayer(CarambaLayer):
         super().__init__(*args)
 
     def lazy_initialization(self, *tensors: Tensor, **states: Any) -> None:  # type: ignore[override]
-        """K and V come by position, states by name: so transformers tells them apart."""
+        """K and V come by position, states by name: transformers calls this for both."""
         if tensors:
             super().lazy_initialization(*tensors)
         else:

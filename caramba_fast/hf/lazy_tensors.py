@@ -19,12 +19,19 @@ T = TypeVar("T", bound=Tensor)
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor of some shape, dtype and device whose values `dense` makes."""
+    """A tensor of some shape, dtype and device whose values are made when they are needed."""
+
+    _made: Tensor | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def dense(self) -> Tensor:
-        """The values, as an ordinary tensor."""
+        """The values, as an ordinary tensor; made once."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def _make(self) -> Tensor:
         raise NotImplementedError
 
     @classmethod
@@ -38,6 +45,7 @@ class LazyTensor(torch.Tensor):
     @classmethod
     def _empty(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Self:
         made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made._made = None
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -70,21 +78,17 @@ class PackedStates(LazyTensor):
 
     layer: HasStates
     stream: str
-    _made: Tensor | None
 
     @classmethod
     def of(cls, layer: HasStates, stream: str, like: Tensor) -> PackedStates:
         """All that ``layer`` holds, in the dtype of ``like`` (B, H_kv, T, D), of which the newest tokens are."""
         batch, heads, _, dim = like.shape
         made = cls._empty((batch, heads, layer.length, dim), like.dtype, like.device)
-        made.layer, made.stream, made._made = layer, stream, None
+        made.layer, made.stream = layer, stream
         return without_gradient(made, like)
 
-    def dense(self) -> Tensor:
-        """Dequantized; counted, and warned of once a cache."""
-        if self._made is None:
-            self._made = self.layer.dequantized(self.stream, self.dtype, self.shape[2])
-        return self._made
+    def _make(self) -> Tensor:
+        return self.layer.dequantized(self.stream, self.dtype, self.shape[2])
 
 
 class _NoGradient(torch.autograd.Function):

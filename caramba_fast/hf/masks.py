@@ -94,7 +94,6 @@ class PatternMask(LazyTensor):
 
     pattern: Pattern
     leftpad: Tensor | None
-    _made: Tensor | None
 
     @classmethod
     def of(
@@ -102,17 +101,11 @@ class PatternMask(LazyTensor):
     ) -> PatternMask:
         """The mask (B, 1, T, L) of the newest T of L tokens."""
         made = cls._empty(tuple(shape), torch.bool, device)
-        made.pattern, made.leftpad, made._made = pattern, leftpad, None
+        made.pattern, made.leftpad = pattern, leftpad
         return made
 
-    def dense(self) -> Tensor:
-        """As stock ``sdpa`` would have got it; made once, for all layers of a pass."""
-        if self._made is None:
-            self._made = self._values()
-        return self._made
-
-    def _values(self) -> Tensor:
-        """Made without ``vmap``, which does not run under another op."""
+    def _make(self) -> Tensor:
+        """As stock ``sdpa`` would have got it; without ``vmap``, which does not run under another op."""
         queries, keys = self.shape[2:]
         key = torch.arange(keys, device=self.device)
         query = torch.arange(keys - queries, keys, device=self.device)[:, None]

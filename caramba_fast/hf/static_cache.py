@@ -116,7 +116,7 @@ class CarambaStaticCache(StoringCache):
         layer.check_room(layer.count(), tokens)
 
     def rows_start_at(self, leftpad: Tensor | None) -> bool:
-        """Where rows start, (B,) or None for 0, told by masks; False where that contradicts what is stored."""
+        """Where rows start, (B,) or None for 0, as the mask says; False where that contradicts what is stored."""
         before, first = self.common.leftpad, self.layers[0]
         if not self.common.rows_start_at(leftpad, first.counted):
             return False

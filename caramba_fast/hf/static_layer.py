@@ -107,13 +107,13 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
             ValueError: more tokens than a row has room for, before anything is written. A compiled step cannot
                 raise: what does not fit is dropped there.
         """
-        tokens = key_states.shape[2]
-        if not torch.compiler.is_compiling():
+        tokens, eager = key_states.shape[2], not torch.compiler.is_compiling()
+        if eager:
             self.check_room(self.counted, tokens)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         exact = self.is_empty and self.common.settings.prefill == "exact"
-        if self.is_empty and not torch.compiler.is_compiling():
+        if self.is_empty and eager:
             self._first(key_states.detach(), value_states.detach())
         else:
             append_(
@@ -121,13 +121,11 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
                 cache_leftpad=self.starts,
             )  # fmt: skip
             self._advance(tokens)
-        if torch.compiler.is_compiling():
-            traced.layer = None if exact else self
-        else:
-            current.layer = None if exact else self
+        place = current if eager else traced
+        place.layer = None if exact else self
         if exact:
             return key_states, value_states
-        if not torch.compiler.is_compiling():
+        if eager:
             self.sources = (key_states, value_states) if torch.is_grad_enabled() else ()
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
