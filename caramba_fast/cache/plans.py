@@ -24,6 +24,8 @@ from caramba_fast.ops.registry import Op
 
 #: Calls of up to so many tokens have plans of their own: drafts are verified between single steps.
 MOST_TOKENS = 33
+#: Plans a layer keeps; a server's batches have many sizes, and come back to them.
+MOST_PLANS = 64
 
 
 class LayerOps(NamedTuple):
@@ -54,7 +56,7 @@ class LayerPlans:
         self._views: list[KVView] = []
         self._front: list[KVView] = []  # the first slots of them
         self._slots = 0
-        self._plans: dict[tuple[str, int], CallPlan] = {}
+        self._plans: dict[tuple[str, int, int], CallPlan] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LayerPlans, (self.streams, self.n_kv_heads)
@@ -122,8 +124,12 @@ class LayerPlans:
 
     def _keep(self, op: Op, first: Tensor, plan: CallPlan) -> None:
         if not torch.compiler.is_compiling():
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
             self._plans[_name(op, first)] = plan
 
 
-def _name(op: Op, first: Tensor) -> tuple[str, int]:
-    return op.name, min(first.shape[2], MOST_TOKENS) if first.ndim == 4 else 0
+def _name(op: Op, first: Tensor) -> tuple[str, int, int]:
+    if first.ndim != 4:
+        return op.name, 0, 0
+    return op.name, first.shape[0], min(first.shape[2], MOST_TOKENS)

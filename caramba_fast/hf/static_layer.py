@@ -116,10 +116,11 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         if self.is_empty and eager:
             self._first(key_states.detach(), value_states.detach())
         else:
-            append_(
-                self.k, self.v, key_states.detach(), value_states.detach(), self.lengths,
-                cache_leftpad=self.starts,
-            )  # fmt: skip
+            new = key_states.detach(), value_states.detach()
+            if eager:
+                self._made().plans.append(new, self.lengths, {"cache_leftpad": self.starts})
+            else:
+                append_(self.k, self.v, *new, self.lengths, cache_leftpad=self.starts)
             self._advance(tokens)
         place = current if eager else traced
         place.layer = None if exact else self
@@ -185,6 +186,9 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
             options["window_size"] = (window - 1, 0)
         if self.residual_len:
             options["residual_len"] = self.residual_len
+        if not torch.compiler.is_compiling():
+            options["cache_leftpad"] = starts
+            return self._made().plans.attend([query], self.lengths, options)[0]
         op = decode_attention if tokens <= MAX_QUERY_TOKENS else extend_attention
         found = op(
             query, self.k, self.v, self.lengths, n_kv_heads=self.n_kv_heads, cache_leftpad=starts,
