@@ -121,7 +121,7 @@ def _warn_of_stock_cache(module: nn.Module, query: Tensor, key: Any) -> None:
 
 
 def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """What no mask means."""
+    """Whether no mask means that a query sees no key after its own."""
     causal = kwargs.get("is_causal")
     return bool(getattr(module, "is_causal", True) if causal is None else causal)
 

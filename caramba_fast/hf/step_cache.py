@@ -188,7 +188,9 @@ class StepCache(PackedCache):
         stores: Any = list(kv_cache)
         for place, store in zip(places, stores, strict=True):
             store.attended_again = place in lenders
-        super().__init__(layers=_at(places, [StepLayer(store, rows, exact) for store in stores]))
+        super().__init__(
+            layers=_layers_at(places, [StepLayer(store, rows, exact) for store in stores])
+        )
 
 
 class RaggedCache(PackedCache):
@@ -203,7 +205,7 @@ class RaggedCache(PackedCache):
 
     def __init__(self, batch: RaggedBatch, places: Sequence[int]) -> None:
         layers = [RaggedStepLayer(layer, batch.longest) for layer in batch.layers]
-        super().__init__(layers=_at(places, layers))
+        super().__init__(layers=_layers_at(places, layers))
 
 
 class DenseCache(Cache):
@@ -216,10 +218,12 @@ class DenseCache(Cache):
     def __init__(self, kv_cache: ModelKVCache, rows: LeftPadded, places: Sequence[int]) -> None:
         exact = kv_cache.prefill == "exact"
         stores: Any = list(kv_cache)
-        super().__init__(layers=_at(places, [DenseLayer(store, rows, exact) for store in stores]))
+        super().__init__(
+            layers=_layers_at(places, [DenseLayer(store, rows, exact) for store in stores])
+        )
 
 
-def _at(places: Sequence[int], layers: list[Any]) -> list[Any]:
-    """A layer for each of the model's; those without K and V of their own get one that answers about lengths."""
+def _layers_at(places: Sequence[int], layers: list[Any]) -> list[Any]:
+    """A layer for each of the model's; where it keeps no K and V of its own, one that answers about lengths."""
     found = dict(zip(places, layers, strict=True))
     return [found.get(i, layers[0]) for i in range(max(places) + 1)]
