@@ -25,10 +25,10 @@ from caramba_fast.policy import (
     choose_cache,
 )
 from caramba_fast.policy.plan import cells
-from caramba_fast.policy.plot import check_plot, save_plot
+from caramba_fast.policy.plot import save_plot
 from caramba_fast.quality import RecallFormat
 from caramba_fast.quality.needles import token_ids
-from caramba_fast.quality.plot import is_plot
+from caramba_fast.quality.plot import check_plot, is_plot
 
 #: Columns of a terminal in which verdicts have room beside the figures.
 _WIDE = 110

@@ -8,7 +8,7 @@ The needle gate hides lines in text and counts how many of them are found throug
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,8 @@ from caramba_fast.quality import (
     cached_forward,
     compare,
 )
-from caramba_fast.quality.text import SAMPLED_ROWS, Windows, digest_of, needle_batches
+from caramba_fast.quality.identity import text_digest, token_tensor
+from caramba_fast.quality.text import SAMPLED_ROWS, Windows, needle_batches
 
 #: Windows measured at first, and at most where a gate stays undecided.
 FEWEST_WINDOWS, MOST_WINDOWS = 64, 256
@@ -155,14 +156,9 @@ class QualityMeter:
 
     def _figures(self, spec: str) -> Figures:
         pairs = self._scores[spec]
-        own, base = (_joined([pair[side] for pair in pairs]) for side in (0, 1))
+        own, base = (Scores.joined([pair[side] for pair in pairs]) for side in (0, 1))
         nothing = CacheSize(0.0, 0.0, 0.0)
         return Figures.of(cache_quality(spec, own, own if spec == self.baseline else base, nothing))
-
-
-def _joined(parts: Sequence[Scores]) -> Scores:
-    names = (part.name for part in fields(Scores))
-    return Scores(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
 def verdict(figures: Figures, gates: Mapping[str, float]) -> str | None:
@@ -274,13 +270,6 @@ def needle_shares(
     return {spec: found[spec] / found[baseline] for spec in specs}
 
 
-def filler_of(windows: Windows, given: Tensor | Sequence[int] | None) -> np.ndarray:
-    """Text to hide needles in: what was given, else what the model wrote."""
-    if given is not None:
-        return torch.as_tensor(given, dtype=torch.int64, device="cpu").flatten().numpy()
-    return windows.take(0, -(-CONTEXT // windows.size)).flatten().numpy()
-
-
 #: Not part of a plan's key: where it is kept and when it is checked.
 _NOT_IN_KEY = ("cache_plan_path", "cache_plan_probe", "cache_plan_probe_interval_sec")
 #: Tokens of text the timed prompt is made of, repeated: what they are does not matter to time.
@@ -368,15 +357,14 @@ class Subject:
         if self.ids is None:
             text = self.windows(min(length, _TIMED_TEXT), rows).take(0, rows)
         else:
-            ids = torch.as_tensor(self.ids, dtype=torch.int64, device="cpu").flatten()
-            text = ids[:_TIMED_TEXT].repeat(rows, 1)
+            text = token_tensor(self.ids).flatten()[:_TIMED_TEXT].repeat(rows, 1)
         return text.repeat(1, -(-length // text.shape[1]))[:, :length]
 
     def needles(self, specs: Sequence[str], windows: Windows) -> dict[str, float]:
         """Share of needles found, relative to the baseline."""
         assert self.recall is not None
         return needle_shares(
-            self.model, specs, BASELINE, self.recall, filler_of(windows, self.ids),
+            self.model, specs, BASELINE, self.recall, windows.filler(CONTEXT),
             calibration=self.calibration, bos_token_id=self.bos_token_id, seed=self.seed,
         )  # fmt: skip
 
@@ -393,5 +381,5 @@ class Subject:
             device=device_identity(self.model.device),
             versions=versions(self.model.device, decoupled), batch_size=self.batch_size,
             max_seq_len=self.max_seq_len, prefill=self.prefill, settings=kept,
-            text=digest_of(self.ids, self.bos_token_id),
+            text=text_digest(self.ids, self.bos_token_id),
         )  # fmt: skip

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +19,7 @@ from caramba_fast.config.files import shown
 from caramba_fast.infer.policy_fields import MIB
 from caramba_fast.models import LanguageModel
 from caramba_fast.ops.registry import serving
+from caramba_fast.quality.identity import add_tensor, digest_of, package_version
 
 #: Version of the file and of the plans in it; another one is not read.
 SCHEMA_VERSION = 1
@@ -97,7 +97,7 @@ class PlanKey(BaseModel):
     def digest(self) -> str:
         """The key's name in a file."""
         words = json.dumps(self.model_dump(mode="json"), sort_keys=True)
-        return hashlib.sha256(words.encode()).hexdigest()[:24]
+        return digest_of([words], 24)
 
 
 class CachePlan(BaseModel):
@@ -179,13 +179,13 @@ def model_identity(model: LanguageModel, calibration: Calibration | None = None)
     for module in _modules(model):
         for name, value in module.state_dict().items():
             if isinstance(value, Tensor):
-                _add(digest, name, value)
+                add_tensor(digest, name, value, VALUES)
     if calibration is not None:
         for index, layer in enumerate(calibration.layers):
             for name, stream in layer.items():
                 for part, value in vars(stream).items():
                     if isinstance(value, Tensor):
-                        _add(digest, f"{index}.{name}.{part}", value)
+                        add_tensor(digest, f"{index}.{name}.{part}", value, VALUES)
     layers = [_shape(layer) for layer in model.cache_layout]
     digest.update(repr(layers).encode())
     return (
@@ -210,14 +210,6 @@ def _shape(layer: AnyLayerShape) -> str:
     return f"{type(layer).__name__}({inner}{rope})"
 
 
-def _add(digest: Any, name: str, value: Tensor) -> None:
-    flat = value.detach().reshape(-1)
-    step = max(1, flat.numel() // VALUES)
-    digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
-    if value.device.type != "meta":
-        digest.update(flat[::step].to("cpu", torch.float32).contiguous().numpy().tobytes())
-
-
 def device_identity(device: torch.device) -> str:
     """The GPU's name, or the processor's with the threads torch uses."""
     if device.type == "cuda":
@@ -240,17 +232,10 @@ def versions(device: torch.device, decoupled: bool) -> dict[str, str]:
     """Of what a figure depends on."""
     op = "decoupled_decode_attention" if decoupled else "decode_attention"
     return {
-        "caramba_fast": _package_version(),
+        "caramba_fast": package_version(""),
         "torch": torch.__version__,
         "backend": serving(op, device.type),
     }
-
-
-def _package_version() -> str:
-    try:
-        return metadata.version("caramba-fast")
-    except metadata.PackageNotFoundError:  # run from a folder that was not installed
-        return ""
 
 
 #: Heading, and cell of a row; "–" where something was not measured.

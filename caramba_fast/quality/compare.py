@@ -24,12 +24,15 @@ from torch import Tensor, nn
 from caramba_fast.cache import AnyLayerShape, Calibration, ModelKVCache
 from caramba_fast.config import KVCacheTensorConfig, cache_configs
 from caramba_fast.models import LanguageModel
+from caramba_fast.quality.identity import add_tensor
 
 #: Tokens of each row computed at once; 128 is the fastest on a CPU. Figures depend on it only where a
 #: transform takes its constants from the first tokens, which are the first chunk.
 CHUNK = 128
 #: Logits held of one cache at a time: 2^25 float32 take 128 MiB.
 MOST_LOGITS = 2**25
+#: Values of each tensor that go into a model's digest, evenly spread.
+VALUES = 2**16
 
 
 class Forward(Protocol):
@@ -108,8 +111,8 @@ class CachedForward:
         digest = hashlib.sha256()
         if isinstance(self.model, nn.Module):
             for name, value in self.model.state_dict().items():
-                _update(digest, name, value)
-        _update_from(digest, self.calibration)
+                add_tensor(digest, name, value, VALUES)
+        _add(digest, self.calibration)
         name, widths = type(self.model).__name__, _widths(self.layout[0])
         layers = f"{len(self.layout)} layers of {widths}"
         return f"{name}, {layers}, chunk {self.chunk}, {digest.hexdigest()[:16]}"
@@ -151,29 +154,21 @@ def _with_room(configs: dict[str, KVCacheTensorConfig], chunk: int) -> dict[str,
     }
 
 
-def _update_from(digest: Any, value: Any) -> None:
+def _add(digest: Any, value: Any) -> None:
     """Adds the tensors and the text of a (nested) dataclass, mapping or sequence."""
     if isinstance(value, Tensor):
-        _update(digest, "", value)
+        add_tensor(digest, "", value, VALUES)
     elif isinstance(value, dict):
         for name, item in value.items():
             digest.update(str(name).encode())
-            _update_from(digest, item)
+            _add(digest, item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _update_from(digest, item)
+            _add(digest, item)
     elif hasattr(value, "__dict__"):
-        _update_from(digest, vars(value))
+        _add(digest, vars(value))
     else:
         digest.update(repr(value).encode())
-
-
-def _update(digest: Any, name: str, value: Tensor, most: int = 2**16) -> None:
-    """Adds name, shape and evenly spread values of a tensor, all of them if it is small."""
-    flat = value.detach().reshape(-1)
-    step = max(1, flat.numel() // most)
-    digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
-    digest.update(flat[::step].to("cpu", torch.float32).contiguous().numpy().tobytes())
 
 
 #: Logits worked on at a time: what stays in a CPU's cache, and what fills an accelerator.
@@ -208,6 +203,11 @@ class Scores:
     def names(cls) -> tuple[str, ...]:
         """The fields, in order."""
         return tuple(field.name for field in fields(cls))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Scores]) -> Scores:
+        """Scores of several batches, rows behind rows."""
+        return cls(*(np.concatenate([getattr(p, name) for p in parts]) for name in cls.names()))
 
     @property
     def shape(self) -> tuple[int, int]:

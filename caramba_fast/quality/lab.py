@@ -7,10 +7,8 @@ K and V on real text, for the transforms of its caches.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +27,7 @@ from caramba_fast.quality.figures import (
     cache_quality,
     needle_quality,
 )
+from caramba_fast.quality.identity import digest_of, package_version
 from caramba_fast.quality.needles import RecallFormat
 from caramba_fast.quality.report import QualityReport, on_pareto_front
 from caramba_fast.quality.store import ScoreStore
@@ -94,9 +93,9 @@ def measure(
             )
     about = {
         "model": forward.identity,
-        "text": _digest(text),
+        "text": digest_of([text]),
         "baseline": baseline,
-        "version": _version(),
+        "version": package_version("unknown"),
     }
     runner = _Runner(forward, names, ScoreStore(folder, about), work, progress)
     report = QualityReport(about={**about, "seed": seed, "batch": batch})
@@ -169,7 +168,7 @@ def _figures(
     )
     rows: list[CacheQuality] = []
     stretches: list[NeedleQuality] = []
-    text, found = _joined(on_text), _joined(on_needles)
+    text, found = _by_cache(on_text), _by_cache(on_needles)
     for name in names:
         whole = None
         if asked:
@@ -183,13 +182,10 @@ def _figures(
     return rows, stretches
 
 
-def _joined(scores: Sequence[ByCache]) -> ByCache:
-    """Each cache's scores on several batches, rows behind rows."""
+def _by_cache(scores: Sequence[ByCache]) -> ByCache:
+    """Each cache's scores on all of several batches."""
     return {
-        name: Scores(
-            *(np.concatenate([getattr(s[name], key) for s in scores]) for key in Scores.names())
-        )
-        for name in (scores[0] if scores else ())
+        name: Scores.joined([s[name] for s in scores]) for name in (scores[0] if scores else ())
     }
 
 
@@ -205,17 +201,6 @@ def _check(text: np.ndarray, contexts: Sequence[int], batch: int, needles: int) 
         problems.append(f"needles is {needles}; 0 (off) or more is needed")
     if problems:
         raise ValueError("; ".join(problems))
-
-
-def _digest(values: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()[:16]
-
-
-def _version() -> str:
-    try:
-        return metadata.version("caramba-fast")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return "unknown"
 
 
 CHUNK = 512

@@ -1,20 +1,25 @@
-"""The picture of a report: what each cache costs in quality against what it takes in bytes."""
+"""Pictures of what caches cost in quality against what they take in bytes: of a report here, of a choice in policy.
+
+Both are drawn by the same few functions: a point for each cache, a vertical line for what has no loss to show.
+"""
 
 from __future__ import annotations
 
 import io
 import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from caramba_fast.config.files import replacing
-from caramba_fast.quality.figures import CacheQuality
+from caramba_fast.quality.figures import CacheQuality, Interval
 from caramba_fast.quality.report import QualityReport
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+ENDINGS = (".png", ".svg")
 #: Specs no longer than this are written beside their points; else points are numbered.
 _SHORT, _FEW = 16, 12
 #: Width of a letter of a label, and how far up from its point a label may stand, in points.
@@ -26,65 +31,33 @@ MAKER = "caramba-fast"
 Box = tuple[float, float, float, float]
 
 
-def plot_report(report: QualityReport, title: str = "") -> Figure:
-    """Mean KL (log scale, with its interval) against bytes a token, one panel a context.
-
-    Caches of the Pareto front are filled and joined by a line. The baseline, whose KL is 0, is a vertical
-    line at its size.
+def check_plot(path: str | Path) -> None:
+    """Raises for a picture that could not be written.
 
     Raises:
+        ValueError: a name that does not end in .png or .svg.
         ModuleNotFoundError: matplotlib is missing (``pip install caramba-fast[plot]``).
     """
+    if Path(path).suffix not in ENDINGS:
+        raise ValueError(f"{path} ends in {Path(path).suffix!r}; .png and .svg can be written")
+    _check_matplotlib()
+
+
+def _check_matplotlib() -> None:
     try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
-        from matplotlib.lines import Line2D  # noqa: PLC0415
+        import matplotlib.figure  # noqa: F401, PLC0415 - an extra
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "plots need matplotlib: pip install 'caramba-fast[plot]'"
         ) from error
 
-    kinds = list(dict.fromkeys(r.kind for r in report.rows if r.kind != report.baseline))
-    numbered = len(kinds) > _FEW or any(len(kind) > _SHORT for kind in kinds)
-    labels = {kind: str(i) if numbered else kind for i, kind in enumerate(kinds, start=1)}
-    panels = len(report.contexts)
-    width, height = 5.6 * panels, 4.4
-    if numbered:  # room for the key beside the panels
-        width += _KEY_LETTER * (4 + max(map(len, kinds)))
-        height = max(height, 0.6 + _KEY_LINE * len(kinds))
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(1, panels, squeeze=False)[0]
-    for axis, context in zip(axes, report.contexts, strict=True):
-        rows = [row for row in report.rows if row.context == context]
-        _panel(axis, rows, report.baseline, labels)
-        axis.set_title(f"context {context}", fontsize=10)
-    axes[0].set_ylabel(f"mean KL to {report.baseline} [nats]")
-    if numbered:
-        handles = [Line2D([], [], linestyle="none") for _ in kinds]
-        key = [f"{label:>2} {kind}" for kind, label in labels.items()]
-        figure.legend(
-            handles, key, loc="outside right upper", handlelength=0, handletextpad=0, frameon=False,
-            prop={"family": "monospace", "size": 7},
-        )  # fmt: skip
-    if title:
-        figure.suptitle(title, fontsize=11, x=0.01, ha="left")
-    figure.draw_without_rendering()  # fixes where the axes are
-    for axis, context in zip(axes, report.contexts, strict=True):
-        rows = [row for row in report.rows if row.context == context]
-        _write_labels(axis, _shown(rows, labels), labels)
-    return figure
 
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches; raises ModuleNotFoundError without matplotlib."""
+    _check_matplotlib()
+    from matplotlib.figure import Figure  # noqa: PLC0415
 
-def save_plot(report: QualityReport, path: str | Path, title: str = "") -> None:
-    """Writes `plot_report` as PNG or SVG, by the name's ending.
-
-    Raises:
-        ValueError: another ending.
-        ModuleNotFoundError: matplotlib is missing.
-    """
-    ending = Path(path).suffix
-    if ending not in (".png", ".svg"):
-        raise ValueError(f"{path} ends in {ending!r}; .png and .svg can be written")
-    write_figure(plot_report(report, title), path)
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def write_figure(figure: Figure, path: str | Path) -> None:
@@ -104,6 +77,112 @@ def is_plot(path: str | Path) -> bool:
     return MAKER.encode() in start and (b"<svg" in start or start.startswith(b"\x89PNG"))
 
 
+def style_axes(axis: Any, bytes_label: str, margins: tuple[float, float]) -> None:
+    """A logarithmic loss against bytes, with a thin grid."""
+    axis.set_yscale("log")
+    axis.margins(*margins)
+    axis.grid(True, which="major", linewidth=0.4, alpha=0.5)
+    axis.set_xlabel(bytes_label)
+
+
+def draw_point(
+    axis: Any, x: float, y: float, interval: Interval, floor: float, colour: str, *,
+    filled: bool, size: int,
+) -> None:  # fmt: skip
+    """A cache of loss ``y``, with its interval down to ``floor`` at most (nan for none)."""
+    low, high = interval
+    if not math.isnan(low):
+        axis.vlines(x, max(low, floor), high, color="0.7", linewidth=1, zorder=0)
+    face = colour if filled else "white"
+    axis.plot(x, y, "o", markersize=size, color=colour, markerfacecolor=face, zorder=2)
+
+
+def draw_size(axis: Any, x: float, words: str, colour: str, words_colour: str) -> None:
+    """A vertical line at the size of a cache that has no loss to show, such as the baseline."""
+    axis.axvline(x, color=colour, linestyle=":", linewidth=1)
+    axis.annotate(
+        words, (x, 1), xycoords=("data", "axes fraction"), xytext=(-3, -10),
+        textcoords="offset points", ha="right", fontsize=8, color=words_colour,
+    )  # fmt: skip
+
+
+def write_labels(axis: Any, labels: Sequence[tuple[str, float, float]]) -> None:
+    """Writes each (words, x, y) beside its point, at the first place that meets neither a point nor a label.
+
+    The axes must have their final place: call ``figure.draw_without_rendering()`` before.
+    """
+    scale = 72 / axis.figure.dpi
+    places = [axis.transData.transform((x, y)) * scale for _, x, y in labels]
+    edge = axis.bbox.x0 * scale
+    taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in places]
+    for (words, *point), (x, y) in zip(labels, places, strict=True):
+        width = _LETTER * len(words)
+        boxes = []
+        for up, side in itertools.product(_HEIGHTS, (1, -1)):
+            left = x + 5 if side > 0 else x - 5 - width
+            if left > edge:
+                boxes.append((left, y + up - 4, left + width, y + up + 4))
+        box = next((b for b in boxes if not any(_meet(b, other) for other in taken)), boxes[0])
+        right = box[0] > x
+        taken.append(box)
+        axis.annotate(
+            words, point, xytext=(5 if right else -5, box[1] + 4 - y), textcoords="offset points",
+            ha="left" if right else "right", va="center", fontsize=8,
+        )  # fmt: skip
+
+
+def _meet(a: Box, b: Box) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+def plot_report(report: QualityReport, title: str = "") -> Figure:
+    """Mean KL (log scale, with its interval) against bytes a token, one panel a context.
+
+    Caches of the Pareto front are filled and joined by a line. The baseline, whose KL is 0, is a vertical
+    line at its size.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is missing (``pip install caramba-fast[plot]``).
+    """
+    kinds = list(dict.fromkeys(r.kind for r in report.rows if r.kind != report.baseline))
+    numbered = len(kinds) > _FEW or any(len(kind) > _SHORT for kind in kinds)
+    labels = {kind: str(i) if numbered else kind for i, kind in enumerate(kinds, start=1)}
+    panels = len(report.contexts)
+    width, height = 5.6 * panels, 4.4
+    if numbered:  # room for the key beside the panels
+        width += _KEY_LETTER * (4 + max(map(len, kinds)))
+        height = max(height, 0.6 + _KEY_LINE * len(kinds))
+    figure = new_figure(width, height)
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    for axis, context in zip(axes, report.contexts, strict=True):
+        rows = [row for row in report.rows if row.context == context]
+        _panel(axis, rows, report.baseline, labels)
+        axis.set_title(f"context {context}", fontsize=10)
+    axes[0].set_ylabel(f"mean KL to {report.baseline} [nats]")
+    if numbered:
+        from matplotlib.lines import Line2D  # noqa: PLC0415
+
+        handles = [Line2D([], [], linestyle="none") for _ in kinds]
+        key = [f"{label:>2} {kind}" for kind, label in labels.items()]
+        figure.legend(
+            handles, key, loc="outside right upper", handlelength=0, handletextpad=0, frameon=False,
+            prop={"family": "monospace", "size": 7},
+        )  # fmt: skip
+    if title:
+        figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    figure.draw_without_rendering()  # fixes where the axes are
+    for axis, context in zip(axes, report.contexts, strict=True):
+        rows = _shown([row for row in report.rows if row.context == context], labels)
+        write_labels(axis, [(labels[r.kind], r.cache_bytes_per_token, r.mean_kl) for r in rows])
+    return figure
+
+
+def save_plot(report: QualityReport, path: str | Path, title: str = "") -> None:
+    """Writes `plot_report` as PNG or SVG, by the name's ending; raises what `check_plot` does."""
+    check_plot(path)
+    write_figure(plot_report(report, title), path)
+
+
 def _shown(rows: list[CacheQuality], labels: dict[str, str]) -> list[CacheQuality]:
     """What a logarithmic axis can show."""
     return [row for row in rows if row.kind in labels and 0 < row.mean_kl < math.inf]
@@ -116,49 +195,12 @@ def _panel(axis: Any, rows: list[CacheQuality], baseline: str, labels: dict[str,
         axis.plot(*zip(*front, strict=True), color="tab:blue", linewidth=1, zorder=1)
     floor = min((row.mean_kl for row in shown), default=1.0) / 10
     for row in shown:
-        low, high = row.ci.get("mean_kl", (math.nan, math.nan))
-        x, y = row.cache_bytes_per_token, row.mean_kl
-        if not math.isnan(low):
-            axis.vlines(x, max(low, floor), high, color="0.7", linewidth=1, zorder=0)
-        face = "tab:blue" if row.pareto else "white"
-        axis.plot(x, y, "o", markersize=5, color="tab:blue", markerfacecolor=face, zorder=2)
+        interval = row.ci.get("mean_kl", (math.nan, math.nan))
+        draw_point(
+            axis, row.cache_bytes_per_token, row.mean_kl, interval, floor, "tab:blue",
+            filled=row.pareto, size=5,
+        )  # fmt: skip
     for row in rows:
         if row.kind == baseline:
-            axis.axvline(row.cache_bytes_per_token, color="0.4", linestyle=":", linewidth=1)
-            axis.annotate(
-                baseline, (row.cache_bytes_per_token, 1), xycoords=("data", "axes fraction"),
-                xytext=(-3, -10), textcoords="offset points", ha="right", fontsize=8, color="0.4",
-            )  # fmt: skip
-    axis.set_yscale("log")
-    axis.margins(x=0.2, y=0.1)
-    axis.grid(True, which="major", linewidth=0.4, alpha=0.5)
-    axis.set_xlabel("cache bytes per token, everything included")
-
-
-def _write_labels(axis: Any, rows: list[CacheQuality], labels: dict[str, str]) -> None:
-    """Beside each point, at the first place that meets neither a point nor a label; axes are final."""
-    scale = 72 / axis.figure.dpi
-    places = [
-        axis.transData.transform((row.cache_bytes_per_token, row.mean_kl)) * scale for row in rows
-    ]
-    edge = axis.bbox.x0 * scale
-    taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in places]
-    for row, (x, y) in zip(rows, places, strict=True):
-        width = _LETTER * len(labels[row.kind])
-        boxes = []
-        for up, side in itertools.product(_HEIGHTS, (1, -1)):
-            left = x + 5 if side > 0 else x - 5 - width
-            if left > edge:
-                boxes.append((left, y + up - 4, left + width, y + up + 4))
-        box = next((b for b in boxes if not any(_meet(b, other) for other in taken)), boxes[0])
-        right = box[0] > x
-        taken.append(box)
-        axis.annotate(
-            labels[row.kind], (row.cache_bytes_per_token, row.mean_kl),
-            xytext=(5 if right else -5, box[1] + 4 - y), textcoords="offset points",
-            ha="left" if right else "right", va="center", fontsize=8,
-        )  # fmt: skip
-
-
-def _meet(a: Box, b: Box) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+            draw_size(axis, row.cache_bytes_per_token, baseline, "0.4", "0.4")
+    style_axes(axis, "cache bytes per token, everything included", (0.2, 0.1))

@@ -8,7 +8,6 @@ into it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import lzma
 import re
@@ -24,6 +23,7 @@ import numpy as np
 from caramba_fast.config import cache_configs
 from caramba_fast.config.files import read_json, replacing, shown
 from caramba_fast.quality.compare import Scores
+from caramba_fast.quality.identity import digest_of
 from caramba_fast.quality.text import Batch
 
 MANIFEST = "manifest.json"
@@ -48,7 +48,7 @@ class ScoreStore:
 
     def __init__(self, folder: str | Path | None, settings: dict[str, Any]) -> None:
         self.folder = None if folder is None else Path(folder)
-        self._digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+        self._settings = json.dumps(settings, sort_keys=True)
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             with self.lock():
@@ -90,16 +90,15 @@ class ScoreStore:
 
     def _file(self, spec: str, batch: Batch) -> Path:
         assert self.folder is not None
-        digest = self._digest.copy()
+        parts: list[str | np.ndarray] = [self._settings]
         for stream, config in cache_configs(spec).items():  # what "q4" means may change
-            digest.update(f"{stream} {config.model_dump_json()}".encode())
+            parts.append(f"{stream} {config.model_dump_json()}")
         for array in (batch.ids, batch.positions):
             if array is not None:
-                digest.update(str(array.shape).encode())
-                digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
+                parts += [str(array.shape), array]
         part = "text" if batch.depths is None else "needles"
         words = re.sub(r"[^A-Za-z0-9_=-]+", ".", spec)[:60]
-        return self.folder / f"{part}{batch.ids.shape[1]}-{words}-{digest.hexdigest()[:12]}.npz"
+        return self.folder / f"{part}{batch.ids.shape[1]}-{words}-{digest_of(parts, 12)}.npz"
 
     @staticmethod
     def _claim(file: Path, settings: dict[str, Any]) -> None:

@@ -1,16 +1,13 @@
-"""The text a cache is judged on: real tokens, the caller's or the model's own, never random ids.
+"""The text caches are measured on: windows of it, and rows of needles hidden in it, in batches.
 
-Random ids are no text: a model attends to them in ways it never does in use, and a cache that ruins
-sentences may look harmless on them.
-
-What is read to measure caches: windows of text and rows of needles, in batches.
+Text is real tokens, the caller's or the model's own, never random ids: a model attends to those in ways it
+never does in use, and a cache that ruins sentences may look harmless on them.
 
 Everything is drawn with a seed, and asking for more tokens or needles only adds to what was drawn.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,10 +19,26 @@ from torch import Tensor
 from caramba_fast.cache import ModelKVCache
 from caramba_fast.config import cache_configs
 from caramba_fast.models import LanguageModel
+from caramba_fast.quality.identity import token_tensor
 from caramba_fast.quality.needles import RecallFormat, pairs_that_fit, recall_rows
 
 #: Rows sampled at once.
 SAMPLED_ROWS = 64
+_FEWEST_WINDOWS = 2
+#: Rows needles are spread over at least: an interval needs some.
+_FEWEST_ROWS = 8
+
+
+def _windows(rows: np.ndarray, size: int) -> np.ndarray:
+    """(R, N) tokens -> (W, size) windows that do not overlap, row by row; what is left over is dropped."""
+    return rows[:, : rows.shape[1] // size * size].reshape(-1, size)
+
+
+def _behind_bos(rows: np.ndarray, bos_token_id: int | None) -> np.ndarray:
+    """(W, N) tokens -> (W, 1 + N) with bos in front; as they are without one."""
+    if bos_token_id is None:
+        return rows
+    return np.concatenate((np.full((len(rows), 1), bos_token_id), rows), axis=1)
 
 
 class Windows:
@@ -55,12 +68,12 @@ class Windows:
         self.model, self.size, self.seed = model, size, seed
         self.bos = bos_token_id if size > 1 else None
         self.at_once = at_once
-        self._given = None if given is None else self._cut(given)
+        self._text = None if given is None else token_tensor(given)
+        self._given = None if self._text is None else self._shuffled(self._text)
         self._sampled: list[Tensor] = []
 
-    def _cut(self, given: Tensor | Sequence[int]) -> Tensor:
-        """(W, size) windows that do not overlap, shuffled."""
-        ids = torch.as_tensor(given, dtype=torch.int64, device="cpu")
+    def _shuffled(self, ids: Tensor) -> Tensor:
+        """(W, size) windows that do not overlap, in random order."""
         body = self.size - (self.bos is not None)
         rows = ids[None] if ids.ndim == 1 else ids
         if rows.ndim != 2 or rows.numel() == 0:
@@ -72,19 +85,14 @@ class Windows:
                 f"calibration_ids holds ids from {int(rows.min())} to {int(rows.max())}; the model knows 0 "
                 f"to {self.model.vocab_size - 1}"
             )
-        cut = rows[:, : rows.shape[1] // body * body].reshape(-1, body)
+        cut = _windows(rows.numpy(), body)
         if len(cut) < 2:
             raise ValueError(
                 f"calibration_ids has rows of {rows.shape[1]} tokens, {len(cut)} windows of {body}; at least 2 "
                 "are needed (cache_quality_prompt_len + cache_quality_decode_steps + 1 tokens each)"
             )
         order = torch.randperm(len(cut), generator=torch.Generator().manual_seed(self.seed))
-        return self._behind_bos(cut[order])
-
-    def _behind_bos(self, rows: Tensor) -> Tensor:
-        if self.bos is None:
-            return rows
-        return torch.cat((torch.full((len(rows), 1), self.bos), rows), dim=1)
+        return torch.from_numpy(_behind_bos(cut[order.numpy()], self.bos))
 
     def take(self, start: int, stop: int) -> Tensor:
         """Windows start to stop - 1, (n, size) int64 on the CPU; fewer where the text ends."""
@@ -94,6 +102,11 @@ class Windows:
             seed = self.seed + len(self._sampled)
             self._sampled.append(sample_text(self.model, self.at_once, self.size, seed))
         return torch.cat(self._sampled)[start:stop]
+
+    def filler(self, count: int) -> np.ndarray:
+        """(N,) tokens to hide needles in: all that was given, else ``count`` or more that the model wrote."""
+        text = self.take(0, -(-count // self.size)) if self._text is None else self._text
+        return text.flatten().numpy()
 
     def describe(self) -> str:
         """Where the text is from."""
@@ -148,21 +161,6 @@ def begin_token(model: LanguageModel) -> int | None:
     return None
 
 
-def digest_of(ids: Tensor | Sequence[int] | None, bos_token_id: int | None = None) -> str:
-    """A short name for a text and what its windows start with, "" for none."""
-    if ids is None:
-        return ""
-    tokens = torch.as_tensor(ids, dtype=torch.int64, device="cpu").contiguous()
-    digest = hashlib.sha256(f"{tuple(tokens.shape)}{bos_token_id}".encode())
-    digest.update(tokens.numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-_FEWEST_WINDOWS = 2
-#: Rows needles are spread over at least: an interval needs some.
-_FEWEST_ROWS = 8
-
-
 @dataclass(frozen=True)
 class Batch:
     """Rows that are measured together.
@@ -202,7 +200,7 @@ def text_batches(
             f"{short}; {_FEWEST_WINDOWS} windows of context {context} need {_FEWEST_WINDOWS * context}"
         )
     order = np.random.default_rng((seed, context)).permutation(there)[:wanted]
-    windows = text[: there * size].reshape(there, size)[order]
+    windows = _windows(text[None], size)[order]
     for start in range(0, len(windows), rows):
         yield Batch(_behind_bos(windows[start : start + rows], bos_token_id))
 
@@ -238,9 +236,3 @@ def needle_batches(
             np.stack([row.positions for row in some]) + bos,
             np.stack([row.depths for row in some]),
         )
-
-
-def _behind_bos(ids: np.ndarray, bos_token_id: int | None) -> np.ndarray:
-    if bos_token_id is None:
-        return ids
-    return np.concatenate((np.full((len(ids), 1), bos_token_id), ids), axis=1)

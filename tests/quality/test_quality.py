@@ -27,6 +27,7 @@ from caramba_fast.models import (
 )
 from caramba_fast.quality import (
     CacheQuality,
+    CacheSize,
     NeedleQuality,
     QualityReport,
     RecallFormat,
@@ -142,7 +143,7 @@ def test_scores_do_not_depend_on_chunks_or_pieces(
     ids = random_ids(2, 50)
     wanted = compare(cached_forward(model, 64), ids, SPECS)
     monkeypatch.setattr(sys.modules[compare.__module__], "_PIECE", 3 * VOCAB)
-    monkeypatch.setattr(compare, "MOST_LOGITS", 2 * 7 * VOCAB)
+    monkeypatch.setattr(sys.modules[compare.__module__], "MOST_LOGITS", 2 * 7 * VOCAB)
     sizes = {logits.shape[1] for logits in cached_forward(model, 64)(ids, "q4")}
     assert max(sizes) == 7
     found = compare(cached_forward(model, 64), ids, SPECS)
@@ -312,7 +313,7 @@ def scores_of(nll: Any, kl: Any, correct: Any) -> Scores:
 def test_figures_from_scores_made_by_hand() -> None:
     base = scores_of([[1, 2], [3, 2]], [[0, 0], [0, 0]], [[1, 1], [1, 0]])
     found = scores_of([[1.5, 2], [3, 3]], [[0.1, 0.2], [0.3, 0.8]], [[1, 0], [1, 0]])
-    size = compare.CacheSize(10, 4.5, 12)
+    size = CacheSize(10, 4.5, 12)
     row = cache_quality("q4", found, base, size)
     assert (row.kind, row.tokens, row.windows, row.context) == ("q4", 4, 2, 3)
     assert row.nll == 2.375
@@ -342,7 +343,7 @@ def test_needles_are_counted_by_depth_and_paired() -> None:
     assert [part.delta_recall for part in parts] == [0, -1, 0]
     own = needle_quality("fp16", 64, base, base, depths)
     assert own.delta_recall == 0 and own.ci["delta_recall"] == (0, 0)
-    row = cache_quality("q4", found, base, compare.CacheSize(1, 1, 1), whole)
+    row = cache_quality("q4", found, base, CacheSize(1, 1, 1), whole)
     assert (row.needles, row.recall) == (8, 5 / 8) and row.ci["recall"] == whole.ci["recall"]
 
 
