@@ -32,6 +32,7 @@ from caramba_fast.quality import (
     cached_forward,
     compare,
 )
+from caramba_fast.quality.compare import forced, new_session
 from caramba_fast.quality.identity import text_digest, token_tensor
 from caramba_fast.quality.text import SAMPLED_ROWS, Windows, needle_batches
 
@@ -106,17 +107,14 @@ class PromptForward:
     def __call__(self, ids: Tensor, spec: str) -> Iterator[Tensor]:
         """Logits (B, t, V) of the prompt (nan), then of stretches of what follows."""
         model, rows = self.model, len(ids)
-        configs: dict[str, Any] = cache_configs(spec)
-        cache = ModelKVCache(
-            model.cache_layout, rows, ids.shape[1], device=model.device, prefill=self.prefill,
-            calibration=self.calibration, **configs,
+        session = new_session(
+            model, rows, ids.shape[1], cache_configs(spec), prefill=self.prefill,
+            calibration=self.calibration,
         )  # fmt: skip
-        ids = ids.to(model.device)
-        last = torch.full((rows,), self.prompt_len - 1, device=model.device)
-        logits = model.forward(ids[:, : self.prompt_len], cache, logits_index=last)
+        logits = session.feed(ids[:, : self.prompt_len].tolist())
         yield logits.new_full((), torch.nan).expand(rows, self.prompt_len, logits.shape[-1])
-        for part in ids[:, self.prompt_len :].split(_together(cache), dim=1):
-            yield model.forward(part, cache)
+        assert session.cache is not None
+        yield from forced(session, ids[:, self.prompt_len :], _together(session.cache))
 
 
 def _together(cache: ModelKVCache) -> int:

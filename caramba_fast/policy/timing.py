@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from caramba_fast.cache.model import PrefillMode
 from caramba_fast.config import cache_configs
 from caramba_fast.infer.cuda_graph import DecodeGraph, why_no_graph
 from caramba_fast.models import LanguageModel
+from caramba_fast.quality.compare import new_session
 
 #: One token a row, (B, 1), through a model and its cache; returns logits.
 Step = Callable[[Tensor], Tensor]
@@ -90,18 +90,16 @@ def step_times(
         clock: seconds.
     """
     rows, length = prompt.shape
-    prompt = prompt.to(model.device)
-    newest = prompt[:, -1:].contiguous()
+    newest = prompt[:, -1:].contiguous().to(model.device)
     runs: dict[str, tuple[ModelKVCache, Step]] = {}
     for spec in specs:
-        configs: dict[str, Any] = cache_configs(spec)
-        cache = ModelKVCache(
-            model.cache_layout, rows, length + steps + WARM_UP, device=model.device, prefill=prefill,
-            calibration=calibration, **configs,
+        session = new_session(
+            model, rows, length + steps + WARM_UP, cache_configs(spec), prefill=prefill,
+            calibration=calibration,
         )  # fmt: skip
-        last = torch.full((rows,), length - 1, device=model.device)
-        model.forward(prompt, cache, logits_index=last)
-        runs[spec] = cache, (make_step or plain_step)(model, cache)
+        session.feed(prompt.tolist())
+        assert session.cache is not None
+        runs[spec] = session.cache, (make_step or plain_step)(model, session.cache)
     for cache, step in runs.values():
         for _ in range(WARM_UP):
             step(newest)

@@ -12,7 +12,7 @@ run tokens through a cache can be measured.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Protocol
@@ -23,6 +23,9 @@ from torch import Tensor, nn
 
 from caramba_fast.cache import AnyLayerShape, Calibration, ModelKVCache
 from caramba_fast.config import KVCacheTensorConfig, cache_configs
+from caramba_fast.infer.cuda_graph import DecodeGraphs
+from caramba_fast.infer.sequence import TokenSequence
+from caramba_fast.infer.session import Session
 from caramba_fast.models import LanguageModel
 from caramba_fast.quality.identity import add_tensor
 
@@ -124,12 +127,37 @@ class CachedForward:
             raise ValueError(f"ids has shape {tuple(ids.shape)}; (B, T) with T >= 1 is needed")
         rows, length = ids.shape
         chunk = max(1, min(self.chunk, MOST_LOGITS // (rows * self.model.vocab_size)))
-        cache = ModelKVCache(
-            self.layout, rows, length, device=self.model.device, prefill="stored", constants_from_prompt=True,
-            calibration=self.calibration, **_with_room(cache_configs(spec), chunk),
+        session = new_session(
+            self.model, rows, length, _with_room(cache_configs(spec), chunk), prefill="stored",
+            constants_from_prompt=True, calibration=self.calibration,
         )  # fmt: skip
-        for part in ids.to(self.model.device).split(chunk, dim=1):
-            yield self.model.forward(part, cache)
+        yield from forced(session, ids, chunk)
+
+
+def new_session(
+    model: LanguageModel, rows: int, length: int, configs: Mapping[str, Any], **options: Any
+) -> Session:
+    """A session such as generators run, over a new cache of ``rows`` × ``length`` tokens.
+
+    Its steps run one by one: what is measured does not depend on whether a graph could be recorded.
+
+    Args:
+        configs: of the streams, as `cache_configs` gives them; options: others of `ModelKVCache`.
+    """
+    cache = ModelKVCache(
+        model.cache_layout, rows, length, device=model.device, **configs, **options
+    )
+    session = Session(
+        model, lambda _: cache, DecodeGraphs(model, False), 0, length, None, lambda _: cache.reach
+    )
+    session.go_back(cache, [TokenSequence() for _ in range(rows)])
+    return session
+
+
+def forced(session: Session, ids: Tensor, chunk: int) -> Iterator[Tensor]:
+    """Feeds ids (B, T), ``chunk`` tokens of each row at once, whatever is predicted; logits (B, t, V) of each."""
+    for part in ids.split(chunk, dim=1):
+        yield session.verify(part.tolist(), [True] * len(ids))
 
 
 def cached_forward(

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from caramba_fast.cache import ModelKVCache
 from caramba_fast.config import KVCacheKind, cache_configs
 from caramba_fast.models import LanguageModel
+from caramba_fast.quality.compare import new_session
 
 #: A lower-case word that starts with a space, as byte-level BPE and SentencePiece write it.
 _WORD = re.compile(r"^[Ġ▁][a-z]{3,}$")
@@ -250,28 +250,14 @@ def retrieval_rate(
     batch_size: int = 8,
 ) -> float:
     """Share of needles answered exactly (greedy) when K and V are stored as ``kind``."""
-    configs: dict[str, Any] = cache_configs(kind)
     hits = 0
     for start in range(0, len(needles), batch_size):
         batch = needles[start : start + batch_size]
-        lens = [len(prompt) for prompt, _ in batch]
-        longest = max(lens)
-        rows = [np.pad(prompt, (0, longest - len(prompt))) for prompt, _ in batch]
-        cache = ModelKVCache(
-            model.cache_layout,
-            len(batch),
-            longest,
-            device=model.device,
-            prefill="stored",
-            constants_from_prompt=True,
-            **configs,
-        )
-        logits = model.forward(
-            torch.from_numpy(np.stack(rows)).to(model.device),
-            cache,
-            query_lens=lens,
-            logits_index=torch.tensor([length - 1 for length in lens], device=model.device),
-        )
+        session = new_session(
+            model, len(batch), max(len(prompt) for prompt, _ in batch), cache_configs(kind),
+            prefill="stored", constants_from_prompt=True,
+        )  # fmt: skip
         answers = torch.tensor([answer for _, answer in batch])
-        hits += int((logits[:, 0].argmax(-1).cpu() == answers).sum())
+        logits = session.feed([prompt.tolist() for prompt, _ in batch])
+        hits += int((logits.argmax(-1).cpu() == answers).sum())
     return hits / len(needles)

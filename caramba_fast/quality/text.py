@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from caramba_fast.cache import ModelKVCache
 from caramba_fast.config import cache_configs
 from caramba_fast.models import LanguageModel
+from caramba_fast.quality.compare import new_session
 from caramba_fast.quality.identity import token_tensor
 from caramba_fast.quality.needles import RecallFormat, pairs_that_fit, recall_rows
 
@@ -126,12 +126,10 @@ def sample_text(model: LanguageModel, rows: int, length: int, seed: int = 0) -> 
     first = _first_token(model)
     drawn = torch.randint(model.vocab_size, (rows, 1), generator=rng)
     ids = drawn if first is None else torch.full((rows, 1), first)
-    cache = ModelKVCache(
-        model.cache_layout, rows, length, device=model.device, **cache_configs("fp32")
-    )
+    session = new_session(model, rows, length, cache_configs("fp32"))
     found = [ids]
     for _ in range(length - 1):
-        logits = model.forward(ids.to(model.device), cache)[:, -1].float().cpu()
+        logits = session.feed(ids.tolist()).float().cpu()
         _check_finite(logits)
         ids = torch.multinomial(logits.softmax(-1), 1, generator=rng)
         found.append(ids)
