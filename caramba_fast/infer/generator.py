@@ -18,7 +18,7 @@ from caramba_fast.infer.policy_fields import CachePolicyFields, DecodePlanFields
 from caramba_fast.infer.run import Hooks, Run
 from caramba_fast.infer.sequence import Prompts, TokenIds
 from caramba_fast.infer.stepwise import Mask, StepwiseGenerator
-from caramba_fast.infer.stopping import Decoder, Stopping, row_limits
+from caramba_fast.infer.stopping import Decoder, Stopping, check_fits, row_limits
 from caramba_fast.infer.tokenizer import find_tokenizer
 from caramba_fast.models import LanguageModel
 from caramba_fast.models.registry import checkpoint_folder, load
@@ -203,18 +203,22 @@ class Generator(StepwiseGenerator):
         parts = (CacheFields, CachePolicyFields, DecodePlanFields)
         return {name for part in parts for name in part.model_fields}
 
+    def _rooms(self, config: GenerateConfig) -> dict[str, int | None]:
+        """How many tokens of a row there is room for, by what limits them."""
+        positions = getattr(self.model, "max_positions", None)
+        return {
+            f"max_seq_len={config.max_seq_len}": config.max_seq_len,
+            "the model's positions": positions,
+        }
+
     def _check_run(self, prompts: Prompts, config: GenerateConfig) -> list[int]:
         """Raises ValueError unless prompts and what follows fit; most new tokens of each row."""
         held = [len(row) for row in self._session.rows] or [0] * len(prompts.rows)
         whole = [n + new for n, new in zip(held, prompts.lens, strict=True)]
         limits = row_limits(config, whole)
-        positions = getattr(self.model, "max_positions", None)
-        if positions is not None and max(map(sum, zip(whole, limits, strict=True))) - 1 > positions:
-            raise ValueError(
-                f"the prompt and max_new_tokens={config.max_new_tokens} need "
-                f"{max(map(sum, zip(whole, limits, strict=True))) - 1} positions; the model has {positions}"
-            )
-        self._session.check_room(prompts.lens, [limit - 1 for limit in limits])
+        rooms, room = self._rooms(config), zip(held, prompts.lens, limits, strict=True)
+        for row, (before, prompt, new) in enumerate(room):
+            check_fits(rooms, prompt, new, held=before, row=row)
         return limits
 
     def _begin(self, prompts: Prompts, config: GenerateConfig, hooks: Hooks) -> tuple[Run, Tensor]:

@@ -152,14 +152,10 @@ class SpeculativeGenerator(Generator):
                 self._draft.rng = self._draft_generator._seeded(config)
         return run, logits
 
-    def _check_run(self, prompts: Prompts, config: GenerateConfig) -> list[int]:
-        limits = super()._check_run(prompts, config)
+    def _rooms(self, config: GenerateConfig) -> dict[str, int | None]:
         positions = getattr(self.draft_model, "max_positions", None)
-        held = [len(row) for row in self._session.rows] or [0] * len(limits)
-        most = max(map(sum, zip(held, prompts.lens, limits, strict=True)))
-        if positions is not None and most > positions:
-            raise ValueError(f"the run reaches {most} positions; draft_model has {positions}")
-        return limits
+        most = None if positions is None else positions - 1  # it reads one token further
+        return {**super()._rooms(config), "the draft model": most}
 
     def _steps(self, run: Run, logits: Tensor, hooks: Hooks) -> Iterator[list[int]]:
         """Yields columns of tokens: the n-th new token of every row once all have one or have ended."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -149,3 +149,27 @@ def row_limits(config: GenerateConfig, held: Sequence[int]) -> list[int]:
                 "no new one"
             )
     return [config.max_length - count for count in held]
+
+
+def check_fits(
+    rooms: Mapping[str, int | None], prompt: int, new: int, *, held: int = 0, row: int | None = None
+) -> None:
+    """Raises ValueError where a row and its new tokens need more room than there is.
+
+    The last token that is generated is not fed, so it needs none.
+
+    Args:
+        rooms: what allows how many tokens, by name; None for no limit.
+        prompt, new: tokens of input, and most new ones.
+        held: tokens of earlier calls.
+        row: which row, for the message.
+    """
+    needed = held + prompt + new - 1
+    for what, most in rooms.items():
+        if most is not None and needed > most:
+            who = "" if row is None else f"row {row}: "
+            before = f"{held} tokens that are held, " if held else ""
+            raise ValueError(
+                f"{who}{before}the prompt of {prompt} tokens and {new} new ones need room for {needed}; "
+                f"{what} allows {most}"
+            )

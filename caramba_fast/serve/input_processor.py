@@ -20,7 +20,7 @@ from caramba_fast.infer.logits import LogitsProcessors
 from caramba_fast.infer.lookup import NGramIndex
 from caramba_fast.infer.policy_fields import CachePolicyFields, DecodePlanFields
 from caramba_fast.infer.sampling import RandomStream
-from caramba_fast.infer.stopping import Stopping, eos_ids, row_limits
+from caramba_fast.infer.stopping import Stopping, check_fits, eos_ids, row_limits
 from caramba_fast.infer.tokenizer import TextTokenizer, TextWriter
 from caramba_fast.models.registry import as_language_model
 from caramba_fast.serve.config import EngineConfig
@@ -217,18 +217,12 @@ class InputProcessor:
     def limit(self, tokens: list[int], config: GenerateConfig) -> int:
         """Most new tokens; raises ValueError if they cannot fit."""
         limit = row_limits(config, [len(tokens)])[0]
-        most = self.config.max_seq_len
-        whole = len(tokens) + limit - 1
-        room = self.settings.page_size * self.num_pages
-        positions = getattr(self.model, "max_positions", None)
-        for what, count in (
-            ("max_seq_len", most), ("the pool", room), ("the model's positions", positions)
-        ):  # fmt: skip
-            if count is not None and whole > count:
-                raise ValueError(
-                    f"the prompt of {len(tokens)} tokens and {limit} new ones need room for {whole}; "
-                    f"{what} allows {count}"
-                )
+        rooms = {
+            "max_seq_len": self.config.max_seq_len,
+            "the pool": self.settings.page_size * self.num_pages,
+            "the model's positions": getattr(self.model, "max_positions", None),
+        }
+        check_fits(rooms, len(tokens), limit)
         return limit
 
 
