@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -42,10 +42,10 @@ def ops(
     force: Force = False,
 ) -> None:
     """Each op beside what torch has: predicted, verified, then timed, in share of the bandwidth."""
-    arguments = ["--device", device, "--backend", backend, "--threads", str(threads)]
-    arguments += ["--quick"] if quick else []
-    arguments += [] if grid is None else ["--grid", grid]
-    _run("kernels.run", [*arguments, *_shared(time_limit, out, force)])
+    _run("kernels.run", _words(
+        device=device, backend=backend, threads=threads, quick=quick, grid=grid, time_limit=time_limit,
+        out=out, force=force,
+    ))  # fmt: skip
 
 
 @bench.command()
@@ -64,13 +64,13 @@ def model(
     force: Force = False,
 ) -> None:
     """Decode steps of a whole model (random weights) by cache kind, in turn (CPU)."""
-    arguments = ["--threads", str(threads)]
+    small: dict[str, int] = {}
     if quick:
-        arguments += ["--head-dims", "64", "--rounds", "3"]
-        context, batch = context or [1024], batch or [1]
-    for name, given in (("--contexts", context), ("--batches", batch), ("--kinds", cache)):
-        arguments += [name, *map(str, given)] if given else []
-    _run("generation.decode_model", [*arguments, *_shared(time_limit, out, force)])
+        small, context, batch = dict(head_dims=64, rounds=3), context or [1024], batch or [1]
+    _run("generation.decode_model", _words(
+        threads=threads, **small, contexts=context, batches=batch, kinds=cache, time_limit=time_limit,
+        out=out, force=force,
+    ))  # fmt: skip
 
 
 @bench.command(context_settings=PASSED_ON, add_help_option=False)
@@ -91,9 +91,14 @@ def serve(context: typer.Context) -> None:
     _run("serving.serve", context.args)
 
 
-def _shared(time_limit: float | None, out: Path | None, force: bool) -> list[str]:
-    limit = [] if time_limit is None else ["--time-limit", str(time_limit)]
-    return limit + ([] if out is None else ["--out", str(out)]) + ["--force"] * force
+def _words(**options: Any) -> list[str]:
+    """Options as a command line has them: a flag for True; None, False and empty lists are left out."""
+    found: list[str] = []
+    for name, value in options.items():
+        values = value if isinstance(value, list) else [value]
+        if values and value is not None and value is not False:
+            found += [f"--{name.replace('_', '-')}", *(str(v) for v in values if v is not True)]
+    return found
 
 
 def _run(name: str, arguments: list[str]) -> None:

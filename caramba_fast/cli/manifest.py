@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from caramba_fast.cli.models import of_drafts
 from caramba_fast.manifest import Prepared, RunReport, load_manifest, prepare, run_manifest
 from caramba_fast.manifest.schema import at
 
@@ -85,16 +86,13 @@ def _show(report: RunReport, console: Console) -> None:
 
 
 def _line(report: RunReport) -> str:
-    figures, told = report.metrics, report.report.get("speculation")
+    figures = report.metrics
     rate = figures["decode_tokens_per_s"]
     speed = f", {rate:.1f} tokens/s" if math.isfinite(rate) else ""
-    line = (
+    return (
         f"{figures['new_tokens']} tokens{speed}, first after {1000 * figures['ttft_s']:.0f} ms, "
-        f"cache {report.report['cache_kind']}"
+        f"cache {report.report['cache_kind']}{of_drafts(report.report)}"
     )
-    if told:
-        line += f", {told['acceptance_rate']:.0%} of drafts accepted, {told['tokens_per_pass']:.2f} tokens a pass"
-    return line
 
 
 def _table(metrics: dict[str, Any]) -> Table:

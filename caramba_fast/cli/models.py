@@ -6,16 +6,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from caramba_fast.config.files import explain
-from caramba_fast.infer import GenerateConfig, Generator, SpeculativeConfig, SpeculativeGenerator
+from caramba_fast.infer import GenerateConfig, Generator, SpeculativeConfig
 from caramba_fast.infer.tokenizer import TextTokenizer, TextWriter, find_tokenizer
+from caramba_fast.manifest.prepare import build
 from caramba_fast.models.registry import LOOKUP, check_device, model_folder, open_model
+
+Settings = TypeVar("Settings", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -52,22 +56,29 @@ def open_generator(setup: Setup) -> tuple[Generator, TextTokenizer]:
     if tokenizer is None:
         raise FileNotFoundError(f"{folder / 'tokenizer.json'} does not exist")
     model = open_model(folder, setup.device, setup.dtype)
-    if not isinstance(config, SpeculativeConfig):
-        return Generator(model, config, tokenizer=tokenizer), tokenizer
     draft = None
     if draft_folder is not None:
         draft = open_model(draft_folder, setup.device, setup.dtype)
-    return SpeculativeGenerator(model, draft, config, tokenizer=tokenizer), tokenizer
+    return build(model, draft, config, tokenizer), tokenizer
 
 
 def _config(setup: Setup) -> GenerateConfig:
-    given = {name: value for name, value in setup.settings.items() if value is not None}
-    if setup.draft is None and "spec_k" in given:
+    drafted = setup.settings.get("spec_k")
+    if setup.draft is None and drafted is not None:
         raise ValueError(
-            f"--spec-k is {given['spec_k']}, and there is no draft; add --draft lookup, or --draft with a smaller model"
+            f"--spec-k is {drafted}, and there is no draft; add --draft lookup, or --draft with a smaller model"
         )
+    return settings_of(GenerateConfig if setup.draft is None else SpeculativeConfig, setup.settings)
+
+
+def settings_of(kind: type[Settings], given: Mapping[str, Any]) -> Settings:
+    """Settings made of options; None leaves one to its default.
+
+    Raises:
+        ValueError: in one line, what a `ValidationError` says.
+    """
     try:
-        return GenerateConfig(**given) if setup.draft is None else SpeculativeConfig(**given)
+        return kind(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         raise ValueError(explain(error)) from error
 
@@ -77,17 +88,19 @@ def summary(generator: Generator) -> str:
     metrics, report = generator.metrics, generator.report
     assert metrics is not None
     speed = f", {metrics.decode_tokens_per_s:.1f} tokens/s" if metrics.new_tokens > 1 else ""
-    line = (
+    return (
         f"{metrics.new_tokens} tokens{speed}, first after {1000 * metrics.ttft_s:.0f} ms, "
-        f"cache {metrics.bytes_per_token:.0f} bytes/token ({report['cache_kind']})"
+        f"cache {metrics.bytes_per_token:.0f} bytes/token ({report['cache_kind']}){of_drafts(report)}"
     )
-    told = report.get("speculation")
-    if told:
-        line += (
-            f", {told['acceptance_rate']:.0%} of drafts accepted, "
-            f"{told['tokens_per_pass']:.2f} tokens a pass"
-        )
-    return line
+
+
+def of_drafts(report: Mapping[str, Any]) -> str:
+    """How much came of drafts, to put behind a line of figures; "" without drafts."""
+    found = report.get("speculation")
+    if not found:
+        return ""
+    accepted, tokens = found["acceptance_rate"], found["tokens_per_pass"]
+    return f", {accepted:.0%} of drafts accepted, {tokens:.2f} tokens a pass"
 
 
 def run_generate(text: str, setup: Setup, stats: bool) -> None:

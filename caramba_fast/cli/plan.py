@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from pydantic import ValidationError
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from caramba_fast.cache import Calibration
-from caramba_fast.cli.quality import DEMO, Subject, load_subject, read_text
-from caramba_fast.config.files import check_replaceable, explain
+from caramba_fast.cli.models import settings_of
+from caramba_fast.cli.quality import DEMO, Subject, begin_token, load_subject, read_text
+from caramba_fast.config.files import check_replaceable
 from caramba_fast.infer.policy_fields import MIB
 from caramba_fast.models.registry import check_device
 from caramba_fast.policy import (
@@ -27,7 +26,6 @@ from caramba_fast.policy import (
 from caramba_fast.policy.plan import cells
 from caramba_fast.policy.plot import save_plot
 from caramba_fast.quality import RecallFormat
-from caramba_fast.quality.needles import token_ids
 from caramba_fast.quality.plot import check_plot, is_plot
 
 #: Columns of a terminal in which verdicts have room beside the figures.
@@ -69,7 +67,7 @@ def run_plan(
     """
     console = console or Console()
     check_device(device)
-    given = _settings(settings)
+    given = settings_of(CachePolicyFields, settings)
     if plot is not None:
         check_plot(plot)
         check_replaceable(plot, "picture", is_plot, force=force)
@@ -81,7 +79,7 @@ def run_plan(
                 subject.model, given, max_seq_len=max_seq_len, batch_size=batch, prefill=prefill,  # type: ignore[arg-type]
                 calibration=None if calibration is None else Calibration.load(calibration),
                 calibration_ids=None if ids is None else ids.tolist(),
-                recall=_recall(subject, given), bos_token_id=_bos(subject), measure_all=True,
+                recall=_recall(subject, given), bos_token_id=begin_token(subject), measure_all=True,
                 progress=lambda words: None if as_json else status.update(words),
             )  # fmt: skip
     except NoCandidateError as error:
@@ -97,14 +95,6 @@ def run_plan(
     return plan
 
 
-def _settings(given: dict[str, Any]) -> CachePolicyFields:
-    known = {name: value for name, value in given.items() if value is not None}
-    try:
-        return CachePolicyFields(**known)
-    except ValidationError as error:
-        raise ValueError(explain(error)) from error
-
-
 def _recall(subject: Subject, settings: CachePolicyFields) -> RecallFormat | None:
     """How needles are written; None where the tokenizer has no words for them and no gate needs them."""
     try:
@@ -113,11 +103,6 @@ def _recall(subject: Subject, settings: CachePolicyFields) -> RecallFormat | Non
         if settings.cache_quality_min_needle is not None:
             raise
         return None
-
-
-def _bos(subject: Subject) -> int | None:
-    first: np.ndarray = token_ids(subject.tokenizer, "", special=True)
-    return int(first[0]) if len(first) == 1 else None
 
 
 def print_table(console: Console, rows: Sequence[CandidateRow], title: str) -> None:

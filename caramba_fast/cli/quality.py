@@ -96,7 +96,6 @@ def run_quality(
     if calibrated:
         calibration, ids = _calibration(subject.model, ids)
     form = _recall_format(subject.tokenizer) if needles else None
-    first = token_ids(subject.tokenizer, "", special=True)
     with _progress(console) as progress, _warnings_to(console):
         task = progress.add_task(name, total=None)
         report = measure(
@@ -108,7 +107,7 @@ def run_quality(
             tokens=tokens,
             needles=needles,
             baseline=baseline,
-            bos_token_id=int(first[0]) if len(first) == 1 else None,
+            bos_token_id=begin_token(subject),
             folder=None if out is None else out / PARTS,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
@@ -171,6 +170,12 @@ def read_text(subject: Subject, text: str | None) -> np.ndarray:
     return ids
 
 
+def begin_token(subject: Subject) -> int | None:
+    """The token that the subject's tokenizer begins a text with, if there is one."""
+    first = token_ids(subject.tokenizer, "", special=True)
+    return int(first[0]) if len(first) == 1 else None
+
+
 def longest(model: LanguageModel) -> int:
     """Tokens of a window the model was made for."""
     config: Any = getattr(model, "config", None)
@@ -196,10 +201,14 @@ def _default_caches(model: LanguageModel) -> Sequence[str]:
 
 def _calibration(model: LanguageModel, ids: np.ndarray) -> tuple[Calibration, np.ndarray]:
     """Statistics from the start of the text, and the rest of it."""
-    used = ids[:CALIBRATION_TOKENS]
-    window = min(len(used), longest(model))
-    rows = used[: len(used) // window * window].reshape(-1, window) if window else used[None]
-    return calibrate(model, rows), ids[CALIBRATION_TOKENS:]  # type: ignore[arg-type]
+    rows = _rows(ids[:CALIBRATION_TOKENS], model)
+    return calibrate(model, rows), ids[CALIBRATION_TOKENS:]
+
+
+def _rows(ids: np.ndarray, model: LanguageModel) -> torch.Tensor:
+    """(R, N) rows as long as the model was made for, or one of all there is; what is left over is dropped."""
+    window = max(1, min(len(ids), longest(model)))
+    return torch.from_numpy(ids[: len(ids) // window * window].reshape(-1, window))
 
 
 def _recall_format(tokenizer: Tokenizer) -> RecallFormat:
@@ -325,9 +334,7 @@ def run_calibrate(
         raise ValueError(f"{out} must be a {' or '.join(SUFFIXES)} file in a folder that exists")
     check_replaceable(out, "calibration", is_calibration, force=force)
     subject = load_subject(name, device)
-    ids = read_text(subject, text)[:tokens]
-    window = min(len(ids), longest(subject.model))
-    rows = torch.from_numpy(ids[: len(ids) // max(window, 1) * window].reshape(-1, max(window, 1)))
+    rows = _rows(read_text(subject, text)[:tokens], subject.model)
     found = calibrate(subject.model, rows, about={"model": name, "text": text or "demo"})
     found.save(out, force=force)
     typer.echo(f"{out}: {rows.numel()} tokens, {len(found.layers)} layers")

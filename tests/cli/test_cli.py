@@ -344,6 +344,31 @@ def test_benchmarks_get_their_options(benchmark_calls: list[tuple[str, list[str]
     ]  # fmt: skip
 
 
+def test_defaults_that_help_names_are_those_of_the_settings() -> None:
+    """Commands import what they need when they run, so that their help says these numbers by itself."""
+    from caramba_fast.cli.quality import CALIBRATION_TOKENS, DEFAULT_CONTEXT
+    from caramba_fast.infer import SpeculativeConfig
+
+    fields = SpeculativeConfig.model_fields
+    numbers = {
+        ("plan", "prompt_len"): fields["cache_quality_prompt_len"].default,
+        ("plan", "decode_steps"): fields["cache_quality_decode_steps"].default,
+        ("plan", "bench_prompt_len"): fields["cache_auto_bench_prompt_len"].default,
+        ("plan", "bench_steps"): fields["cache_auto_bench_steps"].default,
+        ("generate", "spec_k"): fields["spec_k"].default,
+        ("chat", "spec_k"): fields["spec_k"].default,
+        ("quality", "context"): DEFAULT_CONTEXT,
+        ("quality", "calibrate"): CALIBRATION_TOKENS,
+    }
+    said = {}
+    for command, group in typer.main.get_command(app).commands.items():
+        for option in getattr(group, "params", ()):
+            found = re.search(r"(?:Default: |first )(\d+)", getattr(option, "help", None) or "")
+            if found:
+                said[command, option.name] = int(found[1])
+    assert said == numbers
+
+
 def test_the_options_are_those_of_the_modules() -> None:
     """Their parsers take what the commands pass on."""
     from caramba_fast.bench.generation import decode_model
