@@ -141,7 +141,7 @@ class WeightFiles:
 
     def check(self, config: ModelConfig) -> None:
         """Raises CheckpointError where sizes of ``config`` are larger than the weights: nothing is made of them."""
-        told = {
+        stated = {
             "num_hidden_layers": (config.num_hidden_layers, self._layers()),
             "vocab_size": (config.vocab_size, self._size("embed_tokens.weight")),
             "hidden_size": (config.hidden_size, self._size("embed_tokens.weight")),
@@ -149,13 +149,13 @@ class WeightFiles:
         }
         if config.decoupled is None:
             keys = config.num_key_value_heads * config.head_dim
-            told["num_key_value_heads * head_dim"] = keys, self._size("self_attn.k_proj.weight")
+            stated["num_key_value_heads * head_dim"] = keys, self._size("self_attn.k_proj.weight")
         else:
             group = config.num_attention_heads // config.num_key_value_heads
             for name in ("sem", "geo"):
                 width = getattr(config.decoupled, f"{name}_dim") // group
-                told[f"{name}_dim"] = width, self._size(f"self_attn.k_{name}_proj.weight")
-        wrong = [f"{n} is {a}, and the weights have {b}" for n, (a, b) in told.items() if a > b]
+                stated[f"{name}_dim"] = width, self._size(f"self_attn.k_{name}_proj.weight")
+        wrong = [f"{n} is {a}, and the weights have {b}" for n, (a, b) in stated.items() if a > b]
         if wrong:
             missing = f"; missing model.layers.{self._layers()}" if "layers" in wrong[0] else ""
             raise CheckpointError(

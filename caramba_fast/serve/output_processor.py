@@ -113,12 +113,10 @@ class OutputProcessor:
             self._close_text(sequence)
             if request.is_over:
                 output = self._close(request)
-        told = list(sequence.tokens[len(request.prompt) + sequence.emitted :])
+        new = list(sequence.tokens[len(request.prompt) + sequence.emitted :])
         text = "".join(sequence.written)
-        event = Event(
-            request.request_id, sequence.index, told, text, sequence.finish_reason, output
-        )
-        sequence.emitted += len(told)
+        event = Event(request.request_id, sequence.index, new, text, sequence.finish_reason, output)
+        sequence.emitted += len(new)
         sequence.written.clear()
         return event
 
