@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,8 +128,7 @@ def _prepared_run(
     with at(f"{path}.draft_model={run.draft_model!r}"):
         draft = None if run.draft_model == LOOKUP else model_folder(run.draft_model, folder)
     configs = run.compared() if run.mode == "benchmark" else {run.config.cache_name: run.config}
-    for key in ("cache_calibration", "cache_plan_path"):
-        configs = {kind: _rooted(config, key, folder) for kind, config in configs.items()}
+    configs = {kind: _rooted(config, folder) for kind, config in configs.items()}
     calibration = next(iter(configs.values())).cache_calibration
     if calibration is not None and not calibration.is_file():
         raise ManifestError(
@@ -158,9 +156,11 @@ def _prompts(path: str, run: RunSpec, folder: Path) -> list[str]:
         return [file.read_text(encoding="utf-8")]
 
 
-def _rooted(config: GenerateConfig, key: str, folder: Path) -> GenerateConfig:
-    given = getattr(config, key)
-    return config if given is None else config.updated(**{key: folder / given})
+def _rooted(config: GenerateConfig, folder: Path) -> GenerateConfig:
+    """The settings with paths that start from ``folder``."""
+    paths = {key: getattr(config, key) for key in ("cache_calibration", "cache_plan_path")}
+    given = {key: folder / path for key, path in paths.items() if path is not None}
+    return config.updated(**given) if given else config
 
 
 def _output(target: Target, run: RunSpec, folder: Path) -> Path | None:
@@ -218,7 +218,12 @@ def build(
 def _check_outputs(found: list[Prepared], force: bool) -> None:
     """Raises ManifestError where two runs write one file, or one cannot be written."""
     seen: dict[Path, str] = {}
-    for name, output in _outputs(found):
+    written = [
+        (f"{ready.target.name}/{r.spec.id}", r.output) for ready in found for r in ready.runs
+    ]
+    for name, output in written:
+        if output is None:
+            continue
         if output.is_dir():
             raise ManifestError(f"{name}: output {output} is a folder; a file is needed")
         with at(name):
@@ -229,10 +234,3 @@ def _check_outputs(found: list[Prepared], force: bool) -> None:
                 f"{seen[real]} and {name} both write {output}; give one another output"
             )
         seen[real] = name
-
-
-def _outputs(found: list[Prepared]) -> Iterator[tuple[str, Path]]:
-    for ready in found:
-        for run in ready.runs:
-            if run.output is not None:
-                yield f"{ready.target.name}/{run.spec.id}", run.output

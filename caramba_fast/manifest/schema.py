@@ -58,7 +58,7 @@ DEFAULT_PROMPT = "import os\n\ndef main():\n"
 class Part(BaseModel):
     """What every part of a manifest shares: unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Benchmark(Part):
@@ -290,15 +290,11 @@ def _names_at(place: Place) -> list[str]:
     for part in place:
         if isinstance(part, str) and part in model.model_fields:
             model = _model_in(model.model_fields[part].annotation) or model
-    names = list(model.model_fields)
+    names: list[Any] = list(model.model_fields)
     for field in model.model_fields.values():
         if isinstance(field.validation_alias, AliasChoices):
-            names += [
-                name
-                for name in field.validation_alias.choices
-                if isinstance(name, str) and name not in names
-            ]
-    return names
+            names += field.validation_alias.choices
+    return [name for name in dict.fromkeys(names) if isinstance(name, str)]
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
@@ -355,11 +351,8 @@ class RunReport:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "target": self.target, "run": self.run, "mode": self.mode, "model": self.model,
-            "prompts": self.prompts, "texts": self.texts, "metrics": self.metrics,
-            "settings": self.settings, "report": self.report, "environment": environment(),
-        }  # fmt: skip
+        written = {name: value for name, value in vars(self).items() if name != "output"}
+        return {**written, "environment": environment()}
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
