@@ -73,6 +73,17 @@ def resolve(path: str) -> Any:
     return found
 
 
+class Missing:
+    """What stands for a path that no longer resolves, so that the others can still be compared."""
+
+
+def _resolved(path: str) -> Any:
+    try:
+        return resolve(path)
+    except (ImportError, AttributeError):
+        return Missing()
+
+
 def exported(module: types.ModuleType) -> list[str]:
     """``__all__``, or without one the public names that are no modules and were not imported from elsewhere."""
     if hasattr(module, "__all__"):
@@ -94,7 +105,7 @@ def names(paths: list[str] | None = None) -> dict[str, Any]:
     """
     paths = documented() if paths is None else paths
     public = {f"caramba_fast.{name}": getattr(caramba_fast, name) for name in caramba_fast.__all__}
-    shown = {path: resolve(path) for path in paths}
+    shown = {path: _resolved(path) for path in paths}
     lists = {
         value.__name__: exported(value)
         for value in {**public, **shown}.values()
@@ -117,6 +128,8 @@ def description(value: Any, words: set[str]) -> dict[str, Any]:
     """The kind of an object, how it is called, and the public members of a class."""
     if isinstance(value, types.ModuleType):
         return {"kind": "module"}
+    if isinstance(value, Missing):
+        return {"kind": "missing"}
     if inspect.isclass(value):
         return {
             "kind": "class",
