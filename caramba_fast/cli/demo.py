@@ -27,6 +27,7 @@ from caramba_fast.quality import (
     draw_needles,
     retrieval_rate,
 )
+from caramba_fast.quality.text import cut_windows
 
 #: Demo model -> what it is, and the caches it is shown with; the first is the baseline.
 SHOWN = {
@@ -107,8 +108,7 @@ def measure_model(
     held_out = np.asarray(tokenizer.encode(held_out_text()).ids)
     context = held_out[:CONTEXT_TOKENS].tolist()
     prompt = context + tokenizer.encode("\n\n" + PROMPT).ids
-    windows = max(1, min(quality_tokens, len(held_out)) // WINDOW)
-    ids = torch.from_numpy(held_out[: windows * WINDOW].reshape(windows, WINDOW))
+    ids = torch.from_numpy(cut_windows(held_out[None, : max(quality_tokens, WINDOW)], WINDOW))
     needles = draw_needles(RecallFormat.of(tokenizer), held_out, NEEDLE_DISTANCE, NEEDLES)
     task = progress.add_task(f"{name}: held-out text", total=2 + ROUNDS + len(kinds))
     qualities = compare_caches(model, ids, kinds)

@@ -45,6 +45,7 @@ from caramba_fast.quality.hard import hard_variants
 from caramba_fast.quality.needles import token_ids
 from caramba_fast.quality.plot import is_plot, save_plot
 from caramba_fast.quality.report import is_report, is_table
+from caramba_fast.quality.text import cut_windows
 
 #: Caches measured by default, for standard and for decoupled attention.
 STANDARD = ("q8", "q8/q4", "q4", "q4:plain", "nf4", "nf4:plain")
@@ -208,7 +209,7 @@ def _calibration(model: LanguageModel, ids: np.ndarray) -> tuple[Calibration, np
 def _rows(ids: np.ndarray, model: LanguageModel) -> torch.Tensor:
     """(R, N) rows as long as the model was made for, or one of all there is; what is left over is dropped."""
     window = max(1, min(len(ids), longest(model)))
-    return torch.from_numpy(ids[: len(ids) // window * window].reshape(-1, window))
+    return torch.from_numpy(cut_windows(ids[None], window))
 
 
 def _recall_format(tokenizer: Tokenizer) -> RecallFormat:

@@ -29,7 +29,7 @@ _FEWEST_WINDOWS = 2
 _FEWEST_ROWS = 8
 
 
-def _windows(rows: np.ndarray, size: int) -> np.ndarray:
+def cut_windows(rows: np.ndarray, size: int) -> np.ndarray:
     """(R, N) tokens -> (W, size) windows that do not overlap, row by row; what is left over is dropped."""
     return rows[:, : rows.shape[1] // size * size].reshape(-1, size)
 
@@ -85,7 +85,7 @@ class Windows:
                 f"calibration_ids holds ids from {int(rows.min())} to {int(rows.max())}; the model knows 0 "
                 f"to {self.model.vocab_size - 1}"
             )
-        cut = _windows(rows.numpy(), body)
+        cut = cut_windows(rows.numpy(), body)
         if len(cut) < 2:
             raise ValueError(
                 f"calibration_ids has rows of {rows.shape[1]} tokens, {len(cut)} windows of {body}; at least 2 "
@@ -198,7 +198,7 @@ def text_batches(
             f"{short}; {_FEWEST_WINDOWS} windows of context {context} need {_FEWEST_WINDOWS * context}"
         )
     order = np.random.default_rng((seed, context)).permutation(there)[:wanted]
-    windows = _windows(text[None], size)[order]
+    windows = cut_windows(text[None], size)[order]
     for start in range(0, len(windows), rows):
         yield Batch(_behind_bos(windows[start : start + rows], bos_token_id))
 
