@@ -34,6 +34,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+    torch.set_grad_enabled(True)  # a test that interrupts others may have left torch without
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ Writes which tokens the stock cache, ours and our generator give, and what ours 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,10 @@ def main(way: str, folder: str, out: str) -> None:
     found["generator"] = generator.generate(torch.tensor(ROWS), max_new_tokens=NEW).tolist()
     found["reads"] = generator.report["cache_reads"]
     Path(out, f"rank{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # threads of gloo sometimes abort an ordinary exit on a busy machine
 
 
 if __name__ == "__main__":
