@@ -1,7 +1,4 @@
-"""The commands and their options; what they do is in a module each.
-
-The commands that write text, with their options: ``generate``, ``chat``, ``run``.
-"""
+"""The commands and their options. What a command does is in a module of its own, imported when it runs."""
 
 from __future__ import annotations
 

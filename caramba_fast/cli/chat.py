@@ -1,7 +1,4 @@
-"""``caramba-fast chat``: a conversation in the terminal.
-
-Chat: turns of a user and a model over one cache, from which turns can be taken back.
-"""
+"""``caramba-fast chat``: turns of a user and a model in the terminal, over one cache; turns can be taken back."""
 
 from __future__ import annotations
 

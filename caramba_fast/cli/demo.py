@@ -80,7 +80,7 @@ def write_with_each(
     new_tokens: int,
     advance: Callable[[], None],
 ) -> dict[str, Written]:
-    """Every kind writes ROUNDS times, in turn, so that a busy moment of the machine hits all alike."""
+    """Every kind writes ROUNDS times, in turn, so that a busy moment of the machine slows all alike."""
     runs: dict[str, list[Written]] = {kind: [] for kind in kinds}
     for index in range(ROUNDS + 1):
         for kind in kinds:

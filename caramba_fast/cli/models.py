@@ -1,7 +1,4 @@
-"""What commands that write text share: opening a model, and the figures of a run in one line.
-
-``caramba-fast generate``: text in, text out, as it is written.
-"""
+"""What commands that write text share: settings, a model, figures in one line; and ``caramba-fast generate`` itself."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def run_manifest(
 
 
 def _target_done(ready: Prepared, say: Say) -> Iterator[RunReport]:
-    """Does the runs of one target; its model is gone before the next one's is loaded."""
+    """Reports of one target's runs; its model is freed before the next one's is loaded."""
     target = ready.target
     say(f"{target.name}: loading {target.model}")
     model = open_model(ready.folder, target.device, target.dtype)
@@ -62,7 +62,7 @@ def _target_done(ready: Prepared, say: Say) -> Iterator[RunReport]:
 
 
 def _done(ready: Prepared, run: PreparedRun, model: LanguageModel) -> RunReport:
-    """Does one run and writes its file."""
+    """The report of one run, after its file was written."""
     target, texts = ready.target, list[str]()
     draft = None if run.draft is None else open_model(run.draft, target.device, target.dtype)
     if run.spec.mode == "benchmark":
@@ -103,7 +103,7 @@ def _written(
 def _measured(
     run: PreparedRun, model: LanguageModel, draft: LanguageModel | None, tokenizer: TextTokenizer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(metrics, reports) by cache kind; kinds in turn, so that what else the machine does hits all alike."""
+    """(metrics, reports) by cache kind; kinds take turns, so that whatever else the machine does slows all alike."""
     how = run.spec.benchmark or Benchmark()
     generators = {
         kind: build(model, draft, config, tokenizer) for kind, config in run.configs.items()
@@ -122,7 +122,7 @@ def _measured(
 
 
 def _figures(generator: Generator, ids: list[list[int]]) -> dict[str, float]:
-    """Of one generation from nothing."""
+    """Figures of one generation into an empty cache."""
     generator.reset()
     generator.generate(ids)
     assert generator.metrics is not None

@@ -253,8 +253,8 @@ def _problem(item: Any, raw: Any) -> tuple[str, str]:
     for words, ours in _WORDS.items():
         reason = ours if reason.startswith(words) else reason
     # A reason about several keys of a mapping has their values in it.
-    told = "" if isinstance(value, Mapping) or value in ([], ()) else f"={shown(value)}"
-    return f"{path_of(place)}{told}", reason
+    given = "" if isinstance(value, Mapping) or value in ([], ()) else f"={shown(value)}"
+    return f"{path_of(place)}{given}", reason
 
 
 def path_of(place: Place) -> str:

@@ -1,4 +1,4 @@
-"""choose_cache: candidates go through budget, quality gates and speed, and the plan is kept."""
+"""choose_cache: candidates go through budget, quality gates and speed, and the plan is kept in its file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from caramba_fast.cache import Calibration
 from caramba_fast.cache.model import PrefillMode
 from caramba_fast.infer.policy_fields import CachePolicyFields
 from caramba_fast.models import LanguageModel
-from caramba_fast.policy import measure as quality
+from caramba_fast.policy import measure as gates
 from caramba_fast.policy.candidates import bytes_per_token, cache_bytes
 from caramba_fast.policy.measure import Figures, Progress, Subject
 from caramba_fast.policy.plan import CachePlan, CandidateRow, PlanKey, Status, plain_table
@@ -26,6 +26,8 @@ from caramba_fast.quality.text import begin_token
 
 #: Step times this close to the fastest are a tie, which goes to fewer bytes.
 TIE = 0.03
+#: A probe chooses again if the runner-up is faster by more: a plan should not flap with what else runs.
+PROBE_MARGIN = 0.10
 
 
 @dataclass
@@ -41,7 +43,7 @@ class Candidate:
     reason: str = ""
 
     def is_now(self, status: Status, reason: str) -> None:
-        """Notes what became of it."""
+        """Sets status and reason."""
         self.status, self.reason = status, reason
 
     @property
@@ -76,15 +78,15 @@ def within_budget(found: Sequence[Candidate], settings: CachePolicyFields) -> li
 
 
 def measure_quality(subject: Subject, wanted: Sequence[Candidate], *, forced: bool) -> str:
-    """Stage 2: figures, if a gate is on or they are wanted anyway; the text they are from, in words."""
-    gates = subject.settings.gates
-    if not wanted or not (gates or forced):
+    """Stage 2: figures, if a gate is on or they are wanted anyway; returns what text they are from, in words."""
+    limits = subject.settings.gates
+    if not wanted or not (limits or forced):
         return ""
     specs = [candidate.spec for candidate in wanted]
     subject.progress(f"quality of {len(specs)} caches")
     meter = subject.meter()
-    found = quality.measure_quality(meter, specs, gates)
-    if "cache_quality_min_needle" in gates or (forced and subject.recall is not None):
+    found = gates.measure_quality(meter, specs, limits)
+    if "cache_quality_min_needle" in limits or (forced and subject.recall is not None):
         subject.progress(f"needles through {len(specs)} caches")
         for spec, share in subject.needles(specs, meter.windows).items():
             found[spec] = replace(found[spec], needles=share)
@@ -97,7 +99,7 @@ def passing(fitting: Sequence[Candidate], settings: CachePolicyFields) -> list[C
     """Those whose figures are within every gate."""
     for candidate in fitting:
         if candidate.figures is not None:
-            why = quality.verdict(candidate.figures, settings.gates)
+            why = gates.verdict(candidate.figures, settings.gates)
             if why is not None:
                 candidate.is_now("quality", why)
     return [candidate for candidate in fitting if candidate.status != "quality"]
@@ -106,7 +108,7 @@ def passing(fitting: Sequence[Candidate], settings: CachePolicyFields) -> list[C
 def measure_speed(
     subject: Subject, wanted: Sequence[Candidate], *, forced: bool
 ) -> StepTime | None:
-    """Stage 3: times, if they decide anything or are wanted anyway; the baseline's."""
+    """Stage 3: times, if they decide anything or are wanted anyway; returns the baseline's."""
     timed = forced or (subject.settings.cache_auto_benchmark and len(wanted) > 1)
     if not wanted or not timed:
         return None
@@ -118,7 +120,7 @@ def measure_speed(
 
 
 def pick(fit: Sequence[Candidate], settings: CachePolicyFields) -> Candidate:
-    """The fastest, ties to fewer bytes; without timing the smallest. Notes of each why.
+    """The fastest, ties to fewer bytes; without timing the smallest. Every candidate gets its status and reason.
 
     Args:
         fit: those that passed, one or more.
@@ -177,7 +179,7 @@ def _row(candidate: Candidate, base: StepTime | None, settings: CachePolicyField
         measured["ci"] = {
             name: (_finite(low), _finite(high)) for name, (low, high) in figures.ci.items()
         }
-        if candidate.status != "budget" and quality.undecided(figures, settings.gates):
+        if candidate.status != "budget" and gates.undecided(figures, settings.gates):
             reason += " (the limit is within the error)"
     if took is not None:
         measured |= {"step_ms": 1e3 * took.median, "step_ms_p20": 1e3 * took.p20}
@@ -191,10 +193,6 @@ def _row(candidate: Candidate, base: StepTime | None, settings: CachePolicyField
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-#: A probe chooses again if the runner-up is faster by more: a plan should not flap with what else runs.
-PROBE_MARGIN = 0.10
 
 
 class NoCandidateError(ValueError):
@@ -357,8 +355,8 @@ def _nothing_fits(settings: CachePolicyFields) -> str:
 
 
 def _nothing_passes(settings: CachePolicyFields) -> str:
-    gates = ", ".join(f"{name}={limit:g}" for name, limit in settings.gates.items())
-    return f"nothing that fits passes the quality gates ({gates})"
+    limits = ", ".join(f"{name}={limit:g}" for name, limit in settings.gates.items())
+    return f"nothing that fits passes the quality gates ({limits})"
 
 
 @torch.no_grad()
@@ -368,10 +366,10 @@ def _probed(subject: Subject, plan: CachePlan) -> CachePlan | None:
     The winner and the runner-up are timed again, and the winner's gates looked at on one batch of windows.
     """
     subject.progress(f"probing the kept plan, {plan.spec}")
-    settings, gates = subject.settings, subject.settings.gates
-    if gates and not plan.notes:
-        figures = subject.meter().figures([plan.spec], quality.ROWS)[plan.spec]
-        if quality.clearly_fails(figures, gates):
+    settings, limits = subject.settings, subject.settings.gates
+    if limits and not plan.notes:
+        figures = subject.meter().figures([plan.spec], gates.ROWS)[plan.spec]
+        if gates.clearly_fails(figures, limits):
             return None
     if settings.cache_auto_benchmark and plan.runner_up is not None:
         times = subject.times([plan.spec, plan.runner_up])

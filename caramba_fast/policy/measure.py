@@ -1,7 +1,7 @@
-"""Quality gates: what a candidate costs against an fp16 cache on real tokens, and whether that is too much.
+"""What is measured of candidates: their cost against an fp16 cache on real tokens, and whether the gates allow it.
 
 A window is a prompt that is prefilled and tokens that are then fed through the cache; predictions after those are
-compared. Windows are added until every gate is clear of its limit by the 95% confidence interval, or there are enough.
+compared. Windows are added until no limit lies within the 95% confidence interval of its figure, or there are enough.
 The needle gate hides lines in text and counts how many of them are found through each cache.
 """
 
@@ -42,6 +42,17 @@ FEWEST_WINDOWS, MOST_WINDOWS = 64, 256
 ROWS = 8
 #: Query tokens fed at once, within what attention takes in one pass. Several at once give what single steps do.
 TOGETHER = 16
+#: Tokens of a row that hides needles, and needles asked for in all.
+CONTEXT, NEEDLES = 512, 128
+NEEDLE_ROWS = 4
+#: A baseline that finds less than this tells nothing about caches.
+LEAST_FOUND = 0.1
+#: Not part of a plan's key: where it is kept and when it is checked.
+_NOT_IN_KEY = ("cache_plan_path", "cache_plan_probe", "cache_plan_probe_interval_sec")
+#: Tokens of text the timed prompt is made of, repeated: what they are does not matter to time.
+_TIMED_TEXT = 64
+
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -70,15 +81,8 @@ class Figures:
     def of(cls, found: CacheQuality, needles: float | None = None) -> Figures:
         """From the figures of the quality lab."""
         ci = {name: found.ci[name] for name in ("delta_nll", "ppl_ratio", "mean_kl")}
-        return cls(
-            found.delta_nll,
-            found.ppl_ratio,
-            found.mean_kl,
-            needles,
-            found.tokens,
-            found.windows,
-            ci,
-        )
+        means = found.delta_nll, found.ppl_ratio, found.mean_kl
+        return cls(*means, needles, found.tokens, found.windows, ci)
 
 
 class PromptForward:
@@ -214,13 +218,6 @@ def measure_quality(
     return found
 
 
-#: Tokens of a row that hides needles, and needles asked for in all.
-CONTEXT, NEEDLES = 512, 128
-NEEDLE_ROWS = 4
-#: A baseline that finds less than this tells nothing about caches.
-LEAST_FOUND = 0.1
-
-
 def needle_shares(
     model: LanguageModel,
     specs: Sequence[str],
@@ -266,14 +263,6 @@ def needle_shares(
             f"cache, fewer than {LEAST_FOUND:.0%}, so that they cannot tell caches apart; leave it None"
         )
     return {spec: found[spec] / found[baseline] for spec in specs}
-
-
-#: Not part of a plan's key: where it is kept and when it is checked.
-_NOT_IN_KEY = ("cache_plan_path", "cache_plan_probe", "cache_plan_probe_interval_sec")
-#: Tokens of text the timed prompt is made of, repeated: what they are does not matter to time.
-_TIMED_TEXT = 64
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -275,7 +275,6 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _with_half(row: CandidateRow, figure: str, form: str) -> str:
-    """A figure with half its interval."""
     value, (low, high) = getattr(row, figure), row.ci.get(figure, (None, None))
     if value is None or low is None or high is None:
         return _number(value, form)

@@ -99,7 +99,7 @@ class PlanFile:
             return None
 
     def _read_or_set_aside(self) -> dict[str, CachePlan]:
-        """Every plan, under the lock."""
+        """Every plan; a damaged file is moved away with a warning. The lock must be held."""
         try:
             return self._parse()
         except ValueError as error:

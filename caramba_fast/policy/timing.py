@@ -19,16 +19,10 @@ from caramba_fast.quality.compare import new_session
 
 #: One token a row, (B, 1), through a model and its cache; returns logits.
 Step = Callable[[Tensor], Tensor]
-
-
 #: Makes the step that is timed, where it is more than a plain forward pass.
 StepMaker = Callable[[LanguageModel, ModelKVCache], Step]
-
-
 #: Steps before the clock runs: a first use compiles and allocates, a second may record.
 WARM_UP = 3
-
-
 #: Rounds of steps; the caches are cropped in between, so that all rounds are at the same length.
 ROUNDS = 7
 
@@ -77,7 +71,7 @@ def step_times(
     rounds: int = ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, StepTime]:
-    """Times decode steps of every cache in turn, so that what else the machine does hits all alike.
+    """Times decode steps of every cache in turn, so that whatever else the machine does slows all alike.
 
     Args:
         model: the model.
@@ -117,7 +111,7 @@ def step_times(
 
 
 def _turned(specs: Sequence[str], by: int) -> list[str]:
-    """Another one first each time: the one after a slow neighbour is not always the same."""
+    """Starts with another spec each time, so that it is not always the same one that follows a slow one."""
     at = by % len(specs)
     return [*specs[at:], *specs[:at]]
 

@@ -1,12 +1,11 @@
 """Next-token predictions through several caches, compared position by position with a baseline.
 
-All caches read the same tokens in step, and a position's distribution is reduced to a few numbers at
-once: nothing as large as positions x vocabulary is kept, whatever the text and the vocabulary.
+Text is teacher-forced: whatever a cache predicts, the next token fed is that of the text. All caches read the same
+tokens in turn, chunk by chunk, and each position's distribution is reduced to a few numbers at once, so that nothing
+as large as positions × vocabulary is kept.
 
-How text is run through a cache to be measured: teacher-forced, every token attends to what is stored.
-
-The figures of this package are computed from a `Forward`, a callable, and never see a model: whatever can
-run tokens through a cache can be measured.
+Figures are computed from a `Forward`, a callable, and never see a model: whatever can run tokens through a cache can
+be measured. `cached_forward` makes one of a model and the session that generators run.
 """
 
 from __future__ import annotations
@@ -36,6 +35,13 @@ CHUNK = 128
 MOST_LOGITS = 2**25
 #: Values of each tensor that go into a model's digest, evenly spread.
 VALUES = 2**16
+#: Logits worked on at a time: what stays in a CPU's cache, and what fills an accelerator.
+_PIECE, _PIECE_ON_ACCELERATOR = 2**17, 2**24
+#: Tokens a model never gives have log probability -inf, whose difference would be nan.
+_LEAST_LOG_P = -1e30
+#: Bounds of a log ratio of probabilities, so that its exponential is finite. A ratio beyond them needs a
+#: probability of the baseline that is 0 in float32.
+_LEAST_LOG_RATIO, _MOST_LOG_RATIO = -1e4, 80.0
 
 
 class Forward(Protocol):
@@ -197,15 +203,6 @@ def _add(digest: Any, value: Any) -> None:
         _add(digest, vars(value))
     else:
         digest.update(repr(value).encode())
-
-
-#: Logits worked on at a time: what stays in a CPU's cache, and what fills an accelerator.
-_PIECE, _PIECE_ON_ACCELERATOR = 2**17, 2**24
-#: Tokens a model never gives have log probability -inf, whose difference would be nan.
-_LEAST_LOG_P = -1e30
-#: Bounds of a log ratio of probabilities, so that its exponential is finite. A ratio beyond them needs a
-#: probability of the baseline that is 0 in float32.
-_LEAST_LOG_RATIO, _MOST_LOG_RATIO = -1e4, 80.0
 
 
 @dataclass(frozen=True)

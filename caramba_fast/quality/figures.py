@@ -1,10 +1,8 @@
 """From scores, position by position, to the figures of a cache, each with its 95% confidence interval.
 
-95% confidence intervals over text windows.
-
-Predictions within a window share their context and are not independent; windows are. An estimate is the
+Predictions within a window of text share their context and are not independent; windows are. An estimate is the
 mean over all predictions, and its standard error that of a mean of clusters (the windows), with Student's t
-for as many degrees of freedom as there are windows but one. With one window there is no interval: nan.
+for one degree of freedom fewer than there are windows. With one window there is no interval: nan.
 """
 
 from __future__ import annotations
@@ -25,6 +23,8 @@ from caramba_fast.quality.compare import CacheSize, Scores, cache_size, cached_f
 CONFIDENCE = 0.95
 _Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 _RESAMPLES = 400
+#: Quarters of the text in which needles are counted apart; 0 is its start.
+DEPTHS = ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0))
 
 Interval = tuple[float, float]
 
@@ -133,10 +133,6 @@ def quantile_interval(values: np.ndarray, share: float, seed: int = 0) -> tuple[
 def _rank(count: int, share: float) -> int:
     """Index of the quantile among ``count`` ascending values."""
     return min(count - 1, math.ceil(share * count) - 1)
-
-
-#: Quarters of the text in which needles are counted apart; 0 is its start.
-DEPTHS = ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0))
 
 
 @dataclass(frozen=True)

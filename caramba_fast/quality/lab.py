@@ -33,6 +33,8 @@ from caramba_fast.quality.report import QualityReport, on_pareto_front
 from caramba_fast.quality.store import ScoreStore
 from caramba_fast.quality.text import Batch, needle_batches, text_batches
 
+#: Tokens of each row that `calibrate` reads at once.
+CHUNK = 512
 #: Called with the work done and the work there is, in tokens times caches.
 Progress = Callable[[int, int], None]
 #: The caches of one batch, by name.
@@ -108,7 +110,7 @@ def measure(
 
 
 class _Runner:
-    """Measures batches, or finds what was measured before."""
+    """Measures batches, or loads what an earlier run measured."""
 
     def __init__(
         self,
@@ -142,7 +144,7 @@ class _Runner:
         return found
 
     def _counted(self, ids: Tensor, spec: str) -> Iterator[Tensor]:
-        """The forward, reporting how far it is."""
+        """The forward, reporting progress."""
         for logits in self.forward(ids, spec):
             self._advance(logits.shape[0] * logits.shape[1])
             yield logits
@@ -201,9 +203,6 @@ def _check(text: np.ndarray, contexts: Sequence[int], batch: int, needles: int) 
         problems.append(f"needles is {needles}; 0 (off) or more is needed")
     if problems:
         raise ValueError("; ".join(problems))
-
-
-CHUNK = 512
 
 
 @torch.no_grad()

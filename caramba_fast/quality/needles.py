@@ -1,6 +1,4 @@
-"""Needle retrieval: does the model still find a line it read far back?
-
-Key-value recall: needles hidden in text, one line each, asked for again further on.
+"""Needles: lines hidden in text and asked for further on. Does a model still find what it read far back?
 
 A line reads ``#: key = value``; key and value are words that are one token each. A model
 that reads its cache well completes ``#: key =`` with the value given earlier. The demo model is

@@ -178,7 +178,7 @@ def test_a_plan_whose_gates_no_longer_hold_is_made_anew(
 ) -> None:
     fake_times(monkeypatch, q4_0=0.1)
     assert choose(make(), path, **PROBED).spec == "q4_0"
-    monkeypatch.setattr("caramba_fast.policy.choose.quality.clearly_fails", lambda *_: True)
+    monkeypatch.setattr("caramba_fast.policy.choose.gates.clearly_fails", lambda *_: True)
     aged(path, 61)
     assert not choose(make(), path, **PROBED).reused
 
