@@ -95,7 +95,7 @@ def test_only_equal_tokens_of_one_scope_are_shared(
 ) -> None:
     """A forged hash gets nobody another's page: answers are those of a run alone, hits those of equal tokens."""
     if key_of is not None:
-        monkeypatch.setattr(block_manager, "key_of", key_of)
+        monkeypatch.setattr(block_pool, "key_of", key_of)
     heads = [text(seed, PAGE) for seed in range(3)]
 
     def check(dice: Random) -> None:
