@@ -12,7 +12,7 @@ import pytest
 from support.engines import alone, small_model, text
 from support.interrupts import repeat
 
-from caramba_fast.serve import Engine, RequestOutput, block_manager
+from caramba_fast.serve import Engine, RequestOutput, block_pool
 
 PAGE = 32
 GREEDY = {"max_new_tokens": 2, "temperature": 0.0, "ignore_eos": True}
