@@ -208,7 +208,7 @@ class Generator(StepwiseGenerator):
         positions = getattr(self.model, "max_positions", None)
         return {
             f"max_seq_len={config.max_seq_len}": config.max_seq_len,
-            "the model's positions": positions,
+            f"the model with {positions} positions": positions,
         }
 
     def _check_run(self, prompts: Prompts, config: GenerateConfig) -> list[int]:

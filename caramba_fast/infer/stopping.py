@@ -168,7 +168,7 @@ def check_fits(
     for what, most in rooms.items():
         if most is not None and needed > most:
             who = "" if row is None else f"row {row}: "
-            before = f"{held} tokens that are held, " if held else ""
+            before = f"{held} tokens held, " if held else ""
             raise ValueError(
                 f"{who}{before}the prompt of {prompt} tokens and {new} new ones need room for {needed}; "
                 f"{what} allows {most}"

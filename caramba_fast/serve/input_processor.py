@@ -217,10 +217,11 @@ class InputProcessor:
     def limit(self, tokens: list[int], config: GenerateConfig) -> int:
         """Most new tokens; raises ValueError if they cannot fit."""
         limit = row_limits(config, [len(tokens)])[0]
+        positions = getattr(self.model, "max_positions", None)
         rooms = {
             "max_seq_len": self.config.max_seq_len,
             "the pool": self.settings.page_size * self.num_pages,
-            "the model's positions": getattr(self.model, "max_positions", None),
+            f"the model with {positions} positions": positions,
         }
         check_fits(rooms, len(tokens), limit)
         return limit
