@@ -12,7 +12,7 @@ from pathlib import Path
 
 from caramba_fast.config.files import check_replaceable
 from caramba_fast.infer import GenerateConfig, Generator, SpeculativeConfig, SpeculativeGenerator
-from caramba_fast.infer.stopping import check_fits, row_limits
+from caramba_fast.infer.stopping import row_limits
 from caramba_fast.infer.tokenizer import TextTokenizer, find_tokenizer
 from caramba_fast.manifest.schema import (
     DEFAULT_PROMPT,
@@ -182,9 +182,11 @@ def _check_room(config: GenerateConfig, ids: list[list[int]]) -> None:
     """Raises ValueError unless prompts and what follows fit the cache."""
     lens = [len(row) for row in ids]
     for row, (length, limit) in enumerate(zip(lens, row_limits(config, lens), strict=True)):
-        check_fits(
-            {f"max_seq_len={config.max_seq_len}": config.max_seq_len}, length, limit, row=row
-        )
+        if length + limit - 1 > config.max_seq_len:
+            raise ValueError(
+                f"prompt {row} has {length} tokens and max_new_tokens={limit} follow; they need "
+                f"max_seq_len={length + limit - 1} or more, which is {config.max_seq_len}"
+            )
 
 
 def _check_settings(
