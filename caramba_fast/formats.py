@@ -10,6 +10,15 @@ scale ``d``. What is stored and what comes back:
 q8_0 and q4_0 are GGML's (``ggml-quants.c``), bit for bit; nf4 is the 4-bit NormalFloat of QLoRA
 (arXiv:2305.14314, appendix E). Two 4-bit codes share a byte: byte ``j`` of a block of ``n`` values
 holds value ``j`` in its low nibble and value ``j + n/2`` in its high one.
+
+Kinds by channel are for keys (KIVI, arXiv:2402.02750). A group is 32, 64 or 128 consecutive tokens that start at
+a multiple of their number; each channel of a group has an fp16 scale and an fp16 zero of its own:
+
+    q8_channel   8-bit code   value = zero + scale * code
+    q4_channel   4-bit code   zero = the channel's least value, scale = (its largest - zero) / largest code
+
+Codes are packed token by token, as those of q8_0 and of q4_0 in blocks of 32 are. The scales of a group lie in one
+row, all scales first, then all zeros.
 """
 
 from __future__ import annotations
@@ -40,6 +49,8 @@ NF4_LEVELS: tuple[float, ...] = (
 
 BLOCK_SIZES: tuple[int, ...] = (32, 64, 128)
 SCALE_DTYPE = torch.float16
+#: Values whose nibbles are packed together in kinds by channel.
+PACKED_TOGETHER = 32
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,8 @@ class Format:
         bits: bits of one stored code.
         dtype: dtype of the codes tensor.
         quantized: whether blocks have scales; if not, the codes are the values.
+        by_channel: whether a scale and a zero are of one channel of a group of tokens, not of a block of channels of
+            one token.
     """
 
     name: str
@@ -59,6 +72,7 @@ class Format:
     bits: int
     dtype: torch.dtype
     quantized: bool
+    by_channel: bool = False
 
     def code_width(self, dim: int) -> int:
         """Elements of the codes tensor that hold ``dim`` values."""
@@ -69,9 +83,13 @@ class Format:
         return code_width * 8 // self.bits if self.quantized else code_width
 
     def bytes_per_vector(self, dim: int, block: int) -> int:
-        """Bytes stored for ``dim`` values, scales included."""
-        scales = dim // block * SCALE_DTYPE.itemsize if self.quantized else 0
-        return dim * self.bits // 8 + scales
+        """Bytes stored for ``dim`` values of one token, its share of scales and zeros included."""
+        scales = self.scales_width(dim, block) * SCALE_DTYPE.itemsize if self.quantized else 0
+        return dim * self.bits // 8 + scales // (block if self.by_channel else 1)
+
+    def scales_width(self, dim: int, block: int) -> int:
+        """Elements of a row of the scales tensor: of one token, or by channel of one group."""
+        return 2 * dim if self.by_channel else dim // block
 
 
 FORMATS: dict[str, Format] = {
@@ -83,12 +101,19 @@ FORMATS: dict[str, Format] = {
         Format("q8_0", 3, 8, torch.int8, quantized=True),
         Format("q4_0", 4, 4, torch.uint8, quantized=True),
         Format("nf4", 5, 4, torch.uint8, quantized=True),
+        Format("q8_channel", 6, 8, torch.uint8, quantized=True, by_channel=True),
+        Format("q4_channel", 7, 4, torch.uint8, quantized=True, by_channel=True),
     )
 }
 
 ALIASES: dict[str, str] = {"q8": "q8_0", "q4": "q4_0"}
 KIND_NAMES: tuple[str, ...] = (*FORMATS, *ALIASES)
-QUANTIZED_KINDS: tuple[str, ...] = tuple(name for name, row in FORMATS.items() if row.quantized)
+#: Kinds with a scale for each block of a token's values.
+QUANTIZED_KINDS: tuple[str, ...] = tuple(
+    name for name, row in FORMATS.items() if row.quantized and not row.by_channel
+)
+#: Kinds with a scale and a zero for each channel of a group of tokens.
+CHANNEL_KINDS: tuple[str, ...] = tuple(name for name, row in FORMATS.items() if row.by_channel)
 
 
 def resolve(kind: object) -> Format:

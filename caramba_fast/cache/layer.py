@@ -21,6 +21,7 @@ from caramba_fast.cache.sizes import by_heads, check_agreement, check_sizes
 from caramba_fast.cache.statistics import StreamStatistics
 from caramba_fast.cache.stream import CacheTensor, capacity
 from caramba_fast.config import KVCacheTensorConfig, Rotary
+from caramba_fast.config.kvcache import ring_len
 from caramba_fast.ops import Transform, checks
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 from caramba_fast.ops.transform import undo_on_key, undo_on_value
@@ -73,8 +74,9 @@ class LayerCache(LayerRows):
                 blocks = (num_pages or batch_size * per_row, page_size)
                 allocator = PageAllocator(blocks[0])
                 pages = PageTable(batch_size, per_row, page_size, allocator, place)
+            ring = ring_len(configs.values())
             streams = {
-                name: CacheTensor(batch_size, blocks, lanes, heads[name], configs[name], place)
+                name: CacheTensor(batch_size, blocks, lanes, heads[name], configs[name], place, ring)
                 for name in dims
             }
             super().__init__(
@@ -89,15 +91,16 @@ class LayerCache(LayerRows):
     ) -> tuple[Tensor, ...]:
         """Every stream dequantized, in the model's basis: (B, H_kv, pos, D); 0 past a row's length.
 
-        The codes are read, not the fp16 tail or sinks.
+        The codes are read, not the fp16 tail or sinks, but for tokens that by channel have no codes.
         """
+        self.narrow_tails()
         position = torch.arange(self.pos, device=self.device)
         held = (position < self.seq_lens[:, None])[:, None, :, None]
         t = position.expand(self.batch_size, -1)
         t = t if cache_leftpad is None else t - cache_leftpad[:, None]
         found = []
         for name, stream in self.streams.items():
-            x = self.stored(name, self.pos)
+            x = stream.overlay(self.stored(name, self.pos), self.seq_lens, cache_leftpad)
             x = (
                 undo_on_value(x, stream.transform)
                 if name == "v"
@@ -184,11 +187,11 @@ class LayerCache(LayerRows):
         query_lens = None if min(added) == tokens else self.lengths.on_device(added)
         if self.is_empty and not self._by_hand:
             self.take_constants(new, added, cache_leftpad)
-        if self.residual_len and will_attend and tokens > self.tail_slack:
-            start = self.seq_lens.clone()
+        if self.ring and will_attend and tokens > self.tail_slack:
+            start, before = self.seq_lens.clone(), self.ring - self.tail_slack
             self._widened = tokens
             for stream in self.streams.values():
-                stream.widen_tail(start, tokens)
+                stream.widen_tail(start, tokens, before)
         given = {
             "block_table": None if self.pages is None else self.pages.tensor,
             "cache_leftpad": cache_leftpad,
@@ -216,7 +219,7 @@ class LayerCache(LayerRows):
         if plan is None:
             return False
         tokens = tensors[0].shape[2]
-        if longest + tokens > self.max_seq_len or (self.residual_len and tokens > self.tail_slack):
+        if longest + tokens > self.max_seq_len or (self.ring and tokens > self.tail_slack):
             return False
         plan.run(tensors, options)
         lengths.advance(tokens, [tokens] * self.batch_size, None)
@@ -285,7 +288,7 @@ class LayerCache(LayerRows):
                 f"q has shape {tuple(q.shape)}; (B, H_q, T, D) with T from 1 to the "
                 f"{max(pos, lengths.newest)} tokens cached is needed"
             )
-        if self.residual_len and tokens > self.attendable:
+        if self.ring and tokens > self.attendable:
             raise ValueError(
                 f"q has T={tokens} tokens; with a tail up to tail_slack={self.tail_slack} are allowed, "
                 "or those of the latest append, once and right after it"

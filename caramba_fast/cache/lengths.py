@@ -105,17 +105,16 @@ class TailKeeper:
 
     Args:
         batch_size: rows.
-        residual_len: tokens behind a query that are read from the ring; 0 for no ring.
-        size: slots of the ring.
+        size: slots of the ring; 0 for no ring.
     """
 
-    def __init__(self, batch_size: int, residual_len: int, size: int) -> None:
-        self.residual_len, self.size = residual_len, size
+    def __init__(self, batch_size: int, size: int) -> None:
+        self.size = size
         self.lowest = [0] * batch_size
 
     def appended(self, lengths: Sequence[int]) -> None:
         """Rows have grown to ``lengths``."""
-        if self.residual_len:
+        if self.size:
             self.lowest = [
                 max(low, n - self.size) for low, n in zip(self.lowest, lengths, strict=True)
             ]
@@ -141,7 +140,7 @@ class TailKeeper:
 
     def select_rows(self, rows: Sequence[int]) -> TailKeeper:
         """The keeper of a cache whose row b is what row ``rows[b]`` is here."""
-        other = TailKeeper(len(rows), self.residual_len, self.size)
+        other = TailKeeper(len(rows), self.size)
         other.lowest = [self.lowest[row] for row in rows]
         return other
 

@@ -22,6 +22,7 @@ from caramba_fast.cache.plans import LayerPlans
 from caramba_fast.cache.state import contradictions, mismatches, on_device
 from caramba_fast.cache.statistics import lengthened, turned
 from caramba_fast.cache.stream import CacheTensor, capacity
+from caramba_fast.config.kvcache import ring_len
 from caramba_fast.ops import Transform
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class LayerRows(CachedRows):
 
     Attributes:
         tail: which positions the fp16 rings hold.
+        ring: tokens they hold; 0 where there are none.
+        group: tokens that are encoded together, by channel; else 1.
         plans: the calls of the ops on these streams.
     """
 
@@ -58,10 +61,11 @@ class LayerRows(CachedRows):
         self.streams, self.pages, self.calibration = streams, pages, calibration
         self.batch_size, self.max_seq_len = batch_size, max_seq_len
         self.n_kv_heads, self.device = n_kv_heads, device
-        config = next(iter(streams.values())).config
-        self.residual_len, self.tail_slack = config.residual_len, config.tail_slack
+        configs = [stream.config for stream in streams.values()]
+        self.residual_len, self.tail_slack = configs[0].residual_len, configs[0].tail_slack
+        self.group, self.ring = math.lcm(*(config.group for config in configs)), ring_len(configs)
         self.lengths = RowLengths(batch_size, device)
-        self.tail = TailKeeper(batch_size, config.residual_len, config.tail_len)
+        self.tail = TailKeeper(batch_size, self.ring)
         self.plans = LayerPlans(streams, n_kv_heads)
         self.reads_all_slots, self.reach = False, AttentionLimits()
         self._by_hand = False  # set_transforms has been called
@@ -79,11 +83,17 @@ class LayerRows(CachedRows):
     @property
     def bytes_per_token(self) -> float:
         """Bytes of codes and scales that one token of one row takes."""
-        parts = [x for stream in self.streams.values() for x in stream.token_buffers]
-        return sum(x.nbytes / (x.shape[0] * x.shape[2]) for x in parts)
+        found = 0.0
+        for stream in self.streams.values():
+            slots = stream.codes.shape[0] * stream.codes.shape[2]
+            found += sum(buffer.nbytes / slots for buffer in stream.token_buffers)
+        return found
 
     def stored(self, name: str, length: int) -> Tensor:
-        """(B, H_kv, length, D) float32 of a stream, from its codes, in the stored basis."""
+        """(B, H_kv, length, D) float32 of a stream, from its codes, in the stored basis.
+
+        By channel the tokens of a group that is not full, and sinks, have no codes: anything stands there.
+        """
         pages = self.pages
         table = None if pages is None else pages.columns(length).to(torch.int64).clamp(min=0)
         return self.streams[name].values(table, length)
@@ -252,14 +262,13 @@ class LayerRows(CachedRows):
         phases count from its end.
 
         Args:
-            count: a multiple of ``residual_len + tail_slack``, if there is a tail.
+            count: a multiple of ``group``.
             max_seq_len: room afterwards, for no fewer than the tokens that stay.
 
         Raises:
             ValueError: a paged cache, rows that differ in length, or a count out of range.
         """
-        step = self.residual_len + self.tail_slack if self.residual_len else 1
-        step = math.lcm(step, *(stream.granularity for stream in self.streams.values()))
+        step = self.group
         if self.pages is not None or len(set(self.lengths.host)) > 1:
             raise ValueError("tokens in front are dropped of contiguous rows of equal length alone")
         if not 0 <= count <= self.pos or count % step:

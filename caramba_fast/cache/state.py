@@ -15,6 +15,7 @@ from torch import Tensor
 
 from caramba_fast.cache.stream import CacheTensor
 from caramba_fast.config.files import shown
+from caramba_fast.config.kvcache import ring_len
 from caramba_fast.ops import Transform
 
 #: What is kept of a stream.
@@ -65,7 +66,7 @@ def contradictions(
     if problems:
         return problems
     lengths, longest = state["lengths"], max(state["lengths"])
-    ring = next(iter(streams.values())).config.tail_len or None
+    ring = ring_len(stream.config for stream in streams.values()) or None
     for row, (low, held) in enumerate(zip(state["tail_lowest"], lengths, strict=True)):
         first = 0 if ring is None else max(0, held - ring)
         if not first <= low <= longest:
@@ -76,7 +77,7 @@ def contradictions(
             mine = getattr(stream, key)
             shape = None if mine is None else list(mine.shape)
             if shape is not None and key in ("codes", "scales"):
-                shape[2] = longest
+                shape[2] = longest if key == "codes" else -(-longest // stream.group)
             problems += _tensor_problem(f"{key} of {name}", part[key], mine, shape)
         problems += _transform_problems(
             name, part["transform"], sizes["n_kv_heads"], stream.head_dim, longest

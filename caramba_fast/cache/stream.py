@@ -1,6 +1,6 @@
 """CacheTensor: the buffers of one cached stream (K or V of a layer): codes, scales, fp16 tail and fp16 sinks.
 
-The tail is a ring of residual_len + tail_slack slots; position j is in slot j modulo that. More tokens than tail_slack
+The tail is a ring of `ring_len` slots; position j is in slot j modulo that. More tokens than tail_slack
 at once (a chunk of a prompt) would overwrite what their first queries still have to read: they are written to a
 `WideRing` that lives from the append until they have been attended to.
 """
@@ -23,20 +23,20 @@ from caramba_fast.ops.view import Lanes, load
 
 
 class WideRing:
-    """A ring for ``tokens`` new tokens and the residual_len before them, in place of a stream's own.
+    """A ring for ``tokens`` new tokens and those before them, in place of a stream's own.
 
     Args:
         ring: (B, lanes, R, lane_dim), the stream's ring.
         start: (B,) integer, tokens held before the append.
         tokens: tokens appended.
-        residual_len: tokens behind a query that are read from the ring.
+        before: tokens before them that are kept.
     """
 
-    def __init__(self, ring: Tensor, start: Tensor, tokens: int, residual_len: int) -> None:
+    def __init__(self, ring: Tensor, start: Tensor, tokens: int, before: int) -> None:
         self.ring, self.start = ring, start.to(torch.int64)
-        shape = (*ring.shape[:2], residual_len + tokens, ring.shape[3])
+        shape = (*ring.shape[:2], before + tokens, ring.shape[3])
         self.wide = ring.new_empty(shape)
-        back = torch.arange(1, residual_len + 1, device=ring.device)
+        back = torch.arange(1, before + 1, device=ring.device)
         _copy(ring, self.wide, self.start[:, None] - back)
 
     def narrowed(self, end: Tensor) -> Tensor:
@@ -81,12 +81,11 @@ class CacheTensor:
         head_dim: values of one kv head.
         config: how the stream is stored.
         device: where.
+        ring: slots of the fp16 ring, as `ring_len` of all streams of the layer says.
 
     Attributes:
-        granularity: tokens that are stored together; rows lose tokens in front in multiples of it.
+        group: tokens that are encoded together; rows lose tokens in front in multiples of it.
     """
-
-    granularity = 1
 
     def __init__(
         self,
@@ -96,21 +95,24 @@ class CacheTensor:
         head_dim: int,
         config: KVCacheTensorConfig,
         device: torch.device,
+        ring: int,
     ) -> None:
         self.config, self.lanes, self.head_dim = config, lanes, head_dim
+        self.group = config.group
         form, dim = config.kind.storage, lanes.heads_per_lane * head_dim
-        lead = (blocks[0], lanes.count, blocks[1])
+        lead = (blocks[0], lanes.count)
         self.scales: Tensor | None = None
         if form.quantized:
-            check_block(dim, config.qblock, "qblock")
-            self.scales = empty((*lead, dim // config.qblock), SCALE_DTYPE, device)
-        self.codes = empty((*lead, form.code_width(dim)), form.dtype, device)
+            check_block(blocks[1] if form.by_channel else dim, config.qblock, "qblock")
+            rows = blocks[1] // self.group
+            self.scales = empty((*lead, rows, form.scales_width(dim, config.qblock)), SCALE_DTYPE, device)
+        self.codes = empty((*lead, blocks[1], form.code_width(dim)), form.dtype, device)
 
         def side(size: int) -> Tensor | None:
             shape = (batch_size, lanes.count, size, dim)
             return torch.empty(shape, dtype=SIDE_DTYPE, device=device) if size else None
 
-        self.tail, self.sink = side(config.tail_len), side(config.sink_len)
+        self.tail, self.sink = side(ring), side(config.sink_len)
         self._wide: WideRing | None = None
         self._view: KVView | None = None
         self.transform = Transform(rotate=config.rotate)
@@ -119,7 +121,7 @@ class CacheTensor:
 
     @property
     def token_buffers(self) -> list[Tensor]:
-        """Codes and scales: (rows or pages, lanes, slots, width) each."""
+        """Codes and scales: (rows or pages, lanes, slots, width) each, by channel one slot of scales a group."""
         return [x for x in (self.codes, self.scales) if x is not None]
 
     @property
@@ -149,19 +151,46 @@ class CacheTensor:
         Args:
             pages: (B, pages) int64 that cover them, of a paged cache.
         """
-        parts = [self.codes, self.scales]
+        codes, scales = self.codes, self.scales
         if pages is not None:
-            parts = [None if x is None else x[pages].transpose(1, 2).flatten(2, 3) for x in parts]
-        codes, scales = (None if x is None else x[:, :, :length] for x in parts)
-        assert codes is not None
-        return self.lanes.unpack(load(codes, scales, self.config.kind.value, torch.float32))
+            codes = codes[pages].transpose(1, 2).flatten(2, 3)
+            scales = None if scales is None else scales[pages].transpose(1, 2).flatten(2, 3)
+        groups = -(-length // self.group)
+        codes = codes[:, :, : groups * self.group]
+        scales = None if scales is None else scales[:, :, :groups]
+        found = load(codes, scales, self.config.kind.value, torch.float32)
+        return self.lanes.unpack(found[:, :, :length])
+
+    def overlay(self, values: Tensor, lengths: Tensor, leftpad: Tensor | None) -> Tensor:
+        """Values (B, H_kv, N, D) of `values`, with those that by channel no code stands for: open groups and sinks.
+
+        Args:
+            lengths: (B,) integer, tokens each row holds.
+            leftpad: (B,) integer, leading tokens that are padding.
+        """
+        if self.group == 1 or self.tail is None:
+            return values
+        position = torch.arange(values.shape[2], device=values.device)
+        ring = self.lanes.unpack(self.tail[:, :, position % self.tail.shape[2]].float())
+        encoded = lengths.to(torch.int64) // self.group * self.group
+        values = torch.where((position >= encoded[:, None])[:, None, :, None], ring, values)
+        if self.sink is not None:
+            t = position - (0 if leftpad is None else leftpad.to(torch.int64)[:, None])
+            t = t.expand(len(values), -1)
+            size = self.sink.shape[2]
+            index = t.clamp(0, size - 1)[:, None, :, None]
+            held = self.lanes.unpack(self.sink.float())
+            held = held.gather(2, index.expand(-1, held.shape[1], -1, held.shape[3]))
+            values = torch.where(((t >= 0) & (t < size))[:, None, :, None], held, values)
+        return values
 
     # -- the fp16 ring --------------------------------------------------------------------
 
-    def widen_tail(self, start: Tensor, tokens: int) -> None:
-        """Makes room for ``tokens`` at once behind the ``start`` (B,) held, until `narrow_tail`."""
+    def widen_tail(self, start: Tensor, tokens: int, before: int) -> None:
+        """Makes room for ``tokens`` at once behind the ``start`` (B,) held, the newest ``before`` among them, until
+        `narrow_tail`."""
         assert self.tail is not None
-        self._wide = WideRing(self.tail, start, tokens, self.config.residual_len)
+        self._wide = WideRing(self.tail, start, tokens, before)
         self.tail = self._wide.wide
 
     def narrow_tail(self, end: Tensor) -> None:
@@ -179,7 +208,7 @@ class CacheTensor:
 
     def permute(self, order: Tensor, used: int | None) -> None:
         """Row b becomes what row ``order[b]`` was, as far as ``used`` slots; None leaves the pages as they are."""
-        parts = [] if used is None else [x[:, :, :used] for x in self.token_buffers]
+        parts = [] if used is None else [x[:, :, : self._rows(x, used)] for x in self.token_buffers]
         for part in (*parts, *(x for x in (self.tail, self.sink) if x is not None)):
             part.copy_(part.index_select(0, order))
 
@@ -191,7 +220,7 @@ class CacheTensor:
         """
         other = self._copied(lambda x: x.index_select(0, rows))
         if used is not None:
-            other.replace_buffers(*self._changed(lambda x: _rows_of(x, rows, used)))
+            other.replace_buffers(*self._changed(lambda x: _rows_of(x, rows, self._rows(x, used))))
         return other
 
     def to(self, device: torch.device) -> CacheTensor:
@@ -211,11 +240,19 @@ class CacheTensor:
 
     def resize(self, slots: int, start: int, kept: int) -> None:
         """Room for ``slots`` tokens a row, the ``kept`` ones from ``start`` on at the front."""
-        self.replace_buffers(*self._changed(lambda x: _front(x, start, kept, slots)))
+        if self.tail is not None and start % self.tail.shape[2]:
+            self.tail.copy_(self.tail.roll(-start, dims=2))
+
+        def moved(x: Tensor) -> Tensor:
+            return _front(x, *(self._rows(x, count) for count in (start, kept, slots)))
+
+        self.replace_buffers(*self._changed(moved))
 
     def roomy(self, slots: int) -> tuple[Tensor, Tensor | None]:
         """Codes and scales with room for so many slots: the stream's own where they have it, else empty ones."""
-        return self._changed(lambda x: x if x.shape[2] >= slots else _with_slots(x, slots))
+        return self._changed(
+            lambda x: x if x.shape[2] >= self._rows(x, slots) else _with_slots(x, self._rows(x, slots))
+        )
 
     def with_pages(
         self, count: int, target: Tensor, source: Tensor
@@ -233,6 +270,10 @@ class CacheTensor:
         """Takes other buffers for codes and scales."""
         self.codes, self.scales, self._view = codes, scales, None
 
+    def _rows(self, buffer: Tensor, slots: int) -> int:
+        """Slots of codes or scales that so many tokens need."""
+        return slots if buffer is self.codes else -(-slots // self.group)
+
     def _changed(self, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:
         return change(self.codes), None if self.scales is None else change(self.scales)
 
@@ -243,7 +284,9 @@ class CacheTensor:
             "head_dim": self.head_dim,
             "config": self.config.model_dump(mode="json"),
             "codes": self.codes[:, :, :used].clone(),
-            "scales": None if self.scales is None else self.scales[:, :, :used].clone(),
+            "scales": None
+            if self.scales is None
+            else self.scales[:, :, : self._rows(self.scales, used)].clone(),
             "tail": None if self.tail is None else self.tail.clone(),
             "sink": None if self.sink is None else self.sink.clone(),
             "transform": {
@@ -255,7 +298,7 @@ class CacheTensor:
         """Copies in what `state` gave, stored in ``transform``; there is room for it."""
         self.codes[:, :, :used] = part["codes"]
         if self.scales is not None:
-            self.scales[:, :, :used] = part["scales"]
+            self.scales[:, :, : self._rows(self.scales, used)] = part["scales"]
         for name, side in (("tail", self.tail), ("sink", self.sink)):
             if side is not None:
                 side.copy_(part[name])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -21,6 +22,8 @@ class KVCacheKind(str, Enum):
     Q8_0 = "q8_0"
     Q4_0 = "q4_0"
     NF4 = "nf4"
+    Q8_CHANNEL = "q8_channel"
+    Q4_CHANNEL = "q4_channel"
 
     @classmethod
     def _missing_(cls, value: object) -> KVCacheKind:
@@ -43,7 +46,8 @@ class KVCacheTensorConfig(BaseModel):
 
     Attributes:
         kind: storage kind or its name.
-        qblock: values that share a scale, 32, 64 or 128; must divide the lane width.
+        qblock: values that share a scale, 32, 64 or 128; must divide the lane width. By channel the tokens of a
+            group, of which pages hold whole ones.
         rotate: store in the basis of a Walsh-Hadamard transform over head_dim (exact, undone by
             attention); spreads outlier channels.
         center: take the constant part out of keys before they are stored (exact, added back by
@@ -53,7 +57,8 @@ class KVCacheTensorConfig(BaseModel):
         fit: how a block's scale is chosen: "amax", GGML's and QLoRA's rule, from its largest
             value; "mse", the one of least squared error among scales near it. Storage is the same.
         residual_len: keys less than this many tokens behind a query are read in fp16, from a ring
-            beside the codes; the same for all tensors of a layer. 0 for none.
+            beside the codes; the same for all tensors of a layer. 0 for none. By channel whole groups are, until
+            their last token is so far behind.
         tail_slack: further tokens the ring holds, so that up to this many can be verified or cropped
             at once without losing any.
         sink_len: the first tokens of a row are read in fp16 as well; the same for all tensors of a layer.
@@ -84,9 +89,23 @@ class KVCacheTensorConfig(BaseModel):
         return value
 
     @property
-    def tail_len(self) -> int:
-        """Tokens the fp16 ring holds; 0 without a tail."""
-        return self.residual_len + self.tail_slack if self.residual_len else 0
+    def group(self) -> int:
+        """Tokens that are encoded together: of a group by channel, else 1."""
+        return self.qblock if self.kind.storage.by_channel else 1
+
+
+def ring_len(configs: Iterable[KVCacheTensorConfig]) -> int:
+    """Tokens the fp16 rings of a layer hold; 0 where it needs none.
+
+    A ring has what the oldest of tail_slack queries reads: residual_len tokens, and by channel the rest of the group
+    that the oldest of them is in, or the tokens of the group that is not full.
+    """
+    streams = list(configs)
+    residual, slack = streams[0].residual_len, streams[0].tail_slack
+    group = math.lcm(*(config.group for config in streams))
+    if group > 1:
+        return residual + slack + group
+    return residual + slack if residual else 0
 
 
 @dataclass(frozen=True)

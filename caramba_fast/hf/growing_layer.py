@@ -158,8 +158,8 @@ class CarambaLayer(StoringLayer, PackedLayer):
         store = self._made()
         if self.sliding_window is None or self.record_past or store.pos + coming <= self._room:
             return
-        ring = store.residual_len + store.tail_slack if store.residual_len else 1
-        count = max(store.pos - (self.sliding_window - 1) - SLACK, 0) // ring * ring
+        step = store.group
+        count = max(store.pos - (self.sliding_window - 1) - SLACK, 0) // step * step
         if count and not (self.common.leftpad is not None and self._centers):
             room = max(self._room, store.pos - count + coming)
             store.drop_front(

@@ -2,6 +2,10 @@
 
 Tokens go behind what is cached: into the codes, and where the cache has them into the fp16 tail (a ring
 of the newest) and the fp16 sinks (the first real ones). The reference writes without data-dependent shapes.
+
+By channel a group of tokens is encoded when its last token arrives, from what the tail holds: the codes are the same
+however the tokens were cut into calls. Until then its tokens are in the tail alone. Padding and sinks, which are never
+read from codes, do not count for the range of a channel.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from torch import Tensor
 
 from caramba_fast.ops import checks
 from caramba_fast.ops.plan import CallPlan
-from caramba_fast.ops.quantize import FITS
+from caramba_fast.ops.quantize import FITS, encode_groups
 from caramba_fast.ops.quantize import op as quantize_op
 from caramba_fast.ops.registry import DECOUPLED, STANDARD, Op, append_schema, register
 from caramba_fast.ops.transform import apply_to_key, apply_to_value
@@ -58,7 +62,10 @@ class Destination:
         stored = apply_to_value(new.float(), view.transform) if change is None else change
         lanes = stored_lanes(view.codes, view.kind, new.shape[1], new.shape[3])
         packed = lanes.pack(stored)
-        self._write_codes(view, packed)
+        if view.group > 1:
+            self._write_groups(view, packed)
+        else:
+            self._write_codes(view, packed)
         rows = torch.arange(new.shape[0], device=new.device)[:, None].expand_as(self.position)
         if view.tail is not None:
             ring = view.tail.shape[2]
@@ -68,19 +75,48 @@ class Destination:
             first = self.real & (self.t >= 0) & (self.t < view.sink.shape[2])
             scatter(view.sink, packed, rows, self.t.clamp(0, view.sink.shape[2] - 1), first)
 
-    def _write_codes(self, view: KVView, packed: Tensor) -> None:
-        slots = view.codes.shape[2]
+    def _place(
+        self, buffer: Tensor, position: Tensor, real: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Row or page, slot in it, and whether there is one, of positions (B, N) in the slots of a buffer."""
+        slots = buffer.shape[2]
         if self.block_table is None:
-            row = torch.arange(packed.shape[0], device=packed.device)[:, None]
-            place, keep = row.expand_as(self.position), self.real & (self.position < slots)
-            slot = self.position.clamp(max=slots - 1)
-        else:
-            pages = self.block_table.shape[1]
-            page = (self.position // slots).clamp(max=pages - 1)
-            place = self.block_table.to(torch.int64).gather(1, page)
-            exists = (place >= 0) & (place < view.codes.shape[0])
-            keep = self.real & (self.position < pages * slots) & exists
-            place, slot = place.clamp(0, view.codes.shape[0] - 1), self.position % slots
+            row = torch.arange(position.shape[0], device=position.device)[:, None]
+            return row.expand_as(position), position.clamp(max=slots - 1), real & (position < slots)
+        pages = self.block_table.shape[1]
+        page = (position // slots).clamp(max=pages - 1)
+        place = self.block_table.to(torch.int64).gather(1, page)
+        exists = (place >= 0) & (place < buffer.shape[0])
+        keep = real & (position < pages * slots) & exists
+        return place.clamp(0, buffer.shape[0] - 1), position % slots, keep
+
+    def _write_groups(self, view: KVView, packed: Tensor) -> None:
+        """Encodes the groups whose last token is among the new ones: packed (B, lanes, T, lane_dim)."""
+        assert view.tail is not None and view.scales is not None
+        size, start = view.group, self.position[:, :1]
+        count = -(-packed.shape[2] // size)  # most groups that so many tokens complete
+        group = start // size + torch.arange(count, device=start.device)
+        full = group < (start + self.count[:, None]) // size
+        if full.device.type == "cpu" and not bool(full.any()):
+            return
+        # The tokens of the first group that came before are in the tail, up to size of them.
+        before = start - size + torch.arange(size, device=start.device)
+        rows = torch.arange(len(start), device=start.device)[:, None]
+        held = view.tail[rows, :, before % view.tail.shape[2]].transpose(1, 2)
+        recent = torch.cat((held.float(), packed.to(view.tail.dtype).float()), dim=2)
+        position = (group[..., None] * size + torch.arange(size, device=start.device)).flatten(1)
+        index = (position - start + size).clamp(0, recent.shape[2] - 1)
+        index = index[:, None, :, None].expand(-1, recent.shape[1], -1, recent.shape[3])
+        values = recent.gather(2, index).unflatten(2, (count, size))
+        first = 0 if view.sink is None else view.sink.shape[2]
+        t = position + (self.t - self.position)[:, :1]
+        codes, scales = encode_groups(values, view.kind, (t >= first).unflatten(1, (count, size))[:, None])
+        scatter(view.scales, scales, *self._place(view.scales, group, full))
+        whole = full[..., None].expand(-1, -1, size).flatten(1)
+        scatter(view.codes, codes.flatten(2, 3), *self._place(view.codes, position, whole))
+
+    def _write_codes(self, view: KVView, packed: Tensor) -> None:
+        place, slot, keep = self._place(view.codes, self.position, self.real)
         if view.scales is None:
             scatter(view.codes, packed, place, slot, keep)
             return
@@ -143,9 +179,9 @@ def fake(*_: Any, **__: Any) -> None:
     return None
 
 
-append_op = register("append_", append_schema(STANDARD), reference=reference, fake=fake)
+append_op = register("append_", append_schema(STANDARD), reference=reference, fake=fake, kinds=True)
 decoupled_append_op = register(
-    "decoupled_append_", append_schema(DECOUPLED), reference=decoupled_reference, fake=fake
+    "decoupled_append_", append_schema(DECOUPLED), reference=decoupled_reference, fake=fake, kinds=True
 )
 
 
@@ -169,6 +205,7 @@ def plan_append(
         TypeError, ValueError: as `append_`.
     """
     _check(views, dict(zip(views, new, strict=True)), start, **options)
+    op = op.of(*(view.kind for view in views.values()))
     stated: dict[str, Any] = {}
     for name, view in views.items():
         stated.update(view.options(name))

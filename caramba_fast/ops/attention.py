@@ -17,7 +17,7 @@ from torch import Tensor
 
 from caramba_fast.ops.merge_state import reference as merge
 from caramba_fast.ops.transform import apply_to_query, logit_shift, undo_on_value
-from caramba_fast.ops.view import KVView, load, stored_lanes
+from caramba_fast.ops.view import KVView, group_of, load, stored_lanes
 
 State = tuple[Tensor, Tensor]
 
@@ -81,6 +81,7 @@ class Problem:
         ]
         self.value, self.null_v, self.s_aux = value, null_v, s_aux
         self.block_table, self.residual_len = block_table, residual_len
+        self.group = group_of((*keys, value))
         self.window, self.num_sink_tokens, self.softcap = window_size, num_sink_tokens, softcap
         self.sink_len = 0 if value.sink is None else value.sink.shape[2]
         self.last = cache_seqlens.to(torch.int64) - 1
@@ -113,9 +114,13 @@ class Problem:
         return seen
 
     def source(self, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether key (B, N) is read from the sinks, (B, 1, N), and from the tail, (B, T, N)."""
+        """Whether key (B, N) is read from the sinks, (B, 1, N), and from the tail, (B, T, N).
+
+        Tokens of a group by channel are read from the tail until the last of them has left it.
+        """
         in_sink = ((key - self.leftpad[:, None]) < self.sink_len)[:, None]
-        in_tail = self.position[:, :, None] - key[:, None] < self.residual_len
+        last = key - key % self.group + self.group - 1
+        in_tail = self.position[:, :, None] - last[:, None] < self.residual_len
         return in_sink, in_tail & ~in_sink
 
     # -- the groups of keys ---------------------------------------------------------------
@@ -135,12 +140,9 @@ class Problem:
     def tail(self) -> State:
         """The newest tokens the queries read from the ring, where position j is in slot j modulo its size."""
         assert self.value.tail is not None
-        count = self.residual_len + self.tokens - 1
-        key = (
-            self.position[:, :1]
-            - (self.residual_len - 1)
-            + torch.arange(count, device=self.last.device)
-        )
+        back = self.residual_len + self.group - 2  # the farthest that the first query may read
+        count = back + self.tokens
+        key = self.position[:, :1] - back + torch.arange(count, device=self.last.device)
         seen = self.visible(key) & self.source(key)[1]
         slot = key % self.value.tail.shape[2]
 
@@ -195,8 +197,12 @@ class Problem:
         return self.lanes.unpack(_zero_unused(buffer, used).float())
 
     def _load(self, view: KVView, start: int, stop: int, used: Tensor | None = None) -> Tensor:
-        codes, scales = (self._slots(x, start, stop) for x in (view.codes, view.scales))
+        group = view.group
+        codes = self._slots(view.codes, start, stop)
+        scales = self._slots(view.scales, start // group, stop // group)
         assert codes is not None
+        if group > 1:  # keys, whose logits are masked
+            return self.lanes.unpack(load(codes, scales, view.kind, torch.float32))
         if scales is None:
             codes = _zero_unused(codes, used)
         else:
@@ -235,7 +241,7 @@ class Problem:
         state: State | None = None
         for start, stop in self.pieces():
             state = _merged(state, self.stored(start, stop))
-        if self.value.tail is not None and self.residual_len > 0:
+        if self.value.tail is not None and (self.residual_len > 0 or self.group > 1):
             state = _merged(state, self.tail())
         if self.sink_len:
             state = _merged(state, self.sinks())

@@ -16,6 +16,7 @@ from caramba_fast.ops.registry import Op
 from caramba_fast.ops.view import (
     KVView,
     common_problems,
+    group_of,
     paged_slots,
     stored_lanes,
     stream_options,
@@ -102,6 +103,7 @@ def plan_attention(
     """
     named = dict(zip(views, queries, strict=False))
     _check(op, named, views, cache_seqlens, n_kv_heads, options)
+    op = op.of(*(view.kind for view in views.values()))
     stated: dict[str, Any] = {"n_kv_heads": n_kv_heads}
     for name, view in views.items():
         stated.update(view.options(name))
@@ -231,10 +233,11 @@ def _tail_problems(views: Mapping[str, KVView], residual_len: int, tokens: int) 
         problems.append(
             f"residual_len is {residual_len}; 0, or more with a tail in every stream, is allowed"
         )
-    if tail is not None and residual_len + tokens > tail.shape[2] + 1:
+    needed = residual_len + group_of(views.values()) - 1 + tokens - 1
+    if tail is not None and needed > tail.shape[2]:
         problems.append(
             f"T={tokens} query tokens and residual_len={residual_len} need a tail of "
-            f"{residual_len + tokens - 1}, it has {tail.shape[2]} (residual_len + tail_slack)"
+            f"{needed}, it has {tail.shape[2]} (residual_len + tail_slack, and by channel a group)"
         )
     return problems
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from caramba_fast.formats import QUANTIZED_KINDS, SCALE_DTYPE, Format, resolve
+from caramba_fast.formats import (
+    BLOCK_SIZES,
+    CHANNEL_KINDS,
+    PACKED_TOGETHER,
+    QUANTIZED_KINDS,
+    SCALE_DTYPE,
+    Format,
+    resolve,
+)
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -43,7 +51,7 @@ def quantized_kind(kind: object) -> Format:
     if not form.quantized:
         raise ValueError(
             f"kind {form.name!r} stores values as they are; quantized kinds are "
-            f"{', '.join(QUANTIZED_KINDS)}"
+            f"{', '.join((*QUANTIZED_KINDS, *CHANNEL_KINDS))}"
         )
     return form
 
@@ -61,6 +69,9 @@ def codes_and_scales(name: str, codes: Tensor, scales: Tensor | None, kind: obje
         raise ValueError(f"{name} scales are missing; {form.name} needs one for each block")
     if scales.dtype != SCALE_DTYPE:
         raise TypeError(f"{name} scales have dtype {scales.dtype}; allowed is {SCALE_DTYPE}")
+    if form.by_channel:
+        _check_groups(name, codes, scales, form)
+        return form
     if codes.shape[:-1] != scales.shape[:-1]:
         raise ValueError(
             f"{name} codes {tuple(codes.shape)} and scales {tuple(scales.shape)} differ before "
@@ -73,6 +84,20 @@ def codes_and_scales(name: str, codes: Tensor, scales: Tensor | None, kind: obje
             f"{name}: {width} values with {blocks} scales is no block of 32, 64 or 128 values"
         )
     return form
+
+
+def _check_groups(name: str, codes: Tensor, scales: Tensor, form: Format) -> None:
+    """Raises ValueError unless codes and scales by channel belong together."""
+    width = form.value_width(codes.shape[-1])
+    fits = codes.ndim == scales.ndim >= 2 and codes.shape[:-2] == scales.shape[:-2]
+    sizes = [size for size in BLOCK_SIZES if fits and codes.shape[-2] == size * scales.shape[-2]]
+    empty = fits and codes.shape[-2] == scales.shape[-2] == 0
+    if not (sizes or empty) or scales.shape[-1] != 2 * width or width % PACKED_TOGETHER:
+        raise ValueError(
+            f"{name} codes {tuple(codes.shape)} and scales {tuple(scales.shape)} do not fit; {form.name} needs "
+            f"(..., N * G, {codes.shape[-1]}) and (..., N, {2 * width}) for groups of G = "
+            f"{', '.join(map(str, BLOCK_SIZES))} tokens, of a multiple of {PACKED_TOGETHER} channels"
+        )
 
 
 def row_integers(name: str, tensor: Tensor | None, batch: int) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from caramba_fast.formats import NF4_LEVELS
+from caramba_fast.formats import NF4_LEVELS, PACKED_TOGETHER, Format
 from caramba_fast.ops import checks
 from caramba_fast.ops.registry import register
 
@@ -31,6 +31,8 @@ def reference(
 ) -> Tensor:
     """The oracle: pure torch, any device; multiplies in float32, then casts."""
     form = checks.quantized_kind(kind)
+    if form.by_channel:
+        return _by_channel(codes, scales, form).to(dtype)
     blocks = scales.shape[-1]
     packed = codes.unflatten(-1, (blocks, codes.shape[-1] // blocks))
     if form.bits == 4:
@@ -39,11 +41,21 @@ def reference(
     return values.flatten(-2).to(dtype)
 
 
+def _by_channel(codes: Tensor, scales: Tensor, form: Format) -> Tensor:
+    """zero + scale * code, float32: codes (..., N * G, width) with scales (..., N, 2 * dim)."""
+    if form.bits == 4:
+        codes = unpack_nibbles(codes.unflatten(-1, (-1, PACKED_TOGETHER // 2))).flatten(-2)
+    count = scales.shape[-2]
+    groups = codes.to(torch.float32).unflatten(-2, (count, codes.shape[-2] // max(1, count)))
+    scale, zero = scales.to(torch.float32).unsqueeze(-2).chunk(2, dim=-1)
+    return (zero + scale * groups).flatten(-3, -2)
+
+
 def fake(codes: Tensor, scales: Tensor, kind: str, head_dim: int, dtype: torch.dtype) -> Tensor:
     return codes.new_empty((*codes.shape[:-1], head_dim), dtype=dtype)
 
 
-op = register("dequantize", SCHEMA, reference=reference, fake=fake)
+op = register("dequantize", SCHEMA, reference=reference, fake=fake, kinds=True)
 
 
 def dequantize(
@@ -52,8 +64,10 @@ def dequantize(
     """Restores what `quantize` stored.
 
     Args:
-        codes: (..., head_dim) int8 for q8_0, (..., head_dim / 2) uint8 for q4_0 and nf4.
-        scales: (..., head_dim / block) float16, block being 32, 64 or 128.
+        codes: (..., head_dim) int8 for q8_0, (..., head_dim / 2) uint8 for q4_0 and nf4; by channel as `quantize`
+            says.
+        scales: (..., head_dim / block) float16, block being 32, 64 or 128; by channel
+            (..., tokens / block, 2 * head_dim).
         kind: the kind the codes were made with.
         head_dim: values to restore in the last dimension; checked against the codes.
         dtype: float32, float16 or bfloat16.
@@ -74,4 +88,4 @@ def dequantize(
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"dtype is {dtype}; allowed are float32, float16, bfloat16")
     checks.same_device(codes=codes, scales=scales)
-    return op(codes, scales, form.name, head_dim, dtype)
+    return op.of(form.name)(codes, scales, form.name, head_dim, dtype)

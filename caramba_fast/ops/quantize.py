@@ -8,6 +8,10 @@ that damage stays visible.
 "mse" tries the few scales of `CANDIDATES`, rounds the block by each, refits the scale to those codes by
 least squares and keeps the best; what is stored has the same layout and is read the same way. (GGML's
 importance-weighted quantizers search likewise, over more candidates.)
+
+Kinds by channel take the range of each channel over a group of tokens; "mse" changes nothing for them, since a
+narrower range made real models worse. Codes are of the rounded scale and zero. A channel with a NaN or an infinity
+gets a NaN scale and zero in that group, and the others stay as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from caramba_fast.formats import NF4_LEVELS, SCALE_DTYPE, check_block
+from caramba_fast.formats import NF4_LEVELS, PACKED_TOGETHER, SCALE_DTYPE, check_block, resolve
 from caramba_fast.ops import checks
 from caramba_fast.ops.registry import register
 
@@ -125,6 +129,39 @@ def pack_nibbles(codes: Tensor) -> Tensor:
     return low | (high << 4)
 
 
+def encode_groups(groups: Tensor, kind: str, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Groups of tokens by channel.
+
+    Args:
+        groups: (..., N, G, D) float32, D a multiple of 32.
+        kind: one of `CHANNEL_KINDS`.
+        counted: (..., N, G) bool, broadcastable, the tokens whose range is stored; others get the nearest code.
+
+    Returns:
+        codes (..., N, G, width) uint8 and scales (..., N, 2 * D) float16: all scales, then all zeros.
+    """
+    form = resolve(kind)
+    low = high = groups
+    if counted is not None:
+        low = torch.where(counted[..., None], groups, torch.inf)
+        high = torch.where(counted[..., None], groups, -torch.inf)
+    low, high = low.amin(-2), high.amax(-2)
+    none = low > high  # no token is counted
+    low, high = torch.where(none, 0.0, low), torch.where(none, 0.0, high)
+    zero = low.to(SCALE_DTYPE)
+    scale = ((high - zero.float()) / low.new_full((), 2**form.bits - 1)).to(SCALE_DTYPE)
+    damaged = ~(zero.isfinite() & scale.isfinite())
+    step = scale.float()[..., None, :]
+    inverse = torch.where(step > 0, 1.0 / step, torch.zeros_like(step))
+    scaled = (groups - zero.float()[..., None, :]) * inverse
+    scaled = scaled.nan_to_num(0.0).clamp(0, 2**form.bits - 1)
+    codes = (scaled + 0.5).floor().clamp(max=2**form.bits - 1).to(torch.uint8)
+    if form.bits == 4:
+        codes = pack_nibbles(codes.unflatten(-1, (-1, PACKED_TOGETHER))).flatten(-2)
+    pair = torch.cat((scale, zero), dim=-1)
+    return codes, torch.where(torch.cat((damaged, damaged), dim=-1), torch.nan, pair)
+
+
 _ENCODERS = {"amax": encode_amax, "mse": encode_mse}
 
 
@@ -137,6 +174,10 @@ def _encoder(fit: str) -> Callable[[Tensor, str], tuple[Tensor, Tensor]]:
 def reference(x: Tensor, kind: str, block: int, fit: str = "amax") -> tuple[Tensor, Tensor]:
     """The oracle: pure torch, any device."""
     form, encode = checks.quantized_kind(kind), _encoder(fit)
+    if form.by_channel:
+        groups = x.to(torch.float32).unflatten(-2, (x.shape[-2] // block, block))
+        codes, scales = encode_groups(groups, form.name)
+        return codes.flatten(-3, -2), scales
     blocks = x.to(torch.float32).unflatten(-1, (x.shape[-1] // block, block))
     finite = blocks.isfinite().all(-1, keepdim=True)
     blocks = torch.where(finite, blocks, torch.zeros_like(blocks))
@@ -152,24 +193,28 @@ def fake(x: Tensor, kind: str, block: int, fit: str = "amax") -> tuple[Tensor, T
     _encoder(fit)
     *lead, dim = x.shape
     codes = x.new_empty((*lead, form.code_width(dim)), dtype=form.dtype)
-    return codes, x.new_empty((*lead, dim // block), dtype=SCALE_DTYPE)
+    if form.by_channel:
+        lead[-1] //= block
+    return codes, x.new_empty((*lead, form.scales_width(dim, block)), dtype=SCALE_DTYPE)
 
 
-op = register("quantize", SCHEMA, reference=reference, fake=fake)
+op = register("quantize", SCHEMA, reference=reference, fake=fake, kinds=True)
 
 
 def quantize(x: Tensor, kind: object, block: int = 32, fit: str = "amax") -> tuple[Tensor, Tensor]:
-    """Quantizes the last dimension of ``x`` in blocks.
+    """Quantizes the last dimension of ``x`` in blocks, or by channel the one before it in groups.
 
     Args:
-        x: (..., dim) float32, float16 or bfloat16; ``block`` must divide dim.
-        kind: "q8_0" ("q8"), "q4_0" ("q4"), "nf4", or the `KVCacheKind`.
-        block: 32, 64 or 128 values to a scale.
-        fit: "amax" or "mse", how a scale is found.
+        x: (..., dim) float32, float16 or bfloat16; ``block`` must divide dim. By channel (..., tokens, dim), where
+            ``block`` must divide the tokens and 32 dim.
+        kind: "q8_0" ("q8"), "q4_0" ("q4"), "nf4", "q8_channel", "q4_channel", or the `KVCacheKind`.
+        block: 32, 64 or 128 values to a scale, along dim or by channel along tokens.
+        fit: "amax" or "mse", how a scale is found; the same by channel.
 
     Returns:
-        codes (..., dim) int8 for q8_0, (..., dim / 2) uint8 for q4_0 and nf4; and scales
-        (..., dim / block) float16.
+        codes (..., dim) int8 for q8_0, (..., dim / 2) uint8 for q4_0 and nf4, and scales (..., dim / block) float16.
+        By channel codes (..., tokens, dim) or (..., tokens, dim / 2) uint8, and scales (..., tokens / block, 2 * dim)
+        float16, all scales before all zeros.
 
     Raises:
         TypeError: ``x`` is not a tensor of an allowed dtype.
@@ -179,6 +224,14 @@ def quantize(x: Tensor, kind: object, block: int = 32, fit: str = "amax") -> tup
     checks.float_tensor("x", x)
     if x.ndim == 0:
         raise ValueError("x is a scalar; at least one dimension is needed")
-    check_block(x.shape[-1], block)
+    if form.by_channel:
+        if x.ndim < 2 or x.shape[-1] % PACKED_TOGETHER:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; {form.name} needs (..., tokens, dim) with dim a multiple of "
+                f"{PACKED_TOGETHER}"
+            )
+        check_block(x.shape[-2], block)
+    else:
+        check_block(x.shape[-1], block)
     _encoder(fit)
-    return op(x, form.name, block, fit)
+    return op.of(form.name)(x, form.name, block, fit)

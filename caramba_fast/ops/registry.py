@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from caramba_fast.formats import CHANNEL_KINDS
+
 STEM = "_C"
 VARIABLE = "CARAMBA_FAST_EXTENSION"
 FOLDER = Path(__file__).resolve().parent.parent
@@ -69,12 +71,21 @@ class BackendError(RuntimeError):
 
 @dataclass
 class Op:
-    """One op: calling it dispatches to the forced backend or to torch's dispatcher."""
+    """One op: calling it dispatches to the forced backend or to torch's dispatcher.
+
+    Attributes:
+        name: as in ``torch.ops.caramba_fast``.
+        overload: what the dispatcher calls.
+        reference: pure torch.
+        keywords: the options it has.
+        by_channel: the same op for kinds by channel, which fewer backends serve.
+    """
 
     name: str
     overload: Callable[..., Any]
     reference: Callable[..., Any]
     keywords: frozenset[str] = frozenset()
+    by_channel: Op | None = None
     _launcher: Callable[..., Any] | None = field(default=None, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,13 +100,24 @@ class Op:
         reason = self.why_not(_forced, device)
         raise BackendError(f"{self.name} cannot run on backend {_forced!r}: {reason}")
 
+    def of(self, *kinds: str) -> Op:
+        """This op, or its `by_channel` where one of ``kinds`` is stored so."""
+        if self.by_channel is not None and any(kind in CHANNEL_KINDS for kind in kinds):
+            return self.by_channel
+        return self
+
     @property
     def launcher(self) -> Callable[..., Any]:
         """The Triton launcher; triton is imported with the first use."""
         if self._launcher is None:
-            module = importlib.import_module(f"{NAMESPACE}.kernels.{self.name.rstrip('_')}")
+            module = importlib.import_module(self._module)
             self._launcher = getattr(module, self.name)
         return self._launcher
+
+    @property
+    def _module(self) -> str:
+        """Where the Triton launcher is."""
+        return f"{NAMESPACE}.kernels.{self.name.rstrip('_').replace('.', '_')}"
 
     def why_not(self, backend: str, device: str, *, suppose: bool = False) -> str | None:
         """None when ``backend`` can serve this op on ``device``, else the reason it cannot.
@@ -121,7 +143,7 @@ class Op:
         reason = triton_missing()
         if reason is not None:
             return reason
-        if importlib.util.find_spec(f"{NAMESPACE}.kernels.{self.name.rstrip('_')}") is None:
+        if importlib.util.find_spec(self._module) is None:
             return "there is no Triton kernel for this op"
         if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             return "Triton runs cpu tensors only interpreted: set TRITON_INTERPRET=1 before import"
@@ -147,16 +169,32 @@ def triton_missing() -> str | None:
 
 
 def register(
-    name: str, schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]
+    name: str,
+    schema: str,
+    *,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    kinds: bool = False,
 ) -> Op:
     """Defines ``caramba_fast::name``; ``schema`` is the part after the name.
 
-    ``fake`` maps fake inputs to fake outputs (shapes, strides and dtypes) for tracing.
+    ``fake`` maps fake inputs to fake outputs (shapes, strides and dtypes) for tracing. With ``kinds`` there is an
+    overload ``name.by_channel`` as well: backends add kernels to either.
     """
+    op = _register(name, schema, reference, fake)
+    if kinds:
+        op.by_channel = _register(f"{name}.by_channel", schema, reference, fake)
+    return op
+
+
+def _register(
+    name: str, schema: str, reference: Callable[..., Any], fake: Callable[..., Any]
+) -> Op:
     _library.define(name + schema)
     _library.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    overload = getattr(torch.ops.caramba_fast, name).default
+    stem, _, variant = name.partition(".")
+    overload = getattr(getattr(torch.ops.caramba_fast, stem), variant or "default")
     keywords = frozenset(arg.name for arg in overload._schema.arguments if arg.kwarg_only)
     op = Op(name, overload, reference, keywords)
     _ops[name] = op
@@ -236,7 +274,7 @@ class BackendStatus:
 
     def __str__(self) -> str:
         why = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
-        return f"{self.op:<18} {self.device:<5} {self.runs:<10} {why}"
+        return f"{self.op:<37} {self.device:<5} {self.runs:<10} {why}"
 
 
 def backends() -> list[BackendStatus]:

@@ -8,7 +8,7 @@ contiguous memory; B and lanes may have any stride.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,11 +67,11 @@ def stored_lanes(codes: Tensor, kind: str, n_kv_heads: int, head_dim: int) -> La
 
 
 def load(codes: Tensor, scales: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
-    """Codes (..., width) -> values (..., lane_dim) in ``dtype``, on the backend in force."""
+    """Codes (..., width) -> values (..., lane_dim) in ``dtype``, on the backend in force; by channel whole groups."""
     form = resolve(kind)
     if scales is None:
         return codes.to(dtype)
-    return dequantize_op(codes, scales, kind, form.value_width(codes.shape[-1]), dtype)
+    return dequantize_op.of(kind)(codes, scales, kind, form.value_width(codes.shape[-1]), dtype)
 
 
 def stream_options(name: str) -> tuple[str, ...]:
@@ -114,9 +114,23 @@ def common_problems(
     values = views["v"].transform
     if values.mean is not None or values.bias is not None:
         problems.append("v can be scaled and rotated; mean and bias are for keys")
+    if views["v"].group > 1:
+        problems.append(f"v is stored as {views['v'].kind}; kinds by channel are for keys")
+    group = group_of(views.values())
+    if group > 1 and (first.tail is None or first.tail.shape[2] < group):
+        size = "none" if first.tail is None else f"one of {first.tail.shape[2]}"
+        problems.append(
+            f"keys by channel in groups of {group} need a tail of {group} or more tokens in every stream, there is "
+            f"{size}"
+        )
     if block_table is not None and first.codes.shape[2] % LANE_MULTIPLE:
         problems.append(f"pages have {first.codes.shape[2]} slots; a multiple of 32 is needed")
     return problems
+
+
+def group_of(views: Iterable[KVView]) -> int:
+    """Tokens of a layer that are read from the tail together: those of a group, in every stream."""
+    return math.lcm(*(view.group for view in views))
 
 
 @dataclass(frozen=True)
@@ -126,10 +140,12 @@ class KVView:
     Attributes:
         codes: (B, lanes, S, width), or (pages, lanes, page_size, width) when paged; dtype and
             width as the format table has them.
-        scales: codes' shape with lane_dim / block at the end, float16; None for unquantized kinds.
+        scales: codes' shape with lane_dim / block at the end, float16; by channel (B, lanes, S / G, 2 * lane_dim),
+            the scales of a group of G tokens and then their zeros; None for unquantized kinds.
         kind: kind name.
         tail: (B, lanes, R, lane_dim) float16, a ring of the newest tokens in the stored basis:
-            token j is in slot j % R. None for no tail.
+            token j is in slot j % R. None for no tail. By channel the tokens of a group that is not full are there
+            alone.
         sink: (B, lanes, sink_len, lane_dim) float16, the first real tokens of each row.
         transform: the basis in which all of these are stored.
         fit: how append finds scales (`caramba_fast.ops.quantize`); reading does not depend on it.
@@ -153,6 +169,13 @@ class KVView:
         """Values of one lane of one token."""
         return self.format.value_width(self.codes.shape[-1])
 
+    @property
+    def group(self) -> int:
+        """Tokens that share scales: of a group by channel, else 1."""
+        if self.scales is None or not self.format.by_channel:
+            return 1
+        return self.codes.shape[2] // max(1, self.scales.shape[2])
+
     def check(self, name: str) -> None:
         """Raises TypeError or ValueError naming what does not belong together."""
         if self.codes.ndim != 4:
@@ -173,8 +196,8 @@ class KVView:
                 )
 
     def slice(self, length: int) -> KVView:
-        """The view of the first ``length`` slots of a contiguous cache; no copy."""
-        scales = None if self.scales is None else self.scales[:, :, :length]
+        """The view of the first ``length`` slots of a contiguous cache, by channel whole groups of them; no copy."""
+        scales = None if self.scales is None else self.scales[:, :, : length // self.group]
         return replace(self, codes=self.codes[:, :, :length], scales=scales)
 
     def options(self, name: str) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class PromptForward:
 
 
 def _together(cache: ModelKVCache) -> int:
-    slack = min(layer.tail_slack for layer in cache) if cache[0].residual_len else TOGETHER
+    slack = min(layer.tail_slack for layer in cache) if cache[0].ring else TOGETHER
     return max(1, min(TOGETHER, slack))
 
 

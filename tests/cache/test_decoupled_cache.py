@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from support.cache_contract import BATCH, KV_HEADS, LayerCacheContract
+from support.cache_contract import BATCH, KV_HEADS, LayerCacheContract, of_values
 
 from caramba_fast.cache import DecoupledLayerKVCache, DecoupledLayerShape, LayerShape, ModelKVCache
 from caramba_fast.config import KVCacheTensorConfig
@@ -19,7 +19,7 @@ class TestDecoupledLayerKVCache(LayerCacheContract):
     def build(self, max_seq_len, config):
         widths = [KV_HEADS * dim for dim in self.dims.values()]
         return DecoupledLayerKVCache(
-            BATCH, max_seq_len, *widths, config, config, config, n_kv_heads=KV_HEADS
+            BATCH, max_seq_len, *widths, config, config, of_values(config), n_kv_heads=KV_HEADS
         )
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from support.cache_contract import BATCH, KV_HEADS, LayerCacheContract
+from support.cache_contract import BATCH, KV_HEADS, LayerCacheContract, of_values
 
 from caramba_fast.cache import LayerKVCache, LayerShape, ModelKVCache
 from caramba_fast.config import KVCacheKind, KVCacheTensorConfig
@@ -20,7 +20,7 @@ class TestLayerKVCache(LayerCacheContract):
 
     def build(self, max_seq_len, config):
         width = KV_HEADS * 32
-        return LayerKVCache(BATCH, max_seq_len, width, width, config, config, n_kv_heads=KV_HEADS)
+        return LayerKVCache(BATCH, max_seq_len, width, width, config, of_values(config), n_kv_heads=KV_HEADS)
 
 
 class TestLayerKVCacheOfSharedLanes(TestLayerKVCache):
@@ -30,7 +30,7 @@ class TestLayerKVCacheOfSharedLanes(TestLayerKVCache):
 
     def build(self, max_seq_len, config):
         return LayerKVCache(
-            BATCH, max_seq_len, KV_HEADS * 80, KV_HEADS * 16, config, config, n_kv_heads=KV_HEADS
+            BATCH, max_seq_len, KV_HEADS * 80, KV_HEADS * 16, config, of_values(config), n_kv_heads=KV_HEADS
         )
 
 

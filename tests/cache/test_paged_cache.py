@@ -11,6 +11,7 @@ from support.cache_contract import (
     KV_HEADS,
     SETUPS,
     LayerCacheContract,
+    of_values,
     Setup,
     poison,
 )
@@ -35,7 +36,7 @@ class TestPagedLayerKVCache(LayerCacheContract):
     def build(self, max_seq_len, config, page_size=32, **pages):
         width = KV_HEADS * 32
         return LayerKVCache(
-            BATCH, max_seq_len, width, width, config, config, n_kv_heads=KV_HEADS,
+            BATCH, max_seq_len, width, width, config, of_values(config), n_kv_heads=KV_HEADS,
             page_size=page_size, **pages,
         )  # fmt: skip
 
@@ -46,7 +47,7 @@ class TestPagedDecoupledLayerKVCache(LayerCacheContract):
     def build(self, max_seq_len, config, page_size=32, **pages):
         widths = [KV_HEADS * dim for dim in self.dims.values()]
         return DecoupledLayerKVCache(
-            BATCH, max_seq_len, *widths, config, config, config, n_kv_heads=KV_HEADS,
+            BATCH, max_seq_len, *widths, config, config, of_values(config), n_kv_heads=KV_HEADS,
             page_size=page_size, **pages,
         )  # fmt: skip
 
@@ -63,7 +64,7 @@ def contiguous(contract, setup, max_seq_len):
     config = setup.config
     widths = [KV_HEADS * dim for dim in contract.dims.values()]
     kind = LayerKVCache if len(widths) == 2 else DecoupledLayerKVCache
-    cache = kind(BATCH, max_seq_len, *widths, *[config] * len(widths), n_kv_heads=KV_HEADS)
+    cache = kind(BATCH, max_seq_len, *widths, *[config] * (len(widths) - 1), of_values(config), n_kv_heads=KV_HEADS)
     contract.set_transforms(poison(cache), setup)
     return cache
 

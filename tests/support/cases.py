@@ -202,6 +202,7 @@ class Case:
         sides = dense.Sides(
             self.residual_len, self.sink_len,
             *((k[place], v[place]) if place in v else None for place in ("tail", "sink")),
+            group=max(stream.view.group for stream in keys),
         )  # fmt: skip
         null = None
         if self.null:

@@ -25,6 +25,7 @@ class Sides:
 
     Attributes:
         residual_len: a query at p reads key j from the tail if and only if p - j < residual_len.
+        group: tokens that are encoded together; then j is the last token of the key's group.
         sink_len: key j is read from the sinks if and only if j - leftpad < sink_len; sinks first.
         tail, sink: (k, v) of the model's basis, (B, H_kv, S, D) each; read nowhere else.
     """
@@ -33,12 +34,14 @@ class Sides:
     sink_len: int = 0
     tail: tuple[Tensor, Tensor] | None = None
     sink: tuple[Tensor, Tensor] | None = None
+    group: int = 1
 
     def source(self, position: int, key: int, leftpad: int) -> str:
         """Where a query at ``position`` reads ``key`` from."""
         if key - leftpad < self.sink_len:
             return "sink"
-        return "tail" if position - key < self.residual_len else "codes"
+        last = (key // self.group + 1) * self.group - 1
+        return "tail" if position - last < self.residual_len else "codes"
 
 
 def attend(
@@ -117,6 +120,8 @@ def decoded(codes: Tensor, scales: Tensor | None, kind: str) -> Tensor:
     """Codes (…, width) and block scales -> values (…, lane_dim) in float64."""
     if scales is None:
         return codes.double()
+    if kind.endswith("_channel"):
+        return _decoded_by_channel(codes, scales, kind)
     blocks = scales.shape[-1]
     codes = codes.reshape(*codes.shape[:-1], blocks, codes.shape[-1] // blocks).long()
     if kind != "q8_0":
@@ -126,6 +131,16 @@ def decoded(codes: Tensor, scales: Tensor | None, kind: str) -> Tensor:
     else:
         numbers = codes.double() - (8 if kind == "q4_0" else 0)
     return (numbers * scales.double()[..., None]).flatten(-2)
+
+
+def _decoded_by_channel(codes: Tensor, scales: Tensor, kind: str) -> Tensor:
+    """Codes (…, S, width) and a row of scales and zeros for each group of tokens -> (…, S, lane_dim) in float64."""
+    if kind == "q4_channel":
+        parts = codes.long().split(16, dim=-1)  # 32 values each: low nibbles, then high ones
+        codes = torch.cat([half for x in parts for half in (x % 16, x // 16)], dim=-1)
+    size, width = codes.shape[-2] // scales.shape[-2], codes.shape[-1]
+    rows = scales.double().repeat_interleave(size, dim=-2)
+    return rows[..., width:] + rows[..., :width] * codes.double()
 
 
 def by_head(lanes: Tensor, heads: int, dim: int) -> Tensor:
