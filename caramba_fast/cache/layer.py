@@ -76,7 +76,9 @@ class LayerCache(LayerRows):
                 pages = PageTable(batch_size, per_row, page_size, allocator, place)
             ring = ring_len(configs.values())
             streams = {
-                name: CacheTensor(batch_size, blocks, lanes, heads[name], configs[name], place, ring)
+                name: CacheTensor(
+                    batch_size, blocks, lanes, heads[name], configs[name], place, ring
+                )
                 for name in dims
             }
             super().__init__(

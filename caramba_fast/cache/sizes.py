@@ -9,7 +9,6 @@ from torch import Tensor
 
 from caramba_fast.cache.stream import CacheTensor
 from caramba_fast.config import KVCacheTensorConfig
-from caramba_fast.formats import QUANTIZED_KINDS
 from caramba_fast.ops import checks
 
 
@@ -44,14 +43,7 @@ def check_sizes(
 
 
 def check_agreement(configs: dict[str, KVCacheTensorConfig]) -> None:
-    """Raises ValueError when tail or sinks differ between the tensors of a layer, or values are stored as keys are."""
-    if configs["v"].center:
-        raise ValueError("v is to be centered; center is for keys")
-    if configs["v"].group > 1:
-        raise ValueError(
-            f"v is {configs['v'].kind.value}; kinds by channel are for keys, values are {', '.join(QUANTIZED_KINDS)} "
-            "or unquantized"
-        )
+    """Raises ValueError when tail or sinks differ between the tensors of a layer."""
     for field in ("residual_len", "tail_slack", "sink_len"):
         values = {name: getattr(config, field) for name, config in configs.items()}
         if len(set(values.values())) > 1:

@@ -105,7 +105,9 @@ class CacheTensor:
         if form.quantized:
             check_block(blocks[1] if form.by_channel else dim, config.qblock, "qblock")
             rows = blocks[1] // self.group
-            self.scales = empty((*lead, rows, form.scales_width(dim, config.qblock)), SCALE_DTYPE, device)
+            self.scales = empty(
+                (*lead, rows, form.scales_width(dim, config.qblock)), SCALE_DTYPE, device
+            )
         self.codes = empty((*lead, blocks[1], form.code_width(dim)), form.dtype, device)
 
         def side(size: int) -> Tensor | None:
@@ -251,7 +253,9 @@ class CacheTensor:
     def roomy(self, slots: int) -> tuple[Tensor, Tensor | None]:
         """Codes and scales with room for so many slots: the stream's own where they have it, else empty ones."""
         return self._changed(
-            lambda x: x if x.shape[2] >= self._rows(x, slots) else _with_slots(x, self._rows(x, slots))
+            lambda x: (
+                x if x.shape[2] >= self._rows(x, slots) else _with_slots(x, self._rows(x, slots))
+            )
         )
 
     def with_pages(

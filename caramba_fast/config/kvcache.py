@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from caramba_fast.formats import ALIASES, BLOCK_SIZES, KIND_NAMES, Format, resolve
 
@@ -41,6 +41,18 @@ class KVCacheKind(str, Enum):
         return resolve(self.value)
 
 
+#: Settings of earlier versions, which took constants from a prompt, a calibration or the weights.
+REMOVED = frozenset(("center", "scale"))
+
+
+def removed(name: str) -> str:
+    """What to say of a setting that there is no more."""
+    return (
+        f"{name!r} is no setting any more: keys by channel ('q8', 'q4' and 'nf4' store them so) hold what it was for "
+        "without constants; leave it out"
+    )
+
+
 class KVCacheTensorConfig(BaseModel):
     """Storage of one cached tensor.
 
@@ -50,10 +62,6 @@ class KVCacheTensorConfig(BaseModel):
             group, of which pages hold whole ones.
         rotate: store in the basis of a Walsh-Hadamard transform over head_dim (exact, undone by
             attention); spreads outlier channels.
-        center: take the constant part out of keys before they are stored (exact, added back by
-            attention): on RoPE dims a bias that turns with the position, elsewhere the mean. For keys.
-        scale: divide channels that are much larger than the rest by a constant of their own (exact,
-            undone by attention); for keys the same on both dims of a RoPE pair.
         fit: how a block's scale is chosen: "amax", GGML's and QLoRA's rule, from its largest
             value; "mse", the one of least squared error among scales near it. Storage is the same.
         residual_len: keys less than this many tokens behind a query are read in fp16, from a ring
@@ -69,8 +77,6 @@ class KVCacheTensorConfig(BaseModel):
     kind: KVCacheKind = KVCacheKind.FP16
     qblock: int = Field(default=32)
     rotate: bool = False
-    center: bool = False
-    scale: bool = False
     fit: Literal["amax", "mse"] = "amax"
     residual_len: int = Field(default=0, ge=0)
     tail_slack: int = Field(default=32, ge=1)
@@ -80,6 +86,14 @@ class KVCacheTensorConfig(BaseModel):
     @classmethod
     def _kind_by_name(cls, value: object) -> KVCacheKind:
         return KVCacheKind(value)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_constants(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            for name in REMOVED & given.keys():
+                raise ValueError(removed(name))
+        return given
 
     @field_validator("qblock")
     @classmethod

@@ -2,7 +2,7 @@
 
 A spec names a kind for each stream (one for all, K/V, or K_sem/K_geo/V) and, behind a colon, options of
 `KVCacheTensorConfig`. A kind alone means that kind with its defaults (`DEFAULTS`), which were chosen by
-measurement (docs/quality.md); ``plain`` leaves the defaults out.
+measurement (docs/quality.md): keys are stored by channel, values rotated. ``plain`` leaves the defaults out.
 """
 
 from __future__ import annotations
@@ -13,26 +13,35 @@ from typing import Any
 from pydantic import ValidationError
 
 from caramba_fast.config.files import explain
-from caramba_fast.config.kvcache import KVCacheKind, KVCacheTensorConfig
+from caramba_fast.config.kvcache import (
+    REMOVED,
+    KVCacheKind,
+    KVCacheTensorConfig,
+    removed,
+)
 from caramba_fast.formats import KIND_NAMES
 
-_FOUR_BITS: dict[str, dict[str, Any]] = {
-    "k": {"fit": "mse", "rotate": True, "center": True, "scale": True, "residual_len": 32},
-    "v": {"fit": "mse", "scale": True, "residual_len": 32},
-}
+#: Tokens that can be taken back without loss, in the defaults of kinds with a ring.
+TAIL_SLACK = 12
+_RING = {"residual_len": 16, "tail_slack": TAIL_SLACK, "sink_len": 4}
+_KEYS = {"kind": KVCacheKind.Q4_CHANNEL, **_RING}
+_VALUES = {"fit": "mse", "rotate": True, **_RING}
 
-#: Settings of each kind, for keys and for values, where they differ from KVCacheTensorConfig's. Chosen by
-#: the figures of docs/quality.md, over plain and hard models: without them 4 bits ruin some models.
+#: Settings of each kind, for keys and for values, where they differ from KVCacheTensorConfig's: chosen by the figures of
+#: docs/quality.md, on real models. "kind" says what keys are stored as in place of the kind itself.
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
-    "q8_0": {"k": {"center": True, "scale": True}, "v": {"scale": True}},
-    "q4_0": _FOUR_BITS,
-    "nf4": _FOUR_BITS,
+    "q8_0": {
+        "k": {"kind": KVCacheKind.Q8_CHANNEL, "qblock": 64, "tail_slack": TAIL_SLACK},
+        "v": {"tail_slack": TAIL_SLACK},
+    },
+    "q4_0": {"k": _KEYS, "v": _VALUES},
+    "nf4": {"k": _KEYS, "v": _VALUES},
 }
 
 #: Settings all streams of a layer share.
 SHARED = ("residual_len", "tail_slack", "sink_len")
 STREAMS = {1: ("k_cfg", "v_cfg"), 2: ("k_cfg", "v_cfg"), 3: ("k_sem_cfg", "k_geo_cfg", "v_cfg")}
-FLAGS = ("rotate", "center", "scale")
+FLAGS = ("rotate",)
 NUMBERS = ("qblock", *SHARED)
 GRAMMAR = (
     "kind[:option,...] for all streams, K/V or K_sem/K_geo/V; kinds are "
@@ -71,6 +80,8 @@ class Part:
 
 def _option(text: str, spec: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
+    if key in REMOVED:
+        raise ValueError(f"cache spec {spec!r}: {removed(key)}")
     if key in FLAGS and value in ("", "true", "false"):
         return key, value != "false"
     if key in NUMBERS and equals and value.isdecimal():
@@ -89,10 +100,7 @@ def parse_spec(spec: KVCacheKind | str) -> list[Part]:
     text = spec.value if isinstance(spec, KVCacheKind) else spec
     if not isinstance(text, str) or text.count("/") > 2:
         raise ValueError(f"cache spec is {spec!r}; {GRAMMAR}")
-    parts = [Part.parse(part) for part in text.split("/")]
-    if len(parts) > 1 and parts[-1].options.get("center"):
-        raise ValueError(f"cache spec {text!r} centers values; center is for keys")
-    return parts
+    return [Part.parse(part) for part in text.split("/")]
 
 
 def spec_name(spec: KVCacheKind | str) -> str:
@@ -111,7 +119,7 @@ def cache_configs(spec: KVCacheKind | str, **fields: Any) -> dict[str, Any]:
     Args:
         spec: "q4", "q8/q4" (K/V), "q4/q8/q4" (K_sem/K_geo/V of decoupled attention), with options.
         fields: fields of `KVCacheTensorConfig` for all streams, where the spec says nothing; None leaves
-            a field to the kind's defaults. ``center`` goes to keys alone.
+            a field to the kind's defaults.
 
     Raises:
         ValueError: a spec that is no such thing, a setting out of range, or streams that disagree on
@@ -126,10 +134,7 @@ def cache_configs(spec: KVCacheKind | str, **fields: Any) -> dict[str, Any]:
     for stream, part in zip(streams, parts, strict=True):
         role = "v" if stream == "v_cfg" else "k"
         defaults = {} if part.plain else DEFAULTS.get(part.kind.value, {}).get(role, {})
-        settings = {**defaults, **given, **part.options}
-        if role == "v":
-            settings.pop("center", None)
-        chosen[stream] = {"kind": part.kind, **settings}
+        chosen[stream] = {"kind": part.kind, **defaults, **given, **part.options}
     for name in SHARED:
         _share(name, chosen, [part.options[name] for part in parts if name in part.options])
     try:

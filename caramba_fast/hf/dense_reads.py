@@ -39,7 +39,9 @@ def as_read(
             first = max(min(layer.lengths.host) - layer.residual_len - layer.group + 1, 0)
             slots = torch.arange(first, layer.pos, device=layer.device).expand(layer.batch_size, -1)
             length = layer.seq_lens[:, None]
-            last = slots - slots % layer.group + layer.group - 1  # of its group: they leave together
+            last = (
+                slots - slots % layer.group + layer.group - 1
+            )  # of its group: they leave together
             real = (slots < length) & (last >= length - layer.residual_len)
             place = slots % stream.tail.shape[2]
             _replace(x, slots, real, _values(name, stream, stream.tail, place, slots, start))

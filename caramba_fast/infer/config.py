@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from caramba_fast.config import KVCacheKind, cache_configs, spec_name
+from caramba_fast.config.spec import TAIL_SLACK
 from caramba_fast.infer.fields import (
     GREEDY_BELOW,
     BeamFields,
@@ -137,6 +138,26 @@ class GenerateConfig(
 MOST_DRAFTED = 31
 
 
+def _with_slack(fields: dict[str, Any], drafted: int) -> dict[str, Any]:
+    """Fields of streams whose ring takes back a draft of so many tokens and the one before it."""
+    return {"tail_slack": drafted + 1, **fields} if drafted >= TAIL_SLACK else fields
+
+
+class DraftConfig(GenerateConfig):
+    """What a draft model runs with.
+
+    Attributes:
+        longest_draft: most tokens drafted at once.
+    """
+
+    longest_draft: int = Field(default=1, ge=1, le=MOST_DRAFTED)
+
+    @property
+    def stream_fields(self) -> dict[str, Any]:
+        """As of `GenerateConfig`, with rings that take the longest draft back."""
+        return _with_slack(super().stream_fields, self.longest_draft)
+
+
 class SpeculativeConfig(GenerateConfig):
     """Settings of `SpeculativeGenerator`; those of `GenerateConfig` and these.
 
@@ -200,12 +221,22 @@ class SpeculativeConfig(GenerateConfig):
             )
         return self
 
+    @property
+    def longest_draft(self) -> int:
+        """Most tokens drafted at once."""
+        return self.spec_k_max if self.spec_k_adaptive else self.spec_k
+
+    @property
+    def stream_fields(self) -> dict[str, Any]:
+        """As of `GenerateConfig`, with rings that take the longest draft back."""
+        return _with_slack(super().stream_fields, self.longest_draft)
+
     def plain(self, **changes: Any) -> GenerateConfig:
         """The same settings without speculation."""
         given = self.model_dump(exclude_unset=True, include=set(GenerateConfig.model_fields))
         return GenerateConfig(**{**given, **changes})
 
-    def for_draft(self) -> GenerateConfig:
+    def for_draft(self) -> DraftConfig:
         """The draft model's: its own cache, and nothing of where a run ends or what it returns."""
         kind = self.spec_draft_cache_kind or (
             "fp16" if self.cache_kind == AUTO else self.cache_kind
@@ -215,4 +246,4 @@ class SpeculativeConfig(GenerateConfig):
         }  # fmt: skip
         kept = set(GenerateConfig.model_fields) - left_out
         given = self.model_dump(exclude_unset=True, include=kept)
-        return GenerateConfig(**{**given, "cache_kind": kind})
+        return DraftConfig(**{**given, "cache_kind": kind, "longest_draft": self.longest_draft})

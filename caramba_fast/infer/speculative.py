@@ -82,9 +82,9 @@ class SpeculativeGenerator(Generator):
         """Raises ValueError where the fp16 tail of a cache cannot take a draft back."""
         if cached.cache_kind == AUTO:
             return  # candidates have tails for the longest draft
-        longest = config.spec_k_max if config.spec_k_adaptive else config.spec_k
+        longest = config.longest_draft
         for stream in cached.stream_configs().values():
-            if stream.residual_len and longest + 1 > stream.tail_slack:
+            if (stream.residual_len or stream.group > 1) and longest + 1 > stream.tail_slack:
                 raise ValueError(
                     f"spec_k reaches {longest}; with tail_slack={stream.tail_slack} of the cache up to "
                     f"{stream.tail_slack - 1} is allowed"

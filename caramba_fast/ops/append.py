@@ -110,7 +110,9 @@ class Destination:
         values = recent.gather(2, index).unflatten(2, (count, size))
         first = 0 if view.sink is None else view.sink.shape[2]
         t = position + (self.t - self.position)[:, :1]
-        codes, scales = encode_groups(values, view.kind, (t >= first).unflatten(1, (count, size))[:, None])
+        codes, scales = encode_groups(
+            values, view.kind, (t >= first).unflatten(1, (count, size))[:, None]
+        )
         scatter(view.scales, scales, *self._place(view.scales, group, full))
         whole = full[..., None].expand(-1, -1, size).flatten(1)
         scatter(view.codes, codes.flatten(2, 3), *self._place(view.codes, position, whole))
@@ -181,7 +183,11 @@ def fake(*_: Any, **__: Any) -> None:
 
 append_op = register("append_", append_schema(STANDARD), reference=reference, fake=fake, kinds=True)
 decoupled_append_op = register(
-    "decoupled_append_", append_schema(DECOUPLED), reference=decoupled_reference, fake=fake, kinds=True
+    "decoupled_append_",
+    append_schema(DECOUPLED),
+    reference=decoupled_reference,
+    fake=fake,
+    kinds=True,
 )
 
 

@@ -201,8 +201,10 @@ class Problem:
         codes = self._slots(view.codes, start, stop)
         scales = self._slots(view.scales, start // group, stop // group)
         assert codes is not None
-        if group > 1:  # keys, whose logits are masked
-            return self.lanes.unpack(load(codes, scales, view.kind, torch.float32))
+        if group > 1:  # scales are of tokens that are seen and of others
+            return self.lanes.unpack(
+                _zero_unused(load(codes, scales, view.kind, torch.float32), used)
+            )
         if scales is None:
             codes = _zero_unused(codes, used)
         else:

@@ -32,7 +32,11 @@ def fake(*args: Any, n_kv_heads: int, **_: Any) -> tuple[Tensor, Tensor]:
 
 
 decode_op = register(
-    "decode_attention", attention_schema(STANDARD, FACTORS), reference=reference, fake=fake, kinds=True
+    "decode_attention",
+    attention_schema(STANDARD, FACTORS),
+    reference=reference,
+    fake=fake,
+    kinds=True,
 )
 
 
@@ -101,7 +105,8 @@ decoupled_decode_op = register(
     "decoupled_decode_attention",
     attention_schema(DECOUPLED, DECOUPLED_FACTORS),
     reference=decoupled_reference,
-    fake=decoupled_fake, kinds=True,
+    fake=decoupled_fake,
+    kinds=True,
 )
 
 

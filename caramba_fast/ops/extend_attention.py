@@ -39,13 +39,18 @@ def decoupled_fake(*args: Any, n_kv_heads: int, **_: Any) -> tuple[Tensor, Tenso
 
 
 extend_op = register(
-    "extend_attention", attention_schema(STANDARD, FACTORS, EXTRA), reference=reference, fake=fake, kinds=True
+    "extend_attention",
+    attention_schema(STANDARD, FACTORS, EXTRA),
+    reference=reference,
+    fake=fake,
+    kinds=True,
 )
 decoupled_extend_op = register(
     "decoupled_extend_attention",
     attention_schema(DECOUPLED, DECOUPLED_FACTORS, EXTRA),
     reference=decoupled_reference,
-    fake=decoupled_fake, kinds=True,
+    fake=decoupled_fake,
+    kinds=True,
 )
 
 

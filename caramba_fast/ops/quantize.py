@@ -129,7 +129,9 @@ def pack_nibbles(codes: Tensor) -> Tensor:
     return low | (high << 4)
 
 
-def encode_groups(groups: Tensor, kind: str, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def encode_groups(
+    groups: Tensor, kind: str, counted: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Groups of tokens by channel.
 
     Args:

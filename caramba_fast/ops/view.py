@@ -114,13 +114,11 @@ def common_problems(
     values = views["v"].transform
     if values.mean is not None or values.bias is not None:
         problems.append("v can be scaled and rotated; mean and bias are for keys")
-    if views["v"].group > 1:
-        problems.append(f"v is stored as {views['v'].kind}; kinds by channel are for keys")
     group = group_of(views.values())
     if group > 1 and (first.tail is None or first.tail.shape[2] < group):
         size = "none" if first.tail is None else f"one of {first.tail.shape[2]}"
         problems.append(
-            f"keys by channel in groups of {group} need a tail of {group} or more tokens in every stream, there is "
+            f"kinds by channel in groups of {group} need a tail of {group} or more tokens in every stream, there is "
             f"{size}"
         )
     if block_table is not None and first.codes.shape[2] % LANE_MULTIPLE:

@@ -136,7 +136,9 @@ def test_a_damaged_key_shows_in_its_group_and_channel_alone(bad):
     sound = torch.zeros(2, 4, 1, DIM)
     sound[1] = 1
     out = cache.attend(sound)
-    assert out[1].isfinite().all() and out[0, :2].isfinite().all() and not out[0, 2:].isfinite().all()
+    assert (
+        out[1].isfinite().all() and out[0, :2].isfinite().all() and not out[0, 2:].isfinite().all()
+    )
 
 
 def test_bytes_are_those_of_the_format_with_groups_and_rings():
@@ -184,5 +186,7 @@ def test_both_key_streams_of_decoupled_attention_may_be_by_channel():
 
 
 def test_a_model_of_mixed_layers_counts_in_whole_groups():
-    cache = ModelKVCache([LayerShape(128, 128, 2)] * 2, 1, 200, **cache_configs("q4_channel/q4:plain"))
+    cache = ModelKVCache(
+        [LayerShape(128, 128, 2)] * 2, 1, 200, **cache_configs("q4_channel/q4:plain")
+    )
     assert all(layer.group == 32 and layer.ring == 64 for layer in cache)

@@ -20,7 +20,9 @@ class TestLayerKVCache(LayerCacheContract):
 
     def build(self, max_seq_len, config):
         width = KV_HEADS * 32
-        return LayerKVCache(BATCH, max_seq_len, width, width, config, of_values(config), n_kv_heads=KV_HEADS)
+        return LayerKVCache(
+            BATCH, max_seq_len, width, width, config, of_values(config), n_kv_heads=KV_HEADS
+        )
 
 
 class TestLayerKVCacheOfSharedLanes(TestLayerKVCache):
@@ -30,7 +32,13 @@ class TestLayerKVCacheOfSharedLanes(TestLayerKVCache):
 
     def build(self, max_seq_len, config):
         return LayerKVCache(
-            BATCH, max_seq_len, KV_HEADS * 80, KV_HEADS * 16, config, of_values(config), n_kv_heads=KV_HEADS
+            BATCH,
+            max_seq_len,
+            KV_HEADS * 80,
+            KV_HEADS * 16,
+            config,
+            of_values(config),
+            n_kv_heads=KV_HEADS,
         )
 
 

@@ -64,7 +64,14 @@ def contiguous(contract, setup, max_seq_len):
     config = setup.config
     widths = [KV_HEADS * dim for dim in contract.dims.values()]
     kind = LayerKVCache if len(widths) == 2 else DecoupledLayerKVCache
-    cache = kind(BATCH, max_seq_len, *widths, *[config] * (len(widths) - 1), of_values(config), n_kv_heads=KV_HEADS)
+    cache = kind(
+        BATCH,
+        max_seq_len,
+        *widths,
+        *[config] * (len(widths) - 1),
+        of_values(config),
+        n_kv_heads=KV_HEADS,
+    )
     contract.set_transforms(poison(cache), setup)
     return cache
 

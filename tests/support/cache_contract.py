@@ -436,7 +436,9 @@ class LayerCacheContract:
             cache.append(*self.tokens(7))
         cache.append(*self.tokens(6))
         assert cache.seq_lens.tolist() == [91, 96]
-        kept = 85 // cache.group * cache.group  # a group that has become full is read from its codes
+        kept = (
+            85 // cache.group * cache.group
+        )  # a group that has become full is read from its codes
         assert torch.equal(cache.get()[0][:, :, :kept], before[0][:, :, :kept])
 
     def test_transforms_are_fixed_while_tokens_are_cached(self, setup):
