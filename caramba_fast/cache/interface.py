@@ -62,7 +62,7 @@ class CachedRows(ABC):
         device: where the buffers are.
         lengths: tokens each row holds.
         residual_len: keys less than this many tokens behind a query are read in fp16; 0 for none.
-        ring: newest tokens that are kept in fp16 for such reads, and for groups by channel that are not full; 0 for none.
+        ring_len: newest tokens kept in fp16 for such reads, and for groups by channel that are not full; 0 for none.
         reach: limits of every read, as a decode plan sets them (`ModelKVCache.reach`).
         reads_all_slots: attend to all slots by name, whatever is held: a recorded read then serves every length.
     """
@@ -73,7 +73,7 @@ class CachedRows(ABC):
     device: torch.device
     lengths: RowLengths
     residual_len: int
-    ring: int
+    ring_len: int
     reach: AttentionLimits
     reads_all_slots: bool
 

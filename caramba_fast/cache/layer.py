@@ -21,7 +21,7 @@ from caramba_fast.cache.sizes import by_heads, check_agreement, check_sizes
 from caramba_fast.cache.statistics import StreamStatistics
 from caramba_fast.cache.stream import CacheTensor, capacity
 from caramba_fast.config import KVCacheTensorConfig, Rotary
-from caramba_fast.config.kvcache import ring_len
+from caramba_fast.config.kvcache import ring_size
 from caramba_fast.ops import Transform, checks
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 from caramba_fast.ops.transform import undo_on_key, undo_on_value
@@ -74,7 +74,7 @@ class LayerCache(LayerRows):
                 blocks = (num_pages or batch_size * per_row, page_size)
                 allocator = PageAllocator(blocks[0])
                 pages = PageTable(batch_size, per_row, page_size, allocator, place)
-            ring = ring_len(configs.values())
+            ring = ring_size(configs.values())
             streams = {
                 name: CacheTensor(
                     batch_size, blocks, lanes, heads[name], configs[name], place, ring
@@ -189,8 +189,8 @@ class LayerCache(LayerRows):
         query_lens = None if min(added) == tokens else self.lengths.on_device(added)
         if self.is_empty and not self._by_hand:
             self.take_constants(new, added, cache_leftpad)
-        if self.ring and will_attend and tokens > self.tail_slack:
-            start, before = self.seq_lens.clone(), self.ring - self.tail_slack
+        if self.ring_len and will_attend and tokens > self.tail_slack:
+            start, before = self.seq_lens.clone(), self.ring_len - self.tail_slack
             self._widened = tokens
             for stream in self.streams.values():
                 stream.widen_tail(start, tokens, before)
@@ -221,7 +221,7 @@ class LayerCache(LayerRows):
         if plan is None:
             return False
         tokens = tensors[0].shape[2]
-        if longest + tokens > self.max_seq_len or (self.ring and tokens > self.tail_slack):
+        if longest + tokens > self.max_seq_len or (self.ring_len and tokens > self.tail_slack):
             return False
         plan.run(tensors, options)
         lengths.advance(tokens, [tokens] * self.batch_size, None)
@@ -290,7 +290,7 @@ class LayerCache(LayerRows):
                 f"q has shape {tuple(q.shape)}; (B, H_q, T, D) with T from 1 to the "
                 f"{max(pos, lengths.newest)} tokens cached is needed"
             )
-        if self.ring and tokens > self.attendable:
+        if self.ring_len and tokens > self.attendable:
             raise ValueError(
                 f"q has T={tokens} tokens; with a tail up to tail_slack={self.tail_slack} are allowed, "
                 "or those of the latest append, once and right after it"

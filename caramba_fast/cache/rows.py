@@ -22,7 +22,7 @@ from caramba_fast.cache.plans import LayerPlans
 from caramba_fast.cache.state import contradictions, mismatches, on_device
 from caramba_fast.cache.statistics import lengthened, turned
 from caramba_fast.cache.stream import CacheTensor, capacity
-from caramba_fast.config.kvcache import ring_len
+from caramba_fast.config.kvcache import ring_size
 from caramba_fast.ops import Transform
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class LayerRows(CachedRows):
 
     Attributes:
         tail: which positions the fp16 rings hold.
-        ring: tokens they hold; 0 where there are none.
+        ring_len: tokens they hold; 0 where there are none.
         group: tokens that are encoded together, by channel; else 1.
         plans: the calls of the ops on these streams.
     """
@@ -63,9 +63,9 @@ class LayerRows(CachedRows):
         self.n_kv_heads, self.device = n_kv_heads, device
         configs = [stream.config for stream in streams.values()]
         self.residual_len, self.tail_slack = configs[0].residual_len, configs[0].tail_slack
-        self.group, self.ring = math.lcm(*(config.group for config in configs)), ring_len(configs)
+        self.group, self.ring_len = math.lcm(*(config.group for config in configs)), ring_size(configs)
         self.lengths = RowLengths(batch_size, device)
-        self.tail = TailKeeper(batch_size, self.ring)
+        self.tail = TailKeeper(batch_size, self.ring_len)
         self.plans = LayerPlans(streams, n_kv_heads)
         self.reads_all_slots, self.reach = False, AttentionLimits()
         self._by_hand = False  # set_transforms has been called

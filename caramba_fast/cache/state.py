@@ -15,7 +15,7 @@ from torch import Tensor
 
 from caramba_fast.cache.stream import CacheTensor
 from caramba_fast.config.files import shown
-from caramba_fast.config.kvcache import ring_len
+from caramba_fast.config.kvcache import ring_size
 from caramba_fast.ops import Transform
 
 #: What is kept of a stream.
@@ -66,7 +66,7 @@ def contradictions(
     if problems:
         return problems
     lengths, longest = state["lengths"], max(state["lengths"])
-    ring = ring_len(stream.config for stream in streams.values()) or None
+    ring = ring_size(stream.config for stream in streams.values()) or None
     for row, (low, held) in enumerate(zip(state["tail_lowest"], lengths, strict=True)):
         first = 0 if ring is None else max(0, held - ring)
         if not first <= low <= longest:

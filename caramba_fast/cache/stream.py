@@ -1,6 +1,6 @@
 """CacheTensor: the buffers of one cached stream (K or V of a layer): codes, scales, fp16 tail and fp16 sinks.
 
-The tail is a ring of `ring_len` slots; position j is in slot j modulo that. More tokens than tail_slack
+The tail is a ring of `ring_size` slots; position j is in slot j modulo that. More tokens than tail_slack
 at once (a chunk of a prompt) would overwrite what their first queries still have to read: they are written to a
 `WideRing` that lives from the append until they have been attended to.
 """
@@ -81,7 +81,7 @@ class CacheTensor:
         head_dim: values of one kv head.
         config: how the stream is stored.
         device: where.
-        ring: slots of the fp16 ring, as `ring_len` of all streams of the layer says.
+        ring: slots of the fp16 ring, as `ring_size` of all streams of the layer says.
 
     Attributes:
         group: tokens that are encoded together; rows lose tokens in front in multiples of it.

@@ -108,7 +108,7 @@ class KVCacheTensorConfig(BaseModel):
         return self.qblock if self.kind.storage.by_channel else 1
 
 
-def ring_len(configs: Iterable[KVCacheTensorConfig]) -> int:
+def ring_size(configs: Iterable[KVCacheTensorConfig]) -> int:
     """Tokens the fp16 rings of a layer hold; 0 where it needs none.
 
     A ring has what the oldest of tail_slack queries reads: residual_len tokens, and by channel the rest of the group

@@ -27,8 +27,8 @@ _RING = {"residual_len": 16, "tail_slack": TAIL_SLACK, "sink_len": 4}
 _KEYS = {"kind": KVCacheKind.Q4_CHANNEL, **_RING}
 _VALUES = {"fit": "mse", "rotate": True, **_RING}
 
-#: Settings of each kind, for keys and for values, where they differ from KVCacheTensorConfig's: chosen by the figures of
-#: docs/quality.md, on real models. "kind" says what keys are stored as in place of the kind itself.
+#: Settings of each kind, for keys and for values, where they differ from KVCacheTensorConfig's: chosen by the
+#: figures of docs/quality.md, on real models. "kind" says what keys are stored as in place of the kind itself.
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "q8_0": {
         "k": {"kind": KVCacheKind.Q8_CHANNEL, "qblock": 64, "tail_slack": TAIL_SLACK},

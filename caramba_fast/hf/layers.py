@@ -105,7 +105,7 @@ class PackedLayer(CacheLayerMixin):
     """Keys and values of one attention layer, read as they are stored.
 
     Attributes:
-        store: has ``attend(query, **options)`` and ``ring``; None before the first tokens.
+        store: has ``attend(query, **options)`` and ``ring_len``; None before the first tokens.
         packed_only: whether there are no tensors of it.
         real_queries: query columns of each row that are no padding; None for all.
     """
@@ -142,7 +142,7 @@ class PackedLayer(CacheLayerMixin):
 
     def serves(self, tokens: int) -> bool:
         """Whether the newest ``tokens`` can be attended from."""
-        return not self.store.ring or tokens <= self.store.attendable
+        return not self.store.ring_len or tokens <= self.store.attendable
 
     def slots_of(self, tokens: Tensor | None) -> Tensor | None:
         """Places in a row (B,) -> slots of what is stored; None for the first token."""

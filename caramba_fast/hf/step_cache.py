@@ -104,7 +104,7 @@ class DenseLayer(_RowsLayer):
 class _Pages:
     """One layer of a batch with the signature of `LayerKVCache.attend`."""
 
-    ring = 0
+    ring_len = 0
 
     def __init__(self, layer: RaggedLayer) -> None:
         self.layer = layer

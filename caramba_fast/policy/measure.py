@@ -122,7 +122,7 @@ class PromptForward:
 
 
 def _together(cache: ModelKVCache) -> int:
-    slack = min(layer.tail_slack for layer in cache) if cache[0].ring else TOGETHER
+    slack = min(layer.tail_slack for layer in cache) if cache[0].ring_len else TOGETHER
     return max(1, min(TOGETHER, slack))
 
 

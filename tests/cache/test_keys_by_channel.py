@@ -22,7 +22,10 @@ SPECS = (
 
 
 def made(spec: str, room: int = 512, rows: int = 2, **more: object) -> LayerKVCache:
-    return LayerKVCache(rows, room, HEADS * DIM, HEADS * DIM, n_kv_heads=HEADS, **cache_configs(spec), **more)  # fmt: skip
+    width = HEADS * DIM
+    return LayerKVCache(
+        rows, room, width, width, n_kv_heads=HEADS, **cache_configs(spec), **more
+    )
 
 
 def states(count: int, rows: int = 2) -> list[torch.Tensor]:
@@ -152,8 +155,6 @@ def test_bytes_are_those_of_the_format_with_groups_and_rings():
 
 
 @pytest.mark.parametrize(("call", "message"), [
-    (lambda: made("fp16/q4_channel"), "v is q4_channel; kinds by channel are for keys"),
-    (lambda: made("q4_channel"), "v is q4_channel; kinds by channel are for keys"),
     (lambda: made("q4_channel:qblock=64/q4:plain", page_size=32), "qblock=64 does not divide 32"),
     (lambda: KVCacheTensorConfig(kind="q4_channel", qblock=48), "qblock is 48; allowed are 32, 64, 128"),
     (
@@ -170,8 +171,11 @@ def test_what_a_layer_cannot_hold_is_refused_by_name(call, message):
 def test_both_key_streams_of_decoupled_attention_may_be_by_channel():
     shapes = {"k_sem": 16, "k_geo": 32, "v": 32}
     spec = cache_configs("q4_channel:residual_len=8/q8_channel:qblock=64/q4:rotate")
-    cache = DecoupledLayerKVCache(1, 256, *(4 * d for d in shapes.values()), n_kv_heads=4, **spec)
-    exact = DecoupledLayerKVCache(1, 256, *(4 * d for d in shapes.values()), n_kv_heads=4, **cache_configs("fp32/fp32/fp32"))  # fmt: skip
+    widths = [4 * dim for dim in shapes.values()]
+    cache, exact = (
+        DecoupledLayerKVCache(1, 256, *widths, n_kv_heads=4, **configs)
+        for configs in (spec, cache_configs("fp32/fp32/fp32"))
+    )
     assert cache.group == 64
     new = [torch.randn(1, 4, 200, dim) for dim in shapes.values()]
     steps = []
@@ -189,4 +193,4 @@ def test_a_model_of_mixed_layers_counts_in_whole_groups():
     cache = ModelKVCache(
         [LayerShape(128, 128, 2)] * 2, 1, 200, **cache_configs("q4_channel/q4:plain")
     )
-    assert all(layer.group == 32 and layer.ring == 64 for layer in cache)
+    assert all(layer.group == 32 and layer.ring_len == 64 for layer in cache)

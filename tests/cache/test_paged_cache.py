@@ -11,8 +11,8 @@ from support.cache_contract import (
     KV_HEADS,
     SETUPS,
     LayerCacheContract,
-    of_values,
     Setup,
+    of_values,
     poison,
 )
 from support.tolerances import relative_l2
