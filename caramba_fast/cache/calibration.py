@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba_fast.cache.statistics import MIN_TOKENS, StreamStatistics, derive, observe
+from caramba_fast.cache.statistics import StreamStatistics, observe
 from caramba_fast.config import KVCacheTensorConfig, Rotary
 from caramba_fast.config.files import check_replaceable, parse_json, replacing, shown
 from caramba_fast.ops import Transform
@@ -200,16 +200,7 @@ class LayerCalibration:
             added: how many of the T tokens of each row are real.
             cache_leftpad: (B,) leading tokens that are padding.
         """
-        found = {}
-        for name, config in configs.items():
-            if True:
-                continue
-            rotary, measured = self.rotary.get(name), self.calibration.get(name)
-            if measured is None and self.from_prompt and sum(added) >= MIN_TOKENS:
-                measured = _observed(new[name], added, cache_leftpad, rotary, slots)
-            center = self.key_bias.get(name, measured)
-            found[name] = derive(config, rotary, slots, center, measured)
-        return found
+        return {}
 
 
 def _observed(

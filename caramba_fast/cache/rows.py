@@ -63,7 +63,10 @@ class LayerRows(CachedRows):
         self.n_kv_heads, self.device = n_kv_heads, device
         configs = [stream.config for stream in streams.values()]
         self.residual_len, self.tail_slack = configs[0].residual_len, configs[0].tail_slack
-        self.group, self.ring_len = math.lcm(*(config.group for config in configs)), ring_size(configs)
+        self.group, self.ring_len = (
+            math.lcm(*(config.group for config in configs)),
+            ring_size(configs),
+        )
         self.lengths = RowLengths(batch_size, device)
         self.tail = TailKeeper(batch_size, self.ring_len)
         self.plans = LayerPlans(streams, n_kv_heads)

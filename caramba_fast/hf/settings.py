@@ -63,7 +63,7 @@ class CacheSettings:
     @property
     def takes_constants(self) -> bool:
         """Whether something has to be known of the model's keys (RoPE, biases)."""
-        return any(config.center or config.scale for config in (self.k, self.v))
+        return False
 
 
 def _configs(cache: CacheArgument, fields: dict[str, Any]) -> dict[str, KVCacheTensorConfig]:

@@ -324,11 +324,17 @@ def pool_for(model: Any, config: GenerateConfig, settings: EngineConfig) -> Page
     length = config.max_seq_len
     size, wanted = settings.page_size, settings.num_pages
     if settings.cache_bytes is not None:
-        page = PagePool.bytes_per_page(layout, size, **storage)
-        wanted = settings.cache_bytes // page
-        if not wanted:
+        page, ring = PagePool.sizes(layout, size, **storage)
+        rings = ring * settings.max_batch_size
+        wanted = (settings.cache_bytes - rings) // page
+        if wanted < 1:
+            beside = (
+                f" and the rings of max_batch_size={settings.max_batch_size} requests {rings}"
+                if rings
+                else ""
+            )
             raise ValueError(
-                f"cache_bytes is {settings.cache_bytes}; a page of {size} tokens takes {page}, so much or more "
+                f"cache_bytes is {settings.cache_bytes}; a page of {size} tokens takes {page}{beside}, so much or more "
                 "is allowed"
             )
     if wanted is None:
@@ -337,5 +343,5 @@ def pool_for(model: Any, config: GenerateConfig, settings: EngineConfig) -> Page
     if config.cache_calibration is not None:
         calibration = Calibration.load(config.cache_calibration)
     return PagePool(
-        layout, size, wanted, length, model.device, calibration=calibration, **storage
+        layout, size, wanted, length, model.device, rings=settings.max_batch_size, calibration=calibration, **storage
     )  # fmt: skip

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from caramba_fast.cache import PageBytes
 from caramba_fast.infer.config import GenerateConfig
@@ -90,6 +90,18 @@ class Event:
     output: RequestOutput | None = None
 
 
+class SwappedOut(NamedTuple):
+    """What a sequence has in host memory.
+
+    Attributes:
+        pages: what its pages held.
+        ring: what its ring held; empty where the storage has none.
+    """
+
+    pages: PageBytes
+    ring: PageBytes
+
+
 class PagedSequence(TokenSequence):
     """One answer to a request: its tokens, its pages, and what it needs to go on.
 
@@ -101,10 +113,11 @@ class PagedSequence(TokenSequence):
         drafts: for prompt lookup, or None.
         pages: its pages, in order.
         cached: tokens whose keys and values are in them.
+        ring: its ring in the pool while it has pages; -1 for none.
         keys: what its full pages contain.
         contents: what full pages of its tokens would contain.
         epoch: when its first page was written: the pool's epoch then.
-        swapped: what its pages held, while it has given them back.
+        swapped: what its pages and its ring held, while it has given them back.
         ticket: its place in line; taken when it begins to wait.
         furthest: most tokens that were ever cached.
         turn, turn_start: tokens cached, and tokens generated, when its turn began.
@@ -122,11 +135,11 @@ class PagedSequence(TokenSequence):
         self.writer: TextWriter | None = None
         self.drafts: NGramIndex | None = None
         self.pages: list[int] = []
-        self.cached = 0
+        self.cached, self.ring = 0, -1
         self.keys: list[Content] = []
         self.contents: list[Content] = []
         self.epoch = self.ticket = -1
-        self.swapped: PageBytes | None = None
+        self.swapped: SwappedOut | None = None
         self.furthest = self.turn = self.turn_start = 0
         self.prefix_hit = self.preemptions = self.emitted = 0
         self.written: list[str] = []

@@ -33,10 +33,14 @@ def test_options_go_on_top_of_the_defaults_and_plain_leaves_those_out():
     assert not cache_configs("q4:rotate=false")["k_cfg"].rotate
 
 
-def test_center_of_one_part_is_for_keys_alone():
-    configs = cache_configs("q4:plain,center,scale")
-    assert configs["k_cfg"].center and configs["k_cfg"].scale
-    assert not configs["v_cfg"].center and configs["v_cfg"].scale
+def test_kinds_mean_keys_by_channel_and_rotated_values():
+    configs = cache_configs("q4")
+    assert configs["k_cfg"].kind.value == "q4_channel" and configs["k_cfg"].sink_len == 4
+    assert configs["v_cfg"].kind.value == "q4_0" and configs["v_cfg"].rotate
+    assert cache_configs("nf4")["v_cfg"].kind.value == "nf4"
+    assert cache_configs("q8")["k_cfg"].kind.value == "q8_channel"
+    assert cache_configs("q4:plain")["k_cfg"] == KVCacheTensorConfig(kind="q4_0")
+    assert cache_configs("q4_channel/fp16")["k_cfg"] == KVCacheTensorConfig(kind="q4_channel")
 
 
 def test_what_a_layer_shares_is_the_same_for_all_its_streams():
@@ -55,7 +59,7 @@ def test_fields_say_what_the_spec_does_not():
         ("q4", "q4_0"),
         (KVCacheKind.NF4, "nf4"),
         ("q8/q4:rotate,plain", "q8_0/q4_0:plain,rotate"),
-        ("q4:fit=mse,center=false", "q4_0:center=false,fit=mse"),
+        ("q4:fit=mse,rotate=false", "q4_0:fit=mse,rotate=false"),
     ],
 )
 def test_canonical_names_read_the_same(text, canonical):
@@ -77,7 +81,8 @@ def test_canonical_names_read_the_same(text, canonical):
         ("q4:qblock=48", "qblock is 48; allowed are 32, 64, 128"),
         ("q4:fit=best", "'amax' or 'mse'"),
         ("q4:rotate,rotate=false", "gives rotate twice"),
-        ("q4/q4:center", "center is for keys"),
+        ("q4/q4:center", "'center' is no setting any more"),
+        ("q4:scale=true", "'scale' is no setting any more"),
         ("q4:residual_len=3/q4:residual_len=4", "residual_len must be the same"),
         (4, "cache spec is 4"),
     ],
@@ -91,8 +96,7 @@ def test_defaults_name_only_settings_there_are():
     for kind, roles in spec.DEFAULTS.items():
         assert set(roles) == {"k", "v"}
         for settings in roles.values():
-            KVCacheTensorConfig(kind=kind, **settings)
-        assert not roles["v"].get("center")
+            KVCacheTensorConfig(**{"kind": kind, **settings})
 
 
 def test_a_generation_takes_a_spec():

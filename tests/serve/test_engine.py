@@ -10,7 +10,7 @@ import torch
 from support.engines import VOCABULARY, alone, small_model, text
 from torch import nn
 
-from caramba_fast.cache import PagePool, RaggedBatch, Stretch
+from caramba_fast.cache import LayerKVCache, PagePool, RaggedBatch, Stretch
 from caramba_fast.config import cache_configs
 from caramba_fast.infer import GenerateConfig, Generator
 from caramba_fast.models import demo_tokenizer, load_demo
@@ -72,7 +72,8 @@ def test_a_prompt_of_whole_known_pages_copies_the_last_one() -> None:
     serving = engine(cache_salt="everybody")
     given = {"max_new_tokens": 6, "temperature": 0.0}
     outputs = [serving.generate_batch([text(1, 128)], **given)[0] for _ in range(2)]
-    assert outputs[1].metrics.prefix_hit_tokens == 127
+    # Whole groups: no ring has the tokens before the last one.
+    assert outputs[1].metrics.prefix_hit_tokens == 96
     assert outputs[0].generated_tokens == outputs[1].generated_tokens
 
 
@@ -100,14 +101,12 @@ def test_text_goes_in_and_comes_out() -> None:
     assert "".join(event.text for event in events) == output.texts[0]
 
 
-def test_constants_of_the_transforms_are_those_of_all_pages() -> None:
-    """Key biases come from the weights: every request reads what any other has written."""
+def test_keys_with_large_biases_are_read_by_every_request_as_one_wrote_them() -> None:
     model = small_model(qkv_bias=True)
     torch.manual_seed(3)
     for layer in model.model.layers:
         layer.self_attn.k_proj.bias.data = 20 * torch.randn(64)
     serving = Engine(model, cache_kind="q4", max_seq_len=256, cache_salt="everybody")
-    assert all(layer.k.transform.bias is not None for layer in serving.pool.layers)
     given = {"max_new_tokens": 10, "temperature": 0.0}
     prompts = [PROMPT, PROMPT[:64] + text(5, 20), text(6, 30)]
     outputs = [serving.generate_batch([prompt], **given)[0] for prompt in prompts]
@@ -560,7 +559,7 @@ def test_a_model_without_a_ragged_forward_is_refused() -> None:
 
 
 def test_memory_is_what_was_asked_for() -> None:
-    wanted = 200_000
+    wanted = 8_000_000
     serving = engine(cache_bytes=wanted)
     assert serving.pool.nbytes <= wanted < serving.pool.nbytes + serving.pool.page_bytes
     assert serving.report["cache_bytes"] == serving.pool.nbytes
@@ -568,7 +567,7 @@ def test_memory_is_what_was_asked_for() -> None:
         Engine(small_model(), cache_kind=kind, cache_bytes=wanted).report["cache_tokens"]
         for kind in ("fp16", "q4")
     )
-    assert four >= 3.5 * sixteen
+    assert four >= 3.1 * sixteen
 
 
 # -- the ragged batch ---------------------------------------------------------------------------
@@ -577,9 +576,9 @@ def test_memory_is_what_was_asked_for() -> None:
 @pytest.mark.parametrize("kind", ["fp32", "q8", "q4", "nf4", "q8/q4"])
 def test_a_ragged_batch_says_what_rows_of_their_own_say(kind: str) -> None:
     model = small_model()
-    configs = cache_configs(kind, residual_len=0)
-    pool = PagePool(model.cache_layout, 64, 12, 256, **configs)
-    together = PagePool(model.cache_layout, 64, 12, 256, **configs)
+    configs = cache_configs(kind, residual_len=0, sink_len=0)
+    pool = PagePool(model.cache_layout, 64, 12, 256, rings=3, **configs)
+    together = PagePool(model.cache_layout, 64, 12, 256, rings=3, **configs)
     tables, prompts = [[3, 7], [0], [5, 1, 9]], [text(1, 90), text(2, 1), text(3, 140)]
     rows = {}
     for table, prompt in zip(tables, prompts, strict=True):
@@ -588,7 +587,7 @@ def test_a_ragged_batch_says_what_rows_of_their_own_say(kind: str) -> None:
             torch.tensor(prompt), batch, torch.tensor([len(prompt) - 1])
         )
     order = sorted(zip(prompts, tables, strict=True), key=lambda pair: len(pair[0]) > 1)
-    batch = RaggedBatch([Stretch(0, len(p), t) for p, t in order], together)
+    batch = RaggedBatch([Stretch(0, len(p), t, i) for i, (p, t) in enumerate(order)], together)
     ids = torch.tensor([token for p, _ in order for token in p])
     ends = torch.tensor([len(p) for p, _ in order]).cumsum(0) - 1
     found = model.forward_ragged(ids, batch, ends)
@@ -600,9 +599,9 @@ def test_a_ragged_batch_says_what_rows_of_their_own_say(kind: str) -> None:
     ("backend", "kind"),
     [
         ("cpp", "fp32"),
-        ("cpp", "q8"),
-        ("cpp", "q4:residual_len=0"),
-        ("triton", "q8/q4:residual_len=0"),
+        ("cpp", "q8:plain"),
+        ("cpp", "q4:plain,rotate"),
+        ("triton", "q8:plain/q4:plain,rotate"),
     ],
 )
 def test_every_backend_takes_a_ragged_batch(backend: str, kind: str) -> None:
@@ -630,6 +629,35 @@ def test_every_backend_takes_a_ragged_batch(backend: str, kind: str) -> None:
     assert error < (1e-5 if kind == "fp32" else 5e-3)
 
 
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_rings_of_a_ragged_batch_are_those_of_a_cache(group: int) -> None:
+    """Prompts, drafts that are taken back, and single tokens, beside a contiguous cache that does the same."""
+    layout = small_model().cache_layout[:1]
+    configs = cache_configs(f"q4_channel:qblock={group}/q4:plain,rotate")
+    pool = PagePool(layout, 128, 8, 512, rings=2, **configs)
+    alone = [LayerKVCache(1, 512, 64, 64, n_kv_heads=2, **configs) for _ in range(2)]
+    pages, held = [[4, 2, 7], [1, 6]], [0, 0]
+    torch.manual_seed(0)
+    for counts, dropped in [
+        ((150, 1), (0, 0)), ((9, 1), (7, 0)), ((30, 33), (29, 20)), ((1, 1), (0, 0)), ((1, 12), (0, 11)),
+        ((31, 70), (0, 0)), ((1, 1), (0, 0)),
+    ]:  # fmt: skip
+        order = sorted(range(2), key=lambda row: counts[row] > 1)
+        batch = RaggedBatch([Stretch(held[r], counts[r], pages[r], 1 - r) for r in order], pool)
+        k, v, q = (torch.randn(batch.tokens, heads, 32) for heads in (2, 2, 4))
+        batch[0].append_tokens(k, v)
+        found, first = batch[0].attend_tokens(q), 0
+        for row in order:
+            part = slice(first, first + counts[row])
+            new = [x[part].transpose(0, 1)[None] for x in (k, v, q)]
+            alone[row].append(*new[:2])
+            wanted = alone[row].attend(new[2])[0].transpose(0, 1)
+            torch.testing.assert_close(found[part], wanted, rtol=0, atol=1e-5)
+            alone[row].crop(dropped[row])
+            held[row] += counts[row] - dropped[row]
+            first += counts[row]
+
+
 @pytest.mark.parametrize(
     ("stretches", "said"),
     [
@@ -646,7 +674,7 @@ def test_ragged_batches_that_make_no_sense_are_refused(stretches: list[Stretch],
 
 
 def test_pages_cannot_have_tails() -> None:
-    with pytest.raises(ValueError, match="residual_len=32"):
+    with pytest.raises(ValueError, match="residual_len=16"):
         PagePool(small_model().cache_layout, 64, 4, 256, **cache_configs("q4"))
 
 
