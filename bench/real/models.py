@@ -20,6 +20,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from filelock import FileLock
@@ -105,10 +107,9 @@ def model_folder(name: str, root: Path = MODELS) -> Path:
 
 
 def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - needed for Hub ids alone
-
     try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+        hub = import_module("huggingface_hub")
+        return Path(hub.snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except Exception as error:  # of whatever HTTP library it uses
         raise FetchError(
             f"{name} could not be downloaded from the Hub ({type(error).__name__}: {error}); a local folder, "
@@ -173,23 +174,21 @@ def convert(gguf: Path, folder: Path) -> None:
     """
     import torch  # noqa: PLC0415 - heavy, and needed for a conversion alone
 
-    try:
-        import accelerate  # noqa: F401, PLC0415
-        import gguf as reader  # noqa: F401, PLC0415
-        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        raise FetchError(
-            f"{error.name} is missing, which the conversion needs: pip install 'caramba-fast[real]'"
-        ) from error
+    for package in ("accelerate", "gguf", "transformers"):
+        if find_spec(package) is None:
+            raise FetchError(
+                f"{package} is missing, which the conversion needs: pip install 'caramba-fast[real]'"
+            )
+    transformers = import_module("transformers")
     where, file = str(gguf.parent), {"gguf_file": gguf.name}
-    loaded = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **file)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **file)
     if hasattr(loaded.config, "quantization_config"):
         del loaded.config.quantization_config
     plain = type(loaded)(loaded.config)  # a model that was never quantized, as far as its files say
     plain.load_state_dict(loaded.state_dict())
     plain.generation_config = loaded.generation_config
     plain.save_pretrained(folder, max_shard_size="100GB")
-    AutoTokenizer.from_pretrained(where, **file).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(where, **file).save_pretrained(folder)
 
 
 @contextmanager
