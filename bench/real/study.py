@@ -89,7 +89,7 @@ def study(
     )  # fmt: skip
     print(file=sys.stderr)
     report.about.update(
-        name=model, title=title(model), text_part=part, texts=list(KINDS), context=context, windows=count,
+        name=file_name(model), title=title(model), text_part=part, texts=list(KINDS), context=context, windows=count,
         size_context=SIZE_CONTEXT, sizes=sizes(forward, [row.kind for row in report.rows]),
         seconds=round(time.perf_counter() - began, 1), environment=details(torch.device("cpu")),
     )  # fmt: skip

@@ -148,7 +148,7 @@ def run(
             found[task][spec] = TASKS[task](store, spec, quick)
             print(line(model, task, spec, found[task][spec]), file=sys.stderr, flush=True)
     about = {
-        "name": model, "title": title(model), "quick": quick, "rows": ROWS,
+        "name": file_name(model), "title": title(model), "quick": quick, "rows": ROWS,
         "environment": details(torch.device("cpu")),
     }  # fmt: skip
     return {"about": about, "tasks": found}
