@@ -7,6 +7,6 @@ BASELINE = "fp16"
 #: llama.cpp's recipe: 4 bits for keys and values, both rotated.
 ROTATED = "q4:plain,rotate"
 #: Caches of the study, in the order of the tables.
-STUDY = ("q8", "q8:plain", "q4", "q4:plain", "nf4", "q8/q4", ROTATED)
+STUDY = ("q8", "q4", "nf4", "q4:qblock=64", "q8/q4", ROTATED, "q8:plain", "q4:plain")
 #: Caches that answer questions, complete functions and write on; the last is one that has to fail.
-TASKS = ("q8", "q4", "q8/q4", ROTATED, "q4:plain")
+TASKS = ("q8", "q4", "nf4", ROTATED, "q4:plain")

@@ -139,7 +139,7 @@ class PagePool:
         return one.page_bytes, one.ring_bytes
 
 
-def with_rings(configs: Mapping[str, KVCacheTensorConfig]) -> dict[str, KVCacheTensorConfig]:
+def with_rings(configs: Mapping[str, KVCacheTensorConfig]) -> dict[str, Any]:
     """The storage with rings of two groups: of that of a token, and of one whose tokens may be taken back."""
     group = math.lcm(*(config.group for config in configs.values()))
     slack = {"tail_slack": group} if group > 1 else {}

@@ -46,14 +46,14 @@ class Piece(NamedTuple):
     Attributes:
         first: its first token, of the N.
         start: tokens before it in its sequence.
-        count: how many.
+        length: how many.
         pages: the sequence's.
         row: which of the rings of this pass it uses.
     """
 
     first: int
     start: int
-    count: int
+    length: int
     pages: Sequence[int]
     row: int
 
@@ -70,9 +70,9 @@ class _Group:
     def __init__(
         self, pieces: Sequence[Piece], page_size: int, device: torch.device
     ) -> None:  # fmt: skip
-        counts = [piece.count for piece in pieces]
+        counts = [piece.length for piece in pieces]
         self.rows, self.width, self.first = len(pieces), max(counts), pieces[0].first
-        width = max(-(-(piece.start + piece.count) // page_size) for piece in pieces)
+        width = max(-(-(piece.start + piece.length) // page_size) for piece in pieces)
         tables = [[*p.pages[:width], *[-1] * (width - len(p.pages))] for p in pieces]
 
         def integers(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -80,7 +80,7 @@ class _Group:
 
         self.table = integers(tables)
         self.starts = integers([piece.start for piece in pieces])
-        self.ends = integers([piece.start + piece.count for piece in pieces])
+        self.ends = integers([piece.start + piece.length for piece in pieces])
         self.rings = integers([piece.row for piece in pieces], torch.int64)
         self.index: Tensor | None = None
         self.query_lens: Tensor | None = None
@@ -88,7 +88,7 @@ class _Group:
         if self.width > 1:
             steps = range(self.width)
             self.index = integers(
-                [[p.first + min(step, p.count - 1) for step in steps] for p in pieces],
+                [[p.first + min(step, p.length - 1) for step in steps] for p in pieces],
                 torch.int64,
             )
             if min(counts) < self.width:
@@ -133,7 +133,7 @@ class _Rings:
         kept = [
             (piece.row, ring, place % size)
             for piece, ring, end in zip(pieces, rings, ends, strict=True)
-            for place in range(max(piece.start, end - size), piece.start + piece.count)
+            for place in range(max(piece.start, end - size), piece.start + piece.length)
         ]
         self.row, self.ring, self.slot = torch.tensor(kept, dtype=torch.int64).T.to(device)
 
@@ -230,9 +230,9 @@ def _halved(piece: Piece) -> list[Piece]:
         piece._replace(
             first=piece.first + at,
             start=piece.start + at,
-            count=min(MAX_QUERY_TOKENS, piece.count - at),
+            length=min(MAX_QUERY_TOKENS, piece.length - at),
         )
-        for at in range(0, piece.count, MAX_QUERY_TOKENS)
+        for at in range(0, piece.length, MAX_QUERY_TOKENS)
     ]
 
 
