@@ -160,11 +160,12 @@ class Generator(StepwiseGenerator):
                 hooks.streamer.put(torch.tensor(chosen))
             yield chosen
             self._check_current(run)
-            if run.is_over:
+            alive = run.alive
+            if not any(alive):
                 break
             run.watch.resume()
             with torch.no_grad():
-                logits = self._session.step(chosen, run.alive)
+                logits = self._session.step(chosen, alive)
         if hooks.streamer is not None:
             hooks.streamer.end()
 

@@ -67,6 +67,27 @@ class Stopping:
             return "length"
         return None
 
+    def end(
+        self, rows: Sequence[TokenSequence], alive: Sequence[bool], scores: Sequence[Tensor] | None
+    ) -> None:
+        """Notes in every row why it ends, if it does: those ``alive`` have just got a token.
+
+        Args:
+            scores: those kept so far, (B, V) a step, for the caller's criteria.
+        """
+        for row, goes_on in zip(rows, alive, strict=True):
+            if goes_on:
+                row.finish_reason = self.after(row)
+        if self._criteria and any(row.finish_reason is None for row in rows):
+            kept = None if scores is None else tuple(scores)
+            _end(rows, self.by_criteria(rows, kept), "criteria")
+        self.end_late(rows)
+
+    def end_late(self, rows: Sequence[TokenSequence]) -> None:
+        """Ends every row once ``max_time`` is over."""
+        if self.out_of_time:
+            _end(rows, [True] * len(rows), "time")
+
     def _says_stop(self, row: TokenSequence) -> bool:
         assert self._decode is not None
         text = self._decode(list(row.tokens[-min(row.new, self._window) :]))
@@ -104,6 +125,12 @@ class Stopping:
                 )
             ended = [a or b for a, b in zip(ended, said.tolist(), strict=True)]
         return ended
+
+
+def _end(rows: Sequence[TokenSequence], which: Sequence[bool], reason: FinishReason) -> None:
+    for row, ends in zip(rows, which, strict=True):
+        if ends and row.finish_reason is None:
+            row.finish_reason = reason
 
 
 def _decoding(tokenizer: Decoder) -> Callable[[list[int]], str]:
