@@ -24,7 +24,8 @@ from caramba_fast.infer.stopping import Stopping, check_fits, eos_ids, row_limit
 from caramba_fast.infer.tokenizer import TextTokenizer, TextWriter
 from caramba_fast.models.registry import as_language_model
 from caramba_fast.serve.config import EngineConfig
-from caramba_fast.serve.request import PagedSequence, Request, RequestTimes, private_scope
+from caramba_fast.serve.metrics import RequestTimes
+from caramba_fast.serve.request import PagedSequence, Request, private_scope
 
 #: Runs of tokens that prompt lookup looks for.
 LOOKUP = (3, 1)
