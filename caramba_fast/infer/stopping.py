@@ -151,14 +151,20 @@ def eos_ids(config: GenerateConfig, model: Any) -> frozenset[int]:
     """
     given = config.eos_token_id
     if given is None and not config.ignore_eos:
-        given = getattr(model, "eos_token_ids", None) or model.eos_token_id
-    ids = (given,) if isinstance(given, int) else tuple(given or ())
+        given = ids_that_end(model)
+    ids = (given,) if isinstance(given, int) else given or ()
     for name, index in [*(("eos_token_id", i) for i in ids), ("pad_token_id", config.pad_token_id)]:
         if index is not None and index >= model.vocab_size:
             raise ValueError(
                 f"{name} is {index}; the model's vocabulary allows 0 to {model.vocab_size - 1}"
             )
     return frozenset(ids)
+
+
+def ids_that_end(model: Any) -> tuple[int, ...]:
+    """The end-of-sequence ids of a model, in its order; none where it has none."""
+    found = getattr(model, "eos_token_ids", None) or model.eos_token_id
+    return (found,) if isinstance(found, int) else tuple(found or ())
 
 
 def row_limits(config: GenerateConfig, held: Sequence[int]) -> list[int]:
