@@ -152,7 +152,6 @@ class Generator(StepwiseGenerator):
         self._session.keep([min(len(row), row.start + given) for row in run.rows])
 
     def _steps(self, run: Run, logits: Tensor, hooks: Hooks) -> Iterator[list[int]]:
-        """Yields the tokens of each step."""
         while True:
             with torch.no_grad():
                 chosen = run.choose(logits)
@@ -176,7 +175,6 @@ class Generator(StepwiseGenerator):
             )
 
     def _call(self, hooks: Hooks | None, options: dict[str, Any]) -> tuple[GenerateConfig, Hooks]:
-        """The settings and hooks of one call."""
         given = {name: options.pop(name) for name in Hooks.__dataclass_fields__ if name in options}
         if hooks is not None and given:
             raise ValueError(f"hooks and {next(iter(given))} are both given; give one of them")
