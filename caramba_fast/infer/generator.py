@@ -18,7 +18,7 @@ from caramba_fast.infer.policy_fields import CachePolicyFields, DecodePlanFields
 from caramba_fast.infer.run import Hooks, Run
 from caramba_fast.infer.sequence import Prompts, TokenIds
 from caramba_fast.infer.stepwise import Mask, StepwiseGenerator
-from caramba_fast.infer.stopping import Decoder, Stopping, check_fits, row_limits
+from caramba_fast.infer.stopping import Decoder, Stopping, check_fits, eos_ids, row_limits
 from caramba_fast.infer.tokenizer import find_tokenizer
 from caramba_fast.models import LanguageModel
 from caramba_fast.models.registry import checkpoint_folder, load
@@ -240,7 +240,7 @@ class Generator(StepwiseGenerator):
             self._expanded = True
             assert self._session.cache is not None
             self._cache_bytes = self._session.cache.nbytes
-        eos, fill = self._eos_ids(config), self._session.fill
+        eos, fill = eos_ids(config, self.model), self._session.fill
         processors = LogitsProcessors(
             config, self.model.vocab_size, eos, logits.device, hooks.processors,
             hooks.prefix_allowed_tokens_fn, fill,
