@@ -3,8 +3,8 @@
 The quality lab on half English, half Python documentation (`text`), against an fp16 cache: perplexity ratio, KL, top
 token and acceptance with 95% intervals over windows, and what a whole cache takes. Writes one JSON report a model into
 ``bench/results/real``, from which `real_page` makes the first part of docs/quality.md. Finished parts are kept in
-``--parts``: a run that was interrupted goes on where it stopped, and a new cache costs only its own time. What the
-code computes is not part of a part's name: remove the folder when kernels change.
+``--parts``: a run that was interrupted goes on where it stopped, and a new cache costs only its own time. Parts are
+named by settings, not by code: a run says when other code made some of them, and their folder has to be removed then.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from caramba_fast.bench.environment import details
 from caramba_fast.bench.real import specs as chosen
+from caramba_fast.bench.real.code import note_code
 from caramba_fast.bench.real.models import SOURCES, FetchError, model_folder, title
 from caramba_fast.bench.real.text import KINDS, PARTS, TextError, windows
 from caramba_fast.cli.quality import Subject, begin_token, load_subject
@@ -65,8 +66,9 @@ def study(
         subject: the model, where it is loaded already.
 
     Returns:
-        the lab's report; its ``about`` also has ``title``, ``text_part``, ``sizes`` (bits a value and bytes of a
-        whole cache of `SIZE_CONTEXT` tokens, by spec), ``seconds`` (of this run) and ``environment``.
+        the lab's report; its ``about`` also has ``title``, ``text_part``, ``code`` (what made the parts,
+        `note_code`), ``sizes`` (bits a value and bytes of a whole cache of `SIZE_CONTEXT` tokens, by spec),
+        ``seconds`` (of this run) and ``environment``.
 
     Raises:
         FetchError, TextError: the model or the text cannot be had.
@@ -83,6 +85,7 @@ def study(
         print(f"\r{model}: {done / total:4.0%}", end="", file=sys.stderr, flush=True)
 
     folder = parts / f"{file_name(model)}-{part.replace(' ', '-')}-{count}x{context}"
+    code = note_code(folder)
     report = measure(
         forward, specs, text_ids=ids.reshape(-1), contexts=(context,), tokens=count * context,
         baseline=chosen.BASELINE, batch=BATCH, bos_token_id=bos, folder=folder, progress=show,
@@ -90,7 +93,7 @@ def study(
     print(file=sys.stderr)
     report.about.update(
         name=file_name(model), title=title(model), text_part=part, texts=list(KINDS), context=context, windows=count,
-        size_context=SIZE_CONTEXT, sizes=sizes(forward, [row.kind for row in report.rows]),
+        code=code, size_context=SIZE_CONTEXT, sizes=sizes(forward, [row.kind for row in report.rows]),
         seconds=round(time.perf_counter() - began, 1), environment=details(torch.device("cpu")),
     )  # fmt: skip
     return report

@@ -22,6 +22,7 @@ from caramba_fast.bench.environment import details
 from caramba_fast.bench.real import agreement, completion, retrieval
 from caramba_fast.bench.real import specs as chosen
 from caramba_fast.bench.real.answers import ROWS, AnswerStore, Group
+from caramba_fast.bench.real.code import note_code
 from caramba_fast.bench.real.functions import PROBLEMS
 from caramba_fast.bench.real.models import SOURCES, FetchError, model_folder, title
 from caramba_fast.bench.real.study import RUNS, add_options, file_name, out_folder
@@ -141,6 +142,7 @@ def run(
         cache_configs(name)  # says at once what is no spec
     subject = load_subject(str(model_folder(model)), "cpu")
     store = AnswerStore(parts / f"{file_name(model)}-answers", subject)
+    code = note_code(store.folder)
     found: dict[str, dict[str, Figures]] = {}
     for task in tasks or ONLY.get(model, tuple(TASKS)):
         found[task] = {}
@@ -148,7 +150,7 @@ def run(
             found[task][spec] = TASKS[task](store, spec, quick)
             print(line(model, task, spec, found[task][spec]), file=sys.stderr, flush=True)
     about = {
-        "name": file_name(model), "title": title(model), "quick": quick, "rows": ROWS,
+        "name": file_name(model), "title": title(model), "quick": quick, "rows": ROWS, "code": code,
         "environment": details(torch.device("cpu")),
     }  # fmt: skip
     return {"about": about, "tasks": found}

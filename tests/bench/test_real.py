@@ -14,6 +14,7 @@ import pytest
 
 from caramba_fast.bench.pages import real_page
 from caramba_fast.bench.real import (
+    code,
     models,
     specs,
     study,
@@ -240,6 +241,14 @@ def test_the_study_goes_on_where_it_stopped(demo, fake_text, tmp_path, monkeypat
     more = study.study(demo.name, ["q8", "q4:plain"], **options)
     assert calls and more.rows[1].mean_kl == report.rows[1].mean_kl
     assert len(study.lines(more)) == 4
+
+
+def test_a_folder_says_whose_code_made_it(tmp_path, monkeypatch, capsys):
+    first = code.note_code(tmp_path)
+    assert code.note_code(tmp_path) == first and not capsys.readouterr().err
+    monkeypatch.setattr(code, "source_hash", lambda _: "01234567")
+    assert code.note_code(tmp_path) == [*first, "01234567"]
+    assert "remove the folder" in capsys.readouterr().err
 
 
 def test_the_page_says_what_was_measured(demo, fake_text, tmp_path):
