@@ -3,8 +3,9 @@
 The quality lab on half English, half Python documentation (`text`), against an fp16 cache: perplexity ratio, KL, top
 token and acceptance with 95% intervals over windows, and what a whole cache takes. Writes one JSON report a model into
 ``bench/results/real``, from which `real_page` makes the first part of docs/quality.md. Finished parts are kept in
-``--parts``: a run that was interrupted goes on where it stopped, and a new cache costs only its own time. Parts are
-named by settings, not by code: a run says when other code made some of them, and their folder has to be removed then.
+``--parts``: a run that was interrupted goes on where it stopped, and a new cache costs its own time and the baseline's.
+Parts are named by settings, not by code: a run says when other code made some of them, and their folder has to be
+removed then.
 """
 
 from __future__ import annotations
