@@ -33,10 +33,10 @@ English (King James Bible), half Python documentation (docstrings of networkx); 
 each, and these figures are of the other halves. SmolLM2 is a Llama with 30 layers and 3 kv heads of 64;
 Qwen2.5-Coder a Qwen2 with 24 layers, 2 kv heads of 64 and key biases. Weights were dequantized to float32 from
 GGUF files; K and V are computed from them."""
-WORK = """Greedy answers through `Generator`; in brackets 95% intervals. **facts**: questions about lines in a chat of
-2000 to 4000 tokens, answered exactly. **functions**: short Python functions completed behind a file of worked
-ones, and run. **alike**: tokens until a text first differs from that of an fp16 cache, the mean over prompts,
-and how many never do."""
+WORK = """Greedy answers through `Generator`; in brackets 95% intervals, questions taken as independent. **facts**:
+questions about lines in a chat of 2000 to 4000 tokens, answered exactly. **functions**: short Python functions
+completed behind a file of worked ones, and run. **alike**: tokens until a text first differs from that of an
+fp16 cache, the mean over prompts, and how many never do."""
 
 
 def reports(folder: Path = RESULTS) -> list[QualityReport]:
