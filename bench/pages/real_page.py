@@ -132,17 +132,15 @@ def work_table(found: Iterable[Mapping[str, Any]]) -> list[str]:
             facts, code, text = (
                 tasks.get(name, {}).get(spec) for name in ("retrieval", "functions", "agreement")
             )
-            rows.append(
-                (
-                    one["about"]["title"],
-                    f"`{spec}`",
-                    _share(facts["right"], facts["asked"]) if facts else "",
-                    _share(code["passed"], code["asked"]) if code else "",
-                    f"{text['mean']:.0f} of {text['most']}, {text['whole']} of {text['asked']}"
-                    if text and spec != BASELINE  # which is like itself
-                    else "",
-                )
+            cells = (
+                _share(facts["right"], facts["asked"]) if facts else "",
+                _share(code["passed"], code["asked"]) if code else "",
+                f"{text['mean']:.0f} of {text['most']}, {text['whole']} of {text['asked']}"
+                if text and spec != BASELINE  # which is like itself
+                else "",
             )
+            if any(cells):
+                rows.append((one["about"]["title"], f"`{spec}`", *cells))
     return table(("model", "cache", "facts", "functions", "alike"), rows, left=2)
 
 
