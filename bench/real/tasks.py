@@ -2,8 +2,9 @@
 
 Three tasks, greedy, through `Generator`: facts asked for in a long chat (`retrieval`), functions completed
 (`completion`), and how long a text stays that of an fp16 cache (`agreement`). Writes one JSON file a model into
-``bench/results/real``, with the caches and tasks of this run. Answers are kept group by group in ``--parts``: a run that was interrupted goes on where it
-stopped, and what is scored can be scored again without a model having to answer again.
+``bench/results/real``, with the caches and tasks of this run. Answers are kept group by group in ``--parts``: a run
+that was interrupted goes on where it stopped, and what is scored can be scored again without a model having to answer
+again.
 """
 
 from __future__ import annotations
