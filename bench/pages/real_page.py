@@ -25,7 +25,7 @@ from caramba_fast.quality.plot import (
 
 PICTURE = "quality-real.png"
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
-TASKS = "-tasks"
+TASKS, PROMPTS = "-tasks", "-prompts"
 #: What a report of `study` measured on the other part of the text, on which settings are chosen.
 CHOSEN_ON = "-chosen-on"
 NOT_MEASURED = "Not measured yet: `make real`."
@@ -40,12 +40,16 @@ completed behind a file of worked ones, and run. **alike**: tokens until a text 
 fp16 cache, the mean over prompts, and how many never do."""
 
 
+ODD = """KL in thousandths of a nat on text that follows a prompt, mean over all positions behind it. No cache takes
+constants from a prompt, so there are none that an odd one could spoil."""
+
+
 def reports(folder: Path = RESULTS) -> list[QualityReport]:
     """What was measured of each model, on the text held out."""
     return [
         QualityReport.from_json(path)
         for path in sorted(folder.glob("*.json"))
-        if not path.stem.endswith((TASKS, CHOSEN_ON))
+        if not path.stem.endswith((TASKS, PROMPTS, CHOSEN_ON))
     ]
 
 
@@ -71,6 +75,11 @@ def lines(folder: Path = RESULTS, pictures: Path | None = None) -> list[str]:
     if measured and pictures is not None:
         draw(measured, pictures / PICTURE)
         found += [f"![KL against bytes per token, a line a model]({PICTURE})", ""]
+    behind = sorted(folder.glob(f"*{PROMPTS}.json"))
+    if behind:
+        found += ["### Behind short and odd prompts", "", ODD, ""]
+        for path in behind:
+            found += prompt_table(json.loads(path.read_text(encoding="utf-8")))
     if worked:
         found += ["### At work", "", WORK, "", *work_table(worked), ""]
     return found
@@ -142,6 +151,15 @@ def work_table(found: Iterable[Mapping[str, Any]]) -> list[str]:
             if any(cells):
                 rows.append((one["about"]["title"], f"`{spec}`", *cells))
     return table(("model", "cache", "facts", "functions", "alike"), rows, left=2)
+
+
+def prompt_table(found: Mapping[str, Any]) -> list[str]:
+    """Mean KL behind each prompt, a column a cache."""
+    kl = found["kl"]
+    specs = list(next(iter(kl.values())))
+    rows = [(name, *(_three_digits(1000 * by[spec]) for spec in specs)) for name, by in kl.items()]
+    head = (found["about"]["title"], *(f"`{spec}`" for spec in specs))
+    return [*table(head, rows), ""]
 
 
 def _share(hits: int, asked: int) -> str:

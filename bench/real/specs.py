@@ -8,5 +8,7 @@ BASELINE = "fp16"
 ROTATED = "q4:plain,rotate"
 #: Caches of the study, in the order of the tables.
 STUDY = ("q8", "q4", "nf4", "q4:qblock=64", "q8/q4", ROTATED, "q8:plain", "q4:plain")
+#: Caches behind odd prompts; q8_0 as it is stands for what nobody complains of.
+PROMPTED = ("q4", "nf4", "q8", "q8:plain", ROTATED)
 #: Caches that answer questions, complete functions and write on; the last is one that has to fail.
 TASKS = ("q8", "q4", "nf4", ROTATED, "q4:plain")
