@@ -97,7 +97,8 @@ sanitize: $(SANE)
 	printf '%s\n' $$sets | xargs -P 2 -I SET env CARAMBA_FAST_CPU_ISA=SET LD_PRELOAD="$$checks" \
 		$(BIN)/python -m pytest -q --capture=sys -p no:cacheprovider \
 		-k 'not (every_instruction_set or hundred_thousand or far_apart or opcheck)' \
-		tests/ops/test_extension.py tests/ops/test_cpp_attention.py tests/ops/test_cpp_bounds.py tests/ops/test_append.py
+		tests/ops/test_extension.py tests/ops/test_cpp_attention.py tests/ops/test_cpp_bounds.py tests/ops/test_append.py \
+		tests/ops/test_by_channel.py
 
 # The C++ for aarch64 and for x86-64 with clang, which the ziglang package brings.
 cross: export ZIG_GLOBAL_CACHE_DIR = $(CURDIR)/build/cross
