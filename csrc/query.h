@@ -35,6 +35,7 @@ struct HeadQuery {
   HeadStream key;
   KeyMean mean;
   float* values;  // (query rows, key.width) fp32; zeros outside the head
+  float* folded;  // for keys by channel: memory for as many and one more a row
   // (query rows, units), null unless key.bytes: 16 bits in two bytes, and 8 bits in one; for q8_0
   // the one is what the two leave of the query.
   QueryUnit *two_bytes, *one_byte;
@@ -44,6 +45,9 @@ struct HeadQuery {
       : key(lane.job.stored[stream], h),
         mean(key.stored->basis, lane.kv_head(h), lane.query_rows, arena),
         values(arena.zeros(lane.query_rows * key.width)),
+        folded(is_by_channel(key.stored->format)
+                   ? arena.take<float>(lane.query_rows * (key.width + 1))
+                   : nullptr),
         two_bytes(nullptr),
         one_byte(nullptr) {
     const StoredStream& s = *key.stored;

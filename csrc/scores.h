@@ -9,6 +9,7 @@
 
 #include "lane.h"
 #include "query.h"
+#include "scores_channel.h"
 #include "scores_float.h"
 #include "tile.h"
 #include "visibility.h"
@@ -80,6 +81,9 @@ CARAMBA_FAST_NOINLINE inline void add_scores(const Lane& lane, const HeadQuery& 
 #else
   static_cast<void>(visibility);
 #endif
+  if (is_by_channel(data.format))
+    return score_groups(query.key, data, query.values, lane.query_rows, tile.count, query.folded,
+                        scores);
   const TileData keys = decoded(data, query.key, tile.count, scratch.decoded);
   kScoreTiles[static_cast<int>(keys.format)](query.values, query.key.width, lane.query_rows,
                                              keys.values, keys.stride, tile.count, scores);

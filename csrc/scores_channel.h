@@ -1,0 +1,112 @@
+// The score pass over one tile of keys by channel: scales go into the queries once for each group
+// of tokens, q . k = q . zero + (q scale) . code, so that a token is a product with small integers.
+// Compiled once per instruction set, in that set's namespace.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "channel.h"
+#include "numeric.h"
+#include "prefetch.h"
+#include "tile.h"
+
+namespace caramba_fast {
+namespace CARAMBA_FAST_ISA {
+
+// scores[r][t] += base[r] + q[r] . code[t] for ROWS rows; q rows are `width` apart.
+template <int BITS, int ROWS>
+void score_codes(const float* q, const float* base, std::int64_t width, const char* codes,
+                 std::int64_t stride, int count, float* scores) {
+  constexpr int kTokens = kLanes / ROWS > 0 ? kLanes / ROWS : 1;
+  constexpr int kRun = BITS == 8 ? kPacked : kPacked / 2;  // values that lie one behind the other
+  for (int t = 0; t < count; t += kTokens) {
+    const std::uint8_t* key[kTokens];
+    CARAMBA_FAST_UNROLL
+    for (int i = 0; i < kTokens; ++i)  // past the end the last token stands in
+      key[i] = token_at<std::uint8_t>(codes, stride, t + i < count ? t + i : count - 1);
+    for (int i = 0; i < kTokens; ++i) prefetch(key[i], width * BITS / 8);
+    Floats sums[kLanes] = {};
+    const auto add = [&](std::int64_t d, const Floats(&values)[kTokens]) {
+      CARAMBA_FAST_UNROLL
+      for (int r = 0; r < ROWS; ++r) {
+        const Floats query = load_as<Floats>(q + r * width + d);
+        CARAMBA_FAST_UNROLL
+        for (int i = 0; i < kTokens; ++i)
+          sums[r * kTokens + i] = fused(query, values[i], sums[r * kTokens + i]);
+      }
+    };
+    for (std::int64_t d = 0; d < width; d += kPacked)
+      for (int j = 0; j < kRun; j += kLanes) {
+        Floats values[kTokens];
+        if constexpr (BITS == 8) {
+          CARAMBA_FAST_UNROLL
+          for (int i = 0; i < kTokens; ++i) values[i] = converted(widen(key[i] + d + j));
+          add(d + j, values);
+        } else {
+          Ints pairs[kTokens];
+          CARAMBA_FAST_UNROLL
+          for (int i = 0; i < kTokens; ++i) {
+            pairs[i] = widen(key[i] + d / 2 + j);
+            values[i] = converted(pairs[i] & 15);
+          }
+          add(d + j, values);
+          CARAMBA_FAST_UNROLL
+          for (int i = 0; i < kTokens; ++i) values[i] = converted(pairs[i] >> 4);
+          add(d + j + kRun, values);
+        }
+      }
+    float found[kLanes];
+    store_as(sums_of(sums), found);
+    CARAMBA_FAST_UNROLL
+    for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
+    for (int i = 0; i < kTokens; ++i)
+      scores[r * kScoreRow + t + i] += base[r] + found[r * kTokens + i];
+  }
+}
+
+// The same for any number of rows.
+template <int BITS>
+void score_code_rows(const float* q, const float* base, std::int64_t width, int rows,
+                     const char* codes, std::int64_t stride, int count, float* scores) {
+  int r = 0;
+  const auto run = [&](auto score, int step) {
+    score(q + r * width, base + r, width, codes, stride, count, scores + r * kScoreRow);
+    r += step;
+  };
+  while (r + 4 <= rows) run(score_codes<BITS, 4>, 4);
+  if (r + 2 <= rows) run(score_codes<BITS, 2>, 2);
+  if (r < rows) run(score_codes<BITS, 1>, 1);
+}
+
+// scores (rows, kScoreRow) += q . k for the tokens of a tile; `folded` is memory for all queries,
+// (rows, width), and one number a row behind them.
+inline void score_groups(const HeadStream& key, const TileData& data, const float* queries,
+                         int rows, int count, float* folded, float* scores) {
+  const StoredStream& s = *key.stored;
+  const std::int64_t width = key.width;
+  float* base = folded + rows * width;
+  for (int t = 0; t < count;) {
+    const std::int64_t index = data.phase + t, group = index / s.group;
+    const int stop =
+        static_cast<int>(std::min<std::int64_t>(count, (group + 1) * s.group - data.phase));
+    const auto* scales =
+        reinterpret_cast<const std::uint16_t*>(data.scales + group * data.scales_stride);
+    for (int r = 0; r < rows; ++r) {
+      Floats sum = {};
+      for (std::int64_t d = 0; d < width; d += kLanes) {
+        const Floats query = load_as<Floats>(queries + r * width + d);
+        store_as(query * load_half(scales + d), folded + r * width + d);
+        sum = fused(query, load_half(scales + s.lane_dim + d), sum);
+      }
+      base[r] = sum_of(sum);
+    }
+    const auto score = data.format == Format::q8_channel ? score_code_rows<8> : score_code_rows<4>;
+    score(folded, base, width, rows, data.values + t * data.stride, data.stride, stop - t,
+          scores + t);
+    t = stop;
+  }
+}
+
+}  // namespace CARAMBA_FAST_ISA
+}  // namespace caramba_fast
