@@ -58,10 +58,10 @@ void score_codes(const float* q, const float* base, std::int64_t width, const ch
       }
     float found[kLanes];
     store_as(sums_of(sums), found);
-    CARAMBA_FAST_UNROLL
-    for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
-    for (int i = 0; i < kTokens; ++i)
-      scores[r * kScoreRow + t + i] += base[r] + found[r * kTokens + i];
+    const int there = std::min(kTokens, count - t);  // what follows belongs to the next group
+    for (int r = 0; r < ROWS; ++r)
+      for (int i = 0; i < there; ++i)
+        scores[r * kScoreRow + t + i] += base[r] + found[r * kTokens + i];
   }
 }
 
