@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba_fast.cache.calibration import Calibration
 from caramba_fast.cache.layer import LayerCache
 from caramba_fast.cache.model import AnyLayerShape, ModelKVCache
 from caramba_fast.config import KVCacheTensorConfig
@@ -24,16 +23,12 @@ PageBytes = list[Tensor]
 class PagePool:
     """Storage for ``num_pages`` pages of ``page_size`` tokens in every layer.
 
-    The constants of the transforms come from the model's weights or a calibration and never from a prompt: every
-    sequence has to read what any other has written.
-
     Args:
         layers: the model's ``cache_layout``.
         page_size: tokens of a page, a multiple of 32.
         num_pages: pages.
         max_seq_len: most tokens of a sequence.
         device: where.
-        calibration: statistics of this model.
         configs: `KVCacheTensorConfig` of the streams, keyword arguments of `ModelKVCache`.
 
     Raises:
@@ -47,8 +42,6 @@ class PagePool:
         num_pages: int,
         max_seq_len: int,
         device: torch.device | str = "cpu",
-        *,
-        calibration: Calibration | None = None,
         **configs: Any,
     ) -> None:
         check_shareable(configs)
@@ -56,11 +49,9 @@ class PagePool:
         self.device = torch.device(device)
         stored = ModelKVCache(
             layers, 1, max_seq_len, device=device, prefill="stored", page_size=page_size, num_pages=num_pages,
-            calibration=calibration, **configs,
+            **configs,
         )  # fmt: skip
         self.layers: list[LayerCache] = stored.layers
-        for layer in self.layers:
-            layer.take_constants()
 
     @property
     def nbytes(self) -> int:

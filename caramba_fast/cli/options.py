@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -61,12 +60,6 @@ Cache = Annotated[
 Budget = Annotated[
     float | None,
     typer.Option(help="Most MiB of the whole cache, everything included.", rich_help_panel=CACHE),
-]
-CalibrationFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="A file made by 'caramba-fast calibrate' for this model.", rich_help_panel=CACHE
-    ),
 ]
 Room = Annotated[int, typer.Option(help="Tokens the cache can hold.", rich_help_panel=CACHE)]
 
