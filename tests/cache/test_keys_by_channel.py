@@ -23,9 +23,7 @@ SPECS = (
 
 def made(spec: str, room: int = 512, rows: int = 2, **more: object) -> LayerKVCache:
     width = HEADS * DIM
-    return LayerKVCache(
-        rows, room, width, width, n_kv_heads=HEADS, **cache_configs(spec), **more
-    )
+    return LayerKVCache(rows, room, width, width, n_kv_heads=HEADS, **cache_configs(spec), **more)
 
 
 def states(count: int, rows: int = 2) -> list[torch.Tensor]:
