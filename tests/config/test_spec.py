@@ -33,12 +33,6 @@ def test_options_go_on_top_of_the_defaults_and_plain_leaves_those_out():
     assert not cache_configs("q4:rotate=false")["k_cfg"].rotate
 
 
-def test_center_of_one_part_is_for_keys_alone():
-    configs = cache_configs("q4:plain,center,scale")
-    assert configs["k_cfg"].center and configs["k_cfg"].scale
-    assert not configs["v_cfg"].center and configs["v_cfg"].scale
-
-
 def test_what_a_layer_shares_is_the_same_for_all_its_streams():
     configs = cache_configs("q8:plain/q4:plain,residual_len=24,sink_len=4")
     assert {(c.residual_len, c.sink_len) for c in configs.values()} == {(24, 4)}
@@ -55,7 +49,7 @@ def test_fields_say_what_the_spec_does_not():
         ("q4", "q4_0"),
         (KVCacheKind.NF4, "nf4"),
         ("q8/q4:rotate,plain", "q8_0/q4_0:plain,rotate"),
-        ("q4:fit=mse,center=false", "q4_0:center=false,fit=mse"),
+        ("q4:rotate=false,fit=mse", "q4_0:fit=mse,rotate=false"),
     ],
 )
 def test_canonical_names_read_the_same(text, canonical):
@@ -77,7 +71,8 @@ def test_canonical_names_read_the_same(text, canonical):
         ("q4:qblock=48", "qblock is 48; allowed are 32, 64, 128"),
         ("q4:fit=best", "'amax' or 'mse'"),
         ("q4:rotate,rotate=false", "gives rotate twice"),
-        ("q4/q4:center", "center is for keys"),
+        ("q4/q4:center", "'center' is no setting any more: keys by channel"),
+        ("q4:plain,scale", "'scale' is no setting any more"),
         ("q4:residual_len=3/q4:residual_len=4", "residual_len must be the same"),
         (4, "cache spec is 4"),
     ],
@@ -92,7 +87,6 @@ def test_defaults_name_only_settings_there_are():
         assert set(roles) == {"k", "v"}
         for settings in roles.values():
             KVCacheTensorConfig(kind=kind, **settings)
-        assert not roles["v"].get("center")
 
 
 def test_a_generation_takes_a_spec():

@@ -223,10 +223,6 @@ LATER: dict[str, tuple[str, str]] = {
     "device": (one(), r"^targets\[0\]\.device: device is 'toaster'; known are cpu"),
     "prompt file": (one(prompt_file="nope.txt"), rf"^{AT}\.prompt_file: .*nope.txt does not exist$"),
     "draft": (one(speculative={}, draft_model="nope"), rf"^{AT}\.draft_model='nope': .*not exist"),
-    "calibration": (
-        one(generate={"cache_kind": "q4", "cache_calibration": "nope.safetensors"}),
-        rf"^{AT}\.generate\.cache_calibration: .*nope.safetensors does not exist$",
-    ),
     "eos": (one(generate={"eos_token_id": 99999}), rf"^{AT}\.generate: eos_token_id is 99999"),
     "bias": (one(generate={"logit_bias": {99999: 1.0}}), rf"^{AT}\.generate: .*99999"),
     "room": (one(generate={"max_new_tokens": 4000}), rf"^{AT}\.generate: .*max_seq_len=\d+ or more"),

@@ -100,22 +100,6 @@ def test_text_goes_in_and_comes_out() -> None:
     assert "".join(event.text for event in events) == output.texts[0]
 
 
-def test_constants_of_the_transforms_are_those_of_all_pages() -> None:
-    """Key biases come from the weights: every request reads what any other has written."""
-    model = small_model(qkv_bias=True)
-    torch.manual_seed(3)
-    for layer in model.model.layers:
-        layer.self_attn.k_proj.bias.data = 20 * torch.randn(64)
-    serving = Engine(model, cache_kind="q4", max_seq_len=256, cache_salt="everybody")
-    assert all(layer.k.transform.bias is not None for layer in serving.pool.layers)
-    given = {"max_new_tokens": 10, "temperature": 0.0}
-    prompts = [PROMPT, PROMPT[:64] + text(5, 20), text(6, 30)]
-    outputs = [serving.generate_batch([prompt], **given)[0] for prompt in prompts]
-    assert outputs[1].metrics.prefix_hit_tokens == 64
-    wanted = [alone("q4", tuple(p), tuple(sorted(given.items())), model) for p in prompts]
-    assert [output.generated_tokens for output in outputs] == wanted
-
-
 def test_decoupled_attention_is_served() -> None:
     model = load_demo("dba")
     config = GenerateConfig(
