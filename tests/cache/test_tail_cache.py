@@ -51,7 +51,7 @@ def test_one_call_equals_one_call_a_token(streams, options):
     case.append(op)
     for t in range(max(case.lengths)):
         counts = [int(t < length) for length in case.lengths]
-        new = [s.given[:, :, t : t + 1] for s in case.streams.values()]
+        new = [s.given[:, :, t : t + 1].contiguous() for s in case.streams.values()]
         start = rows(*(min(t, length) for length in case.lengths))
         op(*single.values(), *new, start, query_lens=rows(*counts), **case.place)
     for name, stream in case.streams.items():
@@ -117,9 +117,15 @@ def test_a_tail_or_sinks_in_one_stream_only_is_refused_before_writing(part, chan
 # -- a cache with a tail ------------------------------------------------------------------------
 
 
-def make(residual_len=6, tail_slack=4, sink_len=0, kind="q4", batch=1, **sizes):
+def make(
+    residual_len=6, tail_slack=4, sink_len=0, kind="q4", batch=1, rotate=False, **sizes
+):  # fmt: skip
     config = KVCacheTensorConfig(
-        kind=kind, residual_len=residual_len, tail_slack=tail_slack, sink_len=sink_len
+        kind=kind,
+        rotate=rotate,
+        residual_len=residual_len,
+        tail_slack=tail_slack,
+        sink_len=sink_len,
     )
     return poison(LayerKVCache(batch, 128, 64, 64, config, config, n_kv_heads=2, **sizes))
 

@@ -86,7 +86,7 @@ def test_defaults_name_only_settings_there_are():
     for kind, roles in spec.DEFAULTS.items():
         assert set(roles) == {"k", "v"}
         for settings in roles.values():
-            KVCacheTensorConfig(kind=kind, **settings)
+            KVCacheTensorConfig(**{"kind": kind, **settings})
 
 
 def test_a_generation_takes_a_spec():

@@ -156,7 +156,7 @@ class LayerCacheContract:
         cache, new = self.filled(setup, 42)
         pieces = self.make(setup)
         for start, stop in ((0, 1), (1, 8), (8, 32), (32, 42)):
-            pieces.append(*(x[:, :, start:stop] for x in new))
+            pieces.append(*(x[:, :, start:stop].contiguous() for x in new))
         assert all(map(torch.equal, cache.get(), pieces.get()))
         q = self.queries(2)
         assert torch.equal(cache.attend(*q), pieces.attend(*q))
@@ -270,7 +270,7 @@ class LayerCacheContract:
         cache, _ = self.filled(setup, 33)
         new, q, steps = self.tokens(7), self.queries(7), []
         for t in range(7):
-            cache.append(*(x[:, :, t : t + 1] for x in new))
+            cache.append(*(x[:, :, t : t + 1].contiguous() for x in new))
             steps.append(cache.attend(*(x[:, :, t : t + 1] for x in q)))
         cache.crop(7)
         cache.append(*new)
