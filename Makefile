@@ -27,6 +27,7 @@ help:
 	@echo "make bench-generation  tokens with and without a cache, overhead, speculation (CPU, half an hour)"
 	@echo "make bench-serve  a fixed load: the engine beside static batches and transformers (CPU, eight minutes)"
 	@echo "make bench-hf     decode steps under transformers beside its own caches (CPU, half an hour)"
+	@echo "make real         what caches cost real models, fetched first (REAL=--quick: a small part; hours without)"
 	@echo "make bench-rows   the same cases through pytest-benchmark (GRID=quick|cpu|core)"
 	@echo "make aot          compile the Triton kernels ahead of time and record what they cost"
 	@echo "make train        train both demo models again (close to three hours)"
@@ -96,7 +97,8 @@ sanitize: $(SANE)
 	printf '%s\n' $$sets | xargs -P 2 -I SET env CARAMBA_FAST_CPU_ISA=SET LD_PRELOAD="$$checks" \
 		$(BIN)/python -m pytest -q --capture=sys -p no:cacheprovider \
 		-k 'not (every_instruction_set or hundred_thousand or far_apart or opcheck)' \
-		tests/ops/test_extension.py tests/ops/test_cpp_attention.py tests/ops/test_cpp_bounds.py tests/ops/test_append.py
+		tests/ops/test_extension.py tests/ops/test_cpp_attention.py tests/ops/test_cpp_bounds.py tests/ops/test_append.py \
+		tests/ops/test_by_channel.py
 
 # The C++ for aarch64 and for x86-64 with clang, which the ziglang package brings.
 cross: export ZIG_GLOBAL_CACHE_DIR = $(CURDIR)/build/cross
@@ -132,6 +134,22 @@ bench-quick: $(VENV)/.test
 # The largest settings are started last; none after the limit.
 bench-decode: $(VENV)/.test
 	$(BIN)/python -m caramba_fast.bench.generation.decode_model --time-limit 200 --out runs/decode_model.csv
+
+# What caches cost real models, and docs/quality.md with it. Models are fetched into runs/models first. Two cores take
+# about two minutes a cache with SmolLM2 and fifteen with Qwen2.5-Coder, tasks included; a run that was interrupted goes on.
+# REAL=--quick measures a few windows and questions, and leaves results and page alone.
+REAL ?=
+$(VENV)/.real: $(VENV)/.torch $(BUILD)
+	$(PIP) --no-build-isolation -e '.[real]'
+	@touch $@
+
+.PHONY: real
+real: $(VENV)/.real
+	$(BIN)/python -m caramba_fast.bench.real.models
+	$(BIN)/python -m caramba_fast.bench.real.study $(REAL)
+	$(BIN)/python -m caramba_fast.bench.real.prompts $(REAL)
+	$(BIN)/python -m caramba_fast.bench.real.tasks $(REAL)
+	$(if $(findstring --quick,$(REAL)),,$(BIN)/python -m caramba_fast.bench.pages.quality_page)
 
 # What a quiet machine measured, as the page that is in the repository.
 bench-page: $(VENV)/.test

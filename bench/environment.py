@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import platform
 import subprocess
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -61,11 +63,15 @@ def device_name(device: torch.device) -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def source_hash() -> str:
-    """Eight digits over the sources: the same where figures can be compared, with git or without."""
+def source_hash(sources: Mapping[str, str] = MappingProxyType(SOURCES)) -> str:
+    """Eight digits over the sources: the same where figures can be compared, with git or without.
+
+    Args:
+        sources: patterns of files by folder; by default all that a figure depends on.
+    """
     root = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
-    for folder, pattern in SOURCES.items():
+    for folder, pattern in sources.items():
         for path in sorted((root / folder).rglob(pattern)):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:8]

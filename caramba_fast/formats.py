@@ -12,7 +12,8 @@ q8_0 and q4_0 are GGML's (``ggml-quants.c``), bit for bit; nf4 is the 4-bit Norm
 holds value ``j`` in its low nibble and value ``j + n/2`` in its high one.
 
 Kinds by channel are what keys want (KIVI, arXiv:2402.02750); values may have them too. A group is 32, 64 or 128
-consecutive tokens that start at a multiple of their number; each channel of a group has an fp16 scale and an fp16 zero of its own:
+consecutive tokens that start at a multiple of their number; each channel of a group has an fp16 scale and an fp16 zero
+of its own:
 
     q8_channel   8-bit code   value = zero + scale * code
     q4_channel   4-bit code   zero = the channel's least value, scale = (its largest - zero) / largest code

@@ -23,7 +23,7 @@ struct AppendCommon {
 
 // Null for formats that store values as they are.
 QuantizeBlocks quantizer(Format format, int block, const std::string& fit) {
-  if (!is_quantized(format)) return nullptr;
+  if (!is_quantized(format) || is_by_channel(format)) return nullptr;
   return kernels()
       .formats[static_cast<int>(format) - kValueTypes]
       .quantize[fit_index(fit)][block_index(block)][static_cast<int>(Format::fp32)];
@@ -42,6 +42,7 @@ void append(const AppendCommon& c, const StreamTensors* streams, const Tensor* c
   if (job.batch * job.heads * job.tokens == 0) return;
   Lead lead;
   std::int64_t values = 0;
+  bool grouped = false;  // lanes of a stream by channel are not cut by tokens
   for (int i = 0; i < count; ++i) {
     const StreamTensors& s = streams[i];
     AppendStream& stream = job.stream[i];
@@ -70,6 +71,10 @@ void append(const AppendCommon& c, const StreamTensors* streams, const Tensor* c
     stream.sink_len = slots(s.sink);
     if (stream.ring == 0) stream.stored.tail.data = nullptr;
     if (stream.sink_len == 0) stream.stored.sink.data = nullptr;
+    STD_TORCH_CHECK(stream.stored.group == 1 || stream.ring >= stream.stored.group, s.name,
+                    " is stored in groups of ", stream.stored.group,
+                    " tokens and needs a tail of so many, it has ", stream.ring);
+    grouped = grouped || stream.stored.group > 1;
     values += lane_dim;
   }
   job.lanes = lead.lanes;
@@ -93,6 +98,11 @@ void append(const AppendCommon& c, const StreamTensors* streams, const Tensor* c
   const auto run = kernels().append;
   const std::int64_t items = job.batch * job.lanes;
   const std::int64_t all = items * job.tokens;
+  const auto lanes = [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t item = begin; item < end; ++item)
+      for (int i = 0; i < count; ++i)
+        run(job, job.stream[i], item / job.lanes, item % job.lanes, 0, job.tokens);
+  };
   const auto tokens = [&](std::int64_t begin, std::int64_t end) {
     while (begin < end) {
       const std::int64_t item = begin / job.tokens, from = begin % job.tokens;
@@ -104,6 +114,9 @@ void append(const AppendCommon& c, const StreamTensors* streams, const Tensor* c
   };
   if (all * values < 2 * kGrainValues || torch::stable::get_num_threads() == 1)
     tokens(0, all);
+  else if (grouped)
+    torch::stable::parallel_for(
+        0, items, std::max<std::int64_t>(1, kGrainValues / (values * job.tokens)), lanes);
   else
     torch::stable::parallel_for(0, all, std::max<std::int64_t>(1, kGrainValues / values), tokens);
 }

@@ -38,11 +38,12 @@ inline Format element_format(const Tensor& x, const char* name) {
 }
 
 inline Format format_named(const std::string& kind, const char* name) {
-  static constexpr const char* kNames[] = {"fp32", "fp16", "bf16", "q8_0", "q4_0", "nf4"};
-  for (int i = 0; i < 6; ++i)
+  static constexpr const char* kNames[] = {"fp32", "fp16", "bf16",       "q8_0",
+                                           "q4_0", "nf4",  "q8_channel", "q4_channel"};
+  for (int i = 0; i < 8; ++i)
     if (kind == kNames[i]) return static_cast<Format>(i);
   STD_TORCH_CHECK(false, name, "_kind is '", kind,
-                  "'; allowed are fp32, fp16, bf16, q8_0, q4_0, nf4");
+                  "'; allowed are fp32, fp16, bf16, q8_0, q4_0, nf4, q8_channel, q4_channel");
 }
 
 // The index of a fit in kFits.
@@ -54,7 +55,8 @@ inline int fit_index(const std::string& fit) {
 
 inline ScalarType stored_type(Format format) {
   static constexpr ScalarType kTypes[] = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16,
-                                          ScalarType::Char,  ScalarType::Byte, ScalarType::Byte};
+                                          ScalarType::Char,  ScalarType::Byte, ScalarType::Byte,
+                                          ScalarType::Byte,  ScalarType::Byte};
   return kTypes[static_cast<int>(format)];
 }
 
@@ -120,6 +122,21 @@ struct Lead {
   std::int64_t rows = -1, lanes = -1, slots = -1;
 };
 
+// Scales and zeros of a stream by channel: (B, lanes, S / group, 2 * lane_dim).
+inline void place_groups(const StreamTensors& s, const Lead& lead, StoredStream& stream) {
+  const std::string name = s.name;
+  stream.scales = buffer_of(*s.scales, name + "_scales", ScalarType::Half);
+  const std::int64_t groups = s.scales->size(2);
+  stream.group = groups > 0 ? lead.slots / groups : 32;
+  STD_TORCH_CHECK(s.scales->size(0) == lead.rows && s.scales->size(1) == lead.lanes &&
+                      stream.group * groups == lead.slots && block_index(stream.group) >= 0,
+                  name, "_scales: ", groups, " groups for ", lead.slots,
+                  " slots; groups of 32, 64 and 128 tokens are allowed");
+  STD_TORCH_CHECK(s.scales->size(3) == 2 * stream.lane_dim && stream.lane_dim % 32 == 0, name,
+                  "_scales has rows of ", s.scales->size(3), "; scales and zeros of ",
+                  stream.lane_dim, " values, a multiple of 32, are needed");
+}
+
 inline StoredStream stream_of(const StreamTensors& s, std::int64_t dim, std::int64_t heads_per_lane,
                               Lead& lead) {
   const std::string name = s.name;
@@ -139,7 +156,9 @@ inline StoredStream stream_of(const StreamTensors& s, std::int64_t dim, std::int
                   "; heads of ", dim, " in lanes of ", heads_per_lane, " need something else");
   STD_TORCH_CHECK(quantized == s.scales.has_value(), name,
                   "_scales: only quantized kinds have scales");
-  if (quantized) {
+  if (is_by_channel(stream.format)) {
+    place_groups(s, lead, stream);
+  } else if (quantized) {
     stream.scales = buffer_of(*s.scales, name + "_scales", ScalarType::Half);
     const std::int64_t blocks = s.scales->size(3);
     stream.block = static_cast<int>(blocks > 0 ? stream.lane_dim / blocks : 0);

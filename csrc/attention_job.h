@@ -54,8 +54,9 @@ struct AttentionJob {
   std::int64_t slots = 0;  // of a row or of a page
   int tile = kTile;        // tokens of a tile; 32 where pages are odd multiples of that
   // Visibility, in tokens: the newest `residual` are read from the tail, a ring of `ring` slots,
-  // the first `sink_len` from the sinks; a query sees `window` tokens before its own (-1: all) and
-  // the first `kept`.
+  // all tokens of a group of `group` until the last of them is so far behind, the first `sink_len`
+  // from the sinks; a query sees `window` tokens before its own (-1: all) and the first `kept`.
+  std::int64_t group = 1;
   std::int64_t residual = 0, ring = 0, sink_len = 0, window = -1, kept = 0;
   float softcap = 0;              // 0: none
   const float* s_aux = nullptr;   // (H_q) a logit that joins each softmax, without a value
@@ -68,6 +69,10 @@ struct AttentionJob {
 
   const StoredStream& value() const { return stored[streams - 1]; }
   std::int64_t rows_per_head() const { return groups * tokens; }
+  // Whether any token is read from the tail.
+  bool has_tail() const { return residual > 0 || group > 1; }
+  // The last token of the group that a token is in.
+  std::int64_t last_of(std::int64_t token) const { return token - token % group + group - 1; }
 };
 
 }  // namespace caramba_fast

@@ -106,9 +106,11 @@ void Call::place(const Common& c, const Lead& lead, const StreamTensors* streams
   work.residual = work.ring > 0 ? c.residual_len : 0;
   STD_TORCH_CHECK(c.residual_len >= 0 && c.residual_len <= work.ring,
                   "residual_len needs a tail in every stream, and no shorter one");
-  STD_TORCH_CHECK(work.residual == 0 || work.residual + work.all <= work.ring + 1, "T=", work.all,
-                  " and residual_len=", work.residual, " need a tail of ",
-                  work.residual + work.all - 1, ", it has ", work.ring);
+  for (int i = 0; i < count; ++i) work.group = std::max(work.group, work.stored[i].group);
+  const std::int64_t needed = work.residual + work.group - 1 + work.all - 1;
+  STD_TORCH_CHECK(!work.has_tail() || needed <= work.ring, "T=", work.all,
+                  " and residual_len=", work.residual, " need a tail of ", needed, ", it has ",
+                  work.ring);
 }
 
 // Who sees what in the piece under way: its rows end where its queries do.

@@ -29,11 +29,14 @@ inline RowPlan plan_row(const AttentionJob& a, std::int64_t length, std::int64_t
   const std::int64_t begin = pad + a.sink_len;
   const std::int64_t near = a.window >= 0 ? std::max(begin, first - a.window) : begin;
   add(Source::sinks, pad, std::min(begin, length));
-  const std::int64_t end = std::min(length - a.residual, capacity);
+  // Whole groups that the last query reads from codes, and where the first one's tail begins.
+  const std::int64_t encoded = std::max<std::int64_t>(length - a.residual, 0) / a.group * a.group;
+  const std::int64_t end = std::min(encoded, capacity);
   if (near > begin) add(Source::codes, begin, std::min({pad + a.kept, near, end}));
   add(Source::codes, near, end);
-  if (a.residual > 0) {
-    const std::int64_t oldest = std::max(begin, first - a.residual + 1);
+  if (a.has_tail()) {
+    const std::int64_t behind = std::max<std::int64_t>(first - a.residual + 1, 0);
+    const std::int64_t oldest = std::max(begin, behind / a.group * a.group);
     const std::int64_t start = a.kept > 0 ? oldest : std::max(oldest, near);
     const std::int64_t wrap = (std::max<std::int64_t>(start, 0) / a.ring + 1) * a.ring;
     add(Source::tail, start, std::min(wrap, length));

@@ -9,7 +9,16 @@ namespace caramba_fast {
 
 // The `index` column of formats.py. The first three store values as they are, so they name the
 // element types of inputs and outputs as well.
-enum class Format : int { fp32 = 0, fp16 = 1, bf16 = 2, q8_0 = 3, q4_0 = 4, nf4 = 5 };
+enum class Format : int {
+  fp32 = 0,
+  fp16 = 1,
+  bf16 = 2,
+  q8_0 = 3,
+  q4_0 = 4,
+  nf4 = 5,
+  q8_channel = 6,
+  q4_channel = 7
+};
 
 inline constexpr int kValueTypes = 3;
 inline constexpr int kQuantizedFormats = 3;
@@ -20,7 +29,7 @@ struct FormatRow {
   int bits;
 };
 
-// The quantized rows, in the order of `Format`.
+// The rows whose scales are of blocks of a token, in the order of `Format`.
 inline constexpr FormatRow kQuantized[kQuantizedFormats] = {
     {"q8_0", Format::q8_0, 8},
     {"q4_0", Format::q4_0, 4},
@@ -38,8 +47,14 @@ static constexpr bool is_quantized(Format format) {
   return static_cast<int>(format) >= kValueTypes;
 }
 
+// Whether scales and zeros are of channels of a group of tokens.
+static constexpr bool is_by_channel(Format format) {
+  return format == Format::q8_channel || format == Format::q4_channel;
+}
+
 // Bits of a value or of a code.
 static constexpr int bits_of(Format format) {
+  if (is_by_channel(format)) return format == Format::q8_channel ? 8 : 4;
   if (format == Format::fp32) return 32;
   return is_quantized(format) ? kQuantized[static_cast<int>(format) - kValueTypes].bits : 16;
 }

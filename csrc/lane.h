@@ -41,6 +41,14 @@ struct Lane {
     return buffer.at(std::clamp<std::int64_t>(page, 0, job.pages - 1), lane, position % job.slots);
   }
 
+  // Scales and zeros of the group that a position is in.
+  const char* group_at(const StoredStream& s, std::int64_t position) const {
+    if (job.table == nullptr) return s.scales.at(row, lane, position / s.group);
+    const std::int64_t page = job.table[row * job.table_row + position / job.slots];
+    return s.scales.at(std::clamp<std::int64_t>(page, 0, job.pages - 1), lane,
+                       position % job.slots / s.group);
+  }
+
   // A position of the tail, which is a ring, or of the sinks, which begin behind the padding.
   const char* side_at(const Buffer& buffer, Source source, std::int64_t position) const {
     const bool tail = source == Source::tail;

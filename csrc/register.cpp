@@ -201,4 +201,11 @@ STABLE_TORCH_LIBRARY_IMPL(caramba_fast, CPU, m) {
   m.impl("decoupled_decode_attention", TORCH_BOX(&caramba_fast::Decoupled::decode));
   m.impl("extend_attention", TORCH_BOX(&caramba_fast::Standard::extend));
   m.impl("decoupled_extend_attention", TORCH_BOX(&caramba_fast::Decoupled::extend));
+  m.impl("append_.by_channel", TORCH_BOX(&caramba_fast::Boxed<&caramba_fast::append_>::call));
+  m.impl("decoupled_append_.by_channel",
+         TORCH_BOX(&caramba_fast::Boxed<&caramba_fast::decoupled_append_>::call));
+  m.impl("decode_attention.by_channel", TORCH_BOX(&caramba_fast::Standard::decode));
+  m.impl("decoupled_decode_attention.by_channel", TORCH_BOX(&caramba_fast::Decoupled::decode));
+  m.impl("extend_attention.by_channel", TORCH_BOX(&caramba_fast::Standard::extend));
+  m.impl("decoupled_extend_attention.by_channel", TORCH_BOX(&caramba_fast::Decoupled::extend));
 }

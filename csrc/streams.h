@@ -26,7 +26,8 @@ struct Buffer {
 
 struct StoredStream {
   Format format;
-  int block = 32;             // values that share a scale
+  int block = 32;             // values that share a scale; by channel those packed together
+  std::int64_t group = 1;     // tokens that share scales and zeros, by channel
   std::int64_t lane_dim = 0;  // values of a lane of a token
   std::int64_t dim = 0;       // values of a head
   Buffer codes, scales;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "channel.h"
 #include "dequantize.h"
 #include "lane.h"
 #if CARAMBA_FAST_VNNI
@@ -46,7 +47,8 @@ struct HeadStream {
     bytes = nullptr;
 #if CARAMBA_FAST_VNNI
     const int bits = bits_of(s.format);
-    if (!is_quantized(s.format) || !HeadBytes::fits(bits, s.block, blocks)) return;
+    if (!is_quantized(s.format) || is_by_channel(s.format)) return;
+    if (!HeadBytes::fits(bits, s.block, blocks)) return;
     const bool pairs = s.codes.token == kUnit / 2 && width * bits == 8 * s.codes.token &&
                        s.scales.token == 2 * blocks;
     bytes = head_bytes(bits, s.block, blocks, pairs ? 2 : 1);
@@ -59,8 +61,9 @@ struct TileData {
   Format format;
   const char* values;  // or codes
   std::int64_t stride;
-  const char* scales;  // of quantized formats
+  const char* scales;  // of quantized formats; by channel of the group of the first token
   std::int64_t scales_stride;
+  std::int64_t phase = 0;  // by channel: tokens of that group before the first
 };
 
 inline TileData data_of(const Lane& lane, const HeadStream& head, const Tile& tile) {
@@ -72,6 +75,10 @@ inline TileData data_of(const Lane& lane, const HeadStream& head, const Tile& ti
   }
   const char* values = lane.stored_at(s.codes, tile.start) + head.first * bits_of(s.format) / 8;
   if (!is_quantized(s.format)) return {s.format, values, s.codes.token, nullptr, 0};
+  if (is_by_channel(s.format)) {
+    const char* groups = lane.group_at(s, tile.start) + 2 * head.first;
+    return {s.format, values, s.codes.token, groups, s.scales.token, tile.start % s.group};
+  }
   const char* scales = lane.stored_at(s.scales, tile.start) + head.first / s.block * 2;
   return {s.format, values, s.codes.token, scales, s.scales.token};
 }
@@ -79,6 +86,13 @@ inline TileData data_of(const Lane& lane, const HeadStream& head, const Tile& ti
 // Quantized tokens as fp32 in `to`, for `count * head.width` values; others as they are.
 inline TileData decoded(const TileData& data, const HeadStream& head, int count, float* to) {
   if (!is_quantized(data.format)) return data;
+  if (is_by_channel(data.format)) {
+    const StoredStream& s = *head.stored;
+    const GroupRows rows{data.scales, 2 * s.lane_dim, data.scales_stride, s.group, data.phase};
+    const auto decode = data.format == Format::q8_channel ? decode_tokens<8> : decode_tokens<4>;
+    decode(data.values, data.stride, rows, head.width, count, to);
+    return {Format::fp32, reinterpret_cast<const char*>(to), head.width * 4, nullptr, 0};
+  }
   dequantizer(data.format, head.stored->block)(data.values, data.stride, data.scales,
                                                data.scales_stride, head.blocks, count, to);
   return {Format::fp32, reinterpret_cast<const char*>(to), head.width * 4, nullptr, 0};

@@ -59,8 +59,9 @@ struct Visibility {
   static bool sees(const AttentionJob& job, const RowPlan& plan, std::int64_t query,
                    std::int64_t key, Source source) {
     const std::int64_t distance = query - key;
-    if (source == Source::codes ? distance < job.residual : distance < 0) return false;
-    if (source == Source::tail && distance >= job.residual) return false;
+    const bool encoded = query - job.last_of(key) >= job.residual;
+    if (source == Source::codes ? !encoded : distance < 0) return false;
+    if (source == Source::tail && encoded) return false;
     if (job.window < 0 || distance <= job.window) return true;
     return key - plan.pad < job.kept;
   }
@@ -70,9 +71,9 @@ struct Visibility {
     const std::int64_t first = plan.length - plan.count, last = plan.length - 1;
     const std::int64_t newest = tile.start + tile.count - 1;
     if (plan.count != job.tokens) return false;
-    if (tile.source == Source::codes && newest > first - job.residual) return false;
+    if (tile.source == Source::codes && job.last_of(newest) > first - job.residual) return false;
     if (tile.source != Source::codes && newest > first) return false;
-    if (tile.source == Source::tail && last - tile.start >= job.residual) return false;
+    if (tile.source == Source::tail && last - job.last_of(tile.start) >= job.residual) return false;
     return job.window < 0 || last - tile.start <= job.window || newest - plan.pad < job.kept;
   }
 };

@@ -1,4 +1,4 @@
-"""Every snippet of docs/inference.md and docs/serving.md runs, in the order of the page; measured parts are there."""
+"""Every snippet of the README, docs/inference.md and docs/serving.md runs, in order; measured parts are there."""
 
 from __future__ import annotations
 
@@ -47,6 +47,12 @@ def test_python(title, prepared, tmp_path, monkeypatch):
         exec(compile(block, f"{title}, block {index}", "exec"), space)
 
 
+def check_options(arguments: list[str]) -> None:
+    """Raises for options that the command does not have."""
+    command = typer.main.get_command(app).commands[arguments[0]]
+    command.make_context(arguments[0], arguments[1:])
+
+
 @pytest.mark.parametrize(
     "title", [t for t, c in zip(TITLES, CHAPTERS, strict=True) if "```bash" in c]
 )
@@ -63,8 +69,7 @@ def test_commands(title, tmp_path, monkeypatch):
             done = CliRunner().invoke(app, arguments, input="def main():\n/stats\n/undo\n/quit\n")
             assert done.exit_code == 0, (line, done.output)
         else:
-            command = typer.main.get_command(app).commands[arguments[0]]
-            command.make_context(arguments[0], arguments[1:])  # raises for options there are not
+            check_options(arguments)
     if "```yaml" in chapter:
         assert Path("timing.json").is_file()
 
@@ -122,3 +127,33 @@ def test_serving(chapter, served):
     space = dict(served)
     for index, block in enumerate(blocks(chapter, "python")):
         exec(compile(block, f"{chapter.partition(chr(10))[0]}, block {index}", "exec"), space)
+
+
+# -- README.md --------------------------------------------------------------------------------
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_readme_python(tmp_path, monkeypatch):
+    """One snippet goes on where the one before it ended."""
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, Any] = {}
+    for index, block in enumerate(blocks(README, "python")):
+        exec(compile(block, f"README, block {index}", "exec"), space)
+
+
+def test_readme_commands():
+    lines = "".join(blocks(README, "bash")).splitlines()
+    words = [shlex.split(line, comments=True) for line in lines]
+    ours = [arguments for program, *arguments in words if program == "caramba-fast"]
+    assert len(ours) > 5
+    for arguments in ours:
+        check_options(arguments)
+    targets = re.findall(r"^(\S+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert re.findall(r"^make (\S+)", "\n".join(lines), re.MULTILINE) == ["demo", "test"]
+    assert {"demo", "test"} <= set(targets)
+
+
+def test_readme_links():
+    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / target).exists(), target

@@ -7,7 +7,9 @@ stream another view; with the first call that sees it all plans of the old ones 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import is_
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,7 @@ from caramba_fast.ops.registry import Op
 MOST_TOKENS = 33
 #: Plans a layer keeps; a server's batches have many sizes, and come back to them.
 MOST_PLANS = 64
+NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class LayerOps(NamedTuple):
@@ -61,14 +64,25 @@ class LayerPlans:
     def __reduce__(self) -> tuple[Any, ...]:
         return LayerPlans, (self.streams, self.n_kv_heads)
 
-    def append(self, new: Sequence[Tensor], start: Tensor, options: Mapping[str, Any]) -> None:
-        """Writes (B, H_kv, T, D) of each stream behind ``start`` (B,); options as of `ops.append_`, without None."""
-        tensors, views = (*new, start), self._current()
+    def append(
+        self,
+        new: Sequence[Tensor],
+        start: Tensor,
+        options: Mapping[str, Any],
+        tails: Mapping[str, Tensor] = NONE,
+    ) -> None:
+        """Writes (B, H_kv, T, D) of each stream behind ``start`` (B,); options as of `ops.append_`, without None.
+
+        Args:
+            tails: rings of these rows in place of the streams' own.
+        """
+        tensors, views = (*new, start), self._with(tails, self._current())
         plan = self._find(self.ops.append, tensors, views, options)
         if plan is None:
             named = dict(zip(self.streams, views, strict=True))
             plan = plan_append(self.ops.append, named, new, start, options)
-            self._keep(self.ops.append, new[0], plan)
+            if not tails:
+                self._keep(self.ops.append, new[0], plan)
         plan.run(tensors, options)
 
     def planned_append(
@@ -83,21 +97,24 @@ class LayerPlans:
         cache_seqlens: Tensor,
         options: dict[str, Any],
         slots: int | None = None,
+        tails: Mapping[str, Tensor] = NONE,
     ) -> tuple[Tensor, Tensor]:
         """out and lse over what is stored, or its first ``slots``; any number of query tokens.
 
         Arguments and options as of `ops.decode_attention`; of `ops.extend_attention` for more than 32 queries.
+        ``tails`` are rings of these rows in place of the streams' own.
         """
         extends = queries[0].shape[2] > MAX_QUERY_TOKENS
         op = self.ops.extend if extends else self.ops.decode
         options = window_of(options) if extends else options
         options = {name: value for name, value in options.items() if value is not None}
-        tensors, views = (*queries, cache_seqlens), self._current(slots)
+        tensors, views = (*queries, cache_seqlens), self._with(tails, self._current(slots))
         plan = self._find(op, tensors, views, options)
         if plan is None:
             named = dict(zip(self.streams, views, strict=True))
             plan = plan_attention(op, named, queries, cache_seqlens, self.n_kv_heads, options)
-            self._keep(op, queries[0], plan)
+            if not tails:
+                self._keep(op, queries[0], plan)
         found: tuple[Tensor, Tensor] = plan.run(tensors, options)
         return found
 
@@ -113,6 +130,13 @@ class LayerPlans:
         if slots != self._slots:
             self._slots, self._front = slots, [view.slice(slots) for view in views]
         return self._front
+
+    def _with(self, tails: Mapping[str, Tensor], views: list[KVView]) -> list[KVView]:
+        """Views with other rings: of one call, which is planned anew."""
+        if not tails:
+            return views
+        named = zip(self.streams, views, strict=True)
+        return [replace(view, tail=tails[name]) for name, view in named]
 
     def _find(
         self, op: Op, tensors: Sequence[Tensor], views: Sequence[KVView], options: Mapping[str, Any]

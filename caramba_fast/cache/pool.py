@@ -6,6 +6,7 @@ caller alone (`caramba_fast.serve`); here are the bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ class PagePool:
         num_pages: pages.
         max_seq_len: most tokens of a sequence.
         device: where.
+        rings: sequences that are worked on at once: by channel each has a ring for its group that is not full.
         configs: `KVCacheTensorConfig` of the streams, keyword arguments of `ModelKVCache`.
 
     Raises:
@@ -42,26 +44,34 @@ class PagePool:
         num_pages: int,
         max_seq_len: int,
         device: torch.device | str = "cpu",
+        *,
+        rings: int = 1,
         **configs: Any,
     ) -> None:
         check_shareable(configs)
         self.page_size, self.num_pages, self.max_seq_len = page_size, num_pages, max_seq_len
         self.device = torch.device(device)
         stored = ModelKVCache(
-            layers, 1, max_seq_len, device=device, prefill="stored", page_size=page_size, num_pages=num_pages,
-            **configs,
+            layers, rings, max_seq_len, device=device, prefill="stored", page_size=page_size, num_pages=num_pages,
+            **with_rings(configs),
         )  # fmt: skip
         self.layers: list[LayerCache] = stored.layers
+        self.group, self.rings = self.layers[0].group, rings
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for pages."""
-        return sum(buffer.nbytes for buffer in self._buffers)
+        """Bytes allocated for pages and rings."""
+        return sum(buffer.nbytes for buffer in (*self._buffers, *self._tails))
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        return self.nbytes // self.num_pages
+        return sum(buffer.nbytes for buffer in self._buffers) // self.num_pages
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the ring of one sequence over all layers; 0 where the storage has none."""
+        return sum(tail.nbytes for tail in self._tails) // self.rings
 
     @property
     def pages_per_row(self) -> int:
@@ -72,6 +82,28 @@ class PagePool:
     def _buffers(self) -> list[Tensor]:
         streams = (stream for layer in self.layers for stream in layer.streams.values())
         return [x for stream in streams for x in (stream.codes, stream.scales) if x is not None]
+
+    @property
+    def _tails(self) -> list[Tensor]:
+        streams = (stream for layer in self.layers for stream in layer.streams.values())
+        return [stream.tail for stream in streams if stream.tail is not None]
+
+    @torch.no_grad()
+    def copy_ring(self, source: int, target: int) -> None:
+        """Copies the ring of one sequence to another's."""
+        for tail in self._tails:
+            tail[target] = tail[source]
+
+    @torch.no_grad()
+    def read_ring(self, ring: int) -> PageBytes:
+        """What a ring holds, on the CPU."""
+        return [tail[ring].cpu() for tail in self._tails]
+
+    @torch.no_grad()
+    def write_ring(self, ring: int, content: PageBytes) -> None:
+        """Puts what `read_ring` gave into another ring."""
+        for tail, part in zip(self._tails, content, strict=True):
+            tail[ring] = part.to(self.device)
 
     @torch.no_grad()
     def copy(self, moved: Sequence[tuple[int, int]]) -> None:
@@ -93,13 +125,17 @@ class PagePool:
             buffer.index_copy_(0, index, part.to(self.device))
 
     @staticmethod
-    def bytes_per_page(layers: Sequence[AnyLayerShape], page_size: int, **configs: Any) -> int:
-        """Bytes of one page over all layers, before any is allocated."""
-        one = ModelKVCache(
-            layers, 1, page_size, device="meta", prefill="stored", page_size=page_size, num_pages=1, **configs
-        )  # fmt: skip
-        streams = (stream for layer in one.layers for stream in layer.streams.values())
-        return sum(x.nbytes for s in streams for x in (s.codes, s.scales) if x is not None)
+    def sizes(layers: Sequence[AnyLayerShape], page_size: int, **configs: Any) -> tuple[int, int]:
+        """Bytes of one page, and of the ring of one sequence, over all layers, before any is allocated."""
+        one = PagePool(layers, page_size, 1, page_size, "meta", **configs)
+        return one.page_bytes, one.ring_bytes
+
+
+def with_rings(configs: Mapping[str, KVCacheTensorConfig]) -> dict[str, Any]:
+    """The storage with rings of two groups: of that of a token, and of one whose tokens may be taken back."""
+    group = math.lcm(*(config.group for config in configs.values()))
+    slack = {"tail_slack": group} if group > 1 else {}
+    return {name: config.model_copy(update=slack) for name, config in configs.items()}
 
 
 def check_shareable(configs: Mapping[str, KVCacheTensorConfig]) -> None:

@@ -3,11 +3,14 @@
 A model's linear layers see N tokens and no rows. Attention takes those that came alone as one call of T = 1, and
 the stretches of prompts and drafts as another, cut into pieces of at most 32 queries; both are the ordinary ops
 over a block table, on whatever backend serves them.
+
+By channel the tokens of a group that is not full are in the fp16 ring of their sequence. Stretches are cut where groups
+begin, so that each piece needs one group: it gets a ring of its own for the length of a layer, with what its sequence
+has of the first group, and what came goes back to the ring of the sequence.
 """
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,6 +20,7 @@ from torch import Tensor
 
 from caramba_fast.cache.layer import LayerCache
 from caramba_fast.cache.pool import PagePool
+from caramba_fast.cache.stream import CacheTensor
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 
 
@@ -27,15 +31,31 @@ class Stretch(NamedTuple):
         start: tokens it has in the pool before them.
         tokens: how many come, 1 or more.
         pages: its pages, in order, with room for them.
+        ring: its ring in the pool; of no meaning where the storage has none.
     """
 
     start: int
     tokens: int
     pages: Sequence[int]
+    ring: int = 0
 
 
-#: First of the N tokens, tokens before it in its sequence, how many, and the sequence's pages.
-Piece = tuple[int, int, int, Sequence[int]]
+class Piece(NamedTuple):
+    """A part of a stretch that is one row of a call.
+
+    Attributes:
+        first: its first token, of the N.
+        start: tokens before it in its sequence.
+        length: how many.
+        pages: the sequence's.
+        row: which of the rings of this pass it uses.
+    """
+
+    first: int
+    start: int
+    length: int
+    pages: Sequence[int]
+    row: int
 
 
 class _Group:
@@ -50,24 +70,25 @@ class _Group:
     def __init__(
         self, pieces: Sequence[Piece], page_size: int, device: torch.device
     ) -> None:  # fmt: skip
-        counts = [count for _, _, count, _ in pieces]
-        self.rows, self.width, self.first = len(pieces), max(counts), pieces[0][0]
-        width = max(-(-(start + count) // page_size) for _, start, count, _ in pieces)
-        tables = [[*pages[:width], *[-1] * (width - len(pages))] for _, _, _, pages in pieces]
+        counts = [piece.length for piece in pieces]
+        self.rows, self.width, self.first = len(pieces), max(counts), pieces[0].first
+        width = max(-(-(piece.start + piece.length) // page_size) for piece in pieces)
+        tables = [[*p.pages[:width], *[-1] * (width - len(p.pages))] for p in pieces]
 
         def integers(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
         self.table = integers(tables)
-        self.starts = integers([start for _, start, _, _ in pieces])
-        self.ends = integers([start + count for _, start, count, _ in pieces])
+        self.starts = integers([piece.start for piece in pieces])
+        self.ends = integers([piece.start + piece.length for piece in pieces])
+        self.rings = integers([piece.row for piece in pieces], torch.int64)
         self.index: Tensor | None = None
         self.query_lens: Tensor | None = None
         self.kept: Tensor | None = None
         if self.width > 1:
             steps = range(self.width)
             self.index = integers(
-                [[at + min(step, count - 1) for step in steps] for at, _, count, _ in pieces],
+                [[p.first + min(step, p.length - 1) for step in steps] for p in pieces],
                 torch.int64,
             )
             if min(counts) < self.width:
@@ -87,6 +108,42 @@ class _Group:
         """(R, H, W, D) -> (tokens, H, D), without padding."""
         flat = out.transpose(1, 2).flatten(0, 1)
         return flat if self.kept is None else flat[self.kept]
+
+
+class _Rings:
+    """The rings of one pass: one for each piece, of 2 * group slots, filled from those of the sequences and given back.
+
+    Args:
+        pieces: of all stretches, each within a group.
+        rings: the ring of each piece's sequence.
+        ends: where the stretch of each piece ends in its sequence.
+        size: slots of a ring.
+        device: where.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        rings: Sequence[int],
+        ends: Sequence[int],
+        size: int,
+        device: torch.device,
+    ) -> None:
+        self.of_rows = torch.tensor(rings, dtype=torch.int64).to(device)
+        kept = [
+            (piece.row, ring, place % size)
+            for piece, ring, end in zip(pieces, rings, ends, strict=True)
+            for place in range(max(piece.start, end - size), piece.start + piece.length)
+        ]
+        self.row, self.ring, self.slot = torch.tensor(kept, dtype=torch.int64).T.to(device)
+
+    def taken(self, tail: Tensor) -> Tensor:
+        """(pieces, lanes, slots, lane_dim): what each piece's sequence has in ``tail`` (rings, …)."""
+        return tail.index_select(0, self.of_rows)
+
+    def give_back(self, pieces: Tensor, tail: Tensor) -> None:
+        """Writes what the pieces have got into the rings of their sequences."""
+        tail[self.ring, :, self.slot] = pieces[self.row, :, self.slot]
 
 
 class RaggedBatch:
@@ -110,21 +167,33 @@ class RaggedBatch:
 
     def __init__(self, stretches: Sequence[Stretch], pool: PagePool) -> None:
         _check(stretches, pool.page_size)
-        single, pieces = list[Piece](), list[Piece]()
+        size, device, group = pool.page_size, pool.device, pool.group
+        appended = list[Piece]()
         first = 0
-        for start, count, pages in stretches:
-            if count == 1:
-                single.append((first, start, 1, pages))
-            for at in range(0, count if count > 1 else 0, MAX_QUERY_TOKENS):
-                size = min(MAX_QUERY_TOKENS, count - at)
-                pieces.append((first + at, start + at, size, pages))
-            first += count
+        for stretch in stretches:
+            for at, count in _cut(stretch.start, stretch.tokens, group):
+                row = len(appended)
+                appended.append(Piece(first + at, stretch.start + at, count, stretch.pages, row))
+            first += stretch.tokens
         self.tokens, self.longest = first, max(s.start + s.tokens for s in stretches)
-        self.groups = [_Group(x, pool.page_size, pool.device) for x in (single, pieces) if x]
+        singles = sum(stretch.tokens == 1 for stretch in stretches)
+        parts = [appended[:singles], appended[singles:]]
+        self.groups = [_Group(part, size, device) for part in parts if part]
+        self.rings, self.queries = None, self.groups
+        if group > 1:
+            owners = [s for s in stretches for _ in _cut(s.start, s.tokens, group)]
+            ends = [s.start + s.tokens for s in owners]
+            self.rings = _Rings(appended, [s.ring for s in owners], ends, 2 * group, device)
+        if group > MAX_QUERY_TOKENS:
+            parts[1] = [part for piece in parts[1] for part in _halved(piece)]
+            self.queries = [_Group(part, size, device) for part in parts if part]
+        self._pieces = appended
         positions = [s.start + i for s in stretches for i in range(s.tokens)]
         self.positions = torch.tensor(positions, dtype=torch.int64).to(pool.device)
-        self._stretches, self._pool = stretches, pool
-        self.layers = [RaggedLayer(layer, self.groups) for layer in pool.layers]
+        self._pool = pool
+        self.layers = [
+            RaggedLayer(layer, self.groups, self.queries, self.rings) for layer in pool.layers
+        ]
 
     def __getitem__(self, index: int) -> RaggedLayer:
         return self.layers[index]
@@ -135,13 +204,36 @@ class RaggedBatch:
         No layer follows: what the others would have seen nobody asks for.
         """
         single = list[Piece]()
-        ends = list(itertools.accumulate(stretch.tokens for stretch in self._stretches))
+        firsts = [piece.first for piece in self._pieces]
         for place, token in enumerate(rows.tolist()):
-            index = bisect_right(ends, token)
-            start, count, pages = self._stretches[index]
-            single.append((place, start + token - (ends[index] - count), 1, pages))
-        groups = [_Group(single, self._pool.page_size, self._pool.device)] if single else []
-        return RaggedLayer(self._pool.layers[-1], self.groups, groups)
+            piece = self._pieces[bisect_right(firsts, token) - 1]
+            single.append(
+                Piece(place, piece.start + token - piece.first, 1, piece.pages, piece.row)
+            )
+        queries = [_Group(single, self._pool.page_size, self._pool.device)] if single else []
+        return RaggedLayer(self._pool.layers[-1], self.groups, queries, self.rings)
+
+
+def _cut(start: int, tokens: int, group: int) -> list[tuple[int, int]]:
+    """Pieces (first, count) of a stretch: within a group by channel, else of at most 32 tokens."""
+    found, at = list[tuple[int, int]](), 0
+    while at < tokens:
+        most = group - (start + at) % group if group > 1 else MAX_QUERY_TOKENS
+        found.append((at, min(most, tokens - at)))
+        at += found[-1][1]
+    return found
+
+
+def _halved(piece: Piece) -> list[Piece]:
+    """A piece of a large group as some of at most 32 queries."""
+    return [
+        piece._replace(
+            first=piece.first + at,
+            start=piece.start + at,
+            length=min(MAX_QUERY_TOKENS, piece.length - at),
+        )
+        for at in range(0, piece.length, MAX_QUERY_TOKENS)
+    ]
 
 
 class RaggedLayer:
@@ -150,20 +242,34 @@ class RaggedLayer:
     is_empty = False
 
     def __init__(
-        self, stored: LayerCache, groups: Sequence[_Group], queries: Sequence[_Group] | None = None
+        self,
+        stored: LayerCache,
+        groups: Sequence[_Group],
+        queries: Sequence[_Group],
+        rings: _Rings | None,
     ) -> None:
-        self.stored, self.groups = stored, groups
-        self.queries = groups if queries is None else queries
+        self.stored, self.groups, self.queries, self.rings = stored, groups, queries, rings
+        self._tails: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def append_tokens(self, *new: Tensor) -> None:
         """Stores N tokens: (N, H_kv, D) of each stream."""
+        streams, rings = self.stored.streams, self.rings
+        if rings is not None:
+            self._tails = {name: rings.taken(tail_of(stream)) for name, stream in streams.items()}
+        at = 0
         for group in self.groups:
             rows = [group.rows_of(x) for x in new]
             options = {"block_table": group.table}
             if group.query_lens is not None:
                 options["query_lens"] = group.query_lens
-            self.stored.plans.append(rows, group.starts, options)
+            part = slice(at, at + group.rows)
+            tails = {name: tail[part] for name, tail in self._tails.items()}
+            self.stored.plans.append(rows, group.starts, options, tails)
+            at += group.rows
+        if rings is not None:
+            for name, stream in streams.items():
+                rings.give_back(self._tails[name], tail_of(stream))
 
     def attend_tokens(self, *queries: Tensor, **options: Any) -> Tensor:
         """(N, H_q, D) each, or those of the rows that are wanted -> (N, H_q, D_v).
@@ -174,7 +280,8 @@ class RaggedLayer:
         for group in self.queries:
             rows = [group.rows_of(q) for q in queries]
             pages = {"block_table": group.table, "query_lens": group.query_lens}
-            out, _ = self.stored.plans.attend(rows, group.ends, {**options, **pages})
+            tails = {name: tail[group.rings] for name, tail in self._tails.items()}
+            out, _ = self.stored.plans.attend(rows, group.ends, {**options, **pages}, tails=tails)
             found.append(group.tokens_of(out))
         if not found:
             heads, dim = queries[0].shape[1], self.stored.streams["v"].head_dim
@@ -194,11 +301,17 @@ class RaggedLayer:
         return self.attend_tokens(*(q[:, :, 0] for q in queries), **options).unsqueeze(2)
 
 
+def tail_of(stream: CacheTensor) -> Tensor:
+    """The rings of a stream by channel."""
+    assert stream.tail is not None
+    return stream.tail
+
+
 def _check(stretches: Sequence[Stretch], page_size: int) -> None:
     if not stretches:
         raise ValueError("stretches is empty; a batch has one token or more")
     longer = False
-    for index, (start, count, pages) in enumerate(stretches):
+    for index, (start, count, pages, _) in enumerate(stretches):
         if count < 1 or start < 0 or start + count > len(pages) * page_size:
             raise ValueError(
                 f"stretch {index} has {count} tokens behind {start} and {len(pages)} pages of {page_size}; "

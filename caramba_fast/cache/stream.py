@@ -102,6 +102,11 @@ class CacheTensor:
         lead = (blocks[0], lanes.count)
         self.scales: Tensor | None = None
         if form.quantized:
+            if form.by_channel and blocks[1] % config.qblock:
+                raise ValueError(
+                    f"qblock is {config.qblock} and pages have {blocks[1]} tokens; {form.name} needs a page_size that "
+                    "is a multiple of qblock"
+                )
             check_block(blocks[1] if form.by_channel else dim, config.qblock, "qblock")
             rows = blocks[1] // self.group
             self.scales = empty(

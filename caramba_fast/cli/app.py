@@ -10,9 +10,49 @@ import typer
 
 from caramba_fast.cli import options as o
 from caramba_fast.cli.bench import bench
-from caramba_fast.cli.options import Force, one_line_errors
+
+app = typer.Typer(
+    name="caramba-fast",
+    help="Decode from quantized KV caches that are read as they are stored.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench, name="bench")
 
 
+@app.command()
+def demo(
+    tokens: Annotated[
+        int, typer.Option(help="Tokens of held-out text to measure quality on.", min=512)
+    ] = 8192,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to write with each cache.", min=2)] = 48,
+) -> None:
+    """A trained model writes from fp16, q8, q4 and nf4 caches: what each saves and costs."""
+    with o.one_line_errors():
+        from caramba_fast.cli.demo import run_demo  # noqa: PLC0415
+
+        run_demo(quality_tokens=tokens, new_tokens=new_tokens)
+
+
+@app.command()
+def doctor(
+    report: Annotated[
+        bool, typer.Option("--report", help="Plain text to paste into a bug report.")
+    ] = False,
+) -> None:
+    """Versions, device, and which backend serves which op, with the reason why others do not."""
+    with o.one_line_errors():
+        if report:
+            from caramba_fast.cli import report as bug  # noqa: PLC0415
+
+            typer.echo(bug.report())
+            return
+        from caramba_fast.cli.doctor import run_doctor  # noqa: PLC0415
+
+        run_doctor()
+
+
+@app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; '-' reads standard input.")],
     model: o.Model = "demo",
@@ -51,6 +91,7 @@ def generate(
         run_generate(text, Setup(model, settings, draft, device, dtype), stats)
 
 
+@app.command()
 def chat(
     model: o.Model = "demo",
     device: o.Device = "cpu",
@@ -92,6 +133,7 @@ def chat(
         run_chat(Setup(model, settings, draft, device, dtype), system, stats)
 
 
+@app.command()
 def run(
     manifest: Annotated[Path, typer.Argument(help="A YAML file, such as examples/manifest.yml.")],
     only: Annotated[
@@ -110,52 +152,6 @@ def run(
         from caramba_fast.cli.manifest import run_file  # noqa: PLC0415
 
         run_file(manifest, only, prompt, check, force=force)
-
-
-app = typer.Typer(
-    name="caramba-fast",
-    help="Decode from quantized KV caches that are read as they are stored.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
-app.add_typer(bench, name="bench")
-
-
-@app.command()
-def demo(
-    tokens: Annotated[
-        int, typer.Option(help="Tokens of held-out text to measure quality on.", min=512)
-    ] = 8192,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to write with each cache.", min=2)] = 48,
-) -> None:
-    """A trained model writes from fp16, q8, q4 and nf4 caches: what each saves and costs."""
-    with one_line_errors():
-        from caramba_fast.cli.demo import run_demo  # noqa: PLC0415
-
-        run_demo(quality_tokens=tokens, new_tokens=new_tokens)
-
-
-@app.command()
-def doctor(
-    report: Annotated[
-        bool, typer.Option("--report", help="Plain text to paste into a bug report.")
-    ] = False,
-) -> None:
-    """Versions, device, and which backend serves which op, with the reason why others do not."""
-    with one_line_errors():
-        if report:
-            from caramba_fast.cli import report as bug  # noqa: PLC0415
-
-            typer.echo(bug.report())
-            return
-        from caramba_fast.cli.doctor import run_doctor  # noqa: PLC0415
-
-        run_doctor()
-
-
-app.command()(generate)
-app.command()(chat)
-app.command()(run)
 
 
 @app.command(hidden=True, context_settings={"ignore_unknown_options": True})
@@ -193,15 +189,15 @@ def quality(
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of text at each context.")] = 16384,
     needles: Annotated[int, typer.Option(help="Needles at each context; 0 for none.")] = 1024,
-    device: Annotated[str, typer.Option(help="cpu, cuda or mps.")] = "cpu",
+    device: o.Device = "cpu",
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for the table, the plot, and parts to resume from."),
     ] = None,
-    force: Force = False,
+    force: o.Force = False,
 ) -> None:
     """What each cache costs a model: loss, KL, top token, acceptance, needles, with intervals."""
-    with one_line_errors():
+    with o.one_line_errors():
         from caramba_fast.cli.quality import run_quality  # noqa: PLC0415
 
         run_quality(
@@ -219,9 +215,7 @@ def plan(
             "demo:gqa/outliers-8."
         ),
     ] = "demo",
-    budget_mb: Annotated[
-        float | None, typer.Option(help="Most MiB of the whole cache, everything included.")
-    ] = None,
+    budget_mb: Annotated[float | None, typer.Option(help=o.BUDGET)] = None,
     max_delta_nll: Annotated[
         float | None, typer.Option(help="Most nats a token may become less likely.")
     ] = None,
@@ -266,12 +260,12 @@ def plan(
     probe_sec: Annotated[
         float | None, typer.Option(help="Check a kept plan again when it is this old.")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or mps.")] = "cpu",
+    device: o.Device = "cpu",
     plot: Annotated[
         Path | None, typer.Option(help="A .png or .svg file: quality against bytes.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
-    force: Force = False,
+    force: o.Force = False,
 ) -> None:
     """Which cache cache_kind="auto" takes here: every candidate, its figures, and why it fell."""
     settings = dict(
@@ -283,7 +277,7 @@ def plan(
         cache_plan_path=plan_path, cache_plan_probe=None if probe_sec is None else True,
         cache_plan_probe_interval_sec=probe_sec, on_no_candidate="best" if best else None,
     )  # fmt: skip
-    with one_line_errors():
+    with o.one_line_errors():
         from caramba_fast.cli.plan import run_plan  # noqa: PLC0415
 
         run_plan(

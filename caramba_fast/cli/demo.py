@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class Written:
-    """Greedy continuation of the prompt, and the run of median speed."""
+    """Greedy continuation of the prompt, and what writing it took."""
 
     text: str
     metrics: GenerationMetrics
@@ -93,10 +94,14 @@ def write_with_each(
             if index:  # the first round warms up
                 runs[kind].append(Written(tokenizer.decode(output), generator.metrics))
         advance()
-    return {
-        kind: sorted(found, key=lambda run: run.metrics.decode_tokens_per_s)[len(found) // 2]
-        for kind, found in runs.items()
-    }
+    return {kind: _median(found) for kind, found in runs.items()}
+
+
+def _median(runs: Sequence[Written]) -> Written:
+    """The run of median speed, with the median time to the first token."""
+    middle = sorted(runs, key=lambda run: run.metrics.decode_tokens_per_s)[len(runs) // 2]
+    ttft = statistics.median(run.metrics.ttft_s for run in runs)
+    return replace(middle, metrics=replace(middle.metrics, ttft_s=ttft))
 
 
 def measure_model(

@@ -13,6 +13,8 @@ USER_ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError)
 
 SAMPLING, ENDING, CACHE, SPECULATION = "Sampling", "Ending", "Cache", "Speculation"
 
+#: Said of options that stand in a panel with some commands, and among all others with one.
+BUDGET = "Most MiB of the whole cache, everything included."
 
 Force = Annotated[
     bool, typer.Option("--force", help="Replace files of other kinds that are in the way.")
@@ -59,7 +61,7 @@ Cache = Annotated[
 ]
 Budget = Annotated[
     float | None,
-    typer.Option(help="Most MiB of the whole cache, everything included.", rich_help_panel=CACHE),
+    typer.Option(help=BUDGET, rich_help_panel=CACHE),
 ]
 Room = Annotated[int, typer.Option(help="Tokens the cache can hold.", rich_help_panel=CACHE)]
 

@@ -31,7 +31,7 @@ _VALUES = {"fit": "mse", "rotate": True, **_RING}
 #: figures of docs/quality.md, on real models. "kind" says what keys are stored as in place of the kind itself.
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "q8_0": {
-        "k": {"kind": KVCacheKind.Q8_CHANNEL, "qblock": 64, "tail_slack": TAIL_SLACK},
+        "k": {"kind": KVCacheKind.Q8_CHANNEL, "tail_slack": TAIL_SLACK},
         "v": {"tail_slack": TAIL_SLACK},
     },
     "q4_0": {"k": _KEYS, "v": _VALUES},

@@ -24,6 +24,7 @@ from caramba_fast.cache import (
     ModelKVCache,
 )
 from caramba_fast.config import KVCacheTensorConfig
+from caramba_fast.config.kvcache import ring_size
 from caramba_fast.distributed.group import RankGroup
 from caramba_fast.distributed.layer import (
     ContextParallelDecoupledLayerKVCache,
@@ -108,9 +109,10 @@ class Context:
         tokens = placement.spread.tokens_of(self.group.rank) or self.page_size
         local = make(**own, max_seq_len=tokens, page_size=self.page_size)
         ring = None
-        if next(iter(made.values())).residual_len:
+        if ring_size(made.values()):
             rings = {name: ring_config(config) for name, config in made.items()}
-            ring = as_ring(make(**rings, max_seq_len=max_seq_len, page_size=ZEROS, num_pages=1))
+            zeros = max(ZEROS, *(config.group for config in rings.values()))
+            ring = as_ring(make(**rings, max_seq_len=max_seq_len, page_size=zeros, num_pages=1))
         return LAYERS[kind](local, ring, placement, self.group, max_seq_len)
 
     def _check(self, page_size: int | None, num_pages: int | None, sinks: int) -> None:

@@ -74,7 +74,7 @@ def asked_queries(
     count = layer._newest if padded else [tokens] * layer.batch_size
     start = tuple(n - before - c for n, c in zip(lengths.host, count, strict=True))
     left = layer.reach.window(options)[0]
-    return Queries(start, tuple(count), tokens, layer.residual_len, left)
+    return Queries(start, tuple(count), tokens, layer.residual_len, left, layer.local.group)
 
 
 def _check_options(layer: ContextParallelLayer, options: dict[str, Any]) -> None:
@@ -163,6 +163,7 @@ class ContextParallelLayer(CachedRows):
         self.batch_size, self.max_seq_len = local.batch_size, max_seq_len
         self.n_kv_heads, self.device = local.n_kv_heads, local.device
         self.residual_len = 0 if ring is None else ring.residual_len
+        self.ring_len = 0 if ring is None else ring.ring_len
         self.reads_all_slots, self.reach = False, AttentionLimits()
         self._newest: list[int] = []  # real tokens of the last append, by row
         with torch.inference_mode(False):  # as the buffers
@@ -238,7 +239,7 @@ class ContextParallelLayer(CachedRows):
         state = attend_to_pages(self.local, queries, self.placement.read(asked), plain)
         if self.ring is not None and self.group.rank == self.placement.spread.first_rank:
             few = {name: value for name, value in plain.items() if name != "q_chunk"}
-            recent = attend_to_ring(self.ring, queries, before, asked.left, few)
+            recent = attend_to_ring(self.ring, queries, before, asked, few)
             state = merge_state(*state, *recent)
         elif self.ring is not None and not before:
             self.ring.narrow_tails()

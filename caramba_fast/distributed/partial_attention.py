@@ -9,15 +9,19 @@ moves kilobytes, where a collective costs its latency, not its bytes.
 A rank's part is that over its own pages, by the calls `placement` lists. Keys less than ``residual_len`` behind a query
 are read in fp16 from a ring, wherever their codes are. The ring is small, so every rank has it, whole; one of them
 attends to it. It is the ring of an ordinary layer cache that has no pages: what it is given goes to the ring, its codes
-nowhere. Reading it with a window of ``residual_len`` tokens leaves nothing visible but what comes from the ring.
+nowhere. Reading it with a window of ``residual_len`` tokens leaves nothing visible but what comes from the ring. By
+channel that is not one number of tokens for all queries: stretches of queries that read the same groups from the ring
+are taken one after the other, and what lies before these groups is hidden as padding is.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +29,7 @@ from caramba_fast.cache import LayerCache, PageAllocator, PageTable
 from caramba_fast.cache.plans import LayerPlans
 from caramba_fast.config import KVCacheTensorConfig
 from caramba_fast.distributed.group import RankGroup
-from caramba_fast.distributed.placement import PAGE_MULTIPLE, Call
+from caramba_fast.distributed.placement import PAGE_MULTIPLE, Call, Queries
 from caramba_fast.ops import merge_state
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 
@@ -163,19 +167,20 @@ def _run(cache: LayerCache, queries: list[Tensor], call: Call, options: dict[str
         queries = [q.reshape(shape[0], shape[1] * shape[2], 1, -1) for q in queries]
     if queries[0].shape[2] <= MAX_QUERY_TOKENS:
         options.pop("q_chunk", None)
-    sinks = any(stream.sink is not None for stream in cache.streams.values())
-    plans = _of_rows(cache, call) if sinks and not call.whole else cache.plans
+    streams = cache.streams.values()
+    sides = any(stream.sink is not None or stream.tail is not None for stream in streams)
+    plans = _of_rows(cache, call) if sides and not call.whole else cache.plans
     out, lse = plans.attend(queries, call.seqlens, options)
     return out.reshape(*shape, -1), lse.reshape(shape)
 
 
 def _of_rows(cache: LayerCache, call: Call) -> LayerPlans:
-    """Reads with the sinks of the call's rows; pages are those of any row."""
+    """Reads with the sinks and rings of the call's rows; pages are those of any row."""
     streams = {name: stream.select_rows(call.rows, None) for name, stream in cache.streams.items()}
     return LayerPlans(streams, cache.n_kv_heads)
 
 
-#: Tokens of the one page the ring's cache has, which holds zeros: as few as a page can have.
+#: Tokens of the one page the ring's cache has, which holds zeros: as few as a page can have, or a group by channel.
 ZEROS = PAGE_MULTIPLE
 
 
@@ -185,8 +190,8 @@ class NoPages(PageTable):
     Writing finds no page; reading finds one page of zeros wherever it looks, which no query sees.
     """
 
-    def __init__(self, batch_size: int, pages: int, device: torch.device) -> None:
-        super().__init__(batch_size, pages, ZEROS, PageAllocator(1), device)
+    def __init__(self, batch_size: int, pages: int, size: int, device: torch.device) -> None:
+        super().__init__(batch_size, pages, size, PageAllocator(1), device)
         self._zeros = torch.zeros_like(self.tensor)
 
     def columns(self, longest: int) -> Tensor:  # noqa: ARG002 - there is one page, whatever the length
@@ -205,7 +210,7 @@ class NoPages(PageTable):
 
     def select_rows(self, rows: Sequence[int]) -> NoPages:
         """The same for other rows."""
-        return NoPages(len(rows), self.tensor.shape[1], self.tensor.device)
+        return NoPages(len(rows), self.tensor.shape[1], self.page_size, self.tensor.device)
 
 
 def ring_config(config: KVCacheTensorConfig) -> KVCacheTensorConfig:
@@ -226,16 +231,55 @@ def as_ring(cache: LayerCache) -> LayerCache:
         for buffer in stream.token_buffers:
             buffer.zero_()
     rows, pages = cache.pages.tensor.shape
-    cache.pages = NoPages(rows, pages, cache.device)
+    cache.pages = NoPages(rows, pages, cache.pages.page_size, cache.device)
     return cache
 
 
 def attend_to_ring(
-    ring: LayerCache, queries: Sequence[Tensor], before: int, left: int, options: dict[str, Any]
+    ring: LayerCache,
+    queries: Sequence[Tensor],
+    before: int,
+    asked: Queries,
+    options: dict[str, Any],
 ) -> State:
-    """The queries over the keys less than residual_len behind them, and less than ``left`` + 1, -1 for no limit."""
-    reach = ring.residual_len - 1
+    """The queries over the keys that no rank reads from codes for them, of those in their window."""
+    if asked.group > 1:
+        found = _attend_to_groups(ring, queries, asked, options)
+        if not before:
+            ring.narrow_tails()
+        return found
+    reach, left = ring.residual_len - 1, asked.left
     window = (reach if left < 0 else min(reach, left), 0)
     options = {**options, "window_size": window, "return_softmax_lse": True}
-    found: Any = ring.attend_from(tuple(queries), before, options)
-    return found[0], found[1]
+    recent: Any = ring.attend_from(tuple(queries), before, options)
+    return recent[0], recent[1]
+
+
+def _attend_to_groups(
+    ring: LayerCache, queries: Sequence[Tensor], asked: Queries, options: dict[str, Any]
+) -> State:
+    """`attend_to_ring` by channel: stretches of queries that read the same groups of their rows."""
+    assert ring.pages is not None
+    start, count = np.array(asked.start), np.array(asked.count)
+    first = asked.encoded(start[:, None] + np.arange(asked.tokens)).clip(min=0)
+    changes = np.flatnonzero((np.diff(first) != 0).any(0)) + 1
+    parts = []
+    for begin, end in pairwise([0, *changes.tolist(), asked.tokens]):
+        real = (count - begin).clip(0, end - begin)
+
+        def integers(values: Any) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values, np.int32)).to(ring.device)
+
+        given = {
+            **options,
+            "block_table": ring.pages.columns(ring.pos),
+            "cache_leftpad": integers(first[:, begin]),
+            "query_lens": integers(real) if (real < end - begin).any() else None,
+            "residual_len": ring.residual_len,
+            "window_size": (asked.left, 0) if asked.left >= 0 else None,
+        }
+        part = [q[:, :, begin:end] for q in queries]
+        parts.append(ring.plans.attend(part, integers(start + begin + real), given))
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)

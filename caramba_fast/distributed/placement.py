@@ -196,6 +196,7 @@ class Queries:
         tokens: T, padding included.
         behind: keys less than this many tokens behind a query are read elsewhere (the fp16 tail).
         left: tokens before its own that a query sees; -1 for all.
+        group: tokens that are encoded together: those of a group are read elsewhere until its last one is far enough.
     """
 
     start: tuple[int, ...]
@@ -203,6 +204,11 @@ class Queries:
     tokens: int
     behind: int = 0
     left: int = -1
+    group: int = 1
+
+    def encoded(self, position: Counts) -> Counts:
+        """Tokens that queries at ``position`` read from codes, counted from the first; below 0 for none."""
+        return (position - self.behind + 1) // self.group * self.group
 
 
 class Placement:
@@ -246,13 +252,23 @@ class Placement:
         step = np.arange(queries.tokens)
         real = step < np.array(queries.count)[:, None]
         position = np.array(queries.start)[:, None] + step
-        end = np.where(real, position - queries.behind + 1, 0)
+        end = np.where(real, queries.encoded(position), 0)
         seen = self.spread.count(self.rank, end)
         if queries.left >= 0:
             hidden = self.spread.count(self.rank, np.where(real, position - queries.left, 0))
             if (np.minimum(hidden, seen) > 0).any():
                 return self._windowed(seen, seen - np.minimum(hidden, seen))
-        return self._whole(seen, end, real)
+        return self._level(seen, real) if queries.group > 1 else self._whole(seen, end, real)
+
+    def _level(self, seen: Counts, real: Flags) -> list[Call]:
+        """Calls of queries of which some in a row see the same whole groups."""
+        runs = []
+        for row, count in enumerate(real.sum(1).tolist()):
+            edges = [0, *(np.flatnonzero(np.diff(seen[row, :count])) + 1).tolist(), count]
+            for start, stop in pairwise(edges):
+                if stop > start and seen[row, start] > 0:
+                    runs += _cut(row, start, stop, LEVEL_QUERIES)
+        return [self._call(np.array(runs), seen, False)] if runs else []
 
     def _whole(self, seen: Counts, end: Counts, real: Flags) -> list[Call]:
         """Calls of queries that see all tokens before theirs; ``end`` is what they see over all ranks."""

@@ -18,7 +18,7 @@ from caramba_fast.infer.policy_fields import CachePolicyFields, DecodePlanFields
 from caramba_fast.infer.run import Hooks, Run
 from caramba_fast.infer.sequence import Prompts, TokenIds
 from caramba_fast.infer.stepwise import Mask, StepwiseGenerator
-from caramba_fast.infer.stopping import Decoder, Stopping, check_fits, row_limits
+from caramba_fast.infer.stopping import Decoder, Stopping, check_fits, eos_ids, row_limits
 from caramba_fast.infer.tokenizer import find_tokenizer
 from caramba_fast.models import LanguageModel
 from caramba_fast.models.registry import checkpoint_folder, load
@@ -152,7 +152,6 @@ class Generator(StepwiseGenerator):
         self._session.keep([min(len(row), row.start + given) for row in run.rows])
 
     def _steps(self, run: Run, logits: Tensor, hooks: Hooks) -> Iterator[list[int]]:
-        """Yields the tokens of each step."""
         while True:
             with torch.no_grad():
                 chosen = run.choose(logits)
@@ -160,11 +159,12 @@ class Generator(StepwiseGenerator):
                 hooks.streamer.put(torch.tensor(chosen))
             yield chosen
             self._check_current(run)
-            if run.is_over:
+            alive = run.alive
+            if not any(alive):
                 break
             run.watch.resume()
             with torch.no_grad():
-                logits = self._session.step(chosen, run.alive)
+                logits = self._session.step(chosen, alive)
         if hooks.streamer is not None:
             hooks.streamer.end()
 
@@ -175,7 +175,6 @@ class Generator(StepwiseGenerator):
             )
 
     def _call(self, hooks: Hooks | None, options: dict[str, Any]) -> tuple[GenerateConfig, Hooks]:
-        """The settings and hooks of one call."""
         given = {name: options.pop(name) for name in Hooks.__dataclass_fields__ if name in options}
         if hooks is not None and given:
             raise ValueError(f"hooks and {next(iter(given))} are both given; give one of them")
@@ -241,7 +240,7 @@ class Generator(StepwiseGenerator):
             self._expanded = True
             assert self._session.cache is not None
             self._cache_bytes = self._session.cache.nbytes
-        eos, fill = self._eos_ids(config), self._session.fill
+        eos, fill = eos_ids(config, self.model), self._session.fill
         processors = LogitsProcessors(
             config, self.model.vocab_size, eos, logits.device, hooks.processors,
             hooks.prefix_allowed_tokens_fn, fill,

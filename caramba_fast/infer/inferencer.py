@@ -23,6 +23,7 @@ from caramba_fast.infer.kv_cache import (
     SampleStrategy,
 )
 from caramba_fast.infer.sampling import sample
+from caramba_fast.infer.stopping import ids_that_end
 from caramba_fast.models.protocol import LanguageModel
 from caramba_fast.models.registry import as_language_model
 
@@ -78,7 +79,7 @@ class CausalInferencer:
 
     def __init__(self, model: Any) -> None:
         self.model = as_language_model(model)
-        self.eos_token_ids = _eos_ids(self.model)
+        self.eos_token_ids = ids_that_end(self.model)
 
     @torch.no_grad()
     def prefill(
@@ -223,16 +224,6 @@ class ChunkwiseInferencer(CausalInferencer):
             cache.restore(before)
             raise
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def _eos_ids(model: LanguageModel) -> tuple[int, ...]:
-    found = getattr(model, "eos_token_ids", None)
-    if found is None:
-        try:
-            found = model.eos_token_id
-        except ValueError:  # some models raise where others say None
-            return ()
-    return (found,) if isinstance(found, int) else tuple(found or ())
 
 
 __all__ = [

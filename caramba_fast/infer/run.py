@@ -12,8 +12,8 @@ from torch import Tensor
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.logits import AllowedTokens, LogitsProcessor, LogitsProcessors
 from caramba_fast.infer.output import Stopwatch
-from caramba_fast.infer.sampling import check_chosen, filtered_logits, sample_marked
-from caramba_fast.infer.sequence import FinishReason, TokenSequence
+from caramba_fast.infer.sampling import NOTHING, check_chosen, filtered_logits, sample_marked
+from caramba_fast.infer.sequence import TokenSequence
 from caramba_fast.infer.session import Session
 from caramba_fast.infer.stopping import Stopping, StoppingCriterion
 
@@ -120,7 +120,8 @@ class Run:
         logits = blank_ended(logits, alive)
         scores = blank_ended(self.processors.scores(logits, self.rows, alive=alive), alive)
         sampled = sample_marked(scores, self.config, self.rng).tolist()
-        check_chosen(sampled, logits, scores, self.new)
+        if NOTHING in sampled:
+            check_chosen(sampled, logits, scores, self.new)
         if self.config.output_scores:
             self.scores.append(self.processed(scores))
         if self.config.output_logits:
@@ -129,7 +130,7 @@ class Run:
         chosen = [token if a else fill for token, a in zip(sampled, alive, strict=True)]
         self.session.note(chosen, alive)
         self.watch.step(sum(alive))
-        self._stop(alive)
+        self.stopping.end(self.rows, alive, self.scores if self.config.output_scores else None)
         return chosen
 
     def processed(self, scores: Tensor) -> Tensor:
@@ -159,11 +160,6 @@ class Run:
                 return place + 1
         return len(tokens)
 
-    def stop_if_late(self) -> None:
-        """Ends every row once ``max_time`` is over."""
-        if self.stopping.out_of_time:
-            self._end([True] * len(self.rows), "time")
-
     @property
     def complete_columns(self) -> int:
         """New tokens that every row has, or has ended before."""
@@ -186,21 +182,6 @@ class Run:
     def kept_logits(self) -> tuple[Tensor, ...] | None:
         """For each step the logits (B, V); None unless asked for."""
         return _columns(self.logits, self.row_logits) if self.config.output_logits else None
-
-    def _stop(self, alive: list[bool]) -> None:
-        stopping = self.stopping
-        for row, goes_on in zip(self.rows, alive, strict=True):
-            if goes_on:
-                row.finish_reason = stopping.after(row)
-        if stopping.has_criteria and not self.is_over:
-            kept = tuple(self.scores) if self.config.output_scores else None
-            self._end(stopping.by_criteria(self.rows, kept), "criteria")
-        self.stop_if_late()
-
-    def _end(self, which: Sequence[bool], reason: FinishReason) -> None:
-        for row, ends in zip(self.rows, which, strict=True):
-            if ends and row.finish_reason is None:
-                row.finish_reason = reason
 
     def continuations(self) -> Tensor:
         """(B, longest) int64 on the CPU: the new tokens, with the padding id behind each row's end."""

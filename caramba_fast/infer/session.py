@@ -186,9 +186,10 @@ class Session:
         """One forward pass, (B, T, V) or (B, 1, V) logits; if it fails, the cache is as it was."""
         cache = self.cache
         assert cache is not None
-        before = cache.row_lengths
-        cache.reach = self._reach(cache.pos + tokens.shape[1])
-        step = tokens.shape[1] == 1 and query_lens is None and not options and cache.pos > 0
+        before, count = cache.row_lengths, tokens.shape[1]
+        longest = max(before)
+        cache.reach = self._reach(longest + count)
+        step = count == 1 and query_lens is None and not options and longest > 0
         try:
             if step and self._graphs.reason is None:
                 return self._graphs.step(cache, tokens)[:, None]

@@ -209,7 +209,7 @@ class SpeculativeGenerator(Generator):
         accepted = sum(min(*pair) for pair in zip(kept, given, strict=True))
         self._length.saw(sum(map(len, drafted.tokens)), accepted, sum(given), sum(alive))
         run.watch.step(sum(given))
-        run.stop_if_late()
+        run.stopping.end_late(run.rows)
 
     def _counts(self, run: Run) -> list[int]:
         """Tokens to draft for each row: K, but not past a row's limit."""

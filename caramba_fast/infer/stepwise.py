@@ -48,7 +48,7 @@ class StepwiseGenerator:
             model.to(device)
         self.model, self.tokenizer = as_language_model(model), tokenizer
         self.config = (config or GenerateConfig()).updated(**overrides)
-        self.eos_ids = self._eos_ids(self.config)
+        self.eos_ids = eos_ids(self.config, self.model)
         self._cache_bytes, self._bytes_per_token = 0, 0.0
         self._run_state: Run | None = None
         self._measured: tuple[Stopwatch, int, int] | None = None
@@ -65,9 +65,6 @@ class StepwiseGenerator:
         )  # fmt: skip
         self._check_call(self.config)
         self._rng = self._seeded(self.config)
-
-    def _eos_ids(self, config: GenerateConfig) -> frozenset[int]:
-        return eos_ids(config, self.model)
 
     def _seeded(self, config: GenerateConfig) -> torch.Generator | None:
         if config.seed is None:
@@ -88,7 +85,7 @@ class StepwiseGenerator:
     def _fill(self, config: GenerateConfig) -> int:
         """What stands behind the end of a row: the padding id, else an eos id."""
         pad = self._pad(config)
-        return pad if pad is not None else min(self._eos_ids(config), default=0)
+        return pad if pad is not None else min(eos_ids(config, self.model), default=0)
 
     @property
     def cache(self) -> ModelKVCache | None:
@@ -198,7 +195,8 @@ class StepwiseGenerator:
                 f"stop holds the string {config.stop_strings[0]!r}, which needs Generator(tokenizer=...); "
                 "without one, ids are allowed"
             )
-        LogitsProcessors(config, self.model.vocab_size, self._eos_ids(config), torch.device("cpu"))
+        eos = eos_ids(config, self.model)
+        LogitsProcessors(config, self.model.vocab_size, eos, torch.device("cpu"))
 
     def _end_run(self) -> None:
         """Ends a run that is under way: what was fed to rows that had ended is removed again."""

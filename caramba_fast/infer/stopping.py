@@ -67,6 +67,27 @@ class Stopping:
             return "length"
         return None
 
+    def end(
+        self, rows: Sequence[TokenSequence], alive: Sequence[bool], scores: Sequence[Tensor] | None
+    ) -> None:
+        """Notes in every row why it ends, if it does: those ``alive`` have just got a token.
+
+        Args:
+            scores: those kept so far, (B, V) a step, for the caller's criteria.
+        """
+        for row, goes_on in zip(rows, alive, strict=True):
+            if goes_on:
+                row.finish_reason = self.after(row)
+        if self._criteria and any(row.finish_reason is None for row in rows):
+            kept = None if scores is None else tuple(scores)
+            _end(rows, self.by_criteria(rows, kept), "criteria")
+        self.end_late(rows)
+
+    def end_late(self, rows: Sequence[TokenSequence]) -> None:
+        """Ends every row once ``max_time`` is over."""
+        if self.out_of_time:
+            _end(rows, [True] * len(rows), "time")
+
     def _says_stop(self, row: TokenSequence) -> bool:
         assert self._decode is not None
         text = self._decode(list(row.tokens[-min(row.new, self._window) :]))
@@ -106,6 +127,12 @@ class Stopping:
         return ended
 
 
+def _end(rows: Sequence[TokenSequence], which: Sequence[bool], reason: FinishReason) -> None:
+    for row, ends in zip(rows, which, strict=True):
+        if ends and row.finish_reason is None:
+            row.finish_reason = reason
+
+
 def _decoding(tokenizer: Decoder) -> Callable[[list[int]], str]:
     """Decodes special tokens too, where the tokenizer can: a stop string may be one."""
     decode: Callable[..., str] = tokenizer.decode
@@ -124,14 +151,20 @@ def eos_ids(config: GenerateConfig, model: Any) -> frozenset[int]:
     """
     given = config.eos_token_id
     if given is None and not config.ignore_eos:
-        given = getattr(model, "eos_token_ids", None) or model.eos_token_id
-    ids = (given,) if isinstance(given, int) else tuple(given or ())
+        given = ids_that_end(model)
+    ids = (given,) if isinstance(given, int) else given or ()
     for name, index in [*(("eos_token_id", i) for i in ids), ("pad_token_id", config.pad_token_id)]:
         if index is not None and index >= model.vocab_size:
             raise ValueError(
                 f"{name} is {index}; the model's vocabulary allows 0 to {model.vocab_size - 1}"
             )
     return frozenset(ids)
+
+
+def ids_that_end(model: Any) -> tuple[int, ...]:
+    """The end-of-sequence ids of a model, in its order; none where it has none."""
+    found = getattr(model, "eos_token_ids", None) or model.eos_token_id
+    return (found,) if isinstance(found, int) else tuple(found or ())
 
 
 def row_limits(config: GenerateConfig, held: Sequence[int]) -> list[int]:

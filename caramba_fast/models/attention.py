@@ -83,7 +83,7 @@ class Step(NamedTuple):
 
     Attributes:
         phases: cos and sin of the query positions.
-        exact: a prompt on an empty cache attends to its exact K and V.
+        exact: it is a prompt on an empty cache, and attends to its exact K and V.
         query_lens: real tokens of each row, or None when no row is padded.
         rows: (M,) int64, the rows whose result is wanted, in a layer that none follows; None for all.
     """
@@ -139,9 +139,8 @@ class DecoupledAttention(nn.Module):
         if cache is None:
             out = self._self_attend(q_sem, q_geo, k_sem, k_geo, v)
         else:
-            exact = step.exact and cache.is_empty
-            cache.append(k_sem, k_geo, v, step.query_lens, will_attend=not exact)
-            if exact:
+            cache.append(k_sem, k_geo, v, step.query_lens, will_attend=not step.exact)
+            if step.exact:
                 out = self._self_attend(q_sem, q_geo, k_sem, k_geo, v)
             else:
                 out = cache.attend(q_sem, q_geo, **self._null())
@@ -197,9 +196,8 @@ class Attention(nn.Module):
         if cache is None:
             out = self._self_attend(q, k, v)
         else:
-            exact = step.exact and cache.is_empty
-            cache.append(k, v, step.query_lens, will_attend=not exact)
-            if exact:
+            cache.append(k, v, step.query_lens, will_attend=not step.exact)
+            if step.exact:
                 out = self._self_attend(q, k, v)
             else:
                 window = (-1, -1) if self.window is None else (self.window - 1, 0)

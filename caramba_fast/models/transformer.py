@@ -152,11 +152,11 @@ class Transformer(nn.Module):
             positions = steps.expand(batch, length)
         else:
             positions = kv_cache.seq_lens[:, None] + steps
-        exact = kv_cache is not None and kv_cache.prefill == "exact"
+        exact = kv_cache is not None and kv_cache.prefill == "exact" and kv_cache.pos == 0
         step = Step(self.rope(positions), exact, query_lens)
         x = self.model.embed_tokens(query_token_ids)
         for index, layer in enumerate(self.model.layers):
-            x = layer(x, step, None if kv_cache is None else kv_cache[index])
+            x = layer(x, step, None if kv_cache is None else kv_cache.layers[index])
         if logits_index is not None:
             x = x[torch.arange(batch, device=x.device), logits_index][:, None]
         return self.lm_head(self.model.norm(x))

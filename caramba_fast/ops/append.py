@@ -95,7 +95,7 @@ class Destination:
         count = -(-packed.shape[2] // size)  # most groups that so many tokens complete
         group = start // size + torch.arange(count, device=start.device)
         full = group < (start + self.count[:, None]) // size
-        if full.device.type == "cpu" and not bool(full.any()):
+        if full.device.type == "cpu" and not torch.compiler.is_compiling() and not full.any():
             return
         # The tokens of the first group that came before are in the tail, up to size of them.
         before = start - size + torch.arange(size, device=start.device)

@@ -3,8 +3,8 @@
 from caramba_fast.serve.async_engine import AsyncEngine, EngineStoppedError
 from caramba_fast.serve.config import EngineConfig
 from caramba_fast.serve.engine import Engine
-from caramba_fast.serve.metrics import EngineMetrics
-from caramba_fast.serve.request import Event, RequestMetrics, RequestOutput, RequestStatus
+from caramba_fast.serve.metrics import EngineMetrics, RequestMetrics
+from caramba_fast.serve.request import Event, RequestOutput, RequestStatus
 from caramba_fast.serve.undo import EngineFullError
 
 __all__ = [

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from caramba_fast.cache import OutOfPagesError, PageBytes, PagePool
+from caramba_fast.cache import OutOfPagesError, PagePool
 from caramba_fast.serve.block_pool import Content, SharedPages, content_of
 from caramba_fast.serve.config import EngineConfig
 from caramba_fast.serve.metrics import Counters
-from caramba_fast.serve.request import PagedSequence
+from caramba_fast.serve.request import PagedSequence, SwappedOut
 
 
 class StorageError(RuntimeError):
@@ -39,7 +39,27 @@ class BlockManager:
     def __init__(self, settings: EngineConfig, pool: PagePool, counters: Counters) -> None:
         self.settings, self.pool, self.counters = settings, pool, counters
         self.pages = SharedPages(pool.num_pages, pool.page_size, settings.prefix_caching)
+        self.free_rings = self._all_rings
         self.swapped_bytes = 0
+
+    @property
+    def _all_rings(self) -> list[int]:
+        return list(range(self.pool.rings if self.pool.group > 1 else 0))
+
+    def _take_ring(self, sequence: PagedSequence) -> None:
+        """Gives a sequence that runs from now on a ring, where the storage has rings: there is one for each."""
+        if self.pool.group > 1 and sequence.ring < 0:
+            sequence.ring = self.free_rings.pop()
+
+    def most(self, sequence: PagedSequence, count: int) -> int:
+        """How many of ``count`` tokens a sequence may be fed at once.
+
+        Tokens of a group that is not full are in its ring alone. A step that is interrupted is taken again, so it must
+        not overwrite what it started from: from within a group, no more than the rest of that group.
+        """
+        group = self.pool.group
+        begun = sequence.cached % group
+        return min(count, group - begun) if begun and count > group else count
 
     def take_up(self, sequence: PagedSequence) -> int:
         """Gives a sequence that begins the pages in which others have its first tokens; pages the rest needs.
@@ -51,7 +71,10 @@ class BlockManager:
             sequence.epoch, sequence.contents = self.pages.epoch, []
         hit = self.pages.find(self.contents(sequence)) if self.pages.keeps else []
         self.pages.hold(hit)
-        sequence.pages, sequence.cached = hit, min(len(hit) * size, len(tokens) - 1)
+        cached = min(len(hit) * size, len(tokens) - 1)
+        # By channel what it goes on from must be whole groups: no ring has the others.
+        sequence.pages, sequence.cached = hit, cached - cached % self.pool.group
+        self._take_ring(sequence)
         needed = self.missing(sequence, sequence.pending)
         if needed > self.pages.available and self.fixed(sequence) is not None:
             # Rather than copy the last page to write one token into it, read its tokens again.
@@ -69,6 +92,9 @@ class BlockManager:
             list(sequence.keys),
         )
         other.epoch = sequence.epoch
+        self._take_ring(other)
+        if other.ring >= 0:
+            self.pool.copy_ring(sequence.ring, other.ring)
 
     def swap_in(self, sequence: PagedSequence, count: int, spare: int) -> bool:
         """Brings its pages back, with room for ``count`` more tokens, if ``spare`` pages are left then.
@@ -82,10 +108,14 @@ class BlockManager:
         if held + more + spare > self.pages.available:
             return False
         pages = self.pages.take_many(held)
+        self._take_ring(sequence)
         try:
-            self.pool.write(pages, sequence.swapped)
+            self.pool.write(pages, sequence.swapped.pages)
+            if sequence.ring >= 0:
+                self.pool.write_ring(sequence.ring, sequence.swapped.ring)
         except Exception as error:
             self.pages.release_all(pages)
+            self._release_ring(sequence)
             raise StorageError(sequence, error) from error
         sequence.pages = pages
         self.drop_swapped(sequence)
@@ -102,16 +132,27 @@ class BlockManager:
         self.release(sequence)
         sequence.swapped, sequence.cached = swapped, cached if swapped is not None else 0
 
-    def swapped_out(self, sequence: PagedSequence) -> PageBytes | None:
+    def _release_ring(self, sequence: PagedSequence) -> None:
+        if sequence.ring >= 0:
+            self.free_rings.append(sequence.ring)
+            sequence.ring = -1
+
+    def _swap_size(self, sequence: PagedSequence) -> int:
+        """Bytes of what a sequence has stored."""
+        held = -(-sequence.cached // self.pages.page_size)
+        return held * self.pool.page_bytes + self.pool.ring_bytes
+
+    def swapped_out(self, sequence: PagedSequence) -> SwappedOut | None:
         """What its pages hold, if that is to go to host memory and there is room; it is counted."""
         held = -(-sequence.cached // self.pages.page_size)
-        size = held * self.pool.page_bytes
+        size = self._swap_size(sequence)
         if self.settings.preemption != "swap" or not held:
             return None
         if self.swapped_bytes + size > self.settings.swap_bytes:
             return None
         try:
-            found = self.pool.read(sequence.pages[:held])
+            ring = self.pool.read_ring(sequence.ring) if sequence.ring >= 0 else []
+            found = SwappedOut(self.pool.read(sequence.pages[:held]), ring)
         except Exception as error:
             raise StorageError(sequence, error) from error
         self.swapped_bytes += size
@@ -121,8 +162,7 @@ class BlockManager:
     def drop_swapped(self, sequence: PagedSequence) -> None:
         """What it had in host memory is there no more."""
         if sequence.swapped is not None:
-            held = -(-sequence.cached // self.pages.page_size)
-            self.swapped_bytes -= held * self.pool.page_bytes
+            self.swapped_bytes -= self._swap_size(sequence)
             sequence.swapped = None
 
     def forget_alone(self, sequence: PagedSequence) -> None:
@@ -133,8 +173,9 @@ class BlockManager:
                     self.pages.forget(page)
 
     def release(self, sequence: PagedSequence) -> None:
-        """Its pages go back, and what was cached with them."""
+        """Its pages and its ring go back, and what was cached with them."""
         self.pages.release_all(sequence.pages)
+        self._release_ring(sequence)
         sequence.pages, sequence.keys, sequence.cached = [], [], 0
 
     def missing(self, sequence: PagedSequence, count: int) -> int:
@@ -199,14 +240,13 @@ class BlockManager:
     def rebuild(self, sequences: Sequence[PagedSequence]) -> None:
         """Works out anew which pages are held, and how much is swapped, from all sequences there are."""
         self.pages.rebuild((sequence.pages, len(sequence.keys)) for sequence in sequences)
+        held = {sequence.ring for sequence in sequences}
+        self.free_rings = [ring for ring in self._all_rings if ring not in held]
         self.swapped_bytes = self._swapped(sequences)
 
     def _swapped(self, sequences: Iterable[PagedSequence]) -> int:
         """Bytes of these sequences in host memory."""
-        pages = sum(
-            -(-a.cached // self.pages.page_size) for a in sequences if a.swapped is not None
-        )
-        return pages * self.pool.page_bytes
+        return sum(self._swap_size(a) for a in sequences if a.swapped is not None)
 
     def problems(
         self, running: Iterable[PagedSequence], waiting: Iterable[PagedSequence]
@@ -220,6 +260,12 @@ class BlockManager:
                 found.append(
                     f"{sequence.request.request_id} has more tokens cached than pages for them"
                 )
+        rings = [sequence.ring for sequence in [*running, *waiting] if sequence.ring >= 0]
+        wanted = len(running) if self.pool.group > 1 else 0
+        if len(rings) != wanted or sorted([*rings, *self.free_rings]) != self._all_rings:
+            found.append(
+                f"rings {rings} are held and {self.free_rings} are free; {wanted} are needed"
+            )
         swapped = self._swapped(waiting)
         if swapped != self.swapped_bytes:
             found.append(f"{self.swapped_bytes} bytes are counted as swapped; {swapped} are")

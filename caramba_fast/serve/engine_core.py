@@ -17,7 +17,7 @@ from caramba_fast.serve.block_manager import StorageError
 from caramba_fast.serve.metrics import EngineMetrics
 from caramba_fast.serve.model_runner import Choice, ModelRunner
 from caramba_fast.serve.output_processor import OutputProcessor
-from caramba_fast.serve.request import Event, PagedSequence, Request
+from caramba_fast.serve.request import Event, PagedSequence
 from caramba_fast.serve.scheduler import Scheduler, Work
 
 
@@ -113,7 +113,7 @@ class EngineCore:
             self._push(choice.sequence, choice.tokens)
         self.scheduler.mark_cached(sequence, min(cached, len(sequence)))
         if chosen:
-            self._note_time(sequence.request, now)
+            self.counters.got_token(sequence.request.times, now)
         return [self.outputs.emit(choice.sequence) for choice in chosen]
 
     def _fork(self, sequence: PagedSequence, cached: int, others: Sequence[PagedSequence]) -> None:
@@ -122,13 +122,6 @@ class EngineCore:
         for other in others:
             self.scheduler.fork(sequence, other)
             sequence.request.sequences.append(other)
-
-    def _note_time(self, request: Request, now: float) -> None:
-        gap = request.times.got_token(now)
-        if gap is None:
-            self.counters.ttft.append(now - request.times.arrived)
-        elif gap > 0.0:
-            self.counters.gaps.append(gap)
 
     def _push(self, sequence: PagedSequence, tokens: Sequence[int]) -> None:
         """Adds tokens up to where the sequence ends."""

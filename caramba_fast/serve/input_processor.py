@@ -24,7 +24,8 @@ from caramba_fast.infer.stopping import Stopping, check_fits, eos_ids, row_limit
 from caramba_fast.infer.tokenizer import TextTokenizer, TextWriter
 from caramba_fast.models.registry import as_language_model
 from caramba_fast.serve.config import EngineConfig
-from caramba_fast.serve.request import PagedSequence, Request, RequestTimes, private_scope
+from caramba_fast.serve.metrics import RequestTimes
+from caramba_fast.serve.request import PagedSequence, Request, private_scope
 
 #: Runs of tokens that prompt lookup looks for.
 LOOKUP = (3, 1)
@@ -324,13 +325,21 @@ def pool_for(model: Any, config: GenerateConfig, settings: EngineConfig) -> Page
     length = config.max_seq_len
     size, wanted = settings.page_size, settings.num_pages
     if settings.cache_bytes is not None:
-        page = PagePool.bytes_per_page(layout, size, **storage)
-        wanted = settings.cache_bytes // page
-        if not wanted:
+        page, ring = PagePool.sizes(layout, size, **storage)
+        rings = ring * settings.max_batch_size
+        wanted = (settings.cache_bytes - rings) // page
+        if wanted < 1:
+            beside = (
+                f" and the rings of max_batch_size={settings.max_batch_size} requests {rings}"
+                if rings
+                else ""
+            )
             raise ValueError(
-                f"cache_bytes is {settings.cache_bytes}; a page of {size} tokens takes {page}, so much or more "
+                f"cache_bytes is {settings.cache_bytes}; a page of {size} tokens takes {page}{beside}, so much or more "
                 "is allowed"
             )
     if wanted is None:
         wanted = settings.max_batch_size * -(-length // size)
-    return PagePool(layout, size, wanted, length, model.device, **storage)
+    return PagePool(
+        layout, size, wanted, length, model.device, rings=settings.max_batch_size, **storage
+    )

@@ -65,7 +65,7 @@ class ModelRunner:
         """The model over everything scheduled; what each sequence has chosen, and those that branch off from it."""
         tokens = [work.tokens for work in works]
         stretches = [
-            Stretch(work.sequence.cached, len(fed), work.sequence.pages)
+            Stretch(work.sequence.cached, len(fed), work.sequence.pages, work.sequence.ring)
             for work, fed in zip(works, tokens, strict=True)
         ]
         rows: list[int] = []

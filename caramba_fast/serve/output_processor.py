@@ -130,7 +130,6 @@ class OutputProcessor:
             request.error = request.error or f"{type(error).__name__}: {error}"
 
     def _close(self, request: Request) -> RequestOutput:
-        """The request is over."""
         del self.requests[request.request_id]
         bad = any(sequence.finish_reason in ENDED_BADLY for sequence in request.sequences)
         self.counters.failed += bad

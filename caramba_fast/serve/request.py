@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import NamedTuple
 
 from caramba_fast.cache import PageBytes
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.logits import LogitsProcessors
 from caramba_fast.infer.lookup import NGramIndex
-from caramba_fast.infer.output import NAN, percentiles
 from caramba_fast.infer.sampling import RandomStream
 from caramba_fast.infer.sequence import TokenSequence
 from caramba_fast.infer.stopping import Stopping
 from caramba_fast.infer.tokenizer import TextWriter
 from caramba_fast.serve.block_pool import Content
+from caramba_fast.serve.metrics import RequestMetrics, RequestTimes
 
 #: Why an answer ended: eos, stop, length, time as in `Generator`, and what can befall a request.
 ENDED_BADLY = ("cancelled", "deadline", "error")
@@ -90,6 +88,18 @@ class Event:
     output: RequestOutput | None = None
 
 
+class SwappedOut(NamedTuple):
+    """What a sequence has in host memory.
+
+    Attributes:
+        pages: what its pages held.
+        ring: what its ring held; empty where the storage has none.
+    """
+
+    pages: PageBytes
+    ring: PageBytes
+
+
 class PagedSequence(TokenSequence):
     """One answer to a request: its tokens, its pages, and what it needs to go on.
 
@@ -101,10 +111,11 @@ class PagedSequence(TokenSequence):
         drafts: for prompt lookup, or None.
         pages: its pages, in order.
         cached: tokens whose keys and values are in them.
+        ring: its ring in the pool while it has pages; -1 for none.
         keys: what its full pages contain.
         contents: what full pages of its tokens would contain.
         epoch: when its first page was written: the pool's epoch then.
-        swapped: what its pages held, while it has given them back.
+        swapped: what its pages and its ring held, while it has given them back.
         ticket: its place in line; taken when it begins to wait.
         furthest: most tokens that were ever cached.
         turn, turn_start: tokens cached, and tokens generated, when its turn began.
@@ -122,11 +133,11 @@ class PagedSequence(TokenSequence):
         self.writer: TextWriter | None = None
         self.drafts: NGramIndex | None = None
         self.pages: list[int] = []
-        self.cached = 0
+        self.cached, self.ring = 0, -1
         self.keys: list[Content] = []
         self.contents: list[Content] = []
         self.epoch = self.ticket = -1
-        self.swapped: PageBytes | None = None
+        self.swapped: SwappedOut | None = None
         self.furthest = self.turn = self.turn_start = 0
         self.prefix_hit = self.preemptions = self.emitted = 0
         self.written: list[str] = []
@@ -210,7 +221,13 @@ class Request:
             texts = [decode(tokens) for tokens in answers] if decode else []
         except Exception as error:
             self.error = self.error or f"{type(error).__name__}: {error}"
-        metrics: Any = self.times.report(self)
+        sequences = self.sequences
+        metrics = self.times.report(
+            prompt_tokens=len(self.prompt),
+            new_tokens=sum(sequence.new for sequence in sequences),
+            prefix_hit_tokens=sequences[0].prefix_hit if sequences else 0,
+            preemptions=sum(sequence.preemptions for sequence in sequences),
+        )
         return RequestOutput(
             request_id=self.request_id,
             prompt_ids=list(self.prompt),
@@ -219,88 +236,4 @@ class Request:
             finish_reasons=[sequence.finish_reason or "" for sequence in self.sequences],
             error=self.error,
             metrics=metrics,
-        )
-
-
-@dataclass(frozen=True)
-class RequestMetrics:
-    """What one request took.
-
-    Attributes:
-        prompt_tokens, new_tokens: tokens read and generated, over all answers.
-        prefix_hit_tokens: tokens of the prompt found in pages that were there already.
-        preemptions: times an answer gave its pages back.
-        queue_s: seconds from arrival to its first step; nan if it had none.
-        ttft_s: seconds from arrival to the first token; nan if there is none.
-        inter_token_p50_s, inter_token_p99_s: seconds between steps that brought it tokens; nan below two.
-        total_s: seconds from arrival to the end.
-        tokens_per_s: new tokens over total_s.
-    """
-
-    prompt_tokens: int
-    new_tokens: int
-    prefix_hit_tokens: int
-    preemptions: int
-    queue_s: float
-    ttft_s: float
-    inter_token_p50_s: float
-    inter_token_p99_s: float
-    total_s: float
-    tokens_per_s: float
-
-    def as_dict(self) -> dict[str, float]:
-        """The figures by name."""
-        return asdict(self)
-
-
-class RequestTimes:
-    """When things happened to one request."""
-
-    def __init__(self) -> None:
-        self.arrived = time.monotonic()
-        self.started: float | None = None
-        self.first_token: float | None = None
-        self.latest = NAN
-        self.gaps = array("d")
-
-    def scheduled(self, now: float) -> None:
-        """It is part of a step."""
-        if self.started is None:
-            self.started = now
-
-    def got_token(self, now: float) -> float | None:
-        """A step brought a token; seconds since the one before, if there was one."""
-        if self.first_token is None:
-            self.first_token = self.latest = now
-            return None
-        gap, self.latest = now - self.latest, now
-        if gap > 0.0:
-            self.gaps.append(gap)
-        return gap
-
-    def saved(self) -> tuple[object, ...]:
-        """What `put_back` goes back to."""
-        return self.started, self.first_token, self.latest, len(self.gaps)
-
-    def put_back(self, saved: tuple[Any, ...]) -> None:
-        """Goes back to what was saved."""
-        self.started, self.first_token, self.latest, gaps = saved
-        del self.gaps[gaps:]
-
-    def report(self, request: Request) -> RequestMetrics:
-        """The figures so far."""
-        total = time.monotonic() - self.arrived
-        new = sum(sequence.new for sequence in request.sequences)
-        p50, p99 = percentiles(self.gaps)
-        return RequestMetrics(
-            prompt_tokens=len(request.prompt),
-            new_tokens=new,
-            prefix_hit_tokens=request.sequences[0].prefix_hit if request.sequences else 0,
-            preemptions=sum(sequence.preemptions for sequence in request.sequences),
-            queue_s=NAN if self.started is None else self.started - self.arrived,
-            ttft_s=NAN if self.first_token is None else self.first_token - self.arrived,
-            inter_token_p50_s=p50,
-            inter_token_p99_s=p99,
-            total_s=total,
-            tokens_per_s=new / total if total else NAN,
         )

@@ -175,7 +175,7 @@ class Scheduler:
         Returns:
             how many, less those of sequences that were scheduled already and are not any more.
         """
-        count, freed = min(sequence.pending, budget), 0
+        count, freed = self.blocks.most(sequence, min(sequence.pending, budget)), 0
         while sequence in self.running and not self.blocks.reserve(sequence, count):
             paused = [other for other in self.running if other.request.paused]
             victim = (paused or self.running)[-1]
@@ -283,13 +283,14 @@ class Scheduler:
 
     def _begin(self, sequence: PagedSequence, budget: int) -> int:
         """Gives a waiting sequence pages, its own back or those of others; tokens to read, 0 if there is no room."""
-        blocks, count = self.blocks, min(sequence.pending, budget)
+        blocks = self.blocks
+        count = blocks.most(sequence, min(sequence.pending, budget))
         if sequence.swapped is not None:
             back = blocks.swap_in(sequence, count, len(self.running))
             sequence.turn, sequence.turn_start = sequence.furthest, sequence.new
             return count if back else 0
         needed = blocks.take_up(sequence)
-        count = min(sequence.pending, budget)
+        count = min(sequence.pending, budget)  # from whole groups on
         # All of its tokens must fit, and a page more for each that runs: else it would soon be pushed out again.
         if needed + len(self.running) > blocks.pages.available or not blocks.reserve(
             sequence, count

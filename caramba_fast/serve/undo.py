@@ -28,7 +28,7 @@ FIELDS = (
     "finish_reason", "prefix_hit", "emitted", "is_over", "epoch", "ticket", "furthest", "turn", "turn_start",
 )  # fmt: skip
 #: What says where its tokens are stored, of which lists are copied.
-STORED, LISTS = ("cached", "swapped", "preemptions"), ("pages", "keys")
+STORED, LISTS = ("cached", "ring", "swapped", "preemptions"), ("pages", "keys")
 
 
 class Undone(Protocol):

@@ -153,7 +153,7 @@ def test_bytes_are_those_of_the_format_with_groups_and_rings():
 
 
 @pytest.mark.parametrize(("call", "message"), [
-    (lambda: made("q4_channel:qblock=64/q4:plain", page_size=32), "qblock=64 does not divide 32"),
+    (lambda: made("q4_channel:qblock=64/q4:plain", page_size=32), "qblock is 64 and pages have 32 tokens"),
     (lambda: KVCacheTensorConfig(kind="q4_channel", qblock=48), "qblock is 48; allowed are 32, 64, 128"),
     (
         lambda: LayerKVCache(1, 64, 128, 128, KVCacheTensorConfig(kind="q4_channel", tail_slack=4)),

@@ -33,6 +33,16 @@ def test_options_go_on_top_of_the_defaults_and_plain_leaves_those_out():
     assert not cache_configs("q4:rotate=false")["k_cfg"].rotate
 
 
+def test_kinds_mean_keys_by_channel_and_rotated_values():
+    configs = cache_configs("q4")
+    assert configs["k_cfg"].kind.value == "q4_channel" and configs["k_cfg"].sink_len == 4
+    assert configs["v_cfg"].kind.value == "q4_0" and configs["v_cfg"].rotate
+    assert cache_configs("nf4")["v_cfg"].kind.value == "nf4"
+    assert cache_configs("q8")["k_cfg"].kind.value == "q8_channel"
+    assert cache_configs("q4:plain")["k_cfg"] == KVCacheTensorConfig(kind="q4_0")
+    assert cache_configs("q4_channel/fp16")["k_cfg"] == KVCacheTensorConfig(kind="q4_channel")
+
+
 def test_what_a_layer_shares_is_the_same_for_all_its_streams():
     configs = cache_configs("q8:plain/q4:plain,residual_len=24,sink_len=4")
     assert {(c.residual_len, c.sink_len) for c in configs.values()} == {(24, 4)}
@@ -49,7 +59,7 @@ def test_fields_say_what_the_spec_does_not():
         ("q4", "q4_0"),
         (KVCacheKind.NF4, "nf4"),
         ("q8/q4:rotate,plain", "q8_0/q4_0:plain,rotate"),
-        ("q4:rotate=false,fit=mse", "q4_0:fit=mse,rotate=false"),
+        ("q4:fit=mse,rotate=false", "q4_0:fit=mse,rotate=false"),
     ],
 )
 def test_canonical_names_read_the_same(text, canonical):

@@ -9,7 +9,8 @@ from caramba_fast.formats import FORMATS, NF4_LEVELS, check_block, resolve
 
 def test_bits_per_value_are_those_of_the_design():
     bits = {name: 8 * row.bytes_per_vector(128, 32) / 128 for name, row in FORMATS.items()}
-    assert bits == {"fp32": 32, "fp16": 16, "bf16": 16, "q8_0": 8.5, "q4_0": 4.5, "nf4": 4.5}
+    assert bits == {"fp32": 32, "fp16": 16, "bf16": 16, "q8_0": 8.5, "q4_0": 4.5, "nf4": 4.5,
+                    "q8_channel": 9, "q4_channel": 5}  # fmt: skip
 
 
 def test_indices_are_the_rows_of_the_table():

@@ -7,14 +7,10 @@ import time
 from typing import Any
 
 import pytest
-from support.engines import alone, small_model, text
+from support.engines import alone, engine, text
 
 from caramba_fast.serve import AsyncEngine, Engine, EngineStoppedError
 from caramba_fast.serve.input_processor import InputProcessor
-
-
-def engine(**options: Any) -> Engine:
-    return Engine(small_model(), **{"cache_kind": "q4", "max_seq_len": 256, **options})
 
 
 def test_many_at_once_get_what_they_would_get_alone() -> None:

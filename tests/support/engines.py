@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from caramba_fast.infer import GenerateConfig, Generator
 from caramba_fast.models import Transformer
 from caramba_fast.models.config import ModelConfig
+from caramba_fast.serve import Engine
 
 VOCABULARY = 61
 
@@ -41,6 +42,11 @@ def small_model(**changes: Any) -> Transformer:
     )  # fmt: skip
     config = ModelConfig(**{**settings, **changes})
     return steady(Transformer(config).eval().requires_grad_(False))
+
+
+def engine(**options: Any) -> Engine:
+    """A small engine that serves the small model."""
+    return Engine(small_model(), **{"cache_kind": "q4", "max_seq_len": 256, **options})
 
 
 @cache

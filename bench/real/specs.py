@@ -1,0 +1,14 @@
+"""Which caches are measured on real models: the one place to add to."""
+
+from __future__ import annotations
+
+#: What everything is compared with.
+BASELINE = "fp16"
+#: llama.cpp's recipe: 4 bits for keys and values, both rotated.
+ROTATED = "q4:plain,rotate"
+#: Caches of the study, in the order of the tables.
+STUDY = ("q8", "q4", "nf4", "q4:qblock=64", "q8/q4", ROTATED, "q8:plain", "q4:plain")
+#: Caches behind odd prompts; q8_0 as it is stands for what nobody complains of.
+PROMPTED = ("q4", "nf4", "q8", "q8:plain", ROTATED)
+#: Caches that answer questions, complete functions and write on; the last is one that has to fail.
+TASKS = ("q8", "q4", "nf4", ROTATED, "q4:plain")

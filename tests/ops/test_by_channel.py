@@ -1,0 +1,218 @@
+"""Kinds by channel: the format, the ops on every backend that serves them, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import dense
+from support.isas import expected_isas, in_subprocess
+from support.tolerances import relative_l2
+
+from caramba_fast.cache import DecoupledLayerKVCache, LayerKVCache
+from caramba_fast.config import KVCacheTensorConfig
+from caramba_fast.formats import CHANNEL_KINDS, FORMATS
+from caramba_fast.ops import (
+    KVView,
+    append_,
+    backends,
+    decode_attention,
+    dequantize,
+    quantize,
+    use_backend,
+)
+from caramba_fast.ops.quantize import encode_groups
+from caramba_fast.ops.registry import BackendError
+
+
+def written_out(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+    """(T, D) through the format, one channel of one group at a time, in float64 but for what is stored."""
+    found = torch.empty_like(x)
+    for start in range(0, len(x), group):
+        for d in range(x.shape[1]):
+            part = x[start : start + group, d]
+            zero = part.min().half().float()
+            scale = ((part.max() - zero) / torch.tensor(float(2**bits - 1))).half().float()
+            codes = ((part - zero) / scale if scale > 0 else part * 0).add(0.5).floor()
+            found[start : start + group, d] = zero + scale * codes.clamp(0, 2**bits - 1)
+    return found
+
+
+@pytest.mark.parametrize("kind", CHANNEL_KINDS)
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_what_is_stored_is_what_the_format_says(kind, group):
+    x = torch.randn(2, 256, 64) * 3 + 40 * torch.randn(1, 1, 64)
+    codes, scales = quantize(x, kind, group)
+    form = FORMATS[kind]
+    assert codes.dtype == torch.uint8 and codes.shape == (2, 256, form.code_width(64))
+    assert scales.dtype == torch.float16 and scales.shape == (2, 256 // group, 128)
+    values = dequantize(codes, scales, kind, 64)
+    expected = torch.stack([written_out(row, form.bits, group) for row in x])
+    step = scales[..., :64].float().repeat_interleave(group, 1)
+    assert ((values - expected).abs() <= 1.01 * step).all()  # a code beside it at most, at ties
+    assert (values != expected).float().mean() < 1e-3
+    assert ((values - x).abs() <= 0.51 * step + 0.02).all()
+    assert torch.equal(values.double(), dense.decoded(codes, scales, kind).float().double())
+
+
+def test_a_constant_channel_and_an_empty_one_come_back():
+    x = torch.zeros(32, 32)
+    x[:, 3] = 7.5
+    codes, scales = quantize(x, "q4_channel", 32)
+    assert torch.equal(dequantize(codes, scales, "q4_channel", 32), x)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 2e6])
+def test_damage_stays_in_its_channel_of_its_group(bad):
+    x = torch.randn(96, 32)
+    x[40, 5] = bad
+    values = dequantize(*quantize(x, "q4_channel", 32), "q4_channel", 32)
+    wrong = ~values.isfinite()
+    assert wrong[32:64, 5].all() and wrong.sum() == 32
+
+
+def test_tokens_that_do_not_count_leave_the_range_alone():
+    x = torch.randn(1, 32, 32)
+    loud = x.clone()
+    loud[:, :4] = torch.tensor([1e9, -1e9, torch.nan, torch.inf])[:, None]
+    counted = torch.arange(32)[None] >= 4
+    (a, scales), (b, other) = (encode_groups(v, "q4_channel", counted) for v in (x, loud))
+    assert torch.equal(scales, other) and torch.equal(a[:, 4:], b[:, 4:])
+    nothing = encode_groups(loud, "q4_channel", torch.zeros(1, 32, dtype=torch.bool))[1]
+    assert (nothing == 0).all()
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: quantize(torch.ones(32), "q4_channel"), r"needs \(..., tokens, dim\)"),
+    (lambda: quantize(torch.ones(32, 40), "q4_channel"), "dim a multiple of 32"),
+    (lambda: quantize(torch.ones(48, 32), "q4_channel"), "block=32 does not divide 48 values"),
+    (
+        lambda: dequantize(torch.zeros(64, 16, dtype=torch.uint8), torch.zeros(2, 32).half(), "q4_channel", 32),
+        r"needs \(..., N \* G, 16\) and \(..., N, 64\)",
+    ),
+])  # fmt: skip
+def test_shapes_that_do_not_fit_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_every_op_says_what_serves_it_by_channel():
+    report = {s.op: s for s in backends() if s.device == "cpu" and "by_channel" in s.op}
+    assert {op for op, s in report.items() if s.runs == "reference"} == {
+        "quantize.by_channel", "dequantize.by_channel"
+    }  # fmt: skip
+    for status in report.values():
+        assert "no Triton kernel" in status.reasons["triton"]
+    cache = layer("q4_channel")
+    with use_backend("triton"), pytest.raises(BackendError, match="append_.by_channel cannot run"):
+        cache.append(torch.randn(2, 2, 1, 64), torch.randn(2, 2, 1, 64))
+
+
+def layer(kind: str, group: int = 32, residual: int = 8, **more: object) -> LayerKVCache:
+    shared = {"residual_len": residual, "sink_len": 2}
+    return LayerKVCache(
+        2, 384, 128, 128, KVCacheTensorConfig(kind=kind, qblock=group, **shared),
+        KVCacheTensorConfig(kind="fp16", **shared), n_kv_heads=2, **more,
+    )  # fmt: skip
+
+
+def run(backend: str, make, new, queries, pad) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """What steps of many sizes give, and the keys that are stored then."""
+    cache, found, start = make(), [], 0
+    with use_backend(backend):
+        for step, count in enumerate((1, 30, 3, 64, 1, 100, 20, 1)):
+            part = slice(start, start + count)
+            lens = [count, count - count // 3]
+            cache.append(*(x[:, :, part] for x in new), lens, cache_leftpad=pad)
+            options = {"window_size": (70, 0)} if step % 3 == 2 else {}
+            asked = [q[:, :, part] for q in queries]
+            found += cache.attend(*asked, cache_leftpad=pad, return_softmax_lse=True, **options)
+            start += count
+    return found, cache.get(cache_leftpad=pad)[0]
+
+
+def close(found, expected) -> None:
+    for ours, theirs in zip(found[0], expected[0], strict=True):
+        finite = theirs.isfinite()
+        assert torch.equal(finite, ours.isfinite())
+        assert relative_l2(ours[finite], theirs[finite]) <= 1e-5
+    assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("kind", CHANNEL_KINDS)
+@torch.no_grad()
+def test_cpp_does_what_the_reference_does(kind, group, paged, padded):
+    new = [torch.randn(2, 2, 220, 64) * 3 + 30 * torch.randn(1, 2, 1, 64), torch.randn(2, 2, 220, 64)]
+    queries = [torch.randn(2, 6, 220, 64) / 8]
+    pad = torch.tensor([0, 5], dtype=torch.int32) if padded else None
+    size = {"page_size": max(group, 64)} if paged else {}
+
+    def make() -> LayerKVCache:
+        return layer(kind, group, 0 if paged else 8, **size)
+
+    close(run("cpp", make, new, queries, pad), run("reference", make, new, queries, pad))
+
+
+@torch.no_grad()
+def test_cpp_does_what_the_reference_does_in_shared_lanes():
+    """Heads of 8 and 16 share a lane; values may be by channel too."""
+    dims = (8, 16, 32)
+    configs = [
+        KVCacheTensorConfig(kind=kind, residual_len=5) for kind in ("q4_channel", "q8_channel", "q4_channel")
+    ]  # fmt: skip
+    new = [torch.randn(2, 4, 220, dim) + 10 * torch.randn(1, 4, 1, dim) for dim in dims]
+    queries = [torch.randn(2, 8, 220, dim) / 8 for dim in dims[:2]]
+
+    def make() -> DecoupledLayerKVCache:
+        return DecoupledLayerKVCache(2, 384, *(4 * dim for dim in dims), *configs, n_kv_heads=4)
+
+    close(run("cpp", make, new, queries, None), run("reference", make, new, queries, None))
+
+
+@pytest.mark.parametrize("isa", expected_isas())
+def test_every_instruction_set_does_what_the_reference_does(isa):
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cpp_does_what", __file__)
+    result = in_subprocess(isa, *command)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def views() -> tuple[KVView, KVView]:
+    cache = layer("q4_channel")
+    for stream in cache.streams.values():
+        for buffer in stream.buffers:
+            buffer.zero_()
+    return cache.k.view, cache.v.view
+
+
+def test_opcheck():
+    k, v = views()
+    new = torch.randn(2, 2, 40, 64)
+    start = torch.tensor([3, 40], dtype=torch.int32)
+    stored = (k.codes, k.scales, v.codes, v.scales)
+    kinds = (k.kind, v.kind)
+    sides = {**k.options("k"), **v.options("v")}
+    ops = torch.ops.caramba_fast
+    torch.library.opcheck(ops.quantize.by_channel, (new[:, :, :32], "q4_channel", 32, "amax"))
+    torch.library.opcheck(
+        ops.append_.by_channel, (*stored, new, new, start, *kinds), sides,
+        test_utils=("test_schema", "test_faketensor"),
+    )  # fmt: skip
+    torch.library.opcheck(
+        ops.decode_attention.by_channel, (torch.randn(2, 4, 3, 64), *stored, start + 3, *kinds),
+        {**sides, "n_kv_heads": 2, "residual_len": 8},
+    )  # fmt: skip
+
+
+def test_a_step_compiles_whole():
+    k, v = views()
+
+    def step(q, new, start):
+        append_(k, v, new, new, start)
+        return decode_attention(q, k, v, start + 1, n_kv_heads=2, residual_len=8)
+
+    start = torch.tensor([40, 31], dtype=torch.int32)
+    q, new = torch.randn(2, 4, 1, 64), torch.randn(2, 2, 1, 64)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(q, new, start)
+    torch.testing.assert_close(compiled, step(q, new, start))

@@ -1,0 +1,116 @@
+"""The ragged batch: tokens of many sequences side by side get what rows of their own get."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.engines import small_model, text
+
+from caramba_fast.cache import LayerKVCache, PagePool, RaggedBatch, Stretch
+from caramba_fast.config import cache_configs
+from caramba_fast.ops import use_backend
+
+
+@pytest.mark.parametrize("kind", ["fp32", "q8", "q4", "nf4", "q8/q4"])
+def test_a_ragged_batch_says_what_rows_of_their_own_say(kind: str) -> None:
+    model = small_model()
+    configs = cache_configs(kind, residual_len=0, sink_len=0)
+    pool = PagePool(model.cache_layout, 64, 12, 256, rings=3, **configs)
+    together = PagePool(model.cache_layout, 64, 12, 256, rings=3, **configs)
+    tables, prompts = [[3, 7], [0], [5, 1, 9]], [text(1, 90), text(2, 1), text(3, 140)]
+    rows = {}
+    for table, prompt in zip(tables, prompts, strict=True):
+        batch = RaggedBatch([Stretch(0, len(prompt), table)], pool)
+        rows[len(prompt)] = model.forward_ragged(
+            torch.tensor(prompt), batch, torch.tensor([len(prompt) - 1])
+        )
+    order = sorted(zip(prompts, tables, strict=True), key=lambda pair: len(pair[0]) > 1)
+    batch = RaggedBatch([Stretch(0, len(p), t, i) for i, (p, t) in enumerate(order)], together)
+    ids = torch.tensor([token for p, _ in order for token in p])
+    ends = torch.tensor([len(p) for p, _ in order]).cumsum(0) - 1
+    found = model.forward_ragged(ids, batch, ends)
+    for logits, (prompt, _) in zip(found, order, strict=True):
+        torch.testing.assert_close(logits, rows[len(prompt)][0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        ("cpp", "fp32"),
+        ("cpp", "q8"),
+        ("cpp", "q4:residual_len=0,sink_len=0"),
+        ("triton", "q8:plain/q4:plain,rotate"),
+    ],
+)
+def test_every_backend_takes_a_ragged_batch(backend: str, kind: str) -> None:
+    """Single tokens, and stretches longer than one piece of queries, over pages in any order."""
+    stretches = [
+        Stretch(70, 1, [4, 2], 0), Stretch(0, 1, [6], 1), Stretch(3, 40, [0], 2), Stretch(60, 7, [5, 3], 3)
+    ]  # fmt: skip
+    layout = small_model().cache_layout[:1]
+    found = {}
+    for name in ("reference", backend):
+        torch.manual_seed(0)
+        pool = PagePool(layout, 64, 8, 256, rings=4, **cache_configs(kind))
+        batches = [
+            [Stretch(0, s.start, s.pages, s.ring) for s in stretches if s.start > 1],
+            stretches,
+        ]
+        with use_backend(name):
+            for rows in batches:
+                batch = RaggedBatch(rows, pool)
+                k, v, q = (torch.randn(batch.tokens, heads, 32) for heads in (2, 2, 4))
+                batch[0].append_tokens(k, v)
+                found[name] = batch[0].attend_tokens(q, window_size=(50, 0))
+    assert found[backend].shape == (49, 4, 32)
+    error = (found[backend] - found["reference"]).norm() / found["reference"].norm()
+    assert error < (1e-5 if kind == "fp32" else 5e-3)
+
+
+@pytest.mark.parametrize(
+    ("stretches", "said"),
+    [
+        ([], "one token or more"),
+        ([Stretch(0, 0, [1])], "1 or more"),
+        ([Stretch(60, 5, [1])], "60 and 1 pages of 64"),
+        ([Stretch(0, 4, [1]), Stretch(0, 1, [2])], "behind a longer stretch"),
+    ],
+)
+def test_ragged_batches_that_make_no_sense_are_refused(stretches: list[Stretch], said: str) -> None:
+    pool = PagePool(small_model().cache_layout, 64, 4, 256)
+    with pytest.raises(ValueError, match=said):
+        RaggedBatch(stretches, pool)
+
+
+def test_pages_cannot_have_tails() -> None:
+    with pytest.raises(ValueError, match="residual_len=16"):
+        PagePool(small_model().cache_layout, 64, 4, 256, **cache_configs("q4"))
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_rings_of_a_ragged_batch_are_those_of_a_cache(group: int) -> None:
+    """Prompts, drafts that are taken back, and single tokens, beside a contiguous cache that does the same."""
+    layout = small_model().cache_layout[:1]
+    configs = cache_configs(f"q4_channel:qblock={group}/q4:plain,rotate")
+    pool = PagePool(layout, 128, 8, 512, rings=2, **configs)
+    alone = [LayerKVCache(1, 512, 64, 64, n_kv_heads=2, **configs) for _ in range(2)]
+    pages, held = [[4, 2, 7], [1, 6]], [0, 0]
+    torch.manual_seed(0)
+    for counts, dropped in [
+        ((150, 1), (0, 0)), ((9, 1), (7, 0)), ((30, 33), (29, 20)), ((1, 1), (0, 0)), ((1, 12), (0, 11)),
+        ((31, 70), (0, 0)), ((1, 1), (0, 0)),
+    ]:  # fmt: skip
+        order = sorted(range(2), key=lambda row: counts[row] > 1)
+        batch = RaggedBatch([Stretch(held[r], counts[r], pages[r], 1 - r) for r in order], pool)
+        k, v, q = (torch.randn(batch.tokens, heads, 32) for heads in (2, 2, 4))
+        batch[0].append_tokens(k, v)
+        found, first = batch[0].attend_tokens(q), 0
+        for row in order:
+            part = slice(first, first + counts[row])
+            new = [x[part].transpose(0, 1)[None] for x in (k, v, q)]
+            alone[row].append(*new[:2])
+            wanted = alone[row].attend(new[2])[0].transpose(0, 1)
+            torch.testing.assert_close(found[part], wanted, rtol=0, atol=1e-5)
+            alone[row].crop(dropped[row])
+            held[row] += counts[row] - dropped[row]
+            first += counts[row]
