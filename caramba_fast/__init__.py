@@ -16,7 +16,6 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "ops": (
         "BackendError",
         "KVView",
-        "Transform",
         "append_",
         "backends",
         "decode_attention",
@@ -32,10 +31,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "config": (
         "KVCacheKind",
         "KVCacheTensorConfig",
-        "Rotary",
     ),
     "cache": (
-        "Calibration",
         "DecoupledLayerKVCache",
         "LayerKVCache",
         "ModelKVCache",
@@ -47,7 +44,6 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "load_demo",
         "load_model",
     ),
-    "quality": ("calibrate",),
     "hf": (
         "CarambaCache",
         "CarambaStaticCache",
@@ -84,16 +80,17 @@ _PACKAGES = (
 )
 _HOME = {name: home for home, names in _NAMES.items() for name in names}
 
+#: Names of earlier versions.
+_GONE = frozenset(("Calibration", "Rotary", "Transform", "calibrate"))
+
 __all__ = sorted([*_HOME, *_PACKAGES, "__version__"])  # noqa: PLE0605 - names, all of them str
 
 if TYPE_CHECKING:
-    from caramba_fast.cache import Calibration as Calibration
     from caramba_fast.cache import DecoupledLayerKVCache as DecoupledLayerKVCache
     from caramba_fast.cache import LayerKVCache as LayerKVCache
     from caramba_fast.cache import ModelKVCache as ModelKVCache
     from caramba_fast.config import KVCacheKind as KVCacheKind
     from caramba_fast.config import KVCacheTensorConfig as KVCacheTensorConfig
-    from caramba_fast.config import Rotary as Rotary
     from caramba_fast.hf import CarambaCache as CarambaCache
     from caramba_fast.hf import CarambaStaticCache as CarambaStaticCache
     from caramba_fast.hf import accelerate as accelerate
@@ -111,7 +108,6 @@ if TYPE_CHECKING:
     from caramba_fast.models import load_model as load_model
     from caramba_fast.ops import BackendError as BackendError
     from caramba_fast.ops import KVView as KVView
-    from caramba_fast.ops import Transform as Transform
     from caramba_fast.ops import append_ as append_
     from caramba_fast.ops import backends as backends
     from caramba_fast.ops import decode_attention as decode_attention
@@ -124,7 +120,6 @@ if TYPE_CHECKING:
     from caramba_fast.ops import quantize as quantize
     from caramba_fast.ops import use_backend as use_backend
     from caramba_fast.policy import choose_cache as choose_cache
-    from caramba_fast.quality import calibrate as calibrate
     from caramba_fast.serve import AsyncEngine as AsyncEngine
     from caramba_fast.serve import Engine as Engine
     from caramba_fast.serve import EngineConfig as EngineConfig
@@ -133,6 +128,13 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"{__name__}.{name}")
+    if (
+        name in _GONE
+    ):  # no AttributeError, of which `from caramba_fast import ...` would lose the words
+        raise ImportError(
+            f"caramba_fast.{name} is gone: keys by channel ('q8', 'q4' and 'nf4' store them so) need no constants of a "
+            "model, a prompt or a calibration"
+        )
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-// Writing new tokens: transform, quantize, and store codes, scales, fp16 tail and fp16 sinks, one
+// Writing new tokens: rotate, quantize, and store codes, scales, fp16 tail and fp16 sinks, one
 // lane at a time. Compiled once per instruction set, in that set's namespace.
 #pragma once
 
@@ -15,30 +15,6 @@
 
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
-
-// What is stored of one head's token, from x = the token as given, in place. Steps round one by
-// one, as in the reference (caramba_fast/ops/transform.py).
-inline void change_basis(float* x, const Basis& basis, std::int64_t head, std::int64_t dim,
-                         std::int64_t t) {
-  if (basis.mean != nullptr)
-    for (std::int64_t d = 0; d < dim; ++d) x[d] -= basis.mean[head * dim + d];
-  for (std::int64_t p = 0; p < basis.pair_count; ++p) {
-    const std::int64_t pair = head * basis.pair_count + p;
-    const std::int64_t most = (basis.phase_rows - kPhaseTile) * kPhaseTile - 1;
-    const std::int64_t at = std::clamp<std::int64_t>(t, 0, most);
-    const float* table = basis.phases + pair * basis.phase_rows * 2;
-    const float* inside = table + at % kPhaseTile * 2;
-    const float* start = table + (kPhaseTile + at / kPhaseTile) * 2;
-    const float cosine = start[0] * inside[0] - start[1] * inside[1];
-    const float sine = start[1] * inside[0] + start[0] * inside[1];
-    const float* b = basis.bias + 2 * pair;
-    x[basis.pairs[2 * pair]] -= b[0] * cosine - b[1] * sine;
-    x[basis.pairs[2 * pair + 1]] -= b[0] * sine + b[1] * cosine;
-  }
-  if (basis.scale != nullptr)
-    for (std::int64_t d = 0; d < dim; ++d) x[d] /= basis.scale[head * dim + d];
-  if (basis.rotate) hadamard(x, dim);
-}
 
 inline void store_halves(const float* x, std::int64_t count, char* to) {
   write_row(Format::fp16, x, count, to, 0);
@@ -121,7 +97,7 @@ inline void append_tokens(const AppendJob& job, const AppendStream& stream, std:
       const std::int64_t head = lane * job.heads_per_lane + h;
       if (head >= job.heads) break;
       read_row(stream.given, b, head, i, s.dim, x + h * s.dim);
-      change_basis(x + h * s.dim, s.basis, head, s.dim, t);
+      if (s.rotate) hadamard(x + h * s.dim, s.dim);
     }
     std::int64_t row, slot;
     if (by_channel) {

@@ -60,7 +60,7 @@ void append(const AppendCommon& c, const StreamTensors* streams, const Tensor* c
     STD_TORCH_CHECK(per_lane > 0 && (i == 0 || per_lane == job.heads_per_lane), s.name,
                     "_codes: lanes of ", lane_dim, " do not fit heads of ", x.size(3));
     job.heads_per_lane = per_lane;
-    stream.stored = stream_of(s, job.heads, x.size(3), per_lane, lead);
+    stream.stored = stream_of(s, x.size(3), per_lane, lead);
     stream.quantize = quantizer(stream.stored.format, stream.stored.block, *fits[i]);
     const auto slots = [&](const MaybeTensor& part) {
       STD_TORCH_CHECK(!part.has_value() || part->size(0) == job.batch, s.name,
@@ -127,41 +127,32 @@ void append_(Tensor& k_codes, MaybeTensor k_scales, Tensor& v_codes, MaybeTensor
              const Tensor& k_new, const Tensor& v_new, const Tensor& start,
              const std::string& k_kind, const std::string& v_kind, const MaybeTensor& block_table,
              const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens,
-             const MaybeTensor& k_tail, const MaybeTensor& k_sink, const MaybeTensor& k_mean,
-             const MaybeTensor& k_bias, const MaybeTensor& k_pairs, const MaybeTensor& k_phases,
-             const MaybeTensor& k_scale, bool rotate_k, const std::string& fit_k,
-             const MaybeTensor& v_tail, const MaybeTensor& v_sink, const MaybeTensor& v_scale,
+             const MaybeTensor& k_tail, const MaybeTensor& k_sink, bool rotate_k,
+             const std::string& fit_k, const MaybeTensor& v_tail, const MaybeTensor& v_sink,
              bool rotate_v, const std::string& fit_v) {
-  const StreamTensors streams[] = {{"k", k_codes, k_scales, k_kind, k_tail, k_sink, k_mean, k_bias,
-                                    k_pairs, k_phases, k_scale, rotate_k},
-                                   {"v", v_codes, v_scales, v_kind, v_tail, v_sink, kNone, kNone,
-                                    kNone, kNone, v_scale, rotate_v}};
+  const StreamTensors streams[] = {{"k", k_codes, k_scales, k_kind, k_tail, k_sink, rotate_k},
+                                   {"v", v_codes, v_scales, v_kind, v_tail, v_sink, rotate_v}};
   const Tensor* given[] = {&k_new, &v_new};
   const std::string* fits[] = {&fit_k, &fit_v};
   append({start, block_table, cache_leftpad, query_lens}, streams, given, fits, 2);
 }
 
-void decoupled_append_(
-    Tensor& k_sem_codes, MaybeTensor k_sem_scales, Tensor& k_geo_codes, MaybeTensor k_geo_scales,
-    Tensor& v_codes, MaybeTensor v_scales, const Tensor& k_sem_new, const Tensor& k_geo_new,
-    const Tensor& v_new, const Tensor& start, const std::string& k_sem_kind,
-    const std::string& k_geo_kind, const std::string& v_kind, const MaybeTensor& block_table,
-    const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens, const MaybeTensor& k_sem_tail,
-    const MaybeTensor& k_sem_sink, const MaybeTensor& k_sem_mean, const MaybeTensor& k_sem_bias,
-    const MaybeTensor& k_sem_pairs, const MaybeTensor& k_sem_phases, const MaybeTensor& k_sem_scale,
-    bool rotate_k_sem, const std::string& fit_k_sem, const MaybeTensor& k_geo_tail,
-    const MaybeTensor& k_geo_sink, const MaybeTensor& k_geo_mean, const MaybeTensor& k_geo_bias,
-    const MaybeTensor& k_geo_pairs, const MaybeTensor& k_geo_phases, const MaybeTensor& k_geo_scale,
-    bool rotate_k_geo, const std::string& fit_k_geo, const MaybeTensor& v_tail,
-    const MaybeTensor& v_sink, const MaybeTensor& v_scale, bool rotate_v,
-    const std::string& fit_v) {
+void decoupled_append_(Tensor& k_sem_codes, MaybeTensor k_sem_scales, Tensor& k_geo_codes,
+                       MaybeTensor k_geo_scales, Tensor& v_codes, MaybeTensor v_scales,
+                       const Tensor& k_sem_new, const Tensor& k_geo_new, const Tensor& v_new,
+                       const Tensor& start, const std::string& k_sem_kind,
+                       const std::string& k_geo_kind, const std::string& v_kind,
+                       const MaybeTensor& block_table, const MaybeTensor& cache_leftpad,
+                       const MaybeTensor& query_lens, const MaybeTensor& k_sem_tail,
+                       const MaybeTensor& k_sem_sink, bool rotate_k_sem,
+                       const std::string& fit_k_sem, const MaybeTensor& k_geo_tail,
+                       const MaybeTensor& k_geo_sink, bool rotate_k_geo,
+                       const std::string& fit_k_geo, const MaybeTensor& v_tail,
+                       const MaybeTensor& v_sink, bool rotate_v, const std::string& fit_v) {
   const StreamTensors streams[] = {
-      {"k_sem", k_sem_codes, k_sem_scales, k_sem_kind, k_sem_tail, k_sem_sink, k_sem_mean,
-       k_sem_bias, k_sem_pairs, k_sem_phases, k_sem_scale, rotate_k_sem},
-      {"k_geo", k_geo_codes, k_geo_scales, k_geo_kind, k_geo_tail, k_geo_sink, k_geo_mean,
-       k_geo_bias, k_geo_pairs, k_geo_phases, k_geo_scale, rotate_k_geo},
-      {"v", v_codes, v_scales, v_kind, v_tail, v_sink, kNone, kNone, kNone, kNone, v_scale,
-       rotate_v}};
+      {"k_sem", k_sem_codes, k_sem_scales, k_sem_kind, k_sem_tail, k_sem_sink, rotate_k_sem},
+      {"k_geo", k_geo_codes, k_geo_scales, k_geo_kind, k_geo_tail, k_geo_sink, rotate_k_geo},
+      {"v", v_codes, v_scales, v_kind, v_tail, v_sink, rotate_v}};
   const Tensor* given[] = {&k_sem_new, &k_geo_new, &v_new};
   const std::string* fits[] = {&fit_k_sem, &fit_k_geo, &fit_v};
   append({start, block_table, cache_leftpad, query_lens}, streams, given, fits, 3);

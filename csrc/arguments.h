@@ -106,55 +106,15 @@ inline HeadTensor heads_of(const Tensor& x, const char* name) {
           x.stride(3)};
 }
 
-// A contiguous float32 or int32 tensor of a known number of elements; null for none.
-template <class T>
-const T* constants(const MaybeTensor& x, const std::string& name, std::int64_t count) {
-  if (!x.has_value()) return nullptr;
-  check_cpu(*x, name);
-  constexpr ScalarType kType = std::is_same_v<T, float> ? ScalarType::Float : ScalarType::Int;
-  STD_TORCH_CHECK(x->scalar_type() == kType, name, " has dtype ",
-                  torch::headeronly::toString(x->scalar_type()), "; ",
-                  torch::headeronly::toString(kType), " is needed");
-  STD_TORCH_CHECK(x->numel() == count, name, " has ", x->numel(), " elements; ", count,
-                  " are needed");
-  STD_TORCH_CHECK(x->is_contiguous(), name, " must be contiguous");
-  return static_cast<const T*>(x->const_data_ptr());
-}
-
 // The tensors that describe one stream, in the order of the schemas.
 struct StreamTensors {
   const char* name;
   const Tensor& codes;
   const MaybeTensor& scales;
   const std::string& kind;
-  const MaybeTensor &tail, &sink, &mean, &bias, &pairs, &phases, &scale;
+  const MaybeTensor &tail, &sink;
   bool rotate;
 };
-
-inline Basis basis_of(const StreamTensors& s, std::int64_t heads, std::int64_t dim) {
-  const std::string name = s.name;
-  Basis basis;
-  basis.mean = constants<float>(s.mean, name + "_mean", heads * dim);
-  basis.scale = constants<float>(s.scale, name + "_scale", heads * dim);
-  basis.rotate = s.rotate;
-  if (!s.bias.has_value()) return basis;
-  STD_TORCH_CHECK(s.pairs.has_value() && s.phases.has_value(), name,
-                  ": bias, pairs and phases go together");
-  STD_TORCH_CHECK(s.bias->dim() == 3 && s.phases->dim() == 4, name,
-                  ": bias (H_kv, P, 2) and phases (H_kv, P, rows, 2) are needed");
-  basis.pair_count = s.bias->size(1);
-  basis.phase_rows = s.phases->size(2);
-  STD_TORCH_CHECK(basis.phase_rows > kPhaseTile, name, "_phases has ", basis.phase_rows,
-                  " rows; more than ", kPhaseTile, " are needed");
-  basis.bias = constants<float>(s.bias, name + "_bias", heads * basis.pair_count * 2);
-  basis.pairs = constants<std::int32_t>(s.pairs, name + "_pairs", heads * basis.pair_count * 2);
-  basis.phases =
-      constants<float>(s.phases, name + "_phases", heads * basis.pair_count * basis.phase_rows * 2);
-  for (std::int64_t i = 0; i < heads * basis.pair_count * 2; ++i)
-    STD_TORCH_CHECK(basis.pairs[i] >= 0 && basis.pairs[i] < dim, name, "_pairs names dim ",
-                    basis.pairs[i], " of ", dim);
-  return basis;
-}
 
 // One stored stream; lanes, slots and the first dimension as `lead` has them (filled by the first
 // stream).
@@ -177,8 +137,8 @@ inline void place_groups(const StreamTensors& s, const Lead& lead, StoredStream&
                   stream.lane_dim, " values, a multiple of 32, are needed");
 }
 
-inline StoredStream stream_of(const StreamTensors& s, std::int64_t heads, std::int64_t dim,
-                              std::int64_t heads_per_lane, Lead& lead) {
+inline StoredStream stream_of(const StreamTensors& s, std::int64_t dim, std::int64_t heads_per_lane,
+                              Lead& lead) {
   const std::string name = s.name;
   StoredStream stream;
   stream.format = format_named(s.kind, s.name);
@@ -220,7 +180,7 @@ inline StoredStream stream_of(const StreamTensors& s, std::int64_t heads, std::i
     STD_TORCH_CHECK((*part)->size(1) == lead.lanes && (*part)->size(3) == stream.lane_dim, name,
                     what, " does not have the lanes of the codes");
   }
-  stream.basis = basis_of(s, heads, dim);
+  stream.rotate = s.rotate;
   return stream;
 }
 
@@ -238,13 +198,18 @@ void place_table(const Tensor& table, Work& work) {
   work.pages_per_row = table.size(1);
 }
 
-// Stands for an optional tensor that an op has no argument for.
-inline const MaybeTensor kNone;
-
 // (B,) int32; null for none.
-inline const std::int32_t* row_integers(const MaybeTensor& x, const char* name,
+inline const std::int32_t* row_integers(const MaybeTensor& x, const std::string& name,
                                         std::int64_t batch) {
-  return constants<std::int32_t>(x, name, batch);
+  if (!x.has_value()) return nullptr;
+  check_cpu(*x, name);
+  STD_TORCH_CHECK(x->scalar_type() == ScalarType::Int, name, " has dtype ",
+                  torch::headeronly::toString(x->scalar_type()), "; ",
+                  torch::headeronly::toString(ScalarType::Int), " is needed");
+  STD_TORCH_CHECK(x->numel() == batch, name, " has ", x->numel(), " elements; ", batch,
+                  " are needed");
+  STD_TORCH_CHECK(x->is_contiguous(), name, " must be contiguous");
+  return static_cast<const std::int32_t*>(x->const_data_ptr());
 }
 
 }  // namespace caramba_fast

@@ -4,7 +4,6 @@
 //   lane.h        the heads and tiles of a task, where their tokens lie
 //   visibility.h  who sees what of a tile
 //   query.h       queries in the basis of the keys      query_int8.h   as integers
-//   key_mean.h    what centering took out of scores
 //   tile.h        one head's part of a tile             int8_layout.h  its bytes
 //   scores.h      q . k                                 scores_float.h, scores_int8.h
 //   softmax.h     scores to weights, online

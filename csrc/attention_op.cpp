@@ -231,7 +231,7 @@ std::tuple<Tensor, Tensor> attend(const Common& c, const Tensor* const* queries,
   for (int i = 0; i < count; ++i) {
     const std::int64_t dim =
         i + 1 < count ? queries[i]->size(3) : values_of(streams[i]) / work.heads_per_lane;
-    work.stored[i] = stream_of(streams[i], work.kv_heads, dim, work.heads_per_lane, lead);
+    work.stored[i] = stream_of(streams[i], dim, work.heads_per_lane, lead);
     if (!nulls[i]->has_value()) continue;
     STD_TORCH_CHECK((*nulls[i])->numel() == work.kv_heads * dim, "null_", streams[i].name, " has ",
                     (*nulls[i])->numel(), " elements; ", work.kv_heads * dim, " are needed");
@@ -258,17 +258,13 @@ std::tuple<Tensor, Tensor> cached_attention(
     const MaybeTensor& v_scales, const Tensor& cache_seqlens, const std::string& k_kind,
     const std::string& v_kind, std::int64_t n_kv_heads, const MaybeTensor& block_table,
     const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens, std::int64_t residual_len,
-    const MaybeTensor& k_tail, const MaybeTensor& k_sink, const MaybeTensor& k_mean,
-    const MaybeTensor& k_bias, const MaybeTensor& k_pairs, const MaybeTensor& k_phases,
-    const MaybeTensor& k_scale, bool rotate_k, const MaybeTensor& v_tail, const MaybeTensor& v_sink,
-    const MaybeTensor& v_scale, bool rotate_v, const MaybeTensor& null_k, const MaybeTensor& null_v,
+    const MaybeTensor& k_tail, const MaybeTensor& k_sink, bool rotate_k, const MaybeTensor& v_tail,
+    const MaybeTensor& v_sink, bool rotate_v, const MaybeTensor& null_k, const MaybeTensor& null_v,
     const MaybeTensor& s_aux, std::optional<double> softmax_scale,
     const std::vector<std::int64_t>& window_size, std::int64_t num_sink_tokens, double softcap,
     std::int64_t num_splits) {
-  const StreamTensors streams[] = {{"k", k_codes, k_scales, k_kind, k_tail, k_sink, k_mean, k_bias,
-                                    k_pairs, k_phases, k_scale, rotate_k},
-                                   {"v", v_codes, v_scales, v_kind, v_tail, v_sink, kNone, kNone,
-                                    kNone, kNone, v_scale, rotate_v}};
+  const StreamTensors streams[] = {{"k", k_codes, k_scales, k_kind, k_tail, k_sink, rotate_k},
+                                   {"v", v_codes, v_scales, v_kind, v_tail, v_sink, rotate_v}};
   const Common common{cache_seqlens,   n_kv_heads,   block_table, cache_leftpad,
                       query_lens,      residual_len, s_aux,       window_size,
                       num_sink_tokens, softcap,      num_splits};
@@ -285,23 +281,17 @@ std::tuple<Tensor, Tensor> decoupled_cached_attention(
     const std::string& k_sem_kind, const std::string& k_geo_kind, const std::string& v_kind,
     std::int64_t n_kv_heads, const MaybeTensor& block_table, const MaybeTensor& cache_leftpad,
     const MaybeTensor& query_lens, std::int64_t residual_len, const MaybeTensor& k_sem_tail,
-    const MaybeTensor& k_sem_sink, const MaybeTensor& k_sem_mean, const MaybeTensor& k_sem_bias,
-    const MaybeTensor& k_sem_pairs, const MaybeTensor& k_sem_phases, const MaybeTensor& k_sem_scale,
-    bool rotate_k_sem, const MaybeTensor& k_geo_tail, const MaybeTensor& k_geo_sink,
-    const MaybeTensor& k_geo_mean, const MaybeTensor& k_geo_bias, const MaybeTensor& k_geo_pairs,
-    const MaybeTensor& k_geo_phases, const MaybeTensor& k_geo_scale, bool rotate_k_geo,
-    const MaybeTensor& v_tail, const MaybeTensor& v_sink, const MaybeTensor& v_scale, bool rotate_v,
-    const MaybeTensor& null_k_sem, const MaybeTensor& null_k_geo, const MaybeTensor& null_v,
-    const MaybeTensor& s_aux, std::optional<double> sem_scale, std::optional<double> geo_scale,
+    const MaybeTensor& k_sem_sink, bool rotate_k_sem, const MaybeTensor& k_geo_tail,
+    const MaybeTensor& k_geo_sink, bool rotate_k_geo, const MaybeTensor& v_tail,
+    const MaybeTensor& v_sink, bool rotate_v, const MaybeTensor& null_k_sem,
+    const MaybeTensor& null_k_geo, const MaybeTensor& null_v, const MaybeTensor& s_aux,
+    std::optional<double> sem_scale, std::optional<double> geo_scale,
     const std::vector<std::int64_t>& window_size, std::int64_t num_sink_tokens, double softcap,
     std::int64_t num_splits) {
   const StreamTensors streams[] = {
-      {"k_sem", k_sem_codes, k_sem_scales, k_sem_kind, k_sem_tail, k_sem_sink, k_sem_mean,
-       k_sem_bias, k_sem_pairs, k_sem_phases, k_sem_scale, rotate_k_sem},
-      {"k_geo", k_geo_codes, k_geo_scales, k_geo_kind, k_geo_tail, k_geo_sink, k_geo_mean,
-       k_geo_bias, k_geo_pairs, k_geo_phases, k_geo_scale, rotate_k_geo},
-      {"v", v_codes, v_scales, v_kind, v_tail, v_sink, kNone, kNone, kNone, kNone, v_scale,
-       rotate_v}};
+      {"k_sem", k_sem_codes, k_sem_scales, k_sem_kind, k_sem_tail, k_sem_sink, rotate_k_sem},
+      {"k_geo", k_geo_codes, k_geo_scales, k_geo_kind, k_geo_tail, k_geo_sink, rotate_k_geo},
+      {"v", v_codes, v_scales, v_kind, v_tail, v_sink, rotate_v}};
   const Common common{cache_seqlens,   n_kv_heads,   block_table, cache_leftpad,
                       query_lens,      residual_len, s_aux,       window_size,
                       num_sink_tokens, softcap,      num_splits};

@@ -45,9 +45,7 @@ inline void write_result(const Lane& lane, int h, int r, float max, float total,
       const float inverse = 1.0f / total;
       for (std::int64_t d = 0; d < dim; ++d) out[d] = sums[d] * inverse;
       lse = total != total ? total : max + std::log(total);
-      if (s.basis.rotate) hadamard(out, dim);
-      if (s.basis.scale != nullptr)
-        for (std::int64_t d = 0; d < dim; ++d) out[d] *= s.basis.scale[head * dim + d];
+      if (s.rotate) hadamard(out, dim);
     }
     if (s.null != nullptr)
       join_key(out, dim, lse, null_logit(lane, h, r, row + dim), s.null + head * dim);

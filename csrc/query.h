@@ -7,7 +7,6 @@
 #include <cstdint>
 
 #include "arena.h"
-#include "key_mean.h"
 #include "lane.h"
 #include "numeric.h"
 #include "rows.h"
@@ -33,7 +32,6 @@ inline void read_query(const Lane& lane, int stream, int h, int r, float* to) {
 // All query rows of one kv head for one key stream.
 struct HeadQuery {
   HeadStream key;
-  KeyMean mean;
   float* values;  // (query rows, key.width) fp32; zeros outside the head
   float* folded;  // for keys by channel: memory for as many and one more a row
   // (query rows, units), null unless key.bytes: 16 bits in two bytes, and 8 bits in one; for q8_0
@@ -43,7 +41,6 @@ struct HeadQuery {
   // `row` is memory for one query row.
   CARAMBA_FAST_NOINLINE HeadQuery(const Lane& lane, int stream, int h, Arena& arena, float* row)
       : key(lane.job.stored[stream], h),
-        mean(key.stored->basis, lane.kv_head(h), lane.query_rows, arena),
         values(arena.zeros(lane.query_rows * key.width)),
         folded(is_by_channel(key.stored->format)
                    ? arena.take<float>(lane.query_rows * (key.width + 1))
@@ -51,13 +48,9 @@ struct HeadQuery {
         two_bytes(nullptr),
         one_byte(nullptr) {
     const StoredStream& s = *key.stored;
-    const Basis& basis = s.basis;
     for (int r = 0; r < lane.query_rows; ++r) {
       read_query(lane, stream, h, r, row);
-      mean.take_query(r, row, s.dim);
-      if (basis.scale != nullptr)
-        for (std::int64_t d = 0; d < s.dim; ++d) row[d] *= basis.scale[lane.kv_head(h) * s.dim + d];
-      if (basis.rotate) hadamard(row, s.dim);
+      if (s.rotate) hadamard(row, s.dim);
       std::copy(row, row + s.dim, values + r * key.width + key.inner);
     }
 #if CARAMBA_FAST_VNNI

@@ -64,7 +64,6 @@ CARAMBA_FAST_NOINLINE void add_scores_int8(const Lane& lane, const HeadQuery& qu
 CARAMBA_FAST_NOINLINE inline void add_scores(const Lane& lane, const HeadQuery& query,
                                              const Tile& tile, const Visibility& visibility,
                                              const TileScratch& scratch, float* scores) {
-  query.mean.add_to(scores, tile.start - lane.plan.pad, tile.count);
   const TileData data = data_of(lane, query.key, tile);
 #if CARAMBA_FAST_VNNI
   if (takes_bytes(lane, query.key, tile)) {

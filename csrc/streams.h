@@ -1,6 +1,5 @@
-// Where the streams of a cache (keys, values) lie in memory and how their values were changed
-// before they were stored. Data only, no functions with linkage: shared by translation units
-// compiled for different instruction sets.
+// Where the streams of a cache (keys, values) lie in memory and in which basis. Data only, no
+// functions with linkage: shared by translation units compiled for different instruction sets.
 //
 // A stored buffer is (B or pages, lanes, slots, width): a lane holds some kv heads of a token side
 // by side, so that blocks are whole. Strides of buffers are in bytes, those of tensors in elements.
@@ -13,22 +12,6 @@
 namespace caramba_fast {
 
 inline constexpr int kMostStreams = 3;  // k, v or k_sem, k_geo, v
-// A table of phases has the cos and sin of kPhaseTile tokens, then those of the first token of each
-// stretch of kPhaseTile: an angle is the sum of one of either.
-inline constexpr int kPhaseTile = 128;
-
-// The change of basis a stream is stored in (caramba_fast/ops/transform.py); null pointers leave a
-// step out.
-struct Basis {
-  const float* mean = nullptr;          // (H_kv, D)
-  const float* bias = nullptr;          // (H_kv, P, 2)
-  const std::int32_t* pairs = nullptr;  // (H_kv, P, 2)
-  const float* phases = nullptr;        // (H_kv, P, phase_rows, 2)
-  const float* scale = nullptr;         // (H_kv, D)
-  std::int64_t pair_count = 0;
-  std::int64_t phase_rows = 0;
-  bool rotate = false;
-};
 
 // A (B or pages, lanes, n, width) buffer whose last two dimensions are contiguous; strides in
 // bytes.
@@ -48,8 +31,8 @@ struct StoredStream {
   std::int64_t lane_dim = 0;  // values of a lane of a token
   std::int64_t dim = 0;       // values of a head
   Buffer codes, scales;
-  Buffer tail, sink;  // fp16
-  Basis basis;
+  Buffer tail, sink;            // fp16
+  bool rotate = false;          // in the basis of a Walsh-Hadamard transform of each head
   const float* null = nullptr;  // (H_kv, D) or null
 };
 

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,23 +16,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from support import before, described
 from support.before import HERE
+from typer.testing import CliRunner
 
+import caramba_fast
 from caramba_fast import (
-    Calibration,
     CarambaCache,
-    Generator,
     accelerate,
     choose_cache,
     load_demo,
     load_model,
 )
-from caramba_fast.manifest import read_manifest, run_manifest
+from caramba_fast.cache.state import without_constants
+from caramba_fast.cli.app import app
+from caramba_fast.infer import GenerateConfig
+from caramba_fast.manifest import prepare, read_manifest, run_manifest
 from caramba_fast.policy import CachePlan, CachePolicyFields, PlanFile, PlanKey
 from caramba_fast.quality import QualityReport, read_csv
 
+CALIBRATED = before.MANIFEST.replace("temperature: 0.0", "cache_calibration: demo.calibration")
 #: What attention adds in another order where other kernels serve it.
 CLOSE = dict(rtol=1e-3, atol=1e-3)
 
@@ -40,7 +45,9 @@ def recorded(name: str) -> Any:
 
 
 NAMES, COMMANDS, TEXTS = (recorded(f"{name}.json") for name in ("names", "commands", "texts"))
+#: States of caches, by their storage; one had defaults that took constants, of which so few tokens gave none.
 LAYERS = before.saved(HERE / "layers.pt.gz")
+LAYERS[before.STORED[3]] = LAYERS.pop(f"q4:{before.SIDES}")
 
 
 @pytest.fixture
@@ -119,12 +126,12 @@ def test_the_state_of_a_cache_gives_what_it_gave(spec: str) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
     attended = cache.attend(*before.queries(spec))
     torch.testing.assert_close(attended, then["attended"], **CLOSE)
-    assert_same(cache.state_dict(), then["state"])
+    assert_same(cache.state_dict(), without_constants(then["state"]))
 
 
 @pytest.mark.parametrize("spec", before.STORED)
 def test_the_same_tokens_are_stored_as_they_were(spec: str) -> None:
-    assert_same(before.filled(spec)["state"], LAYERS[spec]["state"])
+    assert_same(before.filled(spec)["state"], without_constants(LAYERS[spec]["state"]))
 
 
 def assert_same(found: Any, wanted: Any) -> None:
@@ -162,7 +169,8 @@ def test_a_model_of_transformers_goes_on_from_a_state() -> None:
     model = accelerate(before.loaded(HERE / "model"), before.MODEL_CACHE)
     cache = CarambaCache(model, before.MODEL_CACHE).load_state_dict(then["state"])
     assert cache.length == int(cache.get_seq_length()) == 20
-    assert_same(cache.state_dict(), then["state"])
+    for layer, state in zip(cache.state_dict()["layers"], then["state"]["layers"], strict=True):
+        assert_same(layer, {**state, "store": without_constants(state["store"])})
     torch.testing.assert_close(before.next_logits(model, cache), then["logits"], **CLOSE)
     assert cache.dequantizations == 0
 
@@ -178,35 +186,43 @@ def test_a_state_of_other_storage_is_refused_with_the_reason() -> None:
         )
 
 
-# -- calibration ----------------------------------------------------------------------------
+def test_a_state_with_constants_is_refused_by_name() -> None:
+    state = copy.deepcopy(LAYERS["q8:plain/q4:plain"]["state"])
+    state["streams"]["k"]["transform"]["mean"] = torch.zeros(1, 32)
+    with pytest.raises(ValueError, match="'k' was stored with 'mean' of an earlier version"):
+        before.layer_cache("q8:plain/q4:plain").load_state_dict(state)
 
 
-def test_a_calibration_says_what_its_file_holds(tmp_path: Path) -> None:
-    path, again = HERE / "demo.calibration", tmp_path / "again.calibration"
-    Calibration.load(path).save(again)
-    for file in (path, again):
-        found = Calibration.load(file)
-        assert found.about == {"tokens": "64", "text": "held-out"}
-        with safe_open(str(path), framework="pt") as held:
-            assert len(held.keys()) == 4 * 2 * 3
-            for index, layer in enumerate(found.layers):
-                for stream, values in layer.items():
-                    assert values.tokens == 64
-                    for part in ("mean", "std", "diversity"):
-                        wanted = held.get_tensor(f"layers.{index}.{stream}.{part}")
-                        assert torch.equal(getattr(values, part), wanted)
+# -- what is gone ---------------------------------------------------------------------------
 
 
-def test_a_calibration_serves_its_model_and_no_other(folder: Path) -> None:
-    path = folder / "demo.calibration"
-    settings: dict[str, Any] = dict(
-        cache_calibration=path, cache_kind="q4", max_new_tokens=2, temperature=0.0
-    )
-    generator = Generator(load_demo(), **settings)
-    assert generator.generate([[5, 6, 7]]).shape == (1, 5)
-    with pytest.raises(ValueError, match="the model has 2"):
-        Generator(load_model(HERE / "model"), **settings)
-    Calibration.load(path).save(path)  # in place of itself, without force
+@pytest.mark.parametrize("name", ["Calibration", "Rotary", "Transform", "calibrate"])
+def test_a_name_that_is_gone_says_why(name: str) -> None:
+    with pytest.raises(ImportError, match=f"{name} is gone: keys by channel"):
+        getattr(caramba_fast, name)
+    assert name not in dir(caramba_fast)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: GenerateConfig(cache_calibration="demo.calibration"),
+        lambda: GenerateConfig().updated(cache_calibration=None),
+        lambda: CarambaCache(before.loaded(HERE / "model"), "q4", calibration="demo.calibration"),
+        lambda: CarambaCache(before.loaded(HERE / "model"), "q4", center=False),
+        lambda: prepare(read_manifest(CALIBRATED), HERE),
+    ],
+    ids=["config", "change of a config", "transformers", "field under transformers", "manifest"],
+)
+def test_a_setting_that_is_gone_says_why(call: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match="is no setting any more: keys by channel"):
+        call()
+
+
+@pytest.mark.parametrize("words", [(), ("model.calibration", "--model", "demo:gqa")])
+def test_the_command_that_is_gone_says_why(words: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, ["calibrate", *words])
+    assert result.exit_code == 2 and "'calibrate' is gone: keys by channel" in result.output
 
 
 # -- plans ----------------------------------------------------------------------------------

@@ -21,8 +21,6 @@ from safetensors.torch import save_file
 from support.plans import any_plan
 from typer.testing import CliRunner
 
-from caramba_fast.cache import Calibration
-from caramba_fast.cache.statistics import StreamStatistics
 from caramba_fast.cli.app import app
 from caramba_fast.config import files
 from caramba_fast.config.files import check_replaceable, replacing
@@ -38,10 +36,6 @@ from caramba_fast.quality.store import ScoreStore
 PRECIOUS = b"nobody may replace this " * 40
 
 
-def statistics() -> StreamStatistics:
-    return StreamStatistics.exact(torch.zeros(2, 4), torch.ones(2, 4))
-
-
 def quality_report() -> QualityReport:
     return QualityReport([], [], {"name": "x"})
 
@@ -49,7 +43,6 @@ def quality_report() -> QualityReport:
 #: Everything that writes a file through the package, by what it writes.
 WRITERS: dict[str, Callable[[Path], object]] = {
     "bytes": lambda path: _written(path, b"new"),
-    "calibration": lambda path: Calibration([{"k": statistics()}]).save(path, force=True),
     "plan": lambda path: PlanFile(path).put(any_plan("a")),
     "run report": lambda path: write_json(path, {"target": 1}),
     "quality report": lambda path: quality_report().to_json(path),
@@ -203,8 +196,6 @@ def invoke(*arguments: object) -> Any:
 MANIFEST = "targets: [{name: t, runs: [{id: a, output: out.json, prompts: [x]}]}]"
 #: Every command that writes a file, with the name it gets (or gives it).
 COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "calibrate": ("model.safetensors", ("calibrate", "{out}", "--model", "demo:gqa")),
-    "calibrate, by default": ("model.calibration", ("calibrate",)),
     "plan --plot": ("a.png", ("plan", "--plot", "{out}")),
     "plan --plan-path": ("plans.json", ("plan", "--plan-path", "{out}")),
     "run": ("out.json", ("run", "{folder}/manifest.yml")),
@@ -246,8 +237,6 @@ def test_a_plan_file_is_never_made_of_a_config(tmp_path: Path) -> None:
 
 
 def test_what_we_wrote_is_replaced(tmp_path: Path) -> None:
-    for _ in range(2):
-        Calibration([{"k": statistics()}]).save(tmp_path / "a.safetensors")
     row = dict.fromkeys(CacheQuality.__dataclass_fields__, 0)
     report = QualityReport([CacheQuality(**{**row, "kind": "q8", "ci": {}})], [], {})
     report.to_json(tmp_path / "q.json")
@@ -255,10 +244,6 @@ def test_what_we_wrote_is_replaced(tmp_path: Path) -> None:
     assert is_report(tmp_path / "q.json") and is_table(tmp_path / "q.csv")
     assert not is_report(tmp_path / "q.csv") and not is_table(tmp_path / "q.json")
     check_replaceable(tmp_path / "q.csv", "table", is_table)
-    foreign(tmp_path / "a.safetensors")
-    with pytest.raises(FileExistsError, match=r"a\.safetensors exists and is no calibration"):
-        Calibration([{"k": statistics()}]).save(tmp_path / "a.safetensors")
-    Calibration([{"k": statistics()}]).save(tmp_path / "a.safetensors", force=True)
 
 
 def test_a_store_of_scores_refuses_a_folder_of_something_else(tmp_path: Path) -> None:

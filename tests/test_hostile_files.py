@@ -33,9 +33,6 @@ from support.plans import any_plan
 
 import caramba_fast
 from caramba_fast import LayerKVCache
-from caramba_fast.cache import Calibration, CalibrationError
-from caramba_fast.cache.calibration import is_calibration
-from caramba_fast.cache.statistics import StreamStatistics
 from caramba_fast.config import cache_configs
 from caramba_fast.infer.tokenizer import TextTokenizer
 from caramba_fast.manifest import ManifestError, load_manifest
@@ -103,11 +100,6 @@ def checkpoint(folder: Path, sharded: bool = False) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def calibration(folder: Path) -> None:
-    statistics = StreamStatistics.exact(torch.zeros(2, 4), torch.ones(2, 4))
-    Calibration([{"k": statistics, "v": statistics}], {"text": "x"}).save(folder / "a.calibration")
-
-
 def plans(folder: Path) -> None:
     for name in ("a", "b"):
         PlanFile(folder / "plans.json").put(any_plan(name))
@@ -164,7 +156,7 @@ def run_report(folder: Path) -> None:
 
 
 def new_layer() -> LayerKVCache:
-    spec = "q8:center,residual_len=8,sink_len=4/q4:plain,residual_len=8,sink_len=4"
+    spec = "q8:plain,residual_len=8,sink_len=4/q4:plain,residual_len=8,sink_len=4"
     return LayerKVCache(1, 32, 64, 64, n_kv_heads=2, **cache_configs(spec))
 
 
@@ -206,14 +198,6 @@ FORMATS: dict[str, Format] = {
     "shard": Format(
         lambda folder: checkpoint(folder, True), "model-1.safetensors", load_model,
         (CheckpointError,), ("models/checkpoint.py:_told", "models/checkpoint.py:load"),
-    ),
-    "calibration": Format(
-        calibration, "a.calibration", lambda folder: Calibration.load(folder / "a.calibration"),
-        (CalibrationError,), ("cache/calibration.py:load",),
-    ),
-    "calibration, asked": Format(
-        calibration, "a.calibration", lambda folder: is_calibration(folder / "a.calibration"), (),
-        ("cache/calibration.py:is_calibration",),
     ),
     "plans": Format(
         plans, "plans.json", read_plans, (PlanFileError,), ("policy/plan_file.py:_parse",)
@@ -293,7 +277,7 @@ def test_no_reader_is_forgotten() -> None:
     known = {name for form in FORMATS.values() for name in form.readers}
     wrappers = {  # they call a reader above by its name
         "models/checkpoint.py:load_model", "models/registry.py:sketch", "models/registry.py:open_model",
-        "cli/quality.py:run_calibrate", "cli/plan.py:run_plan", "cli/quality.py:run_quality",
+        "cli/plan.py:run_plan", "cli/quality.py:run_quality",
     }  # fmt: skip
     missing = readers() - known - TRUSTED - wrappers
     assert not missing, f"readers without hostile files: {sorted(missing)}"
@@ -441,7 +425,6 @@ SEEN: dict[str, tuple[str, Any]] = {
     "a tag without a value": ("manifest", 'targets: !!int ""\n'),
     "deep plans": ("plans", '{"plans": ' + "[" * 200_000),
     "deep index": ("index", '{"weight_map": ' + "[" * 200_000),
-    "deep calibration": ("calibration", None),
     "ten million layers": ("config.json, sketched", {"num_hidden_layers": 10_000_000}),
     "a huge vocabulary": ("config.json, sketched", {"vocab_size": 2**31 - 1}),
     "wide heads": ("config.json, sketched", {"head_dim": 2**30}),
@@ -461,11 +444,7 @@ def test_what_has_been_seen(what: str, tmp_path: Path) -> None:
     file = folder / form.file
     if isinstance(content, dict):
         content = json.dumps({**json.loads(file.read_text()), **content})
-    if content is None:
-        header = {"format": "caramba_fast.calibration", "version": "1", "tokens": "[" * 200_000}
-        save_file({"x": torch.zeros(1)}, file, metadata=header)
-    else:
-        file.write_text(content)
+    file.write_text(content)
     before, began = peak(), time.monotonic()
     if name == "plans":
         form.read(folder)  # set aside, and made anew

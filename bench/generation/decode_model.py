@@ -1,9 +1,9 @@
 """Decode steps of a whole model by cache kind: ``python -m caramba_fast.bench.generation.decode_model [--out CSV]``.
 
 A Llama of 8 layers and hidden size 512 with random weights and key biases generates greedily: projections, append,
-attention, MLP, logits and sampling, as `Generator.generate_iter` does them. A real prompt sets the constants of a
-kind's transforms; then its codes are repeated until the cache has the wanted length, which costs the steps that follow
-what a longer prompt would. All kinds take their steps in turn, in rounds; a ratio is the median over rounds.
+attention, MLP, logits and sampling, as `Generator.generate_iter` does them. The codes of a real prompt are repeated
+until the cache has the wanted length, which costs the steps that follow what a longer prompt would. All kinds take
+their steps in turn, in rounds; a ratio is the median over rounds.
 """
 
 from __future__ import annotations

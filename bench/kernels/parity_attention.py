@@ -19,12 +19,10 @@ from caramba_fast.bench.kernels.parity import same_bits
 from caramba_fast.formats import FORMATS, QUANTIZED_KINDS
 from caramba_fast.ops import (
     KVView,
-    Transform,
     append_,
     decode_attention,
     decoupled_append_,
     decoupled_decode_attention,
-    phase_table,
     use_backend,
 )
 from caramba_fast.ops.registry import BackendError, why_not
@@ -41,8 +39,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 #: Relative L2 error between backends, by dtype of the queries.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-#: What a transform adds: a query is rounded again after it, and a few codes are rounded the other way.
-TRANSFORMED_ERROR, TRANSFORMED_CODES = 3.0, 0.01
+#: What a rotation adds: a query is rounded again after it, and a few codes are rounded the other way.
+ROTATED_ERROR, ROTATED_CODES = 3.0, 0.01
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Setting:
     option: str = "plain"
     paged: bool = False
     tail: int = 0
-    transformed: bool = False
+    rotated: bool = False
     dtype: torch.dtype = torch.float16
     tokens: int = 5
     decoupled: bool = False
@@ -87,25 +85,10 @@ def settings(quick: bool) -> list[Setting]:
     ]
 
 
-def _transforms() -> dict[str, Transform]:
-    """A transform of K that uses every step, and one of V."""
-    pairs = torch.tensor([[[0, 32], [5, 37]], [[3, 35], [9, 41]]], dtype=torch.int32)
-    key = Transform(
-        mean=torch.randn(KV_HEADS, DIM),
-        bias=torch.randn(KV_HEADS, 2, 2) * 20,
-        pairs=pairs,
-        phases=phase_table(torch.rand(KV_HEADS, 2), SLOTS),
-        scale=torch.rand(KV_HEADS, DIM) + 0.5,
-        rotate=True,
-    )
-    return {"k": key, "v": Transform(scale=torch.rand(KV_HEADS, DIM) + 0.5, rotate=True)}
-
-
 def _poisoned(setting: Setting) -> dict[str, KVView]:
     """Buffers in which every slot that is not written would show: NaN, and codes that are not zero."""
     lanes = Lanes.of(KV_HEADS, *setting.dims.values())
     form, batch = FORMATS[setting.kind], len(LENGTHS)
-    known = _transforms() if setting.transformed else {}
     blocks = (batch * SLOTS // PAGE + 2, PAGE) if setting.paged else (batch, SLOTS)
     found = {}
     for name, dim in setting.dims.items():
@@ -121,16 +104,16 @@ def _poisoned(setting: Setting) -> dict[str, KVView]:
             torch.full((*lead, form.code_width(width)), 77 if form.quantized else torch.nan).to(form.dtype),
             scales if form.quantized else None, setting.kind,
             side(setting.tail + TAIL_SLACK if setting.tail else 0), side(setting.tail // 2),
-            known.get(name, Transform()),
+            setting.rotated,
         )  # fmt: skip
     return found
 
 
 def _moved(x: Any, device: torch.device) -> Any:
-    """A copy of tensors, views and transforms on a device; anything else as it is."""
+    """A copy of tensors and views on a device; anything else as it is."""
     if isinstance(x, Tensor):
         return x.to(device, copy=True)
-    if isinstance(x, (KVView, Transform)):
+    if isinstance(x, KVView):
         return replace(x, **{f.name: _moved(getattr(x, f.name), device) for f in fields(x)})
     if isinstance(x, dict):
         return {name: _moved(part, device) for name, part in x.items()}
@@ -204,10 +187,10 @@ def failures(backend: str, device: torch.device, setting: Setting) -> Iterator[s
     if why_not(setting.append_op, backend, device.type) is None:
         with use_backend(backend):
             _append(there, _moved(new, device), moved)
-        allowed = TRANSFORMED_CODES if setting.transformed else 0.0
+        allowed = ROTATED_CODES if setting.rotated else 0.0
         for name in truth:
             for mine, its in zip(_parts(there[name]), _parts(truth[name]), strict=True):
-                wrong = _differing(mine.cpu(), its, rounded=setting.transformed)
+                wrong = _differing(mine.cpu(), its, rounded=setting.rotated)
                 if wrong.double().mean() > allowed:
                     yield f"{where}: {int(wrong.sum())} of {wrong.numel()} elements of {name} differ"
     with use_backend(backend):
@@ -217,7 +200,7 @@ def failures(backend: str, device: torch.device, setting: Setting) -> Iterator[s
     error = relative_l2(found[0].cpu(), out.double())
     # The C++ kernels quantize queries, as far as the accuracy promised for a format allows.
     kept = BY_KIND[setting.kind] if backend == "cpp" else 0.0
-    most = max(kept, TOLERANCE[setting.dtype]) * (TRANSFORMED_ERROR if setting.transformed else 1)
+    most = max(kept, TOLERANCE[setting.dtype]) * (ROTATED_ERROR if setting.rotated else 1)
     if not error <= most:
         yield f"{where}: relL2 {error:.2g} > {most:.2g}"
     if not torch.allclose(found[1].cpu(), lse, rtol=2e-3, atol=1e-2):

@@ -78,12 +78,9 @@ GROUPS, SLOTS = 4, 8192
 QUERIES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def _stream(kind: str, dim: int, per_lane: int, dtype: str, pairs: int = 0) -> Stream:
-    width = dim * per_lane
-    return Stream(
-        resolve(kind).index, 32, dot_dtype(resolve(kind), QUERIES[dtype]), width, dim, segments(width), pairs,
-        2 * max(8, pairs * per_lane) if pairs else 0,
-    )  # fmt: skip
+def _stream(kind: str, dim: int, per_lane: int, dtype: str) -> Stream:
+    form, width = resolve(kind), dim * per_lane
+    return Stream(form.index, 32, dot_dtype(form, QUERIES[dtype]), width, dim, segments(width))
 
 
 def _decode(
@@ -96,14 +93,14 @@ def _decode(
     per_lane: int = 1,
     page: int = 0,
     window: bool = False,
-    pairs: int = 0,
+    rotated: bool = False,
     side: int = 0,
 ) -> Variant:
-    """decode_attention of streams k, v or k_sem, k_geo, v; ``side`` tokens of sinks, and a tail."""
-    k, *g, v = (
-        _stream(kind, dim, per_lane, dtype, pairs if i == 0 else 0)
-        for i, (kind, dim) in enumerate(zip(kinds, dims, strict=True))
-    )
+    """decode_attention of streams k, v or k_sem, k_geo, v; ``side`` tokens of sinks, and a tail.
+
+    ``rotated``: queries are those that `_prepare` made, in float32.
+    """
+    k, *g, v = (_stream(kind, dim, per_lane, dtype) for kind, dim in zip(kinds, dims, strict=True))
     groups = 1 if g else GROUPS
     chosen = settings([k, *g, v], groups * tokens * per_lane, page or SLOTS)
     shape = Shape(
@@ -114,9 +111,8 @@ def _decode(
     stored = [
         (POINTERS[kind], "*fp16" if resolve(kind).quantized else None, *strides) for kind in kinds
     ]
-    query = ("*fp32" if pairs else POINTERS[dtype], "i32!", "i32!", "i32!", "fp32")
+    query = ("*fp32" if rotated else POINTERS[dtype], "i32!", "i32!", "i32!", "fp32")
     sides = ("*fp16" if side else None, "*fp16" if side and g else None, "*fp16" if side else None)
-    waves = "*fp32" if pairs else None
     return Variant(
         op="decoupled_decode_attention" if g else "decode_attention",
         kind="/".join(dict.fromkeys(kinds)),
@@ -128,7 +124,6 @@ def _decode(
             "streams": (stored[0], stored[1] if g else None, stored[-1]),
             "tails": sides,
             "sinks": sides,
-            "centered": (waves, waves, None, None),
             "lengths": ("*i32", None, None),
             "table_ptr": "*i32" if page else None,
             "table_stride": "i32",
@@ -138,8 +133,6 @@ def _decode(
             "ring": "i32",
             "splits": "i32",
             "least": "i32",
-            "k_phases": "i32",
-            "g_phases": "i32",
             "softcap": "fp32",
         },
         constants={
@@ -158,7 +151,7 @@ def _decode(
 
 def _merge() -> Variant:
     """The merge of decoupled attention with everything it can undo."""
-    pointers = ("partial_ptr", "lse_ptr", "out_lse_ptr", "v_scale_ptr")
+    pointers = ("partial_ptr", "lse_ptr", "out_lse_ptr")
     halves = ("out_ptr", "q_ptr", "g_ptr", "null_k_ptr", "null_g_ptr", "null_v_ptr", "aux_ptr")
     strides = [f"{q}_{axis}_stride" for q in ("q", "g") for axis in ("batch", "head", "token")]
     return Variant(
@@ -187,8 +180,7 @@ def _merge() -> Variant:
 
 
 def _prepare() -> Variant:
-    """The transform of a query with every step."""
-    floats = ("mean_ptr", "bias_ptr", "scale_ptr", "out_ptr", "coefficients_ptr")
+    """The rotation of a query."""
     return Variant(
         op="decode_attention",
         kind="fp32",
@@ -197,20 +189,15 @@ def _prepare() -> Variant:
         kernel=tiles_query.prepare_kernel,
         arguments={
             "q_ptr": "*fp16",
-            "pairs_ptr": "*i32",
-            "factor": "fp32",
-            **dict.fromkeys(floats, "*fp32"),
             **{f"q_{axis}_stride": "i32!" for axis in ("batch", "head", "token")},
+            "out_ptr": "*fp32",
         },
-        constants={
-            "GROUPS": GROUPS, "TOKENS": 1, "DIM": HEAD_DIM, "PADDED": HEAD_DIM, "PAIRS": 4,
-            "ROTATE": True,
-        },
+        constants={"TOKENS": 1, "DIM": HEAD_DIM, "PADDED": HEAD_DIM},
         num_warps=4,
         values=HEAD_DIM,
         options="prepare",
         fusion=True,
-    )  # fmt: skip
+    )
 
 
 def _decode_table() -> Iterator[Variant]:
@@ -228,9 +215,9 @@ def _decode_table() -> Iterator[Variant]:
     yield _decode("D 64, T 16", q4, (64, 64), tokens=16)
     yield _decode("D 128, paged", q4, page=128)
     yield _decode("D 128, window", q4, window=True)
-    yield _decode("D 128, centered", q4, pairs=4)
-    yield _decode("D 128, centered", ("nf4", "nf4"), pairs=4)
-    yield _decode("D 128, centered, tail, sinks, window, paged", q4, pairs=4, side=4, window=True,
+    yield _decode("D 128, rotated", q4, rotated=True)
+    yield _decode("D 128, rotated", ("nf4", "nf4"), rotated=True)
+    yield _decode("D 128, rotated, tail, sinks, window, paged", q4, rotated=True, side=4, window=True,
                   page=128)  # fmt: skip
     dba = {"dims": (8, 32, 64), "per_lane": 4}
     yield _decode("sem 8, geo 32, v 64", ("q8_0", *q4), **dba)

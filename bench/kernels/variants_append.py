@@ -15,7 +15,7 @@ TOKENS = {"step": 1, "prompt": append.PROMPT_TOKENS}
 BLOCK = 32
 
 
-def _stream(kind: str, dtype: str, *, side: bool, pairs: int, scale: bool) -> tuple[Any, ...]:
+def _stream(kind: str, dtype: str, *, side: bool) -> tuple[Any, ...]:
     """Types of a stream's arguments; all strides are divisible by 16, as caches allocate them."""
 
     def given(pointer: str, there: object) -> str | None:
@@ -27,12 +27,8 @@ def _stream(kind: str, dtype: str, *, side: bool, pairs: int, scale: bool) -> tu
         "codes": POINTERS[kind],
         "scales": given("*fp16", resolve(kind).quantized),
         **dict.fromkeys(("tail", "sink"), given("*fp16", side)),
-        "mean": None,
-        **dict.fromkeys(("bias", "phases"), given("*fp32", pairs)),
-        "pairs": given("*i32", pairs),
-        "scale": given("*fp32", scale),
     }
-    return tuple(types.get(name, "i32!") for name in Stream._fields[:-1])
+    return tuple(types.get(name, "i32!") for name in Stream._fields)
 
 
 def _append(
@@ -46,7 +42,7 @@ def _append(
     safe: bool = False,
     sides: bool = True,
 ) -> Variant:
-    """``safe``: keys centered, scaled and rotated, values scaled, pages and padding.
+    """``safe``: keys rotated, pages and padding.
 
     ``sides``: with it, a tail and sinks as well.
     """
@@ -55,10 +51,9 @@ def _append(
     layouts: list[Layout] = []
     for i, (kind, dim) in enumerate(zip(kinds, dims, strict=True)):
         key = safe and i < len(kinds) - 1
-        pairs = 4 if key else 0
         block = BLOCK if resolve(kind).quantized else None
-        streams.append(_stream(kind, dtype, side=safe and sides, pairs=pairs, scale=safe))
-        chosen = layout(kind, dim, heads, block, fit=fit, pairs=pairs, rotate=key, tokens=tokens)
+        streams.append(_stream(kind, dtype, side=safe and sides))
+        chosen = layout(kind, dim, heads, block, fit=fit, rotate=key, tokens=tokens)
         layouts.append(chosen)
     absent: list[Any] = [None] * (append.MOST_STREAMS - len(kinds))
     per_row = "*i32" if safe else None
@@ -72,7 +67,6 @@ def _append(
             **dict(zip(("first", "second", "third"), (*streams, *absent), strict=True)),
             "where": ("*i32", per_row, per_row, per_row, "i32", "i32"),
             **dict.fromkeys(("table_row", "table_pages", "pages"), "i32"),
-            **dict.fromkeys(("first_phases", "second_phases"), "i32"),
             "heads": "i32",
             "tokens": "i32",
         },

@@ -1,6 +1,5 @@
 """Caches: what a model has seen, stored in any kind, grown, cropped and attended to."""
 
-from caramba_fast.cache.calibration import Calibration, CalibrationError
 from caramba_fast.cache.interface import AttentionLimits
 from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerCache, LayerKVCache
 from caramba_fast.cache.lengths import RowLengths
@@ -8,15 +7,12 @@ from caramba_fast.cache.model import AnyLayerShape, DecoupledLayerShape, LayerSh
 from caramba_fast.cache.pages import OutOfPagesError, PageAllocator, PageTable
 from caramba_fast.cache.pool import PageBytes, PagePool
 from caramba_fast.cache.ragged import RaggedBatch, Stretch
-from caramba_fast.cache.statistics import StreamStatistics
 from caramba_fast.cache.stream import CacheTensor
 
 __all__ = [
     "AnyLayerShape",
     "AttentionLimits",
     "CacheTensor",
-    "Calibration",
-    "CalibrationError",
     "DecoupledLayerKVCache",
     "DecoupledLayerShape",
     "LayerCache",
@@ -30,6 +26,5 @@ __all__ = [
     "PageTable",
     "RaggedBatch",
     "RowLengths",
-    "StreamStatistics",
     "Stretch",
 ]

@@ -156,7 +156,7 @@ class CachedRows(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forgets everything, transforms set by hand included; the memory stays allocated."""
+        """Forgets everything; the memory stays allocated."""
 
     @abstractmethod
     def tail_state(self) -> tuple[list[Tensor], list[int]]:
@@ -186,7 +186,7 @@ class KeysAndValues(CachedRows):
             v: (B, H_kv, T, D_v), or flat (B, T, v_dim).
             new_lens: of the T tokens of row b the first ``new_lens[b]`` count, the rest is padding and
                 is not stored; by default all count.
-            cache_leftpad: (B,) int32, leading slots that hold padding (transforms count from there).
+            cache_leftpad: (B,) int32, leading slots that hold padding (sinks begin behind them).
             will_attend: whether `attend` follows with the queries of all T tokens. With a tail, more than
                 tail_slack of them need memory until then; False saves it.
 

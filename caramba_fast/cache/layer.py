@@ -7,24 +7,20 @@ Both are names over `LayerCache`, which says how tokens come in and are read; ho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from caramba_fast.cache.calibration import LayerCalibration
 from caramba_fast.cache.interface import DecoupledKeysAndValues, KeysAndValues
 from caramba_fast.cache.pages import PageAllocator, PageTable
 from caramba_fast.cache.rows import LayerRows
 from caramba_fast.cache.sizes import by_heads, check_agreement, check_sizes
-from caramba_fast.cache.statistics import StreamStatistics
 from caramba_fast.cache.stream import CacheTensor, capacity
-from caramba_fast.config import KVCacheTensorConfig, Rotary
+from caramba_fast.config import KVCacheTensorConfig
 from caramba_fast.config.kvcache import ring_size
-from caramba_fast.ops import Transform, checks
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
-from caramba_fast.ops.transform import undo_on_key, undo_on_value
+from caramba_fast.ops.hadamard import rotated
 from caramba_fast.ops.view import Lanes
 
 
@@ -41,8 +37,6 @@ class LayerCache(LayerRows):
         page_size: None for a contiguous cache (memory for max_seq_len tokens a row, rounded up to 128),
             else tokens of a page, a multiple of 32.
         num_pages: pages of the pool; by default enough for every row to reach max_seq_len.
-        calibration: what is known of keys and values beforehand. The constants of the transforms follow from it when
-            the first tokens arrive, and stay while the cache holds any.
 
     Attributes:
         attended_again: later layers attend to what is stored here as well: the tails stay wide until the next change.
@@ -58,14 +52,11 @@ class LayerCache(LayerRows):
         n_kv_heads: int,
         page_size: int | None,
         num_pages: int | None,
-        *,
-        calibration: LayerCalibration | None = None,
     ) -> None:
         check_sizes(batch_size, max_seq_len, n_kv_heads, dims, page_size, num_pages)
         check_agreement(configs)
-        calibration, place = calibration or LayerCalibration(), torch.device(device)
+        place = torch.device(device)
         heads = {name: dim // n_kv_heads for name, dim in dims.items()}
-        calibration.check(heads, n_kv_heads)
         lanes = Lanes.of(n_kv_heads, *heads.values())
         blocks, pages = (batch_size, capacity(max_seq_len)), None
         with torch.inference_mode(False):  # buffers made under it could not be written outside it
@@ -81,9 +72,7 @@ class LayerCache(LayerRows):
                 )
                 for name in dims
             }
-            super().__init__(
-                streams, batch_size, max_seq_len, n_kv_heads, place, pages, calibration
-            )
+            super().__init__(streams, batch_size, max_seq_len, n_kv_heads, place, pages)
         self.attended_again = False
 
     # -- what it holds ------------------------------------------------------------------
@@ -98,66 +87,12 @@ class LayerCache(LayerRows):
         self.narrow_tails()
         position = torch.arange(self.pos, device=self.device)
         held = (position < self.seq_lens[:, None])[:, None, :, None]
-        t = position.expand(self.batch_size, -1)
-        t = t if cache_leftpad is None else t - cache_leftpad[:, None]
         found = []
         for name, stream in self.streams.items():
             x = stream.overlay(self.stored(name, self.pos), self.seq_lens, cache_leftpad)
-            x = (
-                undo_on_value(x, stream.transform)
-                if name == "v"
-                else undo_on_key(x, t, stream.transform)
-            )
+            x = rotated(x, stream.config.rotate)
             found.append(torch.where(held, x, torch.zeros_like(x)).to(dtype))
         return tuple(found)
-
-    def set_transforms(self, **transforms: Transform) -> None:
-        """Fixes the constants streams are stored with, by stream name, until `reset`.
-
-        Raises:
-            ValueError: the cache holds tokens, a stream is unknown, or constants do not fit.
-        """
-        if not self.is_empty:
-            raise ValueError(
-                f"transforms are fixed while tokens are cached ({self.pos} are); reset() first"
-            )
-        problems = [
-            f"unknown stream {n!r}; streams are {', '.join(self.streams)}"
-            for n in transforms
-            if n not in self.streams
-        ]
-        for name, transform in transforms.items():
-            if name in self.streams:
-                dim = self.streams[name].head_dim
-                problems += transform.problems(name, self.n_kv_heads, dim, self.max_seq_len)
-        if "v" in transforms and (
-            transforms["v"].mean is not None or transforms["v"].bias is not None
-        ):
-            problems.append("v can be scaled and rotated; mean and bias are for keys")
-        checks.raise_all("set_transforms", problems)
-        self._by_hand = True
-        for name, transform in transforms.items():
-            rotate = transform.rotate or self.streams[name].config.rotate
-            self.streams[name].transform = replace(transform.to(self.device), rotate=rotate)
-
-    def take_constants(
-        self,
-        new: dict[str, Tensor] | None = None,
-        added: Sequence[int] = (0,),
-        cache_leftpad: Tensor | None = None,
-    ) -> None:
-        """Sets the transforms that follow from what is known, and from the first tokens where there are any.
-
-        Args:
-            new: (B, H_kv, T, D) of each stream, the first tokens of every row.
-            added: how many of the T tokens of each row are real.
-            cache_leftpad: (B,) leading tokens that are padding.
-        """
-        configs = {name: stream.config for name, stream in self.streams.items()}
-        slots = capacity(self.max_seq_len)
-        found = self.calibration.transforms(configs, slots, new or {}, added, cache_leftpad)
-        for name, transform in found.items():
-            self.streams[name].transform = transform.to(self.device)
 
     # -- growing ------------------------------------------------------------------------
 
@@ -187,8 +122,6 @@ class LayerCache(LayerRows):
         added = self.lengths.per_row("new_lens", tokens if new_lens is None else new_lens)
         self._make_room(tokens, added)
         query_lens = None if min(added) == tokens else self.lengths.on_device(added)
-        if self.is_empty and not self._by_hand:
-            self.take_constants(new, added, cache_leftpad)
         if self.ring_len and will_attend and tokens > self.tail_slack:
             start, before = self.seq_lens.clone(), self.ring_len - self.tail_slack
             self._widened = tokens
@@ -313,8 +246,6 @@ class LayerKVCache(LayerCache, KeysAndValues):
         device: where the buffers live.
         n_kv_heads: kv heads; both widths must be multiples of it.
         page_size, num_pages: a paged cache; see `LayerCache`.
-        rope: RoPE of the keys, which configs with ``center`` or ``scale`` take into account.
-        key_bias, calibration, constants_from_prompt: where their constants come from; see `LayerCalibration`.
 
     Raises:
         ValueError: a size that is not positive or does not divide, a block that does not fit.
@@ -336,20 +267,12 @@ class LayerKVCache(LayerCache, KeysAndValues):
         *,
         page_size: int | None = None,
         num_pages: int | None = None,
-        rope: Rotary | None = None,
-        key_bias: StreamStatistics | None = None,
-        calibration: dict[str, StreamStatistics] | None = None,
-        constants_from_prompt: bool = True,
     ) -> None:
         dims = {"k": k_dim, "v": v_dim}
         configs = {"k": k_cfg or KVCacheTensorConfig(), "v": v_cfg or KVCacheTensorConfig()}
         super().__init__(
-            batch_size, max_seq_len, dims, configs, device, n_kv_heads, page_size, num_pages,
-            calibration=LayerCalibration(
-                {} if rope is None else {"k": rope}, {} if key_bias is None else {"k": key_bias},
-                calibration or {}, constants_from_prompt,
-            ),
-        )  # fmt: skip
+            batch_size, max_seq_len, dims, configs, device, n_kv_heads, page_size, num_pages
+        )
 
 
 class DecoupledLayerKVCache(LayerCache, DecoupledKeysAndValues):
@@ -359,9 +282,6 @@ class DecoupledLayerKVCache(LayerCache, DecoupledKeysAndValues):
         batch_size, max_seq_len, device, n_kv_heads, page_size, num_pages: as in `LayerKVCache`.
         k_sem_dim, k_geo_dim, v_dim: widths over all kv heads.
         k_sem_cfg, k_geo_cfg, v_cfg: how each is stored; by default fp16.
-        rope: RoPE of the geometric keys.
-        calibration, constants_from_prompt: where the constants of ``center`` and ``scale`` come from; see
-            `caramba_fast.cache.calibration.LayerCalibration`.
 
     Raises:
         ValueError: as in `LayerKVCache`.
@@ -386,16 +306,10 @@ class DecoupledLayerKVCache(LayerCache, DecoupledKeysAndValues):
         *,
         page_size: int | None = None,
         num_pages: int | None = None,
-        rope: Rotary | None = None,
-        calibration: dict[str, StreamStatistics] | None = None,
-        constants_from_prompt: bool = True,
     ) -> None:
         dims = {"k_sem": k_sem_dim, "k_geo": k_geo_dim, "v": v_dim}
         given = {"k_sem": k_sem_cfg, "k_geo": k_geo_cfg, "v": v_cfg}
         configs = {name: config or KVCacheTensorConfig() for name, config in given.items()}
         super().__init__(
-            batch_size, max_seq_len, dims, configs, device, n_kv_heads, page_size, num_pages,
-            calibration=LayerCalibration(
-                {} if rope is None else {"k_geo": rope}, {}, calibration or {}, constants_from_prompt
-            ),
-        )  # fmt: skip
+            batch_size, max_seq_len, dims, configs, device, n_kv_heads, page_size, num_pages
+        )

@@ -5,37 +5,28 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from caramba_fast.cache.calibration import Calibration
 from caramba_fast.cache.interface import AttentionLimits
 from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerCache, LayerKVCache
 from caramba_fast.cache.lengths import Counts
-from caramba_fast.cache.statistics import StreamStatistics
-from caramba_fast.config import KVCacheTensorConfig, Rotary
-from caramba_fast.ops import Transform, checks
+from caramba_fast.config import KVCacheTensorConfig
+from caramba_fast.ops import checks
 
 PrefillMode = Literal["exact", "stored"]
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer caches: widths of K and V over all kv heads, and what is known of the keys.
-
-    Attributes:
-        rope: RoPE of the keys, None without.
-        key_bias: what the model's weights say of the keys before RoPE (``k_proj.bias``), if it has any.
-    """
+    """What one layer caches: widths of K and V over all kv heads."""
 
     k_dim: int
     v_dim: int
     n_kv_heads: int
-    rope: Rotary | None = None
-    key_bias: StreamStatistics | None = field(default=None, compare=False)
 
     def new_cache(self, **sizes: Any) -> LayerCache:
         """A cache of this shape; ``sizes`` are the other arguments of `LayerKVCache`."""
@@ -44,13 +35,12 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class DecoupledLayerShape:
-    """What one layer of decoupled attention caches; ``rope`` is that of the geometric keys."""
+    """What one layer of decoupled attention caches: widths of its streams over all kv heads."""
 
     k_sem_dim: int
     k_geo_dim: int
     v_dim: int
     n_kv_heads: int
-    rope: Rotary | None = None
 
     def new_cache(self, **sizes: Any) -> LayerCache:
         """A cache of this shape; ``sizes`` are the other arguments of `DecoupledLayerKVCache`."""
@@ -72,13 +62,9 @@ class ModelKVCache:
         k_sem_cfg, k_geo_cfg: storage of the keys of decoupled layers; by default ``k_cfg``.
         page_size: tokens of a page for paged caches; None for contiguous ones.
         num_pages: pages of each layer's pool.
-        calibration: statistics of this model, from which the constants of ``center`` and ``scale`` are taken
-            instead of from the first prompt.
-        constants_from_prompt: whether a first prompt may set constants; by default only with
-            ``prefill="exact"``, since "stored" promises that chunks do not matter.
 
     Raises:
-        ValueError: what `LayerKVCache` raises, or a calibration of another model.
+        ValueError: what `LayerKVCache` raises.
     """
 
     def __init__(
@@ -95,8 +81,6 @@ class ModelKVCache:
         k_geo_cfg: KVCacheTensorConfig | None = None,
         page_size: int | None = None,
         num_pages: int | None = None,
-        calibration: Calibration | None = None,
-        constants_from_prompt: bool | None = None,
     ) -> None:
         if not layers:
             raise ValueError("layers is empty; one LayerShape a layer is needed")
@@ -108,32 +92,16 @@ class ModelKVCache:
             )
         self.prefill = prefill
         common: dict[str, Any] = dict(device=device, page_size=page_size, num_pages=num_pages)
-        common["constants_from_prompt"] = (
-            prefill == "exact" if constants_from_prompt is None else constants_from_prompt
-        )
 
-        measured: Sequence[dict[str, StreamStatistics] | None] = [None] * len(layers)
-        if calibration is not None:
-            measured = calibration.layers
-            if len(measured) != len(layers):
-                raise ValueError(
-                    f"calibration has {len(measured)} layers; the model has {len(layers)}"
-                )
-
-        def layer(shape: AnyLayerShape, known: dict[str, StreamStatistics] | None) -> LayerCache:
-            sizes: dict[str, Any] = {
-                "batch_size": batch_size,
-                "max_seq_len": max_seq_len,
-                "calibration": known,
-                **common,
-            }
+        def layer(shape: AnyLayerShape) -> LayerCache:
+            sizes: dict[str, Any] = {"batch_size": batch_size, "max_seq_len": max_seq_len, **common}
             if isinstance(shape, LayerShape):
                 return shape.new_cache(k_cfg=k_cfg, v_cfg=v_cfg, **sizes)
             return shape.new_cache(
                 k_sem_cfg=k_sem_cfg or k_cfg, k_geo_cfg=k_geo_cfg or k_cfg, v_cfg=v_cfg, **sizes
             )
 
-        self.layers = [layer(*pair) for pair in zip(layers, measured, strict=True)]
+        self.layers = [layer(shape) for shape in layers]
 
     def __getitem__(self, index: int) -> LayerCache:
         return self.layers[index]
@@ -186,12 +154,6 @@ class ModelKVCache:
         """
         for layer in self.layers:
             layer.set_lengths(row_lengths)
-
-    @property
-    def constants(self) -> list[Transform | AttentionLimits]:
-        """What a recorded step depends on, transforms and reach: new objects when they change."""
-        streams = (stream for layer in self.layers for stream in layer.streams.values())
-        return [*(stream.transform for stream in streams), self.reach]
 
     @property
     def reach(self) -> AttentionLimits:

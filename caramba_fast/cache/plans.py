@@ -1,7 +1,7 @@
 """LayerPlans: the calls of the ops that one layer makes, each checked and made flat once (`ops.plan`).
 
-A plan holds for the streams it was made of. A tail that is widened, buffers that grow or move, and new constants of a
-transform give a stream another view; with the first call that sees it all plans of the old ones are dropped.
+A plan holds for the streams it was made of. A tail that is widened and buffers that grow or move give a
+stream another view; with the first call that sees it all plans of the old ones are dropped.
 """
 
 from __future__ import annotations

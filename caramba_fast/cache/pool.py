@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba_fast.cache.calibration import Calibration
 from caramba_fast.cache.layer import LayerCache
 from caramba_fast.cache.model import AnyLayerShape, ModelKVCache
 from caramba_fast.config import KVCacheTensorConfig
@@ -25,9 +24,6 @@ PageBytes = list[Tensor]
 class PagePool:
     """Storage for ``num_pages`` pages of ``page_size`` tokens in every layer.
 
-    The constants of the transforms come from the model's weights or a calibration and never from a prompt: every
-    sequence has to read what any other has written.
-
     Args:
         layers: the model's ``cache_layout``.
         page_size: tokens of a page, a multiple of 32.
@@ -35,7 +31,6 @@ class PagePool:
         max_seq_len: most tokens of a sequence.
         device: where.
         rings: sequences that are worked on at once: by channel each has a ring for its group that is not full.
-        calibration: statistics of this model.
         configs: `KVCacheTensorConfig` of the streams, keyword arguments of `ModelKVCache`.
 
     Raises:
@@ -51,7 +46,6 @@ class PagePool:
         device: torch.device | str = "cpu",
         *,
         rings: int = 1,
-        calibration: Calibration | None = None,
         **configs: Any,
     ) -> None:
         check_shareable(configs)
@@ -59,12 +53,10 @@ class PagePool:
         self.device = torch.device(device)
         stored = ModelKVCache(
             layers, rings, max_seq_len, device=device, prefill="stored", page_size=page_size, num_pages=num_pages,
-            calibration=calibration, **with_rings(configs),
+            **with_rings(configs),
         )  # fmt: skip
         self.layers: list[LayerCache] = stored.layers
         self.group, self.rings = self.layers[0].group, rings
-        for layer in self.layers:
-            layer.take_constants()
 
     @property
     def nbytes(self) -> int:

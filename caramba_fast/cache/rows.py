@@ -14,16 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from caramba_fast.cache.calibration import LayerCalibration
 from caramba_fast.cache.interface import AttentionLimits, CachedRows
 from caramba_fast.cache.lengths import RowLengths, TailKeeper
 from caramba_fast.cache.pages import PageTable
 from caramba_fast.cache.plans import LayerPlans
-from caramba_fast.cache.state import contradictions, mismatches, on_device
-from caramba_fast.cache.statistics import lengthened, turned
+from caramba_fast.cache.state import contradictions, mismatches, on_device, without_constants
 from caramba_fast.cache.stream import CacheTensor, capacity
 from caramba_fast.config.kvcache import ring_size
-from caramba_fast.ops import Transform
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,7 +36,6 @@ class LayerRows(CachedRows):
         streams: by name, v last.
         batch_size, max_seq_len, n_kv_heads, device: as in `LayerCache`.
         pages: where the rows' pages are; None for a contiguous cache.
-        calibration: what the constants of the transforms follow from.
 
     Attributes:
         tail: which positions the fp16 rings hold.
@@ -56,9 +52,8 @@ class LayerRows(CachedRows):
         n_kv_heads: int,
         device: torch.device,
         pages: PageTable | None,
-        calibration: LayerCalibration,
     ) -> None:
-        self.streams, self.pages, self.calibration = streams, pages, calibration
+        self.streams, self.pages = streams, pages
         self.batch_size, self.max_seq_len = batch_size, max_seq_len
         self.n_kv_heads, self.device = n_kv_heads, device
         configs = [stream.config for stream in streams.values()]
@@ -71,7 +66,6 @@ class LayerRows(CachedRows):
         self.tail = TailKeeper(batch_size, self.ring_len)
         self.plans = LayerPlans(streams, n_kv_heads)
         self.reads_all_slots, self.reach = False, AttentionLimits()
-        self._by_hand = False  # set_transforms has been called
         self._widened = 0  # tokens the tails have been given room for
         vars(self).update(streams)  # each by its name
 
@@ -152,11 +146,8 @@ class LayerRows(CachedRows):
         self.tail.lowest = list(state[1])
 
     def reset(self) -> None:
-        """Forgets everything, transforms set by hand included; the memory stays allocated."""
+        """Forgets everything; the memory stays allocated."""
         self.set_lengths([0] * self.batch_size)
-        self._by_hand = False
-        for stream in self.streams.values():
-            stream.transform = Transform(rotate=stream.config.rotate)
 
     # -- other rows -----------------------------------------------------------------------
 
@@ -243,26 +234,22 @@ class LayerRows(CachedRows):
         """Makes room for ``max_seq_len`` tokens a row, in new buffers; what is stored stays, byte by byte.
 
         Raises:
-            ValueError: a paged cache, or transforms set by hand that end before.
+            ValueError: a paged cache.
         """
         if self.pages is not None:
             raise ValueError("a paged cache does not grow; make its pool larger")
         if max_seq_len <= self.max_seq_len:
             return
-        slots, rotary = capacity(max_seq_len), self.calibration.rotary
-        longer = {n: lengthened(s.transform, rotary.get(n), slots) for n, s in self.streams.items()}
+        slots = capacity(max_seq_len)
         with torch.inference_mode(False):
-            for name, stream in self.streams.items():
+            for stream in self.streams.values():
                 stream.resize(slots, 0, self.pos)
-                stream.transform = longer[name]
         self.max_seq_len = max_seq_len
 
     def drop_front(self, count: int, max_seq_len: int) -> None:
         """Forgets the first ``count`` tokens of every row; later tokens move to the front.
 
-        What stood in slot s stands in slot ``s - count``; the bias of centered keys turns along, so that what was
-        subtracted stays the same. Rows with leading padding must have none of it dropped, if keys are centered: their
-        phases count from its end.
+        What stood in slot s stands in slot ``s - count``.
 
         Args:
             count: a multiple of ``group``.
@@ -281,13 +268,8 @@ class LayerRows(CachedRows):
             raise ValueError(f"max_seq_len is {max_seq_len}; {kept} tokens stay")
         self.narrow_tails()
         with torch.inference_mode(False):
-            transforms = {
-                name: turned(stream.transform, self.calibration.rotary.get(name), count)
-                for name, stream in self.streams.items()
-            }
-            for name, stream in self.streams.items():
+            for stream in self.streams.values():
                 stream.resize(capacity(max_seq_len), count, kept)
-                stream.transform = transforms[name]
         self.max_seq_len = max_seq_len
         self.tail.lowest = [max(low - count, 0) for low in self.tail.lowest]
         self.lengths.set([length - count for length in self.lengths.host])
@@ -313,7 +295,7 @@ class LayerRows(CachedRows):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the state of a cache of the same rows, streams and storage, and its transforms.
+        """Takes the state of a cache of the same rows, streams and storage.
 
         Nothing is allocated on the word of a number: lengths are held against the tensors that are there.
 
@@ -321,25 +303,22 @@ class LayerRows(CachedRows):
             ValueError: one that differs or contradicts itself, and in what; nothing has changed then.
         """
         sizes = {"batch_size": self.batch_size, "n_kv_heads": self.n_kv_heads}
+        state_dict = without_constants(state_dict)
         problems = mismatches(state_dict, sizes, self.streams, paged=self.pages is not None)
         problems = problems or contradictions(state_dict, sizes, self.streams)
         if problems:
             raise ValueError(f"the state does not fit: {'; '.join(problems)}")
         longest = max(state_dict["lengths"])
         max_seq_len = max(longest, self.max_seq_len)
-        slots, rotary = capacity(max_seq_len), self.calibration.rotary
+        slots = capacity(max_seq_len)
         with torch.inference_mode(False), torch.no_grad():
             parts = {n: on_device(state_dict["streams"][n], self.device) for n in self.streams}
-            transforms = {
-                name: lengthened(Transform(**part["transform"]), rotary.get(name), slots)
-                for name, part in parts.items()
-            }
             buffers = {name: stream.roomy(slots) for name, stream in self.streams.items()}
             # Whatever could fail has been done: what follows only copies.
             self.reset()
             for name, stream in self.streams.items():
                 stream.replace_buffers(*buffers[name])
-                stream.load(parts[name], transforms[name], longest)
+                stream.load(parts[name], longest)
         self.max_seq_len = max_seq_len
         self.tail.lowest = list(state_dict["tail_lowest"])
         self.lengths.set(state_dict["lengths"])

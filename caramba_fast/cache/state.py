@@ -7,7 +7,6 @@ changes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -15,11 +14,41 @@ from torch import Tensor
 
 from caramba_fast.cache.stream import CacheTensor
 from caramba_fast.config.files import shown
-from caramba_fast.config.kvcache import ring_size
-from caramba_fast.ops import Transform
+from caramba_fast.config.kvcache import REMOVED, ring_size
 
 #: What is kept of a stream.
-_STREAM = ("head_dim", "config", "codes", "scales", "tail", "sink", "transform")
+_STREAM = ("head_dim", "config", "codes", "scales", "tail", "sink")
+#: What earlier versions kept besides: the basis of a stream, with constants that this one does not read.
+_TRANSFORM = "transform"
+
+
+def without_constants(state: Any) -> Any:
+    """A state of an earlier version as this one writes it, where it has no constants; any other as it is.
+
+    Raises:
+        ValueError: a stream was stored less a mean or a bias, or divided by factors; its name and theirs are said.
+    """
+    parts = state.get("streams") if isinstance(state, dict) else None
+    if not isinstance(parts, dict):
+        return state
+    return {**state, "streams": {name: _rotated_at_most(name, x) for name, x in parts.items()}}
+
+
+def _rotated_at_most(name: str, part: Any) -> Any:
+    """The state of a stream without what an earlier version said of its basis, of which `rotate` says it all."""
+    basis = part.get(_TRANSFORM) if isinstance(part, dict) else None
+    if not isinstance(basis, dict) or not isinstance(part.get("config"), dict):
+        return part
+    constants = [str(key) for key, x in basis.items() if key != "rotate" and x is not None]
+    if constants:
+        raise ValueError(
+            f"the state does not fit: {shown(name)} was stored with {shown(', '.join(constants))} of an earlier "
+            "version, which this one does not read (keys by channel need no constants); fill the cache anew"
+        )
+    config = {key: x for key, x in part["config"].items() if key not in REMOVED}
+    if basis.get("rotate") is not config.get("rotate"):
+        return part
+    return {**{key: x for key, x in part.items() if key != _TRANSFORM}, "config": config}
 
 
 def mismatches(
@@ -79,9 +108,6 @@ def contradictions(
             if shape is not None and key in ("codes", "scales"):
                 shape[2] = longest if key == "codes" else -(-longest // stream.group)
             problems += _tensor_problem(f"{key} of {name}", part[key], mine, shape)
-        problems += _transform_problems(
-            name, part["transform"], sizes["n_kv_heads"], stream.head_dim, longest
-        )
     return problems
 
 
@@ -105,34 +131,10 @@ def _tensor_problem(
     return []
 
 
-def _transform_problems(name: str, found: Any, heads: int, dim: int, longest: int) -> list[str]:
-    """What is wrong with the constants of a stream: kernels look channels up by them."""
-    names = {f.name for f in fields(Transform)}
-    if not isinstance(found, dict) or found.keys() != names:
-        return [f"transform of {name} needs the keys {', '.join(sorted(names))}"]
-    wrong = [
-        f"{key} of {name} is a {type(value).__name__}; a tensor or None is needed"
-        for key, value in found.items()
-        if key != "rotate" and not (value is None or isinstance(value, Tensor))
-    ]
-    if type(found["rotate"]) is not bool:
-        wrong.append(f"rotate of {name} is {shown(found['rotate'])}; True or False is needed")
-    if wrong:
-        return wrong
-    transform = Transform(**found)
-    wrong = transform.problems(name, heads, dim, longest)
-    if wrong or transform.pairs is None:
-        return wrong
-    if any(not 0 <= channel < dim for channel in transform.pairs.flatten().tolist()):
-        return [f"{name}_pairs names channels outside 0 to {dim - 1}"]
-    return []
-
-
 def on_device(part: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """The state of a stream with its tensors on ``device``."""
 
     def there(value: Any) -> Any:
         return value.to(device) if isinstance(value, Tensor) else value
 
-    transform = {key: there(value) for key, value in part["transform"].items()}
-    return {**{key: there(value) for key, value in part.items()}, "transform": transform}
+    return {key: there(value) for key, value in part.items()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from caramba_fast.config import KVCacheTensorConfig
 from caramba_fast.formats import SCALE_DTYPE, check_block
-from caramba_fast.ops import KVView, Transform
+from caramba_fast.ops import KVView
 from caramba_fast.ops.memory import empty
 from caramba_fast.ops.view import Lanes, load
 
@@ -122,7 +121,6 @@ class CacheTensor:
         self.tail, self.sink = side(ring), side(config.sink_len)
         self._wide: WideRing | None = None
         self._view: KVView | None = None
-        self.transform = Transform(rotate=config.rotate)
 
     # -- what it is -----------------------------------------------------------------------
 
@@ -145,11 +143,17 @@ class CacheTensor:
     def view(self) -> KVView:
         """What the ops read and write: all slots. The same object while nothing of it is replaced."""
         known = self._view
-        if known is None or known.tail is not self.tail or known.transform is not self.transform:
+        if known is None or known.tail is not self.tail:
+            config = self.config
             known = self._view = KVView(
-                self.codes, self.scales, self.config.kind.value, self.tail, self.sink, self.transform,
-                self.config.fit,
-            )  # fmt: skip
+                self.codes,
+                self.scales,
+                config.kind.value,
+                self.tail,
+                self.sink,
+                config.rotate,
+                config.fit,
+            )
         return known
 
     def values(self, pages: Tensor | None, length: int) -> Tensor:
@@ -233,7 +237,6 @@ class CacheTensor:
     def to(self, device: torch.device) -> CacheTensor:
         """A copy on another device."""
         other = self._copied(lambda x: x.to(device))
-        other.transform = self.transform.to(device)
         other.replace_buffers(*self._changed(lambda x: x.to(device)))
         return other
 
@@ -288,7 +291,6 @@ class CacheTensor:
 
     def state(self, used: int) -> dict[str, Any]:
         """Copies of what is stored in the first ``used`` slots, and how, as plain values."""
-        transform = {f.name: getattr(self.transform, f.name) for f in fields(Transform)}
         return {
             "head_dim": self.head_dim,
             "config": self.config.model_dump(mode="json"),
@@ -298,20 +300,16 @@ class CacheTensor:
             else self.scales[:, :, : self._rows(self.scales, used)].clone(),
             "tail": None if self.tail is None else self.tail.clone(),
             "sink": None if self.sink is None else self.sink.clone(),
-            "transform": {
-                k: x.clone() if isinstance(x, Tensor) else x for k, x in transform.items()
-            },
         }
 
-    def load(self, part: dict[str, Any], transform: Transform, used: int) -> None:
-        """Copies in what `state` gave, stored in ``transform``; there is room for it."""
+    def load(self, part: dict[str, Any], used: int) -> None:
+        """Copies in what `state` gave; there is room for it."""
         self.codes[:, :, :used] = part["codes"]
         if self.scales is not None:
             self.scales[:, :, : self._rows(self.scales, used)] = part["scales"]
         for name, side in (("tail", self.tail), ("sink", self.sink)):
             if side is not None:
                 side.copy_(part[name])
-        self.transform = transform
 
 
 def _rows_of(buffer: Tensor, rows: Tensor, used: int) -> Tensor:

@@ -61,7 +61,6 @@ def generate(
     stats: o.Stats = True,
     cache: o.Cache = "fp16",
     budget_mb: o.Budget = None,
-    calibration: o.CalibrationFile = None,
     max_seq_len: o.Room = 2048,
     max_new_tokens: o.NewTokens = 64,
     stop: o.Stop = None,
@@ -83,7 +82,7 @@ def generate(
         repetition_penalty=repetition_penalty, no_repeat_ngram_size=no_repeat_ngram_size,
         stop=tuple(stop) if stop else None, num_beams=num_beams, num_return_sequences=num_return_sequences,
         seed=seed, max_seq_len=max_seq_len, cache_kind=cache, cache_budget_mb=budget_mb,
-        cache_calibration=calibration, spec_k=spec_k,
+        spec_k=spec_k,
     )  # fmt: skip
     with o.one_line_errors():
         from caramba_fast.cli.models import Setup, run_generate  # noqa: PLC0415
@@ -103,7 +102,6 @@ def chat(
     ] = "",
     cache: o.Cache = "q8",
     budget_mb: o.Budget = None,
-    calibration: o.CalibrationFile = None,
     max_seq_len: o.Room = 4096,
     max_new_tokens: o.NewTokens = 256,
     stop: o.Stop = None,
@@ -126,7 +124,7 @@ def chat(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, stop=tuple(stop) if stop else None, seed=seed,
         max_seq_len=max_seq_len, cache_kind=cache, cache_budget_mb=budget_mb,
-        cache_calibration=calibration, spec_k=spec_k,
+        spec_k=spec_k,
     )  # fmt: skip
     with o.one_line_errors():
         from caramba_fast.cli.chat import run_chat  # noqa: PLC0415
@@ -156,27 +154,13 @@ def run(
         run_file(manifest, only, prompt, check, force=force)
 
 
-@app.command()
-def calibrate(
-    out: Annotated[Path, typer.Argument(help="The file to write, a .calibration file.")] = Path(
-        "model.calibration"
-    ),
-    model: Annotated[
-        str, typer.Option(help="A Hugging Face checkpoint folder, demo:gqa or demo:dba.")
-    ] = "demo:gqa",
-    text: Annotated[
-        str | None,
-        typer.Option(help="A text file like what the model will read; demo models need none."),
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of it to read.", min=64)] = 2048,
-    device: o.Device = "cpu",
-    force: o.Force = False,
-) -> None:
-    """Measures a model's keys and values, so that caches need not learn their constants from a prompt."""
-    with o.one_line_errors():
-        from caramba_fast.cli.quality import run_calibrate  # noqa: PLC0415
-
-        run_calibrate(out, model, text, tokens, device, force=force)
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True})
+def calibrate(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:  # noqa: ARG001
+    """Gone: says so."""
+    raise typer.BadParameter(
+        "'calibrate' is gone: keys by channel ('q8', 'q4' and 'nf4' store them so) need no constants, and no command "
+        "takes --calibration any more"
+    )
 
 
 @app.command()
@@ -205,10 +189,6 @@ def quality(
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of text at each context.")] = 16384,
     needles: Annotated[int, typer.Option(help="Needles at each context; 0 for none.")] = 1024,
-    calibrate: Annotated[
-        bool,
-        typer.Option(help="Take the transforms' constants from the first 2048 tokens of the text."),
-    ] = False,
     device: o.Device = "cpu",
     out: Annotated[
         Path | None,
@@ -222,7 +202,7 @@ def quality(
 
         run_quality(
             model, text, cache or (), context or (), out, baseline=baseline, tokens=tokens,
-            needles=needles, calibrated=calibrate, device=device, force=force,
+            needles=needles, device=device, force=force,
         )  # fmt: skip
 
 
@@ -249,7 +229,6 @@ def plan(
     max_seq_len: Annotated[int, typer.Option(help="Tokens a row of the cache can hold.")] = 2048,
     batch: Annotated[int, typer.Option(help="Rows of the cache.")] = 1,
     prefill: Annotated[str, typer.Option(help="exact or stored.")] = "exact",
-    calibration: Annotated[Path | None, typer.Option(help=o.CALIBRATION)] = None,
     text: Annotated[
         str | None,
         typer.Option(
@@ -303,5 +282,5 @@ def plan(
 
         run_plan(
             model, text, settings, max_seq_len=max_seq_len, batch=batch, prefill=prefill,
-            calibration=calibration, device=device, plot=plot, as_json=as_json, force=force,
+            device=device, plot=plot, as_json=as_json, force=force,
         )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,7 +15,6 @@ SAMPLING, ENDING, CACHE, SPECULATION = "Sampling", "Ending", "Cache", "Speculati
 
 #: Said of options that stand in a panel with some commands, and among all others with one.
 BUDGET = "Most MiB of the whole cache, everything included."
-CALIBRATION = "A file made by 'caramba-fast calibrate' for this model."
 
 Force = Annotated[
     bool, typer.Option("--force", help="Replace files of other kinds that are in the way.")
@@ -64,10 +62,6 @@ Cache = Annotated[
 Budget = Annotated[
     float | None,
     typer.Option(help=BUDGET, rich_help_panel=CACHE),
-]
-CalibrationFile = Annotated[
-    Path | None,
-    typer.Option(help=CALIBRATION, rich_help_panel=CACHE),
 ]
 Room = Annotated[int, typer.Option(help="Tokens the cache can hold.", rich_help_panel=CACHE)]
 

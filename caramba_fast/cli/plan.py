@@ -10,7 +10,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from caramba_fast.cache import Calibration
 from caramba_fast.cli.models import settings_of
 from caramba_fast.cli.quality import DEMO, Subject, begin_token, load_subject, read_text
 from caramba_fast.config.files import check_replaceable
@@ -41,7 +40,6 @@ def run_plan(
     max_seq_len: int,
     batch: int,
     prefill: str = "exact",
-    calibration: Path | None = None,
     device: str = "cpu",
     plot: Path | None = None,
     as_json: bool = False,
@@ -54,7 +52,7 @@ def run_plan(
         name: 'demo', 'demo:dba', a hard variant, or a checkpoint folder.
         text: a text file to measure on, or None: held-out text for demo models, else the model writes it.
         settings: fields of `CachePolicyFields`; None leaves one to its default.
-        max_seq_len, batch, prefill, calibration: of the cache.
+        max_seq_len, batch, prefill: of the cache.
         device: where the model runs.
         plot: a .png or .svg file to write.
         as_json: print the plan as JSON and nothing else.
@@ -77,7 +75,6 @@ def run_plan(
         with console.status("starting") as status:
             plan = choose_cache(
                 subject.model, given, max_seq_len=max_seq_len, batch_size=batch, prefill=prefill,  # type: ignore[arg-type]
-                calibration=None if calibration is None else Calibration.load(calibration),
                 calibration_ids=None if ids is None else ids.tolist(),
                 recall=_recall(subject, given), bos_token_id=begin_token(subject), measure_all=True,
                 progress=lambda words: None if as_json else status.update(words),

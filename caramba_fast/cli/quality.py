@@ -1,7 +1,4 @@
-"""``caramba-fast quality``: what each cache costs a model, measured on text.
-
-``caramba-fast calibrate``: a file with statistics of a model's keys and values.
-"""
+"""``caramba-fast quality``: what each cache costs a model, measured on text."""
 
 from __future__ import annotations
 
@@ -15,15 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import typer
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from caramba_fast.cache import Calibration, DecoupledLayerShape
-from caramba_fast.cache.calibration import is_calibration
+from caramba_fast.cache import DecoupledLayerShape
 from caramba_fast.config.files import check_replaceable
 from caramba_fast.models import (
     LanguageModel,
@@ -38,22 +33,18 @@ from caramba_fast.quality import (
     QualityReport,
     RecallFormat,
     cached_forward,
-    calibrate,
     measure,
 )
 from caramba_fast.quality.hard import hard_variants
 from caramba_fast.quality.needles import token_ids
 from caramba_fast.quality.plot import is_plot, save_plot
 from caramba_fast.quality.report import is_report, is_table
-from caramba_fast.quality.text import cut_windows
 
 #: Caches measured by default, for standard and for decoupled attention.
 STANDARD = ("q8", "q8/q4", "q4", "q4:plain", "nf4", "nf4:plain")
 DECOUPLED = ("q8", "q4/q8/q4", "q4", "q4:plain", "nf4", "nf4:plain")
 DEMO = "demo"
 DEFAULT_CONTEXT = 1024
-#: Tokens at the start of the text that are read for `calibrate` and not measured.
-CALIBRATION_TOKENS = 2048
 PARTS, TABLE, REPORT, PICTURE = "parts", "quality.csv", "quality.json", "quality.png"
 
 
@@ -77,7 +68,6 @@ def run_quality(
     baseline: str,
     tokens: int,
     needles: int,
-    calibrated: bool,
     device: str,
     force: bool = False,
     console: Console | None = None,
@@ -93,14 +83,11 @@ def run_quality(
         check_out(out, force=force)
     subject = load_subject(name, device)
     ids = read_text(subject, text)
-    calibration = None
-    if calibrated:
-        calibration, ids = _calibration(subject.model, ids)
     form = _recall_format(subject.tokenizer) if needles else None
     with _progress(console) as progress, _warnings_to(console):
         task = progress.add_task(name, total=None)
         report = measure(
-            cached_forward(subject.model, calibration=calibration),
+            cached_forward(subject.model),
             caches or _default_caches(subject.model),
             text_ids=ids,
             recall=form,
@@ -198,18 +185,6 @@ def check_contexts(model: LanguageModel, contexts: Sequence[int]) -> list[int]:
 
 def _default_caches(model: LanguageModel) -> Sequence[str]:
     return DECOUPLED if isinstance(model.cache_layout[0], DecoupledLayerShape) else STANDARD
-
-
-def _calibration(model: LanguageModel, ids: np.ndarray) -> tuple[Calibration, np.ndarray]:
-    """Statistics from the start of the text, and the rest of it."""
-    rows = _rows(ids[:CALIBRATION_TOKENS], model)
-    return calibrate(model, rows), ids[CALIBRATION_TOKENS:]
-
-
-def _rows(ids: np.ndarray, model: LanguageModel) -> torch.Tensor:
-    """(R, N) rows as long as the model was made for, or one of all there is; what is left over is dropped."""
-    window = max(1, min(len(ids), longest(model)))
-    return torch.from_numpy(cut_windows(ids[None], window))
 
 
 def _recall_format(tokenizer: Tokenizer) -> RecallFormat:
@@ -316,26 +291,3 @@ def write(report: QualityReport, out: Path, name: str, console: Console) -> None
         f"Finished parts are in {out / PARTS}: another run into this folder only measures what is new.",
         style="dim", highlight=False, soft_wrap=True,
     )  # fmt: skip
-
-
-#: The first is the name to give: model folders hold .safetensors files of their own.
-SUFFIXES = (".calibration", ".safetensors")
-
-
-def run_calibrate(
-    out: Path, name: str, text: str | None, tokens: int, device: str, *, force: bool = False
-) -> None:
-    """Reads the text once and writes the file.
-
-    Raises:
-        ValueError, OSError: what is wrong with the model, the text or the file to write.
-    """
-    check_device(device)
-    if out.suffix not in SUFFIXES or not out.parent.is_dir():
-        raise ValueError(f"{out} must be a {' or '.join(SUFFIXES)} file in a folder that exists")
-    check_replaceable(out, "calibration", is_calibration, force=force)
-    subject = load_subject(name, device)
-    rows = _rows(read_text(subject, text)[:tokens], subject.model)
-    found = calibrate(subject.model, rows, about={"model": name, "text": text or "demo"})
-    found.save(out, force=force)
-    typer.echo(f"{out}: {rows.numel()} tokens, {len(found.layers)} layers")

@@ -52,8 +52,7 @@ class Context:
 
     Args:
         group: the ranks.
-        page_size: tokens of a page, a multiple of 32; of 128 where keys are centered on RoPE pairs (q8 and the
-            4-bit kinds with their defaults).
+        page_size: tokens of a page, a multiple of 32.
         rank_tokens: most tokens of a row each rank holds; by default an even share.
 
     Raises:
@@ -187,7 +186,7 @@ class ContextParallelKVCache(ModelKVCache):
         k_cfg, v_cfg: storage of K and V.
         group: the ranks.
         page_size, rank_tokens: as in `Context`.
-        options: device, prefill, calibration, … of `ModelKVCache`. ``prefill="exact"``: a prompt on an
+        options: device and prefill of `ModelKVCache`. ``prefill="exact"``: a prompt on an
             empty cache attends to its exact keys and values on every rank, without a collective; "stored" and all
             later chunks attend to what the ranks hold.
 

@@ -22,7 +22,7 @@ from caramba_fast.cache import AttentionLimits, LayerCache, PageAllocator, PageT
 from caramba_fast.cache.interface import CachedRows, DecoupledKeysAndValues, KeysAndValues
 from caramba_fast.cache.rows import Refill
 from caramba_fast.cache.sizes import by_heads
-from caramba_fast.cache.stream import CacheTensor, capacity
+from caramba_fast.cache.stream import CacheTensor
 from caramba_fast.distributed.group import RankGroup
 from caramba_fast.distributed.partial_attention import (
     attend_to_pages,
@@ -31,8 +31,8 @@ from caramba_fast.distributed.partial_attention import (
     gather_and_merge,
     with_extras,
 )
-from caramba_fast.distributed.placement import Placement, Queries, on_pages
-from caramba_fast.ops import Transform, checks, merge_state
+from caramba_fast.distributed.placement import Placement, Queries
+from caramba_fast.ops import checks, merge_state
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -162,11 +162,9 @@ class ContextParallelLayer(CachedRows):
         self.local, self.ring, self.placement, self.group = local, ring, placement, group
         self.batch_size, self.max_seq_len = local.batch_size, max_seq_len
         self.n_kv_heads, self.device = local.n_kv_heads, local.device
-        self.calibration = local.calibration
         self.residual_len = 0 if ring is None else ring.residual_len
         self.ring_len = 0 if ring is None else ring.ring_len
         self.reads_all_slots, self.reach = False, AttentionLimits()
-        self._by_hand = False  # set_transforms has been called
         self._newest: list[int] = []  # real tokens of the last append, by row
         with torch.inference_mode(False):  # as the buffers
             self.lengths = RowLengths(self.batch_size, self.device)
@@ -210,40 +208,10 @@ class ContextParallelLayer(CachedRows):
         tokens = next(iter(new.values())).shape[2]
         added = self.lengths.per_row("new_lens", tokens if new_lens is None else new_lens)
         self.lengths.check_room(tokens, added, self.max_seq_len, f" over {self.group.size} ranks")
-        if self.is_empty and not self._by_hand:
-            self._set_constants(new, added)
         self._store(new, added, tokens, will_attend)
         query_lens = None if min(added) == tokens else self.lengths.on_device(added)
         self.lengths.advance(tokens, added, query_lens)
         self._newest = added
-
-    def _set_constants(self, new: dict[str, Tensor], added: list[int]) -> None:
-        """The same constants on every rank: all of them see all new tokens."""
-        configs = {name: stream.config for name, stream in self.streams.items()}
-        slots = capacity(self.max_seq_len)
-        self._transform(self.calibration.transforms(configs, slots, new, added, None))
-
-    def _transform(self, found: dict[str, Transform]) -> None:
-        spread = self.placement.spread
-        pages = spread.pages_of(self.group.rank).tolist()
-        own = {name: on_pages(t, pages, spread.page_size) for name, t in found.items()}
-        self.local.set_transforms(**own)
-        if self.ring is not None:
-            self.ring.set_transforms(**found)
-
-    def set_transforms(self, **transforms: Transform) -> None:
-        """As `LayerCache.set_transforms`, with phases for positions of the whole row.
-
-        Raises:
-            ValueError: the cache holds tokens, constants do not fit, or a turning bias with pages that are no
-                multiple of 128.
-        """
-        if not self.is_empty:
-            raise ValueError(
-                f"transforms are fixed while tokens are cached ({self.pos} are); reset() first"
-            )
-        self._transform(transforms)
-        self._by_hand = True
 
     def _store(
         self, new: dict[str, Tensor], added: list[int], tokens: int, will_attend: bool
@@ -335,7 +303,6 @@ class ContextParallelLayer(CachedRows):
         if self.ring is not None:
             self.ring.reset()
         self.lengths.set([0] * self.batch_size)
-        self._by_hand = False
 
     def tail_state(self) -> tuple[list[Tensor], list[int]]:
         """As `CachedRows.tail_state`; nothing without a tail."""

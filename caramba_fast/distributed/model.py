@@ -20,7 +20,6 @@ from caramba_fast.cache import (
     DecoupledLayerShape,
     LayerShape,
     ModelKVCache,
-    StreamStatistics,
 )
 from caramba_fast.distributed.cache import Context, spread_layout
 from caramba_fast.distributed.group import RankGroup
@@ -221,11 +220,9 @@ def own_heads(shape: AnyLayerShape, group: RankGroup) -> AnyLayerShape:
         }
         return replace(shape, **widths, n_kv_heads=shape.n_kv_heads // size)
     assert isinstance(shape, LayerShape)
-    known = shape.key_bias
-    if known is not None:
-        mean, std = _own(known.mean, group), _own(known.std, group)
-        known = StreamStatistics(mean, std, known.diversity, known.tokens)
     return replace(
-        shape, k_dim=shape.k_dim // size, v_dim=shape.v_dim // size,
-        n_kv_heads=shape.n_kv_heads // size, key_bias=known,
-    )  # fmt: skip
+        shape,
+        k_dim=shape.k_dim // size,
+        v_dim=shape.v_dim // size,
+        n_kv_heads=shape.n_kv_heads // size,
+    )

@@ -236,7 +236,11 @@ def as_ring(cache: LayerCache) -> LayerCache:
 
 
 def attend_to_ring(
-    ring: LayerCache, queries: Sequence[Tensor], before: int, asked: Queries, options: dict[str, Any]
+    ring: LayerCache,
+    queries: Sequence[Tensor],
+    before: int,
+    asked: Queries,
+    options: dict[str, Any],
 ) -> State:
     """The queries over the keys that no rank reads from codes for them, of those in their window."""
     if asked.group > 1:

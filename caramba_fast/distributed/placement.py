@@ -2,8 +2,7 @@
 
 `PageSpread`: page ``p`` of a row holds tokens ``p * page_size`` and on. Pages go round the ranks in turn; a rank that
 has no room left is passed over. Where a page goes depends on its number alone, never on the row or on what was removed
-before, so that every rank finds the same answer on its own, and so that a rank's n-th page is always the same page of
-the row: the phases that centered keys are stored with can follow from it.
+before, so that every rank finds the same answer on its own.
 
 `Placement`: a rank's tokens of a row lie one behind the other in its own cache, so a local slot is no position. What a
 query may see is therefore put as a number: it sees the first ``c`` of the rank's tokens of its row, those at or before
@@ -20,16 +19,13 @@ a window, queries are put together by how many of the rank's tokens theirs holds
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-
-from caramba_fast.ops import Transform
-from caramba_fast.ops.transform import PHASE_TILE
 
 Counts = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -115,29 +111,6 @@ class PageSpread:
         """Which of the positions ``start`` to ``stop`` of a row ``rank`` holds."""
         position = np.arange(start, stop)
         return position[self.held(rank, position)]
-
-
-def on_pages(transform: Transform, pages: Sequence[int], page_size: int) -> Transform:
-    """The transform of a rank that holds ``pages`` of a row: its slots turn by the positions they stand for.
-
-    A phase table has one angle for each tile of 128 tokens; a rank's table has those of its own tiles.
-
-    Raises:
-        ValueError: the transform has phases, and pages are no whole tiles.
-    """
-    if transform.phases is None:
-        return transform
-    if page_size % PHASE_TILE:
-        raise ValueError(
-            f"page_size is {page_size}; keys centered on RoPE pairs need a multiple of {PHASE_TILE}"
-        )
-    tiles = page_size // PHASE_TILE
-    first = torch.tensor(list(pages) or [0]) * tiles
-    index = (first[:, None] + torch.arange(tiles)).flatten()
-    last = transform.phases.shape[2] - PHASE_TILE - 1  # the last page may reach past the table
-    index = torch.cat((torch.arange(PHASE_TILE), PHASE_TILE + index.clamp(max=last)))
-    phases = transform.phases[:, :, index.to(transform.phases.device)].contiguous()
-    return replace(transform, phases=phases)
 
 
 def check_page_size(page_size: int) -> None:

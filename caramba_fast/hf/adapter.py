@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from caramba_fast.cache import AnyLayerShape, LayerShape, ModelKVCache, RaggedBatch
+from caramba_fast.cache import AnyLayerShape, ModelKVCache, RaggedBatch
 from caramba_fast.hf.attention import pieces
 from caramba_fast.hf.capabilities import capabilities_of, check_servable
 from caramba_fast.hf.layers import DropoutActiveError, TensorsNeededError
@@ -85,17 +84,8 @@ class ModelFacts(nn.Module):
 
     @property
     def cache_layout(self) -> list[AnyLayerShape]:
-        """What each layer that caches stores, as the model itself does it.
-
-        Rows of a chunk start elsewhere than the phases of their keys: those layers' RoPE is left unsaid.
-        """
-        chunks = self._capabilities.chunks
-        return [
-            replace(shape, rope=None, key_bias=None)
-            if place in chunks and isinstance(shape, LayerShape)
-            else shape
-            for place, shape in self._capabilities.shapes.items()
-        ]
+        """What each layer that caches stores, as the model itself does it."""
+        return list(self._capabilities.shapes.values())
 
     @property
     def max_positions(self) -> int | None:

@@ -200,7 +200,7 @@ def attend_in_chunks(
     long as no row enters another chunk.
 
     Args:
-        layer: keys are not centered in it: their phases would count from the row's start.
+        layer: what it reads from.
         query: (B, H_q, T, D).
         chunk: tokens of a chunk.
         leftpad: (B,), where rows start; None for slot 0.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from caramba_fast.cache import CacheTensor, LayerKVCache
-from caramba_fast.ops.transform import undo_on_key, undo_on_value
+from caramba_fast.ops.hadamard import rotated
 
 
 def as_read(
@@ -28,13 +28,13 @@ def as_read(
     found = []
     stored = layer.get(dtype, cache_leftpad)
     start = torch.zeros_like(layer.seq_lens) if cache_leftpad is None else cache_leftpad
-    for (name, stream), x in zip(layer.streams.items(), stored, strict=True):
+    for stream, x in zip(layer.streams.values(), stored, strict=True):
         if stream.sink is not None:
             count = min(stream.sink.shape[2], layer.pos)
             place = torch.arange(count, device=layer.device).expand(layer.batch_size, -1)
             slots = (place + start[:, None]) % layer.pos  # of rows that are shorter, any
             real = place + start[:, None] < layer.seq_lens[:, None]
-            _replace(x, slots, real, _values(name, stream, stream.sink, place, slots, start))
+            _replace(x, slots, real, _values(stream, stream.sink, place))
         if stream.tail is not None:
             first = max(min(layer.lengths.host) - layer.residual_len - layer.group + 1, 0)
             slots = torch.arange(first, layer.pos, device=layer.device).expand(layer.batch_size, -1)
@@ -44,26 +44,20 @@ def as_read(
             )  # of its group: they leave together
             real = (slots < length) & (last >= length - layer.residual_len)
             place = slots % stream.tail.shape[2]
-            _replace(x, slots, real, _values(name, stream, stream.tail, place, slots, start))
+            _replace(x, slots, real, _values(stream, stream.tail, place))
         found.append(x)
     return found[0], found[1]
 
 
-def _values(
-    name: str, stream: CacheTensor, ring: Tensor, place: Tensor, slots: Tensor, start: Tensor
-) -> Tensor:
+def _values(stream: CacheTensor, ring: Tensor, place: Tensor) -> Tensor:
     """(B, H_kv, N, D) float32 in the model's basis: what ``ring`` (B, lanes, R, lane_dim) holds.
 
     Args:
         place: (B, N) where in the ring.
-        slots: (B, N) whose tokens these are.
-        start: (B,) first slot of each row.
     """
     taken = torch.take_along_dim(ring, place.to(torch.int64)[:, None, :, None], 2)
     exact = stream.lanes.unpack(taken.to(torch.float32))
-    if name == "v":
-        return undo_on_value(exact, stream.transform)
-    return undo_on_key(exact, slots - start[:, None], stream.transform)
+    return rotated(exact, stream.config.rotate)
 
 
 def _replace(x: Tensor, slots: Tensor, real: Tensor, values: Tensor) -> None:

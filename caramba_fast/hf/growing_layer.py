@@ -160,17 +160,12 @@ class CarambaLayer(StoringLayer, PackedLayer):
             return
         step = store.group
         count = max(store.pos - (self.sliding_window - 1) - SLACK, 0) // step * step
-        if count and not (self.common.leftpad is not None and self._centers):
+        if count:
             room = max(self._room, store.pos - count + coming)
             store.drop_front(
                 count, min(room, max(self.common.room or room, store.pos - count + coming))
             )
             self.dropped += count
-
-    @property
-    def _centers(self) -> bool:
-        """Whether phases of keys count from where their row starts."""
-        return self.store is not None and self.store.k.transform.bias is not None
 
     # -- reading ------------------------------------------------------------------------
 

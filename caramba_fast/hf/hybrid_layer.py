@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from caramba_fast.cache import LayerShape
 from caramba_fast.hf.compat import (
     HYBRIDS,
     LinearAttentionLayer,
@@ -87,14 +86,11 @@ class HybridLayer(CarambaLayer):
 _OURS = {stock: type(f"Caramba{stock.__name__}", (HybridLayer, stock), {}) for stock in HYBRIDS}
 
 
-def packed_layers(
-    common: Common, known: dict[int, LayerShape], kind: Callable[..., Any]
-) -> list[Any]:
+def packed_layers(common: Common, kind: Callable[..., Any]) -> list[Any]:
     """The layers of a cache: packed where the stock ones keep K and V of tokens, else the stock ones themselves.
 
     Args:
         common: what they share; its config is the decoder's.
-        known: shapes of layers, where they are known.
         kind: makes a layer that keeps K and V alone; arguments as of `StoringLayer`.
     """
     config = common.config
@@ -102,7 +98,7 @@ def packed_layers(
     layers = stock_layers(config)
     for i, stock in enumerate(layers):
         window = getattr(stock, "sliding_window", None)
-        given = (i, common, known.get(i), window, is_chunked(config, i), i in lending)
+        given = (i, common, window, is_chunked(config, i), i in lending)
         if keeps_only_tokens(stock):
             layers[i] = kind(*given)
         elif is_hybrid(stock):

@@ -14,7 +14,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import AttentionMaskInterface
 
 from caramba_fast.hf.attention import caramba_attention
-from caramba_fast.hf.capabilities import capabilities_of, check_cacheable
+from caramba_fast.hf.capabilities import check_cacheable
 from caramba_fast.hf.compat import CROP_REMOVES
 from caramba_fast.hf.masks import caramba_mask
 from caramba_fast.hf.packed_cache import CarambaCache
@@ -30,7 +30,7 @@ MEASURING = ("calibration_ids", "recall", "seed")
 #: Options that only ``cache="auto"`` heeds.
 POLICY_OPTIONS = (*SIZES, *MEASURING, *CachePolicyFields.model_fields)
 #: Options of the cache itself, which hold for what is chosen.
-KEPT = ("prefill", "calibration")
+KEPT = ("prefill",)
 
 
 def cache_by_policy(model: PreTrainedModel, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -106,7 +106,7 @@ def accelerate(model: M, cache: CacheArgument = "q4", **options: Any) -> M:
             everything back. Again with other settings replaces them.
         cache: "q4", "q8", "q8/q4" (K/V), dict(k="q8", v="q4"), …, or "auto" for the fastest that passes the
             quality gates (`caramba_fast.policy`).
-        options: prefill, calibration, and fields of `KVCacheTensorConfig`; with "auto" also those of
+        options: prefill, and fields of `KVCacheTensorConfig`; with "auto" also those of
             `caramba_fast.choose_cache`: max_seq_len, batch_size, quality gates, ….
 
     Returns:
@@ -125,8 +125,6 @@ def accelerate(model: M, cache: CacheArgument = "q4", **options: Any) -> M:
     settings = CacheSettings.of(cache, **options)
     before = restore(model)
     try:
-        if settings.takes_constants:
-            capabilities_of(model).shapes  # noqa: B018 - what cannot be asked fails here
         _install(model, settings)
     except BaseException:
         restore(model)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from caramba_fast.cache import LayerKVCache, LayerShape
+from caramba_fast.cache import LayerKVCache
 from caramba_fast.hf.lazy_tensors import PackedStates
 from caramba_fast.hf.scope import NAME, implementation
 from caramba_fast.hf.settings import CacheSettings
@@ -167,7 +167,6 @@ class StoringLayer(CacheLayerMixin):
     Args:
         index: which layer of the model.
         common: what the layers of a cache share.
-        shape: what is known of the layer's keys and values; sizes come from the first tensors.
         window: tokens a query of a sliding or chunked layer reaches back at most; None for all.
         chunked: whether the layer attends within chunks, whose starts differ by row.
         lends: whether later layers attend to its keys and values as well.
@@ -179,13 +178,12 @@ class StoringLayer(CacheLayerMixin):
         self,
         index: int,
         common: Common,
-        shape: LayerShape | None = None,
         window: int | None = None,
         chunked: bool = False,
         lends: bool = False,
     ) -> None:
         CacheLayerMixin.__init__(self)  # not super(): some layers have more bases
-        self.index, self.common, self.shape, self.lends = index, common, shape, lends
+        self.index, self.common, self.lends = index, common, lends
         self.sliding_window, self.chunked = window, chunked
         self.is_sliding = window is not None
         self.store: LayerKVCache | None = None
@@ -203,23 +201,13 @@ class StoringLayer(CacheLayerMixin):
         """Makes the store for keys and values like these (B, H_kv, T, D)."""
         values = key_states if value_states is None else value_states
         batch, heads, tokens, dim = key_states.shape
-        settings, known = self.common.settings, self.shape
-        k_cfg, v_cfg = settings.k, settings.v
-        if self.chunked:  # rows of a chunk start elsewhere than the phases of their keys
-            k_cfg = k_cfg.model_copy(update={"center": False})
+        k_cfg, v_cfg = self.common.settings.k, self.common.settings.v
         if self.is_sliding:  # the first tokens are the first to be left behind
             k_cfg, v_cfg = (c.model_copy(update={"sink_len": 0}) for c in (k_cfg, v_cfg))
-        if known is not None and (known.n_kv_heads, known.k_dim) != (heads, heads * dim):
-            known = None
-        measured = settings.calibration
         with torch.inference_mode(False):
             self.store = LayerKVCache(
                 batch, max(self._first_room(), tokens, 1), heads * dim, heads * values.shape[3],
                 k_cfg, v_cfg, key_states.device, heads,
-                rope=None if known is None else known.rope,
-                key_bias=None if known is None else known.key_bias,
-                calibration=None if measured is None else dict(measured.layers[self.index]),
-                constants_from_prompt=settings.prefill == "exact",
             )  # fmt: skip
         self.store.attended_again = self.lends
         self.dtype, self.device = key_states.dtype, key_states.device

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from caramba_fast.hf.cache_state import load_state, move_stock, state_of
-from caramba_fast.hf.capabilities import capabilities_of, check_cacheable
+from caramba_fast.hf.capabilities import check_cacheable
 from caramba_fast.hf.growing_layer import CarambaLayer
 from caramba_fast.hf.hybrid_layer import packed_layers
 from caramba_fast.hf.layers import Common, StoringLayer
@@ -41,8 +41,7 @@ class StoringCache(PackedCache):
         config = model.config.get_text_config(decoder=True)
         name, on_interface = type(model).__name__, bool(decoder_configs(model))
         self.common = Common(name, settings, config, on_interface, room)
-        known = capabilities_of(model).attention_shapes if settings.takes_constants else {}
-        Cache.__init__(self, layers=packed_layers(self.common, known, kind))
+        Cache.__init__(self, layers=packed_layers(self.common, kind))
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Row b becomes what row ``beam_idx[b]`` was."""
@@ -79,7 +78,7 @@ class CarambaCache(StoringCache):
         max_seq_len: most tokens of a row, padding included; room for all of them is there from the start. More raise
             ValueError before anything is written. None for no limit.
         offloading: whether layers that are not attended to wait on the CPU.
-        prefill, calibration, fields: as in `CacheSettings.of`.
+        prefill, fields: as in `CacheSettings.of`.
 
     Raises:
         TypeError: a model that keeps no keys and values of its own, and why.

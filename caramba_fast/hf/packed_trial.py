@@ -197,7 +197,7 @@ def dequantizations(model: PreTrainedModel) -> int:
     """
     config = model.config.get_text_config(decoder=True)
     common = Common(type(model).__name__, CacheSettings.of("fp32"), config)
-    cache = PackedCache(layers=packed_layers(common, {}, CarambaLayer))
+    cache = PackedCache(layers=packed_layers(common, CarambaLayer))
     if not all(type(layer) is CarambaLayer for layer in cache.layers):
         raise TypeError(
             f"{type(model).__name__} has layers of other kinds than attention; use CarambaCache"

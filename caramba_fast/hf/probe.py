@@ -1,8 +1,6 @@
-"""What a model caches, found by asking it: one forward pass over three equal tokens.
+"""What a model caches, found by asking it: one forward pass over three tokens.
 
 Configs name sizes in many ways, and per layer in some families; the tensors a layer hands to its cache do not.
-With equal tokens every layer's keys before RoPE are equal too (attention over equal values gives that value), so
-the keys at positions 1 and 2 are those at position 0, turned: that tells which dims RoPE turns, and how fast.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from caramba_fast.cache import AnyLayerShape, LayerShape, StreamStatistics
-from caramba_fast.config import Rotary
+from caramba_fast.cache import AnyLayerShape, LayerShape
 from caramba_fast.hf.compat import (
     HYBRIDS,
     LinearAttentionLayer,
@@ -30,8 +27,6 @@ from caramba_fast.hf.compat import (
 ALLOWED = (
     "decoder-only causal language models that keep keys and values in a transformers Cache are"
 )
-#: Relative error up to which turned keys count as equal: bfloat16 keeps 8 bits.
-CLOSE = 0.02
 
 
 def cannot_be_served(model: Any, reason: str) -> TypeError:
@@ -83,9 +78,9 @@ def probe(model: PreTrainedModel) -> tuple[dict[int, AnyLayerShape], int]:
                 model,
                 f"layer {index} stores {tuple(k.shape)} and {tuple(v.shape)}, not (B, H, T, D) keys and values",
             )
-    turns, biases = list(_frequencies(model)), _key_biases(model)
     shapes: dict[int, AnyLayerShape] = {
-        i: _shape(k, v, turns, biases.get(i)) for i, (k, v) in kept.items()
+        i: LayerShape(k.shape[1] * k.shape[3], v.shape[1] * v.shape[3], k.shape[1])
+        for i, (k, v) in kept.items()
     }
     return shapes, int(logits.shape[-1])
 
@@ -101,86 +96,6 @@ def _recording(model: PreTrainedModel) -> list[Any]:
         else layer
         for layer in layers
     ]
-
-
-def _shape(
-    keys: Tensor, values: Tensor, turns: list[Tensor], bias: StreamStatistics | None
-) -> LayerShape:
-    heads, dim = keys.shape[1], keys.shape[3]
-    rope = _rotary(keys[0].double().cpu(), turns)
-    if rope is None or (bias is not None and bias.mean.shape != (heads, dim)):
-        bias = None
-    return LayerShape(heads * dim, heads * values.shape[3], heads, rope, bias)
-
-
-# -- RoPE --------------------------------------------------------------------------------------
-
-
-def _frequencies(model: PreTrainedModel) -> Iterator[Tensor]:
-    """Every table of inverse frequencies the model holds, in float64."""
-    seen: list[Tensor] = []
-    for module in model.modules():
-        for name, value in {**vars(module), **module._buffers}.items():
-            if not name.endswith("inv_freq") or "original" in name or not isinstance(value, Tensor):
-                continue
-            table = value.detach().double().cpu().flatten()
-            if not any(torch.equal(table, other) for other in seen):
-                seen.append(table)
-                yield table
-
-
-def _rotary(keys: Tensor, turns: list[Tensor]) -> Rotary | None:
-    """The RoPE that makes keys (H, 3, D) at positions 1 and 2 of those at 0; None if none does."""
-    best, least = None, CLOSE
-    dim = keys.shape[-1]
-    for table in turns:
-        if 2 * len(table) > dim:
-            continue
-        for make in (Rotary.half_split, Rotary.interleaved):
-            for first in sorted({0, dim - 2 * len(table)}):
-                rotary = make(table.tolist(), first)
-                error = _turning_error(keys, rotary)
-                if error < least:
-                    best, least = rotary, error
-    return best
-
-
-def _turning_error(keys: Tensor, rotary: Rotary) -> float:
-    a, b = torch.tensor(rotary.pairs).T
-    expected = keys[:, :1].repeat(1, 2, 1)
-    angle = torch.tensor([[1.0], [2.0]], dtype=torch.float64) * torch.tensor(
-        rotary.inv_freq, dtype=torch.float64
-    )
-    first, second = expected[..., a], expected[..., b]
-    expected[..., a] = first * angle.cos() - second * angle.sin()
-    expected[..., b] = second * angle.cos() + first * angle.sin()
-    return float((expected - keys[:, 1:]).norm() / keys[:, 1:].norm().clamp(min=1e-30))
-
-
-# -- biases of keys ----------------------------------------------------------------------------
-
-
-def _key_biases(model: PreTrainedModel) -> dict[int, StreamStatistics]:
-    """What ``k_proj.bias`` says of each layer's keys, where a norm feeds it and none follows it."""
-    found = {}
-    for module in model.modules():
-        attention: Any = getattr(module, "self_attn", None)
-        norm: Any = getattr(module, "input_layernorm", None)
-        projection = getattr(attention, "k_proj", None)
-        index, dim = getattr(attention, "layer_idx", None), getattr(attention, "head_dim", None)
-        if not isinstance(projection, nn.Linear) or projection.bias is None:
-            continue
-        if not isinstance(index, int) or not isinstance(dim, int) or hasattr(attention, "k_norm"):
-            continue
-        if getattr(norm, "weight", None) is None or projection.bias.numel() % dim:
-            continue
-        weight = projection.weight.detach().float()
-        moved = (weight * norm.weight.detach().float()).norm(dim=1)
-        bias = projection.bias.detach().float()
-        if getattr(norm, "bias", None) is not None:
-            bias = bias + weight @ norm.bias.detach().float()
-        found[index] = StreamStatistics.exact(bias.view(-1, dim).cpu(), moved.view(-1, dim).cpu())
-    return found
 
 
 class RecordingLayer(CacheLayerMixin):

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from caramba_fast.cache import Calibration
 from caramba_fast.cache.model import PrefillMode
 from caramba_fast.config import KVCacheKind, KVCacheTensorConfig, cache_configs
+from caramba_fast.config.kvcache import REMOVED, removed
 
 #: What ``cache=`` takes: a spec ("q4", "q8/q4", …), a kind, or one of either for k and for v.
 CacheArgument = str | KVCacheKind | Mapping[str, "str | KVCacheKind | KVCacheTensorConfig"]
@@ -23,14 +23,12 @@ class CacheSettings:
     Attributes:
         k, v: storage of each.
         prefill: "exact": a prompt on an empty cache attends to its own K and V; "stored": to what is stored.
-        calibration: statistics of the model, instead of those of the first prompt.
         name: what was asked for, for messages.
     """
 
     k: KVCacheTensorConfig
     v: KVCacheTensorConfig
     prefill: PrefillMode = "exact"
-    calibration: Calibration | None = None
     name: str = ""
 
     @classmethod
@@ -38,7 +36,6 @@ class CacheSettings:
         cls,
         cache: CacheArgument,
         prefill: PrefillMode = "exact",
-        calibration: Calibration | None = None,
         **fields: Any,
     ) -> CacheSettings:
         """From what a user wrote.
@@ -50,20 +47,17 @@ class CacheSettings:
         Raises:
             ValueError: a kind, field or mode that does not exist; the message has those that do.
         """
+        for name in fields.keys() & {*REMOVED, "calibration"}:
+            raise ValueError(removed(name))
         unknown = [name for name in fields if name not in FIELDS]
         if unknown:
             raise ValueError(
-                f"unknown option {', '.join(unknown)}; a cache has {', '.join(FIELDS)}, prefill and calibration"
+                f"unknown option {', '.join(unknown)}; a cache has {', '.join(FIELDS)} and prefill"
             )
         if prefill not in get_args(PrefillMode):
             raise ValueError(f"prefill is {prefill!r}; allowed are 'exact' and 'stored'")
         configs = _configs(cache, fields)
-        return cls(configs["k"], configs["v"], prefill, calibration, str(cache))
-
-    @property
-    def takes_constants(self) -> bool:
-        """Whether something has to be known of the model's keys (RoPE, biases)."""
-        return False
+        return cls(configs["k"], configs["v"], prefill, str(cache))
 
 
 def _configs(cache: CacheArgument, fields: dict[str, Any]) -> dict[str, KVCacheTensorConfig]:

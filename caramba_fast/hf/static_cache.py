@@ -14,7 +14,7 @@ from caramba_fast.hf.capabilities import capabilities_of
 from caramba_fast.hf.compat import query_length
 from caramba_fast.hf.masks import expect_compiled_mask, expect_mask
 from caramba_fast.hf.packed_cache import StoringCache
-from caramba_fast.hf.scope import NAME, implementation, once
+from caramba_fast.hf.scope import NAME, implementation
 from caramba_fast.hf.settings import CacheArgument, CacheSettings
 from caramba_fast.hf.static_layer import CarambaStaticLayer
 
@@ -65,19 +65,9 @@ class CarambaStaticCache(StoringCache):
     def initialize(self, model: PreTrainedModel, rows: int) -> None:
         """Allocates all layers for so many rows, before the first tokens: for prompts that run compiled, too.
 
-        Constants of ``center`` and ``scale`` come from an uncompiled first prompt, else from calibration alone.
-
         Args:
             model: the one it is for; what its layers store is found by asking it.
         """
-        settings = self.common.settings
-        if settings.takes_constants and settings.calibration is None:
-            once(
-                self.common.config,
-                "compiled prompt",
-                f"cache={settings.name!r} takes constants from the first prompt, which a compiled forward pass does "
-                "not show: calibrate (calibration=…), or leave the prompt uncompiled, as generate() does by itself",
-            )
         embeddings: Any = model.get_input_embeddings()
         like = embeddings.weight
         for index, shape in capabilities_of(model).attention_shapes.items():
@@ -87,7 +77,6 @@ class CarambaStaticCache(StoringCache):
                 for dim in (shape.k_dim, shape.v_dim)
             )
             self.layers[index].lazy_initialization(k, v)
-            self.layers[index].take_known_constants()
 
     @property
     def max_cache_len(self) -> int:

@@ -86,7 +86,7 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
                 torch._dynamo.mark_static_address(tensor)
 
     def _take_views(self) -> None:
-        """Takes the buffers and constants of the store: what compiled steps work on."""
+        """Takes the buffers of the store: what compiled steps work on."""
         store = self._made()
         self.k, self.v = store.k.view, store.v.view
         self.keys: Tensor | None = self.k.codes
@@ -152,7 +152,7 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         return self.counted
 
     def _first(self, keys: Tensor, values: Tensor) -> None:
-        """The first tokens, from which constants are taken."""
+        """The first tokens, which may be attended to as they came."""
         if keys.shape[0] != self.batch_size:
             raise ValueError(
                 f"{self.common.model}: the static cache has {self.batch_size} rows, and {keys.shape[0]} came; "
@@ -163,11 +163,6 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         store.append(keys, values, cache_leftpad=self.common.leftpad, will_attend=False)
         self._take_views()
         self._advance(keys.shape[2])
-
-    def take_known_constants(self) -> None:
-        """Takes the constants that are known without a prompt."""
-        self._made().take_constants()
-        self._take_views()
 
     def take_starts(self) -> None:
         """Takes over where rows start, for the steps to come."""

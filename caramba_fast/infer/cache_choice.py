@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from caramba_fast.cache import Calibration, ModelKVCache
+from caramba_fast.cache import ModelKVCache
 from caramba_fast.config import KVCacheKind
 from caramba_fast.infer.config import AUTO, GenerateConfig
 from caramba_fast.infer.policy_fields import CachePolicyFields
@@ -62,7 +62,6 @@ class CacheChoice:
     Args:
         model: what the cache is for.
         config: settings; ``cache_kind`` and the fields of the policy.
-        calibration: of the cache's transforms.
         calibration_ids: text that quality is measured on.
         tokenizer: of the model; needles are written with it.
     """
@@ -71,7 +70,6 @@ class CacheChoice:
         self,
         model: LanguageModel,
         config: GenerateConfig,
-        calibration: Calibration | None,
         calibration_ids: Tensor | Sequence[int] | None,
         tokenizer: Any = None,
     ) -> None:
@@ -80,7 +78,7 @@ class CacheChoice:
                 f"calibration_ids are for cache_kind='auto'; cache_kind is {config.cache_name!r}"
             )
         self._model, self._config = model, config
-        self._calibration, self._ids, self._tokenizer = calibration, calibration_ids, tokenizer
+        self._ids, self._tokenizer = calibration_ids, tokenizer
         self._plans: dict[int, ChosenCache] = {}
         self.latest: ChosenCache | None = None
 
@@ -100,7 +98,6 @@ class CacheChoice:
                 max_seq_len=config.max_seq_len,
                 batch_size=rows,
                 prefill=config.prefill,
-                calibration=self._calibration,
                 calibration_ids=self._ids,
                 fields=config.stream_fields,
                 tokenizer=self._tokenizer,

@@ -241,9 +241,7 @@ class SpeculativeConfig(GenerateConfig):
         kind = self.spec_draft_cache_kind or (
             "fp16" if self.cache_kind == AUTO else self.cache_kind
         )
-        left_out = {
-            *CachePolicyFields.model_fields, *OutputFields.model_fields, "cache_calibration", "stop",
-        }  # fmt: skip
+        left_out = {*CachePolicyFields.model_fields, *OutputFields.model_fields, "stop"}
         kept = set(GenerateConfig.model_fields) - left_out
         given = self.model_dump(exclude_unset=True, include=kept)
         return DraftConfig(**{**given, "cache_kind": kind, "longest_draft": self.longest_draft})

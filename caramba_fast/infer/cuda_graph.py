@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from caramba_fast.cache import ModelKVCache
+from caramba_fast.cache import AttentionLimits, ModelKVCache
 from caramba_fast.models import LanguageModel
 from caramba_fast.ops.registry import serving
 
@@ -57,8 +57,8 @@ class RecordingError(RuntimeError):
 class DecodeGraph:
     """The decode step of a model on one cache.
 
-    The first step runs as it is, the second is recorded, later ones are replayed; new constants of the
-    cache's transforms start this anew.
+    The first step runs as it is, the second is recorded, later ones are replayed; another reach of the cache
+    starts this anew.
 
     Args:
         model, cache: what is run; both keep their tensors.
@@ -74,11 +74,11 @@ class DecodeGraph:
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=model.device)
         self._logits: Tensor | None = None
         self._replay: Callable[[], None] | None = None
-        self._warm: list[object] = []  # the constants the step has run with
+        self._warm: AttentionLimits | None = None  # the reach the step has run with
 
     @property
     def recorded(self) -> bool:
-        """Whether the next step is a replay, if the constants stay."""
+        """Whether the next step is a replay, if the reach stays."""
         return self._replay is not None
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -89,10 +89,8 @@ class DecodeGraph:
             ValueError, OutOfPagesError: there is no room. Call the cache's `restore` after each.
         """
         self._tokens.copy_(tokens)
-        constants: list[object] = list(self.cache.constants)
-        same = len(constants) == len(self._warm) and all(map(_is, constants, self._warm))
-        if not same:
-            self._replay, self._warm = None, constants
+        if self.cache.reach is not self._warm:
+            self._replay, self._warm = None, self.cache.reach
             with self.cache.reading_all_slots():
                 self._recorder.warm_up(self._run)
         elif self._replay is None:
@@ -114,10 +112,6 @@ class DecodeGraph:
 
     def _run(self) -> None:
         self._logits = self.model.forward(self._tokens, self.cache)[:, -1]
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b
 
 
 class DecodeGraphs:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AliasChoices,
@@ -16,6 +15,7 @@ from pydantic import (
 )
 
 from caramba_fast.config import KVCacheKind
+from caramba_fast.config.kvcache import removed
 
 TokenId = Annotated[int, Field(ge=0, strict=True)]
 Words = tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], ...]
@@ -225,11 +225,8 @@ class CacheFields(Fields):
         cache_rotate: store K and V in a rotated basis (`KVCacheTensorConfig.rotate`).
         cache_residual_len: keys less than this many tokens back are read in fp16.
         cache_sink_len: the first tokens of a row are read in fp16 as well.
-        cache_calibration: a file `caramba_fast.calibrate` made for this model, from which a cache takes
-            the constants of its transforms; without one, from the first prompt.
         prefill: "exact": a first prompt attends to its exact K and V; "stored": to what the cache
-            returns, which makes results independent of how a prompt is cut into chunks; the constants of
-            the cache's transforms then come from the model or a calibration, never from the prompt.
+            returns, which makes results independent of how a prompt is cut into chunks.
         prefill_chunk: most prompt tokens of one forward pass, which bounds memory; None for no limit.
             With prefill="exact" only the first chunk attends to exact K and V, so that a chunked
             prompt differs from a whole one by quantization noise.
@@ -244,7 +241,13 @@ class CacheFields(Fields):
     cache_rotate: bool | None = None
     cache_residual_len: int | None = Field(default=None, ge=0)
     cache_sink_len: int | None = Field(default=None, ge=0)
-    cache_calibration: Path | None = None
     prefill: Literal["exact", "stored"] = "exact"
     prefill_chunk: int | None = Field(default=None, ge=1)
     cuda_graph: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_calibration(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "cache_calibration" in given:
+            raise ValueError(removed("cache_calibration"))
+        return given

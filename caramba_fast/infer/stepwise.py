@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from caramba_fast.cache import Calibration, ModelKVCache
+from caramba_fast.cache import ModelKVCache
 from caramba_fast.cache.lengths import Counts
 from caramba_fast.infer.cache_choice import CacheChoice, ChosenCache
-from caramba_fast.infer.config import AUTO, GenerateConfig, SpeculativeConfig
+from caramba_fast.infer.config import GenerateConfig, SpeculativeConfig
 from caramba_fast.infer.cuda_graph import DecodeGraphs
 from caramba_fast.infer.decode_plan import DecodePlan
 from caramba_fast.infer.logits import LogitsProcessors
@@ -25,8 +25,6 @@ from caramba_fast.models import LanguageModel
 from caramba_fast.models.registry import as_language_model
 
 Mask = Tensor | Sequence[Sequence[int]] | None
-#: A kind whose transforms take constants: with "auto" a calibration is checked against it.
-CALIBRATED = "q4"
 
 
 class StepwiseGenerator:
@@ -57,13 +55,7 @@ class StepwiseGenerator:
         self._expanded = False  # num_return_sequences has multiplied the rows
         self._row_factor = 1  # rows of caches there will be for each row that is fed
         self._reseed = False  # the call under way was given a seed of its own
-        self._calibration: Calibration | None = None
-        if self.config.cache_calibration is not None:
-            self._calibration = Calibration.load(self.config.cache_calibration)
-            self._new_cache(1, torch.device("meta"))  # says at once what does not fit the model
-        self._choice = CacheChoice(
-            self.model, self.config, self._calibration, calibration_ids, tokenizer
-        )
+        self._choice = CacheChoice(self.model, self.config, calibration_ids, tokenizer)
         self._choice.check_budget(1)
         self._graphs = DecodeGraphs(self.model, self.config.cuda_graph)
         self._plan = DecodePlan(self.config)
@@ -229,21 +221,16 @@ class StepwiseGenerator:
         self._session.check_rows(len(prompts.rows))
         return prompts
 
-    def _new_cache(self, rows: int, device: torch.device | None = None) -> ModelKVCache:
-        kind = self.config.cache_kind
-        if device is None:
-            most, self._row_factor = rows * self._row_factor, 1
-            kind = self._choice.kind(most)
-            self._choice.check_budget(most)
-        elif kind == AUTO:
-            kind = CALIBRATED
+    def _new_cache(self, rows: int) -> ModelKVCache:
+        most, self._row_factor = rows * self._row_factor, 1
+        kind = self._choice.kind(most)
+        self._choice.check_budget(most)
         cache = ModelKVCache(
             self.model.cache_layout,
             rows,
             self.config.max_seq_len,
-            device=device or self.model.device,
+            device=self.model.device,
             prefill=self.config.prefill,
-            calibration=self._calibration,
             **self.config.stream_configs(kind),
         )
         self._cache_bytes, self._bytes_per_token = cache.nbytes, cache.bytes_per_token

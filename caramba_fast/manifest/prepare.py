@@ -75,7 +75,7 @@ def prepare(
         force: replace outputs that are no reports of ours.
 
     Raises:
-        ManifestError: nothing is called ``only``; a model, tokenizer, prompt or calibration file is not there; a
+        ManifestError: nothing is called ``only``; a model, tokenizer or prompt file is not there; a
             prompt is empty or too long; settings do not fit the model; a file would be written outside the
             folder, or in place of another kind. The message begins with the path.
     """
@@ -129,11 +129,6 @@ def _prepared_run(
         draft = None if run.draft_model == LOOKUP else model_folder(run.draft_model, folder)
     configs = run.compared() if run.mode == "benchmark" else {run.config.cache_name: run.config}
     configs = {kind: _rooted(config, folder) for kind, config in configs.items()}
-    calibration = next(iter(configs.values())).cache_calibration
-    if calibration is not None and not calibration.is_file():
-        raise ManifestError(
-            f"{path}.{run.settings_key}.cache_calibration: {calibration} does not exist"
-        )
     for config in configs.values():
         with at(f"{path}.{run.settings_key}"):
             _check_room(config, ids)
@@ -158,9 +153,8 @@ def _prompts(path: str, run: RunSpec, folder: Path) -> list[str]:
 
 def _rooted(config: GenerateConfig, folder: Path) -> GenerateConfig:
     """The settings with paths that start from ``folder``."""
-    paths = {key: getattr(config, key) for key in ("cache_calibration", "cache_plan_path")}
-    given = {key: folder / path for key, path in paths.items() if path is not None}
-    return config.updated(**given) if given else config
+    plan = config.cache_plan_path
+    return config if plan is None else config.updated(cache_plan_path=folder / plan)
 
 
 def _output(target: Target, run: RunSpec, folder: Path) -> Path | None:

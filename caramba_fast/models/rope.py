@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from caramba_fast.config import Rotary
 from caramba_fast.models.config import RopeParameters
 
 
@@ -81,7 +80,7 @@ def _yarn_attention_factor(rope: RopeParameters) -> float:
 class RopeTable(torch.nn.Module):
     """cos and sin for any position, computed from float32 angles as transformers does.
 
-    ``rotary`` says which dims turn, and how fast. The table lives outside ``state_dict`` and stays float32
+    The table lives outside ``state_dict`` and stays float32
     when the model is cast.
     """
 
@@ -89,8 +88,6 @@ class RopeTable(torch.nn.Module):
         super().__init__()
         inv_freq, self.attention_factor = frequencies(rope, head_dim)
         self.inv_freq = inv_freq.to(torch.float32)
-        values = _frequencies(rope, head_dim)[0].astype(np.float32)  # as the angles are computed
-        self.rotary = Rotary.half_split(values.tolist())
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions (B, T) -> cos, sin, each (B, 1, T, head_dim / 2) float32."""

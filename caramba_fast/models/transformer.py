@@ -20,7 +20,6 @@ from caramba_fast.cache import (
     LayerShape,
     ModelKVCache,
     RaggedBatch,
-    StreamStatistics,
 )
 from caramba_fast.models.attention import Attention, DecoupledAttention, Step
 from caramba_fast.models.config import ModelConfig
@@ -53,23 +52,6 @@ class Block(nn.Module):
         )
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config)
-
-    def key_bias(self) -> StreamStatistics | None:
-        """What the weights say of the keys before RoPE: ``k_proj.bias``, and how far inputs move them.
-
-        Inputs are RMS-normalised: channel i of them has about the rms of the norm's weight i.
-        """
-        attention = self.self_attn
-        if not isinstance(attention, Attention) or attention.k_proj.bias is None:
-            return None
-        if not isinstance(attention.k_norm, nn.Identity):
-            return None  # normalised keys have lost the bias's size
-        weight = attention.k_proj.weight.detach().float()
-        moved = (weight * self.input_layernorm.weight.detach().float()).norm(dim=1)
-        shape = (attention.n_kv_heads, attention.head_dim)
-        return StreamStatistics.exact(
-            attention.k_proj.bias.detach().view(shape).cpu(), moved.view(shape).cpu()
-        )
 
     def forward(self, x: Tensor, step: Step, cache: LayerCache | None) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden), of the rows that are wanted."""
@@ -136,14 +118,12 @@ class Transformer(nn.Module):
     def cache_layout(self) -> list[AnyLayerShape]:
         """What each layer caches."""
         config, heads = self.config, self.config.num_key_value_heads
-        rope = self.rope.rotary
         if config.decoupled is not None:
             dims, group = config.decoupled, config.num_attention_heads // heads
             widths = (dims.sem_dim // group, dims.geo_dim // group, dims.v_dim // group)
-            return [DecoupledLayerShape(*widths, heads, rope)] * config.num_hidden_layers
+            return [DecoupledLayerShape(*widths, heads)] * config.num_hidden_layers
         width = heads * config.head_dim
-        blocks = (layer for layer in self.model.layers if isinstance(layer, Block))
-        return [LayerShape(width, width, heads, rope, block.key_bias()) for block in blocks]
+        return [LayerShape(width, width, heads)] * config.num_hidden_layers
 
     def forward(
         self,

@@ -13,14 +13,12 @@ from caramba_fast.ops.registry import (
     start,
     use_backend,
 )
-from caramba_fast.ops.transform import Transform, phase_table
 from caramba_fast.ops.view import KVView
 
 __all__ = [
     "BackendError",
     "BackendStatus",
     "KVView",
-    "Transform",
     "append_",
     "backends",
     "decode_attention",
@@ -30,7 +28,6 @@ __all__ = [
     "dequantize",
     "extend_attention",
     "merge_state",
-    "phase_table",
     "quantize",
     "use_backend",
 ]

@@ -1,4 +1,4 @@
-"""append_ and decoupled_append_: transform, quantize and write new tokens, in one launch.
+"""append_ and decoupled_append_: rotate, quantize and write new tokens, in one launch.
 
 Tokens go behind what is cached: into the codes, and where the cache has them into the fp16 tail (a ring
 of the newest) and the fp16 sinks (the first real ones). The reference writes without data-dependent shapes.
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from caramba_fast.ops import checks
+from caramba_fast.ops.hadamard import rotated
 from caramba_fast.ops.plan import CallPlan
 from caramba_fast.ops.quantize import FITS, encode_groups
 from caramba_fast.ops.quantize import op as quantize_op
 from caramba_fast.ops.registry import DECOUPLED, STANDARD, Op, append_schema, register
-from caramba_fast.ops.transform import apply_to_key, apply_to_value
-from caramba_fast.ops.view import KVView, common_problems, paged_slots, stored_lanes
+from caramba_fast.ops.view import KVView, common_problems, stored_lanes
 
 
 class Destination:
@@ -56,12 +56,10 @@ class Destination:
         self.t = self.position if leftpad is None else self.position - leftpad[:, None]
         self.block_table = block_table
 
-    def write(self, view: KVView, new: Tensor, *, is_key: bool) -> None:
+    def write(self, view: KVView, new: Tensor) -> None:
         """new (B, H_kv, T, D), any float dtype."""
-        change = apply_to_key(new.float(), self.t, view.transform) if is_key else None
-        stored = apply_to_value(new.float(), view.transform) if change is None else change
         lanes = stored_lanes(view.codes, view.kind, new.shape[1], new.shape[3])
-        packed = lanes.pack(stored)
+        packed = lanes.pack(rotated(new.float(), view.rotate))
         if view.group > 1:
             self._write_groups(view, packed)
         else:
@@ -162,9 +160,8 @@ def _reference(streams: tuple[str, ...], args: tuple[Any, ...], options: dict[st
             if buffer is not None:
                 checks.writable(f"{stream}_{part}", buffer)
         views.append(view)
-    for index, view in enumerate(views):
-        stream = streams[index]
-        destination.write(view, new[index], is_key=stream != "v")
+    for view, x in zip(views, new, strict=True):
+        destination.write(view, x)
 
 
 def reference(*args: Any, **options: Any) -> None:
@@ -234,13 +231,13 @@ def append_(
     """Writes T tokens into the buffers of ``k`` and ``v``, in place.
 
     Args:
-        k, v: buffers to write to, with the transform to store them in.
+        k, v: buffers to write to.
         k_new: (B, H_kv, T, D_k) float32, float16 or bfloat16.
         v_new: (B, H_kv, T, D_v), same dtypes.
         start: (B,) int32, tokens already cached in each row (the new ones excluded). Slots past the
             capacity, or without a page, are dropped.
         block_table: (B, pages) int32, for paged buffers; -1 where a row has no page.
-        cache_leftpad: (B,) int32, leading slots that hold padding; the transforms count from there.
+        cache_leftpad: (B,) int32, leading slots that hold padding; sinks begin behind them.
         query_lens: (B,) int32, how many of the T tokens are real; by default all. The others are not
             written.
 
@@ -324,7 +321,4 @@ def _stream_problems(
             f"{name}_new has {heads} heads of {dim}; the {view.codes.shape[1]} lanes of "
             f"{view.lane_dim} hold something else"
         )
-    if block_table is not None and block_table.ndim != 2:
-        return problems
-    slots = paged_slots(view.codes, block_table)
-    return problems + view.transform.problems(name, heads, dim, slots)
+    return problems

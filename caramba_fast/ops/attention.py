@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from caramba_fast.ops.hadamard import rotated
 from caramba_fast.ops.merge_state import reference as merge
-from caramba_fast.ops.transform import apply_to_query, logit_shift, undo_on_value
 from caramba_fast.ops.view import KVView, group_of, load, stored_lanes
 
 State = tuple[Tensor, Tensor]
@@ -41,11 +41,9 @@ class Keys:
     view: KVView
     null: Tensor | None
 
-    def logits(self, keys: Tensor, t: Tensor) -> Tensor:
-        """keys (B, H_kv, N, D) in the stored basis, at tokens t (B, N) -> (B, H_kv, G * T, N)."""
-        logits = torch.matmul(apply_to_query(self.q, self.view.transform), keys.transpose(-1, -2))
-        shift = logit_shift(self.q, t, self.view.transform)
-        return logits if shift is None else logits + shift
+    def logits(self, keys: Tensor) -> Tensor:
+        """keys (B, H_kv, N, D) in the stored basis -> (B, H_kv, G * T, N)."""
+        return torch.matmul(rotated(self.q, self.view.rotate), keys.transpose(-1, -2))
 
 
 class Problem:
@@ -131,7 +129,6 @@ class Problem:
         in_sink, in_tail = self.source(key)
         seen = self.visible(key) & ~in_sink & ~in_tail
         return self._attend(
-            key,
             seen,
             [self._load(k.view, start, stop) for k in self.keys],
             self._load(self.value, start, stop, used=seen.any(1)),
@@ -152,7 +149,6 @@ class Problem:
             return buffer.gather(2, index)
 
         return self._attend(
-            key,
             seen,
             [self._side(read(k.view.tail)) for k in self.keys],
             self._side(read(self.value.tail), seen),
@@ -163,7 +159,6 @@ class Problem:
         key = self.leftpad[:, None] + torch.arange(self.sink_len, device=self.last.device)
         seen = self.visible(key) & self.source(key)[0]
         return self._attend(
-            key,
             seen,
             [self._side(k.view.sink) for k in self.keys],
             self._side(self.value.sink, seen),
@@ -178,10 +173,9 @@ class Problem:
         out = self.null_v.float()[:, None].expand(self.batch, -1, logits.shape[2], -1)
         return out, self._capped(logits).squeeze(-1)
 
-    def _attend(self, key: Tensor, seen: Tensor, keys: list[Tensor], values: Tensor) -> State:
+    def _attend(self, seen: Tensor, keys: list[Tensor], values: Tensor) -> State:
         """Attention over one group; keys and values in the stored basis, values nobody sees 0."""
-        t = key - self.leftpad[:, None]
-        logits = sum(stream.logits(k, t) for stream, k in zip(self.keys, keys, strict=True))
+        logits = sum(stream.logits(k) for stream, k in zip(self.keys, keys, strict=True))
         assert isinstance(logits, Tensor)
         groups = self.heads // self.n_kv_heads
         mask = seen[:, None, None].expand(-1, 1, groups, -1, -1).flatten(2, 3)
@@ -248,7 +242,7 @@ class Problem:
         if self.sink_len:
             state = _merged(state, self.sinks())
         assert state is not None
-        state = undo_on_value(state[0], self.value.transform), state[1]
+        state = rotated(state[0], self.value.rotate), state[1]
         if self.null_v is not None:
             state = merge(*state, *self.null())
         if self.s_aux is not None:

@@ -17,7 +17,6 @@ from caramba_fast.ops.view import (
     KVView,
     common_problems,
     group_of,
-    paged_slots,
     stored_lanes,
     stream_options,
 )
@@ -193,7 +192,6 @@ def _view_problems(
 ) -> list[str]:
     problems: list[str] = []
     lead = next(iter(views.values())).codes.shape[:3]
-    slots = paged_slots(next(iter(views.values())).codes, table)
     per_lane = 0
     for name, view in views.items():
         if view.codes.shape[:3] != lead:
@@ -219,8 +217,6 @@ def _view_problems(
             problems.append(
                 f"{name}'s lanes of {view.lane_dim} cannot hold {per_lane} heads, as the keys' do"
             )
-        if per_lane:
-            problems += view.transform.problems(name, n_kv_heads, view.lane_dim // per_lane, slots)
     if table is None and lead[0] != batch:
         problems.append(f"the cache has B={lead[0]}; B={batch} as in q is needed")
     return problems

@@ -6,7 +6,7 @@ the reference in `caramba_fast.ops.attention`.
 
 `decoupled_decode_attention` has two key streams and one softmax (decoupled bottleneck attention, DBA): a score is
 ``q_sem · k_sem * sem_scale + q_geo · k_geo * geo_scale``. Semantic keys carry no position, geometric ones are rotated;
-each stream has its own width, format and transform, values are shared.
+each stream has its own width, format and basis, values are shared.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def decode_attention(
 
     Args:
         q: (B, H_q, T, D) float32, float16 or bfloat16; H_q a multiple of ``n_kv_heads``, T up to 32.
-        k, v: stored K and V with their tails, sinks and transforms. Slots at or past a row's length are
+        k, v: stored K and V with their tails and sinks. Slots at or past a row's length are
             never read as numbers, whatever they hold. q and the null key and value are given in the
-            model's basis; the op undoes the transforms.
+            model's basis; the op turns rotated streams back.
         cache_seqlens: (B,) int32 on q's device, tokens cached **including** the new ones.
         n_kv_heads: kv heads stored (lanes may hold padding beyond them).
         return_softmax_lse: also return lse (B, H_q, T) float32, natural log.

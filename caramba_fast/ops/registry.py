@@ -321,13 +321,6 @@ STANDARD = ("k", "v")
 DECOUPLED = ("k_sem", "k_geo", "v")
 
 
-def _constants(stream: str) -> list[str]:
-    """The transform of a stream (see `caramba_fast.ops.transform`)."""
-    key_only = ("mean", "bias", "pairs", "phases") if stream != "v" else ()
-    tensors = [f"Tensor? {stream}_{part}=None" for part in (*key_only, "scale")]
-    return [*tensors, f"bool rotate_{stream}=False"]
-
-
 def append_schema(streams: Sequence[str]) -> str:
     """Buffers are mutated in place; nothing is returned."""
     alias = iter("abcdefghijklmnopqrstuvwxyz")
@@ -345,7 +338,7 @@ def append_schema(streams: Sequence[str]) -> str:
             f"Tensor({next(alias)}!)? {stream}_tail=None",
             f"Tensor({next(alias)}!)? {stream}_sink=None",
         ]
-        parts += [*_constants(stream), f'str fit_{stream}="amax"']
+        parts += [f"bool rotate_{stream}=False", f'str fit_{stream}="amax"']
     return f"({', '.join(parts)}) -> ()"
 
 
@@ -363,7 +356,8 @@ def attention_schema(
     parts += ["int n_kv_heads", "Tensor? block_table=None", "Tensor? cache_leftpad=None"]
     parts += ["Tensor? query_lens=None", "int residual_len=0"]
     for stream in streams:
-        parts += [f"Tensor? {stream}_tail=None", f"Tensor? {stream}_sink=None", *_constants(stream)]
+        parts += [f"Tensor? {stream}_tail=None", f"Tensor? {stream}_sink=None"]
+        parts += [f"bool rotate_{stream}=False"]
     parts += [f"Tensor? null_{stream}=None" for stream in streams]
     parts += ["Tensor? s_aux=None", *[f"float? {scale}=None" for scale in scales]]
     parts += ["SymInt[2] window_size=[-1, -1]", "int num_sink_tokens=0", "float softcap=0.0"]

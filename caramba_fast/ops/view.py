@@ -18,10 +18,8 @@ from torch import Tensor
 from caramba_fast.formats import Format, resolve
 from caramba_fast.ops import checks
 from caramba_fast.ops.dequantize import op as dequantize_op
-from caramba_fast.ops.transform import Transform
 
 LANE_MULTIPLE = 32
-IDENTITY = Transform()
 
 
 @dataclass(frozen=True)
@@ -76,17 +74,7 @@ def load(codes: Tensor, scales: Tensor | None, kind: str, dtype: torch.dtype) ->
 
 def stream_options(name: str) -> tuple[str, ...]:
     """The keyword options of the ops that describe stream ``name``."""
-    parts = ("tail", "sink", "mean", "bias", "pairs", "phases", "scale")
-    return (*(f"{name}_{part}" for part in parts), f"rotate_{name}")
-
-
-def paged_slots(codes: Tensor, block_table: Tensor | None) -> int:
-    """Tokens a transform's phases must cover: all slots, or up to the first of the last page.
-
-    The last page may reach past the longest row a paged cache allows.
-    """
-    size = codes.shape[2]
-    return size if block_table is None else (block_table.shape[1] - 1) * size + 1
+    return f"{name}_tail", f"{name}_sink", f"rotate_{name}"
 
 
 def _rows_and_slots(buffer: Tensor | None) -> tuple[int, int] | None:
@@ -98,7 +86,7 @@ def common_problems(
 ) -> list[str]:
     """What is wrong with the streams of one layer taken together.
 
-    Tail and sinks are in all streams alike or in none, values have no bias, pages have whole tiles.
+    Tail and sinks are in all streams alike or in none, pages have whole tiles.
     """
     problems: list[str] = []
     first = next(iter(views.values()))
@@ -111,9 +99,6 @@ def common_problems(
             problems.append(f"{part} buffers differ between streams: {sizes}")
         elif wanted is not None and wanted[0] != batch:
             problems.append(f"{part} buffers have B={wanted[0]}; B={batch} is needed")
-    values = views["v"].transform
-    if values.mean is not None or values.bias is not None:
-        problems.append("v can be scaled and rotated; mean and bias are for keys")
     group = group_of(views.values())
     if group > 1 and (first.tail is None or first.tail.shape[2] < group):
         size = "none" if first.tail is None else f"one of {first.tail.shape[2]}"
@@ -145,7 +130,7 @@ class KVView:
             token j is in slot j % R. None for no tail. By channel the tokens of a group that is not full are there
             alone.
         sink: (B, lanes, sink_len, lane_dim) float16, the first real tokens of each row.
-        transform: the basis in which all of these are stored.
+        rotate: whether all of these are stored in the basis of a Walsh-Hadamard transform over head_dim.
         fit: how append finds scales (`caramba_fast.ops.quantize`); reading does not depend on it.
     """
 
@@ -154,7 +139,7 @@ class KVView:
     kind: str
     tail: Tensor | None = None
     sink: Tensor | None = None
-    transform: Transform = IDENTITY
+    rotate: bool = False
     fit: str = "amax"
 
     @property
@@ -200,16 +185,10 @@ class KVView:
 
     def options(self, name: str) -> dict[str, Any]:
         """The keyword options of the ops for stream ``name``, those in use."""
-        t = self.transform
         found = {
             f"{name}_tail": self.tail,
             f"{name}_sink": self.sink,
-            f"{name}_mean": t.mean,
-            f"{name}_bias": t.bias,
-            f"{name}_pairs": t.pairs,
-            f"{name}_phases": t.phases,
-            f"{name}_scale": t.scale,
-            f"rotate_{name}": t.rotate or None,
+            f"rotate_{name}": self.rotate or None,
         }
         return {key: value for key, value in found.items() if value is not None}
 
@@ -219,11 +198,4 @@ class KVView:
     ) -> KVView:
         """The inverse of `options`: takes what belongs to stream ``name`` out of ``options``."""
         tail, sink = options.pop(f"{name}_tail", None), options.pop(f"{name}_sink", None)
-        transform = Transform(
-            **{
-                part: options.pop(f"{name}_{part}", None)
-                for part in ("mean", "bias", "pairs", "phases", "scale")
-            },
-            rotate=options.pop(f"rotate_{name}", False),
-        )
-        return cls(codes, scales, kind, tail, sink, transform)
+        return cls(codes, scales, kind, tail, sink, options.pop(f"rotate_{name}", False))

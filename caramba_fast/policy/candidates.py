@@ -45,8 +45,7 @@ def spec_with(spec: KVCacheKind | str, **fields: Any) -> str:
 
     Args:
         spec: a cache spec.
-        fields: qblock, rotate, residual_len, sink_len, … as in `cache_configs`; None leaves one out, and
-            center goes to keys alone.
+        fields: qblock, rotate, residual_len, sink_len, … as in `cache_configs`; None leaves one out.
 
     Returns:
         the canonical words of what ``cache_configs(spec, **fields)`` stores.
@@ -61,11 +60,7 @@ def spec_with(spec: KVCacheKind | str, **fields: Any) -> str:
     for name in known:  # settings of a layer: one word in one part says it for all
         if any(name in part.options for part in parts) and name in NUMBERS[1:]:
             known = {key: value for key, value in known.items() if key != name}
-    written = []
-    for index, part in enumerate(parts):
-        values = len(parts) > 1 and index == len(parts) - 1
-        added = {key: value for key, value in known.items() if not (values and key == "center")}
-        written.append(str(Part(part.kind, part.plain, {**added, **part.options})))
+    written = [str(Part(part.kind, part.plain, {**known, **part.options})) for part in parts]
     return spec_name("/".join(written))
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba_fast.cache import Calibration
 from caramba_fast.cache.model import PrefillMode
 from caramba_fast.infer.policy_fields import CachePolicyFields
 from caramba_fast.models import LanguageModel
@@ -210,7 +209,6 @@ def choose_cache(
     max_seq_len: int,
     batch_size: int = 1,
     prefill: PrefillMode = "exact",
-    calibration: Calibration | None = None,
     calibration_ids: Tensor | Sequence[int] | None = None,
     recall: RecallFormat | None = None,
     bos_token_id: int | None = None,
@@ -235,7 +233,7 @@ def choose_cache(
     Args:
         model: the model, on the device it will run on.
         settings: budget, gates, and how to measure.
-        max_seq_len, batch_size, prefill, calibration: of the cache, as in `ModelKVCache`.
+        max_seq_len, batch_size, prefill: of the cache, as in `ModelKVCache`.
         calibration_ids: (N,) or (B, T) token ids of real text to measure on; without, the model writes it.
         recall: how needles are written, ``RecallFormat.of(tokenizer)``; ``cache_quality_min_needle`` needs it.
         bos_token_id: first token of a text; by default the model's own, if it names one.
@@ -252,7 +250,7 @@ def choose_cache(
         PlanFileError: the plan file cannot be read or written; before anything is measured.
     """
     subject = Subject(
-        model, settings, max_seq_len, batch_size, prefill, calibration, calibration_ids, recall, seed,
+        model, settings, max_seq_len, batch_size, prefill, calibration_ids, recall, seed,
         begin_token(model) if bos_token_id is None else bos_token_id, fields or {}, make_step,
         progress or (lambda _: None),
     )  # fmt: skip

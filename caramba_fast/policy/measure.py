@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from caramba_fast.cache import Calibration, DecoupledLayerShape, ModelKVCache
+from caramba_fast.cache import DecoupledLayerShape, ModelKVCache
 from caramba_fast.cache.model import PrefillMode
 from caramba_fast.config import cache_configs
 from caramba_fast.infer.policy_fields import GATES, CachePolicyFields
@@ -38,7 +38,7 @@ from caramba_fast.quality.text import SAMPLED_ROWS, Windows, needle_batches
 
 #: Windows measured at first, and at most where a gate stays undecided.
 FEWEST_WINDOWS, MOST_WINDOWS = 64, 256
-#: Windows computed at once; they share the constants of the transforms, as rows of a batch do.
+#: Windows computed at once.
 ROWS = 8
 #: Query tokens fed at once, within what attention takes in one pass. Several at once give what single steps do.
 TOGETHER = 16
@@ -93,7 +93,7 @@ class PromptForward:
     Args:
         model: the model.
         prompt_len: tokens prefilled.
-        prefill, calibration: as in `ModelKVCache`.
+        prefill: as in `ModelKVCache`.
     """
 
     def __init__(
@@ -101,20 +101,15 @@ class PromptForward:
         model: LanguageModel,
         prompt_len: int,
         prefill: PrefillMode = "exact",
-        calibration: Calibration | None = None,
     ) -> None:
         self.model, self.prompt_len = model, prompt_len
         self.prefill: PrefillMode = prefill
-        self.calibration = calibration
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, spec: str) -> Iterator[Tensor]:
         """Logits (B, t, V) of the prompt (nan), then of stretches of what follows."""
         model, rows = self.model, len(ids)
-        session = new_session(
-            model, rows, ids.shape[1], cache_configs(spec), prefill=self.prefill,
-            calibration=self.calibration,
-        )  # fmt: skip
+        session = new_session(model, rows, ids.shape[1], cache_configs(spec), prefill=self.prefill)
         logits = session.feed(ids[:, : self.prompt_len].tolist())
         yield logits.new_full((), torch.nan).expand(rows, self.prompt_len, logits.shape[-1])
         assert session.cache is not None
@@ -226,14 +221,13 @@ def needle_shares(
     filler: np.ndarray,
     *,
     context: int = CONTEXT,
-    calibration: Calibration | None = None,
     bos_token_id: int | None = None,
     seed: int = 0,
 ) -> dict[str, float]:
     """Share of needles each cache finds (greedy), relative to the baseline on the same needles.
 
     Args:
-        model, calibration: what is run.
+        model: what is run.
         specs: caches.
         baseline: the cache to compare with.
         form: how needles are written.
@@ -247,7 +241,7 @@ def needle_shares(
             context without room.
     """
     text = np.tile(filler, -(-context // len(filler)))
-    forward = cached_forward(model, calibration=calibration)
+    forward = cached_forward(model)
     found = dict.fromkeys((baseline, *specs), 0)
     total = 0
     for batch in needle_batches(form, text, context, NEEDLES, NEEDLE_ROWS, bos_token_id, seed):
@@ -270,7 +264,7 @@ class Subject:
     """What is measured: a model as a generator will run it, and text.
 
     Attributes:
-        model, batch_size, max_seq_len, prefill, calibration: of the generator.
+        model, batch_size, max_seq_len, prefill: of the generator.
         settings: what was asked for.
         ids: tokens given to measure on, or None.
         recall: how needles are written, or None.
@@ -286,7 +280,6 @@ class Subject:
     max_seq_len: int
     batch_size: int
     prefill: PrefillMode
-    calibration: Calibration | None
     ids: Tensor | Sequence[int] | None
     recall: RecallFormat | None
     seed: int
@@ -326,7 +319,7 @@ class Subject:
         """What measures quality."""
         settings = self.settings
         prompt, steps = settings.cache_quality_prompt_len, settings.cache_quality_decode_steps
-        forward = PromptForward(self.model, prompt, self.prefill, self.calibration)
+        forward = PromptForward(self.model, prompt, self.prefill)
         return QualityMeter(forward, self.windows(prompt + steps + 1), BASELINE)
 
     def times(self, specs: Sequence[str]) -> dict[str, StepTime]:
@@ -334,7 +327,7 @@ class Subject:
         settings = self.settings
         return step_times(
             self.model, list(dict.fromkeys((BASELINE, *specs))), self._timed_prompt(),
-            settings.cache_auto_bench_steps, prefill=self.prefill, calibration=self.calibration,
+            settings.cache_auto_bench_steps, prefill=self.prefill,
             make_step=self.make_step,
         )  # fmt: skip
 
@@ -352,7 +345,7 @@ class Subject:
         assert self.recall is not None
         return needle_shares(
             self.model, specs, BASELINE, self.recall, windows.filler(CONTEXT),
-            calibration=self.calibration, bos_token_id=self.bos_token_id, seed=self.seed,
+            bos_token_id=self.bos_token_id, seed=self.seed,
         )  # fmt: skip
 
     def key(self) -> PlanKey:
@@ -364,7 +357,7 @@ class Subject:
         kept["candidates"], kept["seed"] = self.specs(), self.seed
         decoupled = isinstance(self.model.cache_layout[0], DecoupledLayerShape)
         return PlanKey(
-            model=model_identity(self.model, self.calibration),
+            model=model_identity(self.model),
             device=device_identity(self.model.device),
             versions=versions(self.model.device, decoupled), batch_size=self.batch_size,
             max_seq_len=self.max_seq_len, prefill=self.prefill, settings=kept,

@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from caramba_fast.cache import AnyLayerShape, Calibration
+from caramba_fast.cache import AnyLayerShape
 from caramba_fast.config import cache_configs
 from caramba_fast.config.files import shown
 from caramba_fast.infer.policy_fields import MIB
@@ -169,7 +169,7 @@ class CachePlan(BaseModel):
 VALUES = 1024
 
 
-def model_identity(model: LanguageModel, calibration: Calibration | None = None) -> str:
+def model_identity(model: LanguageModel) -> str:
     """Text that differs between models whose caches may differ.
 
     Architecture, what the layers cache, vocabulary, and a digest of evenly spread values of all weights: enough
@@ -180,12 +180,6 @@ def model_identity(model: LanguageModel, calibration: Calibration | None = None)
         for name, value in module.state_dict().items():
             if isinstance(value, Tensor):
                 add_tensor(digest, name, value, VALUES)
-    if calibration is not None:
-        for index, layer in enumerate(calibration.layers):
-            for name, stream in layer.items():
-                for part, value in vars(stream).items():
-                    if isinstance(value, Tensor):
-                        add_tensor(digest, f"{index}.{name}.{part}", value, VALUES)
     layers = [_shape(layer) for layer in model.cache_layout]
     digest.update(repr(layers).encode())
     return (
@@ -206,8 +200,7 @@ def _modules(model: object) -> Iterable[nn.Module]:
 def _shape(layer: AnyLayerShape) -> str:
     sizes = {name: value for name, value in vars(layer).items() if isinstance(value, int)}
     inner = ", ".join(f"{name}={value}" for name, value in sizes.items())
-    rope = "" if layer.rope is None else ", rope"
-    return f"{type(layer).__name__}({inner}{rope})"
+    return f"{type(layer).__name__}({inner})"
 
 
 def device_identity(device: torch.device) -> str:

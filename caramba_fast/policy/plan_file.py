@@ -120,9 +120,7 @@ class PlanFile:
         except OSError as error:
             raise PlanFileError(_cannot("read", self.path, error)) from error
         if text[8:9] == b"{" and int.from_bytes(text[:8], "little") < len(text):
-            raise PlanFileError(
-                _foreign(self.path)
-            )  # safetensors: a model's weights, a calibration
+            raise PlanFileError(_foreign(self.path))  # safetensors: a model's weights
         found = parse_json(text, finite=True)
         if isinstance(found, dict) and found and not found.keys() & {"plans", "schema_version"}:
             raise PlanFileError(_foreign(self.path))

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from caramba_fast.cache import Calibration, ModelKVCache
+from caramba_fast.cache import ModelKVCache
 from caramba_fast.cache.model import PrefillMode
 from caramba_fast.config import cache_configs
 from caramba_fast.infer.cuda_graph import DecodeGraph, why_no_graph
@@ -66,7 +66,6 @@ def step_times(
     steps: int,
     *,
     prefill: PrefillMode = "exact",
-    calibration: Calibration | None = None,
     make_step: StepMaker | None = None,
     rounds: int = ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
@@ -78,7 +77,7 @@ def step_times(
         specs: caches.
         prompt: (B, T) tokens the caches hold when the steps start; its last token is fed again and again.
         steps: decode steps of a round.
-        prefill, calibration: as in `ModelKVCache`.
+        prefill: as in `ModelKVCache`.
         make_step: makes what is timed; by default `plain_step`.
         rounds: rounds of steps.
         clock: seconds.
@@ -88,9 +87,8 @@ def step_times(
     runs: dict[str, tuple[ModelKVCache, Step]] = {}
     for spec in specs:
         session = new_session(
-            model, rows, length + steps + WARM_UP, cache_configs(spec), prefill=prefill,
-            calibration=calibration,
-        )  # fmt: skip
+            model, rows, length + steps + WARM_UP, cache_configs(spec), prefill=prefill
+        )
         session.feed(prompt.tolist())
         assert session.cache is not None
         runs[spec] = session.cache, (make_step or plain_step)(model, session.cache)

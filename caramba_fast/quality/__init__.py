@@ -16,7 +16,7 @@ from caramba_fast.quality.figures import (
     compare_caches,
     needle_quality,
 )
-from caramba_fast.quality.lab import calibrate, measure
+from caramba_fast.quality.lab import measure
 from caramba_fast.quality.needles import (
     RecallFormat,
     RecallRow,
@@ -40,7 +40,6 @@ __all__ = [
     "cache_quality",
     "cache_size",
     "cached_forward",
-    "calibrate",
     "compare",
     "compare_caches",
     "draw_needles",

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from caramba_fast.cache import AnyLayerShape, Calibration, ModelKVCache
+from caramba_fast.cache import AnyLayerShape, ModelKVCache
 from caramba_fast.config import KVCacheTensorConfig, cache_configs
 from caramba_fast.infer.cuda_graph import DecodeGraphs
 from caramba_fast.infer.sequence import TokenSequence
@@ -28,8 +28,7 @@ from caramba_fast.infer.session import Session
 from caramba_fast.models import LanguageModel
 from caramba_fast.quality.identity import add_tensor
 
-#: Tokens of each row computed at once; 128 is the fastest on a CPU. Figures depend on it only where a
-#: transform takes its constants from the first tokens, which are the first chunk.
+#: Tokens of each row computed at once; 128 is the fastest on a CPU. Figures do not depend on it.
 CHUNK = 128
 #: Logits held of one cache at a time: 2^25 float32 take 128 MiB.
 MOST_LOGITS = 2**25
@@ -104,10 +103,10 @@ def _widths(shape: AnyLayerShape) -> dict[str, int]:
 class CachedForward:
     """The `ModelForward` of a `LanguageModel`; see `cached_forward`."""
 
-    def __init__(self, model: LanguageModel, chunk: int, calibration: Calibration | None) -> None:
+    def __init__(self, model: LanguageModel, chunk: int) -> None:
         if chunk < 1:
             raise ValueError(f"chunk is {chunk}; a positive int is needed")
-        self.model, self.chunk, self.calibration = model, chunk, calibration
+        self.model, self.chunk = model, chunk
 
     @property
     def layout(self) -> Sequence[AnyLayerShape]:
@@ -116,12 +115,11 @@ class CachedForward:
 
     @cached_property
     def identity(self) -> str:
-        """Class, cache widths, chunk, and a digest of the weights and of the calibration."""
+        """Class, cache widths, chunk, and a digest of the weights."""
         digest = hashlib.sha256()
         if isinstance(self.model, nn.Module):
             for name, value in self.model.state_dict().items():
                 add_tensor(digest, name, value, VALUES)
-        _add(digest, self.calibration)
         name, widths = type(self.model).__name__, _widths(self.layout[0])
         layers = f"{len(self.layout)} layers of {widths}"
         return f"{name}, {layers}, chunk {self.chunk}, {digest.hexdigest()[:16]}"
@@ -134,9 +132,8 @@ class CachedForward:
         rows, length = ids.shape
         chunk = max(1, min(self.chunk, MOST_LOGITS // (rows * self.model.vocab_size)))
         session = new_session(
-            self.model, rows, length, _with_room(cache_configs(spec), chunk), prefill="stored",
-            constants_from_prompt=True, calibration=self.calibration,
-        )  # fmt: skip
+            self.model, rows, length, _with_room(cache_configs(spec), chunk), prefill="stored"
+        )
         yield from forced(session, ids, chunk)
 
 
@@ -166,18 +163,14 @@ def forced(session: Session, ids: Tensor, chunk: int) -> Iterator[Tensor]:
         yield session.verify(part.tolist(), [True] * len(ids))
 
 
-def cached_forward(
-    model: LanguageModel, chunk: int = CHUNK, calibration: Calibration | None = None
-) -> CachedForward:
+def cached_forward(model: LanguageModel, chunk: int = CHUNK) -> CachedForward:
     """Runs text through a `ModelKVCache` of ``model`` with ``prefill="stored"``.
 
     Args:
         model: the model.
         chunk: tokens of each row computed at once at most; fewer where the vocabulary is large.
-        calibration: statistics for the caches' transforms, handed on to `ModelKVCache`. Without, the
-            caches that need any take them from the first chunk of the batch.
     """
-    return CachedForward(model, chunk, calibration)
+    return CachedForward(model, chunk)
 
 
 def _with_room(configs: dict[str, KVCacheTensorConfig], chunk: int) -> dict[str, Any]:
@@ -186,23 +179,6 @@ def _with_room(configs: dict[str, KVCacheTensorConfig], chunk: int) -> dict[str,
         name: config.model_copy(update={"tail_slack": max(config.tail_slack, chunk)})
         for name, config in configs.items()
     }
-
-
-def _add(digest: Any, value: Any) -> None:
-    """Adds the tensors and the text of a (nested) dataclass, mapping or sequence."""
-    if isinstance(value, Tensor):
-        add_tensor(digest, "", value, VALUES)
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            digest.update(str(name).encode())
-            _add(digest, item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _add(digest, item)
-    elif hasattr(value, "__dict__"):
-        _add(digest, vars(value))
-    else:
-        digest.update(repr(value).encode())
 
 
 @dataclass(frozen=True)

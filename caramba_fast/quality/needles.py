@@ -253,7 +253,7 @@ def retrieval_rate(
         batch = needles[start : start + batch_size]
         session = new_session(
             model, len(batch), max(len(prompt) for prompt, _ in batch), cache_configs(kind),
-            prefill="stored", constants_from_prompt=True,
+            prefill="stored",
         )  # fmt: skip
         answers = torch.tensor([answer for _, answer in batch])
         logits = session.feed([prompt.tolist() for prompt, _ in batch])

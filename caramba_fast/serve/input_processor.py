@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba_fast.cache import Calibration, PagePool
+from caramba_fast.cache import PagePool
 from caramba_fast.infer.config import AUTO, GenerateConfig
 from caramba_fast.infer.fields import CacheFields, OutputFields
 from caramba_fast.infer.logits import LogitsProcessors
@@ -340,9 +340,6 @@ def pool_for(model: Any, config: GenerateConfig, settings: EngineConfig) -> Page
             )
     if wanted is None:
         wanted = settings.max_batch_size * -(-length // size)
-    calibration = None
-    if config.cache_calibration is not None:
-        calibration = Calibration.load(config.cache_calibration)
     return PagePool(
-        layout, size, wanted, length, model.device, rings=settings.max_batch_size, calibration=calibration, **storage
-    )  # fmt: skip
+        layout, size, wanted, length, model.device, rings=settings.max_batch_size, **storage
+    )

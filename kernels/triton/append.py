@@ -15,7 +15,7 @@ import triton.language as tl
 
 from caramba_fast.formats import resolve
 
-from .basis import hadamard, hadamard_halves, minus_bias
+from .basis import hadamard, hadamard_halves
 from .casts import to_float32
 from .formats import encode_bytes, encode_nibbles
 from .launch import EXACT, on_device
@@ -35,11 +35,10 @@ MOST_WARPS = 4
 
 
 @triton.jit
-def _values(s, L: tl.constexpr, b, lane, heads, token, t, there, column, WIDTH: tl.constexpr):
+def _values(s, L: tl.constexpr, b, lane, heads, token, there, column, WIDTH: tl.constexpr):
     """(R, C) float32: what is stored, but for the rotation; zeros where no head is.
 
-    token, t (counted from the padding) and there are (R, 1); column (1 or R, C) of a lane whose heads take
-    WIDTH columns each.
+    token and there are (R, 1); column (1 or R, C) of a lane whose heads take WIDTH columns each.
     """
     dim = column % WIDTH
     if L.HEADS == 1:
@@ -55,16 +54,7 @@ def _values(s, L: tl.constexpr, b, lane, heads, token, t, there, column, WIDTH: 
         source = source + dim
     else:
         source = source + dim.to(tl.int64) * s.new_dim
-    x = to_float32(tl.load(source, mask=there & exists, other=0.0))
-    constant = head * L.DIM + dim
-    if s.mean is not None:
-        x = x - tl.load(s.mean + constant, mask=exists, other=0.0)
-    if s.bias is not None:
-        x = minus_bias(x, head, dim, t, exists, s.bias, s.pairs, s.phases, s.phase_rows, L.PAIRS)
-    if s.scale is not None:
-        scale = tl.load(s.scale + constant, mask=exists, other=1.0)
-        x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-    return x
+    return to_float32(tl.load(source, mask=there & exists, other=0.0))
 
 
 @triton.jit
@@ -78,17 +68,17 @@ def _picked(x, L: tl.constexpr, first, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _rotated_blocks(s, L: tl.constexpr, b, lane, heads, group, tokens, first):
-    """Like `_blocks`, from a tile of whole tokens; ``first`` is t of the first new token."""
+def _rotated_blocks(s, L: tl.constexpr, b, lane, heads, group, tokens):
+    """Like `_blocks`, from a tile of whole tokens."""
     TOKENS: tl.constexpr = L.ROWS // L.STRIDE
     HALF: tl.constexpr = L.BLOCK // 2
     token = group * TOKENS + tl.arange(0, TOKENS)[:, None]
-    t, there = first + token, token < tokens
+    there = token < tokens
     if L.HEADS > 1 and L.PAD > L.DIM:
         # Heads are spread out, so that each begins at a multiple of its powers of two.
         column = tl.arange(0, L.SPREAD)[None, :]
         there = there & (column < L.HEADS * L.PAD)
-        x = _values(s, L, b, lane, heads, token, t, there, column, L.PAD)
+        x = _values(s, L, b, lane, heads, token, there, column, L.PAD)
         x = hadamard(x, L.DIM, L.PAD)
         if L.BITS == 4:
             low, high = _picked(x, L, 0, HALF), _picked(x, L, HALF, HALF)
@@ -99,31 +89,31 @@ def _rotated_blocks(s, L: tl.constexpr, b, lane, heads, group, tokens, first):
         place = tl.arange(0, L.STRIDE * HALF)[None, :]
         column = place // HALF * L.BLOCK + place % HALF
         there = there & (column < L.BLOCKS * L.BLOCK)
-        low = _values(s, L, b, lane, heads, token, t, there, column, L.PAD)
-        high = _values(s, L, b, lane, heads, token, t, there, column + HALF, L.PAD)
+        low = _values(s, L, b, lane, heads, token, there, column, L.PAD)
+        high = _values(s, L, b, lane, heads, token, there, column + HALF, L.PAD)
         low, high = hadamard_halves(low, high, L.DIM, L.PAD, HALF)
         low, high = tl.reshape(low, (L.ROWS, HALF)), tl.reshape(high, (L.ROWS, HALF))
     else:
         column = tl.arange(0, L.STRIDE * L.BLOCK)[None, :]
         there = there & (column < L.BLOCKS * L.BLOCK)
-        x = _values(s, L, b, lane, heads, token, t, there, column, L.PAD)
+        x = _values(s, L, b, lane, heads, token, there, column, L.PAD)
         low = tl.reshape(hadamard(x, L.DIM, L.PAD), (L.ROWS, L.BLOCK))
         high = low
     return low, high
 
 
 @triton.jit
-def _blocks(s, L: tl.constexpr, b, lane, heads, token, t, there, block):
+def _blocks(s, L: tl.constexpr, b, lane, heads, token, there, block):
     """What is stored of blocks (R,) of tokens (R,): for 4 bits in halves, else whole, and twice."""
-    token, t, there, column = token[:, None], t[:, None], there[:, None], block[:, None] * L.BLOCK
+    token, there, column = token[:, None], there[:, None], block[:, None] * L.BLOCK
     if L.BITS == 4:
         HALF: tl.constexpr = L.BLOCK // 2
         column = column + tl.arange(0, HALF)[None, :]
-        low = _values(s, L, b, lane, heads, token, t, there, column, L.DIM)
-        high = _values(s, L, b, lane, heads, token, t, there, column + HALF, L.DIM)
+        low = _values(s, L, b, lane, heads, token, there, column, L.DIM)
+        high = _values(s, L, b, lane, heads, token, there, column + HALF, L.DIM)
     else:
         column = column + tl.arange(0, L.BLOCK)[None, :]
-        low = _values(s, L, b, lane, heads, token, t, there, column, L.DIM)
+        low = _values(s, L, b, lane, heads, token, there, column, L.DIM)
         high = low
     return low, high
 
@@ -158,25 +148,16 @@ def _write(s, L: tl.constexpr, where, b, lane, heads, group, tokens):
     real = there & (token < count)
     at, slot, keep = place(s, where, b, position, real)
     if L.ROTATE:
-        low, high = _rotated_blocks(s, L, b, lane, heads, group, tokens, first)
+        low, high = _rotated_blocks(s, L, b, lane, heads, group, tokens)
     else:
-        low, high = _blocks(s, L, b, lane, heads, token, t, there, block)
+        low, high = _blocks(s, L, b, lane, heads, token, there, block)
     _put_codes(s, L, lane, block, at, slot, keep, low, high)
     put_sides(s, L, where, b, lane, block, position, t, real, count, token, 0, low)
     if L.BITS == 4:
         put_sides(s, L, where, b, lane, block, position, t, real, count, token, L.BLOCK // 2, high)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "table_row",
-        "table_pages",
-        "pages",
-        "first_phases",
-        "second_phases",
-        "tokens",
-    ]
-)
+@triton.jit(do_not_specialize=["table_row", "table_pages", "pages", "tokens"])
 def append_kernel(
     first,
     second,
@@ -185,8 +166,6 @@ def append_kernel(
     table_row,
     table_pages,
     pages,
-    first_phases,
-    second_phases,
     heads,
     tokens,
     FIRST: tl.constexpr,
@@ -196,19 +175,19 @@ def append_kernel(
     """Two streams, or three; grid (groups of blocks, lanes * streams, B).
 
     first, second and third are fields of a `Stream`, where those of `Rows`, in order; without the last fields, which
-    grow with a cache: tuples are specialized on, numbers need not be. Values have no phases.
+    grow with a cache: tuples are specialized on, numbers need not be.
     """
     STREAMS: tl.constexpr = 2 if THIRD is None else 3
     where = Rows(*where, table_row, table_pages, pages)
     group, lane = tl.program_id(0), tl.program_id(1) // STREAMS
     which, b = tl.program_id(1) % STREAMS, tl.program_id(2).to(tl.int64)
     if which == 0:
-        _write(Stream(*first, first_phases), FIRST, where, b, lane, heads, group, tokens)
+        _write(Stream(*first), FIRST, where, b, lane, heads, group, tokens)
     if which == 1:
-        _write(Stream(*second, second_phases), SECOND, where, b, lane, heads, group, tokens)
+        _write(Stream(*second), SECOND, where, b, lane, heads, group, tokens)
     if THIRD is not None:  # noqa: SIM102 - known at compile time, unlike the other
         if which == 2:
-            _write(Stream(*third, second_phases), THIRD, where, b, lane, heads, group, tokens)
+            _write(Stream(*third), THIRD, where, b, lane, heads, group, tokens)
 
 
 def tokens_at_once(tokens: int, widest: int) -> int:
@@ -257,12 +236,11 @@ def launch(names: tuple[str, ...], args: tuple[Any, ...], options: dict[str, Any
     streams, layouts = _described(names, kinds, stored, new, options)
     groups = max(-(-tokens * part.STRIDE // part.ROWS) for part in layouts)
     absent = [None] * (MOST_STREAMS - count)
-    phases = [stream.phase_rows for stream in streams]
     where = rows_of(names[0], stored[0], start, options)
     with on_device(start):
         append_kernel[groups, stored[0].shape[1] * count, batch](
-            *(stream[:-1] for stream in streams), *absent, where[:-3], *where[-3:], *phases[:2],
-            heads, tokens, *layouts, *absent, num_warps=num_warps(layouts), **EXACT,
+            *map(tuple, streams), *absent, where[:-3], *where[-3:], heads, tokens, *layouts,
+            *absent, num_warps=num_warps(layouts), **EXACT,
         )  # fmt: skip
 
 

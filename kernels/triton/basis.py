@@ -1,8 +1,6 @@
-"""The transforms of `caramba_fast.ops.transform` as device functions: phases, turning bias, Hadamard.
+"""The rotation of `caramba_fast.ops.hadamard` as device functions.
 
-For kernels that store keys and for those that let a query meet them: both must read the same table of
-phases, so that what append subtracts is exactly what attention adds back. Products and sums round one
-by one, as in the reference, if the kernel is launched with `launch.EXACT`.
+For kernels that store keys and values, for those that let a query meet keys, and for those that turn outputs back.
 """
 
 from __future__ import annotations
@@ -10,55 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Tokens of one tile of the table of phases: its first rows, before one for each tile start.
-PHASE_TILE = tl.constexpr(128)
 #: Bits of the widest head that can be rotated.
 WIDTH_BITS = tl.constexpr(10)
-
-
-@triton.jit
-def phase(phases_ptr, rows, which, t):
-    """cos and sin of pair ``which`` at tokens ``t`` (int32, any shape), by the angle-addition rule.
-
-    phases (H_kv * P, rows, 2) float32 contiguous: 128 in-tile angles, then one for each tile start.
-    Tokens outside the table (padding) read its first or last angle. ``which`` is head * P + pair.
-    """
-    t = tl.minimum(tl.maximum(t, 0), (rows - PHASE_TILE) * PHASE_TILE - 1)
-    table = phases_ptr + which.to(tl.int64) * rows * 2
-    inside = table + (t % PHASE_TILE) * 2
-    start = table + (PHASE_TILE + t // PHASE_TILE) * 2
-    cos_in, sin_in = tl.load(inside), tl.load(inside + 1)
-    cos_at, sin_at = tl.load(start), tl.load(start + 1)
-    return cos_at * cos_in - sin_at * sin_in, sin_at * cos_in + cos_at * sin_in
-
-
-@triton.jit
-def turned_bias(phases_ptr, rows, bias_ptr, which, t):
-    """R_t b of pair ``which``: what its first and its second dim carry at tokens ``t``.
-
-    bias (H_kv * P, 2) float32 contiguous.
-    """
-    cos, sin = phase(phases_ptr, rows, which, t)
-    first, second = tl.load(bias_ptr + which * 2), tl.load(bias_ptr + which * 2 + 1)
-    return first * cos - second * sin, first * sin + second * cos
-
-
-@triton.jit
-def minus_bias(x, head, dim, t, exists, bias_ptr, pairs_ptr, phases_ptr, rows, PAIRS: tl.constexpr):
-    """x (R, C) without the turning bias, for columns that are dims of one head or of several.
-
-    dim is (1 or R, C); head and exists (whether the cache has that head) are (1, 1) or like dim; t (R, 1) are
-    the rows' tokens; bias and phases as above, pairs (H_kv * P, 2) int32.
-    """
-    for p in tl.static_range(PAIRS):
-        which = tl.where(exists, head, 0) * PAIRS + p
-        first, second = turned_bias(phases_ptr, rows, bias_ptr, which, t)
-        i = tl.where(exists, tl.load(pairs_ptr + which * 2), -1)
-        j = tl.where(exists, tl.load(pairs_ptr + which * 2 + 1), -1)
-        # One after the other: an unused pair may name a dim again.
-        x = tl.where(dim == i, x - first, x)
-        x = tl.where(dim == j, x - second, x)
-    return x
 
 
 @triton.jit

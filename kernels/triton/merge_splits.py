@@ -75,7 +75,6 @@ def merge_kernel(
     null_g_ptr,
     null_v_ptr,
     aux_ptr,
-    v_scale_ptr,
     factor,
     g_factor,
     softcap,
@@ -120,8 +119,6 @@ def merge_kernel(
     x = _merged(partial, lse, largest, splits, dim, DIM)
     if ROTATE:
         x = tl.reshape(hadamard(x[None, :], DIM, PADDED), (PADDED,))
-    if v_scale_ptr is not None:
-        x *= tl.load(v_scale_ptr + kv * DIM + dim, mask=inside, other=0.0)
     if null_v_ptr is not None:
         value = tl.load(null_v_ptr + kv * DIM + dim, mask=inside, other=0.0)
         x += null_weight * to_float32(value)

@@ -121,39 +121,23 @@ class Call:
 
     def run(self) -> tuple[Tensor, Tensor]:
         """The launches."""
-        queries, waves = zip(
-            *(self._prepared(s, r) for s, r in zip(self.keys, self.records[:-1], strict=True)),
-            strict=True,
-        )
-        partial, sums = self._partials(queries, waves)
-        return self._merged(partial, sums)
+        return self._merged(*self._partials([self._prepared(s) for s in self.keys]))
 
-    def _prepared(self, stream: Stored, record: Stream) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """(query, strides, factor) and (coefficients, phases) of a key stream, transformed if it is."""
+    def _prepared(self, stream: Stored) -> tuple[Any, ...]:
+        """(query, strides, factor) of a key stream, rotated if it is."""
         factor = stream.factor if self.softcap > 0 else stream.factor * LOG2E.value
-        given, options = stream.query, stream.options
+        given = stream.query
         assert given is not None
-        known = [options.get(name) for name in ("mean", "bias", "pairs", "scale")]
-        rotate = options.get("rotate", False)
-        if not rotate and all(x is None for x in known):
-            return (*stream.strided_query, factor), (None, None)
-        rows = self.heads * self.tokens
-        out = given.new_empty((self.batch, rows, record.dim), dtype=torch.float32)
-        waves = given.new_empty((self.batch, rows, 1 + 2 * record.pairs), dtype=torch.float32)
+        if not stream.options.get("rotate", False):
+            return (*stream.strided_query, factor)
+        rows, dim = self.heads * self.tokens, given.shape[3]
+        out = given.new_empty((self.batch, rows, dim), dtype=torch.float32)
         prepare_kernel[(rows, self.batch)](
-            *stream.strided_query, *known, out, waves, factor, GROUPS=self.shape.groups,
-            TOKENS=self.tokens, DIM=record.dim, PADDED=triton.next_power_of_2(record.dim),
-            PAIRS=record.pairs, ROTATE=rotate,
+            *stream.strided_query, out, TOKENS=self.tokens, DIM=dim, PADDED=triton.next_power_of_2(dim)
         )  # fmt: skip
-        strides = (rows * record.dim, self.tokens * record.dim, record.dim)
-        centered = options.get("mean") is not None or record.pairs > 0
-        phases = options.get("phases")
-        return (out, *strides, factor), (
-            waves if centered else None,
-            phases,
-        )
+        return (out, rows * dim, self.tokens * dim, dim, factor)
 
-    def _partials(self, queries: Sequence[Any], waves: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    def _partials(self, queries: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """Partial outputs (B, H_q * T, programs, D_v) and their base-2 lse."""
         shape, (k, *g, v) = self.shape, self.records
         splits, least = self.plan()
@@ -173,12 +157,11 @@ class Call:
         partials_kernel[grid](
             sum(queries, ()) + (() if g else (None,)),
             tuple(None if s is None else s.pointers for s in streams), *sides,
-            sum(waves, ()) + (() if g else (None, None)),
             (self.cache_seqlens, self.cache_leftpad, self.query_lens),
             table, 0 if table is None else table.stride(0), partial, sums,
             self.window, self.num_sink_tokens, self.residual, self.value.codes.shape[2],
             self.value.options["tail"].shape[2] if shape.tail else 0, splits, least,
-            streams[0].phase_rows, streams[1].phase_rows if g else 0, self.softcap,
+            self.softcap,
             k, geo, v, k.side, None if geo is None else geo.side, v.side, shape,
             num_warps=self.settings.num_warps, num_stages=self.settings.num_stages,
         )  # fmt: skip
@@ -192,10 +175,9 @@ class Call:
         key = self.keys[0]
         geo = self.keys[1] if len(self.keys) > 1 else Stored(key.codes, None, key.form, {})
         widest = max(self.dim, 0 if geo.query is None else geo.query.shape[3])
-        scale = self.value.options.get("scale")
         merge_kernel[(self.heads * self.tokens, self.batch)](
             partial, sums, out, lse, self.cache_seqlens, self.query_lens, *key.strided_query,
-            *geo.strided_query, key.null, geo.null, self.value.null, self.s_aux, scale, key.factor,
+            *geo.strided_query, key.null, geo.null, self.value.null, self.s_aux, key.factor,
             geo.factor, self.softcap, in_all, GROUPS=self.shape.groups, TOKENS=self.tokens,
             K_DIM=self.dim, G_DIM=0 if geo.query is None else geo.query.shape[3], DIM=dim,
             PADDED=triton.next_power_of_2(dim), K_PADDED=triton.next_power_of_2(widest),

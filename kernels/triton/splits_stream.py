@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from .tiles_layout import Stream, segments
 #: Codes of quantized values are read in words of so many bytes.
 WORD_BYTES = 4
 #: Options of a stream, as ``<name>_<part>``.
-PARTS = ("tail", "sink", "mean", "bias", "pairs", "phases", "scale")
+PARTS = ("tail", "sink")
 
 
 def dot_dtype(form: Format, query: torch.dtype) -> Any:
@@ -64,23 +63,12 @@ class Stored:
             return (None, 0, 0, 0)
         return (self.query, *self.query.stride()[:3])
 
-    @property
-    def phase_rows(self) -> int:
-        """Rows of the phase table of one pair."""
-        phases = self.options.get("phases")
-        return 0 if phases is None else int(phases.shape[2])
-
     def record(self, per_lane: int, query: torch.dtype) -> Stream:
         """What the kernel is specialized for."""
         block = 32 if self.scales is None else self.width // self.scales.shape[3]
-        bias = self.options.get("bias")
-        pairs, harmonics = 0, 0
-        if bias is not None:
-            pairs = bias.shape[1]
-            harmonics = max(16, triton.next_power_of_2(2 * pairs * per_lane))
         return Stream(
             self.form.index, block, dot_dtype(self.form, query), self.width, self.width // per_lane,
-            segments(self.width), pairs, harmonics,
+            segments(self.width),
         )  # fmt: skip
 
     def problems(self, name: str) -> list[str]:

@@ -28,8 +28,7 @@ class Stream(NamedTuple):
     """One stream at run time: tensors, their strides in elements, their sizes.
 
     ``new`` is (row, head, token, dim), ``new_dim`` None where values are neighbours; buffers are (row or
-    page, lane, slot, value), slots following one another in memory; the constants of the transform are
-    contiguous, ``phase_rows`` rows a pair.
+    page, lane, slot, value), slots following one another in memory.
     """
 
     new: Any
@@ -50,12 +49,6 @@ class Stream(NamedTuple):
     sink: Any
     sink_row: Any
     sink_lane: Any
-    mean: Any
-    bias: Any
-    pairs: Any
-    phases: Any
-    scale: Any
-    phase_rows: Any
 
 
 class Layout(NamedTuple):
@@ -70,7 +63,6 @@ class Layout(NamedTuple):
         STRIDE: blocks from one token to the next in a program's tile: BLOCKS, or if the stream is rotated
             the power of two above, for then a tile holds whole tokens.
         ROWS: blocks of a program's tile.
-        PAIRS: pairs of dims with a turning bias; 0 without.
         ROTATE: whether the stream is rotated.
     """
 
@@ -85,7 +77,6 @@ class Layout(NamedTuple):
     BLOCKS: int
     STRIDE: int
     ROWS: int
-    PAIRS: int
     ROTATE: bool
 
 
@@ -115,7 +106,6 @@ def layout(
     block: int | None = None,
     *,
     fit: str = "amax",
-    pairs: int = 0,
     rotate: bool = False,
     tokens: int = 1,
 ) -> Layout:
@@ -134,7 +124,7 @@ def layout(
     stride, count = whole if rotate else blocks, whole * tokens
     return Layout(
         form.index, form.bits, fit, dim, heads, pad, triton.next_power_of_2(heads * pad), block, blocks,
-        stride, count, pairs, rotate,
+        stride, count, rotate,
     )  # fmt: skip
 
 
@@ -149,14 +139,12 @@ def layout_of(
 ) -> Layout:
     """The compile-time side of stream ``name`` of an op's flat arguments."""
     lane, dim = resolve(kind).value_width(codes.shape[3]), new.shape[3]
-    bias = options.get(f"{name}_bias")
     return layout(
         kind,
         dim,
         lane // dim,
         None if scales is None else lane // scales.shape[3],
         fit=options.get(f"fit_{name}", "amax"),
-        pairs=0 if bias is None else bias.shape[1],
         rotate=bool(options.get(f"rotate_{name}", False)),
         tokens=tokens,
     )
@@ -170,18 +158,11 @@ def stream_of(
     row, head, token, dim = (
         step if size > 1 else 0 for step, size in zip(new.stride(), new.shape, strict=True)
     )
-    constants = {
-        part: dense(options.get(f"{name}_{part}"))
-        for part in ("mean", "bias", "pairs", "phases", "scale")
-    }
-    phases = constants["phases"]
     return Stream(
         new, row, head, token, None if dim == 1 else dim,
         *_plane(f"{name}_codes", codes), *_plane(f"{name}_scales", scales)[:3],
         *_plane(f"{name}_tail", options.get(f"{name}_tail"))[:3],
         *_plane(f"{name}_sink", options.get(f"{name}_sink"))[:3],
-        constants["mean"], constants["bias"], constants["pairs"], phases,
-        constants["scale"], 0 if phases is None else phases.shape[2],
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from .formats import Q8_0
 from .merge_splits import LOG2E, capped
 from .splits import CODES, TAIL, seen, tiles_of_split, visible_range
 from .tiles import gain, load_tile, part_columns, parts_of
-from .tiles_query import harmonics, load_coefficients, load_query, waves_at
+from .tiles_query import load_query
 
 
 @triton.jit
@@ -104,11 +104,9 @@ def attend(
     k,
     g,
     v,
-    centered,
     table,
     result,
     rows,
-    lane,
     split,
     span,
     limits,
@@ -125,7 +123,6 @@ def attend(
     Args:
         q_place, g_place: pointer, offsets (R,) and factor of each key stream's queries.
         k, g, v: what `_lane` or `_buffer` returned.
-        centered: coefficients and phases of k, then of g; then rows of their phase tables.
         result: pointers to the partial output and lse, and the splits they have room for.
         rows: row numbers, their head in the lane, whether they are real queries, their positions, whether
             there is such a row at all; (R,) each.
@@ -146,18 +143,6 @@ def attend(
         if G is not None:
             q_geo, size_geo = load_query(g_place[0], g_place[1], own_head, real, g_place[2], G)
             size_geo *= 1.0 / gain(G, C.ptx)
-        constant = tl.full((C.rows,), 0.0, tl.float32)
-        if centered[0] is not None:
-            constant += tl.load(centered[0] + row * (1 + 2 * K.pairs), mask=real, other=0.0)
-        if centered[2] is not None:
-            constant += tl.load(centered[2] + row * (1 + 2 * G.pairs), mask=real, other=0.0)
-        if K.pairs > 0:
-            waves = load_coefficients(centered[0], row, own_head, real, K, C)
-            angles = harmonics(centered[1], centered[4], lane, K, C)
-        GEO_PAIRS: tl.constexpr = 0 if G is None else G.pairs
-        if GEO_PAIRS > 0:
-            waves_geo = load_coefficients(centered[2], row, own_head, real, G, C)
-            angles_geo = harmonics(centered[3], centered[5], lane, G, C)
         accumulators = _zeros(V, C)
         # The tail and the sinks are a tile or two: no buffers for a pipeline of them.
         STAGES: tl.constexpr = None if SOURCE == CODES else 1
@@ -173,19 +158,10 @@ def attend(
             page, origin, slot, inside = _place(token, key, used, table, slots, span[3], SOURCE, C)
             MASKED: tl.constexpr = C.masked or SOURCE != CODES
             tile = _tile(k, page, origin, slot, inside, used, K, MASKED, False, C)
-            logits = _products(q, tile, C) * size[None, :] + constant[None, :]
-            if K.pairs > 0:
-                logits += waves_at(
-                    waves, angles, centered[1], centered[4], lane, token - span[3], K, C
-                )
+            logits = _products(q, tile, C) * size[None, :]
             if G is not None:
                 tile = _tile(g, page, origin, slot, inside, used, G, MASKED, False, C)
                 logits += _products(q_geo, tile, C) * size_geo[None, :]
-                if GEO_PAIRS > 0:
-                    first = token - span[3]
-                    logits += waves_at(
-                        waves_geo, angles_geo, centered[3], centered[5], lane, first, G, C
-                    )
             if C.softcap:
                 logits = capped(logits, softcap, True) * LOG2E
             allowed = seen(position, real, key, span[3], limits, SOURCE, C)

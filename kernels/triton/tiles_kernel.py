@@ -44,7 +44,6 @@ def _codes(
     lane,
     q,
     q_geo,
-    waves,
     result,
     rows,
     split,
@@ -67,7 +66,7 @@ def _codes(
         g = None
     else:
         g = _lane(streams[1], first, lane)
-    attend(q, q_geo, k, g, v, waves, table, result, rows, lane, split, span, limits, slots, softcap,
+    attend(q, q_geo, k, g, v, table, result, rows, split, span, limits, slots, softcap,
            CODES, K, G, V, C)  # fmt: skip
 
 
@@ -80,7 +79,6 @@ def _side(
     lane,
     q,
     q_geo,
-    waves,
     result,
     rows,
     span,
@@ -101,7 +99,7 @@ def _side(
         g = None
     else:
         g = _buffer(buffers[1], batch, lane, LANES, size, G)
-    attend(q, q_geo, k, g, v, waves, None, result, rows, lane, (0, 1, 1), span, limits, size, softcap,
+    attend(q, q_geo, k, g, v, None, result, rows, (0, 1, 1), span, limits, size, softcap,
            SOURCE, K, G, V, C)  # fmt: skip
 
 
@@ -117,8 +115,6 @@ def _side(
         "ring",
         "splits",
         "least",
-        "k_phases",
-        "g_phases",
     ]
 )
 def partials_kernel(
@@ -126,7 +122,6 @@ def partials_kernel(
     streams,
     tails,
     sinks,
-    centered,
     lengths,
     table_ptr,
     table_stride,
@@ -139,8 +134,6 @@ def partials_kernel(
     ring,
     splits,
     least,
-    k_phases,
-    g_phases,
     softcap,
     K: tl.constexpr,
     G: tl.constexpr,
@@ -156,12 +149,10 @@ def partials_kernel(
         queries: pointer, strides of B, H and T, and factor of the first key stream's; then the second's.
         streams: k, g and v: pointers to codes and scales, and of each the strides of B and of lanes.
         tails, sinks: pointers of k, g and v, contiguous.
-        centered: coefficients and phases of k, then of g.
         lengths: pointers to cache_seqlens, cache_leftpad and query_lens.
         partial_ptr, lse_ptr: (B, H_q * T, programs of the first axis, D_v) and without D_v, float32.
         window, kept, residual: the window, tokens kept in front of it, residual_len.
         slots, ring: of a contiguous cache, and of the tail.
-        k_phases, g_phases: rows of the phase table of one pair.
     """
     limits = (window, kept, residual)
     split, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -185,12 +176,6 @@ def partials_kernel(
             head * queries[7] + token * queries[8],
             queries[9],
         )
-    k_waves, g_waves = centered[0], centered[2]
-    if k_waves is not None:
-        k_waves += batch * (ALL * (1 + 2 * K.pairs))
-    if g_waves is not None:
-        g_waves += batch * (ALL * (1 + 2 * G.pairs))
-    waves = (k_waves, centered[1], g_waves, centered[3], k_phases, g_phases)
     in_all = tl.num_programs(0)
     result = (
         partial_ptr + batch * (ALL * in_all) * V.dim + split * V.dim,
@@ -199,11 +184,11 @@ def partials_kernel(
     )
     if split < splits:
         part = (split, splits, least)
-        _codes(streams, table_ptr, table_stride, batch, lane, q, q_geo, waves, result, rows, part,
+        _codes(streams, table_ptr, table_stride, batch, lane, q, q_geo, result, rows, part,
                span, limits, slots, softcap, K, G, V, C)  # fmt: skip
     elif C.tail and split == splits:
-        _side(tails, ring, TAIL, batch, lane, q, q_geo, waves, result, rows, span, limits, softcap,
+        _side(tails, ring, TAIL, batch, lane, q, q_geo, result, rows, span, limits, softcap,
               K_SIDE, G_SIDE, V_SIDE, C)  # fmt: skip
     elif C.sink_len > 0:
-        _side(sinks, C.sink_len, SINKS, batch, lane, q, q_geo, waves, result, rows, span, limits,
+        _side(sinks, C.sink_len, SINKS, batch, lane, q, q_geo, result, rows, span, limits,
               softcap, K_SIDE, G_SIDE, V_SIDE, C)  # fmt: skip

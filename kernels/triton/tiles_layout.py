@@ -32,8 +32,6 @@ class Stream:
         width: values of a lane.
         dim: values of a head.
         segments: how the lane is cut.
-        pairs: rotary pairs a centered key has a bias on, 0 for none.
-        harmonics: rows of the tile of their cosines and sines, a power of two.
     """
 
     form: int
@@ -42,8 +40,6 @@ class Stream:
     width: int
     dim: int
     segments: tuple[tuple[int, int], ...]
-    pairs: int = 0
-    harmonics: int = 0
 
     @property
     def side(self) -> Stream:

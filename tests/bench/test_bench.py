@@ -232,8 +232,7 @@ def test_a_lengthened_cache_repeats_the_prompt_and_takes_steps():
                 for x in (stream.codes, stream.scales):
                     assert x is None or torch.equal(x[:, :, 172:300], x[:, :, 44:172])
         assert entry.take(2) > 0 and cache.row_lengths == [302, 302]
-    transform = steps["q4"].generator.cache.constants[0]
-    assert transform.bias is not None and transform.scale is not None and transform.rotate
+    assert steps["q4"].generator.cache[0].v.config.rotate
 
 
 def test_decode_steps_are_measured_in_groups_that_fit(monkeypatch, tmp_path, capsys):

@@ -264,7 +264,9 @@ def test_pages_of_other_rows_are_never_read():
     for seed in range(5):
         torch.manual_seed(seed)
         lengths = [random.Random(seed).randint(1, 96) for _ in range(3)]
-        case = cases.build(["pages", "bias"], lengths=lengths, slots=96, tokens=1).append(append_)
+        case = cases.build(["pages", "rotate_k"], lengths=lengths, slots=96, tokens=1).append(
+            append_
+        )
         whole = case.attend(decode_attention)
         for b, length in enumerate(lengths):
             used = case.table[b, : -(-length // 32)].long()
@@ -275,7 +277,7 @@ def test_pages_of_other_rows_are_never_read():
                 scales = stream.view.scales.clone()
                 scales[~keep] = torch.nan
                 views[name] = cases.KVView(
-                    stream.view.codes, scales, stream.view.kind, transform=stream.view.transform
+                    stream.view.codes, scales, stream.view.kind, rotate=stream.view.rotate
                 )
             alone = case.attend(decode_attention, views=views)
             assert torch.equal(alone[0][b], whole[0][b])

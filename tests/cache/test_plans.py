@@ -12,7 +12,7 @@ import torch
 
 from caramba_fast.cache import AttentionLimits, DecoupledLayerKVCache, LayerKVCache
 from caramba_fast.config import cache_configs
-from caramba_fast.ops import Transform, use_backend
+from caramba_fast.ops import use_backend
 from caramba_fast.ops.decode_attention import decode_op
 
 HEADS, DIM, ROOM = 2, 32, 512
@@ -61,17 +61,10 @@ def assert_goes_on(cache: LayerKVCache) -> None:
         assert torch.equal(found, wanted)
 
 
-def scaled(factor: float) -> Transform:
-    return Transform(scale=torch.full((HEADS, DIM), factor))
-
-
 CHANGES: dict[str, Callable[[LayerKVCache], object]] = {
     "more room": lambda cache: cache.grow(4 * ROOM),
     "less tokens": lambda cache: cache.crop([3, 0]),
     "other rows": lambda cache: cache.reorder(torch.tensor([1, 0])),
-    "other constants": lambda cache: (
-        cache.reset(), cache.set_transforms(k=scaled(2.0), v=scaled(0.5)), cache.append(*new(20, 7)),
-    ),
     "another state": lambda cache: cache.load_state_dict(fill(layer_like(cache)).state_dict()),
     "a wide tail": lambda cache: (cache.append(*new(60, 8)), cache.attend(query(60))),
     "a window": lambda cache: setattr(cache, "reach", AttentionLimits(local_window=4)),

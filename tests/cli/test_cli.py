@@ -32,7 +32,7 @@ from caramba_fast.ops import BackendStatus, backends
 TEXT = ["def read(path):\n    return open(path).read()\n", "naïve café: żółw 🦜🦜\n"] * 4
 PROMPT = "def read(path):"
 COMMANDS = [
-    "demo", "doctor", "generate", "chat", "run", "calibrate", "quality", "plan", "bench",
+    "demo", "doctor", "generate", "chat", "run", "quality", "plan", "bench",
 ]  # fmt: skip
 BENCHMARKS = ["ops", "model", "generation", "speculation"]
 
@@ -170,7 +170,6 @@ WRONG: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
     "draft of another vocabulary": (("--draft", "demo"), ("vocabulary of 2048",)),
     "unknown demo": (("--model", "demo:zzz"), ("zzz", "gqa, dba")),
     "unknown dtype": (("--dtype", "int8"), ("int8", "float32, float16, bfloat16")),
-    "no such calibration": (("--calibration", "no.safetensors"), ("no.safetensors",)),
     "top_p": (("--top-p", 1.5), ("top_p=1.5", "less than or equal to 1")),
     "top_k": (("--top-k", 0), ("top_k=0", "greater than or equal to 1")),
     "temperature": (("--temperature", -1), ("temperature=-1", "greater than or equal to 0")),
@@ -346,7 +345,7 @@ def test_benchmarks_get_their_options(benchmark_calls: list[tuple[str, list[str]
 
 def test_defaults_that_help_names_are_those_of_the_settings() -> None:
     """Commands import what they need when they run, so that their help says these numbers by itself."""
-    from caramba_fast.cli.quality import CALIBRATION_TOKENS, DEFAULT_CONTEXT
+    from caramba_fast.cli.quality import DEFAULT_CONTEXT
     from caramba_fast.infer import SpeculativeConfig
 
     fields = SpeculativeConfig.model_fields
@@ -358,12 +357,11 @@ def test_defaults_that_help_names_are_those_of_the_settings() -> None:
         ("generate", "spec_k"): fields["spec_k"].default,
         ("chat", "spec_k"): fields["spec_k"].default,
         ("quality", "context"): DEFAULT_CONTEXT,
-        ("quality", "calibrate"): CALIBRATION_TOKENS,
     }
     said = {}
     for command, group in typer.main.get_command(app).commands.items():
         for option in getattr(group, "params", ()):
-            found = re.search(r"(?:Default: |first )(\d+)", getattr(option, "help", None) or "")
+            found = re.search(r"Default: (\d+)", getattr(option, "help", None) or "")
             if found:
                 said[command, option.name] = int(found[1])
     assert said == numbers

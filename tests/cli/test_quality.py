@@ -98,7 +98,7 @@ def test_the_default_caches_of_a_demo_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["demo:dba", "demo:gqa/outliers-8"])
 def test_other_models_and_more_contexts(name: str, tmp_path: Path) -> None:
-    options = ("--cache", "q8", "--cache", "q4", "--context", 64, *SMALL, "--calibrate")
+    options = ("--cache", "q8", "--cache", "q4", "--context", 64, *SMALL)
     result = invoke(name, *options, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     report = QualityReport.from_json(tmp_path / "quality.json")
@@ -187,7 +187,6 @@ def test_a_checkpoint_says_what_it_lacks(checkpoint: Path, text: Path, tmp_path:
     assert_one_line_of_error(invoke(*run, "--text", short), "the text has 9 tokens")
     short.write_text("")
     assert_one_line_of_error(invoke(*run, "--text", short), "the text has 0 tokens")
-    assert_one_line_of_error(invoke(*run, "--text", short, "--calibrate"), "0", "64")
     short.write_bytes(b"\xff\xfe\x00")
     assert_one_line_of_error(invoke(*run, "--text", short), "short.txt is not UTF-8")
     bare = Path(shutil.copytree(checkpoint, tmp_path / "bare"))
@@ -213,7 +212,7 @@ def test_a_folder_of_another_model_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox"])
-def test_models_of_transformers_are_measured_and_calibrated(tmp_path: Path, family: str) -> None:
+def test_models_of_transformers_are_measured(tmp_path: Path, family: str) -> None:
     """Checkpoints the native model does not know: windows and norms of Gemma 3, partial RoPE of GPT-NeoX."""
     from support.hf_matrix import tiny
 
@@ -227,8 +226,3 @@ def test_models_of_transformers_are_measured_and_calibrated(tmp_path: Path, fami
     rows = {row.kind: row for row in read_csv(tmp_path / "quality.csv")}
     assert 0 < rows["q8:plain"].mean_kl < rows["q4:plain"].mean_kl
     assert rows["fp16"].mean_kl == 0
-    statistics = tmp_path / "statistics.safetensors"
-    arguments = ["calibrate", str(statistics), "--model", str(folder), "--text", "demo"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    assert statistics.exists()

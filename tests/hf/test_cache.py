@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, Lfm2Config, PreTrainedModel
 
 from caramba_fast import KVCacheKind, KVCacheTensorConfig
-from caramba_fast.cache import LayerKVCache
 from caramba_fast.hf import CarambaCache, accelerate, compat, growing_layer, register, restore
 
 KINDS = ["fp32", "q8", "q4", "nf4:plain,sink_len=4,residual_len=8", "q8/q4:rotate"]
@@ -309,68 +308,6 @@ def test_a_window_keeps_what_it_needs(gemma: Any, kind: str, monkeypatch: Any) -
         crop(cache, 40)
 
 
-def test_centered_keys_stay_centered_when_the_front_is_dropped() -> None:
-    layer = LayerKVCache(
-        1, 512, 64, 64, KVCacheTensorConfig(kind=KVCacheKind.Q8_0, center=True), None, n_kv_heads=2,
-        rope=compat_rope(),
-    )  # fmt: skip
-    k, v, q = (
-        torch.randn(1, 2, 300, 32, generator=torch.Generator().manual_seed(i)) for i in range(3)
-    )
-    layer.append(k + rotating_bias(300), v)
-    assert layer.k.transform.bias is not None
-    window = (31, 0)
-    expected = layer.attend(q[:, :, -1:], window_size=window)
-    stored = layer.get()[0][:, :, 200:]
-    layer.drop_front(200, 256)
-    assert layer.pos == 100
-    torch.testing.assert_close(layer.get()[0], stored, rtol=1e-4, atol=1e-3)
-    found = layer.attend(q[:, :, -1:], window_size=window)
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-
-
-def compat_rope() -> Any:
-    from caramba_fast import Rotary
-
-    return Rotary.half_split([10000 ** (-i / 16) for i in range(16)])
-
-
-def rotating_bias(count: int) -> Tensor:
-    """(1, 1, count, 32): a large bias on one pair, turned with the position."""
-    t = torch.arange(count) * 10000 ** (-2 / 16)
-    bias = torch.zeros(1, 1, count, 32)
-    bias[..., 2], bias[..., 18] = 30 * t.cos(), 30 * t.sin()
-    return bias
-
-
-# -- transforms under padding ------------------------------------------------------------------
-
-
-def test_positions_count_from_where_a_row_starts() -> None:
-    """Rows of a padded batch are stored as they are alone: same biases, same codes."""
-    model = tiny("qwen2")
-    for layer in model.model.layers:
-        layer.self_attn.k_proj.bias.data.normal_(0, 20)
-    model.set_attn_implementation(register())
-    row, lead = tokens(1, 80), 13
-    alone, padded = CarambaCache(model, "q4"), CarambaCache(model, "q4")
-    fed(model, alone, row)
-    ids = torch.cat((tokens(1, 93, 5), torch.cat((torch.full((1, lead), PAD), row), 1)))
-    mask = torch.ones(2, 93, dtype=torch.int64)
-    mask[1, :lead] = 0
-    position = (mask.cumsum(-1) - 1).clamp(min=0)
-    fed(model, padded, ids, attention_mask=mask, position_ids=position)
-    assert alone.layers[0].store.k.transform.bias is not None
-    next_token = tokens(1, 1, 9)
-    a = fed(model, alone, next_token)
-    b = fed(
-        model, padded, next_token.expand(2, 1), attention_mask=torch.cat((mask, mask[:, -1:]), 1),
-        position_ids=position[:, -1:] + 1,
-    )  # fmt: skip
-    assert float((a[0] - b[1]).norm() / a[0].norm()) < 0.1
-    assert padded.dequantizations == 0
-
-
 def test_padding_between_tokens_is_right_through_tensors(llama: Any) -> None:
     ids, mask = tokens(2, 12), torch.ones(2, 12, dtype=torch.int64)
     mask[1, 5:8] = 0
@@ -477,7 +414,7 @@ def test_a_failed_accelerate_leaves_the_model_as_it_was() -> None:
     with pytest.raises(ValueError, match="q5"):
         accelerate(model, "q5")
     out = model.generate(tokens(1, 5), max_new_tokens=2, return_dict_in_generate=True)
-    assert out.past_key_values.layers[0].store.k.config.kind.value == "q8_0"
+    assert out.past_key_values.layers[0].store.k.config.kind.value == "q8_channel"
 
 
 def test_a_copy_is_accelerated_too() -> None:
@@ -543,7 +480,12 @@ def test_a_failure_half_way_leaves_the_settings_before(monkeypatch: Any) -> None
 
     model = accelerate(tiny("llama"), "q8", residual_len=8)
     before = vars(model)["_caramba_fast"]
-    monkeypatch.setattr(integration, "capabilities_of", lambda model: 1 / 0)
+
+    def fails_once(_: Any) -> None:
+        monkeypatch.undo()
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(integration, "_use_our_attention", fails_once)
     with pytest.raises(ZeroDivisionError):
         accelerate(model, "q4")
     assert vars(model)["_caramba_fast"] == before

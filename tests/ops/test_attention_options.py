@@ -9,7 +9,7 @@ from support import cases, dense
 from support.cases import OPTIONS, rows
 from support.tolerances import relative_l2
 
-from caramba_fast.ops import KVView, Transform, append_, decode_attention, merge_state, use_backend
+from caramba_fast.ops import append_, decode_attention, merge_state, use_backend
 
 EVERYTHING = [option for option in OPTIONS if option != "window"]
 PAIRS = [
@@ -109,14 +109,14 @@ def allowed(case, options, b, position):
 
 @pytest.mark.parametrize("garbage", [-1, -7, 10**6, 2**31 - 1])
 def test_unused_entries_of_a_block_table_hold_anything(garbage):
-    case = cases.build(["pages", "bias", "query_lens"], tokens=3).append(append_)
+    case = cases.build(["pages", "rotate_k", "query_lens"], tokens=3).append(append_)
     expected = case.attend(decode_attention)
     case.table[case.table == -1] = garbage
     for found, wanted in zip(case.attend(decode_attention), expected, strict=True):
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("options", [(), ("bias", "rotate_k", "rotate_v"), EVERYTHING], ids=len)
+@pytest.mark.parametrize("options", [(), ("rotate_k", "rotate_v"), EVERYTHING], ids=len)
 def test_several_tokens_at_once_equal_single_steps(options):
     options = [option for option in options if option != "query_lens"]
     case = cases.build(options, tokens=6).append(append_)
@@ -130,9 +130,7 @@ def test_several_tokens_at_once_equal_single_steps(options):
 
 
 @pytest.mark.parametrize("cut", [1, 2, 5, 13, 17])
-@pytest.mark.parametrize(
-    "options", [(), ("bias", "mean", "k_scale", "v_scale", "rotate_v"), EVERYTHING], ids=len
-)
+@pytest.mark.parametrize("options", [(), ("rotate_v",), EVERYTHING], ids=len)
 def test_merging_a_split_of_the_cache_gives_the_whole(options, cut):
     """The newest ``cut`` tokens by a window, the others by a shorter length."""
     left_out = ("query_lens", "window", "window_with_sinks")
@@ -148,7 +146,9 @@ def test_merging_a_split_of_the_cache_gives_the_whole(options, cut):
 # -- empty ranges -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [(), ("tail", "sinks", "bias", "rotate_v", "pages")], ids=len)
+@pytest.mark.parametrize(
+    "options", [(), ("tail", "sinks", "rotate_k", "rotate_v", "pages")], ids=len
+)
 def test_a_row_without_keys_gives_zero_and_minus_infinity(options):
     case = cases.build(options, tokens=2, lengths=(45, 0)).append(append_)
     out, lse = case.attend(decode_attention)
@@ -157,7 +157,7 @@ def test_a_row_without_keys_gives_zero_and_minus_infinity(options):
 
 
 def test_a_row_of_nothing_but_padding_gives_zero_and_minus_infinity():
-    case = cases.build(["tail", "sinks", "bias", "leftpad"], lengths=(45, 4)).append(append_)
+    case = cases.build(["tail", "sinks", "leftpad"], lengths=(45, 4)).append(append_)
     out, lse = case.attend(decode_attention)
     assert case.leftpad == [2, 4] and (out[1] == 0).all() and (lse[1] == -torch.inf).all()
     cases.check((out, lse), case.expected())
@@ -171,7 +171,7 @@ def test_a_row_without_keys_has_the_sink_logit_alone():
 
 
 def test_a_row_without_keys_sees_the_null_key_alone():
-    case = cases.build(["null", "k_scale", "v_scale", "rotate_v"], lengths=(45, 0)).append(append_)
+    case = cases.build(["null", "rotate_v"], lengths=(45, 0)).append(append_)
     out, _ = case.attend(decode_attention)
     torch.testing.assert_close(out[1, :, 0], case.null["v"].repeat_interleave(2, 0))
 
@@ -187,7 +187,7 @@ def test_queries_past_query_lens_give_zero_and_minus_infinity_whatever_the_optio
 # -- tracing ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [("bias", "pages", "query_lens"), EVERYTHING], ids=len)
+@pytest.mark.parametrize("options", [("rotate_k", "pages", "query_lens"), EVERYTHING], ids=len)
 def test_opcheck_with_options(options):
     case = cases.build(options, tokens=2).append(append_)
     for stream in case.streams.values():  # opcheck compares whole tensors: no NaN may be left
@@ -216,17 +216,6 @@ def without(part):
     return lambda case: {
         "views": {"v": dataclasses.replace(case.streams["v"].view, **{part: None})}
     }
-
-
-def transformed(name, **change):
-    """The stream with other constants."""
-
-    def views(case):
-        view = case.streams[name].view
-        constants = dataclasses.replace(view.transform, **change)
-        return {"views": {name: dataclasses.replace(view, transform=constants)}}
-
-    return views
 
 
 def odd_pages(case):
@@ -260,17 +249,8 @@ def odd_pages(case):
     (lambda c: {"num_sink_tokens": -1}, "num_sink_tokens is -1"),
     (lambda c: {"num_splits": -1}, "num_splits is -1"),
     (lambda c: {"window_size": (3,)}, r"window_size is \(3,\)"),
-    (transformed("k", phases=None), "k: bias, pairs and phases go together; missing phases"),
-    (transformed("k", bias=None), "k: bias, pairs and phases go together; missing bias"),
-    (transformed("k", phases=torch.zeros(2, 3, 129, 2)[:, :, :128]), "k_phases is"),
-    (transformed("k", pairs=torch.zeros(2, 3, 2)), "k_pairs is .*float32; .* int32 is needed"),
-    (transformed("k", bias=torch.zeros(2, 3)), r"k_bias is \(2, 3\)"),
-    (transformed("k", mean=torch.zeros(2, 16)), r"k_mean is \(2, 16\) .*; \(2, 32\) float32"),
-    (transformed("k", scale=torch.ones(2, 32).half()), "k_scale is .*float16; .* float32"),
-    (transformed("v", scale=torch.ones(4, 32)), r"v_scale is \(4, 32\)"),
-    (transformed("v", mean=torch.zeros(2, 32)), "v.*mean"),
     (lambda c: {"q_chunk": 4}, "decode_attention has no option q_chunk"),
-    (lambda c: {"k_mean": torch.zeros(3, 7)}, "k_mean"),
+    (lambda c: {"k_mean": torch.zeros(2, 32)}, "decode_attention has no option k_mean"),
 ])  # fmt: skip
 def test_contradictory_options_are_named(change, message):
     case = cases.build(EVERYTHING, tokens=2).append(append_)
@@ -285,17 +265,16 @@ def test_more_tokens_than_a_decode_step_takes_are_refused():
 
 
 def test_an_error_lists_every_reason():
-    case = cases.build(["pages", "tail", "bias", "null"], tokens=12).append(append_)
+    case = cases.build(["pages", "tail", "null"], tokens=12).append(append_)
     view = case.streams["k"].view
-    constants = dataclasses.replace(view.transform, phases=None)
-    with pytest.raises(ValueError, match="cannot run for 8 reasons") as error:
+    with pytest.raises(ValueError, match="cannot run for 7 reasons") as error:
         case.attend(
-            decode_attention, views={"k": dataclasses.replace(view, tail=None, transform=constants)},
+            decode_attention, views={"k": dataclasses.replace(view, tail=None)},
             null_v=None, s_aux=torch.zeros(3), block_table=case.table.long(), softcap=-1.0,
             query_lens=rows(1),
         )  # fmt: skip
     for reason in (
-        "missing phases", "tail buffers differ", "residual_len", "missing null_v", "s_aux",
+        "tail buffers differ", "residual_len", "missing null_v", "s_aux",
         "block_table", "softcap", "query_lens",
     ):  # fmt: skip
         assert reason in str(error.value)
@@ -311,25 +290,6 @@ def test_a_window_that_reaches_to_the_right_changes_nothing():
         assert torch.equal(a, b)
 
 
-def test_a_bias_on_an_unused_pair_is_nothing():
-    """Kernels take a fixed number of pairs; the ones to spare have bias 0, on any dims."""
-    case = cases.build(["bias", "rotate_k"]).append(append_)
-    basis, view = case.streams["k"].basis, case.streams["k"].view
-    t = view.transform
-    padded = Transform(
-        bias=torch.cat((t.bias, torch.zeros(2, 2, 2)), 1),
-        pairs=torch.cat((t.pairs, torch.zeros(2, 2, 2, dtype=torch.int32)), 1),
-        phases=torch.cat((t.phases, t.phases[:, :2]), 1),
-        rotate=True,
-    )
-    padded_view = KVView(view.codes.clone(), view.scales.clone(), view.kind, transform=padded)
-    expected = case.expected()
-    case.streams["k"] = cases.Stream("k", padded_view, basis, case.streams["k"].given)
-    case.append(append_)
-    assert torch.equal(padded_view.codes[0, :, :45], view.codes[0, :, :45])
-    cases.check(case.attend(decode_attention), expected)
-
-
 def test_the_dense_oracle_needs_every_option():
     """Each option changes the answer, so that agreement means something."""
     plain = cases.build(EVERYTHING, tokens=2).append(append_)
@@ -341,10 +301,9 @@ def test_the_dense_oracle_needs_every_option():
     ):  # fmt: skip
         other, _ = dataclasses.replace(plain, **change).expected()
         assert not torch.allclose(whole, other)
-    for name, part in (("k", "mean"), ("k", "bias"), ("k", "scale"), ("v", "scale")):
-        stream = plain.streams[name]
-        basis = dataclasses.replace(stream.basis, **{part: None})
-        changed = {**plain.streams, name: dataclasses.replace(stream, basis=basis)}
+    for name, stream in plain.streams.items():
+        view = dataclasses.replace(stream.view, rotate=False)
+        changed = {**plain.streams, name: dataclasses.replace(stream, view=view)}
         other, _ = dataclasses.replace(plain, streams=changed).expected()
         assert not torch.allclose(whole, other)
     assert dense.hadamard_matrix(80).shape == (80, 80)

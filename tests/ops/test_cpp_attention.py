@@ -59,7 +59,7 @@ def test_mixes_of_three_kinds(kinds):
     "kinds", [("fp16", "fp16"), ("bf16", "q8_0"), ("q4_0", "nf4")], ids="/".join
 )
 def test_half_precision_queries(dtype, kinds):
-    case = build(["bias", "rotate_k", "rotate_v"], kinds=kinds, size=0.5)
+    case = build(["rotate_k", "rotate_v"], kinds=kinds)
     case.queries = {name: q.to(dtype) for name, q in case.queries.items()}
     check(case)
 
@@ -155,8 +155,8 @@ def test_options_alone(option, decoupled):
 
 TOGETHER = (
     ("tail", "sinks", "window_with_sinks", "leftpad"), ("tail", "window", "query_lens"),
-    ("bias", "leftpad", "pages"), ("bias", "softcap", "null"), ("null", "s_aux", "rotate_v"),
-    ("k_scale", "rotate_k", "mean"), ("tail", "sinks", "bias", "pages"),
+    ("rotate_k", "leftpad", "pages"), ("rotate_k", "softcap", "null"), ("null", "s_aux", "rotate_v"),
+    ("rotate_k", "rotate_v", "leftpad"), ("tail", "sinks", "rotate_k", "pages"),
 )  # fmt: skip
 
 
@@ -209,12 +209,12 @@ def test_zero_queries_give_the_plain_mean_over_what_is_allowed(options):
 
 @pytest.mark.parametrize("num_splits", [1, 2, 7, 100])
 def test_the_result_does_not_depend_on_the_splits(num_splits):
-    check(build(["bias", "rotate_v"], lengths=(250, 3), slots=256), num_splits=num_splits)
+    check(build(["rotate_k", "rotate_v"], lengths=(250, 3), slots=256), num_splits=num_splits)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_threads_share_any_lengths_and_each_count_repeats_itself(threads):
-    case = build(["v_scale", "s_aux"], lengths=(1800, 3, 0, 900), slots=2048, heads=4)
+    case = build(["rotate_v", "s_aux"], lengths=(1800, 3, 0, 900), slots=2048, heads=4)
     with torch_threads(threads):
         check(case)
         first, again = attend(case), attend(case)
@@ -260,7 +260,7 @@ def test_negative_scales_that_quantize_never_makes_are_read_as_they_are(kind):
 
 
 def test_queries_of_any_layout():
-    case = build(["bias"], tokens=3)
+    case = build(["rotate_k"], tokens=3)
     wanted = attend(case)
     q = case.queries["k"]
     for odd in (
@@ -383,9 +383,6 @@ def misused() -> dict[str, tuple[Any, str]]:
     def scales(args: list[Any], options: dict[str, Any]) -> None:
         args[2] = args[2][:, :, :-1]
 
-    def pairs(args: list[Any], options: dict[str, Any]) -> None:
-        options["k_pairs"] = torch.full_like(options["k_pairs"], 99)
-
     return {
         "slots apart": (apart, "slots of a lane must be contiguous"),
         "int64 lengths": (long_lengths, "cache_seqlens has dtype Long"),
@@ -396,7 +393,6 @@ def misused() -> dict[str, tuple[Any, str]]:
         "too many query tokens": (tokens, "T=33"),
         "a residual without a tail": (residual, "residual_len needs a tail"),
         "scales of other slots": (scales, "codes and scales differ"),
-        "pairs outside the head": (pairs, "k_pairs names dim 99 of 32"),
     }
 
 
@@ -404,7 +400,7 @@ def misused() -> dict[str, tuple[Any, str]]:
 def test_misuse_of_the_op_raises_and_says_what_is_wrong(name):
     """The public functions check first; the op itself must not read out of bounds either."""
     change, message = misused()[name]
-    args, options = build(["bias"], heads=4).flat()
+    args, options = build(["rotate_k"], heads=4).flat()
     change(args, options)
     with pytest.raises(RuntimeError, match=message.replace("(", r"\(")):
         torch.ops.caramba_fast.decode_attention(*args, **options)
@@ -440,7 +436,7 @@ def test_a_prompt_on_a_prefix(options, tokens, kinds):
 @pytest.mark.parametrize("counts", [[100, 37], [100, 0], [64, 33], [1, 100]], ids=str)
 def test_prompts_of_different_lengths(counts):
     for decoupled in (False, True):
-        case = build(["bias"], decoupled=decoupled, tokens=100, lengths=(140, 121), slots=160)
+        case = build(["rotate_k"], decoupled=decoupled, tokens=100, lengths=(140, 121), slots=160)
         case.query_lens = counts
         check(case, extends=True)
 
@@ -489,7 +485,7 @@ def written(case: Case, backend: str, decoupled: bool) -> list[torch.Tensor]:
     "dims", [{"k": 32, "v": 64}, {"k": 80, "v": 80}, {"k": 8, "v": 8}], ids=str
 )
 @pytest.mark.parametrize("options", [
-    (), ("mean", "bias", "k_scale", "v_scale"), ("pages", "leftpad"), ("tail", "sinks", "leftpad", "bias"),
+    (), ("pages", "leftpad"), ("tail", "sinks", "leftpad"),
 ], ids="+".join)  # fmt: skip
 def test_append_writes_the_bits_of_the_reference(options, dims, kinds):
     torch.manual_seed(3)

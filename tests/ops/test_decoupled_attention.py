@@ -25,7 +25,7 @@ EVERYTHING = [option for option in OPTIONS if option != "window"]
 REDUCED = [
     pair
     for pair in itertools.combinations(OPTIONS, 2)
-    if {"tail", "bias", "leftpad", "null"} & set(pair) and len({"window"} & set(pair)) == 0
+    if {"tail", "rotate_k", "leftpad", "null"} & set(pair) and len({"window"} & set(pair)) == 0
 ]
 
 
@@ -65,7 +65,7 @@ def test_sixteen_narrow_heads_fill_four_lanes(options):
 
 @pytest.mark.parametrize("kinds", itertools.product(["fp32", "bf16", "q8_0", "nf4"], repeat=2))
 def test_each_key_stream_has_its_own_kind(kinds):
-    case = build(["bias", "k_scale"], kinds=(*kinds, "q4_0")).append(decoupled_append_)
+    case = build(["rotate_k"], kinds=(*kinds, "q4_0")).append(decoupled_append_)
     cases.check(case.attend(decoupled_decode_attention), case.expected())
 
 
@@ -93,10 +93,10 @@ def test_it_is_attention_over_the_scaled_keys_side_by_side():
 
 @pytest.mark.parametrize(
     "options",
-    [("mean",), ("bias", "leftpad"), ("k_scale", "rotate_k"), ("v_scale", "rotate_v"), EVERYTHING[5:11]],
+    [("rotate_k", "leftpad"), ("rotate_v",), ("rotate_k", "rotate_v", "leftpad")],
     ids=len,
-)  # fmt: skip
-def test_transforms_are_exact_in_both_key_streams(options):
+)
+def test_the_rotation_is_exact_in_both_key_streams(options):
     case = build(options, kinds=("fp32",) * 3, tokens=2).append(decoupled_append_)
     sem, geo, v = (stream.given for stream in case.streams.values())
     scaled = [q.double() * q.shape[-1] ** -0.5 for q in case.queries.values()]
@@ -119,7 +119,7 @@ def test_several_tokens_at_once_equal_single_steps():
 
 
 def test_merging_a_split_gives_the_whole():
-    case = build(["bias", "v_scale", "tail"], residual_len=4).append(decoupled_append_)
+    case = build(["rotate_k", "rotate_v", "tail"], residual_len=4).append(decoupled_append_)
     whole = case.attend(decoupled_decode_attention)
     late = case.attend(decoupled_decode_attention, window_size=(9, 0))
     early = case.attend(decoupled_decode_attention, cache_seqlens=case.seqlens - 10, residual_len=0)
@@ -138,7 +138,7 @@ def test_a_row_without_keys(options):
 
 @pytest.mark.parametrize(("op", "tokens"), [("decode", 2), ("extend", 40)])
 def test_opcheck(op, tokens):
-    case = build(["bias", "pages", "query_lens", "null", "s_aux", "window"], tokens=tokens)
+    case = build(["rotate_k", "pages", "query_lens", "null", "s_aux", "window"], tokens=tokens)
     case.append(decoupled_append_)
     for stream in case.streams.values():
         stream.view.scales.nan_to_num_()
@@ -182,7 +182,7 @@ def narrow(case):
 
 def no_tail(case):
     view = case.streams["k_geo"].view
-    return cases.KVView(view.codes, view.scales, view.kind, None, view.sink, view.transform)
+    return cases.KVView(view.codes, view.scales, view.kind, None, view.sink, view.rotate)
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -6,8 +6,6 @@ with the reference.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-
 import pytest
 import torch
 from support.blocks import awkward_blocks, damaged_blocks, same_bits
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from caramba_fast.cache import DecoupledLayerKVCache, LayerKVCache
 from caramba_fast.config import KVCacheTensorConfig
-from caramba_fast.ops import Transform, dequantize, merge_state, phase_table, quantize, use_backend
+from caramba_fast.ops import dequantize, merge_state, quantize, use_backend
 from caramba_fast.ops.quantize import FITS
 
 pytestmark = pytest.mark.device
@@ -68,25 +66,6 @@ def close(got: Tensor, expected: Tensor, *kinds: str) -> None:
     torch.testing.assert_close(got.cpu(), expected, rtol=allowed, atol=allowed)
 
 
-def constants(slots: int = 128) -> dict[str, Transform]:
-    """A transform of K that uses every step, and one of V."""
-    pairs = torch.tensor([[[0, 32], [5, 37]], [[3, 35], [9, 41]]], dtype=torch.int32)
-    key = Transform(
-        mean=torch.randn(KV_HEADS, DIM),
-        bias=torch.randn(KV_HEADS, 2, 2) * 20,
-        pairs=pairs,
-        phases=phase_table(torch.rand(KV_HEADS, 2), slots),
-        scale=torch.rand(KV_HEADS, DIM) + 0.5,
-        rotate=True,
-    )
-    return {"k": key, "v": Transform(scale=torch.rand(KV_HEADS, DIM) + 0.5, rotate=True)}
-
-
-def moved(transform: Transform, device: torch.device) -> Transform:
-    parts = {f.name: getattr(transform, f.name) for f in fields(transform)}
-    return Transform(**{n: x.to(device) if isinstance(x, Tensor) else x for n, x in parts.items()})
-
-
 OPTIONS = {
     "plain": {},
     "window": {"window_size": (20, 0), "num_sink_tokens": 2},
@@ -98,16 +77,15 @@ OPTIONS = {
 
 @pytest.mark.parametrize("page_size", [None, 32])
 @pytest.mark.parametrize("tail", [0, 8])
-@pytest.mark.parametrize("transformed", [False, True])
+@pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_attention_of_a_cache(device, kind, page_size, tail, transformed, option):
-    config = KVCacheTensorConfig(kind=kind, residual_len=tail, sink_len=tail // 2)
+def test_attention_of_a_cache(device, kind, page_size, tail, rotate, option):
+    config = KVCacheTensorConfig(kind=kind, rotate=rotate, residual_len=tail, sink_len=tail // 2)
     width = KV_HEADS * DIM
-    transforms = constants() if transformed else {}
     k, v = torch.randn(2, 2, KV_HEADS, TOKENS, DIM)
     q = torch.randn(2, HEADS, 5, DIM)
     # A rotation adds up in another order in C++, and codes on the edge fall to the other side: the same bytes then.
-    written = "reference" if transformed and device.type == "cpu" else "auto"
+    written = "reference" if rotate and device.type == "cpu" else "auto"
     results = []
     for place, writer, reader in (
         (torch.device("cpu"), "reference", "reference"),
@@ -116,7 +94,6 @@ def test_attention_of_a_cache(device, kind, page_size, tail, transformed, option
         cache = LayerKVCache(
             2, 100, width, width, config, config, place, KV_HEADS, page_size=page_size
         )
-        cache.set_transforms(**{n: moved(t, place) for n, t in transforms.items()})
         with use_backend(writer):
             cache.append(*on(place, k, v))
             cache.crop([0, 7])
@@ -146,9 +123,3 @@ def test_decoupled_attention(device, kind, tokens):
             cache.append(*on(place, *new))
             results.append(cache.attend(*on(place, *queries)))
     close(results[1], results[0], kind, "q8_0")
-
-
-def test_a_transform_moves_with_its_cache(device):
-    transform = constants()["k"]
-    there = transform.to(device)
-    assert replace(there, rotate=False).scale.device.type == device.type

@@ -106,7 +106,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_overload_a_reference_uses_exists_on_mps(supported, name):
-    call = CALLS[name]()  # the table of phases is float64 on the CPU, and made before
+    call = CALLS[name]()
     with use_backend("reference"), Used() as used:
         call()
     assert len(used.names) > 3

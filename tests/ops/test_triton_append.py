@@ -22,7 +22,6 @@ from torch import Tensor
 from caramba_fast.formats import FORMATS, SCALE_DTYPE
 from caramba_fast.ops import (
     KVView,
-    Transform,
     append_,
     decode_attention,
     decoupled_append_,
@@ -31,7 +30,6 @@ from caramba_fast.ops import (
 )
 from caramba_fast.ops.append import append_op, decoupled_append_op
 from caramba_fast.ops.registry import DECOUPLED, STANDARD, append_schema
-from caramba_fast.ops.transform import PHASE_TILE
 from caramba_fast.ops.view import Lanes
 
 pytest.importorskip("triton")
@@ -91,7 +89,7 @@ class Layer:
         for name, view in moved.views.items():
             parts = {n: getattr(view, n) for n in ("codes", "scales", "tail", "sink")}
             parts = {n: x if x is None else x.to(device) for n, x in parts.items()}
-            moved.views[name] = replace(view, transform=view.transform.to(device), **parts)
+            moved.views[name] = replace(view, **parts)
             # deepcopy and .to() keep what strides an ordinary tensor has; others are given back
             moved.new[name] = placed(self.new[name], device)
         moved.start = moved.start.to(device)
@@ -118,12 +116,15 @@ def layer(
     sink: int = 0,
     block: int = 32,
     fit: str = "amax",
-    transform: Callable[[str, int, int], Transform] | None = None,
+    rotate: str = "",
     dtype: torch.dtype = torch.float32,
     per_lane: int = 0,
     **place: Sequence[int],
 ) -> Layer:
-    """Noise in every buffer; ``pages`` is the block table over a pool of 5 pages of 32 slots."""
+    """Noise in every buffer; ``pages`` is the block table over a pool of 5 pages of 32 slots.
+
+    ``rotate`` names the streams that are rotated by their first letter.
+    """
     names = STANDARD if len(kinds) == 2 else DECOUPLED
     batch, lanes = len(start), Lanes(heads, per_lane) if per_lane else Lanes.of(heads, *dims)
     views, new = {}, {}
@@ -136,25 +137,12 @@ def layer(
             noise((batch, lanes.count, n, width), torch.float16) if n else None
             for n in (ring, sink)
         ]
-        basis = Transform() if transform is None else transform(name, heads, dim)
-        views[name] = KVView(codes, scales, kind, *side, transform=basis, fit=fit)
+        views[name] = KVView(codes, scales, kind, *side, rotate=name[0] in rotate, fit=fit)
         new[name] = torch.randn(batch, heads, tokens, dim).to(dtype)
     given = {n: cases.rows(*values) for n, values in place.items()}
     if pages is not None:
         given["block_table"] = torch.tensor(pages, dtype=torch.int32)
     return Layer(views, new, cases.rows(*start), given)
-
-
-def random_transform(*options: str) -> Callable[[str, int, int], Transform]:
-    """Constants of the kinds named in ``options``, with unused pairs."""
-
-    def build(name: str, heads: int, dim: int) -> Transform:
-        basis = cases.random_basis(options, name, heads, dim)
-        if basis.bias is not None:
-            basis.bias[0, -1], basis.pairs[0, -1] = 0, basis.pairs[0, 0]
-        return cases.transform(basis, SLOTS)
-
-    return build
 
 
 def both(given: Layer, device: torch.device) -> tuple[Layer, Layer]:
@@ -209,7 +197,7 @@ def test_least_squares_scales_and_blocks(kinds, dim, block, device):
 
 @one_tile
 @pytest.mark.parametrize("dim", [48, 80, 5, 1])
-@pytest.mark.parametrize("rotate", [(), ("rotate_k",)], ids=str)
+@pytest.mark.parametrize("rotate", ["", "k"])
 def test_plain_lanes_of_any_width(dim, rotate, device):
     """Without scales the ops take lanes that are no multiple of 32."""
     given = layer(
@@ -218,7 +206,7 @@ def test_plain_lanes_of_any_width(dim, rotate, device):
         heads=2,
         sink=4,
         per_lane=1,
-        transform=random_transform(*rotate),
+        rotate=rotate,
     )
     got, wanted = map(buffers, both(given, device))
     for name, x in wanted.items():
@@ -265,11 +253,9 @@ def test_damage_stays_visible_and_where_it_is(fit, device):
 
 @one_tile
 def test_three_streams(device):
-    options = random_transform("mean", "bias", "k_scale", "v_scale")
     given = layer(
-        ("q4_0", "q8_0", "nf4"), (8, 16, 32), heads=5, ring=8, sink=7, transform=options,
-        cache_leftpad=(4, 0),
-    )  # fmt: skip
+        ("q4_0", "q8_0", "nf4"), (8, 16, 32), heads=5, ring=8, sink=7, cache_leftpad=(4, 0)
+    )
     assert not differing(given, device)
 
 
@@ -329,10 +315,7 @@ def test_tail_and_sinks_of_ragged_rows(tokens, query_lens, device):
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_a_step_of_decoding(tokens, device):
     """As it is launched: a program a token."""
-    given = layer(
-        ("q4_0", "nf4"), (40, 40), heads=5, tokens=tokens, fit="mse", ring=4,
-        transform=random_transform("bias", "v_scale"),
-    )  # fmt: skip
+    given = layer(("q4_0", "nf4"), (40, 40), heads=5, tokens=tokens, fit="mse", ring=4)
     assert not differing(given, device)
 
 
@@ -408,26 +391,12 @@ def test_a_single_slot_or_value_may_have_any_stride(device):
 
 
 def test_wider_heads_than_can_be_rotated_are_refused(device):
-    given = layer(("fp16", "fp16"), (1024, 32), transform=random_transform("rotate_k")).to(device)
+    given = layer(("fp16", "fp16"), (1024, 32), rotate="k").to(device)
     with use_backend("triton"), pytest.raises(NotImplementedError, match="narrower than 1024"):
         given.append()
 
 
-# -- transforms ---------------------------------------------------------------------------------
-
-EXACT = ("mean", "bias", "k_scale", "v_scale")
-
-
-@one_tile
-@pytest.mark.parametrize("options", [*((one,) for one in EXACT[:3]), EXACT], ids="+".join)
-@pytest.mark.parametrize(("heads", "dim"), [(1, 32), (3, 80)])
-def test_transforms(options, heads, dim, device):
-    """Rows that begin in the padding, and end past the capacity, where there are no phases."""
-    given = layer(
-        ("q4_0", "fp32"), (dim, dim), heads=heads, tokens=4, start=(0, SLOTS - 2), ring=5, sink=2,
-        cache_leftpad=(2, 0), transform=random_transform(*options),
-    )  # fmt: skip
-    assert not differing(given, device)
+# -- the rotation -------------------------------------------------------------------------------
 
 
 @one_tile
@@ -435,9 +404,8 @@ def test_transforms(options, heads, dim, device):
 @pytest.mark.parametrize(("heads", "dim"), [(4, 8), (2, 40), (3, 80), (1, 96), (1, 128)])
 def test_rotation(kinds, heads, dim, device):
     """Sums in another order: values within rounding, codes as near to the values as the reference's."""
-    options = random_transform(*EXACT, "rotate_k", "rotate_v")
     given = layer(
-        kinds, (dim, dim), heads=heads, start=(5,), fit="mse", ring=4, sink=9, transform=options
+        kinds, (dim, dim), heads=heads, start=(5,), fit="mse", ring=4, sink=9, rotate="kv"
     )
     got, wanted = both(given, device)
     for name in given.views:
@@ -461,9 +429,7 @@ def assert_only_written(part: str, got: KVView, wanted: KVView, before: KVView) 
 
 @one_tile
 def test_damage_of_a_rotated_head_stays_in_it(device):
-    given = layer(
-        ("q4_0", "fp32"), (80, 80), heads=2, transform=random_transform("rotate_k", "rotate_v")
-    )
+    given = layer(("q4_0", "fp32"), (80, 80), heads=2, rotate="kv")
     for x in given.new.values():
         x[0, 0, 0, 5], x[1, 1, 2, 79] = torch.nan, torch.inf
     got, _ = both(given, device)
@@ -476,7 +442,7 @@ def test_damage_of_a_rotated_head_stays_in_it(device):
 
 # -- read back ----------------------------------------------------------------------------------
 
-STORED = ("pages", "leftpad", "query_lens", "tail", "sinks", "mean", "bias", "k_scale", "v_scale")
+STORED = ("pages", "leftpad", "query_lens", "tail", "sinks")
 
 
 @pytest.mark.parametrize("rotate", [(), ("rotate_k", "rotate_v")], ids=str)
@@ -511,7 +477,7 @@ def test_one_launch_of_the_callers_own_tensors(monkeypatch):
 
     given = layer(
         ("q4_0", "fp16"), (40, 40), heads=5, tokens=1, ring=4, sink=2, pages=[[3, 1], [4, -1]],
-        cache_leftpad=(4, 0), query_lens=(1, 0), transform=random_transform("mean", "bias", "rotate_v"),
+        cache_leftpad=(4, 0), query_lens=(1, 0), rotate="v",
     )  # fmt: skip
     launches: list[tuple[Any, ...]] = []
 
@@ -524,9 +490,8 @@ def test_one_launch_of_the_callers_own_tensors(monkeypatch):
         given.append()
         given.start += 1
         given.append()
-    transforms = [x for v in given.views.values() for x in vars(v.transform).values()]
     known = [given.start, *given.new.values(), *given.place.values(), *buffers(given).values()]
-    places = {x.data_ptr() for x in (*known, *transforms) if isinstance(x, Tensor)}
+    places = {x.data_ptr() for x in known}
     (grid, args, options), (grid_later, args_later, options_later) = launches
     passed = [x for part in args if isinstance(part, tuple) for x in part]
     assert {x.data_ptr() for x in passed if isinstance(x, Tensor)} == places
@@ -541,10 +506,9 @@ def numbers(args: Any) -> Any:
     return None if isinstance(args, Tensor) else args
 
 
-def test_constants_are_those_of_the_ops():
-    from caramba_fast.kernels import append, basis, decoupled_append
+def test_streams_are_those_of_the_ops():
+    from caramba_fast.kernels import append, decoupled_append
 
-    assert basis.PHASE_TILE.value == PHASE_TILE
     assert (append.STREAMS, decoupled_append.STREAMS) == (STANDARD, DECOUPLED)
 
 
@@ -559,10 +523,7 @@ def test_constants_are_those_of_the_ops():
 def test_opcheck(op, kinds, dims, device):
     """As an op of its own: on the CPU the dispatcher would choose another implementation."""
     names = STANDARD if len(kinds) == 2 else DECOUPLED
-    given = layer(
-        kinds, dims, heads=1, tokens=1, start=(5,), ring=2, query_lens=(1,),
-        transform=random_transform("bias", "v_scale"),
-    ).to(device)  # fmt: skip
+    given = layer(kinds, dims, heads=1, tokens=1, start=(5,), ring=2, query_lens=(1,)).to(device)
     library = torch.library.Library(f"test_triton_{op.name}", "DEF")
     library.define(f"append{append_schema(names)}")
     library.impl("append", op.launcher, device.type.upper())

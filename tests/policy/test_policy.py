@@ -114,7 +114,7 @@ def test_streams_are_candidates_apart_and_kinds_keep_their_defaults(model: Trans
     [
         ("q4", {"residual_len": 16, "rotate": False}),
         ("q8/q4", {"qblock": 64, "sink_len": 4}),
-        ("q8:plain,residual_len=8/q4", {"residual_len": 16, "center": True}),
+        ("q8:plain,residual_len=8/q4", {"residual_len": 16, "rotate": True}),
         ("q4/q8/q4:rotate", {"qblock": 64, "rotate": None}),
         ("fp16", {}),
     ],

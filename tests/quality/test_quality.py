@@ -56,7 +56,7 @@ from caramba_fast.quality.report import on_pareto_front
 VOCAB = 211
 Q8, Q4 = "q8:plain", "q4:plain"
 TAIL = "q4:plain,residual_len=8,sink_len=2"
-SPECS = [Q8, Q4, "q8:plain/nf4:plain", TAIL]  # constants from a prompt would depend on chunks
+SPECS = [Q8, Q4, "q8:plain/nf4:plain", TAIL]
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@
     PYTHONPATH=tests python -m support.before names commands texts
 
 writes what can be compared as text, after a change that is meant: the diff then says what users will see of
-it. With ``files`` it writes the files, too; they are what an earlier version wrote, so they are written anew only
-when a format gets another version and the old one is refused with a reason.
+it. With ``states``, ``plans`` or ``reports`` it writes files, too; they are what an earlier version wrote, so they are
+written anew only when a format gets another version and the old one is refused with a reason.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ import torch
 from support import described
 from torch import Tensor
 
-import caramba_fast
 from caramba_fast import (
-    Calibration,
     CarambaCache,
     DecoupledLayerKVCache,
     Engine,
@@ -60,14 +58,15 @@ PLANS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 #: Caches of one layer, by the words for their storage; three words are for decoupled attention.
+SIDES = "residual_len=4,tail_slack=2,sink_len=2"
 STORED = (
-    "fp32", "fp16/bf16", "q8:plain/q4:plain", "q4:residual_len=4,tail_slack=2,sink_len=2",
+    "fp32", "fp16/bf16", "q8:plain/q4:plain", f"q4:plain,rotate,fit=mse,{SIDES}/q4:plain,fit=mse,{SIDES}",
     "nf4:plain,qblock=64/q8:plain,rotate", "q4:plain/q8:plain/nf4:plain,rotate",
 )  # fmt: skip
 #: Tokens of the rows, and tokens fed in.
 LENGTHS, FED = (7, 5), 7
 #: Of a whole model's caches: 4 bits with sinks and a tail shorter than what is cached.
-MODEL_CACHE = "q4:residual_len=8,tail_slack=4,sink_len=2"
+MODEL_CACHE = STORED[3].replace("len=4", "len=8").replace("slack=2", "slack=4")
 MANIFEST = """
 targets:
   - name: kept
@@ -253,27 +252,32 @@ def saved(path: Path) -> Any:
     return torch.load(io.BytesIO(gzip.decompress(path.read_bytes())), weights_only=True)
 
 
-def write_files(folder: Path) -> None:
-    """Everything this version writes, in its own way."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_states(folder: Path) -> None:
+    """A small model, and what caches hold."""
     shutil.rmtree(folder / "model", ignore_errors=True)
     write_model(folder / "model")
     save({spec: filled(spec) for spec in STORED}, folder / "layers.pt.gz")
     save(filled_model(), folder / "model.pt.gz")
     save(filled_under_transformers(), folder / "transformers.pt.gz")
-    calibration = caramba_fast.calibrate(load_demo(), ids(64), about={"text": "held-out"})
-    calibration.save(folder / "demo.calibration")
-    assert Calibration.load(folder / "demo.calibration").about == calibration.about
+
+
+def write_plans(folder: Path) -> None:
+    """The plans of `PLANS`, as if they had been made elsewhere."""
     (folder / "plans.json").unlink(missing_ok=True)
     for name in PLANS:
         PlanFile(folder / "plans.json").put(moved(planned(name, folder / "made.json"), **ELSEWHERE))
+    for left in ("made.json", "made.json.lock", "plans.json.lock"):
+        (folder / left).unlink(missing_ok=True)
+
+
+def write_reports(folder: Path) -> None:
+    """Figures of caches with their parts, and what a run says."""
     shutil.rmtree(folder / "quality", ignore_errors=True)
     report = measured(folder / "quality")
     report.to_json(folder / "quality.json")
     report.to_csv(folder / "quality.csv")
     list(run_manifest(read_manifest(MANIFEST), folder, force=True))
-    for left in ("made.json", "made.json.lock", "plans.json.lock", "quality/.lock"):
-        (folder / left).unlink(missing_ok=True)
+    (folder / "quality/.lock").unlink(missing_ok=True)
 
 
 def write_json(content: Any, path: Path) -> None:
@@ -285,7 +289,9 @@ PARTS: dict[str, Callable[[], object]] = {
     "names": lambda: write_json(described.names(), HERE / "names.json"),
     "commands": lambda: write_json(described.commands(), HERE / "commands.json"),
     "texts": lambda: write_json(texts(), HERE / "texts.json"),
-    "files": lambda: write_files(HERE),
+    "states": lambda: write_states(HERE),
+    "plans": lambda: write_plans(HERE),
+    "reports": lambda: write_reports(HERE),
 }
 
 if __name__ == "__main__":

@@ -11,15 +11,15 @@ from support import dense, stored
 from support.tolerances import RELATIVE_L2, relative_l2
 from torch import Tensor
 
-from caramba_fast.ops import KVView, Transform, phase_table
+from caramba_fast.ops import KVView
 from caramba_fast.ops.view import Lanes
 
 HEADS, KV_HEADS = 4, 2
 PAGE = 32
 #: What a case can have; s_aux and the rest are options of the attention, not of the storage.
 OPTIONS = (
-    "pages", "leftpad", "query_lens", "tail", "sinks", "mean", "bias", "k_scale", "v_scale", "rotate_k",
-    "rotate_v", "null", "s_aux", "window", "window_with_sinks", "softcap", "softmax_scale",
+    "pages", "leftpad", "query_lens", "tail", "sinks", "rotate_k", "rotate_v", "null", "s_aux", "window",
+    "window_with_sinks", "softcap", "softmax_scale",
 )  # fmt: skip
 
 
@@ -28,57 +28,12 @@ def rows(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def half_split(heads: int, dim: int, count: int, rotary: int | None = None) -> Tensor:
-    """``count`` random pairs (i, i + rotary / 2) of each head."""
-    half = (rotary or dim) // 2
-    first = torch.stack([torch.randperm(half)[:count] for _ in range(heads)])
-    return torch.stack((first, first + half), dim=-1).to(torch.int32)
-
-
-def interleaved(heads: int, dim: int, count: int, rotary: int | None = None) -> Tensor:
-    """``count`` random pairs (2 i, 2 i + 1) of each head."""
-    first = torch.stack([torch.randperm((rotary or dim) // 2)[:count] for _ in range(heads)]) * 2
-    return torch.stack((first, first + 1), dim=-1).to(torch.int32)
-
-
-def random_basis(
-    options: Collection[str],
-    stream: str,
-    heads: int,
-    dim: int,
-    *,
-    pairs: Callable[..., Tensor] = half_split,
-    rotary: int | None = None,
-    size: float = 3.0,
-) -> dense.Basis:
-    """Constants as large as ``size``, of the kinds named in ``options``."""
-    key, name = stream != "v", "k" if stream != "v" else "v"
-    basis = dense.Basis(rotate=f"rotate_{name}" in options)
-    if key and "mean" in options:
-        basis.mean = torch.randn(heads, dim) * size
-    if key and "bias" in options:
-        count = min(3, (rotary or dim) // 2)
-        basis.bias = torch.randn(heads, count, 2) * size
-        basis.pairs = pairs(heads, dim, count, rotary)
-        basis.theta = torch.rand(heads, count, dtype=torch.float64) ** 4
-    if f"{name}_scale" in options:
-        basis.scale = torch.rand(heads, dim) * 4 + 0.25
-    return basis
-
-
-def transform(basis: dense.Basis, slots: int) -> Transform:
-    """The same constants in the package's words."""
-    phases = None if basis.theta is None else phase_table(basis.theta, slots)
-    return Transform(basis.mean, basis.bias, basis.pairs, phases, basis.scale, basis.rotate)
-
-
 @dataclass
 class Stream:
     """One stored stream and what was meant to be stored."""
 
     name: str
     view: KVView
-    basis: dense.Basis
     given: Tensor
 
     @property
@@ -161,8 +116,7 @@ class Case:
         args, keywords = self.flat()
         stored = args[len(self.queries) : -len(self.streams) - 1]
         new = [stream.given for stream in self.streams.values()]
-        names = ("tail", "sink", "mean", "bias", "pairs", "phases", "scale")
-        ours = [f"{name}_{part}" for name in self.streams for part in names]
+        ours = [f"{name}_{part}" for name in self.streams for part in ("tail", "sink")]
         ours += [f"rotate_{name}" for name in self.streams]
         kept = {key: value for key, value in keywords.items() if key in ours}
         start, kinds = torch.zeros_like(self.seqlens), args[-len(self.streams) :]
@@ -182,9 +136,7 @@ class Case:
         if view.sink is not None:
             found["sink"] = dense.from_leftpad(view.sink, self.leftpad, slots)
         return {
-            place: dense.to_model(
-                dense.by_head(x, self.kv_heads, stream.dim), stream.basis, self.leftpad
-            )
+            place: dense.turned(dense.by_head(x, self.kv_heads, stream.dim), view.rotate)
             for place, x in found.items()
         }
 
@@ -228,7 +180,6 @@ def build(
     ring: int = 13,
     sink_len: int = 3,
     block: int = 32,
-    **basis: Any,
 ) -> Case:
     """A poisoned layer with the named options; `Case.append` writes it."""
     dims = dims or {"k": 32, "v": 32}
@@ -242,18 +193,15 @@ def build(
     streams = {}
     for (name, dim), kind in zip(dims.items(), kinds, strict=True):
         plain = stored.poisoned(places[0], places[1], lanes, dim, kind, block)
-        constants = random_basis(options, name, kv_heads, dim, **basis)
         width = lanes.heads_per_lane * dim
         side = {
             part: torch.full((batch, lanes.count, n, width), torch.nan, dtype=torch.float16)
             for part, n in (("tail", ring * bool(residual)), ("sink", sink))
             if n
         }
-        view = KVView(
-            plain.codes, plain.scales, kind, **side, transform=transform(constants, slots)
-        )
-        given = torch.randn(batch, kv_heads, max(lengths), dim)
-        streams[name] = Stream(name, view, constants, given)
+        rotate = f"rotate_{'v' if name == 'v' else 'k'}" in options
+        view = KVView(plain.codes, plain.scales, kind, **side, rotate=rotate)
+        streams[name] = Stream(name, view, torch.randn(batch, kv_heads, max(lengths), dim))
     queries = {n: torch.randn(batch, heads, tokens, d) for n, d in dims.items() if n != "v"}
     null = {n: torch.randn(kv_heads, d) for n, d in dims.items()} if "null" in options else {}
     return Case(

@@ -188,18 +188,6 @@ def from_leftpad(sink: Tensor, leftpad: Sequence[int], slots: int) -> Tensor:
 # -- the basis it is stored in ------------------------------------------------------------------
 
 
-@dataclass
-class Basis:
-    """Constants of a stream in the words of the documentation; angles by ``theta`` (H_kv, P)."""
-
-    mean: Tensor | None = None
-    bias: Tensor | None = None
-    pairs: Tensor | None = None
-    theta: Tensor | None = None
-    scale: Tensor | None = None
-    rotate: bool = False
-
-
 def hadamard_matrix(width: int) -> Tensor:
     """(width, width) orthonormal float64, one block for each power of two, largest first."""
     blocks, left = [], width
@@ -218,50 +206,6 @@ def sylvester(size: int) -> Tensor:
     return matrix / math.sqrt(size)
 
 
-def turned(bias: Tensor, pairs: Tensor, theta: Tensor, t: int, dim: int) -> Tensor:
-    """R_t b: (H_kv, D) float64, each pair's two values turned by theta * t."""
-    out = torch.zeros(bias.shape[0], dim, dtype=torch.float64)
-    for h in range(bias.shape[0]):
-        for p in range(bias.shape[1]):
-            angle = math.fmod(float(theta[h, p]) * t, 2 * math.pi)
-            first, second = (float(x) for x in bias[h, p])
-            i, j = pairs[h, p].tolist()
-            out[h, i] += first * math.cos(angle) - second * math.sin(angle)
-            out[h, j] += first * math.sin(angle) + second * math.cos(angle)
-    return out
-
-
-def shift(basis: Basis, t: int, heads: int, dim: int) -> Tensor:
-    """What was subtracted from the key of token t: (H_kv, D)."""
-    out = torch.zeros(heads, dim, dtype=torch.float64)
-    if basis.mean is not None:
-        out += basis.mean.double()
-    if basis.bias is not None:
-        out += turned(basis.bias, basis.pairs, basis.theta, t, dim)
-    return out
-
-
-def to_model(stored: Tensor, basis: Basis, leftpad: Sequence[int]) -> Tensor:
-    """stored (B, H_kv, S, D) -> the model's keys or values, token j of row b being t = j - leftpad[b]."""
-    x = unscaled(stored.double(), basis)
-    for b, pad in enumerate(leftpad):
-        for j in range(pad, x.shape[2]):
-            x[b, :, j] += shift(basis, j - pad, *x.shape[1::2])
-    return x
-
-
-def unscaled(x: Tensor, basis: Basis) -> Tensor:
-    """(…, H_kv, S, D) without rotation and scale."""
-    if basis.rotate:
-        x = x @ hadamard_matrix(x.shape[-1])  # symmetric and orthonormal: its own inverse
-    return x.clone() if basis.scale is None else x * basis.scale.double()[:, None]
-
-
-def to_stored(model: Tensor, basis: Basis, leftpad: Sequence[int]) -> Tensor:
-    """The inverse of `to_model`: what is quantized."""
-    x = model.double().clone()
-    for b, pad in enumerate(leftpad):
-        for j in range(x.shape[2]):
-            x[b, :, j] -= shift(basis, max(j - pad, 0), *x.shape[1::2])
-    x = x if basis.scale is None else x / basis.scale.double()[:, None]
-    return x @ hadamard_matrix(x.shape[-1]) if basis.rotate else x
+def turned(x: Tensor, rotate: bool) -> Tensor:
+    """x (…, D) in float64, in the stored basis or back: the rotation is its own inverse."""
+    return x.double() @ hadamard_matrix(x.shape[-1]) if rotate else x.double()

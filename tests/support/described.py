@@ -247,8 +247,9 @@ def _commands(
 ) -> collections.abc.Iterator[tuple[str, Any]]:
     inner = getattr(command, "commands", None)
     if inner is not None:
-        yield " ".join(place), {"help": command.help, "commands": sorted(inner)}
-        for name in sorted(inner):
+        shown = sorted(name for name, found in inner.items() if not found.hidden)
+        yield " ".join(place), {"help": command.help, "commands": shown}
+        for name in shown:
             yield from _commands(inner[name], (*place, name), app)
         return
     found = {

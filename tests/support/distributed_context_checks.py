@@ -97,7 +97,6 @@ def check_pages_hold_the_bytes_of_one_process():
         caches = pair("gqa", 2, 700, spec)
         feed("gqa", caches, ids(2, 500), atol=1)
         alone, spread = (cache[0] for cache in caches)
-        assert alone.streams["k"].transform.phases is not None, "keys are to be centered here"
         for name, stream in alone.streams.items():
             own = spread.local.streams[name]
             for row in range(2):
@@ -234,9 +233,6 @@ def check_what_cannot_be_exact_is_refused():
         ContextParallelKVCache([shape], 1, 300, sinks, sinks, group=group(), page_size=32)
     with refused(TypeError, "unexpected keyword argument 'pages'"):
         ContextParallelKVCache([shape], 1, 300, group=group(), pages=3)
-    with refused(ValueError, "page_size is 32; keys centered on RoPE pairs need a multiple of 128"):
-        _, spread = pair("gqa", 1, 300, "q4", page_size=32)
-        model("gqa").forward(ids(1, 3), spread)
 
 
 @torch.no_grad()

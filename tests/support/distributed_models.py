@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def model(name: str) -> Transformer:
-    """A small model with random weights; keys with a bias that centering removes, where there are biases."""
+    """A small model with random weights; keys with a large bias, where there are biases."""
     generator = torch.Generator().manual_seed(1)
     made = Transformer(ModelConfig(**{**SIZES, **VARIANTS[name]})).eval().requires_grad_(False)
     for title, parameter in made.named_parameters():

@@ -69,7 +69,7 @@ def step(options: tuple[str, ...], batch: int, slots: int, num_splits: int = 0) 
 
 OPTIONS = {
     "plain": (), "paged": ("pages", "leftpad"), "all": (
-        "tail", "sinks", "mean", "bias", "k_scale", "v_scale", "rotate_k", "rotate_v", "s_aux", "window_with_sinks",
+        "tail", "sinks", "rotate_k", "rotate_v", "s_aux", "window_with_sinks",
     ),
 }  # fmt: skip
 
