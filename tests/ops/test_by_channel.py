@@ -103,7 +103,10 @@ def test_every_op_says_what_serves_it_by_channel():
     for status in report.values():
         assert "no Triton kernel" in status.reasons["triton"]
     cache = layer("q4_channel")
-    with use_backend("triton"), pytest.raises(BackendError, match="append_.by_channel cannot run"):
+    with (
+        use_backend("triton"),
+        pytest.raises(BackendError, match=r"append_\.by_channel cannot run"),
+    ):
         cache.append(torch.randn(2, 2, 1, 64), torch.randn(2, 2, 1, 64))
 
 
@@ -144,7 +147,10 @@ def close(found, expected) -> None:
 @pytest.mark.parametrize("kind", CHANNEL_KINDS)
 @torch.no_grad()
 def test_cpp_does_what_the_reference_does(kind, group, paged, padded):
-    new = [torch.randn(2, 2, 220, 64) * 3 + 30 * torch.randn(1, 2, 1, 64), torch.randn(2, 2, 220, 64)]
+    new = [
+        torch.randn(2, 2, 220, 64) * 3 + 30 * torch.randn(1, 2, 1, 64),
+        torch.randn(2, 2, 220, 64),
+    ]
     queries = [torch.randn(2, 6, 220, 64) / 8]
     pad = torch.tensor([0, 5], dtype=torch.int32) if padded else None
     size = {"page_size": max(group, 64)} if paged else {}
