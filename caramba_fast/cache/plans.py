@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import is_
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,6 @@ from caramba_fast.ops.registry import Op
 MOST_TOKENS = 33
 #: Plans a layer keeps; a server's batches have many sizes, and come back to them.
 MOST_PLANS = 64
-NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class LayerOps(NamedTuple):
@@ -69,7 +67,7 @@ class LayerPlans:
         new: Sequence[Tensor],
         start: Tensor,
         options: Mapping[str, Any],
-        tails: Mapping[str, Tensor] = NONE,
+        tails: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Writes (B, H_kv, T, D) of each stream behind ``start`` (B,); options as of `ops.append_`, without None.
 
@@ -97,7 +95,7 @@ class LayerPlans:
         cache_seqlens: Tensor,
         options: dict[str, Any],
         slots: int | None = None,
-        tails: Mapping[str, Tensor] = NONE,
+        tails: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """out and lse over what is stored, or its first ``slots``; any number of query tokens.
 
@@ -131,7 +129,7 @@ class LayerPlans:
             self._slots, self._front = slots, [view.slice(slots) for view in views]
         return self._front
 
-    def _with(self, tails: Mapping[str, Tensor], views: list[KVView]) -> list[KVView]:
+    def _with(self, tails: Mapping[str, Tensor] | None, views: list[KVView]) -> list[KVView]:
         """Views with other rings: of one call, which is planned anew."""
         if not tails:
             return views

@@ -6,7 +6,6 @@ caller alone (`caramba_fast.serve`); here are the bytes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,10 +52,15 @@ class PagePool:
         self.device = torch.device(device)
         stored = ModelKVCache(
             layers, rings, max_seq_len, device=device, prefill="stored", page_size=page_size, num_pages=num_pages,
-            **with_rings(configs),
+            **without_slack(configs),
         )  # fmt: skip
         self.layers: list[LayerCache] = stored.layers
         self.group, self.rings = self.layers[0].group, rings
+        for stream in (stream for layer in self.layers for stream in layer.streams.values()):
+            if (
+                stream.tail is not None
+            ):  # a group and no more: tokens are not taken back across groups
+                stream.tail = stream.tail[:, :, : self.group].clone()
 
     @property
     def nbytes(self) -> int:
@@ -131,11 +135,9 @@ class PagePool:
         return one.page_bytes, one.ring_bytes
 
 
-def with_rings(configs: Mapping[str, KVCacheTensorConfig]) -> dict[str, Any]:
-    """The storage with rings of two groups: of that of a token, and of one whose tokens may be taken back."""
-    group = math.lcm(*(config.group for config in configs.values()))
-    slack = {"tail_slack": group} if group > 1 else {}
-    return {name: config.model_copy(update=slack) for name, config in configs.items()}
+def without_slack(configs: Mapping[str, KVCacheTensorConfig]) -> dict[str, Any]:
+    """The storage with rings as short as they can be."""
+    return {name: config.model_copy(update={"tail_slack": 1}) for name, config in configs.items()}
 
 
 def check_shareable(configs: Mapping[str, KVCacheTensorConfig]) -> None:

@@ -111,13 +111,16 @@ class _Group:
 
 
 class _Rings:
-    """The rings of one pass: one for each piece, of 2 * group slots, filled from those of the sequences and given back.
+    """The rings of one pass: one for each piece, filled from those of the sequences and given back.
+
+    A sequence's ring has a group's tokens. A piece's has twice as many slots, as ops ask for whose queries may stand in
+    two groups; a piece's own stand in one.
 
     Args:
         pieces: of all stretches, each within a group.
         rings: the ring of each piece's sequence.
         ends: where the stretch of each piece ends in its sequence.
-        size: slots of a ring.
+        size: tokens of a group.
         device: where.
     """
 
@@ -131,19 +134,20 @@ class _Rings:
     ) -> None:
         self.of_rows = torch.tensor(rings, dtype=torch.int64).to(device)
         kept = [
-            (piece.row, ring, place % size)
+            (piece.row, ring, place % (2 * size))
             for piece, ring, end in zip(pieces, rings, ends, strict=True)
             for place in range(max(piece.start, end - size), piece.start + piece.length)
         ]
         self.row, self.ring, self.slot = torch.tensor(kept, dtype=torch.int64).T.to(device)
+        self.size = size
 
     def taken(self, tail: Tensor) -> Tensor:
-        """(pieces, lanes, slots, lane_dim): what each piece's sequence has in ``tail`` (rings, …)."""
-        return tail.index_select(0, self.of_rows)
+        """(pieces, lanes, 2 * size, lane_dim): what each piece's sequence has in ``tail`` (rings, …)."""
+        return tail.index_select(0, self.of_rows).repeat(1, 1, 2, 1)
 
     def give_back(self, pieces: Tensor, tail: Tensor) -> None:
         """Writes what the pieces have got into the rings of their sequences."""
-        tail[self.ring, :, self.slot] = pieces[self.row, :, self.slot]
+        tail[self.ring, :, self.slot % self.size] = pieces[self.row, :, self.slot]
 
 
 class RaggedBatch:
@@ -183,7 +187,7 @@ class RaggedBatch:
         if group > 1:
             owners = [s for s in stretches for _ in _cut(s.start, s.tokens, group)]
             ends = [s.start + s.tokens for s in owners]
-            self.rings = _Rings(appended, [s.ring for s in owners], ends, 2 * group, device)
+            self.rings = _Rings(appended, [s.ring for s in owners], ends, group, device)
         if group > MAX_QUERY_TOKENS:
             parts[1] = [part for piece in parts[1] for part in _halved(piece)]
             self.queries = [_Group(part, size, device) for part in parts if part]

@@ -54,12 +54,18 @@ class BlockManager:
     def most(self, sequence: PagedSequence, count: int) -> int:
         """How many of ``count`` tokens a sequence may be fed at once.
 
-        Tokens of a group that is not full are in its ring alone. A step that is interrupted is taken again, so it must
-        not overwrite what it started from: from within a group, no more than the rest of that group.
+        Tokens of a group that is not full are in its ring alone, which has room for one group. A step that is
+        interrupted is taken again, and a draft may be refused, so none may overwrite what it started from: from within
+        a group, no more than the rest of that group.
         """
-        group = self.pool.group
-        begun = sequence.cached % group
-        return min(count, group - begun) if begun and count > group else count
+        begun = sequence.cached % self.pool.group
+        return min(count, self.pool.group - begun) if begun else count
+
+    @property
+    def places(self) -> int:
+        """How many sequences may run at once: where the storage has rings, no more than there are."""
+        most = self.settings.max_batch_size
+        return min(most, self.pool.rings) if self.pool.group > 1 else most
 
     def take_up(self, sequence: PagedSequence) -> int:
         """Gives a sequence that begins the pages in which others have its first tokens; pages the rest needs.

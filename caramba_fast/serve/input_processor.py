@@ -323,23 +323,19 @@ def pool_for(model: Any, config: GenerateConfig, settings: EngineConfig) -> Page
     """
     storage, layout = config.stream_configs(), model.cache_layout
     length = config.max_seq_len
-    size, wanted = settings.page_size, settings.num_pages
+    size, wanted, rings = settings.page_size, settings.num_pages, settings.max_batch_size
     if settings.cache_bytes is not None:
         page, ring = PagePool.sizes(layout, size, **storage)
-        rings = ring * settings.max_batch_size
-        wanted = (settings.cache_bytes - rings) // page
+        # No more rings than requests there can be, of two pages and more each.
+        rings = max(1, min(rings, settings.cache_bytes // (ring + 2 * page)))
+        wanted = (settings.cache_bytes - rings * ring) // page
         if wanted < 1:
-            beside = (
-                f" and the rings of max_batch_size={settings.max_batch_size} requests {rings}"
-                if rings
-                else ""
-            )
+            beside = f" and the ring of a request {ring}" if ring else ""
             raise ValueError(
-                f"cache_bytes is {settings.cache_bytes}; a page of {size} tokens takes {page}{beside}, so much or more "
-                "is allowed"
+                f"cache_bytes is {settings.cache_bytes}; a page of {size} tokens takes {page}{beside}, so much or "
+                "more is allowed"
             )
     if wanted is None:
         wanted = settings.max_batch_size * -(-length // size)
-    return PagePool(
-        layout, size, wanted, length, model.device, rings=settings.max_batch_size, **storage
-    )
+    rings = min(rings, wanted)
+    return PagePool(layout, size, wanted, length, model.device, rings=rings, **storage)

@@ -158,7 +158,7 @@ class Scheduler:
     @property
     def places_left(self) -> int:
         """How many more sequences may run."""
-        return self.settings.max_batch_size - sum(self._slots(other) for other in self.running)
+        return self.blocks.places - sum(self._slots(other) for other in self.running)
 
     def _push_out_paused(self) -> bool:
         """The newest that is paused gives way to one that waits; False if none is."""
@@ -192,7 +192,7 @@ class Scheduler:
         most = self.settings.lookup_tokens
         for work in list(found.values()) if most else []:
             sequence = work.sequence
-            count = min(most, budget, sequence.left - 1)
+            count = min(most, budget, sequence.left - 1, self.blocks.most(sequence, most + 1) - 1)
             if (
                 not (work.is_whole and work.count == 1 and sequence.new)
                 or sequence.drafts is None

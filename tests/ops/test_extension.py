@@ -227,7 +227,7 @@ def test_bad_arguments_are_named():
 
 def test_format_table_is_the_python_one():
     text = (CSRC / "formats.h").read_text()
-    enumerators = re.search(r"enum class Format : int \{(.*?)\}", text).group(1)
+    enumerators = re.search(r"enum class Format : int \{(.*?)\}", text, re.DOTALL).group(1)
     found = {name: int(index) for name, index in re.findall(r"(\w+) = (\d+)", enumerators)}
     assert found == {row.name: row.index for row in FORMATS.values()}
     codes = torch.arange(16, dtype=torch.uint8)[None]  # the low nibbles; the high ones are 0
