@@ -171,7 +171,9 @@ def defaults_lines() -> list[str]:
     rows = []
     for kind, roles in DEFAULTS.items():
         for role, settings in roles.items():
-            words = [n if x is True else f"{n}={x}" for n, x in settings.items()]
+            words = [
+                n if x is True else f"{n}={getattr(x, 'value', x)}" for n, x in settings.items()
+            ]
             rows.append([f"`{kind}`", "keys" if role == "k" else "values", f"`{', '.join(words)}`"])
     return page_table(("kind", "of", "settings"), rows, left=3)
 
