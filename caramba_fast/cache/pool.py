@@ -101,7 +101,7 @@ class PagePool:
     @torch.no_grad()
     def read_ring(self, ring: int) -> PageBytes:
         """What a ring holds, on the CPU."""
-        return [tail[ring].cpu() for tail in self._tails]
+        return [tail[ring].to("cpu", copy=True) for tail in self._tails]
 
     @torch.no_grad()
     def write_ring(self, ring: int, content: PageBytes) -> None:
