@@ -84,14 +84,22 @@ def model(head_dim: int) -> Transformer:
 
 
 def lengthen(cache: ModelKVCache, length: int) -> None:
-    """Repeats the tokens that a cache holds until every row has ``length``; all layers at once."""
-    held = cache.pos
+    """Repeats the tokens that a cache holds until every row has ``length``; all layers at once.
+
+    Whole groups of them, where keys are stored by channel; rings hold whatever they held.
+    """
+    pos = cache.pos
     for layer in cache:
+        held = pos // layer.group * layer.group
         for stream in layer.streams.values():
             for buffer in (x for x in (stream.codes, stream.scales) if x is not None):
-                for start in range(held, length, held):
-                    part = buffer[:, :, start : min(start + held, length)]
+                slots = stream.codes.shape[2] // buffer.shape[2]  # of scales one for each group
+                size, end = held // slots, -(-length // slots)
+                for start in range(size, end, size):
+                    part = buffer[:, :, start : min(start + size, end)]
                     part.copy_(buffer[:, :, : part.shape[2]])
+            if stream.tail is not None:
+                stream.tail.nan_to_num_(0.0, 0.0, 0.0)
         layer.lengths.set([length] * layer.batch_size)
 
 

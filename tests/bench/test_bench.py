@@ -223,7 +223,7 @@ def test_roofline_needs_one_token_decode_rows(tmp_path: Path):
 def test_a_lengthened_cache_repeats_the_prompt_and_takes_steps():
     setting = decode_model.Setting(64, 2, 300)
     of = decode_model.model(64)
-    steps = {kind: decode_model.Steps(of, setting, kind) for kind in ("fp16", "q4")}
+    steps = {kind: decode_model.Steps(of, setting, kind) for kind in ("fp16", "q4:plain,rotate")}
     for kind, entry in steps.items():
         cache = entry.generator.cache
         assert cache is not None and cache.row_lengths == [300, 300], kind
@@ -232,7 +232,7 @@ def test_a_lengthened_cache_repeats_the_prompt_and_takes_steps():
                 for x in (stream.codes, stream.scales):
                     assert x is None or torch.equal(x[:, :, 172:300], x[:, :, 44:172])
         assert entry.take(2) > 0 and cache.row_lengths == [302, 302]
-    assert steps["q4"].generator.cache[0].v.config.rotate
+    assert steps["q4:plain,rotate"].generator.cache[0].v.config.rotate
 
 
 def test_decode_steps_are_measured_in_groups_that_fit(monkeypatch, tmp_path, capsys):

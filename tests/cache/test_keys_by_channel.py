@@ -97,7 +97,7 @@ def test_rows_that_grow_or_lose_their_front_keep_what_they_hold(spec):
     cache.append(k[:, :, :129], v[:, :, :129])
     before = cache.attend(queries(2))
     cache.grow(700)
-    assert torch.equal(cache.attend(queries(2)), before)
+    assert relative_l2(cache.attend(queries(2)), before) <= 1e-6
     cache.append(k[:, :, 129:600], v[:, :, 129:600])
     count = 389 // cache.group * cache.group
     whole = cache.attend(queries(2), window_size=(90, 0))

@@ -164,7 +164,7 @@ def test_the_demo_command_measures_both_models(capsys, monkeypatch):
         "dba": ["fp16", "q8", "q4", "q4:plain", "q4/q8/q4"],
     }
     bytes_of = {row.kind: row.metrics.bytes_per_token for row in rows["gqa"]}
-    assert bytes_of == {"fp16": 2048, "q8": 1088, "q4": 576, "q4:plain": 576, "nf4": 576}
+    assert bytes_of == {"fp16": 2048, "q8": 1120, "q4": 608, "q4:plain": 576, "nf4": 608}
     for found in rows.values():
         assert found[0].quality.delta_nll == 0
         assert all(row.text and row.quality.ppl_ratio < 1.2 for row in found)

@@ -106,7 +106,7 @@ def test_streams_are_candidates_apart_and_kinds_keep_their_defaults(model: Trans
     assert found[0] == "fp16" and len(set(found)) == len(found)
     assert any("/" in spec for spec in found) and not any("plain" in spec for spec in found)
     config = cache_configs("q4")["k_cfg"]
-    assert config.rotate and config.residual_len == DEFAULTS["q4_0"]["k"]["residual_len"]
+    assert config.group == 32 and config.residual_len == DEFAULTS["q4_0"]["k"]["residual_len"]
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,8 @@ def play(name, spec, prefill="stored", atol=1e-5, **options):
         seen += count
     for cache in caches:
         cache.crop([3, 250])
+    # A group that is cut into comes back from its codes in one process; a rank may still have its tokens in fp16.
+    atol = max(atol, 5e-3) if caches[0][0].group > 1 else atol
     feed(name, caches, ids(2, 40, 6), atol, query_lens=[40, 17])
     feed(name, caches, ids(2, 1, 7), atol)
     feed(name, caches, ids(2, 3, 7), atol, query_lens=[0, 3])
@@ -104,10 +106,13 @@ def check_pages_hold_the_bytes_of_one_process():
                 pages = [p for p in spread.placement.spread.pages_of(rank) if p * PAGE < 500]
                 assert len(held) == len(pages)
                 for mine, page in zip(held, pages, strict=True):
-                    n = min(PAGE, 500 - page * PAGE)
-                    for one, other in ((stream.codes, own.codes), (stream.scales, own.scales)):
-                        part = one[row, :, page * PAGE : page * PAGE + n]
-                        assert torch.equal(part, other[mine, :, :n])
+                    # Groups by channel that are not full have no codes yet.
+                    n = min(PAGE, 500 - page * PAGE) // stream.group * stream.group
+                    for one, other, per in (
+                        (stream.codes, own.codes, 1), (stream.scales, own.scales, stream.group)
+                    ):  # fmt: skip
+                        part = one[row, :, page * PAGE // per : (page * PAGE + n) // per]
+                        assert torch.equal(part, other[mine, :, : n // per])
 
 
 def check_rows_are_reordered_and_taken():
@@ -160,7 +165,7 @@ def check_ranks_of_different_sizes():
 
 def check_bytes_are_those_of_the_formulas():
     size, rank = group().size, group().rank
-    for name, spec in (("gqa", "fp32"), ("gqa", "q4"), ("dba", "q8")):
+    for name, spec in (("gqa", "fp32"), ("gqa", "q4:plain,residual_len=32"), ("dba", "q8:plain")):
         given = model(name)
         _, cache = pair(name, 2, 700, spec)
         layer = cache[0]
