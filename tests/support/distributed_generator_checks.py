@@ -31,7 +31,8 @@ def check_the_generator_writes_the_same_tokens():
         rooms = [cache[0].placement.spread.tokens_of(rank) for rank in range(group().size)]
         assert max(rooms) < len(prompt), "longer than the room of any rank"
         whole = ModelKVCache(demo.cache_layout, 1, 640, **cache_configs(spec)).nbytes
-        assert cache.nbytes < 0.8 * whole
+        # By channel a rank has two rings: of the newest tokens, and of its own group that is not full.
+        assert cache.nbytes < (0.8 if cache[0].local.group == 1 else 1.0) * whole
 
 
 def check_sampling_ragged_batches_beams_and_turns():
