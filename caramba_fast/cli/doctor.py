@@ -81,7 +81,8 @@ def _print_backends(console: Console, title: str, statuses: list[BackendStatus])
     served = Table("op", "device", "runs", "why not the others", title=title, title_justify="left")
     for status in statuses:
         why = "\n".join(f"{name}: {reason}" for name, reason in status.reasons.items())
-        served.add_row(status.op, status.device, status.runs, escape(why))
+        name = status.op.replace(".", "\n.")  # long ones, of kinds by channel, on two lines
+        served.add_row(name, status.device, status.runs, escape(why))
     console.print(served)
 
 

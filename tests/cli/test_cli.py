@@ -491,7 +491,7 @@ def test_doctor_stays_readable_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPa
     result = invoke("doctor")
     assert max(map(len, result.stdout.splitlines())) <= 80
     for status in backends():
-        assert status.op in result.stdout
+        assert all(part in result.stdout for part in status.op.split("."))
         assert all(f"{backend}:" in result.stdout for backend in status.reasons)
 
 

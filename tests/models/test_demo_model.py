@@ -169,7 +169,7 @@ def test_the_demo_command_measures_both_models(capsys, monkeypatch):
         assert found[0].quality.delta_nll == 0
         assert all(row.text and row.quality.ppl_ratio < 1.2 for row in found)
     printed = capsys.readouterr().out
-    assert "16.8x" in printed and "perplexity" in printed
+    assert "16.0x" in printed and "perplexity" in printed
 
 
 def test_configs_are_complete():
