@@ -263,6 +263,7 @@ def page() -> str:
         ("dba", "Decoupled attention (DBA)", 3),
     ):
         if not subjects(demo):
+            lines += [f"{label}: not measured with the present defaults.", ""]
             continue
         lines += [f"### {label}: what is promised", "", *claim_lines(demo)]
         if read(f"{demo}-claims"):
