@@ -107,7 +107,7 @@ class LayerRows(CachedRows):
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Shortens rows to ``lengths``, none longer than it is."""
-        self.shorten(lengths, self._refill)
+        self.shorten(lengths, self.refill)
 
     def shorten(self, lengths: Sequence[int], refill: Refill) -> None:
         """`set_lengths`, where ``refill`` knows what the rings have lost."""
@@ -119,7 +119,7 @@ class LayerRows(CachedRows):
         if self.pages is not None:
             self.pages.shrink(lengths)
 
-    def _refill(self, row: int, start: int, stop: int) -> None:
+    def refill(self, row: int, start: int, stop: int) -> None:
         """Puts positions back into the rings from their codes."""
         for name, stream in self.streams.items():
             values = self.stored(name, stop)[row : row + 1, :, start:]

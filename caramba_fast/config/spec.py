@@ -32,7 +32,7 @@ _VALUES = {"fit": "mse", "rotate": True, **_RING}
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "q8_0": {
         "k": {"kind": KVCacheKind.Q8_CHANNEL, "tail_slack": TAIL_SLACK},
-        "v": {"tail_slack": TAIL_SLACK},
+        "v": {"rotate": True, "tail_slack": TAIL_SLACK},
     },
     "q4_0": {"k": _KEYS, "v": _VALUES},
     "nf4": {"k": _KEYS, "v": _VALUES},

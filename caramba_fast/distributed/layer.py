@@ -255,6 +255,7 @@ class ContextParallelLayer(CachedRows):
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Shortens rows to ``lengths``, none longer than it is, on every rank."""
+        lost: list[tuple[int, int, int]] = []
         if self.ring is not None:
             self.ring.narrow_tails()
             wanted = [min(a, b) for a, b in zip(lengths, self.ring.lengths.host, strict=True)]
@@ -265,7 +266,20 @@ class ContextParallelLayer(CachedRows):
         self.local.set_lengths(
             [min(a, b) for a, b in zip(held, self.local.lengths.host, strict=True)]
         )
+        if self.local.group > 1:
+            self._refill_open_groups(lost)
         self.lengths.set(lengths)
+
+    def _refill_open_groups(self, places: Sequence[tuple[int, int, int]]) -> None:
+        """Puts positions (row, start, stop) that the ring got back from their codes into the pages' rings as well.
+
+        Few tokens are a rank's own, so that its pages' ring may still have what one process would have only as codes.
+        """
+        spread, rank = self.placement.spread, self.group.rank
+        for row, start, stop in places:
+            first, end = spread.count(rank, np.array([start, stop])).tolist()
+            if first < end:
+                self.local.refill(row, first, end)
 
     def reorder(self, beam_idx: Tensor) -> None:
         """Row b becomes what row ``beam_idx[b]`` was; pages are shared until a row writes.
