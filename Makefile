@@ -28,6 +28,7 @@ help:
 	@echo "make bench-serve  a fixed load: the engine beside static batches and transformers (CPU, eight minutes)"
 	@echo "make bench-hf     decode steps under transformers beside its own caches (CPU, half an hour)"
 	@echo "make real         what caches cost real models, fetched first (REAL=--quick: a small part; hours without)"
+	@echo "make bench-real   decode steps of real models beside llama.cpp (CPU, an hour)"
 	@echo "make bench-rows   the same cases through pytest-benchmark (GRID=quick|cpu|core)"
 	@echo "make aot          compile the Triton kernels ahead of time and record what they cost"
 	@echo "make train        train both demo models again (close to three hours)"
@@ -150,6 +151,14 @@ real: $(VENV)/.real
 	$(BIN)/python -m caramba_fast.bench.real.prompts $(REAL)
 	$(BIN)/python -m caramba_fast.bench.real.tasks $(REAL)
 	$(if $(findstring --quick,$(REAL)),,$(BIN)/python -m caramba_fast.bench.pages.quality_page)
+
+# Tokens/s, first tokens and memory of the real models beside llama.cpp, where llama-cpp-python is installed; an hour.
+.PHONY: bench-real
+bench-real: $(VENV)/.real $(VENV)/.test
+	$(BIN)/python -m caramba_fast.bench.real.models --gguf
+	$(BIN)/python -m caramba_fast.bench.real.decode --prompts 1024 4096
+	$(BIN)/python -m caramba_fast.bench.pages.real_decode_page
+	$(BIN)/python -m caramba_fast.bench.pages.report $$(ls bench/results/cpu.csv bench/results/cuda.csv 2>/dev/null) > docs/performance.md
 
 # What a quiet machine measured, as the page that is in the repository.
 bench-page: $(VENV)/.test

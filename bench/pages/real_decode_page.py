@@ -1,0 +1,129 @@
+"""Speed of real models in docs/performance.md: decode steps by cache and program, first tokens, and a picture.
+
+``python -m caramba_fast.bench.pages.real_decode_page`` writes the picture that page and README show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from caramba_fast.bench.kernels.table import read
+from caramba_fast.bench.pages.sections import RESULTS, ROOT, table
+
+DECODE, FIRST_TOKEN = "-decode.csv", "-first-token.csv"
+PICTURE = ROOT.parent / "docs" / "decode-real.png"
+MIB = 2**20
+#: What is drawn: program and cache, colour.
+DRAWN = {
+    ("transformers", "dynamic"): "C7", ("accelerate", "q8"): "C0", ("accelerate", "q4"): "C3",
+    ("llama.cpp", "f16"): "C2", ("llama.cpp", "q8_0"): "C8", ("llama.cpp", "q4_0"): "C1",
+}  # fmt: skip
+Row = Mapping[str, str]
+TEXT = """`python -m caramba_fast.bench.real.decode` (`make bench-real`): one token at a time behind a context, batch 1,
+all programs in turn in every round. Tokens/s of transformers with its DynamicCache, then what the others reach as
+multiples of it. accelerate is the same model with our caches, Generator our own loop. llama.cpp computes with weights
+of 4 bits, the others with those named: at short contexts that, not the cache, is what a step costs."""
+
+
+def section(folder: Path = RESULTS / "real") -> list[str]:
+    """The part of the page; empty where nothing was measured."""
+    found = [rows for path in sorted(folder.glob(f"*{DECODE}")) if (rows := list(read(path)))]
+    if not found:
+        return []
+    lines = [
+        "## Real models",
+        "",
+        TEXT,
+        "",
+        f"![tokens per second and cache bytes]({PICTURE.name})",
+        "",
+    ]
+    for rows in found:
+        lines += _model(rows)
+    first = [row for path in sorted(folder.glob(f"*{FIRST_TOKEN}")) for row in read(path)]
+    return lines + (_first_tokens(first) if first else [])
+
+
+def _names(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Program and cache, in the order they were measured."""
+    return list(dict.fromkeys((row["program"], row["cache"]) for row in rows))
+
+
+def _model(rows: Sequence[Row]) -> list[str]:
+    first, names = rows[0], _names(rows)
+    contexts = list(dict.fromkeys(row["context"] for row in rows))
+    found = {(row["context"], row["program"], row["cache"]): row for row in rows}
+    weights = dict.fromkeys(f"{row['program']} {row['weights']}" for row in rows)
+    versions = dict.fromkeys(row["version"] for row in rows)
+    about = (
+        f"{first['device']}, {first['threads']} thread(s), torch {first['torch']}, {', '.join(versions)}; weights: "
+        f"{', '.join(weights)}."
+    )
+    heads = [" ".join(name) for name in names[1:]]
+
+    def cells(context: str, column: str, scale: float, form: str) -> list[str]:
+        some = (found.get((context, *name)) for name in names)
+        return ["" if row is None else format(float(row[column]) / scale, form) for row in some]
+
+    speed, size = [], []
+    for context in contexts:
+        base, *ratios = cells(context, "vs_dynamic", 1, ".2f")
+        base = format(float(found[(context, *names[0])]["tokens_per_s"]), ".1f")
+        speed.append((context, base, *(f"{ratio}×" if ratio else "" for ratio in ratios)))
+        size.append((context, *cells(context, "cache_bytes", MIB, ".1f")))
+    return [
+        f"### {first['model']}", "", about, "", *table(("context", "DynamicCache, tokens/s", *heads), speed), "",
+        "MiB of the cache:", "", *table(("context", "DynamicCache", *heads), size), "",
+    ]  # fmt: skip
+
+
+def _first_tokens(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        "### First token and memory", "",
+        "Seconds until the first token behind a prompt, and the most memory the process held, weights and libraries "
+        "included (median of rounds; each in a process of its own, in turn).", "",
+    ]  # fmt: skip
+    body = [
+        (
+            row["model"], row["prompt"], f"{row['program']} {row['cache']}", f"{float(row['first_token_s']):.2f}",
+            f"{row['vs_dynamic']}×", row["peak_mib"],
+        )
+        for row in rows
+    ]  # fmt: skip
+    head = ("model", "prompt", "program", "seconds", "times as fast", "MiB")
+    return [*lines, *table(head, body), ""]
+
+
+def draw(folder: Path, path: Path) -> None:
+    """Tokens/s and cache bytes against context, a row of two pictures a model.
+
+    Raises:
+        ValueError: nothing was measured.
+        ModuleNotFoundError: matplotlib is missing.
+    """
+    from caramba_fast.quality.plot import new_figure, write_figure  # noqa: PLC0415 - heavy
+
+    found = [rows for path in sorted(folder.glob(f"*{DECODE}")) if (rows := list(read(path)))]
+    if not found:
+        raise ValueError(f"{folder} has no *{DECODE}: run caramba_fast.bench.real.decode")
+    figure = new_figure(9.0, 3.4 * len(found))
+    grid = figure.subplots(len(found), 2, squeeze=False)
+    for axes, rows in zip(grid, found, strict=True):
+        for name, colour in DRAWN.items():
+            mine = [row for row in rows if (row["program"], row["cache"]) == name]
+            contexts = [int(row["context"]) for row in mine]
+            style = {"color": colour, "label": " ".join(name), "marker": "o", "markersize": 3}
+            if mine:
+                axes[0].plot(contexts, [float(row["tokens_per_s"]) for row in mine], **style)
+                axes[1].plot(contexts, [int(row["cache_bytes"]) / MIB for row in mine], **style)
+        for axis, what in zip(axes, ("tokens/s", "MiB of the cache"), strict=True):
+            axis.set(xlabel="context", ylabel=what, ylim=(0, None))
+            axis.set_title(f"{rows[0]['model']}, {rows[0]['dtype']}", fontsize=9)
+            axis.grid(alpha=0.3)
+    grid[0][0].legend(frameon=False, fontsize=7)
+    write_figure(figure, path)
+
+
+if __name__ == "__main__":
+    draw(RESULTS / "real", PICTURE)

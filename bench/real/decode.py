@@ -1,0 +1,223 @@
+"""Decode steps of real models, by cache and by program: ``python -m caramba_fast.bench.real.decode [MODEL ...]``.
+
+A model takes single tokens behind contexts of several lengths: in transformers with its DynamicCache and with ours
+(`accelerate`), in our `Generator`, and in llama.cpp with its own caches (the package llama-cpp-python; it runs the
+GGUF file that the checkpoint was made from, whose weights have 4 bits). Contexts are the states of random tokens,
+repeated; llama.cpp computes its own. All take their steps in turn, in rounds; a ratio is the median over rounds.
+
+With ``--prompts`` each of them also reads a prompt in a process of its own, which gives time to first token and the
+most memory it took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caramba_fast.bench.environment import environment
+from caramba_fast.bench.generation import hf_decode
+from caramba_fast.bench.generation.decode_model import lengthen
+from caramba_fast.bench.kernels.timing import quantile, ratio
+from caramba_fast.bench.pages.real_decode_page import DECODE, FIRST_TOKEN
+from caramba_fast.bench.pages.sections import write_csv
+from caramba_fast.bench.real.first_token import first_tokens
+from caramba_fast.bench.real.llama_cpp import KINDS as LLAMA_KINDS
+from caramba_fast.bench.real.llama_cpp import LlamaCpp
+from caramba_fast.bench.real.models import SOURCES, FetchError, gguf_file, model_folder, title
+from caramba_fast.bench.real.study import RESULTS, file_name
+from caramba_fast.infer import Generator
+from caramba_fast.models import load_model
+
+CONTEXTS = (64, 512, 2048, 8192, 16384)
+#: Under `accelerate`, and in `Generator`.
+ACCELERATED, GENERATOR = ("bf16", "q8", "q4", "nf4"), ("bf16", "q8", "q4")
+#: Tokens whose states are repeated; steps of a round; rounds, and seconds after which no more are begun.
+TEXT, STEPS, ROUNDS, BUDGET_S = 256, 4, 11, 60.0
+QUICK = (64, 2048)
+COLUMNS = (
+    "model", "dtype", "context", "program", "cache", "weights", "samples", "median_ms", "p20_ms", "p80_ms",
+    "tokens_per_s", "vs_dynamic", "cache_bytes", "threads", "version", "device", "torch", "triton", "commit", "source",
+)  # fmt: skip
+
+
+@dataclass
+class Running:
+    """One program with one cache, ready to take steps.
+
+    Attributes:
+        program, cache, weights: in the table.
+        take: seconds of each of so many steps.
+        nbytes: what the cache takes now.
+        rounds: seconds a step, by round; ``steps`` has all of them.
+    """
+
+    program: str
+    cache: str
+    weights: str
+    take: Callable[[int], list[float]]
+    nbytes: Callable[[], int]
+    version: str
+    rounds: dict[int, float] = field(default_factory=dict)
+    steps: list[float] = field(default_factory=list)
+
+
+def in_transformers(
+    model: Any, states: list[tuple[Tensor, Tensor]], context: int, weights: str
+) -> Iterator[Running]:
+    """DynamicCache first, then ours."""
+    version = f"transformers {hf_decode.transformers.__version__}"
+    for entry in hf_decode.filled(model, states, context, ACCELERATED):
+        yield Running(
+            "accelerate" if entry.ours else "transformers", entry.name, weights,
+            lambda count, entry=entry: hf_decode.take_steps(model, entry, count),
+            lambda entry=entry: hf_decode.cache_bytes(entry.cache), version,
+        )  # fmt: skip
+
+
+def in_generator(model: Any, ids: Tensor, context: int, weights: str) -> Iterator[Running]:
+    """Our own loop over our own model."""
+    room = context + ids.shape[1] + (ROUNDS + 2) * (STEPS + 1)
+    for kind in GENERATOR:
+        generator = Generator(
+            model, cache_kind=kind, max_seq_len=room, max_new_tokens=room - ids.shape[1], temperature=0,
+            ignore_eos=True,
+        )  # fmt: skip
+        tokens = generator.generate_iter(ids)
+        next(tokens)
+        assert generator.cache is not None
+        lengthen(generator.cache, context)
+
+        def take(count: int, tokens: Any = tokens) -> list[float]:
+            taken = []
+            for _ in range(count + 1):
+                began = time.perf_counter()
+                next(tokens)
+                taken.append(time.perf_counter() - began)
+            return taken[1:]
+
+        yield Running(
+            "Generator", kind, weights, take, lambda g=generator: g.cache.nbytes, "caramba_fast"
+        )
+
+
+def in_llama_cpp(name: str, running: dict[str, LlamaCpp], context: int) -> Iterator[Running]:
+    """llama.cpp with each of its caches; a context is what it had before, and as many tokens more as are missing."""
+    for kind, llama in running.items():
+        llama.lengthen(context)
+        yield Running(
+            "llama.cpp", kind, llama.weights(gguf_file(name)), llama.take, llama.nbytes,
+            f"llama-cpp-python {llama.version}",
+        )  # fmt: skip
+
+
+def measure(entries: Sequence[Running], rounds: int, budget_s: float) -> None:
+    """Rounds in which all take their steps; the first is a warm-up."""
+    began = time.perf_counter()
+    for number in range(-1, rounds):
+        for entry in entries:
+            taken = entry.take(STEPS)
+            if number >= 0:
+                entry.steps += taken
+                entry.rounds[number] = statistics.median(taken)
+        if number >= 2 and time.perf_counter() - began > budget_s:
+            return
+
+
+def rows_of(
+    name: str, dtype: str, context: int, entries: Sequence[Running]
+) -> Iterator[dict[str, Any]]:
+    """The lines of one context."""
+    base = entries[0]
+    for entry in entries:
+        median = quantile(entry.steps, 0.5)
+        yield {
+            "model": title(name), "dtype": dtype, "context": context, "program": entry.program, "cache": entry.cache,
+            "weights": entry.weights, "samples": len(entry.steps), "median_ms": f"{1e3 * median:.3f}",
+            "p20_ms": f"{1e3 * quantile(entry.steps, 0.2):.3f}", "p80_ms": f"{1e3 * quantile(entry.steps, 0.8):.3f}",
+            "tokens_per_s": f"{1 / median:.2f}", "vs_dynamic": f"{ratio(base.rounds, entry.rounds):.3f}",
+            "cache_bytes": entry.nbytes(), "threads": torch.get_num_threads(), "version": entry.version,
+            **environment(torch.device("cpu")),
+        }  # fmt: skip
+
+
+def decode(
+    name: str, contexts: Sequence[int], dtype: torch.dtype, rounds: int, budget_s: float
+) -> Iterator[list[dict[str, Any]]]:
+    """The lines of every context of one model."""
+    folder = model_folder(name)
+    hf: Any = hf_decode.transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    most = getattr(hf.config, "max_position_embeddings", max(contexts))
+    native = load_model(folder, dtype=dtype)
+    ids = torch.randint(hf.config.vocab_size, (1, TEXT), generator=torch.Generator().manual_seed(0))
+    states = hf_decode.prompt_states(hf.eval(), ids)
+    short = str(dtype).removeprefix("torch.")
+    reach = max(c for c in contexts if c <= most)
+    peers = (
+        {kind: LlamaCpp(gguf_file(name), kind, reach + 4 * TEXT, ids[0].tolist()) for kind in LLAMA_KINDS}
+        if name in SOURCES and find_spec("llama_cpp")
+        else {}
+    )  # fmt: skip
+    if not peers:
+        print(f"llama.cpp does not run {name} here: llama-cpp-python or a GGUF file is missing")
+    for context in sorted(contexts):
+        if context > most:
+            print(f"{name} has {most} positions: {context} tokens are left out")
+            continue
+        entries = [
+            *in_transformers(hf, states, context, short),
+            *in_generator(native, ids[:, : min(TEXT, context)], context, short),
+            *in_llama_cpp(name, peers, context),
+        ]
+        measure(entries, rounds, budget_s)
+        yield list(rows_of(name, short, context, entries))
+
+
+def main() -> None:
+    """Measures the models named, by default all, and writes lines as soon as they are there."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help=f"of {', '.join(SOURCES)}, or a folder"
+    )
+    parser.add_argument("--contexts", type=int, nargs="*")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--prompts", type=int, nargs="*", help="also first tokens behind so many tokens"
+    )
+    parser.add_argument("--quick", action="store_true", help=f"contexts of {QUICK}, few rounds")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    args = parser.parse_args()
+    contexts = args.contexts or (QUICK if args.quick else CONTEXTS)
+    rounds, budget = (3, 10.0) if args.quick else (ROUNDS, BUDGET_S)
+    for name in args.models or SOURCES:
+        try:
+            rows: list[dict[str, Any]] = []
+            for part in decode(name, contexts, getattr(torch, args.dtype), rounds, budget):
+                rows += part
+                write_csv(args.out / f"{file_name(name)}{DECODE}", COLUMNS, rows)
+                for row in part:
+                    print(
+                        *(
+                            row[c]
+                            for c in ("context", "program", "cache", "tokens_per_s", "vs_dynamic")
+                        ),
+                        flush=True,
+                    )
+            if args.prompts:
+                first_tokens(
+                    name, args.prompts, args.dtype, args.out / f"{file_name(name)}{FIRST_TOKEN}"
+                )
+        except FetchError as error:
+            parser.exit(1, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()

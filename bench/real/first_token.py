@@ -1,0 +1,138 @@
+"""Time to first token and the most memory: each program reads a prompt in a process of its own, in turn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from caramba_fast.bench.pages.sections import write_csv
+from caramba_fast.bench.real.llama_cpp import KINDS as LLAMA_KINDS
+from caramba_fast.bench.real.llama_cpp import LlamaCpp
+from caramba_fast.bench.real.models import SOURCES, gguf_file, model_folder, title
+
+#: Reads a prompt and writes so many tokens.
+Run = Callable[[list[int], int], object]
+ROUNDS, STEPS, WARM_UP = 3, 8, 64
+COLUMNS = (
+    "model", "dtype", "prompt", "program", "cache", "samples", "first_token_s", "vs_dynamic", "peak_mib", "threads"
+)  # fmt: skip
+#: Program and cache of every process.
+PROGRAMS = (
+    ("transformers", "dynamic"),
+    ("accelerate", "q8"),
+    ("accelerate", "q4"),
+    ("Generator", "q4"),
+)
+
+
+def first_tokens(name: str, prompts: Sequence[int], dtype: str, path: Path) -> None:
+    """Writes medians over `ROUNDS` rounds, in which every program has its turn."""
+    programs = list(PROGRAMS)
+    if name in SOURCES and find_spec("llama_cpp"):
+        programs += [("llama.cpp", kind) for kind in LLAMA_KINDS]
+    rows: list[dict[str, Any]] = []
+    for prompt in prompts:
+        found: dict[tuple[str, str], list[dict[str, float]]] = {one: [] for one in programs}
+        for _ in range(ROUNDS):
+            for one in programs:
+                found[one].append(_process(name, prompt, dtype, *one))
+        base = _median(found[programs[0]], "seconds")
+        for (program, cache), samples in found.items():
+            seconds = _median(samples, "seconds")
+            rows.append(
+                {
+                    "model": title(name), "dtype": dtype, "prompt": prompt, "program": program, "cache": cache,
+                    "samples": len(samples), "first_token_s": f"{seconds:.3f}", "vs_dynamic": f"{base / seconds:.3f}",
+                    "peak_mib": f"{_median(samples, 'peak') / 2**20:.0f}", "threads": torch.get_num_threads(),
+                }
+            )  # fmt: skip
+            print(*(rows[-1][column] for column in COLUMNS[2:9]), flush=True)
+        write_csv(path, COLUMNS, rows)
+
+
+def _median(samples: Sequence[dict[str, float]], name: str) -> float:
+    return sorted(sample[name] for sample in samples)[len(samples) // 2]
+
+
+def _process(name: str, prompt: int, dtype: str, program: str, cache: str) -> dict[str, float]:
+    command = [sys.executable, "-m", __name__, name, str(prompt), dtype, program, cache]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[3:])} failed: {done.stderr.strip()[-800:]}")
+    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def _transformers(name: str, dtype: torch.dtype, cache: str) -> Run:
+    library: Any = import_module("transformers")
+    model = library.AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=dtype).eval()
+    if cache != "dynamic":
+        import_module("caramba_fast").accelerate(model, cache)
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return lambda ids, count: model.generate(torch.tensor([ids]), max_new_tokens=count, **options)
+
+
+def _generator(name: str, dtype: torch.dtype, cache: str) -> Run:
+    infer: Any = import_module("caramba_fast.infer")
+    generator = infer.Generator.from_checkpoint(
+        model_folder(name), dtype=dtype, cache_kind=cache, temperature=0, ignore_eos=True
+    )
+
+    def run(ids: list[int], count: int) -> None:
+        generator.reset()
+        generator.generate([ids], max_new_tokens=count)
+
+    return run
+
+
+def _llama_cpp(name: str, _: torch.dtype, cache: str, room: int) -> Run:
+    llama = LlamaCpp(gguf_file(name), cache, room, [0])
+
+    def run(ids: list[int], count: int) -> None:
+        llama.model.reset()
+        llama.model.eval(ids)
+        for _ in range(count - 1):
+            llama.model.eval(ids[:1])
+
+    return run
+
+
+def _made(name: str, dtype: torch.dtype, program: str, cache: str, room: int) -> Run:
+    if program == "llama.cpp":
+        return _llama_cpp(name, dtype, cache, room)
+    return (_generator if program == "Generator" else _transformers)(name, dtype, cache)
+
+
+def main() -> None:
+    """One program, one prompt: what it took, as JSON."""
+    parser = argparse.ArgumentParser()
+    for argument in ("name", "prompt", "dtype", "program", "cache"):
+        parser.add_argument(argument, type=int if argument == "prompt" else str)
+    args = parser.parse_args()
+    config: Any = json.loads((model_folder(args.name) / "config.json").read_text(encoding="utf-8"))
+    chosen = torch.Generator().manual_seed(0)
+    ids = torch.randint(config["vocab_size"], (args.prompt,), generator=chosen).tolist()
+    run = _made(
+        args.name, getattr(torch, args.dtype), args.program, args.cache, args.prompt + 4 * STEPS
+    )
+    run(ids[:WARM_UP], STEPS)  # what is done once: kernels chosen, memory had
+    began = time.perf_counter()
+    run(ids, 1)
+    seconds = time.perf_counter() - began
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"seconds": seconds, "peak": peak}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""llama.cpp's own decode, through llama-cpp-python: one context for each kind of cache it has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+#: Our word for a cache, and llama.cpp's: fp16, and blocks of 32 values with 8 or 4 bits for keys and values.
+KINDS = {"f16": "GGML_TYPE_F16", "q8_0": "GGML_TYPE_Q8_0", "q4_0": "GGML_TYPE_Q4_0"}
+#: Bytes of 32 values.
+BYTES = {"f16": 64, "q8_0": 34, "q4_0": 18}
+_BATCH = 512
+
+
+class LlamaCpp:
+    """A context of llama.cpp with flash attention, on torch's number of threads.
+
+    Args:
+        gguf: the model.
+        kind: of `KINDS`.
+        room: tokens there is room for.
+        text: token ids that are repeated as its context.
+    """
+
+    def __init__(self, gguf: Path, kind: str, room: int, text: Sequence[int]) -> None:
+        package: Any = import_module("llama_cpp")
+        self.kind, self.version, self._text = kind, package.__version__, list(text)
+        threads = torch.get_num_threads()
+        stored = getattr(package, KINDS[kind])
+        self.model = package.Llama(
+            str(gguf), n_ctx=room, n_batch=_BATCH, n_ubatch=_BATCH, n_threads=threads, n_threads_batch=threads,
+            type_k=stored, type_v=stored, flash_attn=True, n_gpu_layers=0, verbose=False,
+        )  # fmt: skip
+
+    @property
+    def length(self) -> int:
+        """Tokens in its context."""
+        return int(self.model.n_tokens)
+
+    def lengthen(self, context: int) -> None:
+        """Computes tokens of the text until the context has so many."""
+        while self.length < context:
+            start = self.length
+            again = self._text * (2 + (context - start) // len(self._text))
+            first = start % len(self._text)
+            self.model.eval(again[first : first + context - start])
+
+    def take(self, count: int) -> list[float]:
+        """Seconds of each of ``count`` steps, and one before them that is not counted."""
+        token, taken = self._text[0], []
+        for _ in range(count + 1):
+            began = time.perf_counter()
+            self.model.eval([token])
+            taken.append(time.perf_counter() - began)
+        return taken[1:]
+
+    def nbytes(self) -> int:
+        """Bytes of keys and values of the tokens in the context, from the format: it allocates its room at once."""
+        package: Any = import_module("llama_cpp")
+        model = self.model.model
+        layers, heads = package.llama_model_n_layer(model), package.llama_model_n_head_kv(model)
+        dim = package.llama_model_n_embd(model) // package.llama_model_n_head(model)
+        return 2 * layers * heads * dim * self.length * BYTES[self.kind] // 32
+
+    def weights(self, gguf: Path) -> str:
+        """What the weights are stored in, as the file says it."""
+        kind = str(self.model.metadata.get("general.file_type", ""))
+        return {"2": "Q4_0", "3": "Q4_1", "7": "Q8_0", "15": "Q4_K_M"}.get(kind, gguf.name)

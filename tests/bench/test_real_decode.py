@@ -1,0 +1,141 @@
+"""Decode steps of real models: every program takes its steps, and the page says what was measured."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from caramba_fast.bench.kernels.table import read
+from caramba_fast.bench.pages import real_decode_page, report
+from caramba_fast.bench.pages.sections import write_csv
+from caramba_fast.bench.real import decode, first_token, llama_cpp, models
+from caramba_fast.models.demos import demo_path
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Two contexts of the demo model."""
+    pytest.importorskip("transformers")
+    found = decode.decode(str(demo_path()), (64, 256), torch.float32, rounds=3, budget_s=60)
+    return [row for part in found for row in part]
+
+
+def test_every_program_takes_its_steps_at_every_context(rows):
+    named = {(row["context"], row["program"], row["cache"]): row for row in rows}
+    for context in (64, 256):
+        for program, caches in (
+            ("accelerate", decode.ACCELERATED),
+            ("Generator", decode.GENERATOR),
+        ):
+            for cache in caches:
+                row = named[context, program, cache]
+                assert row["samples"] == 3 * decode.STEPS
+                assert float(row["tokens_per_s"]) > 0 and float(row["vs_dynamic"]) > 0
+        assert named[context, "transformers", "dynamic"]["vs_dynamic"] == "1.000"
+    sizes = [named[256, "accelerate", kind]["cache_bytes"] for kind in ("q4", "q8", "bf16")]
+    assert (
+        sizes == sorted(sizes) and sizes[-1] < named[256, "transformers", "dynamic"]["cache_bytes"]
+    )
+
+
+def test_contexts_beyond_the_positions_of_a_model_are_left_out_with_a_line(monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(decode, "GENERATOR", ())
+    monkeypatch.setattr(decode, "ACCELERATED", ("q4",))
+    found = list(decode.decode(str(demo_path()), (64, 10**6), torch.float32, 1, 1))
+    assert [part[0]["context"] for part in found] == [64]
+    assert "1000000 tokens are left out" in capsys.readouterr().out
+
+
+def test_the_page_has_speed_sizes_and_first_tokens(rows, tmp_path):
+    folder = tmp_path / "real"
+    write_csv(folder / f"demo{real_decode_page.DECODE}", decode.COLUMNS, rows)
+    first = {
+        "model": "Demo", "prompt": 64, "program": "accelerate", "cache": "q4", "first_token_s": "0.250",
+        "vs_dynamic": "1.100", "peak_mib": "321",
+    }  # fmt: skip
+    write_csv(folder / f"demo{real_decode_page.FIRST_TOKEN}", first_token.COLUMNS, [first])
+    page = "\n".join(real_decode_page.section(folder))
+    row = next(
+        r for r in rows if (r["context"], r["program"], r["cache"]) == (256, "accelerate", "q4")
+    )
+    assert f"{float(row['vs_dynamic']):.2f}×" in page and "accelerate q4" in page
+    assert "| Demo | 64 | accelerate q4 | 0.25 | 1.100× | 321 |" in page
+    csv = tmp_path / "cpu.csv"
+    csv.write_text("device,implementation\n")
+    assert page in report.report([csv])
+    assert not real_decode_page.section(tmp_path)
+    pytest.importorskip("matplotlib")
+    real_decode_page.draw(folder, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match=r"decode\.csv"):
+        real_decode_page.draw(tmp_path, tmp_path / "none.png")
+
+
+class Context:
+    """What llama-cpp-python's context does of what is asked of it."""
+
+    def __init__(self, path, **options):
+        self.path, self.options, self.n_tokens, self.model, self.seen = path, options, 0, self, []
+        self.metadata = {"general.file_type": "15"}
+
+    def eval(self, ids):
+        self.seen += ids
+        self.n_tokens += len(ids)
+
+
+@pytest.fixture
+def peer(monkeypatch):
+    sizes = {"n_layer": 2, "n_head_kv": 3, "n_embd": 128, "n_head": 4}
+    calls = {f"llama_model_{name}": lambda _, size=size: size for name, size in sizes.items()}
+    types = {name: index for index, name in enumerate(llama_cpp.KINDS.values())}
+    package = SimpleNamespace(__version__="0", Llama=Context, **calls, **types)
+    monkeypatch.setitem(sys.modules, "llama_cpp", package)
+    return package
+
+
+def test_llama_cpp_has_its_context_its_kind_and_its_bytes(peer, tmp_path):
+    found = llama_cpp.LlamaCpp(tmp_path / "m.gguf", "q8_0", 500, [7, 8, 9])
+    assert found.model.options["type_k"] == found.model.options["type_v"] == peer.GGML_TYPE_Q8_0
+    assert found.model.options["flash_attn"] is True
+    found.lengthen(5)
+    found.lengthen(10)
+    assert found.model.seen == [7, 8, 9, 7, 8, 9, 7, 8, 9, 7]
+    assert len(found.take(3)) == 3 and found.length == 14
+    assert found.nbytes() == 2 * 2 * 3 * 32 * 14 * 34 // 32
+    assert found.weights(tmp_path / "m.gguf") == "Q4_K_M"
+
+
+def test_a_gguf_file_is_kept_whole_or_not_at_all(monkeypatch, tmp_path):
+    with pytest.raises(models.FetchError, match="unknown model 'no such'"):
+        models.gguf_file("no such", tmp_path)
+    calls = []
+
+    def assembled(source, work, download):
+        calls.append(source)
+        (work / "model.gguf").write_bytes(b"GGUF")
+        return work / "model.gguf"
+
+    monkeypatch.setattr(models, "assemble", assembled)
+    file = models.gguf_file("smollm2", tmp_path)
+    assert file.read_bytes() == b"GGUF" and models.gguf_file("smollm2", tmp_path) == file
+    assert len(calls) == 1 and not list(tmp_path.glob("*.part"))
+
+
+def test_first_tokens_come_from_processes_of_their_own(monkeypatch, tmp_path):
+    asked = []
+
+    def process(name, prompt, dtype, program, cache):
+        asked.append((program, cache))
+        return {"seconds": 0.5 if program == "transformers" else 0.25, "peak": 2**30}
+
+    monkeypatch.setattr(first_token, "_process", process)
+    monkeypatch.setattr(first_token, "find_spec", lambda _: None)
+    first_token.first_tokens("smollm2", [128], "float32", tmp_path / "out.csv")
+    found = read(tmp_path / "out.csv")
+    assert asked == [*first_token.PROGRAMS] * first_token.ROUNDS
+    assert [row["vs_dynamic"] for row in found] == ["1.000", "2.000", "2.000", "2.000"]
+    assert {row["peak_mib"] for row in found} == {"1024"}
