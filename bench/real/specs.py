@@ -6,8 +6,8 @@ from __future__ import annotations
 BASELINE = "fp16"
 #: llama.cpp's recipe: 4 bits for keys and values, both rotated.
 ROTATED = "q4:plain,rotate"
-#: q4 as the serving engine has it: its pages are shared, so tokens in fp16 that belong to one request are left out.
-SHARED = "q4:residual_len=0,sink_len=0"
+#: q4 as the serving engine has it: its pages are shared, and the newest tokens in fp16 belong to one request.
+SHARED = "q4:residual_len=0"
 #: Caches of the study, in the order of the tables.
 STUDY = ("q8", "q4", "nf4", "q4:qblock=64", SHARED, "q8/q4", ROTATED, "q8:plain", "q4:plain")
 #: Caches behind odd prompts; q8_0 as it is stands for what nobody complains of.

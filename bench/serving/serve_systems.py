@@ -211,7 +211,7 @@ class Transformers:
 def fp16_bytes(model: Any, requests: int) -> int:
     """Bytes of fp16 pages for so many requests of full length."""
     config = GenerateConfig(cache_kind="fp16", cache_residual_len=0, cache_sink_len=0)
-    page, _ = PagePool.sizes(model.cache_layout, PAGE_SIZE, **config.stream_configs())
+    page, *_ = PagePool.sizes(model.cache_layout, PAGE_SIZE, **config.stream_configs())
     return requests * -(-FULL // PAGE_SIZE) * page
 
 

@@ -28,6 +28,9 @@ MOST_TOKENS = 33
 #: Plans a layer keeps; a server's batches have many sizes, and come back to them.
 MOST_PLANS = 64
 
+#: By stream, the ``tail`` and the ``sink`` of a view, where other rows than the streams' have them.
+Sides = Mapping[str, Mapping[str, Tensor]]
+
 
 class LayerOps(NamedTuple):
     """The ops of a kind of layer."""
@@ -67,19 +70,19 @@ class LayerPlans:
         new: Sequence[Tensor],
         start: Tensor,
         options: Mapping[str, Any],
-        tails: Mapping[str, Tensor] | None = None,
+        sides: Sides | None = None,
     ) -> None:
         """Writes (B, H_kv, T, D) of each stream behind ``start`` (B,); options as of `ops.append_`, without None.
 
         Args:
-            tails: rings of these rows in place of the streams' own.
+            sides: rings and sinks of these rows in place of the streams' own.
         """
-        tensors, views = (*new, start), self._with(tails, self._current())
+        tensors, views = (*new, start), self._with(sides, self._current())
         plan = self._find(self.ops.append, tensors, views, options)
         if plan is None:
             named = dict(zip(self.streams, views, strict=True))
             plan = plan_append(self.ops.append, named, new, start, options)
-            if not tails:
+            if not sides:
                 self._keep(self.ops.append, new[0], plan)
         plan.run(tensors, options)
 
@@ -95,23 +98,23 @@ class LayerPlans:
         cache_seqlens: Tensor,
         options: dict[str, Any],
         slots: int | None = None,
-        tails: Mapping[str, Tensor] | None = None,
+        sides: Sides | None = None,
     ) -> tuple[Tensor, Tensor]:
         """out and lse over what is stored, or its first ``slots``; any number of query tokens.
 
         Arguments and options as of `ops.decode_attention`; of `ops.extend_attention` for more than 32 queries.
-        ``tails`` are rings of these rows in place of the streams' own.
+        ``sides`` are rings and sinks of these rows in place of the streams' own.
         """
         extends = queries[0].shape[2] > MAX_QUERY_TOKENS
         op = self.ops.extend if extends else self.ops.decode
         options = window_of(options) if extends else options
         options = {name: value for name, value in options.items() if value is not None}
-        tensors, views = (*queries, cache_seqlens), self._with(tails, self._current(slots))
+        tensors, views = (*queries, cache_seqlens), self._with(sides, self._current(slots))
         plan = self._find(op, tensors, views, options)
         if plan is None:
             named = dict(zip(self.streams, views, strict=True))
             plan = plan_attention(op, named, queries, cache_seqlens, self.n_kv_heads, options)
-            if not tails:
+            if not sides:
                 self._keep(op, queries[0], plan)
         found: tuple[Tensor, Tensor] = plan.run(tensors, options)
         return found
@@ -129,12 +132,12 @@ class LayerPlans:
             self._slots, self._front = slots, [view.slice(slots) for view in views]
         return self._front
 
-    def _with(self, tails: Mapping[str, Tensor] | None, views: list[KVView]) -> list[KVView]:
-        """Views with other rings: of one call, which is planned anew."""
-        if not tails:
+    def _with(self, sides: Sides | None, views: list[KVView]) -> list[KVView]:
+        """Views with other rings and sinks: of one call, which is planned anew."""
+        if not sides:
             return views
         named = zip(self.streams, views, strict=True)
-        return [replace(view, tail=tails[name]) for name, view in named]
+        return [replace(view, **sides[name]) for name, view in named]
 
     def _find(
         self, op: Op, tensors: Sequence[Tensor], views: Sequence[KVView], options: Mapping[str, Any]

@@ -29,11 +29,13 @@ class PagePool:
         num_pages: pages.
         max_seq_len: most tokens of a sequence.
         device: where.
-        rings: sequences that are worked on at once: by channel each has a ring for its group that is not full.
+        rings: sequences that are worked on at once: by channel each has a ring for its group that is not full, and
+            sinks of its own where the storage has them.
         configs: `KVCacheTensorConfig` of the streams, keyword arguments of `ModelKVCache`.
 
     Raises:
-        ValueError: a storage with tails or sinks, which belong to one sequence; or what `ModelKVCache` raises.
+        ValueError: a storage with tails, which belong to one sequence, or more sinks than a page has tokens; or
+            what `ModelKVCache` raises.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class PagePool:
         rings: int = 1,
         **configs: Any,
     ) -> None:
-        check_shareable(configs)
+        check_shareable(configs, page_size)
         self.page_size, self.num_pages, self.max_seq_len = page_size, num_pages, max_seq_len
         self.device = torch.device(device)
         stored = ModelKVCache(
@@ -56,16 +58,20 @@ class PagePool:
         )  # fmt: skip
         self.layers: list[LayerCache] = stored.layers
         self.group, self.rings = self.layers[0].group, rings
+        self.sink_len = max(config.sink_len for config in configs.values()) if configs else 0
+        #: Whether sequences have something of their own beside their pages.
+        self.has_rings = bool(self._sides)
         for stream in (stream for layer in self.layers for stream in layer.streams.values()):
-            if (
-                stream.tail is not None
-            ):  # a group and no more: tokens are not taken back across groups
+            # A group and no more: tokens are not taken back across groups.
+            if stream.tail is not None:
                 stream.tail = stream.tail[:, :, : self.group].clone()
+            if stream.sink is not None:
+                stream.sink = stream.sink.new_empty(self.sink_rows, *stream.sink.shape[1:])
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for pages and rings."""
-        return sum(buffer.nbytes for buffer in (*self._buffers, *self._tails))
+        """Bytes allocated for pages, rings and sinks."""
+        return sum(buffer.nbytes for buffer in (*self._buffers, *self._sides))
 
     @property
     def page_bytes(self) -> int:
@@ -74,8 +80,19 @@ class PagePool:
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of the ring of one sequence over all layers; 0 where the storage has none."""
-        return sum(tail.nbytes for tail in self._tails) // self.rings
+        """Bytes of the ring and the sinks of one sequence over all layers; 0 where the storage has none."""
+        tails = sum(side.nbytes for side in self._sides) - self.sink_rows * self.sink_bytes
+        return tails // self.rings + self.sink_bytes
+
+    @property
+    def sink_bytes(self) -> int:
+        """Bytes of the sinks of one sequence over all layers; 0 where the storage has none."""
+        return sum(sink.nbytes for sink in self._sinks) // self.sink_rows
+
+    @property
+    def sink_rows(self) -> int:
+        """Sinks there is room for: of every ring, and behind them of first pages that sequences may find again."""
+        return 2 * self.rings + self.num_pages // 16
 
     @property
     def pages_per_row(self) -> int:
@@ -88,26 +105,38 @@ class PagePool:
         return [x for stream in streams for x in (stream.codes, stream.scales) if x is not None]
 
     @property
-    def _tails(self) -> list[Tensor]:
+    def _sinks(self) -> list[Tensor]:
         streams = (stream for layer in self.layers for stream in layer.streams.values())
-        return [stream.tail for stream in streams if stream.tail is not None]
+        return [stream.sink for stream in streams if stream.sink is not None]
+
+    @property
+    def _sides(self) -> list[Tensor]:
+        """Rings and sinks, of which every sequence has a row."""
+        streams = (stream for layer in self.layers for stream in layer.streams.values())
+        return [*(stream.tail for stream in streams if stream.tail is not None), *self._sinks]
 
     @torch.no_grad()
     def copy_ring(self, source: int, target: int) -> None:
-        """Copies the ring of one sequence to another's."""
-        for tail in self._tails:
-            tail[target] = tail[source]
+        """Copies the ring and the sinks of one sequence to another's."""
+        for side in self._sides:
+            side[target] = side[source]
 
     @torch.no_grad()
     def read_ring(self, ring: int) -> PageBytes:
-        """What a ring holds, on the CPU."""
-        return [tail[ring].to("cpu", copy=True) for tail in self._tails]
+        """What a ring holds, and the sinks beside it, on the CPU."""
+        return [side[ring].to("cpu", copy=True) for side in self._sides]
 
     @torch.no_grad()
     def write_ring(self, ring: int, content: PageBytes) -> None:
         """Puts what `read_ring` gave into another ring."""
-        for tail, part in zip(self._tails, content, strict=True):
-            tail[ring] = part.to(self.device)
+        for side, part in zip(self._sides, content, strict=True):
+            side[ring] = part.to(self.device)
+
+    @torch.no_grad()
+    def copy_sinks(self, source: int, target: int) -> None:
+        """Copies sinks to other ones; places are 0 to ``sink_rows`` - 1, those of the rings first."""
+        for sink in self._sinks:
+            sink[target] = sink[source]
 
     @torch.no_grad()
     def copy(self, moved: Sequence[tuple[int, int]]) -> None:
@@ -129,10 +158,12 @@ class PagePool:
             buffer.index_copy_(0, index, part.to(self.device))
 
     @staticmethod
-    def sizes(layers: Sequence[AnyLayerShape], page_size: int, **configs: Any) -> tuple[int, int]:
-        """Bytes of one page, and of the ring of one sequence, over all layers, before any is allocated."""
+    def sizes(
+        layers: Sequence[AnyLayerShape], page_size: int, **configs: Any
+    ) -> tuple[int, int, int]:
+        """`page_bytes`, `ring_bytes` and `sink_bytes`, before anything is allocated."""
         one = PagePool(layers, page_size, 1, page_size, "meta", **configs)
-        return one.page_bytes, one.ring_bytes
+        return one.page_bytes, one.ring_bytes, one.sink_bytes
 
 
 def without_slack(configs: Mapping[str, KVCacheTensorConfig]) -> dict[str, Any]:
@@ -140,12 +171,16 @@ def without_slack(configs: Mapping[str, KVCacheTensorConfig]) -> dict[str, Any]:
     return {name: config.model_copy(update={"tail_slack": 1}) for name, config in configs.items()}
 
 
-def check_shareable(configs: Mapping[str, KVCacheTensorConfig]) -> None:
-    """Raises ValueError where pages would not hold all there is of a token."""
+def check_shareable(configs: Mapping[str, KVCacheTensorConfig], page_size: int) -> None:
+    """Raises ValueError where pages, and sinks beside the first, would not hold all there is of a token."""
     for name, config in configs.items():
-        for field in ("residual_len", "sink_len"):
-            if getattr(config, field):
-                raise ValueError(
-                    f"{name} has {field}={getattr(config, field)}; pages that sequences share allow 0 "
-                    "(fp16 tails and sinks belong to one sequence)"
-                )
+        if config.residual_len:
+            raise ValueError(
+                f"{name} has residual_len={config.residual_len}; pages that sequences share allow 0 (an fp16 tail "
+                "belongs to one sequence)"
+            )
+        if config.sink_len > page_size:
+            raise ValueError(
+                f"{name} has sink_len={config.sink_len}; up to page_size={page_size} is allowed: sinks are kept with "
+                "the first page"
+            )

@@ -6,7 +6,8 @@ over a block table, on whatever backend serves them.
 
 By channel the tokens of a group that is not full are in the fp16 ring of their sequence. Stretches are cut where groups
 begin, so that each piece needs one group: it gets a ring of its own for the length of a layer, with what its sequence
-has of the first group, and what came goes back to the ring of the sequence.
+has of the first group, and what came goes back to the ring of the sequence. Sinks, where the storage has them, lie
+beside the ring of their sequence and are lent to the pieces in the same way.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Piece(NamedTuple):
         length: how many.
         pages: the sequence's.
         row: which of the rings of this pass it uses.
+        ring: the ring of its sequence in the pool.
     """
 
     first: int
@@ -56,6 +58,7 @@ class Piece(NamedTuple):
     length: int
     pages: Sequence[int]
     row: int
+    ring: int
 
 
 class _Group:
@@ -63,13 +66,11 @@ class _Group:
 
     Args:
         pieces: one for each row.
-        page_size: tokens of a page.
-        device: where the ops run.
+        pool: whose pages they are in.
     """
 
-    def __init__(
-        self, pieces: Sequence[Piece], page_size: int, device: torch.device
-    ) -> None:  # fmt: skip
+    def __init__(self, pieces: Sequence[Piece], pool: PagePool) -> None:
+        page_size, device, sink_len = pool.page_size, pool.device, pool.sink_len
         counts = [piece.length for piece in pieces]
         self.rows, self.width, self.first = len(pieces), max(counts), pieces[0].first
         width = max(-(-(piece.start + piece.length) // page_size) for piece in pieces)
@@ -82,6 +83,10 @@ class _Group:
         self.starts = integers([piece.start for piece in pieces])
         self.ends = integers([piece.start + piece.length for piece in pieces])
         self.rings = integers([piece.row for piece in pieces], torch.int64)
+        self.owners = integers([piece.ring for piece in pieces], torch.int64)
+        #: Rows that may write sinks: those that begin where their sequence does, or soon behind.
+        early = [(row, p.ring) for row, p in enumerate(pieces) if p.start < sink_len]
+        self.early = integers(early, torch.int64).T if early else None
         self.index: Tensor | None = None
         self.query_lens: Tensor | None = None
         self.kept: Tensor | None = None
@@ -118,7 +123,6 @@ class _Rings:
 
     Args:
         pieces: of all stretches, each within a group.
-        rings: the ring of each piece's sequence.
         ends: where the stretch of each piece ends in its sequence.
         size: tokens of a group.
         device: where.
@@ -127,15 +131,14 @@ class _Rings:
     def __init__(
         self,
         pieces: Sequence[Piece],
-        rings: Sequence[int],
         ends: Sequence[int],
         size: int,
         device: torch.device,
     ) -> None:
-        self.of_rows = torch.tensor(rings, dtype=torch.int64).to(device)
+        self.of_rows = torch.tensor([piece.ring for piece in pieces], dtype=torch.int64).to(device)
         kept = [
-            (piece.row, ring, place % (2 * size))
-            for piece, ring, end in zip(pieces, rings, ends, strict=True)
+            (piece.row, piece.ring, place % (2 * size))
+            for piece, end in zip(pieces, ends, strict=True)
             for place in range(max(piece.start, end - size), piece.start + piece.length)
         ]
         self.row, self.ring, self.slot = torch.tensor(kept, dtype=torch.int64).T.to(device)
@@ -171,26 +174,26 @@ class RaggedBatch:
 
     def __init__(self, stretches: Sequence[Stretch], pool: PagePool) -> None:
         _check(stretches, pool.page_size)
-        size, device, group = pool.page_size, pool.device, pool.group
+        group = pool.group
         appended = list[Piece]()
         first = 0
         for stretch in stretches:
             for at, count in _cut(stretch.start, stretch.tokens, group):
                 row = len(appended)
-                appended.append(Piece(first + at, stretch.start + at, count, stretch.pages, row))
+                begin = stretch.start + at
+                appended.append(Piece(first + at, begin, count, stretch.pages, row, stretch.ring))
             first += stretch.tokens
         self.tokens, self.longest = first, max(s.start + s.tokens for s in stretches)
         singles = sum(stretch.tokens == 1 for stretch in stretches)
         parts = [appended[:singles], appended[singles:]]
-        self.groups = [_Group(part, size, device) for part in parts if part]
+        self.groups = [_Group(part, pool) for part in parts if part]
         self.rings, self.queries = None, self.groups
         if group > 1:
-            owners = [s for s in stretches for _ in _cut(s.start, s.tokens, group)]
-            ends = [s.start + s.tokens for s in owners]
-            self.rings = _Rings(appended, [s.ring for s in owners], ends, group, device)
+            ends = [s.start + s.tokens for s in stretches for _ in _cut(s.start, s.tokens, group)]
+            self.rings = _Rings(appended, ends, group, pool.device)
         if group > MAX_QUERY_TOKENS:
             parts[1] = [part for piece in parts[1] for part in _halved(piece)]
-            self.queries = [_Group(part, size, device) for part in parts if part]
+            self.queries = [_Group(part, pool) for part in parts if part]
         self._pieces = appended
         positions = [s.start + i for s in stretches for i in range(s.tokens)]
         self.positions = torch.tensor(positions, dtype=torch.int64).to(pool.device)
@@ -211,10 +214,9 @@ class RaggedBatch:
         firsts = [piece.first for piece in self._pieces]
         for place, token in enumerate(rows.tolist()):
             piece = self._pieces[bisect_right(firsts, token) - 1]
-            single.append(
-                Piece(place, piece.start + token - piece.first, 1, piece.pages, piece.row)
-            )
-        queries = [_Group(single, self._pool.page_size, self._pool.device)] if single else []
+            begin = piece.start + token - piece.first
+            single.append(piece._replace(first=place, start=begin, length=1))
+        queries = [_Group(single, self._pool)] if single else []
         return RaggedLayer(self._pool.layers[-1], self.groups, queries, self.rings)
 
 
@@ -267,9 +269,9 @@ class RaggedLayer:
             options = {"block_table": group.table}
             if group.query_lens is not None:
                 options["query_lens"] = group.query_lens
-            part = slice(at, at + group.rows)
-            tails = {name: tail[part] for name, tail in self._tails.items()}
-            self.stored.plans.append(rows, group.starts, options, tails)
+            sides = self._sides(group, slice(at, at + group.rows))
+            self.stored.plans.append(rows, group.starts, options, sides)
+            self._keep_sinks(group, sides)
             at += group.rows
         if rings is not None:
             for name, stream in streams.items():
@@ -284,13 +286,33 @@ class RaggedLayer:
         for group in self.queries:
             rows = [group.rows_of(q) for q in queries]
             pages = {"block_table": group.table, "query_lens": group.query_lens}
-            tails = {name: tail[group.rings] for name, tail in self._tails.items()}
-            out, _ = self.stored.plans.attend(rows, group.ends, {**options, **pages}, tails=tails)
+            sides = self._sides(group, group.rings)
+            out, _ = self.stored.plans.attend(rows, group.ends, {**options, **pages}, sides=sides)
             found.append(group.tokens_of(out))
         if not found:
             heads, dim = queries[0].shape[1], self.stored.streams["v"].head_dim
             return queries[0].new_empty(0, heads, dim)
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _sides(self, group: _Group, rows: Any) -> dict[str, dict[str, Tensor]]:
+        """Rings of some rows of this pass, and the sinks of their sequences; nothing where the storage has neither."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, tail in self._tails.items():
+            found.setdefault(name, {})["tail"] = tail[rows]
+        for name, stream in self.stored.streams.items():
+            if stream.sink is not None:
+                found.setdefault(name, {})["sink"] = stream.sink[group.owners]
+        return found
+
+    def _keep_sinks(self, group: _Group, sides: dict[str, dict[str, Tensor]]) -> None:
+        """What first tokens of sequences have been written to sinks goes to those of the sequences."""
+        if group.early is None:
+            return
+        rows, rings = group.early
+        for name, side in sides.items():
+            sink = self.stored.streams[name].sink
+            if sink is not None:
+                sink[rings] = side["sink"][rows]
 
     # -- as a layer of the native model calls it, with N rows of one token ----------------
 

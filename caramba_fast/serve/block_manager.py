@@ -5,6 +5,7 @@ Bytes are moved first and noted afterwards, so that a move that fails leaves the
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from caramba_fast.cache import OutOfPagesError, PagePool
@@ -40,15 +41,18 @@ class BlockManager:
         self.settings, self.pool, self.counters = settings, pool, counters
         self.pages = SharedPages(pool.num_pages, pool.page_size, settings.prefix_caching)
         self.free_rings = self._all_rings
+        #: Where in the pool sinks are kept, by the first page they belong to; the one wanted longest ago comes first.
+        self._sinks: OrderedDict[Content, int] = OrderedDict()
+        self._free_sinks = list(range(pool.rings, pool.sink_rows))
         self.swapped_bytes = 0
 
     @property
     def _all_rings(self) -> list[int]:
-        return list(range(self.pool.rings if self.pool.group > 1 else 0))
+        return list(range(self.pool.rings if self.pool.has_rings else 0))
 
     def _take_ring(self, sequence: PagedSequence) -> None:
         """Gives a sequence that runs from now on a ring, where the storage has rings: there is one for each."""
-        if self.pool.group > 1 and sequence.ring < 0:
+        if self.pool.has_rings and sequence.ring < 0:
             sequence.ring = self.free_rings.pop()
 
     def most(self, sequence: PagedSequence, count: int) -> int:
@@ -65,7 +69,7 @@ class BlockManager:
     def places(self) -> int:
         """How many sequences may run at once: where the storage has rings, no more than there are."""
         most = self.settings.max_batch_size
-        return min(most, self.pool.rings) if self.pool.group > 1 else most
+        return min(most, self.pool.rings) if self.pool.has_rings else most
 
     def take_up(self, sequence: PagedSequence) -> int:
         """Gives a sequence that begins the pages in which others have its first tokens; pages the rest needs.
@@ -76,11 +80,15 @@ class BlockManager:
         if sequence.epoch != self.pages.epoch:
             sequence.epoch, sequence.contents = self.pages.epoch, []
         hit = self.pages.find(self.contents(sequence)) if self.pages.keeps else []
+        sinks = self._sinks_of(hit)
+        hit = [] if hit and sinks is None and self.pool.sink_len else hit
         self.pages.hold(hit)
         cached = min(len(hit) * size, len(tokens) - 1)
         # By channel what it goes on from must be whole groups: no ring has the others.
         sequence.pages, sequence.cached = hit, cached - cached % self.pool.group
         self._take_ring(sequence)
+        if sinks is not None:
+            self.pool.copy_sinks(sinks, sequence.ring)
         needed = self.missing(sequence, sequence.pending)
         if needed > self.pages.available and self.fixed(sequence) is not None:
             # Rather than copy the last page to write one token into it, read its tokens again.
@@ -239,15 +247,34 @@ class BlockManager:
             place = len(sequence.keys)
             parent = sequence.keys[-1] if place else None
             part = tokens[place * size : (place + 1) * size]
-            sequence.keys.append(
-                pages.learn(sequence.pages[place], content_of(scope, parent, part))
-            )
+            page = sequence.pages[place]
+            sequence.keys.append(pages.learn(page, content_of(scope, parent, part)))
+            if parent is None and pages.content(page) is sequence.keys[0]:
+                self._learn_sinks(sequence)
+
+    def _learn_sinks(self, sequence: PagedSequence) -> None:
+        """Keeps the sinks that belong to its first page, which others may find."""
+        content = sequence.keys[0]
+        if self.pool.sink_len and content not in self._sinks:
+            place = self._free_sinks.pop() if self._free_sinks else self._sinks.popitem(False)[1]
+            self.pool.copy_sinks(sequence.ring, place)
+            self._sinks[content] = place
+
+    def _sinks_of(self, hit: Sequence[int]) -> int | None:
+        """Where the sinks of pages that were found are kept; None where they are not."""
+        content = self.pages.content(hit[0]) if hit else None
+        if content is None or content not in self._sinks:
+            return None
+        self._sinks.move_to_end(content)
+        return self._sinks[content]
 
     def rebuild(self, sequences: Sequence[PagedSequence]) -> None:
         """Works out anew which pages are held, and how much is swapped, from all sequences there are."""
         self.pages.rebuild((sequence.pages, len(sequence.keys)) for sequence in sequences)
         held = {sequence.ring for sequence in sequences}
         self.free_rings = [ring for ring in self._all_rings if ring not in held]
+        kept, places = set(self._sinks.values()), range(self.pool.rings, self.pool.sink_rows)
+        self._free_sinks = [place for place in places if place not in kept]
         self.swapped_bytes = self._swapped(sequences)
 
     def _swapped(self, sequences: Iterable[PagedSequence]) -> int:
@@ -267,7 +294,7 @@ class BlockManager:
                     f"{sequence.request.request_id} has more tokens cached than pages for them"
                 )
         rings = [sequence.ring for sequence in [*running, *waiting] if sequence.ring >= 0]
-        wanted = len(running) if self.pool.group > 1 else 0
+        wanted = len(running) if self.pool.has_rings else 0
         if len(rings) != wanted or sorted([*rings, *self.free_rings]) != self._all_rings:
             found.append(
                 f"rings {rings} are held and {self.free_rings} are free; {wanted} are needed"

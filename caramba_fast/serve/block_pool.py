@@ -167,6 +167,10 @@ class SharedPages(PageAllocator):
             found.append(page)
         return found
 
+    def content(self, page: int) -> Content | None:
+        """What a page is known to contain."""
+        return self._content.get(page)
+
     def hold(self, pages: Iterable[int]) -> None:
         """One more holder of each; kept pages are held again."""
         for page in pages:

@@ -126,7 +126,7 @@ class EngineRequests:
             "num_pages": self.pool.num_pages,
             "cache_tokens": self.pool.page_size * self.pool.num_pages,
             "bytes_per_token": self.pool.page_bytes / self.pool.page_size,
-            "left_out": "fp16 tails and sinks: pages are shared between requests",
+            "left_out": "fp16 tails: pages are shared between requests",
         }
 
     def problems(self) -> list[str]:
@@ -141,8 +141,8 @@ class Engine(EngineRequests):
         model: the native `Transformer`, or a causal language model of transformers whose attention reads packed
             caches (`caramba_fast.hf`).
         config: how the cache is stored, and what requests get that say nothing else. Pages are shared between
-            requests, so fp16 tails and sinks are left out (``cache_residual_len`` and ``cache_sink_len`` are 0) and
-            prompts are read as with ``prefill="stored"``.
+            requests, so fp16 tails are left out (``cache_residual_len`` is 0) and prompts are read as with
+            ``prefill="stored"``. Sinks are each request's own, and kept with the first page that others find.
         settings: memory, limits and policies; by default `EngineConfig()`.
         tokenizer: a path, a `tokenizers.Tokenizer` or a transformers tokenizer; needed for text in or out.
         overrides: fields of either.

@@ -289,12 +289,11 @@ def shareable(config: GenerateConfig) -> GenerateConfig:
     Raises:
         ValueError: one that was asked for and cannot be had.
     """
-    for name in ("cache_residual_len", "cache_sink_len"):
-        if getattr(config, name):
-            raise ValueError(
-                f"{name} is {getattr(config, name)}; an engine allows 0: pages are shared between requests, and fp16 "
-                "tails and sinks belong to one"
-            )
+    if config.cache_residual_len:
+        raise ValueError(
+            f"cache_residual_len is {config.cache_residual_len}; an engine allows 0: pages are shared between "
+            "requests, and an fp16 tail belongs to one"
+        )
     if config.cache_kind == AUTO:
         raise ValueError(
             "cache_kind is 'auto'; an engine needs a kind: caramba_fast.choose_cache measures, and names one"
@@ -312,7 +311,7 @@ def shareable(config: GenerateConfig) -> GenerateConfig:
     outputs = [name for name in OutputFields.model_fields if getattr(config, name)]
     if outputs:
         raise ValueError(f"{outputs[0]} is for a Generator; an engine gives a RequestOutput")
-    return config.updated(cache_residual_len=0, cache_sink_len=0, prefill="stored")
+    return config.updated(cache_residual_len=0, prefill="stored")
 
 
 def pool_for(model: Any, config: GenerateConfig, settings: EngineConfig) -> PagePool:
@@ -325,10 +324,16 @@ def pool_for(model: Any, config: GenerateConfig, settings: EngineConfig) -> Page
     length = config.max_seq_len
     size, wanted, rings = settings.page_size, settings.num_pages, settings.max_batch_size
     if settings.cache_bytes is not None:
-        page, ring = PagePool.sizes(layout, size, **storage)
+        page, ring, sinks = PagePool.sizes(layout, size, **storage)
+        ring += (
+            sinks  # one more for each ring, and for every 16 pages: those of `PagePool.sink_rows`
+        )
         # No more rings than requests there can be, of two pages and more each.
         rings = max(1, min(rings, settings.cache_bytes // (ring + 2 * page)))
-        wanted = (settings.cache_bytes - rings * ring) // page
+        left = settings.cache_bytes - rings * ring
+        wanted = left // page
+        while wanted * page + wanted // 16 * sinks > left:
+            wanted -= 1
         if wanted < 1:
             beside = f" and the ring of a request {ring}" if ring else ""
             raise ValueError(

@@ -120,3 +120,38 @@ def test_only_equal_tokens_of_one_scope_are_shared(
             before.append((salt, [*prompt, *output.generated_tokens[:-1]]))
 
     repeat(check, seconds=1.0)
+
+
+def test_sinks_stay_with_as_many_first_pages_as_there_is_room_for() -> None:
+    """4 bits keep the first tokens in fp16: who finds a prefix has them, or reads it again."""
+    serving = engine(cache_kind="q4", max_batch_size=1, num_pages=40)
+    room = serving.pool.sink_rows - serving.pool.rings
+    assert room == 1 + 40 // 16
+    prompts = [text(seed, 40) for seed in range(room + 2)]
+    given = tuple(sorted(GREEDY.items()))
+
+    def hits(of: list[list[int]]) -> list[int]:
+        found = []
+        for prompt in of:
+            output = answered(serving, prompt, cache_salt="a")
+            assert output.generated_tokens == alone("q4", tuple(prompt), given)
+            assert not serving.problems()
+            found.append(output.metrics.prefix_hit_tokens)
+        return found
+
+    assert hits(prompts) == [0] * len(prompts)
+    assert hits(prompts[-room:]) == [PAGE] * room
+    assert hits(prompts[:1]) == [0], "the one wanted longest ago went"
+    assert hits(prompts[-room + 1 :]) == [PAGE] * (room - 1)
+
+
+def test_more_sinks_than_a_page_has_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="sink_len=40; up to page_size=32 is allowed"):
+        engine(cache_kind="q4", cache_sink_len=40)
+    serving = engine(cache_kind="q4:plain,sink_len=6")
+    prompt = text(3, 50)
+    given = tuple(sorted(GREEDY.items()))
+    for wanted in (0, PAGE):
+        output = answered(serving, prompt, cache_salt="a")
+        assert output.generated_tokens == alone("q4:plain,sink_len=6", tuple(prompt), given)
+        assert output.metrics.prefix_hit_tokens == wanted

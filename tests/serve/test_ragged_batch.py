@@ -14,7 +14,7 @@ from caramba_fast.ops import use_backend
 @pytest.mark.parametrize("kind", ["fp32", "q8", "q4", "nf4", "q8/q4"])
 def test_a_ragged_batch_says_what_rows_of_their_own_say(kind: str) -> None:
     model = small_model()
-    configs = cache_configs(kind, residual_len=0, sink_len=0)
+    configs = cache_configs(kind, residual_len=0)
     pool = PagePool(model.cache_layout, 64, 12, 256, rings=3, **configs)
     together = PagePool(model.cache_layout, 64, 12, 256, rings=3, **configs)
     tables, prompts = [[3, 7], [0], [5, 1, 9]], [text(1, 90), text(2, 1), text(3, 140)]
@@ -38,7 +38,7 @@ def test_a_ragged_batch_says_what_rows_of_their_own_say(kind: str) -> None:
     [
         ("cpp", "fp32"),
         ("cpp", "q8"),
-        ("cpp", "q4:residual_len=0,sink_len=0"),
+        ("cpp", "q4:residual_len=0"),
         ("triton", "q8:plain/q4:plain,rotate"),
     ],
 )

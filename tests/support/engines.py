@@ -55,7 +55,7 @@ def alone(
 ) -> list[int]:
     """The new tokens a Generator gives one prompt."""
     config = GenerateConfig(
-        cache_kind=kind, cache_residual_len=0, cache_sink_len=0, prefill="stored", max_seq_len=512,
+        cache_kind=kind, cache_residual_len=0, prefill="stored", max_seq_len=512,
         return_dict=True, **dict(settings),
     )  # fmt: skip
     found: Any = Generator(model or small_model(), config).generate(torch.tensor([prompt]))
