@@ -137,7 +137,12 @@ class LayerPlans:
         if not sides:
             return views
         named = zip(self.streams, views, strict=True)
-        return [replace(view, **sides[name]) for name, view in named]
+        found = []
+        for name, view in named:
+            side = sides[name]
+            tail, sink = side.get("tail", view.tail), side.get("sink", view.sink)
+            found.append(replace(view, tail=tail, sink=sink))
+        return found
 
     def _find(
         self, op: Op, tensors: Sequence[Tensor], views: Sequence[KVView], options: Mapping[str, Any]

@@ -92,6 +92,61 @@ def generate(
 
 
 @app.command()
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="A Hugging Face checkpoint folder, 'demo', or 'demo:dba'.")
+    ] = "demo",
+    device: o.Device = "cpu",
+    dtype: o.Dtype = "float32",
+    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A key that clients need; repeat for several.", envvar="CARAMBA_FAST_API_KEY"
+        ),
+    ] = None,
+    allow_no_key: Annotated[
+        bool, typer.Option("--allow-no-key", help="Listen beyond this machine without a key.")
+    ] = False,
+    name: Annotated[
+        str | None,
+        typer.Option(help="What clients call the model; by default as it is given here."),
+    ] = None,
+    cache: o.Cache = "q8",
+    cache_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of the cache, as in 2GiB; by default what all requests may need.",
+            rich_help_panel=o.CACHE,
+        ),
+    ] = None,
+    max_seq_len: o.Room = 4096,
+    max_batch_size: Annotated[int, typer.Option(help="Requests worked on at once.", min=1)] = 16,
+    max_waiting: Annotated[
+        int, typer.Option(help="Requests that may wait; more are told to come again.", min=1)
+    ] = 256,
+    share_prefixes: Annotated[
+        bool,
+        typer.Option("--share-prefixes", help="Requests of different keys may share beginnings."),
+    ] = False,
+) -> None:
+    """Answers MODEL's clients over HTTP, as OpenAI's API does: /v1/chat/completions, /v1/completions, /v1/models."""
+    settings = dict(
+        cache_kind=cache, max_seq_len=max_seq_len, max_batch_size=max_batch_size, max_waiting=max_waiting
+    )  # fmt: skip
+    with o.one_line_errors():
+        from caramba_fast.cli import serve as server  # noqa: PLC0415
+
+        address = server.Address(host, port, api_key or (), allow_no_key)
+        server.check_address(address)
+        if cache_memory is not None:
+            settings["cache_bytes"] = server.memory(cache_memory)
+        engine = server.open_engine(model, device, dtype, settings)
+        server.run_server(engine, name or model, address, share_prefixes)
+
+
+@app.command()
 def chat(
     model: o.Model = "demo",
     device: o.Device = "cpu",

@@ -134,6 +134,8 @@ class EditFields(Fields):
     Attributes:
         repetition_penalty: logits of tokens the row holds already (its prompt included) are divided by it
             where positive and multiplied where negative (arXiv:1909.05858); 1 does nothing.
+        presence_penalty: taken off the logit of every token that was generated in the row (OpenAI's API).
+        frequency_penalty: taken off the logit of a token for each time it was generated in the row.
         no_repeat_ngram_size: no run of so many tokens occurs twice in a row; 0 does nothing.
         logit_bias: token id -> what is added to its logit.
         sequence_bias: (tokens, bias) pairs; the bias is added to the last token where the row ends in those
@@ -143,6 +145,8 @@ class EditFields(Fields):
     """
 
     repetition_penalty: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    presence_penalty: float = Field(default=0.0, allow_inf_nan=False)
+    frequency_penalty: float = Field(default=0.0, allow_inf_nan=False)
     no_repeat_ngram_size: int = Field(default=0, ge=0)
     logit_bias: dict[TokenId, float] | None = None
     sequence_bias: Annotated[

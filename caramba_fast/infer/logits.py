@@ -72,6 +72,7 @@ class LogitsProcessors:
         config = self._config
         return bool(
             config.repetition_penalty != 1.0 or config.no_repeat_ngram_size
+            or config.presence_penalty or config.frequency_penalty
             or self._sequences or self._bad or self._min_new or self._allowed
         )  # fmt: skip
 
@@ -126,6 +127,8 @@ class LogitsProcessors:
             lowered = torch.where(scores < 0, scores * penalty, scores / penalty)
             seen = row.seen(self._vocab, scores.device)
             scores.copy_(torch.where(seen, lowered, scores))
+        if config.presence_penalty or config.frequency_penalty:
+            self._penalize(scores, row)
         if config.no_repeat_ngram_size:
             self._ban(scores, row.repeats(config.no_repeat_ngram_size))
         self._ban(scores, [words[-1] for words, _ in self._bad if row.ends_with(words[:-1])])
@@ -133,6 +136,13 @@ class LogitsProcessors:
             scores[self._eos] = -torch.inf
         if self._allowed is not None:
             self._keep_allowed(scores, row, index)
+
+    def _penalize(self, scores: Tensor, row: TokenSequence) -> None:
+        """Takes off what generated tokens cost, once and for each time."""
+        new = torch.tensor(row.new_tokens, dtype=torch.int64, device=scores.device)
+        cost = torch.full(new.shape, self._config.frequency_penalty, device=scores.device)
+        scores.index_add_(0, new, cost, alpha=-1)
+        scores[new.unique()] -= self._config.presence_penalty
 
     def _ban(self, scores: Tensor, ids: Sequence[int]) -> None:
         if ids:

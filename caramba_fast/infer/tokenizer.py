@@ -12,7 +12,7 @@ from caramba_fast.config.files import read_json
 from caramba_fast.models.demos import load_tokenizer
 from caramba_fast.models.registry import load_hub_tokenizer
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 
 
 class TokenizerError(RuntimeError):
@@ -152,12 +152,19 @@ class TextTokenizer:
         except (OSError, ValueError, AttributeError):
             return False
 
-    def chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> list[int]:
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
         """Token ids of a conversation, laid out as the model was trained.
 
         Args:
             messages: ``{"role": "user", "content": "…"}`` each.
             add_generation_prompt: end where the model is to answer.
+            tools: JSON schemas of functions, given to the template as they are.
 
         Raises:
             ValueError: the tokenizer has no chat template, or the template refuses the messages.
@@ -169,6 +176,7 @@ class TextTokenizer:
                 [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                **({"tools": list(tools)} if tools else {}),
             )
         except Exception as error:
             if type(error).__module__.partition(".")[0] != "jinja2":

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from caramba_fast.serve.engine import Engine
 from caramba_fast.serve.input_processor import Prepared
@@ -21,6 +21,9 @@ from caramba_fast.serve.request import Event, RequestOutput
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+Result = TypeVar("Result")
 
 
 class EngineStoppedError(RuntimeError):
@@ -93,6 +96,25 @@ class AsyncEngine:
             self._end()
 
     @property
+    def is_full(self) -> bool:
+        """Whether a request that came now would wait for a place among those who wait."""
+        return len(self._waiting) >= self.engine.free_places
+
+    def check_text(self, text: str) -> None:
+        """Raises ValueError for text that is too long to be tokenized (`EngineConfig.max_prompt_chars`)."""
+        self.engine.inputs.check_text(text)
+
+    async def read(self, call: Callable[[], Result]) -> Result:
+        """What a call gives that is made in the thread of inputs, one at a time: for tokenizers.
+
+        Raises:
+            EngineStoppedError: the engine does not run; and whatever the call raises.
+        """
+        if not self.is_running or self._closing:
+            raise self._stopped("the request was not taken on")
+        return await asyncio.get_running_loop().run_in_executor(self._reader, call)
+
+    @property
     def is_running(self) -> bool:
         """Whether steps are taken."""
         task = self._task
@@ -118,14 +140,16 @@ class AsyncEngine:
         A generator that is left and kept in a variable goes on until it is closed: ``contextlib.aclosing`` does that.
 
         Args:
-            prompt, config, options: as in `Engine.add_request`. Where ``max_waiting`` requests wait, this one waits
-                for its place among them.
+            prompt, config, options: as in `Engine.add_request`; or what `prepared` gave, alone. Where ``max_waiting``
+                requests wait, this one waits for its place among them.
 
         Raises:
             ValueError, TypeError: what `Engine.add_request` refuses.
             EngineStoppedError: the engine was closed or broke before the request ended.
         """
-        name, stream = await self._add(await self._prepared(prompt, config, **options))
+        if not isinstance(prompt, Prepared):
+            prompt = await self.prepared(prompt, config, **options)
+        name, stream = await self._add(prompt)
         ended = False
         try:
             while not ended:
@@ -155,12 +179,12 @@ class AsyncEngine:
         self.engine.cancel(request_id)
         self._wake.set()
 
-    async def _prepared(self, prompt: Any, config: Any, **options: Any) -> Prepared:
-        """A checked request; text is tokenized in a thread of its own, in order, while the loop goes on."""
-        if not self.is_running or self._closing:
-            raise self._stopped("the request was not taken on")
-        prepare = partial(self.engine.prepared, prompt, config, **options)
-        return await asyncio.get_running_loop().run_in_executor(self._reader, prepare)
+    async def prepared(self, prompt: Any, config: Any = None, **options: Any) -> Prepared:
+        """A checked request; text is tokenized in a thread of its own, in order, while the loop goes on.
+
+        Arguments and errors are those of `stream`.
+        """
+        return await self.read(partial(self.engine.prepared, prompt, config, **options))
 
     async def _add(self, prepared: Prepared) -> tuple[str, _Stream]:
         """Takes a request on between two steps, once there is a place for it, in order of arrival."""

@@ -168,16 +168,16 @@ class Engine(EngineRequests):
         self.model: Any = servable(model, self.config.max_seq_len)
         self.tokenizer = None if tokenizer is None else TextTokenizer.of(tokenizer)
         self.pool = pool_for(self.model, self.config, self.settings)
-        self._inputs = InputProcessor(
+        self.inputs = InputProcessor(
             self.model, self.config, self.settings, self.tokenizer, self.pool.num_pages
         )
-        self._inputs.check(self.config)
+        self.inputs.check(self.config)
         self._undo, self._turn = Undo(counters := Counters()), Turn()
         self._left: tuple[Event, ...] = ()
         scheduler = Scheduler(self.settings, self.pool, counters, self._undo)
         decode = None if self.tokenizer is None else self.tokenizer.decode
         self._outputs = OutputProcessor(scheduler, counters, self._undo, decode)
-        runner = ModelRunner(self.model, self.pool, self._inputs, counters)
+        runner = ModelRunner(self.model, self.pool, self.inputs, counters)
         self._core = EngineCore(runner, self._outputs)
         self._numbers, self._names = itertools.count(), itertools.count()
         #: The `AsyncEngine` whose engine it is, if any.
@@ -216,7 +216,7 @@ class Engine(EngineRequests):
                 do not go with an engine; the request is not taken on.
             EngineFullError: ``max_waiting`` requests wait.
         """
-        prepared = self._inputs.prepared(
+        prepared = self.inputs.prepared(
             prompt,
             config,
             request_id=request_id,
@@ -243,7 +243,7 @@ class Engine(EngineRequests):
 
     def prepared(self, prompt: Any, config: Any = None, **options: Any) -> Prepared:
         """A request that was checked, for `take_on`; arguments and errors as in `add_request`."""
-        return self._inputs.prepared(prompt, config, **options)
+        return self.inputs.prepared(prompt, config, **options)
 
     @whole
     def take_on(self, prepared: Prepared) -> str:
@@ -262,7 +262,7 @@ class Engine(EngineRequests):
                 f"max_waiting={self.settings.max_waiting} requests wait already; add this one again later"
             )
         self._outputs.enter(
-            self._inputs.request(prepared, name, next(self._numbers)), prepared.deadline
+            self.inputs.request(prepared, name, next(self._numbers)), prepared.deadline
         )
         return name
 
@@ -359,7 +359,7 @@ class Engine(EngineRequests):
         scope = f"batch {next(self._numbers)}"
         found: dict[str, RequestOutput] = {}
         try:
-            checked = [self._inputs.prepared(prompt, config, **overrides) for prompt in waiting]
+            checked = [self.inputs.prepared(prompt, config, **overrides) for prompt in waiting]
             while len(found) < len(waiting):
                 if len(own) == len(found) and not self.free_places and not self.can_step:
                     raise EngineFullError(

@@ -138,7 +138,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise TypeError("the prompt is text; that needs Engine(tokenizer=...)")
-            self._check_text(prompt)
+            self.check_text(prompt)
             prompt = self.tokenizer.encode(prompt)
         ids = _as_ids(prompt, self.config.max_seq_len)
         tokens: list[int] = ids.tolist()
@@ -149,7 +149,7 @@ class InputProcessor:
             )
         return tokens
 
-    def _check_text(self, text: str) -> None:
+    def check_text(self, text: str) -> None:
         """Raises ValueError for text that is too long, before it is looked at."""
         most = self.settings.max_prompt_chars
         if most is None and self.longest_token is not None:

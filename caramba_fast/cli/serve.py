@@ -1,0 +1,131 @@
+"""``caramba-fast serve``: an OpenAI-compatible server for one model."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from caramba_fast.cli.models import settings_of
+from caramba_fast.infer import GenerateConfig
+from caramba_fast.infer.tokenizer import find_tokenizer
+from caramba_fast.models.registry import check_device, model_folder, open_model
+from caramba_fast.serve import Engine, EngineConfig
+
+PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens, and who may come.
+
+    Attributes:
+        host, port: where.
+        api_keys: of those who may; none for everybody.
+        open_to_all: listen beyond this machine without a key.
+    """
+
+    host: str
+    port: int
+    api_keys: Sequence[str]
+    open_to_all: bool
+
+
+def check_address(address: Address) -> None:
+    """Raises for a server that anybody could use without being meant to.
+
+    Raises:
+        ValueError: a host beyond this machine without a key, or an empty key.
+    """
+    if any(not key.strip() for key in address.api_keys):
+        raise ValueError("--api-key is empty; a key of one or more characters is needed")
+    if address.api_keys or address.open_to_all or _is_here(address.host):
+        return
+    raise ValueError(
+        f"--host is {address.host}, which others can reach, and there is no --api-key; give one, or "
+        "--allow-no-key to let everybody in"
+    )
+
+
+def _is_here(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def memory(text: str) -> int:
+    """Bytes of "2GiB", "512MB" or a number.
+
+    Raises:
+        ValueError: no such size.
+    """
+    try:
+        found = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError as error:
+        raise ValueError(
+            f"--cache-memory is {text!r}; a size such as 2GiB, 512MiB or 1000000 is needed"
+        ) from error
+    if found < 1:
+        raise ValueError(f"--cache-memory is {text!r}; 1 byte or more is needed")
+    return found
+
+
+def open_engine(model: str, device: str, dtype: str, settings: dict[str, Any]) -> Engine:
+    """The engine of a model with its tokenizer.
+
+    Args:
+        model: as of all commands.
+        device, dtype: of the weights.
+        settings: fields of GenerateConfig and EngineConfig; None leaves one to its default.
+
+    Raises:
+        ValueError, FileNotFoundError, CheckpointError: a model or settings that cannot be used.
+    """
+    own = {name: settings.pop(name) for name in EngineConfig.model_fields if name in settings}
+    config, limits = settings_of(GenerateConfig, settings), settings_of(EngineConfig, own)
+    check_device(device)
+    folder = model_folder(model)
+    tokenizer = find_tokenizer(folder)
+    if tokenizer is None:
+        raise FileNotFoundError(f"{folder / 'tokenizer.json'} does not exist")
+    opened: Any = open_model(folder, device, dtype)
+    return Engine(opened, config, limits, tokenizer=tokenizer)
+
+
+def run_server(engine: Engine, name: str, address: Address, share_prefixes: bool) -> None:
+    """Serves until it is interrupted or terminated; requests under way then have some seconds to end.
+
+    Raises:
+        ModuleNotFoundError: the extra is not installed.
+        ValueError: as `check_address`.
+    """
+    missing = [package for package in PACKAGES if find_spec(package) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f"{', '.join(missing)} is missing, which a server needs: pip install 'caramba-fast[serve]'"
+        )
+    check_address(address)
+    import uvicorn  # noqa: PLC0415 - an extra
+
+    from caramba_fast.serve.http.server import ServerConfig, create_app  # noqa: PLC0415
+
+    app = create_app(engine, ServerConfig(name, tuple(address.api_keys), share_prefixes))
+    report = engine.report
+    typer.secho(
+        f"{name}: cache {report['cache_kind']}, {report['cache_tokens']:,} tokens in "
+        f"{report['cache_bytes'] / 2**20:,.0f} MiB; http://{address.host}:{address.port}/v1",
+        err=True,
+    )
+    uvicorn.run(
+        app, host=address.host, port=address.port, log_level="warning", timeout_graceful_shutdown=GRACE_S
+    )  # fmt: skip
+
+
+#: Seconds that requests under way have to end when the server is told to.
+GRACE_S = 10

@@ -1,0 +1,49 @@
+"""Bodies that are too large are refused before they are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import HTTPException
+from fastapi.responses import JSONResponse
+
+
+def error_body(status: int, message: str) -> dict[str, Any]:
+    """What OpenAI's clients expect of a response that is no success."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+class BodyLimit:
+    """ASGI middleware: answers 413 to requests of more than ``most`` bytes, announced or not.
+
+    Args:
+        app: what it surrounds.
+        most: bytes of a body.
+    """
+
+    def __init__(self, app: Any, most: int) -> None:
+        self.app, self.most = app, most
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """One connection."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        said = f"the body is larger than {self.most} bytes, which are allowed"
+        lengths = [value for name, value in scope["headers"] if name == b"content-length"]
+        if any(value.isdigit() and int(value) > self.most for value in lengths):
+            await JSONResponse(error_body(413, said), 413)(scope, receive, send)
+            return
+        seen = 0
+
+        async def counted() -> Any:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self.most:
+                raise HTTPException(413, said)
+            return message
+
+        await self.app(scope, counted, send)

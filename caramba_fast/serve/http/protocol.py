@@ -1,0 +1,252 @@
+"""Bodies of the OpenAI API, as far as they are served: https://platform.openai.com/docs/api-reference.
+
+Fields that would change an answer and are not served are refused by name; fields that say something about the caller
+alone are taken and not looked at. ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos`` and ``cache_salt`` are
+vLLM's additions.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.serve.request import RequestOutput
+
+#: Most answers to one prompt, and stop strings, of a body.
+MOST_ANSWERS, MOST_STOPS = 128, 16
+#: What an answer ended with, in OpenAI's words.
+FINISHED = {"eos": "stop", "stop": "stop", "length": "length", "time": "length"}
+#: Tokens of a completion that names no limit, as in OpenAI's API.
+COMPLETION_TOKENS = 16
+Text = Annotated[str, Field(min_length=1)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class StreamOptions(_Body):
+    """What a stream carries beside the text."""
+
+    include_usage: bool = False
+
+
+class ResponseFormat(_Body):
+    """Text alone is served."""
+
+    type: Literal["text"]
+
+
+class Sampling(_Body):
+    """What chat and text completions have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    n: int = Field(default=1, ge=1, le=MOST_ANSWERS)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    presence_penalty: float = Field(default=0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0, ge=-2, le=2)
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
+    cache_salt: Text | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is given and stream is not true")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def usage_in_stream(self) -> bool:
+        """Whether the last event of a stream says how many tokens there were."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def settings(self, max_new_tokens: int) -> dict[str, Any]:
+        """As fields of `GenerateConfig`."""
+        top_k = None if self.top_k in (None, -1, 0) else self.top_k
+        given: dict[str, Any] = dict(
+            max_new_tokens=max_new_tokens, temperature=self.temperature, top_k=top_k, min_p=self.min_p,
+            top_p=None if self.top_p == 1 else self.top_p, seed=self.seed, num_return_sequences=self.n,
+            presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty, logit_bias=self.logit_bias or None, stop=self.stops,
+            ignore_eos=self.ignore_eos,
+        )  # fmt: skip
+        neutral = GenerateConfig.model_fields
+        return {name: value for name, value in given.items() if value != neutral[name].default}
+
+
+class CompletionRequest(Sampling):
+    """A body of ``/v1/completions``."""
+
+    prompt: Text | Annotated[list[int], Field(min_length=1)]
+    echo: Literal[False] = False
+    best_of: None = None
+    suffix: None = None
+    logprobs: None = None
+
+
+class TextPart(_Body):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message of a chat; further fields (``tool_calls``, ``name``) go to the chat template as they are."""
+
+    model_config = ConfigDict(extra="allow")
+    role: Text
+    content: str | list[TextPart] | None = None
+
+    def laid_out(self) -> dict[str, Any]:
+        """As templates take it: parts of text joined."""
+        found = self.model_dump(exclude_none=True)
+        if isinstance(self.content, list):
+            found["content"] = "".join(part.text for part in self.content)
+        return found
+
+
+class ChatRequest(Sampling):
+    """A body of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    logprobs: Literal[False] | None = None
+    top_logprobs: None = None
+
+    @property
+    def given_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the template is to write."""
+        return None if self.tool_choice == "none" else self.tools
+
+
+class TokenizeRequest(_Body):
+    """A body of ``/tokenize``: text, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("one of prompt and messages is needed")
+        return self
+
+
+class Answer:
+    """What one response is made of: ids, time, and how OpenAI's API wraps text.
+
+    Args:
+        model: as it is served.
+        chat: whether messages are answered, not text.
+    """
+
+    def __init__(self, model: str, chat: bool) -> None:
+        self.model, self.chat = model, chat
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self._begun: set[int] = set()
+
+    def _head(self, streamed: bool) -> dict[str, Any]:
+        kind = "text_completion"
+        if self.chat:
+            kind = "chat.completion.chunk" if streamed else "chat.completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def chunk(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+        """An event of a stream: new text of answer ``index``, and why it ended with it."""
+        finish = None if reason is None else FINISHED[reason]
+        if not self.chat:
+            choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
+        else:
+            delta = {"content": text} if text or reason is None else {}
+            if index not in self._begun:
+                self._begun.add(index)
+                delta = {"role": "assistant", "content": text}
+            choice = {"index": index, "delta": delta, "logprobs": None}
+        return {**self._head(True), "choices": [{**choice, "finish_reason": finish}]}
+
+    def usage_chunk(self, output: RequestOutput) -> dict[str, Any]:
+        """The last event of a stream that was asked for usage."""
+        return {**self._head(True), "choices": [], "usage": usage(output)}
+
+    def whole(self, texts: Sequence[str], output: RequestOutput) -> dict[str, Any]:
+        """A response that is not streamed."""
+        choices: list[dict[str, Any]] = []
+        for index, (text, reason) in enumerate(zip(texts, output.finish_reasons, strict=True)):
+            said = (
+                {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+            )
+            choices.append(
+                {"index": index, **said, "logprobs": None, "finish_reason": FINISHED[reason]}
+            )
+        return {**self._head(False), "choices": choices, "usage": usage(output)}
+
+
+def usage(output: RequestOutput) -> dict[str, Any]:
+    """Tokens of a request; ``cached_tokens`` of the prompt were found in pages of earlier ones."""
+    prompt, new = len(output.prompt_ids), sum(map(len, output.answers))
+    return {
+        "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": output.metrics.prefix_hit_tokens},
+    }  # fmt: skip
+
+
+class StopTrimmer:
+    """Text of one answer without the stop string that ended it, nor anything behind.
+
+    What might be the beginning of a stop string is held back until it is clear.
+
+    Args:
+        stops: the stop strings.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._held = tuple(stops), ""
+
+    def put(self, text: str, reason: str | None) -> str:
+        """New text, and why the answer ends with it; what may be told of it."""
+        self._held += text
+        if reason == "stop":
+            places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+            found = self._held[: min(places)] if places else self._held
+        else:
+            kept = 0 if reason is not None else self._might_stop()
+            found = self._held[: len(self._held) - kept]
+        self._held = self._held[len(found) :]
+        return found
+
+    def _might_stop(self) -> int:
+        """Characters at the end that a stop string could begin with."""
+        most = min(len(self._held), max(map(len, self._stops), default=1) - 1)
+        ends = (self._held[len(self._held) - count :] for count in range(most, 0, -1))
+        return next((len(end) for end in ends if any(s.startswith(end) for s in self._stops)), 0)

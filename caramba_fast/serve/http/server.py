@@ -1,0 +1,319 @@
+"""The HTTP server: an `AsyncEngine` behind the routes of the OpenAI API.
+
+A client that goes away cancels its request. Where as many requests wait as may, the next gets 429 and is told when to
+come again. What fails has a body as OpenAI's clients expect it: ``{"error": {"message", "type", "code"}}``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import Depends, FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import ValidationError
+
+from caramba_fast.config.files import explain
+from caramba_fast.infer.tokenizer import TextTokenizer, TokenizerError
+from caramba_fast.serve.async_engine import AsyncEngine, EngineStoppedError
+from caramba_fast.serve.engine import Engine
+from caramba_fast.serve.http.limits import BodyLimit, error_body
+from caramba_fast.serve.http.metrics import exposition
+from caramba_fast.serve.http.protocol import (
+    COMPLETION_TOKENS,
+    Answer,
+    ChatRequest,
+    CompletionRequest,
+    Sampling,
+    StopTrimmer,
+    TokenizeRequest,
+)
+from caramba_fast.serve.request import ENDED_BADLY, RequestOutput
+
+LOG = logging.getLogger("caramba_fast.serve")
+Found = TypeVar("Found")
+#: Seconds after which a client that was turned away may come again.
+RETRY_AFTER_S = 1
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What a server allows.
+
+    Attributes:
+        name: of the model, as clients ask for it.
+        api_keys: one of them is needed for every route but ``/health``; without any, none is.
+        share_prefixes: requests of different keys may begin with each other's pages; what one finds there can be told
+            from its time. Requests of one key, or of a server without keys, share in any case.
+        max_body_bytes: of a request.
+    """
+
+    name: str
+    api_keys: tuple[str, ...] = ()
+    share_prefixes: bool = False
+    max_body_bytes: int = 8 * 2**20
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
+    """The application; it runs the engine while it is up.
+
+    Args:
+        engine: with a tokenizer; nobody else may step it meanwhile.
+        config: what is allowed.
+
+    Raises:
+        ValueError: an engine without a tokenizer.
+    """
+    if engine.tokenizer is None:
+        raise ValueError("the engine has no tokenizer; a server needs Engine(tokenizer=...)")
+    served = _Served(engine, config)
+
+    @asynccontextmanager
+    async def running(_: FastAPI) -> AsyncIterator[None]:
+        async with AsyncEngine(engine) as served.engine:
+            yield
+
+    app = FastAPI(title="caramba-fast", lifespan=running, docs_url=None, redoc_url=None)
+    app.add_middleware(BodyLimit, most=config.max_body_bytes)
+    for wrong in (RequestValidationError, HTTPException, EngineStoppedError, ClientGoneError):
+        app.add_exception_handler(wrong, _explained)
+    allowed = [Depends(served.check_key)]
+    app.get("/health")(served.health)
+    app.get("/v1/models", dependencies=allowed)(served.models)
+    app.get("/metrics", dependencies=allowed)(served.metrics)
+    app.post("/tokenize", dependencies=allowed)(served.tokenize)
+    app.post("/v1/completions", dependencies=allowed, response_model=None)(served.completions)
+    app.post("/v1/chat/completions", dependencies=allowed, response_model=None)(served.chat)
+    return app
+
+
+class _Served:
+    """The routes."""
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        self.config, self.created = config, int(time.time())
+        self.engine = AsyncEngine(engine)
+        assert engine.tokenizer is not None
+        self.tokenizer: TextTokenizer = engine.tokenizer
+
+    # -- what surrounds -------------------------------------------------------------------
+
+    async def check_key(self, request: Request) -> None:
+        """Raises 401 for a wrong key; the salt of its prefixes goes with the request."""
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        keys = self.config.api_keys
+        known = [hmac.compare_digest(given.encode(), key.encode()) for key in keys]
+        if keys and (scheme.lower() != "bearer" or not any(known)):
+            raise HTTPException(401, "a valid API key is needed: Authorization: Bearer KEY")
+        apart = keys and not self.config.share_prefixes
+        request.state.salt = hashlib.sha256(given.encode()).hexdigest() if apart else "all"
+
+    async def health(self) -> Response:
+        """200 while the engine runs, else 503."""
+        return Response(status_code=200 if self.engine.is_running else 503)
+
+    async def metrics(self) -> Response:
+        """The engine's figures for Prometheus."""
+        return Response(exposition(self.engine.engine.metrics), media_type=CONTENT_TYPE_LATEST)
+
+    async def models(self) -> dict[str, Any]:
+        """The one model."""
+        card = {
+            "id": self.config.name, "object": "model", "created": self.created, "owned_by": "caramba-fast",
+            "max_model_len": self._room,
+        }  # fmt: skip
+        return {"object": "list", "data": [card]}
+
+    @property
+    def _room(self) -> int:
+        return self.engine.engine.config.max_seq_len
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.config.name):
+            raise HTTPException(404, f"model is {name!r}; {self.config.name!r} is served")
+
+    # -- tokens ---------------------------------------------------------------------------
+
+    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        """Token ids of text, or of a chat as it is laid out."""
+        self._check_model(body.model)
+        if body.messages is not None:
+            ids = await self._laid_out([m.laid_out() for m in body.messages], None)
+        else:
+            text = body.prompt or ""
+            ids = await self._read(text, body.add_special_tokens)
+        return {"tokens": ids, "count": len(ids), "max_model_len": self._room}
+
+    async def _read(self, text: str, special: bool) -> list[int]:
+        with _refused():
+            self.engine.check_text(text)
+            return await self.engine.read(lambda: self.tokenizer.encode(text, special=special))
+
+    async def _laid_out(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None
+    ) -> list[int]:
+        with _refused():
+            self.engine.check_text("".join(str(message) for message in messages))
+            return await self.engine.read(lambda: self.tokenizer.chat(messages, tools=tools))
+
+    # -- answers --------------------------------------------------------------------------
+
+    async def completions(self, body: CompletionRequest, request: Request) -> Response:
+        """Text behind a prompt."""
+        self._check_model(body.model)
+        ids = body.prompt if isinstance(body.prompt, list) else await self._read(body.prompt, True)
+        return await self._answer(body, request, ids, body.max_tokens or COMPLETION_TOKENS, False)
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """The next message of a chat."""
+        self._check_model(body.model)
+        ids = await self._laid_out([m.laid_out() for m in body.messages], body.given_tools)
+        most = body.max_completion_tokens or body.max_tokens or max(1, self._room - len(ids))
+        return await self._answer(body, request, ids, most, True)
+
+    async def _answer(
+        self, body: Sampling, request: Request, ids: list[int], most: int, chat: bool
+    ) -> Response:
+        if self.engine.is_full:
+            raise HTTPException(
+                429, "too many requests wait; try again later", {"Retry-After": str(RETRY_AFTER_S)}
+            )
+        salt = request.state.salt + (f" {body.cache_salt}" if body.cache_salt else "")
+        with _refused():
+            prepared = await self.engine.prepared(ids, cache_salt=salt, **body.settings(most))
+        events = self.engine.stream(prepared)
+        answer = Answer(self.config.name, chat)
+        if body.stream:
+            lines = _lines(events, answer, body)
+            return StreamingResponse(
+                lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+            )
+        texts, output = await _unless_gone(request, _collected(events, body))
+        return JSONResponse(answer.whole(texts, output))
+
+
+async def _collected(
+    events: AsyncGenerator[Any, None], body: Sampling
+) -> tuple[list[str], RequestOutput]:
+    """The texts of all answers, and the output.
+
+    Raises:
+        HTTPException: the request failed; the cause is logged.
+    """
+    trimmers = [StopTrimmer(body.stops) for _ in range(body.n)]
+    texts = [""] * body.n
+    async with aclosing(events):
+        async for event in events:
+            texts[event.answer] += trimmers[event.answer].put(event.text, event.finish_reason)
+            if event.output is not None:
+                _check_ended_well(event.output)
+                return texts, event.output
+    raise EngineStoppedError("the request's events ended before it did")
+
+
+def _check_ended_well(output: RequestOutput) -> None:
+    bad = [reason for reason in output.finish_reasons if reason in ENDED_BADLY]
+    if bad:
+        LOG.error("request %s ended with %s: %s", output.request_id, bad[0], output.error)
+        raise HTTPException(
+            500, f"the request ended with {bad[0]}: {output.error or 'see the log'}"
+        )
+
+
+async def _lines(
+    events: AsyncGenerator[Any, None], answer: Answer, body: Sampling
+) -> AsyncIterator[str]:
+    """Server-sent events; leaving them cancels the request."""
+    trimmers = [StopTrimmer(body.stops) for _ in range(body.n)]
+    try:
+        async with aclosing(events):
+            async for event in events:
+                if event.finish_reason in ENDED_BADLY:
+                    if event.output is not None:
+                        _check_ended_well(event.output)
+                    continue
+                text = trimmers[event.answer].put(event.text, event.finish_reason)
+                if text or event.finish_reason is not None:
+                    yield _event(answer.chunk(event.answer, text, event.finish_reason))
+                if event.output is not None:
+                    _check_ended_well(event.output)
+                    if body.usage_in_stream:
+                        yield _event(answer.usage_chunk(event.output))
+    except (HTTPException, EngineStoppedError) as error:
+        status = getattr(error, "status_code", 503)
+        yield _event(error_body(status, getattr(error, "detail", str(error))))
+    yield "data: [DONE]\n\n"
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+
+
+async def _unless_gone(request: Request, work: Awaitable[Found]) -> Found:
+    """What ``work`` gives; it is cancelled when the client goes away.
+
+    Raises:
+        ClientGoneError: it did.
+    """
+    doing, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise ClientGoneError
+        return doing.result()
+    finally:
+        for task in (doing, gone):
+            task.cancel()
+        await asyncio.gather(doing, gone, return_exceptions=True)
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+class _refused:  # noqa: N801 - reads as what it does
+    """What the engine refuses of a request, as 400 with its words."""
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, ValidationError):
+            raise HTTPException(400, explain(error)) from error
+        if isinstance(error, (ValueError, TypeError, TokenizerError)):
+            raise HTTPException(400, str(error)) from error
+
+
+async def _explained(_: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):
+        said = "; ".join(
+            f"{'.'.join(str(part) for part in one['loc'][1:]) or 'body'}: {one['msg']}"
+            for one in error.errors()[:5]
+        )
+        return JSONResponse(error_body(400, said), 400)
+    if isinstance(error, HTTPException):
+        return JSONResponse(
+            error_body(error.status_code, error.detail), error.status_code, error.headers
+        )
+    if isinstance(error, EngineStoppedError):
+        LOG.error("%s", error)
+        return JSONResponse(error_body(503, str(error)), 503)
+    return Response(status_code=499)  # nobody reads it

@@ -1,0 +1,351 @@
+"""The HTTP server: OpenAI's own client gets what the engine says, and who goes away leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server needs the extra serve")
+httpx = pytest.importorskip("httpx")
+openai = pytest.importorskip("openai")
+
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from support.http_server import NAME, new_engine, serving, until  # noqa: E402
+
+from caramba_fast.serve.http.protocol import StopTrimmer  # noqa: E402
+
+PROMPT = "def main():\n    "
+CHAT = [{"role": "system", "content": "Write."}, {"role": "user", "content": "a reader"}]
+GREEDY = {"temperature": 0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def server():
+    engine = new_engine()
+    with serving(engine) as address:
+        yield address
+    assert not engine.problems() and not engine.has_unfinished
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server}/v1", api_key="any", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def direct():
+    """What the engine itself says."""
+    engine = new_engine()
+
+    def said(prompt: Any, **options: Any) -> Any:
+        if not isinstance(prompt, str):
+            prompt = engine.tokenizer.chat(prompt)
+        return engine.generate_batch([prompt], **options)[0]
+
+    return said
+
+
+# -- what OpenAI's client gets -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 5, "top_p": 0.9}]
+)
+def test_a_completion_is_what_the_engine_says(client, direct, sampling):
+    found = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=12, **sampling)
+    wanted = direct(PROMPT, max_new_tokens=12, **sampling)
+    assert found.choices[0].text == wanted.texts[0]
+    assert found.choices[0].finish_reason == "length"
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (
+        len(wanted.prompt_ids),
+        12,
+    )
+    options = {"include_usage": True}
+    chunks = list(
+        client.completions.create(
+            model=NAME,
+            prompt=PROMPT,
+            max_tokens=12,
+            stream=True,
+            stream_options=options,
+            **sampling,
+        )
+    )
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == wanted.texts[0]
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert chunks[-1].usage.completion_tokens == 12 and len(chunks) > 5
+
+
+def test_a_chat_is_laid_out_answered_and_streamed(client, direct):
+    wanted = direct(CHAT, max_new_tokens=12, temperature=0.0)
+    found = client.chat.completions.create(model=NAME, messages=CHAT, **GREEDY)
+    assert found.choices[0].message.content == wanted.texts[0]
+    assert found.choices[0].message.role == "assistant"
+    chunks = list(client.chat.completions.create(model=NAME, messages=CHAT, stream=True, **GREEDY))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == wanted.texts[0]
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "reader"}]
+    again = client.chat.completions.create(
+        model=NAME, messages=[CHAT[0], {"role": "user", "content": parts}], **GREEDY
+    )
+    assert again.choices[0].message.content == wanted.texts[0]
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    with_tool = client.chat.completions.create(model=NAME, messages=CHAT, tools=[tool], **GREEDY)
+    without = client.chat.completions.create(
+        model=NAME, messages=CHAT, tools=[tool], tool_choice="none", **GREEDY
+    )
+    assert with_tool.usage.prompt_tokens > without.usage.prompt_tokens == found.usage.prompt_tokens
+
+
+def test_several_answers_stops_and_penalties(client, direct):
+    several = {"temperature": 1.0, "seed": 3, "max_tokens": 8, "n": 3}
+    found = client.completions.create(model=NAME, prompt=PROMPT, **several)
+    wanted = direct(PROMPT, temperature=1.0, seed=3, max_new_tokens=8, num_return_sequences=3).texts
+    assert [choice.text for choice in found.choices] == wanted
+    streamed = ["", "", ""]
+    for chunk in client.completions.create(model=NAME, prompt=PROMPT, stream=True, **several):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == wanted
+    whole = direct(PROMPT, max_new_tokens=40, temperature=0.0).texts[0]
+    stop = whole[15:20]
+    ended = client.completions.create(
+        model=NAME, prompt=PROMPT, max_tokens=40, temperature=0, stop=[stop]
+    )
+    assert ended.choices[0].text == whole[: whole.index(stop)]
+    assert ended.choices[0].finish_reason == "stop"
+    pieces = client.completions.create(
+        model=NAME, prompt=PROMPT, max_tokens=40, temperature=0, stop=stop, stream=True
+    )
+    assert "".join(c.choices[0].text for c in pieces) == whole[: whole.index(stop)]
+    varied = client.completions.create(
+        model=NAME, prompt=PROMPT, max_tokens=40, temperature=0, frequency_penalty=2.0, presence_penalty=2.0
+    )  # fmt: skip
+    tokens = direct(
+        PROMPT, max_new_tokens=40, temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0
+    )
+    assert varied.choices[0].text == tokens.texts[0] != whole
+    assert len(set(tokens.generated_tokens)) > len(
+        set(direct(PROMPT, max_new_tokens=40, temperature=0.0).generated_tokens)
+    )
+
+
+@given(
+    st.text("ab", max_size=20),
+    st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=3),
+    st.lists(st.integers(1, 4), min_size=20, max_size=20),
+)
+def test_a_stop_string_ends_the_text_wherever_pieces_are_cut(text, stops, cuts):
+    """The engine stops with the piece in which a stop string is complete."""
+    trimmer, told, seen = StopTrimmer(stops), "", ""
+    places = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    for size in cuts:
+        piece = text[len(seen) : len(seen) + size]
+        seen += piece
+        found = any(stop in seen for stop in stops)
+        over = found or len(seen) == len(text)
+        told += trimmer.put(piece, ("stop" if found else "length") if over else None)
+        if over:
+            break
+        assert seen.startswith(told)
+    if places:
+        assert told == seen[: min(seen.find(s) for s in stops if s in seen)]
+    else:
+        assert told == text
+
+
+# -- what surrounds ------------------------------------------------------------------------------
+
+
+def test_models_tokens_health_and_metrics(server, client):
+    assert [card.id for card in client.models.list()] == [NAME]
+    assert httpx.get(f"{server}/health").status_code == 200
+    ids = httpx.post(f"{server}/tokenize", json={"prompt": PROMPT}).json()
+    assert ids["count"] == len(ids["tokens"]) and ids["max_model_len"] == 512
+    laid_out = httpx.post(f"{server}/tokenize", json={"messages": CHAT}).json()
+    assert laid_out["count"] > ids["count"]
+    given_ids = client.completions.create(model=NAME, prompt=ids["tokens"], **GREEDY)
+    assert given_ids.usage.prompt_tokens == ids["count"]
+    figures = httpx.get(f"{server}/metrics").text
+    assert "caramba_fast_new_tokens_total" in figures and "caramba_fast_pages_held" in figures
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "said"),
+    [
+        ("completions", {"prompt": PROMPT, "model": "gpt-4"}, 404, "'demo' is served"),
+        ("completions", {"prompt": PROMPT, "temperature": 3}, 400, "temperature"),
+        ("completions", {"prompt": PROMPT, "logprobs": 3}, 400, "logprobs"),
+        ("completions", {"prompt": PROMPT, "max_tokens": 5000}, 400, "max_seq_len"),
+        ("completions", {"prompt": PROMPT, "n": 100}, 400, "max_batch_size"),
+        ("completions", {"prompt": [10**6]}, 400, "0 to"),
+        ("completions", {"prompt": ""}, 400, "prompt"),
+        ("completions", {"prompt": PROMPT, "tempreature": 1}, 400, "tempreature"),
+        ("completions", {"prompt": PROMPT, "stream_options": {}}, 400, "stream"),
+        ("completions", {"prompt": "x" * 100_000}, 400, "characters"),
+        ("chat/completions", {"messages": []}, 400, "messages"),
+        ("chat/completions", {"messages": CHAT, "response_format": {"type": "json_object"}}, 400, "response_format"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "type"),
+        ("chat/completions", {"messages": CHAT, "top_logprobs": 2}, 400, "top_logprobs"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_by_name(server, route, body, status, said):
+    found = httpx.post(f"{server}/v1/{route}", json=body)
+    assert found.status_code == status
+    assert said in found.json()["error"]["message"]
+
+
+def test_bodies_have_a_limit_announced_or_not():
+    with serving(new_engine(), max_body_bytes=1000) as address:
+        large = json.dumps({"prompt": "x" * 2000}).encode()
+        head = {"content-type": "application/json"}
+        pieces = iter([large[:500], large[500:]])
+        for content in (large, pieces):
+            found = httpx.post(f"{address}/v1/completions", content=content, headers=head)
+            assert found.status_code == 413 and "1000 bytes" in found.json()["error"]["message"]
+        assert httpx.post(f"{address}/v1/completions", json={"prompt": PROMPT}).status_code == 200
+
+
+def test_keys_are_asked_for_and_keep_prefixes_apart():
+    prompt = list(range(10, 150))
+
+    def hits(address: str, key: str) -> int:
+        found = httpx.post(
+            f"{address}/v1/completions", json={"prompt": prompt, "max_tokens": 1},
+            headers={"Authorization": f"Bearer {key}"},
+        )  # fmt: skip
+        return found.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    for shared in (False, True):
+        with serving(new_engine(), api_keys=("one", "two"), share_prefixes=shared) as address:
+            assert httpx.get(f"{address}/health").status_code == 200
+            for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "one"}):
+                assert httpx.get(f"{address}/v1/models", headers=headers).status_code == 401
+            assert [hits(address, key) for key in ("one", "one", "two")] == [0, 128, 128 * shared]
+
+
+# -- load, and those who go away -----------------------------------------------------------------
+
+
+def test_who_goes_away_is_not_answered_any_more():
+    engine = new_engine(max_seq_len=2048)
+    long = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True}
+    with serving(engine) as address:
+        with httpx.stream(
+            "POST", f"{address}/v1/completions", json={**long, "stream": True}
+        ) as found:
+            next(found.iter_lines())
+        until(lambda: not engine.has_unfinished, "a stream that was left is cancelled")
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{address}/v1/completions", json=long, timeout=0.5)
+        until(lambda: not engine.has_unfinished, "a request nobody waits for is cancelled")
+        done = engine.metrics.new_tokens
+        assert httpx.post(f"{address}/v1/completions", json={"prompt": PROMPT}).status_code == 200
+        assert engine.metrics.new_tokens <= done + 16
+    assert not engine.problems() and not engine.metrics.pages_held
+
+
+def test_too_many_are_told_to_come_again():
+    engine = new_engine(max_batch_size=1, max_waiting=1, max_seq_len=2048)
+    long = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    with serving(engine) as address:
+        found: list[int] = []
+        with (
+            httpx.stream("POST", f"{address}/v1/completions", json=long) as first,
+            httpx.stream("POST", f"{address}/v1/completions", json=long) as second,
+        ):
+            lines = first.iter_lines()  # to be left is to be cancelled
+            next(lines)
+            assert second.status_code == 200
+            until(lambda: len(engine.under_way) == 2, "both are taken on")
+            third = httpx.post(f"{address}/v1/completions", json={"prompt": PROMPT})
+            found.append(third.status_code)
+        assert found == [429] and third.headers["retry-after"] == "1"
+        until(lambda: not engine.has_unfinished, "both are cancelled")
+
+
+def test_many_clients_of_whom_some_leave_lose_nothing(direct):
+    engine = new_engine(max_batch_size=4, cache_bytes=2_000_000)
+    wanted = {
+        seed: direct(PROMPT, max_new_tokens=20, temperature=0.9, seed=seed).texts[0]
+        for seed in range(12)
+    }
+    wrong: list[Any] = []
+
+    def ask(address: str, seed: int) -> None:
+        body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0.9, "seed": seed}
+        if seed % 4 == 3:
+            with httpx.stream(
+                "POST", f"{address}/v1/completions", json={**body, "stream": True}
+            ) as found:
+                next(found.iter_lines())
+            return
+        answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60).json()
+        if answer["choices"][0]["text"] != wanted[seed]:
+            wrong.append((seed, answer))
+
+    with serving(engine) as address:
+        threads = [threading.Thread(target=ask, args=(address, seed)) for seed in wanted]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        until(lambda: not engine.has_unfinished, "nothing is left over")
+    assert not wrong and not engine.problems() and not engine.metrics.pages_held
+
+
+def test_requests_under_way_end_when_the_server_is_told_to_stop():
+    engine = new_engine(max_seq_len=2048)
+    found: list[Any] = []
+
+    def ask(address: str) -> None:
+        try:
+            found.append(
+                httpx.post(
+                    f"{address}/v1/completions",
+                    json={"prompt": PROMPT, "max_tokens": 60},
+                    timeout=30,
+                )
+            )
+        except httpx.HTTPError as error:
+            found.append(error)
+
+    with serving(engine) as address:
+        thread = threading.Thread(target=ask, args=(address,))
+        thread.start()
+        until(lambda: engine.has_unfinished, "it is under way")
+    thread.join(30)
+    assert found and found[0].status_code == 200
+    assert not engine.has_unfinished and not engine.problems()
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+FIELDS = (
+    "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stream",
+    "logit_bias", "presence_penalty", "stream_options", "response_format", "cache_salt", "tools", "model",
+)  # fmt: skip
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=4), st.booleans())
+def test_no_body_is_answered_with_500_or_not_at_all(server, fields, chat):
+    body = {"max_tokens": 2, **({"messages": CHAT} if chat else {"prompt": PROMPT}), **fields}
+    route = "chat/completions" if chat else "completions"
+    found = httpx.post(
+        f"{server}/v1/{route}", content=json.dumps(body), headers={"content-type": "application/json"}, timeout=30
+    )  # fmt: skip
+    assert found.status_code in (200, 400, 404), found.text
+    if found.status_code != 200:
+        assert found.json()["error"]["message"]
