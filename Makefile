@@ -167,7 +167,6 @@ bench-page: $(VENV)/.test
 	cp runs/decode_model.csv bench/results/ 2>/dev/null || true
 	$(BIN)/python -m caramba_fast.bench.pages.report $$(ls bench/results/cpu.csv bench/results/cuda.csv 2>/dev/null) > docs/performance.md
 	$(BIN)/python -m caramba_fast.bench.pages.roofline bench/results/$(DEVICE).csv docs/roofline-$(DEVICE).png
-	test ! -e bench/results/cpu.csv || $(BIN)/python -m caramba_fast.bench.pages.readme bench/results/cpu.csv README.md
 
 # Both rewrite bench/results and the tables of docs/inference.md; half an hour on two cores.
 bench-generation: $(VENV)/.test

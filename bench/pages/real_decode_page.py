@@ -1,6 +1,6 @@
 """Speed of real models in docs/performance.md: decode steps by cache and program, first tokens, and a picture.
 
-``python -m caramba_fast.bench.pages.real_decode_page`` writes the picture that page and README show.
+``python -m caramba_fast.bench.pages.real_decode_page`` writes the picture and the README's table.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from caramba_fast.bench.kernels.table import read
-from caramba_fast.bench.pages.sections import RESULTS, ROOT, table
+from caramba_fast.bench.pages.sections import RESULTS, ROOT, table, write_parts
 
 DECODE, FIRST_TOKEN = "-decode.csv", "-first-token.csv"
 PICTURE = ROOT.parent / "docs" / "decode-real.png"
+README, PART = ROOT.parent / "README.md", "decode of real models"
+#: What the README shows beside DynamicCache: program, cache.
+SHOWN = (("accelerate", "q8"), ("accelerate", "q4"), ("llama.cpp", "q8_0"), ("llama.cpp", "q4_0"))
 MIB = 2**20
 #: What is drawn: program and cache, colour.
 DRAWN = {
@@ -43,6 +46,41 @@ def section(folder: Path = RESULTS / "real") -> list[str]:
         lines += _model(rows)
     first = [row for path in sorted(folder.glob(f"*{FIRST_TOKEN}")) for row in read(path)]
     return lines + (_first_tokens(first) if first else [])
+
+
+def headline(folder: Path = RESULTS / "real") -> list[str]:
+    """The README's table: tokens/s and MiB of every model and context.
+
+    Raises:
+        ValueError: nothing was measured.
+    """
+    body = []
+    shown = list[tuple[str, str]]()
+    for rows in _measured(folder):
+        names = _names(rows)
+        shown = [name for name in SHOWN if name in names or name in shown]
+        found = {(row["context"], row["program"], row["cache"]): row for row in rows}
+        for context in dict.fromkeys(row["context"] for row in rows):
+            base = found[(context, *names[0])]
+            cells = []
+            for name in shown:
+                row = found.get((context, *name))
+                cells.append("" if row is None else _speed_and_size(row))
+            body.append((base["model"], f"{int(context):,}", _speed_and_size(base), *cells))
+    heads = [f"{program} `{cache}`" for program, cache in shown]
+    return table(("model", "context", "DynamicCache", *heads), body)
+
+
+def _speed_and_size(row: Row) -> str:
+    return f"{float(row['tokens_per_s']):.1f} · {int(row['cache_bytes']) / MIB:.1f}"
+
+
+def _measured(folder: Path) -> list[list[dict[str, str]]]:
+    """The rows of each model; raises ValueError where there are none."""
+    found = [rows for path in sorted(folder.glob(f"*{DECODE}")) if (rows := list(read(path)))]
+    if not found:
+        raise ValueError(f"{folder} has no *{DECODE}: run caramba_fast.bench.real.decode")
+    return found
 
 
 def _names(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -104,9 +142,7 @@ def draw(folder: Path, path: Path) -> None:
     """
     from caramba_fast.quality.plot import new_figure, write_figure  # noqa: PLC0415 - heavy
 
-    found = [rows for path in sorted(folder.glob(f"*{DECODE}")) if (rows := list(read(path)))]
-    if not found:
-        raise ValueError(f"{folder} has no *{DECODE}: run caramba_fast.bench.real.decode")
+    found = _measured(folder)
     figure = new_figure(9.0, 3.4 * len(found))
     grid = figure.subplots(len(found), 2, squeeze=False)
     for axes, rows in zip(grid, found, strict=True):
@@ -127,3 +163,4 @@ def draw(folder: Path, path: Path) -> None:
 
 if __name__ == "__main__":
     draw(RESULTS / "real", PICTURE)
+    write_parts({PART: headline()}, README)

@@ -71,6 +71,9 @@ def test_the_page_has_speed_sizes_and_first_tokens(rows, tmp_path):
     pytest.importorskip("matplotlib")
     real_decode_page.draw(folder, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    head = "\n".join(real_decode_page.headline(folder))
+    mib = int(row["cache_bytes"]) / 2**20
+    assert f"{float(row['tokens_per_s']):.1f} · {mib:.1f}" in head and "DynamicCache" in head
     with pytest.raises(ValueError, match=r"decode\.csv"):
         real_decode_page.draw(tmp_path, tmp_path / "none.png")
 

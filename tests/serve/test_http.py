@@ -199,6 +199,27 @@ def test_what_cannot_be_served_is_refused_by_name(server, route, body, status, s
     assert said in found.json()["error"]["message"]
 
 
+def test_a_route_that_is_not_there_is_an_error_as_clients_expect(server):
+    found = httpx.get(f"{server}/v1/images")
+    assert found.status_code == 404 and found.json()["error"]["type"] == "not_found_error"
+
+
+def test_a_failure_of_the_model_is_told_and_logged(monkeypatch, caplog):
+    engine = new_engine()
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no such layer")
+
+    monkeypatch.setattr(engine.model, "forward_ragged", broken, raising=False)
+    body = {"prompt": PROMPT}
+    with serving(engine) as address:
+        found = httpx.post(f"{address}/v1/completions", json=body)
+        assert found.status_code == 500 and "no such layer" in found.json()["error"]["message"]
+        streamed = httpx.post(f"{address}/v1/completions", json={**body, "stream": True}).text
+    assert "no such layer" in streamed and streamed.endswith("data: [DONE]\n\n")
+    assert "no such layer" in caplog.text
+
+
 def test_bodies_have_a_limit_announced_or_not():
     with serving(new_engine(), max_body_bytes=1000) as address:
         large = json.dumps({"prompt": "x" * 2000}).encode()

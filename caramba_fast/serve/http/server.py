@@ -22,6 +22,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException as AnyHTTPException
 
 from caramba_fast.config.files import explain
 from caramba_fast.infer.tokenizer import TextTokenizer, TokenizerError
@@ -89,7 +90,8 @@ def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
 
     app = FastAPI(title="caramba-fast", lifespan=running, docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, most=config.max_body_bytes)
-    for wrong in (RequestValidationError, HTTPException, EngineStoppedError, ClientGoneError):
+    known = (RequestValidationError, AnyHTTPException, EngineStoppedError, ClientGoneError)
+    for wrong in (*known, Exception):
         app.add_exception_handler(wrong, _explained)
     allowed = [Depends(served.check_key)]
     app.get("/health")(served.health)
@@ -309,11 +311,14 @@ async def _explained(_: Request, error: Exception) -> Response:
             for one in error.errors()[:5]
         )
         return JSONResponse(error_body(400, said), 400)
-    if isinstance(error, HTTPException):
+    if isinstance(error, AnyHTTPException):
         return JSONResponse(
             error_body(error.status_code, error.detail), error.status_code, error.headers
         )
     if isinstance(error, EngineStoppedError):
         LOG.error("%s", error)
         return JSONResponse(error_body(503, str(error)), 503)
-    return Response(status_code=499)  # nobody reads it
+    if isinstance(error, ClientGoneError):
+        return Response(status_code=499)  # nobody reads it
+    LOG.error("a request failed", exc_info=error)
+    return JSONResponse(error_body(500, f"{type(error).__name__}; see the log"), 500)
