@@ -118,6 +118,7 @@ def plot(path: Path, picture: Path) -> None:
         axes.axhline(1.0, color="black", linewidth=0.8)
         axes.set_title(f"{title} bits a value", fontsize=10)
         axes.set_xlabel("cached tokens")
-        axes.legend(fontsize=7)
+        if lines:
+            axes.legend(fontsize=7)
     figure.supylabel("time of a step, times ours at the same width", fontsize=10)
     figure.savefig(picture, dpi=120)
