@@ -64,10 +64,12 @@ def lines_of(path: Path) -> list[str]:
         return ["Not measured."]
     first, lines = rows[0], []
     facts = path.with_suffix(".json")
-    peers = json.loads(facts.read_text("utf-8"))["peers"] if facts.exists() else {}
-    named = [f"{name} {version}" for name, version in peers.items()]
+    about = json.loads(facts.read_text("utf-8")) if facts.exists() else {}
+    named = [f"{name} {version}" for name, version in about.get("peers", {}).items()]
     origin = (first["device"], *named, f"torch {first['torch']}", f"commit {first['commit']}")
     lines += [f"From `bench/results/{path.name}`. {'; '.join(origin)}."]
+    if about.get("measured") != about.get("shapes"):
+        lines[0] += f" Only {about['measured']} of {about['shapes']} shapes: the time was over."
     for shape in dict.fromkeys(_shape(row) for row in rows):
         found = [row for row in rows if _shape(row) == shape]
         lines += ["", f"### {_title(found[0])}", "", *summary(found)]

@@ -116,8 +116,8 @@ def quick() -> tuple[Shape, ...]:
 
 
 def full() -> Iterator[Shape]:
-    """Every combination, the longest last, then two threads."""
-    for kv, heads, batch, tokens in product(LENGTHS, (WIDE, NARROW), BATCHES, TOKENS):
+    """Every combination, the most telling first: one new token, one row, the wide heads; then two threads."""
+    for tokens, batch, heads, kv in product(TOKENS, BATCHES, (WIDE, NARROW), LENGTHS):
         yield Shape(batch, *heads, kv, tokens)
     for kv, batch in product(LENGTHS, BATCHES):
         yield Shape(batch, *WIDE, kv, threads=2)

@@ -83,7 +83,8 @@ def run(given: argparse.Namespace, out: Path | None) -> list[Row]:
         print("\n".join(peers_page.summary(found)), flush=True)
         if out is not None:
             write_csv(out, COLUMNS, rows)
-            facts = {**details(torch.device("cpu")), "grid": grid, "peers": versions()}
+            done = {"grid": grid, "measured": index + 1, "shapes": len(shapes)}
+            facts = {**details(torch.device("cpu")), **done, "peers": versions()}
             out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
     return rows
 

@@ -24,7 +24,7 @@ OWN = (("fp16", 16), ("q8", 8), ("q4", 4), ("q4:plain", 4), ("nf4", 4))
 PRECISIONS = (
     ("f16", "f32", 16, "f16"), ("bf16", "bf16", 16, "bf16"),
     ("u8", "f32", 8, "u8"), ("u8", "bf16", 8, "u8 (bf16)"),
-    ("u4", "f32", 4, "u4"), ("u4", "bf16", 4, "u4 (bf16)"),
+    ("u4", "f32", 4, "u4"),
 )  # fmt: skip
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

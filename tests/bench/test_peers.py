@@ -329,6 +329,10 @@ def test_the_page_has_every_row_and_why_one_is_empty(tmp_path):
     assert "| ggml q4_0 | 4 | 0.250 | 3.00 × q4 |" in page
     assert page.count("not installed: other") == 2
     assert "| caramba q4 | 4 | 0.100 |  |" in page
+    facts = {"measured": 2, "shapes": 30, "peers": {"ggml": "0.25"}}
+    (tmp_path / "peers.json").write_text(json.dumps(facts))
+    origin = peers_page.lines_of(tmp_path / "peers.csv")[0]
+    assert "a machine; ggml 0.25; torch 2" in origin and "2 of 30 shapes" in origin
     found = peers_page.curves(rows, ("4",))
     assert found == {
         "caramba q4": [(512, 1.0), (4096, 1.0)],
