@@ -50,8 +50,8 @@ class Shape:
 
     @property
     def slack(self) -> int:
-        """Tokens beyond ``kv`` that steps may add before a cache is taken back: 3%, or one step."""
-        return max(self.tokens, self.kv // 32)
+        """Tokens beyond ``kv`` that steps may add before a cache is taken back: 3%, or four steps."""
+        return max(4 * self.tokens, self.kv // 32)
 
 
 class Problem:
