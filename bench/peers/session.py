@@ -50,6 +50,11 @@ class Session(ABC):
         """Frees what Python does not."""
 
 
+def any_shape(_shape: Shape) -> str:
+    """No shape is refused."""
+    return ""
+
+
 @dataclass(frozen=True)
 class System:
     """A row of the comparison.
@@ -78,7 +83,7 @@ class System:
     trial: bool = False
     copies: float = 1.0
     missing: Callable[[], str] = str
-    refuses: Callable[[Shape], str] = lambda _shape: ""
+    refuses: Callable[[Shape], str] = any_shape
 
     @property
     def title(self) -> str:

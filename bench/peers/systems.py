@@ -11,7 +11,7 @@ from caramba_fast.bench.peers.ggml_sessions import GgmlAttention
 from caramba_fast.bench.peers.onnx_sessions import OnnxRuntime
 from caramba_fast.bench.peers.openvino_sessions import OpenVINO, long_prompt
 from caramba_fast.bench.peers.own import Own
-from caramba_fast.bench.peers.session import System
+from caramba_fast.bench.peers.session import System, any_shape
 from caramba_fast.bench.peers.torch_sessions import CALLS, Torch
 
 OURS = "caramba"
@@ -40,17 +40,14 @@ def _own() -> list[System]:
 
 def _openvino() -> list[System]:
     """Its cache is twice as large as it has to be when it has just grown."""
-    found = []
-    for precision, compute, bits, kind in PRECISIONS:
-        allowed = ALLOWED[{"f16": "fp16", "bf16": "bf16"}.get(precision, str(bits))]
-        build = partial(OpenVINO, precision=precision, compute=compute)
-        refuses = {"refuses": long_prompt} if bits == 4 else {}
-        found.append(
-            System(
-                "OpenVINO", kind, bits, allowed, build, ("openvino",), trial=bits < 16, copies=2.0, **refuses
-            )
-        )  # fmt: skip
-    return found
+    return [
+        System(
+            "OpenVINO", kind, bits, ALLOWED[{"f16": "fp16", "bf16": "bf16"}.get(precision, str(bits))],
+            partial(OpenVINO, precision=precision, compute=compute), ("openvino",), trial=bits < 16, copies=2.0,
+            refuses=long_prompt if bits == 4 else any_shape,
+        )
+        for precision, compute, bits, kind in PRECISIONS
+    ]  # fmt: skip
 
 
 def _onnx() -> list[System]:
