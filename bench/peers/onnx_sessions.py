@@ -18,8 +18,8 @@ from caramba_fast.bench.peers.session import Session
 
 #: The operator's opset, and what its CPU kernel reads.
 DOMAIN, OPSET, IR = "com.microsoft", 21, 10
-#: Tokens and shares of the largest value that the search for scales looks at.
-CALIBRATED, SHARES = 512, tuple(x / 20 for x in range(6, 21))
+#: Tokens, evenly spread, and shares of the largest value that the search for scales looks at.
+CALIBRATED, SHARES = 4096, tuple(x / 20 for x in range(6, 21))
 BITS = {"int8": 8, "int4": 4}
 LEAST = {8: -128, 4: -8}
 
@@ -63,8 +63,8 @@ def onnx_model(shape: Shape, kind: str, scales: list[np.ndarray]) -> bytes:
 
 
 def channel_scales(x: Tensor, bits: int) -> Tensor:
-    """(H_kv, D): of least squared error over some tokens of x (B, H_kv, S, D)."""
-    some = x[:, :, :CALIBRATED]
+    """(H_kv, D): of least squared error over tokens of x (B, H_kv, S, D)."""
+    some = x[:, :, :: max(1, x.shape[0] * x.shape[2] // CALIBRATED)]
     least = LEAST[bits]
     largest = x.abs().amax((0, 2))
     best, error = largest, torch.full_like(largest, torch.inf)
