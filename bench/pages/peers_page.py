@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,12 @@ SHAPE = ("batch", "heads", "kv_heads", "dim", "kv", "tokens", "threads")
 HEADINGS = ("", "bits", "ms", "times ours", "MB stored", "GB/s", "share", "error", "note")
 #: What the picture shows: one row and one token of the wide heads on one thread.
 SHOWN = {"batch": "1", "heads": "32", "dim": "128", "tokens": "1", "threads": "1"}
-PANELS = (("16", ("16", "32")), ("8", ("8",)), ("4", ("4",)))
+PANELS = (
+    ("16 or 32 bits a value", ("16", "32")), ("8 bits a value", ("8",)), ("4 bits a value", ("4",))
+)  # fmt: skip
+COLOURS = {OURS: "black", "OpenVINO": "C0", "ONNX Runtime": "C1", "ggml": "C2", "torch": "C3"}
+#: Of the kinds of a program, in the order of the table.
+STYLES = ("o-", "s--", "^:", "v-.", "D-", "x--")
 Row = Mapping[str, Any]
 
 
@@ -102,25 +108,23 @@ def plot(path: Path, picture: Path) -> None:
     panels = [(title, curves(rows, bits)) for title, bits in PANELS]
     if not any(lines for _, lines in panels):
         raise ValueError("no shape of the picture was measured")
-    figure = Figure(figsize=(12, 4.4), layout="constrained")
+    figure = Figure(figsize=(12, 6), layout="constrained")
     for axes, (title, lines) in zip(
         figure.subplots(1, len(panels), sharey=True), panels, strict=True
     ):
+        seen: Counter[str] = Counter()
         for name, line in lines.items():
-            style = "k-" if name.startswith(OURS) else "o-"
-            axes.plot(
-                [kv for kv, _ in line],
-                [times for _, times in line],
-                style,
-                label=name,
-                markersize=4,
-            )
+            program = next(known for known in COLOURS if name.startswith(known))
+            style = STYLES[seen[program] % len(STYLES)]
+            seen[program] += 1
+            kv, times = zip(*line, strict=True)
+            axes.plot(kv, times, style, color=COLOURS[program], label=name, markersize=4)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.axhline(1.0, color="black", linewidth=0.8)
-        axes.set_title(f"{title} bits a value", fontsize=10)
+        axes.set_title(title, fontsize=10)
         axes.set_xlabel("cached tokens")
         if lines:
-            axes.legend(fontsize=7)
-    figure.supylabel("time of a step, times ours at the same width", fontsize=10)
+            place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14)}
+            axes.legend(fontsize=7, ncols=2, **place)
+    figure.supylabel("time of a step, times that of caramba at the same width", fontsize=10)
     figure.savefig(picture, dpi=120)
