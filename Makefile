@@ -27,6 +27,7 @@ help:
 	@echo "make bench-generation  tokens with and without a cache, overhead, speculation (CPU, half an hour)"
 	@echo "make bench-serve  a fixed load: the engine beside static batches and transformers (CPU, eight minutes)"
 	@echo "make bench-hf     decode steps under transformers beside its own caches (CPU, half an hour)"
+	@echo "make bench-peers  OpenVINO, ONNX Runtime, ggml and torch beside our caches (CPU, PEERS=--quick: minutes; an hour)"
 	@echo "make real         what caches cost real models, fetched first (REAL=--quick: a small part; hours without)"
 	@echo "make bench-real   decode steps of real models beside llama.cpp (CPU, an hour)"
 	@echo "make bench-rows   the same cases through pytest-benchmark (GRID=quick|cpu|core)"
@@ -187,6 +188,32 @@ $(HF_PEERS)/.done: constraints.txt $(VENV)/.torch
 
 bench-hf: $(VENV)/.test $(HF_PEERS)/.done
 	PYTHONPATH=$(HF_PEERS) $(BIN)/python -m caramba_fast.bench.generation.hf_decode --publish
+
+# The same step in the caches of OpenVINO, ONNX Runtime, ggml and torch: rewrites bench/results/peers.csv and
+# docs/peers.md. PEERS=--quick measures a few shapes and prints them. ggml is built from the source that llama-cpp-python
+# carries, for this processor and with its own threads, in a few minutes; its rows say so where that fails.
+PEERS ?= --publish
+GGML  := build/peers/ggml/.done
+.PHONY: bench-peers
+$(VENV)/.peers: $(VENV)/.torch $(BUILD)
+	$(PIP) --no-build-isolation -e '.[peers]'
+	@touch $@
+
+$(GGML): constraints.txt | $(VENV)/.peers
+	rm -rf build/peers
+	mkdir -p build/peers
+	$(BIN)/python -m pip download -q -c constraints.txt --no-deps --no-binary llama-cpp-python -d build/peers llama-cpp-python
+	tar xzf build/peers/llama_cpp_python-*.tar.gz -C build/peers
+	$(BIN)/cmake -S build/peers/llama_cpp_python-*/vendor/llama.cpp -B build/peers/ggml -G Ninja \
+		-DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DGGML_NATIVE=ON \
+		-DGGML_OPENMP=OFF $(patsubst %,-DLLAMA_BUILD_%=OFF,COMMON TESTS TOOLS EXAMPLES SERVER APP)
+	$(BIN)/cmake --build build/peers/ggml -j 2 --target ggml
+	@touch $@
+
+bench-peers: export OMP_NUM_THREADS = 1
+bench-peers: $(VENV)/.peers
+	-$(MAKE) $(GGML)
+	$(BIN)/python -m caramba_fast.bench.peers.run $(PEERS)
 
 bench-rows: $(VENV)/.test
 	GRID=$(GRID) $(BIN)/python -m pytest --device=$(DEVICE) tests/bench/rows.py --benchmark-columns=median,iqr,rounds

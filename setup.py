@@ -19,7 +19,7 @@ SANITIZE = os.environ.get("CARAMBA_FAST_SANITIZE", "0") != "0"
 # Some Pythons build with -fwrapv, under which no overflow would be reported.
 CHECKS = ["-O1", "-g1", "-fno-wrapv", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
 CHECKED = ["-fsanitize=address,undefined", *CHECKS] if SANITIZE else []
-BENCH = ("generation", "kernels", "pages", "real", "serving")
+BENCH = ("generation", "kernels", "pages", "peers", "real", "serving")
 DEMO_FILES = ("safetensors", "json", "txt", "md", "csv")
 
 

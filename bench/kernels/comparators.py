@@ -98,9 +98,9 @@ class Peers:
         self.add(name, call, graph=name != "QuantizedCache q4")
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """torch's attention with grouped queries."""
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """torch's attention with grouped queries; ``mask`` (T, S) is true where a query may look."""
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def _sdpa_by(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -111,11 +111,13 @@ def _sdpa_by(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return call
 
 
-def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """matmul, softmax, matmul with the query heads of a kv head side by side."""
+def grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """matmul, softmax, matmul with the query heads of a kv head side by side; ``mask`` as of `sdpa`."""
     rows = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
-    weights = (rows * q.shape[3] ** -0.5 @ k.transpose(2, 3)).softmax(-1)
-    return (weights @ v).view(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
+    scores = rows * q.shape[3] ** -0.5 @ k.transpose(2, 3)
+    if mask is not None:
+        scores = scores.masked_fill(~mask.repeat(rows.shape[2] // q.shape[2], 1), -torch.inf)
+    return (scores.softmax(-1) @ v).view(q.shape[0], q.shape[1], q.shape[2], v.shape[3])
 
 
 def attention(

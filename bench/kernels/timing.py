@@ -6,10 +6,10 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ HEAD_START = 400_000
 #: Read by the probes: far more than any cache holds.
 PROBE_BYTES = {"cpu": 2**28, "cuda": 2**31}
 PROBE = "probe"
+Entry = TypeVar("Entry", bound=Hashable)
 
 
 def interleaved(
@@ -39,14 +40,20 @@ def interleaved(
     rounds: int = ROUNDS,
     budget_s: float = BUDGET_S,
 ) -> dict[Implementation, dict[int, float]]:
-    """Seconds a call by round; slow ones sit out rounds, evenly, so that drift hits all alike."""
-    prepare = _cuda_sampler if device.type == "cuda" else _cpu_sampler
-    samplers = {entry: prepare(entry) for entry in listed}
+    """Seconds a call by round."""
+    prepare = _cuda_sampler if device.type == "cuda" else cpu_sampler
+    return in_turn({entry: prepare(entry) for entry in listed}, rounds, budget_s)
+
+
+def in_turn(
+    samplers: Mapping[Entry, Sampler], rounds: int = ROUNDS, budget_s: float = BUDGET_S
+) -> dict[Entry, dict[int, float]]:
+    """What samplers take by round; slow ones sit out rounds, evenly, so that drift hits all alike."""
     wanted = {}
     for entry, sampler in samplers.items():
         least = 1 if sampler.seconds > HOPELESS_S else min(LEAST, rounds)
         wanted[entry] = max(least, min(rounds, int(budget_s / sampler.seconds)))
-    samples: dict[Implementation, dict[int, float]] = {entry: {} for entry in listed}
+    samples: dict[Entry, dict[int, float]] = {entry: {} for entry in samplers}
     for turn in range(rounds):
         for entry, sampler in samplers.items():
             if turn * wanted[entry] // rounds != (turn - 1) * wanted[entry] // rounds:
@@ -100,7 +107,8 @@ class Sampler:
     seconds: float
 
 
-def _cpu_sampler(entry: Implementation) -> Sampler:
+def cpu_sampler(entry: Implementation) -> Sampler:
+    """Repeats the call until a sample lasts `SHORTEST_SAMPLE_S`."""
     turns = itertools.cycle(entry.calls)
     started = time.perf_counter()
     next(turns)()

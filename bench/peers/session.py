@@ -1,0 +1,102 @@
+"""What a system has to offer to be measured: a cache that holds a prompt, and one step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from torch import Tensor
+
+from caramba_fast.bench.peers.problem import Problem, Shape
+
+
+class Session(ABC):
+    """The cache of one system: it holds a problem's tokens but for the new ones, which `step` appends.
+
+    Attributes:
+        problem: what is asked.
+        grows: whether every step makes the cache longer; if not, it writes to the same slots again.
+        note: what a reader of the figures has to know.
+    """
+
+    grows = False
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.note = ""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Appends the new tokens and attends from them: what is timed."""
+
+    @abstractmethod
+    def output(self) -> Tensor:
+        """(B, H, T, D) fp32 of the latest step."""
+
+    @property
+    @abstractmethod
+    def stored(self) -> int:
+        """Bytes that the problem's tokens take as they are stored, scales included."""
+
+    def rewind(self) -> None:  # noqa: B027 - many have nothing to do here
+        """Takes back what steps have appended."""
+
+    def rest(self) -> None:  # noqa: B027 - as above
+        """Called when others are about to be timed: threads that wait for work stop."""
+
+    def close(self) -> None:  # noqa: B027 - as above
+        """Frees what Python does not."""
+
+
+def any_shape(_shape: Shape) -> str:
+    """No shape is refused."""
+    return ""
+
+
+@dataclass(frozen=True)
+class System:
+    """A row of the comparison.
+
+    Attributes:
+        name: of the program.
+        kind: its name for how it stores keys and values.
+        bits: of a stored value, without scales: 32, 16, 8 or 4.
+        allowed: error that its precision explains; a larger one is wrong, and not timed.
+        build: makes the session of a problem.
+        modules: Python packages it needs.
+        ours: whether it is this package.
+        trial: whether a small problem is tried in a process of its own first, since it may crash.
+        copies: how many times its stored bytes it takes at most.
+        missing: why it cannot run on this machine, or "".
+        refuses: why it cannot serve a shape, or "".
+    """
+
+    name: str
+    kind: str
+    bits: int
+    allowed: float
+    build: Callable[[Problem], Session]
+    modules: tuple[str, ...] = ()
+    ours: bool = False
+    trial: bool = False
+    copies: float = 1.0
+    missing: Callable[[], str] = str
+    refuses: Callable[[Shape], str] = any_shape
+
+    @property
+    def title(self) -> str:
+        """Program and kind."""
+        return f"{self.name} {self.kind}"
+
+    def reason(self, shape: Shape) -> str:
+        """Why it cannot be measured, or "" as far as that is known before it is tried."""
+        absent = [module for module in self.modules if find_spec(module) is None]
+        if absent:
+            return f"not installed: {', '.join(absent)} (make bench-peers installs it)"
+        return self.missing() or self.refuses(shape)
+
+    def bytes_needed(self, shape: Shape) -> float:
+        """Bytes its cache takes at most, scales roughly."""
+        return self.copies * shape.values * (self.bits + (0 if self.bits >= 16 else 1)) / 8
