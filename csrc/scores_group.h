@@ -1,0 +1,327 @@
+// The score pass over keys by channel in products of bytes. The scales of a group of tokens go into
+// a query, and what comes of that becomes integers: q . k = q . zero + step * (integers . codes),
+// one sum over the head for each byte of the integers. Codes are turned first, so that a vector has
+// four values of 16 tokens, and a product of bytes leaves one sum a token. Included in
+// isa_avx512_vnni.cpp alone, in that set's namespace.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "arena.h"
+#include "attention_job.h"
+#include "half.h"
+#include "int8_layout.h"
+#include "numeric.h"
+
+namespace caramba_fast {
+namespace CARAMBA_FAST_ISA {
+
+// -- Queries as integers ---------------------------------------------------------------------------
+
+inline constexpr int kMostBytes = 3;  // of an integer
+// How large integers of so many bytes get; the most is what the mantissa of a float holds.
+inline constexpr float kIntegers[kMostBytes + 1] = {0, 127, 32600, 4.1e6f};
+
+// What rounding a query to integers may add to a score, root mean square: bytes are left out where
+// that is enough. Codes are taken to be as large as they usually are.
+inline constexpr float kGroupScoreError = 3e-6f;
+template <int BITS>
+inline constexpr float kUsualGroupCode = BITS == 4 ? 9.0f : 150.0f;
+
+// One query row folded with the scales of a group: a score is base + step * sum.
+struct FoldedRow {
+  float base, step, inverse;
+  int bytes;  // 0 where integers do not serve
+};
+
+inline constexpr int kFoldRows = 4;  // rows that meet a vector of codes while it is in a register
+inline constexpr int kTurned = 32;   // tokens that are turned at a time
+
+// Memory for one group of a head of `width` values.
+struct GroupScratch {
+  // Codes by (16 tokens, four values, token, value).
+  std::uint8_t* columns;
+  float* folded;  // (kFoldRows, width)
+  // Integers (kFoldRows, four values, byte of the integer, value): 16 bytes for four values, of
+  // which the last four are not used.
+  std::int8_t* integers;
+
+  GroupScratch(std::int64_t width, Arena& arena)
+      : columns(arena.take<std::uint8_t>(kTurned * width)),
+        folded(arena.take<float>(kFoldRows * width)),
+        integers(arena.take<std::int8_t>(kFoldRows * width * 4)) {}
+};
+
+inline bool all_finite(const std::uint16_t* halves, std::int64_t count) {
+  const __m512i exponent = _mm512_set1_epi16(0x7c00);
+  __mmask32 found = 0;
+  for (std::int64_t d = 0; d < count; d += 32) {
+    const __m512i bits = _mm512_and_si512(_mm512_loadu_si512(halves + d), exponent);
+    found |= _mm512_cmpeq_epi16_mask(bits, exponent);
+  }
+  return found == 0;
+}
+
+// ROWS queries times scales, into `folded`; `base` is q . zero, `largest` the largest magnitude of
+// a product, unless one is no number.
+template <int ROWS>
+void fold_queries(const float* q, const std::uint16_t* scales, const std::uint16_t* zeros,
+                  std::int64_t width, float* folded, float (&base)[kFoldRows],
+                  float (&largest)[kFoldRows]) {
+  __m512 sum[ROWS], most[ROWS];
+  CARAMBA_FAST_UNROLL
+  for (int r = 0; r < ROWS; ++r) sum[r] = most[r] = _mm512_setzero_ps();
+  for (std::int64_t d = 0; d < width; d += 16) {
+    const __m512 scale = load_half(scales + d), zero = load_half(zeros + d);
+    CARAMBA_FAST_UNROLL
+    for (int r = 0; r < ROWS; ++r) {
+      const __m512 query = _mm512_loadu_ps(q + r * width + d);
+      const __m512 product = _mm512_mul_ps(query, scale);
+      sum[r] = _mm512_fmadd_ps(query, zero, sum[r]);
+      most[r] = _mm512_range_ps(most[r], product, 0x0b);  // the larger magnitude
+      _mm512_storeu_ps(folded + r * width + d, product);
+    }
+  }
+  CARAMBA_FAST_UNROLL
+  for (int r = 0; r < ROWS; ++r) {
+    base[r] = _mm512_reduce_add_ps(sum[r]);
+    largest[r] = _mm512_reduce_max_ps(most[r]);
+  }
+}
+
+// How many bytes a row takes, and its step. That depends on the query and the group alone, so that
+// a token's result does not depend on those beside it.
+inline FoldedRow integers_for(float base, float largest, float allowed) {
+  int bytes = 1;
+  while (bytes < kMostBytes && !(largest <= allowed * kIntegers[bytes])) ++bytes;
+  const float inverse = largest > 1e-30f ? kIntegers[bytes] / largest : 0;
+  const bool usable = largest < std::numeric_limits<float>::infinity() && std::isfinite(base);
+  return {base, largest * (1 / kIntegers[bytes]), inverse, usable ? bytes : 0};
+}
+
+// One row as integers. Adding 1.5 * 2^23 leaves an integer in the mantissa's low bits; with 0x8080
+// more the two lower bytes are 128 above signed ones. The third is 64 above.
+inline void quantize_folded(const float* folded, std::int64_t width, float inverse,
+                            std::int8_t* to) {
+  const __m512 magic = _mm512_set1_ps(12582912.0f + 32896.0f);
+  const __m512i above = _mm512_set1_epi32(0x00408080);
+  const __m512i order =
+      _mm512_broadcast_i32x4(_mm_set_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400));
+  for (std::int64_t d = 0; d < width; d += 16) {
+    const __m512 x = _mm512_fmadd_ps(_mm512_loadu_ps(folded + d), _mm512_set1_ps(inverse), magic);
+    const __m512i bytes = _mm512_sub_epi8(_mm512_castps_si512(x), above);
+    _mm512_store_si512(to + 4 * d, _mm512_shuffle_epi8(bytes, order));
+  }
+}
+
+// -- Codes, turned ---------------------------------------------------------------------------------
+
+// 16 tokens; behind the last the last stands in.
+struct Tokens {
+  const char* codes;
+  std::int64_t stride;
+  int last;
+
+  const char* at(int t) const { return codes + std::min(t, last) * stride; }
+  __m512i whole(int t, int byte) const { return _mm512_loadu_si512(at(t) + byte); }
+  // Half a vector, or a quarter, of tokens so many apart.
+  __m512i halves(int t, int step, int byte) const {
+    const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at(t) + byte));
+    const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at(t + step) + byte));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+  }
+  __m512i quarters(int t, int step, int byte) const {
+    __m128i part[4];
+    for (int i = 0; i < 4; ++i)
+      part[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at(t + i * step) + byte));
+    const __m256i a = _mm256_set_m128i(part[1], part[0]), b = _mm256_set_m128i(part[3], part[2]);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+  }
+};
+
+// Four vectors' dwords, within each lane: columns[c] holds dword c of the four.
+inline void turn_lanes(const __m512i (&rows)[4], __m512i (&columns)[4]) {
+  const __m512i a = _mm512_unpacklo_epi32(rows[0], rows[1]);
+  const __m512i b = _mm512_unpacklo_epi32(rows[2], rows[3]);
+  const __m512i c = _mm512_unpackhi_epi32(rows[0], rows[1]);
+  const __m512i d = _mm512_unpackhi_epi32(rows[2], rows[3]);
+  columns[0] = _mm512_unpacklo_epi64(a, b);
+  columns[1] = _mm512_unpackhi_epi64(a, b);
+  columns[2] = _mm512_unpacklo_epi64(c, d);
+  columns[3] = _mm512_unpackhi_epi64(c, d);
+}
+
+// Dword `dword` of 16 tokens, as codes of four values each.
+template <int BITS>
+inline void store_column(__m512i v, int dword, std::uint8_t* columns) {
+  if constexpr (BITS == 8) {
+    _mm512_store_si512(columns + 64 * dword, v);
+  } else {  // 16 bytes have the low nibbles of 16 values, then the high ones of 16 more
+    std::uint8_t* to = columns + 64 * (dword / 4 * 8 + dword % 4);
+    const __m512i nibble = _mm512_set1_epi8(15);
+    _mm512_store_si512(to, _mm512_and_si512(v, nibble));
+    _mm512_store_si512(to + 4 * 64, _mm512_and_si512(_mm512_srli_epi16(v, 4), nibble));
+  }
+}
+
+// `bytes` of 16 tokens, a multiple of 16.
+template <int BITS>
+void turn_codes(const Tokens& tokens, int bytes, std::uint8_t* columns) {
+  int byte = 0;
+  for (; byte + 64 <= bytes; byte += 64) {
+    __m512i part[4][4];  // of tokens 4 q and behind, column c of each lane
+    CARAMBA_FAST_UNROLL
+    for (int q = 0; q < 4; ++q) {
+      __m512i rows[4];
+      CARAMBA_FAST_UNROLL
+      for (int i = 0; i < 4; ++i) rows[i] = tokens.whole(4 * q + i, byte);
+      turn_lanes(rows, part[q]);
+    }
+    CARAMBA_FAST_UNROLL
+    for (int c = 0; c < 4; ++c) {
+      const __m512i a = _mm512_shuffle_i32x4(part[0][c], part[1][c], 0x88);  // lanes 0, 2
+      const __m512i b = _mm512_shuffle_i32x4(part[2][c], part[3][c], 0x88);
+      const __m512i e = _mm512_shuffle_i32x4(part[0][c], part[1][c], 0xdd);  // lanes 1, 3
+      const __m512i f = _mm512_shuffle_i32x4(part[2][c], part[3][c], 0xdd);
+      store_column<BITS>(_mm512_shuffle_i32x4(a, b, 0x88), byte / 4 + c, columns);
+      store_column<BITS>(_mm512_shuffle_i32x4(e, f, 0x88), byte / 4 + 4 + c, columns);
+      store_column<BITS>(_mm512_shuffle_i32x4(a, b, 0xdd), byte / 4 + 8 + c, columns);
+      store_column<BITS>(_mm512_shuffle_i32x4(e, f, 0xdd), byte / 4 + 12 + c, columns);
+    }
+  }
+  if (byte + 32 <= bytes) {
+    __m512i part[2][4];
+    CARAMBA_FAST_UNROLL
+    for (int q = 0; q < 2; ++q) {
+      __m512i rows[4];
+      CARAMBA_FAST_UNROLL
+      for (int i = 0; i < 4; ++i) rows[i] = tokens.halves(8 * q + i, 4, byte);
+      turn_lanes(rows, part[q]);
+    }
+    CARAMBA_FAST_UNROLL
+    for (int c = 0; c < 4; ++c) {
+      const __m512i first = _mm512_shuffle_i32x4(part[0][c], part[1][c], 0x88);
+      const __m512i second = _mm512_shuffle_i32x4(part[0][c], part[1][c], 0xdd);
+      store_column<BITS>(first, byte / 4 + c, columns);
+      store_column<BITS>(second, byte / 4 + 4 + c, columns);
+    }
+    byte += 32;
+  }
+  if (byte < bytes) {
+    __m512i rows[4], part[4];
+    CARAMBA_FAST_UNROLL
+    for (int i = 0; i < 4; ++i) rows[i] = tokens.quarters(i, 4, byte);
+    turn_lanes(rows, part);
+    CARAMBA_FAST_UNROLL
+    for (int c = 0; c < 4; ++c) store_column<BITS>(part[c], byte / 4 + c, columns);
+  }
+}
+
+// -- Scores ----------------------------------------------------------------------------------------
+
+// scores += base + step * sum of ROWS rows and TURNS times 16 tokens, of which `there` exist.
+template <int BYTES, int ROWS, int TURNS>
+void score_columns(const std::uint8_t* columns, const std::int8_t* integers, std::int64_t width,
+                   const FoldedRow* rows, int there, float* scores) {
+  __m512i sums[BYTES][ROWS][TURNS];
+  CARAMBA_FAST_UNROLL
+  for (int b = 0; b < BYTES; ++b) CARAMBA_FAST_UNROLL
+  for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
+  for (int i = 0; i < TURNS; ++i) sums[b][r][i] = _mm512_setzero_si512();
+  for (std::int64_t d = 0; d < width; d += 4) {
+    __m512i codes[TURNS];
+    CARAMBA_FAST_UNROLL
+    for (int i = 0; i < TURNS; ++i)
+      codes[i] = _mm512_load_si512(columns + 16 * (i * width + d));
+    CARAMBA_FAST_UNROLL
+    for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
+    for (int b = 0; b < BYTES; ++b) {
+      const auto* from = integers + 4 * (r * width + d + b);
+      __m512i query = _mm512_set1_epi32(load_as<std::int32_t>(from));
+      asm("" : "+v"(query));  // in a register, for several sums use it
+      CARAMBA_FAST_UNROLL
+      for (int i = 0; i < TURNS; ++i)
+        sums[b][r][i] = sum_of_products(sums[b][r][i], codes[i], query);
+    }
+  }
+  CARAMBA_FAST_UNROLL
+  for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
+  for (int i = 0; i < TURNS; ++i) {
+    __m512 sum = _mm512_cvtepi32_ps(sums[0][r][i]);
+    float unit = 256;
+    CARAMBA_FAST_UNROLL
+    for (int b = 1; b < BYTES; ++b, unit *= 256)
+      sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[b][r][i]), _mm512_set1_ps(unit), sum);
+    sum = _mm512_fmadd_ps(sum, _mm512_set1_ps(rows[r].step), _mm512_set1_ps(rows[r].base));
+    float* to = scores + r * kScoreRow + 16 * i;
+    const auto mask = static_cast<__mmask16>((1u << std::min(there - 16 * i, 16)) - 1);
+    _mm512_mask_storeu_ps(to, mask, _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, to)));
+  }
+}
+
+using ScoreColumns = void (*)(const std::uint8_t* columns, const std::int8_t* integers,
+                              std::int64_t width, const FoldedRow* rows, int there, float* scores);
+
+// By bytes of an integer, rows and turns, each from one on.
+template <int BYTES, int ROWS>
+inline constexpr ScoreColumns kScoreTurns[2] = {score_columns<BYTES, ROWS, 1>,
+                                                score_columns<BYTES, ROWS, 2>};
+template <int BYTES>
+inline constexpr const ScoreColumns* kScoreRows[kFoldRows] = {
+    kScoreTurns<BYTES, 1>, kScoreTurns<BYTES, 2>, kScoreTurns<BYTES, 3>, kScoreTurns<BYTES, 4>};
+inline constexpr const ScoreColumns* const* kScoreBytes[kMostBytes] = {
+    kScoreRows<1>, kScoreRows<2>, kScoreRows<3>};
+
+using FoldQueries = void (*)(const float* q, const std::uint16_t* scales,
+                             const std::uint16_t* zeros, std::int64_t width, float* folded,
+                             float (&base)[kFoldRows], float (&largest)[kFoldRows]);
+inline constexpr FoldQueries kFoldQueries[kFoldRows] = {fold_queries<1>, fold_queries<2>,
+                                                        fold_queries<3>, fold_queries<4>};
+
+// scores (rows, kScoreRow) += q . k for the tokens of one group that a tile has. Rows that integers
+// do not serve are left to left(row).
+template <int BITS, class Left>
+void score_group(const float* q, int rows, const std::uint16_t* scales, const std::uint16_t* zeros,
+                 std::int64_t width, const char* codes, std::int64_t stride, int count,
+                 const GroupScratch& scratch, float* scores, const Left& left) {
+  const float allowed =
+      kGroupScoreError / (kUsualGroupCode<BITS> * std::sqrt(static_cast<float>(width) / 12));
+  const bool sound = all_finite(scales, width);
+  const int bytes = static_cast<int>(width * BITS / 8);
+  for (int t = 0; t < count; t += kTurned) {
+    const int there = std::min(count - t, kTurned), turns = (there + 15) / 16;
+    for (int i = 0; i < there; ++i) prefetch(codes + (t + i) * stride, bytes);
+    for (int i = 0; i < turns; ++i)
+      turn_codes<BITS>({codes + (t + 16 * i) * stride, stride, there - 16 * i - 1}, bytes,
+                       scratch.columns + 16 * width * i);
+    for (int first = 0; first < rows; first += kFoldRows) {
+      const int block = std::min(rows - first, kFoldRows);
+      float base[kFoldRows], largest[kFoldRows];
+      FoldedRow folded[kFoldRows];
+      kFoldQueries[block - 1](q + first * width, scales, zeros, width, scratch.folded, base,
+                              largest);
+      for (int r = 0; r < block; ++r) {
+        folded[r] = integers_for(base[r], largest[r], allowed);
+        if (!sound) folded[r].bytes = 0;
+        quantize_folded(scratch.folded + r * width, width, folded[r].inverse,
+                        scratch.integers + 4 * r * width);
+      }
+      for (int r = 0, run = 1; r < block; r += run) {
+        run = 1;
+        while (r + run < block && folded[r + run].bytes == folded[r].bytes) ++run;
+        if (folded[r].bytes > 0)
+          kScoreBytes[folded[r].bytes - 1][run - 1][turns - 1](
+              scratch.columns, scratch.integers + 4 * r * width, width, folded + r, there,
+              scores + (first + r) * kScoreRow + t);
+        else if (t == 0)
+          for (int i = 0; i < run; ++i) left(first + r + i);
+      }
+    }
+  }
+}
+
+}  // namespace CARAMBA_FAST_ISA
+}  // namespace caramba_fast
