@@ -87,9 +87,10 @@ inline void append_tokens(const AppendJob& job, const AppendStream& stream, std:
   const std::int64_t start = job.start[b], pad = job.leftpad == nullptr ? 0 : job.leftpad[b];
   const std::int64_t count = job.query_lens == nullptr ? job.tokens : job.query_lens[b];
   const bool by_channel = is_by_channel(s.format);
-  OpenGroup* open = by_channel ? new (arena.take<OpenGroup>(1))
-                                     OpenGroup(stream, b, lane, start, arena)
-                               : nullptr;
+  // What was held before is read only where one of these tokens is the last of its group.
+  const bool ends = by_channel && start % s.group + count >= s.group;
+  OpenGroup* open = ends ? new (arena.take<OpenGroup>(1)) OpenGroup(stream, b, lane, start, arena)
+                         : nullptr;
   for (std::int64_t i = begin; i < std::min(end, count); ++i) {
     const std::int64_t position = start + i, t = position - pad;
     std::fill(x, x + s.lane_dim, 0.0f);
@@ -101,7 +102,8 @@ inline void append_tokens(const AppendJob& job, const AppendStream& stream, std:
     }
     std::int64_t row, slot;
     if (by_channel) {
-      open->take(job, b, lane, position, pad + stream.sink_len, x);
+      if (open != nullptr)
+        open->take(job, b, lane, position, pad + stream.sink_len, x);
     } else if (find_place(job, b, position, row, slot)) {
       char* codes = s.codes.at(row, lane, slot);
       if (stream.quantize != nullptr) {
