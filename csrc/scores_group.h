@@ -31,13 +31,14 @@ inline constexpr float kGroupScoreError = 3e-6f;
 template <int BITS>
 inline constexpr float kUsualGroupCode = BITS == 4 ? 9.0f : 150.0f;
 
-// One query row folded with the scales of a group: a score is base + step * sum.
-struct FoldedRow {
-  float base, step, inverse;
-  int bytes;  // 0 where integers do not serve
+inline constexpr int kFoldRows = 4;  // rows that meet a vector of codes while it is in a register
+
+// Query rows folded with the scales of a group: a score is base + step * sum.
+struct alignas(16) FoldedRows {
+  float base[kFoldRows], step[kFoldRows], inverse[kFoldRows];
+  std::int32_t bytes[kFoldRows];  // 0 where integers do not serve
 };
 
-inline constexpr int kFoldRows = 4;  // rows that meet a vector of codes while it is in a register
 inline constexpr int kTurned = 32;   // tokens that are turned at a time
 
 // Memory for one group of a head of `width` values.
@@ -65,15 +66,51 @@ inline bool all_finite(const std::uint16_t* halves, std::int64_t count) {
   return found == 0;
 }
 
-// ROWS queries times scales, into `folded`; `base` is q . zero, `largest` the largest magnitude of
-// a product, unless one is no number.
+template <bool SUM>
+inline __m512 pair(__m512 a, __m512 b) {
+  return SUM ? _mm512_add_ps(a, b) : _mm512_max_ps(a, b);
+}
+
+// Of four vectors the sums, or the largest entries.
+template <bool SUM>
+inline __m128 reduced(const __m512 (&v)[4]) {
+  const __m512 a = pair<SUM>(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+  const __m512 b = pair<SUM>(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+  const __m512 lanes = pair<SUM>(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+  const __m512 half = pair<SUM>(lanes, _mm512_shuffle_f32x4(lanes, lanes, 0x4e));
+  return _mm512_castps512_ps128(pair<SUM>(half, _mm512_shuffle_f32x4(half, half, 0xb1)));
+}
+
+// How many bytes each row takes, and its step, by the largest magnitude of its products. That
+// depends on the query and the group alone, so that a token's result does not depend on those
+// beside it.
+inline void choose_integers(__m128 base, __m128 largest, float allowed, FoldedRows& rows) {
+  __m128i bytes = _mm_set1_epi32(1);
+  __m128 range = _mm_set1_ps(kIntegers[1]);
+  CARAMBA_FAST_UNROLL
+  for (int i = 1; i < kMostBytes; ++i) {
+    const __m128 enough = _mm_set1_ps(allowed * kIntegers[i]);
+    const __mmask8 more = _mm_cmp_ps_mask(largest, enough, _CMP_NLE_UQ);
+    bytes = _mm_mask_mov_epi32(bytes, more, _mm_set1_epi32(i + 1));
+    range = _mm_mask_mov_ps(range, more, _mm_set1_ps(kIntegers[i + 1]));
+  }
+  const __m128 infinity = _mm_set1_ps(std::numeric_limits<float>::infinity());
+  const __mmask8 usable = _mm_cmp_ps_mask(largest, infinity, _CMP_LT_OQ) &
+                          _mm_cmp_ps_mask(_mm_andnot_ps(_mm_set1_ps(-0.0f), base), infinity, _CMP_LT_OQ);
+  const __mmask8 some = _mm_cmp_ps_mask(largest, _mm_set1_ps(1e-30f), _CMP_GT_OQ);
+  _mm_store_ps(rows.base, base);
+  _mm_store_ps(rows.step, _mm_div_ps(largest, range));
+  _mm_store_ps(rows.inverse, _mm_maskz_div_ps(some, range, largest));
+  store_as(_mm_maskz_mov_epi32(usable, bytes), rows.bytes);
+}
+
+// ROWS queries times scales, into `folded`, and what makes them integers.
 template <int ROWS>
 void fold_queries(const float* q, const std::uint16_t* scales, const std::uint16_t* zeros,
-                  std::int64_t width, float* folded, float (&base)[kFoldRows],
-                  float (&largest)[kFoldRows]) {
-  __m512 sum[ROWS], most[ROWS];
+                  std::int64_t width, float allowed, float* folded, FoldedRows& rows) {
+  __m512 sum[kFoldRows], most[kFoldRows];
   CARAMBA_FAST_UNROLL
-  for (int r = 0; r < ROWS; ++r) sum[r] = most[r] = _mm512_setzero_ps();
+  for (int r = 0; r < kFoldRows; ++r) sum[r] = most[r] = _mm512_setzero_ps();
   for (std::int64_t d = 0; d < width; d += 16) {
     const __m512 scale = load_half(scales + d), zero = load_half(zeros + d);
     CARAMBA_FAST_UNROLL
@@ -85,21 +122,7 @@ void fold_queries(const float* q, const std::uint16_t* scales, const std::uint16
       _mm512_storeu_ps(folded + r * width + d, product);
     }
   }
-  CARAMBA_FAST_UNROLL
-  for (int r = 0; r < ROWS; ++r) {
-    base[r] = _mm512_reduce_add_ps(sum[r]);
-    largest[r] = _mm512_reduce_max_ps(most[r]);
-  }
-}
-
-// How many bytes a row takes, and its step. That depends on the query and the group alone, so that
-// a token's result does not depend on those beside it.
-inline FoldedRow integers_for(float base, float largest, float allowed) {
-  int bytes = 1;
-  while (bytes < kMostBytes && !(largest <= allowed * kIntegers[bytes])) ++bytes;
-  const float inverse = largest > 1e-30f ? kIntegers[bytes] / largest : 0;
-  const bool usable = largest < std::numeric_limits<float>::infinity() && std::isfinite(base);
-  return {base, largest * (1 / kIntegers[bytes]), inverse, usable ? bytes : 0};
+  choose_integers(reduced<true>(sum), reduced<false>(most), allowed, rows);
 }
 
 // One row as integers. Adding 1.5 * 2^23 leaves an integer in the mantissa's low bits; with 0x8080
@@ -121,11 +144,17 @@ inline void quantize_folded(const float* folded, std::int64_t width, float inver
 
 // 16 tokens; behind the last the last stands in.
 struct Tokens {
-  const char* codes;
-  std::int64_t stride;
-  int last;
+  const char* from[16];
 
-  const char* at(int t) const { return codes + std::min(t, last) * stride; }
+  Tokens(const char* codes, std::int64_t stride, int count) {
+    CARAMBA_FAST_UNROLL
+    for (int t = 0; t < 16; ++t) {
+      from[t] = codes;
+      if (t + 1 < count) codes += stride;
+    }
+  }
+
+  const char* at(int t) const { return from[t]; }
   __m512i whole(int t, int byte) const { return _mm512_loadu_si512(at(t) + byte); }
   // Half a vector, or a quarter, of tokens so many apart.
   __m512i halves(int t, int step, int byte) const {
@@ -225,7 +254,7 @@ void turn_codes(const Tokens& tokens, int bytes, std::uint8_t* columns) {
 // scores += base + step * sum of ROWS rows and TURNS times 16 tokens, of which `there` exist.
 template <int BYTES, int ROWS, int TURNS>
 void score_columns(const std::uint8_t* columns, const std::int8_t* integers, std::int64_t width,
-                   const FoldedRow* rows, int there, float* scores) {
+                   const FoldedRows& rows, int first, int there, float* scores) {
   __m512i sums[BYTES][ROWS][TURNS];
   CARAMBA_FAST_UNROLL
   for (int b = 0; b < BYTES; ++b) CARAMBA_FAST_UNROLL
@@ -255,7 +284,7 @@ void score_columns(const std::uint8_t* columns, const std::int8_t* integers, std
     CARAMBA_FAST_UNROLL
     for (int b = 1; b < BYTES; ++b, unit *= 256)
       sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[b][r][i]), _mm512_set1_ps(unit), sum);
-    sum = _mm512_fmadd_ps(sum, _mm512_set1_ps(rows[r].step), _mm512_set1_ps(rows[r].base));
+    sum = _mm512_fmadd_ps(sum, _mm512_set1_ps(rows.step[first + r]), _mm512_set1_ps(rows.base[first + r]));
     float* to = scores + r * kScoreRow + 16 * i;
     const auto mask = static_cast<__mmask16>((1u << std::min(there - 16 * i, 16)) - 1);
     _mm512_mask_storeu_ps(to, mask, _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, to)));
@@ -263,7 +292,8 @@ void score_columns(const std::uint8_t* columns, const std::int8_t* integers, std
 }
 
 using ScoreColumns = void (*)(const std::uint8_t* columns, const std::int8_t* integers,
-                              std::int64_t width, const FoldedRow* rows, int there, float* scores);
+                              std::int64_t width, const FoldedRows& rows, int first, int there,
+                              float* scores);
 
 // By bytes of an integer, rows and turns, each from one on.
 template <int BYTES, int ROWS>
@@ -276,8 +306,8 @@ inline constexpr const ScoreColumns* const* kScoreBytes[kMostBytes] = {
     kScoreRows<1>, kScoreRows<2>, kScoreRows<3>};
 
 using FoldQueries = void (*)(const float* q, const std::uint16_t* scales,
-                             const std::uint16_t* zeros, std::int64_t width, float* folded,
-                             float (&base)[kFoldRows], float (&largest)[kFoldRows]);
+                             const std::uint16_t* zeros, std::int64_t width, float allowed,
+                             float* folded, FoldedRows& rows);
 inline constexpr FoldQueries kFoldQueries[kFoldRows] = {fold_queries<1>, fold_queries<2>,
                                                         fold_queries<3>, fold_queries<4>};
 
@@ -295,26 +325,24 @@ void score_group(const float* q, int rows, const std::uint16_t* scales, const st
     const int there = std::min(count - t, kTurned), turns = (there + 15) / 16;
     for (int i = 0; i < there; ++i) prefetch(codes + (t + i) * stride, bytes);
     for (int i = 0; i < turns; ++i)
-      turn_codes<BITS>({codes + (t + 16 * i) * stride, stride, there - 16 * i - 1}, bytes,
+      turn_codes<BITS>(Tokens{codes + (t + 16 * i) * stride, stride, there - 16 * i}, bytes,
                        scratch.columns + 16 * width * i);
     for (int first = 0; first < rows; first += kFoldRows) {
       const int block = std::min(rows - first, kFoldRows);
-      float base[kFoldRows], largest[kFoldRows];
-      FoldedRow folded[kFoldRows];
-      kFoldQueries[block - 1](q + first * width, scales, zeros, width, scratch.folded, base,
-                              largest);
+      FoldedRows folded;
+      kFoldQueries[block - 1](q + first * width, scales, zeros, width, allowed, scratch.folded,
+                              folded);
       for (int r = 0; r < block; ++r) {
-        folded[r] = integers_for(base[r], largest[r], allowed);
-        if (!sound) folded[r].bytes = 0;
-        quantize_folded(scratch.folded + r * width, width, folded[r].inverse,
+        if (!sound) folded.bytes[r] = 0;
+        quantize_folded(scratch.folded + r * width, width, folded.inverse[r],
                         scratch.integers + 4 * r * width);
       }
       for (int r = 0, run = 1; r < block; r += run) {
         run = 1;
-        while (r + run < block && folded[r + run].bytes == folded[r].bytes) ++run;
-        if (folded[r].bytes > 0)
-          kScoreBytes[folded[r].bytes - 1][run - 1][turns - 1](
-              scratch.columns, scratch.integers + 4 * r * width, width, folded + r, there,
+        while (r + run < block && folded.bytes[r + run] == folded.bytes[r]) ++run;
+        if (folded.bytes[r] > 0)
+          kScoreBytes[folded.bytes[r] - 1][run - 1][turns - 1](
+              scratch.columns, scratch.integers + 4 * r * width, width, folded, r, there,
               scores + (first + r) * kScoreRow + t);
         else if (t == 0)
           for (int i = 0; i < run; ++i) left(first + r + i);

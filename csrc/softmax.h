@@ -26,6 +26,9 @@ struct Softmax {
   }
 };
 
+// `count` tokens, and what fills up their last vector.
+inline int whole_vectors(int count) { return (count + kLanes - 1) / kLanes * kLanes; }
+
 // softcap * tanh(score / softcap)
 inline void cap_scores(float* scores, int count, float softcap) {
   for (int i = 0; i < count; i += kLanes) {
@@ -38,13 +41,14 @@ inline void cap_scores(float* scores, int count, float softcap) {
 // rows) is the largest that is left.
 inline void mask_scores(const Lane& lane, const Tile& tile, const Visibility& visibility,
                         float* scores, float* largest) {
+  const int whole = whole_vectors(tile.count);
   for (int r = 0; r < lane.query_rows; ++r) {
     float* row = scores + r * kScoreRow;
     if (lane.job.softcap > 0) cap_scores(row, tile.count, lane.job.softcap);
-    for (int i = tile.count; i < kTile; ++i) row[i] = kNegativeInfinity;
+    for (int i = tile.count; i < whole; ++i) row[i] = kNegativeInfinity;
     if (!visibility.whole) visibility.hide(row, lane.query_token(r), tile.count);
     Floats most = splat(kNegativeInfinity);
-    for (int i = 0; i < kTile; i += kLanes) most = greater(load_as<Floats>(row + i), most);
+    for (int i = 0; i < whole; i += kLanes) most = greater(load_as<Floats>(row + i), most);
     largest[r] = greatest_of(most);
   }
 }
@@ -68,6 +72,7 @@ bool weigh_scores(const Lane& lane, const Tile& tile, const Visibility& visibili
     softmax.total[r] *= factor;
     rescale(r, factor);
   }
+  const int whole = whole_vectors(tile.count);
   for (int r = 0; r < lane.query_rows; ++r) {
     float* row = scores + r * kScoreRow;
     const float max = softmax.max[r];
@@ -79,11 +84,12 @@ bool weigh_scores(const Lane& lane, const Tile& tile, const Visibility& visibili
       continue;  // its share stays -infinity
     }
     Floats total{};
-    for (int i = 0; i < kTile; i += kLanes) {
+    for (int i = 0; i < whole; i += kLanes) {
       const Floats weight = exponential(load_as<Floats>(row + i) - max);
       total += weight;
       store_as(weight, row + i);
     }
+    std::fill(row + whole, row + kTile, 0.0f);
     softmax.total[r] += sum_of(total);
     const float log2_of_largest = (shares[r] - max) * 1.44269504f;
     shares[r] = log2_of_largest - static_cast<float>(exponent_of(softmax.total[r]));
