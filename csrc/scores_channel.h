@@ -113,13 +113,19 @@ void score_group_tokens(const HeadQuery& query, int rows, const char* scales, st
   const auto* zero = reinterpret_cast<const std::uint16_t*>(scales + zeros);
   float* base = query.folded + rows * width;
 #if CARAMBA_FAST_VNNI
-  const auto left = [&](int r) {
-    fold_zeros(query.values + r * width, zero, width, 1, base);
-    fold_rows(query.values + r * width, scale, width, 1, query.folded);
-    score_codes<BITS, 1>(query.folded, base, width, codes, stride, count, scores + r * kScoreRow);
-  };
-  score_group<BITS>(query.values, rows, scale, zero, width, codes, stride, count, *scratch.group,
-                    scores, left);
+  for (int t = 0; t < count; ++t) prefetch(codes + t * stride, width * BITS / 8);
+  const float allowed = allowed_integer(BITS, width);
+  for (int t = 0; t < count; t += kTurned) {
+    const GroupTokens tokens = {
+        scale, zero, codes + t * stride, stride, width, std::min(count - t, kTurned), allowed};
+    const auto left = [&](int r) {
+      fold_zeros(query.values + r * width, zero, width, 1, base);
+      fold_rows(query.values + r * width, scale, width, 1, query.folded);
+      score_codes<BITS, 1>(query.folded, base, width, tokens.codes, stride, tokens.count,
+                           scores + r * kScoreRow + t);
+    };
+    score_group<BITS>(query.values, rows, tokens, *scratch.group, scores + t, left);
+  }
 #else
   static_cast<void>(scratch);
   fold_zeros(query.values, zero, width, rows, base);

@@ -28,8 +28,7 @@ inline constexpr float kIntegers[kMostBytes + 1] = {0, 127, 32600, 4.1e6f};
 // What rounding a query to integers may add to a score, root mean square: bytes are left out where
 // that is enough. Codes are taken to be as large as they usually are.
 inline constexpr float kGroupScoreError = 3e-6f;
-template <int BITS>
-inline constexpr float kUsualGroupCode = BITS == 4 ? 9.0f : 150.0f;
+inline constexpr float kUsualCode4 = 9, kUsualCode8 = 150;
 
 inline constexpr int kFoldRows = 4;  // rows that meet a vector of codes while it is in a register
 
@@ -311,44 +310,68 @@ using FoldQueries = void (*)(const float* q, const std::uint16_t* scales,
 inline constexpr FoldQueries kFoldQueries[kFoldRows] = {fold_queries<1>, fold_queries<2>,
                                                         fold_queries<3>, fold_queries<4>};
 
-// scores (rows, kScoreRow) += q . k for the tokens of one group that a tile has. Rows that integers
-// do not serve are left to left(row).
-template <int BITS, class Left>
-void score_group(const float* q, int rows, const std::uint16_t* scales, const std::uint16_t* zeros,
-                 std::int64_t width, const char* codes, std::int64_t stride, int count,
-                 const GroupScratch& scratch, float* scores, const Left& left) {
-  const float allowed =
-      kGroupScoreError / (kUsualGroupCode<BITS> * std::sqrt(static_cast<float>(width) / 12));
-  const bool sound = all_finite(scales, width);
-  const int bytes = static_cast<int>(width * BITS / 8);
-  for (int t = 0; t < count; t += kTurned) {
-    const int there = std::min(count - t, kTurned), turns = (there + 15) / 16;
-    for (int i = 0; i < there; ++i) prefetch(codes + (t + i) * stride, bytes);
-    for (int i = 0; i < turns; ++i)
-      turn_codes<BITS>(Tokens{codes + (t + 16 * i) * stride, stride, there - 16 * i}, bytes,
-                       scratch.columns + 16 * width * i);
-    for (int first = 0; first < rows; first += kFoldRows) {
-      const int block = std::min(rows - first, kFoldRows);
-      FoldedRows folded;
-      kFoldQueries[block - 1](q + first * width, scales, zeros, width, allowed, scratch.folded,
-                              folded);
-      for (int r = 0; r < block; ++r) {
-        if (!sound) folded.bytes[r] = 0;
-        quantize_folded(scratch.folded + r * width, width, folded.inverse[r],
-                        scratch.integers + 4 * r * width);
-      }
-      for (int r = 0, run = 1; r < block; r += run) {
-        run = 1;
-        while (r + run < block && folded.bytes[r + run] == folded.bytes[r]) ++run;
-        if (folded.bytes[r] > 0)
-          kScoreBytes[folded.bytes[r] - 1][run - 1][turns - 1](
-              scratch.columns, scratch.integers + 4 * r * width, width, folded, r, there,
-              scores + (first + r) * kScoreRow + t);
-        else if (t == 0)
-          for (int i = 0; i < run; ++i) left(first + r + i);
-      }
-    }
+// Up to kTurned tokens of a group.
+struct GroupTokens {
+  const std::uint16_t *scales, *zeros;
+  const char* codes;
+  std::int64_t stride, width;
+  int count;
+  float allowed;  // of the largest magnitude of a folded query, for an integer of 1
+};
+
+template <int BITS>
+inline void turn_group(const GroupTokens& tokens, std::uint8_t* columns) {
+  const int bytes = static_cast<int>(tokens.width * BITS / 8);
+  for (int t = 0; t < tokens.count; t += 16)
+    turn_codes<BITS>(Tokens(tokens.codes + t * tokens.stride, tokens.stride, tokens.count - t),
+                     bytes, columns + t * tokens.width);
+}
+
+// Up to kFoldRows rows that are folded meet codes that are turned; those that integers do not serve
+// are left to left(row).
+template <class Left>
+inline void score_folded(const GroupTokens& tokens, const FoldedRows& folded, int rows,
+                         const GroupScratch& scratch, float* scores, const Left& left) {
+  const std::int64_t width = tokens.width;
+  for (int r = 0; r < rows; ++r)
+    quantize_folded(scratch.folded + r * width, width, folded.inverse[r],
+                    scratch.integers + 4 * r * width);
+  for (int r = 0, run = 1; r < rows; r += run) {
+    run = 1;
+    while (r + run < rows && folded.bytes[r + run] == folded.bytes[r]) ++run;
+    if (folded.bytes[r] > 0)
+      kScoreBytes[folded.bytes[r] - 1][run - 1][tokens.count > 16](
+          scratch.columns, scratch.integers + 4 * r * width, width, folded, r, tokens.count,
+          scores + r * kScoreRow);
+    else
+      for (int i = 0; i < run; ++i) left(r + i);
   }
+}
+
+// scores (rows, kScoreRow) += q . k for some tokens of a group. Rows that integers do not serve, or
+// all where a scale is not finite, are left to left(row).
+template <int BITS, class Left>
+void score_group(const float* q, int rows, const GroupTokens& tokens, const GroupScratch& scratch,
+                 float* scores, const Left& left) {
+  if (!all_finite(tokens.scales, tokens.width)) {
+    for (int r = 0; r < rows; ++r) left(r);
+    return;
+  }
+  for (int first = 0; first < rows; first += kFoldRows) {
+    const int block = std::min(rows - first, kFoldRows);
+    FoldedRows folded;
+    kFoldQueries[block - 1](q + first * tokens.width, tokens.scales, tokens.zeros, tokens.width,
+                            tokens.allowed, scratch.folded, folded);
+    // Between the two, for the integers wait for the largest product.
+    if (first == 0) turn_group<BITS>(tokens, scratch.columns);
+    score_folded(tokens, folded, block, scratch, scores + first * kScoreRow,
+                 [&](int r) { left(first + r); });
+  }
+}
+
+inline float allowed_integer(int bits, std::int64_t width) {
+  const float code = bits == 4 ? kUsualCode4 : kUsualCode8;
+  return kGroupScoreError / (code * std::sqrt(static_cast<float>(width) / 12));
 }
 
 }  // namespace CARAMBA_FAST_ISA
