@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <utility>
 
 #include "arena.h"
 #include "lane.h"
@@ -29,6 +30,13 @@ struct Softmax {
 // `count` tokens, and what fills up their last vector.
 inline int whole_vectors(int count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
+template <int... LANES>
+inline Ints in_order(std::integer_sequence<int, LANES...>) {
+  return Ints{LANES...};
+}
+// 0, 1, 2 and so on.
+inline Ints first_lanes() { return in_order(std::make_integer_sequence<int, kLanes>{}); }
+
 // softcap * tanh(score / softcap)
 inline void cap_scores(float* scores, int count, float softcap) {
   for (int i = 0; i < count; i += kLanes) {
@@ -45,8 +53,12 @@ inline void mask_scores(const Lane& lane, const Tile& tile, const Visibility& vi
   for (int r = 0; r < lane.query_rows; ++r) {
     float* row = scores + r * kScoreRow;
     if (lane.job.softcap > 0) cap_scores(row, tile.count, lane.job.softcap);
-    for (int i = tile.count; i < whole; ++i) row[i] = kNegativeInfinity;
     if (!visibility.whole) visibility.hide(row, lane.query_token(r), tile.count);
+    if (whole > tile.count) {  // a vector, for one that was written in parts is slow to read
+      const int last = whole - kLanes;
+      const Ints there = first_lanes() < splat(tile.count - last);
+      store_as(there ? load_as<Floats>(row + last) : splat(kNegativeInfinity), row + last);
+    }
     Floats most = splat(kNegativeInfinity);
     for (int i = 0; i < whole; i += kLanes) most = greater(load_as<Floats>(row + i), most);
     largest[r] = greatest_of(most);
@@ -67,8 +79,9 @@ bool weigh_scores(const Lane& lane, const Tile& tile, const Visibility& visibili
     const float before = softmax.max[r], now = shares[r];
     any = any || std::max(before, now) != kNegativeInfinity;
     if (!(now > before)) continue;
-    const float factor = before == kNegativeInfinity ? 0.0f : std::exp(before - now);
     softmax.max[r] = now;
+    if (before == kNegativeInfinity) continue;  // nothing is summed yet
+    const float factor = std::exp(before - now);
     softmax.total[r] *= factor;
     rescale(r, factor);
   }
