@@ -124,9 +124,9 @@ inline void append_lane(const AppendJob& job, const AppendStream& stream, std::i
   const bool by_channel = is_by_channel(s.format);
   // What was held before is read only where one of these tokens is the last of its group.
   const bool ends = by_channel && added.start % s.group + added.count >= s.group;
-  OpenGroup* open =
-      ends ? new (arena.take<OpenGroup>(1)) OpenGroup(stream, b, lane, added.start, arena)
-           : nullptr;
+  OpenGroup* open = ends ? new (arena.take<OpenGroup>(1))
+                               OpenGroup(stream, b, lane, added.start, arena)
+                         : nullptr;
   for (std::int64_t i = begin; i < std::min(end, added.count); ++i) {
     const std::int64_t position = added.start + i;
     read_token(job, stream, b, lane, i, x);

@@ -12,9 +12,6 @@
 #include "prefetch.h"
 #include "query.h"
 #include "tile.h"
-#if CARAMBA_FAST_VNNI
-#include "scores_group.h"
-#endif
 
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
@@ -114,10 +111,14 @@ void score_group_tokens(const HeadQuery& query, int rows, const char* scales, st
   float* base = query.folded + rows * width;
 #if CARAMBA_FAST_VNNI
   for (int t = 0; t < count; ++t) prefetch(codes + t * stride, width * BITS / 8);
-  const float allowed = allowed_integer(BITS, width);
   for (int t = 0; t < count; t += kTurned) {
-    const GroupTokens tokens = {
-        scale, zero, codes + t * stride, stride, width, std::min(count - t, kTurned), allowed};
+    const GroupTokens tokens = {scale,
+                                zero,
+                                codes + t * stride,
+                                stride,
+                                width,
+                                std::min(count - t, kTurned),
+                                query.allowed_step};
     const auto left = [&](int r) {
       fold_zeros(query.values + r * width, zero, width, 1, base);
       fold_rows(query.values + r * width, scale, width, 1, query.folded);

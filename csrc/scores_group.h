@@ -19,7 +19,8 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-// -- Queries as integers ---------------------------------------------------------------------------
+// -- Queries as integers
+// ---------------------------------------------------------------------------
 
 inline constexpr int kMostBytes = 3;  // of an integer
 // How large integers of so many bytes get; the most is what the mantissa of a float holds.
@@ -32,13 +33,19 @@ inline constexpr float kUsualCode4 = 9, kUsualCode8 = 150;
 
 inline constexpr int kFoldRows = 4;  // rows that meet a vector of codes while it is in a register
 
+// The largest step of integers that is allowed where fewer bytes are taken.
+inline float step_allowed(int bits, std::int64_t width) {
+  const float code = bits == 4 ? kUsualCode4 : kUsualCode8;
+  return kGroupScoreError / (code * std::sqrt(static_cast<float>(width) / 12));
+}
+
 // Query rows folded with the scales of a group: a score is base + step * sum.
 struct alignas(16) FoldedRows {
   float base[kFoldRows], step[kFoldRows], inverse[kFoldRows];
   std::int32_t bytes[kFoldRows];  // 0 where integers do not serve
 };
 
-inline constexpr int kTurned = 32;   // tokens that are turned at a time
+inline constexpr int kTurned = 32;  // tokens that are turned at a time
 
 // Memory for one group of a head of `width` values.
 struct GroupScratch {
@@ -94,8 +101,9 @@ inline void choose_integers(__m128 base, __m128 largest, float allowed, FoldedRo
     range = _mm_mask_mov_ps(range, more, _mm_set1_ps(kIntegers[i + 1]));
   }
   const __m128 infinity = _mm_set1_ps(std::numeric_limits<float>::infinity());
-  const __mmask8 usable = _mm_cmp_ps_mask(largest, infinity, _CMP_LT_OQ) &
-                          _mm_cmp_ps_mask(_mm_andnot_ps(_mm_set1_ps(-0.0f), base), infinity, _CMP_LT_OQ);
+  const __mmask8 usable =
+      _mm_cmp_ps_mask(largest, infinity, _CMP_LT_OQ) &
+      _mm_cmp_ps_mask(_mm_andnot_ps(_mm_set1_ps(-0.0f), base), infinity, _CMP_LT_OQ);
   const __mmask8 some = _mm_cmp_ps_mask(largest, _mm_set1_ps(1e-30f), _CMP_GT_OQ);
   _mm_store_ps(rows.base, base);
   _mm_store_ps(rows.step, _mm_div_ps(largest, range));
@@ -139,7 +147,8 @@ inline void quantize_folded(const float* folded, std::int64_t width, float inver
   }
 }
 
-// -- Codes, turned ---------------------------------------------------------------------------------
+// -- Codes, turned
+// ---------------------------------------------------------------------------------
 
 // 16 tokens; behind the last the last stands in.
 struct Tokens {
@@ -182,73 +191,84 @@ inline void turn_lanes(const __m512i (&rows)[4], __m512i (&columns)[4]) {
   columns[3] = _mm512_unpackhi_epi64(c, d);
 }
 
-// Dword `dword` of 16 tokens, as codes of four values each.
-template <int BITS>
-inline void store_column(__m512i v, int dword, std::uint8_t* columns) {
+// A dword of 16 tokens, the one at DWORD of its vectors, as codes of four values each.
+template <int BITS, int DWORD>
+inline void store_column(__m512i v, std::uint8_t* columns) {
   if constexpr (BITS == 8) {
-    _mm512_store_si512(columns + 64 * dword, v);
+    _mm512_store_si512(columns + 64 * DWORD, v);
   } else {  // 16 bytes have the low nibbles of 16 values, then the high ones of 16 more
-    std::uint8_t* to = columns + 64 * (dword / 4 * 8 + dword % 4);
+    std::uint8_t* to = columns + 64 * (DWORD / 4 * 8 + DWORD % 4);
     const __m512i nibble = _mm512_set1_epi8(15);
     _mm512_store_si512(to, _mm512_and_si512(v, nibble));
     _mm512_store_si512(to + 4 * 64, _mm512_and_si512(_mm512_srli_epi16(v, 4), nibble));
   }
 }
 
+// Four parts of 16 tokens each, of the columns C of lanes that hold four dwords each.
+template <int BITS, int C>
+inline void store_columns(const __m512i (&part)[4][4], std::uint8_t* columns) {
+  const __m512i a = _mm512_shuffle_i32x4(part[0][C], part[1][C], 0x88);  // lanes 0, 2
+  const __m512i b = _mm512_shuffle_i32x4(part[2][C], part[3][C], 0x88);
+  const __m512i e = _mm512_shuffle_i32x4(part[0][C], part[1][C], 0xdd);  // lanes 1, 3
+  const __m512i f = _mm512_shuffle_i32x4(part[2][C], part[3][C], 0xdd);
+  store_column<BITS, C>(_mm512_shuffle_i32x4(a, b, 0x88), columns);
+  store_column<BITS, 4 + C>(_mm512_shuffle_i32x4(e, f, 0x88), columns);
+  store_column<BITS, 8 + C>(_mm512_shuffle_i32x4(a, b, 0xdd), columns);
+  store_column<BITS, 12 + C>(_mm512_shuffle_i32x4(e, f, 0xdd), columns);
+}
+
+// The same of two parts, of which each vector has two tokens.
+template <int BITS, int C>
+inline void store_columns(const __m512i (&part)[2][4], std::uint8_t* columns) {
+  store_column<BITS, C>(_mm512_shuffle_i32x4(part[0][C], part[1][C], 0x88), columns);
+  store_column<BITS, 4 + C>(_mm512_shuffle_i32x4(part[0][C], part[1][C], 0xdd), columns);
+}
+
+// And of one, of which each vector has four.
+template <int BITS, int C>
+inline void store_columns(const __m512i (&part)[1][4], std::uint8_t* columns) {
+  store_column<BITS, C>(part[0][C], columns);
+}
+
+template <int BITS, int PARTS>
+inline void store_parts(const __m512i (&part)[PARTS][4], std::uint8_t* columns) {
+  store_columns<BITS, 0>(part, columns);
+  store_columns<BITS, 1>(part, columns);
+  store_columns<BITS, 2>(part, columns);
+  store_columns<BITS, 3>(part, columns);
+}
+
+// The bytes of 16 tokens from one on: 64, 32 or 16 of each.
+template <int BITS, int PARTS>
+inline void turn_part(const Tokens& tokens, int byte, std::uint8_t* columns) {
+  __m512i part[PARTS][4];
+  CARAMBA_FAST_UNROLL
+  for (int q = 0; q < PARTS; ++q) {
+    __m512i rows[4];
+    CARAMBA_FAST_UNROLL
+    for (int i = 0; i < 4; ++i)
+      rows[i] = PARTS == 4   ? tokens.whole(4 * q + i, byte)
+                : PARTS == 2 ? tokens.halves(8 * q + i, 4, byte)
+                             : tokens.quarters(i, 4, byte);
+    turn_lanes(rows, part[q]);
+  }
+  store_parts<BITS>(part, columns + byte * (128 / BITS));
+}
+
 // `bytes` of 16 tokens, a multiple of 16.
 template <int BITS>
 void turn_codes(const Tokens& tokens, int bytes, std::uint8_t* columns) {
   int byte = 0;
-  for (; byte + 64 <= bytes; byte += 64) {
-    __m512i part[4][4];  // of tokens 4 q and behind, column c of each lane
-    CARAMBA_FAST_UNROLL
-    for (int q = 0; q < 4; ++q) {
-      __m512i rows[4];
-      CARAMBA_FAST_UNROLL
-      for (int i = 0; i < 4; ++i) rows[i] = tokens.whole(4 * q + i, byte);
-      turn_lanes(rows, part[q]);
-    }
-    CARAMBA_FAST_UNROLL
-    for (int c = 0; c < 4; ++c) {
-      const __m512i a = _mm512_shuffle_i32x4(part[0][c], part[1][c], 0x88);  // lanes 0, 2
-      const __m512i b = _mm512_shuffle_i32x4(part[2][c], part[3][c], 0x88);
-      const __m512i e = _mm512_shuffle_i32x4(part[0][c], part[1][c], 0xdd);  // lanes 1, 3
-      const __m512i f = _mm512_shuffle_i32x4(part[2][c], part[3][c], 0xdd);
-      store_column<BITS>(_mm512_shuffle_i32x4(a, b, 0x88), byte / 4 + c, columns);
-      store_column<BITS>(_mm512_shuffle_i32x4(e, f, 0x88), byte / 4 + 4 + c, columns);
-      store_column<BITS>(_mm512_shuffle_i32x4(a, b, 0xdd), byte / 4 + 8 + c, columns);
-      store_column<BITS>(_mm512_shuffle_i32x4(e, f, 0xdd), byte / 4 + 12 + c, columns);
-    }
-  }
+  for (; byte + 64 <= bytes; byte += 64) turn_part<BITS, 4>(tokens, byte, columns);
   if (byte + 32 <= bytes) {
-    __m512i part[2][4];
-    CARAMBA_FAST_UNROLL
-    for (int q = 0; q < 2; ++q) {
-      __m512i rows[4];
-      CARAMBA_FAST_UNROLL
-      for (int i = 0; i < 4; ++i) rows[i] = tokens.halves(8 * q + i, 4, byte);
-      turn_lanes(rows, part[q]);
-    }
-    CARAMBA_FAST_UNROLL
-    for (int c = 0; c < 4; ++c) {
-      const __m512i first = _mm512_shuffle_i32x4(part[0][c], part[1][c], 0x88);
-      const __m512i second = _mm512_shuffle_i32x4(part[0][c], part[1][c], 0xdd);
-      store_column<BITS>(first, byte / 4 + c, columns);
-      store_column<BITS>(second, byte / 4 + 4 + c, columns);
-    }
+    turn_part<BITS, 2>(tokens, byte, columns);
     byte += 32;
   }
-  if (byte < bytes) {
-    __m512i rows[4], part[4];
-    CARAMBA_FAST_UNROLL
-    for (int i = 0; i < 4; ++i) rows[i] = tokens.quarters(i, 4, byte);
-    turn_lanes(rows, part);
-    CARAMBA_FAST_UNROLL
-    for (int c = 0; c < 4; ++c) store_column<BITS>(part[c], byte / 4 + c, columns);
-  }
+  if (byte < bytes) turn_part<BITS, 1>(tokens, byte, columns);
 }
 
-// -- Scores ----------------------------------------------------------------------------------------
+// -- Scores
+// ----------------------------------------------------------------------------------------
 
 // scores += base + step * sum of ROWS rows and TURNS times 16 tokens, of which `there` exist.
 template <int BYTES, int ROWS, int TURNS>
@@ -262,8 +282,7 @@ void score_columns(const std::uint8_t* columns, const std::int8_t* integers, std
   for (std::int64_t d = 0; d < width; d += 4) {
     __m512i codes[TURNS];
     CARAMBA_FAST_UNROLL
-    for (int i = 0; i < TURNS; ++i)
-      codes[i] = _mm512_load_si512(columns + 16 * (i * width + d));
+    for (int i = 0; i < TURNS; ++i) codes[i] = _mm512_load_si512(columns + 16 * (i * width + d));
     CARAMBA_FAST_UNROLL
     for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
     for (int b = 0; b < BYTES; ++b) {
@@ -283,7 +302,8 @@ void score_columns(const std::uint8_t* columns, const std::int8_t* integers, std
     CARAMBA_FAST_UNROLL
     for (int b = 1; b < BYTES; ++b, unit *= 256)
       sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[b][r][i]), _mm512_set1_ps(unit), sum);
-    sum = _mm512_fmadd_ps(sum, _mm512_set1_ps(rows.step[first + r]), _mm512_set1_ps(rows.base[first + r]));
+    sum = _mm512_fmadd_ps(sum, _mm512_set1_ps(rows.step[first + r]),
+                          _mm512_set1_ps(rows.base[first + r]));
     float* to = scores + r * kScoreRow + 16 * i;
     const auto mask = static_cast<__mmask16>((1u << std::min(there - 16 * i, 16)) - 1);
     _mm512_mask_storeu_ps(to, mask, _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, to)));
@@ -301,8 +321,8 @@ inline constexpr ScoreColumns kScoreTurns[2] = {score_columns<BYTES, ROWS, 1>,
 template <int BYTES>
 inline constexpr const ScoreColumns* kScoreRows[kFoldRows] = {
     kScoreTurns<BYTES, 1>, kScoreTurns<BYTES, 2>, kScoreTurns<BYTES, 3>, kScoreTurns<BYTES, 4>};
-inline constexpr const ScoreColumns* const* kScoreBytes[kMostBytes] = {
-    kScoreRows<1>, kScoreRows<2>, kScoreRows<3>};
+inline constexpr const ScoreColumns* const* kScoreBytes[kMostBytes] = {kScoreRows<1>, kScoreRows<2>,
+                                                                       kScoreRows<3>};
 
 using FoldQueries = void (*)(const float* q, const std::uint16_t* scales,
                              const std::uint16_t* zeros, std::int64_t width, float allowed,
@@ -316,7 +336,7 @@ struct GroupTokens {
   const char* codes;
   std::int64_t stride, width;
   int count;
-  float allowed;  // of the largest magnitude of a folded query, for an integer of 1
+  float allowed;  // see `step_allowed`
 };
 
 template <int BITS>
@@ -367,11 +387,6 @@ void score_group(const float* q, int rows, const GroupTokens& tokens, const Grou
     score_folded(tokens, folded, block, scratch, scores + first * kScoreRow,
                  [&](int r) { left(first + r); });
   }
-}
-
-inline float allowed_integer(int bits, std::int64_t width) {
-  const float code = bits == 4 ? kUsualCode4 : kUsualCode8;
-  return kGroupScoreError / (code * std::sqrt(static_cast<float>(width) / 12));
 }
 
 }  // namespace CARAMBA_FAST_ISA

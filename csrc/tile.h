@@ -14,10 +14,10 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-struct HeadBytes;    // int8_layout.h
-struct TileScales;   // int8_layout.h
-struct WeightGroup;  // values_int8.h
-struct Flips;        // values_int8.h
+struct HeadBytes;     // int8_layout.h
+struct TileScales;    // int8_layout.h
+struct WeightGroup;   // values_int8.h
+struct Flips;         // values_int8.h
 struct GroupScratch;  // scores_group.h
 
 // Memory for one tile at a time.
