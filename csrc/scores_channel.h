@@ -110,7 +110,10 @@ void score_group_tokens(const HeadQuery& query, int rows, const char* scales, st
   const auto* zero = reinterpret_cast<const std::uint16_t*>(scales + zeros);
   float* base = query.folded + rows * width;
 #if CARAMBA_FAST_VNNI
-  for (int t = 0; t < count; ++t) prefetch(codes + t * stride, width * BITS / 8);
+  for (std::int64_t i = 0; i < 2 * width; i += kLine) {  // those of the group after the next one
+    __builtin_prefetch(scales + 4 * zeros + i, 0, 2);
+    __builtin_prefetch(scales + 5 * zeros + i, 0, 2);
+  }
   for (int t = 0; t < count; t += kTurned) {
     const GroupTokens tokens = {scale,
                                 zero,

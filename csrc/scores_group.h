@@ -162,18 +162,21 @@ struct Tokens {
     }
   }
 
-  const char* at(int t) const { return from[t]; }
-  __m512i whole(int t, int byte) const { return _mm512_loadu_si512(at(t) + byte); }
+  const char* at(int t, int byte) const {
+    __builtin_prefetch(from[t] + byte + kAhead, 0, 2);
+    return from[t] + byte;
+  }
+  __m512i whole(int t, int byte) const { return _mm512_loadu_si512(at(t, byte)); }
   // Half a vector, or a quarter, of tokens so many apart.
   __m512i halves(int t, int step, int byte) const {
-    const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at(t) + byte));
-    const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at(t + step) + byte));
+    const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at(t, byte)));
+    const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at(t + step, byte)));
     return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
   }
   __m512i quarters(int t, int step, int byte) const {
     __m128i part[4];
     for (int i = 0; i < 4; ++i)
-      part[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at(t + i * step) + byte));
+      part[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at(t + i * step, byte)));
     const __m256i a = _mm256_set_m128i(part[1], part[0]), b = _mm256_set_m128i(part[3], part[2]);
     return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
   }
