@@ -77,45 +77,109 @@ class OpenGroup {
   float* values_;
 };
 
-// Tokens [begin, end) of one (row, lane) of one stream; by channel all tokens.
-inline void append_tokens(const AppendJob& job, const AppendStream& stream, std::int64_t b,
-                          std::int64_t lane, std::int64_t begin, std::int64_t end) {
+// Token i of one (row, lane) as fp32 in the basis in which it is stored; (lane_dim).
+inline void read_token(const AppendJob& job, const AppendStream& stream, std::int64_t b,
+                       std::int64_t lane, std::int64_t i, float* x) {
+  const StoredStream& s = stream.stored;
+  for (std::int64_t h = 0; h < job.heads_per_lane; ++h, x += s.dim) {
+    const std::int64_t head = lane * job.heads_per_lane + h;
+    if (head >= job.heads) {
+      std::fill(x, x + s.dim, 0.0f);
+      continue;
+    }
+    read_row(stream.given, b, head, i, s.dim, x);
+    if (s.rotate) hadamard(x, s.dim);
+  }
+}
+
+// Which of a row's new tokens are real, and where they come.
+struct NewTokens {
+  std::int64_t start, pad, count;
+
+  NewTokens(const AppendJob& job, std::int64_t b)
+      : start(job.start[b]),
+        pad(job.leftpad == nullptr ? 0 : job.leftpad[b]),
+        count(job.query_lens == nullptr ? job.tokens : job.query_lens[b]) {}
+};
+
+// The fp16 sides of token i.
+inline void store_sides(const AppendStream& stream, const NewTokens& added, std::int64_t b,
+                        std::int64_t lane, std::int64_t i, const float* x) {
+  const StoredStream& s = stream.stored;
+  const std::int64_t position = added.start + i, t = position - added.pad;
+  if (s.tail.data != nullptr && position >= 0 && i >= added.count - stream.ring)
+    store_halves(x, s.lane_dim, s.tail.at(b, lane, position % stream.ring));
+  if (s.sink.data != nullptr && t >= 0 && t < stream.sink_len)
+    store_halves(x, s.lane_dim, s.sink.at(b, lane, t));
+}
+
+// Tokens [begin, end) of one (row, lane) that are stored as they are or, all of them, by channel.
+inline void append_lane(const AppendJob& job, const AppendStream& stream, std::int64_t b,
+                        std::int64_t lane, std::int64_t begin, std::int64_t end) {
   Arena& arena = thread_arena();
   const StoredStream& s = stream.stored;
   arena.reset();
   float* x = arena.take<float>(s.lane_dim + 64);
-  const std::int64_t start = job.start[b], pad = job.leftpad == nullptr ? 0 : job.leftpad[b];
-  const std::int64_t count = job.query_lens == nullptr ? job.tokens : job.query_lens[b];
+  const NewTokens added(job, b);
   const bool by_channel = is_by_channel(s.format);
-  OpenGroup* open = by_channel ? new (arena.take<OpenGroup>(1))
-                                     OpenGroup(stream, b, lane, start, arena)
-                               : nullptr;
-  for (std::int64_t i = begin; i < std::min(end, count); ++i) {
-    const std::int64_t position = start + i, t = position - pad;
-    std::fill(x, x + s.lane_dim, 0.0f);
-    for (std::int64_t h = 0; h < job.heads_per_lane; ++h) {
-      const std::int64_t head = lane * job.heads_per_lane + h;
-      if (head >= job.heads) break;
-      read_row(stream.given, b, head, i, s.dim, x + h * s.dim);
-      if (s.rotate) hadamard(x + h * s.dim, s.dim);
-    }
+  // What was held before is read only where one of these tokens is the last of its group.
+  const bool ends = by_channel && added.start % s.group + added.count >= s.group;
+  OpenGroup* open = ends ? new (arena.take<OpenGroup>(1))
+                               OpenGroup(stream, b, lane, added.start, arena)
+                         : nullptr;
+  for (std::int64_t i = begin; i < std::min(end, added.count); ++i) {
+    const std::int64_t position = added.start + i;
+    read_token(job, stream, b, lane, i, x);
     std::int64_t row, slot;
-    if (by_channel) {
-      open->take(job, b, lane, position, pad + stream.sink_len, x);
-    } else if (find_place(job, b, position, row, slot)) {
-      char* codes = s.codes.at(row, lane, slot);
-      if (stream.quantize != nullptr) {
-        auto* scales = reinterpret_cast<std::uint16_t*>(s.scales.at(row, lane, slot));
-        stream.quantize(x, codes, scales, s.lane_dim / s.block);
-      } else {
-        write_row(s.format, x, s.lane_dim, codes, 0);
+    if (open != nullptr)
+      open->take(job, b, lane, position, added.pad + stream.sink_len, x);
+    else if (!by_channel && find_place(job, b, position, row, slot))
+      write_row(s.format, x, s.lane_dim, s.codes.at(row, lane, slot), 0);
+    store_sides(stream, added, b, lane, i, x);
+  }
+}
+
+// Tokens [begin, end) of some lanes whose scales are of blocks of a token. Lanes are quantized
+// together, for that takes as long for a few blocks as for a vector of them.
+inline void append_blocks(const AppendJob& job, const AppendStream& stream, std::int64_t b,
+                          std::int64_t first, std::int64_t last, std::int64_t begin,
+                          std::int64_t end) {
+  constexpr std::int64_t kTogether = 16;  // blocks
+  Arena& arena = thread_arena();
+  const StoredStream& s = stream.stored;
+  arena.reset();
+  const std::int64_t blocks = s.lane_dim / s.block, bytes = s.lane_dim * bits_of(s.format) / 8;
+  const std::int64_t most = std::max<std::int64_t>(kTogether / blocks, 1);
+  float* x = arena.take<float>(most * s.lane_dim + 64);
+  char* codes = arena.take<char>(most * bytes);
+  auto* scales = arena.take<std::uint16_t>(most * blocks);
+  const NewTokens added(job, b);
+  for (std::int64_t lane = first; lane < last; lane += most)
+    for (std::int64_t i = begin; i < std::min(end, added.count); ++i) {
+      const std::int64_t lanes = std::min(most, last - lane);
+      for (std::int64_t l = 0; l < lanes; ++l)
+        read_token(job, stream, b, lane + l, i, x + l * s.lane_dim);
+      stream.quantize(x, codes, scales, lanes * blocks);
+      std::int64_t row, slot;
+      const bool kept = find_place(job, b, added.start + i, row, slot);
+      for (std::int64_t l = 0; l < lanes; ++l) {
+        store_sides(stream, added, b, lane + l, i, x + l * s.lane_dim);
+        if (!kept) continue;
+        std::memcpy(s.codes.at(row, lane + l, slot), codes + l * bytes,
+                    static_cast<std::size_t>(bytes));
+        std::memcpy(s.scales.at(row, lane + l, slot), scales + l * blocks,
+                    static_cast<std::size_t>(blocks) * sizeof *scales);
       }
     }
-    if (s.tail.data != nullptr && position >= 0 && i >= count - stream.ring)
-      store_halves(x, s.lane_dim, s.tail.at(b, lane, position % stream.ring));
-    if (s.sink.data != nullptr && t >= 0 && t < stream.sink_len)
-      store_halves(x, s.lane_dim, s.sink.at(b, lane, t));
-  }
+}
+
+// Tokens [begin, end) of the lanes [first, last) of one row of one stream; by channel all tokens.
+inline void append_tokens(const AppendJob& job, const AppendStream& stream, std::int64_t b,
+                          std::int64_t first, std::int64_t last, std::int64_t begin,
+                          std::int64_t end) {
+  if (stream.quantize != nullptr) return append_blocks(job, stream, b, first, last, begin, end);
+  for (std::int64_t lane = first; lane < last; ++lane)
+    append_lane(job, stream, b, lane, begin, end);
 }
 
 }  // namespace CARAMBA_FAST_ISA

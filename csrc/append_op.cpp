@@ -99,21 +99,24 @@ void append(const AppendCommon& c, const StreamTensors* streams, const Tensor* c
   const std::int64_t items = job.batch * job.lanes;
   const std::int64_t all = items * job.tokens;
   const auto lanes = [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t item = begin; item < end; ++item)
-      for (int i = 0; i < count; ++i)
-        run(job, job.stream[i], item / job.lanes, item % job.lanes, 0, job.tokens);
+    while (begin < end) {
+      const std::int64_t row = begin / job.lanes, first = begin % job.lanes;
+      const std::int64_t last = std::min(job.lanes, first + end - begin);
+      for (int i = 0; i < count; ++i) run(job, job.stream[i], row, first, last, 0, job.tokens);
+      begin += last - first;
+    }
   };
   const auto tokens = [&](std::int64_t begin, std::int64_t end) {
     while (begin < end) {
       const std::int64_t item = begin / job.tokens, from = begin % job.tokens;
       const std::int64_t to = std::min(job.tokens, from + end - begin);
       for (int i = 0; i < count; ++i)
-        run(job, job.stream[i], item / job.lanes, item % job.lanes, from, to);
+        run(job, job.stream[i], item / job.lanes, item % job.lanes, item % job.lanes + 1, from, to);
       begin += to - from;
     }
   };
   if (all * values < 2 * kGrainValues || torch::stable::get_num_threads() == 1)
-    tokens(0, all);
+    lanes(0, items);
   else if (grouped)
     torch::stable::parallel_for(
         0, items, std::max<std::int64_t>(1, kGrainValues / (values * job.tokens)), lanes);

@@ -6,6 +6,7 @@
 //   query.h       queries in the basis of the keys      query_int8.h   as integers
 //   tile.h        one head's part of a tile             int8_layout.h  its bytes
 //   scores.h      q . k                                 scores_float.h, scores_int8.h
+//                                                       scores_channel.h, scores_group.h
 //   softmax.h     scores to weights, online
 //   values.h      weights times values                  values_float.h, values_int8.h
 //   merge.h       splits, one more key, two attentions
@@ -70,11 +71,12 @@ class LaneAttention {
       for (int i = 0; i + 1 < lane.job.streams; ++i)
         widest = std::max(widest, state.queries[i].key.width);
     }
-    scratch_ = {arena.take<float>(kTile * widest + 16), nullptr, nullptr, nullptr};
+    scratch_ = {arena.take<float>(kTile * widest + 16), nullptr, nullptr, nullptr, nullptr};
 #if CARAMBA_FAST_VNNI
     scratch_.scales = arena.take<TileScales>(1);
     scratch_.weights = arena.take<WeightGroup>(kWeightRows * kMostGroups);
     scratch_.flips = arena.take<Flips>(1);
+    scratch_.group = new (arena.take<GroupScratch>(1)) GroupScratch(widest, arena);
 #endif
   }
 

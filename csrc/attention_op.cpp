@@ -157,8 +157,11 @@ std::tuple<Tensor, Tensor> Call::run_pieces(const Common& c, const Tensor& q) {
 }
 
 void Call::run(const Common& c) {
-  std::int64_t tiles = 0;
-  for (const RowPlan& row : plan.rows) tiles += row.tiles * work.lanes;
+  std::int64_t seen = 0;  // tokens: sinks and tail are short tiles
+  for (const RowPlan& row : plan.rows)
+    for (int i = 0; i < row.segment_count; ++i)
+      seen += row.segments[i].stop - row.segments[i].start;
+  const std::int64_t tiles = (seen * work.lanes + kTile - 1) / kTile;
   const std::int64_t cost = tiles * (4 + work.rows_per_head() * work.heads_per_lane);
   const std::int64_t threads = torch::stable::get_num_threads();
   const std::int64_t pieces = std::clamp<std::int64_t>(cost / kGrain, 1, threads);

@@ -65,50 +65,71 @@ void decode_tokens(const char* codes, std::int64_t stride, const GroupRows& rows
   }
 }
 
-inline float rounded_to_half(float x, std::uint16_t& half) {
-  std::uint16_t stored[kLanes];
-  store_half(splat(x), stored);
-  half = stored[0];
-  return load_half(stored)[0];
+inline Floats rounded_to_half(Floats x, std::uint16_t* halves) {
+  store_half(x, halves);
+  return load_half(halves);
 }
+
+// kLanes channels of a group, to scales and zeros; what gives their codes.
+struct ChannelCodes {
+  Floats zero, inverse, most;
+
+  ChannelCodes(const float* values, std::int64_t dim, std::int64_t counted, std::int64_t group,
+               float most, std::uint16_t* scales, std::uint16_t* zeros)
+      : most(splat(most)) {
+    Floats low = splat(std::numeric_limits<float>::infinity()), high = -low;
+    Ints largest = {};
+    for (std::int64_t t = counted; t < group; ++t) {
+      const Floats x = load_as<Floats>(values + t * dim);
+      largest = larger(largest, bits(x) & kMagnitude);
+      low = x < low ? x : low;
+      high = x > high ? x : high;
+    }
+    if (counted >= group) low = high = splat(0.0f);
+    zero = rounded_to_half(low, zeros);
+    const Floats scale = rounded_to_half((high - zero) / most, scales);
+    largest = larger(larger(largest, bits(zero) & kMagnitude), bits(scale) & kMagnitude);
+    const Ints sound = largest < splat(kInfinity);
+    store_half(sound ? scale : floats(splat(kNaN)), scales);
+    store_half(sound ? zero : floats(splat(kNaN)), zeros);
+    inverse = scale > splat(0.0f) ? 1.0f / scale : splat(0.0f);
+  }
+
+  Ints of(const float* x) const {
+    const Floats scaled = (load_as<Floats>(x) - zero) * inverse;
+    const Floats below = scaled < most ? scaled : most;
+    return truncated((scaled > splat(0.0f) ? below : splat(0.0f)) + 0.5f);  // NaN becomes 0
+  }
+};
 
 // One group: `values` are (group, lane_dim) fp32, already rounded to fp16; tokens from `counted` on
 // count for the range. Codes go to `codes`, token by token, scales and zeros to `scales`.
 inline void encode_group(const float* values, const StoredStream& s, std::int64_t counted,
                          char* codes, std::uint16_t* scales) {
-  const bool nibbles = s.format == Format::q4_channel;
-  const float most = nibbles ? 15.0f : 255.0f;
   const std::int64_t dim = s.lane_dim, group = s.group;
-  for (std::int64_t d = 0; d < dim; ++d) {
-    float low = std::numeric_limits<float>::infinity(), high = -low;
-    bool sound = true;
-    for (std::int64_t t = std::min(counted, group); t < group; ++t) {
-      const float x = values[t * dim + d];
-      sound = sound && std::isfinite(x);
-      low = x < low ? x : low;
-      high = x > high ? x : high;
+  const auto channels = [&](std::int64_t d) {
+    const float most = s.format == Format::q4_channel ? 15.0f : 255.0f;
+    return ChannelCodes(values + d, dim, std::min(counted, group), group, most, scales + d,
+                        scales + dim + d);
+  };
+  auto* to = reinterpret_cast<std::uint8_t*>(codes);
+  if (s.format == Format::q8_channel) {
+    for (std::int64_t d = 0; d < dim; d += kLanes) {
+      const ChannelCodes mine = channels(d);
+      for (std::int64_t t = 0; t < group; ++t)
+        narrow(mine.of(values + t * dim + d), to + t * s.codes.token + d);
     }
-    if (counted >= group) low = high = 0;
-    const float zero = rounded_to_half(low, scales[dim + d]);
-    const float scale = rounded_to_half((high - zero) / most, scales[d]);
-    if (!sound || !std::isfinite(zero) || !std::isfinite(scale))
-      scales[d] = scales[dim + d] = static_cast<std::uint16_t>(kHalfNaN);
-    const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
-    for (std::int64_t t = 0; t < group; ++t) {
-      float scaled = (values[t * dim + d] - zero) * inverse;
-      scaled = !(scaled > 0) ? 0 : scaled < most ? scaled : most;  // NaN becomes 0
-      const auto code = static_cast<std::uint8_t>(std::min(std::floor(scaled + 0.5f), most));
-      auto* row = reinterpret_cast<std::uint8_t*>(codes + t * s.codes.token);
-      if (!nibbles) {
-        row[d] = code;
-        continue;
-      }
-      const std::int64_t block = d / kPacked, place = d % kPacked, half = kPacked / 2;
-      std::uint8_t& pair = row[block * half + place % half];
-      pair = place < half ? code
-                          : static_cast<std::uint8_t>(pair | static_cast<std::uint8_t>(code << 4));
-    }
+    return;
   }
+  constexpr int kHalf = kPacked / 2;
+  for (std::int64_t block = 0; block < dim; block += kPacked)
+    for (std::int64_t d = block; d < block + kHalf; d += kLanes) {
+      const ChannelCodes low = channels(d), high = channels(d + kHalf);
+      std::uint8_t* pairs = to + block / 2 + d - block;
+      for (std::int64_t t = 0; t < group; ++t)
+        narrow(low.of(values + t * dim + d) | high.of(values + t * dim + d + kHalf) << 4,
+               pairs + t * s.codes.token);
+    }
 }
 
 }  // namespace CARAMBA_FAST_ISA

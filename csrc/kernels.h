@@ -46,9 +46,9 @@ struct Kernels {
   void (*merge_states)(Format type, const void* a, const float* lse_a, const void* b,
                        const float* lse_b, void* out, float* lse, std::int64_t rows,
                        std::int64_t dim);
-  // Writes new tokens [begin, end) of one (row, lane) of one stream.
+  // Writes new tokens [begin, end) of the lanes [first, last) of one row of one stream.
   void (*append)(const AppendJob& job, const AppendStream& stream, std::int64_t row,
-                 std::int64_t lane, std::int64_t begin, std::int64_t end);
+                 std::int64_t first, std::int64_t last, std::int64_t begin, std::int64_t end);
 };
 
 namespace portable {

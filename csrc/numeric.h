@@ -89,20 +89,53 @@ inline Floats hyperbolic_tangent(Floats x) { return 1.0f - 2.0f / (exponential(x
 template <int HALF, int... LANES>
 inline Floats butterfly(Floats v, std::integer_sequence<int, LANES...>) {
   const Floats other = {v[LANES ^ HALF]...};  // one permutation
-  const Ints second = {(LANES & HALF) != 0 ? -1 : 0 ...};
-  return second ? other - v : v + other;
+  const Floats sign = {(LANES & HALF) != 0 ? -1.0f : 1.0f ...};
+  return fused(v, sign, other);  // exact but for the sum's rounding
 }
 
-// All pairs of x[0, size) that are less than a vector apart; size is a multiple of kLanes.
-inline void butterflies_within_lanes(float* x, std::int64_t size) {
+// All pairs that are less than a vector apart.
+inline Floats butterflies_within(Floats v) {
   using Lanes = std::make_integer_sequence<int, kLanes>;
-  for (std::int64_t i = 0; i < size; i += kLanes) {
-    Floats v = load_as<Floats>(x + i);
-    v = butterfly<2>(butterfly<1>(v, Lanes{}), Lanes{});
-    if constexpr (kLanes > 4) v = butterfly<4>(v, Lanes{});
-    if constexpr (kLanes > 8) v = butterfly<8>(v, Lanes{});
-    store_as(v, x + i);
+  v = butterfly<2>(butterfly<1>(v, Lanes{}), Lanes{});
+  if constexpr (kLanes > 4) v = butterfly<4>(v, Lanes{});
+  if constexpr (kLanes > 8) v = butterfly<8>(v, Lanes{});
+  return v;
+}
+
+// Pairs of VECTORS vectors, in registers.
+template <int VECTORS>
+inline void hadamard_vectors(float* x, float factor) {
+  Floats v[VECTORS];
+  CARAMBA_FAST_UNROLL
+  for (int i = 0; i < VECTORS; ++i) v[i] = butterflies_within(load_as<Floats>(x + i * kLanes));
+  CARAMBA_FAST_UNROLL
+  for (int half = 1; half < VECTORS; half *= 2) CARAMBA_FAST_UNROLL
+  for (int i = 0; i < VECTORS; ++i) {
+    if ((i & half) != 0) continue;
+    const Floats a = v[i], b = v[i + half];
+    v[i] = a + b;
+    v[i + half] = a - b;
   }
+  CARAMBA_FAST_UNROLL
+  for (int i = 0; i < VECTORS; ++i) store_as(v[i] * factor, x + i * kLanes);
+}
+
+// Of any power of two.
+inline void hadamard_power(float* x, std::int64_t size, float factor) {
+  std::int64_t half = 1;
+  if (size >= kLanes) {
+    for (std::int64_t i = 0; i < size; i += kLanes)
+      store_as(butterflies_within(load_as<Floats>(x + i)), x + i);
+    half = kLanes;
+  }
+  for (; half < size; half *= 2)
+    for (std::int64_t i = 0; i < size; i += 2 * half)
+      for (std::int64_t j = i; j < i + half; ++j) {
+        const float a = x[j], b = x[j + half];
+        x[j] = a + b;
+        x[j + half] = a - b;
+      }
+  for (std::int64_t i = 0; i < size; ++i) x[i] *= factor;
 }
 
 // The orthonormal Walsh-Hadamard transform of x[0, width), in place; a width that is no power of
@@ -110,28 +143,15 @@ inline void butterflies_within_lanes(float* x, std::int64_t size) {
 // rounding.
 CARAMBA_FAST_NOINLINE inline void hadamard(float* x, std::int64_t width) {
   while (width > 0) {
-    std::int64_t size = 1, half = 1;
+    std::int64_t size = 1;
     while (2 * size <= width) size *= 2;
-    if (size >= kLanes) {
-      butterflies_within_lanes(x, size);
-      half = kLanes;
-    }
-    for (; half < size; half *= 2)
-      for (std::int64_t i = 0; i < size; i += 2 * half)
-        if (half >= kLanes)
-          for (std::int64_t j = i; j < i + half; j += kLanes) {
-            const Floats a = load_as<Floats>(x + j), b = load_as<Floats>(x + j + half);
-            store_as(a + b, x + j);
-            store_as(a - b, x + j + half);
-          }
-        else
-          for (std::int64_t j = i; j < i + half; ++j) {
-            const float a = x[j], b = x[j + half];
-            x[j] = a + b;
-            x[j + half] = a - b;
-          }
     const float factor = 1.0f / std::sqrt(static_cast<float>(size));
-    for (std::int64_t i = 0; i < size; ++i) x[i] *= factor;
+    if (size == 8 * kLanes)
+      hadamard_vectors<8>(x, factor);
+    else if (size == 4 * kLanes)
+      hadamard_vectors<4>(x, factor);
+    else
+      hadamard_power(x, size, factor);
     x += size;
     width -= size;
   }

@@ -13,6 +13,7 @@
 #include "tile.h"
 #if CARAMBA_FAST_VNNI
 #include "query_int8.h"
+#include "scores_group.h"
 #endif
 
 namespace caramba_fast {
@@ -37,6 +38,7 @@ struct HeadQuery {
   // (query rows, units), null unless key.bytes: 16 bits in two bytes, and 8 bits in one; for q8_0
   // the one is what the two leave of the query.
   QueryUnit *two_bytes, *one_byte;
+  float allowed_step = 0;  // for keys by channel, see scores_group.h
 
   // `row` is memory for one query row.
   CARAMBA_FAST_NOINLINE HeadQuery(const Lane& lane, int stream, int h, Arena& arena, float* row)
@@ -54,6 +56,7 @@ struct HeadQuery {
       std::copy(row, row + s.dim, values + r * key.width + key.inner);
     }
 #if CARAMBA_FAST_VNNI
+    if (is_by_channel(s.format)) allowed_step = step_allowed(bits_of(s.format), key.width);
     if (key.bytes == nullptr) return;
     two_bytes = arena.take<QueryUnit>(lane.query_rows * key.bytes->units);
     one_byte = arena.take<QueryUnit>(lane.query_rows * key.bytes->units);

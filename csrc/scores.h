@@ -81,8 +81,7 @@ CARAMBA_FAST_NOINLINE inline void add_scores(const Lane& lane, const HeadQuery& 
   static_cast<void>(visibility);
 #endif
   if (is_by_channel(data.format))
-    return score_groups(query.key, data, query.values, lane.query_rows, tile.count, query.folded,
-                        scores);
+    return score_groups(query, data, lane.query_rows, tile.count, scratch, scores);
   const TileData keys = decoded(data, query.key, tile.count, scratch.decoded);
   kScoreTiles[static_cast<int>(keys.format)](query.values, query.key.width, lane.query_rows,
                                              keys.values, keys.stride, tile.count, scores);

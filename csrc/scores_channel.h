@@ -1,6 +1,7 @@
 // The score pass over one tile of keys by channel: scales go into the queries once for each group
-// of tokens, q . k = q . zero + (q scale) . code, so that a token is a product with small integers.
-// Compiled once per instruction set, in that set's namespace.
+// of tokens, q . k = q . zero + (q scale) . code, so that a token is a product with small integers:
+// of bytes where the machine has them (scores_group.h), else in fp32. Compiled once per instruction
+// set, in that set's namespace.
 #pragma once
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include "channel.h"
 #include "numeric.h"
 #include "prefetch.h"
+#include "query.h"
 #include "tile.h"
 
 namespace caramba_fast {
@@ -79,31 +81,75 @@ void score_code_rows(const float* q, const float* base, std::int64_t width, int 
   if (r < rows) run(score_codes<BITS, 1>, 1);
 }
 
-// scores (rows, kScoreRow) += q . k for the tokens of a tile; `folded` is memory for all queries,
-// (rows, width), and one number a row behind them.
-inline void score_groups(const HeadStream& key, const TileData& data, const float* queries,
-                         int rows, int count, float* folded, float* scores) {
-  const StoredStream& s = *key.stored;
-  const std::int64_t width = key.width;
-  float* base = folded + rows * width;
+// The scales of a group go into `rows` queries.
+inline void fold_rows(const float* queries, const std::uint16_t* scales, std::int64_t width,
+                      int rows, float* folded) {
+  for (std::int64_t at = 0; at < rows * width; at += width)
+    for (std::int64_t d = 0; d < width; d += kLanes)
+      store_as(load_as<Floats>(queries + at + d) * load_half(scales + d), folded + at + d);
+}
+
+// base (rows) = q . zero
+inline void fold_zeros(const float* queries, const std::uint16_t* zeros, std::int64_t width,
+                       int rows, float* base) {
+  for (int r = 0; r < rows; ++r) {
+    Floats sum = {};
+    for (std::int64_t d = 0; d < width; d += kLanes)
+      sum = fused(load_as<Floats>(queries + r * width + d), load_half(zeros + d), sum);
+    base[r] = sum_of(sum);
+  }
+}
+
+// scores (rows, kScoreRow) += q . k for the tokens of one group that a tile has.
+template <int BITS>
+void score_group_tokens(const HeadQuery& query, int rows, const char* scales, std::int64_t zeros,
+                        const char* codes, std::int64_t stride, int count,
+                        const TileScratch& scratch, float* scores) {
+  const std::int64_t width = query.key.width;
+  const auto* scale = reinterpret_cast<const std::uint16_t*>(scales);
+  const auto* zero = reinterpret_cast<const std::uint16_t*>(scales + zeros);
+  float* base = query.folded + rows * width;
+#if CARAMBA_FAST_VNNI
+  for (std::int64_t i = 0; i < 2 * width; i += kLine) {  // those of the group after the next one
+    __builtin_prefetch(scales + 4 * zeros + i, 0, 2);
+    __builtin_prefetch(scales + 5 * zeros + i, 0, 2);
+  }
+  for (int t = 0; t < count; t += kTurned) {
+    const GroupTokens tokens = {scale,
+                                zero,
+                                codes + t * stride,
+                                stride,
+                                width,
+                                std::min(count - t, kTurned),
+                                query.allowed_step};
+    const auto left = [&](int r) {
+      fold_zeros(query.values + r * width, zero, width, 1, base);
+      fold_rows(query.values + r * width, scale, width, 1, query.folded);
+      score_codes<BITS, 1>(query.folded, base, width, tokens.codes, stride, tokens.count,
+                           scores + r * kScoreRow + t);
+    };
+    score_group<BITS>(query.values, rows, tokens, *scratch.group, scores + t, left);
+  }
+#else
+  static_cast<void>(scratch);
+  fold_zeros(query.values, zero, width, rows, base);
+  fold_rows(query.values, scale, width, rows, query.folded);
+  score_code_rows<BITS>(query.folded, base, width, rows, codes, stride, count, scores);
+#endif
+}
+
+// scores (rows, kScoreRow) += q . k for the tokens of a tile.
+inline void score_groups(const HeadQuery& query, const TileData& data, int rows, int count,
+                         const TileScratch& scratch, float* scores) {
+  const StoredStream& s = *query.key.stored;
+  const auto score =
+      data.format == Format::q8_channel ? score_group_tokens<8> : score_group_tokens<4>;
   for (int t = 0; t < count;) {
-    const std::int64_t index = data.phase + t, group = index / s.group;
+    const std::int64_t group = (data.phase + t) / s.group;
     const int stop =
         static_cast<int>(std::min<std::int64_t>(count, (group + 1) * s.group - data.phase));
-    const auto* scales =
-        reinterpret_cast<const std::uint16_t*>(data.scales + group * data.scales_stride);
-    for (int r = 0; r < rows; ++r) {
-      Floats sum = {};
-      for (std::int64_t d = 0; d < width; d += kLanes) {
-        const Floats query = load_as<Floats>(queries + r * width + d);
-        store_as(query * load_half(scales + d), folded + r * width + d);
-        sum = fused(query, load_half(scales + s.lane_dim + d), sum);
-      }
-      base[r] = sum_of(sum);
-    }
-    const auto score = data.format == Format::q8_channel ? score_code_rows<8> : score_code_rows<4>;
-    score(folded, base, width, rows, data.values + t * data.stride, data.stride, stop - t,
-          scores + t);
+    score(query, rows, data.scales + group * data.scales_stride, 2 * s.lane_dim,
+          data.values + t * data.stride, data.stride, stop - t, scratch, scores + t);
     t = stop;
   }
 }

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <utility>
 
 #include "arena.h"
 #include "lane.h"
@@ -26,6 +27,16 @@ struct Softmax {
   }
 };
 
+// `count` tokens, and what fills up their last vector.
+inline int whole_vectors(int count) { return (count + kLanes - 1) / kLanes * kLanes; }
+
+template <int... LANES>
+inline Ints in_order(std::integer_sequence<int, LANES...>) {
+  return Ints{LANES...};
+}
+// 0, 1, 2 and so on.
+inline Ints first_lanes() { return in_order(std::make_integer_sequence<int, kLanes>{}); }
+
 // softcap * tanh(score / softcap)
 inline void cap_scores(float* scores, int count, float softcap) {
   for (int i = 0; i < count; i += kLanes) {
@@ -38,13 +49,18 @@ inline void cap_scores(float* scores, int count, float softcap) {
 // rows) is the largest that is left.
 inline void mask_scores(const Lane& lane, const Tile& tile, const Visibility& visibility,
                         float* scores, float* largest) {
+  const int whole = whole_vectors(tile.count);
   for (int r = 0; r < lane.query_rows; ++r) {
     float* row = scores + r * kScoreRow;
     if (lane.job.softcap > 0) cap_scores(row, tile.count, lane.job.softcap);
-    for (int i = tile.count; i < kTile; ++i) row[i] = kNegativeInfinity;
     if (!visibility.whole) visibility.hide(row, lane.query_token(r), tile.count);
+    if (whole > tile.count) {  // a vector, for one that was written in parts is slow to read
+      const int last = whole - kLanes;
+      const Ints there = first_lanes() < splat(tile.count - last);
+      store_as(there ? load_as<Floats>(row + last) : splat(kNegativeInfinity), row + last);
+    }
     Floats most = splat(kNegativeInfinity);
-    for (int i = 0; i < kTile; i += kLanes) most = greater(load_as<Floats>(row + i), most);
+    for (int i = 0; i < whole; i += kLanes) most = greater(load_as<Floats>(row + i), most);
     largest[r] = greatest_of(most);
   }
 }
@@ -63,11 +79,13 @@ bool weigh_scores(const Lane& lane, const Tile& tile, const Visibility& visibili
     const float before = softmax.max[r], now = shares[r];
     any = any || std::max(before, now) != kNegativeInfinity;
     if (!(now > before)) continue;
-    const float factor = before == kNegativeInfinity ? 0.0f : std::exp(before - now);
     softmax.max[r] = now;
+    if (before == kNegativeInfinity) continue;  // nothing is summed yet
+    const float factor = std::exp(before - now);
     softmax.total[r] *= factor;
     rescale(r, factor);
   }
+  const int whole = whole_vectors(tile.count);
   for (int r = 0; r < lane.query_rows; ++r) {
     float* row = scores + r * kScoreRow;
     const float max = softmax.max[r];
@@ -79,11 +97,12 @@ bool weigh_scores(const Lane& lane, const Tile& tile, const Visibility& visibili
       continue;  // its share stays -infinity
     }
     Floats total{};
-    for (int i = 0; i < kTile; i += kLanes) {
+    for (int i = 0; i < whole; i += kLanes) {
       const Floats weight = exponential(load_as<Floats>(row + i) - max);
       total += weight;
       store_as(weight, row + i);
     }
+    std::fill(row + whole, row + kTile, 0.0f);
     softmax.total[r] += sum_of(total);
     const float log2_of_largest = (shares[r] - max) * 1.44269504f;
     shares[r] = log2_of_largest - static_cast<float>(exponent_of(softmax.total[r]));

@@ -14,10 +14,11 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-struct HeadBytes;    // int8_layout.h
-struct TileScales;   // int8_layout.h
-struct WeightGroup;  // values_int8.h
-struct Flips;        // values_int8.h
+struct HeadBytes;     // int8_layout.h
+struct TileScales;    // int8_layout.h
+struct WeightGroup;   // values_int8.h
+struct Flips;         // values_int8.h
+struct GroupScratch;  // scores_group.h
 
 // Memory for one tile at a time.
 struct TileScratch {
@@ -26,6 +27,7 @@ struct TileScratch {
   TileScales* scales;
   WeightGroup* weights;
   Flips* flips;
+  GroupScratch* group;
 };
 
 // The part of a lane's token that holds one head: whole blocks (of 32 values where there are none),

@@ -1,0 +1,135 @@
+// Codes by channel, turned for products of bytes (scores_group.h): a vector has four values of 16
+// tokens, and vectors follow the order of the values. Included in isa_avx512_vnni.cpp alone, in
+// that set's namespace.
+#pragma once
+
+#include <cstdint>
+
+#include "int8_layout.h"
+#include "vec.h"
+
+namespace caramba_fast {
+namespace CARAMBA_FAST_ISA {
+
+// 16 tokens; behind the last the last stands in.
+struct Tokens {
+  const char* from[16];
+
+  Tokens(const char* codes, std::int64_t stride, int count) {
+    CARAMBA_FAST_UNROLL
+    for (int t = 0; t < 16; ++t) {
+      from[t] = codes;
+      if (t + 1 < count) codes += stride;
+    }
+  }
+
+  const char* at(int t, int byte) const {
+    __builtin_prefetch(from[t] + byte + kAhead, 0, 2);
+    return from[t] + byte;
+  }
+  __m512i whole(int t, int byte) const { return _mm512_loadu_si512(at(t, byte)); }
+  // Half a vector, or a quarter, of tokens so many apart.
+  __m512i halves(int t, int step, int byte) const {
+    const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at(t, byte)));
+    const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at(t + step, byte)));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+  }
+  __m512i quarters(int t, int step, int byte) const {
+    __m128i part[4];
+    for (int i = 0; i < 4; ++i)
+      part[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at(t + i * step, byte)));
+    const __m256i a = _mm256_set_m128i(part[1], part[0]), b = _mm256_set_m128i(part[3], part[2]);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+  }
+};
+
+// Four vectors' dwords, within each lane: columns[c] holds dword c of the four.
+inline void turn_lanes(const __m512i (&rows)[4], __m512i (&columns)[4]) {
+  const __m512i a = _mm512_unpacklo_epi32(rows[0], rows[1]);
+  const __m512i b = _mm512_unpacklo_epi32(rows[2], rows[3]);
+  const __m512i c = _mm512_unpackhi_epi32(rows[0], rows[1]);
+  const __m512i d = _mm512_unpackhi_epi32(rows[2], rows[3]);
+  columns[0] = _mm512_unpacklo_epi64(a, b);
+  columns[1] = _mm512_unpackhi_epi64(a, b);
+  columns[2] = _mm512_unpacklo_epi64(c, d);
+  columns[3] = _mm512_unpackhi_epi64(c, d);
+}
+
+// A dword of 16 tokens, the one at DWORD of its vectors, as codes of four values each.
+template <int BITS, int DWORD>
+inline void store_column(__m512i v, std::uint8_t* columns) {
+  if constexpr (BITS == 8) {
+    _mm512_store_si512(columns + 64 * DWORD, v);
+  } else {  // 16 bytes have the low nibbles of 16 values, then the high ones of 16 more
+    std::uint8_t* to = columns + 64 * (DWORD / 4 * 8 + DWORD % 4);
+    const __m512i nibble = _mm512_set1_epi8(15);
+    _mm512_store_si512(to, _mm512_and_si512(v, nibble));
+    _mm512_store_si512(to + 4 * 64, _mm512_and_si512(_mm512_srli_epi16(v, 4), nibble));
+  }
+}
+
+// Four parts of 16 tokens each, of the columns C of lanes that hold four dwords each.
+template <int BITS, int C>
+inline void store_columns(const __m512i (&part)[4][4], std::uint8_t* columns) {
+  const __m512i a = _mm512_shuffle_i32x4(part[0][C], part[1][C], 0x88);  // lanes 0, 2
+  const __m512i b = _mm512_shuffle_i32x4(part[2][C], part[3][C], 0x88);
+  const __m512i e = _mm512_shuffle_i32x4(part[0][C], part[1][C], 0xdd);  // lanes 1, 3
+  const __m512i f = _mm512_shuffle_i32x4(part[2][C], part[3][C], 0xdd);
+  store_column<BITS, C>(_mm512_shuffle_i32x4(a, b, 0x88), columns);
+  store_column<BITS, 4 + C>(_mm512_shuffle_i32x4(e, f, 0x88), columns);
+  store_column<BITS, 8 + C>(_mm512_shuffle_i32x4(a, b, 0xdd), columns);
+  store_column<BITS, 12 + C>(_mm512_shuffle_i32x4(e, f, 0xdd), columns);
+}
+
+// The same of two parts, of which each vector has two tokens.
+template <int BITS, int C>
+inline void store_columns(const __m512i (&part)[2][4], std::uint8_t* columns) {
+  store_column<BITS, C>(_mm512_shuffle_i32x4(part[0][C], part[1][C], 0x88), columns);
+  store_column<BITS, 4 + C>(_mm512_shuffle_i32x4(part[0][C], part[1][C], 0xdd), columns);
+}
+
+// And of one, of which each vector has four.
+template <int BITS, int C>
+inline void store_columns(const __m512i (&part)[1][4], std::uint8_t* columns) {
+  store_column<BITS, C>(part[0][C], columns);
+}
+
+template <int BITS, int PARTS>
+inline void store_parts(const __m512i (&part)[PARTS][4], std::uint8_t* columns) {
+  store_columns<BITS, 0>(part, columns);
+  store_columns<BITS, 1>(part, columns);
+  store_columns<BITS, 2>(part, columns);
+  store_columns<BITS, 3>(part, columns);
+}
+
+// The bytes of 16 tokens from one on: 64, 32 or 16 of each.
+template <int BITS, int PARTS>
+inline void turn_part(const Tokens& tokens, int byte, std::uint8_t* columns) {
+  __m512i part[PARTS][4];
+  CARAMBA_FAST_UNROLL
+  for (int q = 0; q < PARTS; ++q) {
+    __m512i rows[4];
+    CARAMBA_FAST_UNROLL
+    for (int i = 0; i < 4; ++i)
+      rows[i] = PARTS == 4   ? tokens.whole(4 * q + i, byte)
+                : PARTS == 2 ? tokens.halves(8 * q + i, 4, byte)
+                             : tokens.quarters(i, 4, byte);
+    turn_lanes(rows, part[q]);
+  }
+  store_parts<BITS>(part, columns + byte * (128 / BITS));
+}
+
+// `bytes` of 16 tokens, a multiple of 16.
+template <int BITS>
+void turn_codes(const Tokens& tokens, int bytes, std::uint8_t* columns) {
+  int byte = 0;
+  for (; byte + 64 <= bytes; byte += 64) turn_part<BITS, 4>(tokens, byte, columns);
+  if (byte + 32 <= bytes) {
+    turn_part<BITS, 2>(tokens, byte, columns);
+    byte += 32;
+  }
+  if (byte < bytes) turn_part<BITS, 1>(tokens, byte, columns);
+}
+
+}  // namespace CARAMBA_FAST_ISA
+}  // namespace caramba_fast
