@@ -31,6 +31,21 @@ add.rn.f16x2 $1, b, c;
 }"""
 
 
+#: $1: two bytes -> $0: the fp16 numbers 2^-24 times them. Subnormal numbers are products' operands like any other
+#: (Fasi et al., "Numerical behavior of NVIDIA tensor cores", PeerJ CS 7:e330, 2021), so bytes need no exponent.
+CODES_8 = """{
+prmt.b32 $0, $1, 0, 0x4140;
+}"""
+
+#: $2: two bytes of two codes -> $0: 2^-24 times the low codes, $1: 2^-20 times the high ones.
+CODES_4 = """{
+.reg .b32 t;
+prmt.b32 t, $2, 0, 0x4140;
+and.b32 $0, t, 0x000F000F;
+and.b32 $1, t, 0x00F000F0;
+}"""
+
+
 def _q4(source: str, selector: str, low: str, high: str) -> list[str]:
     """Two bytes of ``source`` -> code - 8 of their low and of their high codes.
 

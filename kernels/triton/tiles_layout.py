@@ -32,6 +32,7 @@ class Stream:
         width: values of a lane.
         dim: values of a head.
         segments: how the lane is cut.
+        group: tokens that share a scale and a zero a channel; 1 for a kind by token.
     """
 
     form: int
@@ -40,12 +41,13 @@ class Stream:
     width: int
     dim: int
     segments: tuple[tuple[int, int], ...]
+    group: int = 1
 
     @property
     def side(self) -> Stream:
         """The same stream as its tail and sinks are stored."""
         dot = tl.float32 if self.dot == tl.float32 else tl.float16
-        return replace(self, form=FORMATS["fp16"].index, block=32, dot=dot)
+        return replace(self, form=FORMATS["fp16"].index, block=32, dot=dot, group=1)
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Shape:
         tail: whether there is a tail to read.
         ptx: whether inline assembly can be used.
         precision: of products of float32.
+        group: tokens that are read from the tail together.
+        warps: of a program.
     """
 
     groups: int
@@ -84,6 +88,8 @@ class Shape:
     tail: bool = False
     ptx: bool = True
     precision: str = "tf32x3"
+    group: int = 1
+    warps: int = 4
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,12 @@ def settings(streams: Sequence[Stream], rows: int, unit: int) -> Settings:
     return Settings(padded, tile, 4, 2 if wide or heavy else 3, widest <= 64)
 
 
+def token_bytes(stream: Stream) -> int:
+    """Bytes of a cached token in a lane, its share of scales and zeros included."""
+    form = list(FORMATS.values())[stream.form]
+    return form.bytes_per_vector(stream.width, stream.group if form.by_channel else stream.block)
+
+
 #: Shared memory a launch needs besides the tiles of its stages: of 4-bit values they are unpacked into.
 BESIDES, BESIDES_NIBBLES = 2 * 1024, 24 * 1024
 
@@ -144,7 +156,7 @@ def within(chosen: Settings, streams: Sequence[Stream], limit: int) -> Settings:
     """
     rows = list(FORMATS.values())
     forms = [rows[stream.form] for stream in streams]
-    token = sum(f.bytes_per_vector(s.width, s.block) for f, s in zip(forms, streams, strict=True))
+    token = sum(token_bytes(stream) for stream in streams)
     besides = BESIDES_NIBBLES if any(form.bits == 4 for form in forms) else BESIDES
 
     def fits(settings: Settings) -> bool:
