@@ -24,6 +24,8 @@ from caramba_fast.formats import FORMATS
 from .casts import from_float32, to_float32
 from .formats import NF4, Q8_0, decode_bytes, decode_nibbles
 from .tiles_asm import (
+    CODES_4,
+    CODES_8,
     NF4_HALF_GAIN,
     NF4_PAIR,
     NF4_WORD,
@@ -34,10 +36,9 @@ from .tiles_asm import (
 )
 
 #: By the format's index.
-PAIR = tl.constexpr((None, None, None, Q8_PAIR, Q4_PAIR, NF4_PAIR))
+PAIR = tl.constexpr((None, None, None, Q8_PAIR, Q4_PAIR, NF4_PAIR, CODES_8, CODES_4))
 WORD = tl.constexpr((None, None, None, Q8_WORD, Q4_WORD, NF4_WORD))
-
-
+#: Formats of two codes a byte.
 NIBBLES = tuple(form.index for form in FORMATS.values() if form.bits == 4)
 
 
@@ -123,9 +124,9 @@ def _from_words(words, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _from_bytes(codes, FORMAT: tl.constexpr):
+def from_bytes(codes, FORMAT: tl.constexpr):
     """codes (N, w) -> fp16 values before the scale, a tuple of parts (N, w)."""
-    if FORMAT == Q8_0:
+    if halves(FORMAT) == 1:
         parts = (tl.inline_asm_elementwise(PAIR[FORMAT], "=r,r", [codes], tl.float16, True, 2),)
     else:
         low, high = tl.inline_asm_elementwise(
@@ -198,7 +199,7 @@ def _segment(
         scale = loaded(at, wanted[:, None], MASKED or VALUES)
         parts = ()
         if HALF:
-            raw = _from_words(x, S.form) if VALUES else _from_bytes(x, S.form)
+            raw = _from_words(x, S.form) if VALUES else from_bytes(x, S.form)
             for i in tl.static_range(len(raw)):
                 parts += (_scaled(raw[i], scale, S.form == NF4 and not VALUES),)
         else:

@@ -18,18 +18,17 @@ import triton
 import triton.language as tl
 
 from .casts import from_float32
-from .tiles import codes_of, halves, loaded, part_columns, parts_of
-from .tiles_asm import CODES_4, CODES_8
+from .tiles import codes_of, from_bytes, halves, loaded, part_columns, parts_of
+from .tiles_asm import CODES_4_WORD, CODES_8_WORD
 
 #: Rows of the product of queries and zeros, the fewest that ``tl.dot`` takes: more than a tile has groups.
 ZERO_ROWS = tl.constexpr(16)
-#: What a code of 1 is as PTX leaves it: the least fp16 number. A byte is its own fp16 subnormal.
-LEAST = tl.constexpr(2.0**-24)
+FOUR_8, FOUR_4 = tl.constexpr(CODES_8_WORD), tl.constexpr(CODES_4_WORD)
 
 
 @triton.constexpr_function
 def unit(stream, ptx):
-    """What a code of 1 is as an operand; of high nibbles 16 times that where it is not 1."""
+    """What a code of 1 is as an operand: the least fp16 number where PTX makes it, high nibbles 16 times that."""
     return 2.0**-24 if ptx and stream.dot == tl.float16 and stream.group > 1 else 1.0
 
 
@@ -58,16 +57,26 @@ def _repeated(x, tokens: tl.constexpr):
 
 
 @triton.jit
-def _numbers(x, S: tl.constexpr, HALF: tl.constexpr):
+def _from_four(x, S: tl.constexpr):
+    """`from_bytes`, four at a time."""
+    if halves(S.form) == 1:
+        parts = (tl.inline_asm_elementwise(FOUR_8, "=&r,=&r,r", [x], tl.float16, True, 4),)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            FOUR_4, "=&r,=&r,=&r,=&r,r", [x], (tl.float16, tl.float16), True, 4
+        )
+        parts = (low, high)
+    return parts
+
+
+@triton.jit
+def _numbers(x, S: tl.constexpr, HALF: tl.constexpr, WORDS: tl.constexpr):
     """Codes (N, w) as operands: a tuple of parts."""
     if HALF:
-        if halves(S.form) == 1:
-            parts = (tl.inline_asm_elementwise(CODES_8, "=r,r", [x], tl.float16, True, 2),)
+        if WORDS:
+            parts = _from_four(x, S)
         else:
-            low, high = tl.inline_asm_elementwise(
-                CODES_4, "=&r,=&r,r", [x], (tl.float16, tl.float16), True, 2
-            )
-            parts = (low, high)
+            parts = from_bytes(x, S.form)
     elif halves(S.form) == 1:
         parts = (x.to(tl.float32).to(S.dot),)
     else:
@@ -108,7 +117,7 @@ def channel_scores(
     k = ()
     for i in tl.static_range(len(S.segments)):
         x = codes_of(codes, slot, inside, S, S.segments[i][0], S.segments[i][1], 1, MASKED)
-        k += _numbers(x, S, HALF)
+        k += _numbers(x, S, HALF, COUNT > 1)
     total, high, base = None, None, None
     for part in tl.static_range(parts_of(S)):
         column = part_columns(part, S)
