@@ -44,18 +44,27 @@ def _tile(
 
 
 @triton.jit
-def _scores(q, size, stream, page, origin, slot, inside, used, slots, S, MASKED, C: tl.constexpr):
+def _scores(q, turned, size, stream, page, origin, slot, inside, used, slots, S, MASKED, C: tl.constexpr):
     """(N, R) scores of a tile of one key stream."""
     if S.group > 1:
         codes = stream[0] + page * stream[2] + origin * (S.width // halves(S.form))
         scales = stream[1] + page * stream[3]
         scores = channel_scores(
-            q, size, codes, scales, origin, slot, inside, slots, S, MASKED, C
+            q, turned, size, codes, scales, origin, slot, inside, slots, S, MASKED, C
         )
     else:
         tile = _tile(stream, page, origin, slot, inside, used, slots, S, MASKED, False, C)
         scores = _products(q, tile, C) * size[None, :]
     return scores
+
+
+@triton.jit
+def _turned(q):
+    """The parts of the queries, transposed: once, and not in every tile."""
+    parts = ()
+    for part in tl.static_range(len(q)):
+        parts += (tl.trans(q[part]),)
+    return parts
 
 
 @triton.jit
@@ -159,11 +168,14 @@ def attend(
     )
     largest = tl.full((C.rows,), float("-inf"), tl.float32)
     total = tl.full((C.rows,), 0.0, tl.float32)
+    sums = tl.full((C.tile, C.rows), 0.0, tl.float32)
     if begin < end:
         q, size = load_query(q_place[0], q_place[1], own_head, real, q_place[2], K)
+        turned = _turned(q)
         size *= 1.0 / (gain(K, C.ptx) * unit(K, C.ptx))
         if G is not None:
             q_geo, size_geo = load_query(g_place[0], g_place[1], own_head, real, g_place[2], G)
+            turned_geo = _turned(q_geo)
             size_geo *= 1.0 / (gain(G, C.ptx) * unit(G, C.ptx))
         accumulators = _zeros(V, C)
         # The tail and the sinks are a tile or two: no buffers for a pipeline of them.
@@ -179,10 +191,10 @@ def attend(
                 used = used | ((key >= start) & (key < kept_stop))
             page, origin, slot, inside = _place(token, key, used, table, slots, span[3], SOURCE, C)
             MASKED: tl.constexpr = C.masked or SOURCE != CODES
-            logits = _scores(q, size, k, page, origin, slot, inside, used, slots, K, MASKED, C)
+            logits = _scores(q, turned, size, k, page, origin, slot, inside, used, slots, K, MASKED, C)
             if G is not None:
                 logits += _scores(
-                    q_geo, size_geo, g, page, origin, slot, inside, used, slots, G, MASKED, C
+                    q_geo, turned_geo, size_geo, g, page, origin, slot, inside, used, slots, G, MASKED, C
                 )
             if C.softcap:
                 logits = capped(logits, softcap, True) * LOG2E
@@ -192,10 +204,11 @@ def attend(
             base = tl.where(larger == float("-inf"), 0.0, larger)
             p = tl.exp2(logits - base[None, :])
             alpha = tl.exp2(largest - base)
-            total = total * alpha + tl.sum(p, axis=0)
+            sums = sums * alpha[None, :] + p
             largest = larger
             tile = _tile(v, page, origin, slot, inside, used, slots, V, MASKED, True, C)
             accumulators = _weighted(accumulators, alpha, p.to(V.dot), tile, C)
+        total = tl.sum(sums, axis=0)
         _store_partial(
             result[0], row, own_head, stored, accumulators, total, result[2], V, gain(V, C.ptx)
         )

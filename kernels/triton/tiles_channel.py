@@ -43,9 +43,11 @@ def products_of(stream, shape):
 @triton.jit
 def _of_groups(scales, origin, slots, column, COUNT, S: tl.constexpr, MASKED: tl.constexpr, C):
     """(COUNT, columns): what is stored for the groups of every (tile / COUNT)-th token of a tile."""
-    first = origin + tl.arange(0, COUNT) * (C.tile // COUNT)
-    at = scales + (first // S.group)[:, None] * (2 * S.width) + column[None, :]
-    return loaded(at, (first < slots)[:, None], MASKED)
+    first = tl.arange(0, COUNT) * (C.tile // COUNT)
+    # A tile holds whole groups or lies within one: what is added for a token does not depend on the tile.
+    at = scales + (origin // S.group) * (2 * S.width)
+    offset = (first // S.group)[:, None] * (2 * S.width) + column[None, :]
+    return loaded(at + offset, (origin + first < slots)[:, None], MASKED)
 
 
 @triton.jit
@@ -99,12 +101,12 @@ def _product(q, k, scale, total, C: tl.constexpr):
 
 @triton.jit
 def channel_scores(
-    q, size, codes, scales, origin, slot, inside, slots, S: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr
+    q, turned, size, codes, scales, origin, slot, inside, slots, S: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
     """(N, R) scores of a tile.
 
     Args:
-        q: parts of the queries.
+        q, turned: parts of the queries, and the same transposed.
         size: (R,) factor of the products, over `unit`.
         codes, scales: pointers to where slots of the tile, and groups of the page, are counted from.
         origin: slot of the page that the tile begins with, a multiple of its tokens.
@@ -127,7 +129,7 @@ def channel_scores(
         else:
             total = _product(q[part], k[part], scale, total, C)
         zero = _of_groups(scales, origin, slots, S.width + column, ZERO_ROWS, S, MASKED, C)
-        base = tl.dot(zero.to(S.dot), tl.trans(q[part]), base, input_precision=C.precision)
+        base = tl.dot(zero.to(S.dot), turned[part], base, input_precision=C.precision)
     if EACH == 2 and HALF:
         total += high * 0.0625
     base *= (size * unit(S, C.ptx))[None, :]
