@@ -132,7 +132,10 @@ def layer(
         form, width = FORMATS[kind], lanes.heads_per_lane * dim
         lead = (batch, lanes.count, SLOTS) if pages is None else (5, lanes.count, 32)
         codes = noise((*lead, form.code_width(width)), form.dtype)
-        scales = noise((*lead, width // block), SCALE_DTYPE) if form.quantized else None
+        scales = None
+        if form.quantized:
+            rows = (*lead[:2], lead[2] // block) if form.by_channel else lead
+            scales = noise((*rows, form.scales_width(width, block)), SCALE_DTYPE)
         side = [
             noise((batch, lanes.count, n, width), torch.float16) if n else None
             for n in (ring, sink)
