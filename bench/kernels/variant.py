@@ -95,9 +95,7 @@ class Variant:
             chosen = on_blackwell(chosen) if int(arch) >= 100 else chosen
             streams = [stream for stream, _ in self.streams]
             chosen = within(chosen, streams, SHARED_LIMITS[f"sm_{arch}"])
-        constants["C"] = replace(
-            shape, rows=chosen.rows, tile=chosen.tile, warps=chosen.num_warps
-        )
+        constants["C"] = replace(shape, rows=chosen.rows, tile=chosen.tile, warps=chosen.num_warps)
         return replace(
             self,
             constants=constants,

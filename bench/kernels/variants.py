@@ -235,10 +235,29 @@ def _decode_table() -> Iterator[Variant]:
     dba = {"dims": (8, 32, 64), "per_lane": 4}
     yield _decode("sem 8, geo 32, v 64", ("q8_0", *q4), **dba)
     yield _decode("sem 8, geo 32, v 64", ("q8_0", "q8_0", "q8_0"), **dba)
-    yield _decode("D 128", ("q8_channel", "q8_0"))
-    yield _decode("D 128", ("q4_channel", "q4_0"))
+    yield from _by_channel()
     yield _prepare()
     yield _merge()
+
+
+def _by_channel() -> Iterator[Variant]:
+    """Keys by channel, beside the values that caches store with them."""
+    q4 = ("q4_channel", "q4_0")
+    for values in ("q8_0", "q4_0", "nf4"):
+        yield _decode("D 128", ("q8_channel" if values == "q8_0" else "q4_channel", values))
+    yield _decode("D 128, group 64", q4, group=64)
+    yield _decode("D 128, group 128", q4, group=128)
+    yield _decode("D 128, fp32 query", q4, dtype="fp32")
+    yield _decode("D 64", q4, (64, 64))
+    yield _decode("D 80", q4, (80, 80), per_lane=2)
+    yield _decode("D 256", q4, (256, 256))
+    yield _decode("D 128, 32 rows", q4, tokens=8)
+    yield _decode("D 64, T 16", q4, (64, 64), tokens=16)
+    yield _decode("D 128, sinks, window, paged", q4, side=4, window=True, page=128)
+    yield _decode("D 128", ("q4_channel", "q8_channel"))
+    yield _decode(
+        "sem 8, geo 32, v 64", ("q4_channel", "q4_channel", "q4_0"), (8, 32, 64), per_lane=4
+    )
 
 
 @functools.cache

@@ -60,7 +60,9 @@ def _encoded(x, s, L: tl.constexpr, at, column, keep, counted):
 @triton.jit
 def encode_group(s, L: tl.constexpr, where, b, lane, heads, index, tokens):
     """One block of channels of one group, or where the stream is rotated all of them, if the group is full."""
-    SIZE: tl.constexpr = L.BLOCK * L.BITS // 8  # bytes of codes of a block, and values of a half if they are of 4 bits
+    SIZE: tl.constexpr = (
+        L.BLOCK * L.BITS // 8
+    )  # bytes of codes of a block, and values of a half if they are of 4 bits
     SHARES: tl.constexpr = 1 if L.ROTATE else L.BLOCKS
     start, first, count = span(where, b, tokens)
     group = start // L.GROUP + index // SHARES

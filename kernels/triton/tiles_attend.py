@@ -44,7 +44,9 @@ def _tile(
 
 
 @triton.jit
-def _scores(q, turned, size, stream, page, origin, slot, inside, used, slots, S, MASKED, C: tl.constexpr):
+def _scores(
+    q, turned, size, stream, page, origin, slot, inside, used, slots, S, MASKED, C: tl.constexpr
+):
     """(N, R) scores of a tile of one key stream."""
     if S.group > 1:
         codes = stream[0] + page * stream[2] + origin * (S.width // halves(S.form))
@@ -168,7 +170,6 @@ def attend(
     )
     largest = tl.full((C.rows,), float("-inf"), tl.float32)
     total = tl.full((C.rows,), 0.0, tl.float32)
-    sums = tl.full((C.tile, C.rows), 0.0, tl.float32)
     if begin < end:
         q, size = load_query(q_place[0], q_place[1], own_head, real, q_place[2], K)
         turned = _turned(q)
@@ -178,6 +179,11 @@ def attend(
             turned_geo = _turned(q_geo)
             size_geo *= 1.0 / (gain(G, C.ptx) * unit(G, C.ptx))
         accumulators = _zeros(V, C)
+        # Where registers allow it, weights of a tile's tokens are summed apart and added up in the end.
+        APART: tl.constexpr = K.group > 1 and C.rows == 16
+        sums = total
+        if APART:
+            sums = tl.full((C.tile, C.rows), 0.0, tl.float32)
         # The tail and the sinks are a tile or two: no buffers for a pipeline of them.
         STAGES: tl.constexpr = None if SOURCE == CODES else 1
         for i in tl.range(begin, end, num_stages=STAGES):
@@ -191,10 +197,24 @@ def attend(
                 used = used | ((key >= start) & (key < kept_stop))
             page, origin, slot, inside = _place(token, key, used, table, slots, span[3], SOURCE, C)
             MASKED: tl.constexpr = C.masked or SOURCE != CODES
-            logits = _scores(q, turned, size, k, page, origin, slot, inside, used, slots, K, MASKED, C)
+            logits = _scores(
+                q, turned, size, k, page, origin, slot, inside, used, slots, K, MASKED, C
+            )
             if G is not None:
                 logits += _scores(
-                    q_geo, turned_geo, size_geo, g, page, origin, slot, inside, used, slots, G, MASKED, C
+                    q_geo,
+                    turned_geo,
+                    size_geo,
+                    g,
+                    page,
+                    origin,
+                    slot,
+                    inside,
+                    used,
+                    slots,
+                    G,
+                    MASKED,
+                    C,
                 )
             if C.softcap:
                 logits = capped(logits, softcap, True) * LOG2E
@@ -204,11 +224,14 @@ def attend(
             base = tl.where(larger == float("-inf"), 0.0, larger)
             p = tl.exp2(logits - base[None, :])
             alpha = tl.exp2(largest - base)
-            sums = sums * alpha[None, :] + p
+            if APART:
+                sums = sums * alpha[None, :] + p
+            else:
+                sums = sums * alpha + tl.sum(p, axis=0)
             largest = larger
             tile = _tile(v, page, origin, slot, inside, used, slots, V, MASKED, True, C)
             accumulators = _weighted(accumulators, alpha, p.to(V.dot), tile, C)
-        total = tl.sum(sums, axis=0)
+        total = tl.sum(sums, axis=0) if APART else sums
         _store_partial(
             result[0], row, own_head, stored, accumulators, total, result[2], V, gain(V, C.ptx)
         )
