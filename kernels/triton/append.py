@@ -79,9 +79,7 @@ def _write(s, L: tl.constexpr, where, b, lane, heads, group, tokens):
 @triton.jit
 def _work(s, L: tl.constexpr, where, b, lane, heads, program, tokens, writers):
     """One program of a stream: of the first ``writers`` writes new tokens, of those behind them encodes a group."""
-    if writers is None:
-        _write(s, L, where, b, lane, heads, program, tokens)
-    elif program < writers:
+    if writers is None or program < writers:
         _write(s, L, where, b, lane, heads, program, tokens)
     elif L.GROUP > 1:
         encode_group(s, L, where, b, lane, heads, program - writers, tokens)

@@ -46,7 +46,7 @@ def _held(x, s, L: tl.constexpr, where, b, lane, token, position, column, inside
 
 
 @triton.jit
-def _encoded(x, s, L: tl.constexpr, at, column, keep, counted):
+def _encoded(x, L: tl.constexpr, at, column, keep, counted):
     """Stores scales and zeros of columns of a group at ``at`` (1,); returns codes (G, n)."""
     scale, zero, finite = channel_scales(x, counted, L.BITS)
     codes = channel_codes(x, scale, zero, finite, L.BITS)
@@ -85,11 +85,11 @@ def encode_group(s, L: tl.constexpr, where, b, lane, heads, index, tokens):
         scales = s.scales + at * s.scales_row + lane.to(tl.int64) * s.scales_lane
         scales += slot // L.GROUP * (2 * L.BLOCKS * L.BLOCK)
         low = _held(low, s, L, where, b, lane, token, position, column, inside)
-        codes = _encoded(low, s, L, scales, column, keep, counted)
+        codes = _encoded(low, L, scales, column, keep, counted)
         if L.BITS == 4:
             column += SIZE
             high = _held(high, s, L, where, b, lane, token, position, column, inside)
-            codes |= _encoded(high, s, L, scales, column, keep, counted) << 4
+            codes |= _encoded(high, L, scales, column, keep, counted) << 4
         target = s.codes + at * s.codes_row + lane.to(tl.int64) * s.codes_lane
         target = target + (slot + tl.arange(0, L.GROUP)) * (L.BLOCKS * SIZE)
         target = target[:, None] + (block * SIZE + place_ % SIZE)[None, :]

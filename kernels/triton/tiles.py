@@ -24,8 +24,6 @@ from caramba_fast.formats import FORMATS
 from .casts import from_float32, to_float32
 from .formats import NF4, Q8_0, decode_bytes, decode_nibbles
 from .tiles_asm import (
-    CODES_4,
-    CODES_8,
     NF4_HALF_GAIN,
     NF4_PAIR,
     NF4_WORD,
@@ -36,7 +34,7 @@ from .tiles_asm import (
 )
 
 #: By the format's index.
-PAIR = tl.constexpr((None, None, None, Q8_PAIR, Q4_PAIR, NF4_PAIR, CODES_8, CODES_4))
+PAIR = tl.constexpr((None, None, None, Q8_PAIR, Q4_PAIR, NF4_PAIR))
 WORD = tl.constexpr((None, None, None, Q8_WORD, Q4_WORD, NF4_WORD))
 #: Formats of two codes a byte.
 NIBBLES = tuple(form.index for form in FORMATS.values() if form.bits == 4)
@@ -124,9 +122,9 @@ def _from_words(words, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def from_bytes(codes, FORMAT: tl.constexpr):
+def _from_bytes(codes, FORMAT: tl.constexpr):
     """codes (N, w) -> fp16 values before the scale, a tuple of parts (N, w)."""
-    if halves(FORMAT) == 1:
+    if FORMAT == Q8_0:
         parts = (tl.inline_asm_elementwise(PAIR[FORMAT], "=r,r", [codes], tl.float16, True, 2),)
     else:
         low, high = tl.inline_asm_elementwise(
@@ -152,6 +150,7 @@ def _plain(codes, FORMAT: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def loaded(pointers, mask, MASKED: tl.constexpr):
+    """What is there, or 0; looked at ``mask`` only if MASKED."""
     if MASKED:
         x = tl.load(pointers, mask=mask, other=0)
     else:
@@ -199,7 +198,7 @@ def _segment(
         scale = loaded(at, wanted[:, None], MASKED or VALUES)
         parts = ()
         if HALF:
-            raw = _from_words(x, S.form) if VALUES else from_bytes(x, S.form)
+            raw = _from_words(x, S.form) if VALUES else _from_bytes(x, S.form)
             for i in tl.static_range(len(raw)):
                 parts += (_scaled(raw[i], scale, S.form == NF4 and not VALUES),)
         else:

@@ -31,21 +31,9 @@ add.rn.f16x2 $1, b, c;
 }"""
 
 
-#: $1: two bytes -> $0: the fp16 numbers 2^-24 times them. Subnormal numbers are products' operands like any other
-#: (Fasi et al., "Numerical behavior of NVIDIA tensor cores", PeerJ CS 7:e330, 2021), so bytes need no exponent.
-CODES_8 = """{
-prmt.b32 $0, $1, 0, 0x4140;
-}"""
-
-#: $2: two bytes of two codes -> $0: 2^-24 times the low codes, $1: 2^-20 times the high ones.
-CODES_4 = """{
-.reg .b32 t;
-prmt.b32 t, $2, 0, 0x4140;
-and.b32 $0, t, 0x000F000F;
-and.b32 $1, t, 0x00F000F0;
-}"""
-
-#: $2: four bytes -> $0, $1: 2^-24 times them. For `mma.sync`, before which a thread holds four neighbours.
+#: $2: four bytes -> $0, $1: the fp16 numbers 2^-24 times them. Subnormal operands are numbers like any other (Fasi et al.,
+#: "Numerical behavior of NVIDIA tensor cores", PeerJ CS 7:e330, 2021), so a byte needs no exponent. Four, because before
+#: `mma.sync` a thread holds four neighbours.
 CODES_8_WORD = """{
 prmt.b32 $0, $2, 0, 0x4140;
 prmt.b32 $1, $2, 0, 0x4342;

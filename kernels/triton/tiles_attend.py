@@ -48,7 +48,7 @@ def _scores(
     q, turned, size, stream, page, origin, slot, inside, used, slots, S, MASKED, C: tl.constexpr
 ):
     """(N, R) scores of a tile of one key stream."""
-    if S.group > 1:
+    if S.group > 1 and S.dot != tl.float32:
         codes = stream[0] + page * stream[2] + origin * (S.width // halves(S.form))
         scales = stream[1] + page * stream[3]
         scores = channel_scores(
@@ -180,7 +180,7 @@ def attend(
             size_geo *= 1.0 / (gain(G, C.ptx) * unit(G, C.ptx))
         accumulators = _zeros(V, C)
         # Where registers allow it, weights of a tile's tokens are summed apart and added up in the end.
-        APART: tl.constexpr = K.group > 1 and C.rows == 16
+        APART: tl.constexpr = K.group > 1 and K.dot != tl.float32
         sums = total
         if APART:
             sums = tl.full((C.tile, C.rows), 0.0, tl.float32)

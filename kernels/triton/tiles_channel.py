@@ -3,13 +3,13 @@
 A channel of a group of tokens has a scale and a zero of its own, so q . k = q . zero + (q scale) . code. What is
 multiplied for every token is then a small integer, exact in half precision, and nothing is dequantized in the loop.
 
-Groups may be shorter than a tile. Its tokens are then cut into as many products as there are warps, each with queries
-folded for its own group: Triton gives every warp one of them (a batched ``tl.dot``). Where a tile lies within a group it
-is one product.
+Groups may be shorter than a tile, so its tokens are cut into as many products as there are warps, each with queries
+folded for its own group: Triton gives every warp one of them (a batched ``tl.dot``), and folds them in the registers in
+which they enter it.
 
-Half-precision operands: queries come divided by a power of two (`tiles_query`), so that those below 2 times a scale stay
-finite for every scale that fp16 keys can lead to (131,008 / 15 or / 255), and are normal numbers down to scales that are
-subnormal themselves.
+Operands are fp16 (a float32 query takes keys that are dequantized, `channel_values`). Queries come divided by a power
+of two (`tiles_query`), so that times a scale they stay finite for every scale that fp16 keys can lead to (131,008 / 15
+or / 255). They lose bits only where scales are near the subnormal ones: channels that vary by less than 5e-4.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .casts import from_float32
-from .tiles import codes_of, from_bytes, halves, loaded, part_columns, parts_of
+from .tiles import codes_of, halves, loaded, part_columns, parts_of
 from .tiles_asm import CODES_4_WORD, CODES_8_WORD
 
 #: Rows of the product of queries and zeros, the fewest that ``tl.dot`` takes: more than a tile has groups.
@@ -34,8 +34,8 @@ def unit(stream, ptx):
 
 @triton.constexpr_function
 def products_of(stream, shape):
-    """Products that a tile of keys is cut into."""
-    if stream.group >= shape.tile:
+    """Products that a tile of keys is cut into; without PTX one, where the tile lies within a group."""
+    if stream.group >= shape.tile and not shape.ptx:
         return 1
     return shape.tile // max(16, shape.tile // shape.warps)
 
@@ -60,7 +60,7 @@ def _repeated(x, tokens: tl.constexpr):
 
 @triton.jit
 def _from_four(x, S: tl.constexpr):
-    """`from_bytes`, four at a time."""
+    """Codes (N, w), four at a time, as the fp16 numbers of `unit`: a tuple of parts."""
     if halves(S.form) == 1:
         parts = (tl.inline_asm_elementwise(FOUR_8, "=&r,=&r,r", [x], tl.float16, True, 4),)
     else:
@@ -72,13 +72,10 @@ def _from_four(x, S: tl.constexpr):
 
 
 @triton.jit
-def _numbers(x, S: tl.constexpr, HALF: tl.constexpr, WORDS: tl.constexpr):
+def _numbers(x, S: tl.constexpr, HALF: tl.constexpr):
     """Codes (N, w) as operands: a tuple of parts."""
     if HALF:
-        if WORDS:
-            parts = _from_four(x, S)
-        else:
-            parts = from_bytes(x, S.form)
+        parts = _from_four(x, S)
     elif halves(S.form) == 1:
         parts = (x.to(tl.float32).to(S.dot),)
     else:
@@ -88,7 +85,7 @@ def _numbers(x, S: tl.constexpr, HALF: tl.constexpr, WORDS: tl.constexpr):
 
 @triton.jit
 def _product(q, k, scale, total, C: tl.constexpr):
-    """k (N, w) times q (R, w) folded with scale (COUNT, w), added to ``total``: (COUNT, N / COUNT, R), or (N, R) for one."""
+    """k (N, w) times q (R, w) folded with scale (COUNT, w), plus ``total``: (COUNT, N / COUNT, R), or (N, R)."""
     COUNT: tl.constexpr = scale.shape[0]
     if COUNT == 1:
         found = tl.dot(k, tl.trans(q * scale), total, input_precision=C.precision)
@@ -119,7 +116,7 @@ def channel_scores(
     k = ()
     for i in tl.static_range(len(S.segments)):
         x = codes_of(codes, slot, inside, S, S.segments[i][0], S.segments[i][1], 1, MASKED)
-        k += _numbers(x, S, HALF, COUNT > 1)
+        k += _numbers(x, S, HALF)
     total, high, base = None, None, None
     for part in tl.static_range(parts_of(S)):
         column = part_columns(part, S)

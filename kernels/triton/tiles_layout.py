@@ -116,7 +116,8 @@ def settings(streams: Sequence[Stream], rows: int, unit: int) -> Settings:
 
     A tile of 128 tokens spreads the softmax and the barriers over twice as many tokens as one of 64
     and still fits three programs on an SM for 4-bit streams (two for q8_0). fp16 has instructions to spare
-    but not shared memory; wider lanes, more rows or float32 operands run out of registers.
+    but not shared memory; wider lanes, more rows or float32 operands run out of registers. Scales by channel are
+    multiplied with every query row, so that 16 rows twice take fewer instructions than 32 at once.
 
     Args:
         rows: query rows of a lane.
@@ -125,6 +126,8 @@ def settings(streams: Sequence[Stream], rows: int, unit: int) -> Settings:
     padded = max(16, 1 << (rows - 1).bit_length())
     widest = max(stream.width for stream in streams)
     wide = any(stream.dot == tl.float32 for stream in streams)
+    if streams[0].group > 1:
+        padded = 16
     padded = min(padded, MOST_ROWS if widest <= 64 and not wide else MOST_ROWS // 2)
     if wide or widest > 256:
         tile = 32
@@ -135,7 +138,8 @@ def settings(streams: Sequence[Stream], rows: int, unit: int) -> Settings:
         tile //= 2
     stored = sum(stream.width * (1 if stream.form > 2 else 2) for stream in streams)
     heavy = stored * tile > 3 * 2**14
-    return Settings(padded, tile, 4, 2 if wide or heavy else 3, widest <= 64)
+    short = streams[0].group > 1 and widest <= 64  # three stages spill on sm_80
+    return Settings(padded, tile, 4, 2 if wide or heavy or short else 3, widest <= 64)
 
 
 def token_bytes(stream: Stream) -> int:
