@@ -31,9 +31,9 @@ add.rn.f16x2 $1, b, c;
 }"""
 
 
-#: $2: four bytes -> $0, $1: the fp16 numbers 2^-24 times them. Subnormal operands are numbers like any other (Fasi et al.,
-#: "Numerical behavior of NVIDIA tensor cores", PeerJ CS 7:e330, 2021), so a byte needs no exponent. Four, because before
-#: `mma.sync` a thread holds four neighbours.
+#: $2: four bytes -> $0, $1: the fp16 numbers 2^-24 times them. A byte needs no exponent, for subnormal operands are
+#: numbers like any other (Fasi et al., "Numerical behavior of NVIDIA tensor cores", PeerJ CS 7:e330, 2021). Four,
+#: because before `mma.sync` a thread holds four neighbours.
 CODES_8_WORD = """{
 prmt.b32 $0, $2, 0, 0x4140;
 prmt.b32 $1, $2, 0, 0x4342;
