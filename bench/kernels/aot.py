@@ -27,6 +27,7 @@ from caramba_fast.bench.kernels.cards import SHARED_LIMITS, shares
 from caramba_fast.bench.kernels.loop import main_loop, typical
 from caramba_fast.bench.kernels.variant import Variant
 from caramba_fast.bench.kernels.variants import variants
+from caramba_fast.formats import CHANNEL_KINDS, QUANTIZED_KINDS
 
 Key = tuple[str, ...]
 
@@ -34,7 +35,7 @@ Key = tuple[str, ...]
 KEY = ("triton", "target", "op", "kind", "dtype", "block", "fit", "options")
 #: Bytes a thread has to load at once where K or V is quantized.
 NARROWEST_LOAD = 8
-QUANTIZED = {"q8_0", "q4_0", "nf4"}
+QUANTIZED = {*QUANTIZED_KINDS, *CHANNEL_KINDS}
 
 
 def identity(columns: Mapping[str, object]) -> Key:

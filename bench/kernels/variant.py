@@ -12,11 +12,13 @@ from caramba_fast.kernels.tiles_layout import (
     Stream,
     on_amd,
     on_blackwell,
+    token_bytes,
     within,
 )
 
 POINTERS = {
     "fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "q8_0": "*i8", "q4_0": "*u8", "nf4": "*u8",
+    "q8_channel": "*u8", "q4_channel": "*u8",
 }  # fmt: skip
 
 
@@ -76,7 +78,7 @@ class Variant:
     @property
     def token_bytes(self) -> int:
         """Bytes of a cached token, scales included."""
-        return sum(form.bytes_per_vector(s.width, s.block) for s, form in self.streams)
+        return sum(token_bytes(stream) for stream, _ in self.streams)
 
     def on(self, backend: str, arch: int | str) -> Variant:
         """The variant that is launched on a target."""
@@ -93,7 +95,7 @@ class Variant:
             chosen = on_blackwell(chosen) if int(arch) >= 100 else chosen
             streams = [stream for stream, _ in self.streams]
             chosen = within(chosen, streams, SHARED_LIMITS[f"sm_{arch}"])
-        constants["C"] = replace(shape, rows=chosen.rows, tile=chosen.tile)
+        constants["C"] = replace(shape, rows=chosen.rows, tile=chosen.tile, warps=chosen.num_warps)
         return replace(
             self,
             constants=constants,

@@ -78,9 +78,12 @@ GROUPS, SLOTS = 4, 8192
 QUERIES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def _stream(kind: str, dim: int, per_lane: int, dtype: str) -> Stream:
+def _stream(kind: str, dim: int, per_lane: int, dtype: str, group: int) -> Stream:
     form, width = resolve(kind), dim * per_lane
-    return Stream(form.index, 32, dot_dtype(form, QUERIES[dtype]), width, dim, segments(width))
+    return Stream(
+        form.index, 32, dot_dtype(form, QUERIES[dtype]), width, dim, segments(width),
+        group if form.by_channel else 1,
+    )  # fmt: skip
 
 
 def _decode(
@@ -95,24 +98,34 @@ def _decode(
     window: bool = False,
     rotated: bool = False,
     side: int = 0,
+    group: int = 32,
 ) -> Variant:
     """decode_attention of streams k, v or k_sem, k_geo, v; ``side`` tokens of sinks, and a tail.
 
+    By channel there is a tail without them, too, and ``group`` tokens share scales.
+
     ``rotated``: queries are those that `_prepare` made, in float32.
     """
-    k, *g, v = (_stream(kind, dim, per_lane, dtype) for kind, dim in zip(kinds, dims, strict=True))
+    k, *g, v = (
+        _stream(kind, dim, per_lane, dtype, group) for kind, dim in zip(kinds, dims, strict=True)
+    )
+    group = max(stream.group for stream in (k, *g, v))
+    tail = side > 0 or group > 1
     groups = 1 if g else GROUPS
     chosen = settings([k, *g, v], groups * tokens * per_lane, page or SLOTS)
     shape = Shape(
         groups=groups, tokens=tokens, heads=8, per_lane=per_lane, rows=chosen.rows, tile=chosen.tile,
-        page=page, window=window, tail=side > 0, sink_len=side,
+        page=page, window=window, tail=tail, sink_len=side, group=group, warps=chosen.num_warps,
     )  # fmt: skip
     strides = ("i32!",) * 4
     stored = [
         (POINTERS[kind], "*fp16" if resolve(kind).quantized else None, *strides) for kind in kinds
     ]
     query = ("*fp32" if rotated else POINTERS[dtype], "i32!", "i32!", "i32!", "fp32")
-    sides = ("*fp16" if side else None, "*fp16" if side and g else None, "*fp16" if side else None)
+    tails, sinks = (
+        ("*fp16" if there else None, "*fp16" if there and g else None, "*fp16" if there else None)
+        for there in (tail, side)
+    )
     return Variant(
         op="decoupled_decode_attention" if g else "decode_attention",
         kind="/".join(dict.fromkeys(kinds)),
@@ -122,8 +135,8 @@ def _decode(
         arguments={
             "queries": query + (query if g else (None,)),
             "streams": (stored[0], stored[1] if g else None, stored[-1]),
-            "tails": sides,
-            "sinks": sides,
+            "tails": tails,
+            "sinks": sinks,
             "lengths": ("*i32", None, None),
             "table_ptr": "*i32" if page else None,
             "table_stride": "i32",
@@ -222,8 +235,29 @@ def _decode_table() -> Iterator[Variant]:
     dba = {"dims": (8, 32, 64), "per_lane": 4}
     yield _decode("sem 8, geo 32, v 64", ("q8_0", *q4), **dba)
     yield _decode("sem 8, geo 32, v 64", ("q8_0", "q8_0", "q8_0"), **dba)
+    yield from _by_channel()
     yield _prepare()
     yield _merge()
+
+
+def _by_channel() -> Iterator[Variant]:
+    """Keys by channel, beside the values that caches store with them."""
+    q4 = ("q4_channel", "q4_0")
+    for values in ("q8_0", "q4_0", "nf4"):
+        yield _decode("D 128", ("q8_channel" if values == "q8_0" else "q4_channel", values))
+    yield _decode("D 128, group 64", q4, group=64)
+    yield _decode("D 128, group 128", q4, group=128)
+    yield _decode("D 128, fp32 query", q4, dtype="fp32")
+    yield _decode("D 64", q4, (64, 64))
+    yield _decode("D 80", q4, (80, 80), per_lane=2)
+    yield _decode("D 256", q4, (256, 256))
+    yield _decode("D 128, 32 rows", q4, tokens=8)
+    yield _decode("D 64, T 16", q4, (64, 64), tokens=16)
+    yield _decode("D 128, sinks, window, paged", q4, side=4, window=True, page=128)
+    yield _decode("D 128", ("q4_channel", "q8_channel"))
+    yield _decode(
+        "sem 8, geo 32, v 64", ("q4_channel", "q4_channel", "q4_0"), (8, 32, 64), per_lane=4
+    )
 
 
 @functools.cache

@@ -15,7 +15,7 @@ TOKENS = {"step": 1, "prompt": append.PROMPT_TOKENS}
 BLOCK = 32
 
 
-def _stream(kind: str, dtype: str, *, side: bool) -> tuple[Any, ...]:
+def _stream(kind: str, dtype: str, *, tail: bool, sink: bool) -> tuple[Any, ...]:
     """Types of a stream's arguments; all strides are divisible by 16, as caches allocate them."""
 
     def given(pointer: str, there: object) -> str | None:
@@ -26,7 +26,8 @@ def _stream(kind: str, dtype: str, *, side: bool) -> tuple[Any, ...]:
         "new_dim": None,
         "codes": POINTERS[kind],
         "scales": given("*fp16", resolve(kind).quantized),
-        **dict.fromkeys(("tail", "sink"), given("*fp16", side)),
+        "tail": given("*fp16", tail),
+        "sink": given("*fp16", sink),
     }
     return tuple(types.get(name, "i32!") for name in Stream._fields)
 
@@ -41,19 +42,35 @@ def _append(
     fit: str = "amax",
     safe: bool = False,
     sides: bool = True,
+    group: int = 32,
 ) -> Variant:
     """``safe``: keys rotated, pages and padding.
 
-    ``sides``: with it, a tail and sinks as well.
+    ``sides``: with it, a tail and sinks as well. By channel there is always a tail, and keys are not rotated.
     """
-    tokens = append.tokens_at_once(TOKENS[options.split(maxsplit=1)[0]], heads * max(dims))
+    by_channel = any(resolve(kind).by_channel for kind in kinds)
+    tokens = append.tokens_at_once(
+        TOKENS[options.split(maxsplit=1)[0].rstrip(",")], heads * max(dims)
+    )
     streams: list[tuple[Any, ...]] = []
     layouts: list[Layout] = []
     for i, (kind, dim) in enumerate(zip(kinds, dims, strict=True)):
         key = safe and i < len(kinds) - 1
         block = BLOCK if resolve(kind).quantized else None
-        streams.append(_stream(kind, dtype, side=safe and sides))
-        chosen = layout(kind, dim, heads, block, fit=fit, rotate=key, tokens=tokens)
+        streams.append(
+            _stream(kind, dtype, tail=by_channel or (safe and sides), sink=safe and sides)
+        )
+        grouped = group if resolve(kind).by_channel else 1
+        chosen = layout(
+            kind,
+            dim,
+            heads,
+            block,
+            fit=fit,
+            rotate=key and grouped == 1,
+            tokens=tokens,
+            group=grouped,
+        )
         layouts.append(chosen)
     absent: list[Any] = [None] * (append.MOST_STREAMS - len(kinds))
     per_row = "*i32" if safe else None
@@ -69,6 +86,7 @@ def _append(
             **dict.fromkeys(("table_row", "table_pages", "pages"), "i32"),
             "heads": "i32",
             "tokens": "i32",
+            "writers": "i32" if by_channel else None,
         },
         constants=dict(zip(("FIRST", "SECOND", "THIRD"), (*layouts, *absent), strict=True)),
         num_warps=append.num_warps(layouts),
@@ -82,6 +100,18 @@ def _table() -> Iterator[Variant]:
     for kind in ("fp16", "q8_0", "q4_0", "nf4"):
         yield _append("step", (kind, kind))
         yield _append("prompt", (kind, kind))
+    for pair in (("q8_channel", "q8_0"), ("q4_channel", "q4_0")):
+        yield _append("step", pair)
+        yield _append("prompt", pair)
+    yield _append("step, group 128", ("q4_channel", "q4_0"), group=128)
+    yield _append("prompt safe", ("q4_channel", "q4_0"), fit="mse", safe=True)
+    yield _append(
+        "step safe, lanes of 4",
+        ("q4_channel", "q4_channel", "q4_0"),
+        (8, 32, 64),
+        heads=4,
+        safe=True,
+    )
     for kind in ("q4_0", "nf4"):
         yield _append("step safe", (kind, kind), fit="mse", safe=True)
     yield _append("prompt safe", ("q4_0", "q4_0"), fit="mse", safe=True)

@@ -111,13 +111,13 @@ class Op:
         """The Triton launcher; triton is imported with the first use."""
         if self._launcher is None:
             module = importlib.import_module(self._module)
-            self._launcher = getattr(module, self.name)
+            self._launcher = getattr(module, self.name.partition(".")[0])
         return self._launcher
 
     @property
     def _module(self) -> str:
         """Where the Triton launcher is."""
-        return f"{NAMESPACE}.kernels.{self.name.rstrip('_').replace('.', '_')}"
+        return f"{NAMESPACE}.kernels.{self.name.replace('_.', '.').replace('.', '_').rstrip('_')}"
 
     def why_not(self, backend: str, device: str, *, suppose: bool = False) -> str | None:
         """None when ``backend`` can serve this op on ``device``, else the reason it cannot.

@@ -15,10 +15,10 @@ import triton.language as tl
 
 from caramba_fast.formats import resolve
 
-from .basis import hadamard, hadamard_halves
-from .casts import to_float32
+from .append_groups import encode_group, group_programs, group_warps
 from .formats import encode_bytes, encode_nibbles
 from .launch import EXACT, on_device
+from .new_tokens import blocks, rotated_blocks
 from .places import place, put, put_sides, put_values, span
 from .streams import Layout, Rows, Stream, layout_of, rows_of, stream_of
 
@@ -32,90 +32,6 @@ PROMPT_VALUES = 2048
 #: Values of a warp, up to `MOST_WARPS`: 8 a thread. For prompts 16, the most that never spills.
 WARP_VALUES = 256
 MOST_WARPS = 4
-
-
-@triton.jit
-def _values(s, L: tl.constexpr, b, lane, heads, token, there, column, WIDTH: tl.constexpr):
-    """(R, C) float32: what is stored, but for the rotation; zeros where no head is.
-
-    token and there are (R, 1); column (1 or R, C) of a lane whose heads take WIDTH columns each.
-    """
-    dim = column % WIDTH
-    if L.HEADS == 1:
-        head = tl.zeros((1, 1), tl.int32) + lane
-    else:
-        head = lane * L.HEADS + column // WIDTH
-    exists = head < heads
-    if WIDTH > L.DIM:
-        exists = exists & (dim < L.DIM)
-    source = s.new + b * s.new_row + token.to(tl.int64) * s.new_token
-    source = source + head.to(tl.int64) * s.new_head
-    if s.new_dim is None:
-        source = source + dim
-    else:
-        source = source + dim.to(tl.int64) * s.new_dim
-    return to_float32(tl.load(source, mask=there & exists, other=0.0))
-
-
-@triton.jit
-def _picked(x, L: tl.constexpr, first, SIZE: tl.constexpr):
-    """x (tokens, N), PAD columns a head -> (ROWS, SIZE): of each block, values from ``first`` on."""
-    place = tl.arange(0, L.STRIDE * SIZE)
-    value = place // SIZE * L.BLOCK + place % SIZE + first
-    column = tl.minimum(value // L.DIM * L.PAD + value % L.DIM, x.shape[1] - 1)
-    index = tl.broadcast_to(column[None, :], (x.shape[0], L.STRIDE * SIZE))
-    return tl.reshape(tl.gather(x, index, 1), (L.ROWS, SIZE))
-
-
-@triton.jit
-def _rotated_blocks(s, L: tl.constexpr, b, lane, heads, group, tokens):
-    """Like `_blocks`, from a tile of whole tokens."""
-    TOKENS: tl.constexpr = L.ROWS // L.STRIDE
-    HALF: tl.constexpr = L.BLOCK // 2
-    token = group * TOKENS + tl.arange(0, TOKENS)[:, None]
-    there = token < tokens
-    if L.HEADS > 1 and L.PAD > L.DIM:
-        # Heads are spread out, so that each begins at a multiple of its powers of two.
-        column = tl.arange(0, L.SPREAD)[None, :]
-        there = there & (column < L.HEADS * L.PAD)
-        x = _values(s, L, b, lane, heads, token, there, column, L.PAD)
-        x = hadamard(x, L.DIM, L.PAD)
-        if L.BITS == 4:
-            low, high = _picked(x, L, 0, HALF), _picked(x, L, HALF, HALF)
-        else:
-            low = _picked(x, L, 0, L.BLOCK)
-            high = low
-    elif L.BITS == 4:
-        place = tl.arange(0, L.STRIDE * HALF)[None, :]
-        column = place // HALF * L.BLOCK + place % HALF
-        there = there & (column < L.BLOCKS * L.BLOCK)
-        low = _values(s, L, b, lane, heads, token, there, column, L.PAD)
-        high = _values(s, L, b, lane, heads, token, there, column + HALF, L.PAD)
-        low, high = hadamard_halves(low, high, L.DIM, L.PAD, HALF)
-        low, high = tl.reshape(low, (L.ROWS, HALF)), tl.reshape(high, (L.ROWS, HALF))
-    else:
-        column = tl.arange(0, L.STRIDE * L.BLOCK)[None, :]
-        there = there & (column < L.BLOCKS * L.BLOCK)
-        x = _values(s, L, b, lane, heads, token, there, column, L.PAD)
-        low = tl.reshape(hadamard(x, L.DIM, L.PAD), (L.ROWS, L.BLOCK))
-        high = low
-    return low, high
-
-
-@triton.jit
-def _blocks(s, L: tl.constexpr, b, lane, heads, token, there, block):
-    """What is stored of blocks (R,) of tokens (R,): for 4 bits in halves, else whole, and twice."""
-    token, there, column = token[:, None], there[:, None], block[:, None] * L.BLOCK
-    if L.BITS == 4:
-        HALF: tl.constexpr = L.BLOCK // 2
-        column = column + tl.arange(0, HALF)[None, :]
-        low = _values(s, L, b, lane, heads, token, there, column, L.DIM)
-        high = _values(s, L, b, lane, heads, token, there, column + HALF, L.DIM)
-    else:
-        column = column + tl.arange(0, L.BLOCK)[None, :]
-        low = _values(s, L, b, lane, heads, token, there, column, L.DIM)
-        high = low
-    return low, high
 
 
 @triton.jit
@@ -148,16 +64,28 @@ def _write(s, L: tl.constexpr, where, b, lane, heads, group, tokens):
     real = there & (token < count)
     at, slot, keep = place(s, where, b, position, real)
     if L.ROTATE:
-        low, high = _rotated_blocks(s, L, b, lane, heads, group, tokens)
+        TOKENS: tl.constexpr = L.ROWS // L.STRIDE
+        whole = group * TOKENS + tl.arange(0, TOKENS)[:, None]
+        low, high = rotated_blocks(s, L, b, lane, heads, whole, whole < tokens)
     else:
-        low, high = _blocks(s, L, b, lane, heads, token, there, block)
-    _put_codes(s, L, lane, block, at, slot, keep, low, high)
+        low, high = blocks(s, L, b, lane, heads, token, there, block)
+    if L.GROUP == 1:
+        _put_codes(s, L, lane, block, at, slot, keep, low, high)
     put_sides(s, L, where, b, lane, block, position, t, real, count, token, 0, low)
     if L.BITS == 4:
         put_sides(s, L, where, b, lane, block, position, t, real, count, token, L.BLOCK // 2, high)
 
 
-@triton.jit(do_not_specialize=["table_row", "table_pages", "pages", "tokens"])
+@triton.jit
+def _work(s, L: tl.constexpr, where, b, lane, heads, program, tokens, writers):
+    """One program of a stream: of the first ``writers`` writes new tokens, of those behind them encodes a group."""
+    if writers is None or program < writers:
+        _write(s, L, where, b, lane, heads, program, tokens)
+    elif L.GROUP > 1:
+        encode_group(s, L, where, b, lane, heads, program - writers, tokens)
+
+
+@triton.jit(do_not_specialize=["table_row", "table_pages", "pages", "tokens", "writers"])
 def append_kernel(
     first,
     second,
@@ -168,26 +96,29 @@ def append_kernel(
     pages,
     heads,
     tokens,
+    writers,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     THIRD: tl.constexpr,
 ):
-    """Two streams, or three; grid (groups of blocks, lanes * streams, B).
+    """Two streams, or three; grid (programs of a lane, lanes * streams, B).
+
+    ``writers`` is None where no stream is by channel; else programs from there on encode groups that became full.
 
     first, second and third are fields of a `Stream`, where those of `Rows`, in order; without the last fields, which
     grow with a cache: tuples are specialized on, numbers need not be.
     """
     STREAMS: tl.constexpr = 2 if THIRD is None else 3
     where = Rows(*where, table_row, table_pages, pages)
-    group, lane = tl.program_id(0), tl.program_id(1) // STREAMS
+    program, lane = tl.program_id(0), tl.program_id(1) // STREAMS
     which, b = tl.program_id(1) % STREAMS, tl.program_id(2).to(tl.int64)
     if which == 0:
-        _write(Stream(*first), FIRST, where, b, lane, heads, group, tokens)
+        _work(Stream(*first), FIRST, where, b, lane, heads, program, tokens, writers)
     if which == 1:
-        _write(Stream(*second), SECOND, where, b, lane, heads, group, tokens)
+        _work(Stream(*second), SECOND, where, b, lane, heads, program, tokens, writers)
     if THIRD is not None:  # noqa: SIM102 - known at compile time, unlike the other
         if which == 2:
-            _write(Stream(*third), THIRD, where, b, lane, heads, group, tokens)
+            _work(Stream(*third), THIRD, where, b, lane, heads, program, tokens, writers)
 
 
 def tokens_at_once(tokens: int, widest: int) -> int:
@@ -203,7 +134,7 @@ def tokens_at_once(tokens: int, widest: int) -> int:
 def num_warps(layouts: Sequence[Layout]) -> int:
     """Warps of a program that writes any of these."""
     values = max(part.ROWS * part.BLOCK for part in layouts)
-    return min(max(values // WARP_VALUES, 1), MOST_WARPS)
+    return max(min(max(values // WARP_VALUES, 1), MOST_WARPS), *map(group_warps, layouts))
 
 
 def _described(
@@ -234,14 +165,26 @@ def launch(names: tuple[str, ...], args: tuple[Any, ...], options: dict[str, Any
         return
     batch, heads, tokens, _ = new[0].shape
     streams, layouts = _described(names, kinds, stored, new, options)
-    groups = max(-(-tokens * part.STRIDE // part.ROWS) for part in layouts)
+    writers = max(-(-tokens * part.STRIDE // part.ROWS) for part in layouts)
+    encoders = max(group_programs(part, tokens) for part in layouts)
     absent = [None] * (MOST_STREAMS - count)
     where = rows_of(names[0], stored[0], start, options)
-    with on_device(start):
-        append_kernel[groups, stored[0].shape[1] * count, batch](
-            *map(tuple, streams), *absent, where[:-3], *where[-3:], heads, tokens, *layouts,
-            *absent, num_warps=num_warps(layouts), **EXACT,
+    largest = max(part.GROUP for part in layouts)
+
+    def run(programs: int, writers: int | None) -> None:
+        append_kernel[programs, stored[0].shape[1] * count, batch](
+            *map(tuple, streams), *absent, where[:-3], *where[-3:], heads, tokens, writers,
+            *layouts, *absent, num_warps=num_warps(layouts), **EXACT,
         )  # fmt: skip
+
+    with on_device(start):
+        if not encoders:
+            run(writers, None)
+        elif tokens <= where.ring - largest + 1:
+            run(writers + encoders, writers)
+        else:  # new tokens take the ring's slots of tokens that are still to be encoded
+            run(encoders, 0)
+            run(writers, writers)
 
 
 def append_(*args: Any, **options: Any) -> None:

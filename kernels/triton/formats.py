@@ -18,6 +18,7 @@ import triton.language as tl
 
 from caramba_fast.formats import FORMATS, NF4_LEVELS
 
+from .casts import from_float32, to_float32
 from .nf4_asm import NF4_LOOKUP
 
 Q8_0 = tl.constexpr(FORMATS["q8_0"].index)
@@ -213,6 +214,36 @@ def encode_nibbles(low, high, FORMAT: tl.constexpr, FIT: tl.constexpr = "amax"):
     inverse = inverse[:, None]
     packed = _encode(low, inverse, FORMAT) | (_encode(high, inverse, FORMAT) << 4)
     return packed, tl.where(finite, scale, float("nan"))
+
+
+@triton.jit
+def channel_scales(x, counted, BITS: tl.constexpr):
+    """Of a group of tokens by channel, x (G, n) float32 and counted (G,): scale, zero and whether all is finite, (n,).
+
+    Scale and zero are float32 numbers that fp16 holds.
+    """
+    bits = tl.max(tl.where(counted[:, None], magnitude(x), 0), axis=0)
+    low = tl.min(tl.where(counted[:, None], x, float("inf")), axis=0)
+    high = tl.max(tl.where(counted[:, None], x, float("-inf")), axis=0)
+    none = low > high
+    low, high = tl.where(none, 0.0, low), tl.where(none, 0.0, high)
+    zero = to_float32(from_float32(low, tl.float16))
+    most = tl.full(low.shape, (1 << BITS) - 1, tl.float32)
+    scale = to_float32(from_float32(tl.div_rn(high - zero, most), tl.float16))
+    finite = tl.maximum(bits, tl.maximum(magnitude(zero), magnitude(scale))) < INFINITY_BITS
+    return scale, zero, finite
+
+
+@triton.jit
+def channel_codes(x, scale, zero, finite, BITS: tl.constexpr):
+    """x (G, n) float32 -> codes (G, n) int32 by what `channel_scales` found."""
+    usable = scale > 0
+    one = tl.full(scale.shape, 1.0, tl.float32)
+    inverse = tl.where(usable, tl.div_rn(one, tl.where(usable, scale, 1.0)), 0.0)
+    scaled = (x - zero[None, :]) * inverse[None, :]
+    scaled = tl.where(scaled > 0, scaled, 0.0)  # NaN becomes 0
+    scaled = tl.minimum(scaled, (1 << BITS) - 1.0)
+    return tl.where(finite[None, :], (scaled + 0.5).to(tl.int32), 0)
 
 
 @triton.jit

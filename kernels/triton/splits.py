@@ -98,6 +98,9 @@ def visible_range(span, limits, SOURCE: tl.constexpr, C: tl.constexpr):
     window, kept, residual = limits
     start = pad + C.sink_len
     stop = length - residual
+    if C.group > 1:
+        # Of a group that is read from codes the last token is that far behind.
+        stop = tl.maximum(stop, 0) // C.group * C.group
     if SOURCE == SINKS:
         start = pad
         stop = tl.minimum(pad + C.sink_len, length)
@@ -109,7 +112,10 @@ def visible_range(span, limits, SOURCE: tl.constexpr, C: tl.constexpr):
         kept_stop = tl.minimum(pad + kept, middle)
     if SOURCE == TAIL:
         stop = length
-        oldest = tl.maximum(start, first - residual + 1)
+        oldest = first - residual + 1
+        if C.group > 1:
+            oldest = tl.maximum(oldest, 0) // C.group * C.group
+        oldest = tl.maximum(start, oldest)
         middle = oldest if C.kept else tl.maximum(middle, oldest)
         kept_stop = start
     stop = tl.where(count > 0, stop, 0)
@@ -137,10 +143,14 @@ def seen(position, real, key, pad, limits, SOURCE: tl.constexpr, C: tl.constexpr
     """(N, R): whether the query at position (R,) reads key (N,) from SOURCE."""
     window, kept, residual = limits
     distance = position[None, :] - key[:, None]
+    behind = distance
+    if C.group > 1:
+        # How far behind the last token of the key's group is: that decides where all of it is read from.
+        behind = position[None, :] - (key // C.group * C.group + (C.group - 1))[:, None]
     if SOURCE == CODES:
-        allowed = (distance >= residual) & (key >= pad + C.sink_len)[:, None]
+        allowed = (behind >= residual) & (key >= pad + C.sink_len)[:, None]
     elif SOURCE == TAIL:
-        allowed = (distance >= 0) & (distance < residual) & (key >= pad + C.sink_len)[:, None]
+        allowed = (distance >= 0) & (behind < residual) & (key >= pad + C.sink_len)[:, None]
     else:
         allowed = (distance >= 0) & ((key >= pad) & (key < pad + C.sink_len))[:, None]
     if C.window:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -73,6 +74,7 @@ class Call:
         self.lanes = self.value.codes.shape[1]
         self.window = int(self.window_size[0])
         self.residual = self.residual_len if "tail" in self.value.options else 0
+        self.group = math.lcm(*(stream.group for stream in (*self.keys, self.value)))
         self.sink_len = self.value.options["sink"].shape[2] if "sink" in self.value.options else 0
 
     @cached_property
@@ -101,7 +103,9 @@ class Call:
             page=size if paged else 0, masked=not paged and size % self.settings.tile != 0,
             sink_len=self.sink_len, window=self.window >= 0,
             kept=self.window >= 0 and self.num_sink_tokens > 0, softcap=self.softcap > 0,
-            tail=self.residual > 0, ptx=has_ptx(), precision="tf32x3" if has_ptx() else "ieee",
+            tail=self.residual > 0 or self.group > 1, ptx=has_ptx(),
+            precision="tf32x3" if has_ptx() else "ieee", group=self.group,
+            warps=self.settings.num_warps,
         )  # fmt: skip
 
     @property

@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from caramba_fast.formats import Format
+from caramba_fast.formats import PACKED_TOGETHER, Format
 
 from .casts import INTERPRETED
 from .tiles_layout import Stream, segments
@@ -51,6 +51,13 @@ class Stored:
         return self.form.value_width(self.codes.shape[3])
 
     @property
+    def group(self) -> int:
+        """Tokens that share scales and zeros; 1 for a kind by token."""
+        if self.scales is None or not self.form.by_channel:
+            return 1
+        return self.codes.shape[2] // self.scales.shape[2]
+
+    @property
     def pointers(self) -> tuple[Any, ...]:
         """Codes and scales, and the strides of B and of lanes of each."""
         scales = (0, 0) if self.scales is None else self.scales.stride()[:2]
@@ -65,10 +72,12 @@ class Stored:
 
     def record(self, per_lane: int, query: torch.dtype) -> Stream:
         """What the kernel is specialized for."""
-        block = 32 if self.scales is None else self.width // self.scales.shape[3]
+        block = PACKED_TOGETHER
+        if self.scales is not None and not self.form.by_channel:
+            block = self.width // self.scales.shape[3]
         return Stream(
             self.form.index, block, dot_dtype(self.form, query), self.width, self.width // per_lane,
-            segments(self.width),
+            segments(self.width), self.group,
         )  # fmt: skip
 
     def problems(self, name: str) -> list[str]:

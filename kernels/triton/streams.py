@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import triton
 from torch import Tensor
 
-from caramba_fast.formats import resolve
+from caramba_fast.formats import PACKED_TOGETHER, resolve
 
 from .basis import WIDTH_BITS
 from .launch import dense
@@ -64,6 +64,7 @@ class Layout(NamedTuple):
             the power of two above, for then a tile holds whole tokens.
         ROWS: blocks of a program's tile.
         ROTATE: whether the stream is rotated.
+        GROUP: tokens that are encoded together; 1 for a kind by token.
     """
 
     FORMAT: int
@@ -78,6 +79,7 @@ class Layout(NamedTuple):
     STRIDE: int
     ROWS: int
     ROTATE: bool
+    GROUP: int = 1
 
 
 class Rows(NamedTuple):
@@ -108,6 +110,7 @@ def layout(
     fit: str = "amax",
     rotate: bool = False,
     tokens: int = 1,
+    group: int = 1,
 ) -> Layout:
     """For lanes of ``heads`` heads of ``dim``; a program takes ``tokens`` tokens, or a few more.
 
@@ -124,7 +127,7 @@ def layout(
     stride, count = whole if rotate else blocks, whole * tokens
     return Layout(
         form.index, form.bits, fit, dim, heads, pad, triton.next_power_of_2(heads * pad), block, blocks,
-        stride, count, rotate,
+        stride, count, rotate, group,
     )  # fmt: skip
 
 
@@ -138,15 +141,22 @@ def layout_of(
     tokens: int,
 ) -> Layout:
     """The compile-time side of stream ``name`` of an op's flat arguments."""
-    lane, dim = resolve(kind).value_width(codes.shape[3]), new.shape[3]
+    form, dim = resolve(kind), new.shape[3]
+    lane, block, group = form.value_width(codes.shape[3]), None, 1
+    if form.by_channel:
+        assert scales is not None
+        block, group = PACKED_TOGETHER, codes.shape[2] // scales.shape[2]
+    elif scales is not None:
+        block = lane // scales.shape[3]
     return layout(
         kind,
         dim,
         lane // dim,
-        None if scales is None else lane // scales.shape[3],
+        block,
         fit=options.get(f"fit_{name}", "amax"),
         rotate=bool(options.get(f"rotate_{name}", False)),
         tokens=tokens,
+        group=group,
     )
 
 

@@ -19,8 +19,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from caramba_fast.formats import FORMATS
+
 from .casts import from_float32, to_float32
-from .formats import NF4, Q4_0, Q8_0, decode_bytes, decode_nibbles
+from .formats import NF4, Q8_0, decode_bytes, decode_nibbles
 from .tiles_asm import (
     NF4_HALF_GAIN,
     NF4_PAIR,
@@ -34,6 +36,8 @@ from .tiles_asm import (
 #: By the format's index.
 PAIR = tl.constexpr((None, None, None, Q8_PAIR, Q4_PAIR, NF4_PAIR))
 WORD = tl.constexpr((None, None, None, Q8_WORD, Q4_WORD, NF4_WORD))
+#: Formats of two codes a byte.
+NIBBLES = tuple(form.index for form in FORMATS.values() if form.bits == 4)
 
 
 # Triton 3.6 makes a tensor of a number that a jitted function returns; these stay numbers.
@@ -42,7 +46,7 @@ WORD = tl.constexpr((None, None, None, Q8_WORD, Q4_WORD, NF4_WORD))
 @triton.constexpr_function
 def halves(form):
     """Parts of one segment; values of one byte."""
-    return 1 if form < Q4_0.value else 2
+    return 2 if form in NIBBLES else 1
 
 
 @triton.constexpr_function
@@ -145,7 +149,8 @@ def _plain(codes, FORMAT: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _loaded(pointers, mask, MASKED: tl.constexpr):
+def loaded(pointers, mask, MASKED: tl.constexpr):
+    """What is there, or 0; looked at ``mask`` only if MASKED."""
     if MASKED:
         x = tl.load(pointers, mask=mask, other=0)
     else:
@@ -154,13 +159,13 @@ def _loaded(pointers, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _codes(codes, slot, inside, S, START, SIZE, BYTES: tl.constexpr, MASKED: tl.constexpr):
+def codes_of(codes, slot, inside, S, START, SIZE, BYTES: tl.constexpr, MASKED: tl.constexpr):
     """A segment's codes, BYTES of them an element."""
     WIDTH: tl.constexpr = S.width // halves(S.form) // BYTES
     column = START // halves(S.form) // BYTES + tl.arange(0, SIZE // halves(S.form) // BYTES)
     if BYTES == 4:
         codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)
-    return _loaded(codes + slot[:, None] * WIDTH + column[None, :], inside[:, None], MASKED)
+    return loaded(codes + slot[:, None] * WIDTH + column[None, :], inside[:, None], MASKED)
 
 
 @triton.jit
@@ -180,17 +185,17 @@ def _segment(
     """One segment of a tile: a tuple of its parts."""
     wanted = used if VALUES else inside
     if S.form < Q8_0:
-        x = _codes(codes, slot, wanted, S, START, SIZE, 1, MASKED or VALUES)
+        x = codes_of(codes, slot, wanted, S, START, SIZE, 1, MASKED or VALUES)
         if x.dtype == S.dot:
             parts = (x,)
         else:
             parts = (from_float32(to_float32(x), S.dot),)
     else:
         HALF: tl.constexpr = PTX and S.dot == tl.float16
-        x = _codes(codes, slot, inside, S, START, SIZE, 4 if HALF and VALUES else 1, MASKED)
+        x = codes_of(codes, slot, inside, S, START, SIZE, 4 if HALF and VALUES else 1, MASKED)
         block = START // S.block + tl.arange(0, SIZE // S.block)
         at = scales + slot[:, None] * (S.width // S.block) + block[None, :]
-        scale = _loaded(at, wanted[:, None], MASKED or VALUES)
+        scale = loaded(at, wanted[:, None], MASKED or VALUES)
         parts = ()
         if HALF:
             raw = _from_words(x, S.form) if VALUES else _from_bytes(x, S.form)

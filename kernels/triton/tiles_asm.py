@@ -31,6 +31,26 @@ add.rn.f16x2 $1, b, c;
 }"""
 
 
+#: $2: four bytes -> $0, $1: the fp16 numbers 2^-24 times them. A byte needs no exponent, for subnormal operands are
+#: numbers like any other (Fasi et al., "Numerical behavior of NVIDIA tensor cores", PeerJ CS 7:e330, 2021). Four,
+#: because before `mma.sync` a thread holds four neighbours.
+CODES_8_WORD = """{
+prmt.b32 $0, $2, 0, 0x4140;
+prmt.b32 $1, $2, 0, 0x4342;
+}"""
+
+#: $4: four bytes of two codes -> $0, $1: 2^-24 times the low codes, $2, $3: 2^-20 times the high ones.
+CODES_4_WORD = """{
+.reg .b32 t, u;
+prmt.b32 t, $4, 0, 0x4140;
+prmt.b32 u, $4, 0, 0x4342;
+and.b32 $0, t, 0x000F000F;
+and.b32 $1, u, 0x000F000F;
+and.b32 $2, t, 0x00F000F0;
+and.b32 $3, u, 0x00F000F0;
+}"""
+
+
 def _q4(source: str, selector: str, low: str, high: str) -> list[str]:
     """Two bytes of ``source`` -> code - 8 of their low and of their high codes.
 

@@ -11,7 +11,8 @@ import triton.language as tl
 from .formats import Q8_0
 from .merge_splits import LOG2E, capped
 from .splits import CODES, TAIL, seen, tiles_of_split, visible_range
-from .tiles import gain, load_tile, part_columns, parts_of
+from .tiles import gain, halves, load_tile, part_columns, parts_of
+from .tiles_channel import channel_scores, channel_values, unit
 from .tiles_query import load_query
 
 
@@ -23,6 +24,7 @@ def _tile(
     slot,
     inside,
     used,
+    slots,
     S: tl.constexpr,
     MASKED: tl.constexpr,
     VALUES: tl.constexpr,
@@ -30,10 +32,41 @@ def _tile(
 ):
     """The tile that begins ``origin`` slots into a page (page 0 of a contiguous cache is all of it)."""
     codes, scales = stream[0], stream[1]
-    codes += page * stream[2] + origin * (S.width // (2 if S.form > 3 else 1))
-    if S.form >= Q8_0:
-        scales += page * stream[3] + origin * (S.width // S.block)
-    return load_tile(codes, scales, slot, inside, used, S, C.ptx, MASKED, VALUES)
+    codes += page * stream[2] + origin * (S.width // halves(S.form))
+    if S.group > 1:
+        scales += page * stream[3]
+        tile = channel_values(codes, scales, origin, slot, inside, used, slots, S, MASKED, C)
+    else:
+        if S.form >= Q8_0:
+            scales += page * stream[3] + origin * (S.width // S.block)
+        tile = load_tile(codes, scales, slot, inside, used, S, C.ptx, MASKED, VALUES)
+    return tile
+
+
+@triton.jit
+def _scores(
+    q, turned, size, stream, page, origin, slot, inside, used, slots, S, MASKED, C: tl.constexpr
+):
+    """(N, R) scores of a tile of one key stream."""
+    if S.group > 1 and S.dot != tl.float32:
+        codes = stream[0] + page * stream[2] + origin * (S.width // halves(S.form))
+        scales = stream[1] + page * stream[3]
+        scores = channel_scores(
+            q, turned, size, codes, scales, origin, slot, inside, slots, S, MASKED, C
+        )
+    else:
+        tile = _tile(stream, page, origin, slot, inside, used, slots, S, MASKED, False, C)
+        scores = _products(q, tile, C) * size[None, :]
+    return scores
+
+
+@triton.jit
+def _turned(q):
+    """The parts of the queries, transposed: once, and not in every tile."""
+    parts = ()
+    for part in tl.static_range(len(q)):
+        parts += (tl.trans(q[part]),)
+    return parts
 
 
 @triton.jit
@@ -139,11 +172,18 @@ def attend(
     total = tl.full((C.rows,), 0.0, tl.float32)
     if begin < end:
         q, size = load_query(q_place[0], q_place[1], own_head, real, q_place[2], K)
-        size *= 1.0 / gain(K, C.ptx)
+        turned = _turned(q)
+        size *= 1.0 / (gain(K, C.ptx) * unit(K, C.ptx))
         if G is not None:
             q_geo, size_geo = load_query(g_place[0], g_place[1], own_head, real, g_place[2], G)
-            size_geo *= 1.0 / gain(G, C.ptx)
+            turned_geo = _turned(q_geo)
+            size_geo *= 1.0 / (gain(G, C.ptx) * unit(G, C.ptx))
         accumulators = _zeros(V, C)
+        # Where registers allow it, weights of a tile's tokens are summed apart and added up in the end.
+        APART: tl.constexpr = K.group > 1 and K.dot != tl.float32
+        sums = total
+        if APART:
+            sums = tl.full((C.tile, C.rows), 0.0, tl.float32)
         # The tail and the sinks are a tile or two: no buffers for a pipeline of them.
         STAGES: tl.constexpr = None if SOURCE == CODES else 1
         for i in tl.range(begin, end, num_stages=STAGES):
@@ -157,11 +197,25 @@ def attend(
                 used = used | ((key >= start) & (key < kept_stop))
             page, origin, slot, inside = _place(token, key, used, table, slots, span[3], SOURCE, C)
             MASKED: tl.constexpr = C.masked or SOURCE != CODES
-            tile = _tile(k, page, origin, slot, inside, used, K, MASKED, False, C)
-            logits = _products(q, tile, C) * size[None, :]
+            logits = _scores(
+                q, turned, size, k, page, origin, slot, inside, used, slots, K, MASKED, C
+            )
             if G is not None:
-                tile = _tile(g, page, origin, slot, inside, used, G, MASKED, False, C)
-                logits += _products(q_geo, tile, C) * size_geo[None, :]
+                logits += _scores(
+                    q_geo,
+                    turned_geo,
+                    size_geo,
+                    g,
+                    page,
+                    origin,
+                    slot,
+                    inside,
+                    used,
+                    slots,
+                    G,
+                    MASKED,
+                    C,
+                )
             if C.softcap:
                 logits = capped(logits, softcap, True) * LOG2E
             allowed = seen(position, real, key, span[3], limits, SOURCE, C)
@@ -170,10 +224,14 @@ def attend(
             base = tl.where(larger == float("-inf"), 0.0, larger)
             p = tl.exp2(logits - base[None, :])
             alpha = tl.exp2(largest - base)
-            total = total * alpha + tl.sum(p, axis=0)
+            if APART:
+                sums = sums * alpha[None, :] + p
+            else:
+                sums = sums * alpha + tl.sum(p, axis=0)
             largest = larger
-            tile = _tile(v, page, origin, slot, inside, used, V, MASKED, True, C)
+            tile = _tile(v, page, origin, slot, inside, used, slots, V, MASKED, True, C)
             accumulators = _weighted(accumulators, alpha, p.to(V.dot), tile, C)
+        total = tl.sum(sums, axis=0) if APART else sums
         _store_partial(
             result[0], row, own_head, stored, accumulators, total, result[2], V, gain(V, C.ptx)
         )

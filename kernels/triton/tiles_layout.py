@@ -32,6 +32,7 @@ class Stream:
         width: values of a lane.
         dim: values of a head.
         segments: how the lane is cut.
+        group: tokens that share a scale and a zero a channel; 1 for a kind by token.
     """
 
     form: int
@@ -40,12 +41,13 @@ class Stream:
     width: int
     dim: int
     segments: tuple[tuple[int, int], ...]
+    group: int = 1
 
     @property
     def side(self) -> Stream:
         """The same stream as its tail and sinks are stored."""
         dot = tl.float32 if self.dot == tl.float32 else tl.float16
-        return replace(self, form=FORMATS["fp16"].index, block=32, dot=dot)
+        return replace(self, form=FORMATS["fp16"].index, block=32, dot=dot, group=1)
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Shape:
         tail: whether there is a tail to read.
         ptx: whether inline assembly can be used.
         precision: of products of float32.
+        group: tokens that are read from the tail together.
+        warps: of a program.
     """
 
     groups: int
@@ -84,6 +88,8 @@ class Shape:
     tail: bool = False
     ptx: bool = True
     precision: str = "tf32x3"
+    group: int = 1
+    warps: int = 4
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,8 @@ def settings(streams: Sequence[Stream], rows: int, unit: int) -> Settings:
 
     A tile of 128 tokens spreads the softmax and the barriers over twice as many tokens as one of 64
     and still fits three programs on an SM for 4-bit streams (two for q8_0). fp16 has instructions to spare
-    but not shared memory; wider lanes, more rows or float32 operands run out of registers.
+    but not shared memory; wider lanes, more rows or float32 operands run out of registers. Scales by channel are
+    multiplied with every query row, so that 16 rows twice take fewer instructions than 32 at once.
 
     Args:
         rows: query rows of a lane.
@@ -119,6 +126,8 @@ def settings(streams: Sequence[Stream], rows: int, unit: int) -> Settings:
     padded = max(16, 1 << (rows - 1).bit_length())
     widest = max(stream.width for stream in streams)
     wide = any(stream.dot == tl.float32 for stream in streams)
+    if streams[0].group > 1:
+        padded = 16
     padded = min(padded, MOST_ROWS if widest <= 64 and not wide else MOST_ROWS // 2)
     if wide or widest > 256:
         tile = 32
@@ -129,7 +138,14 @@ def settings(streams: Sequence[Stream], rows: int, unit: int) -> Settings:
         tile //= 2
     stored = sum(stream.width * (1 if stream.form > 2 else 2) for stream in streams)
     heavy = stored * tile > 3 * 2**14
-    return Settings(padded, tile, 4, 2 if wide or heavy else 3, widest <= 64)
+    short = streams[0].group > 1 and widest <= 64  # three stages spill on sm_80
+    return Settings(padded, tile, 4, 2 if wide or heavy or short else 3, widest <= 64)
+
+
+def token_bytes(stream: Stream) -> int:
+    """Bytes of a cached token in a lane, its share of scales and zeros included."""
+    form = list(FORMATS.values())[stream.form]
+    return form.bytes_per_vector(stream.width, stream.group if form.by_channel else stream.block)
 
 
 #: Shared memory a launch needs besides the tiles of its stages: of 4-bit values they are unpacked into.
@@ -144,7 +160,7 @@ def within(chosen: Settings, streams: Sequence[Stream], limit: int) -> Settings:
     """
     rows = list(FORMATS.values())
     forms = [rows[stream.form] for stream in streams]
-    token = sum(f.bytes_per_vector(s.width, s.block) for f, s in zip(forms, streams, strict=True))
+    token = sum(token_bytes(stream) for stream in streams)
     besides = BESIDES_NIBBLES if any(form.bits == 4 for form in forms) else BESIDES
 
     def fits(settings: Settings) -> bool:

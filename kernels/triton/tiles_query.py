@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .basis import hadamard
 from .casts import from_float32, to_float32
-from .tiles import part_columns, parts_of
+from .tiles import halves, part_columns, parts_of
 
 
 @triton.jit
@@ -57,6 +57,14 @@ def _power_of_two(x):
     return bits.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
 
 
+@triton.constexpr_function
+def room(stream):
+    """What queries below 2 are multiplied by, so that a scale by channel makes them neither infinite nor subnormal."""
+    if stream.group == 1:
+        return 1.0
+    return 2.0 if halves(stream.form) == 2 else 32.0
+
+
 @triton.jit
 def load_query(q, source, own_head, real, factor, S: tl.constexpr):
     """The parts of Q, (R, width of the part) each, and the factor (R,) of the scores.
@@ -78,6 +86,7 @@ def load_query(q, source, own_head, real, factor, S: tl.constexpr):
         size = tl.full(own_head.shape, 1.0, tl.float32)
     else:
         size, inverse = _power_of_two(largest)
+        size, inverse = size * (1.0 / room(S)), inverse * room(S)
         parts = ()
         for part in tl.static_range(parts_of(S)):
             parts += (from_float32(wide[part] * inverse[:, None], S.dot),)

@@ -21,7 +21,7 @@ from caramba_fast.ops import (
     use_backend,
 )
 from caramba_fast.ops.quantize import encode_groups
-from caramba_fast.ops.registry import BackendError
+from caramba_fast.ops.registry import BackendError, on_cuda
 
 
 def written_out(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
@@ -100,14 +100,18 @@ def test_every_op_says_what_serves_it_by_channel():
     assert {op for op, s in report.items() if s.runs == "reference"} == {
         "quantize.by_channel", "dequantize.by_channel"
     }  # fmt: skip
-    for status in report.values():
-        assert "no Triton kernel" in status.reasons["triton"]
-    cache = layer("q4_channel")
+    on_a_gpu = {s.op: s for s in on_cuda() if "by_channel" in s.op}
+    served = {op for op, s in on_a_gpu.items() if s.runs == "triton"}
+    assert served == {
+        f"{stem}{op}.by_channel" for stem in ("", "decoupled_") for op in ("append_", "decode_attention")
+    }  # fmt: skip
+    for op in set(on_a_gpu) - served:
+        assert "no Triton kernel" in on_a_gpu[op].reasons["triton"]
     with (
         use_backend("triton"),
-        pytest.raises(BackendError, match=r"append_\.by_channel cannot run"),
+        pytest.raises(BackendError, match=r"quantize\.by_channel cannot run"),
     ):
-        cache.append(torch.randn(2, 2, 1, 64), torch.randn(2, 2, 1, 64))
+        quantize(torch.ones(32, 32), "q4_channel")
 
 
 def layer(kind: str, group: int = 32, residual: int = 8, **more: object) -> LayerKVCache:
@@ -118,11 +122,16 @@ def layer(kind: str, group: int = 32, residual: int = 8, **more: object) -> Laye
     )  # fmt: skip
 
 
-def run(backend: str, make, new, queries, pad) -> tuple[list[torch.Tensor], torch.Tensor]:
+STEPS = (1, 30, 3, 64, 1, 100, 20, 1)
+
+
+def run(
+    backend: str, make, new, queries, pad, steps=STEPS
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     """What steps of many sizes give, and the keys that are stored then."""
     cache, found, start = make(), [], 0
     with use_backend(backend):
-        for step, count in enumerate((1, 30, 3, 64, 1, 100, 20, 1)):
+        for step, count in enumerate(steps):
             part = slice(start, start + count)
             lens = [count, count - count // 3]
             cache.append(*(x[:, :, part] for x in new), lens, cache_leftpad=pad)
@@ -130,7 +139,8 @@ def run(backend: str, make, new, queries, pad) -> tuple[list[torch.Tensor], torc
             asked = [q[:, :, part] for q in queries]
             found += cache.attend(*asked, cache_leftpad=pad, return_softmax_lse=True, **options)
             start += count
-    return found, cache.get(cache_leftpad=pad)[0]
+    with use_backend("auto"):
+        return found, cache.get(cache_leftpad=pad)[0]
 
 
 def close(found, expected) -> None:
@@ -175,6 +185,28 @@ def test_cpp_does_what_the_reference_does_in_shared_lanes():
         return DecoupledLayerKVCache(2, 384, *(4 * dim for dim in dims), *configs, n_kv_heads=4)
 
     close(run("cpp", make, new, queries, None), run("reference", make, new, queries, None))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, under the interpreter
+@pytest.mark.skipif("os.environ.get('TRITON_INTERPRET') != '1'", reason="built on the CPU")
+@pytest.mark.parametrize(
+    ("kind", "group", "paged"), [("q4_channel", 32, False), ("q8_channel", 64, True)]
+)
+@torch.no_grad()
+def test_triton_does_what_the_reference_does(kind, group, paged):
+    """The default caches' streams over steps of many sizes, padded; out within fp16, what is stored bit for bit."""
+    pytest.importorskip("triton")
+    new = [
+        torch.randn(2, 2, 220, 64) * 3 + 30 * torch.randn(1, 2, 1, 64),
+        torch.randn(2, 2, 220, 64),
+    ]
+    queries, pad = [torch.randn(2, 6, 220, 64) / 8], torch.tensor([0, 5], dtype=torch.int32)
+
+    def make() -> LayerKVCache:
+        return layer(kind, group, **({"page_size": 64} if paged else {}))
+
+    steps = (1, 30, 3, 32, 12)  # more queries go through extend_attention
+    close(*(run(backend, make, new, queries, pad, steps) for backend in ("triton", "reference")))
 
 
 @pytest.mark.parametrize("isa", expected_isas())

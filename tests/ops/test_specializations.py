@@ -38,7 +38,7 @@ def counts() -> dict[tuple[str, str], dict[str, int]]:
 
 
 @pytest.mark.parametrize("scenario", ["growing", "batches"])
-@pytest.mark.parametrize("options", ["plain", "paged", "all"])
+@pytest.mark.parametrize("options", ["plain", "paged", "all", "channel"])
 def test_one_variant_of_each_kernel_serves_every_length_and_batch(counts, options, scenario):
     """Caches from 128 to 131,072 slots, and up to 17 rows."""
     prepares = options == "all"

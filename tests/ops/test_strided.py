@@ -20,6 +20,7 @@ from caramba_fast.ops import quantize, registry, use_backend
 EVERYTHING = [option for option in cases.OPTIONS if option != "window"]
 DBA = {"dims": {"k_sem": 8, "k_geo": 16, "v": 32}, "kinds": ("q8_0", "q4_0", "nf4")}
 KINDS = (("q8_0", "q4_0"), ("fp16", "nf4"))
+CHANNEL = (("q8_channel", "q4_0"), ("q4_channel", "q4_channel"))
 #: What lies around a tensor's own numbers: NaN, or integers that are wrong everywhere and in bounds.
 POISON = {torch.int32: 1, torch.int8: 85, torch.uint8: 85}
 REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError)
@@ -95,6 +96,9 @@ def layer(name: str, variant: int) -> dict[str, Any]:
     """The flat arguments of an append or attention op, with everything it can have."""
     paged = variant == 0
     changes = dict(DBA if "decoupled" in name else {"kinds": KINDS[variant]})
+    if name.endswith("by_channel"):
+        kinds = ("q4_channel", "q8_channel", "q4_0") if "decoupled" in name else CHANNEL[variant]
+        changes |= {"kinds": kinds}
     options = [option for option in EVERYTHING if option != "pages" or paged]
     case = cases.build(options, tokens=2, lengths=(9, 7), slots=32, **changes)
     with use_backend("reference"):

@@ -42,6 +42,8 @@ ATTENTION = {2: decode_attention, 3: decoupled_decode_attention}
 SLOTS = 64
 #: Both kinds of code, whole bytes and halves, and both ways to find a scale; then plain values.
 MIXES = (("q8_0", "q4_0"), ("nf4", "bf16"), ("fp16", "fp32"))
+#: By channel, with a ring that holds a group and more.
+CHANNEL = {"kinds": ("q4_channel", "q8_channel"), "ring": 45, "tokens": 34}
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +134,10 @@ def layer(
         form, width = FORMATS[kind], lanes.heads_per_lane * dim
         lead = (batch, lanes.count, SLOTS) if pages is None else (5, lanes.count, 32)
         codes = noise((*lead, form.code_width(width)), form.dtype)
-        scales = noise((*lead, width // block), SCALE_DTYPE) if form.quantized else None
+        scales = None
+        if form.quantized:
+            rows = (*lead[:2], lead[2] // block) if form.by_channel else lead
+            scales = noise((*rows, form.scales_width(width, block)), SCALE_DTYPE)
         side = [
             noise((batch, lanes.count, n, width), torch.float16) if n else None
             for n in (ring, sink)
@@ -219,6 +224,82 @@ def test_streams_differ_in_everything(device):
     given = layer(("q4_0", "fp16"), (80, 16), heads=2, ring=4)
     given.views["k"] = replace(given.views["k"], fit="mse")
     assert not differing(given, device)
+
+
+# -- groups of tokens by channel ------------------------------------------------------------------
+
+
+@one_tile
+@pytest.mark.parametrize(("heads", "dim"), [(2, 64), (3, 80), (6, 8), (1, 96)])
+@pytest.mark.parametrize("tokens", [12, 34])
+def test_groups_of_formats_and_lanes(heads, dim, tokens, device):
+    """34 tokens take the ring's slots of older ones that are still to be encoded: two launches."""
+    given = {**CHANNEL, "tokens": tokens}
+    assert not differing(layer(dims=(dim, dim), heads=heads, start=(5, 22), **given), device)
+
+
+@one_tile
+@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("tokens", [70, 5])
+@pytest.mark.parametrize("start", [(0, 59), (27, 64)])
+def test_groups_that_begin_and_end_anywhere(group, tokens, start, device):
+    given = layer(
+        ("q4_channel", "q4_0"), (64, 64), block=group, start=start, tokens=tokens, ring=75, sink=3,
+        cache_leftpad=(1, 9), query_lens=(tokens, tokens - 2),
+    )  # fmt: skip
+    assert not differing(given, device)
+
+
+@pytest.mark.parametrize("start", [(31, 63), (30, 95), (31, 64)])
+def test_a_step_that_ends_a_group(start, device):
+    given = layer(("q8_channel", "q4_0"), (64, 64), start=start, tokens=1, ring=33, sink=2)
+    assert not differing(given, device)
+
+
+@one_tile
+@pytest.mark.parametrize("table", [[[3, 1], [4, -1]], [[-1, 2], [5, 7]]])
+def test_groups_in_pages(table, device):
+    given = layer(start=(30, 62), pages=table, sink=4, cache_leftpad=(31, 20), **CHANNEL)
+    got, wanted = map(buffers, both(given, device))
+    assert all(same_bits(got[name], wanted[name]) for name in wanted)
+
+
+@one_tile
+def test_groups_of_three_streams_and_of_new_tensors_of_any_strides(device):
+    kinds = ("q4_channel", "q8_channel", "q4_0")
+    given = layer(kinds, (8, 16, 32), heads=5, ring=40, start=(5, 30), tokens=30, block=32)
+    given.new = {name: NEW["tokens before heads"](x) for name, x in given.new.items()}
+    assert not differing(given, device)
+
+
+@one_tile
+def test_damage_of_a_group_stays_in_its_channel(device):
+    """In new tokens and in those that wait in the ring; in sinks it does not count."""
+    given = layer(dims=(64, 64), start=(20, 30), sink=2, **CHANNEL)
+    for x in given.new.values():
+        for i, bad in enumerate((torch.nan, torch.inf, -torch.inf, 7e4, -0.0)):
+            x[:, :, 3 * i, i] = bad
+    given.views["k"].tail[0, 0, 3, 20] = torch.nan
+    got, wanted = both(given, device)
+    for (name, a), b in zip(buffers(got).items(), buffers(wanted).values(), strict=True):
+        assert same_bits(a, b), name
+    assert got.views["k"].scales[0, 0, 0].isnan().nonzero().flatten().tolist() == [
+        *range(4), 20, *range(64, 68), 84,
+    ]  # fmt: skip
+
+
+@one_tile
+@pytest.mark.parametrize(("heads", "dim"), [(2, 64), (3, 80)])
+def test_groups_of_rotated_heads(heads, dim, device):
+    """Sums in another order: the ring within rounding, values as near as the reference's."""
+    given = layer(dims=(dim, dim), heads=heads, start=(5, 22), rotate="kv", **CHANNEL)
+    got, wanted = both(given, device)
+    for name in given.views:
+        a, b = got.views[name], wanted.views[name]
+        assert relative_l2(a.tail, b.tail) <= 1e-4
+        values = [dense.decoded(x.codes, x.scales, x.kind)[:, :, :32] for x in (a, b)]
+        assert relative_l2(*values) <= 1e-2
+        assert same_bits(a.codes[:, :, 64:], given.views[name].codes[:, :, 64:])
 
 
 NEW: dict[str, Callable[[Tensor], Tensor]] = {
@@ -446,7 +527,9 @@ STORED = ("pages", "leftpad", "query_lens", "tail", "sinks")
 
 
 @pytest.mark.parametrize("rotate", [(), ("rotate_k", "rotate_v")], ids=str)
-@pytest.mark.parametrize("kinds", [("q4_0", "nf4"), ("q4_0", "q8_0", "nf4")], ids="/".join)
+@pytest.mark.parametrize("kinds", [
+    ("q4_0", "nf4"), ("q4_0", "q8_0", "nf4"), ("q4_channel", "q4_0"), ("q4_channel", "q8_channel", "nf4"),
+], ids="/".join)  # fmt: skip
 @pytest.mark.skipif(
     "os.environ.get('TRITON_INTERPRET') != '1'", reason="the cases are built on the CPU"
 )
@@ -517,21 +600,27 @@ def test_streams_are_those_of_the_ops():
     [
         (append_op, ("q8_0", "q4_0"), (32, 32)),
         (decoupled_append_op, ("q8_0", "fp16", "nf4"), (8, 16, 8)),
+        (append_op.by_channel, ("q4_channel", "q4_0"), (32, 32)),
+        (decoupled_append_op.by_channel, ("q4_channel", "fp16", "q8_channel"), (8, 16, 8)),
     ],
-    ids=["append_", "decoupled_append_"],
+    ids=lambda value: getattr(value, "name", None),
 )
 def test_opcheck(op, kinds, dims, device):
     """As an op of its own: on the CPU the dispatcher would choose another implementation."""
     names = STANDARD if len(kinds) == 2 else DECOUPLED
-    given = layer(kinds, dims, heads=1, tokens=1, start=(5,), ring=2, query_lens=(1,)).to(device)
-    library = torch.library.Library(f"test_triton_{op.name}", "DEF")
+    ring = 33 if ".by_channel" in op.name else 2
+    given = layer(kinds, dims, heads=1, tokens=1, start=(31,), ring=ring, query_lens=(1,)).to(
+        device
+    )
+    space = f"test_triton_{op.name.replace('.', '_')}"
+    library = torch.library.Library(space, "DEF")
     library.define(f"append{append_schema(names)}")
     library.impl("append", op.launcher, device.type.upper())
-    torch.library.register_fake(f"test_triton_{op.name}::append", lambda *a, **o: None, lib=library)
+    torch.library.register_fake(f"{space}::append", lambda *a, **o: None, lib=library)
     options: dict[str, Any] = dict(given.place)
     for name, view in given.views.items():
         options |= view.options(name)
     stored = [part for view in given.views.values() for part in (view.codes, view.scales)]
     args = (*stored, *given.new.values(), given.start, *kinds)
-    overload = getattr(torch.ops, f"test_triton_{op.name}").append.default
+    overload = getattr(torch.ops, space).append.default
     torch.library.opcheck(overload, args, options)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import os
 import re
 from pathlib import Path
@@ -24,7 +25,7 @@ from caramba_fast.ops import (
     use_backend,
 )
 
-pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, under the interpreter
     pytest.mark.skipif(
@@ -44,7 +45,13 @@ MIXES = (
     "q4_0/bf16",
     "bf16/nf4",
     "nf4/fp32",
+    "q4_channel/nf4",
+    "q8_channel/q8_0",
+    "fp16/q4_channel",
+    "q4_channel/q8_channel",
 )
+#: Layers with groups: some tokens are in codes, some in the ring.
+CHANNEL = {"kinds": ("q4_channel", "q4_0"), "lengths": (101, 75), "slots": 128}
 
 
 @pytest.mark.parametrize("kinds", MIXES)
@@ -52,8 +59,22 @@ def test_mixes_of_kinds(kinds):
     check(build(kinds=kinds.split("/"), heads=2, lengths=(45,)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("kinds", ["q4_channel/q4_channel", "q8_channel/q8_channel"])
+def test_groups_of_tokens(kinds, group, dtype):
+    """Shorter than a tile, or longer; with a zero far from the channel's own range."""
+    case = build(kinds=kinds.split("/"), block=group, lengths=(271, 129), slots=384, tokens=2)
+    for stream in case.streams.values():
+        stream.given += 20 * torch.randn(1, stream.given.shape[1], 1, stream.dim)
+    with use_backend("reference"):
+        case.append(append_)
+    case.queries = {name: (q / 8).to(dtype) for name, q in case.queries.items()}
+    check(case, num_splits=2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kinds", ["fp16/fp16", "bf16/q8_0", "q4_0/nf4"])
+@pytest.mark.parametrize("kinds", ["fp16/fp16", "bf16/q8_0", "q4_0/nf4", "q4_channel/q8_0"])
 def test_half_precision_queries(dtype, kinds):
     case = build(["rotate_k", "rotate_v"], kinds=kinds.split("/"), heads=2, lengths=(45,))
     case.queries = {name: q.to(dtype) for name, q in case.queries.items()}
@@ -66,6 +87,7 @@ def test_half_precision_queries(dtype, kinds):
 ], ids=str)  # fmt: skip
 def test_head_dims(dims):
     check(build(dims=dims, heads=3, kv_heads=3, lengths=(40,), kinds=("q4_0", "nf4")))
+    check(build(dims=dims, heads=3, kv_heads=3, **CHANNEL))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [
@@ -73,6 +95,7 @@ def test_head_dims(dims):
 ])  # fmt: skip
 def test_groups_and_query_tokens(heads, kv_heads, tokens):
     check(build(heads=heads, kv_heads=kv_heads, tokens=tokens, lengths=(45,)))
+    check(build(heads=heads, kv_heads=kv_heads, tokens=tokens, ring=32, **CHANNEL))
 
 
 @pytest.mark.parametrize("block", [64, 128])
@@ -89,17 +112,19 @@ def test_capacities_that_are_no_whole_tiles(slots):
     check(build(slots=slots, lengths=(33, 9), heads=2, kinds=("fp16", "nf4")))
 
 
+@pytest.mark.parametrize("kinds", [("q8_0", "q4_0"), ("q8_channel", "q4_0")], ids="/".join)
 @pytest.mark.parametrize("lengths", [(128, 0, 1), (31, 32, 33), (63, 64, 65), (2, 127)], ids=str)
-def test_lengths_around_a_tile(lengths):
-    check(build(lengths=lengths, slots=128, heads=2), num_splits=3)
+def test_lengths_around_a_tile(lengths, kinds):
+    check(build(lengths=lengths, slots=128, heads=2, kinds=kinds), num_splits=3)
 
 
 # -- options ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("layer", [{}, CHANNEL], ids=["by token", "by channel"])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_options_alone(option):
-    check(build([option], tokens=3, heads=2))
+def test_options_alone(option, layer):
+    check(build([option], tokens=3, heads=2, **layer))
 
 
 @pytest.mark.parametrize(
@@ -109,6 +134,8 @@ def test_options_alone(option):
 )
 def test_options_of_two_keys(options):
     check(build(options, decoupled=True, tokens=2))
+    kinds = {**CHANNEL, "kinds": ("q4_channel", "q8_channel", "q4_0")}
+    check(build(options, decoupled=True, tokens=2, **kinds))
 
 
 TOGETHER = (
@@ -118,14 +145,16 @@ TOGETHER = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("layer", [{}, CHANNEL], ids=["by token", "by channel"])
 @pytest.mark.parametrize("options", TOGETHER, ids="+".join)
-def test_options_together(options):
-    check(build(options, tokens=5, heads=2))
+def test_options_together(options, layer):
+    check(build(options, tokens=5, heads=2, **layer))
 
 
 @pytest.mark.parametrize("dims", [None, {"k": 80, "v": 80}], ids=str)
 def test_all_options_at_once(dims):
     check(build(EVERYTHING, tokens=3, dims=dims, heads=3, kv_heads=3))
+    check(build(EVERYTHING, tokens=3, dims=dims, heads=3, kv_heads=3, **CHANNEL))
 
 
 @pytest.mark.parametrize("dims", [DBA, {"k_sem": 16, "k_geo": 16, "v": 48}], ids=str)
@@ -143,7 +172,22 @@ MASKS = ("pages", "leftpad", "query_lens", "tail", "sinks", "window", "window_wi
 def test_zero_queries_give_the_plain_mean_over_what_is_allowed(options):
     """Random data hides a mask that is off by one; equal weights do not (values are positions)."""
     case = build(options, tokens=3, kinds=("fp32", "fp32"), heads=2)
-    case.streams["v"].given[:] = torch.arange(45.0)[:, None]
+    plain_mean(case)
+
+
+@pytest.mark.parametrize("options", [
+    (), ("tail",), ("leftpad", "query_lens", "tail", "sinks", "window_with_sinks"), ("pages", "tail", "window"),
+], ids="+".join)  # fmt: skip
+def test_zero_queries_by_channel_give_the_plain_mean_as_well(options):
+    """Ten residual tokens and three queries around the end of a group: it leaves the ring between them."""
+    for length in (40, 41, 42, 74):
+        layer = {**CHANNEL, "kinds": ("q8_channel", "fp32"), "lengths": (length, length - 5)}
+        plain_mean(build(options, tokens=3, heads=2, residual_len=10, **layer))
+
+
+def plain_mean(case: cases.Case) -> None:
+    length = case.streams["v"].given.shape[2]
+    case.streams["v"].given[:] = torch.arange(float(length))[:, None]
     with use_backend("reference"):
         case.append(append_)
     case.queries["k"].zero_()
@@ -199,13 +243,19 @@ def test_slots_that_are_not_contiguous_are_refused():
         attend(case, views={"k": odd})
 
 
-def test_opcheck_and_row_integers():
-    case = build(["leftpad"], tokens=2)
+@pytest.mark.parametrize("kinds", [("q8_0", "q4_0"), ("q4_channel", "q4_0")], ids="/".join)
+def test_opcheck_and_row_integers(kinds):
+    case = build(["leftpad"], tokens=2, kinds=kinds)
     for stream in case.streams.values():
         stream.view.scales.nan_to_num_()
+        for side in (stream.view.tail, stream.view.sink):
+            if side is not None:
+                side.nan_to_num_()
     args, keywords = case.flat()
+    name = "by_channel" if "q4_channel" in kinds else "default"
     with use_backend("triton"):
-        torch.library.opcheck(torch.ops.caramba_fast.decode_attention.default, args, keywords)
+        op = getattr(torch.ops.caramba_fast.decode_attention, name)
+        torch.library.opcheck(op, args, keywords)
     assert rows(1).dtype == torch.int32 and os.environ["TRITON_INTERPRET"] == "1"
 
 
@@ -236,16 +286,20 @@ def emulated(program: str, word: np.ndarray, inputs: int, outputs: int) -> np.nd
     return np.stack([halves(registers[f"${i}"]) for i in range(outputs)])
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
-@pytest.mark.parametrize("words", [False, True])
+@pytest.mark.parametrize(("kind", "words"), [
+    *itertools.product(["q8_0", "q4_0", "nf4"], [False, True]), ("q8_channel", True), ("q4_channel", True),
+])  # fmt: skip
 def test_unpacking_in_ptx(kind, words):
     """All bytes in all places; of a pair the upper half of the register holds anything."""
     from caramba_fast.kernels import tiles_asm
 
     stem = kind.split("_")[0].upper()
-    program = getattr(tiles_asm, f"{stem}_{'WORD' if words else 'PAIR'}")
+    name = f"{stem}_{'WORD' if words else 'PAIR'}"
+    if kind.endswith("channel"):
+        name = f"CODES_{stem[1]}_WORD"
+    program = getattr(tiles_asm, name)
     packed = np.stack([np.roll(np.arange(256), shift) for shift in (0, 1, 77, 130)])
-    outputs = (1 if kind == "q8_0" else 2) * (2 if words else 1)
+    outputs = (1 if kind.startswith("q8") else 2) * (2 if words else 1)
     word = sum(packed[lane] << 8 * lane for lane in range(4))
     found = emulated(program, word, outputs, outputs)
     halves = np.array(tiles_asm.nf4_halves(), dtype=np.uint16).view(np.float16)
@@ -253,6 +307,8 @@ def test_unpacking_in_ptx(kind, words):
         "q8_0": lambda x: (x.astype(np.int8),),
         "q4_0": lambda x: (x % 16 - 8, x // 16 - 8),
         "nf4": lambda x: (halves[x % 16] - words, halves[x // 16] - words),
+        "q8_channel": lambda x: (x * 2.0**-24,),
+        "q4_channel": lambda x: (x % 16 * 2.0**-24, x // 16 * 2.0**-20),
     }[kind]
     wanted = [
         np.stack(part)
@@ -272,12 +328,31 @@ def test_the_table_of_nf4_halves_is_the_levels():
     assert error.abs().max() < 4e-4 and error.mean().abs() < 5e-5
 
 
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("kind", ["q8_channel", "q4_channel"])
+def test_codes_as_ptx_leaves_them_give_the_same_scores(kind, group, monkeypatch):
+    """What the assembly makes of codes, in plain Triton: the powers of two it leaves are divided out."""
+    from caramba_fast.kernels import splits_launch, tiles_channel
+
+    def unpacked(x, _):
+        if kind == "q8_channel":
+            return ((x.to(tl.float32) * 2.0**-24).to(tl.float16),)
+        low, high = (x & 0xF).to(tl.float32) * 2.0**-24, (x >> 4).to(tl.float32) * 2.0**-20
+        return low.to(tl.float16), high.to(tl.float16)
+
+    monkeypatch.setattr(tiles_channel, "_from_four", unpacked)
+    monkeypatch.setattr(splits_launch, "has_ptx", lambda: True)
+    case = build(kinds=(kind, "fp16"), block=group, lengths=(271,), slots=384, heads=2)
+    case.queries["k"] = case.queries["k"].half()
+    check(case, num_splits=2)
+
+
 def inline_assembly() -> list[tuple[str, str, list[str]]]:
     """Every program that a kernel inlines: where, its text, its constraints."""
-    from caramba_fast.kernels import formats, tiles
+    from caramba_fast.kernels import formats, tiles, tiles_channel
 
     found = []
-    for module in (formats, tiles):
+    for module in (formats, tiles, tiles_channel):
         for call in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(call, ast.Call) and "inline_asm" in ast.unparse(call.func):
                 table = ast.unparse(call.args[0]).split("[")[0]
@@ -296,7 +371,7 @@ def test_outputs_of_assembly_do_not_share_a_register_with_inputs_still_to_be_rea
     programs = inline_assembly()
     kernels = Path(__file__).resolve().parents[2] / "kernels"
     text = "".join(path.read_text() for path in kernels.rglob("*.py"))
-    assert text.count("inline_asm_elementwise(") == 5 and len(programs) == 7
+    assert text.count("inline_asm_elementwise(") == 7 and len(programs) == 9
     for where, program, constraints in programs:
         outputs = {f"${i}" for i, c in enumerate(constraints) if c.startswith("=")}
         inputs = {f"${i}" for i in range(len(outputs), len(constraints))}

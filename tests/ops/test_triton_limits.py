@@ -139,7 +139,8 @@ def test_queries_of_any_size(options, size):
 
 def sized(kind: str, size: float, dtype: torch.dtype) -> cases.Case:
     """Keys and values whose largest in each token is ``size``."""
-    case = cases.build(kinds=(kind, kind), heads=2, lengths=(45,))
+    lengths = (101,) if kind.endswith("channel") else (45,)
+    case = cases.build(kinds=(kind, kind), heads=2, lengths=lengths, slots=128)
     for stream in case.streams.values():
         stream.given.div_(stream.given.abs().amax(-1, keepdim=True)).mul_(size)
     with use_backend("reference"):
@@ -156,6 +157,15 @@ def test_keys_and_values_of_any_size_that_fp16_holds(size, kind, dtype):
     check(sized(kind, size, dtype))
 
 
+@pytest.mark.parametrize("kind", ["q8_channel", "q4_channel"])
+@pytest.mark.parametrize(("size", "dtype"), [
+    (1e-3, torch.bfloat16), (65000.0, torch.bfloat16), (1e-5, torch.float32), (65000.0, torch.float32),
+])  # fmt: skip
+def test_keys_and_values_by_channel_of_any_size(size, kind, dtype):
+    """Scales up to 8664 are folded into fp16 queries; of channels below 5e-4 a half-precision query loses bits."""
+    check(sized(kind, size, dtype))
+
+
 def test_larger_keys_and_values_are_right_for_float32_queries_and_never_silently_wrong():
     """What is dequantized for half-precision queries is fp16, whatever the scales could say."""
     check(sized("q8_0", 1e6, torch.float32))
@@ -163,7 +173,10 @@ def test_larger_keys_and_values_are_right_for_float32_queries_and_never_silently
     assert not out.isfinite().any() and not lse.isfinite().any()
 
 
-@pytest.mark.parametrize("kinds", ["q8_0/q8_0", "q8_0/nf4", "fp16/fp16", "q4_0/q4_0"])
+@pytest.mark.parametrize(
+    "kinds",
+    ["q8_0/q8_0", "q8_0/nf4", "fp16/fp16", "q4_0/q4_0", "q8_channel/q8_0", "q4_channel/q4_0"],
+)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_a_launch_fits_the_shared_memory_of_its_device(kinds, dim, monkeypatch):
     """Of 99 KiB (sm_86, sm_89, sm_120) what its stages need; a device with more runs what it ran."""
@@ -179,10 +192,13 @@ def test_a_launch_fits_the_shared_memory_of_its_device(kinds, dim, monkeypatch):
         shape, stages = args[-1], options["num_stages"]
         streams = (case.streams["k"].view, case.streams["v"].view)
         token = sum(
-            x[0, 0, 0].nbytes for v in streams for x in (v.codes, v.scales) if x is not None
+            x[0, 0, 0].nbytes // (1 if x is v.codes else v.group)
+            for v in streams
+            for x in (v.codes, v.scales)
+            if x is not None
         )
         assert stages * shape.tile * token <= limit * 1024
         found[limit] = shape.tile, stages
-    assert found[99] == found[163] or "q8_0" in kinds or dim == 256
+    assert found[99] == found[163] or "q8" in kinds or dim == 256
     if kinds == "q8_0/q8_0" and dim == 128:
         assert found[163] == (128, 3) and found[99] == (128, 2)

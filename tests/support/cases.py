@@ -11,6 +11,7 @@ from support import dense, stored
 from support.tolerances import RELATIVE_L2, relative_l2
 from torch import Tensor
 
+from caramba_fast.formats import CHANNEL_KINDS
 from caramba_fast.ops import KVView
 from caramba_fast.ops.view import Lanes
 
@@ -154,7 +155,7 @@ class Case:
         sides = dense.Sides(
             self.residual_len, self.sink_len,
             *((k[place], v[place]) if place in v else None for place in ("tail", "sink")),
-            group=max(stream.view.group for stream in keys),
+            group=max(stream.view.group for stream in self.streams.values()),
         )  # fmt: skip
         null = None
         if self.null:
@@ -190,13 +191,16 @@ def build(
     leftpad = [2 + 2 * b for b in range(batch)] if "leftpad" in options else [0] * batch
     counts = [max(tokens - b, 0) for b in range(batch)] if "query_lens" in options else None
     residual, sink = residual_len * ("tail" in options), sink_len * ("sinks" in options)
+    grouped = any(kind in CHANNEL_KINDS for kind in kinds)
+    if grouped:  # tokens of a group that is not full are in the ring alone
+        ring += residual + block
     streams = {}
     for (name, dim), kind in zip(dims.items(), kinds, strict=True):
         plain = stored.poisoned(places[0], places[1], lanes, dim, kind, block)
         width = lanes.heads_per_lane * dim
         side = {
             part: torch.full((batch, lanes.count, n, width), torch.nan, dtype=torch.float16)
-            for part, n in (("tail", ring * bool(residual)), ("sink", sink))
+            for part, n in (("tail", ring * (grouped or residual > 0)), ("sink", sink))
             if n
         }
         rotate = f"rotate_{'v' if name == 'v' else 'k'}" in options

@@ -52,25 +52,28 @@ def noted() -> dict[str, Keys]:
     return found
 
 
-def step(options: tuple[str, ...], batch: int, slots: int, num_splits: int = 0) -> None:
+def step(
+    options: tuple[str, ...], batch: int, slots: int, kinds: tuple[str, ...] = ("q4_0", "q8_0")
+) -> None:
     """One decode step of a cache of ``slots`` slots: what is launched depends on shapes alone."""
     lengths = [slots - 1 - b % 7 for b in range(batch)]
     case = cases.build(
-        options, dims={"k": 64, "v": 64}, kinds=("q4_0", "q8_0"), lengths=[9] * batch, slots=slots, ring=32,
+        options, dims={"k": 64, "v": 64}, kinds=kinds, lengths=[9] * batch, slots=slots, ring=32,
     )  # fmt: skip
     args, keywords = case.flat_append()
     args[4:6] = [x[:, :, :1].contiguous() for x in args[4:6]]
     keywords.pop("query_lens")
-    registry._ops["append_"].launcher(*args, **keywords)
+    registry._ops["append_"].of(*kinds).launcher(*args, **keywords)
     case.lengths = lengths
     args, keywords = case.flat()
-    registry._ops["decode_attention"].launcher(*args, **keywords, num_splits=num_splits)
+    registry._ops["decode_attention"].of(*kinds).launcher(*args, **keywords)
 
 
 OPTIONS = {
     "plain": (), "paged": ("pages", "leftpad"), "all": (
         "tail", "sinks", "rotate_k", "rotate_v", "s_aux", "window_with_sinks",
     ),
+    "channel": ("sinks", "rotate_v"),
 }  # fmt: skip
 
 
@@ -82,10 +85,11 @@ def main() -> None:
         "batches": [(batch, 1024) for batch in (1, 2, 3, 8, 16, 17)],
     }
     for name, options in OPTIONS.items():
+        kinds = [("q4_channel", "q4_0")] if name == "channel" else []
         for scenario, shapes in scenarios.items():
             keys = noted()
             for batch, slots in shapes:
-                step(options, batch, slots)
+                step(options, batch, slots, *kinds)
             for kernel, found in keys.items():
                 print(name, scenario, kernel, len(found.found))
                 if "-v" in sys.argv:

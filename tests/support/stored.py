@@ -18,8 +18,10 @@ def poisoned(batch: int, slots: int, lanes: Lanes, dim: int, kind: str, block: i
     if not form.quantized:
         return KVView(torch.full((*lead, width), torch.nan, dtype=form.dtype), None, kind)
     codes = torch.randint(0, 120, (*lead, width)).to(form.dtype)
-    blocks = lanes.heads_per_lane * dim // block
-    return KVView(codes, torch.full((*lead, blocks), torch.nan, dtype=SCALE_DTYPE), kind)
+    if form.by_channel:
+        lead = (batch, lanes.count, slots // block)
+    scales = form.scales_width(lanes.heads_per_lane * dim, block)
+    return KVView(codes, torch.full((*lead, scales), torch.nan, dtype=SCALE_DTYPE), kind)
 
 
 def write(k: KVView, v: KVView, k_new: Tensor, v_new: Tensor, lengths: list[int]) -> None:

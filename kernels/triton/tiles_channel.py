@@ -1,0 +1,157 @@
+"""A tile of tokens by channel: keys whose scales are folded into the queries, values that are dequantized.
+
+A channel of a group of tokens has a scale and a zero of its own, so q . k = q . zero + (q scale) . code. What is
+multiplied for every token is then a small integer, exact in half precision, and nothing is dequantized in the loop.
+
+Groups may be shorter than a tile, so its tokens are cut into as many products as there are warps, each with queries
+folded for its own group: Triton gives every warp one of them (a batched ``tl.dot``), and folds them in the registers in
+which they enter it.
+
+Operands are fp16 (a float32 query takes keys that are dequantized, `channel_values`). Queries come divided by a power
+of two (`tiles_query`), so that times a scale they stay finite for every scale that fp16 keys can lead to (131,008 / 15
+or / 255). They lose bits only where scales are near the subnormal ones: channels that vary by less than 5e-4.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .casts import from_float32
+from .tiles import codes_of, halves, loaded, part_columns, parts_of
+from .tiles_asm import CODES_4_WORD, CODES_8_WORD
+
+#: Rows of the product of queries and zeros, the fewest that ``tl.dot`` takes: more than a tile has groups.
+ZERO_ROWS = tl.constexpr(16)
+FOUR_8, FOUR_4 = tl.constexpr(CODES_8_WORD), tl.constexpr(CODES_4_WORD)
+
+
+@triton.constexpr_function
+def unit(stream, ptx):
+    """What a code of 1 is as an operand: the least fp16 number where PTX makes it, high nibbles 16 times that."""
+    return 2.0**-24 if ptx and stream.dot == tl.float16 and stream.group > 1 else 1.0
+
+
+@triton.constexpr_function
+def products_of(stream, shape):
+    """Products that a tile of keys is cut into; without PTX one, where the tile lies within a group."""
+    if stream.group >= shape.tile and not shape.ptx:
+        return 1
+    return shape.tile // max(16, shape.tile // shape.warps)
+
+
+@triton.jit
+def _of_groups(scales, origin, slots, column, COUNT, S: tl.constexpr, MASKED: tl.constexpr, C):
+    """(COUNT, columns): what is stored for the groups of every (tile / COUNT)-th token of a tile."""
+    first = tl.arange(0, COUNT) * (C.tile // COUNT)
+    # A tile holds whole groups or lies within one: what is added for a token does not depend on the tile.
+    at = scales + (origin // S.group) * (2 * S.width)
+    offset = (first // S.group)[:, None] * (2 * S.width) + column[None, :]
+    return loaded(at + offset, (origin + first < slots)[:, None], MASKED)
+
+
+@triton.jit
+def _repeated(x, tokens: tl.constexpr):
+    """(COUNT, n), a row for equal stretches of a tile -> (tokens, n)."""
+    COUNT: tl.constexpr = x.shape[0]
+    wide = tl.broadcast_to(x[:, None, :], (COUNT, tokens // COUNT, x.shape[1]))
+    return tl.reshape(wide, (tokens, x.shape[1]))
+
+
+@triton.jit
+def _from_four(x, S: tl.constexpr):
+    """Codes (N, w), four at a time, as the fp16 numbers of `unit`: a tuple of parts."""
+    if halves(S.form) == 1:
+        parts = (tl.inline_asm_elementwise(FOUR_8, "=&r,=&r,r", [x], tl.float16, True, 4),)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            FOUR_4, "=&r,=&r,=&r,=&r,r", [x], (tl.float16, tl.float16), True, 4
+        )
+        parts = (low, high)
+    return parts
+
+
+@triton.jit
+def _numbers(x, S: tl.constexpr, HALF: tl.constexpr):
+    """Codes (N, w) as operands: a tuple of parts."""
+    if HALF:
+        parts = _from_four(x, S)
+    elif halves(S.form) == 1:
+        parts = (x.to(tl.float32).to(S.dot),)
+    else:
+        parts = ((x & 0xF).to(tl.float32).to(S.dot), (x >> 4).to(tl.float32).to(S.dot))
+    return parts
+
+
+@triton.jit
+def _product(q, k, scale, total, C: tl.constexpr):
+    """k (N, w) times q (R, w) folded with scale (COUNT, w), plus ``total``: (COUNT, N / COUNT, R), or (N, R)."""
+    COUNT: tl.constexpr = scale.shape[0]
+    if COUNT == 1:
+        found = tl.dot(k, tl.trans(q * scale), total, input_precision=C.precision)
+    else:
+        folded = tl.permute(q[None, :, :] * scale[:, None, :], (0, 2, 1))
+        wide = tl.reshape(k, (COUNT, k.shape[0] // COUNT, k.shape[1]))
+        found = tl.dot(wide, folded, total, input_precision=C.precision)
+    return found
+
+
+@triton.jit
+def channel_scores(
+    q, turned, size, codes, scales, origin, slot, inside, slots, S: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """(N, R) scores of a tile.
+
+    Args:
+        q, turned: parts of the queries, and the same transposed.
+        size: (R,) factor of the products, over `unit`.
+        codes, scales: pointers to where slots of the tile, and groups of the page, are counted from.
+        origin: slot of the page that the tile begins with, a multiple of its tokens.
+        slot, inside: (N,) slots of the tokens from there, and whether they exist.
+        slots: those a contiguous cache has.
+    """
+    HALF: tl.constexpr = C.ptx and S.dot == tl.float16
+    COUNT: tl.constexpr = products_of(S, C)
+    EACH: tl.constexpr = halves(S.form)
+    k = ()
+    for i in tl.static_range(len(S.segments)):
+        x = codes_of(codes, slot, inside, S, S.segments[i][0], S.segments[i][1], 1, MASKED)
+        k += _numbers(x, S, HALF)
+    total, high, base = None, None, None
+    for part in tl.static_range(parts_of(S)):
+        column = part_columns(part, S)
+        scale = _of_groups(scales, origin, slots, column, COUNT, S, MASKED, C).to(S.dot)
+        if EACH == 2 and HALF and part % 2 == 1:
+            high = _product(q[part], k[part], scale, high, C)
+        else:
+            total = _product(q[part], k[part], scale, total, C)
+        zero = _of_groups(scales, origin, slots, S.width + column, ZERO_ROWS, S, MASKED, C)
+        base = tl.dot(zero.to(S.dot), turned[part], base, input_precision=C.precision)
+    if EACH == 2 and HALF:
+        total += high * 0.0625
+    base *= (size * unit(S, C.ptx))[None, :]
+    return tl.reshape(total, (C.tile, C.rows)) * size[None, :] + _repeated(base, C.tile)
+
+
+@triton.jit
+def channel_values(
+    codes, scales, origin, slot, inside, used, slots, S: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """The parts of a tile of values, zero + scale * code, as `load_tile` has them; 0 where no query may look."""
+    COUNT: tl.constexpr = 1 if S.group >= C.tile else C.tile // S.group
+    codes_parts = ()
+    for i in tl.static_range(len(S.segments)):
+        x = codes_of(codes, slot, inside, S, S.segments[i][0], S.segments[i][1], 1, MASKED)
+        if halves(S.form) == 1:
+            codes_parts += (x.to(tl.float32),)
+        else:
+            codes_parts += ((x & 0xF).to(tl.float32), (x >> 4).to(tl.float32))
+    parts = ()
+    for part in tl.static_range(parts_of(S)):
+        column = part_columns(part, S)
+        scale = _of_groups(scales, origin, slots, column, COUNT, S, MASKED, C).to(tl.float32)
+        zero = _of_groups(scales, origin, slots, S.width + column, COUNT, S, MASKED, C)
+        zero = _repeated(zero.to(tl.float32), C.tile)
+        value = codes_parts[part] * _repeated(scale, C.tile) + zero
+        parts += (from_float32(tl.where(used[:, None], value, 0.0), S.dot),)
+    return parts
