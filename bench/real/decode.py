@@ -40,6 +40,8 @@ from caramba_fast.models import load_model
 CONTEXTS = (64, 512, 2048, 8192, 16384)
 #: Under `accelerate`, and in `Generator`.
 ACCELERATED, GENERATOR = ("bf16", "q8", "q4", "nf4"), ("bf16", "q8", "q4")
+#: Longest context that llama.cpp is to compute; it takes minutes for each of its caches.
+LLAMA_MOST = 8192
 #: Tokens whose states are repeated; steps of a round; rounds, and seconds after which no more are begun.
 TEXT, STEPS, ROUNDS, BUDGET_S = 256, 4, 11, 60.0
 QUICK = (64, 2048)
@@ -110,8 +112,16 @@ def in_generator(model: Any, ids: Tensor, context: int, weights: str) -> Iterato
 
 
 def in_llama_cpp(name: str, running: dict[str, LlamaCpp], context: int) -> Iterator[Running]:
-    """llama.cpp with each of its caches; a context is what it had before, and as many tokens more as are missing."""
+    """llama.cpp with each of its caches; a context is what it had before, and as many tokens more as are missing.
+
+    Contexts it has no room for are left out with a line.
+    """
     for kind, llama in running.items():
+        if context > llama.room:
+            print(
+                f"llama.cpp {kind}: {context} tokens are left out, it was to compute {llama.room}"
+            )
+            continue
         llama.lengthen(context)
         yield Running(
             "llama.cpp", kind, llama.weights(gguf_file(name)), llama.take, llama.nbytes,
@@ -150,7 +160,12 @@ def rows_of(
 
 
 def decode(
-    name: str, contexts: Sequence[int], dtype: torch.dtype, rounds: int, budget_s: float
+    name: str,
+    contexts: Sequence[int],
+    dtype: torch.dtype,
+    rounds: int,
+    budget_s: float,
+    llama_most: int = LLAMA_MOST,
 ) -> Iterator[list[dict[str, Any]]]:
     """The lines of every context of one model."""
     folder = model_folder(name)
@@ -160,10 +175,10 @@ def decode(
     ids = torch.randint(hf.config.vocab_size, (1, TEXT), generator=torch.Generator().manual_seed(0))
     states = hf_decode.prompt_states(hf.eval(), ids)
     short = str(dtype).removeprefix("torch.")
-    reach = max(c for c in contexts if c <= most)
+    reach = max((c for c in contexts if c <= min(most, llama_most)), default=0)
     peers = (
-        {kind: LlamaCpp(gguf_file(name), kind, reach + 4 * TEXT, ids[0].tolist()) for kind in LLAMA_KINDS}
-        if name in SOURCES and find_spec("llama_cpp")
+        {kind: LlamaCpp(gguf_file(name), kind, reach, ids[0].tolist()) for kind in LLAMA_KINDS}
+        if reach and name in SOURCES and find_spec("llama_cpp")
         else {}
     )  # fmt: skip
     if not peers:
@@ -192,6 +207,9 @@ def main() -> None:
     parser.add_argument(
         "--prompts", type=int, nargs="*", help="also first tokens behind so many tokens"
     )
+    parser.add_argument(
+        "--llama-most", type=int, default=LLAMA_MOST, help="longest context of llama.cpp"
+    )
     parser.add_argument("--quick", action="store_true", help=f"contexts of {QUICK}, few rounds")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
@@ -200,7 +218,8 @@ def main() -> None:
     for name in args.models or SOURCES:
         try:
             rows: list[dict[str, Any]] = []
-            for part in decode(name, contexts, getattr(torch, args.dtype), rounds, budget):
+            dtype = getattr(torch, args.dtype)
+            for part in decode(name, contexts, dtype, rounds, budget, args.llama_most):
                 rows += part
                 write_csv(args.out / f"{file_name(name)}{DECODE}", COLUMNS, rows)
                 for row in part:

@@ -15,6 +15,8 @@ KINDS = {"f16": "GGML_TYPE_F16", "q8_0": "GGML_TYPE_Q8_0", "q4_0": "GGML_TYPE_Q4
 #: Bytes of 32 values.
 BYTES = {"f16": 64, "q8_0": 34, "q4_0": 18}
 _BATCH = 512
+#: Tokens of steps behind a context.
+STEPS = 1024
 
 
 class LlamaCpp:
@@ -23,17 +25,18 @@ class LlamaCpp:
     Args:
         gguf: the model.
         kind: of `KINDS`.
-        room: tokens there is room for.
+        room: tokens of its longest context; it has room for steps behind them.
         text: token ids that are repeated as its context.
     """
 
     def __init__(self, gguf: Path, kind: str, room: int, text: Sequence[int]) -> None:
         package: Any = import_module("llama_cpp")
         self.kind, self.version, self._text = kind, package.__version__, list(text)
+        self.room = room
         threads = torch.get_num_threads()
         stored = getattr(package, KINDS[kind])
         self.model = package.Llama(
-            str(gguf), n_ctx=room, n_batch=_BATCH, n_ubatch=_BATCH, n_threads=threads, n_threads_batch=threads,
+            str(gguf), n_ctx=room + STEPS, n_batch=_BATCH, n_ubatch=_BATCH, n_threads=threads, n_threads_batch=threads,
             type_k=stored, type_v=stored, flash_attn=True, n_gpu_layers=0, verbose=False,
         )  # fmt: skip
 
