@@ -7,6 +7,7 @@ from typing import Any
 
 from caramba_fast.bench.kernels.cards import SHARED_LIMITS
 from caramba_fast.formats import FORMATS, Format
+from caramba_fast.kernels import append
 from caramba_fast.kernels.tiles_layout import (
     Settings,
     Stream,
@@ -85,6 +86,11 @@ class Variant:
         constants = dict(self.constants)
         if "PTX" in constants:
             constants["PTX"] = backend == "cuda"
+        if backend == "hip" and constants.get("THIRD") is not None:  # one stream a launch
+            constants.update(SECOND=None, THIRD=None)
+            alone = {**self.arguments, "second": None, "third": None}
+            warps = append.num_warps([constants["FIRST"]])
+            return replace(self, constants=constants, arguments=alone, num_warps=warps)
         if "C" not in constants:
             return replace(self, constants=constants)
         shape = constants["C"]

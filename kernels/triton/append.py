@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -108,14 +109,15 @@ def append_kernel(
     first, second and third are fields of a `Stream`, where those of `Rows`, in order; without the last fields, which
     grow with a cache: tuples are specialized on, numbers need not be.
     """
-    STREAMS: tl.constexpr = 2 if THIRD is None else 3
+    STREAMS: tl.constexpr = 1 if SECOND is None else (2 if THIRD is None else 3)
     where = Rows(*where, table_row, table_pages, pages)
     program, lane = tl.program_id(0), tl.program_id(1) // STREAMS
     which, b = tl.program_id(1) % STREAMS, tl.program_id(2).to(tl.int64)
     if which == 0:
         _work(Stream(*first), FIRST, where, b, lane, heads, program, tokens, writers)
-    if which == 1:
-        _work(Stream(*second), SECOND, where, b, lane, heads, program, tokens, writers)
+    if STREAMS > 1:  # noqa: SIM102 - as below
+        if which == 1:
+            _work(Stream(*second), SECOND, where, b, lane, heads, program, tokens, writers)
     if THIRD is not None:  # noqa: SIM102 - known at compile time, unlike the other
         if which == 2:
             _work(Stream(*third), THIRD, where, b, lane, heads, program, tokens, writers)
@@ -132,9 +134,13 @@ def tokens_at_once(tokens: int, widest: int) -> int:
 
 
 def num_warps(layouts: Sequence[Layout]) -> int:
-    """Warps of a program that writes any of these."""
+    """Warps of a program that writes any of these; of one stream alone, as on AMD, two, for fewer scalars in each."""
     values = max(part.ROWS * part.BLOCK for part in layouts)
-    return max(min(max(values // WARP_VALUES, 1), MOST_WARPS), *map(group_warps, layouts))
+    return max(
+        2 if len(layouts) == 1 else 1,
+        min(max(values // WARP_VALUES, 1), MOST_WARPS),
+        *map(group_warps, layouts),
+    )
 
 
 def _described(
@@ -162,6 +168,10 @@ def launch(names: tuple[str, ...], args: tuple[Any, ...], options: dict[str, Any
     stored, new = args[: 2 * count], args[2 * count : 3 * count]
     start, kinds = args[3 * count], args[3 * count + 1 :]
     if new[0].numel() == 0:
+        return
+    if count == MOST_STREAMS and torch.version.hip is not None:  # scalars of three streams spill
+        for i, name in enumerate(names):
+            launch((name,), (*stored[2 * i : 2 * i + 2], new[i], start, kinds[i]), options)
         return
     batch, heads, tokens, _ = new[0].shape
     streams, layouts = _described(names, kinds, stored, new, options)

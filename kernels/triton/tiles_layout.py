@@ -138,7 +138,9 @@ def settings(streams: Sequence[Stream], rows: int, unit: int) -> Settings:
         tile //= 2
     stored = sum(stream.width * (1 if stream.form > 2 else 2) for stream in streams)
     heavy = stored * tile > 3 * 2**14
-    short = streams[0].group > 1 and widest <= 64  # three stages spill on sm_80
+    # Three stages of keys by channel spill: narrow ones on sm_80, those of 8 bits on sm_100.
+    bits = list(FORMATS.values())[streams[0].form].bits
+    short = streams[0].group > 1 and (widest <= 64 or bits == 8)
     return Settings(padded, tile, 4, 2 if wide or heavy or short else 3, widest <= 64)
 
 

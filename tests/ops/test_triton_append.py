@@ -226,6 +226,27 @@ def test_streams_differ_in_everything(device):
     assert not differing(given, device)
 
 
+@one_tile
+@pytest.mark.parametrize(
+    ("kinds", "sides"),
+    [(("q8_0", "fp16", "nf4"), {}), (("q4_channel", "q4_channel", "q4_0"), {"ring": 45, "tokens": 34, "sink": 4})],
+    ids=["by token", "by channel"],
+)  # fmt: skip
+def test_one_stream_at_a_time_where_the_scalars_of_three_spill(kinds, sides, device, monkeypatch):
+    """As on AMD; elsewhere all of them are one launch."""
+    from caramba_fast.kernels import append
+
+    monkeypatch.setattr(torch.version, "hip", "as if")
+    launches = []
+    whole = append.launch
+    monkeypatch.setattr(
+        append, "launch", lambda names, *a: (launches.append(names), whole(names, *a))
+    )
+    given = layer(kinds, (32, 32, 64), pages=[[4, 1], [0, 3]], start=(5, 30), **sides)
+    assert not differing(given, device)
+    assert launches[-3:] == [("k_sem",), ("k_geo",), ("v",)]
+
+
 # -- groups of tokens by channel ------------------------------------------------------------------
 
 
