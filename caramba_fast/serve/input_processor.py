@@ -27,6 +27,8 @@ from caramba_fast.serve.config import EngineConfig
 from caramba_fast.serve.metrics import RequestTimes
 from caramba_fast.serve.request import PagedSequence, Request, private_scope
 
+#: Tokens of a request at least, where memory is shared out between rings and pages.
+USUAL_TOKENS = 256
 #: Runs of tokens that prompt lookup looks for.
 LOOKUP = (3, 1)
 #: Settings that belong to the engine, not to one request.
@@ -328,8 +330,9 @@ def pool_for(model: Any, config: GenerateConfig, settings: EngineConfig) -> Page
         ring += (
             sinks  # one more for each ring, and for every 16 pages: those of `PagePool.sink_rows`
         )
-        # No more rings than requests there can be, of two pages and more each.
-        rings = max(1, min(rings, settings.cache_bytes // (ring + 2 * page)))
+        # No more rings than requests there can be that have `USUAL_TOKENS`: what rings take, pages do not have.
+        usual = max(2, USUAL_TOKENS // size) * page
+        rings = max(1, min(rings, settings.cache_bytes // (ring + usual)))
         left = settings.cache_bytes - rings * ring
         wanted = left // page
         while wanted * page + wanted // 16 * sinks > left:

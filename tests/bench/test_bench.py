@@ -28,7 +28,7 @@ from caramba_fast.bench.kernels.comparators import Implementation
 from caramba_fast.bench.kernels.registry import Case
 from caramba_fast.bench.kernels.shards import Shard
 from caramba_fast.bench.kernels.table import COLUMNS, read
-from caramba_fast.bench.pages import readme, report
+from caramba_fast.bench.pages import real_decode_page, report, sections
 
 CPU = torch.device("cpu")
 SMALL = Case("decode_attention", ("q8_0",), 2, 4, 2, 64, 128, tokens=3, dtype="fp32")
@@ -299,9 +299,8 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def test_the_table_of_the_readme_is_that_of_the_results():
-    root = Path(__file__).resolve().parents[2]
-    text = (root / "README.md").read_text()
-    rows = read(root / "bench" / "results" / "cpu.csv")
-    assert readme.replaced(text, readme.table(rows)) == text, "make bench-page"
-    with pytest.raises(ValueError, match="the README lacks"):
-        readme.replaced("# Title", [])
+    text = real_decode_page.README.read_text(encoding="utf-8")
+    lines = real_decode_page.headline()
+    assert sections.replaced(text, real_decode_page.PART, lines) == text, "make bench-real"
+    with pytest.raises(ValueError, match="the page needs one"):
+        sections.replaced("# Title", real_decode_page.PART, [])

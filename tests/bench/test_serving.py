@@ -162,7 +162,8 @@ def test_more_requests_run_at_once_in_four_bits(model, text):
     assert few.cache_bytes == size and plain.pages > 3.4 * few.pages
     assert plain.mean > 2 * few.mean and few.most >= 1
     # By channel each request has a ring of 32 tokens in fp16 beside its pages.
-    assert many.pages > 1.8 * few.pages and many.mean > few.mean and many.cache_bytes <= size
+    assert many.pages > 2.2 * few.pages and many.mean > 2 * few.mean
+    assert many.cache_bytes <= size
 
 
 def test_requests_at_once_are_those_of_the_model_itself(model, text, monkeypatch):

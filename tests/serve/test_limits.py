@@ -127,7 +127,7 @@ DEAR: dict[str, Any] = {
 #: Numbers and switches: the same work whatever they are.
 FLAT = {
     "min_new_tokens", "max_time", "ignore_eos", "pad_token_id", "repetition_penalty", "length_penalty",
-    "early_stopping", *SamplingFields.model_fields,
+    "early_stopping", "presence_penalty", "frequency_penalty", *SamplingFields.model_fields,
 }  # fmt: skip
 
 
