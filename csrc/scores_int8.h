@@ -19,18 +19,6 @@ inline __m512i loaded(const std::int8_t* from) {
   return v;
 }
 
-// Four tokens' dwords: columns[c] holds, in each lane, dword c of the four.
-inline void columns_of(const __m512i (&rows)[4], __m512i (&columns)[4]) {
-  const __m512i a = _mm512_unpacklo_epi32(rows[0], rows[1]);
-  const __m512i b = _mm512_unpacklo_epi32(rows[2], rows[3]);
-  const __m512i c = _mm512_unpackhi_epi32(rows[0], rows[1]);
-  const __m512i d = _mm512_unpackhi_epi32(rows[2], rows[3]);
-  columns[0] = _mm512_unpacklo_epi64(a, b);
-  columns[1] = _mm512_unpackhi_epi64(a, b);
-  columns[2] = _mm512_unpacklo_epi64(c, d);
-  columns[3] = _mm512_unpackhi_epi64(c, d);
-}
-
 // Four tokens of a unit as unsigned bytes, column by column; for nf4 high bytes, then low ones.
 template <Format F>
 struct KeyGroup {

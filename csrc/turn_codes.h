@@ -43,18 +43,6 @@ struct Tokens {
   }
 };
 
-// Four vectors' dwords, within each lane: columns[c] holds dword c of the four.
-inline void turn_lanes(const __m512i (&rows)[4], __m512i (&columns)[4]) {
-  const __m512i a = _mm512_unpacklo_epi32(rows[0], rows[1]);
-  const __m512i b = _mm512_unpacklo_epi32(rows[2], rows[3]);
-  const __m512i c = _mm512_unpackhi_epi32(rows[0], rows[1]);
-  const __m512i d = _mm512_unpackhi_epi32(rows[2], rows[3]);
-  columns[0] = _mm512_unpacklo_epi64(a, b);
-  columns[1] = _mm512_unpackhi_epi64(a, b);
-  columns[2] = _mm512_unpacklo_epi64(c, d);
-  columns[3] = _mm512_unpackhi_epi64(c, d);
-}
-
 // A dword of 16 tokens, the one at DWORD of its vectors, as codes of four values each.
 template <int BITS, int DWORD>
 inline void store_column(__m512i v, std::uint8_t* columns) {
@@ -114,7 +102,7 @@ inline void turn_part(const Tokens& tokens, int byte, std::uint8_t* columns) {
       rows[i] = PARTS == 4   ? tokens.whole(4 * q + i, byte)
                 : PARTS == 2 ? tokens.halves(8 * q + i, 4, byte)
                              : tokens.quarters(i, 4, byte);
-    turn_lanes(rows, part[q]);
+    columns_of(rows, part[q]);
   }
   store_parts<BITS>(part, columns + byte * (128 / BITS));
 }
