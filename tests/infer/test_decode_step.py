@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.generators import new_model
 
 import caramba_fast
 from caramba_fast import GenerateConfig, Generator
-from support.generators import new_model
 
 ROOT = str(Path(caramba_fast.__file__).parent)
 
