@@ -32,7 +32,14 @@ from caramba_fast.bench.pages.sections import write_csv
 from caramba_fast.bench.real.first_token import first_tokens
 from caramba_fast.bench.real.llama_cpp import KINDS as LLAMA_KINDS
 from caramba_fast.bench.real.llama_cpp import LlamaCpp
-from caramba_fast.bench.real.models import SOURCES, FetchError, gguf_file, model_folder, title
+from caramba_fast.bench.real.models import (
+    MEASURED,
+    SOURCES,
+    FetchError,
+    gguf_file,
+    model_folder,
+    title,
+)
 from caramba_fast.bench.real.study import RESULTS, file_name
 from caramba_fast.infer import Generator
 from caramba_fast.models import load_model
@@ -215,7 +222,7 @@ def main() -> None:
     args = parser.parse_args()
     contexts = args.contexts or (QUICK if args.quick else CONTEXTS)
     rounds, budget = (3, 10.0) if args.quick else (ROUNDS, BUDGET_S)
-    for name in args.models or SOURCES:
+    for name in args.models or MEASURED:
         try:
             rows: list[dict[str, Any]] = []
             dtype = getattr(torch, args.dtype)
