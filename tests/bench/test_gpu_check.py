@@ -40,7 +40,9 @@ def test_without_a_gpu_there_is_nothing_to_check(tmp_path: Path, stages: tuple[s
     done = gpu_check(tmp_path, str(tmp_path / "out"), *stages)
     assert done.returncode == 0, done.stderr
     assert "no CUDA device: nothing to check" in done.stdout
-    assert " ".join(stages or ("build", "parity", "sanitize", "bench", "model", "tune")) in done.stdout
+    assert (
+        " ".join(stages or ("build", "parity", "sanitize", "bench", "model", "tune")) in done.stdout
+    )
     assert not (tmp_path / "out").exists()
 
 
