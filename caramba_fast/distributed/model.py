@@ -40,6 +40,10 @@ class ParallelModel:
 
     #: Steps decide on the host where a token goes, and collectives go through the host.
     why_not_recorded = "the model runs on several ranks"
+    #: No rank has all weights, or the whole cache.
+    why_not_saved = (
+        "the model runs on several ranks, and each has a part of its weights or of its cache"
+    )
 
     def __init__(self, model: Any, layout: Sequence[AnyLayerShape], group: RankGroup) -> None:
         self.model, self.group, self._layout = model, group, list(layout)
