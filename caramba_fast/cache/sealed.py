@@ -18,6 +18,7 @@ from caramba_fast.config.files import parse_json, replacing, shown
 
 #: The one key of the metadata. Its value is JSON that begins with the checksum, so that it is found again.
 KEY = "caramba_fast"
+_BEGIN = f'{{"__metadata__":{{"{KEY}":'.encode()
 _FRONT, _EMPTY = b'\\"checksum\\":\\"', b"0" * 64
 
 
@@ -124,18 +125,18 @@ def _opened(data: bytes, what: str, version: int) -> Sealed:
     from safetensors.torch import load  # noqa: PLC0415
 
     size, place = _header_size(data), _place(data)
-    if len(data) < 8 + size and data[8:9] in (b"{", b""):
-        raise SealedFileError(
-            f"was cut short: of its header of {size} bytes it has {len(data) - 8}"
-        )
-    told = _told(data[8 : 8 + size])
+    told, end = _told(data[8 : 8 + size])
     if place < 0 or told.get("what") != what:
+        if len(data) < 8 + size and data[8:].startswith(_BEGIN):
+            raise SealedFileError(f"was cut short: it ends within its header of {size} bytes")
         raise SealedFileError(f"is no {what} of caramba-fast")
     found = told.get("version")
     if type(found) is int and found > version:
         raise SealedFileError(
             f"is a {what} of format version {shown(found)}; this version of caramba-fast reads up to {version}"
         )
+    if len(data) < 8 + size + end:
+        raise SealedFileError(f"was cut short: it has {len(data)} of {8 + size + end} bytes")
     if data[place : place + len(_EMPTY)] != _checksum(data, place):
         raise SealedFileError(
             "is damaged: its bytes do not have the checksum they were written with, so that some were lost or changed"
@@ -149,10 +150,12 @@ def _opened(data: bytes, what: str, version: int) -> Sealed:
         raise SealedFileError(f"holds no tensors that can be read: {shown(error)}") from error
 
 
-def _told(header: bytes) -> dict[str, Any]:
-    """What the metadata of a header says; nothing where it says nothing of ours."""
+def _told(header: bytes) -> tuple[dict[str, Any], int]:
+    """What the metadata of a header says, and the bytes of its tensors; nothing where it says nothing of ours."""
     try:
-        found = parse_json(parse_json(header)["__metadata__"][KEY], finite=True)
-    except (ValueError, KeyError, TypeError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        entries = parse_json(header)
+        found = parse_json(entries.pop("__metadata__")[KEY], finite=True)
+        end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return {}, 0
+    return (found, end) if isinstance(found, dict) else ({}, 0)

@@ -75,6 +75,13 @@ def generate(
     num_return_sequences: o.Answers = None,
     draft: o.DraftModel = None,
     spec_k: o.DraftLength = None,
+    session: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file that keeps the conversation: PROMPT follows what is in it, and it is saved again.",
+            rich_help_panel=o.CACHE,
+        ),
+    ] = None,
 ) -> None:
     """Continues PROMPT, token by token."""
     settings = dict(
@@ -88,7 +95,7 @@ def generate(
         from caramba_fast.cli.models import Setup, run_generate  # noqa: PLC0415
 
         text = sys.stdin.read() if prompt == "-" else prompt
-        run_generate(text, Setup(model, settings, draft, device, dtype), stats)
+        run_generate(text, Setup(model, settings, draft, device, dtype), stats, session)
 
 
 @app.command()
@@ -172,8 +179,8 @@ def chat(
     """A conversation in the terminal; its cache grows with it, and only what is new is read.
 
     /reset begins anew, /undo takes the last turn back, /stats shows
-    figures, /quit or Ctrl-D ends. Ctrl-C stops an answer; what it said
-    stays.
+    figures, /session save FILE and /session load FILE keep it, /quit or
+    Ctrl-D ends. Ctrl-C stops an answer; what it said stays.
     """
     settings = dict(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,

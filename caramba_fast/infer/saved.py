@@ -119,8 +119,8 @@ class SavableGenerator(StepwiseGenerator):
         check_replaceable(path, WHAT, partial(is_sealed, what=WHAT), force=force)
         tensors: dict[str, Tensor] = {}
         settings = self.config.model_dump(mode="json", include=KEPT)
-        if self.config.cache_kind == AUTO:
-            assert self.cache_plan is not None
+        settings["cache_kind"] = self.config.cache_name
+        if self.cache_plan is not None:
             settings["cache_kind"] = self.cache_plan.spec
         about = _About(
             settings=settings,
@@ -159,13 +159,16 @@ class SavableGenerator(StepwiseGenerator):
         made._take(saved)
         return made
 
-    def resume(self, path: str | Path) -> dict[str, Any]:
+    def resume(self, path: str | Path | SavedSession) -> dict[str, Any]:
         """Goes on from a file in place of the conversation so far; the notes it was saved with.
+
+        Args:
+            path: the file, or what `read_session` found in it.
 
         Raises:
             SessionError, OSError: as `load`; nothing has changed then.
         """
-        saved = read_session(path)
+        saved = path if isinstance(path, SavedSession) else read_session(path)
         self._take(saved)
         return saved.about.notes
 
@@ -230,7 +233,7 @@ def _problems(generator: SavableGenerator, saved: SavedSession) -> list[str]:
     kind = about.settings.get("cache_kind")
     if config.cache_kind == AUTO:
         return [f"cache_kind is 'auto', and the session is stored as {shown(kind)}; give that kind"]
-    found = part_problems(generator, about.target, saved.tensors, "target")
+    found = part_problems(generator, about.target, saved.tensors, "target", kind)
     mine = config.model_dump(mode="json", include={*FIXED, "prefill"})
     found += [
         f"{name} is {shown(mine[name])}, the session has {shown(about.settings.get(name))}"

@@ -88,9 +88,16 @@ def _layout(generator: StepwiseGenerator) -> list[dict[str, Any]]:
 
 
 def part_problems(
-    generator: StepwiseGenerator, part: SavedPart, tensors: Mapping[str, Tensor], name: str
+    generator: StepwiseGenerator,
+    part: SavedPart,
+    tensors: Mapping[str, Tensor],
+    name: str,
+    kind: str | None = None,
 ) -> list[str]:
-    """What of a part is of another model or another cache than the generator's, or contradicts itself."""
+    """What of a part is of another model or another cache than the generator's, or contradicts itself.
+
+    ``kind`` is what the file calls its storage.
+    """
     mine = _layout(generator)
     if part.layout != mine:
         theirs = f"{len(part.layout)} layers of {shown(part.layout[:1])}"
@@ -103,6 +110,8 @@ def part_problems(
             "with"
         ]
     found = _storage_problems(generator, part)
+    if found and kind not in (None, generator.config.cache_name):
+        return [f"cache_kind is {generator.config.cache_name!r}, the session has {shown(kind)}"]
     return found or _token_problems(generator, part, tensors.get(f"{name}.tokens"))
 
 
@@ -119,8 +128,6 @@ def _storage_problems(generator: StepwiseGenerator, part: SavedPart) -> list[str
             for key in sorted({*mine, *theirs})
             if mine.get(key) != theirs.get(key)
         ]
-    if found:
-        found[0] = f"cache_kind is {generator.config.cache_name!r}: {found[0]}"
     return found
 
 

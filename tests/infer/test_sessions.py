@@ -141,7 +141,9 @@ def test_models_of_transformers(tmp_path: Path) -> None:
     first.generate(THREE)
     goes_on_alike(first, tmp_path / "session")
     Generator.load(tmp_path / "session", made().eval())
-    with pytest.raises(SessionError, match="weights or configuration are not those of the .HuggingFaceModel"):
+    with pytest.raises(
+        SessionError, match="weights or configuration are not those of the .HuggingFaceModel"
+    ):
         Generator.load(tmp_path / "session", made(sliding_window=16).eval())
 
 
@@ -157,6 +159,22 @@ def test_a_session_is_kept_in_place_with_notes(tmp_path: Path) -> None:
     assert second.resume(tmp_path / "session") == {}
     second.reset()
     assert second.generate(THREE).shape == (3, 62)
+
+
+def test_another_word_for_the_same_storage_goes_on(tmp_path: Path) -> None:
+    first = generator("q8:plain,rotate")
+    first.generate(ONE)
+    first.save(tmp_path / "session")
+    second = generator("q8:plain", cache_rotate=True)
+    second.resume(tmp_path / "session")
+    assert second.generate([[4]]).tolist() == first.generate([[4]]).tolist()
+
+
+def test_a_kind_that_was_chosen_is_kept(tmp_path: Path) -> None:
+    chosen = {"cache_auto_candidates": ("fp16", "q8"), "cache_auto_benchmark": False}
+    first = generator("auto", cache_quality_prompt_len=8, **chosen)
+    first.generate(ONE)
+    goes_on_alike(first, tmp_path / "session")
 
 
 def test_a_seed_of_ones_own_begins_other_random_numbers(tmp_path: Path) -> None:
@@ -316,9 +334,9 @@ def test_another_model_is_refused(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"cache_kind": "q8"}, "cache_kind is 'q8_0': kind of k is 'q8_channel', the session has 'q4_channel'"),
-        ({"cache_kind": "nf4"}, "kind of v is 'nf4', the session has 'q4_0'"),
-        ({"cache_kind": "q4:plain"}, "cache_kind is 'q4_0:plain'"),
+        ({"cache_kind": "q8"}, "cache_kind is 'q8_0', the session has 'q4_0'"),
+        ({"cache_kind": "nf4"}, "cache_kind is 'nf4', the session has 'q4_0'"),
+        ({"cache_kind": "q4:plain"}, "cache_kind is 'q4_0:plain', the session has 'q4_0'"),
         ({"cache_kind": "q4", "cache_residual_len": 0}, "residual_len of k is 0, the session has 16"),
         ({"cache_kind": "q4", "cache_sink_len": 5}, "sink_len of k is 5, the session has 4"),
         ({"cache_kind": "q4", "cache_qblock": 64}, "qblock of k is 64, the session has 32"),
