@@ -9,7 +9,7 @@ A round:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -28,21 +28,13 @@ from caramba_fast.infer.generator import Generator
 from caramba_fast.infer.lookup import LookupDraft
 from caramba_fast.infer.run import Hooks, Run, blank_ended
 from caramba_fast.infer.sampling import NOTHING, check_chosen
-from caramba_fast.infer.saved import SavedSession
-from caramba_fast.infer.saved_part import (
-    SavedPart,
-    opened,
-    part_of,
-    part_problems,
-    random_of,
-    random_problem,
-)
+from caramba_fast.infer.saved_draft import SavesDraft
 from caramba_fast.infer.sequence import Prompts
 from caramba_fast.infer.stopping import Decoder
 from caramba_fast.models import LanguageModel
 
 
-class SpeculativeGenerator(Generator):
+class SpeculativeGenerator(SavesDraft, Generator):
     """Generates what `Generator` would, in fewer passes of the target model.
 
     Greedy tokens are the same for any draft; sampled ones have the same distribution, all settings of both models
@@ -316,37 +308,6 @@ class SpeculativeGenerator(Generator):
         """As `Generator.reset`; the draft's cache too."""
         super().reset()
         self._draft.reset()
-
-    def _saved_draft(self, tensors: dict[str, Tensor]) -> SavedPart | None:
-        generator = self._draft_generator
-        if generator is None or generator.cache is None:
-            return None
-        return part_of(generator, "draft", cast(ModelDraft, self._draft).rng, tensors)
-
-    def _check_draft(self, saved: SavedSession) -> list[str]:
-        part, generator = saved.about.draft, self._draft_generator
-        if part is None or generator is None:
-            return []
-        found = part_problems(generator, part, saved.tensors, "draft")
-        if part.random is not None and self.config.seed in (None, saved.about.seed):
-            found += random_problem(generator, part, saved.tensors.get("draft.random"))
-        return found
-
-    def _opened_draft(self, saved: SavedSession) -> Callable[[], None]:
-        part, generator = saved.about.draft, self._draft_generator
-        if part is None or generator is None:
-            return self._draft.reset
-        draft = cast(ModelDraft, self._draft)
-        cache, rows = opened(generator, part, "draft", saved.tensors)
-        rng = draft.rng
-        if part.random is not None and self.config.seed in (None, saved.about.seed):
-            rng = random_of(generator, part, saved.tensors["draft.random"])
-
-        def take() -> None:
-            draft.session.go_back(cache, rows)
-            draft.rng = rng
-
-        return take
 
     def _snapshot(self) -> Any:
         return super()._snapshot(), self._draft.snapshot(tails=True)
