@@ -137,6 +137,13 @@ def serve(
         bool,
         typer.Option("--share-prefixes", help="Requests of different keys may share beginnings."),
     ] = False,
+    prefix_store: Annotated[
+        Path | None,
+        typer.Option(help="A folder that keeps beginnings of requests beyond a restart."),
+    ] = None,
+    prefix_store_size: Annotated[
+        str, typer.Option(help="Most it may hold; what was used longest ago goes.")
+    ] = "4GiB",
 ) -> None:
     """Answers MODEL's clients over HTTP, as OpenAI's API does: /v1/chat/completions, /v1/completions, /v1/models."""
     settings = dict(
@@ -149,6 +156,10 @@ def serve(
         server.check_address(address)
         if cache_memory is not None:
             settings["cache_bytes"] = server.memory(cache_memory)
+        if prefix_store is not None:
+            settings["prefix_store"] = prefix_store
+            most = server.memory(prefix_store_size, "--prefix-store-size")
+            settings["prefix_store_bytes"] = most
         engine = server.open_engine(model, device, dtype, settings)
         server.run_server(engine, name or model, address, share_prefixes)
 
