@@ -141,9 +141,7 @@ def test_models_of_transformers(tmp_path: Path) -> None:
     first.generate(THREE)
     goes_on_alike(first, tmp_path / "session")
     Generator.load(tmp_path / "session", made().eval())
-    with pytest.raises(
-        SessionError, match="weights or configuration are not those of the .HuggingFaceModel"
-    ):
+    with pytest.raises(SessionError, match=r"configuration are not those of the .HuggingFaceModel"):
         Generator.load(tmp_path / "session", made(sliding_window=16).eval())
 
 
