@@ -33,7 +33,11 @@ from support.plans import any_plan
 
 import caramba_fast
 from caramba_fast import LayerKVCache
+from caramba_fast.cache.sealed import is_sealed, write_sealed
 from caramba_fast.config import cache_configs
+from caramba_fast.infer import Generator
+from caramba_fast.infer.saved import VERSION, WHAT, read_session
+from caramba_fast.infer.saved_part import SessionError
 from caramba_fast.infer.tokenizer import TextTokenizer
 from caramba_fast.manifest import ManifestError, load_manifest
 from caramba_fast.manifest.schema import is_report as is_run_report
@@ -175,6 +179,36 @@ def read_state(folder: Path) -> None:
     new_layer().load_state_dict(found)
 
 
+@cache
+def session_model() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(CONFIG.model_copy(update={"head_dim": 32, "hidden_size": 64})).eval()
+
+
+def session(folder: Path) -> None:
+    made = Generator(session_model(), cache_kind="q4", max_seq_len=64, max_new_tokens=3, seed=1)
+    made.generate([[3, 4, 5], [6]])
+    made.save(folder / "session", force=True)
+    about = read_session(folder / "session").about.model_dump_json()
+    (folder / "about.json").write_text(about)
+
+
+def read_saved(folder: Path) -> None:
+    Generator.load(folder / "session", session_model()).decode_step([1, 2])
+
+
+def read_sealed_again(folder: Path) -> None:
+    """What a file says of its tensors was changed by somebody who knows how to make a checksum."""
+    try:
+        about = dict(json.loads((folder / "about.json").read_bytes()))
+        tensors = read_session(folder / "session").tensors
+        write_sealed(folder / "changed", WHAT, VERSION, about, tensors)
+    except (ValueError, TypeError, RecursionError):
+        return  # no JSON that could be put into a file
+    found = Generator.load(folder / "changed", session_model())
+    found.decode_step([1] * len(found.tokens))
+
+
 CHECKPOINT = ("models/checkpoint.py", "models/config.py:from_file")
 FORMATS: dict[str, Format] = {
     "config.json": Format(
@@ -239,6 +273,15 @@ FORMATS: dict[str, Format] = {
         ("manifest/schema.py:is_report", "cli/bench.py:_is_details", "cli/bench.py:_is_table"),
     ),
     "cache state": Format(state, "state.pt", read_state, (ValueError,), ()),
+    "session": Format(
+        session, "session", read_saved, (SessionError,),
+        ("cache/sealed.py:read_sealed", "cache/sealed.py:_told"),
+    ),
+    "session, asked": Format(
+        session, "session", lambda folder: is_sealed(folder / "session", WHAT), (),
+        ("cache/sealed.py:is_sealed",),
+    ),
+    "session, sealed again": Format(session, "about.json", read_sealed_again, (SessionError,), ()),
 }  # fmt: skip
 #: Readers of what is not handed to users by strangers, or that only hand text on.
 TRUSTED = {

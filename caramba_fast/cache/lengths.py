@@ -119,6 +119,8 @@ class TailKeeper:
 
     def held_from(self, lengths: Sequence[int]) -> list[int]:
         """The lowest position of rows of ``lengths`` tokens whose fp16 values are in the ring."""
+        if not self.size:
+            return list(self.lowest)
         return [max(low, n - self.size) for low, n in zip(self.lowest, lengths, strict=True)]
 
     def lost(self, before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -127,7 +129,7 @@ class TailKeeper:
         held = zip(before, after, self.held_from(before), strict=True)
         for row, (old, new, low) in enumerate(held):
             needed = self._needed(new)
-            if self.size and new < old and low > needed and new > needed:
+            if new < old and low > needed and new > needed:
                 found.append((row, needed, min(low, new)))
         return found
 

@@ -71,12 +71,12 @@ class PagePool:
     @property
     def nbytes(self) -> int:
         """Bytes allocated for pages, rings and sinks."""
-        return sum(buffer.nbytes for buffer in (*self._buffers, *self._sides))
+        return sum(buffer.nbytes for buffer in (*self.page_buffers, *self._sides))
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        return sum(buffer.nbytes for buffer in self._buffers) // self.num_pages
+        return sum(buffer.nbytes for buffer in self.page_buffers) // self.num_pages
 
     @property
     def ring_bytes(self) -> int:
@@ -87,7 +87,7 @@ class PagePool:
     @property
     def sink_bytes(self) -> int:
         """Bytes of the sinks of one sequence over all layers; 0 where the storage has none."""
-        return sum(sink.nbytes for sink in self._sinks) // self.sink_rows
+        return sum(sink.nbytes for sink in self.sinks) // self.sink_rows
 
     @property
     def sink_rows(self) -> int:
@@ -100,12 +100,14 @@ class PagePool:
         return -(-self.max_seq_len // self.page_size)
 
     @property
-    def _buffers(self) -> list[Tensor]:
+    def page_buffers(self) -> list[Tensor]:
+        """Codes and scales of every stream of every layer, (pages, ...) each."""
         streams = (stream for layer in self.layers for stream in layer.streams.values())
         return [x for stream in streams for x in (stream.codes, stream.scales) if x is not None]
 
     @property
-    def _sinks(self) -> list[Tensor]:
+    def sinks(self) -> list[Tensor]:
+        """Sinks of every stream that has them, (sink_rows, ...) each."""
         streams = (stream for layer in self.layers for stream in layer.streams.values())
         return [stream.sink for stream in streams if stream.sink is not None]
 
@@ -113,7 +115,7 @@ class PagePool:
     def _sides(self) -> list[Tensor]:
         """Rings and sinks, of which every sequence has a row."""
         streams = (stream for layer in self.layers for stream in layer.streams.values())
-        return [*(stream.tail for stream in streams if stream.tail is not None), *self._sinks]
+        return [*(stream.tail for stream in streams if stream.tail is not None), *self.sinks]
 
     @torch.no_grad()
     def copy_ring(self, source: int, target: int) -> None:
@@ -135,8 +137,19 @@ class PagePool:
     @torch.no_grad()
     def copy_sinks(self, source: int, target: int) -> None:
         """Copies sinks to other ones; places are 0 to ``sink_rows`` - 1, those of the rings first."""
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink[target] = sink[source]
+
+    @torch.no_grad()
+    def read_sinks(self, place: int) -> PageBytes:
+        """What sinks at a place hold, on the CPU; nothing where the storage has none."""
+        return [sink[place].to("cpu", copy=True) for sink in self.sinks]
+
+    @torch.no_grad()
+    def write_sinks(self, place: int, content: PageBytes) -> None:
+        """Puts what `read_sinks` gave into another place."""
+        for sink, part in zip(self.sinks, content, strict=True):
+            sink[place] = part.to(self.device)
 
     @torch.no_grad()
     def copy(self, moved: Sequence[tuple[int, int]]) -> None:
@@ -148,13 +161,13 @@ class PagePool:
     def read(self, pages: Sequence[int]) -> PageBytes:
         """What stands in ``pages``, as packed bytes on the CPU."""
         index = torch.tensor(list(pages), device=self.device)
-        return [buffer.index_select(0, index).cpu() for buffer in self._buffers]
+        return [buffer.index_select(0, index).cpu() for buffer in self.page_buffers]
 
     @torch.no_grad()
     def write(self, pages: Sequence[int], content: PageBytes) -> None:
         """Puts what `read` gave into other ``pages``."""
         index = torch.tensor(list(pages), device=self.device)
-        for buffer, part in zip(self._buffers, content, strict=True):
+        for buffer, part in zip(self.page_buffers, content, strict=True):
             buffer.index_copy_(0, index, part.to(self.device))
 
     @staticmethod

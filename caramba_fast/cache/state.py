@@ -14,7 +14,7 @@ from torch import Tensor
 
 from caramba_fast.cache.stream import CacheTensor
 from caramba_fast.config.files import shown
-from caramba_fast.config.kvcache import REMOVED, ring_size
+from caramba_fast.config.kvcache import REMOVED, KVCacheTensorConfig, ring_size
 
 #: What is kept of a stream.
 _STREAM = ("head_dim", "config", "codes", "scales", "tail", "sink")
@@ -138,3 +138,29 @@ def on_device(part: dict[str, Any], device: torch.device) -> dict[str, Any]:
         return value.to(device) if isinstance(value, Tensor) else value
 
     return {key: there(value) for key, value in part.items()}
+
+
+def without_leftovers(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with zeros where the cache holds nothing: what memory held there before is not for a file.
+
+    That is: codes and scales behind the end of a row (by channel of a group that is not full), and slots of rings that
+    no token of the row is in. Tensors of the state are changed in place.
+    """
+    for part in state["streams"].values():
+        group = KVCacheTensorConfig(**part["config"]).group
+        for row, (length, low) in enumerate(
+            zip(state["lengths"], state["tail_lowest"], strict=True)
+        ):
+            full = length // group
+            part["codes"][row, :, full * group :] = 0
+            if part["scales"] is not None:
+                part["scales"][row, :, full:] = 0
+            if part["tail"] is not None:
+                size = part["tail"].shape[2]
+                held = torch.arange(min(low, length), length) % size
+                unused = torch.ones(size, dtype=torch.bool)
+                unused[held] = False
+                part["tail"][row][:, unused.to(part["tail"].device)] = 0
+            if part["sink"] is not None:
+                part["sink"][row, :, length:] = 0
+    return state

@@ -75,6 +75,13 @@ def generate(
     num_return_sequences: o.Answers = None,
     draft: o.DraftModel = None,
     spec_k: o.DraftLength = None,
+    session: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file that keeps the conversation: PROMPT follows what is in it, and it is saved again.",
+            rich_help_panel=o.CACHE,
+        ),
+    ] = None,
 ) -> None:
     """Continues PROMPT, token by token."""
     settings = dict(
@@ -88,7 +95,7 @@ def generate(
         from caramba_fast.cli.models import Setup, run_generate  # noqa: PLC0415
 
         text = sys.stdin.read() if prompt == "-" else prompt
-        run_generate(text, Setup(model, settings, draft, device, dtype), stats)
+        run_generate(text, Setup(model, settings, draft, device, dtype), stats, session)
 
 
 @app.command()
@@ -130,6 +137,13 @@ def serve(
         bool,
         typer.Option("--share-prefixes", help="Requests of different keys may share beginnings."),
     ] = False,
+    prefix_store: Annotated[
+        Path | None,
+        typer.Option(help="A folder that keeps beginnings of requests beyond a restart."),
+    ] = None,
+    prefix_store_size: Annotated[
+        str, typer.Option(help="Most it may hold; what was used longest ago goes.")
+    ] = "4GiB",
 ) -> None:
     """Answers MODEL's clients over HTTP, as OpenAI's API does: /v1/chat/completions, /v1/completions, /v1/models."""
     settings = dict(
@@ -142,6 +156,10 @@ def serve(
         server.check_address(address)
         if cache_memory is not None:
             settings["cache_bytes"] = server.memory(cache_memory)
+        if prefix_store is not None:
+            settings["prefix_store"] = prefix_store
+            most = server.memory(prefix_store_size, "--prefix-store-size")
+            settings["prefix_store_bytes"] = most
         engine = server.open_engine(model, device, dtype, settings)
         server.run_server(engine, name or model, address, share_prefixes)
 
@@ -172,8 +190,8 @@ def chat(
     """A conversation in the terminal; its cache grows with it, and only what is new is read.
 
     /reset begins anew, /undo takes the last turn back, /stats shows
-    figures, /quit or Ctrl-D ends. Ctrl-C stops an answer; what it said
-    stays.
+    figures, /session save FILE and /session load FILE keep it, /quit or
+    Ctrl-D ends. Ctrl-C stops an answer; what it said stays.
     """
     settings = dict(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,

@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import typer
+from pydantic import TypeAdapter, ValidationError
 
 from caramba_fast.cli.models import Setup, open_generator, summary
 from caramba_fast.cli.options import show_error
 from caramba_fast.infer import Generator
+from caramba_fast.infer.saved import SavedSession, read_session
+from caramba_fast.infer.saved_part import SessionError
 from caramba_fast.infer.tokenizer import TextTokenizer, TextWriter
 
 Write = Callable[[str], object]
@@ -161,6 +165,46 @@ class Chat:
         self.generator.reset()
         self.messages, self._turns = list(self._first), []
 
+    # -- on disk --------------------------------------------------------------------------
+
+    def save(self, path: str) -> None:
+        """Writes tokens, cache and messages to a file; arguments and errors as `Generator.save`."""
+        said = {"first": self._first, "messages": self.messages, "turns": self._turns}
+        self.generator.save(path, notes={NOTES: said})
+
+    def load(self, path: str) -> None:
+        """Goes on from a file, in place of what was said here.
+
+        Raises:
+            SessionError, OSError: as `Generator.resume`, several rows, or, where there is a chat template, a file that
+                was not saved in a chat; nothing has changed then.
+        """
+        saved = read_session(path)
+        said = self._said(saved)
+        self.generator.resume(saved)
+        self._first, self.messages = said["first"], said["messages"]
+        self._turns = [(tokens, messages) for tokens, messages in said["turns"]]
+
+    def _said(self, saved: SavedSession) -> dict[str, Any]:
+        """The messages and turns of a file, which are checked."""
+        rows = len(saved.about.target.counts)
+        if rows > 1:
+            raise SessionError(
+                f"{saved.path} has {rows} conversations side by side; a chat has one"
+            )
+        nothing: dict[str, Any] = {"first": [], "messages": [], "turns": []}
+        if NOTES not in saved.about.notes and not self.tokenizer.has_chat_template:
+            return nothing
+        try:
+            return {
+                name: TypeAdapter(kind).validate_python(saved.about.notes[NOTES][name], strict=True)
+                for name, kind in (("first", list[Message]), ("messages", list[Message]), ("turns", list[list[int]]))
+            }  # fmt: skip
+        except (ValidationError, KeyError, TypeError):
+            raise SessionError(
+                f"{saved.path} was not saved in a chat: it does not have the messages, which the chat template lays out"
+            ) from None
+
 
 def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
@@ -176,9 +220,11 @@ def _shared(held: Sequence[int], wanted: Sequence[int]) -> int:
     return count
 
 
+#: Under which name a chat keeps its messages in a session.
+NOTES = "chat"
 HELP = (
-    "/reset begins anew, /undo takes the last turn back, /stats shows figures, /quit ends; "
-    "Ctrl-C stops an answer"
+    "/reset begins anew, /undo takes the last turn back, /stats shows figures, /session save FILE and "
+    "/session load FILE keep the conversation and go on with it, /quit ends; Ctrl-C stops an answer"
 )
 Read = Callable[[], str]
 
@@ -249,10 +295,27 @@ def _command(line: str, chat: Chat) -> bool:
         said = "the last turn is taken back" if chat.undo() else "there is no turn to take back"
     elif line == "/stats":
         said = _figures(chat)
+    elif line.split(maxsplit=1)[0] == "/session":
+        said = _session(line, chat)
     else:
         said = HELP if line == "/help" else f"{line} is no command; {HELP}"
-    _note(said)
+    if said:
+        _note(said)
     return True
+
+
+def _session(line: str, chat: Chat) -> str:
+    """Saves or loads, and says so; what goes wrong is shown, and nothing has changed then."""
+    _, *words = line.split(maxsplit=2)
+    if len(words) != 2 or words[0] not in ("save", "load"):
+        return "/session needs save or load and a file: /session save FILE"
+    do, path = words
+    try:
+        (chat.save if do == "save" else chat.load)(path)
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
+        show_error(error)
+        return ""
+    return f"{len(chat.held)} tokens {'saved to' if do == 'save' else 'loaded from'} {path}"
 
 
 def _figures(chat: Chat) -> str:

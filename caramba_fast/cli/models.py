@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from caramba_fast.config.files import explain
 from caramba_fast.infer import GenerateConfig, Generator, SpeculativeConfig
+from caramba_fast.infer.saved import read_session
 from caramba_fast.infer.tokenizer import TextTokenizer, TextWriter, find_tokenizer
 from caramba_fast.manifest.prepare import build
 from caramba_fast.models.registry import LOOKUP, check_device, model_folder, open_model
@@ -100,18 +102,46 @@ def of_drafts(report: Mapping[str, Any]) -> str:
     return f", {accepted:.0%} of drafts accepted, {tokens:.2f} tokens a pass"
 
 
-def run_generate(text: str, setup: Setup, stats: bool) -> None:
-    """Writes the continuation to stdout and the figures to stderr."""
+def run_generate(text: str, setup: Setup, stats: bool, session: Path | None = None) -> None:
+    """Writes the continuation to stdout and the figures to stderr.
+
+    Args:
+        text: the prompt.
+        setup: what was asked for.
+        stats: whether figures are wanted.
+        session: a file to go on from, where there is one, and to save to.
+    """
+    if session is not None:
+        _check_session(setup, session)
     generator, tokenizer = open_generator(setup)
-    ids = tokenizer.encode(text)
+    if session is not None and session.exists():
+        generator.resume(session)
+    ids = tokenizer.encode(text, special=not generator.tokens)
     if not ids:
         raise ValueError("the prompt is empty; give at least one character")
     if generator.config.num_beams > 1 or generator.config.num_return_sequences > 1:
         _write_answers(generator, tokenizer, ids)
     else:
         _stream(generator, tokenizer, text, ids)
+    if session is not None:
+        generator.save(session)
     if stats and generator.metrics is not None:
         typer.secho(summary(generator), fg="bright_black", err=True)
+
+
+def _check_session(setup: Setup, session: Path) -> None:
+    """Raises for a file that could not be gone on from, or written, before a model is loaded."""
+    answers = setup.settings.get("num_return_sequences") or 1
+    if answers > 1:
+        raise ValueError(
+            f"--num-return-sequences is {answers}; with --session 1 is allowed: a session goes on with one answer"
+        )
+    if session.exists():
+        read_session(session)
+    elif not session.parent.is_dir():
+        raise FileNotFoundError(
+            f"{session.parent} does not exist; --session needs a folder that does"
+        )
 
 
 def _stream(generator: Generator, tokenizer: TextTokenizer, text: str, ids: list[int]) -> None:

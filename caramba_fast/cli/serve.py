@@ -59,8 +59,8 @@ def _is_here(host: str) -> bool:
         return host == "localhost"
 
 
-def memory(text: str) -> int:
-    """Bytes of "2GiB", "512MB" or a number.
+def memory(text: str, option: str = "--cache-memory") -> int:
+    """Bytes of "2GiB", "512MB" or a number, as an option was given.
 
     Raises:
         ValueError: no such size.
@@ -69,10 +69,10 @@ def memory(text: str) -> int:
         found = int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError as error:
         raise ValueError(
-            f"--cache-memory is {text!r}; a size such as 2GiB, 512MiB or 1000000 is needed"
+            f"{option} is {text!r}; a size such as 2GiB, 512MiB or 1000000 is needed"
         ) from error
     if found < 1:
-        raise ValueError(f"--cache-memory is {text!r}; 1 byte or more is needed")
+        raise ValueError(f"{option} is {text!r}; 1 byte or more is needed")
     return found
 
 
@@ -122,9 +122,13 @@ def run_server(engine: Engine, name: str, address: Address, share_prefixes: bool
         f"{report['cache_bytes'] / 2**20:,.0f} MiB; http://{address.host}:{address.port}/v1",
         err=True,
     )
+    if engine.store is not None:
+        typer.secho(engine.store.describe(), err=True)
     uvicorn.run(
         app, host=address.host, port=address.port, log_level="warning", timeout_graceful_shutdown=GRACE_S
     )  # fmt: skip
+    if engine.store is not None:
+        engine.store.close()
 
 
 #: Seconds that requests under way have to end when the server is told to.

@@ -40,6 +40,12 @@ class ParallelModel:
 
     #: Steps decide on the host where a token goes, and collectives go through the host.
     why_not_recorded = "the model runs on several ranks"
+    #: A choice by measurement is one by the clock of each rank.
+    why_not_chosen = "the model runs on several ranks, which may measure and choose differently"
+    #: No rank has all weights, or the whole cache.
+    why_not_saved = (
+        "the model runs on several ranks, and each has a part of its weights or of its cache"
+    )
 
     def __init__(self, model: Any, layout: Sequence[AnyLayerShape], group: RankGroup) -> None:
         self.model, self.group, self._layout = model, group, list(layout)

@@ -174,10 +174,17 @@ def _max_positions(model: PreTrainedModel) -> int | None:
 def check_servable(model: Any) -> None:
     """Raises TypeError with the reason where our caches cannot serve ``model`` through the adapter."""
     reason = _reason(model)
-    if reason is None and getattr(model, "_is_stateful", False):
+    if reason is None and (getattr(model, "_is_stateful", False) or not _keeps_tokens(model)):
         reason = "its state is not (only) keys and values of tokens (it is recurrent or hybrid)"
     if reason:
         raise cannot_be_served(model, reason)
+
+
+def _keeps_tokens(model: Any) -> bool:
+    """Whether all stock layers keep keys and values of tokens and nothing else, where there are stock layers."""
+    if not model._supports_default_dynamic_cache():
+        return True
+    return all(map(keeps_only_tokens, stock_layers(model.config.get_text_config(decoder=True))))
 
 
 def check_cacheable(model: Any) -> None:

@@ -77,6 +77,9 @@ class CacheChoice:
             raise ValueError(
                 f"calibration_ids are for cache_kind='auto'; cache_kind is {config.cache_name!r}"
             )
+        reason = getattr(model, "why_not_chosen", None)
+        if reason and config.cache_kind == AUTO:
+            raise ValueError(f"cache_kind is 'auto'; name a kind: {reason}")
         self._model, self._config = model, config
         self._ids, self._tokenizer = calibration_ids, tokenizer
         self._plans: dict[int, ChosenCache] = {}

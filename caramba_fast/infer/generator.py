@@ -16,15 +16,16 @@ from caramba_fast.infer.logits import LogitsProcessors
 from caramba_fast.infer.output import GenerateOutput
 from caramba_fast.infer.policy_fields import CachePolicyFields, DecodePlanFields
 from caramba_fast.infer.run import Hooks, Run, Stopwatch
+from caramba_fast.infer.saved import SavableGenerator
 from caramba_fast.infer.sequence import Prompts, TokenIds
-from caramba_fast.infer.stepwise import Mask, StepwiseGenerator
+from caramba_fast.infer.stepwise import Mask
 from caramba_fast.infer.stopping import Decoder, Stopping, check_fits, eos_ids, row_limits
 from caramba_fast.infer.tokenizer import find_tokenizer
 from caramba_fast.models import LanguageModel
 from caramba_fast.models.registry import checkpoint_folder, load
 
 
-class Generator(StepwiseGenerator):
+class Generator(SavableGenerator):
     """Generates with a model and keeps the conversation until `reset`.
 
     A second `generate` continues where the first one ended: the last sampled token, which is not in

@@ -28,12 +28,13 @@ from caramba_fast.infer.generator import Generator
 from caramba_fast.infer.lookup import LookupDraft
 from caramba_fast.infer.run import Hooks, Run, blank_ended
 from caramba_fast.infer.sampling import NOTHING, check_chosen
+from caramba_fast.infer.saved_draft import SavesDraft
 from caramba_fast.infer.sequence import Prompts
 from caramba_fast.infer.stopping import Decoder
 from caramba_fast.models import LanguageModel
 
 
-class SpeculativeGenerator(Generator):
+class SpeculativeGenerator(SavesDraft, Generator):
     """Generates what `Generator` would, in fewer passes of the target model.
 
     Greedy tokens are the same for any draft; sampled ones have the same distribution, all settings of both models

@@ -111,6 +111,11 @@ class ModelConfig(BaseModel):
         if (self.decoupled is None) == (self.model_type == "caramba_dba"):
             raise ValueError("decoupled widths belong to model_type 'caramba_dba', and to no other")
         if self.decoupled is not None:
+            if self.sliding_window is not None:
+                raise ValueError(
+                    f"sliding_window is {self.sliding_window}; decoupled attention has no window of its own, None is "
+                    "allowed (decode_local_window of a decode plan reads less of a cache)"
+                )
             for name in ("sem_dim", "geo_dim", "v_dim"):
                 if getattr(self.decoupled, name) % self.num_attention_heads:
                     raise ValueError(
@@ -271,11 +276,13 @@ def _rope_from_hf(raw: dict[str, Any]) -> RopeParameters:
 
 def _uniform_window(raw: dict[str, Any], family: str) -> int | None:
     """The sliding window all layers share, or None; a mix of layers is refused."""
-    uses = {"llama": False, "caramba_dba": False, "mistral": True}.get(
+    uses = {"llama": False, "caramba_dba": True, "mistral": True}.get(
         family, bool(raw.get("use_sliding_window", False))
     )
     if raw.get("sliding_window") is None or not uses:
         return None
+    if family == "caramba_dba":
+        return _integer(raw, "sliding_window")  # refused with the other settings
     window, layers = _integer(raw, "sliding_window"), _integer(raw, "num_hidden_layers")
     kinds = raw.get("layer_types")
     if kinds is None:

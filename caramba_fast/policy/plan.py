@@ -5,19 +5,20 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from caramba_fast.cache import AnyLayerShape
 from caramba_fast.config import cache_configs
 from caramba_fast.config.files import shown
 from caramba_fast.infer.policy_fields import MIB
 from caramba_fast.models import LanguageModel
+from caramba_fast.models.identity import modules_of
 from caramba_fast.ops.registry import serving
 from caramba_fast.quality.identity import add_tensor, digest_of, package_version
 
@@ -176,7 +177,7 @@ def model_identity(model: LanguageModel) -> str:
     to tell a fine-tune from its base, at a fraction of the cost of reading everything.
     """
     digest = hashlib.sha256()
-    for module in _modules(model):
+    for module in modules_of(model):
         for name, value in module.state_dict().items():
             if isinstance(value, Tensor):
                 add_tensor(digest, name, value, VALUES)
@@ -186,15 +187,6 @@ def model_identity(model: LanguageModel) -> str:
         f"{type(model).__name__}, {len(layers)} layers, first {layers[0]}, vocabulary {model.vocab_size}, "
         f"weights {digest.hexdigest()[:16]}"
     )
-
-
-def _modules(model: object) -> Iterable[nn.Module]:
-    """The model, or, for an adapter that is no module itself, the modules it holds."""
-    if isinstance(model, nn.Module):
-        return [model]
-    return [
-        value for value in getattr(model, "__dict__", {}).values() if isinstance(value, nn.Module)
-    ]
 
 
 def _shape(layer: AnyLayerShape) -> str:

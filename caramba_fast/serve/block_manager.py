@@ -6,12 +6,13 @@ Bytes are moved first and noted afterwards, so that a move that fails leaves the
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from caramba_fast.cache import OutOfPagesError, PagePool
 from caramba_fast.serve.block_pool import Content, SharedPages, content_of
 from caramba_fast.serve.config import EngineConfig
 from caramba_fast.serve.metrics import Counters
+from caramba_fast.serve.prefix_store import PrefixStore, bring_back, put_away
 from caramba_fast.serve.request import PagedSequence, SwappedOut
 
 
@@ -45,6 +46,8 @@ class BlockManager:
         self._sinks: OrderedDict[Content, int] = OrderedDict()
         self._free_sinks = list(range(pool.rings, pool.sink_rows))
         self.swapped_bytes = 0
+        #: Keeps pages beyond the life of this process, where there is one.
+        self.store: PrefixStore | None = None
 
     @property
     def _all_rings(self) -> list[int]:
@@ -83,9 +86,13 @@ class BlockManager:
         sinks = self._sinks_of(hit)
         hit = [] if hit and sinks is None and self.pool.sink_len else hit
         self.pages.hold(hit)
+        sequence.pages = hit
+        if self.store is not None:
+            brought = self._bring_back(self.store, sequence)
+            sinks = brought if sinks is None else sinks
         cached = min(len(hit) * size, len(tokens) - 1)
         # By channel what it goes on from must be whole groups: no ring has the others.
-        sequence.pages, sequence.cached = hit, cached - cached % self.pool.group
+        sequence.cached = cached - cached % self.pool.group
         self._take_ring(sequence)
         if sinks is not None:
             self.pool.copy_sinks(sinks, sequence.ring)
@@ -96,6 +103,17 @@ class BlockManager:
             sequence.cached = len(sequence.pages) * size
             needed = self.missing(sequence, sequence.pending)
         return needed
+
+    def _bring_back(self, store: PrefixStore, sequence: PagedSequence) -> int | None:
+        """Adds pages from disk to those found in memory; where their sinks are kept, if the first is one of them."""
+        before, contents = len(sequence.pages), self.contents(sequence)
+        try:
+            sinks = bring_back(store, self.pages, sequence, contents, self._keep_sinks)
+        except Exception as error:
+            raise StorageError(sequence, error) from error
+        brought = len(sequence.pages) - before
+        self.counters.prefix_store_tokens += brought * self.pages.page_size
+        return sinks
 
     def fork(self, sequence: PagedSequence, other: PagedSequence) -> None:
         """``other`` goes on from what ``sequence`` has in its pages, which both hold then."""
@@ -179,8 +197,10 @@ class BlockManager:
             self.swapped_bytes -= self._swap_size(sequence)
             sequence.swapped = None
 
-    def forget_alone(self, sequence: PagedSequence) -> None:
-        """It has ended: what nobody else may find, or holds, is not worth keeping."""
+    def ended(self, sequence: PagedSequence) -> None:
+        """Its full pages go to disk, if they may; what nobody else may find, or holds, is not worth keeping."""
+        if self.store is not None:
+            put_away(self.store, self.pages, sequence)
         if sequence.request.is_private:
             for page in sequence.pages:
                 if self.pages.references[page] == 1:
@@ -254,11 +274,16 @@ class BlockManager:
 
     def _learn_sinks(self, sequence: PagedSequence) -> None:
         """Keeps the sinks that belong to its first page, which others may find."""
-        content = sequence.keys[0]
+        content, ring = sequence.keys[0], sequence.ring
         if self.pool.sink_len and content not in self._sinks:
-            place = self._free_sinks.pop() if self._free_sinks else self._sinks.popitem(False)[1]
-            self.pool.copy_sinks(sequence.ring, place)
-            self._sinks[content] = place
+            self._keep_sinks(content, lambda place: self.pool.copy_sinks(ring, place))
+
+    def _keep_sinks(self, content: Content, write: Callable[[int], None]) -> int:
+        """Where the sinks of a first page are kept from now on, and were written."""
+        place = self._free_sinks.pop() if self._free_sinks else self._sinks.popitem(False)[1]
+        write(place)
+        self._sinks[content] = place
+        return place
 
     def _sinks_of(self, hit: Sequence[int]) -> int | None:
         """Where the sinks of pages that were found are kept; None where they are not."""

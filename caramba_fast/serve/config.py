@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -37,6 +38,10 @@ class EngineConfig(Fields):
         cache_salt: the salt of requests that give none. With None they share with nobody; requests of one
             `Engine.generate_batch` share with each other. What a request finds can be told from its time and its
             metrics, so that requests of one salt can guess each other's prompts: give one to those who may.
+        prefix_store: a folder for full pages of requests that have ended, which are found again after a restart: by
+            requests of the same ``cache_salt``, for the same model, storage and tokens. It holds prompts and answers;
+            one process at a time may use it. None keeps none.
+        prefix_store_bytes: most bytes in it; pages used longest ago go.
         preemption: when pages run out, the newest request gives its own back: "recompute" feeds its tokens
             again later, "swap" moves the packed bytes to host memory and back.
         swap_bytes: most host memory for that; what does not fit is recomputed.
@@ -57,12 +62,18 @@ class EngineConfig(Fields):
     fair_tokens: int = Field(default=256, ge=1)
     prefix_caching: bool = True
     cache_salt: str | None = Field(default=None, min_length=1)
+    prefix_store: Path | None = None
+    prefix_store_bytes: int = Field(default=4 * 2**30, ge=1)
     preemption: Literal["recompute", "swap"] = "recompute"
     swap_bytes: int = Field(default=2**30, ge=0)
     lookup_tokens: int = Field(default=0, ge=0, le=31)
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> EngineConfig:
+        if self.prefix_store is not None and not self.prefix_caching:
+            raise ValueError(
+                "prefix_store is given and prefix_caching is False; a store needs True"
+            )
         if self.num_pages is not None and self.cache_bytes is not None:
             raise ValueError("num_pages and cache_bytes are both given; give one of them")
         if self.max_batch_tokens < self.max_batch_size * (1 + self.lookup_tokens):

@@ -28,6 +28,7 @@ from caramba_fast.serve.input_processor import (
 from caramba_fast.serve.metrics import Counters, EngineMetrics
 from caramba_fast.serve.model_runner import ModelRunner
 from caramba_fast.serve.output_processor import OutputProcessor
+from caramba_fast.serve.prefix_store import store_for
 from caramba_fast.serve.request import Event, Request, RequestOutput
 from caramba_fast.serve.scheduler import Scheduler
 from caramba_fast.serve.undo import EngineFullError, Turn, Undo, _is_under_way, whole
@@ -175,6 +176,7 @@ class Engine(EngineRequests):
         self._undo, self._turn = Undo(counters := Counters()), Turn()
         self._left: tuple[Event, ...] = ()
         scheduler = Scheduler(self.settings, self.pool, counters, self._undo)
+        self.store = scheduler.blocks.store = store_for(self.model, self.pool, self.settings)
         decode = None if self.tokenizer is None else self.tokenizer.decode
         self._outputs = OutputProcessor(scheduler, counters, self._undo, decode)
         runner = ModelRunner(self.model, self.pool, self.inputs, counters)

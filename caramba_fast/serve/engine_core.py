@@ -149,6 +149,7 @@ def engine_metrics(scheduler: Scheduler) -> EngineMetrics:
         step_tokens=counted.step_tokens,
         prefix_hit_tokens=counted.prefix_hit_tokens,
         prefix_hit_rate=counted.prefix_hit_tokens / prompts if prompts else 0.0,
+        prefix_store_tokens=counted.prefix_store_tokens,
         preemptions=counted.preemptions,
         swaps=counted.swaps,
         drafted=counted.drafted,

@@ -25,7 +25,7 @@ from caramba_fast.infer.tokenizer import TextTokenizer, TextWriter
 from caramba_fast.models.registry import as_language_model
 from caramba_fast.serve.config import EngineConfig
 from caramba_fast.serve.metrics import RequestTimes
-from caramba_fast.serve.request import PagedSequence, Request, private_scope
+from caramba_fast.serve.request import PagedSequence, Request, private_scope, salted_scope
 
 #: Tokens of a request at least, where memory is shared out between rings and pages.
 USUAL_TOKENS = 256
@@ -118,7 +118,7 @@ class InputProcessor:
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise TypeError(f"cache_salt is {cache_salt!r}; text is needed")
         salt = self.settings.cache_salt if cache_salt is None else cache_salt
-        scope = None if salt is None else f"salt {salt}"
+        scope = None if salt is None else salted_scope(salt)
         return Prepared(tokens, settings, limit, request_id, deadline, RequestTimes(), scope)
 
     def sequence(self, request: Request, index: int, limit: int) -> PagedSequence:

@@ -99,6 +99,7 @@ class EngineMetrics:
         prompt_tokens, new_tokens, step_tokens: tokens of prompts that were fed or found, tokens generated, and
             tokens that went through the model (fed again after a preemption, and drafted ones, included).
         prefix_hit_tokens, prefix_hit_rate: tokens of prompts found in pages, and their share.
+        prefix_store_tokens: of the tokens found in pages, those that came back from the prefix store.
         preemptions, swaps: times an answer gave its pages back, and of these how often to host memory.
         drafted, accepted: tokens of prompt lookup.
         finished, failed: requests.
@@ -117,6 +118,7 @@ class EngineMetrics:
     step_tokens: int
     prefix_hit_tokens: int
     prefix_hit_rate: float
+    prefix_store_tokens: int
     preemptions: int
     swaps: int
     drafted: int
@@ -145,7 +147,7 @@ class Counters:
 
     def __init__(self) -> None:
         self.steps = self.prompt_tokens = self.new_tokens = self.step_tokens = 0
-        self.prefix_hit_tokens = self.preemptions = self.swaps = 0
+        self.prefix_hit_tokens = self.prefix_store_tokens = self.preemptions = self.swaps = 0
         self.drafted = self.accepted = self.finished = self.failed = 0
         self.busy_s = 0.0
         self.ttft: deque[float] = deque(maxlen=REMEMBERED)

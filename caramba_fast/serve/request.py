@@ -169,6 +169,19 @@ def private_scope(number: int) -> str:
     return f"request {number}"
 
 
+def salted_scope(salt: str) -> str:
+    """The scope of requests of one ``cache_salt``."""
+    return f"{_SALT}{salt}"
+
+
+def is_salted(scope: str) -> bool:
+    """Whether a scope means the same in every engine; those of single requests and batches do not."""
+    return scope.startswith(_SALT)
+
+
+_SALT = "salt "
+
+
 @dataclass(eq=False)
 class Request:
     """A prompt and how it is to be answered.

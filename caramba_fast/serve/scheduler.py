@@ -100,7 +100,7 @@ class Scheduler:
             if sequence in place:
                 self._leave(place, sequence)
         self.blocks.drop_swapped(sequence)
-        self.blocks.forget_alone(sequence)
+        self.blocks.ended(sequence)
         self.blocks.release(sequence)
 
     def _leave(self, place: list[PagedSequence], sequence: PagedSequence) -> None:

@@ -469,3 +469,123 @@ def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
         terminal.process.kill()
         terminal.process.wait()
         os.close(terminal.end)
+
+
+# -- sessions on disk ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize("kind", ["templated", "plain"])
+def test_a_chat_goes_on_from_a_file(
+    kind: str, draft: bool, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    folder, file = request.getfixturevalue(kind), str(tmp_path / "a chat")
+    system = "Be brief." if kind == "templated" else ""
+    chat = make_chat(folder, system=system, draft=draft, cache_kind="q4")
+    for text in ("hello", "and you?"):
+        say(chat, text)
+    chat.save(file)
+    other = make_chat(folder, draft=draft, cache_kind="q4")
+    say(other, "something else")
+    other.load(file)
+    assert (other.held, other.messages) == (chat.held, chat.messages)
+    fed = fed_by(other), fed_by(chat)
+    assert say(other, "why") == say(chat, "why") and fed[0] == fed[1]
+    for _ in range(3):
+        assert other.undo() and chat.undo()
+        assert (other.held, other.messages) == (chat.held, chat.messages)
+    assert not other.undo()
+    other.reset()
+    assert [m["content"] for m in other.messages] == ([system] if system else [])
+
+
+def test_files_of_others_are_refused_and_change_nothing(
+    templated: Path, plain: Path, tmp_path: Path
+) -> None:
+    chat, file = make_chat(templated), str(tmp_path / "session")
+    say(chat, "hello")
+    held, messages = chat.held, list(chat.messages)
+    other = make_chat(templated)
+    other.generator.generate([[5, 6], [7, 8]])
+    other.generator.save(file)
+    with pytest.raises(ValueError, match="2 conversations side by side; a chat has one"):
+        chat.load(file)
+    for notes in ({}, {"chat": {"first": [], "messages": [{"role": 3}], "turns": []}}):
+        other.generator.reset()
+        other.generator.generate([[5, 6]])
+        other.generator.save(file, notes=notes)
+        with pytest.raises(ValueError, match="was not saved in a chat"):
+            chat.load(file)
+    continued = make_chat(plain)
+    continued.generator.generate([[5, 6]])
+    continued.generator.save(file)
+    with pytest.raises(ValueError, match="was not saved in a chat"):
+        chat.load(file)
+    assert (chat.held, chat.messages) == (held, messages)
+    fresh = make_chat(plain)
+    fresh.load(file)
+    assert fresh.held == continued.held
+
+
+def test_a_session_of_a_chat_on_the_command_line(templated: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a file"
+    lines = (
+        f"hello\n/session save {file}\nmore\n/session load {file}\nmore\n/session load {tmp_path / 'no'}\n"
+        "/session save\n/session\n/undo\n/undo\n/undo\n/quit\n"
+    )
+    result = command(templated, lines)
+    assert result.exit_code == 0, result.output
+    first, both = (
+        command(templated, text).stdout for text in ("hello\n/quit\n", "hello\nmore\n/quit\n")
+    )
+    more = both.removeprefix(first)
+    assert result.stdout == first + 2 * more, "the same answer after going back"
+    for said in (
+        f"tokens saved to {file}", f"tokens loaded from {file}", "No such file",
+        "/session needs save or load and a file", "there is no turn to take back",
+    ):  # fmt: skip
+        assert said in result.stderr, said
+    again = command(templated, f"/session load {file}\nmore\n/quit\n")
+    assert again.stdout == more
+    wrong = command(templated, f"/session load {file}\nhello\n/quit\n", "--cache", "nf4")
+    assert "cache_kind is 'nf4', the session has 'q8_0'" in wrong.stderr
+    fresh = command(templated, "hello\n/quit\n", "--cache", "nf4")
+    assert wrong.exit_code == 0 and wrong.stdout == fresh.stdout
+
+
+def generated(folder: Path, prompt: str, *options: str) -> Any:
+    return CliRunner().invoke(app, ["generate", prompt, "--model", str(folder), *OPTIONS, *options])
+
+
+@pytest.mark.parametrize("options", [(), ("--cache", "q4", "--draft", "lookup")])
+def test_generate_keeps_a_session(plain: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    file = tmp_path / "session"
+    first = generated(plain, "def read(", "--session", str(file), *options)
+    assert first.exit_code == 0, first.output
+    whole = file.read_bytes()
+    second = generated(plain, "path):", "--session", str(file), *options)
+    assert second.exit_code == 0 and second.stdout.startswith("path):"), second.output
+    generator = make_chat(plain, cache_kind=options[1] if options else "fp16").generator
+    generator.resume(file)
+    text = generator.tokenizer.decode(generator.tokens[0])
+    assert text == first.stdout[:-1] + second.stdout[:-1]
+    file.write_bytes(whole)
+    again = generated(plain, "path):", "--session", str(file), *options)
+    assert again.stdout == second.stdout
+
+
+def test_generate_refuses_before_it_loads_a_model(plain: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("mine")
+    for options, said in (
+        (("--session", str(other)), "is no session of caramba-fast"),
+        (("--session", str(tmp_path / "no" / "session")), "--session needs a folder that does"),
+        (("--session", str(tmp_path)), "Is a directory"),
+        (
+            ("--session", str(tmp_path / "s"), "--num-return-sequences", "2"),
+            "with --session 1 is allowed",
+        ),
+    ):
+        result = generated(tmp_path / "no model", "x", *options)
+        assert result.exit_code == 1 and said in result.stderr, result.output
+    assert other.read_text() == "mine" and [f.name for f in tmp_path.iterdir()] == ["other"]

@@ -414,6 +414,13 @@ def unservable(name: str) -> PreTrainedModel:
     if name == "cross":
         config = transformers.GPT2Config(**GPT, vocab_size=50, add_cross_attention=True)
         return transformers.GPT2LMHeadModel(config)
+    if name == "convolutions":  # which transformers does not call stateful
+        if parse(transformers.__version__) < parse("5.0"):
+            pytest.skip("there it brings a cache of its own")
+        config = transformers.Lfm2Config(
+            vocab_size=50, **GROUPED, layer_types=["conv", "full_attention"]
+        )
+        return transformers.Lfm2ForCausalLM(config)
     layers = dict(layer_types=["linear_attention", "full_attention"], num_experts=2)
     config = transformers.Qwen3NextConfig(vocab_size=50, **NARROW, **layers)
     return transformers.Qwen3NextForCausalLM(config)
@@ -427,6 +434,7 @@ def unservable(name: str) -> PreTrainedModel:
         ("headless", "no language-model head"),
         ("cross", "cross-attention"),
         ("hybrid", "recurrent or hybrid"),
+        ("convolutions", "recurrent or hybrid"),
     ],
 )
 def test_models_that_cannot_be_served_say_why(name: str, reason: str) -> None:

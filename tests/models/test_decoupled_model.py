@@ -85,6 +85,7 @@ def test_a_folder_loads(tmp_path):
         (dict(decoupled={"sem_dim": 30, "geo_dim": 64, "v_dim": 128}), "sem_dim"),
         (dict(decoupled={"sem_dim": 32, "geo_dim": 12, "v_dim": 128}), "RoPE needs it even"),
         (dict(decoupled=None), "caramba_dba"),
+        (dict(sliding_window=16), "sliding_window is 16; decoupled attention has no window"),
         (dict(decoupled={"sem_dim": 32, "geo_dim": 64}), "v_dim"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from typing import Any
@@ -370,3 +371,31 @@ def test_no_body_is_answered_with_500_or_not_at_all(server, fields, chat):
     assert found.status_code in (200, 400, 404), found.text
     if found.status_code != 200:
         assert found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_keys_share_prefixes_in_memory_and_on_disk_only_where_they_may(tmp_path, shared):
+    """What each of two keys finds of what the first sent, before and after a restart."""
+    config = {"api_keys": ("a", "b"), "share_prefixes": shared}
+    prompt, found = "def read(path):\n" * 40, []
+    for _ in range(2):
+        engine = new_engine(prefix_store=tmp_path / "store", max_seq_len=1024)
+        with serving(engine, **config) as address:
+            for key in ("a", "b", "b"):
+                before = engine.metrics
+                sent = httpx.post(
+                    f"{address}/v1/completions",
+                    json={"prompt": prompt, **GREEDY},
+                    headers={"Authorization": f"Bearer {key}"},
+                    timeout=30,
+                )
+                assert sent.status_code == 200
+                after = engine.metrics
+                memory = after.prefix_hit_tokens > before.prefix_hit_tokens
+                disk = after.prefix_store_tokens > before.prefix_store_tokens
+                found.append("disk" if disk else "memory" if memory else "nothing")
+        engine.store.close()
+    first = ["nothing", "memory" if shared else "nothing", "memory"]
+    assert found == [*first, "disk", "memory" if shared else "disk", "memory"]
+    held = b"".join(file.read_bytes() for file in (tmp_path / "store").glob("*.page"))
+    assert hashlib.sha256(b"a").hexdigest().encode() not in held, "no key, nor its digest, is kept"

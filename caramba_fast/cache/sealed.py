@@ -1,0 +1,161 @@
+"""Sealed files: named tensors and what they are, in safetensors, under a checksum of every byte.
+
+A sealed file is written whole or not at all, and read whole or refused: a bit that changed anywhere, header or tensors,
+is noticed before anything of it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from caramba_fast.config.files import parse_json, replacing, shown
+
+#: The one key of the metadata. Its value is JSON that begins with the checksum, so that it is found again.
+KEY = "caramba_fast"
+_BEGIN = f'{{"__metadata__":{{"{KEY}":'.encode()
+_FRONT, _EMPTY = b'\\"checksum\\":\\"', b"0" * 64
+
+
+class SealedFileError(ValueError):
+    """A file that is not what it should be, or not as it was written; the message says which and how."""
+
+
+class Sealed(NamedTuple):
+    """What a sealed file holds.
+
+    Attributes:
+        about: what was said of the tensors, as JSON has it.
+        tensors: by name, on the CPU.
+    """
+
+    about: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def write_sealed(
+    path: str | Path, what: str, version: int, about: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> int:  # fmt: skip
+    """Writes a file in place of the one at ``path``, if any; its bytes.
+
+    Args:
+        path: the file.
+        what: the kind of file, as a reader will ask for it.
+        version: of that kind.
+        about: what JSON can say.
+        tensors: by name, anywhere; read on the CPU.
+
+    Raises:
+        OSError: it cannot be written; what was there is untouched.
+    """
+    data = sealed(what, version, about, tensors)
+    with replacing(path) as stream:
+        stream.write(data)
+    return len(data)
+
+
+def sealed(
+    what: str, version: int, about: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> bytearray:
+    """The bytes of such a file."""
+    from safetensors.torch import save  # noqa: PLC0415 - only files need it
+
+    told = {"checksum": _EMPTY.decode(), "what": what, "version": version, "about": dict(about)}
+    text = json.dumps(told, separators=(",", ":"), allow_nan=False)
+    whole = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    data = bytearray(save(whole, {KEY: text}))
+    place = _place(data)
+    data[place : place + len(_EMPTY)] = _checksum(data, place)
+    return data
+
+
+def _place(data: bytes | bytearray) -> int:
+    """Where the checksum stands, among the bytes of a header that has one."""
+    place = data.find(_FRONT, 8, 8 + _header_size(data))
+    return -1 if place < 0 else place + len(_FRONT)
+
+
+def _header_size(data: bytes | bytearray) -> int:
+    return int.from_bytes(data[:8], "little")
+
+
+def _checksum(data: bytes | bytearray, place: int) -> bytes:
+    """Of all bytes, the checksum's own counted as zeros."""
+    found, view = hashlib.sha256(), memoryview(data)
+    for part in (view[:place], _EMPTY, view[place + len(_EMPTY) :]):
+        found.update(part)
+    return found.hexdigest().encode()
+
+
+def read_sealed(path: str | Path, what: str, version: int) -> Sealed:
+    """What a file of this kind holds.
+
+    Args:
+        path: the file.
+        what: the kind that is wanted.
+        version: the newest that is known; older ones are given as they are.
+
+    Raises:
+        SealedFileError: another kind of file, a newer version, a file that was cut short, or one of which any bit is
+            not as it was written.
+        OSError: it cannot be read.
+    """
+    data = Path(path).read_bytes()
+    try:
+        return _opened(data, what, version)
+    except SealedFileError as error:
+        raise SealedFileError(f"{path} {error}") from None
+
+
+def is_sealed(path: str | Path, what: str) -> bool:
+    """Whether a file says that it is of this kind; whether it is whole was not looked at."""
+    with Path(path).open("rb") as stream:
+        start = stream.read(8)
+        front = stream.read(min(_header_size(start), 2**20))
+    return f'\\"what\\":\\"{what}\\"'.encode() in front and _FRONT in front
+
+
+def _opened(data: bytes, what: str, version: int) -> Sealed:
+    from safetensors import SafetensorError  # noqa: PLC0415 - only files need it
+    from safetensors.torch import load  # noqa: PLC0415
+
+    size, place = _header_size(data), _place(data)
+    told, end = _told(data[8 : 8 + size])
+    if place < 0 or told.get("what") != what:
+        if len(data) < 8 + size and data[8:].startswith(_BEGIN):
+            raise SealedFileError(f"was cut short: it ends within its header of {size} bytes")
+        raise SealedFileError(f"is no {what} of caramba-fast")
+    found = told.get("version")
+    if type(found) is int and found > version:
+        raise SealedFileError(
+            f"is a {what} of format version {shown(found)}; this version of caramba-fast reads up to {version}"
+        )
+    if len(data) < 8 + size + end:
+        raise SealedFileError(f"was cut short: it has {len(data)} of {8 + size + end} bytes")
+    if data[place : place + len(_EMPTY)] != _checksum(data, place):
+        raise SealedFileError(
+            "is damaged: its bytes do not have the checksum they were written with, so that some were lost or changed"
+        )
+    about = told.get("about")
+    if type(found) is not int or found < 1 or not isinstance(about, dict):
+        raise SealedFileError(f"has version {shown(found)} and no such contents")
+    try:
+        return Sealed(about, load(data))
+    except (SafetensorError, ValueError, KeyError, AssertionError) as error:
+        raise SealedFileError(f"holds no tensors that can be read: {shown(error)}") from error
+
+
+def _told(header: bytes) -> tuple[dict[str, Any], int]:
+    """What the metadata of a header says, and the bytes of its tensors; nothing where it says nothing of ours."""
+    try:
+        entries = parse_json(header)
+        found = parse_json(entries.pop("__metadata__")[KEY], finite=True)
+        end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return {}, 0
+    return (found, end) if isinstance(found, dict) else ({}, 0)

@@ -1,0 +1,250 @@
+"""Sessions on disk: what a generator holds goes to one file, and a generator goes on from it with the very same tokens.
+
+A file has the tokens, the stored bytes of the cache in use, where the random numbers are, and what all of that
+depends on: the model's digest, the layout of its cache, how it is stored and read. Nothing is encoded again, and a
+file that does not fit is refused before anything changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
+
+from caramba_fast.cache.sealed import Sealed, SealedFileError, is_sealed, read_sealed, write_sealed
+from caramba_fast.config.files import check_replaceable, explain, shown
+from caramba_fast.infer.config import AUTO, GenerateConfig, SpeculativeConfig
+from caramba_fast.infer.fields import CacheFields
+from caramba_fast.infer.policy_fields import DecodePlanFields
+from caramba_fast.infer.saved_part import (
+    SavedPart,
+    SessionError,
+    opened,
+    part_of,
+    part_problems,
+    random_of,
+    random_problem,
+)
+from caramba_fast.infer.stepwise import StepwiseGenerator
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+WHAT, VERSION = "session", 1
+#: Settings that a session is begun and continued with, unless others are given.
+KEPT = {*CacheFields.model_fields, *DecodePlanFields.model_fields} - {"cuda_graph"}
+#: Of these the ones that may not be others: they say what of the cache is read.
+FIXED = [name for name in sorted(DecodePlanFields.model_fields) if "q_chunk" not in name]
+
+
+class _About(BaseModel):
+    """What a file says of its tensors.
+
+    Attributes:
+        settings: of the cache, and how it is read.
+        seed: what random numbers began with.
+        expanded: whether a call for several answers has multiplied the rows.
+        target, draft: what the models hold.
+        notes: of whoever saved it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    settings: dict[str, Any]
+    seed: int | None
+    expanded: bool
+    target: SavedPart
+    draft: SavedPart | None
+    notes: dict[str, Any]
+
+
+class SavedSession(NamedTuple):
+    """A file that was read, and is whole."""
+
+    path: Path
+    about: _About
+    tensors: dict[str, Tensor]
+
+
+def read_session(path: str | Path) -> SavedSession:
+    """What a file holds.
+
+    Raises:
+        SessionError: no session, one of a newer format, or not as it was written.
+        OSError: it cannot be read.
+    """
+    try:
+        found: Sealed = read_sealed(path, WHAT, VERSION)
+        return SavedSession(Path(path), _About.model_validate(found.about), found.tensors)
+    except SealedFileError as error:
+        raise SessionError(str(error)) from None
+    except ValidationError as error:
+        raise SessionError(f"{path} is no session: {explain(error)[:200]}") from None
+
+
+class SavableGenerator(StepwiseGenerator):
+    """A `StepwiseGenerator` whose conversation can be put into a file, and gone on with."""
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        notes: Mapping[str, Any] | None = None,
+        force: bool = False,
+    ) -> None:
+        """Writes the conversation to a file, whole or not at all.
+
+        The file has the tokens, the cache as it is stored (bytes in use alone), the state of random numbers that
+        were given a ``seed``, and a checksum; it is not encrypted.
+
+        Args:
+            path: the file; an earlier session there is replaced.
+            notes: whatever JSON can say; `resume` returns it.
+            force: replace whatever file is there.
+
+        Raises:
+            RuntimeError: there is no conversation yet, or a `generate_iter` is under way.
+            TypeError: a model that cannot be told from another, such as one of several ranks; notes that are no JSON.
+            FileExistsError: a file of another kind is there.
+            OSError: it cannot be written; what was there is untouched.
+        """
+        if self._run_state is not None:
+            raise RuntimeError("a generation is under way; end or close its iterator, then save")
+        if self.cache is None:
+            raise RuntimeError("there is no conversation to save yet; feed a prompt first")
+        check_replaceable(path, WHAT, partial(is_sealed, what=WHAT), force=force)
+        tensors: dict[str, Tensor] = {}
+        settings = self.config.model_dump(mode="json", include=KEPT)
+        settings["cache_kind"] = self.config.cache_name
+        if self.cache_plan is not None:
+            settings["cache_kind"] = self.cache_plan.spec
+        about = _About(
+            settings=settings,
+            seed=self.config.seed,
+            expanded=self._expanded,
+            target=part_of(self, "target", self._rng, tensors),
+            draft=self._saved_draft(tensors),
+            notes=dict(notes or {}),
+        )
+        write_sealed(path, WHAT, VERSION, about.model_dump(), tensors)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, model: Any, *, config: GenerateConfig | None = None, **options: Any
+    ) -> Self:
+        """A generator that goes on where a saved one stood: with the tokens that one would have given.
+
+        Args:
+            path: a file that `save` wrote.
+            model: the model it was saved with.
+            config: settings; what they leave open of the cache is as in the file, and so are random numbers without a
+                ``seed``. What they give must agree with it; ``max_seq_len`` may be any that has room.
+            options: fields of the config, and arguments of the class such as ``tokenizer`` or ``draft_model``.
+
+        Raises:
+            SessionError: the file is damaged, cut short, of a newer format, or of another model, cache or setting;
+                the message names it.
+            OSError: it cannot be read.
+            ValueError, TypeError: as the class raises for settings.
+        """
+        saved = read_session(path)
+        base = config or (SpeculativeConfig() if cls._speculates else GenerateConfig())
+        given = {name: options.pop(name) for name in list(options) if name not in ARGUMENTS}
+        settings = base.updated(**given) if given else base
+        made = cls(model, config=_filled(settings, saved), **options)
+        made._take(saved)
+        return made
+
+    def resume(self, path: str | Path | SavedSession) -> dict[str, Any]:
+        """Goes on from a file in place of the conversation so far; the notes it was saved with.
+
+        Args:
+            path: the file, or what `read_session` found in it.
+
+        Raises:
+            SessionError, OSError: as `load`; nothing has changed then.
+        """
+        saved = path if isinstance(path, SavedSession) else read_session(path)
+        self._take(saved)
+        return saved.about.notes
+
+    # -- inside ---------------------------------------------------------------------------
+
+    def _saved_draft(self, tensors: dict[str, Tensor]) -> SavedPart | None:  # noqa: ARG002
+        """What a draft model holds, with its tensors added; None where there is nothing."""
+        return None
+
+    def _opened_draft(self, saved: SavedSession) -> Callable[[], None]:  # noqa: ARG002
+        """What puts the draft of a file in place of this one's; without one it begins anew."""
+        return lambda: None
+
+    def _check_draft(self, saved: SavedSession) -> list[str]:  # noqa: ARG002
+        """What of the draft in a file does not fit."""
+        return []
+
+    def _take(self, saved: SavedSession) -> None:
+        about, problems = saved.about, _problems(self, saved)
+        if problems:
+            raise SessionError(f"{saved.path} does not fit: {'; '.join(problems)}")
+        cache, rows = opened(self, about.target, "target", saved.tensors)
+        take_draft, rng = self._opened_draft(saved), self._rng
+        if about.target.random is not None and self.config.seed in (None, about.seed):
+            rng = random_of(self, about.target, saved.tensors["target.random"])
+        # Whatever could fail has been done.
+        take_draft()
+        self._run_state = None
+        self._session.go_back(cache, rows)
+        self._expanded, self._rng = about.expanded, rng
+
+
+#: What is no setting among the options of `SavableGenerator.load`.
+ARGUMENTS = ("device", "tokenizer", "calibration_ids", "draft_model")
+
+
+def _filled(config: GenerateConfig, saved: SavedSession) -> GenerateConfig:
+    """The settings, with those of the file where they leave it open.
+
+    Raises:
+        SessionError: the file names settings that there are not.
+    """
+    kept = {**saved.about.settings, "seed": saved.about.seed}
+    open_ = {name: kept[name] for name in (*KEPT, "seed") if name in kept}
+    if config.model_fields_set & {"cache_kind", *(f"cache_{n}" for n in config.stream_fields)}:
+        open_ = {n: x for n, x in open_.items() if not n.startswith("cache_")}
+    if "decode_plan" in config.model_fields_set:
+        open_ = {n: x for n, x in open_.items() if not n.startswith("decode_")}
+    try:
+        return config.updated(
+            **{n: x for n, x in open_.items() if n not in config.model_fields_set}
+        )
+    except ValidationError as error:
+        raise SessionError(
+            f"{saved.path} does not go with these settings: {explain(error)}"
+        ) from None
+
+
+def _problems(generator: SavableGenerator, saved: SavedSession) -> list[str]:
+    """Why a generator cannot go on from a file, by name; nothing has changed."""
+    about, config = saved.about, generator.config
+    kind = about.settings.get("cache_kind")
+    if config.cache_kind == AUTO:
+        return [f"cache_kind is 'auto', and the session is stored as {shown(kind)}; give that kind"]
+    found = part_problems(generator, about.target, saved.tensors, "target", kind)
+    mine = config.model_dump(mode="json", include={*FIXED, "prefill"})
+    found += [
+        f"{name} is {shown(mine[name])}, the session has {shown(about.settings.get(name))}"
+        for name in sorted(mine)
+        if about.settings.get(name) != mine[name]
+    ]
+    longest = max(about.target.counts)
+    if longest > config.max_seq_len:
+        found.append(
+            f"max_seq_len is {config.max_seq_len}, and the session has a row of {longest} tokens"
+        )
+    if about.target.random is not None and config.seed in (None, about.seed):
+        found += random_problem(generator, about.target, saved.tensors.get("target.random"))
+    return found or generator._check_draft(saved)

@@ -1,0 +1,208 @@
+"""SavedPart: what one model of a saved session holds, and whether a generator can go on from it.
+
+A session is that of one model, and of a draft beside it where there is one: rows of tokens, a cache, random numbers.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from caramba_fast.cache import ModelKVCache
+from caramba_fast.cache.state import without_leftovers
+from caramba_fast.config.files import shown
+from caramba_fast.infer.sequence import TokenSequence
+from caramba_fast.infer.stepwise import StepwiseGenerator
+from caramba_fast.models.identity import model_digest
+
+#: Tensors of a stream.
+BUFFERS = ("codes", "scales", "tail", "sink")
+
+
+class SessionError(ValueError):
+    """A file that no session can go on from, or not this one; the message names what does not fit."""
+
+
+class SavedPart(BaseModel):
+    """What one model holds: the target, or a draft.
+
+    Attributes:
+        model, model_name: its digest, and a name for people.
+        layout: what each of its layers caches.
+        storage: how each stream is stored.
+        counts: tokens of each row.
+        layers: the state of each layer's cache, without tensors.
+        random: the kind of device its random numbers are drawn on; None for torch's own.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    model: str
+    model_name: str
+    layout: list[dict[str, Any]]
+    storage: dict[str, dict[str, Any]]
+    counts: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
+    layers: list[dict[str, Any]] = Field(min_length=1)
+    random: str | None
+
+
+def part_of(
+    generator: StepwiseGenerator, prefix: str, rng: torch.Generator | None, tensors: dict[str, Tensor]
+) -> SavedPart:  # fmt: skip
+    """What a generator holds; its tensors are added under the prefix."""
+    model, session = model_digest(generator.model), generator._session
+    session.drop_padding()
+    assert session.cache is not None
+    layers = []
+    for index, layer in enumerate(session.cache):
+        state = without_leftovers(layer.state_dict())
+        for name, stream in state["streams"].items():
+            for key in BUFFERS:
+                if (buffer := stream.pop(key)) is not None:
+                    tensors[f"{prefix}.layers.{index}.{name}.{key}"] = buffer
+        layers.append(state)
+    ids = [torch.tensor(row.tokens, dtype=torch.int64) for row in session.rows]
+    tensors[f"{prefix}.tokens"] = torch.cat(ids)
+    if rng is not None:
+        tensors[f"{prefix}.random"] = rng.get_state()
+    return SavedPart(
+        model=model,
+        model_name=type(generator.model).__name__,
+        layout=_layout(generator),
+        storage={name: layers[0]["streams"][name]["config"] for name in layers[0]["streams"]},
+        counts=[len(row) for row in session.rows],
+        layers=layers,
+        random=None if rng is None else rng.device.type,
+    )
+
+
+def _layout(generator: StepwiseGenerator) -> list[dict[str, Any]]:
+    return [
+        {"shape": type(layer).__name__, **vars(layer)} for layer in generator.model.cache_layout
+    ]
+
+
+def part_problems(
+    generator: StepwiseGenerator,
+    part: SavedPart,
+    tensors: Mapping[str, Tensor],
+    name: str,
+    kind: str | None = None,
+) -> list[str]:
+    """What of a part is of another model or another cache than the generator's, or contradicts itself.
+
+    ``kind`` is what the file calls its storage.
+    """
+    mine = _layout(generator)
+    if part.layout != mine:
+        theirs = f"{len(part.layout)} layers of {shown(part.layout[:1])}"
+        return [
+            f"the {name} model caches {len(mine)} layers of {shown(mine[:1])}; the session has {theirs}"
+        ]
+    if part.model != model_digest(generator.model):
+        return [
+            f"the {name} model's weights or configuration are not those of the {shown(part.model_name)} it was saved "
+            "with"
+        ]
+    found = _storage_problems(generator, part)
+    if found and kind not in (None, generator.config.cache_name):
+        return [f"cache_kind is {generator.config.cache_name!r}, the session has {shown(kind)}"]
+    return found or _token_problems(generator, part, tensors.get(f"{name}.tokens"))
+
+
+def _storage_problems(generator: StepwiseGenerator, part: SavedPart) -> list[str]:
+    configs = generator.config.stream_configs()
+    if "k_sem" in part.storage and "k_sem_cfg" not in configs:
+        configs = {"k_sem_cfg": configs["k_cfg"], "k_geo_cfg": configs["k_cfg"], **configs}
+    found = []
+    for name, theirs in part.storage.items():
+        config = configs.get(f"{name}_cfg")
+        mine = {} if config is None else config.model_dump(mode="json")
+        found += [
+            f"{key} of {name} is {shown(mine.get(key))}, the session has {shown(theirs.get(key))}"
+            for key in sorted({*mine, *theirs})
+            if mine.get(key) != theirs.get(key)
+        ]
+    return found
+
+
+def _token_problems(generator: StepwiseGenerator, part: SavedPart, ids: Tensor | None) -> list[str]:
+    lengths = [layer.get("lengths") for layer in part.layers]
+    held = lengths[0]
+    if not isinstance(held, list) or len(held) != len(part.counts):
+        return ["its layers do not have the same rows"]
+    if any(other != held for other in lengths) or len(lengths) != len(part.layout):
+        return ["its layers do not have the same rows"]
+    if not all(
+        type(n) is int and 0 <= n <= count for n, count in zip(held, part.counts, strict=True)
+    ):
+        return [f"its rows have {shown(part.counts)} tokens and {shown(held)} cached"]
+    if ids is None or ids.dtype != torch.int64 or ids.shape != (sum(part.counts),):
+        return [f"it has no {sum(part.counts)} tokens"]
+    size = generator.model.vocab_size
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+        return [f"it has token ids outside the vocabulary of {size}"]
+    return []
+
+
+def random_problem(
+    generator: StepwiseGenerator, part: SavedPart, state: Tensor | None
+) -> list[str]:  # fmt: skip
+    """Why random numbers cannot go on where they were."""
+    device = generator.model.device.type
+    if part.random != device:
+        return [
+            f"its random numbers are of device {shown(part.random)}, and the model is on {device}; give a seed"
+        ]
+    fresh = torch.Generator(generator.model.device).get_state()
+    if state is None or state.dtype != torch.uint8 or state.shape != fresh.shape:
+        return ["its random numbers are not of this version of torch; give a seed"]
+    return []
+
+
+def random_of(generator: StepwiseGenerator, part: SavedPart, state: Tensor) -> torch.Generator:
+    """Random numbers that go on where those of a part were.
+
+    Raises:
+        SessionError: torch does not take the state.
+    """
+    made = torch.Generator(generator.model.device)
+    try:
+        made.set_state(state)
+    except RuntimeError as error:
+        raise SessionError(f"the {part.random} random numbers cannot go on: {error}") from None
+    return made
+
+
+def opened(
+    generator: StepwiseGenerator, part: SavedPart, name: str, tensors: Mapping[str, Tensor]
+) -> tuple[ModelKVCache, list[TokenSequence]]:
+    """The cache and the rows of a part, made anew.
+
+    Raises:
+        SessionError: the state of a layer does not fit, or contradicts itself.
+    """
+    cache = generator._new_cache(len(part.counts))
+    for index, (layer, told) in enumerate(zip(cache, part.layers, strict=True)):
+        try:
+            layer.load_state_dict(_with_tensors(told, f"{name}.layers.{index}", tensors))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise SessionError(f"it does not fit: layer {index} of the {name}: {error}") from None
+    ids = tensors[f"{name}.tokens"].split(part.counts)
+    return cache, [TokenSequence(array("q", row.tolist())) for row in ids]
+
+
+def _with_tensors(
+    told: dict[str, Any], prefix: str, tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """The state of a layer as `LayerCache.load_state_dict` takes it."""
+    streams = {
+        name: {**stream, **{key: tensors.get(f"{prefix}.{name}.{key}") for key in BUFFERS}}
+        for name, stream in told["streams"].items()
+    }
+    return {**told, "streams": streams}

@@ -1,0 +1,349 @@
+"""PrefixStore: full pages of prompts in a folder, found again by the same tokens after a restart.
+
+A page is a file of its own: what the pool held, with the sinks where it is the first, all tokens up to its end, the
+scope they are shared in, and what model and storage they are of, under a checksum of every byte. It is looked up by a
+hash, and used only where all of that is the same, token by token. What is damaged is dropped and logged. Files are
+replaced whole, so that a process that is killed leaves none that is half written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+from caramba_fast.cache import PageBytes, PagePool
+from caramba_fast.cache.sealed import SealedFileError, read_sealed, sealed
+from caramba_fast.config.files import replacing
+from caramba_fast.models.identity import model_digest
+from caramba_fast.serve.block_pool import Content, SharedPages
+from caramba_fast.serve.config import EngineConfig
+from caramba_fast.serve.request import PagedSequence, is_salted
+
+LOG = logging.getLogger("caramba_fast.serve")
+WHAT, VERSION = "page of a prefix", 1
+_NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{40}\.page")
+#: Bytes of pages that may wait to be written; what comes while there are more is not kept.
+WAITING = 256 * 2**20
+
+
+class StoredPage(NamedTuple):
+    """A page that was read, and is what was asked for.
+
+    Attributes:
+        page: what `PagePool.write` takes.
+        sinks: what `PagePool.write_sinks` takes; nothing but for a first page.
+    """
+
+    page: PageBytes
+    sinks: PageBytes
+
+
+class PrefixStore:
+    """The folder of one engine.
+
+    Args:
+        folder: made if it is not there, for its owner alone; one process at a time may use it.
+        most: bytes of all pages; those used longest ago go.
+        model: whose pages they are.
+        pool: where pages come from and go to.
+
+    Raises:
+        ValueError: another process uses the folder.
+        OSError: it cannot be made, or read.
+        TypeError: a model that cannot be told from another.
+    """
+
+    def __init__(self, folder: Path, most: int, model: Any, pool: PagePool) -> None:
+        self.folder, self.most, self.model, self.pool = folder, most, model, pool
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._lock = FileLock(folder / ".lock", timeout=0, thread_local=False)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise ValueError(
+                f"prefix_store is {folder}, which another process uses; give each a folder of its own"
+            ) from None
+        self._epoch = -1
+        self.identify()
+        #: Sizes by name; what was used longest ago comes first.
+        self._files = self._found()
+        self._writing: set[str] = set()
+        self._changing = threading.Lock()
+        self._writer = ThreadPoolExecutor(1, "caramba-fast-prefixes")
+        with self._changing:
+            self._make_room(0)
+
+    def identify(self, epoch: int = 0) -> None:
+        """Asks the model who it is, once in each epoch of `SharedPages`; pages of others are not found from then on."""
+        if self._epoch == epoch:
+            return
+        streams = self.pool.layers[0].streams.items()
+        self._about: dict[str, Any] = {
+            "model": model_digest(self.model),
+            "layout": [repr(shape) for shape in self.model.cache_layout],
+            "storage": {name: stream.config.model_dump(mode="json") for name, stream in streams},
+            "page_size": self.pool.page_size,
+        }
+        self._epoch = epoch
+        self._mark = blake2b(repr(self._about).encode(), digest_size=8).hexdigest()
+
+    def _found(self) -> OrderedDict[str, int]:
+        """The pages there are; what killed writers left is removed."""
+        known = []
+        for entry in os.scandir(self.folder):
+            if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                seen = entry.stat(follow_symlinks=False)
+                known.append((seen.st_mtime_ns, entry.name, seen.st_size))
+            elif entry.name.endswith(".part") and _NAME.match(entry.name[1:]):
+                Path(entry.path).unlink()
+        return OrderedDict((name, size) for _, name, size in sorted(known))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages, also of other models."""
+        with self._changing:
+            return sum(self._files.values())
+
+    def describe(self) -> str:
+        """What there is, in words."""
+        with self._changing:
+            mine = sum(name.startswith(self._mark) for name in self._files)
+            others = len(self._files) - mine
+        unused = f", and {others} of other models or storage, which are not used" if others else ""
+        return f"prefix store {self.folder}: {mine} pages{unused}; {self.nbytes:,} of {self.most:,} bytes"
+
+    # -- found again ----------------------------------------------------------------------
+
+    def find(self, scope: str, tokens: array[int], start: int) -> Iterator[StoredPage]:
+        """The full pages of ``tokens`` from page ``start`` on, as far as there are any."""
+        size = self.pool.page_size
+        names = self._names(scope, tokens, len(tokens) // size)
+        for place, name in islice(enumerate(names, 1), start, None):
+            with self._changing:
+                known = name in self._files
+            page = self._read(name, scope, tokens[: place * size]) if known else None
+            if page is None:
+                return
+            yield page
+
+    def _names(self, scope: str, tokens: array[int], count: int) -> list[str]:
+        """What the first full pages of tokens are looked up by."""
+        size, found = self.pool.page_size, []
+        key = blake2b(f"{self._mark} {_scope(scope)}".encode(), digest_size=20)
+        for place in range(count):
+            key.update(tokens[place * size : (place + 1) * size].tobytes())
+            found.append(f"{self._mark}-{key.hexdigest()}.page")
+        return found
+
+    def _read(self, name: str, scope: str, tokens: array[int]) -> StoredPage | None:
+        """A page, if it is whole and the one that is wanted; else it is dropped."""
+        path = self.folder / name
+        try:
+            about, tensors = read_sealed(path, WHAT, VERSION)
+            page = self._checked(about, tensors, scope, tokens)
+        except FileNotFoundError:  # its room was needed just now
+            return None
+        except (SealedFileError, OSError) as error:
+            LOG.warning("a page of the prefix store is dropped: %s: %s", path, error)
+            self._drop(name)
+            return None
+        self._use([name])
+        return page
+
+    def _checked(
+        self, about: dict[str, Any], tensors: dict[str, Tensor], scope: str, tokens: array[int]
+    ) -> StoredPage:
+        """The page in a file.
+
+        Raises:
+            SealedFileError: it is of another model, storage, scope or text.
+        """
+        if about.get("of") != self._about:
+            raise SealedFileError("it is of another model or another storage of the cache")
+        if about.get("scope") != _scope(scope):
+            raise SealedFileError("it is of another scope: whoever asks may not share it")
+        held = tensors.pop("tokens", None)
+        if held is None or held.dtype != torch.int32 or held.tolist() != tokens.tolist():
+            raise SealedFileError("it is of other tokens")
+        first = len(tokens) == self.pool.page_size
+        shapes = [(x.shape[1:], x.dtype) for x in self.pool.page_buffers]
+        sinks = [(x.shape[1:], x.dtype) for x in self.pool.sinks] if first else []
+        parts = [tensors.pop(f"page.{i}", None) for i in range(len(shapes))]
+        sides = [tensors.pop(f"sinks.{i}", None) for i in range(len(sinks))]
+        there = [x for x in (*parts, *sides) if x is not None]
+        if tensors or [(x.shape, x.dtype) for x in there] != [*shapes, *sinks]:
+            raise SealedFileError("it does not have the tensors of a page")
+        return StoredPage([x[None] for x in parts if x is not None], [x for x in sides if x is not None])  # fmt: skip
+
+    # -- kept -----------------------------------------------------------------------------
+
+    def put(self, scope: str, tokens: array[int], pages: Sequence[int], ring: int) -> None:
+        """Keeps the first full pages of a sequence; they are read now, and written in a thread.
+
+        Args:
+            scope: who may find them.
+            tokens: the sequence's.
+            pages: those of the pool that have the first of them, all full.
+            ring: the ring, and the sinks, of the sequence.
+        """
+        names = self._names(scope, tokens, len(pages))
+        with self._changing:
+            there = self._files.keys() | self._writing
+            missing = [place for place, name in enumerate(names) if name not in there]
+            if (len(self._writing) + len(missing)) * self.pool.page_bytes > WAITING:
+                LOG.info("%d pages are not kept: the prefix store is still writing", len(missing))
+                missing = []
+            self._writing.update(names[place] for place in missing)
+        try:
+            content = self.pool.read([pages[place] for place in missing]) if missing else []
+            sinks = self.pool.read_sinks(ring) if missing[:1] == [0] else []
+            about = {"of": self._about, "scope": _scope(scope)}
+            self._writer.submit(self._put, names, about, tokens[:], missing, content, sinks)
+        except BaseException:
+            with self._changing:
+                self._writing.difference_update(names[place] for place in missing)
+            raise
+
+    def _put(
+        self,
+        names: list[str],
+        about: dict[str, Any],
+        tokens: array[int],
+        missing: list[int],
+        content: PageBytes,
+        sinks: PageBytes,
+    ) -> None:
+        """Writes pages, the last first: those of a beginning stay longest."""
+        for index, place in reversed(list(enumerate(missing))):
+            tensors = {f"page.{i}": part[index] for i, part in enumerate(content)}
+            if place == 0:
+                tensors |= {f"sinks.{i}": part for i, part in enumerate(sinks)}
+            held = tokens[: (place + 1) * self.pool.page_size]
+            tensors["tokens"] = torch.tensor(held, dtype=torch.int32)
+            try:
+                self._write(names[place], sealed(WHAT, VERSION, about, tensors))
+            except OSError as error:
+                LOG.warning("a page is not kept in the prefix store: %s", error)
+            finally:
+                with self._changing:
+                    self._writing.discard(names[place])
+        self._use(names)
+
+    def _write(self, name: str, data: bytearray) -> None:
+        with self._changing:
+            if not self._make_room(len(data)):
+                LOG.warning("a page of %d bytes is larger than the prefix store may be", len(data))
+                return
+        with replacing(self.folder / name) as stream:
+            stream.write(data)
+        with self._changing:
+            self._files[name] = len(data)
+
+    def _make_room(self, size: int) -> bool:
+        """Removes what was used longest ago until there is room for so many bytes; whether there is."""
+        total = sum(self._files.values()) + size
+        while total > self.most and self._files:
+            name, gone = self._files.popitem(last=False)
+            (self.folder / name).unlink(missing_ok=True)
+            total -= gone
+        return total <= self.most
+
+    def _use(self, names: Sequence[str]) -> None:
+        """These were used now, the first last."""
+        for name in reversed(names):
+            with self._changing:
+                if name not in self._files:
+                    continue
+                self._files.move_to_end(name)
+            with contextlib.suppress(OSError):
+                os.utime(self.folder / name)
+
+    def _drop(self, name: str) -> None:
+        with self._changing:
+            self._files.pop(name, None)
+            with contextlib.suppress(OSError):
+                (self.folder / name).unlink()
+
+    def close(self) -> None:
+        """Waits until all is written, and lets go of the folder."""
+        self._writer.shutdown()
+        self._lock.release()
+
+
+def store_for(model: Any, pool: PagePool, settings: EngineConfig) -> PrefixStore | None:
+    """The store that settings ask for; errors as `PrefixStore`."""
+    if settings.prefix_store is None:
+        return None
+    return PrefixStore(settings.prefix_store, settings.prefix_store_bytes, model, pool)
+
+
+def bring_back(
+    store: PrefixStore,
+    pages: SharedPages,
+    sequence: PagedSequence,
+    contents: Sequence[Content],
+    keep_sinks: Callable[[Content, Callable[[int], None]], int],
+) -> int | None:
+    """Gives a sequence pages for those of its next tokens that are on disk, as pages that were found.
+
+    Args:
+        store: the folder.
+        pages: where pages come from, and are known by their content from now on.
+        sequence: has the pages that were found in memory.
+        contents: what its full pages contain.
+        keep_sinks: finds a place for the sinks of a first page, and has them written there.
+
+    Returns:
+        where its sinks are kept, if its first page came from disk.
+    """
+    scope, start, sinks = sequence.request.scope, len(sequence.pages), None
+    needed = len(sequence) // pages.page_size + 1 - start
+    if not is_salted(scope) or needed > pages.available:
+        return None
+    store.identify(pages.epoch)
+    found = store.find(scope, sequence.tokens, start)
+    for content, stored in zip(contents[start:], found, strict=False):
+        page = pages.take()
+        try:
+            store.pool.write([page], stored.page)
+        except Exception:
+            pages.release(page)
+            raise
+        known = pages.learn(page, content)
+        sequence.pages.append(page)
+        if stored.sinks:
+            sinks = keep_sinks(known, partial(store.pool.write_sinks, content=stored.sinks))
+    return sinks
+
+
+def put_away(store: PrefixStore, pages: SharedPages, sequence: PagedSequence) -> None:
+    """Keeps the full pages of a sequence that has ended, if others may find them."""
+    full = len(sequence.keys)
+    current = sequence.epoch == pages.epoch and sequence.finish_reason != "error"
+    if full and current and is_salted(sequence.request.scope):
+        store.identify(pages.epoch)
+        try:
+            store.put(sequence.request.scope, sequence.tokens, sequence.pages[:full], sequence.ring)
+        except RuntimeError as error:  # its answer is there all the same
+            LOG.warning("pages are not kept in the prefix store: %s", error)
+
+
+def _scope(scope: str) -> str:
+    """A scope as it is written: an API key may be part of it."""
+    return blake2b(scope.encode(), digest_size=32).hexdigest()
