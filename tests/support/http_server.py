@@ -24,7 +24,7 @@ class ChattyTokenizer:
     chat_template = "a line for each message"
 
     def __init__(self) -> None:
-        self._inner = demo_tokenizer()
+        self._inner = self.backend_tokenizer = demo_tokenizer()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
