@@ -174,6 +174,11 @@ class StructuredOutputs(Fields):
     regex: str | None = None
     grammar: str | None = None
 
+    @property
+    def size(self) -> int:
+        """Characters of it."""
+        return len(str(self.json_schema or self.regex or self.grammar or ""))
+
     @model_validator(mode="after")
     def _one_of_them(self) -> StructuredOutputs:
         given = [

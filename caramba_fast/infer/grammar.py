@@ -39,7 +39,8 @@ class Grammar:
     def __init__(self, source: str, tokenizer: Any, vocab_size: int) -> None:
         self._source, self._tokenizer, self._vocab = source, tokenizer, vocab_size
         self._rows: dict[int, _Row] = {}
-        self._new_row()
+        if not self._new_row().allowed(array("q"), vocab_size).any():
+            raise ValueError("structured_outputs: nothing fits it")
 
     def mask(self, scores: Tensor, row: TokenSequence, index: int) -> None:
         """Sets scores (V,) of ids that may not follow to -inf.

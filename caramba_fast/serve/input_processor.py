@@ -213,11 +213,14 @@ class InputProcessor:
         """Raises ValueError for settings whose cost at every token, or whose size, is beyond the engine's limits."""
         words = [*config.bad_words_ids, *(words for words, _ in config.sequence_bias)]
         settings, vocabulary = self.settings, self.model.vocab_size
+        asked = config.structured_outputs
         for what, count, limit, allowed in (
             ("the stop strings hold {} characters", sum(map(len, config.stop_strings)),
              "max_stop_chars", settings.max_stop_chars),
             ("bad_words_ids and sequence_bias hold {} ids", sum(map(len, words)),
              "max_edit_ids", settings.max_edit_ids),
+            ("structured_outputs holds {} characters", asked.size if asked else 0,
+             "max_structure_chars", settings.max_structure_chars),
             ("logprobs is {}", config.logprobs or 0, "max_logprobs", settings.max_logprobs),
             ("no_repeat_ngram_size is {}", config.no_repeat_ngram_size, "max_ngram", settings.max_ngram),
             ("suppress_tokens holds {} ids", len(config.suppress_tokens), "the vocabulary", vocabulary),

@@ -134,7 +134,7 @@ def _tell(logits: Tensor, choices: Sequence[Choice]) -> None:
 def _take(logits: Tensor, choice: Choice, drawn: Sequence[int]) -> None:
     """Accepts the draft up to the first token it would not have chosen, and takes its own choice there."""
     for place in range(len(choice.draft) + 1):
-        if place == len(drawn):
+        if place == len(drawn) or drawn[place] == NOTHING:
             row = logits[choice.first + place]
             raise ValueError(f"no token can be chosen: {why_nothing(row, row)}")
         choice.tokens.append(drawn[place])

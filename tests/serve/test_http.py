@@ -287,6 +287,7 @@ def test_models_tokens_health_and_metrics(server, client):
     [
         ("completions", {"prompt": PROMPT, "model": "gpt-4"}, 404, "'demo' is served"),
         ("completions", {"prompt": PROMPT, "temperature": 3}, 400, "temperature"),
+        ("completions", {"prompt": PROMPT, "repetition_penalty": 5e-324}, 400, "repetition_penalty"),
         ("completions", {"prompt": PROMPT, "logprobs": 30}, 400, "max_logprobs allows 20"),
         ("completions", {"prompt": PROMPT, "max_tokens": 5000}, 400, "max_seq_len"),
         ("completions", {"prompt": PROMPT, "n": 100}, 400, "max_batch_size"),
@@ -451,6 +452,41 @@ def test_requests_under_way_end_when_the_server_is_told_to_stop():
     assert not engine.has_unfinished and not engine.problems()
 
 
+def test_requests_that_are_cut_off_are_told_so():
+    """Two requests outlast the time of grace: one that is streamed, and one that waits for its whole answer."""
+    engine = new_engine(max_seq_len=4096)
+    slow = threading.Event()
+    step = engine.step
+
+    def slowly() -> Any:
+        slow.wait(0.2)
+        return step()
+
+    engine.step = slowly
+    body = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True}
+    found: list[Any] = []
+
+    def ask(address: str, streamed: bool) -> None:
+        try:
+            sent = httpx.post(
+                f"{address}/v1/completions", json={**body, "stream": streamed}, timeout=60
+            )
+            found.append((sent.status_code, sent.json()["error"]["message"]))
+        except httpx.RemoteProtocolError:
+            found.append("cut")
+
+    with serving(engine, grace_s=1) as address:
+        threads = [threading.Thread(target=ask, args=(address, s)) for s in (False, True)]
+        for thread in threads:
+            thread.start()
+        until(lambda: engine.metrics.new_tokens > 2, "both are under way")
+    for thread in threads:
+        thread.join(30)
+    slow.set()
+    assert (503, "the server is stopping; the request was not answered") in found
+    assert len(found) == 2 and not engine.has_unfinished and not engine.problems()
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: (
@@ -461,7 +497,7 @@ json_values = st.recursive(
 FIELDS = (
     "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stream",
     "logit_bias", "presence_penalty", "stream_options", "response_format", "cache_salt", "tools", "model", "logprobs",
-    "top_logprobs",
+    "top_logprobs", "repetition_penalty", "frequency_penalty", "ignore_eos", "echo", "tool_choice",
 )  # fmt: skip
 
 
@@ -478,3 +514,37 @@ def test_no_body_is_answered_with_500_or_not_at_all(server, fields, chat):
     assert found.status_code in (200, 400, 404), found.text
     if found.status_code != 200:
         assert found.json()["error"]["message"]
+
+
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        ("[" * 100_000, 400),
+        (f'{{"prompt": {nested(50_000)}}}', 400),
+        ('{"prompt": "\\ud800"}', 400),
+        ('{"prompt": "a", "temperature": NaN}', 400),
+        (b"\xff\xfe", 400),
+        ("", 400),
+        (f'{{"prompt": "a", "max_tokens": 1, "metadata": {nested(200)}}}', 200),
+    ],
+    ids=["open", "deep", "half a character", "nan", "no text", "empty", "deep and allowed"],
+)
+def test_odd_bodies_are_answered(server, content, status):
+    head = {"content-type": "application/json"}
+    found = httpx.post(f"{server}/v1/completions", content=content, headers=head, timeout=30)
+    assert found.status_code == status
+    assert ("error" in found.json()) == (status != 200)
+
+
+def test_headers_have_a_limit_and_the_server_goes_on(server):
+    assert httpx.get(f"{server}/v1/models", headers={"x": "a" * 10_000}).status_code == 200
+    try:
+        status = httpx.get(f"{server}/v1/models", headers={"x": "a" * 500_000}).status_code
+    except httpx.TransportError:
+        status = 400  # it has stopped reading before all was written
+    assert status in (400, 431)
+    assert httpx.get(f"{server}/v1/models").status_code == 200

@@ -82,7 +82,7 @@ class Sampling(_Body):
     stream_options: StreamOptions | None = None
     presence_penalty: float = Field(default=0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0, ge=-2, le=2)
-    repetition_penalty: float = Field(default=1.0, gt=0)
+    repetition_penalty: float = Field(default=1.0, ge=1e-3, le=1e3)  # beyond, scores overflow
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None

@@ -28,7 +28,7 @@ from caramba_fast.config.files import explain
 from caramba_fast.infer.tokenizer import TextTokenizer, TokenizerError
 from caramba_fast.serve.async_engine import AsyncEngine, EngineStoppedError
 from caramba_fast.serve.engine import Engine
-from caramba_fast.serve.http.limits import BodyLimit, error_body
+from caramba_fast.serve.http.limits import BodyLimit, CutOff, error_body
 from caramba_fast.serve.http.logprobs import LogprobsWriter, TokenTexts
 from caramba_fast.serve.http.metrics import exposition
 from caramba_fast.serve.http.protocol import (
@@ -91,6 +91,7 @@ def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
 
     app = FastAPI(title="caramba-fast", lifespan=running, docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, most=config.max_body_bytes)
+    app.add_middleware(CutOff)
     known = (RequestValidationError, AnyHTTPException, EngineStoppedError, ClientGoneError)
     for wrong in (*known, Exception):
         app.add_exception_handler(wrong, _explained)
