@@ -123,7 +123,7 @@ class OverHTTP:
             async def client() -> None:
                 while left:
                     place, item = left.pop()
-                    found[place] = await self._ask(http, item, f"{number} {place}")
+                    found[place] = await self._ask(http, item, f"{self.name} {number} {place}")
 
             await asyncio.gather(*(client() for _ in range(CONCURRENCY)))
             seconds, used = time.perf_counter() - began, cpu_seconds(self.process) - cpu
@@ -210,7 +210,7 @@ def measure(given: argparse.Namespace, path: Path) -> None:
         found: dict[str, list[Taken]] = {system.name: [] for system in listed}
         for number in range(-1, given.rounds):
             for system in (*listed[number % 3 :], *listed[: number % 3]):
-                done = system.run(items[:CONCURRENCY] if number < 0 else items, number)
+                done = system.run(items[:2] if number < 0 else items, number)
                 if number >= 0:  # the first warms up
                     found[system.name].append(done)
                     print(f"  {system.name}: {done.tokens / done.seconds:.1f} tokens/s, "
