@@ -29,8 +29,8 @@ def lines_of(path: Path) -> list[str]:
         f"{first['torch']}, commit {first['commit']}, load average {first['load_average']}. {CONCURRENCY} clients in a "
         f"closed loop, {first['requests']} requests of {SHORTEST} to {LONGEST} tokens, answers of {MEAN_NEW} in the "
         f"mean, {first['tokens']} tokens in all; medians over {first['rounds']} round(s) in which all take the same "
-        "requests in turn. Server and clients are processes of their own. Tokens/s depend on what else the machine does "
-        "(the load average), processor time much less; clients do not count in it."
+        "requests in turn. Server and clients are processes of their own. Tokens/s depend on what else the machine "
+        "does (the load average), processor time much less; clients do not count in it."
     )
     body = [
         (
