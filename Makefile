@@ -32,6 +32,7 @@ help:
 	@echo "make real         what caches cost real models, fetched first (REAL=--quick: a small part; hours without)"
 	@echo "make bench-real   decode steps of real models beside llama.cpp (CPU, an hour)"
 	@echo "make bench-rows   the same cases through pytest-benchmark (GRID=quick|cpu|core)"
+	@echo "make gpu-wheels   what bench/gpu_check.sh installs on a machine with a GPU and no network"
 	@echo "make aot          compile the Triton kernels ahead of time and record what they cost"
 	@echo "make train        train both demo models again (close to three hours)"
 	@echo "make train-biased give the GQA demo model large key biases again (minutes)"
@@ -227,6 +228,16 @@ bench-rows: $(VENV)/.test
 # What is expected on an H200, from bench/results/aot.csv: to be written before anything is measured.
 bench-predictions: $(VENV)/.test
 	$(BIN)/python -m caramba_fast.bench.kernels.predict
+
+# What bench/gpu_check.sh installs on a machine without network: WHEELS=build/gpu-wheels. GPU_PYTHON is that machine's.
+GPU_PYTHON ?= 3.12
+.PHONY: gpu-wheels
+gpu-wheels: $(VENV)/.torch
+	rm -rf build/gpu-wheels
+	$(BIN)/python -m pip download -q --only-binary :all: --python-version $(GPU_PYTHON) --implementation cp \
+		--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform any \
+		-d build/gpu-wheels pydantic pytest hypothesis
+	du -sh build/gpu-wheels
 
 # Each Triton replaces its own rows of the table.
 aot: $(VENV)/.test $(OLDEST)/.done

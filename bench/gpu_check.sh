@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
 # Builds, checks, tunes and measures this package on a machine with a CUDA device and no network.
 #
-#   bench/gpu_check.sh [--force] [--dry-run] OUT_DIR [build|parity|sanitize|tune|bench ...]
+#   bench/gpu_check.sh [--force] [--dry-run] OUT_DIR [build|parity|sanitize|bench|model|tune ...]
 #
 # Stages run in the order given (default: all), each for 8 minutes at most, and leave OUT_DIR/<stage>.log; tune
-# also tune.csv, bench also bench.csv and bench.json. Kernels are compiled on all cores first. A stage that succeeded is
+# also tune.csv, bench also bench.csv and bench.json, model a table of decode steps of whole models. Kernels are compiled on all cores first. A stage that succeeded is
 # skipped until a source file changes or --force is given; tune and bench go on where they stopped. Marks and tables lie in
-# CARAMBA_FAST_WORK (default: below TMPDIR). PYTHON chooses the interpreter; build installs pydantic from the wheels
-# in the folder WHEELS, if one is given. --dry-run runs every stage on
+# CARAMBA_FAST_WORK (default: below TMPDIR). PYTHON chooses the interpreter; build installs what is missing from the
+# wheels in the folder WHEELS, if one is given ("make gpu-wheels" fills it). --dry-run runs every stage on
 # the CPU with tiny shapes and interpreted kernels: it checks this script, nothing else.
 # Exit status: 0 all well or no CUDA device, 1 a stage failed, 2 wrong arguments.
 
 set -euo pipefail
 
 readonly LIMIT_S=480
-readonly STAGES="build parity sanitize tune bench"
+readonly STAGES="build parity sanitize bench model tune"
 readonly ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 readonly PYTHON="${PYTHON:-python3}"
 
@@ -49,6 +49,9 @@ wheels() {
         return 1
     fi
     "$PYTHON" -m pip install --no-index --find-links "$WHEELS" pydantic
+    if ! "$PYTHON" -m pip install --no-index --find-links "$WHEELS" pytest hypothesis; then
+        echo "build: the wheels have no pytest and hypothesis: parity does without the tests under tests/"
+    fi
 }
 
 build() {
@@ -134,6 +137,24 @@ bench() {
     done
 }
 
+model() {
+    cd "$ROOT"
+    if ! "$PYTHON" -c "import transformers"; then
+        echo "model: transformers is not installed; no model was run"
+        return 0
+    fi
+    local decode=("$PYTHON" -m caramba_fast.bench.real.decode --out "$OUT_DIR")
+    if [[ "$DRY" == 1 ]]; then
+        "${decode[@]}" tiny --contexts 64 --quick
+        return
+    fi
+    local shape
+    for shape in llama-3.2-1b llama-3.1-8b; do
+        (($(left 0) > 90)) || { echo "model: no time for $shape: left out"; continue; }
+        timeout "$(left 20)" "${decode[@]}" "$shape" --device cuda --quick --contexts 4096 32768 131072
+    done
+}
+
 # Whether a stage succeeded after the last change of a source file.
 finished() {
     local mark="$WORK/$1.done"
@@ -205,7 +226,7 @@ fi
 mkdir -p "$OUT_DIR" "$WORK"
 OUT_DIR="$(cd "$OUT_DIR" && pwd)"
 export ROOT PYTHON OUT_DIR WORK DRY LIMIT_S
-export -f module left ahead wheels build parity sanitize tune bench
+export -f module left ahead wheels build parity sanitize bench model tune
 for stage in "${chosen[@]}"; do
     run_stage "$stage" || exit 1
 done

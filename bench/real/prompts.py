@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from caramba_fast.bench.real import specs as chosen
-from caramba_fast.bench.real.models import SOURCES, FetchError, model_folder, title
+from caramba_fast.bench.real.models import MEASURED, FetchError, model_folder, title
 from caramba_fast.bench.real.study import add_options, file_name, out_folder
 from caramba_fast.bench.real.text import TextError, windows
 from caramba_fast.cli.quality import Subject, load_subject
@@ -91,7 +91,7 @@ def main() -> None:
     add_options(parser, chosen.PROMPTED)
     args = parser.parse_args()
     out = out_folder(args)
-    for model in args.models or SOURCES:
+    for model in args.models or MEASURED:
         try:
             subject = load_subject(str(model_folder(model)), "cpu")
             kl = study(subject, args.specs, 2 if args.quick else TEXTS)

@@ -22,7 +22,7 @@ import torch
 from caramba_fast.bench.environment import details
 from caramba_fast.bench.real import specs as chosen
 from caramba_fast.bench.real.code import note_code
-from caramba_fast.bench.real.models import SOURCES, FetchError, model_folder, title
+from caramba_fast.bench.real.models import MEASURED, SOURCES, FetchError, model_folder, title
 from caramba_fast.bench.real.text import KINDS, PARTS, TextError, windows
 from caramba_fast.cli.quality import Subject, begin_token, load_subject
 from caramba_fast.quality import QualityReport, cache_size, cached_forward, measure
@@ -150,7 +150,7 @@ def main() -> None:
     args = parser.parse_args()
     out = out_folder(args)
     count = args.windows or (QUICK_WINDOWS if args.quick else WINDOWS)
-    for model in args.models or SOURCES:
+    for model in args.models or MEASURED:
         try:
             report = study(
                 model, args.specs, context=args.context, count=count, part=args.on, parts=args.parts

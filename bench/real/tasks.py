@@ -25,7 +25,7 @@ from caramba_fast.bench.real import specs as chosen
 from caramba_fast.bench.real.answers import ROWS, AnswerStore, Group
 from caramba_fast.bench.real.code import note_code
 from caramba_fast.bench.real.functions import PROBLEMS
-from caramba_fast.bench.real.models import SOURCES, FetchError, model_folder, title
+from caramba_fast.bench.real.models import MEASURED, FetchError, model_folder, title
 from caramba_fast.bench.real.study import RUNS, add_options, file_name, out_folder
 from caramba_fast.bench.real.text import TextError
 from caramba_fast.cli.quality import load_subject
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS))
     args = parser.parse_args()
     out = out_folder(args)
-    for model in args.models or SOURCES:
+    for model in args.models or MEASURED:
         try:
             found = run(model, args.specs, args.tasks, quick=args.quick, parts=args.parts)
         except (FetchError, TextError, ValueError) as error:

@@ -16,7 +16,7 @@ from caramba_fast.cache.interface import DecoupledKeysAndValues, KeysAndValues
 from caramba_fast.cache.pages import PageAllocator, PageTable
 from caramba_fast.cache.rows import LayerRows
 from caramba_fast.cache.sizes import by_heads, check_agreement, check_sizes
-from caramba_fast.cache.stream import CacheTensor, capacity
+from caramba_fast.cache.stream import SLOT_MULTIPLE, CacheTensor, capacity
 from caramba_fast.config import KVCacheTensorConfig
 from caramba_fast.config.kvcache import ring_size
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
@@ -74,6 +74,7 @@ class LayerCache(LayerRows):
             }
             super().__init__(streams, batch_size, max_seq_len, n_kv_heads, place, pages)
         self.attended_again = False
+        self._front = 0  # slots that hold the longest row, of a contiguous cache
 
     # -- what it holds ------------------------------------------------------------------
 
@@ -104,7 +105,8 @@ class LayerCache(LayerRows):
         will_attend: bool,
     ) -> None:
         """`KeysAndValues.append` of the streams by name."""
-        self.narrow_tails()
+        if self._widened:
+            self.narrow_tails()
         plain = new_lens is None and not torch.is_grad_enabled()
         if not (plain and self._append_planned(new, cache_leftpad)):
             self._append_anew(new, new_lens, cache_leftpad, will_attend)
@@ -141,25 +143,28 @@ class LayerCache(LayerRows):
             self.narrow_tails()
             raise
         self.lengths.advance(tokens, added, query_lens)
-        self.tail.appended(self.lengths.host)
 
     def _append_planned(self, new: dict[str, Tensor], cache_leftpad: Tensor | None) -> bool:
         """A step like an earlier one, in a contiguous cache: whether it was one, and is done."""
-        lengths, longest = self.lengths, self.lengths.longest
-        if self.pages is not None or not longest:
+        lengths = self.lengths
+        longest, first = max(lengths.host), next(iter(new.values()))
+        if self.pages is not None or not longest or first.ndim != 4:
             return False
-        tensors = (*new.values(), lengths.seq_lens)
-        options = {} if cache_leftpad is None else {"cache_leftpad": cache_leftpad}
-        plan = self.plans.planned_append(tensors, options)
-        if plan is None:
-            return False
-        tokens = tensors[0].shape[2]
+        tokens = first.shape[2]
         if longest + tokens > self.max_seq_len or (self.ring_len and tokens > self.tail_slack):
             return False
-        plan.run(tensors, options)
-        lengths.advance(tokens, [tokens] * self.batch_size, None)
-        self.tail.appended(lengths.host)
+        options = {} if cache_leftpad is None else {"cache_leftpad": cache_leftpad}
+        if not self.plans.append_as_before((*new.values(), lengths.seq_lens), options):
+            return False
+        lengths.seq_lens.add_(tokens)
+        self._grown(tokens)
         return True
+
+    def _grown(self, tokens: int) -> None:
+        """The host takes note that each row holds ``tokens`` more."""
+        lengths = self.lengths
+        lengths.host = [length + tokens for length in lengths.host]
+        lengths.newest, lengths.query_lens = tokens, None
 
     def _make_room(self, tokens: int, added: Sequence[int]) -> None:
         """Checks that row b can take ``added[b]`` of ``tokens``, and reserves pages."""
@@ -178,10 +183,7 @@ class LayerCache(LayerRows):
 
     def after_replay(self) -> None:
         """The host takes note of the token that the recorded append has written to each row."""
-        lengths = self.lengths
-        lengths.host = [length + 1 for length in lengths.host]
-        lengths.newest, lengths.query_lens = 1, None
-        self.tail.appended(lengths.host)
+        self._grown(1)
 
     # -- reading ------------------------------------------------------------------------
 
@@ -192,13 +194,16 @@ class LayerCache(LayerRows):
 
     def attend_from(self, queries: tuple[Tensor, ...], before: int, options: dict[str, Any]) -> Any:
         """`KeysAndValues.attend` with the queries of each key stream."""
-        self._check_tokens(queries[0], before)
         slots, lengths = None, self.lengths
+        longest = max(lengths.host)
+        self._check_tokens(queries[0], before, longest)
         if self.pages is not None:
             whole = self.reads_all_slots
-            options["block_table"] = self.pages.tensor if whole else self.pages.columns(self.pos)
+            options["block_table"] = self.pages.tensor if whole else self.pages.columns(longest)
         elif not self.reads_all_slots:
-            slots = capacity(max(self.pos, 1))
+            if not self._front - SLOT_MULTIPLE < longest <= self._front:
+                self._front = capacity(max(longest, 1))
+            slots = self._front
         if lengths.query_lens is not None:
             options.setdefault("query_lens", lengths.query_lens)
         if self.residual_len:
@@ -208,20 +213,20 @@ class LayerCache(LayerRows):
         if self.reach.q_chunk is not None and queries[0].shape[2] > MAX_QUERY_TOKENS:
             options.setdefault("q_chunk", self.reach.q_chunk)
         with_lse = options.pop("return_softmax_lse", False)
-        held = self.seq_lens - before if before else self.seq_lens
+        held = lengths.seq_lens - before if before else lengths.seq_lens
         out, lse = self.plans.attend(queries, held, options, slots)
-        if not before and not self.attended_again:
+        if self._widened and not before and not self.attended_again:
             self.narrow_tails()
         return (out, lse) if with_lse else out
 
-    def _check_tokens(self, q: Tensor, before: int) -> None:
+    def _check_tokens(self, q: Tensor, before: int, longest: int) -> None:
         """Raises ValueError unless so many of the newest tokens can be attended from."""
         tokens = q.shape[2] + before if q.ndim == 4 and before >= 0 else 0
-        lengths, pos = self.lengths, self.pos
-        if not 1 <= tokens <= max(pos, lengths.newest):
+        lengths = self.lengths
+        if not 1 <= tokens <= max(longest, lengths.newest):
             raise ValueError(
                 f"q has shape {tuple(q.shape)}; (B, H_q, T, D) with T from 1 to the "
-                f"{max(pos, lengths.newest)} tokens cached is needed"
+                f"{max(longest, lengths.newest)} tokens cached is needed"
             )
         if self.ring_len and tokens > self.attendable:
             raise ValueError(

@@ -100,39 +100,43 @@ class RowLengths:
 class TailKeeper:
     """Per row, the lowest position whose fp16 values are in the ring.
 
+    A row that grows overwrites the oldest slots. That follows from its length, so an append tells nothing here.
+
     Cropping up to tail_slack tokens loses nothing. A deeper crop needs positions whose slots were overwritten: those
     are put back from their codes, so that every read stays correct, at the codes' precision.
 
     Args:
         batch_size: rows.
         size: slots of the ring; 0 for no ring.
+
+    Attributes:
+        lowest: as it was when a row was last shortened or moved; see `held_from`.
     """
 
     def __init__(self, batch_size: int, size: int) -> None:
         self.size = size
         self.lowest = [0] * batch_size
 
-    def appended(self, lengths: Sequence[int]) -> None:
-        """Rows have grown to ``lengths``."""
-        if self.size:
-            self.lowest = [
-                max(low, n - self.size) for low, n in zip(self.lowest, lengths, strict=True)
-            ]
+    def held_from(self, lengths: Sequence[int]) -> list[int]:
+        """The lowest position of rows of ``lengths`` tokens whose fp16 values are in the ring."""
+        return [max(low, n - self.size) for low, n in zip(self.lowest, lengths, strict=True)]
 
     def lost(self, before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int, int]]:
         """(row, start, stop) of what the ring lacks when rows go from ``before`` to ``after`` tokens."""
         found = []
-        for row, (old, new) in enumerate(zip(before, after, strict=True)):
-            needed, low = self._needed(new), self.lowest[row]
-            if new < old and low > needed and new > needed:
+        held = zip(before, after, self.held_from(before), strict=True)
+        for row, (old, new, low) in enumerate(held):
+            needed = self._needed(new)
+            if self.size and new < old and low > needed and new > needed:
                 found.append((row, needed, min(low, new)))
         return found
 
     def shortened(self, before: Sequence[int], after: Sequence[int]) -> None:
         """Rows went from ``before`` to ``after`` tokens, and what was `lost` has been put back."""
-        for row, (old, new) in enumerate(zip(before, after, strict=True)):
+        held = zip(before, after, self.held_from(before), strict=True)
+        for row, (old, new, low) in enumerate(held):
             if new < old:
-                self.lowest[row] = min(self.lowest[row], self._needed(new))
+                self.lowest[row] = min(low, self._needed(new))
 
     def _needed(self, length: int) -> int:
         """The lowest position of a row that may be read again: its newest tokens may be removed and come back."""

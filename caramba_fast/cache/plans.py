@@ -6,9 +6,9 @@ stream another view; with the first call that sees it all plans of the old ones 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +23,6 @@ from caramba_fast.ops.extend_attention import decoupled_extend_op, extend_op, wi
 from caramba_fast.ops.plan import CallPlan
 from caramba_fast.ops.registry import Op
 
-#: Calls of up to so many tokens have plans of their own: drafts are verified between single steps.
-MOST_TOKENS = 33
 #: Plans a layer keeps; a server's batches have many sizes, and come back to them.
 MOST_PLANS = 64
 
@@ -60,7 +58,7 @@ class LayerPlans:
         self._views: list[KVView] = []
         self._front: list[KVView] = []  # the first slots of them
         self._slots = 0
-        self._plans: dict[tuple[str, int, int], CallPlan] = {}
+        self._plans: dict[tuple[Any, ...], CallPlan] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LayerPlans, (self.streams, self.n_kv_heads)
@@ -77,20 +75,22 @@ class LayerPlans:
         Args:
             sides: rings and sinks of these rows in place of the streams' own.
         """
-        tensors, views = (*new, start), self._with(sides, self._current())
-        plan = self._find(self.ops.append, tensors, views, options)
-        if plan is None:
-            named = dict(zip(self.streams, views, strict=True))
-            plan = plan_append(self.ops.append, named, new, start, options)
-            if not sides:
-                self._keep(self.ops.append, new[0], plan)
+        tensors = (*new, start)
+        if not sides and self.append_as_before(tensors, options):
+            return
+        views = dict(zip(self.streams, _with(sides, self._current(), self.streams), strict=True))
+        plan = plan_append(self.ops.append, views, new, start, options)
+        if not sides:
+            self._keep(self.ops.append, tensors, options, None, plan)
         plan.run(tensors, options)
 
-    def planned_append(
-        self, tensors: Sequence[Tensor], options: Mapping[str, Any]
-    ) -> CallPlan | None:
-        """The plan of an earlier append that differs from this one in numbers alone."""
-        return self._find(self.ops.append, tensors, self._current(), options)
+    def append_as_before(self, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> bool:
+        """Whether an append differs from an earlier one in numbers alone; it is done then."""
+        plan = self._find(self.ops.append, tensors, options, None)
+        if plan is None:
+            return False
+        plan.op.call(*plan.stored, *tensors, *plan.kinds, **plan.stated, **options)
+        return True
 
     def attend(
         self,
@@ -109,57 +109,97 @@ class LayerPlans:
         op = self.ops.extend if extends else self.ops.decode
         options = window_of(options) if extends else options
         options = {name: value for name, value in options.items() if value is not None}
-        tensors, views = (*queries, cache_seqlens), self._with(sides, self._current(slots))
-        plan = self._find(op, tensors, views, options)
+        tensors = (*queries, cache_seqlens)
+        found: tuple[Tensor, Tensor]
+        plan = None if sides else self._find(op, tensors, options, slots)
         if plan is None:
+            views = _with(sides, self._current(slots), self.streams)
             named = dict(zip(self.streams, views, strict=True))
             plan = plan_attention(op, named, queries, cache_seqlens, self.n_kv_heads, options)
             if not sides:
-                self._keep(op, queries[0], plan)
-        found: tuple[Tensor, Tensor] = plan.run(tensors, options)
+                self._keep(op, tensors, options, slots, plan)
+            found = plan.run(tensors, options)
+            return found
+        found = plan.op.call(
+            *queries, *plan.stored, cache_seqlens, *plan.kinds, **plan.stated, **options
+        )
         return found
 
     def _current(self, slots: int | None = None) -> list[KVView]:
         """The views of the streams, or of their first ``slots``; the same objects while none is replaced."""
-        views = [stream.view for stream in self.streams.values()]
         if torch.compiler.is_compiling():  # what is made while tracing is of the trace
+            views = [stream.view for stream in self.streams.values()]
             return views if slots is None else [view.slice(slots) for view in views]
-        if not self._views or not all(map(is_, views, self._views)):
-            self._views, self._slots, self._plans = views, 0, {}
+        if not self._is_current():
+            self._views = [stream.view for stream in self.streams.values()]
+            self._slots, self._plans = 0, {}
         if slots is None:
             return self._views
         if slots != self._slots:
-            self._slots, self._front = slots, [view.slice(slots) for view in views]
+            self._slots, self._front = slots, [view.slice(slots) for view in self._views]
+            self._plans = {name: plan for name, plan in self._plans.items() if name[1] is None}
         return self._front
 
-    def _with(self, sides: Sides | None, views: list[KVView]) -> list[KVView]:
-        """Views with other rings and sinks: of one call, which is planned anew."""
-        if not sides:
-            return views
-        named = zip(self.streams, views, strict=True)
-        found = []
-        for name, view in named:
-            side = sides[name]
-            tail, sink = side.get("tail", view.tail), side.get("sink", view.sink)
-            found.append(replace(view, tail=tail, sink=sink))
-        return found
+    def _is_current(self) -> bool:
+        """Whether the streams have the buffers that the plans were made for."""
+        if not self._views:
+            return False
+        for stream, view in zip(self.streams.values(), self._views, strict=True):
+            if stream.codes is not view.codes or stream.tail is not view.tail:
+                return False
+        return True
 
     def _find(
-        self, op: Op, tensors: Sequence[Tensor], views: Sequence[KVView], options: Mapping[str, Any]
+        self, op: Op, tensors: Sequence[Tensor], options: Mapping[str, Any], slots: int | None
     ) -> CallPlan | None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self._is_current():
             return None
-        plan = self._plans.get(_name(op, tensors[0]))
-        return plan if plan is not None and plan.serves(tensors, views, options) else None
+        try:
+            return self._plans.get(_signature(op, tensors, options, slots))
+        except TypeError:  # an option that cannot be hashed: checked with every call
+            return None
 
-    def _keep(self, op: Op, first: Tensor, plan: CallPlan) -> None:
-        if not torch.compiler.is_compiling():
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
-            self._plans[_name(op, first)] = plan
+    def _keep(
+        self,
+        op: Op,
+        tensors: Sequence[Tensor],
+        options: Mapping[str, Any],
+        slots: int | None,
+        plan: CallPlan,
+    ) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if len(self._plans) >= MOST_PLANS:
+            self._plans.clear()
+        with suppress(TypeError):
+            self._plans[_signature(op, tensors, options, slots)] = plan
 
 
-def _name(op: Op, first: Tensor) -> tuple[str, int, int]:
-    if first.ndim != 4:
-        return op.name, 0, 0
-    return op.name, first.shape[0], min(first.shape[2], MOST_TOKENS)
+def _with(sides: Sides | None, views: list[KVView], names: Iterable[str]) -> list[KVView]:
+    """Views with other rings and sinks: of one call, which is planned anew."""
+    if not sides:
+        return views
+    found = []
+    for name, view in zip(names, views, strict=True):
+        side = sides[name]
+        tail, sink = side.get("tail", view.tail), side.get("sink", view.sink)
+        found.append(replace(view, tail=tail, sink=sink))
+    return found
+
+
+def _signature(
+    op: Op, tensors: Sequence[Tensor], options: Mapping[str, Any], slots: int | None
+) -> tuple[Any, ...]:
+    """Op, slots, and whatever else a call shares with those that one plan serves: all but numbers in tensors.
+
+    Loops, not generators: it runs twice a layer and step.
+    """
+    found: list[Any] = [op.name, slots]
+    for x in tensors:
+        found += (type(x), x.shape, x.dtype, x.device)
+    for name, value in options.items():
+        if isinstance(value, Tensor):
+            found += (name, type(value), value.shape, value.dtype, value.device)
+        else:
+            found += (name, type(value), value)
+    return tuple(found)

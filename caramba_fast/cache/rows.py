@@ -136,7 +136,7 @@ class LayerRows(CachedRows):
         """Copies of the fp16 rings, for `restore_tail`: what they hold now cannot be had from the codes again."""
         self.narrow_tails()
         rings = [stream.tail.clone() for stream in self.streams.values() if stream.tail is not None]
-        return rings, list(self.tail.lowest)
+        return rings, self.tail.held_from(self.lengths.host)
 
     def restore_tail(self, state: tuple[list[Tensor], list[int]]) -> None:
         """Puts rings back, after the rows have got the lengths they had then."""
@@ -290,7 +290,7 @@ class LayerRows(CachedRows):
             "max_seq_len": self.max_seq_len,
             "n_kv_heads": self.n_kv_heads,
             "lengths": list(self.lengths.host),
-            "tail_lowest": list(self.tail.lowest),
+            "tail_lowest": self.tail.held_from(self.lengths.host),
             "streams": {name: s.state(self.pos) for name, s in self.streams.items()},
         }
 

@@ -6,6 +6,7 @@ Names are those of Hugging Face's generation config where it has the setting, an
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from pydantic import (
@@ -108,7 +109,7 @@ class GenerateConfig(
         """The cache kind as text."""
         return AUTO if self.cache_kind == AUTO else spec_name(self.cache_kind)
 
-    @property
+    @cached_property
     def samples(self) -> bool:
         """Whether tokens are drawn at random."""
         if self.do_sample is not None:

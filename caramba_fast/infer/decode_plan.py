@@ -5,6 +5,8 @@ Sits on `caramba_fast.cache.AttentionLimits`, which every read of a cache honour
 
 from __future__ import annotations
 
+import sys
+
 from caramba_fast.cache import AttentionLimits
 from caramba_fast.infer.policy_fields import DecodePlanFields
 
@@ -63,6 +65,16 @@ class DecodePlan:
         if length < 0:
             raise ValueError(f"length is {length}; 0 or more is allowed")
         return self._reaches[self.bucket(length)]
+
+    def lengths_like(self, length: int) -> range:
+        """The lengths around ``length`` for which `plan_for` says the same."""
+        settings = self.settings
+        bounds: tuple[int, ...] = ()
+        if settings.decode_plan == "auto":
+            bounds = (settings.decode_bucket_short, settings.decode_bucket_mid)
+        start = max((bound + 1 for bound in bounds if bound < length), default=0)
+        stop = min((bound + 1 for bound in bounds if bound >= length), default=sys.maxsize)
+        return range(start, stop)
 
     def describe(self) -> dict[str, object]:
         """The plan in force, for the report of a run: JSON types."""

@@ -14,9 +14,9 @@ from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.fields import CacheFields
 from caramba_fast.infer.grammar import grammar_of
 from caramba_fast.infer.logits import LogitsProcessors
-from caramba_fast.infer.output import GenerateOutput, Stopwatch
+from caramba_fast.infer.output import GenerateOutput
 from caramba_fast.infer.policy_fields import CachePolicyFields, DecodePlanFields
-from caramba_fast.infer.run import Hooks, Run
+from caramba_fast.infer.run import Hooks, Run, Stopwatch
 from caramba_fast.infer.sequence import Prompts, TokenIds
 from caramba_fast.infer.stepwise import Mask, StepwiseGenerator
 from caramba_fast.infer.stopping import Decoder, Stopping, check_fits, eos_ids, row_limits

@@ -5,8 +5,6 @@ What a run took: time to first token, time between tokens, and the cache's bytes
 
 from __future__ import annotations
 
-import time
-from array import array
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -58,46 +56,6 @@ class GenerationMetrics:
     def as_dict(self) -> dict[str, float]:
         """The figures by name, for JSON or CSV."""
         return asdict(self)
-
-
-class Stopwatch:
-    """Collects what steps of a run took; what a consumer does between two of them does not count."""
-
-    def __init__(self) -> None:
-        self.steps = array("d")  # 8 bytes a step, however long the text
-        self.new_tokens = 0
-        self.began = time.monotonic()
-        self.resume()
-
-    def resume(self) -> None:
-        """Work on the next step begins."""
-        self._began = time.perf_counter()
-
-    def step(self, new_tokens: int) -> None:
-        """One step is done and gave ``new_tokens`` tokens over all rows."""
-        self.steps.append(time.perf_counter() - self._began)
-        self.new_tokens += new_tokens
-
-    def report(
-        self, rows: int, prompt_tokens: int, cache_bytes: int, bytes_per_token: float
-    ) -> GenerationMetrics:
-        """The figures so far; at least one step must have been taken."""
-        total = sum(self.steps)
-        gaps = np.asarray(self.steps[1:])
-        p50, p99 = percentiles(gaps)
-        decode = float(gaps.sum())
-        return GenerationMetrics(
-            prompt_tokens=prompt_tokens,
-            new_tokens=self.new_tokens,
-            ttft_s=self.steps[0],
-            inter_token_p50_s=p50,
-            inter_token_p99_s=p99,
-            total_s=total,
-            tokens_per_s=self.new_tokens / total,
-            decode_tokens_per_s=(self.new_tokens - rows) / decode if decode else float("nan"),
-            cache_bytes=cache_bytes,
-            bytes_per_token=bytes_per_token,
-        )
 
 
 @dataclass(frozen=True)

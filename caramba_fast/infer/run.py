@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.logits import AllowedTokens, LogitsProcessor, LogitsProcessors
 from caramba_fast.infer.logprobs import TokenLogprobs, token_logprobs
-from caramba_fast.infer.output import Stopwatch
+from caramba_fast.infer.output import GenerationMetrics, percentiles
 from caramba_fast.infer.sampling import NOTHING, check_chosen, filtered_logits, sample_marked
 from caramba_fast.infer.sequence import TokenSequence
 from caramba_fast.infer.session import Session
@@ -64,6 +67,46 @@ def _several(name: str, given: Any) -> Sequence[Any]:
     return items
 
 
+class Stopwatch:
+    """Collects what steps of a run took; what a consumer does between two of them does not count."""
+
+    def __init__(self) -> None:
+        self.steps = array("d")  # 8 bytes a step, however long the text
+        self.new_tokens = 0
+        self.began = time.monotonic()
+        self.resume()
+
+    def resume(self) -> None:
+        """Work on the next step begins."""
+        self._began = time.perf_counter()
+
+    def step(self, new_tokens: int) -> None:
+        """One step is done and gave ``new_tokens`` tokens over all rows."""
+        self.steps.append(time.perf_counter() - self._began)
+        self.new_tokens += new_tokens
+
+    def report(
+        self, rows: int, prompt_tokens: int, cache_bytes: int, bytes_per_token: float
+    ) -> GenerationMetrics:
+        """The figures so far; at least one step must have been taken."""
+        total = sum(self.steps)
+        gaps = np.asarray(self.steps[1:])
+        p50, p99 = percentiles(gaps)
+        decode = float(gaps.sum())
+        return GenerationMetrics(
+            prompt_tokens=prompt_tokens,
+            new_tokens=self.new_tokens,
+            ttft_s=self.steps[0],
+            inter_token_p50_s=p50,
+            inter_token_p99_s=p99,
+            total_s=total,
+            tokens_per_s=self.new_tokens / total,
+            decode_tokens_per_s=(self.new_tokens - rows) / decode if decode else float("nan"),
+            cache_bytes=cache_bytes,
+            bytes_per_token=bytes_per_token,
+        )
+
+
 @dataclass
 class Run:
     """Which rows still write, why the others ended, and what has been kept.
@@ -92,6 +135,7 @@ class Run:
         self.row_scores = [[] for _ in self.limits]
         self.row_logits = [[] for _ in self.limits]
         self.logprobs = [[] for _ in self.limits]
+        self._edits = bool(self.processors)
 
     @property
     def rows(self) -> list[TokenSequence]:
@@ -121,7 +165,9 @@ class Run:
         """
         alive = self.alive
         logits = blank_ended(logits, alive)
-        scores = blank_ended(self.processors.scores(logits, self.rows, alive=alive), alive)
+        scores = logits
+        if self._edits:
+            scores = blank_ended(self.processors.scores(logits, self.rows, alive=alive), alive)
         sampled = sample_marked(scores, self.config, self.rng).tolist()
         if NOTHING in sampled:
             check_chosen(sampled, logits, scores, self.new)

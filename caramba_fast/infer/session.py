@@ -6,15 +6,17 @@ next. Whatever fails leaves the session as it was.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from caramba_fast.cache import AttentionLimits, ModelKVCache
+from caramba_fast.cache import ModelKVCache
 from caramba_fast.cache.lengths import Counts
 from caramba_fast.infer.cuda_graph import DecodeGraphs, RecordingError
+from caramba_fast.infer.decode_plan import DecodePlan
 from caramba_fast.infer.sequence import Mark, TokenSequence
 from caramba_fast.models import LanguageModel
 
@@ -29,6 +31,13 @@ class Snapshot(NamedTuple):
     tails: list[tuple[list[Tensor], list[int]]]
 
 
+class _Planned(NamedTuple):
+    """The cache whose limits were set, and for which lengths they hold."""
+
+    cache: ModelKVCache | None
+    lengths: range
+
+
 class Session:
     """See the module.
 
@@ -39,7 +48,7 @@ class Session:
         fill: id that pads rows of a batch.
         max_seq_len: tokens a row of the cache can hold.
         prefill_chunk: most tokens of one forward pass.
-        reach: how far back a read of so many tokens goes, and in what pieces: the decode plan.
+        plan: how far back a read of so many tokens goes, and in what pieces; None for no limits.
     """
 
     def __init__(
@@ -50,11 +59,11 @@ class Session:
         fill: int,
         max_seq_len: int,
         prefill_chunk: int | None,
-        reach: Callable[[int], AttentionLimits],
+        plan: DecodePlan | None = None,
     ) -> None:
         self.model, self._new_cache, self._graphs = model, new_cache, graphs
         self.fill, self._max_seq_len, self._prefill_chunk = fill, max_seq_len, prefill_chunk
-        self._reach = reach
+        self._plan, self._planned = plan, _Planned(None, range(0))
         self.cache: ModelKVCache | None = None
         self.rows: list[TokenSequence] = []
         #: How many cached tokens belong to each row, where decode steps fed padding to rows that had ended;
@@ -186,9 +195,10 @@ class Session:
         """One forward pass, (B, T, V) or (B, 1, V) logits; if it fails, the cache is as it was."""
         cache = self.cache
         assert cache is not None
-        before, count = cache.row_lengths, tokens.shape[1]
+        before, count = list(cache.layers[0].lengths.host), tokens.shape[1]
         longest = max(before)
-        cache.reach = self._reach(longest + count)
+        if self._planned.cache is not cache or longest + count not in self._planned.lengths:
+            self._limit(cache, longest + count)
         step = count == 1 and query_lens is None and not options and longest > 0
         try:
             if step and self._graphs.reason is None:
@@ -201,6 +211,14 @@ class Session:
         except BaseException:
             cache.restore(before)
             raise
+
+    def _limit(self, cache: ModelKVCache, length: int) -> None:
+        """Sets the limits of reads of ``length`` tokens, which hold for the lengths around it as well."""
+        if self._plan is None:
+            self._planned = _Planned(cache, range(sys.maxsize))
+            return
+        cache.reach = self._plan.plan_for(length)
+        self._planned = _Planned(cache, self._plan.lengths_like(length))
 
     # -- shrinking and moving -----------------------------------------------------------
 

@@ -16,8 +16,8 @@ from caramba_fast.infer.cuda_graph import DecodeGraphs
 from caramba_fast.infer.decode_plan import DecodePlan
 from caramba_fast.infer.grammar import grammar_of
 from caramba_fast.infer.logits import LogitsProcessors
-from caramba_fast.infer.output import GenerationMetrics, Stopwatch
-from caramba_fast.infer.run import Run
+from caramba_fast.infer.output import GenerationMetrics
+from caramba_fast.infer.run import Run, Stopwatch
 from caramba_fast.infer.sampling import random_state, set_random_state
 from caramba_fast.infer.sequence import Prompts, TokenIds, read_prompts
 from caramba_fast.infer.session import Session
@@ -62,7 +62,7 @@ class StepwiseGenerator:
         self._plan = DecodePlan(self.config)
         self._session = Session(
             self.model, self._new_cache, self._graphs, self._fill(self.config), self.config.max_seq_len,
-            self.config.prefill_chunk, self._plan.plan_for,
+            self.config.prefill_chunk, self._plan,
         )  # fmt: skip
         self._check_call(self.config)
         self._rng = self._seeded(self.config)

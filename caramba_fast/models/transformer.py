@@ -149,10 +149,11 @@ class Transformer(nn.Module):
         batch, length = query_token_ids.shape
         steps = torch.arange(length, device=query_token_ids.device)
         if kv_cache is None:
-            positions = steps.expand(batch, length)
+            positions, exact = steps.expand(batch, length), False
         else:
-            positions = kv_cache.seq_lens[:, None] + steps
-        exact = kv_cache is not None and kv_cache.prefill == "exact" and kv_cache.pos == 0
+            held = kv_cache.layers[0].lengths
+            positions = held.seq_lens[:, None] + steps
+            exact = kv_cache.prefill == "exact" and not any(held.host)
         step = Step(self.rope(positions), exact, query_lens)
         x = self.model.embed_tokens(query_token_ids)
         for index, layer in enumerate(self.model.layers):

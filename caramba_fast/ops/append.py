@@ -214,7 +214,7 @@ def plan_append(
         stated.update(view.options(name))
         if view.fit != "amax":
             stated[f"fit_{name}"] = view.fit
-    return CallPlan(op, (*new, start), tuple(views.values()), options, stated)
+    return CallPlan.of(op, tuple(views.values()), stated)
 
 
 def append_(

@@ -106,8 +106,7 @@ def plan_attention(
     stated: dict[str, Any] = {"n_kv_heads": n_kv_heads}
     for name, view in views.items():
         stated.update(view.options(name))
-    tensors = (*queries, cache_seqlens)
-    return CallPlan(op, tensors, tuple(views.values()), options, stated, len(queries))
+    return CallPlan.of(op, tuple(views.values()), stated, len(queries))
 
 
 def _check(

@@ -8,8 +8,7 @@ public functions of the ops plan anew, and so check, with every call.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,79 +16,42 @@ from caramba_fast.ops.registry import Op
 from caramba_fast.ops.view import KVView
 
 
-class CallPlan:
-    """The flat arguments of one call that was found right, and what another must share with it to need no check.
+class CallPlan(NamedTuple):
+    """The flat arguments of one call that was found right.
 
-    Args:
+    It serves another call on the same streams whose tensors have the same shapes, dtypes and devices, with the same
+    options.
+
+    Attributes:
         op: what is called.
-        tensors: those that change from call to call; a call that is served has others of their shapes, dtypes and
-            devices.
-        views: the streams; a call that is served has the very same.
-        options: as given, without None; in a call that is served, tensors among them are alike and all else is equal.
+        stored: codes and scales of every stream.
+        kinds: the kind of every stream.
         stated: the options of the op that describe the streams.
-        leading: how many of ``tensors`` go before what is stored.
+        leading: how many of the tensors that change from call to call go before what is stored.
     """
 
-    __slots__ = (
-        "_kinds",
-        "_layouts",
-        "_leading",
-        "_op",
-        "_options",
-        "_stated",
-        "_stored",
-        "_views",
-    )
+    op: Op
+    stored: tuple[Tensor | None, ...]
+    kinds: tuple[str, ...]
+    stated: Mapping[str, Any]
+    leading: int
 
-    def __init__(
-        self,
-        op: Op,
-        tensors: Sequence[Tensor],
-        views: Sequence[KVView],
-        options: Mapping[str, Any],
-        stated: Mapping[str, Any],
-        leading: int = 0,
-    ) -> None:
-        self._op, self._views, self._stated, self._leading = op, tuple(views), stated, leading
-        self._stored = [part for view in views for part in (view.codes, view.scales)]
-        self._kinds = [view.kind for view in views]
-        self._layouts = [_layout(x) for x in tensors]
-        self._options = {
-            name: _layout(value) if isinstance(value, Tensor) else value
-            for name, value in options.items()
-        }
-
-    def serves(
-        self, tensors: Sequence[Tensor], views: Sequence[KVView], options: Mapping[str, Any]
-    ) -> bool:
-        """Whether a call differs from the planned one in numbers alone.
-
-        Loops, not generators: it runs twice a layer and step.
-        """
-        known = self._options
-        if len(options) != len(known) or len(tensors) != len(self._layouts):
-            return False
-        for name, value in options.items():
-            if name not in known or not _alike(value, known[name]):
-                return False
-        for x, layout in zip(tensors, self._layouts, strict=True):
-            if type(x) is not layout[0] or (x.shape, x.dtype, x.device) != layout[1:]:
-                return False
-        return all(map(is_, views, self._views))
+    @staticmethod
+    def of(
+        op: Op, views: Sequence[KVView], stated: Mapping[str, Any], leading: int = 0
+    ) -> CallPlan:
+        """The plan of a call over ``views``."""
+        stored = tuple(part for view in views for part in (view.codes, view.scales))
+        return CallPlan(op, stored, tuple(view.kind for view in views), stated, leading)
 
     def run(self, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
-        """Calls the op, on the backend in force, with what ``serves`` was asked about."""
-        leading = self._leading
-        return self._op(
-            *tensors[:leading], *self._stored, *tensors[leading:], *self._kinds, **self._stated, **options
-        )  # fmt: skip
+        """Calls the op, on the backend in force.
 
-
-def _layout(x: Tensor) -> tuple[Any, ...]:
-    return (type(x), x.shape, x.dtype, x.device)
-
-
-def _alike(value: Any, known: Any) -> bool:
-    if isinstance(value, Tensor):
-        return bool(_layout(value) == known)
-    return value is known or (type(value) is type(known) and bool(value == known))
+        Args:
+            tensors: those that change from call to call.
+            options: as given, without None.
+        """
+        n = self.leading
+        return self.op(
+            *tensors[:n], *self.stored, *tensors[n:], *self.kinds, **self.stated, **options
+        )

@@ -79,6 +79,7 @@ class Op:
         reference: pure torch.
         keywords: the options it has.
         by_channel: the same op for kinds by channel, which fewer backends serve.
+        call: what calling the op comes to while no other backend is chosen, without the way there.
     """
 
     name: str
@@ -87,6 +88,9 @@ class Op:
     keywords: frozenset[str] = frozenset()
     by_channel: Op | None = None
     _launcher: Callable[..., Any] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.call: Callable[..., Any] = self.overload
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the op."""
@@ -233,6 +237,8 @@ def _force(name: str) -> None:
     global _forced, _routes
     _forced = None if name == "auto" else name
     _routes = {op.name: {} for op in _ops.values()}
+    for op in _ops.values():
+        op.call = op.overload if _forced is None else op.__call__
     if name in ("auto", "reference"):
         return
     for op in _ops.values():

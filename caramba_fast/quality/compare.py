@@ -150,9 +150,7 @@ def new_session(
     cache = ModelKVCache(
         model.cache_layout, rows, length, device=model.device, **configs, **options
     )
-    session = Session(
-        model, lambda _: cache, DecodeGraphs(model, False), 0, length, None, lambda _: cache.reach
-    )
+    session = Session(model, lambda _: cache, DecodeGraphs(model, False), 0, length, None)
     session.go_back(cache, [TokenSequence() for _ in range(rows)])
     return session
 

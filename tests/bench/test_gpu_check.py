@@ -40,7 +40,9 @@ def test_without_a_gpu_there_is_nothing_to_check(tmp_path: Path, stages: tuple[s
     done = gpu_check(tmp_path, str(tmp_path / "out"), *stages)
     assert done.returncode == 0, done.stderr
     assert "no CUDA device: nothing to check" in done.stdout
-    assert " ".join(stages or ("build", "parity", "sanitize", "tune", "bench")) in done.stdout
+    assert (
+        " ".join(stages or ("build", "parity", "sanitize", "bench", "model", "tune")) in done.stdout
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -49,8 +51,8 @@ def test_a_dry_run_goes_through_every_stage(tmp_path: Path) -> None:
     done = gpu_check(tmp_path, "--dry-run", str(tmp_path / "out"))
     assert done.returncode == 0, done.stdout + done.stderr
     left = sorted(path.name for path in (tmp_path / "out").iterdir())
-    logs = [f"{stage}.log" for stage in ("bench", "build", "parity", "sanitize", "tune")]
-    assert left == sorted([*logs, "bench.csv", "bench.json", "tune.csv"])
+    logs = [f"{stage}.log" for stage in ("bench", "build", "model", "parity", "sanitize", "tune")]
+    assert left == sorted([*logs, "bench.csv", "bench.json", "tiny-decode.csv", "tune.csv"])
     again = gpu_check(tmp_path, "--dry-run", str(tmp_path / "again"), "tune")
     assert "tune: done before" in again.stdout and (tmp_path / "again" / "tune.csv").exists()
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caramba_fast.ops import merge_state
+from caramba_fast.ops import merge_state, use_backend
 
 
 def softmax_over(logits, values):
@@ -33,6 +33,26 @@ def test_an_empty_side_changes_nothing_and_two_give_zero():
         assert torch.equal(merged[0], out) and torch.equal(merged[1], lse)
     empty = merge_state(*nothing, *nothing)
     assert (empty[0] == 0).all() and (empty[1] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [8, 96, 576])
+def test_triton_equals_the_reference(dim, dtype, device):
+    pytest.importorskip("triton")
+    outs = [torch.randn(2, 3, 5, dim).to(dtype) for _ in range(2)]
+    sums = [torch.randn(2, 3, 5) * 9 for _ in range(2)]
+    for side, row in ((0, 0), (1, 1), (0, 2), (1, 2)):  # the last row is empty on both sides
+        outs[side][0, 0, row], sums[side][0, 0, row] = 0, -torch.inf
+    sums[0][1, 1, 1] = torch.nan
+    state = [outs[0], sums[0], outs[1], sums[1]]
+    apart = [x.transpose(0, 1) for x in state]
+    for given_ in (state, apart):
+        with use_backend("reference"):
+            wanted = merge_state(*given_)
+        with use_backend("triton"):
+            got = merge_state(*[x.to(device) for x in given_])
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a.cpu(), b, equal_nan=True)
 
 
 def test_opcheck():

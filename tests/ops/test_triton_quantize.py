@@ -16,12 +16,13 @@ from support.triton_cases import lop3, prmt
 
 from caramba_fast.bench.kernels.parity import (
     DTYPES,
+    channel_failures,
     dequantize_failures,
     inputs,
     quantize_failures,
     same_bits,
 )
-from caramba_fast.formats import BLOCK_SIZES, NF4_LEVELS, QUANTIZED_KINDS, resolve
+from caramba_fast.formats import BLOCK_SIZES, CHANNEL_KINDS, NF4_LEVELS, QUANTIZED_KINDS, resolve
 from caramba_fast.ops.dequantize import dequantize
 from caramba_fast.ops.dequantize import reference as dequantize_reference
 from caramba_fast.ops.quantize import CANDIDATES, FITS, quantize
@@ -70,6 +71,29 @@ def test_quantize(
     kind: str, block: int, dtype: torch.dtype, fit: str, device: torch.device
 ) -> None:
     assert not quantize_failures("triton", device, kind, block, dtype, fit)
+
+
+@pytest.mark.parametrize("kind", CHANNEL_KINDS)
+@all_blocks
+@all_dtypes
+def test_by_channel(kind: str, block: int, dtype: torch.dtype, device: torch.device) -> None:
+    assert not channel_failures("triton", device, kind, block, dtype)
+
+
+@pytest.mark.parametrize("kind", CHANNEL_KINDS)
+@pytest.mark.parametrize("dim", [32, 96, 320])
+def test_by_channel_of_any_width_and_layout(kind: str, dim: int, device: torch.device) -> None:
+    """Widths that no power of 2 is, and tokens of heads that lie apart."""
+    x = torch.randn(2, 64, 3, dim).transpose(1, 2)
+    codes, scales = quantize_reference(x, kind, 32)
+    got = quantize(x.to(device), kind, 32)
+    assert_same_bits(got[0], codes)
+    assert_same_bits(got[1], scales)
+    apart = (
+        torch.cat((part, part), -1)[..., : part.shape[-1]].to(device) for part in (codes, scales)
+    )
+    values = dequantize_reference(codes, scales, kind, dim, torch.float16)
+    assert_same_bits(dequantize(*apart, kind, dim, torch.float16), values)
 
 
 @quantized

@@ -1,0 +1,102 @@
+"""quantize of kinds by channel in Triton: a program encodes some channels of one group of tokens.
+
+Bit-exact with the reference of `caramba_fast.ops.quantize`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from caramba_fast.formats import PACKED_TOGETHER, SCALE_DTYPE, Format, resolve
+
+from .casts import to_float32
+from .formats import channel_codes, channel_scales
+from .launch import EXACT, as_rows, on_device
+
+#: Values of one program: with 4 warps 16 a thread, all in registers.
+VALUES_PER_PROGRAM = 2048
+NUM_WARPS = 4
+
+
+@triton.jit
+def _encoded(x, scales, column, counted, DIM: tl.constexpr, BITS: tl.constexpr):
+    """Stores scales and zeros of columns of a group; returns codes (G, n)."""
+    scale, zero, finite = channel_scales(x, counted, BITS)
+    codes = channel_codes(x, scale, zero, finite, BITS)
+    scale, zero = tl.where(finite, scale, float("nan")), tl.where(finite, zero, float("nan"))
+    inside = column < DIM
+    tl.store(scales + column, scale.to(tl.float16), mask=inside)
+    tl.store(scales + DIM + column, zero.to(tl.float16), mask=inside)
+    return codes
+
+
+@triton.jit
+def quantize_channel_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    row_stride,
+    DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PACKED: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """x (rows, DIM) with ``row_stride`` -> contiguous codes and scales; BLOCKS times PACKED channels a program."""
+    SIZE: tl.constexpr = PACKED * BITS // 8  # bytes that hold PACKED channels of a token
+    PARTS: tl.constexpr = (DIM + BLOCKS * PACKED - 1) // (BLOCKS * PACKED)
+    group = tl.program_id(0).to(tl.int64) // PARTS
+    byte = tl.program_id(0) % PARTS * (BLOCKS * SIZE) + tl.arange(0, BLOCKS * SIZE)
+    column = byte // SIZE * PACKED + byte % SIZE
+    token = group * GROUP + tl.arange(0, GROUP)
+    inside = (column < DIM)[None, :]
+    counted = tl.arange(0, GROUP) >= 0
+    source = x_ptr + token[:, None] * row_stride + column[None, :]
+    scales = scales_ptr + group * (2 * DIM)
+    low = to_float32(tl.load(source, mask=inside, other=0.0))
+    codes = _encoded(low, scales, column, counted, DIM, BITS)
+    if BITS == 4:
+        high = to_float32(tl.load(source + SIZE, mask=inside, other=0.0))
+        codes |= _encoded(high, scales, column + SIZE, counted, DIM, BITS) << 4
+    target = codes_ptr + token[:, None] * (DIM // PACKED * SIZE) + byte[None, :]
+    tl.store(target, codes.to(codes_ptr.dtype.element_ty), mask=inside)
+
+
+def constants(
+    form: Format, dim: int, group: int, values: int = VALUES_PER_PROGRAM
+) -> dict[str, int]:
+    """The constexpr arguments for rows of ``dim`` channels."""
+    blocks = max(1, values // (group * PACKED_TOGETHER))
+    most = triton.next_power_of_2(dim // PACKED_TOGETHER)
+    return {
+        "DIM": dim,
+        "GROUP": group,
+        "BLOCKS": min(blocks, most),
+        "PACKED": PACKED_TOGETHER,
+        "BITS": form.bits,
+    }
+
+
+def programs(fixed: dict[str, int], groups: int) -> int:
+    """Programs for so many groups."""
+    return groups * -(-fixed["DIM"] // (fixed["BLOCKS"] * fixed["PACKED"]))
+
+
+def quantize(x: Tensor, kind: str, block: int, fit: str = "amax") -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    """x (..., tokens, dim) -> codes (..., tokens, code width) and scales (..., tokens / block, 2 dim)."""
+    form = resolve(kind)
+    *lead, tokens, dim = x.shape
+    codes = torch.empty((*lead, tokens, form.code_width(dim)), dtype=form.dtype, device=x.device)
+    scales = torch.empty((*lead, tokens // block, 2 * dim), dtype=SCALE_DTYPE, device=x.device)
+    if scales.numel() == 0:
+        return codes, scales
+    rows = as_rows(x)
+    fixed = constants(form, dim, block)
+    with on_device(x):
+        quantize_channel_kernel[(programs(fixed, rows.shape[0] // block),)](
+            rows, codes, scales, rows.stride(0), **fixed, num_warps=NUM_WARPS, **EXACT
+        )
+    return codes, scales
