@@ -10,7 +10,7 @@ AOT    := bench/results/aot.csv
 SANE   := build/sanitize/caramba_fast/_C.abi3.so
 BUILD  := pyproject.toml setup.py $(wildcard csrc/*)
 
-.PHONY: help demo test test-quick test-device sanitize cross lint format bench bench-quick bench-hf bench-decode bench-generation bench-serve bench-rows bench-page bench-predictions aot train train-biased clean
+.PHONY: help demo test test-quick test-device sanitize cross lint format bench bench-quick bench-hf bench-decode bench-generation bench-serve bench-http bench-rows bench-page bench-predictions aot train train-biased clean
 
 help:
 	@echo "make demo         a trained model writes from fp16, q8, q4 and nf4 caches"
@@ -26,6 +26,7 @@ help:
 	@echo "make bench-decode decode steps of a whole model by cache kind, five minutes at most (CPU)"
 	@echo "make bench-generation  tokens with and without a cache, overhead, speculation (CPU, half an hour)"
 	@echo "make bench-serve  a fixed load: the engine beside static batches and transformers (CPU, eight minutes)"
+	@echo "make bench-http   what HTTP costs an engine: SmolLM2 served to 16 clients (CPU, half an hour)"
 	@echo "make bench-hf     decode steps under transformers beside its own caches (CPU, half an hour)"
 	@echo "make bench-peers  OpenVINO, ONNX Runtime, ggml and torch beside our caches (CPU, PEERS=--quick: minutes; an hour)"
 	@echo "make real         what caches cost real models, fetched first (REAL=--quick: a small part; hours without)"
@@ -179,6 +180,11 @@ bench-generation: $(VENV)/.test
 bench-serve: export OMP_NUM_THREADS = 1
 bench-serve: $(VENV)/.test
 	$(BIN)/python -m caramba_fast.bench.serving.serve --publish
+
+# The same load through HTTP, over SmolLM2, which is fetched first; rewrites bench/results/serve_http.csv and its table.
+bench-http: export OMP_NUM_THREADS = 1
+bench-http: $(VENV)/.test $(VENV)/.real
+	$(BIN)/python -m caramba_fast.bench.serving.over_http --publish
 
 # transformers' own quantized caches need packages of their own, which are put beside those of .venv. Half an hour on one core.
 HF_PEERS := build/hf-peers

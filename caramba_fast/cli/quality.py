@@ -27,6 +27,7 @@ from caramba_fast.models import (
     load_demo,
     load_tokenizer,
 )
+from caramba_fast.models.hub import local_path
 from caramba_fast.models.registry import check_device, load
 from caramba_fast.quality import (
     CacheQuality,
@@ -115,7 +116,7 @@ def load_subject(name: str, device: str) -> Subject:
     """
     kind, colon, demo = name.partition(":")
     if kind != DEMO or not colon:
-        folder = Path(name)
+        folder = local_path(name)
         if not folder.is_dir():
             raise ValueError(
                 f"{name!r} is neither a checkpoint folder nor a demo model; known are "

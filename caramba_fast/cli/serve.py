@@ -76,13 +76,16 @@ def memory(text: str, option: str = "--cache-memory") -> int:
     return found
 
 
-def open_engine(model: str, device: str, dtype: str, settings: dict[str, Any]) -> Engine:
+def open_engine(
+    model: str, device: str, dtype: str, settings: dict[str, Any], revision: str | None = None
+) -> Engine:
     """The engine of a model with its tokenizer.
 
     Args:
         model: as of all commands.
         device, dtype: of the weights.
         settings: fields of GenerateConfig and EngineConfig; None leaves one to its default.
+        revision: of the model, where it is a Hub id.
 
     Raises:
         ValueError, FileNotFoundError, CheckpointError: a model or settings that cannot be used.
@@ -90,7 +93,7 @@ def open_engine(model: str, device: str, dtype: str, settings: dict[str, Any]) -
     own = {name: settings.pop(name) for name in EngineConfig.model_fields if name in settings}
     config, limits = settings_of(GenerateConfig, settings), settings_of(EngineConfig, own)
     check_device(device)
-    folder = model_folder(model)
+    folder = model_folder(model, revision=revision)
     tokenizer = find_tokenizer(folder)
     if tokenizer is None:
         raise FileNotFoundError(f"{folder / 'tokenizer.json'} does not exist")

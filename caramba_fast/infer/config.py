@@ -26,6 +26,7 @@ from caramba_fast.infer.fields import (
     LengthFields,
     OutputFields,
     SamplingFields,
+    StructureFields,
 )
 from caramba_fast.infer.policy_fields import CachePolicyFields, DecodePlanFields
 
@@ -52,6 +53,7 @@ class GenerateConfig(
     LengthFields,
     SamplingFields,
     EditFields,
+    StructureFields,
     BeamFields,
     OutputFields,
     CacheFields,
@@ -121,6 +123,13 @@ class GenerateConfig(
                 f"num_return_sequences is {self.num_return_sequences}; a greedy run has 1 answer "
                 "(sample, or use num_beams)"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _beams_are_plain(self: Self) -> Self:
+        for name in StructureFields.model_fields:
+            if self.num_beams > 1 and getattr(self, name) is not None:
+                raise ValueError(f"{name} is given and num_beams is {self.num_beams}; 1 is allowed")
         return self
 
     def updated(self: Self, **changes: Any) -> Self:
@@ -242,7 +251,8 @@ class SpeculativeConfig(GenerateConfig):
         kind = self.spec_draft_cache_kind or (
             "fp16" if self.cache_kind == AUTO else self.cache_kind
         )
-        left_out = {*CachePolicyFields.model_fields, *OutputFields.model_fields, "stop"}
+        others = (CachePolicyFields, OutputFields, StructureFields)
+        left_out = {name for part in others for name in part.model_fields} | {"stop"}
         kept = set(GenerateConfig.model_fields) - left_out
         given = self.model_dump(exclude_unset=True, include=kept)
         return DraftConfig(**{**given, "cache_kind": kind, "longest_draft": self.longest_draft})

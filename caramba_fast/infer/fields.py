@@ -157,6 +157,54 @@ class EditFields(Fields):
     suppress_tokens: tuple[TokenId, ...] = ()
 
 
+class StructuredOutputs(Fields):
+    """What an answer must fit, one of these; as vLLM's ``StructuredOutputsParams``.
+
+    Attributes:
+        json_schema: a JSON schema, as a mapping or as text (alias json).
+        json_object: any JSON object.
+        regex: a regular expression that the whole answer matches.
+        grammar: a context-free grammar in the Lark syntax of llguidance.
+    """
+
+    json_schema: dict[str, Any] | str | None = Field(
+        default=None, validation_alias=AliasChoices("json_schema", "json")
+    )
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Characters of it."""
+        return len(str(self.json_schema or self.regex or self.grammar or ""))
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> StructuredOutputs:
+        given = [
+            name for name in type(self).model_fields if getattr(self, name) not in (None, False)
+        ]
+        if len(given) != 1:
+            raise ValueError(
+                f"structured_outputs has {' and '.join(given) or 'nothing'}; one of json_schema, json_object, "
+                "regex and grammar is needed"
+            )
+        return self
+
+
+class StructureFields(Fields):
+    """What vLLM's ``SamplingParams`` have besides.
+
+    Attributes:
+        logprobs: keep the log-probability of every new token, and of so many likeliest in its place: of the model's
+            own distribution, before penalties, temperature and filters. None keeps none.
+        structured_outputs: what an answer must fit; needs a tokenizer, and llguidance (extra ``serve``).
+    """
+
+    logprobs: int | None = Field(default=None, ge=0)
+    structured_outputs: StructuredOutputs | None = None
+
+
 class BeamFields(Fields):
     """Beams and several answers to one prompt.
 

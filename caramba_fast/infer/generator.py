@@ -12,6 +12,7 @@ from torch import Tensor
 from caramba_fast.infer.beam_search import beam_search
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.fields import CacheFields
+from caramba_fast.infer.grammar import grammar_of
 from caramba_fast.infer.logits import LogitsProcessors
 from caramba_fast.infer.output import GenerateOutput
 from caramba_fast.infer.policy_fields import CachePolicyFields, DecodePlanFields
@@ -245,6 +246,7 @@ class Generator(SavableGenerator):
         processors = LogitsProcessors(
             config, self.model.vocab_size, eos, logits.device, hooks.processors,
             hooks.prefix_allowed_tokens_fn, fill,
+            grammar_of(config, self.tokenizer, self.model.vocab_size, eos),
         )  # fmt: skip
         stopping = Stopping(config, eos, self.tokenizer, hooks.criteria, fill, watch.began)
         rng = self._seeded(config) if self._reseed else self._rng
@@ -283,7 +285,8 @@ class Generator(SavableGenerator):
         assert metrics is not None
         return GenerateOutput(
             sequences, [row.finish_reason or "length" for row in run.rows], run.new, metrics, self.report,
-            scores=run.kept_scores, logits=run.kept_logits, **extra,
+            scores=run.kept_scores, logits=run.kept_logits,
+            logprobs=None if run.config.logprobs is None else run.logprobs, **extra,
         )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.infer.grammar import Grammar
 from caramba_fast.infer.sequence import TokenSequence
 
 #: As Hugging Face's ``LogitsProcessor``: (input_ids (B, L), scores (B, V)) -> scores (B, V).
@@ -32,6 +33,7 @@ class LogitsProcessors:
             ``fill``.
         allowed: the caller's ids that may follow.
         fill: the padding id.
+        grammar: what the new tokens must fit, or None.
 
     Raises:
         ValueError: an id outside the vocabulary; the message names the field.
@@ -46,9 +48,11 @@ class LogitsProcessors:
         processors: Sequence[LogitsProcessor] = (),
         allowed: AllowedTokens | None = None,
         fill: int = 0,
+        grammar: Grammar | None = None,
     ) -> None:
         _check_ids(config, vocab_size)
         self._config, self._vocab, self._device = config, vocab_size, device
+        self._grammar = grammar
         self._processors, self._allowed, self._fill = tuple(processors), allowed, fill
         self._eos = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
         self._bias = self._dense(config.logit_bias or {})
@@ -73,7 +77,7 @@ class LogitsProcessors:
         return bool(
             config.repetition_penalty != 1.0 or config.no_repeat_ngram_size
             or config.presence_penalty or config.frequency_penalty
-            or self._sequences or self._bad or self._min_new or self._allowed
+            or self._sequences or self._bad or self._min_new or self._allowed or self._grammar
         )  # fmt: skip
 
     @property
@@ -136,6 +140,8 @@ class LogitsProcessors:
             scores[self._eos] = -torch.inf
         if self._allowed is not None:
             self._keep_allowed(scores, row, index)
+        if self._grammar is not None:
+            self._grammar.mask(scores, row, index)
 
     def _penalize(self, scores: Tensor, row: TokenSequence) -> None:
         """Takes off what generated tokens cost, once and for each time."""

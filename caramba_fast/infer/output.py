@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from caramba_fast.infer.logprobs import TokenLogprobs
 from caramba_fast.infer.sequence import FinishReason
 
 NAN = float("nan")
@@ -70,6 +71,7 @@ class GenerateOutput:
         scores: for each step the processed logits (B, V) float32, with ``output_scores``.
         logits: for each step the model's logits (B, V), with ``output_logits``.
         sequences_scores: (B,) the final score of each row, with beams.
+        logprobs: for each row those of its new tokens, with ``logprobs``.
         beam_indices: (B, new) the beam each token was added to, -1 behind the end, with beams.
     """
 
@@ -82,6 +84,7 @@ class GenerateOutput:
     logits: tuple[Tensor, ...] | None = None
     sequences_scores: Tensor | None = None
     beam_indices: Tensor | None = None
+    logprobs: list[list[TokenLogprobs]] | None = None
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)

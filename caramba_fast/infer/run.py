@@ -14,6 +14,7 @@ from torch import Tensor
 
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.logits import AllowedTokens, LogitsProcessor, LogitsProcessors
+from caramba_fast.infer.logprobs import TokenLogprobs, token_logprobs
 from caramba_fast.infer.output import GenerationMetrics, percentiles
 from caramba_fast.infer.sampling import NOTHING, check_chosen, filtered_logits, sample_marked
 from caramba_fast.infer.sequence import TokenSequence
@@ -126,12 +127,14 @@ class Run:
     logits: list[Tensor] = field(default_factory=list)
     row_scores: list[list[Tensor]] = field(default_factory=list)
     row_logits: list[list[Tensor]] = field(default_factory=list)
+    logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for row, limit in zip(self.rows, self.limits, strict=True):
             row.begin(limit)
         self.row_scores = [[] for _ in self.limits]
         self.row_logits = [[] for _ in self.limits]
+        self.logprobs = [[] for _ in self.limits]
         self._edits = bool(self.processors)
 
     @property
@@ -172,6 +175,10 @@ class Run:
             self.scores.append(self.processed(scores))
         if self.config.output_logits:
             self.logits.append(logits.clone())
+        if self.config.logprobs is not None:
+            found = token_logprobs(logits, sampled, self.config.logprobs)
+            for place, each in enumerate(found):
+                self.logprobs[place] += [each] if alive[place] else []
         fill = self.session.fill
         chosen = [token if a else fill for token, a in zip(sampled, alive, strict=True)]
         self.session.note(chosen, alive)
@@ -191,12 +198,15 @@ class Run:
         ``scores`` and ``logits``, (T, V), are what each of them was chosen from.
         """
         row, stopping = self.session.rows[index], self.stopping
+        count, told = self.config.logprobs, self.logprobs[index]
         for place, token in enumerate(tokens):
             row.push(token)
             if self.config.output_scores:
                 self.row_scores[index].append(self.processed(scores[place]))
             if self.config.output_logits:
                 self.row_logits[index].append(logits[place].clone())
+            if count is not None:
+                told += token_logprobs(logits[place][None], [token], count)
             reason = stopping.after(row)
             if reason is None and stopping.has_criteria:
                 ends = stopping.by_criteria(self.rows, self.kept_scores)

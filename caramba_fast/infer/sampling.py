@@ -80,6 +80,11 @@ def filtered_logits(logits: Tensor, config: GenerateConfig) -> Tensor:
     return scores
 
 
+def _beyond(before: Tensor, most: float) -> Tensor:
+    """Which tokens go, given the probability before each: the first stays, even if ``most`` is 0 in float32."""
+    return (before >= most) & (before > 0)
+
+
 def _nucleus(scores: Tensor, top_p: float) -> Tensor:
     """Keeps the likeliest tokens up to ``top_p``; a full sort only where the first few hundred are too few."""
     probability = scores.softmax(-1)
@@ -88,7 +93,7 @@ def _nucleus(scores: Tensor, top_p: float) -> Tensor:
         ordered, index = probability.sort(dim=-1, descending=True)
     before = ordered.cumsum(-1) - ordered
     drop = torch.ones_like(scores, dtype=torch.bool)
-    drop.scatter_(-1, index, before >= top_p)  # the likeliest has 0 before it: it stays
+    drop.scatter_(-1, index, _beyond(before, top_p))
     return scores.masked_fill(drop, -torch.inf)
 
 
@@ -109,7 +114,7 @@ def _typical(scores: Tensor, typical_p: float) -> Tensor:
     order = (-log_p - entropy).abs().argsort(-1)  # removed tokens are infinitely surprising: last
     ordered = p.gather(-1, order)
     drop = torch.zeros_like(scores, dtype=torch.bool)
-    drop.scatter_(-1, order, ordered.cumsum(-1) - ordered >= typical_p)
+    drop.scatter_(-1, order, _beyond(ordered.cumsum(-1) - ordered, typical_p))
     return scores.masked_fill(drop, -torch.inf)
 
 
@@ -201,7 +206,7 @@ def _drawn_from_few(logits: Tensor, config: GenerateConfig, generator: Randomnes
         if not config.top_k and not bool((probability.sum(-1) >= config.top_p).all()):
             return draw_marked(filtered_logits(logits, config).softmax(-1), generator)
         before = probability.cumsum(-1) - probability
-        probability = probability.masked_fill(before >= config.top_p, 0.0)
+        probability = probability.masked_fill(_beyond(before, config.top_p), 0.0)
     place = draw_marked(probability, generator)
     found = index.gather(-1, place.clamp(min=0)[..., None])[..., 0]
     return found.where(place >= 0, place)

@@ -14,6 +14,7 @@ from caramba_fast.infer.cache_choice import CacheChoice, ChosenCache
 from caramba_fast.infer.config import GenerateConfig, SpeculativeConfig
 from caramba_fast.infer.cuda_graph import DecodeGraphs
 from caramba_fast.infer.decode_plan import DecodePlan
+from caramba_fast.infer.grammar import grammar_of
 from caramba_fast.infer.logits import LogitsProcessors
 from caramba_fast.infer.output import GenerationMetrics
 from caramba_fast.infer.run import Run, Stopwatch
@@ -195,7 +196,12 @@ class StepwiseGenerator:
                 f"stop holds the string {config.stop_strings[0]!r}, which needs Generator(tokenizer=...); "
                 "without one, ids are allowed"
             )
+        if config.logprobs is not None and not config.return_dict:
+            raise ValueError(
+                f"logprobs is {config.logprobs} and return_dict is not True; they come with return_dict=True"
+            )
         eos = eos_ids(config, self.model)
+        grammar_of(config, self.tokenizer, self.model.vocab_size, eos)
         LogitsProcessors(config, self.model.vocab_size, eos, torch.device("cpu"))
 
     def _end_run(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from caramba_fast.config.files import read_json
 from caramba_fast.models.demos import load_tokenizer
+from caramba_fast.models.gguf import SUFFIX as GGUF
 from caramba_fast.models.registry import load_hub_tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
@@ -92,7 +93,7 @@ class TextTokenizer:
 
     @classmethod
     def of(cls, tokenizer: Any) -> TextTokenizer:
-        """From a folder or a ``tokenizer.json``, or around a tokenizer object.
+        """From a folder, a ``tokenizer.json`` or a GGUF file, or around a tokenizer object.
 
         Raises:
             FileNotFoundError, CheckpointError, TypeError: nothing there, damaged, or no tokenizer.
@@ -105,6 +106,8 @@ class TextTokenizer:
         path = Path(tokenizer)
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist; a tokenizer folder is needed")
+        if path.suffix == GGUF:
+            return cls(load_hub_tokenizer(path))
         folder = path.parent if path.name == "tokenizer.json" else path
         if not folder.is_dir():
             raise FileNotFoundError(f"{path} is no folder and no tokenizer.json")
@@ -236,4 +239,6 @@ def find_tokenizer(folder: Path, tokenizer: Any = None) -> TextTokenizer | None:
         "vocab.json",
         "vocab.txt",
     )
+    if folder.suffix == GGUF:
+        return TextTokenizer.of(folder)
     return TextTokenizer.of(folder) if any((folder / name).is_file() for name in names) else None

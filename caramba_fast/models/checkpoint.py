@@ -12,6 +12,9 @@ from torch import Tensor
 
 from caramba_fast.config.files import read_json, shown
 from caramba_fast.models.config import CheckpointError, ModelConfig
+from caramba_fast.models.gguf import SUFFIX as GGUF
+from caramba_fast.models.gguf import GgufFile
+from caramba_fast.models.hub import local_path
 from caramba_fast.models.transformer import Transformer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -24,32 +27,60 @@ def load_model(
     *,
     dtype: torch.dtype | None = torch.float32,
     device: torch.device | str = "cpu",
+    revision: str | None = None,
 ) -> Transformer:
     """The model in ``path``, in eval mode.
 
     Args:
-        path: a folder as ``save_pretrained`` writes it.
-        dtype: float32, float16, bfloat16, or None for what the checkpoint stores.
+        path: a folder as ``save_pretrained`` writes it, a GGUF file, or an id on the Hub (``organisation/name``),
+            which is downloaded where there is no such path.
+        dtype: float32, float16, bfloat16, or None for what the checkpoint stores; of GGUF that is float32 where all
+            weights are, else bfloat16 or float16.
         device: where to put the weights.
+        revision: of a Hub id: a branch, a tag or a commit.
 
     Raises:
         CheckpointError: the folder is missing, damaged, unsafe or of an unsupported family; the
             message names the file and lists what is missing or unexpected.
     """
-    folder = Path(path)
+    if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"dtype is {dtype}; allowed are float32, float16, bfloat16, None")
+    folder = local_path(path, revision)
+    if folder.suffix == GGUF and folder.is_file():
+        file = GgufFile(folder)
+        wanted = dtype or file.dtype
+        config = ModelConfig.from_hf(file.config)
+        return assembled(config, file.state(wanted), folder, wanted, device)
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is not a folder; a Hugging Face checkpoint folder is needed"
         )
-    if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-        raise TypeError(f"dtype is {dtype}; allowed are float32, float16, bfloat16, None")
     config = _with_generation_ids(ModelConfig.from_file(folder / "config.json"), folder)
     weights = WeightFiles(folder)
     weights.check(config)
-    state = weights.load()
+    return assembled(config, weights.load(), folder, dtype, device)
+
+
+def assembled(
+    config: ModelConfig,
+    state: dict[str, Tensor],
+    source: Path,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+) -> Transformer:
+    """A model made of its weights, in eval mode.
+
+    Args:
+        state: by Hugging Face's names.
+        source: where they are from, for messages.
+        dtype, device: as of `load_model`.
+
+    Raises:
+        CheckpointError: weights that are missing, unexpected, or of another shape.
+    """
     with torch.device("meta"):
         model = Transformer(config)
-    _check_names(model, state, folder)
+    _check_names(model, state, source)
     first = next(iter(state.values()))
     wanted = dtype or first.dtype
     state = {name: value.to(device=device, dtype=wanted) for name, value in state.items()}

@@ -20,6 +20,9 @@ from caramba_fast.models.checkpoint import WeightFiles, load_model
 from caramba_fast.models.config import CheckpointError, ModelConfig, UnsupportedCheckpointError
 from caramba_fast.models.context import ContextModel, takes_context
 from caramba_fast.models.demos import demo_path
+from caramba_fast.models.gguf import SUFFIX as GGUF
+from caramba_fast.models.hub import ID as HUB_ID
+from caramba_fast.models.hub import local_path
 from caramba_fast.models.protocol import LanguageModel
 from caramba_fast.models.transformer import Transformer
 
@@ -83,20 +86,24 @@ def load(
     path: str | Path,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = torch.float32,
+    revision: str | None = None,
 ) -> LanguageModel:
-    """The language model in a Hugging Face checkpoint folder.
+    """The language model in a Hugging Face checkpoint folder, in a GGUF file, or on the Hub.
 
-    Natively for the families the native model supports, through transformers for others; only local
-    folders, only safetensors, and no code of the checkpoint is run.
+    Natively for the families the native model supports, through transformers for others; of folders only
+    safetensors, and no code of the checkpoint is run.
 
     Args:
+        path: a folder, a ``.gguf`` file, or an id (``organisation/name``), which is downloaded where there is no
+            such path.
+        revision: of a Hub id: a branch, a tag or a commit.
         dtype: float32, float16, bfloat16, or None for what the checkpoint stores.
 
     Raises:
         CheckpointError: the path is missing, a pickle or damaged, or neither way supports the model; the
             message says why each does not.
     """
-    folder = checkpoint_folder(path)
+    folder = checkpoint_folder(path, revision)
     try:
         return load_model(folder, dtype=dtype, device=device)
     except UnsupportedCheckpointError as error:
@@ -122,13 +129,19 @@ def load_hub_tokenizer(folder: Path) -> Any:
     return _TOKENIZERS[0](folder)
 
 
-def checkpoint_folder(path: str | Path) -> Path:
-    """``path`` as a folder with a config.json.
+def checkpoint_folder(path: str | Path, revision: str | None = None) -> Path:
+    """``path`` as a folder with a config.json, or as a GGUF file.
+
+    Args:
+        path: it, or an id on the Hub (``organisation/name``), which is downloaded where there is no such path.
+        revision: of a Hub id: a branch, a tag or a commit.
 
     Raises:
-        CheckpointError: it is a pickle, another file, missing, or has no config.json.
+        CheckpointError: it is a pickle, another file, missing, or has no config.json; or it could not be downloaded.
     """
-    folder = Path(path)
+    folder = local_path(path, revision)
+    if folder.suffix == GGUF and folder.is_file():
+        return folder
     if folder.suffix in PICKLES and not folder.is_dir():
         raise CheckpointError(
             f"{folder} is a pickled checkpoint, which may run code when it is opened, and is not read; "
@@ -137,7 +150,9 @@ def checkpoint_folder(path: str | Path) -> Path:
         )
     if not folder.is_dir():
         what = "is a file" if folder.is_file() else "does not exist"
-        raise CheckpointError(f"{folder} {what}; a Hugging Face checkpoint folder is needed")
+        raise CheckpointError(
+            f"{folder} {what}; a Hugging Face checkpoint folder, or a .gguf file, is needed"
+        )
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder / 'config.json'} does not exist")
     return folder
@@ -161,15 +176,20 @@ DEMO = "demo"
 DTYPES = ("float32", "float16", "bfloat16")
 
 
-def model_folder(name: str, base: Path = Path()) -> Path:
-    """The checkpoint folder of "demo", "demo:NAME" or a path, relative to ``base``.
+def model_folder(name: str, base: Path = Path(), revision: str | None = None) -> Path:
+    """The checkpoint folder of "demo", "demo:NAME", a path relative to ``base``, or a Hub id at a ``revision``.
 
     Raises:
         ValueError: an unknown demo model; the message lists the known ones.
         CheckpointError: a path that is no checkpoint folder.
     """
     head, _, which = name.partition(":")
-    return demo_path(which or "gqa") if head == DEMO else checkpoint_folder(base / name)
+    if head == DEMO:
+        if revision is not None:
+            raise ValueError(f"revision is {revision!r}; demo models have none")
+        return demo_path(which or "gqa")
+    is_id = HUB_ID.fullmatch(name) and not (base / name).exists()
+    return checkpoint_folder(name if is_id else base / name, revision)
 
 
 def open_model(folder: Path, device: str, dtype: str) -> LanguageModel:
@@ -184,11 +204,13 @@ def open_model(folder: Path, device: str, dtype: str) -> LanguageModel:
 
 
 def sketch(folder: Path) -> LanguageModel | None:
-    """The model without its weights, to check settings against; None where only its loader knows it.
+    """The model without its weights, to check settings against; None where only its loader knows it, and of GGUF.
 
     Raises:
         CheckpointError: a config.json that is damaged, wrong, or larger than the weights beside it.
     """
+    if folder.suffix == GGUF:
+        return None
     try:
         config = ModelConfig.from_file(folder / "config.json")
     except UnsupportedCheckpointError:

@@ -31,6 +31,9 @@ class EngineConfig(Fields):
         max_stop_chars: characters of all stop strings of a request, which are looked for at every token.
         max_edit_ids: ids in the bad_words_ids and sequence_bias of a request, which are gone through at every token.
         max_ngram: largest no_repeat_ngram_size of a request.
+        max_logprobs: largest logprobs of a request.
+        max_structure_chars: characters of the schema, expression or grammar of structured_outputs, which is read before
+            the request is taken on.
         fair_tokens: tokens of a turn: an answer that has generated so many gives way where others wait for its place
             or pages, and goes on behind them.
         prefix_caching: keep pages of requests that have ended until their room is needed, and let others of the
@@ -59,6 +62,8 @@ class EngineConfig(Fields):
     max_stop_chars: int = Field(default=1024, ge=0)
     max_edit_ids: int = Field(default=1024, ge=0)
     max_ngram: int = Field(default=64, ge=0)
+    max_logprobs: int = Field(default=20, ge=0)
+    max_structure_chars: int = Field(default=65_536, ge=0)
     fair_tokens: int = Field(default=256, ge=1)
     prefix_caching: bool = True
     cache_salt: str | None = Field(default=None, min_length=1)

@@ -110,7 +110,7 @@ class EngineCore:
         if chosen[1:]:
             self._fork(sequence, cached, [choice.sequence for choice in chosen[1:]])
         for choice in chosen:
-            self._push(choice.sequence, choice.tokens)
+            self._push(choice)
         self.scheduler.mark_cached(sequence, min(cached, len(sequence)))
         if chosen:
             self.counters.got_token(sequence.request.times, now)
@@ -123,10 +123,12 @@ class EngineCore:
             self.scheduler.fork(sequence, other)
             sequence.request.sequences.append(other)
 
-    def _push(self, sequence: PagedSequence, tokens: Sequence[int]) -> None:
+    def _push(self, choice: Choice) -> None:
         """Adds tokens up to where the sequence ends."""
-        for token in tokens:
+        sequence = choice.sequence
+        for place, token in enumerate(choice.tokens):
             sequence.push(token)
+            sequence.logprobs += choice.logprobs[place : place + 1]
             self.counters.new_tokens += 1
             if sequence.writer is not None:
                 sequence.writer.put(token)

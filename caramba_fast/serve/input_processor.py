@@ -16,6 +16,7 @@ from torch import Tensor
 from caramba_fast.cache import PagePool
 from caramba_fast.infer.config import AUTO, GenerateConfig
 from caramba_fast.infer.fields import CacheFields, OutputFields
+from caramba_fast.infer.grammar import Grammar, grammar_of
 from caramba_fast.infer.logits import LogitsProcessors
 from caramba_fast.infer.lookup import NGramIndex
 from caramba_fast.infer.policy_fields import CachePolicyFields, DecodePlanFields
@@ -50,6 +51,7 @@ class Prepared:
     deadline: float | None
     times: RequestTimes
     scope: str | None
+    grammar: Grammar | None = None
 
 
 class InputProcessor:
@@ -78,7 +80,9 @@ class InputProcessor:
         """The request, with its first sequence."""
         config = prepared.config
         eos = eos_ids(config, self.model)
-        processors = LogitsProcessors(config, self.model.vocab_size, eos, self.model.device)
+        processors = LogitsProcessors(
+            config, self.model.vocab_size, eos, self.model.device, grammar=prepared.grammar
+        )
         stopping = Stopping(config, eos, self.tokenizer, (), 0, prepared.times.arrived)
         scope = prepared.scope or private_scope(number)
         seed = int(torch.randint(2**62, (1,))) if config.seed is None else config.seed
@@ -119,7 +123,11 @@ class InputProcessor:
             raise TypeError(f"cache_salt is {cache_salt!r}; text is needed")
         salt = self.settings.cache_salt if cache_salt is None else cache_salt
         scope = None if salt is None else salted_scope(salt)
-        return Prepared(tokens, settings, limit, request_id, deadline, RequestTimes(), scope)
+        eos = eos_ids(settings, self.model)
+        grammar = grammar_of(settings, self.tokenizer, self.model.vocab_size, eos)
+        return Prepared(
+            tokens, settings, limit, request_id, deadline, RequestTimes(), scope, grammar
+        )
 
     def sequence(self, request: Request, index: int, limit: int) -> PagedSequence:
         """One answer to a request, which has not begun; it may have ``limit`` new tokens."""
@@ -205,11 +213,15 @@ class InputProcessor:
         """Raises ValueError for settings whose cost at every token, or whose size, is beyond the engine's limits."""
         words = [*config.bad_words_ids, *(words for words, _ in config.sequence_bias)]
         settings, vocabulary = self.settings, self.model.vocab_size
+        asked = config.structured_outputs
         for what, count, limit, allowed in (
             ("the stop strings hold {} characters", sum(map(len, config.stop_strings)),
              "max_stop_chars", settings.max_stop_chars),
             ("bad_words_ids and sequence_bias hold {} ids", sum(map(len, words)),
              "max_edit_ids", settings.max_edit_ids),
+            ("structured_outputs holds {} characters", asked.size if asked else 0,
+             "max_structure_chars", settings.max_structure_chars),
+            ("logprobs is {}", config.logprobs or 0, "max_logprobs", settings.max_logprobs),
             ("no_repeat_ngram_size is {}", config.no_repeat_ngram_size, "max_ngram", settings.max_ngram),
             ("suppress_tokens holds {} ids", len(config.suppress_tokens), "the vocabulary", vocabulary),
             ("stop holds {} ids", len(config.stop_ids), "the vocabulary", vocabulary),

@@ -18,6 +18,7 @@ from torch import Tensor
 from caramba_fast.cache import PagePool, RaggedBatch, Stretch
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.fields import SamplingFields
+from caramba_fast.infer.logprobs import TokenLogprobs, token_logprobs
 from caramba_fast.infer.sampling import NOTHING, sample_marked, why_nothing
 from caramba_fast.serve.input_processor import InputProcessor
 from caramba_fast.serve.metrics import Counters
@@ -36,6 +37,7 @@ class Choice:
         draft: tokens that were read behind its last one.
         first: the row of the logits behind its last token; those behind the draft follow.
         tokens: what it chose: as much of the draft as it would have said itself, and one token more.
+        logprobs: of those tokens, where its request asks for them.
         error: why nothing can be chosen.
     """
 
@@ -43,6 +45,7 @@ class Choice:
     draft: Sequence[int]
     first: int
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     error: Exception | None = None
 
 
@@ -107,12 +110,31 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> None:
                 _take(logits, choice, chosen[choice])
         except (ValueError, RuntimeError, TypeError, IndexError) as error:
             choice.error = error
+    _tell(logits, choices)
+
+
+def _tell(logits: Tensor, choices: Sequence[Choice]) -> None:
+    """Log-probabilities of what was chosen, for those that ask, all at once."""
+    asked = [
+        (choice, count)
+        for choice in choices
+        if choice.error is None and (count := choice.sequence.request.config.logprobs) is not None
+    ]
+    if not asked:
+        return
+    rows = [c.first + place for c, _ in asked for place in range(len(c.tokens))]
+    some = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
+    tokens = [token for choice, _ in asked for token in choice.tokens]
+    found = iter(token_logprobs(some, tokens, max(count for _, count in asked)))
+    for choice, count in asked:
+        mine = itertools.islice(found, len(choice.tokens))
+        choice.logprobs = [each._replace(top=each.top[:count]) for each in mine]
 
 
 def _take(logits: Tensor, choice: Choice, drawn: Sequence[int]) -> None:
     """Accepts the draft up to the first token it would not have chosen, and takes its own choice there."""
     for place in range(len(choice.draft) + 1):
-        if place == len(drawn):
+        if place == len(drawn) or drawn[place] == NOTHING:
             row = logits[choice.first + place]
             raise ValueError(f"no token can be chosen: {why_nothing(row, row)}")
         choice.tokens.append(drawn[place])

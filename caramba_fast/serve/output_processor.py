@@ -115,7 +115,10 @@ class OutputProcessor:
                 output = self._close(request)
         new = list(sequence.tokens[len(request.prompt) + sequence.emitted :])
         text = "".join(sequence.written)
-        event = Event(request.request_id, sequence.index, new, text, sequence.finish_reason, output)
+        told = sequence.logprobs[sequence.emitted :]
+        event = Event(
+            request.request_id, sequence.index, new, text, sequence.finish_reason, output, told
+        )
         sequence.emitted += len(new)
         sequence.written.clear()
         return event

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from caramba_fast.cache import PageBytes
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.logits import LogitsProcessors
+from caramba_fast.infer.logprobs import TokenLogprobs
 from caramba_fast.infer.lookup import NGramIndex
 from caramba_fast.infer.sampling import RandomStream
 from caramba_fast.infer.sequence import TokenSequence
@@ -45,6 +46,7 @@ class RequestOutput:
         error: what went wrong, or None.
         status: finished, or failed.
         metrics: what it took.
+        logprobs: of the tokens of every answer, with ``logprobs``; else empty.
     """
 
     request_id: str
@@ -54,6 +56,7 @@ class RequestOutput:
     finish_reasons: list[str]
     error: str | None
     metrics: RequestMetrics
+    logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
 
     @property
     def generated_tokens(self) -> list[int]:
@@ -78,6 +81,7 @@ class Event:
         text: their text, whole characters alone; empty without a tokenizer.
         finish_reason: why it has ended with them; None if it goes on.
         output: the whole request, with the event that ends its last answer.
+        logprobs: of its new tokens, with ``logprobs``; else empty.
     """
 
     request_id: str
@@ -86,6 +90,7 @@ class Event:
     text: str = ""
     finish_reason: str | None = None
     output: RequestOutput | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
 
 
 class SwappedOut(NamedTuple):
@@ -124,6 +129,7 @@ class PagedSequence(TokenSequence):
         written: text that was not emitted yet.
         emitted: tokens that were emitted.
         is_over: whether its end was emitted.
+        logprobs: of its new tokens, with ``logprobs``; else empty.
     """
 
     def __init__(self, request: Request, index: int, limit: int) -> None:
@@ -142,6 +148,12 @@ class PagedSequence(TokenSequence):
         self.prefix_hit = self.preemptions = self.emitted = 0
         self.written: list[str] = []
         self.is_over = False
+        self.logprobs: list[TokenLogprobs] = []
+
+    def cut(self, length: int) -> None:
+        """As of `TokenSequence`, and what was kept of the tokens that go."""
+        super().cut(length)
+        del self.logprobs[max(0, length - self.start) :]
 
     @property
     def age(self) -> tuple[int, int]:
@@ -249,4 +261,7 @@ class Request:
             finish_reasons=[sequence.finish_reason or "" for sequence in self.sequences],
             error=self.error,
             metrics=metrics,
+            logprobs=[]
+            if self.config.logprobs is None
+            else [list(sequence.logprobs) for sequence in sequences],
         )

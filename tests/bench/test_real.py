@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import zipfile
 from collections.abc import Callable
 from importlib import metadata
@@ -125,14 +126,18 @@ def test_a_folder_or_a_hub_id_stands_for_a_name(tmp_path, monkeypatch):
 
     class Hub:
         @staticmethod
-        def snapshot_download(name, allow_patterns):
+        def snapshot_download(name, **options):
             if name == "there/model":
                 return str(tmp_path)
             raise OSError("no route")
 
-    monkeypatch.setattr(models, "import_module", lambda _: Hub)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     assert models.model_folder("there/model") == tmp_path
-    with pytest.raises(models.FetchError, match=r"not/there could not be downloaded.*no route"):
+    with pytest.raises(
+        models.FetchError,
+        match=r"not/there does not exist here.*no route.*known without one are smollm2",
+    ):
         models.model_folder("not/there")
 
 

@@ -244,3 +244,14 @@ def test_draws_from_a_few_candidates_have_the_filtered_distribution(
     statistic += (rest[1] - rest[0]) ** 2 / rest[0] if rest[0] > 10 else 0.0
     freedom = int(common.sum())
     assert float(statistic) < freedom + 4.5 * math.sqrt(2 * freedom) + 12
+
+
+@pytest.mark.parametrize("name", ["top_p", "typical_p"])
+@pytest.mark.parametrize("logits", [torch.randn(2, 9), torch.randn(2, 3000)])
+def test_a_share_of_next_to_nothing_leaves_the_first_token(name, logits):
+    config = GenerateConfig(**{name: 5e-324})
+    kept = filtered_logits(logits, config).isfinite()
+    assert kept.sum(-1).tolist() == [1, 1]
+    if name == "top_p":
+        assert kept.int().argmax(-1).tolist() == logits.argmax(-1).tolist()
+        assert sample(logits, config, None).tolist() == logits.argmax(-1).tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 from typing import Any
 
@@ -17,6 +18,9 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from support.http_server import NAME, new_engine, serving, until  # noqa: E402
 
+from caramba_fast.infer import grammar  # noqa: E402
+from caramba_fast.infer.logprobs import TokenLogprobs  # noqa: E402
+from caramba_fast.serve.http.logprobs import LogprobsWriter, TokenTexts  # noqa: E402
 from caramba_fast.serve.http.protocol import StopTrimmer  # noqa: E402
 
 PROMPT = "def main():\n    "
@@ -135,6 +139,110 @@ def test_several_answers_stops_and_penalties(client, direct):
     )
 
 
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 5, "top_p": 0.9}]
+)
+def test_logprobs_are_those_of_the_engine_streamed_or_not(client, direct, sampling):
+    wanted = direct(PROMPT, max_new_tokens=8, logprobs=2, **sampling)
+    told = wanted.logprobs[0]
+    asked = dict(model=NAME, prompt=PROMPT, max_tokens=8, logprobs=2, **sampling)
+    found = client.completions.create(**asked).choices[0]
+    assert found.logprobs.token_logprobs == pytest.approx([one.logprob for one in told], abs=1e-3)
+    assert "".join(found.logprobs.tokens) == found.text == wanted.texts[0]
+    offsets = [len("".join(found.logprobs.tokens[:place])) for place in range(8)]
+    assert found.logprobs.text_offset == offsets
+    for token, best in zip(found.logprobs.tokens, found.logprobs.top_logprobs, strict=True):
+        assert token in best and 1 <= len(best) <= 3
+    tokens, values = [], []
+    for chunk in client.completions.create(stream=True, **asked):
+        if chunk.choices[0].logprobs is not None:
+            tokens += chunk.choices[0].logprobs.tokens
+            values += chunk.choices[0].logprobs.token_logprobs
+    assert tokens == found.logprobs.tokens
+    assert values == pytest.approx(found.logprobs.token_logprobs, abs=1e-3)
+
+
+def test_logprobs_of_a_chat_have_texts_and_bytes(client, direct):
+    told = direct(CHAT, max_new_tokens=12, temperature=0.0, logprobs=3).logprobs[0]
+    asked = dict(model=NAME, messages=CHAT, logprobs=True, top_logprobs=3, **GREEDY)
+    found = client.chat.completions.create(**asked).choices[0]
+    content = found.logprobs.content
+    assert [one.logprob for one in content] == pytest.approx([o.logprob for o in told], abs=1e-3)
+    assert "".join(one.token for one in content) == found.message.content
+    for one, wanted in zip(content, told, strict=True):
+        assert bytes(one.bytes).decode() == one.token
+        assert one.token == one.top_logprobs[0].token  # greedy
+        best = [value for _, value in wanted.top]
+        assert [each.logprob for each in one.top_logprobs] == pytest.approx(best, abs=1e-3)
+    chunks = list(client.chat.completions.create(stream=True, **asked))
+    streamed = [
+        one for c in chunks if c.choices[0].logprobs for one in c.choices[0].logprobs.content
+    ]
+    assert [one.token for one in streamed] == [one.token for one in content]
+    alone = client.chat.completions.create(model=NAME, messages=CHAT, logprobs=True, **GREEDY)
+    assert alone.choices[0].logprobs.content[0].top_logprobs == []
+    assert (
+        client.chat.completions.create(model=NAME, messages=CHAT, **GREEDY).choices[0].logprobs
+        is None
+    )
+
+
+def test_a_part_of_a_character_has_no_bytes_and_nothing_is_infinite():
+    texts = TokenTexts(new_engine().tokenizer)
+    writer = LogprobsWriter(texts, chat=True)
+    part = next(token for token in range(2048) if "\ufffd" in texts.of(token))
+    writer.put(0, [TokenLogprobs(part, -math.inf, ((part, -1.5),))])
+    [one] = writer.take(0)["content"]
+    assert (one["bytes"], one["logprob"]) == (None, -9999.0)
+    assert writer.take(0) is None
+
+
+def test_answers_fit_the_format_that_is_asked_for(client):
+    schema = {
+        "type": "object", "properties": {"name": {"enum": ["reader", "writer"]}, "ok": {"type": "boolean"}},
+        "required": ["name", "ok"], "additionalProperties": False,
+    }  # fmt: skip
+    wanted = {
+        "type": "json_schema",
+        "json_schema": {"name": "one", "schema": schema, "strict": True},
+    }
+    sampling = {"temperature": 1.0, "seed": 1, "max_tokens": 300, "n": 2}
+    found = client.chat.completions.create(
+        model=NAME, messages=CHAT, response_format=wanted, **sampling
+    )
+    for choice in found.choices:
+        assert set(json.loads(choice.message.content)) == {"name", "ok"}
+        assert choice.finish_reason == "stop"
+    pieces = client.completions.create(
+        model=NAME, prompt=PROMPT, stream=True, temperature=0, max_tokens=300,
+        extra_body={"response_format": {"type": "json_object"}},
+    )  # fmt: skip
+    assert isinstance(json.loads("".join(c.choices[0].text for c in pieces)), dict)
+
+
+@pytest.mark.parametrize(
+    ("response_format", "said"),
+    [
+        ({"type": "json_schema"}, "json_schema"),
+        ({"type": "json_object", "json_schema": {"name": "a", "schema": {}}}, "json_schema"),
+        ({"type": "json_schema", "json_schema": {"name": "a", "schema": {"uniqueItems": True}}}, "uniqueItems"),
+        ({"type": "yaml"}, "response_format"),
+    ],
+)  # fmt: skip
+def test_a_format_that_cannot_be_kept_to_is_refused(server, response_format, said):
+    body = {"messages": CHAT, "response_format": response_format}
+    found = httpx.post(f"{server}/v1/chat/completions", json=body)
+    assert found.status_code == 400 and said in found.json()["error"]["message"]
+
+
+def test_without_its_library_a_format_is_refused_with_what_to_install(server, monkeypatch):
+    monkeypatch.setattr(grammar, "find_spec", lambda name: None)
+    body = {"messages": CHAT, "response_format": {"type": "json_object"}}
+    found = httpx.post(f"{server}/v1/chat/completions", json=body)
+    assert found.status_code == 400
+    assert "pip install 'caramba-fast[serve]'" in found.json()["error"]["message"]
+
+
 @given(
     st.text("ab", max_size=20),
     st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=3),
@@ -180,7 +288,8 @@ def test_models_tokens_health_and_metrics(server, client):
     [
         ("completions", {"prompt": PROMPT, "model": "gpt-4"}, 404, "'demo' is served"),
         ("completions", {"prompt": PROMPT, "temperature": 3}, 400, "temperature"),
-        ("completions", {"prompt": PROMPT, "logprobs": 3}, 400, "logprobs"),
+        ("completions", {"prompt": PROMPT, "repetition_penalty": 5e-324}, 400, "repetition_penalty"),
+        ("completions", {"prompt": PROMPT, "logprobs": 30}, 400, "max_logprobs allows 20"),
         ("completions", {"prompt": PROMPT, "max_tokens": 5000}, 400, "max_seq_len"),
         ("completions", {"prompt": PROMPT, "n": 100}, 400, "max_batch_size"),
         ("completions", {"prompt": [10**6]}, 400, "0 to"),
@@ -189,7 +298,6 @@ def test_models_tokens_health_and_metrics(server, client):
         ("completions", {"prompt": PROMPT, "stream_options": {}}, 400, "stream"),
         ("completions", {"prompt": "x" * 100_000}, 400, "characters"),
         ("chat/completions", {"messages": []}, 400, "messages"),
-        ("chat/completions", {"messages": CHAT, "response_format": {"type": "json_object"}}, 400, "response_format"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "type"),
         ("chat/completions", {"messages": CHAT, "top_logprobs": 2}, 400, "top_logprobs"),
     ],
@@ -345,6 +453,41 @@ def test_requests_under_way_end_when_the_server_is_told_to_stop():
     assert not engine.has_unfinished and not engine.problems()
 
 
+def test_requests_that_are_cut_off_are_told_so():
+    """Two requests outlast the time of grace: one that is streamed, and one that waits for its whole answer."""
+    engine = new_engine(max_seq_len=4096)
+    slow = threading.Event()
+    step = engine.step
+
+    def slowly() -> Any:
+        slow.wait(0.2)
+        return step()
+
+    engine.step = slowly
+    body = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True}
+    found: list[Any] = []
+
+    def ask(address: str, streamed: bool) -> None:
+        try:
+            sent = httpx.post(
+                f"{address}/v1/completions", json={**body, "stream": streamed}, timeout=60
+            )
+            found.append((sent.status_code, sent.json()["error"]["message"]))
+        except httpx.RemoteProtocolError:
+            found.append("cut")
+
+    with serving(engine, grace_s=1) as address:
+        threads = [threading.Thread(target=ask, args=(address, s)) for s in (False, True)]
+        for thread in threads:
+            thread.start()
+        until(lambda: engine.metrics.new_tokens > 2, "both are under way")
+    for thread in threads:
+        thread.join(30)
+    slow.set()
+    assert (503, "the server is stopping; the request was not answered") in found
+    assert len(found) == 2 and not engine.has_unfinished and not engine.problems()
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: (
@@ -354,7 +497,8 @@ json_values = st.recursive(
 )
 FIELDS = (
     "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stream",
-    "logit_bias", "presence_penalty", "stream_options", "response_format", "cache_salt", "tools", "model",
+    "logit_bias", "presence_penalty", "stream_options", "response_format", "cache_salt", "tools", "model", "logprobs",
+    "top_logprobs", "repetition_penalty", "frequency_penalty", "ignore_eos", "echo", "tool_choice",
 )  # fmt: skip
 
 
@@ -399,3 +543,37 @@ def test_keys_share_prefixes_in_memory_and_on_disk_only_where_they_may(tmp_path,
     assert found == [*first, "disk", "memory" if shared else "disk", "memory"]
     held = b"".join(file.read_bytes() for file in (tmp_path / "store").glob("*.page"))
     assert hashlib.sha256(b"a").hexdigest().encode() not in held, "no key, nor its digest, is kept"
+
+
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        ("[" * 100_000, 400),
+        (f'{{"prompt": {nested(50_000)}}}', 400),
+        ('{"prompt": "\\ud800"}', 400),
+        ('{"prompt": "a", "temperature": NaN}', 400),
+        (b"\xff\xfe", 400),
+        ("", 400),
+        (f'{{"prompt": "a", "max_tokens": 1, "metadata": {nested(200)}}}', 200),
+    ],
+    ids=["open", "deep", "half a character", "nan", "no text", "empty", "deep and allowed"],
+)
+def test_odd_bodies_are_answered(server, content, status):
+    head = {"content-type": "application/json"}
+    found = httpx.post(f"{server}/v1/completions", content=content, headers=head, timeout=30)
+    assert found.status_code == status
+    assert ("error" in found.json()) == (status != 200)
+
+
+def test_headers_have_a_limit_and_the_server_goes_on(server):
+    assert httpx.get(f"{server}/v1/models", headers={"x": "a" * 10_000}).status_code == 200
+    try:
+        status = httpx.get(f"{server}/v1/models", headers={"x": "a" * 500_000}).status_code
+    except httpx.TransportError:
+        status = 400  # it has stopped reading before all was written
+    assert status in (400, 431)
+    assert httpx.get(f"{server}/v1/models").status_code == 200

@@ -24,7 +24,7 @@ class ChattyTokenizer:
     chat_template = "a line for each message"
 
     def __init__(self) -> None:
-        self._inner = demo_tokenizer()
+        self._inner = self.backend_tokenizer = demo_tokenizer()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -49,14 +49,14 @@ def new_engine(**options: Any) -> Engine:
 
 
 @contextmanager
-def serving(engine: Engine, **config: Any) -> Iterator[str]:
+def serving(engine: Engine, grace_s: int = 5, **config: Any) -> Iterator[str]:
     """The address of a server that is up; it has been told to stop, and has stopped, when the block is left."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     app = create_app(engine, ServerConfig(**{"name": NAME, **config}))
     server = uvicorn.Server(
-        uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=5)
+        uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=grace_s)
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -1,7 +1,8 @@
-"""Bodies that are too large are refused before they are read."""
+"""Bodies that are too large are refused before they are read; requests that a stopping server cuts off are told so."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import HTTPException
@@ -47,3 +48,33 @@ class BodyLimit:
             return message
 
         await self.app(scope, counted, send)
+
+
+class CutOff:
+    """ASGI middleware: answers 503 to requests that are cancelled before their answer has begun.
+
+    A server that is told to stop cancels what its time of grace was too short for.
+
+    Args:
+        app: what it surrounds.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """One connection."""
+        begun = False
+
+        async def noted(message: Any) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted)
+        except asyncio.CancelledError:
+            if scope["type"] == "http" and not begun:
+                said = "the server is stopping; the request was not answered"
+                await JSONResponse(error_body(503, said), 503)(scope, receive, send)
+            raise

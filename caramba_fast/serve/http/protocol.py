@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.serve.http.logprobs import LogprobsWriter
 from caramba_fast.serve.request import RequestOutput
 
 #: Most answers to one prompt, and stop strings, of a body.
@@ -36,10 +37,33 @@ class StreamOptions(_Body):
     include_usage: bool = False
 
 
-class ResponseFormat(_Body):
-    """Text alone is served."""
+class JsonSchema(_Body):
+    """The schema that an answer must fit; ``strict`` says nothing here, answers always do."""
 
-    type: Literal["text"]
+    name: Text
+    json_schema: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    """What an answer must be: text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("type is 'json_schema' where a json_schema is given, and only there")
+        return self
+
+    @property
+    def structured_outputs(self) -> dict[str, Any] | None:
+        """As `GenerateConfig` has it."""
+        if self.json_schema is not None:
+            return {"json_schema": self.json_schema.json_schema}
+        return {"json_object": True} if self.type == "json_object" else None
 
 
 class Sampling(_Body):
@@ -58,7 +82,7 @@ class Sampling(_Body):
     stream_options: StreamOptions | None = None
     presence_penalty: float = Field(default=0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0, ge=-2, le=2)
-    repetition_penalty: float = Field(default=1.0, gt=0)
+    repetition_penalty: float = Field(default=1.0, ge=1e-3, le=1e3)  # beyond, scores overflow
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
@@ -84,15 +108,21 @@ class Sampling(_Body):
         """Whether the last event of a stream says how many tokens there were."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many likeliest tokens are told in the place of each; None if nothing is."""
+        return None
+
     def settings(self, max_new_tokens: int) -> dict[str, Any]:
         """As fields of `GenerateConfig`."""
+        answer_format = self.response_format and self.response_format.structured_outputs
         top_k = None if self.top_k in (None, -1, 0) else self.top_k
         given: dict[str, Any] = dict(
             max_new_tokens=max_new_tokens, temperature=self.temperature, top_k=top_k, min_p=self.min_p,
             top_p=None if self.top_p == 1 else self.top_p, seed=self.seed, num_return_sequences=self.n,
             presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty, logit_bias=self.logit_bias or None, stop=self.stops,
-            ignore_eos=self.ignore_eos,
+            ignore_eos=self.ignore_eos, logprobs=self.wanted_logprobs, structured_outputs=answer_format,
         )  # fmt: skip
         neutral = GenerateConfig.model_fields
         return {name: value for name, value in given.items() if value != neutral[name].default}
@@ -105,7 +135,12 @@ class CompletionRequest(Sampling):
     echo: Literal[False] = False
     best_of: None = None
     suffix: None = None
-    logprobs: None = None
+    logprobs: int | None = Field(default=None, ge=0)
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """As of `Sampling`."""
+        return self.logprobs
 
 
 class TextPart(_Body):
@@ -138,8 +173,19 @@ class ChatRequest(Sampling):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
-    logprobs: Literal[False] | None = None
-    top_logprobs: None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is given and logprobs is not true")
+        return self
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """As of `Sampling`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def given_tools(self) -> list[dict[str, Any]] | None:
@@ -168,10 +214,11 @@ class Answer:
     Args:
         model: as it is served.
         chat: whether messages are answered, not text.
+        logprobs: where those of tokens wait to be sent.
     """
 
-    def __init__(self, model: str, chat: bool) -> None:
-        self.model, self.chat = model, chat
+    def __init__(self, model: str, chat: bool, logprobs: LogprobsWriter) -> None:
+        self.model, self.chat, self.logprobs = model, chat, logprobs
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._begun: set[int] = set()
@@ -186,14 +233,15 @@ class Answer:
         """An event of a stream: new text of answer ``index``, and why it ended with it."""
         finish = None if reason is None else FINISHED[reason]
         if not self.chat:
-            choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
+            choice: dict[str, Any] = {"index": index, "text": text}
         else:
             delta = {"content": text} if text or reason is None else {}
             if index not in self._begun:
                 self._begun.add(index)
                 delta = {"role": "assistant", "content": text}
-            choice = {"index": index, "delta": delta, "logprobs": None}
-        return {**self._head(True), "choices": [{**choice, "finish_reason": finish}]}
+            choice = {"index": index, "delta": delta}
+        choice |= {"logprobs": self.logprobs.take(index), "finish_reason": finish}
+        return {**self._head(True), "choices": [choice]}
 
     def usage_chunk(self, output: RequestOutput) -> dict[str, Any]:
         """The last event of a stream that was asked for usage."""
@@ -206,8 +254,11 @@ class Answer:
             said = (
                 {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
             )
+            if output.logprobs:
+                self.logprobs.put(index, output.logprobs[index])
+            told = self.logprobs.take(index)
             choices.append(
-                {"index": index, **said, "logprobs": None, "finish_reason": FINISHED[reason]}
+                {"index": index, **said, "logprobs": told, "finish_reason": FINISHED[reason]}
             )
         return {**self._head(False), "choices": choices, "usage": usage(output)}
 

@@ -28,7 +28,8 @@ from caramba_fast.config.files import explain
 from caramba_fast.infer.tokenizer import TextTokenizer, TokenizerError
 from caramba_fast.serve.async_engine import AsyncEngine, EngineStoppedError
 from caramba_fast.serve.engine import Engine
-from caramba_fast.serve.http.limits import BodyLimit, error_body
+from caramba_fast.serve.http.limits import BodyLimit, CutOff, error_body
+from caramba_fast.serve.http.logprobs import LogprobsWriter, TokenTexts
 from caramba_fast.serve.http.metrics import exposition
 from caramba_fast.serve.http.protocol import (
     COMPLETION_TOKENS,
@@ -90,6 +91,7 @@ def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
 
     app = FastAPI(title="caramba-fast", lifespan=running, docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit, most=config.max_body_bytes)
+    app.add_middleware(CutOff)
     known = (RequestValidationError, AnyHTTPException, EngineStoppedError, ClientGoneError)
     for wrong in (*known, Exception):
         app.add_exception_handler(wrong, _explained)
@@ -111,6 +113,7 @@ class _Served:
         self.engine = AsyncEngine(engine)
         assert engine.tokenizer is not None
         self.tokenizer: TextTokenizer = engine.tokenizer
+        self.token_texts = TokenTexts(engine.tokenizer)
 
     # -- what surrounds -------------------------------------------------------------------
 
@@ -198,7 +201,7 @@ class _Served:
         with _refused():
             prepared = await self.engine.prepared(ids, cache_salt=salt, **body.settings(most))
         events = self.engine.stream(prepared)
-        answer = Answer(self.config.name, chat)
+        answer = Answer(self.config.name, chat, LogprobsWriter(self.token_texts, chat))
         if body.stream:
             lines = _lines(events, answer, body)
             return StreamingResponse(
@@ -248,6 +251,7 @@ async def _lines(
                     if event.output is not None:
                         _check_ended_well(event.output)
                     continue
+                answer.logprobs.put(event.answer, event.logprobs)
                 text = trimmers[event.answer].put(event.text, event.finish_reason)
                 if text or event.finish_reason is not None:
                     yield _event(answer.chunk(event.answer, text, event.finish_reason))
@@ -300,7 +304,7 @@ class _refused:  # noqa: N801 - reads as what it does
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, ValidationError):
             raise HTTPException(400, explain(error)) from error
-        if isinstance(error, (ValueError, TypeError, TokenizerError)):
+        if isinstance(error, (ValueError, TypeError, TokenizerError, ImportError)):
             raise HTTPException(400, str(error)) from error
 
 

@@ -1,0 +1,53 @@
+"""The part of docs/serving.md on what HTTP costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from caramba_fast.bench.kernels.table import read
+from caramba_fast.bench.pages.sections import ROOT, table
+from caramba_fast.bench.serving.serve_load import CONCURRENCY, LONGEST, MEAN_NEW, SHORTEST
+
+FILE, PART = "serve_http.csv", "serving over http"
+PAGE = ROOT.parent / "docs" / "serving.md"
+#: Most of an engine's tokens a second that HTTP is to cost.
+GOAL = 0.05
+WORDS = {
+    "engine": "`Engine`, called directly", "http, streamed": "over HTTP, streamed",
+    "http, whole": "over HTTP, whole answers",
+}  # fmt: skip
+
+
+def lines_of(path: Path) -> list[str]:
+    """The part of the page."""
+    rows = list(read(path)) if path.exists() else []
+    if not rows:
+        return ["Not measured."]
+    first = rows[0]
+    where = (
+        f"{first['model']} in fp32, cache {first['cache']}, {first['device']}, {first['threads']} thread(s), torch "
+        f"{first['torch']}, commit {first['commit']}, load average {first['load_average']}. {CONCURRENCY} clients in a "
+        f"closed loop, {first['requests']} requests of {SHORTEST} to {LONGEST} tokens, answers of {MEAN_NEW} in the "
+        f"mean, {first['tokens']} tokens in all; medians over {first['rounds']} round(s) in which all take the same "
+        "requests in turn. Server and clients are processes of their own. Tokens/s depend on what else the machine "
+        "does (the load average), processor time much less; clients do not count in it."
+    )
+    body = [
+        (
+            WORDS[row["system"]], f"{row['tokens_per_s']} ({row['tokens_per_s_p20']} to {row['tokens_per_s_p80']})",
+            f"{float(row['vs_engine']):.3f}×", row["cpu_ms_per_token"], f"{float(row['cpu_vs_engine']):.3f}×",
+            row["ttft_p50_ms"] if "whole" not in row["system"] else "", row["other_texts"],
+        )
+        for row in rows
+    ]  # fmt: skip
+    heads = (
+        "", "tokens/s (p20 to p80)", "/ engine", "processor ms a token", "/ engine", "first token, ms",
+        "answers with other text",
+    )  # fmt: skip
+    worst = min(rows, key=lambda row: float(row["vs_engine"]))
+    met = float(worst["vs_engine"]) >= 1 - GOAL
+    goal = (
+        f"- HTTP against the engine itself: {'met' if met else 'missed'}; at most {GOAL:.0%} of its tokens/s was the "
+        f"goal, the worst case is {1 - float(worst['vs_engine']):.1%} ({WORDS[worst['system']]})."
+    )
+    return [where, "", *table(heads, body), "", goal]

@@ -1,0 +1,272 @@
+"""The same load through HTTP: ``python -m caramba_fast.bench.serving.over_http [--publish] [--quick]``.
+
+`CONCURRENCY` clients send the requests of `serve_load`, each its next one when the last is answered: to an `Engine` in
+this process, and to ``caramba-fast serve`` in another, streamed and whole. All have the same settings and take the load
+in turn, in rounds; a ratio is the median over rounds. Beside tokens a second stands the processor time that the
+process of the model took for a token, clients not counted: that does not depend on what else the machine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from caramba_fast.bench.environment import environment
+from caramba_fast.bench.kernels.timing import quantile
+from caramba_fast.bench.pages.http_page import FILE, PAGE, PART, lines_of
+from caramba_fast.bench.pages.sections import add_targets, finish, results_at, write_csv
+from caramba_fast.bench.real.models import model_folder, title
+from caramba_fast.bench.serving.serve_load import CONCURRENCY, FULL, Item, load, percentiles
+from caramba_fast.bench.serving.serve_systems import BATCH_TOKENS, GREEDY, PAGE_SIZE
+from caramba_fast.infer.tokenizer import TextTokenizer, find_tokenizer
+from caramba_fast.models import held_out_text
+from caramba_fast.models.registry import model_folder as local_folder
+from caramba_fast.models.registry import open_model
+from caramba_fast.serve import Engine
+
+ENGINE, STREAMED, WHOLE = "engine", "http, streamed", "http, whole"
+COLUMNS = (
+    "model", "system", "cache", "rounds", "requests", "tokens", "tokens_per_s", "tokens_per_s_p20", "tokens_per_s_p80",
+    "vs_engine", "cpu_ms_per_token", "cpu_vs_engine", "ttft_p50_ms", "ttft_p99_ms", "other_texts", "load_average",
+    "threads", "device", "torch", "triton", "commit", "source",
+)  # fmt: skip
+STARTS_S, ANSWERS_S = 300, 600
+
+
+@dataclass
+class Taken:
+    """What one round of one system took.
+
+    Attributes:
+        seconds: of the clock, for all requests.
+        cpu_s: of the processor, of the process that computes.
+        tokens: generated.
+        ttft_s: of each request; of one that is not streamed its whole time.
+        texts: the answers.
+    """
+
+    seconds: float
+    cpu_s: float
+    tokens: int
+    ttft_s: list[float]
+    texts: list[str]
+
+
+class Direct:
+    """An `Engine` in this process, whose caller keeps so many requests under way."""
+
+    name = ENGINE
+
+    def __init__(self, folder: Path, cache: str, tokenizer: TextTokenizer) -> None:
+        self.engine = Engine(
+            open_model(folder, "cpu", "float32"), cache_kind=cache, page_size=PAGE_SIZE, tokenizer=tokenizer,
+            max_batch_size=CONCURRENCY, max_batch_tokens=BATCH_TOKENS, **GREEDY,
+        )  # fmt: skip
+
+    def run(self, items: Sequence[Item], number: int) -> Taken:
+        """The load."""
+        engine, left = self.engine, list(enumerate(items))[::-1]
+        sent, texts = dict[str, float](), dict[str, str]()
+        first, new = dict[str, float](), 0
+        began, cpu = time.perf_counter(), time.process_time()
+        while left or engine.has_unfinished:
+            while left and len(engine.under_way) < CONCURRENCY:
+                place, item = left.pop()
+                name = engine.add_request(
+                    item.prompt, request_id=str(place), max_new_tokens=item.new_tokens,
+                    cache_salt=f"{number} {place}",
+                )  # fmt: skip
+                sent[name] = time.perf_counter()
+            for event in engine.step():
+                first.setdefault(event.request_id, time.perf_counter())
+                new += len(event.tokens)
+                if event.output is not None:
+                    texts[event.request_id] = event.output.texts[0]
+        return Taken(
+            time.perf_counter() - began, time.process_time() - cpu, new,
+            [first[name] - at for name, at in sent.items()], [texts[str(n)] for n in range(len(items))],
+        )  # fmt: skip
+
+
+class OverHTTP:
+    """Clients of a server, who ask for streams or not."""
+
+    def __init__(self, address: str, process: int, streamed: bool) -> None:
+        self.address, self.process, self.streamed = address, process, streamed
+        self.name = STREAMED if streamed else WHOLE
+
+    def run(self, items: Sequence[Item], number: int) -> Taken:
+        """The load."""
+        return asyncio.run(self._run(items, number))
+
+    async def _run(self, items: Sequence[Item], number: int) -> Taken:
+        left, found = list(enumerate(items))[::-1], dict[int, tuple[str, int, float]]()
+        limits = httpx.Limits(max_connections=CONCURRENCY, max_keepalive_connections=CONCURRENCY)
+        async with httpx.AsyncClient(timeout=ANSWERS_S, limits=limits) as http:
+            began, cpu = time.perf_counter(), cpu_seconds(self.process)
+
+            async def client() -> None:
+                while left:
+                    place, item = left.pop()
+                    found[place] = await self._ask(http, item, f"{self.name} {number} {place}")
+
+            await asyncio.gather(*(client() for _ in range(CONCURRENCY)))
+            seconds, used = time.perf_counter() - began, cpu_seconds(self.process) - cpu
+        told = [found[place] for place in range(len(items))]
+        for (_, new, _), item in zip(told, items, strict=True):
+            if new != item.new_tokens:
+                raise RuntimeError(f"a request got {new} tokens, {item.new_tokens} were wanted")
+        return Taken(
+            seconds, used, sum(new for _, new, _ in told), [ttft for *_, ttft in told], [text for text, *_ in told]
+        )  # fmt: skip
+
+    async def _ask(self, http: httpx.AsyncClient, item: Item, salt: str) -> tuple[str, int, float]:
+        """The text, how many tokens it has, and when the first was there."""
+        body: dict[str, Any] = {
+            "prompt": item.prompt, "max_tokens": item.new_tokens, "temperature": 0, "ignore_eos": True,
+            "cache_salt": salt, "stream": self.streamed,
+        }  # fmt: skip
+        if self.streamed:
+            body["stream_options"] = {"include_usage": True}
+        sent, first, text, usage = time.perf_counter(), 0.0, "", None
+        async with http.stream("POST", f"{self.address}/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            if not self.streamed:
+                whole = json.loads(await answer.aread())
+                took = time.perf_counter() - sent
+                return whole["choices"][0]["text"], whole["usage"]["completion_tokens"], took
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    first = first or time.perf_counter() - sent
+                    chunk = json.loads(line[6:])
+                    text += "".join(choice["text"] for choice in chunk["choices"])
+                    usage = chunk.get("usage") or usage
+        if usage is None:
+            raise RuntimeError(f"a stream ended without usage: {line}")
+        return text, usage["completion_tokens"], first
+
+
+def cpu_seconds(process: int) -> float:
+    """Processor time of a process so far, all threads."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def server(folder: Path, cache: str) -> Iterator[tuple[str, int]]:
+    """The address of ``caramba-fast serve`` with the settings of `Direct`, and its process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "caramba_fast.cli", "serve", str(folder), "--cache", cache, "--port", str(port),
+        "--max-seq-len", str(FULL), "--max-batch-size", str(CONCURRENCY), "--name", "model",
+    ]  # fmt: skip
+    with subprocess.Popen(command) as process:
+        try:
+            address, end = f"http://127.0.0.1:{port}", time.monotonic() + STARTS_S
+            while not _is_up(address):
+                if process.poll() is not None or time.monotonic() > end:
+                    raise RuntimeError("the server did not start")
+                time.sleep(0.1)
+            yield address, process.pid
+        finally:
+            process.terminate()
+
+
+def _is_up(address: str) -> bool:
+    try:
+        return httpx.get(f"{address}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def measure(given: argparse.Namespace, path: Path) -> None:
+    """Rounds in which all systems take the load in turn."""
+    is_demo = given.model.partition(":")[0] == "demo"
+    folder = local_folder(given.model) if is_demo else model_folder(given.model)
+    tokenizer = find_tokenizer(folder)
+    if tokenizer is None:
+        raise FileNotFoundError(f"{folder} has no tokenizer")
+    items = load(tokenizer.encode(held_out_text()), given.requests)
+    direct = Direct(folder, given.cache, tokenizer)
+    with server(folder, given.cache) as (address, process):
+        listed = [direct, *(OverHTTP(address, process, streamed) for streamed in (True, False))]
+        found: dict[str, list[Taken]] = {system.name: [] for system in listed}
+        for number in range(-1, given.rounds):
+            for system in (*listed[number % 3 :], *listed[: number % 3]):
+                done = system.run(items[:2] if number < 0 else items, number)
+                if number >= 0:  # the first warms up
+                    found[system.name].append(done)
+                    print(f"  {system.name}: {done.tokens / done.seconds:.1f} tokens/s, "
+                          f"{1e3 * done.cpu_s / done.tokens:.2f} ms of the processor a token", flush=True)  # fmt: skip
+    about = {
+        "model": title(given.model), "cache": given.cache, "rounds": given.rounds, "requests": len(items),
+        "threads": torch.get_num_threads(), "load_average": f"{os.getloadavg()[0]:.1f}",
+        **environment(torch.device("cpu")),
+    }  # fmt: skip
+    write_csv(path, COLUMNS, [{**row, **about} for row in rows_of(found)])
+
+
+def rows_of(found: dict[str, list[Taken]]) -> Iterator[dict[str, Any]]:
+    """A line for each system."""
+    base = found[ENGINE]
+    for name, runs in found.items():
+        rates = [run.tokens / run.seconds for run in runs]
+        both = list(zip(runs, base, strict=True))
+        ttft = percentiles([value for run in runs for value in run.ttft_s])
+        yield {
+            "system": name, "tokens": runs[0].tokens,
+            "tokens_per_s": round(statistics.median(rates), 1),
+            "tokens_per_s_p20": round(quantile(rates, 0.2), 1),
+            "tokens_per_s_p80": round(quantile(rates, 0.8), 1),
+            "vs_engine": round(statistics.median(b.seconds / a.seconds for a, b in both), 3),
+            "cpu_ms_per_token": round(statistics.median(1e3 * run.cpu_s / run.tokens for run in runs), 3),
+            "cpu_vs_engine": round(statistics.median(a.cpu_s / b.cpu_s for a, b in both), 3),
+            "ttft_p50_ms": round(1e3 * ttft[0], 1), "ttft_p99_ms": round(1e3 * ttft[1], 1),
+            "other_texts": sum(x != y for a, b in both for x, y in zip(a.texts, b.texts, strict=True)),
+        }  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="caramba_fast.bench.serving.over_http", description=__doc__
+    )
+    add_targets(parser, "CSV file to write")
+    parser.add_argument(
+        "--quick", action="store_true", help="the demo model, few requests, seconds"
+    )
+    parser.add_argument(
+        "--model", default="smollm2", help="of `bench.real.models`, a folder, or 'demo'"
+    )
+    parser.add_argument("--cache", default="q8")
+    parser.add_argument("--requests", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args(argv)
+    if given.quick:
+        given.model, given.requests, given.rounds = "demo", 16, 1
+    with results_at(given, FILE) as path:
+        if not given.page_only:
+            measure(given, path)
+        finish(given, {PART: lines_of(path)}, PAGE)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,162 @@
+"""Structured output: a JSON schema, a regular expression or a grammar that the new tokens of a row must fit.
+
+What may come next is worked out by llguidance, which refuses a schema it cannot keep to, by the name of the keyword.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from importlib.util import find_spec
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.infer.sequence import TokenSequence
+
+#: Blanks between the parts of JSON: enough to indent, and never so many that a model writes nothing else.
+BLANKS = r"[ \n\t]{1,32}"
+#: llguidance's own form of a tokenizer, which takes a moment to make: by tokenizer, then by vocabulary and eos ids.
+_TOKENIZERS: WeakKeyDictionary[Any, dict[tuple[int, frozenset[int]], Any]] = WeakKeyDictionary()
+
+
+class Grammar:
+    """What the new tokens of a row must fit; `mask` keeps track of each row.
+
+    Args:
+        source: the grammar in llguidance's words.
+        tokenizer: llguidance's.
+        vocab_size: ids a logit exists for.
+
+    Raises:
+        ValueError: no grammar, or one that cannot be kept to; the message says why.
+    """
+
+    def __init__(self, source: str, tokenizer: Any, vocab_size: int) -> None:
+        self._source, self._tokenizer, self._vocab = source, tokenizer, vocab_size
+        self._rows: dict[int, _Row] = {}
+        if not self._new_row().allowed(array("q"), vocab_size).any():
+            raise ValueError("structured_outputs: nothing fits it")
+
+    def mask(self, scores: Tensor, row: TokenSequence, index: int) -> None:
+        """Sets scores (V,) of ids that may not follow to -inf.
+
+        Args:
+            scores: changed in place.
+            row: its tokens; those behind ``row.start`` are held against the grammar.
+            index: which of the rows it is: what was read of its tokens is not read again.
+
+        Raises:
+            ValueError: its tokens do not fit the grammar, or it is too complex.
+        """
+        if index not in self._rows:
+            self._rows[index] = self._new_row()
+        allowed = self._rows[index].allowed(row.tokens[row.start :], self._vocab)
+        scores.masked_fill_(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
+
+    def _new_row(self) -> _Row:
+        import llguidance  # noqa: PLC0415 - an extra
+
+        matcher = llguidance.LLMatcher(self._tokenizer, self._source, log_level=0)
+        return _Row(matcher)
+
+
+class _Row:
+    """Where one row stands in the grammar."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher, self._read = matcher, array("q")
+        self._check()
+
+    def allowed(self, tokens: array[int], vocab_size: int) -> np.ndarray:
+        """(V,) bool: what may follow; tokens that were taken back since the last call are forgotten."""
+        same = len(self._read)
+        while self._read[:same] != tokens[:same]:
+            same -= 1
+        if same < len(self._read):
+            self._matcher.rollback(len(self._read) - same)
+            del self._read[same:]
+        for token in tokens[same:]:
+            if self._matcher.is_stopped():
+                break  # complete: nothing but an end may follow
+            self._matcher.consume_token(token)
+            self._check()
+            self._read.append(token)
+        bits = np.zeros((vocab_size + 31) // 32, dtype=np.int32)
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        self._check()
+        return np.unpackbits(bits.view(np.uint8), count=vocab_size, bitorder="little").view(bool)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            said = str(self._matcher.get_error()).split("\n<state>")[0]
+            raise ValueError(f"structured_outputs: {said}")
+
+
+def grammar_of(
+    config: GenerateConfig, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]
+) -> Grammar | None:
+    """The grammar that a config asks for, or None.
+
+    Args:
+        tokenizer: that of the model, as `TextTokenizer` takes it; None for none.
+        vocab_size: ids a logit exists for.
+        eos_ids: ids that end a row; they may follow where the grammar is complete.
+
+    Raises:
+        ValueError: no grammar, a keyword of a schema that cannot be kept to, no id that could end a row, or a
+            tokenizer whose vocabulary cannot be read.
+        ModuleNotFoundError: llguidance is missing.
+    """
+    asked = config.structured_outputs
+    if asked is None:
+        return None
+    if find_spec("llguidance") is None:
+        raise ModuleNotFoundError(
+            "structured_outputs (response_format) needs llguidance: pip install 'caramba-fast[serve]'"
+        )
+    if not eos_ids:
+        raise ValueError(
+            "structured_outputs needs an end-of-sequence id, which ends the answer when it is complete; there is none "
+            "(ignore_eos, or a model without one)"
+        )
+    made = _tokenizer(tokenizer, vocab_size, eos_ids)
+    import llguidance  # noqa: PLC0415 - an extra
+
+    matcher: Any = llguidance.LLMatcher
+    blanks = {"whitespace_pattern": BLANKS}
+    try:
+        if asked.regex is not None:
+            source = matcher.grammar_from_regex(asked.regex)
+        elif asked.grammar is not None:
+            source = matcher.grammar_from_lark(asked.grammar)
+        else:
+            schema = {"type": "object"} if asked.json_object else asked.json_schema
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+            source = matcher.grammar_from_json_schema(text, overrides=blanks)
+    except ValueError as error:
+        raise ValueError(f"structured_outputs: {error}") from error
+    return Grammar(source, made, vocab_size)
+
+
+def _tokenizer(tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> Any:
+    import llguidance  # noqa: PLC0415 - an extra
+
+    inner = getattr(tokenizer, "tokenizer", tokenizer)  # of a TextTokenizer
+    inner = getattr(inner, "backend_tokenizer", inner)  # of a fast one of transformers
+    if not callable(getattr(inner, "to_str", None)):
+        what = "there is none" if tokenizer is None else f"this one is a {type(inner).__name__}"
+        raise ValueError(
+            f"structured_outputs needs a tokenizer of tokenizers or a fast one of transformers; {what}"
+        )
+    known = _TOKENIZERS.setdefault(inner, {})
+    key = vocab_size, eos_ids
+    if key not in known:
+        known[key] = llguidance.LLTokenizer(
+            inner.to_str(), n_vocab=vocab_size, eos_token=sorted(eos_ids)
+        )
+    return known[key]

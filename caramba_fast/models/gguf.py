@@ -1,0 +1,274 @@
+"""GGUF files, as llama.cpp has them: what their metadata says of a model, and its weights, dequantized.
+
+Weights are had from the ``gguf`` package. What is read here is all that changes the result: rotary scaling (in the
+metadata, or as factors in ``rope_freqs.weight``), windows, tied embeddings, the rows of Llama's queries and keys,
+which llama.cpp interleaves, and the norms of Gemma, to which it adds 1. What is not known is refused by name.
+Names of fields and tensors: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from caramba_fast.models.config import CheckpointError
+
+SUFFIX = ".gguf"
+#: Architecture of a file -> model_type of Hugging Face. Mistral's files say "llama".
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+#: Tensors of a file, less ``.weight`` or ``.bias``, and what Hugging Face calls them.
+WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+BLOCK = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+GEMMA_BLOCK = {
+    **BLOCK, "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+#: The lists of a vocabulary, which are long and are the tokenizer's.
+LISTS = {f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores", "token_type")}
+#: Factors of Llama 3's rotary frequencies.
+ROPE_FACTORS = "rope_freqs.weight"
+#: Low and high frequency factors and the context of every Llama 3 that has them; a file has the result alone.
+LLAMA3 = (1.0, 4.0, 8192)
+#: Layers of the one Gemma 3 whose queries are not scaled by the size of a head, and what they are scaled by.
+GEMMA_27B = (62, 168)
+
+
+class GgufFile:
+    """What a file says of a model, in Hugging Face's words.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        config: as a ``config.json`` would have it.
+
+    Raises:
+        CheckpointError: a damaged file, an unknown architecture, or settings that are not supported; by name.
+        ModuleNotFoundError: the gguf package is missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if importlib.util.find_spec("gguf") is None:
+            raise ModuleNotFoundError(
+                f"{path.name} needs the gguf package (pip install 'caramba-fast[gguf]')"
+            )
+        self._gguf = importlib.import_module("gguf")
+        self.path = path
+        try:
+            reader = self._gguf.GGUFReader(path)
+            self._said = {
+                name: field.contents() for name, field in reader.fields.items() if name not in LISTS
+            }
+        except Exception as error:  # of numpy, struct and others
+            raise CheckpointError(f"{path} cannot be read as GGUF: {str(error)[:300]}") from error
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.architecture = str(self._said.get("general.architecture"))
+        if self.architecture not in ARCHITECTURES:
+            raise CheckpointError(
+                f"{path.name}: the architecture is {self.architecture!r}; allowed are {', '.join(ARCHITECTURES)}"
+            )
+        self._check_types()
+        self.config = self._config()
+
+    @property
+    def tokenizer(self) -> tuple[str | None, str | None]:
+        """Of which kind its tokenizer is, and how that cuts text into words."""
+        return self._said.get("tokenizer.ggml.model"), self._said.get("tokenizer.ggml.pre")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the weights, where no other is asked for."""
+        kinds = {tensor.tensor_type.name for tensor in self._tensors.values()}
+        if kinds == {"F32"}:
+            return torch.float32
+        return torch.bfloat16 if "BF16" in kinds else torch.float16
+
+    def _check_types(self) -> None:
+        names = self._gguf.GGMLQuantizationType.__members__
+        known = {"F32", "F16", *(name for name in vars(self._gguf.quants) if name in names)}
+        for tensor in self._tensors.values():
+            if tensor.tensor_type.name not in known:
+                raise self._wrong(
+                    f"{tensor.name} is {tensor.tensor_type.name}; allowed are {', '.join(sorted(known))}"
+                )
+
+    def _wrong(self, said: str) -> CheckpointError:
+        return CheckpointError(f"{self.path.name}: {said}")
+
+    # -- metadata ---------------------------------------------------------------------------
+
+    def _get(self, name: str, default: Any = None) -> Any:
+        return self._said.get(f"{self.architecture}.{name}", default)
+
+    def _need(self, name: str) -> Any:
+        found = self._get(name)
+        if found is None:
+            raise self._wrong(f"{self.architecture}.{name} is missing")
+        return found
+
+    def _config(self) -> dict[str, Any]:
+        if self._get("expert_count"):
+            raise self._wrong("mixtures of experts are not supported")
+        if "token_embd.weight" not in self._tensors:
+            raise self._wrong("token_embd.weight is missing")
+        heads = self._need("attention.head_count")
+        kv_heads = self._get("attention.head_count_kv", heads)
+        if not isinstance(heads, int) or not isinstance(kv_heads, int):
+            raise self._wrong("attention.head_count differs from layer to layer: not supported")
+        hidden = self._need("embedding_length")
+        head = self._get("attention.key_length", self._get("rope.dimension_count", hidden // heads))
+        for name in ("attention.value_length", "rope.dimension_count"):
+            if self._get(name, head) != head:
+                raise self._wrong(
+                    f"{name} is {self._get(name)}; that of a key ({head}) is supported"
+                )
+        ids = {
+            name: self._said.get(f"tokenizer.ggml.{name}_token_id")
+            for name in ("bos", "eos", "eot")
+        }
+        ends = [end for end in dict.fromkeys((ids["eos"], ids["eot"])) if end is not None]
+        config = {
+            "model_type": ARCHITECTURES[self.architecture],
+            "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),
+            "hidden_size": hidden, "intermediate_size": self._need("feed_forward_length"),
+            "num_hidden_layers": self._need("block_count"), "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads, "head_dim": head,
+            "max_position_embeddings": self._need("context_length"),
+            "rms_norm_eps": self._need("attention.layer_norm_rms_epsilon"),
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "bos_token_id": ids["bos"], "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+            "pad_token_id": self._said.get("tokenizer.ggml.padding_token_id"),
+        }  # fmt: skip
+        if self.architecture == "gemma3":
+            return {**config, **self._gemma(config)}
+        config["rope_parameters"] = self._rope(config)
+        if self.architecture == "llama":
+            config["attention_bias"] = "blk.0.attn_q.bias" in self._tensors
+            config["mlp_bias"] = "blk.0.ffn_up.bias" in self._tensors
+        window = self._get("attention.sliding_window")
+        if window:
+            if self.architecture != "llama":
+                raise self._wrong(f"attention.sliding_window is {window}: not supported for it")
+            config |= {"model_type": "mistral", "sliding_window": window}
+        return config
+
+    def _rope(self, config: dict[str, Any]) -> dict[str, Any]:
+        """``rope_parameters``; raises CheckpointError for a scaling that is not known."""
+        base = float(self._get("rope.freq_base", 10000.0))
+        kind = self._get("rope.scaling.type", "none")
+        factor = self._get("rope.scaling.factor", self._get("rope.scale_linear"))
+        if kind == "none" and self._get("rope.scale_linear", 1.0) != 1.0:
+            kind = "linear"
+        if ROPE_FACTORS in self._tensors:
+            if kind != "none":
+                raise self._wrong(f"{ROPE_FACTORS} and rope.scaling.type {kind!r} are both given")
+            return {"rope_theta": base, **self._llama3(base, config["head_dim"])}
+        if kind == "none":
+            return {"rope_type": "default", "rope_theta": base}
+        if kind == "linear":
+            return {"rope_type": "linear", "rope_theta": base, "factor": float(factor)}
+        if kind != "yarn" or self._get("rope.scaling.yarn_log_multiplier"):
+            raise self._wrong(
+                f"rope.scaling.type is {kind!r}; allowed are none, linear, and yarn without a log multiplier"
+            )
+        found = {
+            "rope_type": "yarn", "rope_theta": base, "factor": float(factor),
+            "original_max_position_embeddings": self._need("rope.scaling.original_context_length"),
+            "attention_factor": self._get("rope.scaling.attn_factor", 1.0) * (1 + 0.1 * math.log(factor)),
+        }  # fmt: skip
+        for name in ("beta_fast", "beta_slow"):
+            if (value := self._get(f"rope.scaling.yarn_{name}")) is not None:
+                found[name] = value
+        return found
+
+    def _llama3(self, base: float, head: int) -> dict[str, Any]:
+        """The rule behind factors of frequencies, if it is that of Llama 3."""
+        given = np.asarray(self._tensors[ROPE_FACTORS].data, dtype=np.float64).ravel()
+        factor, (low, high, trained) = float(given.max()), LLAMA3
+        waves = 2 * np.pi * base ** (np.arange(0, head, 2) / head)
+        smooth = np.clip((trained / waves - low) / (high - low), 0.0, 1.0)
+        wanted = 1 / ((1 - smooth) / factor + smooth)
+        if given.shape != wanted.shape or not np.allclose(given, wanted, rtol=1e-3):
+            raise self._wrong(
+                f"{ROPE_FACTORS} is not the scaling of Llama 3 (low_freq_factor {low}, high_freq_factor {high}, "
+                f"original context {trained}), which is the one that is known"
+            )
+        return {
+            "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+            "original_max_position_embeddings": trained,
+        }  # fmt: skip
+
+    def _gemma(self, config: dict[str, Any]) -> dict[str, Any]:
+        """What a Gemma 3 has besides: two kinds of layers with a rotation each, and a scale of queries."""
+        layers, head = config["num_hidden_layers"], config["head_dim"]
+        scaled_by = GEMMA_27B[1] if layers == GEMMA_27B[0] else head
+        every = self._get("attention.sliding_window_pattern", 6)
+        if not isinstance(every, int):
+            raise self._wrong("attention.sliding_window_pattern is a list: not supported")
+        near = {
+            "rope_type": "default",
+            "rope_theta": float(self._get("rope.freq_base_swa", 10000.0)),
+        }
+        kinds = [
+            "sliding_attention" if (n + 1) % every else "full_attention" for n in range(layers)
+        ]
+        return {
+            "query_pre_attn_scalar": scaled_by, "sliding_window": self._need("attention.sliding_window"),
+            "layer_types": kinds,
+            "rope_parameters": {"full_attention": self._rope(config), "sliding_attention": near},
+            "final_logit_softcapping": self._get("final_logit_softcapping"),
+            "attn_logit_softcapping": self._get("attn_logit_softcapping"),
+        }  # fmt: skip
+
+    # -- weights ----------------------------------------------------------------------------
+
+    def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Every weight by Hugging Face's name, dequantized.
+
+        Raises:
+            CheckpointError: a tensor whose place is not known; the message names it.
+        """
+        return dict(self._weights(dtype))
+
+    def _weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._tensors.items():
+            if name != ROPE_FACTORS:
+                values = self._gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+                wanted = self._name(name)
+                yield wanted, torch.from_numpy(np.array(self._plain(wanted, values))).to(dtype)
+
+    def _name(self, name: str) -> str:
+        block = GEMMA_BLOCK if self.architecture == "gemma3" else BLOCK
+        stem, _, ending = name.rpartition(".")
+        parts = stem.split(".")
+        found = WHOLE.get(stem)
+        if len(parts) == 3 and parts[0] == "blk" and parts[2] in block:
+            found = f"model.layers.{parts[1]}.{block[parts[2]]}"
+        if found is None or ending not in ("weight", "bias"):
+            raise self._wrong(f"it holds a tensor {name[:200]!r}, whose place is not known")
+        return f"{found}.{ending}"
+
+    def _plain(self, name: str, values: np.ndarray) -> np.ndarray:
+        """Values as Hugging Face has them."""
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+        if self.architecture == "gemma3" and name.endswith("norm.weight"):
+            return values - 1
+        role = name.split(".")[-2]
+        if self.architecture == "llama" and role in heads:
+            count = self.config[heads[role]]
+            turned = values.reshape(count, -1, 2, *values.shape[1:]).swapaxes(1, 2)
+            return turned.reshape(values.shape)
+        return values

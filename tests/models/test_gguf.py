@@ -1,0 +1,222 @@
+"""GGUF files: tiny models of transformers, written as llama.cpp writes them, say what they said before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+gguf = pytest.importorskip("gguf", reason="GGUF files need the extra gguf")
+transformers = pytest.importorskip("transformers")
+
+from support.gguf_files import logits_of, write_gguf  # noqa: E402
+
+from caramba_fast.infer import Generator  # noqa: E402
+from caramba_fast.infer.tokenizer import find_tokenizer  # noqa: E402
+from caramba_fast.models import Transformer, demo_path, demo_tokenizer, load_demo  # noqa: E402
+from caramba_fast.models.config import CheckpointError  # noqa: E402
+from caramba_fast.models.registry import load  # noqa: E402
+
+SIZES = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False, eos_token_id=3,
+    initializer_range=0.2,
+)  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def tiny(kind: str, **changes: Any) -> Any:
+    """A random model; norms and biases are random too, so that losing them is seen."""
+    torch.manual_seed(5)
+    config = transformers.AutoConfig.for_model(kind, **{**SIZES, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def rope_freqs(head: int) -> np.ndarray:
+    """Factors as llama.cpp's converter works them out for `LLAMA3`, one by one."""
+    found = []
+    for place in range(0, head, 2):
+        wave = 2 * np.pi * LLAMA3["rope_theta"] ** (place / head)
+        if wave < 8192 / 4:
+            found.append(1.0)
+        elif wave > 8192 / 1:
+            found.append(8.0)
+        else:
+            smooth = (8192 / wave - 1) / (4 - 1)
+            found.append(1 / ((1 - smooth) / 8.0 + smooth))
+    return np.array(found, dtype=np.float32)
+
+
+CASES = {
+    "llama": (tiny, ("llama",), {}, "llama", {}),
+    "llama, tied, a head of its own": (tiny, ("llama",), dict(tie_word_embeddings=True, head_dim=32), "llama", {}),
+    "llama, biases": (tiny, ("llama",), dict(attention_bias=True, mlp_bias=True), "llama", {}),
+    "llama, linear": (
+        tiny, ("llama",), dict(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}),
+        "llama", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+    ),
+    "llama 3": (tiny, ("llama",), dict(rope_parameters=LLAMA3, head_dim=32), "llama", {"rope.freq_base": 500000.0}),
+    "mistral, a window": (
+        tiny, ("mistral",), dict(sliding_window=24), "llama", {"attention.sliding_window": 24}
+    ),
+    "qwen2": (tiny, ("qwen2",), {}, "qwen2", {"rope.freq_base": 10000.0}),
+    "qwen2, yarn": (
+        tiny, ("qwen2",), dict(rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32,
+        }), "qwen2", {
+            "rope.freq_base": 1e6, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 32,
+        },
+    ),
+    "qwen3, a head of its own": (tiny, ("qwen3",), dict(head_dim=32), "qwen3", {"rope.freq_base": 10000.0}),
+    "gemma3": (
+        tiny, ("gemma3_text",), dict(
+            num_hidden_layers=7, head_dim=32, query_pre_attn_scalar=32, sliding_window=16, tie_word_embeddings=True,
+        ), "gemma3", {"rope.freq_base": 1e6, "attention.sliding_window": 16},
+    ),
+    "gemma3, linear": (
+        tiny, ("gemma3_text",), dict(
+            num_hidden_layers=7, head_dim=32, query_pre_attn_scalar=32, sliding_window=16, tie_word_embeddings=True,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        ), "gemma3", {
+            "rope.freq_base": 1e6, "attention.sliding_window": 16, "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+        },
+    ),
+}  # fmt: skip
+
+
+def written(path: Path, case: str, **options: Any) -> Any:
+    make, args, changes, architecture, said = CASES[case]
+    model = make(*args, **changes)
+    extra = {"rope_freqs.weight": rope_freqs(32)} if case == "llama 3" else None
+    write_gguf(path, model, architecture, said=said, extra=extra, **options)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_architecture_says_what_it_said_before(tmp_path, case):
+    wanted = written(tmp_path / "m.gguf", case)
+    found = load(tmp_path / "m.gguf")
+    ids = torch.randint(0, 96, (1, 80), generator=torch.Generator().manual_seed(1))
+    if isinstance(found, Transformer):
+        said = logits_of(found, ids)
+    else:
+        assert case.startswith("gemma")  # the one that is not native
+        said = logits_of(found.model, ids)
+    torch.testing.assert_close(said, logits_of(wanted, ids), rtol=1e-4, atol=1e-4)
+    assert 3 in (
+        found.eos_token_id if isinstance(found.eos_token_id, tuple) else (found.eos_token_id,)
+    )
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1"])
+def test_kinds_of_weights_are_what_they_round_to(tmp_path, kind):
+    wanted = written(tmp_path / "m.gguf", "llama", kind=kind)
+    ids = torch.arange(3, 60)[None]
+    found, number = load(tmp_path / "m.gguf"), gguf.GGMLQuantizationType[kind]
+    before = logits_of(wanted, ids)
+    with torch.no_grad():
+        for parameter in wanted.parameters():
+            if parameter.ndim == 2:
+                packed = gguf.quants.quantize(parameter.numpy(), number)
+                parameter.copy_(torch.from_numpy(gguf.quants.dequantize(packed, number)))
+    torch.testing.assert_close(logits_of(found, ids), logits_of(wanted, ids), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logits_of(found, ids), before, rtol=1e-4, atol=1e-4)
+    stored = torch.bfloat16 if kind == "BF16" else torch.float16
+    assert next(load(tmp_path / "m.gguf", dtype=None).parameters()).dtype == stored
+
+
+def test_the_tokenizer_comes_with_it(tmp_path):
+    """The demo model as GGUF writes what it writes from its folder."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32)
+    theta = model.config.rope_parameters["rope_theta"]
+    write_gguf(
+        tmp_path / "demo.gguf", model, "llama", tokenizer=demo_tokenizer(),
+        said={"rope.freq_base": float(theta)},
+    )  # fmt: skip
+    reader = gguf.GGUFReader(tmp_path / "demo.gguf")
+    assert "tokenizer.ggml.pre" not in reader.fields
+    with pytest.raises(CheckpointError, match=r"tokenizer.ggml.pre is None.*qwen2"):
+        find_tokenizer(tmp_path / "demo.gguf")
+    _with_pre(tmp_path / "demo.gguf", model, theta)
+    generator = Generator.from_checkpoint(tmp_path / "demo.gguf", cache_kind="q8", temperature=0.0)
+    tokenizer = find_tokenizer(tmp_path / "demo.gguf")
+    text = "def read(path):\n    return 12345 + x['a']  # ünï\n"
+    ids = tokenizer.encode(text)
+    assert ids == demo_tokenizer().encode(text).ids and tokenizer.decode(ids) == text
+    found = generator.generate([ids], max_new_tokens=16)
+    wanted = Generator(load_demo(), cache_kind="q8", temperature=0.0)
+    assert found.tolist() == wanted.generate([ids], max_new_tokens=16).tolist()
+
+
+def _with_pre(path: Path, model: Any, theta: float) -> None:
+    import support.gguf_files as files
+
+    add = files._add_tokenizer
+
+    def with_pre(writer: Any, *args: Any) -> None:
+        add(writer, *args)
+        writer.add_tokenizer_pre("gpt-2")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_add_tokenizer", with_pre)
+        write_gguf(
+            path, model, "llama", tokenizer=demo_tokenizer(), said={"rope.freq_base": float(theta)}
+        )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "said", "extra", "message"),
+    [
+        ("falcon", {}, {}, "'falcon'; allowed are llama, qwen2, qwen3, gemma3"),
+        ("llama", {"expert_count": 8}, {}, "mixtures of experts"),
+        ("llama", {"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}, {}, "'longrope'; allowed"),
+        ("llama", {"rope.dimension_count": 8}, {}, "rope.dimension_count is 8"),
+        ("llama", {"embedding_length": None}, {}, "llama.embedding_length is missing"),
+        ("qwen2", {"attention.sliding_window": 8}, {}, "attention.sliding_window is 8"),
+        ("llama", {}, {"rope_freqs.weight": np.full(8, 3.0, np.float32)}, "not the scaling of Llama 3"),
+        ("llama", {}, {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}, "'blk.0.attn_sinks.weight'"),
+        ("llama", {"block_count": 3}, {}, "missing model.layers.2"),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_is_refused_by_name(tmp_path, architecture, said, extra, message):
+    write_gguf(tmp_path / "m.gguf", tiny("llama"), architecture, said=said, extra=extra)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path / "m.gguf")
+
+
+def test_other_files_are_refused(tmp_path):
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00rest")
+    with pytest.raises(CheckpointError, match=r"cut.gguf cannot be read as GGUF"):
+        load(tmp_path / "cut.gguf")
+    with pytest.raises(CheckpointError, match=r"none.gguf does not exist; .*\.gguf file"):
+        load(tmp_path / "none.gguf")
+
+
+def test_a_quantization_that_cannot_be_undone_is_named(tmp_path, monkeypatch):
+    written(tmp_path / "m.gguf", "llama", kind="Q8_0")
+    monkeypatch.delattr(gguf.quants, "Q8_0")
+    with pytest.raises(CheckpointError, match=r"token_embd.weight is Q8_0; allowed are BF16"):
+        load(tmp_path / "m.gguf")
+
+
+def test_without_the_package_it_says_what_to_install(tmp_path, monkeypatch):
+    written(tmp_path / "m.gguf", "llama")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"caramba-fast\[gguf\]"):
+        load(tmp_path / "m.gguf")
