@@ -59,7 +59,8 @@ class GenerateConfig(
 ):
     """Settings of `Generator` and `generate`.
 
-    The fields are explained, by theme, in `caramba_fast.infer.config` and `caramba_fast.infer.policy_fields`.
+    The fields are explained by theme: `LengthFields`, `SamplingFields`, `EditFields`, `BeamFields`, `OutputFields`,
+    `CacheFields`, `CachePolicyFields` and `DecodePlanFields`.
 
     Raises:
         ValidationError: an unknown field, a value out of its range, or two that contradict each other;
