@@ -21,6 +21,7 @@ help:
 	@echo "make sanitize     the C++ tests under gcc's address and undefined-behaviour checks"
 	@echo "make cross        compile the C++ for aarch64 and with clang, every warning an error"
 	@echo "make lint         formatting, lint, types, layers"
+	@echo "make docs         the documentation site, in build/site"
 	@echo "make bench        time the ops beside what torch has, ten minutes at most (DEVICE=cpu|cuda)"
 	@echo "make bench-quick  the same in about a minute"
 	@echo "make bench-decode decode steps of a whole model by cache kind, five minutes at most (CPU)"
@@ -47,6 +48,10 @@ $(VENV)/.demo: $(VENV)/.torch $(BUILD)
 
 $(VENV)/.test: $(VENV)/.torch $(BUILD)
 	$(PIP) --no-build-isolation -e '.[test]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.torch $(BUILD)
+	$(PIP) --no-build-isolation -e '.[docs,hf,cli]'
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test
@@ -168,6 +173,7 @@ bench-page: $(VENV)/.test
 	cp runs/decode_model.csv bench/results/ 2>/dev/null || true
 	$(BIN)/python -m caramba_fast.bench.pages.report $$(ls bench/results/cpu.csv bench/results/cuda.csv 2>/dev/null) > docs/performance.md
 	$(BIN)/python -m caramba_fast.bench.pages.roofline bench/results/$(DEVICE).csv docs/roofline-$(DEVICE).png
+	$(BIN)/python -m caramba_fast.bench.pages.gpu_page
 
 # Both rewrite bench/results and the tables of docs/inference.md; half an hour on two cores.
 bench-generation: $(VENV)/.test
@@ -221,6 +227,7 @@ bench-rows: $(VENV)/.test
 # What is expected on an H200, from bench/results/aot.csv: to be written before anything is measured.
 bench-predictions: $(VENV)/.test
 	$(BIN)/python -m caramba_fast.bench.kernels.predict
+	$(BIN)/python -m caramba_fast.bench.pages.gpu_page
 
 # Each Triton replaces its own rows of the table.
 aot: $(VENV)/.test $(OLDEST)/.done
@@ -236,6 +243,12 @@ train: $(VENV)/.demo
 
 train-biased: $(VENV)/.demo
 	$(BIN)/python examples/train_biased.py
+
+# The site, in build/site: links, anchors and the reference are checked, and a warning is an error.
+.PHONY: docs
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict -q
 
 clean:
 	rm -rf build dist *.egg-info caramba_fast/*.so .pytest_cache .ruff_cache .mypy_cache

@@ -57,7 +57,11 @@ def is_absent(row: Mapping[str, Any]) -> bool:
 def left_out(rows: Iterable[Mapping[str, Any]], name: Callable[[Any], str]) -> list[str]:
     """The footnote that names the programs which could not run, once each; nothing where all did."""
     missing = list(dict.fromkeys(name(row) for row in rows if is_absent(row)))
-    return ["", f"Left out, as they could not run where this was measured: {', '.join(missing)}."] if missing else []
+    return (
+        ["", f"Left out, as they could not run where this was measured: {', '.join(missing)}."]
+        if missing
+        else []
+    )
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:

@@ -40,7 +40,9 @@ def on_post_build(config: Any) -> None:
     inventory = (Path(config["site_dir"]) / "objects.inv").read_bytes().split(b"\n", 4)[4]
     known = {line.split()[0] for line in zlib.decompress(inventory).decode().splitlines()}
     wanted = [_entry(home, name) for name, home in caramba_fast._HOME.items()]
-    wanted += [_entry(package, name) for package in caramba_fast._PACKAGES for name in _public(package)]
+    wanted += [
+        _entry(package, name) for package in caramba_fast._PACKAGES for name in _public(package)
+    ]
     missing = sorted(set(wanted) - known)
     if missing:
         raise PluginError(f"public names without an entry in the reference: {', '.join(missing)}")
@@ -51,7 +53,9 @@ def _names() -> str:
     for home, heading in HEADINGS.items():
         lines += ["", f"## {heading}", ""]
         for name in caramba_fast._NAMES[home]:
-            lines.append(f"- [`{name}`][{_entry(home, name)}]: {_summary(getattr(caramba_fast, name))}")
+            lines.append(
+                f"- [`{name}`][{_entry(home, name)}]: {_summary(getattr(caramba_fast, name))}"
+            )
     lines += ["", "## Packages", ""]
     for package in caramba_fast._PACKAGES:
         lines.append(f"- [`{package}`]({package}.md): {_summary(_package(package))}")
@@ -61,7 +65,10 @@ def _names() -> str:
 def _entries(package: str) -> str:
     shown = [str(_package(package).__doc__).strip()]
     for name in _public(package):
-        shown += [_directive(_entry(package, name), 2), *(_directive(path, 3) for path in _themes(package, name))]
+        shown += [
+            _directive(_entry(package, name), 2),
+            *(_directive(path, 3) for path in _themes(package, name)),
+        ]
     return "\n\n".join(shown)
 
 
@@ -72,8 +79,14 @@ def _directive(path: str, level: int) -> str:
 def _themes(package: str, name: str) -> list[str]:
     """The classes that explain fields of settings such as `GenerateConfig`, where no name of the package does."""
     found = getattr(_package(package), name)
-    bases = [base for base in getattr(found, "__bases__", ()) if getattr(base, "model_fields", None)]
-    return [f"{base.__module__}.{base.__name__}" for base in bases if base.__name__ not in _public(package)]
+    bases = [
+        base for base in getattr(found, "__bases__", ()) if getattr(base, "model_fields", None)
+    ]
+    return [
+        f"{base.__module__}.{base.__name__}"
+        for base in bases
+        if base.__name__ not in _public(package)
+    ]
 
 
 def _entry(package: str, name: str) -> str:

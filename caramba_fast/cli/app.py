@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from caramba_fast import __version__
 from caramba_fast.cli import options as o
 from caramba_fast.cli.bench import bench
 
@@ -18,6 +19,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"caramba-fast {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="The version, and stop."
+        ),
+    ] = False,
+) -> None:
+    """Of no command."""
 
 
 @app.command()
@@ -81,7 +100,7 @@ def generate(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, no_repeat_ngram_size=no_repeat_ngram_size,
         stop=tuple(stop) if stop else None, num_beams=num_beams, num_return_sequences=num_return_sequences,
-        seed=seed, max_seq_len=max_seq_len, cache_kind=cache, cache_budget_mb=budget_mb,
+        seed=seed, max_seq_len=max_seq_len, cache=cache, cache_budget_mb=budget_mb,
         spec_k=spec_k,
     )  # fmt: skip
     with o.one_line_errors():
@@ -133,7 +152,7 @@ def serve(
 ) -> None:
     """Answers MODEL's clients over HTTP, as OpenAI's API does: /v1/chat/completions, /v1/completions, /v1/models."""
     settings = dict(
-        cache_kind=cache, max_seq_len=max_seq_len, max_batch_size=max_batch_size, max_waiting=max_waiting
+        cache=cache, max_seq_len=max_seq_len, max_batch_size=max_batch_size, max_waiting=max_waiting
     )  # fmt: skip
     with o.one_line_errors():
         from caramba_fast.cli import serve as server  # noqa: PLC0415
@@ -178,7 +197,7 @@ def chat(
     settings = dict(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, stop=tuple(stop) if stop else None, seed=seed,
-        max_seq_len=max_seq_len, cache_kind=cache, cache_budget_mb=budget_mb,
+        max_seq_len=max_seq_len, cache=cache, cache_budget_mb=budget_mb,
         spec_k=spec_k,
     )  # fmt: skip
     with o.one_line_errors():
@@ -322,7 +341,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     force: o.Force = False,
 ) -> None:
-    """Which cache cache_kind="auto" takes here: every candidate, its figures, and why it fell."""
+    """Which cache "auto" takes here: every candidate, its figures, and why it fell."""
     settings = dict(
         cache_budget_mb=budget_mb, cache_quality_max_delta_nll=max_delta_nll,
         cache_quality_max_ppl_ratio=max_ppl_ratio, cache_quality_max_mean_kl=max_mean_kl,

@@ -85,9 +85,7 @@ def write_with_each(
     runs: dict[str, list[Written]] = {kind: [] for kind in kinds}
     for index in range(ROUNDS + 1):
         for kind in kinds:
-            generator = Generator(
-                model, cache_kind=kind, temperature=0.0, max_new_tokens=new_tokens
-            )
+            generator = Generator(model, cache=kind, temperature=0.0, max_new_tokens=new_tokens)
             rows: Any = generator.generate([prompt])
             output = rows[0, len(prompt) :].tolist()
             assert generator.metrics is not None

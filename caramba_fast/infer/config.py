@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from caramba_fast.config import KVCacheKind, cache_configs, spec_name
+from caramba_fast.config import KVCacheKind, cache_configs, short_name, spec_name
 from caramba_fast.config.spec import TAIL_SLACK
 from caramba_fast.infer.fields import (
     GREEDY_BELOW,
@@ -32,6 +32,7 @@ Self = TypeVar("Self", bound="GenerateConfig")
 AUTO = "auto"
 #: Other spellings of a field.
 ALIASES = {
+    "cache_kind": "cache",
     "stop_strings": "stop",
     "return_dict_in_generate": "return_dict",
     "num_assistant_tokens": "spec_k",
@@ -67,7 +68,7 @@ class GenerateConfig(
             the message names the field, the value and what is allowed.
     """
 
-    @field_validator("cache_kind", mode="before")
+    @field_validator("cache", mode="before")
     @classmethod
     def _kind_by_name(cls, value: object) -> KVCacheKind | str:
         if value == AUTO:
@@ -78,13 +79,13 @@ class GenerateConfig(
 
     @model_validator(mode="after")
     def _fits(self: Self) -> Self:
-        if self.cache_kind != AUTO:
+        if self.cache != AUTO:
             self.stream_configs()
             given = self.given_policy_fields()
             if given:
                 raise ValueError(
-                    f"{given[0]}={getattr(self, given[0])!r} needs cache_kind='auto'; "
-                    f"cache_kind is {self.cache_name!r}"
+                    f"{given[0]}={getattr(self, given[0])!r} needs cache='auto'; "
+                    f"cache is {self.cache_name!r}"
                 )
         return self
 
@@ -92,9 +93,9 @@ class GenerateConfig(
         """How each stream is stored, as keyword arguments of `ModelKVCache`.
 
         Args:
-            kind: what to store it as instead of ``cache_kind``: what the policy chose for "auto".
+            kind: what to store it as instead of ``cache``: what the policy chose for "auto".
         """
-        return cache_configs(kind or self.cache_kind, **self.stream_fields)
+        return cache_configs(kind or self.cache, **self.stream_fields)
 
     @property
     def stream_fields(self) -> dict[str, Any]:
@@ -104,8 +105,13 @@ class GenerateConfig(
 
     @property
     def cache_name(self) -> str:
-        """The cache kind as text."""
-        return AUTO if self.cache_kind == AUTO else spec_name(self.cache_kind)
+        """``cache`` as text, kinds by their short names."""
+        return AUTO if self.cache == AUTO else short_name(self.cache)
+
+    @property
+    def cache_kind(self) -> KVCacheKind | str:
+        """``cache``, by its other name."""
+        return self.cache
 
     @property
     def samples(self) -> bool:
@@ -239,10 +245,8 @@ class SpeculativeConfig(GenerateConfig):
 
     def for_draft(self) -> DraftConfig:
         """The draft model's: its own cache, and nothing of where a run ends or what it returns."""
-        kind = self.spec_draft_cache_kind or (
-            "fp16" if self.cache_kind == AUTO else self.cache_kind
-        )
+        kind = self.spec_draft_cache_kind or ("fp16" if self.cache == AUTO else self.cache)
         left_out = {*CachePolicyFields.model_fields, *OutputFields.model_fields, "stop"}
         kept = set(GenerateConfig.model_fields) - left_out
         given = self.model_dump(exclude_unset=True, include=kept)
-        return DraftConfig(**{**given, "cache_kind": kind, "longest_draft": self.longest_draft})
+        return DraftConfig(**{**given, "cache": kind, "longest_draft": self.longest_draft})

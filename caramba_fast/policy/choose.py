@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from caramba_fast.cache.model import PrefillMode
+from caramba_fast.config import short_name
 from caramba_fast.infer.policy_fields import CachePolicyFields
 from caramba_fast.models import LanguageModel
 from caramba_fast.policy import measure as gates
@@ -135,7 +136,9 @@ def _pick_smallest(fit: Sequence[Candidate]) -> Candidate:
     chosen = min(fit, key=lambda c: c.nbytes)
     for candidate in fit:
         times = candidate.nbytes / chosen.nbytes
-        candidate.is_now("larger", f"passes; {times:.2f} times the bytes of {chosen.spec}")
+        candidate.is_now(
+            "larger", f"passes; {times:.2f} times the bytes of {short_name(chosen.spec)}"
+        )
     chosen.is_now("chosen", "the smallest that passes (speed does not count)")
     return chosen
 
@@ -145,10 +148,12 @@ def _pick_fastest(fit: Sequence[Candidate]) -> Candidate:
     level = [c for c in fit if c.seconds <= (1 + TIE) * fastest.seconds]
     chosen = min(level, key=lambda c: (c.nbytes, c.seconds))
     for candidate in fit:
-        more = f"{candidate.seconds / fastest.seconds - 1:.1%} slower than {fastest.spec}"
+        more = (
+            f"{candidate.seconds / fastest.seconds - 1:.1%} slower than {short_name(fastest.spec)}"
+        )
         if candidate in level:
             why = f"passes; {more}, a tie" if candidate is not fastest else "passes; the fastest"
-            candidate.is_now("larger", f"{why}, and {chosen.spec} takes fewer bytes")
+            candidate.is_now("larger", f"{why}, and {short_name(chosen.spec)} takes fewer bytes")
             if candidate.nbytes == chosen.nbytes:
                 candidate.is_now("larger", f"passes; {more}, no fewer bytes")
         else:
@@ -363,7 +368,7 @@ def _probed(subject: Subject, plan: CachePlan) -> CachePlan | None:
 
     The winner and the runner-up are timed again, and the winner's gates looked at on one batch of windows.
     """
-    subject.progress(f"probing the kept plan, {plan.spec}")
+    subject.progress(f"probing the kept plan, {short_name(plan.spec)}")
     settings, limits = subject.settings, subject.settings.gates
     if limits and not plan.notes:
         figures = subject.meter().figures([plan.spec], gates.ROWS)[plan.spec]

@@ -358,9 +358,9 @@ def test_a_session(templated: Path) -> None:
     third = result.stdout[: len(result.stdout) // 3]
     assert third.strip() and result.stdout == 3 * third, "every first answer is the same"
     for said in (
-        "cache q8_0 (chat template)", "nothing was generated yet", "there is no turn to take back",
+        "cache q8 (chat template)", "nothing was generated yet", "there is no turn to take back",
         "the last turn is taken back", "/what is no command", "a new conversation",
-        "of 4096 tokens held", "bytes/token (q8_0)",
+        "of 4096 tokens held", "bytes/token (q8)",
     ):  # fmt: skip
         assert said in result.stderr
     assert "never read" not in result.output

@@ -77,4 +77,4 @@ def test_it_answers_until_it_is_terminated(tmp_path):
         assert process.wait(30) in (0, -signal.SIGTERM)
     finally:
         process.kill()
-    assert "mine: cache q4_0" in (tmp_path / "log").read_text()
+    assert "mine: cache q4" in (tmp_path / "log").read_text()

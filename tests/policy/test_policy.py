@@ -140,21 +140,26 @@ def candidate(spec: str, nbytes: int, seconds: float | None = None) -> Candidate
 
 def test_the_fastest_is_taken_and_ties_go_to_fewer_bytes() -> None:
     settings = CachePolicyFields()
-    fit = [candidate("a", 400, 1.00), candidate("b", 200, 1.029), candidate("c", 100, 1.04)]
-    assert pick(fit, settings).spec == "b"
+    fit = [
+        candidate("fp16", 400, 1.00),
+        candidate("q8_0", 200, 1.029),
+        candidate("q4_0", 100, 1.04),
+    ]
+    assert pick(fit, settings).spec == "q8_0"
     assert [c.status for c in fit] == ["larger", "chosen", "slower"]
     assert "fewest bytes of the 2 fastest" in fit[1].reason and "4.0% slower" in fit[2].reason
-    fit = [candidate("a", 400, 1.00), candidate("b", 200, 1.031)]
-    assert pick(fit, settings).spec == "a" and fit[0].reason == "the fastest"
-    fit = [candidate("a", 200, 1.00), candidate("b", 200, 1.01)]
-    assert pick(fit, settings).spec == "a" and "no fewer bytes" in fit[1].reason
+    fit = [candidate("fp16", 400, 1.00), candidate("q8_0", 200, 1.031)]
+    assert pick(fit, settings).spec == "fp16" and fit[0].reason == "the fastest"
+    assert "slower than fp16" in fit[1].reason
+    fit = [candidate("fp16", 200, 1.00), candidate("q8_0", 200, 1.01)]
+    assert pick(fit, settings).spec == "fp16" and "no fewer bytes" in fit[1].reason
 
 
 def test_without_timing_the_smallest_is_taken() -> None:
-    fit = [candidate("a", 400), candidate("b", 100)]
-    assert pick(fit, CachePolicyFields(cache_auto_benchmark=False)).spec == "b"
+    fit = [candidate("fp16", 400), candidate("q8_0", 100)]
+    assert pick(fit, CachePolicyFields(cache_auto_benchmark=False)).spec == "q8_0"
     assert fit[0].status == "larger" and "4.00 times" in fit[0].reason
-    assert pick([candidate("a", 400)], CachePolicyFields()).reason == "the only one that passes"
+    assert pick([candidate("fp16", 400)], CachePolicyFields()).reason == "the only one that passes"
 
 
 def figures(mean: float, half: float, **others: Any) -> Figures:
