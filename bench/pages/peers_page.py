@@ -103,7 +103,7 @@ def plot(path: Path, picture: Path) -> None:
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'caramba-fast[plot]'") from error
+        raise ImportError("plots need matplotlib: pip install matplotlib") from error
     rows = read(path)
     panels = [(title, curves(rows, bits)) for title, bits in PANELS]
     if not any(lines for _, lines in panels):

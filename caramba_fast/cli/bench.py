@@ -112,7 +112,7 @@ def _run(name: str, arguments: list[str]) -> None:
                     f"this installation has no {error.name}; it is part of the source tree's bench/"
                 ) from error
             raise ModuleNotFoundError(
-                f"this benchmark needs {error.name}: pip install 'caramba-fast[bench,plot,test]'"
+                f"this benchmark needs {error.name}: pip install {str(error.name).partition('.')[0]}"
             ) from error
         status = module.main(arguments)
     raise typer.Exit(status or 0)

@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import (
     AliasChoices,
     BaseModel,
-    ModelWrapValidatorHandler,
     ValidationError,
     model_validator,
 )
@@ -44,7 +43,7 @@ class NamedFields(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _names_are_known(cls, data: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
+    def _names_are_known(cls, data: Any, handler: Any) -> Any:
         if isinstance(data, dict):
             _check_given_once(cls, data)
         try:
