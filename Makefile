@@ -45,7 +45,7 @@ $(VENV)/.torch: constraints.txt
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch $(BUILD)
-	$(PIP) --no-build-isolation -e '.[cli]'
+	$(PIP) --no-build-isolation -e '.[cli,hf,plot]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.torch $(BUILD)
@@ -67,7 +67,7 @@ $(OLDEST)/.done: constraints-oldest.txt $(VENV)/.torch
 	@touch $@
 
 demo: $(VENV)/.demo
-	$(BIN)/caramba-fast demo
+	$(BIN)/caramba-fast demo --plot runs/demo.png
 
 # Two workers of one thread each: most tests are Python beside small tensors. A file stays with one worker, so that what
 # it builds once is built once. With a GPU the tests share one process.

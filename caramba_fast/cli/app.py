@@ -45,12 +45,21 @@ def demo(
         int, typer.Option(help="Tokens of held-out text to measure quality on.", min=512)
     ] = 8192,
     new_tokens: Annotated[int, typer.Option(help="Tokens to write with each cache.", min=2)] = 48,
+    long_context: Annotated[
+        bool,
+        typer.Option(
+            help="Show transformers at 8k and 32k tokens too, with its own cache and with ours."
+        ),
+    ] = True,
+    plot: Annotated[
+        Path | None, typer.Option(help="A .png or .svg file: speed and bytes against context.")
+    ] = None,
 ) -> None:
     """A trained model writes from fp16, q8, q4 and nf4 caches: what each saves and costs."""
     with o.one_line_errors():
         from caramba_fast.cli.demo import run_demo  # noqa: PLC0415
 
-        run_demo(quality_tokens=tokens, new_tokens=new_tokens)
+        run_demo(tokens, new_tokens, long_context=long_context, picture=plot)
 
 
 @app.command()

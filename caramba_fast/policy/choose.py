@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +26,9 @@ from caramba_fast.policy.timing import StepMaker, StepTime, recorded_step
 from caramba_fast.quality import RecallFormat
 from caramba_fast.quality.text import begin_token
 
-#: Step times this close to the fastest are a tie, which goes to fewer bytes.
-TIE = 0.03
+#: Step times this close to the fastest are a tie, which goes to fewer bytes; where its steps are spread wider than that,
+#: so is a tie, up to the second figure: runs on a machine that does other things then agree.
+TIE, WIDEST_TIE = 0.03, 0.10
 #: A probe chooses again if the runner-up is faster by more: a plan should not flap with what else runs.
 PROBE_MARGIN = 0.10
 
@@ -145,7 +148,9 @@ def _pick_smallest(fit: Sequence[Candidate]) -> Candidate:
 
 def _pick_fastest(fit: Sequence[Candidate]) -> Candidate:
     fastest = min(fit, key=lambda c: c.seconds)
-    level = [c for c in fit if c.seconds <= (1 + TIE) * fastest.seconds]
+    assert fastest.time is not None
+    tie = min(max(TIE, fastest.time.spread), WIDEST_TIE)
+    level = [c for c in fit if c.seconds <= (1 + tie) * fastest.seconds]
     chosen = min(level, key=lambda c: (c.nbytes, c.seconds))
     for candidate in fit:
         more = (
@@ -160,7 +165,7 @@ def _pick_fastest(fit: Sequence[Candidate]) -> Candidate:
             candidate.is_now("slower", f"passes; {more}")
     reason = "the fastest"
     if len(level) > 1:
-        reason = f"fewest bytes of the {len(level)} fastest, which are within {TIE:.0%}"
+        reason = f"fewest bytes of the {len(level)} fastest, which are within {tie:.0%}"
     chosen.is_now("chosen", reason)
     return chosen
 
@@ -273,13 +278,24 @@ def choose_for_generator(
     Args:
         options: those of `choose_cache`; and ``tokenizer``, with which needles are written where they are asked for.
     """
+    options.setdefault("progress", say_progress)
     if "tokenizer" in options:
         tokenizer = options.pop("tokenizer")
         if settings.cache_quality_min_needle is not None:
             options["recall"] = _recall(tokenizer)
         if model.device.type == "cuda":
             options["make_step"] = recorded_step
-    return choose_cache(model, settings, **options)
+    plan = choose_cache(model, settings, **options)
+    if not plan.reused:
+        options["progress"](plan.describe() + ("\n" if sys.stderr.isatty() else ""))
+    return plan
+
+
+def say_progress(words: str) -> None:
+    """Logs what is being done, and shows it on stderr where that is a terminal."""
+    logging.getLogger(__name__).info("cache='auto': %s", words.strip())
+    if sys.stderr.isatty():
+        print(f"\r\x1b[Kcaramba_fast, cache='auto': {words}", end="", file=sys.stderr, flush=True)
 
 
 def _recall(tokenizer: Any) -> RecallFormat:
