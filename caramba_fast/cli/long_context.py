@@ -21,7 +21,7 @@ from caramba_fast.quality.plot import new_figure, write_figure
 
 CONTEXTS, CACHES = (512, 8192, 32768), ("q8", "q4")
 STOCK = "DynamicCache"
-ROUNDS = 3
+ROUNDS = 2
 #: SmolLM2-135M's: how long a step takes depends on the shape alone, so the weights may be random.
 SHAPE = {
     "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,

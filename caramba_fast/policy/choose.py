@@ -26,8 +26,8 @@ from caramba_fast.policy.timing import StepMaker, StepTime, recorded_step
 from caramba_fast.quality import RecallFormat
 from caramba_fast.quality.text import begin_token
 
-#: Step times this close to the fastest are a tie, which goes to fewer bytes; where its steps are spread wider than that,
-#: so is a tie, up to the second figure: runs on a machine that does other things then agree.
+#: Step times this close to the fastest are a tie, which goes to fewer bytes. Where its steps are spread wider, so is a
+#: tie, up to the second figure: runs on a machine that does other things then agree.
 TIE, WIDEST_TIE = 0.03, 0.10
 #: A probe chooses again if the runner-up is faster by more: a plan should not flap with what else runs.
 PROBE_MARGIN = 0.10
