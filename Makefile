@@ -18,9 +18,12 @@ help:
 	@echo "make test-quick   most tests, in three minutes: for the loop of changing and trying"
 	@echo "make test-device  the parity tests on DEVICE=cpu|cuda|mps"
 	@echo "make test-upstream  transformers' own tests over accelerated models (UPSTREAM=--quick: minutes)"
+	@echo "make test-lowest  a short set of tests beside the oldest versions of what the package needs"
 	@echo "make sanitize     the C++ tests under gcc's address and undefined-behaviour checks"
 	@echo "make cross        compile the C++ for aarch64 and with clang, every warning an error"
 	@echo "make lint         formatting, lint, types, layers"
+	@echo "make wheel        an sdist, wheels of the package and of the demo models, in dist/"
+	@echo "make docs         the documentation site, in build/site"
 	@echo "make bench        time the ops beside what torch has, ten minutes at most (DEVICE=cpu|cuda)"
 	@echo "make bench-quick  the same in about a minute"
 	@echo "make bench-decode decode steps of a whole model by cache kind, five minutes at most (CPU)"
@@ -44,11 +47,15 @@ $(VENV)/.torch: constraints.txt
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch $(BUILD)
-	$(PIP) --no-build-isolation -e '.[cli]'
+	$(PIP) --no-build-isolation -e '.[cli,hf,plot]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.torch $(BUILD)
 	$(PIP) --no-build-isolation -e '.[test]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.torch $(BUILD)
+	$(PIP) --no-build-isolation -e '.[docs,hf,cli]'
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test
@@ -62,7 +69,7 @@ $(OLDEST)/.done: constraints-oldest.txt $(VENV)/.torch
 	@touch $@
 
 demo: $(VENV)/.demo
-	$(BIN)/caramba-fast demo
+	$(BIN)/caramba-fast demo --plot runs/demo.png
 
 # Two workers of one thread each: most tests are Python beside small tensors. A file stays with one worker, so that what
 # it builds once is built once. With a GPU the tests share one process.
@@ -170,6 +177,7 @@ bench-page: $(VENV)/.test
 	cp runs/decode_model.csv bench/results/ 2>/dev/null || true
 	$(BIN)/python -m caramba_fast.bench.pages.report $$(ls bench/results/cpu.csv bench/results/cuda.csv 2>/dev/null) > docs/performance.md
 	$(BIN)/python -m caramba_fast.bench.pages.roofline bench/results/$(DEVICE).csv docs/roofline-$(DEVICE).png
+	$(BIN)/python -m caramba_fast.bench.pages.gpu_page
 
 # Both rewrite bench/results and the tables of docs/inference.md; half an hour on two cores.
 bench-generation: $(VENV)/.test
@@ -228,6 +236,7 @@ bench-rows: $(VENV)/.test
 # What is expected on an H200, from bench/results/aot.csv: to be written before anything is measured.
 bench-predictions: $(VENV)/.test
 	$(BIN)/python -m caramba_fast.bench.kernels.predict
+	$(BIN)/python -m caramba_fast.bench.pages.gpu_page
 
 # What bench/gpu_check.sh installs on a machine without network: WHEELS=build/gpu-wheels. GPU_PYTHON is that machine's.
 GPU_PYTHON ?= 3.12
@@ -254,8 +263,36 @@ train: $(VENV)/.demo
 train-biased: $(VENV)/.demo
 	$(BIN)/python examples/train_biased.py
 
+# An sdist, a wheel made from it without the demo models, and their own, in dist/. The wheel's tag is the oldest glibc that
+# the extension runs with: the one of this machine, or older. torch's libraries are those of the torch that is installed.
+WHEEL_BYTES := 3000000
+$(VENV)/.release: $(VENV)/.torch $(BUILD)
+	$(PIP) --no-build-isolation -e '.[release]'
+	@touch $@
+
+.PHONY: wheel
+wheel: export CARAMBA_FAST_DEMO = 0
+wheel: $(VENV)/.release
+	rm -rf dist build/wheel build/lib build/bdist.* build/temp.*
+	$(BIN)/python -m build --no-isolation --outdir build/wheel .
+	if command -v readelf > /dev/null; then \
+		PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude libtorch_cpu.so --exclude libc10.so \
+			-w dist build/wheel/*.whl; \
+	else mkdir -p dist && cp build/wheel/*.whl dist; fi
+	cp build/wheel/*.tar.gz dist
+	$(BIN)/python -m build --no-isolation --wheel --outdir dist demo
+	$(BIN)/twine check --strict dist/*
+	@for file in dist/caramba_fast-*.whl; do \
+		size=$$(wc -c < $$file); echo "$$file: $$size bytes"; test $$size -lt $(WHEEL_BYTES); done
+
+# The site, in build/site: links, anchors and the reference are checked, and a warning is an error.
+.PHONY: docs
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict -q
+
 clean:
-	rm -rf build dist *.egg-info caramba_fast/*.so .pytest_cache .ruff_cache .mypy_cache
+	rm -rf build dist *.egg-info demo/dist caramba_fast/*.so .pytest_cache .ruff_cache .mypy_cache
 
 # Older transformers, for the tests of the layer on top of it: PYTHONPATH puts one in front of the one in .venv. pip
 # brings numpy along; the one torch was made for stays in use.
@@ -275,6 +312,22 @@ test-hf-oldest: export OMP_NUM_THREADS = 1
 test-hf-oldest: $(VENV)/.test $(HF_VERSIONS:%=build/hf-%/.done)
 	printf '%s\n' $(HF_VERSIONS) | xargs -P 2 -I VERSION env PYTHONPATH=build/hf-VERSION \
 		$(BIN)/python -m pytest -q -p no:cacheprovider $(HF_TESTS)
+
+# The lower bounds of what the package itself needs, put in front of the ones in .venv; transformers' are in test-hf-oldest.
+LOWEST_TESTS := tests/config tests/infer/test_options.py tests/infer/test_refusals.py tests/policy/test_plan_file.py \
+                tests/models/test_checkpoint.py tests/cli/test_plan.py
+# The oldest safetensors cannot write what this test has refused.
+LOWEST_NOT   := tests/models/test_checkpoint.py::test_weights_that_are_no_floats_are_refused[dtype3]
+.PHONY: test-lowest
+build/lowest/.done: constraints-lowest.txt $(VENV)/.test
+	rm -rf build/lowest
+	sed -n 's/==.*//p' constraints-lowest.txt > build/lowest.txt
+	$(BIN)/python -m pip install -q -c constraints-lowest.txt --target build/lowest -r build/lowest.txt
+	@touch $@
+
+test-lowest: export OMP_NUM_THREADS = 1
+test-lowest: build/lowest/.done
+	PYTHONPATH=build/lowest $(BIN)/python -m pytest -q -p no:cacheprovider $(LOWEST_TESTS) --deselect '$(LOWEST_NOT)'
 
 # transformers' own generation, cache and model tests over accelerated models. Their source is a checkout of the pinned
 # version (its sdist leaves most tests out): TRANSFORMERS_SOURCE=FOLDER, or a shallow clone. UPSTREAM=--quick takes four

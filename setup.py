@@ -3,12 +3,15 @@
 The extension is a plain shared library that registers its ops with torch when it is loaded
 (`caramba_fast.ops.registry`). It has no Python symbols and uses libtorch's stable ABI only, so one
 file serves every Python and every torch from 2.10 on. ``CARAMBA_FAST_BUILD_CPP=0`` leaves it out,
-``CARAMBA_FAST_SANITIZE=1`` builds it with gcc's address and undefined-behaviour checks.
+``CARAMBA_FAST_SANITIZE=1`` builds it with gcc's address and undefined-behaviour checks. ``CARAMBA_FAST_DEMO=0`` leaves
+the demo models out, which `demo/` has as a distribution of their own. ``CARAMBA_FAST_REPOSITORY`` is the address
+of the repository, where it has one: releases link to it.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ SANITIZE = os.environ.get("CARAMBA_FAST_SANITIZE", "0") != "0"
 # Some Pythons build with -fwrapv, under which no overflow would be reported.
 CHECKS = ["-O1", "-g1", "-fno-wrapv", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
 CHECKED = ["-fsanitize=address,undefined", *CHECKS] if SANITIZE else []
+DEMO = os.environ.get("CARAMBA_FAST_DEMO", "1") != "0"
+REPOSITORY = os.environ.get("CARAMBA_FAST_REPOSITORY", "").rstrip("/")
 BENCH = ("generation", "kernels", "pages", "peers", "real", "serving")
 DEMO_FILES = ("safetensors", "json", "txt", "md", "csv")
 
@@ -50,6 +55,27 @@ def extension() -> dict[str, Any]:
     }
 
 
+def urls() -> dict[str, str]:
+    """What a package index links to."""
+    if not REPOSITORY:
+        return {}
+    return {
+        "Source": REPOSITORY,
+        "Documentation": f"{REPOSITORY}/tree/main/docs",
+        "Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md",
+        "Issues": f"{REPOSITORY}/issues",
+    }
+
+
+def readme() -> str:
+    """The README; where the repository has an address, its relative links lead there."""
+    text = Path("README.md").read_text(encoding="utf-8")
+    if not REPOSITORY:
+        return text
+    text = re.sub(r"!\[([^]]*)\]\((?!https?:|#)", rf"![\1]({REPOSITORY}/raw/main/", text)
+    return re.sub(r"(?<!!)\[([^]]*)\]\((?!https?:|#)", rf"[\1]({REPOSITORY}/blob/main/", text)
+
+
 setup(
     packages=[
         *find_packages(include=["caramba_fast", "caramba_fast.*"]),
@@ -66,7 +92,10 @@ setup(
     },
     package_data={
         "caramba_fast": ["py.typed"],
-        "caramba_fast.models": [f"demo/**/*.{suffix}" for suffix in DEMO_FILES],
+        "caramba_fast.models": [f"demo/**/*.{suffix}" for suffix in DEMO_FILES if DEMO],
     },
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    project_urls=urls(),
     **(extension() if BUILD_CPP else {}),
 )

@@ -1,14 +1,12 @@
 """caramba_fast: decode from quantized KV caches that are read as they are stored.
 
-Names are imported when first used, so ``import caramba_fast`` costs what ``import torch`` costs.
+Names are imported when first used: ``import caramba_fast`` costs next to nothing, and the first name ``import torch``.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
-
-import torch as _torch  # noqa: F401 - the one heavy import everyone pays for anyway
 
 __version__ = "0.1.0"
 

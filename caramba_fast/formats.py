@@ -28,6 +28,21 @@ from dataclasses import dataclass
 
 import torch
 
+__all__ = [
+    "ALIASES",
+    "BLOCK_SIZES",
+    "CHANNEL_KINDS",
+    "FORMATS",
+    "KIND_NAMES",
+    "NF4_LEVELS",
+    "PACKED_TOGETHER",
+    "QUANTIZED_KINDS",
+    "SCALE_DTYPE",
+    "Format",
+    "check_block",
+    "resolve",
+]
+
 #: The 16 quantiles of QLoRA's NormalFloat, ascending, exact in float32.
 NF4_LEVELS: tuple[float, ...] = (
     -1.0,

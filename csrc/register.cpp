@@ -17,6 +17,13 @@
 #include "dispatch.h"
 #include "ops.h"
 
+#ifdef __GLIBC__
+// libstdc++ asks glibc 2.32 for this flag, to count references without atomics. Defined here, and
+// false, it asks nobody, and the extension runs with any glibc that torch runs with.
+extern "C" __attribute__((visibility("hidden"))) char __libc_single_threaded;
+char __libc_single_threaded = 0;
+#endif
+
 namespace caramba_fast {
 
 // A string argument. torch's own conversion to std::string (up to 2.13 at least) allocates one with

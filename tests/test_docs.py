@@ -1,4 +1,4 @@
-"""Every snippet of the README, docs/inference.md and docs/serving.md runs, in order; measured parts are there."""
+"""Every snippet of the README and of the pages runs, in order; measured parts are there."""
 
 from __future__ import annotations
 
@@ -127,6 +127,23 @@ def test_serving(chapter, served):
     space = dict(served)
     for index, block in enumerate(blocks(chapter, "python")):
         exec(compile(block, f"{chapter.partition(chr(10))[0]}, block {index}", "exec"), space)
+
+
+# -- short pages ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["index", "choosing", "formats"])
+def test_short_pages(name, tmp_path, monkeypatch):
+    """One snippet goes on where the one before it ended; commands have the options they are given."""
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    space: dict[str, Any] = {}
+    for index, block in enumerate(blocks(page, "python")):
+        exec(compile(block, f"{name}, block {index}", "exec"), space)
+    lines = "".join(blocks(page, "bash")).splitlines()
+    for program, *arguments in (shlex.split(line, comments=True) for line in lines):
+        if program == "caramba-fast":
+            check_options(arguments)
 
 
 # -- README.md --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from caramba_fast.bench.kernels.table import read
-from caramba_fast.bench.pages.sections import ROOT, table
+from caramba_fast.bench.pages.sections import ROOT, is_absent, left_out, table
 
 FILE, PART = "peers.csv", "peers"
 PAGE = ROOT.parent / "docs" / "peers.md"
@@ -77,9 +77,9 @@ def lines_of(path: Path) -> list[str]:
     if about.get("measured") != about.get("shapes"):
         lines[0] += f" Only {about['measured']} of {about['shapes']} shapes: the time was over."
     for shape in dict.fromkeys(_shape(row) for row in rows):
-        found = [row for row in rows if _shape(row) == shape]
+        found = [row for row in rows if _shape(row) == shape and not is_absent(row)]
         lines += ["", f"### {_title(found[0])}", "", *summary(found)]
-    return lines
+    return [*lines, *left_out(rows, lambda row: f"{row['system']} {row['kind']}")]
 
 
 def curves(rows: Sequence[Row], bits: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
@@ -103,7 +103,7 @@ def plot(path: Path, picture: Path) -> None:
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'caramba-fast[plot]'") from error
+        raise ImportError("plots need matplotlib: pip install matplotlib") from error
     rows = read(path)
     panels = [(title, curves(rows, bits)) for title, bits in PANELS]
     if not any(lines for _, lines in panels):

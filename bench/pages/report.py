@@ -16,6 +16,7 @@ from caramba_fast.bench.generation import decode_model
 from caramba_fast.bench.kernels import external
 from caramba_fast.bench.kernels.table import ENVIRONMENT, read
 from caramba_fast.bench.pages import real_decode_page
+from caramba_fast.bench.pages.sections import is_absent, left_out
 
 COLUMNS = ("", "µs", "GB/s", "share", "expected", "× SDPA", "× best", "error")
 
@@ -84,7 +85,9 @@ def report(paths: Sequence[Path]) -> str:
         for case in dict.fromkeys(row["case"] for row in chosen):
             found = [row for row in chosen if row["case"] == case]
             threads = f", {found[0]['threads']} threads" if found[0]["threads"] else ""
-            page += ["", f"### {case}{threads}", "", *summary(found)]
+            shown = [row for row in found if not is_absent(row)]
+            page += ["", f"### {case}{threads}", "", *summary(shown)]
+        page += left_out(chosen, lambda row: str(row["implementation"]))
     for folder in dict.fromkeys(path.parent for path in paths):
         beside = external.section(read(folder / external.FILE), rows)
         steps = decode_model.section(read(folder / decode_model.FILE))

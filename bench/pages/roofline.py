@@ -56,7 +56,7 @@ def plot(rows: list[dict[str, str]], path: Path) -> None:
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'caramba-fast[plot]'") from error
+        raise ImportError("plots need matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     for (kind, batch), line in curves(rows).items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import csv
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,21 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]], left: int =
     """A Markdown table; the first ``left`` columns are text, the others figures."""
     sides = ["---" if index < left else "---:" for index in range(len(headings))]
     return [f"| {' | '.join(map(str, row))} |" for row in (headings, sides, *rows)]
+
+
+def is_absent(row: Mapping[str, Any]) -> bool:
+    """Whether the row is of a program that could not run where this was measured."""
+    return str(row.get("note") or "").startswith(("not installed", "does not run here"))
+
+
+def left_out(rows: Iterable[Mapping[str, Any]], name: Callable[[Any], str]) -> list[str]:
+    """The footnote that names the programs which could not run, once each; nothing where all did."""
+    missing = list(dict.fromkeys(name(row) for row in rows if is_absent(row)))
+    return (
+        ["", f"Left out, as they could not run where this was measured: {', '.join(missing)}."]
+        if missing
+        else []
+    )
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:

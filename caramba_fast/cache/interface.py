@@ -16,7 +16,9 @@ from torch import Tensor
 from caramba_fast.cache.lengths import Counts, RowLengths
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
+
+    from caramba_fast.ops.options import AttendOptions, DecoupledAttendOptions
 
 
 class AttentionLimits(NamedTuple):
@@ -197,7 +199,7 @@ class KeysAndValues(CachedRows):
         """
         self.append_streams({"k": k, "v": v}, new_lens, cache_leftpad, will_attend)
 
-    def attend(self, q: Tensor, *, before: int = 0, **options: Any) -> Any:
+    def attend(self, q: Tensor, *, before: int = 0, **options: Unpack[AttendOptions]) -> Any:
         """Attention of the T newest tokens over everything cached, as `ops.decode_attention`.
 
         Args:
@@ -209,7 +211,7 @@ class KeysAndValues(CachedRows):
         Raises:
             ValueError: more queries than tokens cached, or an option that does not fit.
         """
-        return self.attend_from((q,), before, options)
+        return self.attend_from((q,), before, {**options})
 
 
 class DecoupledKeysAndValues(CachedRows):
@@ -232,11 +234,19 @@ class DecoupledKeysAndValues(CachedRows):
         new = {"k_sem": k_sem, "k_geo": k_geo, "v": v}
         self.append_streams(new, new_lens, cache_leftpad, will_attend)
 
-    def attend(self, q_sem: Tensor, q_geo: Tensor, **options: Any) -> Any:
+    def attend(
+        self,
+        q_sem: Tensor,
+        q_geo: Tensor,
+        *,
+        before: int = 0,
+        **options: Unpack[DecoupledAttendOptions],
+    ) -> Any:
         """Attention of the T newest tokens, as `ops.decoupled_decode_attention`.
 
         Args:
             q_sem: (B, H_q, T, D_sem); q_geo: (B, H_q, T, D_geo).
-            options: before, sem_scale, geo_scale, window_size, … of the op.
+            before: how many of the newest tokens of every row come after these T; they are not seen.
+            options: sem_scale, geo_scale, window_size, … of the op.
         """
-        return self.attend_from((q_sem, q_geo), options.pop("before", 0), options)
+        return self.attend_from((q_sem, q_geo), before, {**options})

@@ -48,6 +48,7 @@ class DecoupledLayerShape:
 
 
 AnyLayerShape = LayerShape | DecoupledLayerShape
+"""What a layer stores: of standard or of decoupled attention."""
 
 
 class ModelKVCache:

@@ -16,8 +16,8 @@ from caramba_fast.cache.layer import LayerCache
 from caramba_fast.cache.model import AnyLayerShape, ModelKVCache
 from caramba_fast.config import KVCacheTensorConfig
 
-#: What pages hold when they have been taken out of the pool: the buffers of every stream of every layer.
 PageBytes = list[Tensor]
+"""What pages hold when they have been taken out of the pool: the buffers of every stream of every layer."""
 
 
 class PagePool:

@@ -12,15 +12,16 @@ QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
 }
+#: What the commands import, and what brings it.
+NEEDED = {"typer": "typer", "rich": "rich", "tokenizers": "tokenizers", "yaml": "pyyaml"}
 
 
 def main() -> None:
     """Entry point of ``caramba-fast``; says what to install when the extra is missing."""
-    missing = [name for name in ("typer", "rich", "tokenizers", "yaml") if not _installed(name)]
+    missing = [package for name, package in NEEDED.items() if not _installed(name)]
     if missing:
         sys.exit(
-            f"caramba-fast: the command line needs {', '.join(missing)}: "
-            "pip install 'caramba-fast[cli]'"
+            f"caramba-fast: the command line needs {', '.join(missing)}: pip install {' '.join(missing)}"
         )
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)

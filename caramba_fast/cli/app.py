@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from caramba_fast import __version__
 from caramba_fast.cli import options as o
 from caramba_fast.cli.bench import bench
 
@@ -20,18 +21,45 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"caramba-fast {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="The version, and stop."
+        ),
+    ] = False,
+) -> None:
+    """Of no command."""
+
+
 @app.command()
 def demo(
     tokens: Annotated[
         int, typer.Option(help="Tokens of held-out text to measure quality on.", min=512)
     ] = 8192,
     new_tokens: Annotated[int, typer.Option(help="Tokens to write with each cache.", min=2)] = 48,
+    long_context: Annotated[
+        bool,
+        typer.Option(
+            help="Show transformers at 8k and 32k tokens too, with its own cache and with ours."
+        ),
+    ] = True,
+    plot: Annotated[
+        Path | None, typer.Option(help="A .png or .svg file: speed and bytes against context.")
+    ] = None,
 ) -> None:
     """A trained model writes from fp16, q8, q4 and nf4 caches: what each saves and costs."""
     with o.one_line_errors():
         from caramba_fast.cli.demo import run_demo  # noqa: PLC0415
 
-        run_demo(quality_tokens=tokens, new_tokens=new_tokens)
+        run_demo(tokens, new_tokens, long_context=long_context, picture=plot)
 
 
 @app.command()
@@ -89,7 +117,7 @@ def generate(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, no_repeat_ngram_size=no_repeat_ngram_size,
         stop=tuple(stop) if stop else None, num_beams=num_beams, num_return_sequences=num_return_sequences,
-        seed=seed, max_seq_len=max_seq_len, cache_kind=cache, cache_budget_mb=budget_mb,
+        seed=seed, max_seq_len=max_seq_len, cache=cache, cache_budget_mb=budget_mb,
         spec_k=spec_k,
     )  # fmt: skip
     with o.one_line_errors():
@@ -152,7 +180,7 @@ def serve(
 ) -> None:
     """Answers MODEL's clients over HTTP, as OpenAI's API does: /v1/chat/completions, /v1/completions, /v1/models."""
     settings = dict(
-        cache_kind=cache, max_seq_len=max_seq_len, max_batch_size=max_batch_size, max_waiting=max_waiting
+        cache=cache, max_seq_len=max_seq_len, max_batch_size=max_batch_size, max_waiting=max_waiting
     )  # fmt: skip
     with o.one_line_errors():
         from caramba_fast.cli import serve as server  # noqa: PLC0415
@@ -202,7 +230,7 @@ def chat(
     settings = dict(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, stop=tuple(stop) if stop else None, seed=seed,
-        max_seq_len=max_seq_len, cache_kind=cache, cache_budget_mb=budget_mb,
+        max_seq_len=max_seq_len, cache=cache, cache_budget_mb=budget_mb,
         spec_k=spec_k,
     )  # fmt: skip
     with o.one_line_errors():
@@ -346,7 +374,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     force: o.Force = False,
 ) -> None:
-    """Which cache cache_kind="auto" takes here: every candidate, its figures, and why it fell."""
+    """Which cache "auto" takes here: every candidate, its figures, and why it fell."""
     settings = dict(
         cache_budget_mb=budget_mb, cache_quality_max_delta_nll=max_delta_nll,
         cache_quality_max_ppl_ratio=max_ppl_ratio, cache_quality_max_mean_kl=max_mean_kl,

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from caramba_fast.cli.options import Force, one_line_errors
-from caramba_fast.config.files import check_replaceable, read_json
 
 bench = typer.Typer(
     help="Times the ops, a whole model, generation, speculation and serving on this machine.",
@@ -113,7 +112,7 @@ def _run(name: str, arguments: list[str]) -> None:
                     f"this installation has no {error.name}; it is part of the source tree's bench/"
                 ) from error
             raise ModuleNotFoundError(
-                f"this benchmark needs {error.name}: pip install 'caramba-fast[bench,plot,test]'"
+                f"this benchmark needs {error.name}: pip install {str(error.name).partition('.')[0]}"
             ) from error
         status = module.main(arguments)
     raise typer.Exit(status or 0)
@@ -133,6 +132,8 @@ def _checked(arguments: list[str]) -> list[str]:
 
 def _check(table: Path, force: bool) -> None:
     """A table has its details beside it, under the same name."""
+    from caramba_fast.config.files import check_replaceable  # noqa: PLC0415 - imports torch
+
     check_replaceable(table, "table of benchmarks", _is_table, force=force)
     details = table.with_suffix(".json")
     if details != table:
@@ -147,6 +148,8 @@ def _is_table(path: Path) -> bool:
 
 
 def _is_details(path: Path) -> bool:
+    from caramba_fast.config.files import read_json  # noqa: PLC0415 - imports torch
+
     try:
         found = read_json(path)
     except ValueError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from caramba_fast.cache import DecoupledLayerShape, LayerShape
+from caramba_fast.cli.long_context import missing, run_long_context
+from caramba_fast.config.files import check_replaceable
 from caramba_fast.infer import GenerationMetrics, Generator
-from caramba_fast.models import Transformer, demo_tokenizer, held_out_text, load_demo
+from caramba_fast.models import Transformer, demo_path, demo_tokenizer, held_out_text, load_demo
 from caramba_fast.ops import backends
 from caramba_fast.quality import (
     CacheQuality,
@@ -28,6 +31,7 @@ from caramba_fast.quality import (
     draw_needles,
     retrieval_rate,
 )
+from caramba_fast.quality.plot import check_plot, is_plot
 from caramba_fast.quality.text import cut_windows
 
 #: Demo model -> what it is, and the caches it is shown with; the first is the baseline.
@@ -42,9 +46,9 @@ CONTEXT_TOKENS = 512
 WINDOW = 1024
 NEEDLE_DISTANCE, NEEDLES = 1024, 16
 ROUNDS = 3
-#: A layer of width 2048 with 16 heads, and the decoupled widths of the inference guide.
+#: A layer of width 2048 with 16 heads, and the widths of decoupled attention.
 WIDTH, HEADS = 2048, 16
-GUIDE_SHAPES = (
+LAYER_SHAPES = (
     ("standard, K and V of 2048", LayerShape(WIDTH, WIDTH, HEADS), ("fp16", "q8", "q4")),
     (
         "DBA: sem 128, geo 256, V 256",
@@ -85,9 +89,7 @@ def write_with_each(
     runs: dict[str, list[Written]] = {kind: [] for kind in kinds}
     for index in range(ROUNDS + 1):
         for kind in kinds:
-            generator = Generator(
-                model, cache_kind=kind, temperature=0.0, max_new_tokens=new_tokens
-            )
+            generator = Generator(model, cache=kind, temperature=0.0, max_new_tokens=new_tokens)
             rows: Any = generator.generate([prompt])
             output = rows[0, len(prompt) :].tolist()
             assert generator.metrics is not None
@@ -131,9 +133,23 @@ def measure_model(
 
 
 def run_demo(
-    quality_tokens: int, new_tokens: int, console: Console | None = None
+    quality_tokens: int,
+    new_tokens: int,
+    console: Console | None = None,
+    *,
+    long_context: bool = False,
+    picture: Path | None = None,
 ) -> dict[str, list[DemoRow]]:
-    """Measures every model and kind, prints it all, and returns the rows by model."""
+    """Measures every model and kind, prints it all, and returns the rows by model.
+
+    Args:
+        long_context: show transformers behind long contexts too, with its own cache and with ours.
+        picture: a .png or .svg file to write of that.
+    """
+    demo_path()  # says what to do where the models are missing
+    if picture is not None:
+        check_plot(picture)
+        check_replaceable(picture, "picture", is_plot)
     console = console or Console()
     with _progress(console) as progress:
         measured = {
@@ -146,7 +162,24 @@ def run_demo(
         console.print(_table(name, rows, model, prompt_tokens))
     console.print(_compression_table())
     _print_notes(console, next(iter(measured.values()))[0])
+    if long_context:
+        _show_long_context(console, picture)
     return {name: rows for name, (rows, _, _) in measured.items()}
+
+
+def _show_long_context(console: Console, picture: Path | None) -> None:
+    console.print()
+    lacking = missing()
+    if lacking:
+        console.print(
+            f"Long contexts beside stock transformers: pip install {lacking}", highlight=False
+        )
+        return
+    with _progress(console) as progress:
+        task = progress.add_task("long contexts", total=None)
+        run_long_context(
+            console, lambda words: progress.update(task, description=words), progress.stop, picture
+        )
 
 
 def _progress(console: Console) -> Progress:
@@ -204,7 +237,7 @@ def _compression_table() -> Table:
     table.add_column("bytes/token", justify="right")
     table.add_column("reduction", justify="right")
     base = 0.0
-    for label, shape, kinds in GUIDE_SHAPES:
+    for label, shape, kinds in LAYER_SHAPES:
         for kind in kinds:
             size = cache_size([shape], kind, 128).bytes_per_token
             base = base or size

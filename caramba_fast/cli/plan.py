@@ -12,6 +12,7 @@ from rich.table import Table
 
 from caramba_fast.cli.models import settings_of
 from caramba_fast.cli.quality import DEMO, Subject, begin_token, load_subject, read_text
+from caramba_fast.config import short_name
 from caramba_fast.config.files import check_replaceable
 from caramba_fast.infer.policy_fields import MIB
 from caramba_fast.models.registry import check_device
@@ -119,7 +120,7 @@ def print_table(console: Console, rows: Sequence[CandidateRow], title: str) -> N
     console.print(found)
     for row in () if beside else rows:
         console.print(
-            f" {row.spec}: {row.reason}", style=_STYLES.get(row.status), markup=False,
+            f" {short_name(row.spec)}: {row.reason}", style=_STYLES.get(row.status), markup=False,
             highlight=False, soft_wrap=True,
         )  # fmt: skip
 
@@ -128,7 +129,7 @@ def _print(console: Console, plan: CachePlan, name: str) -> None:
     key, chosen = plan.key, plan.row(plan.spec)
     print_table(console, plan.rows, f"{name}, {key.batch_size} × {key.max_seq_len} tokens")
     console.print(
-        f"chosen: {plan.spec}, {plan.nbytes / MIB:.2f} MiB ({plan.nbytes:,} bytes): {chosen.reason}",
+        f"chosen: {short_name(plan.spec)}, {plan.nbytes / MIB:.2f} MiB ({plan.nbytes:,} bytes): {chosen.reason}",
         style="bold", markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
     for note in plan.notes:

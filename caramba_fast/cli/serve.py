@@ -111,7 +111,8 @@ def run_server(engine: Engine, name: str, address: Address, share_prefixes: bool
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
         raise ModuleNotFoundError(
-            f"{', '.join(missing)} is missing, which a server needs: pip install 'caramba-fast[serve]'"
+            f"{', '.join(missing)} is missing, which a server needs: pip install "
+            + " ".join(missing).replace("_", "-")
         )
     check_address(address)
     import uvicorn  # noqa: PLC0415 - an extra

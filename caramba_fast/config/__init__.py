@@ -1,12 +1,13 @@
 """Settings of the caches; sits on `caramba_fast.formats` alone."""
 
 from caramba_fast.config.kvcache import KVCacheKind, KVCacheTensorConfig
-from caramba_fast.config.spec import cache_configs, kind_names, spec_name
+from caramba_fast.config.spec import cache_configs, kind_names, short_name, spec_name
 
 __all__ = [
     "KVCacheKind",
     "KVCacheTensorConfig",
     "cache_configs",
     "kind_names",
+    "short_name",
     "spec_name",
 ]

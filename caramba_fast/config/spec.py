@@ -8,7 +8,7 @@ measurement (docs/quality.md): keys are stored by channel, values rotated. ``pla
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from pydantic import ValidationError
 
@@ -19,7 +19,10 @@ from caramba_fast.config.kvcache import (
     KVCacheTensorConfig,
     removed,
 )
-from caramba_fast.formats import KIND_NAMES
+from caramba_fast.formats import ALIASES, KIND_NAMES
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: Tokens that can be taken back without loss, in the defaults of kinds with a ring.
 TAIL_SLACK = 12
@@ -38,6 +41,8 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "nf4": {"k": _KEYS, "v": _VALUES},
 }
 
+#: Kinds that have a shorter name.
+SHORT = {kind: alias for alias, kind in ALIASES.items()}
 #: Settings all streams of a layer share.
 SHARED = ("residual_len", "tail_slack", "sink_len")
 STREAMS = {1: ("k_cfg", "v_cfg"), 2: ("k_cfg", "v_cfg"), 3: ("k_sem_cfg", "k_geo_cfg", "v_cfg")}
@@ -48,6 +53,17 @@ GRAMMAR = (
     f"{', '.join(KIND_NAMES)}; options are plain, {', '.join(FLAGS)}, "
     f"fit=amax|mse, {', '.join(f'{name}=N' for name in NUMBERS)}"
 )
+
+
+class TensorOptions(TypedDict, total=False):
+    """Fields of `KVCacheTensorConfig` but its kind; None leaves one to the kind's defaults."""
+
+    qblock: int | None
+    rotate: bool | None
+    fit: Literal["amax", "mse"] | None
+    residual_len: int | None
+    tail_slack: int | None
+    sink_len: int | None
 
 
 @dataclass(frozen=True)
@@ -72,10 +88,14 @@ class Part:
         return cls(KVCacheKind(kind), "plain" in names, given)
 
     def __str__(self) -> str:
+        return self.named(self.kind.value)
+
+    def named(self, kind: str) -> str:
+        """This part with the kind in other words."""
         words = ["plain"] if self.plain else []
         for key, value in sorted(self.options.items()):
             words.append(key if value is True else f"{key}={str(value).lower()}")
-        return self.kind.value + (":" + ",".join(words) if words else "")
+        return kind + (":" + ",".join(words) if words else "")
 
 
 def _option(text: str, spec: str) -> tuple[str, Any]:
@@ -108,12 +128,19 @@ def spec_name(spec: KVCacheKind | str) -> str:
     return "/".join(str(part) for part in parse_spec(spec))
 
 
+def short_name(spec: KVCacheKind | str) -> str:
+    """The spec for people: as `spec_name`, with kinds by their short names (q8, q4), as they are mostly written."""
+    return "/".join(
+        part.named(SHORT.get(part.kind.value, part.kind.value)) for part in parse_spec(spec)
+    )
+
+
 def kind_names(spec: KVCacheKind | str) -> tuple[str, ...]:
     """The kinds a spec names, without options: one for all streams, K/V, or K_sem/K_geo/V."""
     return tuple(part.kind.value for part in parse_spec(spec))
 
 
-def cache_configs(spec: KVCacheKind | str, **fields: Any) -> dict[str, Any]:
+def cache_configs(spec: KVCacheKind | str, **fields: Unpack[TensorOptions]) -> dict[str, Any]:
     """Storage of each stream, as keyword arguments of the caches.
 
     Args:

@@ -106,7 +106,7 @@ def context_parallel(
     """The model with caches whose tokens are spread over ranks: ``Generator(context_parallel(model, group))``.
 
     Every rank has the whole model and runs the same; with the same seed all draw the same tokens. What ends a run by
-    the clock (``max_time``) or chooses by it (``cache_kind="auto"``) may differ between ranks and is to be left out.
+    the clock (``max_time``) or chooses by it (``cache="auto"``) may differ between ranks and is to be left out.
 
     Args:
         model: a `LanguageModel`, such as the native Transformer, also after `tensor_parallel` over other ranks.

@@ -8,7 +8,6 @@ a transformers cache, at the cost of dequantizing what a step attends to.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from caramba_fast.hf.capabilities import capabilities_of, check_servable
 from caramba_fast.hf.layers import DropoutActiveError, TensorsNeededError
 from caramba_fast.hf.packed_trial import COMPILED, is_compiled
 from caramba_fast.hf.row_layout import LeftPadded, RightPadded, RowLayout
-from caramba_fast.hf.scope import dense_pass, our_attention
+from caramba_fast.hf.scope import INSTEAD, dense_pass, once, our_attention
 from caramba_fast.hf.step_cache import DenseCache, RaggedCache, StepCache
 from caramba_fast.models.protocol import refuse_recording
 
@@ -112,7 +111,6 @@ class HuggingFaceModel(ModelFacts):
         self._keeps_logits = "logits_to_keep" in accepted
         self._needs_tensors: str | None = None  # what the trial did not show
         self._dropout: str | None = None  # of the latest pass, in train mode
-        self._warned: set[str] = set()
         self.training = model.training
 
     # -- how caches are read ------------------------------------------------------------
@@ -201,13 +199,11 @@ class HuggingFaceModel(ModelFacts):
 
     def _warn(self, reason: str) -> None:
         """Once for each reason."""
-        if reason not in self._warned:
-            self._warned.add(reason)
-            warnings.warn(
-                f"{type(self.model).__name__}: keys and values are dequantized at every step, which is right, but "
-                f"slow: {reason}",
-                stacklevel=3,
-            )
+        once(
+            self.model.config, reason,
+            f"{type(self.model).__name__}: keys and values are dequantized at every step, which is right, but "
+            f"slow: {reason}; {INSTEAD}",
+        )  # fmt: skip
 
     # -- tokens of many requests side by side ---------------------------------------------
 

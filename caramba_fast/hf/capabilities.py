@@ -209,6 +209,10 @@ def check_cacheable(model: Any) -> None:
 
 
 def _reason(model: Any) -> str | None:
+    if isinstance(model, str):
+        return (
+            f"it is a name: load the model first, AutoModelForCausalLM.from_pretrained({model!r})"
+        )
     if not isinstance(model, PreTrainedModel):
         inner = _wrapped(model)
         hint = f": give us the model inside, {inner}" if inner else ""
@@ -226,13 +230,22 @@ def _reason(model: Any) -> str | None:
     return None
 
 
+def unwrapped(model: Any) -> Any:
+    """The model inside of what `torch.compile` and PEFT make; any other as it is."""
+    while not isinstance(model, PreTrainedModel):
+        get = getattr(model, "get_base_model", None)
+        inside = get() if callable(get) else getattr(model, "_orig_mod", None)
+        if inside is None or inside is model:
+            break
+        model = inside
+    return model
+
+
 def _wrapped(model: Any) -> str | None:
     """How to get at the transformers model that ``model`` wraps; None if it wraps none."""
-    if isinstance(getattr(model, "_orig_mod", None), PreTrainedModel):
-        return "model._orig_mod, and compile it afterwards"
-    get = getattr(model, "get_base_model", None)
-    if callable(get) and isinstance(get(), PreTrainedModel):
-        return "model.get_base_model() (adapters stay in it, and PeftModel.generate uses it)"
+    inside = unwrapped(model)
+    if inside is not model and isinstance(inside, PreTrainedModel):
+        return "model._orig_mod, or model.get_base_model()"
     if isinstance(getattr(model, "module", None), PreTrainedModel):
         return "model.module"
     return None

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 OLDEST = (4, 57)
-_ADVICE = "pip install 'caramba-fast[hf]'"
+_ADVICE = "pip install 'transformers>=4.57'"
 
 try:
     import transformers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from caramba_fast.hf.compat import query_length, tokens_to_remove
 from caramba_fast.hf.dense_reads import as_read
 from caramba_fast.hf.layers import PackedLayer, StoringLayer
 from caramba_fast.hf.lazy_tensors import PackedStates
+from caramba_fast.hf.scope import once
 
 #: Tokens a row has room for at first, where nobody says how many are to come, and how it grows then.
 FIRST_ROOM, GROWTH = 256, 1.5
@@ -178,13 +178,9 @@ class CarambaLayer(StoringLayer, PackedLayer):
         """The first ``length`` keys ("k") or values ("v") of every row, as a tensor; it is counted."""
         common = self.common
         common.dequantized += 1
-        if not common.warned:
-            common.warned = True
-            warnings.warn(
-                f"{common.model}, layer {self.index} (and others, maybe): its keys and values are dequantized at every "
-                f"step, which is right, but slow: {common.why_dequantized()}",
-                stacklevel=2,
-            )
+        why = common.why_dequantized()
+        said = f"{common.model}: keys and values are dequantized at every step, which is right, but slow: {why}"
+        once(common.config, said, said)
         found = as_read(self._made(), dtype, self.leftpad)[0 if stream == "k" else 1]
         left_behind = found.new_zeros(*found.shape[:2], self.dropped, found.shape[3])
         return torch.cat((left_behind, found), dim=2)[:, :, :length]

@@ -6,29 +6,47 @@ import functools
 import inspect
 import warnings
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import AttentionMaskInterface
 
 from caramba_fast.hf.attention import caramba_attention
-from caramba_fast.hf.capabilities import check_cacheable
+from caramba_fast.hf.capabilities import check_cacheable, unwrapped
 from caramba_fast.hf.compat import CROP_REMOVES
 from caramba_fast.hf.masks import caramba_mask
 from caramba_fast.hf.packed_cache import CarambaCache
 from caramba_fast.hf.packed_trial import is_compiled
 from caramba_fast.hf.scope import NAME, decoder_configs, implementation, set_implementation
-from caramba_fast.hf.settings import FIELDS, CacheArgument, CacheSettings
+from caramba_fast.hf.settings import FIELDS, CacheArgument, CacheSettings, StorageOptions
 from caramba_fast.hf.static_cache import CarambaStaticCache
 from caramba_fast.infer.cache_choice import chosen_cache
+from caramba_fast.infer.options import PolicyOptions
 from caramba_fast.infer.policy_fields import CachePolicyFields
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 SIZES = ("max_seq_len", "batch_size")
 MEASURING = ("calibration_ids", "recall", "seed")
 #: Options that only ``cache="auto"`` heeds.
 POLICY_OPTIONS = (*SIZES, *MEASURING, *CachePolicyFields.model_fields)
+
+
+class AccelerateOptions(StorageOptions, PolicyOptions, total=False):
+    """Options of `accelerate`: of the cache, and with ``cache="auto"`` of `caramba_fast.choose_cache`."""
+
+    max_seq_len: int
+    batch_size: int
+    calibration_ids: Tensor | Sequence[int] | None
+    recall: Any
+    seed: int
+
+
 #: Options of the cache itself, which hold for what is chosen.
 KEPT = ("prefill",)
 
@@ -77,7 +95,7 @@ HOOK = "_prepare_cache_for_generation"
 #: What ``cache_implementation`` of a call may say for it to get our cache.
 OURS_FOR = (None, "dynamic", "offloaded", "static")
 
-M = TypeVar("M", bound=PreTrainedModel)
+M = TypeVar("M")
 
 
 @dataclass
@@ -98,12 +116,13 @@ class Accelerated:
         vars(self).update(state)
 
 
-def accelerate(model: M, cache: CacheArgument = "q4", **options: Any) -> M:
+def accelerate(model: M, cache: CacheArgument = "q4", **options: Unpack[AccelerateOptions]) -> M:
     """Gives plain ``model.generate()`` a packed cache that attention reads as it is stored.
 
     Args:
-        model: a decoder-only model of transformers; it is changed in place (weights are not), and `restore` puts
-            everything back. Again with other settings replaces them.
+        model: a decoder-only model of transformers, or what PEFT or `torch.compile` made of one: the model inside is
+            changed in place (weights are not), and `restore` puts everything back. Again with other settings
+            replaces them.
         cache: "q4", "q8", "q8/q4" (K/V), dict(k="q8", v="q4"), …, or "auto" for the fastest that passes the
             quality gates (`caramba_fast.policy`).
         options: prefill, and fields of `KVCacheTensorConfig`; with "auto" also those of
@@ -116,20 +135,22 @@ def accelerate(model: M, cache: CacheArgument = "q4", **options: Any) -> M:
         TypeError: a model that cannot be served (encoder-decoder, no cache, …), and why.
         ValueError: a kind or option that does not exist. The model is as it was in every case.
     """
-    check_cacheable(model)
+    inside: PreTrainedModel = unwrapped(model)
+    check_cacheable(inside)
+    given: dict[str, Any] = {**options}
     if cache == "auto":
-        cache, options = cache_by_policy(model, options)
-    wrong = sorted(set(options) & set(POLICY_OPTIONS))
+        cache, given = cache_by_policy(inside, given)
+    wrong = sorted(set(given) & set(POLICY_OPTIONS))
     if wrong:
         raise ValueError(f"{', '.join(wrong)}: only of use with cache='auto', it is {cache!r}")
-    settings = CacheSettings.of(cache, **options)
-    before = restore(model)
+    settings = CacheSettings.of(cache, **given)
+    before = restore(inside)
     try:
-        _install(model, settings)
+        _install(inside, settings)
     except BaseException:
-        restore(model)
+        restore(inside)
         if before is not None:
-            _install(model, before)
+            _install(inside, before)
         raise
     return model
 
@@ -146,12 +167,13 @@ def _install(model: PreTrainedModel, settings: CacheSettings) -> None:
     _ACCELERATED.add(model)
 
 
-def restore(model: PreTrainedModel) -> CacheSettings | None:
+def restore(model: Any) -> CacheSettings | None:
     """Puts back what `accelerate` changed; a model that was not accelerated stays as it is.
 
     Returns:
         The settings it had, or None.
     """
+    model = unwrapped(model)
     state: Accelerated | None = vars(model).get(ATTRIBUTE)
     if state is None:
         return None

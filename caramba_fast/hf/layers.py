@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from caramba_fast.cache import LayerKVCache
 from caramba_fast.hf.lazy_tensors import PackedStates
-from caramba_fast.hf.scope import NAME, implementation
+from caramba_fast.hf.scope import INSTEAD, NAME, implementation
 from caramba_fast.hf.settings import CacheSettings
 
 
@@ -46,7 +46,6 @@ class Common:
         limit: most tokens of a row; None for no limit.
         leftpad: (B,) int32, where rows start; None for slot 0. Replaced as a whole, never written into.
         dequantized: how many times keys or values were asked for as tensors.
-        warned: whether that was warned of.
     """
 
     model: str
@@ -57,15 +56,14 @@ class Common:
     limit: int | None = None
     leftpad: Tensor | None = None
     dequantized: int = 0
-    warned: bool = False
 
     def why_dequantized(self) -> str:
         """Why a layer may have been asked for tensors."""
         if not self.on_interface:
-            return "its attention is not on the attention interface of transformers"
+            return f"its attention is not on the attention interface of transformers; {INSTEAD}"
         if self.config is not None and implementation(self.config) != NAME:
             return "it has its own attention; caramba_fast.accelerate(model) gives it one that reads packed"
-        return "its attention (or its mask) needs keys and values as tensors"
+        return f"its attention (or its mask) needs keys and values as tensors; {INSTEAD}"
 
     def check_length(self, tokens: int) -> None:
         """Raises ValueError for rows of ``tokens``, if that is more than a row may have."""

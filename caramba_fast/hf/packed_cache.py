@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,11 @@ from caramba_fast.hf.layers import Common, StoringLayer
 from caramba_fast.hf.scope import decoder_configs
 from caramba_fast.hf.settings import CacheArgument, CacheSettings
 from caramba_fast.hf.step_cache import PackedCache
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from caramba_fast.hf.settings import StorageOptions
 
 
 class StoringCache(PackedCache):
@@ -92,7 +97,7 @@ class CarambaCache(StoringCache):
         *,
         max_seq_len: int | None = None,
         offloading: bool = False,
-        **options: Any,
+        **options: Unpack[StorageOptions],
     ) -> None:
         if max_seq_len is not None and max_seq_len < 1:
             raise ValueError(f"max_seq_len is {max_seq_len}; 1 or more, or None for no limit")

@@ -61,6 +61,10 @@ inside = Inside()
 _said: dict[int, set[str]] = {}  # what was said of a config, by its id
 
 
+#: What to do about slow reads that nothing makes faster.
+INSTEAD = "a stock cache is faster, where there is memory for it"
+
+
 def once(config: Any, topic: str, message: str) -> None:
     """Warns of a topic, once for each config."""
     known = _said.get(id(config))

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from caramba_fast.cache.model import PrefillMode
 from caramba_fast.config import KVCacheKind, KVCacheTensorConfig, cache_configs
 from caramba_fast.config.kvcache import REMOVED, removed
+from caramba_fast.config.names import hint
+from caramba_fast.config.spec import TensorOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: What ``cache=`` takes: a spec ("q4", "q8/q4", …), a kind, or one of either for k and for v.
 CacheArgument = str | KVCacheKind | Mapping[str, "str | KVCacheKind | KVCacheTensorConfig"]
 STREAMS = ("k", "v")
 FIELDS = tuple(name for name in KVCacheTensorConfig.model_fields if name != "kind")
+
+
+class StorageOptions(TensorOptions, total=False):
+    """How a cache is stored and how prompts read it: options of `CarambaCache` and `CarambaStaticCache`."""
+
+    prefill: PrefillMode
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,7 @@ class CacheSettings:
         cls,
         cache: CacheArgument,
         prefill: PrefillMode = "exact",
-        **fields: Any,
+        **fields: Unpack[TensorOptions],
     ) -> CacheSettings:
         """From what a user wrote.
 
@@ -52,11 +63,11 @@ class CacheSettings:
         unknown = [name for name in fields if name not in FIELDS]
         if unknown:
             raise ValueError(
-                f"unknown option {', '.join(unknown)}; a cache has {', '.join(FIELDS)} and prefill"
+                f"unknown option {unknown[0]!r}; {hint(unknown[0], (*FIELDS, 'prefill'))}"
             )
         if prefill not in get_args(PrefillMode):
             raise ValueError(f"prefill is {prefill!r}; allowed are 'exact' and 'stored'")
-        configs = _configs(cache, fields)
+        configs = _configs(cache, {**fields})
         return cls(configs["k"], configs["v"], prefill, str(cache))
 
 

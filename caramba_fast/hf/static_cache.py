@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +17,11 @@ from caramba_fast.hf.packed_cache import StoringCache
 from caramba_fast.hf.scope import NAME, implementation
 from caramba_fast.hf.settings import CacheArgument, CacheSettings
 from caramba_fast.hf.static_layer import CarambaStaticLayer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from caramba_fast.hf.settings import StorageOptions
 
 
 class CarambaStaticCache(StoringCache):
@@ -45,7 +50,7 @@ class CarambaStaticCache(StoringCache):
         cache: CacheArgument = "q4",
         *,
         max_cache_len: int,
-        **options: Any,
+        **options: Unpack[StorageOptions],
     ) -> None:
         self._make(model, CacheSettings.of(cache, **options), max_cache_len)
 

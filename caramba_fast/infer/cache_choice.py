@@ -61,7 +61,7 @@ class CacheChoice:
 
     Args:
         model: what the cache is for.
-        config: settings; ``cache_kind`` and the fields of the policy.
+        config: settings; ``cache`` and the fields of the policy.
         calibration_ids: text that quality is measured on.
         tokenizer: of the model; needles are written with it.
     """
@@ -73,13 +73,13 @@ class CacheChoice:
         calibration_ids: Tensor | Sequence[int] | None,
         tokenizer: Any = None,
     ) -> None:
-        if calibration_ids is not None and config.cache_kind != AUTO:
+        if calibration_ids is not None and config.cache != AUTO:
             raise ValueError(
-                f"calibration_ids are for cache_kind='auto'; cache_kind is {config.cache_name!r}"
+                f"calibration_ids are for cache='auto'; cache is {config.cache_name!r}"
             )
         reason = getattr(model, "why_not_chosen", None)
         if reason and config.cache_kind == AUTO:
-            raise ValueError(f"cache_kind is 'auto'; name a kind: {reason}")
+            raise ValueError(f"cache is 'auto'; name a kind: {reason}")
         self._model, self._config = model, config
         self._ids, self._tokenizer = calibration_ids, tokenizer
         self._plans: dict[int, ChosenCache] = {}
@@ -92,8 +92,8 @@ class CacheChoice:
             NoCandidateError: nothing fits the budget, or passes the gates.
         """
         config = self._config
-        if config.cache_kind != AUTO:
-            return config.cache_kind
+        if config.cache != AUTO:
+            return config.cache
         if rows not in self._plans:
             self._plans[rows] = chosen_cache(
                 self._model,
@@ -111,7 +111,7 @@ class CacheChoice:
     def check_budget(self, rows: int) -> None:
         """Raises ValueError where a fixed kind takes more than ``cache_budget_mb`` for so many rows."""
         config = self._config
-        if config.cache_kind != AUTO and config.cache_budget_mb is not None:
+        if config.cache != AUTO and config.cache_budget_mb is not None:
             cache = ModelKVCache(
                 self._model.cache_layout, rows, config.max_seq_len, device="meta",
                 **config.stream_configs(),

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from caramba_fast.config import KVCacheKind, cache_configs, spec_name
+from caramba_fast.config import KVCacheKind, cache_configs, short_name, spec_name
 from caramba_fast.config.spec import TAIL_SLACK
 from caramba_fast.infer.fields import (
     GREEDY_BELOW,
@@ -34,6 +34,7 @@ Self = TypeVar("Self", bound="GenerateConfig")
 AUTO = "auto"
 #: Other spellings of a field.
 ALIASES = {
+    "cache_kind": "cache",
     "stop_strings": "stop",
     "return_dict_in_generate": "return_dict",
     "num_assistant_tokens": "spec_k",
@@ -62,14 +63,15 @@ class GenerateConfig(
 ):
     """Settings of `Generator` and `generate`.
 
-    The fields are explained, by theme, in `caramba_fast.infer.config` and `caramba_fast.infer.policy_fields`.
+    The fields are explained by theme: `LengthFields`, `SamplingFields`, `EditFields`, `BeamFields`, `OutputFields`,
+    `CacheFields`, `CachePolicyFields` and `DecodePlanFields`.
 
     Raises:
         ValidationError: an unknown field, a value out of its range, or two that contradict each other;
             the message names the field, the value and what is allowed.
     """
 
-    @field_validator("cache_kind", mode="before")
+    @field_validator("cache", mode="before")
     @classmethod
     def _kind_by_name(cls, value: object) -> KVCacheKind | str:
         if value == AUTO:
@@ -80,13 +82,13 @@ class GenerateConfig(
 
     @model_validator(mode="after")
     def _fits(self: Self) -> Self:
-        if self.cache_kind != AUTO:
+        if self.cache != AUTO:
             self.stream_configs()
             given = self.given_policy_fields()
             if given:
                 raise ValueError(
-                    f"{given[0]}={getattr(self, given[0])!r} needs cache_kind='auto'; "
-                    f"cache_kind is {self.cache_name!r}"
+                    f"{given[0]}={getattr(self, given[0])!r} needs cache='auto'; "
+                    f"cache is {self.cache_name!r}"
                 )
         return self
 
@@ -94,9 +96,9 @@ class GenerateConfig(
         """How each stream is stored, as keyword arguments of `ModelKVCache`.
 
         Args:
-            kind: what to store it as instead of ``cache_kind``: what the policy chose for "auto".
+            kind: what to store it as instead of ``cache``: what the policy chose for "auto".
         """
-        return cache_configs(kind or self.cache_kind, **self.stream_fields)
+        return cache_configs(kind or self.cache, **self.stream_fields)
 
     @property
     def stream_fields(self) -> dict[str, Any]:
@@ -106,8 +108,13 @@ class GenerateConfig(
 
     @property
     def cache_name(self) -> str:
-        """The cache kind as text."""
-        return AUTO if self.cache_kind == AUTO else spec_name(self.cache_kind)
+        """``cache`` as text, kinds by their short names."""
+        return AUTO if self.cache == AUTO else short_name(self.cache)
+
+    @property
+    def cache_kind(self) -> KVCacheKind | str:
+        """``cache``, by its other name."""
+        return self.cache
 
     @cached_property
     def samples(self) -> bool:
@@ -248,11 +255,9 @@ class SpeculativeConfig(GenerateConfig):
 
     def for_draft(self) -> DraftConfig:
         """The draft model's: its own cache, and nothing of where a run ends or what it returns."""
-        kind = self.spec_draft_cache_kind or (
-            "fp16" if self.cache_kind == AUTO else self.cache_kind
-        )
+        kind = self.spec_draft_cache_kind or ("fp16" if self.cache == AUTO else self.cache)
         others = (CachePolicyFields, OutputFields, StructureFields)
         left_out = {name for part in others for name in part.model_fields} | {"stop"}
         kept = set(GenerateConfig.model_fields) - left_out
         given = self.model_dump(exclude_unset=True, include=kept)
-        return DraftConfig(**{**given, "cache_kind": kind, "longest_draft": self.longest_draft})
+        return DraftConfig(**{**given, "cache": kind, "longest_draft": self.longest_draft})

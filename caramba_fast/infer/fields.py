@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AliasChoices,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -16,6 +15,7 @@ from pydantic import (
 
 from caramba_fast.config import KVCacheKind
 from caramba_fast.config.kvcache import removed
+from caramba_fast.config.names import NamedFields
 
 TokenId = Annotated[int, Field(ge=0, strict=True)]
 Words = tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], ...]
@@ -30,7 +30,7 @@ def _tuple_of(value: object) -> object:
     return (value,) if isinstance(value, (str, int)) and not isinstance(value, bool) else value
 
 
-class Fields(BaseModel):
+class Fields(NamedFields):
     """What all settings share: unknown names are refused, values do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
@@ -267,7 +267,7 @@ class CacheFields(Fields):
 
     Attributes:
         max_seq_len: tokens a row of the cache can hold.
-        cache_kind: how the cache is stored: fp32, fp16, bf16, q8 (q8_0), q4 (q4_0) or nf4, each with
+        cache: how the cache is stored (alias cache_kind): fp32, fp16, bf16, q8 (q8_0), q4 (q4_0) or nf4, each with
             the defaults measured to be good for it; "q8/q4" stores K and V differently,
             "q4/q8/q4" K_sem, K_geo and V of decoupled attention; options follow a colon,
             "q4:plain,rotate" (`caramba_fast.config.spec`). "auto" measures and chooses
@@ -288,7 +288,9 @@ class CacheFields(Fields):
     """
 
     max_seq_len: int = Field(default=2048, ge=1)
-    cache_kind: KVCacheKind | str = KVCacheKind.FP16
+    cache: KVCacheKind | str = Field(
+        default=KVCacheKind.FP16, validation_alias=AliasChoices("cache", "cache_kind")
+    )
     cache_qblock: int | None = None
     cache_rotate: bool | None = None
     cache_residual_len: int | None = Field(default=None, ge=0)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from caramba_fast.config.names import names_of
 from caramba_fast.infer.beam_search import beam_search
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.fields import CacheFields
@@ -25,6 +26,11 @@ from caramba_fast.infer.tokenizer import find_tokenizer
 from caramba_fast.models import LanguageModel
 from caramba_fast.models.registry import checkpoint_folder, load
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from caramba_fast.infer.options import GenerateOptions, OnceOptions, RunOptions
+
 
 class Generator(SavableGenerator):
     """Generates with a model and keeps the conversation until `reset`.
@@ -39,7 +45,7 @@ class Generator(SavableGenerator):
         config: settings; by default `GenerateConfig()`.
         device: moves the model there first; by default the model stays where it is.
         tokenizer: anything with ``decode(ids) -> str``; stop strings need it.
-        calibration_ids: (N,) or (B, T) token ids of text like the model's own, on which ``cache_kind="auto"``
+        calibration_ids: (N,) or (B, T) token ids of text like the model's own, on which ``cache="auto"``
             measures quality; without, the model writes it.
         overrides: fields of GenerateConfig to change.
 
@@ -50,12 +56,23 @@ class Generator(SavableGenerator):
     """
 
     @classmethod
-    def from_checkpoint(cls, path: str | Path, tokenizer: Any = None, **options: Any) -> Generator:
+    def from_checkpoint(
+        cls,
+        path: str | Path,
+        tokenizer: Any = None,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = torch.float32,
+        config: GenerateConfig | None = None,
+        **overrides: Unpack[GenerateOptions],
+    ) -> Generator:
         """A generator for a Hugging Face checkpoint folder, with its tokenizer.
 
         Arguments and errors are those of `caramba_fast.infer.generator.from_checkpoint`.
         """
-        return from_checkpoint(path, tokenizer, **options)
+        return from_checkpoint(
+            path, tokenizer, device=device, dtype=dtype, config=config, **overrides
+        )
 
     def generate(
         self,
@@ -63,7 +80,7 @@ class Generator(SavableGenerator):
         attention_mask: Mask = None,
         *,
         hooks: Hooks | None = None,
-        **options: Any,
+        **options: Unpack[RunOptions],
     ) -> Tensor | GenerateOutput:
         """Generates for every row until it ends.
 
@@ -85,7 +102,7 @@ class Generator(SavableGenerator):
                 before anything changes. Whatever fails later (Ctrl-C too) leaves the conversation as it was,
                 and random numbers where they were, if there is a seed.
         """
-        config, hooks = self._call(hooks, options)
+        config, hooks = self._call(hooks, {**options})
         prompts = self._read(input_ids, attention_mask, config)
         before, expanded = self._snapshot(), self._expanded
         try:
@@ -106,7 +123,7 @@ class Generator(SavableGenerator):
         attention_mask: Mask = None,
         *,
         hooks: Hooks | None = None,
-        **options: Any,
+        **options: Unpack[RunOptions],
     ) -> Iterator[int] | Iterator[Tensor]:
         """Like `generate`, one step at a time.
 
@@ -118,7 +135,7 @@ class Generator(SavableGenerator):
             an int for a single row, else a (B,) int64 tensor on the CPU, in which rows that ended
             hold the padding id.
         """
-        config, hooks = self._call(hooks, options)
+        config, hooks = self._call(hooks, {**options})
         if config.num_beams > 1:
             raise ValueError(
                 f"num_beams is {config.num_beams}; generate_iter allows 1, since beams are known at the end"
@@ -202,7 +219,7 @@ class Generator(SavableGenerator):
     def _of_the_generator(self) -> set[str]:
         """Settings that one call cannot change: of the cache, and how it was chosen and is read."""
         parts = (CacheFields, CachePolicyFields, DecodePlanFields)
-        return {name for part in parts for name in part.model_fields}
+        return {name for part in parts for name in names_of(part)}
 
     def _rooms(self, config: GenerateConfig) -> dict[str, int | None]:
         """How many tokens of a row there is room for, by what limits them."""
@@ -299,7 +316,7 @@ def generate(
     attention_mask: Mask = None,
     hooks: Hooks | None = None,
     tokenizer: Decoder | None = None,
-    **overrides: Any,
+    **overrides: Unpack[OnceOptions],
 ) -> Tensor | GenerateOutput:
     """Generates once, from nothing: `Generator.generate` without the conversation.
 
@@ -311,10 +328,11 @@ def generate(
     Returns:
         As `Generator.generate`.
     """
+    options: dict[str, Any] = {**overrides}
     if max_new_tokens is not None:
-        overrides["max_new_tokens"] = max_new_tokens
-    given = {name: overrides.pop(name) for name in Hooks.__dataclass_fields__ if name in overrides}
-    generator = Generator(model, config, tokenizer=tokenizer, **overrides)
+        options["max_new_tokens"] = max_new_tokens
+    given = {name: options.pop(name) for name in Hooks.__dataclass_fields__ if name in options}
+    generator = Generator(model, config, tokenizer=tokenizer, **options)
     return generator.generate(input_ids, attention_mask, hooks=hooks, **given)
 
 
@@ -325,7 +343,7 @@ def from_checkpoint(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = torch.float32,
     config: GenerateConfig | None = None,
-    **overrides: Any,
+    **overrides: Unpack[GenerateOptions],
 ) -> Generator:
     """A `Generator` for the model in a Hugging Face checkpoint folder, with its tokenizer.
 

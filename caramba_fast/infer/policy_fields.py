@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from caramba_fast.config.names import NamedFields
 from caramba_fast.config.spec import spec_name
 
 MIB = 2**20
@@ -25,8 +26,8 @@ GATES = {
 WITH_ANY_KIND = ("cache_budget_mb",)
 
 
-class CachePolicyFields(BaseModel):
-    """What ``cache_kind="auto"`` goes by: budget, quality gates, speed, and where plans are kept.
+class CachePolicyFields(NamedFields):
+    """What ``cache="auto"`` goes by: budget, quality gates, speed, and where plans are kept.
 
     Attributes:
         cache_budget_mb: most bytes of the whole cache, all rows, layers and streams, tail and unused slots
@@ -102,7 +103,7 @@ class CachePolicyFields(BaseModel):
         return {name: limit for name, limit in limits.items() if limit is not None}
 
     def given_policy_fields(self) -> list[str]:
-        """Fields given that only ``cache_kind="auto"`` heeds: what a fixed kind has to refuse."""
+        """Fields given that only ``cache="auto"`` heeds: what a fixed kind has to refuse."""
         names = CachePolicyFields.model_fields
         given = self.model_fields_set
         return [
@@ -129,7 +130,7 @@ class CachePolicyFields(BaseModel):
             )
 
 
-class DecodePlanFields(BaseModel):
+class DecodePlanFields(NamedFields):
     """How reads of the cache adapt to its length.
 
     Attributes:

@@ -119,9 +119,9 @@ class SavableGenerator(StepwiseGenerator):
         check_replaceable(path, WHAT, partial(is_sealed, what=WHAT), force=force)
         tensors: dict[str, Tensor] = {}
         settings = self.config.model_dump(mode="json", include=KEPT)
-        settings["cache_kind"] = self.config.cache_name
+        settings["cache"] = self.config.cache_name
         if self.cache_plan is not None:
-            settings["cache_kind"] = self.cache_plan.spec
+            settings["cache"] = self.cache_plan.spec
         about = _About(
             settings=settings,
             seed=self.config.seed,
@@ -213,8 +213,8 @@ def _filled(config: GenerateConfig, saved: SavedSession) -> GenerateConfig:
     """
     kept = {**saved.about.settings, "seed": saved.about.seed}
     open_ = {name: kept[name] for name in (*KEPT, "seed") if name in kept}
-    if config.model_fields_set & {"cache_kind", *(f"cache_{n}" for n in config.stream_fields)}:
-        open_ = {n: x for n, x in open_.items() if not n.startswith("cache_")}
+    if config.model_fields_set & {"cache", *(f"cache_{n}" for n in config.stream_fields)}:
+        open_ = {n: x for n, x in open_.items() if not n.startswith("cache")}
     if "decode_plan" in config.model_fields_set:
         open_ = {n: x for n, x in open_.items() if not n.startswith("decode_")}
     try:
@@ -230,9 +230,9 @@ def _filled(config: GenerateConfig, saved: SavedSession) -> GenerateConfig:
 def _problems(generator: SavableGenerator, saved: SavedSession) -> list[str]:
     """Why a generator cannot go on from a file, by name; nothing has changed."""
     about, config = saved.about, generator.config
-    kind = about.settings.get("cache_kind")
-    if config.cache_kind == AUTO:
-        return [f"cache_kind is 'auto', and the session is stored as {shown(kind)}; give that kind"]
+    kind = about.settings.get("cache")
+    if config.cache == AUTO:
+        return [f"cache is 'auto', and the session is stored as {shown(kind)}; give that kind"]
     found = part_problems(generator, about.target, saved.tensors, "target", kind)
     mine = config.model_dump(mode="json", include={*FIXED, "prefill"})
     found += [

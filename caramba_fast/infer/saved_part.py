@@ -111,7 +111,7 @@ def part_problems(
         ]
     found = _storage_problems(generator, part)
     if found and kind not in (None, generator.config.cache_name):
-        return [f"cache_kind is {generator.config.cache_name!r}, the session has {shown(kind)}"]
+        return [f"cache is {generator.config.cache_name!r}, the session has {shown(kind)}"]
     return found or _token_problems(generator, part, tensors.get(f"{name}.tokens"))
 
 

@@ -9,8 +9,8 @@ A round:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,11 @@ from caramba_fast.infer.saved_draft import SavesDraft
 from caramba_fast.infer.sequence import Prompts
 from caramba_fast.infer.stopping import Decoder
 from caramba_fast.models import LanguageModel
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from caramba_fast.infer.options import SpeculativeOptions
 
 
 class SpeculativeGenerator(SavesDraft, Generator):
@@ -61,13 +66,22 @@ class SpeculativeGenerator(SavesDraft, Generator):
         device: torch.device | str | None = None,
         *,
         tokenizer: Decoder | None = None,
-        **overrides: Any,
+        calibration_ids: Tensor | Sequence[int] | None = None,
+        **overrides: Unpack[SpeculativeOptions],
     ) -> None:
         settings = config or SpeculativeConfig()
         if not isinstance(settings, SpeculativeConfig):
             raise TypeError(f"config is a {type(settings).__name__}; a SpeculativeConfig is needed")
         self.draft_model = draft_model
-        super().__init__(target_model, settings, device, tokenizer=tokenizer, **overrides)
+        more: dict[str, Any] = {**overrides}
+        super().__init__(
+            target_model,
+            settings,
+            device,
+            tokenizer=tokenizer,
+            calibration_ids=calibration_ids,
+            **more,
+        )
         self._draft_generator: Generator | None = None
         self._draft = self._make_draft(device)
         self._length = DraftLength(self.config)
@@ -81,7 +95,7 @@ class SpeculativeGenerator(SavesDraft, Generator):
 
     def _check_tail(self, config: SpeculativeConfig, cached: GenerateConfig) -> None:
         """Raises ValueError where the fp16 tail of a cache cannot take a draft back."""
-        if cached.cache_kind == AUTO:
+        if cached.cache == AUTO:
             return  # candidates have tails for the longest draft
         longest = config.longest_draft
         for stream in cached.stream_configs().values():

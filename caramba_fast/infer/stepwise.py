@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from caramba_fast.cache import ModelKVCache
 from caramba_fast.cache.lengths import Counts
+from caramba_fast.config import short_name
 from caramba_fast.infer.cache_choice import CacheChoice, ChosenCache
 from caramba_fast.infer.config import GenerateConfig, SpeculativeConfig
 from caramba_fast.infer.cuda_graph import DecodeGraphs
@@ -24,6 +25,11 @@ from caramba_fast.infer.session import Session
 from caramba_fast.infer.stopping import Decoder, eos_ids
 from caramba_fast.models import LanguageModel
 from caramba_fast.models.registry import as_language_model
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from caramba_fast.infer.options import GenerateOptions
 
 Mask = Tensor | Sequence[Sequence[int]] | None
 
@@ -41,7 +47,7 @@ class StepwiseGenerator:
         *,
         tokenizer: Decoder | None = None,
         calibration_ids: Tensor | Sequence[int] | None = None,
-        **overrides: Any,
+        **overrides: Unpack[GenerateOptions],
     ) -> None:
         if isinstance(config, SpeculativeConfig) and not self._speculates:
             raise TypeError("config is a SpeculativeConfig, which SpeculativeGenerator takes")
@@ -116,7 +122,7 @@ class StepwiseGenerator:
         """What is in force: how the cache is stored, what it takes, how decode steps run."""
         plan = self.cache_plan
         return {
-            "cache_kind": self.config.cache_name if plan is None else plan.spec,
+            "cache_kind": self.config.cache_name if plan is None else short_name(plan.spec),
             "cache_chosen": None if plan is None else plan.reason,
             "cache_bytes": self._cache_bytes,
             "bytes_per_token": self._bytes_per_token,
@@ -127,7 +133,7 @@ class StepwiseGenerator:
 
     @property
     def cache_plan(self) -> ChosenCache | None:
-        """What ``cache_kind="auto"`` chose for the conversation's batch size, and from which figures."""
+        """What ``cache="auto"`` chose for the conversation's batch size, and from which figures."""
         return self._choice.latest
 
     @torch.no_grad()

@@ -203,7 +203,7 @@ class TextTokenizer:
             except ModuleNotFoundError as error:
                 raise ModuleNotFoundError(
                     f"the chat template in {self.folder} needs transformers and jinja2 "
-                    "(pip install caramba-fast[hf] jinja2)"
+                    "(pip install transformers jinja2)"
                 ) from error
             return self._templated
         return self.tokenizer

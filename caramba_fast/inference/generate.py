@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,11 @@ from caramba_fast.infer import Generator as TokenGenerator
 from caramba_fast.infer.tokenizer import find_tokenizer
 from caramba_fast.models import demo_path
 from caramba_fast.models.registry import checkpoint_folder, load
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from caramba_fast.infer.options import GenerateOptions, TextOptions
 
 RULE = "-" * 30
 
@@ -32,7 +37,7 @@ class Generator:
         device: where to compute.
         dtype: of the weights; None for what the checkpoint stores.
         log: takes a line of text at each step of loading.
-        settings: fields of `GenerateConfig` for every call, such as ``cache_kind="q8"`` or ``seed=0``.
+        settings: fields of `GenerateConfig` for every call, such as ``cache="q8"`` or ``seed=0``.
 
     Raises:
         CheckpointError: the path is a pickle, missing or damaged; the message says what to do.
@@ -47,10 +52,10 @@ class Generator:
         *,
         dtype: torch.dtype | None = torch.float32,
         log: Callable[[str], object] = lambda _: None,
-        **settings: Any,
+        **settings: Unpack[GenerateOptions],
     ) -> None:
-        self.settings = settings
-        GenerateConfig(**settings)  # says at once what is wrong
+        self.settings: dict[str, Any] = {**settings}
+        GenerateConfig(**self.settings)  # says at once what is wrong
         folder = checkpoint_folder(checkpoint_path)
         log(f"Loading Tokenizer from {folder if tokenizer_path is None else tokenizer_path}...")
         tokenizer = find_tokenizer(folder, tokenizer_path)
@@ -67,7 +72,7 @@ class Generator:
         max_new_tokens: int = 50,
         temperature: float = 0.7,
         top_p: float | None = 0.9,
-        **settings: Any,
+        **settings: Unpack[TextOptions],
     ) -> str:
         """The prompt and what the model writes behind it.
 
@@ -82,7 +87,7 @@ class Generator:
         """
         return self.generate_batch([prompt], 1, max_new_tokens, temperature, top_p, **settings)[0]
 
-    def generate_text(self, prompt: str, *args: Any, **settings: Any) -> str:
+    def generate_text(self, prompt: str, *args: Any, **settings: Unpack[TextOptions]) -> str:
         """`generate` by another name."""
         return self.generate(prompt, *args, **settings)
 
@@ -92,7 +97,7 @@ class Generator:
         max_new_tokens: int = 50,
         temperature: float = 0.7,
         top_p: float | None = 0.9,
-        **settings: Any,
+        **settings: Unpack[TextOptions],
     ) -> Iterator[str]:
         """Yields the new text in pieces, as it is written; the prompt is not among them."""
         given = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
@@ -109,7 +114,7 @@ class Generator:
         max_new_tokens: int = 50,
         temperature: float = 0.7,
         top_p: float | None = 0.9,
-        **settings: Any,
+        **settings: Unpack[TextOptions],
     ) -> list[str]:
         """What `generate` returns, for several prompts, ``batch_size`` of them at a time.
 

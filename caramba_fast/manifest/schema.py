@@ -11,7 +11,7 @@ targets:
         prompts: ["def main():"]
         generate:
           max_new_tokens: 128
-          cache_kind: auto
+          cache: auto
           cache_budget_mb: 1024
 ```
 
@@ -22,18 +22,16 @@ Settings of a run are those of `GenerateConfig`; under ``speculative`` instead o
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import math
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import (
-    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -44,7 +42,8 @@ from pydantic import (
 
 from caramba_fast import __version__
 from caramba_fast.config.files import read_json, replacing, shown
-from caramba_fast.config.spec import spec_name
+from caramba_fast.config.names import UNKNOWN, hint, names_of
+from caramba_fast.config.spec import short_name
 from caramba_fast.infer import GenerateConfig, SpeculativeConfig
 from caramba_fast.infer.config import AUTO
 from caramba_fast.infer.policy_fields import CachePolicyFields
@@ -68,7 +67,7 @@ class Benchmark(Part):
         repeats: timed generations of each cache kind; medians are reported.
         warmup: generations before them that are not counted.
         compare: cache kinds timed in turn with the run's own, in the same rounds; with all other settings the
-            same, except those of ``cache_kind: auto``.
+            same, except those of ``cache: auto``.
     """
 
     repeats: int = Field(default=5, ge=1)
@@ -79,7 +78,7 @@ class Benchmark(Part):
     @classmethod
     def _known(cls, kinds: tuple[str, ...]) -> tuple[str, ...]:
         """Canonical names, each once."""
-        return tuple(dict.fromkeys(AUTO if kind == AUTO else spec_name(kind) for kind in kinds))
+        return tuple(dict.fromkeys(AUTO if kind == AUTO else short_name(kind) for kind in kinds))
 
 
 class RunSpec(Part):
@@ -142,7 +141,7 @@ class RunSpec(Part):
             if kind not in kinds:
                 left_out = set() if kind == AUTO else set(CachePolicyFields.model_fields)
                 given = config.model_dump(exclude_unset=True, exclude=left_out)
-                kinds[kind] = type(config)(**{**given, "cache_kind": kind})
+                kinds[kind] = type(config)(**{**given, "cache": kind})
         return kinds
 
 
@@ -200,8 +199,6 @@ def _check_unique(what: str, names: list[str]) -> None:
 
 
 Place = tuple["int | str", ...]
-#: More names than this are not listed; the likeliest is still guessed.
-MOST_LISTED = 16
 #: Wrong keys that are told at once.
 MOST_ERRORS = 16
 #: pydantic's words for what YAML calls otherwise.
@@ -244,8 +241,8 @@ def problems(error: ValidationError, raw: Any) -> list[str]:
 def _problem(item: Any, raw: Any) -> tuple[str, str]:
     """(path with value, reason)."""
     place: Place = item["loc"]
-    if item["type"] == "extra_forbidden":
-        return path_of(place), f"unknown key; {_hint(str(place[-1])[:80], _names_at(place[:-1]))}"
+    if item["type"] == UNKNOWN:
+        return path_of(place), f"unknown key; {hint(str(place[-1])[:80], _names_at(place[:-1]))}"
     if item["type"] == "missing":
         return path_of(place), "is missing"
     place, value = _reached(raw, place)
@@ -275,26 +272,13 @@ def _reached(raw: Any, place: Place) -> tuple[Place, Any]:
     return place, raw
 
 
-def _hint(name: str, allowed: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, allowed, 1, cutoff=0.7)
-    if near:
-        return f"did you mean {near[0]!r}?"
-    if len(allowed) <= MOST_LISTED:
-        return f"allowed are {', '.join(allowed)}"
-    return f"{len(allowed)} others are known, and none is spelt like it"
-
-
 def _names_at(place: Place) -> list[str]:
     """Keys allowed in the mapping at ``place``."""
     model: type[BaseModel] = Manifest
     for part in place:
         if isinstance(part, str) and part in model.model_fields:
             model = _model_in(model.model_fields[part].annotation) or model
-    names: list[Any] = list(model.model_fields)
-    for field in model.model_fields.values():
-        if isinstance(field.validation_alias, AliasChoices):
-            names += field.validation_alias.choices
-    return [name for name in dict.fromkeys(names) if isinstance(name, str)]
+    return names_of(model)
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

@@ -9,7 +9,7 @@ to their exact K and V by torch's SDPA.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -143,7 +143,8 @@ class DecoupledAttention(nn.Module):
             if step.exact:
                 out = self._self_attend(q_sem, q_geo, k_sem, k_geo, v)
             else:
-                out = cache.attend(q_sem, q_geo, **self._null())
+                nulls: dict[str, Any] = {**self._null()}
+                out = cache.attend(q_sem, q_geo, **nulls)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor, dim: int) -> Tensor:

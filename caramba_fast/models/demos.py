@@ -1,4 +1,5 @@
-"""The trained demo models that ship with the package: offline, real text, real quality figures.
+"""The trained demo models: offline, real text, real quality figures. A source tree has them; a release has them in a
+distribution of its own, caramba-fast-demo, which puts them into the same folder.
 
 `HARD_NAMES` are variants on which cache quantization is judged. They ship as what differs from the
 model they were made from (``delta.safetensors``), so they are composed when they are loaded.
@@ -30,13 +31,18 @@ _FOLDER = Path(__file__).resolve().parent / "demo"
 def demo_path(name: str = "gqa") -> Path:
     """The Hugging Face checkpoint folder of a demo model.
 
+    Args:
+        name: "gqa" or "dba"; "demo:gqa", as commands have it, is the same.
+
     Raises:
+        FileNotFoundError: the demo models are not installed; the message says what to do.
         ValueError: an unknown name, or a hard variant, which has no full checkpoint in the
             package (`save_demo` writes one); the message lists the known names.
     """
-    if name in HARD_NAMES:
+    known = _canonical(name)
+    if known in HARD_NAMES:
         raise ValueError(
-            f"demo model {name!r} ships as a delta to {_BASES[name]!r}, not as a checkpoint folder; "
+            f"demo model {name!r} ships as a delta to {_BASES[known]!r}, not as a checkpoint folder; "
             f"save_demo({name!r}, folder) writes one. Checkpoint folders are {', '.join(NAMES)}"
         )
     return _folder(name)
@@ -45,11 +51,16 @@ def demo_path(name: str = "gqa") -> Path:
 def load_demo(name: str = "gqa", *, device: torch.device | str = "cpu") -> Transformer:
     """A demo model or a hard variant in float32 (weights are stored in float16).
 
+    Args:
+        name: "gqa", "dba" or "gqa/bias"; "demo:gqa/bias", as commands have it, is the same.
+
     Raises:
+        FileNotFoundError: the demo models are not installed; the message says what to do.
         ValueError: an unknown name; the message lists the known ones.
     """
-    if name in HARD_NAMES:
-        return with_delta(load_demo(_BASES[name], device=device), _folder(name))
+    known = _canonical(name)
+    if known in HARD_NAMES:
+        return with_delta(load_demo(_BASES[known], device=device), _folder(name))
     return load_model(_folder(name), device=device)
 
 
@@ -69,7 +80,7 @@ def save_demo(name: str, folder: str | Path) -> None:
     save_file(state, str(out / "model.safetensors"), metadata={"format": "pt"})
     shutil.copyfile(_folder(name) / "config.json", out / "config.json")
     for file in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(_folder(_BASES.get(name, name)) / file, out / file)
+        shutil.copyfile(_folder(_base_of(name)) / file, out / file)
 
 
 def with_delta(base: Transformer, folder: Path) -> Transformer:
@@ -105,12 +116,35 @@ def with_delta(base: Transformer, folder: Path) -> Transformer:
     return model.requires_grad_(False).eval()
 
 
+def _canonical(name: str) -> str:
+    """A name as it is written for commands ("demo", "demo:gqa", "gqa/bias") -> the folder's.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+    """
+    known = {"demo": "gqa"} | {each.replace("_", "/"): each for each in (*NAMES, *HARD_NAMES)}
+    short = name.removeprefix("demo:")
+    found = known.get(short.replace("_", "/"))
+    if found is None:
+        raise ValueError(f"unknown demo model {name!r}; known are {', '.join([*known][1:])}")
+    return found
+
+
+def _base_of(name: str) -> str:
+    known = _canonical(name)
+    return _BASES.get(known, known)
+
+
 def _folder(name: str) -> Path:
-    if name not in (*NAMES, *HARD_NAMES):
-        raise ValueError(
-            f"unknown demo model {name!r}; known are {', '.join((*NAMES, *HARD_NAMES))}"
+    return _installed(_FOLDER / _canonical(name))
+
+
+def _installed(path: Path) -> Path:
+    if not path.exists():
+        raise FileNotFoundError(
+            "the demo models are not installed: pip install caramba-fast-demo, or take a source tree, which has them"
         )
-    return _FOLDER / name
+    return path
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -119,7 +153,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises:
         FileNotFoundError: the folder has none.
         CheckpointError: it is damaged.
-        ModuleNotFoundError: the tokenizers package is missing (``pip install caramba-fast[cli]``).
+        ModuleNotFoundError: the tokenizers package is missing (``pip install tokenizers``).
     """
     file = Path(path) / "tokenizer.json"
     if not file.is_file():
@@ -136,9 +170,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 def demo_tokenizer(name: str = "gqa") -> Tokenizer:
     """The byte-level BPE tokenizer of a demo model or hard variant."""
-    return load_tokenizer(_folder(_BASES.get(name, name)))
+    return load_tokenizer(_folder(_base_of(name)))
 
 
 def held_out_text() -> str:
     """Python source the demo models have not seen (PSF licence)."""
-    return (_FOLDER / "held_out.txt").read_text(encoding="utf-8")
+    return _installed(_FOLDER / "held_out.txt").read_text(encoding="utf-8")

@@ -110,7 +110,7 @@ def load(
         reason = str(error)
     loaders = _loaders()
     if not loaders:
-        raise CheckpointError(f"{reason}; others need transformers (pip install caramba-fast[hf])")
+        raise CheckpointError(f"{reason}; others need transformers (pip install transformers)")
     return loaders[0](folder, device, dtype)
 
 
@@ -124,7 +124,7 @@ def load_hub_tokenizer(folder: Path) -> Any:
         _import_lazy()
     if not _TOKENIZERS:
         raise ModuleNotFoundError(
-            f"the tokenizer in {folder} needs transformers (pip install caramba-fast[hf])"
+            f"the tokenizer in {folder} needs transformers (pip install transformers)"
         )
     return _TOKENIZERS[0](folder)
 

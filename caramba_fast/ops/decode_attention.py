@@ -11,13 +11,18 @@ each stream has its own width, format and basis, values are shared.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from caramba_fast.ops import attention_call
 from caramba_fast.ops.registry import DECOUPLED, STANDARD, attention_schema, register
 from caramba_fast.ops.view import KVView
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from caramba_fast.ops.options import AttentionOptions, DecoupledAttentionOptions
 
 FACTORS = ("softmax_scale",)
 
@@ -48,7 +53,7 @@ def decode_attention(
     *,
     n_kv_heads: int,
     return_softmax_lse: bool = False,
-    **options: Any,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of T new queries a row over what is cached.
 
@@ -120,7 +125,7 @@ def decoupled_decode_attention(
     *,
     n_kv_heads: int,
     return_softmax_lse: bool = False,
-    **options: Any,
+    **options: Unpack[DecoupledAttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`decode_attention` with semantic and geometric keys.
 

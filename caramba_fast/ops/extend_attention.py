@@ -7,7 +7,7 @@ dequantized copy of the cache never exists.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,6 +16,11 @@ from caramba_fast.ops.attention import QUERIES_PER_PIECE
 from caramba_fast.ops.decode_attention import DECOUPLED_FACTORS, FACTORS
 from caramba_fast.ops.registry import DECOUPLED, STANDARD, attention_schema, register
 from caramba_fast.ops.view import KVView
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from caramba_fast.ops.options import DecoupledExtendOptions, ExtendOptions
 
 EXTRA = (f"int q_chunk={QUERIES_PER_PIECE}",)
 
@@ -76,7 +81,7 @@ def extend_attention(
     *,
     n_kv_heads: int,
     return_softmax_lse: bool = False,
-    **options: Any,
+    **options: Unpack[ExtendOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a prompt chunk over what is cached, itself included.
 
@@ -93,7 +98,7 @@ def extend_attention(
         TypeError, ValueError: naming every argument that is wrong, what it was and what is allowed.
     """
     out, lse = attention_call.call(
-        extend_op, {"k": q}, {"k": k, "v": v}, cache_seqlens, n_kv_heads, window_of(options)
+        extend_op, {"k": q}, {"k": k, "v": v}, cache_seqlens, n_kv_heads, window_of({**options})
     )
     return (out, lse) if return_softmax_lse else out
 
@@ -108,11 +113,11 @@ def decoupled_extend_attention(
     *,
     n_kv_heads: int,
     return_softmax_lse: bool = False,
-    **options: Any,
+    **options: Unpack[DecoupledExtendOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`extend_attention` with semantic and geometric keys, as `decoupled_decode_attention`."""
     out, lse = attention_call.call(
         decoupled_extend_op, {"k_sem": q_sem, "k_geo": q_geo}, {"k_sem": k_sem, "k_geo": k_geo, "v": v},
-        cache_seqlens, n_kv_heads, window_of(options),
+        cache_seqlens, n_kv_heads, window_of({**options}),
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out

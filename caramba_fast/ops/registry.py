@@ -166,7 +166,7 @@ def why_not(op: str, backend: str, device: str) -> str | None:
 def triton_missing() -> str | None:
     """The reason Triton kernels cannot run anywhere in this process, or None."""
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install caramba-fast[cuda])"
+        return "triton is not installed (pip install triton)"
     if importlib.util.find_spec(f"{NAMESPACE}.kernels") is None:
         return "caramba_fast.kernels is not installed (run from a source tree: pip install -e .)"
     return None

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from caramba_fast.cache import AnyLayerShape, DecoupledLayerShape, ModelKVCache
 from caramba_fast.config import KVCacheKind, cache_configs
 from caramba_fast.config.spec import FLAGS, NUMBERS, Part, parse_spec, spec_name
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from caramba_fast.config.spec import TensorOptions
 
 #: What every candidate is measured against.
 BASELINE = "fp16"
@@ -40,7 +45,7 @@ def candidates_for(
     return found
 
 
-def spec_with(spec: KVCacheKind | str, **fields: Any) -> str:
+def spec_with(spec: KVCacheKind | str, **fields: Unpack[TensorOptions]) -> str:
     """The spec with settings written into each part that does not say otherwise.
 
     Args:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from caramba_fast.cache.model import PrefillMode
+from caramba_fast.config import short_name
 from caramba_fast.infer.policy_fields import CachePolicyFields
 from caramba_fast.models import LanguageModel
 from caramba_fast.policy import measure as gates
@@ -23,8 +26,9 @@ from caramba_fast.policy.timing import StepMaker, StepTime, recorded_step
 from caramba_fast.quality import RecallFormat
 from caramba_fast.quality.text import begin_token
 
-#: Step times this close to the fastest are a tie, which goes to fewer bytes.
-TIE = 0.03
+#: Step times this close to the fastest are a tie, which goes to fewer bytes. Where its steps are spread wider, so is a
+#: tie, up to the second figure: runs on a machine that does other things then agree.
+TIE, WIDEST_TIE = 0.03, 0.10
 #: A probe chooses again if the runner-up is faster by more: a plan should not flap with what else runs.
 PROBE_MARGIN = 0.10
 
@@ -135,27 +139,33 @@ def _pick_smallest(fit: Sequence[Candidate]) -> Candidate:
     chosen = min(fit, key=lambda c: c.nbytes)
     for candidate in fit:
         times = candidate.nbytes / chosen.nbytes
-        candidate.is_now("larger", f"passes; {times:.2f} times the bytes of {chosen.spec}")
+        candidate.is_now(
+            "larger", f"passes; {times:.2f} times the bytes of {short_name(chosen.spec)}"
+        )
     chosen.is_now("chosen", "the smallest that passes (speed does not count)")
     return chosen
 
 
 def _pick_fastest(fit: Sequence[Candidate]) -> Candidate:
     fastest = min(fit, key=lambda c: c.seconds)
-    level = [c for c in fit if c.seconds <= (1 + TIE) * fastest.seconds]
+    assert fastest.time is not None
+    tie = min(max(TIE, fastest.time.spread), WIDEST_TIE)
+    level = [c for c in fit if c.seconds <= (1 + tie) * fastest.seconds]
     chosen = min(level, key=lambda c: (c.nbytes, c.seconds))
     for candidate in fit:
-        more = f"{candidate.seconds / fastest.seconds - 1:.1%} slower than {fastest.spec}"
+        more = (
+            f"{candidate.seconds / fastest.seconds - 1:.1%} slower than {short_name(fastest.spec)}"
+        )
         if candidate in level:
             why = f"passes; {more}, a tie" if candidate is not fastest else "passes; the fastest"
-            candidate.is_now("larger", f"{why}, and {chosen.spec} takes fewer bytes")
+            candidate.is_now("larger", f"{why}, and {short_name(chosen.spec)} takes fewer bytes")
             if candidate.nbytes == chosen.nbytes:
                 candidate.is_now("larger", f"passes; {more}, no fewer bytes")
         else:
             candidate.is_now("slower", f"passes; {more}")
     reason = "the fastest"
     if len(level) > 1:
-        reason = f"fewest bytes of the {len(level)} fastest, which are within {TIE:.0%}"
+        reason = f"fewest bytes of the {len(level)} fastest, which are within {tie:.0%}"
     chosen.is_now("chosen", reason)
     return chosen
 
@@ -268,13 +278,24 @@ def choose_for_generator(
     Args:
         options: those of `choose_cache`; and ``tokenizer``, with which needles are written where they are asked for.
     """
+    options.setdefault("progress", say_progress)
     if "tokenizer" in options:
         tokenizer = options.pop("tokenizer")
         if settings.cache_quality_min_needle is not None:
             options["recall"] = _recall(tokenizer)
         if model.device.type == "cuda":
             options["make_step"] = recorded_step
-    return choose_cache(model, settings, **options)
+    plan = choose_cache(model, settings, **options)
+    if not plan.reused:
+        options["progress"](plan.describe() + ("\n" if sys.stderr.isatty() else ""))
+    return plan
+
+
+def say_progress(words: str) -> None:
+    """Logs what is being done, and shows it on stderr where that is a terminal."""
+    logging.getLogger(__name__).info("cache='auto': %s", words.strip())
+    if sys.stderr.isatty():
+        print(f"\r\x1b[Kcaramba_fast, cache='auto': {words}", end="", file=sys.stderr, flush=True)
 
 
 def _recall(tokenizer: Any) -> RecallFormat:
@@ -363,7 +384,7 @@ def _probed(subject: Subject, plan: CachePlan) -> CachePlan | None:
 
     The winner and the runner-up are timed again, and the winner's gates looked at on one batch of windows.
     """
-    subject.progress(f"probing the kept plan, {plan.spec}")
+    subject.progress(f"probing the kept plan, {short_name(plan.spec)}")
     settings, limits = subject.settings, subject.settings.gates
     if limits and not plan.notes:
         figures = subject.meter().figures([plan.spec], gates.ROWS)[plan.spec]

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from caramba_fast.cache import AnyLayerShape
-from caramba_fast.config import cache_configs
+from caramba_fast.config import cache_configs, short_name
 from caramba_fast.config.files import shown
 from caramba_fast.infer.policy_fields import MIB
 from caramba_fast.models import LanguageModel
@@ -105,7 +105,7 @@ class CachePlan(BaseModel):
     """A choice of cache, with what it was made from.
 
     Attributes:
-        spec: the cache to use, as a generator's ``cache_kind``.
+        spec: the cache to use, as a generator's ``cache``.
         nbytes, bytes_per_token: of that cache, as in its row.
         baseline: what quality and speed are relative to.
         key: what the plan holds for.
@@ -163,7 +163,9 @@ class CachePlan(BaseModel):
     def describe(self) -> str:
         """The choice in one line."""
         source = "kept plan" if self.reused else f"measured over {len(self.rows)} candidates"
-        return f"cache {self.spec}, {self.nbytes / MIB:.2f} MiB ({source}): {self.reason}"
+        return (
+            f"cache {short_name(self.spec)}, {self.nbytes / MIB:.2f} MiB ({source}): {self.reason}"
+        )
 
 
 #: Values of each tensor that go into a model's digest, evenly spread.
@@ -225,7 +227,7 @@ def versions(device: torch.device, decoupled: bool) -> dict[str, str]:
 
 #: Heading, and cell of a row; "–" where something was not measured.
 COLUMNS: tuple[tuple[str, Callable[[CandidateRow], str]], ...] = (
-    ("cache", lambda r: r.spec),
+    ("cache", lambda r: short_name(r.spec)),
     ("MiB", lambda r: f"{r.nbytes / MIB:.2f}"),
     ("bytes/token", lambda r: f"{r.bytes_per_token:.0f}"),
     ("ΔNLL", lambda r: _with_half(r, "delta_nll", "+.4f")),

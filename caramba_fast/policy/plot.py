@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from caramba_fast.config import short_name
 from caramba_fast.infer.policy_fields import MIB, CachePolicyFields
 from caramba_fast.policy.plan import CandidateRow
 from caramba_fast.quality.plot import (
@@ -70,7 +71,9 @@ def plot_rows(rows: Sequence[CandidateRow], settings: CachePolicyFields, title: 
 
 
 def _words(row: CandidateRow) -> str:
-    return row.spec + ("" if row.relative_step is None else f"  ×{row.relative_step:.2f}")
+    return short_name(row.spec) + (
+        "" if row.relative_step is None else f"  ×{row.relative_step:.2f}"
+    )
 
 
 def _look(row: CandidateRow) -> tuple[str, str, bool]:

@@ -38,6 +38,11 @@ class StepTime:
     p20: float
     p80: float
 
+    @property
+    def spread(self) -> float:
+        """Half the distance of the quintiles, as a share of the median."""
+        return (self.p80 - self.p20) / (2 * self.median)
+
     @classmethod
     def of(cls, rounds: Sequence[Sequence[float]]) -> StepTime:
         """From the single steps of each round."""

@@ -88,7 +88,7 @@ def hard_variants(name: str) -> dict[str, Callable[[], Transformer]]:
 
     "outliers-8" has key pairs of eight times their size, "outliers-64" of 2 to 64 times,
     "value-outliers" value channels of 8 to 64 times, and "bias" (gqa) the key biases of
-    `load_demo("gqa_bias")`, which was trained with them.
+    `load_demo("gqa/bias")`, which was trained with them.
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.
@@ -101,7 +101,7 @@ def hard_variants(name: str) -> dict[str, Callable[[], Transformer]]:
         "value-outliers": lambda: scale_value_channels(load_demo(name), 8, 64),
     }
     if name == "gqa":
-        variants["bias"] = partial(load_demo, "gqa_bias")
+        variants["bias"] = partial(load_demo, "gqa/bias")
     return variants
 
 

@@ -36,7 +36,7 @@ def check_plot(path: str | Path) -> None:
 
     Raises:
         ValueError: a name that does not end in .png or .svg.
-        ModuleNotFoundError: matplotlib is missing (``pip install caramba-fast[plot]``).
+        ModuleNotFoundError: matplotlib is missing (``pip install matplotlib``).
     """
     if Path(path).suffix not in ENDINGS:
         raise ValueError(f"{path} ends in {Path(path).suffix!r}; .png and .svg can be written")
@@ -47,9 +47,7 @@ def _check_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401, PLC0415 - an extra
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "plots need matplotlib: pip install 'caramba-fast[plot]'"
-        ) from error
+        raise ModuleNotFoundError("plots need matplotlib: pip install matplotlib") from error
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -142,7 +140,7 @@ def plot_report(report: QualityReport, title: str = "") -> Figure:
     line at its size.
 
     Raises:
-        ModuleNotFoundError: matplotlib is missing (``pip install caramba-fast[plot]``).
+        ModuleNotFoundError: matplotlib is missing (``pip install matplotlib``).
     """
     kinds = list(dict.fromkeys(r.kind for r in report.rows if r.kind != report.baseline))
     numbered = len(kinds) > _FEW or any(len(kind) > _SHORT for kind in kinds)

@@ -308,9 +308,9 @@ def shareable(config: GenerateConfig) -> GenerateConfig:
             f"cache_residual_len is {config.cache_residual_len}; an engine allows 0: pages are shared between "
             "requests, and an fp16 tail belongs to one"
         )
-    if config.cache_kind == AUTO:
+    if config.cache == AUTO:
         raise ValueError(
-            "cache_kind is 'auto'; an engine needs a kind: caramba_fast.choose_cache measures, and names one"
+            "cache is 'auto'; an engine needs a kind: caramba_fast.choose_cache measures, and names one"
         )
     if "prefill" in config.model_fields_set and config.prefill != "stored":
         raise ValueError(

@@ -28,7 +28,7 @@ from caramba_fast.bench.kernels.comparators import Implementation
 from caramba_fast.bench.kernels.registry import Case
 from caramba_fast.bench.kernels.shards import Shard
 from caramba_fast.bench.kernels.table import COLUMNS, read
-from caramba_fast.bench.pages import real_decode_page, report, sections
+from caramba_fast.bench.pages import gpu_page, real_decode_page, report, sections
 
 CPU = torch.device("cpu")
 SMALL = Case("decode_attention", ("q8_0",), 2, 4, 2, 64, 128, tokens=3, dtype="fp32")
@@ -129,6 +129,20 @@ def test_an_absent_peer_says_so():
 def test_predictions_are_written_down():
     """If this fails, kernels or grid changed: ``make bench-predictions``, before measuring."""
     assert predict.PREDICTIONS.read_text() == predict.page()
+    start, end = sections.comments(gpu_page.PART)
+    part = gpu_page.PAGE.read_text("utf-8").split(start)[1].split(end)[0]
+    assert part.strip() == "\n".join(gpu_page.lines_of()).strip()
+
+
+def test_the_page_of_gpus_tells_expected_from_measured(tmp_path):
+    measured = tmp_path / "cuda.csv"
+    first = predict.PREDICTIONS.read_text().splitlines()[1].split(",")
+    measured.write_text(
+        f"case,kind,backend,median_us,device\n{first[0]},{first[1]},triton,321.04,a card\n"
+    )
+    lines = gpu_page.lines_of(measured=measured)
+    assert lines[0] == "Measured on a card." and "| 321.0 | not measured |" in lines[4]
+    assert all("not measured" in line for line in gpu_page.lines_of()[4:])
 
 
 def test_nothing_is_predicted_below_its_floor():

@@ -358,9 +358,9 @@ def test_a_session(templated: Path) -> None:
     third = result.stdout[: len(result.stdout) // 3]
     assert third.strip() and result.stdout == 3 * third, "every first answer is the same"
     for said in (
-        "cache q8_0 (chat template)", "nothing was generated yet", "there is no turn to take back",
+        "cache q8 (chat template)", "nothing was generated yet", "there is no turn to take back",
         "the last turn is taken back", "/what is no command", "a new conversation",
-        "of 4096 tokens held", "bytes/token (q8_0)",
+        "of 4096 tokens held", "bytes/token (q8)",
     ):  # fmt: skip
         assert said in result.stderr
     assert "never read" not in result.output
@@ -548,7 +548,7 @@ def test_a_session_of_a_chat_on_the_command_line(templated: Path, tmp_path: Path
     again = command(templated, f"/session load {file}\nmore\n/quit\n")
     assert again.stdout == more
     wrong = command(templated, f"/session load {file}\nhello\n/quit\n", "--cache", "nf4")
-    assert "cache_kind is 'nf4', the session has 'q8_0'" in wrong.stderr
+    assert "cache is 'nf4', the session has 'q8'" in wrong.stderr
     fresh = command(templated, "hello\n/quit\n", "--cache", "nf4")
     assert wrong.exit_code == 0 and wrong.stdout == fresh.stdout
 

@@ -92,7 +92,7 @@ def test_it_answers_until_it_is_terminated(tmp_path):
         assert found.json()["usage"]["completion_tokens"] == 4
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) in (0, -signal.SIGTERM)
-    assert "mine: cache q4_0" in (tmp_path / "log").read_text()
+    assert "mine: cache q4" in (tmp_path / "log").read_text()
 
 
 def test_prefixes_outlive_a_server_that_is_killed(tmp_path):

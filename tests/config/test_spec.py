@@ -101,7 +101,7 @@ def test_defaults_name_only_settings_there_are():
 
 def test_a_generation_takes_a_spec():
     config = GenerateConfig(cache_kind="q4:plain,rotate/q8:plain", cache_residual_len=16)
-    assert config.cache_name == "q4_0:plain,rotate/q8_0:plain"
+    assert config.cache_name == "q4:plain,rotate/q8:plain"
     assert config.stream_configs() == cache_configs("q4:plain,rotate/q8:plain", residual_len=16)
     with pytest.raises(ValueError, match="has the option 'spin'"):
         GenerateConfig(cache_kind="q4:spin")

@@ -182,14 +182,51 @@ class Wrapper(nn.Module):
         return self.base_model
 
 
-def test_wrapped_models_are_refused_with_the_way_to_the_model_inside() -> None:
+@pytest.mark.parametrize(
+    "wrap", [Wrapper, torch.compile, lambda model: Wrapper(torch.compile(model))]
+)
+def test_what_wraps_a_model_is_accelerated_inside(wrap: Any) -> None:
     model = tiny("llama")
-    with pytest.raises(TypeError, match=r"get_base_model\(\)"):
-        accelerate(Wrapper(model))
-    with pytest.raises(TypeError, match="_orig_mod"):
-        accelerate(torch.compile(model))
+    own = model.config._attn_implementation
+    outer = wrap(model)
+    assert accelerate(outer, "q8") is outer
+    assert isinstance(
+        model.generate(IDS, max_new_tokens=2, return_dict_in_generate=True).past_key_values,
+        CarambaCache,
+    )
+    settings = restore(outer)
+    assert settings is not None and settings.name == "q8"
+    assert model.config._attn_implementation == own and restore(model) is None
+
+
+@torch.no_grad()
+def test_a_model_that_was_compiled_before_reads_packed_afterwards() -> None:
+    model = tiny("llama")
+    compiled = torch.compile(model, backend="eager")
+    before = compiled(IDS).logits
+    accelerate(compiled, "q8")
+    cache = CarambaCache(model, "q8")
+    torch.testing.assert_close(
+        compiled(IDS, past_key_values=cache).logits, before, atol=1e-4, rtol=1e-4
+    )
+    expected = model(IDS[:, :1], past_key_values=copy.deepcopy(cache)).logits
+    assert cache.dequantizations == 0
+    torch.testing.assert_close(
+        compiled(IDS[:, :1], past_key_values=cache).logits, expected, atol=1e-4, rtol=1e-4
+    )
+    restore(compiled)
+    torch.testing.assert_close(compiled(IDS).logits, before)
+
+
+def test_what_is_no_model_is_refused_with_what_to_give() -> None:
+    model = tiny("llama")
     with pytest.raises(TypeError, match=r"model\.module"):
         accelerate(nn.DataParallel(model))
+    with pytest.raises(
+        TypeError,
+        match=r"load the model first, AutoModelForCausalLM.from_pretrained\('some/name'\)",
+    ):
+        accelerate("some/name")
     for kind in KINDS:
         with pytest.raises(TypeError, match="meta device: load them first"):
             accelerate(tiny("llama").to("meta"), kind)
@@ -208,7 +245,12 @@ def test_slow_reads_are_told_once_with_what_helps() -> None:
     [message] = messages(plain, CarambaCache(plain, "q8"))
     assert "accelerate(model)" in message and "dequantized" in message
     [message] = messages(theirs, CarambaCache(theirs, "q8"))
-    assert "accelerate" not in message and "attention interface" in message
+    assert (
+        "accelerate" not in message
+        and "attention interface" in message
+        and "a stock cache is faster" in message
+    )
+    assert messages(theirs, CarambaCache(theirs, "q8")) == []  # once a model, not a cache
     model = accelerate(tiny("llama"), "q8")
     [message] = messages(model, None)
     assert "past_key_values=CarambaCache" in message

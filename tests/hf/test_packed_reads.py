@@ -30,7 +30,7 @@ from caramba_fast.config import cache_configs
 from caramba_fast.hf import HuggingFaceModel, accelerate, restore
 from caramba_fast.hf.lazy_tensors import PackedStates
 from caramba_fast.hf.row_layout import RightPadded
-from caramba_fast.hf.scope import implementation, our_attention
+from caramba_fast.hf.scope import implementation, once, our_attention
 from caramba_fast.hf.step_cache import StepCache
 from caramba_fast.infer import SpeculativeConfig, SpeculativeGenerator
 from caramba_fast.models import demo_path, load_demo
@@ -73,7 +73,7 @@ def dense(model: HuggingFaceModel) -> HuggingFaceModel:
     other = HuggingFaceModel(copy.deepcopy(model.model))
     assert other.why_dense is None
     other._needs_tensors = "the test wants it"
-    other._warned.add("the test wants it")
+    once(other.model.config, "the test wants it", "")
     return other
 
 

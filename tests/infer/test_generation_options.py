@@ -384,8 +384,9 @@ def test_settings_of_one_call_are_its_own() -> None:
     generator = ours()
     assert generator.generate(PROMPTS, max_new_tokens=3).shape[1] == 8 + 3
     assert generator.generate(PROMPTS).shape[1] == 8 + NEW
-    with pytest.raises(ValueError, match="cache_kind belongs to the generator's cache"):
-        generator.generate(PROMPTS, cache_kind="q4")
+    for name in ("cache", "cache_kind"):
+        with pytest.raises(ValueError, match=f"{name} belongs to the generator's cache"):
+            generator.generate(PROMPTS, **{name: "q4"})
     with pytest.raises(ValidationError, match="top_p"):
         generator.generate(PROMPTS, top_p=0.0)
 

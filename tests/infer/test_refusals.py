@@ -36,6 +36,11 @@ def model(device: torch.device) -> Transformer:
 
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown kind": ({"cache_kind": "q3"}, "cache_kind.*q3.*fp32, fp16, bf16, q8_0, q4_0, nf4"),
+    "misspelt field": ({"max_new_token": 3}, "max_new_token\\n.*did you mean 'max_new_tokens'"),
+    "a field by two names": (
+        {"cache": "q4", "cache_kind": "q8"},
+        "cache and cache_kind are the same setting",
+    ),
     "kind of another type": ({"cache_kind": 4}, "cache_kind.*fp16"),
     "negative temperature": ({"temperature": -0.1}, "temperature.*greater than or equal to 0"),
     "infinite temperature": ({"temperature": float("inf")}, "temperature.*finite"),
@@ -55,7 +60,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "negative seed": ({"seed": -1}, "seed.*greater than or equal to 0"),
     "a gate for a fixed kind": (
         {"cache_kind": "q4", "cache_quality_max_mean_kl": 0.1},
-        "max_mean_kl.*cache_kind='auto'",
+        "max_mean_kl.*cache='auto'",
     ),
     "a window without a plan": (
         {"decode_local_window": 9},

@@ -166,7 +166,7 @@ WRONG: dict[str, tuple[str, str]] = {
     ),
     "contradiction": (
         RUN + "generate: {cache_kind: q8, cache_quality_max_mean_kl: 0.1}",
-        rf"^{AT}\.generate: cache_quality_max_mean_kl=0.1 needs cache_kind='auto'",
+        rf"^{AT}\.generate: cache_quality_max_mean_kl=0.1 needs cache='auto'",
     ),
     "both": (RUN + "generate: {}\n    speculative: {}", "generate and speculative are both given"),
     "two prompts": (RUN + "prompts: [a]\n    prompt_file: b", "prompts and prompt_file are both"),
@@ -274,7 +274,7 @@ def test_only_what_is_chosen_is_checked(tmp_path: Path) -> None:
 
 
 def test_a_run_writes_what_the_generator_writes(tmp_path: Path) -> None:
-    settings = {"max_new_tokens": 12, "temperature": 0.0, "cache_kind": "q8"}
+    settings = {"max_new_tokens": 12, "temperature": 0.0, "cache": "q8"}
     prompts = ["import os\n", "def main():\n    return"]
     (report,) = done(one(prompts=prompts, generate=settings, output="out/a.json"), tmp_path)
     tokenizer = demo_tokenizer()
@@ -283,8 +283,8 @@ def test_a_run_writes_what_the_generator_writes(tmp_path: Path) -> None:
     assert report.texts == [tokenizer.decode(row) for row in found[:, -12:].tolist()]
     written = json.loads((tmp_path / "out" / "a.json").read_text())
     assert written["texts"] == report.texts and written["prompts"] == prompts
-    assert written["metrics"]["new_tokens"] == 24 and written["report"]["cache_kind"] == "q8_0"
-    assert written["settings"]["generate"] == settings | {"cache_kind": "q8_0"}
+    assert written["metrics"]["new_tokens"] == 24 and written["report"]["cache_kind"] == "q8"
+    assert written["settings"]["generate"] == settings | {"cache": "q8_0"}
     assert written["environment"]["torch"] == torch.__version__
 
 
@@ -321,7 +321,7 @@ def test_a_benchmark_compares_caches_and_writes_json(tmp_path: Path) -> None:
     (report,) = done(text, tmp_path)
     assert report.output == tmp_path / "t-a.json"
     written = json.loads(report.output.read_text())
-    assert list(written["metrics"]) == ["fp16", "q8_0", "q4_0"]
+    assert list(written["metrics"]) == ["fp16", "q8", "q4"]
     sizes = [written["metrics"][kind]["bytes_per_token"]["median"] for kind in written["metrics"]]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
     for figures in written["metrics"].values():
@@ -343,7 +343,7 @@ def test_a_benchmarks_kinds_take_turns(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(Generator, "generate", noted)
     how = {"compare": ["q8"], "repeats": 2, "warmup": 1}
     done(one(mode="benchmark", generate={"max_new_tokens": 2}, benchmark=how), tmp_path)
-    assert order == ["fp16", "q8_0"] * 3
+    assert order == ["fp16", "q8"] * 3
 
 
 def test_a_benchmark_of_auto_compares_with_fixed_kinds(tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_a_benchmark_of_auto_compares_with_fixed_kinds(tmp_path: Path) -> None:
     how = {"compare": ["fp32"], "repeats": 1, "warmup": 0}
     (report,) = done(one(mode="benchmark", generate=settings, benchmark=how), tmp_path)
     assert list(report.metrics) == ["auto", "fp32"]
-    assert report.report["auto"]["cache_kind"] in ("q8_0", "q4_0")
+    assert report.report["auto"]["cache_kind"] in ("q8", "q4")
 
 
 def test_a_benchmark_of_drafts_has_their_figures(tmp_path: Path) -> None:
@@ -386,14 +386,14 @@ def test_the_guides_manifest_runs_as_written(tmp_path: Path) -> None:
     result = run(tmp_path / "guide.yml")
     assert result.exit_code == 0, result.output
     assert "generate_test/generate: generate" in result.stdout
-    assert re.search(r"\d+ tokens, [\d.]+ tokens/s, .*cache (q4_0|nf4|q8_0|fp16)", result.stdout)
+    assert re.search(r"\d+ tokens, [\d.]+ tokens/s, .*cache (q4|nf4|q8|fp16)", result.stdout)
 
 
 @pytest.mark.usefixtures("no_compute")
 def test_the_example_is_right() -> None:
     result = run(EXAMPLE, "--check")
     assert result.exit_code == 0, result.output
-    assert "demo/benchmark: benchmark with demo, cache fp16, q8_0, q4_0" in result.stdout
+    assert "demo/benchmark: benchmark with demo, cache fp16, q8, q4" in result.stdout
 
 
 def test_the_example_runs(tmp_path: Path) -> None:
@@ -403,9 +403,9 @@ def test_the_example_runs(tmp_path: Path) -> None:
     result = run(copy, columns=80)
     assert result.exit_code == 0, result.output
     figures = json.loads((copy.parent / "runs" / "manifest-benchmark.json").read_text())["metrics"]
-    assert list(figures) == ["fp16", "q8_0", "q4_0"]
+    assert list(figures) == ["fp16", "q8", "q4"]
     assert "of drafts accepted" in result.stdout
-    table = [line for line in result.stdout.splitlines() if re.match(r" *(fp16|q8_0|q4_0) ", line)]
+    table = [line for line in result.stdout.splitlines() if re.match(r" *(fp16|q8|q4) ", line)]
     assert len(table) == 3 and max(map(len, table)) <= 80
 
 

@@ -36,7 +36,7 @@ from caramba_fast.policy import (
 )
 from caramba_fast.policy import measure as gates_module
 from caramba_fast.policy.candidates import DECOUPLED, STANDARD
-from caramba_fast.policy.choose import Candidate, pick
+from caramba_fast.policy.choose import Candidate, choose_for_generator, pick
 from caramba_fast.policy.measure import (
     FEWEST_WINDOWS,
     MOST_WINDOWS,
@@ -140,21 +140,50 @@ def candidate(spec: str, nbytes: int, seconds: float | None = None) -> Candidate
 
 def test_the_fastest_is_taken_and_ties_go_to_fewer_bytes() -> None:
     settings = CachePolicyFields()
-    fit = [candidate("a", 400, 1.00), candidate("b", 200, 1.029), candidate("c", 100, 1.04)]
-    assert pick(fit, settings).spec == "b"
+    fit = [
+        candidate("fp16", 400, 1.00),
+        candidate("q8_0", 200, 1.029),
+        candidate("q4_0", 100, 1.04),
+    ]
+    assert pick(fit, settings).spec == "q8_0"
     assert [c.status for c in fit] == ["larger", "chosen", "slower"]
     assert "fewest bytes of the 2 fastest" in fit[1].reason and "4.0% slower" in fit[2].reason
-    fit = [candidate("a", 400, 1.00), candidate("b", 200, 1.031)]
-    assert pick(fit, settings).spec == "a" and fit[0].reason == "the fastest"
-    fit = [candidate("a", 200, 1.00), candidate("b", 200, 1.01)]
-    assert pick(fit, settings).spec == "a" and "no fewer bytes" in fit[1].reason
+    fit = [candidate("fp16", 400, 1.00), candidate("q8_0", 200, 1.031)]
+    assert pick(fit, settings).spec == "fp16" and fit[0].reason == "the fastest"
+    assert "slower than fp16" in fit[1].reason
+    fit = [candidate("fp16", 200, 1.00), candidate("q8_0", 200, 1.01)]
+    assert pick(fit, settings).spec == "fp16" and "no fewer bytes" in fit[1].reason
+
+
+def test_a_tie_is_as_wide_as_the_steps_are_spread_and_no_wider_than_a_tenth() -> None:
+    for spread, chosen in ((0.0, "fp16"), (0.08, "q8_0"), (0.5, "q8_0")):
+        fit = [
+            candidate("fp16", 400, 1.00),
+            candidate("q8_0", 200, 1.07),
+            candidate("q4_0", 100, 1.11),
+        ]
+        fit[0].time = StepTime(1.0, 1.0 - spread, 1.0 + spread)
+        assert pick(fit, CachePolicyFields()).spec == chosen
+
+
+def test_a_choice_says_what_it_does(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    fake_speed(monkeypatch)
+    with caplog.at_level("INFO", logger="caramba_fast"):
+        choose_for_generator(
+            model, CachePolicyFields(cache_auto_candidates=("fp16", "q8")), max_seq_len=256
+        )
+    said = [record.getMessage() for record in caplog.records]
+    assert any("timing" in words or "steps" in words for words in said), said
+    assert "cache q8" in said[-1]
 
 
 def test_without_timing_the_smallest_is_taken() -> None:
-    fit = [candidate("a", 400), candidate("b", 100)]
-    assert pick(fit, CachePolicyFields(cache_auto_benchmark=False)).spec == "b"
+    fit = [candidate("fp16", 400), candidate("q8_0", 100)]
+    assert pick(fit, CachePolicyFields(cache_auto_benchmark=False)).spec == "q8_0"
     assert fit[0].status == "larger" and "4.00 times" in fit[0].reason
-    assert pick([candidate("a", 400)], CachePolicyFields()).reason == "the only one that passes"
+    assert pick([candidate("fp16", 400)], CachePolicyFields()).reason == "the only one that passes"
 
 
 def figures(mean: float, half: float, **others: Any) -> Figures:

@@ -211,7 +211,7 @@ def test_a_saved_demo_is_the_demo(tmp_path, name):
 def test_a_hard_variant_has_no_checkpoint_folder():
     with pytest.raises(ValueError, match=r"delta to 'gqa'.*save_demo"):
         demo_path("gqa_bias")
-    with pytest.raises(ValueError, match="known are gqa, dba, gqa_bias"):
+    with pytest.raises(ValueError, match="known are gqa, dba, gqa/bias"):
         load_demo("nothing")
 
 
