@@ -589,3 +589,8 @@ def test_main_says_what_to_install(monkeypatch: pytest.MonkeyPatch, package: str
     package = "pyyaml" if package == "yaml" else package
     assert f"needs {package}: pip install {package}" in message
     assert "\n" not in message
+
+
+def test_the_version_is_told() -> None:
+    done = CliRunner().invoke(app, ["--version"])
+    assert done.exit_code == 0 and done.stdout == f"caramba-fast {caramba_fast.__version__}\n"
