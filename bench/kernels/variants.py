@@ -293,21 +293,23 @@ def _quantize_table() -> Iterator[Variant]:
 
 def _quantize_by_channel(kind: str, dtype: str, group: int) -> Variant:
     module = quantize_by_channel
+    fixed = module.constants(resolve(kind), HEAD_DIM, group)
     return Variant(
         "quantize", kind, dtype, group, module.quantize_channel_kernel,
         {"x_ptr": POINTERS[dtype], "codes_ptr": "*u8", "scales_ptr": "*fp16", "row_stride": "i32!"},
-        module.constants(resolve(kind), HEAD_DIM, group), module.NUM_WARPS, module.VALUES_PER_PROGRAM,
+        fixed, module.num_warps(fixed), fixed["GROUP"] * fixed["BLOCKS"] * fixed["PACKED"],
     )  # fmt: skip
 
 
 def _dequantize_by_channel(kind: str, dtype: str, group: int) -> Variant:
     module = dequantize_by_channel
+    fixed = quantize_by_channel.constants(resolve(kind), HEAD_DIM, group, module.VALUES_PER_PROGRAM)
     strides = {"codes_stride": "i32!", "scales_stride": "i32!"}
     return Variant(
         "dequantize", kind, dtype, group, module.dequantize_channel_kernel,
         {"codes_ptr": "*u8", "scales_ptr": "*fp16", "out_ptr": POINTERS[dtype], **strides},
-        module.constants(resolve(kind), HEAD_DIM, group, module.VALUES_PER_PROGRAM), module.NUM_WARPS,
-        module.VALUES_PER_PROGRAM,
+        fixed, quantize_by_channel.num_warps(fixed, module.THREAD_VALUES),
+        fixed["GROUP"] * fixed["BLOCKS"] * fixed["PACKED"],
     )  # fmt: skip
 
 

@@ -110,12 +110,12 @@ def run_quality(
 
 
 def load_subject(name: str, device: str) -> Subject:
-    """``demo:gqa``, a hard variant such as ``demo:gqa/outliers-8``, or a checkpoint folder.
+    """``demo``, ``demo:gqa``, a hard variant such as ``demo:gqa/outliers-8``, or a checkpoint folder.
 
     A folder is loaded natively where its architecture is known here, else by transformers, in float32.
     """
-    kind, colon, demo = name.partition(":")
-    if kind != DEMO or not colon:
+    kind, _, demo = name.partition(":")
+    if kind != DEMO:
         folder = local_path(name)
         if not folder.is_dir():
             raise ValueError(
@@ -123,7 +123,7 @@ def load_subject(name: str, device: str) -> Subject:
                 f"{', '.join(f'{DEMO}:{known}' for known in ('gqa', 'dba'))}"
             )
         return Subject(name, load(folder, device, torch.float32), load_tokenizer(folder), None)
-    demo, slash, variant = demo.partition("/")
+    demo, slash, variant = (demo or "gqa").partition("/")
     variants = hard_variants(demo)
     if not slash:
         return Subject(name, load_demo(demo, device=device), demo_tokenizer(demo), demo)

@@ -117,7 +117,7 @@ def grammar_of(
         return None
     if find_spec("llguidance") is None:
         raise ModuleNotFoundError(
-            "structured_outputs (response_format) needs llguidance: pip install 'caramba-fast[serve]'"
+            "structured_outputs (response_format) needs llguidance: pip install llguidance"
         )
     if not eos_ids:
         raise ValueError(

@@ -41,7 +41,7 @@ def local_path(name: str | Path, revision: str | None = None) -> Path:
 def _downloaded(name: str, revision: str | None) -> Path:
     if importlib.util.find_spec("huggingface_hub") is None:
         raise ModuleNotFoundError(
-            f"{name} does not exist here; to download it from the Hub, pip install 'caramba-fast[hf]'"
+            f"{name} does not exist here; to download it from the Hub, pip install huggingface-hub"
         )
     hub = importlib.import_module("huggingface_hub")
     try:

@@ -14,11 +14,10 @@ from caramba_fast.formats import resolve
 
 from .casts import from_float32
 from .launch import EXACT, as_rows, on_device
-from .quantize_by_channel import constants, programs
+from .quantize_by_channel import constants, num_warps, programs
 
 #: Values of one program: with 4 warps a thread reads 16 bytes of 4-bit codes and writes 32 values.
-VALUES_PER_PROGRAM = 4096
-NUM_WARPS = 4
+VALUES_PER_PROGRAM, THREAD_VALUES = 4096, 32
 
 
 @triton.jit
@@ -77,6 +76,6 @@ def dequantize(
     with on_device(codes):
         dequantize_channel_kernel[(programs(fixed, scale_rows.shape[0]),)](
             code_rows, scale_rows, out, code_rows.stride(0), scale_rows.stride(0), **fixed,
-            num_warps=NUM_WARPS, **EXACT,
+            num_warps=num_warps(fixed, THREAD_VALUES), **EXACT,
         )  # fmt: skip
     return out

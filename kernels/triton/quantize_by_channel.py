@@ -16,9 +16,8 @@ from .casts import to_float32
 from .formats import channel_codes, channel_scales
 from .launch import EXACT, as_rows, on_device
 
-#: Values of one program: with 4 warps 16 a thread, all in registers.
-VALUES_PER_PROGRAM = 2048
-NUM_WARPS = 4
+#: Values of one program, or 32 channels of a group that is larger: 16 a thread, all in registers.
+VALUES_PER_PROGRAM, THREAD_VALUES = 2048, 16
 
 
 @triton.jit
@@ -80,6 +79,11 @@ def constants(
     }
 
 
+def num_warps(fixed: dict[str, int], thread_values: int = THREAD_VALUES) -> int:
+    """Warps of a program."""
+    return fixed["GROUP"] * fixed["BLOCKS"] * fixed["PACKED"] // (32 * thread_values) or 1
+
+
 def programs(fixed: dict[str, int], groups: int) -> int:
     """Programs for so many groups."""
     return groups * -(-fixed["DIM"] // (fixed["BLOCKS"] * fixed["PACKED"]))
@@ -97,6 +101,6 @@ def quantize(x: Tensor, kind: str, block: int, fit: str = "amax") -> tuple[Tenso
     fixed = constants(form, dim, block)
     with on_device(x):
         quantize_channel_kernel[(programs(fixed, rows.shape[0] // block),)](
-            rows, codes, scales, rows.stride(0), **fixed, num_warps=NUM_WARPS, **EXACT
+            rows, codes, scales, rows.stride(0), **fixed, num_warps=num_warps(fixed), **EXACT
         )
     return codes, scales

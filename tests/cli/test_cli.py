@@ -473,7 +473,8 @@ def test_doctor_says_what_would_run_on_cuda(monkeypatch: pytest.MonkeyPatch) -> 
     for op, runs in (
         ("decode_attention", "triton"),
         ("append_", "triton"),
-        ("merge_state", "reference"),
+        ("merge_state", "triton"),
+        ("extend_attention", "reference"),
     ):
         line = next(x for x in planned.splitlines() if x.strip("│┃ ").split(" ")[0] == op)
         assert "cuda" in line and runs in line

@@ -172,7 +172,6 @@ def test_what_is_wrong_is_one_line(name: str, tmp_path: Path) -> None:
         ("demo:mla", ("'mla'", "gqa, dba")),
         ("demo:gqa/hard", ("'hard'", "outliers-8", "outliers-64")),
         ("nowhere", ("'nowhere'", "demo:gqa", "demo:dba")),
-        ("demo", ("'demo'", "demo:gqa", "demo:dba")),
     ],
 )
 def test_an_unknown_model_is_one_line(name: str, parts: tuple[str, ...]) -> None:

@@ -49,7 +49,7 @@ def test_what_cannot_be_served_is_said_in_a_line(options, said):
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "uvicorn" else name)
     address = serve.Address("127.0.0.1", 1, (), False)
-    with pytest.raises(ModuleNotFoundError, match=r"uvicorn is missing.*caramba-fast\[serve\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"uvicorn is missing.*pip install uvicorn"):
         serve.run_server(None, "demo", address, False)
 
 

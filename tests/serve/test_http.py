@@ -240,7 +240,7 @@ def test_without_its_library_a_format_is_refused_with_what_to_install(server, mo
     body = {"messages": CHAT, "response_format": {"type": "json_object"}}
     found = httpx.post(f"{server}/v1/chat/completions", json=body)
     assert found.status_code == 400
-    assert "pip install 'caramba-fast[serve]'" in found.json()["error"]["message"]
+    assert "pip install llguidance" in found.json()["error"]["message"]
 
 
 @given(
