@@ -218,5 +218,5 @@ def test_a_quantization_that_cannot_be_undone_is_named(tmp_path, monkeypatch):
 def test_without_the_package_it_says_what_to_install(tmp_path, monkeypatch):
     written(tmp_path / "m.gguf", "llama")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"caramba-fast\[gguf\]"):
+    with pytest.raises(ModuleNotFoundError, match="pip install gguf"):
         load(tmp_path / "m.gguf")
