@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 WHAT, VERSION = "session", 1
 #: Settings that a session is begun and continued with, unless others are given.
-KEPT = {*CacheFields.model_fields, *DecodePlanFields.model_fields} - {"cuda_graph"}
+KEPT = {*CacheFields.model_fields, *DecodePlanFields.model_fields} - {"cuda_graph", "max_seq_len"}
 #: Of these the ones that may not be others: they say what of the cache is read.
 FIXED = [name for name in sorted(DecodePlanFields.model_fields) if "q_chunk" not in name]
 
@@ -142,7 +142,8 @@ class SavableGenerator(StepwiseGenerator):
             path: a file that `save` wrote.
             model: the model it was saved with.
             config: settings; what they leave open of the cache is as in the file, and so are random numbers without a
-                ``seed``. What they give must agree with it; ``max_seq_len`` may be any that has room.
+                ``seed``. What they give must agree with it; ``max_seq_len`` may be any that has room, and is by
+                default 2048, or twice the tokens in the file.
             options: fields of the config, and arguments of the class such as ``tokenizer`` or ``draft_model``.
 
         Raises:
@@ -189,7 +190,7 @@ class SavableGenerator(StepwiseGenerator):
     def _take(self, saved: SavedSession) -> None:
         about, problems = saved.about, _problems(self, saved)
         if problems:
-            raise SessionError(f"{saved.path} does not fit: {'; '.join(problems)}")
+            raise SessionError(f"{saved.path} does not fit: {'; '.join(problems)[:2000]}")
         cache, rows = opened(self, about.target, "target", saved.tensors)
         take_draft, rng = self._opened_draft(saved), self._rng
         if about.target.random is not None and self.config.seed in (None, about.seed):
@@ -213,6 +214,10 @@ def _filled(config: GenerateConfig, saved: SavedSession) -> GenerateConfig:
     """
     kept = {**saved.about.settings, "seed": saved.about.seed}
     open_ = {name: kept[name] for name in (*KEPT, "seed") if name in kept}
+    # Room is made for the tokens that are there, never on the word of a number.
+    tokens = saved.tensors.get("target.tokens")
+    default = GenerateConfig.model_fields["max_seq_len"].default
+    open_["max_seq_len"] = max(default, 2 * (0 if tokens is None else tokens.numel()))
     if config.model_fields_set & {"cache", *(f"cache_{n}" for n in config.stream_fields)}:
         open_ = {n: x for n, x in open_.items() if not n.startswith("cache")}
     if "decode_plan" in config.model_fields_set:
@@ -223,7 +228,7 @@ def _filled(config: GenerateConfig, saved: SavedSession) -> GenerateConfig:
         )
     except ValidationError as error:
         raise SessionError(
-            f"{saved.path} does not go with these settings: {explain(error)}"
+            f"{saved.path} does not go with these settings: {explain(error)[:1000]}"
         ) from None
 
 

@@ -191,8 +191,10 @@ def opened(
     for index, (layer, told) in enumerate(zip(cache, part.layers, strict=True)):
         try:
             layer.load_state_dict(_with_tensors(told, f"{name}.layers.{index}", tensors))
-        except (ValueError, TypeError, AttributeError) as error:
-            raise SessionError(f"it does not fit: layer {index} of the {name}: {error}") from None
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            raise SessionError(
+                f"it does not fit: layer {index} of the {name}: {str(error)[:1000]}"
+            ) from None
     ids = tensors[f"{name}.tokens"].split(part.counts)
     return cache, [TokenSequence(array("q", row.tolist())) for row in ids]
 
