@@ -62,9 +62,7 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         if importlib.util.find_spec("gguf") is None:
-            raise ModuleNotFoundError(
-                f"{path.name} needs the gguf package (pip install gguf)"
-            )
+            raise ModuleNotFoundError(f"{path.name} needs the gguf package (pip install gguf)")
         self._gguf = importlib.import_module("gguf")
         self.path = path
         try:
