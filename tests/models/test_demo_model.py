@@ -125,16 +125,28 @@ def test_the_arithmetic_costs_little_beside_the_cache(demo, held_out, kind):
     assert mean_kl(exact, found) < 1.1 * cost
 
 
-@pytest.mark.parametrize(("kind", "rounding"), [("fp32", 1e-4), ("q4:plain", 2e-3), ("q4", 5e-3)])
-def test_stored_prefill_does_not_depend_on_chunks(demo, held_out, kind, rounding):
-    """But for values that fall on the other side of a rounding, of which a tail and a rotation have more."""
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("kind", "rounding"), [("fp32", 2e-5), ("q4:plain", 1e-3), ("q4", 1e-3)])
+def test_stored_prefill_does_not_depend_on_chunks(demo, held_out, kind, rounding, one_thread):
+    """But for values that fall on the other side of a rounding, of which a tail and a rotation have more.
+
+    In one thread: torch's products of several differ by 1e-6, and one code that becomes another moves a logit by 0.2.
+    """
     model, _ = demo
     prompt = held_out[:300].tolist()
     settings = dict(cache_kind=kind, prefill="stored", max_new_tokens=1)
     whole = Generator(model, **settings).prefill([prompt])
     for chunk in (64, 37):
         pieces = Generator(model, **settings, prefill_chunk=chunk).prefill([prompt])
-        torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=rounding)
+        off = (pieces - whole).abs()
+        assert float(off.mean()) < rounding and float(off.max()) < 10 * rounding
 
 
 @pytest.mark.parametrize("kind", ["q8", "q4", "nf4"])
