@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from caramba_fast.cache import AnyLayerShape, LayerShape
 from caramba_fast.hf.compat import (
+    EMPTY,
     is_chunked,
     is_hybrid,
     keeps_only_tokens,
@@ -184,7 +185,8 @@ def _keeps_tokens(model: Any) -> bool:
     """Whether all stock layers keep keys and values of tokens and nothing else, where there are stock layers."""
     if not model._supports_default_dynamic_cache():
         return True
-    return all(map(keeps_only_tokens, stock_layers(model.config.get_text_config(decoder=True))))
+    layers = stock_layers(model.config.get_text_config(decoder=True))
+    return all(keeps_only_tokens(layer) or isinstance(layer, EMPTY) for layer in layers)
 
 
 def check_cacheable(model: Any) -> None:

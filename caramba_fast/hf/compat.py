@@ -121,6 +121,10 @@ def keeps_only_tokens(layer: Any) -> bool:
     return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
 
 
+#: Stock layers that keep nothing: their attention reads what an earlier layer keeps. There are none before 5.1.
+EMPTY: tuple[Any, ...] = tuple(
+    getattr(cache_utils, name) for name in ("DummyLayer",) if hasattr(cache_utils, name)
+)
 #: Stock layers that keep K and V of tokens beside a state of linear attention; there are none before 5.1.
 HYBRIDS: tuple[Any, ...] = tuple(
     getattr(cache_utils, name)

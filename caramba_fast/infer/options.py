@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from caramba_fast.config import KVCacheKind
+from caramba_fast.infer.fields import StructuredOutputs
 from caramba_fast.infer.logits import AllowedTokens, LogitsProcessor
 from caramba_fast.infer.run import Streamer
 from caramba_fast.infer.stopping import StoppingCriterion
@@ -64,6 +65,8 @@ class OtherOptions(TypedDict, total=False):
     return_dict_in_generate: bool
     output_scores: bool
     output_logits: bool
+    logprobs: int | None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None
 
 
 class CallOptions(OtherOptions, total=False):

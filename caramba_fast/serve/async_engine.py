@@ -20,7 +20,9 @@ from caramba_fast.serve.input_processor import Prepared
 from caramba_fast.serve.request import Event, RequestOutput
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
+
+    from caramba_fast.serve.options import RequestOptions
 
 
 Result = TypeVar("Result")
@@ -133,7 +135,7 @@ class AsyncEngine:
     # -- requests -----------------------------------------------------------------------
 
     async def stream(
-        self, prompt: Any, config: Any = None, **options: Any
+        self, prompt: Any, config: Any = None, **options: Unpack[RequestOptions]
     ) -> AsyncGenerator[Event, None]:
         """The events of one request as they come; leaving the loop cancels it.
 
@@ -162,7 +164,9 @@ class AsyncEngine:
         finally:
             self._leave(name, ended)
 
-    async def generate(self, prompt: Any, config: Any = None, **options: Any) -> RequestOutput:
+    async def generate(
+        self, prompt: Any, config: Any = None, **options: Unpack[RequestOptions]
+    ) -> RequestOutput:
         """One request from beginning to end; arguments and errors as in `stream`."""
         async with aclosing(self.stream(prompt, config, **options)) as events:
             async for event in events:
@@ -179,7 +183,9 @@ class AsyncEngine:
         self.engine.cancel(request_id)
         self._wake.set()
 
-    async def prepared(self, prompt: Any, config: Any = None, **options: Any) -> Prepared:
+    async def prepared(
+        self, prompt: Any, config: Any = None, **options: Unpack[RequestOptions]
+    ) -> Prepared:
         """A checked request; text is tokenized in a thread of its own, in order, while the loop goes on.
 
         Arguments and errors are those of `stream`.

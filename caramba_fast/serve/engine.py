@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -32,6 +32,12 @@ from caramba_fast.serve.prefix_store import store_for
 from caramba_fast.serve.request import Event, Request, RequestOutput
 from caramba_fast.serve.scheduler import Scheduler
 from caramba_fast.serve.undo import EngineFullError, Turn, Undo, _is_under_way, whole
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from caramba_fast.infer.options import CallOptions
+    from caramba_fast.serve.options import EngineOptions, RequestOptions
 
 
 class EngineRequests:
@@ -160,12 +166,13 @@ class Engine(EngineRequests):
         settings: EngineConfig | None = None,
         *,
         tokenizer: Any = None,
-        **overrides: Any,
+        **overrides: Unpack[EngineOptions],
     ) -> None:
-        own = {name: overrides.pop(name) for name in EngineConfig.model_fields if name in overrides}
+        rest: dict[str, Any] = dict(overrides)
+        own = {name: rest.pop(name) for name in EngineConfig.model_fields if name in rest}
         given = (settings or EngineConfig()).model_dump(exclude_unset=True)
         self.settings = EngineConfig(**{**given, **own})
-        self.config = shareable((config or GenerateConfig()).updated(**overrides))
+        self.config = shareable((config or GenerateConfig()).updated(**rest))
         self.model: Any = servable(model, self.config.max_seq_len)
         self.tokenizer = None if tokenizer is None else TextTokenizer.of(tokenizer)
         self.pool = pool_for(self.model, self.config, self.settings)
@@ -196,7 +203,7 @@ class Engine(EngineRequests):
         request_id: str | None = None,
         deadline: float | None = None,
         cache_salt: str | None = None,
-        **overrides: Any,
+        **overrides: Unpack[CallOptions],
     ) -> str:
         """Takes a request on.
 
@@ -218,15 +225,8 @@ class Engine(EngineRequests):
                 do not go with an engine; the request is not taken on.
             EngineFullError: ``max_waiting`` requests wait.
         """
-        prepared = self.inputs.prepared(
-            prompt,
-            config,
-            request_id=request_id,
-            deadline=deadline,
-            cache_salt=cache_salt,
-            **overrides,
-        )
-        return self._enter(prepared)
+        named = {"request_id": request_id, "deadline": deadline, "cache_salt": cache_salt}
+        return self._enter(self.inputs.prepared(prompt, config, **named, **overrides))  # type: ignore[arg-type]
 
     def _put_back(self, mine: bool = False) -> None:
         """Undoes a call that was interrupted; ``mine`` if it is the one that asks.
@@ -243,7 +243,9 @@ class Engine(EngineRequests):
             self._undo.put_back(self._outputs)
         self._turn = Turn(turn.pending)
 
-    def prepared(self, prompt: Any, config: Any = None, **options: Any) -> Prepared:
+    def prepared(
+        self, prompt: Any, config: Any = None, **options: Unpack[RequestOptions]
+    ) -> Prepared:
         """A request that was checked, for `take_on`; arguments and errors as in `add_request`."""
         return self.inputs.prepared(prompt, config, **options)
 
@@ -340,7 +342,7 @@ class Engine(EngineRequests):
         self,
         prompts: Iterable[str | Sequence[int] | Tensor],
         config: GenerateConfig | None = None,
-        **overrides: Any,
+        **overrides: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
         """Sequences all prompts; what else is under way goes on beside them, and its events come with the next `step`.
 

@@ -65,10 +65,11 @@ def merge_state(
         return out, lse
     a, b = as_rows(out_a), as_rows(out_b)
     whole, sums = out.contiguous().view(a.shape), lse.contiguous().view(-1)  # themselves as a rule
+    a_sums, b_sums = (x.reshape(-1).contiguous() for x in (lse_a, lse_b))
     fixed = constants(a.shape[1])
     with on_device(out_a):
         merge_state_kernel[(triton.cdiv(a.shape[0], fixed["ROWS"]),)](
-            a, lse_a.reshape(-1), b, lse_b.reshape(-1), whole, sums, a.stride(0), b.stride(0), a.shape[0],
+            a, a_sums, b, b_sums, whole, sums, a.stride(0), b.stride(0), a.shape[0],
             **fixed, num_warps=NUM_WARPS,
         )  # fmt: skip
     if not (out.is_contiguous() and lse.is_contiguous()):

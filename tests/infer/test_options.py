@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -13,6 +14,16 @@ from caramba_fast.infer import GenerateConfig, SpeculativeConfig, options
 from caramba_fast.infer.policy_fields import CachePolicyFields
 from caramba_fast.infer.run import Hooks
 from caramba_fast.ops import options as of_ops
+from caramba_fast.serve import Engine, EngineConfig
+from caramba_fast.serve.options import EngineOptions, RequestOptions
+
+
+def test_keywords_of_an_engine() -> None:
+    both = {*names_of(GenerateConfig), *EngineConfig.model_fields}
+    assert EngineOptions.__annotations__.keys() == both
+    own = RequestOptions.__annotations__.keys() - options.CallOptions.__annotations__.keys()
+    taken = inspect.signature(Engine.add_request).parameters.keys()
+    assert own == taken - {"self", "prompt", "config", "overrides"}
 
 
 @pytest.mark.parametrize(

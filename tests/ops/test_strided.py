@@ -113,19 +113,26 @@ def layer(name: str, variant: int) -> dict[str, Any]:
     return call | {"start": cases.rows(5, 6), "query_lens": cases.rows(2, 1)}
 
 
-def quantized(variant: int) -> dict[str, Any]:
-    codes, scales = quantize(torch.randn(3, 4, 5, 64), ("q8_0", "nf4")[variant])
-    return {
-        "codes": codes, "scales": scales, "kind": ("q8_0", "nf4")[variant], "head_dim": 64,
-        "dtype": torch.float32,
-    }  # fmt: skip
+def values_of(name: str, variant: int) -> tuple[Tensor, str]:
+    """What is quantized, and to what."""
+    if name.endswith("by_channel"):
+        return torch.randn(2, 3, 64, 64), ("q8_channel", "q4_channel")[variant]
+    return torch.randn(3, 4, 5, 64), ("q8_0", "nf4")[variant]
+
+
+def quantized(name: str, variant: int) -> dict[str, Any]:
+    x, kind = values_of(name, variant)
+    with use_backend("reference"):
+        codes, scales = quantize(x, kind)
+    return {"codes": codes, "scales": scales, "kind": kind, "head_dim": 64, "dtype": torch.float32}
 
 
 def call_of(name: str, variant: int) -> dict[str, Any]:
     if name.partition(".")[0] == "quantize":
-        return {"x": torch.randn(3, 4, 5, 64), "kind": ("q8_0", "nf4")[variant], "block": 32}
+        x, kind = values_of(name, variant)
+        return {"x": x, "kind": kind, "block": 32}
     if name.partition(".")[0] == "dequantize":
-        return quantized(variant)
+        return quantized(name, variant)
     if name == "merge_state":
         out, lse = torch.randn(2, 3, 4, 5, 32), torch.randn(2, 3, 4, 5)
         return {"out_a": out[0], "lse_a": lse[0], "out_b": out[1], "lse_b": lse[1]}

@@ -24,7 +24,7 @@ from caramba_fast.serve import Engine, EngineFullError
         ([1] * 250, {"max_new_tokens": 10}, "max_seq_len allows 256"),
         ([1], {"num_beams": 2}, "num_beams is 2; an engine allows 1"),
         ([1], {"num_return_sequences": 99, "temperature": 1.0}, "1 to max_batch_size"),
-        ([1], {"cache_kind": "q8"}, "cache_kind belongs to the engine"),
+        ([1], {"cache_kind": "q8"}, "cache belongs to the engine"),
         ([1], {"stop": ["x"]}, "Engine\\(tokenizer"),
         ([1], {"deadline": -1.0}, "seconds above 0"),
         ([1], {"deadline": "5"}, "seconds above 0"),

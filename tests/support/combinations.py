@@ -260,8 +260,8 @@ COLUMNS: dict[str, Callable[[Row], None]] = {
     "tensor parallel": tensor_parallel,
 }
 _TAIL = r"k_cfg has residual_len=40; pages that sequences share allow 0"
-_RANKS = "cache_kind is 'auto'; name a kind: the model runs on several ranks, which may measure and choose differently"
-_AUTO = "cache_kind is 'auto'; an engine needs a kind"
+_RANKS = "cache is 'auto'; name a kind: the model runs on several ranks, which may measure and choose differently"
+_AUTO = "cache is 'auto'; an engine needs a kind"
 #: Cells that are refused, and what is said.
 REFUSED: dict[tuple[str, str], str] = {
     **{("tail and sinks", c): _TAIL for c in ("prefix reuse", "prefix store", "preemption")},
