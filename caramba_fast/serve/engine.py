@@ -36,8 +36,7 @@ from caramba_fast.serve.undo import EngineFullError, Turn, Undo, _is_under_way, 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from caramba_fast.infer.options import CallOptions
-    from caramba_fast.serve.options import EngineOptions, RequestOptions
+    from caramba_fast.serve.options import CallOptions, EngineOptions, RequestOptions
 
 
 class EngineRequests:

@@ -7,6 +7,8 @@ from typing import Literal
 
 from caramba_fast.infer.options import CallOptions, GenerateOptions
 
+__all__ = ["CallOptions", "EngineOptions", "RequestOptions"]
+
 
 class EngineOptions(GenerateOptions, total=False):
     """Fields of `GenerateConfig` and of `EngineConfig`, other spellings of them included."""

@@ -186,7 +186,7 @@ def test_without_transformers_the_error_says_so(
     monkeypatch.setattr(registry, "_LAZY", {"a_library_nobody_has": "caramba_fast.hf"})
     with pytest.raises(CheckpointError, match=r"gpt2.*pip install transformers"):
         load(gpt2)
-    with pytest.raises(ModuleNotFoundError, match=r"caramba-fast\[hf\]"):
+    with pytest.raises(ModuleNotFoundError, match="pip install transformers"):
         registry.load_hub_tokenizer(gpt2)
 
 
