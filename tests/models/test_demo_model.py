@@ -133,7 +133,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("kind", "rounding"), [("fp32", 2e-5), ("q4:plain", 1e-3), ("q4", 1e-3)])
+@pytest.mark.parametrize(("kind", "rounding"), [("fp32", 1e-4), ("q4:plain", 2e-3), ("q4", 5e-3)])
 def test_stored_prefill_does_not_depend_on_chunks(demo, held_out, kind, rounding, one_thread):
     """But for values that fall on the other side of a rounding, of which a tail and a rotation have more.
 
@@ -145,8 +145,7 @@ def test_stored_prefill_does_not_depend_on_chunks(demo, held_out, kind, rounding
     whole = Generator(model, **settings).prefill([prompt])
     for chunk in (64, 37):
         pieces = Generator(model, **settings, prefill_chunk=chunk).prefill([prompt])
-        off = (pieces - whole).abs()
-        assert float(off.mean()) < rounding and float(off.max()) < 10 * rounding
+        torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=rounding)
 
 
 @pytest.mark.parametrize("kind", ["q8", "q4", "nf4"])
