@@ -147,6 +147,8 @@ class LayerPlans:
         for stream, view in zip(self.streams.values(), self._views, strict=True):
             if stream.codes is not view.codes or stream.tail is not view.tail:
                 return False
+            if stream.sink is not view.sink:
+                return False
         return True
 
     def _find(

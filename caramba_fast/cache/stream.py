@@ -143,7 +143,7 @@ class CacheTensor:
     def view(self) -> KVView:
         """What the ops read and write: all slots. The same object while nothing of it is replaced."""
         known = self._view
-        if known is None or known.tail is not self.tail:
+        if known is None or known.tail is not self.tail or known.sink is not self.sink:
             config = self.config
             known = self._view = KVView(
                 self.codes,

@@ -232,8 +232,9 @@ def choose_cache(
 
     1. Budget: bytes of the whole cache of ``batch_size`` × ``max_seq_len``, counted exactly.
     2. Quality gates, on real tokens, against an fp16 cache (`caramba_fast.policy.measure`).
-    3. Speed: medians of interleaved decode steps; ties within 3% go to fewer bytes. With
-       ``cache_auto_benchmark=False`` the smallest that passes is taken.
+    3. Speed: medians of interleaved decode steps. Ties go to fewer bytes: times within 3% of the fastest, or
+       within the spread of its steps if that is wider, 10% at most. With ``cache_auto_benchmark=False`` the
+       smallest that passes is taken.
     4. The plan is kept at ``cache_plan_path`` and found again by everything it depends on.
 
     Processes that share a plan file choose one after the other, so that those of one job agree and do not

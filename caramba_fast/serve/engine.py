@@ -224,8 +224,10 @@ class Engine(EngineRequests):
                 do not go with an engine; the request is not taken on.
             EngineFullError: ``max_waiting`` requests wait.
         """
-        named = {"request_id": request_id, "deadline": deadline, "cache_salt": cache_salt}
-        return self._enter(self.inputs.prepared(prompt, config, **named, **overrides))  # type: ignore[arg-type]
+        prepared = self.inputs.prepared(
+            prompt, config, request_id=request_id, deadline=deadline, cache_salt=cache_salt, **overrides
+        )  # fmt: skip
+        return self._enter(prepared)
 
     def _put_back(self, mine: bool = False) -> None:
         """Undoes a call that was interrupted; ``mine`` if it is the one that asks.
@@ -258,8 +260,8 @@ class Engine(EngineRequests):
         """
         return self._enter(prepared)
 
-    def _enter(self, prepared: Prepared, name: str | None = None) -> str:
-        name = self._name(prepared.request_id) if name is None else name
+    def _enter(self, prepared: Prepared) -> str:
+        name = self._name(prepared.request_id)
         if not self.free_places:
             raise EngineFullError(
                 f"max_waiting={self.settings.max_waiting} requests wait already; add this one again later"
@@ -372,17 +374,13 @@ class Engine(EngineRequests):
                     prepared = checked[len(own)]
                     name = self._name(prepared.request_id)
                     own[name] = None
-                    self._take_on_as(name, replace(prepared, scope=prepared.scope or scope))
+                    self.take_on(replace(prepared, request_id=name, scope=prepared.scope or scope))
                 for event in self._advance(own):
                     if event.output is not None:
                         found[event.request_id] = event.output
         finally:
             self._close(own, scope)
         return [found[name] for name in own]
-
-    @whole
-    def _take_on_as(self, name: str, prepared: Prepared) -> str:
-        return self._enter(prepared, name)
 
     @whole
     def _close(self, names: Iterable[str], scope: str) -> None:

@@ -387,9 +387,10 @@ def outcome(
     model: PreTrainedModel, feature: str, expected: Any, monkeypatch: Any, cache: Any = "fp32"
 ) -> Outcome:
     """Runs a feature on the accelerated model."""
-    from caramba_fast.hf import integration
+    from caramba_fast.hf import integration, scope
 
     monkeypatch.setattr(integration, "CarambaCache", Counted)
+    scope._said.pop(id(model.config), None)  # as if nothing had warned of this model yet
     Counted.made = []
     accelerate(model, cache)
     try:
