@@ -189,10 +189,13 @@ bench-serve: export OMP_NUM_THREADS = 1
 bench-serve: $(VENV)/.test
 	$(BIN)/python -m caramba_fast.bench.serving.serve --publish
 
-# The same load through HTTP, over SmolLM2, which is fetched first; rewrites bench/results/serve_http.csv and its table.
+# The same load through HTTP, over SmolLM2, which is fetched first, beside transformers' server and llama.cpp's, which is
+# built in a quarter of an hour; rewrites bench/results/serve_http.csv and its table.
 bench-http: export OMP_NUM_THREADS = 1
 bench-http: $(VENV)/.test $(VENV)/.real
-	$(BIN)/python -m caramba_fast.bench.serving.over_http --publish
+	$(BIN)/python -m caramba_fast.bench.real.models smollm2 --gguf
+	-$(MAKE) $(LLAMA_SERVER)
+	$(BIN)/python -m caramba_fast.bench.serving.over_http --peers --publish
 
 # transformers' own quantized caches need packages of their own, which are put beside those of .venv. Half an hour on one core.
 HF_PEERS := build/hf-peers
@@ -214,16 +217,26 @@ $(VENV)/.peers: $(VENV)/.torch $(BUILD)
 	$(PIP) --no-build-isolation -e '.[peers]'
 	@touch $@
 
-$(GGML): constraints.txt | $(VENV)/.peers
+LLAMA_SOURCE := build/peers/source/.done
+$(LLAMA_SOURCE): constraints.txt | $(VENV)/.peers
 	rm -rf build/peers
-	mkdir -p build/peers
-	$(BIN)/python -m pip download -q -c constraints.txt --no-deps --no-binary llama-cpp-python -d build/peers llama-cpp-python
-	tar xzf build/peers/llama_cpp_python-*.tar.gz -C build/peers
-	$(BIN)/cmake -S build/peers/llama_cpp_python-*/vendor/llama.cpp -B build/peers/ggml -G Ninja \
-		-DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DGGML_NATIVE=ON \
-		-DGGML_OPENMP=OFF $(patsubst %,-DLLAMA_BUILD_%=OFF,COMMON TESTS TOOLS EXAMPLES SERVER APP)
+	mkdir -p build/peers/source
+	$(BIN)/python -m pip download -q -c constraints.txt --no-deps --no-binary llama-cpp-python -d build/peers/source llama-cpp-python
+	tar xzf build/peers/source/llama_cpp_python-*.tar.gz -C build/peers/source
+	@touch $@
+
+LLAMA_CMAKE = $(BIN)/cmake -S build/peers/source/llama_cpp_python-*/vendor/llama.cpp -G Ninja \
+	-DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DGGML_OPENMP=OFF \
+	$(patsubst %,-DLLAMA_BUILD_%=OFF,TESTS EXAMPLES APP)
+$(GGML): $(LLAMA_SOURCE)
+	$(LLAMA_CMAKE) -B build/peers/ggml -DBUILD_SHARED_LIBS=ON $(patsubst %,-DLLAMA_BUILD_%=OFF,COMMON TOOLS SERVER)
 	$(BIN)/cmake --build build/peers/ggml -j 2 --target ggml
 	@touch $@
+
+LLAMA_SERVER := build/peers/llama-server/bin/llama-server
+$(LLAMA_SERVER): $(LLAMA_SOURCE)
+	$(LLAMA_CMAKE) -B build/peers/llama-server -DBUILD_SHARED_LIBS=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
+	$(BIN)/cmake --build build/peers/llama-server -j 2 --target llama-server
 
 bench-peers: export OMP_NUM_THREADS = 1
 bench-peers: $(VENV)/.peers

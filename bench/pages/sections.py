@@ -104,3 +104,19 @@ def finish(
         print("\n".join(["", *lines]))
     if given.publish:
         write_parts(parts, page)
+
+
+def measured(
+    given: argparse.Namespace,
+    file: str,
+    measure: Callable[[argparse.Namespace, Path], None],
+    part: str,
+    lines_of: Callable[[Path], Sequence[str]],
+    page: Path = PAGE,
+) -> int:
+    """Measures into ``file`` unless ``--page-only``, prints the page's part and puts it there; the exit status."""
+    with results_at(given, file) as path:
+        if not given.page_only:
+            measure(given, path)
+        finish(given, {part: lines_of(path)}, page)
+    return 0

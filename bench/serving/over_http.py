@@ -1,9 +1,10 @@
-"""The same load through HTTP: ``python -m caramba_fast.bench.serving.over_http [--publish] [--quick]``.
+"""The same load through HTTP: ``python -m caramba_fast.bench.serving.over_http [--publish] [--quick] [--peers]``.
 
 `CONCURRENCY` clients send the requests of `serve_load`, each its next one when the last is answered: to an `Engine` in
-this process, and to ``caramba-fast serve`` in another, streamed and whole. All have the same settings and take the load
-in turn, in rounds; a ratio is the median over rounds. Beside tokens a second stands the processor time that the
-process of the model took for a token, clients not counted: that does not depend on what else the machine does.
+this process, and to servers in others (`http_servers`): ours, streamed and whole, and with ``--peers`` those of
+transformers and llama.cpp. All take the load in turn, in rounds; a ratio is the median over rounds. Beside tokens a
+second stands the processor time that the process of the model took for a token, clients not counted: that does not
+depend on what else the machine does.
 """
 
 from __future__ import annotations
@@ -12,13 +13,10 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +27,15 @@ import torch
 from caramba_fast.bench.environment import environment
 from caramba_fast.bench.kernels.timing import quantile
 from caramba_fast.bench.pages.http_page import FILE, PAGE, PART, lines_of
-from caramba_fast.bench.pages.sections import add_targets, finish, results_at, write_csv
+from caramba_fast.bench.pages.sections import add_targets, measured, write_csv
 from caramba_fast.bench.real.models import model_folder, title
-from caramba_fast.bench.serving.serve_load import CONCURRENCY, FULL, Item, load, percentiles
+from caramba_fast.bench.serving.http_servers import (
+    Server,
+    llama_server,
+    ours,
+    transformers_serve,
+)
+from caramba_fast.bench.serving.serve_load import CONCURRENCY, Item, load, percentiles
 from caramba_fast.bench.serving.serve_systems import BATCH_TOKENS, GREEDY, PAGE_SIZE
 from caramba_fast.infer.tokenizer import TextTokenizer, find_tokenizer
 from caramba_fast.models import held_out_text
@@ -39,13 +43,13 @@ from caramba_fast.models.registry import model_folder as local_folder
 from caramba_fast.models.registry import open_model
 from caramba_fast.serve import Engine
 
-ENGINE, STREAMED, WHOLE = "engine", "http, streamed", "http, whole"
+ENGINE, OURS = "engine", ("engine", "http, streamed", "http, whole")
 COLUMNS = (
     "model", "system", "cache", "rounds", "requests", "tokens", "tokens_per_s", "tokens_per_s_p20", "tokens_per_s_p80",
     "vs_engine", "cpu_ms_per_token", "cpu_vs_engine", "ttft_p50_ms", "ttft_p99_ms", "other_texts", "load_average",
     "threads", "device", "torch", "triton", "commit", "source",
 )  # fmt: skip
-STARTS_S, ANSWERS_S = 300, 600
+ANSWERS_S = 600
 
 
 @dataclass
@@ -106,9 +110,17 @@ class Direct:
 class OverHTTP:
     """Clients of a server, who ask for streams or not."""
 
-    def __init__(self, address: str, process: int, streamed: bool) -> None:
-        self.address, self.process, self.streamed = address, process, streamed
-        self.name = STREAMED if streamed else WHOLE
+    def __init__(
+        self,
+        server: Server,
+        address: str,
+        process: int,
+        tokenizer: TextTokenizer,
+        streamed: bool = True,
+    ) -> None:
+        self.server, self.address, self.process = server, address, process
+        self.tokenizer, self.streamed = tokenizer, streamed
+        self.name = f"{server.name}, {'streamed' if streamed else 'whole'}"
 
     def run(self, items: Sequence[Item], number: int) -> Taken:
         """The load."""
@@ -137,12 +149,9 @@ class OverHTTP:
 
     async def _ask(self, http: httpx.AsyncClient, item: Item, salt: str) -> tuple[str, int, float]:
         """The text, how many tokens it has, and when the first was there."""
-        body: dict[str, Any] = {
-            "prompt": item.prompt, "max_tokens": item.new_tokens, "temperature": 0, "ignore_eos": True,
-            "cache_salt": salt, "stream": self.streamed,
-        }  # fmt: skip
+        body = self.server.body(item, salt, self.tokenizer)
         if self.streamed:
-            body["stream_options"] = {"include_usage": True}
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
         sent, first, text, usage = time.perf_counter(), 0.0, "", None
         async with http.stream("POST", f"{self.address}/v1/completions", json=body) as answer:
             answer.raise_for_status()
@@ -167,35 +176,6 @@ def cpu_seconds(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-@contextmanager
-def server(folder: Path, cache: str) -> Iterator[tuple[str, int]]:
-    """The address of ``caramba-fast serve`` with the settings of `Direct`, and its process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        sys.executable, "-m", "caramba_fast.cli", "serve", str(folder), "--cache", cache, "--port", str(port),
-        "--max-seq-len", str(FULL), "--max-batch-size", str(CONCURRENCY), "--name", "model",
-    ]  # fmt: skip
-    with subprocess.Popen(command) as process:
-        try:
-            address, end = f"http://127.0.0.1:{port}", time.monotonic() + STARTS_S
-            while not _is_up(address):
-                if process.poll() is not None or time.monotonic() > end:
-                    raise RuntimeError("the server did not start")
-                time.sleep(0.1)
-            yield address, process.pid
-        finally:
-            process.terminate()
-
-
-def _is_up(address: str) -> bool:
-    try:
-        return httpx.get(f"{address}/health").status_code == 200
-    except httpx.TransportError:
-        return False
-
-
 def measure(given: argparse.Namespace, path: Path) -> None:
     """Rounds in which all systems take the load in turn."""
     is_demo = given.model.partition(":")[0] == "demo"
@@ -205,11 +185,24 @@ def measure(given: argparse.Namespace, path: Path) -> None:
         raise FileNotFoundError(f"{folder} has no tokenizer")
     items = load(tokenizer.encode(held_out_text()), given.requests)
     direct = Direct(folder, given.cache, tokenizer)
-    with server(folder, given.cache) as (address, process):
-        listed = [direct, *(OverHTTP(address, process, streamed) for streamed in (True, False))]
+    servers = [ours(folder, given.cache)]
+    if given.peers:
+        gguf = folder.parent / f"{folder.name}.gguf"
+        servers += [transformers_serve(folder), llama_server(gguf, given.cache)]
+    with ExitStack() as stack:
+        listed: list[Direct | OverHTTP] = [direct]
+        for server in servers:
+            if server.why_not is not None:
+                print(f"  {server.name}: {server.why_not}", flush=True)
+                continue
+            address, process = stack.enter_context(server.running())
+            listed.append(OverHTTP(server, address, process, tokenizer))
+            if server is servers[0]:
+                listed.append(OverHTTP(server, address, process, tokenizer, streamed=False))
         found: dict[str, list[Taken]] = {system.name: [] for system in listed}
         for number in range(-1, given.rounds):
-            for system in (*listed[number % 3 :], *listed[: number % 3]):
+            first = number % len(listed)
+            for system in (*listed[first:], *listed[:first]):
                 done = system.run(items[:2] if number < 0 else items, number)
                 if number >= 0:  # the first warms up
                     found[system.name].append(done)
@@ -239,7 +232,8 @@ def rows_of(found: dict[str, list[Taken]]) -> Iterator[dict[str, Any]]:
             "cpu_ms_per_token": round(statistics.median(1e3 * run.cpu_s / run.tokens for run in runs), 3),
             "cpu_vs_engine": round(statistics.median(a.cpu_s / b.cpu_s for a, b in both), 3),
             "ttft_p50_ms": round(1e3 * ttft[0], 1), "ttft_p99_ms": round(1e3 * ttft[1], 1),
-            "other_texts": sum(x != y for a, b in both for x, y in zip(a.texts, b.texts, strict=True)),
+            "other_texts": "" if name not in OURS else
+            sum(x != y for a, b in both for x, y in zip(a.texts, b.texts, strict=True)),
         }  # fmt: skip
 
 
@@ -256,16 +250,15 @@ def main(argv: list[str] | None = None) -> int:
         "--model", default="smollm2", help="of `bench.real.models`, a folder, or 'demo'"
     )
     parser.add_argument("--cache", default="q8")
+    parser.add_argument(
+        "--peers", action="store_true", help="beside `transformers serve` and llama.cpp's server"
+    )
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args(argv)
     if given.quick:
         given.model, given.requests, given.rounds = "demo", 16, 1
-    with results_at(given, FILE) as path:
-        if not given.page_only:
-            measure(given, path)
-        finish(given, {PART: lines_of(path)}, PAGE)
-    return 0
+    return measured(given, FILE, measure, PART, lines_of, PAGE)
 
 
 if __name__ == "__main__":

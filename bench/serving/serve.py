@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from caramba_fast.bench.environment import environment
-from caramba_fast.bench.pages.sections import add_targets, finish, results_at, write_csv
+from caramba_fast.bench.pages.sections import add_targets, measured, write_csv
 from caramba_fast.bench.pages.serve_page import FILE, PAGE, PART, lines_of
 from caramba_fast.bench.serving.serve_load import CONCURRENCY, Run, arrivals, load
 from caramba_fast.bench.serving.serve_room import FULL_REQUESTS, SEEDS, STEPS, room
@@ -193,12 +193,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    given = _arguments(argv)
-    with results_at(given, FILE) as path:
-        if not given.page_only:
-            measure(given, path)
-        finish(given, {PART: lines_of(path)}, PAGE)
-    return 0
+    return measured(_arguments(argv), FILE, measure, PART, lines_of, PAGE)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,145 @@
+"""The servers of `over_http`: ours, and those that a user would start instead.
+
+Each is a process of its own with the same room: `CONCURRENCY` requests of `FULL` tokens at once, passes of
+`BATCH_TOKENS`, and as many threads as this process computes with. What a server cannot take from a request is said by ``body``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from caramba_fast.bench.serving.serve_load import CONCURRENCY, FULL, Item
+from caramba_fast.bench.serving.serve_systems import BATCH_TOKENS, PAGE_SIZE
+from caramba_fast.infer.tokenizer import TextTokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Where `make bench-http` builds llama.cpp's server.
+LLAMA_SERVER = ROOT / "build" / "peers" / "llama-server" / "bin" / "llama-server"
+#: llama.cpp's names of caches like ours.
+LLAMA_KINDS = {"fp16": "f16", "q8": "q8_0", "q4": "q4_0"}
+STARTS_S = 300
+
+
+@dataclass(frozen=True)
+class Server:
+    """How to start a server and what to ask of it.
+
+    Attributes:
+        name: in results.
+        command: its command line, without the port.
+        model: its name in requests.
+        why_not: why it cannot run here; None if it can.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    model: str = "model"
+    why_not: str | None = None
+
+    def body(self, item: Item, salt: str, tokenizer: TextTokenizer) -> dict[str, Any]:  # noqa: ARG002
+        """A request of /v1/completions: greedy, so many tokens whatever they are, no prefix of an earlier one."""
+        return {
+            "model": self.model, "prompt": item.prompt, "max_tokens": item.new_tokens, "temperature": 0,
+            "ignore_eos": True, "cache_salt": salt,
+        }  # fmt: skip
+
+    @contextmanager
+    def running(self) -> Iterator[tuple[str, int]]:
+        """Its address and its process, once it answers.
+
+        Raises:
+            RuntimeError: it does not start.
+        """
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        with subprocess.Popen([*self.command, "--port", str(port)]) as process:
+            try:
+                address, end = f"http://127.0.0.1:{port}", time.monotonic() + STARTS_S
+                while not _is_up(address):
+                    if process.poll() is not None or time.monotonic() > end:
+                        raise RuntimeError(f"{self.name} did not start")
+                    time.sleep(0.1)
+                yield address, process.pid
+            finally:
+                process.terminate()
+
+
+class LlamaServer(Server):
+    """Finds the longest common prefix in its slots whatever the salt is, unless told not to look."""
+
+    def body(self, item: Item, salt: str, tokenizer: TextTokenizer) -> dict[str, Any]:
+        """As `Server.body`."""
+        return {**super().body(item, salt, tokenizer), "cache_prompt": False}
+
+
+class TransformersServer(Server):
+    """Takes prompts as text alone, and an end of text from a generation config."""
+
+    def body(self, item: Item, salt: str, tokenizer: TextTokenizer) -> dict[str, Any]:  # noqa: ARG002
+        """As `Server.body`."""
+        settings = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+        return {
+            "model": self.model, "prompt": tokenizer.decode(item.prompt), "max_tokens": item.new_tokens,
+            "generation_config": json.dumps({**settings, "max_new_tokens": item.new_tokens}),
+        }  # fmt: skip
+
+
+def _is_up(address: str) -> bool:
+    try:
+        return httpx.get(f"{address}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def ours(folder: Path, cache: str) -> Server:
+    """``caramba-fast serve``, in float32."""
+    command = (
+        sys.executable, "-m", "caramba_fast.cli", "serve", str(folder), "--cache", cache, "--name", "model",
+        "--max-seq-len", str(FULL), "--max-batch-size", str(CONCURRENCY),
+    )  # fmt: skip
+    return Server("http", command)
+
+
+def transformers_serve(folder: Path) -> Server:
+    """``transformers serve`` with its continuous batching, in float32; its pages are float32 as well."""
+    why = None
+    if importlib.util.find_spec("transformers.cli.serving") is None:
+        why = "this transformers has no `transformers serve` with /v1/completions"
+    command = (
+        sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--device", "cpu", "--dtype",
+        "float32", "--continuous-batching", "--cb-block-size", str(PAGE_SIZE), "--cb-num-blocks",
+        str(CONCURRENCY * -(-FULL // PAGE_SIZE)), "--cb-max-batch-tokens", str(BATCH_TOKENS), "--host", "127.0.0.1",
+    )  # fmt: skip
+    return TransformersServer("transformers serve", command, str(folder), why)
+
+
+def llama_server(gguf: Path, cache: str) -> Server:
+    """llama.cpp's server over a model of 4-bit weights, with flash attention and the cache that is like ours."""
+    why, threads = None, str(torch.get_num_threads())
+    if not LLAMA_SERVER.exists():
+        why = f"{LLAMA_SERVER.relative_to(ROOT)} is not built (make bench-http builds it)"
+    elif not gguf.exists():
+        why = f"{gguf.name} is not there (python -m caramba_fast.bench.real.models --gguf)"
+    elif cache not in LLAMA_KINDS:
+        why = f"it has no cache like {cache}"
+    kind = LLAMA_KINDS.get(cache, "f16")
+    command = (
+        str(LLAMA_SERVER), "-m", str(gguf), "-np", str(CONCURRENCY), "-c", str(CONCURRENCY * FULL), "-b",
+        str(BATCH_TOKENS), "-ub", str(BATCH_TOKENS), "-t", threads, "-tb", threads, "-fa", "on", "-ctk", kind, "-ctv",
+        kind, "--log-disable",
+    )  # fmt: skip
+    return LlamaServer("llama.cpp's server", command, why_not=why)
