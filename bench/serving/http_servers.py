@@ -1,7 +1,7 @@
 """The servers of `over_http`: ours, and those that a user would start instead.
 
 Each is a process of its own with the same room: `CONCURRENCY` requests of `FULL` tokens at once, passes of
-`BATCH_TOKENS`, and as many threads as this process computes with. What a server cannot take from a request is said by ``body``.
+`BATCH_TOKENS`, and as many threads as this process computes with.
 """
 
 from __future__ import annotations
