@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -18,6 +18,34 @@ from caramba_fast.config import KVCacheTensorConfig
 from caramba_fast.ops import checks
 
 PrefillMode = Literal["exact", "stored"]
+
+
+class StreamConfigs(TypedDict, total=False):
+    """How each stream of a cache is stored: K and V, or both keys of decoupled attention and V."""
+
+    k_sem_cfg: KVCacheTensorConfig | None
+    k_geo_cfg: KVCacheTensorConfig | None
+    k_cfg: KVCacheTensorConfig | None
+    v_cfg: KVCacheTensorConfig | None
+
+
+class SpreadCacheOptions(TypedDict, total=False):
+    """Options of a `ModelKVCache` whose pages another argument describes."""
+
+    device: torch.device | str
+    prefill: PrefillMode
+    k_sem_cfg: KVCacheTensorConfig | None
+    k_geo_cfg: KVCacheTensorConfig | None
+    num_pages: int | None
+
+
+class ModelCacheOptions(StreamConfigs, total=False):
+    """Options of `ModelKVCache`."""
+
+    device: torch.device | str
+    prefill: PrefillMode
+    page_size: int | None
+    num_pages: int | None
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,17 @@ caller alone (`caramba_fast.serve`); here are the bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from caramba_fast.cache.layer import LayerCache
-from caramba_fast.cache.model import AnyLayerShape, ModelKVCache
+from caramba_fast.cache.model import AnyLayerShape, ModelKVCache, StreamConfigs
 from caramba_fast.config import KVCacheTensorConfig
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 PageBytes = list[Tensor]
 """What pages hold when they have been taken out of the pool: the buffers of every stream of every layer."""
@@ -47,18 +50,19 @@ class PagePool:
         device: torch.device | str = "cpu",
         *,
         rings: int = 1,
-        **configs: Any,
+        **configs: Unpack[StreamConfigs],
     ) -> None:
-        check_shareable(configs, page_size)
+        storage: dict[str, Any] = {**configs}
+        check_shareable(storage, page_size)
         self.page_size, self.num_pages, self.max_seq_len = page_size, num_pages, max_seq_len
         self.device = torch.device(device)
         stored = ModelKVCache(
             layers, rings, max_seq_len, device=device, prefill="stored", page_size=page_size, num_pages=num_pages,
-            **without_slack(configs),
+            **without_slack(storage),
         )  # fmt: skip
         self.layers: list[LayerCache] = stored.layers
         self.group, self.rings = self.layers[0].group, rings
-        self.sink_len = max(config.sink_len for config in configs.values()) if configs else 0
+        self.sink_len = max(config.sink_len for config in storage.values()) if storage else 0
         #: Whether sequences have something of their own beside their pages.
         self.has_rings = bool(self._sides)
         for stream in (stream for layer in self.layers for stream in layer.streams.values()):
@@ -172,7 +176,7 @@ class PagePool:
 
     @staticmethod
     def sizes(
-        layers: Sequence[AnyLayerShape], page_size: int, **configs: Any
+        layers: Sequence[AnyLayerShape], page_size: int, **configs: Unpack[StreamConfigs]
     ) -> tuple[int, int, int]:
         """`page_bytes`, `ring_bytes` and `sink_bytes`, before anything is allocated."""
         one = PagePool(layers, page_size, 1, page_size, "meta", **configs)

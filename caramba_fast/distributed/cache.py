@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,6 +39,11 @@ from caramba_fast.distributed.placement import (
     check_page_size,
     check_rank_tokens,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from caramba_fast.cache.model import SpreadCacheOptions
 
 #: What behaves like all of a layer's cache, by the class that holds a rank's part of it.
 LAYERS: dict[type[LayerCache], type[ContextParallelLayer]] = {
@@ -205,7 +210,7 @@ class ContextParallelKVCache(ModelKVCache):
         group: RankGroup,
         page_size: int = PAGE_SIZE,
         rank_tokens: Sequence[int] | None = None,
-        **options: Any,
+        **options: Unpack[SpreadCacheOptions],
     ) -> None:
         context = Context(group, page_size, rank_tokens)
         layout = spread_layout(layers, context)

@@ -7,7 +7,7 @@ model's own protocol is `caramba_fast.models.LanguageModel`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,6 +16,11 @@ from caramba_fast.cache import DecoupledLayerKVCache, LayerCache, LayerKVCache, 
 from caramba_fast.config import KVCacheKind, cache_configs
 from caramba_fast.models.protocol import LanguageModel
 from caramba_fast.models.registry import as_language_model
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from caramba_fast.cache.model import ModelCacheOptions
 
 
 class KVState(NamedTuple):
@@ -121,7 +126,7 @@ class QuantizedKVCache:
         max_seq_len: int = 2048,
         *,
         dtype: torch.dtype = torch.float32,
-        **options: Any,
+        **options: Unpack[ModelCacheOptions],
     ) -> QuantizedKVCache:
         """An empty cache for ``model``.
 

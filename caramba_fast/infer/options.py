@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+import torch
+from torch import Tensor
+
 from caramba_fast.config import KVCacheKind
 from caramba_fast.infer.fields import StructuredOutputs
 from caramba_fast.infer.logits import AllowedTokens, LogitsProcessor
 from caramba_fast.infer.run import Streamer
-from caramba_fast.infer.stopping import StoppingCriterion
+from caramba_fast.infer.stopping import Decoder, StoppingCriterion
+from caramba_fast.models.protocol import LanguageModel
 
 
 class PolicyOptions(TypedDict, total=False):
@@ -150,3 +154,12 @@ class OnceOptions(TextOptions, HookOptions, total=False):
 
     temperature: float
     top_p: float | None
+
+
+class LoadOptions(SpeculativeOptions, total=False):
+    """What `Generator.load` takes besides a path, a model and a config: settings, and arguments of the class."""
+
+    device: torch.device | str | None
+    tokenizer: Decoder | None
+    calibration_ids: Tensor | Sequence[int] | None
+    draft_model: LanguageModel | None

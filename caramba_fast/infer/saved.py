@@ -32,7 +32,9 @@ from caramba_fast.infer.saved_part import (
 from caramba_fast.infer.stepwise import StepwiseGenerator
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
+
+    from caramba_fast.infer.options import LoadOptions
 
 WHAT, VERSION = "session", 1
 #: Settings that a session is begun and continued with, unless others are given.
@@ -134,7 +136,12 @@ class SavableGenerator(StepwiseGenerator):
 
     @classmethod
     def load(
-        cls, path: str | Path, model: Any, *, config: GenerateConfig | None = None, **options: Any
+        cls,
+        path: str | Path,
+        model: Any,
+        *,
+        config: GenerateConfig | None = None,
+        **options: Unpack[LoadOptions],
     ) -> Self:
         """A generator that goes on where a saved one stood: with the tokens that one would have given.
 
@@ -154,9 +161,10 @@ class SavableGenerator(StepwiseGenerator):
         """
         saved = read_session(path)
         base = config or (SpeculativeConfig() if cls._speculates else GenerateConfig())
-        given = {name: options.pop(name) for name in list(options) if name not in ARGUMENTS}
-        settings = base.updated(**given) if given else base
-        made = cls(model, config=_filled(settings, saved), **options)
+        fields = {name: value for name, value in options.items() if name not in ARGUMENTS}
+        settings = base.updated(**fields) if fields else base
+        more: dict[str, Any] = {x: value for x, value in options.items() if x in ARGUMENTS}
+        made = cls(model, config=_filled(settings, saved), **more)
         made._take(saved)
         return made
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,11 @@ from caramba_fast.cache import AnyLayerShape, LayerCache, LayerKVCache, LayerSha
 from caramba_fast.models.attention import dense_attention
 from caramba_fast.models.protocol import refuse_recording
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from caramba_fast.ops.options import AttendOptions
 
 
 @dataclass
@@ -42,7 +47,9 @@ class InferContext:
     q_chunk: int | None = None
     local_window: int | None = None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttendOptions]
+    ) -> Tensor:
         """Stores K and V in the layer's cache and attends over all of it.
 
         Args:

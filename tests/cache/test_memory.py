@@ -81,7 +81,12 @@ def test_calls_keep_nothing(op):
     }
     for _ in range(1000):
         calls[op]()
-    before = resident()
-    for _ in range(10_000):
-        calls[op]()
-    assert resident() - before < 20 * 10_000
+    grown = []
+    for _ in range(3):  # a leak grows every time; what other tests left behind may move once
+        before = resident()
+        for _ in range(10_000):
+            calls[op]()
+        grown.append(resident() - before)
+        if grown[-1] < 20 * 10_000:
+            return
+    raise AssertionError(f"{op}: 10,000 calls keep {grown} bytes")
