@@ -80,16 +80,21 @@ class LayerPlans:
             return
         views = dict(zip(self.streams, _with(sides, self._current(), self.streams), strict=True))
         plan = plan_append(self.ops.append, views, new, start, options)
-        if not sides:
+        if sides:
+            plan.run(tensors, options)
+        else:
+            plan.rehearse(tensors, options)
             self._keep(self.ops.append, tensors, options, None, plan)
-        plan.run(tensors, options)
 
     def append_as_before(self, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> bool:
         """Whether an append differs from an earlier one in numbers alone; it is done then."""
         plan = self._find(self.ops.append, tensors, options, None)
         if plan is None:
             return False
-        plan.op.call(*plan.stored, *tensors, *plan.kinds, **plan.stated, **options)
+        if plan.replay is None:
+            plan.op.call(*plan.stored, *tensors, *plan.kinds, **plan.stated, **options)
+        else:
+            plan.again(tensors, options)
         return True
 
     def attend(
@@ -116,13 +121,17 @@ class LayerPlans:
             views = _with(sides, self._current(slots), self.streams)
             named = dict(zip(self.streams, views, strict=True))
             plan = plan_attention(op, named, queries, cache_seqlens, self.n_kv_heads, options)
-            if not sides:
+            if sides:
+                found = plan.run(tensors, options)
+            else:
+                found = plan.rehearse(tensors, options)
                 self._keep(op, tensors, options, slots, plan)
-            found = plan.run(tensors, options)
-            return found
-        found = plan.op.call(
-            *queries, *plan.stored, cache_seqlens, *plan.kinds, **plan.stated, **options
-        )
+        elif plan.replay is None:
+            found = plan.op.call(
+                *queries, *plan.stored, cache_seqlens, *plan.kinds, **plan.stated, **options
+            )
+        else:
+            found = plan.again(tensors, options)
         return found
 
     def _current(self, slots: int | None = None) -> list[KVView]:

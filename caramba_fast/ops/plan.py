@@ -2,21 +2,25 @@
 
 The pattern is FlashInfer's plan and run. A decode step makes the same call in every layer as the step before it, while
 checks and the making of some thirty arguments take longer than a short op. A cache keeps the plans of its layers; the
-public functions of the ops plan anew, and so check, with every call.
+public functions of the ops plan anew, and so check, with every call. Where Triton serves the op, the plan keeps what
+was launched as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from caramba_fast.ops.registry import Op
+from caramba_fast.ops.registry import Op, forced_backend
 from caramba_fast.ops.view import KVView
 
 
-class CallPlan(NamedTuple):
+@dataclass(slots=True)
+class CallPlan:
     """The flat arguments of one call that was found right.
 
     It serves another call on the same streams whose tensors have the same shapes, dtypes and devices, with the same
@@ -28,6 +32,8 @@ class CallPlan(NamedTuple):
         kinds: the kind of every stream.
         stated: the options of the op that describe the streams.
         leading: how many of the tensors that change from call to call go before what is stored.
+        replay: repeats what Triton launched for the call; None where it does not serve it.
+        backend: that was forced then, if any.
     """
 
     op: Op
@@ -35,6 +41,8 @@ class CallPlan(NamedTuple):
     kinds: tuple[str, ...]
     stated: Mapping[str, Any]
     leading: int
+    replay: Any = None
+    backend: str | None = None
 
     @staticmethod
     def of(
@@ -55,3 +63,40 @@ class CallPlan(NamedTuple):
         return self.op(
             *tensors[:n], *self.stored, *tensors[n:], *self.kinds, **self.stated, **options
         )
+
+    def rehearse(self, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
+        """As `run`, and keeps the launches for `again` where there are any."""
+        launches = self.op.launches(tensors[0].device)
+        changing = _changing(tensors, options)
+        plain = all(type(x) is Tensor for x in changing)
+        if launches is None or not plain or _is_watched(changing):
+            return self.run(tensors, options)
+        with launches.recording() as recorded:
+            found = self.run(tensors, options)
+        stay = (*self.stored, *(x for x in self.stated.values() if isinstance(x, Tensor)))
+        self.replay, self.backend = recorded.replay(changing, stay), forced_backend()
+        return found
+
+    def again(self, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
+        """As `run`, for a call that the plan serves."""
+        if self.replay is not None and self.backend == forced_backend():
+            changing = _changing(tensors, options)
+            found = None if _is_watched(changing) else self.replay(changing)
+            if found is not None:
+                return found
+        n = self.leading
+        return self.op.call(
+            *tensors[:n], *self.stored, *tensors[n:], *self.kinds, **self.stated, **options
+        )
+
+
+def _changing(tensors: Sequence[Tensor], options: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """All tensors of a call that the next one may have others for."""
+    return (*tensors, *[x for x in options.values() if isinstance(x, Tensor)])
+
+
+def _is_watched(tensors: Sequence[Tensor]) -> bool:
+    """Whether somebody has to see the op itself: a dispatch mode, or autograd."""
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

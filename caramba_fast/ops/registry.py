@@ -118,6 +118,14 @@ class Op:
             self._launcher = getattr(module, self.name.partition(".")[0])
         return self._launcher
 
+    def launches(self, device: torch.device) -> Any:
+        """The module that records what Triton launches, where Triton serves this op in this process; else None."""
+        if _forced != "triton" and (_forced is not None or device.type != "cuda"):
+            return None
+        if self.why_not("triton", "cuda", suppose=True) is not None:
+            return None
+        return importlib.import_module(f"{NAMESPACE}.kernels.launch")
+
     @property
     def _module(self) -> str:
         """Where the Triton launcher is."""
@@ -208,6 +216,11 @@ def _register(
         # The launcher is looked up at the first call: triton is not imported before.
         _library.impl(name, lambda *args, **kwargs: op.launcher(*args, **kwargs), "CUDA")  # noqa: PLW0108
     return op
+
+
+def forced_backend() -> str | None:
+    """The backend that is forced; None where the dispatcher chooses."""
+    return _forced
 
 
 class use_backend:  # noqa: N801 - reads as a verb: use_backend("cpp"), with use_backend("cpp"):

@@ -18,7 +18,7 @@ from caramba_fast.formats import resolve
 
 from .append_groups import encode_group, group_programs, group_warps
 from .formats import encode_bytes, encode_nibbles
-from .launch import EXACT, on_device
+from .launch import EXACT, on_device, returned, start
 from .new_tokens import blocks, rotated_blocks
 from .places import place, put, put_sides, put_values, span
 from .streams import Layout, Rows, Stream, layout_of, rows_of, stream_of
@@ -166,28 +166,29 @@ def launch(names: tuple[str, ...], args: tuple[Any, ...], options: dict[str, Any
     """
     count = len(names)
     stored, new = args[: 2 * count], args[2 * count : 3 * count]
-    start, kinds = args[3 * count], args[3 * count + 1 :]
+    lengths, kinds = args[3 * count], args[3 * count + 1 :]
     if new[0].numel() == 0:
         return
     if count == MOST_STREAMS and torch.version.hip is not None:  # scalars of three streams spill
         for i, name in enumerate(names):
-            launch((name,), (*stored[2 * i : 2 * i + 2], new[i], start, kinds[i]), options)
+            launch((name,), (*stored[2 * i : 2 * i + 2], new[i], lengths, kinds[i]), options)
         return
     batch, heads, tokens, _ = new[0].shape
     streams, layouts = _described(names, kinds, stored, new, options)
     writers = max(-(-tokens * part.STRIDE // part.ROWS) for part in layouts)
     encoders = max(group_programs(part, tokens) for part in layouts)
     absent = [None] * (MOST_STREAMS - count)
-    where = rows_of(names[0], stored[0], start, options)
+    where = rows_of(names[0], stored[0], lengths, options)
     largest = max(part.GROUP for part in layouts)
 
     def run(programs: int, writers: int | None) -> None:
-        append_kernel[programs, stored[0].shape[1] * count, batch](
+        start(
+            append_kernel, (programs, stored[0].shape[1] * count, batch),
             *map(tuple, streams), *absent, where[:-3], *where[-3:], heads, tokens, writers,
             *layouts, *absent, num_warps=num_warps(layouts), **EXACT,
         )  # fmt: skip
 
-    with on_device(start):
+    with on_device(lengths):
         if not encoders:
             run(writers, None)
         elif tokens <= where.ring - largest + 1:
@@ -195,6 +196,7 @@ def launch(names: tuple[str, ...], args: tuple[Any, ...], options: dict[str, Any
         else:  # new tokens take the ring's slots of tokens that are still to be encoded
             run(encoders, 0)
             run(writers, writers)
+    returned()
 
 
 def append_(*args: Any, **options: Any) -> None:

@@ -1,8 +1,17 @@
-"""What every launcher shares: compile options, the device guard, flattening to rows."""
+"""What every launcher shares: compile options, the device guard, flattening to rows, and launches that are kept.
+
+A launcher that starts its kernels with `start` and takes its outputs from `made` can have a call recorded: another call
+of the same shapes repeats the launches with other tensors, without anything that decides what is launched. That takes
+Triton's own way from a kernel to the driver out of every step but the first, and ours.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -10,6 +19,8 @@ from torch import Tensor
 
 #: Codes are bit-exact only if ``a * b + c`` rounds twice, as it does in the reference.
 EXACT = {"enable_fp_fusion": False}
+#: Triton compiles another variant for pointers that are a multiple of so many bytes.
+ALIGNED = 16
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
@@ -31,3 +42,178 @@ def as_rows(x: Tensor) -> Tensor:
     """(..., dim) -> (rows, dim), last dimension contiguous; a view wherever the strides allow."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+# -- launches that are kept --------------------------------------------------------------------
+
+_local = threading.local()
+
+
+@dataclass
+class Recording:
+    """The launches of one call, as they happen.
+
+    Attributes:
+        launches: compiled kernel, grid, and its arguments in order, constants included.
+        outputs: what the launcher returned, once it has said so.
+    """
+
+    launches: list[tuple[Any, tuple[int, ...], list[Any]]] = field(default_factory=list)
+    allocated: list[Tensor] = field(default_factory=list)
+    outputs: tuple[Tensor, ...] | None = None
+    is_whole: bool = True
+
+    def note(self, kernel: Any, grid: tuple[int, ...], compiled: Any, args: Any, kw: Any) -> None:
+        """One launch."""
+        if compiled is None or not hasattr(kernel, "signature") or kernel.pre_run_hooks:
+            self.is_whole = False  # interpreted, or somebody listens
+            return
+        named = {name: value for name, value in kw.items() if name in kernel.signature.parameters}
+        bound = kernel.signature.bind(*args, **named)
+        bound.apply_defaults()
+        whole = (*grid, 1, 1)[:3]
+        self.launches.append((compiled, whole, list(bound.arguments.values())))
+
+    def replay(self, inputs: Sequence[Tensor], fixed: Sequence[Tensor | None]) -> Replay | None:
+        """The same with other ``inputs``; None where that cannot be said to be the same.
+
+        Args:
+            inputs: tensors that will be others in the next call.
+            fixed: those that stay.
+        """
+        if not self.is_whole or self.outputs is None or not self.launches:
+            return None
+        places = {id(x): i for i, x in enumerate((*inputs, *self.allocated))}
+        stays = {id(x) for x in fixed}
+        steps = []
+        for compiled, grid, args in self.launches:
+            if any(id(x) not in places and id(x) not in stays for x in _tensors(args)):
+                return None  # a copy, which the next call would have to make again
+            steps.append((compiled[grid], *_holes(args, places)))
+        return Replay(
+            steps, [(x.stride(), x.data_ptr() % ALIGNED) for x in inputs],
+            [(tuple(x.shape), x.dtype) for x in self.allocated],
+            [places[id(x)] for x in self.outputs], inputs[0].device,
+        )  # fmt: skip
+
+
+def _tensors(args: Any) -> Iterator[Tensor]:
+    for x in args:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, tuple):
+            yield from _tensors(x)
+
+
+class Hole(NamedTuple):
+    """Where an argument of a launch changes.
+
+    Attributes:
+        at: which argument, or which part of a tuple.
+        tensor: the number of the tensor that goes there; -1 for a tuple of which parts change.
+        fixed, holes: of a tuple, what stays of it and where it changes.
+    """
+
+    at: int
+    tensor: int
+    fixed: list[Any]
+    holes: list[Hole]
+
+
+def _holes(args: Sequence[Any], places: dict[int, int]) -> tuple[list[Any], list[Hole]]:
+    """What stays of arguments, and where tensors of ``places`` (by id: their number) stand in them."""
+    fixed, holes = list(args), []
+    for at, x in enumerate(args):
+        if id(x) in places and isinstance(x, Tensor):
+            fixed[at] = None
+            holes.append(Hole(at, places[id(x)], [], []))
+        elif isinstance(x, tuple) and any(id(part) in places for part in _tensors(x)):
+            fixed[at] = None
+            holes.append(Hole(at, -1, *_holes(x, places)))
+    return fixed, holes
+
+
+def _filled(fixed: list[Any], holes: list[Hole], tensors: Sequence[Tensor]) -> list[Any]:
+    """Arguments with tensors of a call; what is kept holds none of them."""
+    found = fixed.copy()
+    for at, number, parts, inner in holes:
+        found[at] = tensors[number] if number >= 0 else tuple(_filled(parts, inner, tensors))
+    return found
+
+
+class Replay:
+    """Launches of a recorded call, for other tensors of the same shapes and dtypes.
+
+    Args:
+        launches: what starts each kernel, its arguments, and which of them change.
+        layouts: strides and alignment of each input.
+        allocated: shape and dtype of what the launcher makes.
+        outputs: which of all tensors it returns.
+        device: where.
+    """
+
+    def __init__(
+        self,
+        launches: Sequence[tuple[Callable[..., Any], list[Any], list[Hole]]],
+        layouts: Sequence[tuple[Any, int]],
+        allocated: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        outputs: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self._launches, self._layouts, self._allocated = launches, layouts, allocated
+        self._outputs, self._device = outputs, device
+
+    def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+        """Outputs (none of an op that writes in place); None where the inputs lie otherwise, and nothing was done."""
+        for x, (stride, offset) in zip(inputs, self._layouts, strict=True):
+            if x.stride() != stride or x.data_ptr() % ALIGNED != offset:
+                return None
+        device = self._device
+        if device.index is not None and torch.cuda.current_device() != device.index:
+            with torch.cuda.device(device):
+                return self._run(inputs)
+        return self._run(inputs)
+
+    def _run(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        tensors, device = [*inputs], self._device
+        for shape, dtype in self._allocated:
+            tensors.append(torch.empty(shape, dtype=dtype, device=device))
+        driver = triton.runtime.driver.active
+        stream = driver.get_current_stream(driver.get_current_device())
+        for launch, fixed, holes in self._launches:
+            launch(*_filled(fixed, holes, tensors), stream=stream)
+        return tuple([tensors[i] for i in self._outputs])
+
+
+@contextmanager
+def recording() -> Iterator[Recording]:
+    """Notes what the launchers of this thread start."""
+    found = _local.recording = Recording()
+    try:
+        yield found
+    finally:
+        _local.recording = None
+
+
+def start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """``kernel[grid](*args, **options)``, noted if somebody records."""
+    compiled = kernel[grid](*args, **options)
+    found = getattr(_local, "recording", None)
+    if found is not None:
+        found.note(kernel, grid, compiled, args, options)
+
+
+def made(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """An empty tensor for kernels to fill, noted if somebody records."""
+    new = like.new_empty(tuple(shape), dtype=dtype or like.dtype)
+    found = getattr(_local, "recording", None)
+    if found is not None:
+        found.allocated.append(new)
+    return new
+
+
+def returned(*outputs: Tensor) -> None:
+    """A launcher is done: `start` has seen all its kernels, and it returns these."""
+    found = getattr(_local, "recording", None)
+    if found is not None:
+        found.outputs = outputs

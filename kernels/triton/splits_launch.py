@@ -15,7 +15,7 @@ from torch import Tensor
 
 from caramba_fast.formats import resolve
 
-from .launch import dense, has_ptx, on_device
+from .launch import dense, has_ptx, made, on_device, returned, start
 from .merge_splits import LOG2E, merge_kernel
 from .splits import MOST_SPLITS, plan
 from .splits_stream import PARTS, Stored
@@ -135,8 +135,9 @@ class Call:
         if not stream.options.get("rotate", False):
             return (*stream.strided_query, factor)
         rows, dim = self.heads * self.tokens, given.shape[3]
-        out = given.new_empty((self.batch, rows, dim), dtype=torch.float32)
-        prepare_kernel[(rows, self.batch)](
+        out = made(given, (self.batch, rows, dim), torch.float32)
+        start(
+            prepare_kernel, (rows, self.batch),
             *stream.strided_query, out, TOKENS=self.tokens, DIM=dim, PADDED=triton.next_power_of_2(dim)
         )  # fmt: skip
         return (out, rows * dim, self.tokens * dim, dim, factor)
@@ -146,10 +147,8 @@ class Call:
         shape, (k, *g, v) = self.shape, self.records
         splits, least = self.plan()
         in_all = splits + shape.tail + (shape.sink_len > 0)
-        partial = self.q.new_empty(
-            (self.batch, self.heads * self.tokens, in_all, v.dim), dtype=torch.float32
-        )
-        sums = partial.new_empty(partial.shape[:3])
+        partial = made(self.q, (self.batch, self.heads * self.tokens, in_all, v.dim), torch.float32)
+        sums = made(partial, partial.shape[:3])
         table = self.block_table
         streams = [self.keys[0], self.keys[1] if g else None, self.value]
         sides = [
@@ -158,7 +157,8 @@ class Call:
         ]
         geo = g[0] if g else None
         grid = (in_all, self.lanes * self.row_groups, self.batch)
-        partials_kernel[grid](
+        start(
+            partials_kernel, grid,
             sum(queries, ()) + (() if g else (None,)),
             tuple(None if s is None else s.pointers for s in streams), *sides,
             (self.cache_seqlens, self.cache_leftpad, self.query_lens),
@@ -174,12 +174,13 @@ class Call:
     def _merged(self, partial: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
         """out and lse."""
         dim, in_all = partial.shape[3], partial.shape[2]
-        out = self.q.new_empty((self.batch, self.heads, self.tokens, dim))
-        lse = sums.new_empty((self.batch, self.heads, self.tokens))
+        out = made(self.q, (self.batch, self.heads, self.tokens, dim))
+        lse = made(sums, (self.batch, self.heads, self.tokens))
         key = self.keys[0]
         geo = self.keys[1] if len(self.keys) > 1 else Stored(key.codes, None, key.form, {})
         widest = max(self.dim, 0 if geo.query is None else geo.query.shape[3])
-        merge_kernel[(self.heads * self.tokens, self.batch)](
+        start(
+            merge_kernel, (self.heads * self.tokens, self.batch),
             partial, sums, out, lse, self.cache_seqlens, self.query_lens, *key.strided_query,
             *geo.strided_query, key.null, geo.null, self.value.null, self.s_aux, key.factor,
             geo.factor, self.softcap, in_all, GROUPS=self.shape.groups, TOKENS=self.tokens,
@@ -188,6 +189,7 @@ class Call:
             MOST=max(MOST_PARTS, triton.next_power_of_2(in_all)), SOFTCAP=self.softcap > 0,
             ROTATE=self.value.options.get("rotate", False),
         )  # fmt: skip
+        returned(out, lse)
         return out, lse
 
 

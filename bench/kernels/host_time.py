@@ -1,0 +1,265 @@
+"""What a decode step costs the host: ``python -m caramba_fast.bench.kernels.host_time [--out FILE]``.
+
+Microseconds of append + attend of one token in one layer (32/8 heads of 128, bfloat16), Triton's kernels, first the way
+of a call that is made for the first time, then repeated as the layer's plan has it; and those of an empty kernel. With
+a GPU the launches are real. Without one a stand-in for Triton's driver takes every launch and does nothing: kernels are
+compiled for sm_90, all of our code and Triton's runs up to the driver, tensors are on the CPU, and a GPU's allocations
+and launches come on top. Whether both ways do the same is compared as well: by results, or without a GPU by what the
+driver gets. The exit status is 1 where they do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+from caramba_fast.bench.environment import environment
+from caramba_fast.cache import LayerKVCache
+from caramba_fast.config import cache_configs
+from caramba_fast.ops import registry
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+class Launcher:
+    """One compiled kernel; what it is launched with goes to `launched`."""
+
+    launched: list[Any] | None = None
+
+    def __init__(self, src: Any, metadata: Any) -> None:  # noqa: ARG002 - Triton's interface
+        self.name = metadata.name
+
+    def __call__(self, *args: Any) -> None:
+        """What a compiled kernel calls to be launched."""
+        if Launcher.launched is not None:
+            x, y, z, _stream, _function, _packed, _metadata, _enter, _exit, *given = args
+            Launcher.launched.append((self.name, (x, y, z), given))
+
+
+def described(launches: list[Any]) -> list[Any]:
+    """Launches with tensors as what kernels are told of them; those the step made itself are numbered as they come."""
+    new: dict[int, int] = {}
+
+    def of(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            place = x.data_ptr()
+            known = place if place in KNOWN else f"new {new.setdefault(place, len(new))}"
+            return ("tensor", known, str(x.dtype), tuple(x.shape))
+        if isinstance(x, tuple | list):
+            return tuple(of(part) for part in x)
+        return x if isinstance(x, int | float | None) else str(x)
+
+    return [of(launch) for launch in launches]
+
+
+#: Addresses of what a step is given and of the cache.
+KNOWN: set[int] = set()
+
+
+class StandIn(DriverBase):
+    """A driver of one GPU that is not there."""
+
+    def __init__(self) -> None:
+        self.launcher_cls = Launcher
+        self.utils = SimpleNamespace(
+            load_binary=lambda *_: (object(), 1, 0, 0, 1024),
+            get_device_properties=lambda _: {"max_shared_mem": 227 * 1024},
+            unload_module=lambda _: None,
+        )
+
+    @classmethod
+    def is_active(cls) -> bool:
+        """Chosen by hand alone."""
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        """Nothing is compiled for the host."""
+        return ty
+
+    def get_current_target(self) -> GPUTarget:
+        """What kernels are compiled for."""
+        return TARGET
+
+    def get_current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        """The default one."""
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        """Where tensors are."""
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Any:
+        """Nothing runs."""
+        raise NotImplementedError
+
+
+@triton.jit
+def empty_kernel(x, n: tl.constexpr):
+    """Does nothing."""
+
+
+def microseconds(call: Callable[[], Any], count: int = 200, rounds: int = 7) -> float:
+    """Of one call: the least of medians, for what else runs only adds."""
+    taken = []
+    for _ in range(rounds):
+        times = []
+        for _ in range(count):
+            began = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - began)
+        taken.append(statistics.median(times))
+    return 1e6 * min(taken)
+
+
+class Step:
+    """append + attend of one token in one layer."""
+
+    def __init__(
+        self, kind: str, device: str, batch: int = 1, page_size: int | None = None
+    ) -> None:
+        heads, kv_heads, dim = 32, 8, 128
+        self.layer = LayerKVCache(
+            batch, 4096, kv_heads * dim, kv_heads * dim, n_kv_heads=kv_heads, page_size=page_size,
+            device=device, **cache_configs(kind),
+        )  # fmt: skip
+        new = torch.randn(batch, kv_heads, 1, dim).to(device, torch.bfloat16)
+        self.k, self.v = new, new.clone()
+        self.q = torch.randn(batch, heads, 1, dim).to(device, torch.bfloat16)
+        prompt = torch.randn(batch, kv_heads, PROMPT, dim).to(device, torch.bfloat16)
+        self.layer.append(prompt, prompt, will_attend=False)
+        KNOWN.clear()
+        for stream in self.layer.streams.values():
+            KNOWN.update(x.data_ptr() for x in stream.buffers)
+        KNOWN.update(x.data_ptr() for x in (self.k, self.v, self.q, self.layer.seq_lens))
+        self()  # makes the plans of one token
+
+    def __call__(self) -> None:
+        """One token more."""
+        self.layer.append(self.k, self.v)
+        self.layer.attend(self.q, softmax_scale=0.1)
+
+    @property
+    def plans(self) -> dict[str, Any]:
+        """By op."""
+        return {name[0]: plan for name, plan in self.layer.plans._plans.items()}
+
+    def effect(self) -> Any:
+        """What one step does, which is taken back: what the driver gets, or with a GPU all that is stored, and out."""
+        Launcher.launched = []
+        self.layer.append(self.k, self.v)
+        out = self.layer.attend(self.q, softmax_scale=0.1)
+        found, Launcher.launched = Launcher.launched, None
+        stored = [x.clone() for s in self.layer.streams.values() for x in s.buffers]
+        self.layer.crop(1)
+        if not out.is_cuda:
+            return described(found)
+        return [x.contiguous().view(torch.uint8).cpu() for x in (out, *stored)]
+
+    def calls(self) -> int:
+        """Python functions that a step calls."""
+        count = 0
+
+        def note(_frame: FrameType, event: str, _: object) -> None:
+            nonlocal count
+            count += event == "call"
+
+        sys.setprofile(note)
+        self()
+        sys.setprofile(None)
+        return count
+
+    def microseconds(self) -> float:
+        """Of a step; the cache is shortened now and then, which is not counted."""
+        least = float("inf")
+        for _ in range(ROUNDS):
+            self.layer.truncate(PROMPT)
+            self()
+            self()
+            least = min(least, microseconds(self, 100, 1))
+        return least
+
+
+def row(kind: str, device: str, **options: Any) -> dict[str, Any]:
+    """One case; launches are compared where nothing is really launched."""
+    step = Step(kind, device, **options)
+    plans = step.plans
+    found: dict[str, Any] = {"kept": sorted(name for name, plan in plans.items() if plan.replay)}
+    repeated = step.effect()
+    found |= {"repeated_us": round(step.microseconds(), 1), "calls": step.calls()}
+    for plan in plans.values():
+        plan.replay = None
+    step.layer.truncate(PROMPT + 1)
+    first = step.effect()
+    if device == "cpu":
+        found |= {"same": repeated == first, "launches": len(first)}
+    else:
+        found["same"] = all(torch.equal(a, b) for a, b in zip(repeated, first, strict=True))
+    return {**found, "first_us": round(step.microseconds(), 1)}
+
+
+PROMPT, ROUNDS = 200, 7
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp16": ("fp16", {}), "q8": ("q8", {}), "q4": ("q4", {}), "nf4": ("nf4", {}), "q4:plain": ("q4:plain", {}),
+    "q8:plain, rotated": ("q8:plain,rotate", {}), "q8, paged": ("q8", {"page_size": 64}),
+    "q8, 8 rows": ("q8", {"batch": 8}),
+}  # fmt: skip
+
+
+def stand_in() -> None:
+    """Makes this process take Triton's kernels for those of its CPU tensors, and launch none."""
+    triton.runtime.driver.set_active(StandIn())
+    registry._forced = "triton"
+    for op in registry._ops.values():
+        serves = op.why_not("triton", "cuda", suppose=True) is None
+        registry._routes[op.name] = {"cpu": op.launcher if serves else op.reference}
+        op.call = op.__call__
+
+
+@torch.no_grad()
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="caramba_fast.bench.kernels.host_time", description=__doc__
+    )
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    given = parser.parse_args(argv)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        stand_in()
+    x = torch.zeros(1, device=device)
+    empty_kernel[(1,)](x, n=1)
+    torch.manual_seed(0)
+    cases = {name: row(CASES[name][0], device, **CASES[name][1]) for name in given.cases}
+    found = {
+        "empty_us": round(microseconds(lambda: empty_kernel[(1,)](x, n=1)), 1),
+        "cases": cases,
+        **environment(torch.device(device)),
+    }
+    text = json.dumps(found, indent=1)
+    print(text)
+    if given.out is not None:
+        given.out.write_text(text + "\n", "utf-8")
+    return 0 if all(case["same"] for case in cases.values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
