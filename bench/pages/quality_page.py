@@ -62,6 +62,11 @@ Hard variants compute the same function with keys or values that are harder to s
 `outliers-8` and `outliers-64` have two RoPE pairs a kv head that are 8 times, or 2 to 64 times, larger;
 `value-outliers` two value channels 8 to 64 times larger; `bias` was fine-tuned with key biases of 20 to 200 on three
 pairs a kv head, as Qwen2 has them.
+
+**within** says whether a default kind keeps to its limits: as trained, a ratio of 1.001 for `q8` and 1.01 for 4 bits, the same
+top token 99.5% and 97% of the time, 99% and 97% of drafts accepted, 1 and 3 points of needles lost; a ratio of 1.02 on
+hard variants. `nf4` does not where two value channels stand out: rotated, such values gather at the ends of a block, where
+the levels of NormalFloat are far apart; `q4` has equal steps.
 """
 
 
@@ -124,7 +129,7 @@ def claim_lines(demo: str) -> list[str]:
         "top-1",
         "accept",
         "needles",
-        "bound",
+        "within",
     )
     return page_table(head, found, left=3)
 
@@ -135,7 +140,7 @@ def verdict(row: CacheQuality, hard: bool) -> str:
         return ""
     ratio, top1, accept, lost = BOUNDS[row.kind]
     if hard:
-        return "held" if row.ppl_ratio <= HARD_RATIO else "missed"
+        return "yes" if row.ppl_ratio <= HARD_RATIO else "no"
     held = {
         "ratio": row.ppl_ratio <= ratio,
         "top-1": row.top1_agreement >= top1,
@@ -143,7 +148,7 @@ def verdict(row: CacheQuality, hard: bool) -> str:
         "needles": not row.needles or row.delta_recall >= -lost,
     }
     missed = [name for name, holds in held.items() if not holds]
-    return f"missed: {', '.join(missed)}" if missed else "held"
+    return f"no: {', '.join(missed)}" if missed else "yes"
 
 
 def matrix_lines(demo: str, streams: int) -> list[str]:
@@ -265,7 +270,7 @@ def page() -> str:
         if not subjects(demo):
             lines += [f"{label}: not measured with the present defaults.", ""]
             continue
-        lines += [f"### {label}: what is promised", "", *claim_lines(demo)]
+        lines += [f"### {label}: the default kinds", "", *claim_lines(demo)]
         if read(f"{demo}-claims"):
             lines += [f"![KL against bytes per token]({picture(demo)})", ""]
         lines += [
