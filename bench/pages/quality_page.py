@@ -63,10 +63,10 @@ Hard variants compute the same function with keys or values that are harder to s
 `value-outliers` two value channels 8 to 64 times larger; `bias` was fine-tuned with key biases of 20 to 200 on three
 pairs a kv head, as Qwen2 has them.
 
-**within** says whether a default kind keeps to its limits: as trained, a ratio of 1.001 for `q8` and 1.01 for 4 bits, the same
-top token 99.5% and 97% of the time, 99% and 97% of drafts accepted, 1 and 3 points of needles lost; a ratio of 1.02 on
-hard variants. `nf4` does not where two value channels stand out: rotated, such values gather at the ends of a block, where
-the levels of NormalFloat are far apart; `q4` has equal steps.
+**within** says whether a default kind keeps to its limits: as trained, a ratio of 1.001 for `q8` and 1.01 for 4 bits,
+the same top token 99.5% and 97% of the time, 99% and 97% of drafts accepted, 1 and 3 points of needles lost; a ratio of
+1.02 on hard variants. `nf4` does not where two value channels stand out: rotated, such values gather at the ends of a
+block, where the levels of NormalFloat are far apart; `q4` has equal steps.
 """
 
 
