@@ -75,16 +75,12 @@ class LayerPlans:
         Args:
             sides: rings and sinks of these rows in place of the streams' own.
         """
-        tensors = (*new, start)
-        if not sides and self.append_as_before(tensors, options):
+        tensors, lent = (*new, start), _lent(sides) if sides else {}
+        if self.append_as_before(tensors, {**options, **lent} if lent else options):
             return
         views = dict(zip(self.streams, _with(sides, self._current(), self.streams), strict=True))
         plan = plan_append(self.ops.append, views, new, start, options)
-        if sides:
-            plan.run(tensors, options)
-        else:
-            plan.rehearse(tensors, options)
-            self._keep(self.ops.append, tensors, options, None, plan)
+        self._first(self.ops.append, plan, tensors, options, lent, None)
 
     def append_as_before(self, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> bool:
         """Whether an append differs from an earlier one in numbers alone; it is done then."""
@@ -116,22 +112,36 @@ class LayerPlans:
         options = {name: value for name, value in options.items() if value is not None}
         tensors = (*queries, cache_seqlens)
         found: tuple[Tensor, Tensor]
-        plan = None if sides else self._find(op, tensors, options, slots)
+        lent = _lent(sides) if sides else {}
+        given = {**options, **lent} if lent else options
+        plan = self._find(op, tensors, given, slots)
         if plan is None:
             views = _with(sides, self._current(slots), self.streams)
             named = dict(zip(self.streams, views, strict=True))
             plan = plan_attention(op, named, queries, cache_seqlens, self.n_kv_heads, options)
-            if sides:
-                found = plan.run(tensors, options)
-            else:
-                found = plan.rehearse(tensors, options)
-                self._keep(op, tensors, options, slots, plan)
+            found = self._first(op, plan, tensors, options, lent, slots)
         elif plan.replay is None:
             found = plan.op.call(
-                *queries, *plan.stored, cache_seqlens, *plan.kinds, **plan.stated, **options
+                *queries, *plan.stored, cache_seqlens, *plan.kinds, **plan.stated, **given
             )
         else:
-            found = plan.again(tensors, options)
+            found = plan.again(tensors, given)
+        return found
+
+    def _first(
+        self,
+        op: Op,
+        plan: CallPlan,
+        tensors: Sequence[Tensor],
+        options: Mapping[str, Any],
+        lent: Mapping[str, Tensor],
+        slots: int | None,
+    ) -> Any:
+        """Runs a plan and keeps it; what is ``lent`` changes from call to call like an option."""
+        plan.stated = {name: value for name, value in plan.stated.items() if name not in lent}
+        given = {**options, **lent}
+        found = plan.rehearse(tensors, given)
+        self._keep(op, tensors, given, slots, plan)
         return found
 
     def _current(self, slots: int | None = None) -> list[KVView]:
@@ -186,8 +196,13 @@ class LayerPlans:
             self._plans[_signature(op, tensors, options, slots)] = plan
 
 
+def _lent(sides: Sides) -> dict[str, Tensor]:
+    """Rings and sinks of other rows, as the ops name them."""
+    return {f"{name}_{part}": x for name, side in sides.items() for part, x in side.items()}
+
+
 def _with(sides: Sides | None, views: list[KVView], names: Iterable[str]) -> list[KVView]:
-    """Views with other rings and sinks: of one call, which is planned anew."""
+    """Views with other rings and sinks."""
     if not sides:
         return views
     found = []
