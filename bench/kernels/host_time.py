@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -28,8 +29,6 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
 from caramba_fast.bench.environment import environment
-from caramba_fast.cache import LayerKVCache
-from caramba_fast.config import cache_configs
 from caramba_fast.ops import registry
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -135,8 +134,10 @@ class Step:
     def __init__(
         self, kind: str, device: str, batch: int = 1, page_size: int | None = None
     ) -> None:
+        cache: Any = import_module("caramba_fast.cache")  # needs pydantic, which a machine may lack
+        cache_configs = import_module("caramba_fast.config").cache_configs
         heads, kv_heads, dim = 32, 8, 128
-        self.layer = LayerKVCache(
+        self.layer = cache.LayerKVCache(
             batch, 4096, kv_heads * dim, kv_heads * dim, n_kv_heads=kv_heads, page_size=page_size,
             device=device, **cache_configs(kind),
         )  # fmt: skip

@@ -13,9 +13,12 @@ from torch import Tensor
 
 from caramba_fast.formats import NF4_LEVELS
 from caramba_fast.ops import KVView
+from caramba_fast.ops.view import group_of
 
 #: Relative L2 error allowed, by format: the rounding a kernel may add to what is stored.
-BY_KIND = {"fp32": 1e-5, "fp16": 1e-3, "bf16": 1e-3, "q8_0": 1e-4, "q4_0": 1e-2, "nf4": 1e-2}
+BY_KIND = {
+    "fp32": 1e-5, "fp16": 1e-3, "bf16": 1e-3, "q8": 1e-3, "q4": 1e-2, "q8_0": 1e-4, "q4_0": 1e-2, "nf4": 1e-2,
+}  # fmt: skip
 #: ... and by the dtype of queries and output, which are rounded themselves.
 BY_DTYPE = {torch.float32: 0.0, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 #: (row, kv head) pairs that are compared, spread evenly over all of them.
@@ -33,9 +36,15 @@ def relative_l2(actual: Tensor, expected: Tensor) -> float:
 
 
 def decoded(codes: Tensor, scales: Tensor | None, kind: str) -> Tensor:
-    """Codes (S, width) and block scales of one lane -> values (S, lane_dim) in float64."""
+    """Codes (S, width) and scales of one lane -> values (S, lane_dim) in float64."""
     if scales is None:
         return codes.double()
+    if kind in ("q8_channel", "q4_channel"):
+        blocks = codes.unflatten(-1, (scales.shape[1] // 64, -1)).long()
+        if kind == "q4_channel":
+            blocks = torch.cat((blocks % 16, blocks // 16), dim=-1)
+        scale, zero = scales.double().repeat_interleave(len(codes) // len(scales), 0).chunk(2, 1)
+        return blocks.flatten(-2) * scale + zero
     blocks = codes.unflatten(-1, (scales.shape[-1], -1)).long()
     if kind != "q8_0":
         blocks = torch.cat((blocks % 16, blocks // 16), dim=-1)
@@ -46,12 +55,28 @@ def decoded(codes: Tensor, scales: Tensor | None, kind: str) -> Tensor:
     return (numbers * scales.double()[..., None]).flatten(-2)
 
 
-def _head(view: KVView, row: int, head: int, dim: int) -> Tensor:
-    """(S, dim) float64 of one kv head."""
+def _head(view: KVView, row: int, head: int, dim: int, begins: int) -> Tensor:
+    """(S, dim) float64 of one kv head; tokens from ``begins`` on as the ring has them."""
     lane, place = divmod(head, view.lane_dim // dim)
     scales = None if view.scales is None else view.scales[row, lane]
     values = decoded(view.codes[row, lane], scales, view.kind)
+    if view.tail is not None:
+        tokens = torch.arange(begins, len(values), device=values.device)
+        values[tokens] = view.tail[row, lane, tokens % view.tail.shape[2]].double()
     return values[:, place * dim : (place + 1) * dim]
+
+
+def _attended(
+    q: Sequence[Tensor], views: Sequence[KVView], row: int, head: int, seen: Tensor, begins: int
+) -> Tensor:
+    """(g, T, D) of queries (g, T, D) of each key stream; ``seen`` is (T, S)."""
+    logits: Any = 0.0
+    for x, view in zip(q, views[:-1], strict=True):
+        keys = _head(view, row, head, x.shape[2], begins)
+        logits = logits + x.double() @ keys.T * x.shape[2] ** -0.5
+    dim = views[-1].lane_dim // (views[0].lane_dim // q[0].shape[2])
+    values = _head(views[-1], row, head, dim, begins)
+    return logits.masked_fill(~seen, -torch.inf).softmax(-1) @ values
 
 
 def error(
@@ -71,20 +96,23 @@ def error(
         window: tokens a query reaches back, itself included; 0 for all.
         pairs: (row, kv head) pairs compared.
     """
-    group = out.shape[1] // kv_heads
-    dims = [q.shape[3] for q in queries]
+    share = out.shape[1] // kv_heads
     everything = [(row, head) for row in range(out.shape[0]) for head in range(kv_heads)]
     step = max(1, len(everything) // pairs)
     actual, expected = [], []
+    slots, by_step = views[0].codes.shape[2], group_of(views) > 1
+    steps = [slice(t, t + 1) for t in range(out.shape[2])] if by_step else [slice(None)]
     for row, head in everything[::step][:pairs]:
-        heads = slice(head * group, (head + 1) * group)
-        logits: Any = 0.0
-        for q, view, dim in zip(queries, views[:-1], dims, strict=True):
-            keys = _head(view, row, head, dim)
-            logits = logits + q[row, heads].double() @ keys.T * dim**-0.5
-        logits = logits.masked_fill(~_visible(logits.shape[1:], window, out.device), -torch.inf)
-        values = _head(views[-1], row, head, out.shape[3])
-        expected.append(logits.softmax(-1) @ values)
+        heads = slice(head * share, (head + 1) * share)
+        seen = _visible((out.shape[2], slots), window, out.device)
+        parts = []
+        for t, step in enumerate(
+            steps
+        ):  # by channel the group that is not full is read from the ring
+            begins = (slots - out.shape[2] + t + 1) // group_of(views) * group_of(views)
+            given = [q[row, heads, step] for q in queries]
+            parts.append(_attended(given, views, row, head, seen[step], begins))
+        expected.append(torch.cat(parts, dim=1))
         actual.append(out[row, heads])
     return relative_l2(torch.stack(actual), torch.stack(expected))
 

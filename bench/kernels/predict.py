@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from caramba_fast.bench.kernels.registry import Case, cuda_core, cuda_ops
+from caramba_fast.bench.kernels.registry import LAYOUTS, Case, cuda_core, cuda_ops
 
 HERE = Path(__file__).resolve().parent
 AOT, PREDICTIONS = HERE.parent / "results" / "aot.csv", HERE / "predictions.csv"
@@ -38,11 +38,14 @@ class Machine:
 
 #: The copy bandwidth was published for it, not measured by us; 132 SMs at 1.98 GHz.
 H200 = Machine(4.3e12, 132 * 4 * 1.98e9, "sm_90")
-#: Assumed: the share of the bound a kernel reaches in the middle of a row, and seconds that two launches of a
-#: graph, the first loads and the merge take.
-EFFICIENCY, LATENCY_S = 0.92, 7e-6
+#: Assumed: the share of the copy bandwidth a kernel reaches in the middle of a row, the share of issue slots it fills
+#: (steps that wait for one another leave the others empty), and seconds that two launches of a graph, the first loads
+#: and the merge take.
+EFFICIENCY, ISSUE_SHARE, LATENCY_S = 0.92, 0.55, 7e-6
 #: What the C++ kernels aim at, as shares of the read bandwidth: 4 bits are bound by instructions.
-CPU_SHARE = {"fp16": 0.7, "bf16": 0.7, "fp32": 0.7, "q8_0": 0.75, "q4_0": 0.8, "nf4": 0.6}
+CPU_SHARE = {
+    "fp16": 0.7, "bf16": 0.7, "fp32": 0.7, "q8": 0.75, "q4": 0.7, "q8_0": 0.75, "q4_0": 0.8, "nf4": 0.6,
+}  # fmt: skip
 CONVERSION_SHARE = {"cuda": 0.75, "cpu": 0.6}
 #: How aot.csv names a number of query rows, after the head size.
 ROWS = {16: "", 32: ", 32 rows", 64: ", T 16"}
@@ -74,7 +77,7 @@ def predict(case: Case, kind: str, machine: Machine, device: str, fast: bool = T
     else:
         found = instructions(case, kind, machine.target)
         issued = tiles_tokens(case) * found[0] / machine.issue if found else 0.0
-        seconds = max(floor, issued) / EFFICIENCY + LATENCY_S
+        seconds = max(floor / EFFICIENCY, issued / ISSUE_SHARE) + LATENCY_S
     return Prediction(
         moved, _rounded(floor * 1e6), found[0] if found else None, found[1] if found else "",
         None if seconds is None else _rounded(seconds * 1e6),
@@ -101,7 +104,7 @@ def instructions(case: Case, kind: str, target: str) -> tuple[float, str] | None
     """
     if case.op != "decode_attention":
         return None
-    counts = _counts(target)
+    counts, kind = _counts(target), "/".join(LAYOUTS.get(kind, (kind,)))
     base, q4 = counts.get((kind, "D 128")), counts.get(("q4_0", "D 128"))
     if base is None or q4 is None:
         return None

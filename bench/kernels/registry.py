@@ -19,6 +19,8 @@ from caramba_fast.ops.view import Lanes
 BLOCK = 32
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ATTENTION = ("decode_attention", "decoupled_decode_attention", "extend_attention")
+#: What caches of these names store keys and values as; every other kind stores both in itself.
+LAYOUTS = {"q8": ("q8_channel", "q8_0"), "q4": ("q4_channel", "q4_0")}
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Case:
 
     Attributes:
         op: its registered name.
-        kinds: formats, each measured; a cache stores K and V in the same.
+        kinds: formats, each measured; a cache stores K and V in the same, or as in `LAYOUTS`.
         batch, heads, kv_heads, dim: rows, query heads, kv heads, and values of a head.
         kv: tokens cached, the new ones included.
         tokens: new tokens: queries of attention, tokens to append.
@@ -81,9 +83,12 @@ class Case:
 
     def token_bytes(self, kind: str) -> int:
         """Bytes one token takes in all streams, scales included."""
-        lanes, form = self.lanes, resolve(kind)
+        lanes = self.lanes
         widths = [lanes.heads_per_lane * dim for dim in self.dims]
-        return lanes.count * sum(form.bytes_per_vector(width, BLOCK) for width in widths)
+        formats = [resolve(name) for name in formats_of(kind, len(widths))]
+        return lanes.count * sum(
+            form.bytes_per_vector(width, BLOCK) for form, width in zip(formats, widths, strict=True)
+        )
 
     def moved_bytes(self, kind: str) -> int:
         """Bytes the op has to move at least: attention reads what it sees, scales included."""
@@ -97,6 +102,12 @@ class Case:
         return self.batch * self.kv * (self.dim * width + stored)
 
 
+def formats_of(kind: str, streams: int) -> tuple[str, ...]:
+    """What each stream is stored as, keys first."""
+    keys, values = LAYOUTS.get(kind, (kind, kind))
+    return (*[keys] * (streams - 1), values)
+
+
 def _conversions(sizes: tuple[tuple[int, int], ...], dtypes: tuple[str, ...]) -> Iterator[Case]:
     """quantize and dequantize of (batch, tokens) of 8 heads of 128."""
     for (batch, kv), dtype, op in product(sizes, dtypes, ("quantize", "dequantize")):
@@ -105,7 +116,7 @@ def _conversions(sizes: tuple[tuple[int, int], ...], dtypes: tuple[str, ...]) ->
 
 # -- CUDA ---------------------------------------------------------------------------------------
 
-CUDA_KINDS = ("fp16", "q8_0", "q4_0", "nf4")
+CUDA_KINDS = ("fp16", "q8", "q4", "q8_0", "q4_0", "nf4")
 CUDA_HEADS = ((32, 8, 128), (64, 8, 128), (32, 32, 128), (16, 2, 64))
 CUDA_BATCHES, CUDA_LENGTHS, CUDA_TOKENS = (1, 8, 32), (1024, 4096, 16384, 32768, 131072), (1, 4, 8)
 #: (batch, KV, T, heads, goal): each goal is tested by a point of its own, the most telling first.
@@ -172,18 +183,19 @@ def cuda_rest() -> Iterator[Case]:
 
 # -- CPU ----------------------------------------------------------------------------------------
 
-CPU_KINDS = ("fp16", "bf16", "q8_0", "q4_0", "nf4")
+CPU_KINDS = ("fp16", "bf16", "q8", "q4", "q8_0", "q4_0", "nf4")
+SOME_KINDS = ("fp16", "q8", "q4", "q8_0", "q4_0", "nf4")
 
 
 def cpu() -> tuple[Case, ...]:
     """The CPU grid: lengths and batches, then head sizes, query tokens, a window, DBA, one thread."""
     base = Case("decode_attention", CPU_KINDS, 1, 32, 8, 128, 32768, dtype="fp32")
-    some = replace(base, kinds=("fp16", "q8_0", "q4_0", "nf4"))
+    some = replace(base, kinds=SOME_KINDS)
     return (
         base,
         replace(base, kv=4096),
         replace(base, kv=128, goal="a call costs no more than SDPA's"),
-        replace(base, op="append_", kinds=("fp16", "q8_0", "q4_0", "nf4"), kv=4096, goal="at most 10 us"),
+        replace(base, op="append_", kinds=SOME_KINDS, kv=4096, goal="at most 10 us"),
         *_conversions(((1, 32768),), ("fp32", "fp16")),
         *(replace(some, tokens=tokens) for tokens in (4, 8, 16)),
         replace(some, threads=1),
@@ -207,8 +219,8 @@ def quick(device: str) -> tuple[Case, ...]:
     return (
         base,
         replace(base, kv=128),
-        replace(base, kv=16384, kinds=("fp16", "q8_0", "q4_0", "nf4")),
-        replace(base, op="append_", kinds=("fp16", "q8_0", "q4_0", "nf4")),
+        replace(base, kv=16384, kinds=SOME_KINDS),
+        replace(base, op="append_", kinds=SOME_KINDS),
         *_conversions(((1, 8192),), ("fp32", "fp16")),
     )
 
@@ -218,9 +230,9 @@ def tiny() -> tuple[Case, ...]:
     base = Case("decode_attention", ("fp16", "q4_0"), 1, 4, 2, 32, 128, dtype="fp32")
     return (
         base,
-        replace(base, tokens=2, window=40, kinds=("q8_0",)),
+        replace(base, tokens=2, window=40, kinds=("q8_0", "q8", "q4")),
         replace(base, op="decoupled_decode_attention", kinds=("nf4",), heads=4, kv_heads=4, key_dims=(8, 16)),
-        replace(base, op="append_"),
+        replace(base, op="append_", kinds=("fp16", "q4_0", "q4")),
         replace(base, op="extend_attention", kinds=("q4_0",), kv=160, tokens=40),
         Case("quantize", ("q4_0",), 1, 2, 2, 32, 64, dtype="fp32"),
         Case("dequantize", ("q4_0",), 1, 2, 2, 32, 64, dtype="fp32"),

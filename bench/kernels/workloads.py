@@ -19,7 +19,7 @@ from torch import Tensor
 from caramba_fast.bench.kernels import comparators, oracle
 from caramba_fast.bench.kernels.comparators import Implementation
 from caramba_fast.bench.kernels.parity import same_bits
-from caramba_fast.bench.kernels.registry import ATTENTION, BLOCK, DTYPES, Case
+from caramba_fast.bench.kernels.registry import ATTENTION, BLOCK, DTYPES, Case, formats_of
 from caramba_fast.formats import resolve
 from caramba_fast.ops import (
     KVView,
@@ -69,7 +69,9 @@ def copies(moved: int, device: torch.device) -> int:
     return min(MOST_COPIES, math.ceil(4 * cache / moved))
 
 
-def stored(x: Tensor, kind: str, lanes: Lanes, fill: bool = True) -> KVView:
+def stored(
+    x: Tensor, kind: str, lanes: Lanes, fill: bool = True, ring: Tensor | None = None
+) -> KVView:
     """x (B, H_kv, S, D) as a cache holds it; with ``fill`` false the bytes are whatever was there."""
     form = resolve(kind)
     lead = (x.shape[0], lanes.count, x.shape[2])
@@ -77,18 +79,35 @@ def stored(x: Tensor, kind: str, lanes: Lanes, fill: bool = True) -> KVView:
     if not form.quantized:
         return KVView(empty((*lead, width), form.dtype, x.device).copy_(lanes.pack(x)), None, kind)
     codes = empty((*lead, form.code_width(width)), form.dtype, x.device)
-    scales = empty((*lead, width // BLOCK), torch.float16, x.device)
+    groups = (*lead[:2], lead[2] // BLOCK) if form.by_channel else lead
+    scales = empty((*groups, form.scales_width(width, BLOCK)), torch.float16, x.device)
     for row in range(x.shape[0] if fill else 0):
         codes[row : row + 1], scales[row : row + 1] = quantize(
             lanes.pack(x[row : row + 1]), kind, BLOCK
         )
-    return KVView(codes, scales, kind)
+    return KVView(codes, scales, kind, ring)
+
+
+def streams_of(
+    given: Sequence[Tensor], kind: str, case: Case, fill: bool = True
+) -> tuple[KVView, ...]:
+    """All streams of a cache of ``kind``; by channel with the ring of the newest tokens that groups need."""
+    formats = formats_of(kind, len(given))
+    rings: list[Tensor | None] = [None] * len(given)
+    if any(resolve(name).by_channel for name in formats):
+        slots = -(-(BLOCK + case.tokens) // BLOCK) * BLOCK
+        newest = [case.lanes.pack(x[:, :, case.kv - slots :]).half() for x in given]
+        rings = [x.roll(case.kv % slots, dims=2).contiguous() for x in newest]
+    return tuple(
+        stored(x, name, case.lanes, fill, ring)
+        for x, name, ring in zip(given, formats, rings, strict=True)
+    )
 
 
 def clone(view: KVView) -> KVView:
     """Its own bytes."""
-    scales = None if view.scales is None else view.scales.clone()
-    return replace(view, codes=view.codes.clone(), scales=scales)
+    scales, tail = (None if x is None else x.clone() for x in (view.scales, view.tail))
+    return replace(view, codes=view.codes.clone(), scales=scales, tail=tail)
 
 
 def rotated(views: Sequence[KVView], count: int) -> list[list[KVView]]:
@@ -132,7 +151,7 @@ def _attention(case: Case, device: torch.device, fill: bool) -> Workload:
         return found, oracle.tolerance(kind, dtype)
 
     for kind in case.kinds:
-        by_kind[kind] = [stored(x, kind, case.lanes, fill) for x in given]
+        by_kind[kind] = list(streams_of(given, kind, case, fill))
         moved = case.moved_bytes(kind)
         turns = rotated(by_kind[kind], copies(moved, device) if fill else 1)
         calls = tuple(attend(views) for views in turns)
@@ -148,7 +167,9 @@ def _append(case: Case, device: torch.device, fill: bool) -> Workload:
     """New tokens behind the others of each row; a copy in fp16 is what a cache without formats does."""
     given = _new_tokens(case, torch.float32, device, fill)
     new = [torch.randn_like(x[:, :, -case.tokens :]).to(DTYPES[case.dtype]) for x in given]
-    start = torch.full((case.batch,), case.kv - case.tokens, dtype=torch.int32, device=device)
+    # In the middle of a group: one step in 32 encodes a group by channel, the others write to the ring.
+    at = case.kv - case.tokens - (BLOCK // 2 if case.tokens == 1 else 0)
+    start = torch.full((case.batch,), at, dtype=torch.int32, device=device)
     work = Workload()
 
     def write(views: Sequence[KVView]) -> None:
@@ -162,7 +183,7 @@ def _append(case: Case, device: torch.device, fill: bool) -> Workload:
         return _different(_parts(found), _parts(expected)), 0.0
 
     for kind in case.kinds:
-        views = [stored(x, kind, case.lanes, fill) for x in given]
+        views = list(streams_of(given, kind, case, fill))
         call = partial(write, views)
         work.ours.append(
             Implementation("caramba", (call,), case.moved_bytes(kind), kind, ours=True)
@@ -174,7 +195,7 @@ def _append(case: Case, device: torch.device, fill: bool) -> Workload:
 
     def copy() -> None:
         for target, source in zip(plain, new, strict=True):
-            target[:, :, case.kv - case.tokens :] = source
+            target[:, :, at : at + case.tokens] = source
 
     work.peers.append(Implementation("copy fp16", (copy,), case.moved_bytes("fp16"), "fp16"))
     work.peers.append(comparators.smallest_call(device))
@@ -227,7 +248,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def _parts(views: Sequence[KVView]) -> list[Tensor]:
-    return [x for view in views for x in (view.codes, view.scales) if x is not None]
+    return [x for v in views for x in (v.codes, v.scales, v.tail) if x is not None]
 
 
 def _different(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -15,7 +15,7 @@ from caramba_fast.bench.pages.sections import RESULTS, ROOT, table, write_parts
 
 PAGE, PART = ROOT.parent / "docs" / "gpu.md", "gpu"
 MEASURED = RESULTS / "cuda.csv"
-KINDS = ("fp16", "q8_0", "q4_0", "nf4")
+KINDS = ("fp16", "q8", "q4", "q8_0", "q4_0", "nf4")
 NOT_MEASURED = "not measured"
 Rows = Sequence[Mapping[str, str]]
 

@@ -14,7 +14,15 @@ from typing import Any
 from caramba_fast.bench.kernels.table import read
 
 #: Of the lines: by format, by batch.
-COLOURS = {"fp16": "C7", "bf16": "C5", "q8_0": "C0", "q4_0": "C3", "nf4": "C2"}
+COLOURS = {
+    "fp16": "C7",
+    "bf16": "C5",
+    "q8": "C9",
+    "q4": "C1",
+    "q8_0": "C0",
+    "q4_0": "C3",
+    "nf4": "C2",
+}
 WIDTHS = {"1": 1.0, "8": 1.8, "32": 2.6}
 Line = list[tuple[int, float, float | None]]
 

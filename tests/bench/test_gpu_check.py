@@ -78,7 +78,7 @@ def modules_run() -> list[str]:
 
 
 def test_the_modules_that_are_run_are_found() -> None:
-    found = [f"kernels.{name}" for name in ("check", "run", "shards", "tune")]
+    found = [f"kernels.{name}" for name in ("check", "host_time", "run", "shards", "tune")]
     assert modules_run() == [*found, "pages.report"]
 
 
