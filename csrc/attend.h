@@ -8,7 +8,8 @@
 //   scores.h      q . k                                 scores_float.h, scores_int8.h
 //                                                       scores_channel.h, scores_group.h
 //   softmax.h     scores to weights, online
-//   values.h      weights times values                  values_float.h, values_int8.h
+//   values.h      weights times values                  values_float.h, values_int8.h,
+//                                                       weights_int8.h
 //   merge.h       splits, one more key, two attentions
 //   output.h      out and lse
 //
@@ -72,10 +73,12 @@ class LaneAttention {
         widest = std::max(widest, state.queries[i].key.width);
     }
     scratch_ = {arena.take<float>(kTile * widest + 16), nullptr, nullptr, nullptr, nullptr};
-#if CARAMBA_FAST_VNNI
+#if CARAMBA_FAST_VECTOR_BITS
     scratch_.scales = arena.take<TileScales>(1);
     scratch_.weights = arena.take<WeightGroup>(kWeightRows * kMostGroups);
     scratch_.flips = arena.take<Flips>(1);
+#endif
+#if CARAMBA_FAST_TURNS_CODES
     scratch_.group = new (arena.take<GroupScratch>(1)) GroupScratch(widest, arena);
 #endif
   }

@@ -5,10 +5,22 @@
 #include <string>
 #include <vector>
 
+#if CARAMBA_FAST_X86
+#include <cpuid.h>
+#endif
+
 namespace caramba_fast {
 namespace {
 
 constexpr const char* kVariable = "CARAMBA_FAST_CPU_ISA";
+
+#if CARAMBA_FAST_X86
+// Compilers do not know it by name everywhere; the registers are AVX2's.
+bool has_avx_vnni() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a >> 4 & 1) != 0;
+}
+#endif
 
 // Best first; the last runs everywhere.
 std::vector<const Kernels*> supported() {
@@ -22,6 +34,7 @@ std::vector<const Kernels*> supported() {
                       __builtin_cpu_supports("avx512dq");
   if (avx512 && __builtin_cpu_supports("avx512vnni")) tables.push_back(&avx512_vnni::kernels);
   if (avx512) tables.push_back(&avx512::kernels);
+  if (avx2 && has_avx_vnni()) tables.push_back(&avx2_vnni::kernels);
   if (avx2) tables.push_back(&avx2::kernels);
 #endif
   tables.push_back(&portable::kernels);

@@ -1,5 +1,5 @@
 // Queries, made ready to meet the keys of one stream as they are stored: times the softmax scale,
-// in the basis of the keys, and as integers where those meet quantized keys in products of bytes.
+// in the basis of the keys, and as integers where those meet quantized keys in integer products.
 // Compiled once per instruction set, in that set's namespace.
 #pragma once
 
@@ -11,8 +11,10 @@
 #include "numeric.h"
 #include "rows.h"
 #include "tile.h"
-#if CARAMBA_FAST_VNNI
+#if CARAMBA_FAST_VECTOR_BITS
 #include "query_int8.h"
+#endif
+#if CARAMBA_FAST_TURNS_CODES
 #include "scores_group.h"
 #endif
 
@@ -55,8 +57,10 @@ struct HeadQuery {
       if (s.rotate) hadamard(row, s.dim);
       std::copy(row, row + s.dim, values + r * key.width + key.inner);
     }
-#if CARAMBA_FAST_VNNI
+#if CARAMBA_FAST_VECTOR_BITS
+#if CARAMBA_FAST_TURNS_CODES
     if (is_by_channel(s.format)) allowed_step = step_allowed(bits_of(s.format), key.width);
+#endif
     if (key.bytes == nullptr) return;
     two_bytes = arena.take<QueryUnit>(lane.query_rows * key.bytes->units);
     one_byte = arena.take<QueryUnit>(lane.query_rows * key.bytes->units);
@@ -67,7 +71,7 @@ struct HeadQuery {
   }
 
  private:
-#if CARAMBA_FAST_VNNI
+#if CARAMBA_FAST_VECTOR_BITS
   template <Format F>
   void quantize_rows(int rows) {
     for (int r = 0; r < rows; ++r) {

@@ -1,11 +1,13 @@
-// Queries as integers, for products of bytes with quantized keys (scores_int8.h): 16 bits in two
-// bytes or 8 in one, with a scale for each lane of a unit (int8_layout.h).
+// Queries as integers, for products with quantized keys (scores_int8.h): 16 bits in two bytes or 8
+// in one, with a scale for each lane of a unit (int8_layout.h).
 #pragma once
 
 #include <cstdint>
 #include <limits>
 
+#include "half.h"
 #include "int8_layout.h"
+#include "numeric.h"
 
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
@@ -13,14 +15,20 @@ namespace CARAMBA_FAST_ISA {
 // One unit of one query row: bytes by column of dwords and nibble, each dword four times, for the
 // four tokens that meet it; what undoes the integers, and what the codes' offset takes away.
 struct alignas(64) QueryUnit {
-  std::int8_t high[8][kUnit], low[8][kUnit];  // one byte is in `high`
-  float scale[16], shift[16];
+  // One byte is in `high`. Where words meet (`kWords`), these are the even ones of four and the odd
+  // ones, whatever bits they have.
+  std::int8_t high[8][kUnit], low[8][kUnit];
+  float scale[kLanes], shift[kLanes];
 };
+
+// Whether a format's codes are taken as words (bytes.h).
+template <Format F>
+inline constexpr bool kWords = kWordCodes && F != Format::q4_0;
 
 template <Format F>
 struct KeyCodes;
 
-// Codes are unsigned; value = (u - kOffset) / kDivisor.
+// Codes are unsigned, but for levels in words; value = (u - kOffset) / kDivisor.
 template <>
 struct KeyCodes<Format::q8_0> {
   static constexpr int kVectors = 4;
@@ -34,45 +42,62 @@ struct KeyCodes<Format::q4_0> {
 template <>
 struct KeyCodes<Format::nf4> {
   static constexpr int kVectors = 8;
-  static constexpr float kOffset = 32768, kDivisor = 32767;
+  static constexpr float kOffset = kWordCodes ? 0 : 32768, kDivisor = 32767;
 };
+
+// Four integers of a lane, for as many tokens.
+template <Format F, int BYTES>
+inline void store_integers(__m128i code, int vector, int lane, QueryUnit& unit) {
+  const auto store = [&](__m128i from, int bytes, std::int8_t (&to)[8][kUnit]) {
+    const __m128i order = _mm_set1_epi32(bytes);
+    store_as(_mm_shuffle_epi8(from, order), to[vector] + lane * kLaneBytes);
+  };
+  if constexpr (kWords<F>) {
+    store(code, 0x09080100, unit.high);
+    store(code, 0x0d0c0504, unit.low);
+  } else {
+    const __m128i upper = _mm_srai_epi32(_mm_add_epi32(code, _mm_set1_epi32(128)), 8);
+    store(BYTES == 2 ? upper : code, 0x0c080400, unit.high);
+    if (BYTES == 2) store(code, 0x0c080400, unit.low);
+  }
+}
 
 // One lane of a unit: its 4 values a vector become integers relative to the largest. What they
 // leave of the values stays in `values`.
 template <Format F, int BYTES>
 void quantize_lane(float (&values)[32], int lane, QueryUnit& unit) {
-  constexpr int kVectors = KeyCodes<F>::kVectors;
+  constexpr int kValues = 4 * KeyCodes<F>::kVectors;
   constexpr float kRange = BYTES == 2 ? kSixteenBits : 127;
-  __m512 most = _mm512_setzero_ps();
-  bool damaged = false;  // a NaN, which neither the maximum nor an integer would show
-  for (int v = 0; v < kVectors; v += 4) {
-    const __m512 value = _mm512_loadu_ps(values + 4 * v);
-    most = _mm512_max_ps(most, _mm512_abs_ps(value));
-    damaged |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q) != 0;
+  Floats most{};
+  Ints damaged{};  // a NaN, which neither the maximum nor an integer would show
+  for (int i = 0; i < kValues; i += kLanes) {
+    const Floats value = load_as<Floats>(values + i);
+    most = greater(floats(bits(value) & kMagnitude), most);
+    damaged |= value != value;
   }
-  const float largest = _mm512_reduce_max_ps(most);
-  const __m512 inverse = _mm512_set1_ps(largest > 0 ? kRange / largest : 0);
-  const __m512 step = _mm512_set1_ps(largest / kRange);
-  int sum = 0;
-  for (int v = 0; v < kVectors; v += 4) {
-    const __m512 product = _mm512_mul_ps(_mm512_loadu_ps(values + 4 * v), inverse);
+  const float largest = greatest_of(most);
+  const Floats inverse = splat(largest > 0 ? kRange / largest : 0);
+  const Floats step = splat(largest / kRange);
+  Ints sums{};
+  alignas(64) std::int32_t codes[kValues];
+  for (int i = 0; i < kValues; i += kLanes) {
+    const Floats value = load_as<Floats>(values + i), product = value * inverse;
     // What is not a number counts as 0 here: the scale says so.
-    const __mmask16 ordered = _mm512_cmp_ps_mask(product, product, _CMP_ORD_Q);
-    const __m512i code = _mm512_maskz_cvtps_epi32(ordered, product);
-    sum += _mm512_reduce_add_epi32(code);
-    const __m512 left =
-        _mm512_fnmadd_ps(_mm512_cvtepi32_ps(code), step, _mm512_loadu_ps(values + 4 * v));
-    _mm512_storeu_ps(values + 4 * v, left);
-    const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(code, _mm512_set1_epi32(128)), 8);
-    alignas(16) std::int32_t bytes[2][4];
-    store_as(_mm512_cvtepi32_epi8(BYTES == 2 ? upper : code), bytes[0]);
-    store_as(_mm512_cvtepi32_epi8(code), bytes[1]);
-    for (int i = 0; i < 4; ++i) {
-      store_as(_mm_set1_epi32(bytes[0][i]), unit.high[v + i] + lane * kLaneBytes);
-      if (BYTES == 2) store_as(_mm_set1_epi32(bytes[1][i]), unit.low[v + i] + lane * kLaneBytes);
-    }
+    const Floats ordered = product == product ? product : Floats{};
+    const Raw code = CARAMBA_FAST_MM(cvtps_epi32)(ordered);
+    sums += reinterpret_cast<Ints>(code);
+    store_as(code, codes + i);
+    store_as(CARAMBA_FAST_MM(fnmadd_ps)(CARAMBA_FAST_MM(cvtepi32_ps)(code), step, value),
+             values + i);
   }
-  const float scale = damaged ? std::numeric_limits<float>::quiet_NaN() : largest / kRange;
+  for (int i = 0; i < kValues; i += 4)
+    store_integers<F, BYTES>(load_as<__m128i>(codes + i), i / 4, lane, unit);
+  alignas(64) std::int32_t parts[kLanes];
+  store_as(sums, parts);
+  int sum = 0;
+  for (const std::int32_t part : parts) sum += part;
+  const bool nan = signs_of(damaged) != 0;
+  const float scale = nan ? std::numeric_limits<float>::quiet_NaN() : largest / kRange;
   const float undo = scale / KeyCodes<F>::kDivisor;
   const float shift = -KeyCodes<F>::kOffset * static_cast<float>(sum) * undo;
   store_as(_mm_set1_ps(undo), unit.scale + 4 * lane);

@@ -1,5 +1,5 @@
 // The scores of a tile: q . k of all query rows of one kv head, for one key stream, whatever it is
-// stored in. In products of bytes (scores_int8.h) where the machine has them and the tile allows
+// stored in. In integer products (scores_int8.h) where the machine has them and the tile allows
 // it, else in fp32 (scores_float.h), quantized keys being decoded first. Compiled once per
 // instruction set, in that set's namespace.
 #pragma once
@@ -13,14 +13,14 @@
 #include "scores_float.h"
 #include "tile.h"
 #include "visibility.h"
-#if CARAMBA_FAST_VNNI
+#if CARAMBA_FAST_VECTOR_BITS
 #include "scores_int8.h"
 #endif
 
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-#if CARAMBA_FAST_VNNI
+#if CARAMBA_FAST_VECTOR_BITS
 // q8_0 keys meet two bytes of a query, or three; 4-bit keys meet one, or two. Which of the two is
 // each query's own matter: a tile of which it sees a part only gets the most bytes, for what others
 // see of the tile must not change its result.
@@ -65,7 +65,7 @@ CARAMBA_FAST_NOINLINE inline void add_scores(const Lane& lane, const HeadQuery& 
                                              const Tile& tile, const Visibility& visibility,
                                              const TileScratch& scratch, float* scores) {
   const TileData data = data_of(lane, query.key, tile);
-#if CARAMBA_FAST_VNNI
+#if CARAMBA_FAST_VECTOR_BITS
   if (takes_bytes(lane, query.key, tile)) {
     const ScaleSteps scales =
         scratch.scales->steps(data.scales, data.scales_stride, *query.key.bytes, tile.count);

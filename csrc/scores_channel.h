@@ -1,7 +1,7 @@
 // The score pass over one tile of keys by channel: scales go into the queries once for each group
 // of tokens, q . k = q . zero + (q scale) . code, so that a token is a product with small integers:
-// of bytes where the machine has them (scores_group.h), else in fp32. Compiled once per instruction
-// set, in that set's namespace.
+// of bytes where the machine sums them in 512 bits (scores_group.h), else in fp32. Compiled once
+// per instruction set, in that set's namespace.
 #pragma once
 
 #include <algorithm>
@@ -109,7 +109,7 @@ void score_group_tokens(const HeadQuery& query, int rows, const char* scales, st
   const auto* scale = reinterpret_cast<const std::uint16_t*>(scales);
   const auto* zero = reinterpret_cast<const std::uint16_t*>(scales + zeros);
   float* base = query.folded + rows * width;
-#if CARAMBA_FAST_VNNI
+#if CARAMBA_FAST_TURNS_CODES
   for (std::int64_t i = 0; i < 2 * width; i += kLine) {  // those of the group after the next one
     __builtin_prefetch(scales + 4 * zeros + i, 0, 2);
     __builtin_prefetch(scales + 5 * zeros + i, 0, 2);

@@ -7,7 +7,7 @@
 #include "channel.h"
 #include "dequantize.h"
 #include "lane.h"
-#if CARAMBA_FAST_VNNI
+#if CARAMBA_FAST_VECTOR_BITS
 #include "int8_layout.h"
 #endif
 
@@ -15,15 +15,15 @@ namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
 struct HeadBytes;     // int8_layout.h
-struct TileScales;    // int8_layout.h
-struct WeightGroup;   // values_int8.h
-struct Flips;         // values_int8.h
+struct TileScales;    // tile_scales.h
+struct WeightGroup;   // weights_int8.h
+struct Flips;         // weights_int8.h
 struct GroupScratch;  // scores_group.h
 
 // Memory for one tile at a time.
 struct TileScratch {
   float* decoded;  // kTile tokens of one head in fp32
-  // Of products of bytes; null where there are none.
+  // Of integer products; null where there are none.
   TileScales* scales;
   WeightGroup* weights;
   Flips* flips;
@@ -37,7 +37,7 @@ struct HeadStream {
   std::int64_t first, width;  // values of the lane's token before it, values in it
   std::int64_t inner;         // those in it before the head
   int blocks;
-  const HeadBytes* bytes;  // null where there are no products of bytes, or they do not serve
+  const HeadBytes* bytes;  // null where there are no integer products, or they do not serve
 
   HeadStream(const StoredStream& s, int head_in_lane) : stored(&s) {
     const std::int64_t unit = is_quantized(s.format) ? s.block : 32;
@@ -47,7 +47,7 @@ struct HeadStream {
     inner = begin - first;
     blocks = static_cast<int>(width / unit);
     bytes = nullptr;
-#if CARAMBA_FAST_VNNI
+#if CARAMBA_FAST_VECTOR_BITS
     const int bits = bits_of(s.format);
     if (!is_quantized(s.format) || is_by_channel(s.format)) return;
     if (!HeadBytes::fits(bits, s.block, blocks)) return;
@@ -100,8 +100,8 @@ inline TileData decoded(const TileData& data, const HeadStream& head, int count,
   return {Format::fp32, reinterpret_cast<const char*>(to), head.width * 4, nullptr, 0};
 }
 
-#if CARAMBA_FAST_VNNI
-// Whether a tile can be taken in products of bytes. Where tokens are taken in pairs, the one behind
+#if CARAMBA_FAST_VECTOR_BITS
+// Whether a tile can be taken in integer products. Where tokens are taken in pairs, the one behind
 // an odd number of them has to be there.
 inline bool takes_bytes(const Lane& lane, const HeadStream& head, const Tile& tile) {
   if (tile.source != Source::codes || head.bytes == nullptr) return false;

@@ -1,5 +1,5 @@
 // Weights times values of a tile, summed for all query rows of one kv head, whatever values are
-// stored in. In products of bytes (values_int8.h) where the machine has them and the tile allows
+// stored in. In integer products (values_int8.h) where the machine has them and the tile allows
 // it, else in fp32 (values_float.h), quantized values being decoded first. Compiled once per
 // instruction set, in that set's namespace.
 #pragma once
@@ -11,7 +11,7 @@
 #include "tile.h"
 #include "values_float.h"
 #include "visibility.h"
-#if CARAMBA_FAST_VNNI
+#if CARAMBA_FAST_VECTOR_BITS
 #include "values_int8.h"
 #endif
 
@@ -23,7 +23,7 @@ struct ValueSums {
   HeadStream value;
   int query_rows;
   float* sums;  // (query rows, value.width)
-  // (query rows, unit_width) of tiles that were taken in products of bytes, in the order of
+  // (query rows, unit_width) of tiles that were taken in integer products, in the order of
   // `value_half`; null where there are none.
   float* unit_sums = nullptr;
   std::int64_t unit_width = 0;
@@ -32,7 +32,7 @@ struct ValueSums {
       : value(lane.job.value(), h),
         query_rows(lane.query_rows),
         sums(arena.zeros(query_rows * value.width)) {
-#if CARAMBA_FAST_VNNI
+#if CARAMBA_FAST_VECTOR_BITS
     if (value.bytes == nullptr) return;
     unit_width = value.bytes->sums();
     unit_sums = arena.zeros(query_rows * unit_width);
@@ -47,7 +47,7 @@ struct ValueSums {
 
   // Brings everything into `sums`, when all tiles are done.
   void settle() {
-#if CARAMBA_FAST_VNNI
+#if CARAMBA_FAST_VECTOR_BITS
     if (unit_sums == nullptr) return;
     for (int r = 0; r < query_rows; ++r)
       settle_unit_sums(*value.bytes, unit_sums + r * unit_width, sums + r * value.width);
@@ -81,27 +81,27 @@ inline void add_values_float(const ValueSums& state, const TileData& values, int
   }
 }
 
-#if CARAMBA_FAST_VNNI
-inline constexpr int kWeightRows = 4;  // query rows whose weights are packed at a time
+#if CARAMBA_FAST_VECTOR_BITS
+inline constexpr int kWeightRows = 16;  // query rows whose weights are packed at a time
 // log2 of a weight's share of the total that 8 bits of it, and of what is smaller in its tile, are
 // enough for where values have 4 bits.
 inline constexpr float kFaintShare = -6;
 
 // Some query rows, with weights of BYTES bytes.
 template <Format F, int BYTES>
-void add_values_int8(const ValueSums& state, const TileData& data, int count, int first, int rows,
-                     const float* weights, const TileScratch& scratch) {
+void add_values_int8(const ValueSums& state, const TileData& data, int count, const int* row,
+                     int rows, const float* weights, const TileScratch& scratch) {
   const HeadBytes& head = *state.value.bytes;
   for (int r = 0; r < rows; ++r) {
-    const float* row = weights + (first + r) * kScoreRow;
+    const float* from = weights + row[r] * kScoreRow;
     WeightGroup* to = scratch.weights + r * head.groups;
     if (head.fold == 2)
-      pack_weights<F, BYTES, 2>(row, head, *scratch.scales, *scratch.flips, to);
+      pack_weights<F, BYTES, 2>(from, head, *scratch.scales, *scratch.flips, to);
     else
-      pack_weights<F, BYTES, 1>(row, head, *scratch.scales, *scratch.flips, to);
+      pack_weights<F, BYTES, 1>(from, head, *scratch.scales, *scratch.flips, to);
   }
-  value_int8<F, BYTES>(scratch.weights, head, rows, data.values, data.stride, *scratch.flips, count,
-                       state.unit_sums + first * state.unit_width, state.unit_width);
+  const WeightRows all = {scratch.weights, rows, row, state.unit_sums, state.unit_width};
+  value_int8<F, BYTES>(all, head, data.values, data.stride, *scratch.flips, count);
 }
 
 // All query rows; the number of bytes is each row's own matter.
@@ -110,15 +110,21 @@ void add_values_int8(const ValueSums& state, const TileData& data, int count, co
                      const float* shares, const TileScratch& scratch) {
   constexpr int kFewBytes = F == Format::q8_0 ? 2 : 1;
   if (F == Format::q4_0) take_signs(*state.value.bytes, *scratch.scales, *scratch.flips);
-  const auto faint = [&](int r) { return kFewBytes < 2 && shares[r] <= kFaintShare; };
-  for (int first = 0, rows = 1; first < state.query_rows; first += rows) {
-    for (rows = 1; rows < kWeightRows && first + rows < state.query_rows; ++rows)
-      if (faint(first + rows) != faint(first)) break;
-    if (faint(first))
-      add_values_int8<F, kFewBytes>(state, data, count, first, rows, weights, scratch);
+  int row[2][kWeightRows], rows[2] = {};  // of those with two bytes, and with few
+  const auto add = [&](bool few) {
+    if (few)
+      add_values_int8<F, kFewBytes>(state, data, count, row[1], rows[1], weights, scratch);
     else
-      add_values_int8<F, 2>(state, data, count, first, rows, weights, scratch);
+      add_values_int8<F, 2>(state, data, count, row[0], rows[0], weights, scratch);
+    rows[few] = 0;
+  };
+  for (int r = 0; r < state.query_rows; ++r) {
+    const bool few = kFewBytes < 2 && shares[r] <= kFaintShare;
+    row[few][rows[few]++] = r;
+    if (rows[few] == kWeightRows) add(few);
   }
+  for (const bool few : {false, true})
+    if (rows[few] > 0) add(few);
 }
 #endif
 
@@ -129,7 +135,7 @@ CARAMBA_FAST_NOINLINE inline void add_values(const Lane& lane, const Tile& tile,
                                              const float* shares, const TileScratch& scratch,
                                              const ValueSums& state) {
   const TileData data = data_of(lane, state.value, tile);
-#if CARAMBA_FAST_VNNI
+#if CARAMBA_FAST_VECTOR_BITS
   if (takes_bytes(lane, state.value, tile)) {
     const HeadBytes& head = *state.value.bytes;
     TileScales& scales = *scratch.scales;

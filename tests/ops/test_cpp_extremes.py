@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from support import cases
 from support.cases import Case
 from support.cpp import ALLOWED_LSE, attend
-from support.isas import ISA_VARIABLE, expected_isas, in_subprocess, isa_in_use
+from support.isas import ISA_VARIABLE, expected_isas, in_subprocess, multiplies_integers
 
-from caramba_fast.ops import append_, use_backend
+from caramba_fast.ops import KVView, append_, use_backend
 
 #: Relative L2 error that integers may add, by kind; for float32 alone, of scores in the hundreds.
 ALLOWED = {"q8_0": 1e-4, "q4_0": 1e-2, "nf4": 1e-2}
@@ -71,7 +72,7 @@ def test_the_promised_errors_hold_for_extreme_keys(of):
     for seed in range(CASES):
         case, kinds = extreme(of, seed)
         (out, lse), (expected, expected_lse) = attend(case), case.expected()
-        integers = isa_in_use() == "avx512_vnni"
+        integers = multiplies_integers()
         allowed = FLOAT + integers * max(ALLOWED.get(kind, 0.0) for kind in kinds)
         close = 1e-4 if not integers else max(ALLOWED_LSE.get(kind, 0.0) for kind in kinds)
         error = cases.relative_l2(out, expected)
@@ -81,6 +82,74 @@ def test_the_promised_errors_hold_for_extreme_keys(of):
             wrong.append(f"seed {seed}, {kinds}: out {error:.1e} of {allowed:.1e}, lse {off:.1e}")
     print(f"{of}: at worst {worst:.0%} of what is allowed")
     assert not wrong, "\n".join(wrong)
+
+
+#: kind -> the codes that are largest, below zero and above.
+LARGEST = {"q8_0": (-128, 127), "q4_0": (0, 15), "nf4": (0, 15)}
+
+
+def fill_codes(view: KVView, above: torch.Tensor, scale: float) -> None:
+    """The largest codes there are: above zero where told (tokens, values), else below."""
+    low, high = LARGEST[view.kind]
+    codes = torch.where(above, high, low)
+    if view.kind != "q8_0":  # value j in the low nibble, j + 16 in the high one
+        pairs = codes.unflatten(-1, (-1, 2, 16))
+        codes = (pairs[..., 0, :] | pairs[..., 1, :] << 4).flatten(-2)
+    view.codes[:] = codes.to(view.codes.dtype)
+    view.scales.fill_(scale)
+
+
+@pytest.mark.parametrize("scale", [2.0**-9, 0.25, -0.25])
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("kind", LARGEST)
+def test_the_largest_integers_are_exact(kind, tokens, scale):
+    """Queries, weights and codes at the ends of their ranges: nothing is rounded, so what integers may add is not
+    allowed. Sums that saturate or overflow would show as they are: all products of a sum have one sign."""
+    torch.manual_seed(0)
+    dim = 128
+    case = cases.build(
+        dims={"k": dim, "v": dim}, kinds=(kind, kind), lengths=(40, 250), slots=256, tokens=tokens
+    )
+    query = case.queries["k"]
+    query.sign_()
+    same = query[0, 0, 0] > 0
+    query.copy_(query.abs() * query[:1, :1, :1])  # every query has the signs of the first
+    turns = torch.arange(256)[:, None] % 2 == 0
+    fill_codes(case.streams["k"].view, same ^ turns, scale)
+    fill_codes(case.streams["v"].view, torch.rand(dim) < 0.5, scale)
+    torch.testing.assert_close(attend(case)[1].double(), case.expected()[1], rtol=FLOAT, atol=FLOAT)
+    query.zero_()  # weights are all the same, and as large as their integers get
+    assert cases.relative_l2(attend(case)[0], case.expected()[0]) <= 2 * FLOAT
+
+
+#: Kinds of keys and values, and values of a head, that take the same integers with VNNI and without, and sum what
+#: comes of them in the same order.
+SAME = (
+    ("q4_0", "q4_0", 128),
+    ("q4_0", "q4_0", 64),
+    ("q4_0", "fp32", 80),
+    ("q8_0", "fp16", 64),
+    ("q8_0", "fp16", 32),
+)
+DIGEST = f"""
+import hashlib, torch
+from support.cpp import attend, build
+for *kinds, dim in {SAME}:
+    for tokens in (1, 3):
+        torch.manual_seed(0)
+        case = build(dims=dict(k=dim, v=dim), kinds=kinds, lengths=(700, 45), slots=704, tokens=tokens)
+        out, lse = attend(case)
+        print(kinds, dim, tokens, hashlib.sha256(out.numpy().tobytes() + lse.numpy().tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.skipif(ISA_VARIABLE in os.environ, reason="this run is about two instruction sets")
+@pytest.mark.skipif("avx512_vnni" not in expected_isas(), reason="the CPU has no AVX-512 VNNI")
+def test_integers_are_the_same_without_vnni(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    runs = [in_subprocess(isa, "-c", DIGEST) for isa in ("avx512", "avx512_vnni")]
+    assert all(run.returncode == 0 for run in runs), runs[0].stderr + runs[1].stderr
+    assert runs[0].stdout == runs[1].stdout
 
 
 @pytest.mark.skipif(ISA_VARIABLE in os.environ, reason="this run is about one instruction set")

@@ -56,12 +56,14 @@ INTEGERS = {"q8_0": 3e-4, "q4_0": 1e-2, "nf4": 1e-2}
 
 
 def close(got: Tensor, expected: Tensor, *kinds: str) -> None:
-    """Equal to rounding on the same bytes, but for the integers of C++ with VNNI (`INTEGERS`)."""
+    """Equal to rounding on the same bytes, but for the integers of C++ (`INTEGERS`)."""
     allowed = 1e-4
     if got.device.type == "cpu":
-        from support.isas import isa_in_use  # needs packages that a machine with a GPU may lack
+        from support.isas import (
+            multiplies_integers,
+        )  # needs packages that a machine with a GPU may lack
 
-        if isa_in_use() == "avx512_vnni":
+        if multiplies_integers():
             allowed = max(INTEGERS.get(kind, allowed) for kind in kinds)
     torch.testing.assert_close(got.cpu(), expected, rtol=allowed, atol=allowed)
 

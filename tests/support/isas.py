@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -33,6 +34,11 @@ def isa_in_use() -> str | None:
     return name.decode() if name else None
 
 
+def multiplies_integers() -> bool:
+    """Whether what meets a quantized stream is multiplied as integers."""
+    return isa_in_use() not in (None, "portable")
+
+
 def in_subprocess(isa: str, *command: str) -> subprocess.CompletedProcess:
     environment = os.environ | {ISA_VARIABLE: isa}
     return subprocess.run(
@@ -42,6 +48,10 @@ def in_subprocess(isa: str, *command: str) -> subprocess.CompletedProcess:
 
 def expected_isas() -> list[str]:
     """What this CPU runs by torch's own account, narrowest first."""
-    known = ["portable", "avx2", "avx512"]
-    isas = known[: {"AVX2": 2, "AVX512": 3}.get(torch.backends.cpu.get_cpu_capability(), 1)]
-    return [*isas, "avx512_vnni"] if "avx512" in isas and torch.cpu._is_vnni_supported() else isas
+    known = ["portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni"]
+    isas = known[: {"AVX2": 3, "AVX512": 5}.get(torch.backends.cpu.get_cpu_capability(), 1)]
+    cpuinfo = Path("/proc/cpuinfo")  # torch does not tell AVX-VNNI
+    lacking = set() if torch.cpu._is_vnni_supported() else {"avx512_vnni"}
+    if not cpuinfo.exists() or "avx_vnni" not in cpuinfo.read_text().split():
+        lacking.add("avx2_vnni")
+    return [isa for isa in isas if isa not in lacking]
