@@ -8,6 +8,7 @@ from typing import Any
 from caramba_fast.bench.kernels.cards import SHARED_LIMITS
 from caramba_fast.formats import FORMATS, Format
 from caramba_fast.kernels import append
+from caramba_fast.kernels.extend_settings import extend_within
 from caramba_fast.kernels.tiles_layout import (
     Settings,
     Stream,
@@ -69,6 +70,8 @@ class Variant:
     def passes(self) -> int:
         """How many programs read a token of a lane, each for its part of the query rows."""
         shape = self.constants["C"]
+        if shape.extend:  # each takes other query rows, and as many as it can
+            return 1
         return -(-shape.per_lane * shape.groups * shape.tokens // shape.rows)
 
     @property
@@ -94,13 +97,18 @@ class Variant:
         if "C" not in constants:
             return replace(self, constants=constants)
         shape = constants["C"]
+        streams = [stream for stream, _ in self.streams]
         chosen = Settings(shape.rows, self.tile, self.num_warps, self.num_stages, self.narrow)
         if backend != "cuda":
-            shape, chosen = replace(shape, ptx=False, precision="ieee"), on_amd(chosen)
+            shape = replace(shape, ptx=False, precision="ieee")
+        limit = SHARED_LIMITS[arch if backend != "cuda" else f"sm_{arch}"]
+        if shape.extend:
+            chosen = extend_within(chosen, streams, limit)
+        elif backend != "cuda":
+            chosen = on_amd(chosen)
         else:
             chosen = on_blackwell(chosen) if int(arch) >= 100 else chosen
-            streams = [stream for stream, _ in self.streams]
-            chosen = within(chosen, streams, SHARED_LIMITS[f"sm_{arch}"])
+            chosen = within(chosen, streams, limit)
         constants["C"] = replace(shape, rows=chosen.rows, tile=chosen.tile, warps=chosen.num_warps)
         return replace(
             self,
