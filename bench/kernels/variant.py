@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +41,7 @@ class Variant:
         options: what else the specialization has.
         tile: tokens of one round of the main loop; 0 for a kernel without one.
         narrow: whether lanes are narrow (`Settings`).
+        choose: launch settings by ``major``, for a kernel that has its own on each generation.
         fusion: whether a product and a sum may become one instruction.
     """
 
@@ -57,6 +59,7 @@ class Variant:
     num_stages: int = 3
     tile: int = 0
     narrow: bool = False
+    choose: Callable[..., Settings] | None = None
     fusion: bool = False
 
     @property
@@ -101,9 +104,10 @@ class Variant:
         chosen = Settings(shape.rows, self.tile, self.num_warps, self.num_stages, self.narrow)
         if backend != "cuda":
             shape = replace(shape, ptx=False, precision="ieee")
-        limit = SHARED_LIMITS[arch if backend != "cuda" else f"sm_{arch}"]
-        if shape.extend:
-            chosen = extend_within(chosen, streams, limit)
+        limit = SHARED_LIMITS[str(arch) if backend != "cuda" else f"sm_{arch}"]
+        if self.choose is not None:
+            major = int(arch) // 10 if backend == "cuda" else 0
+            chosen = extend_within(self.choose(major=major), streams, limit)
         elif backend != "cuda":
             chosen = on_amd(chosen)
         else:

@@ -118,13 +118,17 @@ def _decode(
     tail = side > 0 or group > 1
     groups = 1 if g else GROUPS
     streams = [k, *g, v]
+    choose = None
     if extend:
-        chosen = extend_settings(streams, tokens, page or SLOTS)
+        edges = window or side > 0
+        choose = functools.partial(extend_settings, streams, tokens, page or SLOTS, edges=edges)
+        chosen = choose(major=9)
     else:
         chosen = settings(streams, groups * tokens * per_lane, page or SLOTS)
     shape = Shape(
-        groups=groups, tokens=0 if extend else tokens, extend=extend, heads=8, per_lane=per_lane, rows=chosen.rows, tile=chosen.tile,
-        page=page, window=window, tail=tail, sink_len=side, group=group, warps=chosen.num_warps,
+        groups=groups, tokens=0 if extend else tokens, extend=extend, heads=8, per_lane=per_lane,
+        rows=chosen.rows, tile=chosen.tile, page=page, window=window, tail=tail, sink_len=side,
+        group=group, warps=chosen.num_warps,
     )  # fmt: skip
     strides = ("i32!",) * 4
     stored = [
@@ -168,6 +172,7 @@ def _decode(
         options=options,
         tile=chosen.tile,
         narrow=chosen.narrow,
+        choose=choose,
         fusion=True,
     )  # fmt: skip
 
@@ -284,7 +289,9 @@ def _extend_table() -> Iterator[Variant]:
     yield prompt("D 80", q4, (80, 80), per_lane=2)
     yield prompt("D 256", q4, (256, 256))
     yield _decode("D 128, 64 tokens", q4, tokens=64, extend=True)
-    yield prompt("D 128, rotated, sinks, window, paged", q4, rotated=True, side=4, window=True, page=128)
+    yield prompt(
+        "D 128, rotated, sinks, window, paged", q4, rotated=True, side=4, window=True, page=128
+    )
     yield prompt("sem 8, geo 32, v 64", ("q8_0", *q4), (8, 32, 64), per_lane=4)
     yield prompt("D 128", ("q4_channel", "q4_0"))
     yield prompt("D 128", ("q8_channel", "q8_0"))

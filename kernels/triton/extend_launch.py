@@ -1,7 +1,7 @@
 """From the flat arguments of the extend ops to launches: those of decode, in blocks of queries.
 
-A prompt is read at once, up to TOKENS_AT_ONCE: what a launch leaves for the merge is as large as the queries in float32,
-and does not grow with the cache.
+A prompt is read at once, up to TOKENS_AT_ONCE: what a launch leaves for the merge is as large as the queries in
+float32, and does not grow with the cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .extend_settings import extend_settings, extend_within
 from .splits import processors
-from .splits_launch import Call, launch, shared_memory
+from .splits_launch import Call, capability, launch, shared_memory
 from .tiles_layout import Settings, Shape
 
 #: Query tokens of one round of launches, at least.
@@ -31,7 +31,11 @@ class ExtendCall(Call):
     @cached_property
     def settings(self) -> Settings:
         """Launch settings."""
-        chosen = extend_settings(self.records, self.tokens, self.value.codes.shape[2])
+        major = 0 if torch.version.hip is not None else capability(self.q.device)[0]
+        chosen = extend_settings(
+            self.records, self.tokens, self.value.codes.shape[2], major=major,
+            edges=self.window >= 0 or self.sink_len > 0,
+        )  # fmt: skip
         return extend_within(chosen, self.records, shared_memory(self.q.device))
 
     @cached_property

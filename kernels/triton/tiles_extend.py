@@ -36,7 +36,7 @@ def rows_of_block(number, batch, lengths, tokens, C: tl.constexpr):
     head = lane * HEADS + within % HEADS
     row = tl.arange(0, C.rows)
     token = first + row
-    position, length, count, pad = row_span(batch, lengths[0], lengths[1], lengths[2], tokens)
+    position, _, count, pad = row_span(batch, lengths[0], lengths[1], lengths[2], tokens)
     # A lane may have room for more heads than there are.
     there = head < C.heads * C.groups
     count = tl.where(there, tl.minimum(tl.maximum(count - first, 0), C.rows), 0)
@@ -144,7 +144,9 @@ def _step(
 
 
 @triton.jit
-def _store_partial(partial, rows, accumulators, total, splits, S: tl.constexpr, GAIN, C: tl.constexpr):
+def _store_partial(
+    partial, rows, accumulators, total, splits, S: tl.constexpr, GAIN, C: tl.constexpr
+):
     """Each row's columns of its own head, divided by the row's sum."""
     factor = tl.where(total == 0.0, 0.0, 1.0 / (tl.where(total == 0.0, 1.0, total) * GAIN))
     for part in tl.static_range(parts_of(S)):

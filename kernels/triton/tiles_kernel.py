@@ -1,7 +1,8 @@
 """The split-KV attention kernel: one program reads one split of one lane, once, and leaves a partial result.
 
 Standard and decoupled attention, contiguous and paged caches, the tail, the sinks and every mix of formats
-are this one kernel, and so are a few queries of all heads (decode) and blocks of a prompt's (extend). A key stream is described by a `tiles_layout.Stream`, the second one of decoupled
+are this one kernel, and so are a few queries of all heads (decode) and blocks of a prompt's (extend).
+A key stream is described by a `tiles_layout.Stream`, the second one of decoupled
 attention (``g``) like the first; what a call does not use is None and leaves no code.
 """
 
@@ -51,7 +52,7 @@ def _attend(
 
 @triton.jit
 def _rows_of_lane(number, batch, lengths, C: tl.constexpr):
-    """Part ``number`` of the queries of all lanes, C.rows of one lane's; what `rows_of_block` returns, from head 0 on."""
+    """Part ``number`` of the queries of all lanes, C.rows of one lane's; returns as `rows_of_block`, from head 0 on."""
     PER_KV: tl.constexpr = C.groups * C.tokens
     PIECES: tl.constexpr = (C.per_lane * PER_KV + C.rows - 1) // C.rows
     ALL: tl.constexpr = C.heads * PER_KV
@@ -206,17 +207,17 @@ def partials_kernel(
     number, in_all = tl.program_id(1), tl.num_programs(0)
     if C.extend:
         lane, head, first, rows, span = rows_of_block(number, batch, lengths, tokens, C)
-        origin = batch * (C.heads * C.groups * tokens) + head * tokens + first
+        origin = (batch * (C.heads * C.groups * tokens) + head * tokens + first) * in_all
     else:
         lane, head, first, rows, span = _rows_of_lane(number, batch, lengths, C)
-        origin = batch * (C.heads * C.groups * C.tokens)
+        origin = batch * (C.heads * C.groups * C.tokens * in_all)
     q = _place_of(queries, batch, head, first, rows[0], C)
     q_geo = (None, None, None)
     if G is not None:
         q_geo = _place_of(queries[5:], batch, head, first, rows[0], C)
     result = (
-        partial_ptr + (origin * in_all + split) * V.dim,
-        lse_ptr + origin * in_all + split,
+        partial_ptr + origin * V.dim + split * V.dim,
+        lse_ptr + origin + split,
         in_all,
     )
     if split < splits:

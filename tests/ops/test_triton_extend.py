@@ -86,7 +86,11 @@ def test_head_dims(dims):
 @pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [
     (1, 1, 1), (6, 2, 5), (2, 1, 33), (1, 1, 64), (2, 2, 65), (1, 1, 130),
 ])  # fmt: skip
-def test_query_heads_and_tokens(heads, kv_heads, tokens):
+def test_query_heads_and_tokens(heads, kv_heads, tokens, monkeypatch):
+    """In blocks of 64 queries, and of 128 (from 65 tokens on)."""
+    from caramba_fast.kernels import extend_launch
+
+    monkeypatch.setattr(extend_launch, "capability", lambda _: (9, 0))
     lengths = (tokens + 61,) if tokens > 64 else (tokens + 61, tokens)
     check(build(tokens=tokens, heads=heads, kv_heads=kv_heads, lengths=lengths, slots=224))
 
@@ -97,11 +101,15 @@ def test_capacities_that_are_no_whole_tiles(slots):
 
 
 @pytest.mark.parametrize("kinds", [("q4_0", "q8_0"), ("q4_channel", "q4_0")], ids="/".join)
-@pytest.mark.parametrize("options", [(), ("pages", "leftpad", "sinks")], ids=len)
-def test_a_prefix_of_many_tiles_in_any_number_of_splits(options, kinds):
-    """Tiles that are seen whole, and those at both ends that are not."""
+@pytest.mark.parametrize("options", [(), ("pages", "leftpad", "tail")], ids=len)
+@pytest.mark.parametrize("major", [8, 9])
+def test_a_prefix_of_many_tiles_in_any_number_of_splits(options, kinds, major, monkeypatch):
+    """Tiles that are seen whole, and those at both ends that are not, with the tiles of each generation."""
+    from caramba_fast.kernels import extend_launch
+
+    monkeypatch.setattr(extend_launch, "capability", lambda _: (major, 0))
     case = build(options, **{**LAYER, "lengths": (516,), "slots": 640, "kinds": kinds})
-    for num_splits in (0, 1, 3):
+    for num_splits in (0, 3):
         check(case, num_splits=num_splits)
 
 
@@ -119,7 +127,9 @@ def test_all_options_at_once(layer):
     check(build(EVERYTHING, **{**layer, "lengths": (75, 61), "heads": 3, "kv_heads": 3}))
 
 
-@pytest.mark.parametrize("kinds", [("q8_0", "q4_0", "nf4"), ("q4_channel", "q8_channel", "q4_0")], ids=len)
+@pytest.mark.parametrize(
+    "kinds", [("q8_0", "q4_0", "nf4"), ("q4_channel", "q8_channel", "q4_0")], ids=len
+)
 @pytest.mark.parametrize("options", [["null"], EVERYTHING], ids=len)
 def test_two_keys(options, kinds):
     check(build(options, decoupled=True, **{**CHANNEL, "heads": 2, "kinds": kinds}))
