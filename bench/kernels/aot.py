@@ -69,6 +69,8 @@ def _matrix(row: Row) -> str:
 
 
 def _narrow(row: Row) -> str:
+    if row.op.endswith("extend_attention"):  # a load serves a block of queries
+        return ""
     if row.narrowest_load is None or QUANTIZED.isdisjoint(row.kind.split("/")):
         return ""
     if row.narrowest_load >= NARROWEST_LOAD:
@@ -137,7 +139,8 @@ class Row:
     #: Thread instructions for each value: instructions * threads / values of a program.
     instructions_per_value: float
     #: Warp (or wave) instructions of the main loop for each cached token of a lane: instructions * warps /
-    #: tokens of a tile, times the programs that read the token for different query rows.
+    #: tokens of a tile, times the programs that read the token for different query rows. Of extend attention for the
+    #: query rows of one program.
     loop_per_token: float | None = None
     #: Instructions of the main loop that multiply matrices.
     matrix: int | None = None
@@ -223,7 +226,8 @@ def _loop_columns(variant: Variant, target: str, found: binary.Binary) -> dict[s
         "matrix": loop.matrix,
         "narrowest_load": min(widths, default=0),
         "typical_load": typical(widths),
-        **shares(target, variant.token_bytes, per_token),
+        # A prompt is limited by products: no share of the bandwidth is its own.
+        **({} if variant.choose else shares(target, variant.token_bytes, per_token)),
     }
 
 
@@ -237,9 +241,12 @@ def rows(targets: Iterable[str]) -> Iterator[Row]:
                 row = inspect(variant, target)
             else:
                 row = done[like, i] if (like, i) in done else inspect(variant, like)
-                row = replace(
-                    row, target=target, **shares(target, variant.token_bytes, row.loop_per_token)
+                own = (
+                    {}
+                    if variant.choose
+                    else shares(target, variant.token_bytes, row.loop_per_token)
                 )
+                row = replace(row, target=target, **own)
             done[target, i] = row
             yield row
 

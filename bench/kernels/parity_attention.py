@@ -23,8 +23,11 @@ from caramba_fast.ops import (
     decode_attention,
     decoupled_append_,
     decoupled_decode_attention,
+    decoupled_extend_attention,
+    extend_attention,
     use_backend,
 )
+from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 from caramba_fast.ops.registry import BackendError, why_not
 from caramba_fast.ops.view import Lanes
 
@@ -37,6 +40,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "s_aux": {"s_aux": torch.linspace(-1, 1, HEADS)},
     "null": {"null_k": torch.ones(KV_HEADS, DIM), "null_v": torch.ones(KV_HEADS, DIM)},
 }
+#: The public functions, by their names.
+OPS: dict[str, Any] = {
+    op.__name__: op
+    for op in (
+        decode_attention,
+        extend_attention,
+        decoupled_decode_attention,
+        decoupled_extend_attention,
+    )
+}
 #: Relative L2 error between backends, by dtype of the queries.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 #: What a rotation adds: a query is rounded again after it, and a few codes are rounded the other way.
@@ -45,7 +58,7 @@ ROTATED_ERROR, ROTATED_CODES = 3.0, 0.01
 
 @dataclass(frozen=True)
 class Setting:
-    """One layer and one call; ``decoupled`` takes the other op, ``tail`` has half as many sinks."""
+    """One layer and one call; ``decoupled`` takes another op, as do over 32 tokens; half as many sinks as ``tail``."""
 
     kind: str
     option: str = "plain"
@@ -59,7 +72,8 @@ class Setting:
     @property
     def op(self) -> str:
         """Its attention op."""
-        return "decoupled_decode_attention" if self.decoupled else "decode_attention"
+        verb = "extend" if self.tokens > MAX_QUERY_TOKENS else "decode"
+        return f"{'decoupled_' * self.decoupled}{verb}_attention"
 
     @property
     def append_op(self) -> str:
@@ -75,12 +89,14 @@ class Setting:
 def settings(quick: bool) -> list[Setting]:
     """All formats with every option, then dtypes, token counts and decoupled layers."""
     if quick:
-        return [Setting("q4_0", "window", paged=True, tokens=2)]
+        return [Setting("q4_0", "window", paged=True, tokens=2), Setting("q4_0", tokens=33)]
     crossed = product(FORMATS, OPTIONS, (False, True), (0, 8), (False, True))
-    alone = product(FORMATS, (1, 5, 20), TOLERANCE)
+    alone = product(FORMATS, (1, 5, 20, 33, 100), TOLERANCE)
+    prompts = product(FORMATS, OPTIONS, (False, True), (0, 8))
     return [
         *(Setting(kind, tokens=tokens, dtype=dtype) for kind, tokens, dtype in alone),
-        *(Setting(kind, tokens=t, decoupled=True) for kind in QUANTIZED_KINDS for t in (1, 5)),
+        *(Setting(kind, tokens=t, decoupled=True) for kind in QUANTIZED_KINDS for t in (1, 5, 33)),
+        *(Setting(*row, rotated=True, tokens=33) for row in prompts),
         *(Setting(*row) for row in crossed),
     ]
 
@@ -140,9 +156,8 @@ def _attend(
     setting: Setting, views: Mapping[str, KVView], queries: list[Tensor], place: dict[str, Tensor],
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    op: Any = decoupled_decode_attention if setting.decoupled else decode_attention
     where = {name: x for name, x in place.items() if name != "lengths"}
-    return op(
+    return OPS[setting.op](
         *queries, *views.values(), place["lengths"], n_kv_heads=KV_HEADS, return_softmax_lse=True,
         residual_len=setting.tail, **where, **options,
     )  # fmt: skip

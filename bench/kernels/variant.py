@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from caramba_fast.bench.kernels.cards import SHARED_LIMITS
 from caramba_fast.formats import FORMATS, Format
 from caramba_fast.kernels import append
+from caramba_fast.kernels.extend_settings import extend_within
 from caramba_fast.kernels.tiles_layout import (
     Settings,
     Stream,
@@ -39,6 +41,7 @@ class Variant:
         options: what else the specialization has.
         tile: tokens of one round of the main loop; 0 for a kernel without one.
         narrow: whether lanes are narrow (`Settings`).
+        choose: launch settings by ``major``, for a kernel that has its own on each generation.
         fusion: whether a product and a sum may become one instruction.
     """
 
@@ -56,6 +59,7 @@ class Variant:
     num_stages: int = 3
     tile: int = 0
     narrow: bool = False
+    choose: Callable[..., Settings] | None = None
     fusion: bool = False
 
     @property
@@ -69,6 +73,8 @@ class Variant:
     def passes(self) -> int:
         """How many programs read a token of a lane, each for its part of the query rows."""
         shape = self.constants["C"]
+        if shape.extend:  # each takes other query rows, and as many as it can
+            return 1
         return -(-shape.per_lane * shape.groups * shape.tokens // shape.rows)
 
     @property
@@ -94,13 +100,19 @@ class Variant:
         if "C" not in constants:
             return replace(self, constants=constants)
         shape = constants["C"]
+        streams = [stream for stream, _ in self.streams]
         chosen = Settings(shape.rows, self.tile, self.num_warps, self.num_stages, self.narrow)
         if backend != "cuda":
-            shape, chosen = replace(shape, ptx=False, precision="ieee"), on_amd(chosen)
+            shape = replace(shape, ptx=False, precision="ieee")
+        limit = SHARED_LIMITS[str(arch) if backend != "cuda" else f"sm_{arch}"]
+        if self.choose is not None:
+            major = int(arch) // 10 if backend == "cuda" else 0
+            chosen = extend_within(self.choose(major=major), streams, limit)
+        elif backend != "cuda":
+            chosen = on_amd(chosen)
         else:
             chosen = on_blackwell(chosen) if int(arch) >= 100 else chosen
-            streams = [stream for stream, _ in self.streams]
-            chosen = within(chosen, streams, SHARED_LIMITS[f"sm_{arch}"])
+            chosen = within(chosen, streams, limit)
         constants["C"] = replace(shape, rows=chosen.rows, tile=chosen.tile, warps=chosen.num_warps)
         return replace(
             self,

@@ -21,6 +21,7 @@ from caramba_fast.kernels import (
     tiles_kernel,
     tiles_query,
 )
+from caramba_fast.kernels.extend_settings import extend_settings
 from caramba_fast.kernels.splits_stream import dot_dtype
 from caramba_fast.kernels.tiles_layout import (
     Shape,
@@ -102,8 +103,9 @@ def _decode(
     rotated: bool = False,
     side: int = 0,
     group: int = 32,
+    extend: bool = False,
 ) -> Variant:
-    """decode_attention of streams k, v or k_sem, k_geo, v; ``side`` tokens of sinks, and a tail.
+    """decode_attention of streams k, v or k_sem, k_geo, v; ``side`` tokens of sinks, and a tail; or extend_attention.
 
     By channel there is a tail without them, too, and ``group`` tokens share scales.
 
@@ -115,10 +117,18 @@ def _decode(
     group = max(stream.group for stream in (k, *g, v))
     tail = side > 0 or group > 1
     groups = 1 if g else GROUPS
-    chosen = settings([k, *g, v], groups * tokens * per_lane, page or SLOTS)
+    streams = [k, *g, v]
+    choose = None
+    if extend:
+        edges = window or side > 0
+        choose = functools.partial(extend_settings, streams, tokens, page or SLOTS, edges=edges)
+        chosen = choose(major=9)
+    else:
+        chosen = settings(streams, groups * tokens * per_lane, page or SLOTS)
     shape = Shape(
-        groups=groups, tokens=tokens, heads=8, per_lane=per_lane, rows=chosen.rows, tile=chosen.tile,
-        page=page, window=window, tail=tail, sink_len=side, group=group, warps=chosen.num_warps,
+        groups=groups, tokens=0 if extend else tokens, extend=extend, heads=8, per_lane=per_lane,
+        rows=chosen.rows, tile=chosen.tile, page=page, window=window, tail=tail, sink_len=side,
+        group=group, warps=chosen.num_warps,
     )  # fmt: skip
     strides = ("i32!",) * 4
     stored = [
@@ -130,7 +140,7 @@ def _decode(
         for there in (tail, side)
     )
     return Variant(
-        op="decoupled_decode_attention" if g else "decode_attention",
+        op=f"{'decoupled_' * bool(g)}{'extend' if extend else 'decode'}_attention",
         kind="/".join(dict.fromkeys(kinds)),
         dtype=dtype,
         block=32,
@@ -149,6 +159,7 @@ def _decode(
             "ring": "i32",
             "splits": "i32",
             "least": "i32",
+            "tokens": "i32",
             "softcap": "fp32",
         },
         constants={
@@ -161,6 +172,7 @@ def _decode(
         options=options,
         tile=chosen.tile,
         narrow=chosen.narrow,
+        choose=choose,
         fusion=True,
     )  # fmt: skip
 
@@ -183,9 +195,10 @@ def _merge() -> Variant:
             **dict.fromkeys(strides, "i32!"),
             **dict.fromkeys(("factor", "g_factor", "softcap"), "fp32"),
             "splits": "i32",
+            "tokens": "i32",
         },
         constants={
-            "GROUPS": 1, "TOKENS": 1, "K_DIM": 32, "G_DIM": 64, "DIM": HEAD_DIM, "PADDED": HEAD_DIM,
+            "GROUPS": 1, "K_DIM": 32, "G_DIM": 64, "DIM": HEAD_DIM, "PADDED": HEAD_DIM,
             "K_PADDED": 64, "MOST": splits_launch.MOST_PARTS, "SOFTCAP": True, "ROTATE": True,
         },
         num_warps=4,
@@ -207,8 +220,9 @@ def _prepare() -> Variant:
             "q_ptr": "*fp16",
             **{f"q_{axis}_stride": "i32!" for axis in ("batch", "head", "token")},
             "out_ptr": "*fp32",
+            "tokens": "i32",
         },
-        constants={"TOKENS": 1, "DIM": HEAD_DIM, "PADDED": HEAD_DIM},
+        constants={"DIM": HEAD_DIM, "PADDED": HEAD_DIM},
         num_warps=4,
         values=HEAD_DIM,
         options="prepare",
@@ -263,10 +277,30 @@ def _by_channel() -> Iterator[Variant]:
     )
 
 
+def _extend_table() -> Iterator[Variant]:
+    """Prompts of more than 64 tokens, and of fewer."""
+    prompt = functools.partial(_decode, tokens=512, extend=True)
+    q4 = ("q4_0", "q4_0")
+    for kind in ("fp16", *QUANTIZED_KINDS):
+        yield prompt("D 128", (kind, kind))
+    yield prompt("D 128", ("bf16", "bf16"), dtype="bf16")
+    yield prompt("D 128, fp32 query", q4, dtype="fp32")
+    yield prompt("D 64", q4, (64, 64))
+    yield prompt("D 80", q4, (80, 80), per_lane=2)
+    yield prompt("D 256", q4, (256, 256))
+    yield _decode("D 128, 64 tokens", q4, tokens=64, extend=True)
+    yield prompt(
+        "D 128, rotated, sinks, window, paged", q4, rotated=True, side=4, window=True, page=128
+    )
+    yield prompt("sem 8, geo 32, v 64", ("q8_0", *q4), (8, 32, 64), per_lane=4)
+    yield prompt("D 128", ("q4_channel", "q4_0"))
+    yield prompt("D 128", ("q8_channel", "q8_0"))
+
+
 @functools.cache
 def variants() -> tuple[Variant, ...]:
     """The table: quantize, dequantize, decode attention, append; at most 100 rows."""
-    return (*_quantize_table(), *_decode_table(), *_append_table())
+    return (*_quantize_table(), *_decode_table(), *_extend_table(), *_append_table())
 
 
 def _append_table() -> tuple[Variant, ...]:

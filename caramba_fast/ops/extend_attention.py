@@ -1,8 +1,8 @@
 """extend_attention: a chunk of a prompt on top of what is cached, in bounded scratch.
 
-The same attention as `decode_attention`, for any number of query tokens: a stretch of the cache is
-dequantized, attended to by a chunk of queries, and merged into the result; a mask of prompt × cache or a
-dequantized copy of the cache never exists.
+The same attention as `decode_attention`, for any number of query tokens. In the reference a stretch of the cache is
+dequantized, attended to by a chunk of queries, and merged into the result; the kernels dequantize a tile at a time. A
+mask of prompt × cache or a dequantized copy of the cache never exists.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def extend_attention(
 
     Args:
         q: (B, H_q, T, D), any T.
-        q_chunk: query tokens taken at a time; bounds the scratch.
+        q_chunk: query tokens taken at a time; bounds the scratch. The Triton kernels take 2,048 where it is less: their
+            scratch is the queries' size in float32, whatever is cached.
         local_window: tokens a query reaches back, itself included: ``window_size=(w - 1, 0)``.
         k, v, cache_seqlens, n_kv_heads, return_softmax_lse, options: as in `decode_attention`.
 

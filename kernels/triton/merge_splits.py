@@ -55,7 +55,7 @@ def _strided(q_ptr, batch, head, token, batch_stride, head_stride, token_stride)
     return q_ptr + batch * batch_stride + head * head_stride + token * token_stride
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "tokens"])
 def merge_kernel(
     partial_ptr,
     lse_ptr,
@@ -79,8 +79,8 @@ def merge_kernel(
     g_factor,
     softcap,
     splits,
+    tokens,
     GROUPS: tl.constexpr,
-    TOKENS: tl.constexpr,
     K_DIM: tl.constexpr,
     G_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -92,9 +92,9 @@ def merge_kernel(
 ):
     """One query row: partial (B, H_q * T, splits, D), lse (B, H_q * T, splits) -> out, natural lse."""
     row, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    head, token = row // TOKENS, row % TOKENS
+    head, token = row // tokens, row % tokens
     kv, place = head // GROUPS, batch * tl.num_programs(0) + row
-    _, _, count, _ = row_span(batch, seqlens_ptr, None, query_lens_ptr, TOKENS)
+    _, _, count, _ = row_span(batch, seqlens_ptr, None, query_lens_ptr, tokens)
     lse, partial = lse_ptr + place * splits, partial_ptr + place * splits * DIM
     split = tl.arange(0, MOST)
     parts = tl.load(lse + split, mask=split < splits, other=float("-inf"))

@@ -72,10 +72,10 @@ def plan(
 
 
 @triton.jit
-def row_span(batch, seqlens_ptr, leftpad_ptr, query_lens_ptr, TOKENS: tl.constexpr):
+def row_span(batch, seqlens_ptr, leftpad_ptr, query_lens_ptr, tokens):
     """(first query's position, tokens cached, real queries, padding) of a row."""
     length = tl.load(seqlens_ptr + batch)
-    count = TOKENS
+    count = tokens
     if query_lens_ptr is not None:
         count = tl.load(query_lens_ptr + batch)
     pad = 0
@@ -140,22 +140,25 @@ def tiles_of_split(split, splits, least, start, kept_stop, middle, stop, TILE: t
 
 @triton.jit
 def seen(position, real, key, pad, limits, SOURCE: tl.constexpr, C: tl.constexpr):
-    """(N, R): whether the query at position (R,) reads key (N,) from SOURCE."""
+    """Whether the query at ``position`` reads ``key`` from SOURCE.
+
+    Queries lie along one dimension and keys along the other: (1, R) and (N, 1), or (R, 1) and (1, N).
+    """
     window, kept, residual = limits
-    distance = position[None, :] - key[:, None]
+    distance = position - key
     behind = distance
     if C.group > 1:
         # How far behind the last token of the key's group is: that decides where all of it is read from.
-        behind = position[None, :] - (key // C.group * C.group + (C.group - 1))[:, None]
+        behind = position - (key // C.group * C.group + (C.group - 1))
     if SOURCE == CODES:
-        allowed = (behind >= residual) & (key >= pad + C.sink_len)[:, None]
+        allowed = (behind >= residual) & (key >= pad + C.sink_len)
     elif SOURCE == TAIL:
-        allowed = (distance >= 0) & (behind < residual) & (key >= pad + C.sink_len)[:, None]
+        allowed = (distance >= 0) & (behind < residual) & (key >= pad + C.sink_len)
     else:
-        allowed = (distance >= 0) & ((key >= pad) & (key < pad + C.sink_len))[:, None]
+        allowed = (distance >= 0) & ((key >= pad) & (key < pad + C.sink_len))
     if C.window:
         near = distance <= window
         if C.kept:
-            near = near | (key < pad + kept)[:, None]
+            near = near | (key < pad + kept)
         allowed = allowed & near
-    return allowed & real[None, :]
+    return allowed & real

@@ -138,7 +138,7 @@ class Call:
         out = made(given, (self.batch, rows, dim), torch.float32)
         start(
             prepare_kernel, (rows, self.batch),
-            *stream.strided_query, out, TOKENS=self.tokens, DIM=dim, PADDED=triton.next_power_of_2(dim)
+            *stream.strided_query, out, self.tokens, DIM=dim, PADDED=triton.next_power_of_2(dim)
         )  # fmt: skip
         return (out, rows * dim, self.tokens * dim, dim, factor)
 
@@ -165,7 +165,7 @@ class Call:
             table, 0 if table is None else table.stride(0), partial, sums,
             self.window, self.num_sink_tokens, self.residual, self.value.codes.shape[2],
             self.value.options["tail"].shape[2] if shape.tail else 0, splits, least,
-            self.softcap,
+            self.tokens, self.softcap,
             k, geo, v, k.side, None if geo is None else geo.side, v.side, shape,
             num_warps=self.settings.num_warps, num_stages=self.settings.num_stages,
         )  # fmt: skip
@@ -183,7 +183,7 @@ class Call:
             merge_kernel, (self.heads * self.tokens, self.batch),
             partial, sums, out, lse, self.cache_seqlens, self.query_lens, *key.strided_query,
             *geo.strided_query, key.null, geo.null, self.value.null, self.s_aux, key.factor,
-            geo.factor, self.softcap, in_all, GROUPS=self.shape.groups, TOKENS=self.tokens,
+            geo.factor, self.softcap, in_all, self.tokens, GROUPS=self.shape.groups,
             K_DIM=self.dim, G_DIM=0 if geo.query is None else geo.query.shape[3], DIM=dim,
             PADDED=triton.next_power_of_2(dim), K_PADDED=triton.next_power_of_2(widest),
             MOST=max(MOST_PARTS, triton.next_power_of_2(in_all)), SOFTCAP=self.softcap > 0,
@@ -198,13 +198,15 @@ def launch(
     stored: Mapping[str, tuple[Tensor, Tensor | None, str]],
     cache_seqlens: Tensor,
     factors: Mapping[str, float | None],
+    kind_of_call: type[Call] = Call,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Runs one decode op.
+    """Runs one attention op.
 
     Args:
         queries, factors: by key stream.
         stored: codes, scales and kind of each stream, keys first, then v.
+        kind_of_call: how the launches are made.
         options: the op's keyword arguments; those of streams by their names.
 
     Raises:
@@ -224,7 +226,7 @@ def launch(
     _refuse(queries, streams)
     options = {n: dense(x) if isinstance(x, Tensor) else x for n, x in options.items()}
     cache_seqlens = cache_seqlens.contiguous()
-    call = Call([streams[name] for name in queries], streams["v"], cache_seqlens, **options)
+    call = kind_of_call([streams[name] for name in queries], streams["v"], cache_seqlens, **options)
     with on_device(call.q):
         return call.run()
 

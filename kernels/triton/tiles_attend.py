@@ -17,7 +17,7 @@ from .tiles_query import load_query
 
 
 @triton.jit
-def _tile(
+def tile_of(
     stream,
     page,
     origin,
@@ -55,7 +55,7 @@ def _scores(
             q, turned, size, codes, scales, origin, slot, inside, slots, S, MASKED, C
         )
     else:
-        tile = _tile(stream, page, origin, slot, inside, used, slots, S, MASKED, False, C)
+        tile = tile_of(stream, page, origin, slot, inside, used, slots, S, MASKED, False, C)
         scores = _products(q, tile, C) * size[None, :]
     return scores
 
@@ -115,7 +115,7 @@ def _store_partial(
 
 
 @triton.jit
-def _place(token, key, used, table, slots, pad, SOURCE: tl.constexpr, C: tl.constexpr):
+def place(token, key, used, table, slots, pad, SOURCE: tl.constexpr, C: tl.constexpr):
     """Where a tile begins, where its tokens lie from there, and which of those slots exist."""
     page, origin, slot, inside = 0, token, key - token, used
     if SOURCE == CODES:
@@ -195,7 +195,7 @@ def attend(
             used = (key >= middle) & (key < stop)
             if C.kept:
                 used = used | ((key >= start) & (key < kept_stop))
-            page, origin, slot, inside = _place(token, key, used, table, slots, span[3], SOURCE, C)
+            page, origin, slot, inside = place(token, key, used, table, slots, span[3], SOURCE, C)
             MASKED: tl.constexpr = C.masked or SOURCE != CODES
             logits = _scores(
                 q, turned, size, k, page, origin, slot, inside, used, slots, K, MASKED, C
@@ -218,7 +218,9 @@ def attend(
                 )
             if C.softcap:
                 logits = capped(logits, softcap, True) * LOG2E
-            allowed = seen(position, real, key, span[3], limits, SOURCE, C)
+            allowed = seen(
+                position[None, :], real[None, :], key[:, None], span[3], limits, SOURCE, C
+            )
             logits = tl.where(allowed, logits, float("-inf"))
             larger = tl.maximum(largest, tl.max(logits, axis=0))
             base = tl.where(larger == float("-inf"), 0.0, larger)
@@ -229,7 +231,7 @@ def attend(
             else:
                 sums = sums * alpha + tl.sum(p, axis=0)
             largest = larger
-            tile = _tile(v, page, origin, slot, inside, used, slots, V, MASKED, True, C)
+            tile = tile_of(v, page, origin, slot, inside, used, slots, V, MASKED, True, C)
             accumulators = _weighted(accumulators, alpha, p.to(V.dot), tile, C)
         total = tl.sum(sums, axis=0) if APART else sums
         _store_partial(

@@ -1,7 +1,8 @@
 """The split-KV attention kernel: one program reads one split of one lane, once, and leaves a partial result.
 
 Standard and decoupled attention, contiguous and paged caches, the tail, the sinks and every mix of formats
-are this one kernel. A key stream is described by a `tiles_layout.Stream`, the second one of decoupled
+are this one kernel, and so are a few queries of all heads (decode) and blocks of a prompt's (extend).
+A key stream is described by a `tiles_layout.Stream`, the second one of decoupled
 attention (``g``) like the first; what a call does not use is None and leaves no code.
 """
 
@@ -12,6 +13,7 @@ import triton.language as tl
 
 from .splits import CODES, SINKS, TAIL, row_span
 from .tiles_attend import attend
+from .tiles_extend import extend, rows_of_block
 
 
 @triton.jit
@@ -33,6 +35,48 @@ def _buffer(buffer, batch, lane, lanes, size, S: tl.constexpr):
     """The same for a tail or sinks, (B, lanes, size, width) contiguous."""
     values = buffer + (batch * lanes + lane) * size * S.width
     return values, values, 0, 0
+
+
+@triton.jit
+def _attend(
+    q, q_geo, k, g, v, table, result, rows, split, span, limits, slots, softcap, SOURCE: tl.constexpr, K: tl.constexpr,
+    G: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    if C.extend:
+        extend(q, q_geo, k, g, v, table, result, rows, split, span, limits, slots, softcap,
+               SOURCE, K, G, V, C)  # fmt: skip
+    else:
+        attend(q, q_geo, k, g, v, table, result, rows, split, span, limits, slots, softcap,
+               SOURCE, K, G, V, C)  # fmt: skip
+
+
+@triton.jit
+def _rows_of_lane(number, batch, lengths, C: tl.constexpr):
+    """Part ``number`` of the queries of all lanes, C.rows of one lane's; returns as `rows_of_block`, from head 0 on."""
+    PER_KV: tl.constexpr = C.groups * C.tokens
+    PIECES: tl.constexpr = (C.per_lane * PER_KV + C.rows - 1) // C.rows
+    ALL: tl.constexpr = C.heads * PER_KV
+    lane = number // PIECES
+    inner = number % PIECES * C.rows + tl.arange(0, C.rows)
+    row = lane * (C.per_lane * PER_KV) + inner
+    span = row_span(batch, lengths[0], lengths[1], lengths[2], C.tokens)
+    token = row % C.tokens
+    real = (inner < C.per_lane * PER_KV) & (row < ALL) & (token < span[2])
+    stored = (inner < C.per_lane * PER_KV) & (row < ALL)
+    rows = (row, inner // PER_KV, real, span[0] + token, stored)
+    return lane, 0, 0, rows, span
+
+
+@triton.jit
+def _place_of(query, batch, head, first, row, C: tl.constexpr):
+    """Pointer to the queries, (R,) offsets of the rows, and the factor of their scores."""
+    pointer = query[0] + batch * query[1]
+    if C.extend:
+        pointer += head * query[2] + first * query[3]
+        offset = row * query[3]
+    else:
+        offset = row // C.tokens * query[2] + row % C.tokens * query[3]
+    return pointer, offset, query[4]
 
 
 @triton.jit
@@ -66,8 +110,8 @@ def _codes(
         g = None
     else:
         g = _lane(streams[1], first, lane)
-    attend(q, q_geo, k, g, v, table, result, rows, split, span, limits, slots, softcap,
-           CODES, K, G, V, C)  # fmt: skip
+    _attend(q, q_geo, k, g, v, table, result, rows, split, span, limits, slots, softcap,
+            CODES, K, G, V, C)  # fmt: skip
 
 
 @triton.jit
@@ -99,8 +143,8 @@ def _side(
         g = None
     else:
         g = _buffer(buffers[1], batch, lane, LANES, size, G)
-    attend(q, q_geo, k, g, v, None, result, rows, (0, 1, 1), span, limits, size, softcap,
-           SOURCE, K, G, V, C)  # fmt: skip
+    _attend(q, q_geo, k, g, v, None, result, rows, (0, 1, 1), span, limits, size, softcap,
+            SOURCE, K, G, V, C)  # fmt: skip
 
 
 # What grows with a cache, or with the batch, is no reason to compile again: in the middle of a generation that takes
@@ -115,6 +159,7 @@ def _side(
         "ring",
         "splits",
         "least",
+        "tokens",
     ]
 )
 def partials_kernel(
@@ -134,6 +179,7 @@ def partials_kernel(
     ring,
     splits,
     least,
+    tokens,
     softcap,
     K: tl.constexpr,
     G: tl.constexpr,
@@ -143,7 +189,8 @@ def partials_kernel(
     V_SIDE: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Grid: splits, then the tail and the sinks if there are any; lanes * row groups; B.
+    """Grid: splits, then the tail and the sinks if there are any; lanes * row groups, in extend blocks of
+    queries; B.
 
     Args:
         queries: pointer, strides of B, H and T, and factor of the first key stream's; then the second's.
@@ -153,33 +200,24 @@ def partials_kernel(
         partial_ptr, lse_ptr: (B, H_q * T, programs of the first axis, D_v) and without D_v, float32.
         window, kept, residual: the window, tokens kept in front of it, residual_len.
         slots, ring: of a contiguous cache, and of the tail.
+        tokens: T, which decode is specialized for.
     """
     limits = (window, kept, residual)
     split, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    PER_KV: tl.constexpr = C.groups * C.tokens
-    PIECES: tl.constexpr = (C.per_lane * PER_KV + C.rows - 1) // C.rows
-    ALL: tl.constexpr = C.heads * PER_KV
-    lane = tl.program_id(1) // PIECES
-    inner = tl.program_id(1) % PIECES * C.rows + tl.arange(0, C.rows)
-    row = lane * (C.per_lane * PER_KV) + inner
-    span = row_span(batch, lengths[0], lengths[1], lengths[2], C.tokens)
-    token = row % C.tokens
-    real = (inner < C.per_lane * PER_KV) & (row < ALL) & (token < span[2])
-    stored = (inner < C.per_lane * PER_KV) & (row < ALL)
-    rows = (row, inner // PER_KV, real, span[0] + token, stored)
-    head = row // C.tokens
-    q = (queries[0] + batch * queries[1], head * queries[2] + token * queries[3], queries[4])
+    number, in_all = tl.program_id(1), tl.num_programs(0)
+    if C.extend:
+        lane, head, first, rows, span = rows_of_block(number, batch, lengths, tokens, C)
+        origin = (batch * (C.heads * C.groups * tokens) + head * tokens + first) * in_all
+    else:
+        lane, head, first, rows, span = _rows_of_lane(number, batch, lengths, C)
+        origin = batch * (C.heads * C.groups * C.tokens * in_all)
+    q = _place_of(queries, batch, head, first, rows[0], C)
     q_geo = (None, None, None)
     if G is not None:
-        q_geo = (
-            queries[5] + batch * queries[6],
-            head * queries[7] + token * queries[8],
-            queries[9],
-        )
-    in_all = tl.num_programs(0)
+        q_geo = _place_of(queries[5:], batch, head, first, rows[0], C)
     result = (
-        partial_ptr + batch * (ALL * in_all) * V.dim + split * V.dim,
-        lse_ptr + batch * (ALL * in_all) + split,
+        partial_ptr + origin * V.dim + split * V.dim,
+        lse_ptr + origin + split,
         in_all,
     )
     if split < splits:

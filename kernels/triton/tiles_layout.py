@@ -71,6 +71,8 @@ class Shape:
         precision: of products of float32.
         group: tokens that are read from the tail together.
         warps: of a program.
+        extend: whether a program takes ``rows`` successive tokens of one query head, and not queries of all heads of a
+            lane; ``tokens`` is 0 then, for one kernel serves every T.
     """
 
     groups: int
@@ -90,6 +92,7 @@ class Shape:
     precision: str = "tf32x3"
     group: int = 1
     warps: int = 4
+    extend: bool = False
 
 
 @dataclass(frozen=True)

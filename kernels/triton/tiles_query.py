@@ -18,21 +18,21 @@ from .casts import from_float32, to_float32
 from .tiles import halves, part_columns, parts_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def prepare_kernel(
     q_ptr,
     q_batch_stride,
     q_head_stride,
     q_token_stride,
     out_ptr,
-    TOKENS: tl.constexpr,
+    tokens,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
 ):
     """One query row -> the same in the basis of the keys, (B, H_q * T, D) float32."""
     row, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    head, rows = row // TOKENS, tl.num_programs(0)
-    q = q_ptr + batch * q_batch_stride + head * q_head_stride + row % TOKENS * q_token_stride
+    head, rows = row // tokens, tl.num_programs(0)
+    q = q_ptr + batch * q_batch_stride + head * q_head_stride + row % tokens * q_token_stride
     dim = tl.arange(0, PADDED)
     inside = dim < DIM
     x = to_float32(tl.load(q + dim, mask=inside, other=0.0))

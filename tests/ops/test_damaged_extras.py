@@ -40,8 +40,7 @@ def test_a_damaged_extra_shows_in_its_heads_and_only_there(backend, damaged, sof
     extras = {"null_k": case.null["k"], "null_v": case.null["v"], "s_aux": case.options["s_aux"]}
     extras[damaged].view(extras[damaged].shape[0], -1)[1, 0] = torch.nan
     heads = [1] if damaged == "s_aux" else [2, 3]  # two query heads a kv head
-    ops = [decode_attention] if backend == "triton" else [decode_attention, extend_attention]
-    for op in ops:
+    for op in (decode_attention, extend_attention):
         with use_backend(backend):
             out, lse = case.attend(op, cache_seqlens=cases.rows(*lengths))
         for head in range(4):

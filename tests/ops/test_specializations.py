@@ -45,3 +45,11 @@ def test_one_variant_of_each_kernel_serves_every_length_and_batch(counts, option
     assert counts[options, scenario] == {
         "prepare_kernel": int(prepares), "partials_kernel": 1, "merge_kernel": 1, "append_kernel": 1,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("options", ["plain", "paged", "all"])
+def test_one_variant_of_each_kernel_serves_every_prompt(counts, options):
+    """Of 65 to 2,048 tokens, on prefixes up to 32,768."""
+    assert counts[options, "prompts"] == {
+        "prepare_kernel": int(options == "all"), "partials_kernel": 1, "merge_kernel": 1, "append_kernel": 0,
+    }  # fmt: skip

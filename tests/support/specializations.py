@@ -69,6 +69,17 @@ def step(
     registry._ops["decode_attention"].of(*kinds).launcher(*args, **keywords)
 
 
+def prompt(options: tuple[str, ...], tokens: int, slots: int) -> None:
+    """A prompt of ``tokens`` on a prefix that fills a cache of ``slots`` slots."""
+    case = cases.build(
+        options, dims={"k": 64, "v": 64}, kinds=("q4_0", "q8_0"), lengths=[9], slots=slots, tokens=tokens,
+        ring=6 + tokens,
+    )  # fmt: skip
+    case.lengths = [slots - 1]
+    args, keywords = case.flat()
+    registry._ops["extend_attention"].launcher(*args, **keywords)
+
+
 OPTIONS = {
     "plain": (), "paged": ("pages", "leftpad"), "all": (
         "tail", "sinks", "rotate_k", "rotate_v", "s_aux", "window_with_sinks",
@@ -90,10 +101,26 @@ def main() -> None:
             keys = noted()
             for batch, slots in shapes:
                 step(options, batch, slots, *kinds)
-            for kernel, found in keys.items():
-                print(name, scenario, kernel, len(found.found))
-                if "-v" in sys.argv:
-                    print(*sorted(found.found), sep="\n")
+            told(name, scenario, keys)
+        keys = noted()
+        if kinds == []:
+            for tokens, slots in (
+                (65, 1024),
+                (100, 4096),
+                (512, 32768),
+                (1000, 1152),
+                (2048, 8320),
+            ):
+                prompt(options, tokens, slots)
+            told(name, "prompts", keys)
+
+
+def told(name: str, scenario: str, keys: dict[str, Keys]) -> None:
+    """Prints how many variants of each kernel there were."""
+    for kernel, found in keys.items():
+        print(name, scenario, kernel, len(found.found))
+        if "-v" in sys.argv:
+            print(*sorted(found.found), sep="\n")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from caramba_fast.ops import (
     decode_attention,
     decoupled_append_,
     decoupled_decode_attention,
+    decoupled_extend_attention,
+    extend_attention,
     use_backend,
 )
 
@@ -33,10 +35,14 @@ def build(options: Collection[str] = (), *, decoupled: bool = False, **changes: 
         return cases.build(options, **changes).append(append)
 
 
-def attend(case: Case, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    op = decoupled_decode_attention if len(case.streams) == 3 else decode_attention
+def attend(case: Case, *, extends: bool = False, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    decode, extend = (
+        (decoupled_decode_attention, decoupled_extend_attention)
+        if len(case.streams) == 3
+        else (decode_attention, extend_attention)
+    )
     with use_backend("triton"):
-        return case.attend(op, **more)
+        return case.attend(extend if extends else decode, **more)
 
 
 def check(case: Case, **more: Any) -> None:
