@@ -245,7 +245,9 @@ def test_the_instruction_budget_of_an_h200(kind, budget):
     """At the 4.3 TB/s a copy reaches there: K and V of 128 values, with a scale for every 32."""
     card = replace(cards.CARDS["h200"], bandwidth=4.3e12)
     (variant,) = (
-        v for v in variants() if v.options == "D 128" and (v.kind, v.dtype) == (kind, "fp16")
+        v
+        for v in variants()
+        if (v.op, v.options, v.kind, v.dtype) == ("decode_attention", "D 128", kind, "fp16")
     )
     assert int(card.budget(variant.token_bytes)) == budget
     assert card.share(variant.token_bytes, budget) == 1.0
