@@ -151,7 +151,7 @@ def _pick_fastest(fit: Sequence[Candidate]) -> Candidate:
     assert fastest.time is not None
     tie = min(max(TIE, fastest.time.spread), WIDEST_TIE)
     level = [c for c in fit if c.seconds <= (1 + tie) * fastest.seconds]
-    chosen = min(level, key=lambda c: (c.nbytes, c.seconds))
+    chosen = min(level, key=lambda c: c.nbytes)  # of equally large ones the first of the list
     for candidate in fit:
         more = (
             f"{candidate.seconds / fastest.seconds - 1:.1%} slower than {short_name(fastest.spec)}"
@@ -234,7 +234,7 @@ def choose_cache(
     2. Quality gates, on real tokens, against an fp16 cache (`caramba_fast.policy.measure`).
     3. Speed: medians of interleaved decode steps. Ties go to fewer bytes: times within 3% of the fastest, or
        within the spread of its steps if that is wider, 10% at most. With ``cache_auto_benchmark=False`` the
-       smallest that passes is taken.
+       smallest that passes is taken. Of equally large ones it is the first of the list.
     4. The plan is kept at ``cache_plan_path`` and found again by everything it depends on.
 
     Processes that share a plan file choose one after the other, so that those of one job agree and do not
