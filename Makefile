@@ -18,6 +18,7 @@ help:
 	@echo "make test-quick   most tests, in three minutes: for the loop of changing and trying"
 	@echo "make test-device  the parity tests on DEVICE=cpu|cuda|mps"
 	@echo "make test-upstream  transformers' own tests over accelerated models (UPSTREAM=--quick: minutes)"
+	@echo "make readme       every block of README.md, as a reader would run it"
 	@echo "make test-lowest  a short set of tests beside the oldest versions of what the package needs"
 	@echo "make sanitize     the C++ tests under gcc's address and undefined-behaviour checks"
 	@echo "make cross        compile the C++ for aarch64 and with clang, every warning an error"
@@ -325,6 +326,11 @@ test-hf-oldest: export OMP_NUM_THREADS = 1
 test-hf-oldest: $(VENV)/.test $(HF_VERSIONS:%=build/hf-%/.done)
 	printf '%s\n' $(HF_VERSIONS) | xargs -P 2 -I VERSION env PYTHONPATH=build/hf-VERSION \
 		$(BIN)/python -m pytest -q -p no:cacheprovider $(HF_TESTS)
+
+# Every block of README.md in order, in a fresh clone of what is committed and an environment of its own; five minutes.
+.PHONY: readme
+readme:
+	$(PYTHON) .ci/readme
 
 # The lower bounds of what the package itself needs, put in front of the ones in .venv; transformers' are in test-hf-oldest.
 LOWEST_TESTS := tests/config tests/infer/test_options.py tests/infer/test_refusals.py tests/policy/test_plan_file.py \
