@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .splits_launch import launch
+from .splits_launch import Launch, launch
 
 
 def decode_attention(
@@ -25,10 +25,11 @@ def decode_attention(
     *,
     n_kv_heads: int,
     softmax_scale: float | None = None,
+    run: Launch = launch,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The op's flat arguments -> out (B, H_q, T, D_v) in q's dtype and lse (B, H_q, T) float32."""
-    return launch(
+    """The op's flat arguments -> out (B, H_q, T, D_v) in q's dtype and lse (B, H_q, T) float32; ``run`` launches."""
+    return run(
         {"k": q},
         {"k": (k_codes, k_scales, k_kind), "v": (v_codes, v_scales, v_kind)},
         cache_seqlens,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .splits_launch import launch
+from .splits_launch import Launch, launch
 
 
 def decoupled_decode_attention(
@@ -26,10 +26,11 @@ def decoupled_decode_attention(
     n_kv_heads: int,
     sem_scale: float | None = None,
     geo_scale: float | None = None,
+    run: Launch = launch,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The op's flat arguments -> out (B, H_q, T, D_v) in q's dtype and lse (B, H_q, T) float32."""
-    return launch(
+    """The op's flat arguments -> out (B, H_q, T, D_v) in q's dtype and lse (B, H_q, T) float32; ``run`` launches."""
+    return run(
         {"k_sem": q_sem, "k_geo": q_geo},
         {
             "k_sem": (k_sem_codes, k_sem_scales, k_sem_kind),

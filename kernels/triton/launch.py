@@ -85,6 +85,8 @@ class Recording:
             return None
         places = {id(x): i for i, x in enumerate((*inputs, *self.allocated))}
         stays = {id(x) for x in fixed}
+        if len(places) < len(inputs) + len(self.allocated) or not stays.isdisjoint(places):
+            return None  # one tensor in two places: in the next call there may be two
         steps = []
         for compiled, grid, args in self.launches:
             if any(id(x) not in places and id(x) not in stays for x in _tensors(args)):

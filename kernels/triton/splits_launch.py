@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -191,6 +191,10 @@ class Call:
         )  # fmt: skip
         returned(out, lse)
         return out, lse
+
+
+#: `launch`, or what takes the same arguments.
+Launch = Callable[..., tuple[Tensor, Tensor]]
 
 
 def launch(
