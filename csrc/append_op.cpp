@@ -3,18 +3,28 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <utility>
 
 #include "append_job.h"
 #include "arguments.h"
 #include "dispatch.h"
 #include "ops.h"
+#include "planned.h"
 
 namespace caramba_fast {
 namespace {
 
 // Values that are worth a thread of their own.
 constexpr std::int64_t kGrainValues = 16384;
+
+// What stays of a call: where the tokens go, and how much work they are.
+struct AppendPlan : Planned {
+  AppendJob job;
+  std::int64_t values = 0;  // of all streams, a lane of a token
+  bool grouped = false;     // lanes of a stream by channel are not cut by tokens
+};
 
 struct AppendCommon {
   const Tensor& start;
@@ -29,9 +39,51 @@ QuantizeBlocks quantizer(Format format, int block, const std::string& fit) {
       .quantize[fit_index(fit)][block_index(block)][static_cast<int>(Format::fp32)];
 }
 
+// Where each row's tokens go.
+void place(const AppendCommon& c, AppendJob& job) {
+  if (c.block_table.has_value()) place_table(*c.block_table, job);
+  job.start = row_integers(c.start, "start", job.batch);
+  job.leftpad = row_integers(c.cache_leftpad, "cache_leftpad", job.batch);
+  job.query_lens = row_integers(c.query_lens, "query_lens", job.batch);
+}
+
+// Appends over threads; items are (row, lane), cut further by tokens where a thread would get too
+// little.
+void run(const AppendJob& job, std::int64_t values, bool grouped) {
+  const auto append = kernels().append;
+  const std::int64_t items = job.batch * job.lanes;
+  const std::int64_t all = items * job.tokens;
+  const auto lanes = [&](std::int64_t begin, std::int64_t end) {
+    while (begin < end) {
+      const std::int64_t row = begin / job.lanes, first = begin % job.lanes;
+      const std::int64_t last = std::min(job.lanes, first + end - begin);
+      for (int i = 0; i < job.streams; ++i) append(job, job.stream[i], row, first, last, 0, job.tokens);
+      begin += last - first;
+    }
+  };
+  const auto tokens = [&](std::int64_t begin, std::int64_t end) {
+    while (begin < end) {
+      const std::int64_t item = begin / job.tokens, from = begin % job.tokens;
+      const std::int64_t to = std::min(job.tokens, from + end - begin);
+      for (int i = 0; i < job.streams; ++i)
+        append(job, job.stream[i], item / job.lanes, item % job.lanes, item % job.lanes + 1, from,
+               to);
+      begin += to - from;
+    }
+  };
+  if (all * values < 2 * kGrainValues || torch::stable::get_num_threads() == 1)
+    lanes(0, items);
+  else if (grouped)
+    torch::stable::parallel_for(
+        0, items, std::max<std::int64_t>(1, kGrainValues / (values * job.tokens)), lanes);
+  else
+    torch::stable::parallel_for(0, all, std::max<std::int64_t>(1, kGrainValues / values), tokens);
+}
+
 void append(const AppendCommon& c, const StreamTensors* streams, const Tensor* const* given,
             const std::string* const* fits, int count) {
-  AppendJob job;
+  AppendPlan plan;
+  AppendJob& job = plan.job;
   const Tensor& first = *given[0];
   STD_TORCH_CHECK(first.dim() == 4, streams[0].name, "_new has ", first.dim(),
                   " dimensions; (B, H_kv, T, D) is needed");
@@ -41,8 +93,6 @@ void append(const AppendCommon& c, const StreamTensors* streams, const Tensor* c
   job.streams = count;
   if (job.batch * job.heads * job.tokens == 0) return;
   Lead lead;
-  std::int64_t values = 0;
-  bool grouped = false;  // lanes of a stream by channel are not cut by tokens
   for (int i = 0; i < count; ++i) {
     const StreamTensors& s = streams[i];
     AppendStream& stream = job.stream[i];
@@ -74,8 +124,8 @@ void append(const AppendCommon& c, const StreamTensors* streams, const Tensor* c
     STD_TORCH_CHECK(stream.stored.group == 1 || stream.ring >= stream.stored.group, s.name,
                     " is stored in groups of ", stream.stored.group,
                     " tokens and needs a tail of so many, it has ", stream.ring);
-    grouped = grouped || stream.stored.group > 1;
-    values += lane_dim;
+    plan.grouped = plan.grouped || stream.stored.group > 1;
+    plan.values += lane_dim;
   }
   job.lanes = lead.lanes;
   job.slots = lead.slots;
@@ -84,44 +134,18 @@ void append(const AppendCommon& c, const StreamTensors* streams, const Tensor* c
                   "the cache has ", job.lanes, " lanes of ", job.heads_per_lane, " heads for ",
                   job.heads, " heads");
   if (c.block_table.has_value()) {
-    place_table(*c.block_table, job);
     STD_TORCH_CHECK(job.slots > 0, "pages have no slots");
   } else {
     STD_TORCH_CHECK(lead.rows == job.batch, "the cache has B=", lead.rows,
                     ", the new tokens B=", job.batch);
   }
-  job.start = row_integers(c.start, "start", job.batch);
-  job.leftpad = row_integers(c.cache_leftpad, "cache_leftpad", job.batch);
-  job.query_lens = row_integers(c.query_lens, "query_lens", job.batch);
 
-  // Items are (row, lane), cut further by tokens where a thread would get too little.
-  const auto run = kernels().append;
-  const std::int64_t items = job.batch * job.lanes;
-  const std::int64_t all = items * job.tokens;
-  const auto lanes = [&](std::int64_t begin, std::int64_t end) {
-    while (begin < end) {
-      const std::int64_t row = begin / job.lanes, first = begin % job.lanes;
-      const std::int64_t last = std::min(job.lanes, first + end - begin);
-      for (int i = 0; i < count; ++i) run(job, job.stream[i], row, first, last, 0, job.tokens);
-      begin += last - first;
-    }
-  };
-  const auto tokens = [&](std::int64_t begin, std::int64_t end) {
-    while (begin < end) {
-      const std::int64_t item = begin / job.tokens, from = begin % job.tokens;
-      const std::int64_t to = std::min(job.tokens, from + end - begin);
-      for (int i = 0; i < count; ++i)
-        run(job, job.stream[i], item / job.lanes, item % job.lanes, item % job.lanes + 1, from, to);
-      begin += to - from;
-    }
-  };
-  if (all * values < 2 * kGrainValues || torch::stable::get_num_threads() == 1)
-    lanes(0, items);
-  else if (grouped)
-    torch::stable::parallel_for(
-        0, items, std::max<std::int64_t>(1, kGrainValues / (values * job.tokens)), lanes);
-  else
-    torch::stable::parallel_for(0, all, std::max<std::int64_t>(1, kGrainValues / values), tokens);
+  place(c, job);
+  run(job, plan.values, plan.grouped);
+  if (!is_recording()) return;
+  plan.hold(streams, count);
+  plan.paged = c.block_table.has_value();
+  keep(std::make_shared<AppendPlan>(std::move(plan)));
 }
 
 }  // namespace
@@ -159,6 +183,28 @@ void decoupled_append_(Tensor& k_sem_codes, MaybeTensor k_sem_scales, Tensor& k_
   const Tensor* given[] = {&k_sem_new, &k_geo_new, &v_new};
   const std::string* fits[] = {&fit_k_sem, &fit_k_geo, &fit_v};
   append({start, block_table, cache_leftpad, query_lens}, streams, given, fits, 3);
+}
+
+void append_planned(std::int64_t number, const Tensor& first, const Tensor& second,
+                    const MaybeTensor& third, const Tensor& start, const MaybeTensor& block_table,
+                    const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens) {
+  const auto plan = kept_call<AppendPlan>(number, "append_");
+  AppendJob job = plan->job;
+  const Tensor* given[] = {&first, &second, third.has_value() ? &*third : nullptr};
+  STD_TORCH_CHECK(third.has_value() == (job.streams == 3), "the plan has ", job.streams,
+                  " streams");
+  check_paged(*plan, block_table);
+  for (int i = 0; i < job.streams; ++i) {
+    HeadTensor& had = job.stream[i].given;
+    const HeadTensor has = heads_of(*given[i], "a stream's new tokens");
+    STD_TORCH_CHECK(given[i]->size(0) == job.batch && given[i]->size(1) == job.heads &&
+                        given[i]->size(2) == job.tokens &&
+                        given[i]->size(3) == job.stream[i].stored.dim && has.type == had.type,
+                    "the new tokens have not the shape or dtype of the plan");
+    had = has;
+  }
+  place({start, block_table, cache_leftpad, query_lens}, job);
+  run(job, plan->values, plan->grouped);
 }
 
 }  // namespace caramba_fast

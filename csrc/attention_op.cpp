@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -14,6 +15,7 @@
 #include "attention_plan.h"
 #include "dispatch.h"
 #include "ops.h"
+#include "planned.h"
 
 namespace caramba_fast {
 namespace {
@@ -60,6 +62,14 @@ struct Common {
   std::int64_t num_sink_tokens;
   double softcap;
   std::int64_t num_splits;
+};
+
+// What stays of a call: the streams, who sees what, and how the work is cut.
+struct AttentionPlan : Planned {
+  AttentionJob work;
+  std::int64_t residual_len = 0, num_sink_tokens = 0, num_splits = 0;
+  std::vector<std::int64_t> window_size;
+  double softcap = 0;
 };
 
 // Everything of one call; `work` points into it.
@@ -251,6 +261,19 @@ std::tuple<Tensor, Tensor> attend(const Common& c, const Tensor* const* queries,
     work.s_aux = call.numbers.back().data();
   }
   call.place(c, lead, streams, count);
+  // Copies of null keys, values and s_aux would not follow the caller's.
+  if (is_recording() && call.numbers.empty()) {
+    auto plan = std::make_shared<AttentionPlan>();
+    plan->hold(streams, count);
+    plan->paged = c.block_table.has_value();
+    plan->work = work;
+    plan->residual_len = c.residual_len;
+    plan->num_sink_tokens = c.num_sink_tokens;
+    plan->num_splits = c.num_splits;
+    plan->window_size = c.window_size;
+    plan->softcap = c.softcap;
+    keep(std::move(plan));
+  }
   return call.run_pieces(c, q);
 }
 
@@ -303,6 +326,35 @@ std::tuple<Tensor, Tensor> decoupled_cached_attention(
   const std::optional<double> factors[] = {sem_scale, geo_scale};
   const MaybeTensor* nulls[] = {&null_k_sem, &null_k_geo, &null_v};
   return attend(common, queries, names, factors, streams, nulls, 3);
+}
+
+std::tuple<Tensor, Tensor> attention_planned(std::int64_t number, const Tensor& q,
+                                             const MaybeTensor& q_geo, const Tensor& cache_seqlens,
+                                             const MaybeTensor& block_table,
+                                             const MaybeTensor& cache_leftpad,
+                                             const MaybeTensor& query_lens) {
+  const auto plan = kept_call<AttentionPlan>(number, "attention");
+  Call call;
+  AttentionJob& work = call.work = plan->work;
+  const Tensor* queries[] = {&q, q_geo.has_value() ? &*q_geo : nullptr};
+  STD_TORCH_CHECK(q_geo.has_value() == (work.streams == 3), "the plan has ", work.streams,
+                  " streams");
+  check_paged(*plan, block_table);
+  for (int i = 0; i + 1 < work.streams; ++i) {
+    const HeadTensor has = heads_of(*queries[i], "q");
+    STD_TORCH_CHECK(queries[i]->size(0) == work.batch && queries[i]->size(1) == work.heads &&
+                        queries[i]->size(2) == work.all &&
+                        queries[i]->size(3) == work.stored[i].dim &&
+                        has.type == work.queries[i].type,
+                    "q has not the shape or dtype of the plan");
+    work.queries[i] = has;
+  }
+  if (block_table.has_value()) place_table(*block_table, work);
+  const MaybeTensor no_s_aux;
+  const Common common{cache_seqlens,         work.kv_heads,      block_table, cache_leftpad,
+                      query_lens,            plan->residual_len, no_s_aux,    plan->window_size,
+                      plan->num_sink_tokens, plan->softcap,      plan->num_splits};
+  return call.run_pieces(common, q);
 }
 
 std::tuple<Tensor, Tensor> merge_state(const Tensor& out_a, const Tensor& lse_a,

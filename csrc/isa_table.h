@@ -11,6 +11,7 @@
 #include "kernels.h"
 #include "quantize.h"
 #include "quantize_fit.h"
+#include "rotary.h"
 
 #define CARAMBA_FAST_STRING_OF(name) #name
 #define CARAMBA_FAST_STRING(name) CARAMBA_FAST_STRING_OF(name)
@@ -47,7 +48,8 @@ extern constexpr Kernels kernels = {
     merge_partials,
     partial_floats,
     merge_states,
-    append_tokens};
+    append_tokens,
+    rotate_heads};
 
 }  // namespace CARAMBA_FAST_ISA
 }  // namespace caramba_fast

@@ -49,6 +49,10 @@ struct Kernels {
   // Writes new tokens [begin, end) of the lanes [first, last) of one row of one stream.
   void (*append)(const AppendJob& job, const AppendStream& stream, std::int64_t row,
                  std::int64_t first, std::int64_t last, std::int64_t begin, std::int64_t end);
+  // Turns the heads of one token to its position (rotary.h).
+  void (*rotate_heads)(Format type, const void* from, std::int64_t from_head, const void* cos,
+                       const void* sin, std::int64_t second, void* to, std::int64_t to_head,
+                       std::int64_t heads, std::int64_t dim);
 };
 
 namespace portable {

@@ -60,6 +60,20 @@ void decoupled_append_(Tensor& k_sem_codes, MaybeTensor k_sem_scales, Tensor& k_
                        const std::string& fit_k_geo, const MaybeTensor& v_tail,
                        const MaybeTensor& v_sink, bool rotate_v, const std::string& fit_v);
 
+// Calls that were kept (planned.h), with other tensors of the same shapes and dtypes.
+void append_planned(std::int64_t number, const Tensor& first, const Tensor& second,
+                    const MaybeTensor& third, const Tensor& start, const MaybeTensor& block_table,
+                    const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens);
+
+std::tuple<Tensor, Tensor> attention_planned(std::int64_t number, const Tensor& q,
+                                             const MaybeTensor& q_geo, const Tensor& cache_seqlens,
+                                             const MaybeTensor& block_table,
+                                             const MaybeTensor& cache_leftpad,
+                                             const MaybeTensor& query_lens);
+
+std::tuple<Tensor, Tensor> apply_rotary_emb(const Tensor& q, const Tensor& k, const Tensor& cos,
+                                            const Tensor& sin);
+
 std::tuple<Tensor, Tensor> merge_state(const Tensor& out_a, const Tensor& lse_a,
                                        const Tensor& out_b, const Tensor& lse_b);
 

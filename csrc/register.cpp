@@ -1,5 +1,5 @@
 // Binds the ops to torch, and does quantize and dequantize: checks arguments, allocates, splits the
-// work over threads. This file, append_op.cpp, attention_op.cpp and arguments.h know torch, and
+// work over threads. This file, the other *_op.cpp, arguments.h and planned.h know torch, and
 // only through its stable ABI, so that one binary serves every torch from TORCH_TARGET_VERSION on.
 // Schemas are defined in Python (caramba_fast/ops).
 #include <torch/csrc/stable/library.h>
@@ -203,6 +203,9 @@ STABLE_TORCH_LIBRARY_IMPL(caramba_fast, CPU, m) {
   m.impl("append_", TORCH_BOX(&caramba_fast::Boxed<&caramba_fast::append_>::call));
   m.impl("decoupled_append_",
          TORCH_BOX(&caramba_fast::Boxed<&caramba_fast::decoupled_append_>::call));
+  m.impl("append_planned", TORCH_BOX(&caramba_fast::append_planned));
+  m.impl("attention_planned", TORCH_BOX(&caramba_fast::attention_planned));
+  m.impl("apply_rotary_emb", TORCH_BOX(&caramba_fast::apply_rotary_emb));
   m.impl("merge_state", TORCH_BOX(&caramba_fast::Boxed<&caramba_fast::merge_state>::call));
   m.impl("decode_attention", TORCH_BOX(&caramba_fast::Standard::decode));
   m.impl("decoupled_decode_attention", TORCH_BOX(&caramba_fast::Decoupled::decode));

@@ -107,8 +107,7 @@ class LayerCache(LayerRows):
         """`KeysAndValues.append` of the streams by name."""
         if self._widened:
             self.narrow_tails()
-        plain = new_lens is None and not torch.is_grad_enabled()
-        if not (plain and self._append_planned(new, cache_leftpad)):
+        if new_lens is not None or not self.append_again((*new.values(),), cache_leftpad):
             self._append_anew(new, new_lens, cache_leftpad, will_attend)
 
     @torch.no_grad()  # a cache holds numbers, not a graph
@@ -144,17 +143,24 @@ class LayerCache(LayerRows):
             raise
         self.lengths.advance(tokens, added, query_lens)
 
-    def _append_planned(self, new: dict[str, Tensor], cache_leftpad: Tensor | None) -> bool:
-        """A step like an earlier one, in a contiguous cache: whether it was one, and is done."""
+    def append_again(self, new: Sequence[Tensor], cache_leftpad: Tensor | None = None) -> bool:
+        """A step like an earlier one, in a contiguous cache: whether it was one, and is done; else nothing is.
+
+        Args:
+            new: (B, H_kv, T, D) of each stream.
+            cache_leftpad: as in `append`.
+        """
         lengths = self.lengths
-        longest, first = max(lengths.host), next(iter(new.values()))
-        if self.pages is not None or not longest or first.ndim != 4:
+        longest, first = max(lengths.host), new[0]
+        if self.pages is not None or self._widened or not longest or first.ndim != 4:
             return False
         tokens = first.shape[2]
         if longest + tokens > self.max_seq_len or (self.ring_len and tokens > self.tail_slack):
             return False
+        if torch.is_grad_enabled():
+            return False
         options = {} if cache_leftpad is None else {"cache_leftpad": cache_leftpad}
-        if not self.plans.append_as_before((*new.values(), lengths.seq_lens), options):
+        if not self.plans.append_as_before((*new, lengths.seq_lens), options):
             return False
         lengths.seq_lens.add_(tokens)
         self._grown(tokens)

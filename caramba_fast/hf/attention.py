@@ -96,7 +96,7 @@ def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     config = getattr(module, "config", None)
     wanted = kwargs.get("output_attentions")
     if not wanted:
-        wanted = getattr(config, "output_attentions", False)
+        wanted = _field(config, "output_attentions")
     if not wanted and not torch.compiler.is_compiling():
         wanted = weights_are_recorded()  # GPT-2 drops the keyword
     if wanted:
@@ -107,6 +107,13 @@ def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
             "restore(model) gives the model's own attention back",
         )
     return bool(wanted)
+
+
+def _field(config: Any, name: str) -> Any:
+    """A flag of a config, where it is kept: the config's own way to it takes longer than a short op."""
+    held = getattr(config, "__dict__", {})
+    kept = f"_{name}"
+    return held[kept] if kept in held else getattr(config, name, False)
 
 
 def _warn_of_stock_cache(module: nn.Module, query: Tensor, key: Any) -> None:

@@ -110,6 +110,12 @@ class CarambaLayer(StoringLayer, PackedLayer):
         return min(self._room, self.common.room or FIRST_ROOM)
 
     def _append(self, keys: Tensor, values: Tensor) -> bool:
+        known, bounded = (
+            self.store,
+            self.sliding_window is not None or self.common.limit is not None,
+        )
+        if known is not None and not bounded and known.append_again((keys, values), self.leftpad):
+            return False
         store = self._store_for(keys, values)
         exact = store.is_empty and self.common.settings.prefill == "exact"
         store.append(keys, values, cache_leftpad=self.leftpad, will_attend=not exact)

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import AttentionMaskInterface
 
+from caramba_fast.hf import rotary
 from caramba_fast.hf.attention import caramba_attention
 from caramba_fast.hf.capabilities import check_cacheable, unwrapped
 from caramba_fast.hf.compat import CROP_REMOVES
@@ -105,14 +106,17 @@ class Accelerated:
     Attributes:
         settings: how the cache is stored.
         implementations: the configs whose attention was changed, and what it was.
+        fused: the modules whose RoPE is one op.
     """
 
     settings: CacheSettings
     implementations: list[tuple[Any, str]]
+    fused: list[str]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a model from a pickle: its configs name our attention, which this process may not know yet."""
         register()
+        vars(self).update(fused=[])  # of a pickle from before there were any
         vars(self).update(state)
 
 
@@ -160,7 +164,7 @@ _ACCELERATED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def _install(model: PreTrainedModel, settings: CacheSettings) -> None:
-    setattr(model, ATTRIBUTE, Accelerated(settings, _implementations(model)))
+    setattr(model, ATTRIBUTE, Accelerated(settings, _implementations(model), rotary.fuse(model)))
     # not a bound method, which pickle would look up in the model before it is there
     setattr(model, HOOK, functools.partial(_prepare_cache, model))
     _use_our_attention(model)
@@ -182,6 +186,8 @@ def restore(model: Any) -> CacheSettings | None:
     for config, name in state.implementations:
         if id(config) not in shared:
             set_implementation(config, name)
+    others: list[Accelerated] = [vars(other)[ATTRIBUTE] for other in _ACCELERATED]
+    rotary.unfuse(set(state.fused).difference(*(other.fused for other in others)))
     vars(model).pop(HOOK, None)
     delattr(model, ATTRIBUTE)
     return state.settings

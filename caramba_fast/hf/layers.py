@@ -128,7 +128,10 @@ class PackedLayer(CacheLayerMixin):
 
         A first prompt is given back as it came, if the cache is to be exact there.
         """
-        if self._append(key_states.detach(), value_states.detach()):
+        new = key_states, value_states
+        if torch.is_grad_enabled():
+            new = key_states.detach(), value_states.detach()
+        if self._append(*new):
             return key_states, value_states
         return PackedStates.of(self, "k", key_states), PackedStates.of(self, "v", value_states)
 

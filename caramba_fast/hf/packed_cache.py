@@ -147,6 +147,8 @@ class CarambaCache(StoringCache):
 
     def rows_start_at(self, leftpad: Tensor | None) -> bool:
         """Where rows start, (B,) or None for 0; False where that contradicts what is stored."""
+        if leftpad is None and self.common.leftpad is None:  # as a rule, and every step asks
+            return True
         return self.common.rows_start_at(leftpad, self.length)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -20,7 +20,7 @@ from caramba_fast.cache import (
     LayerKVCache,
 )
 from caramba_fast.models.config import ModelConfig
-from caramba_fast.models.rope import rotate
+from caramba_fast.models.rope import rotate, rotate_both
 
 
 def dense_attention(
@@ -97,11 +97,12 @@ class Step(NamedTuple):
         """The rows of x (N, ...) whose result is wanted."""
         return x if self.rows is None else x[self.rows]
 
-    @property
-    def query_phases(self) -> tuple[Tensor, Tensor]:
-        """cos and sin of the positions of those rows."""
+    def rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q of the rows that are wanted and k of all, (B, H, T, D), at their positions."""
+        if self.rows is None:
+            return rotate_both(q, k, *self.phases)
         cos, sin = self.phases
-        return self.wanted(cos), self.wanted(sin)
+        return rotate(q, self.wanted(cos), self.wanted(sin)), rotate(k, cos, sin)
 
 
 class DecoupledAttention(nn.Module):
@@ -133,8 +134,8 @@ class DecoupledAttention(nn.Module):
         wanted = step.wanted(x)
         q_sem = self._heads(self.q_sem_proj(wanted), self.sem_head)
         k_sem = self._heads(self.k_sem_proj(x), self.sem_head)
-        q_geo = rotate(self._heads(self.q_geo_proj(wanted), self.geo_head), *step.query_phases)
-        k_geo = rotate(self._heads(self.k_geo_proj(x), self.geo_head), *step.phases)
+        q_geo = self._heads(self.q_geo_proj(wanted), self.geo_head)
+        q_geo, k_geo = step.rotated(q_geo, self._heads(self.k_geo_proj(x), self.geo_head))
         v = self._heads(self.v_proj(x), self.v_head)
         if cache is None:
             out = self._self_attend(q_sem, q_geo, k_sem, k_geo, v)
@@ -191,8 +192,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, step: Step, cache: LayerKVCache | None) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden), of the rows that are wanted."""
         q = self.q_norm(self._heads(self.q_proj(step.wanted(x)), self.n_heads))
-        q = rotate(q, *step.query_phases)
-        k = rotate(self.k_norm(self._heads(self.k_proj(x), self.n_kv_heads)), *step.phases)
+        k = self.k_norm(self._heads(self.k_proj(x), self.n_kv_heads))
+        q, k = step.rotated(q, k)
         v = self._heads(self.v_proj(x), self.n_kv_heads)
         if cache is None:
             out = self._self_attend(q, k, v)

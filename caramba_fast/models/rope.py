@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from caramba_fast.models.config import RopeParameters
+from caramba_fast.ops import apply_rotary_emb
 
 
 def frequencies(rope: RopeParameters, head_dim: int) -> tuple[Tensor, float]:
@@ -102,3 +103,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`rotate` of queries and keys (B, H, T, D) of the same tokens, in one call where no gradient is wanted."""
+    if torch.is_grad_enabled():
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+    return apply_rotary_emb(q, k, cos[:, 0].to(q.dtype), sin[:, 0].to(q.dtype))

@@ -1,6 +1,7 @@
 """Ops: tensors in, tensors out, no state. One file an op: schema, fake, reference, public function."""
 
 from caramba_fast.ops.append import append_, decoupled_append_
+from caramba_fast.ops.apply_rotary_emb import apply_rotary_emb
 from caramba_fast.ops.decode_attention import decode_attention, decoupled_decode_attention
 from caramba_fast.ops.dequantize import dequantize
 from caramba_fast.ops.extend_attention import decoupled_extend_attention, extend_attention
@@ -20,6 +21,7 @@ __all__ = [
     "BackendStatus",
     "KVView",
     "append_",
+    "apply_rotary_emb",
     "backends",
     "decode_attention",
     "decoupled_append_",

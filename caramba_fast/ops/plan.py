@@ -2,8 +2,8 @@
 
 The pattern is FlashInfer's plan and run. A decode step makes the same call in every layer as the step before it, while
 checks and the making of some thirty arguments take longer than a short op. A cache keeps the plans of its layers; the
-public functions of the ops plan anew, and so check, with every call. Where Triton serves the op, the plan keeps what
-was launched as well.
+public functions of the ops plan anew, and so check, with every call. The backend keeps its part as well: what Triton
+launched, or what the C++ extension made of its arguments.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from caramba_fast.ops.planned import Call
 from caramba_fast.ops.registry import Op, forced_backend
 from caramba_fast.ops.view import KVView
 
@@ -32,7 +33,7 @@ class CallPlan:
         kinds: the kind of every stream.
         stated: the options of the op that describe the streams.
         leading: how many of the tensors that change from call to call go before what is stored.
-        replay: repeats what Triton launched for the call; None where it does not serve it.
+        replay: repeats the call as its backend keeps it; None where it keeps none.
         backend: that was forced then, if any.
     """
 
@@ -65,16 +66,18 @@ class CallPlan:
         )
 
     def rehearse(self, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
-        """As `run`, and keeps the launches for `again` where there are any."""
-        launches = self.op.launches(tensors[0].device)
+        """As `run`, and keeps the call for `again` where the backend can."""
+        keeper = self.op.keeper(tensors[0].device)
         changing = _changing(tensors, options)
         plain = all(type(x) is Tensor for x in changing)
-        if launches is None or not plain or _is_watched(changing):
+        if keeper is None or not plain or _is_watched(changing):
             return self.run(tensors, options)
-        with launches.recording() as recorded:
+        with keeper.recording() as recorded:
             found = self.run(tensors, options)
         stay = (*self.stored, *(x for x in self.stated.values() if isinstance(x, Tensor)))
-        self.replay, self.backend = recorded.replay(changing, stay), forced_backend()
+        names = tuple(name for name, x in options.items() if isinstance(x, Tensor))
+        call = Call(self.leading, len(tensors), names)
+        self.replay, self.backend = recorded.replay(changing, stay, call), forced_backend()
         return found
 
     def again(self, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> Any:

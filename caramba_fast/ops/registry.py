@@ -118,8 +118,11 @@ class Op:
             self._launcher = getattr(module, self.name.partition(".")[0])
         return self._launcher
 
-    def launches(self, device: torch.device) -> Any:
-        """The module that records what Triton launches, where Triton serves this op in this process; else None."""
+    def keeper(self, device: torch.device) -> Any:
+        """The module whose ``recording`` keeps a call so that it can be repeated; None where none does."""
+        if _forced in (None, "cpp") and device.type == "cpu":
+            known = self.why_not("cpp", "cpu") is None
+            return importlib.import_module(f"{NAMESPACE}.ops.planned") if known else None
         if _forced != "triton" and (_forced is not None or device.type != "cuda"):
             return None
         if self.why_not("triton", "cuda", suppose=True) is not None:
@@ -199,14 +202,20 @@ def register(
     return op
 
 
+def define(name: str, schema: str) -> Callable[..., Any]:
+    """Defines ``caramba_fast::name`` and nothing else; what calls it."""
+    _library.define(name + schema)
+    stem, _, variant = name.partition(".")
+    found: Callable[..., Any] = getattr(getattr(torch.ops.caramba_fast, stem), variant or "default")
+    return found
+
+
 def _register(
     name: str, schema: str, reference: Callable[..., Any], fake: Callable[..., Any]
 ) -> Op:
-    _library.define(name + schema)
+    overload: Any = define(name, schema)
     _library.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    stem, _, variant = name.partition(".")
-    overload = getattr(getattr(torch.ops.caramba_fast, stem), variant or "default")
     keywords = frozenset(arg.name for arg in overload._schema.arguments if arg.kwarg_only)
     op = Op(name, overload, reference, keywords)
     _ops[name] = op

@@ -74,12 +74,18 @@ class Recording:
         whole = (*grid, 1, 1)[:3]
         self.launches.append((compiled, whole, list(bound.arguments.values())))
 
-    def replay(self, inputs: Sequence[Tensor], fixed: Sequence[Tensor | None]) -> Replay | None:
+    def replay(
+        self,
+        inputs: Sequence[Tensor],
+        fixed: Sequence[Tensor | None],
+        call: Any = None,  # noqa: ARG002 - launches say which tensor is which
+    ) -> Replay | None:
         """The same with other ``inputs``; None where that cannot be said to be the same.
 
         Args:
             inputs: tensors that will be others in the next call.
             fixed: those that stay.
+            call: `ops.planned.Call`.
         """
         if not self.is_whole or self.outputs is None or not self.launches:
             return None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from caramba_fast.cache import DecoupledLayerKVCache, LayerKVCache
 from caramba_fast.config import KVCacheTensorConfig
-from caramba_fast.ops import dequantize, merge_state, quantize, use_backend
+from caramba_fast.ops import apply_rotary_emb, dequantize, merge_state, quantize, use_backend
 from caramba_fast.ops.quantize import FITS
 
 pytestmark = pytest.mark.device
@@ -48,6 +48,16 @@ def test_merge_state(device):
     )
     for a, b in zip(merge_state(*on(device, *state)), merge_state(*state), strict=True):
         torch.testing.assert_close(a.cpu(), b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_apply_rotary_emb(device, dtype):
+    q, k, cos = (
+        torch.randn(*shape).to(dtype) for shape in ((2, 4, 5, 64), (2, 1, 5, 64), (2, 5, 64))
+    )
+    given = q, k, cos, cos.flip(-1)
+    for a, b in zip(apply_rotary_emb(*on(device, *given)), apply_rotary_emb(*given), strict=True):
+        assert torch.equal(a.cpu(), b)
 
 
 #: What 16 bits of query, weight and (nf4) level may add, on transformed keys with large biases; with 4 bits also 8 bits

@@ -281,12 +281,15 @@ calls = {
     "append_": lambda: ops.append_(view(), view(), x, x, 0 * one),
     "decode_attention": lambda: ops.decode_attention(x, view(), view(), one, n_kv_heads=1),
     "merge_state": lambda: ops.merge_state(x, x[..., 0].contiguous(), x, x[..., 0].contiguous()),
+    "apply_rotary_emb": lambda: ops.apply_rotary_emb(x, x, x[0], x[0]),
     "quantize": lambda: ops.quantize(x, "q8_0"),
 }
 """
 
 
-@pytest.mark.parametrize("name", ["append_", "decode_attention", "merge_state", "quantize"])
+@pytest.mark.parametrize(
+    "name", ["append_", "apply_rotary_emb", "decode_attention", "merge_state", "quantize"]
+)
 def test_any_op_can_be_the_first_of_a_process(name):
     """Scratch that an earlier op left behind hides a reservation that is too small (`make sanitize` sees it)."""
     result = in_subprocess(isa_in_use(), "-c", f"{FIRST}\ncalls[{name!r}]()")

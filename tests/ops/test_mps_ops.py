@@ -15,6 +15,7 @@ from torchgen.model import DispatchKey
 
 from caramba_fast.ops import (
     append_,
+    apply_rotary_emb,
     decode_attention,
     decoupled_append_,
     decoupled_decode_attention,
@@ -94,6 +95,9 @@ CALLS = {
     "quantize q4_0": lambda: both_ways("q4_0"),
     "quantize nf4": lambda: both_ways("nf4"),
     "merge_state": lambda: lambda: merge_state(*[torch.randn(2, 3, 8), torch.randn(2, 3)] * 2),
+    "apply_rotary_emb": lambda: (
+        lambda: apply_rotary_emb(*[torch.randn(1, 2, 3, 8)] * 2, *[torch.randn(1, 3, 8)] * 2)
+    ),
     "plain": lambda: standard(decode_attention, 1, (), "fp16"),
     "decode": lambda: standard(decode_attention, 3),
     "decode nf4": lambda: standard(decode_attention, 1, kind="nf4"),

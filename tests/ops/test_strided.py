@@ -136,6 +136,9 @@ def call_of(name: str, variant: int) -> dict[str, Any]:
     if name == "merge_state":
         out, lse = torch.randn(2, 3, 4, 5, 32), torch.randn(2, 3, 4, 5)
         return {"out_a": out[0], "lse_a": lse[0], "out_b": out[1], "lse_b": lse[1]}
+    if name == "apply_rotary_emb":
+        q, k, cos = torch.randn(2, 5, 3, 32), torch.randn(2, 2, 3, 32), torch.randn(2, 2, 3, 32)
+        return {"q": q, "k": k, "cos": cos[0], "sin": cos[1]}
     return layer(name, variant)
 
 

@@ -1,0 +1,52 @@
+// Calls that are repeated with other tensors of the same shapes: what was checked of the first one,
+// and where its streams lie, is kept under a number, so that a step of decoding passes only what
+// changes. A call is kept while this thread records (planned.cpp), by the op that serves it.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "arguments.h"
+
+namespace caramba_fast {
+
+// What a kept call has in common with the next; the streams are held so that they stay where they
+// are.
+struct Planned {
+  std::vector<Tensor> held;
+  bool paged = false;
+  virtual ~Planned() = default;
+
+  void hold(const StreamTensors* streams, int count) {
+    for (int i = 0; i < count; ++i) {
+      held.push_back(streams[i].codes);
+      for (const auto* part : {&streams[i].scales, &streams[i].tail, &streams[i].sink})
+        if (part->has_value()) held.push_back(**part);
+    }
+  }
+};
+
+// Raises unless a call that is to repeat another has pages where that had them.
+inline void check_paged(const Planned& plan, const MaybeTensor& block_table) {
+  STD_TORCH_CHECK(block_table.has_value() == plan.paged,
+                  "block_table: a kept call is repeated with one, or without, as it was made");
+}
+
+// Whether this thread records.
+bool is_recording();
+// Keeps a call of this thread; a second one while it records takes both away.
+void keep(std::shared_ptr<const Planned> call);
+// The call of a number; null where there is none.
+std::shared_ptr<const Planned> kept(std::int64_t number);
+
+template <class T>
+std::shared_ptr<const T> kept_call(std::int64_t number, const char* what) {
+  auto found = std::dynamic_pointer_cast<const T>(kept(number));
+  STD_TORCH_CHECK(found != nullptr, "plan ", number, " is no kept call of ", what);
+  return found;
+}
+
+}  // namespace caramba_fast
