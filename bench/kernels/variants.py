@@ -11,6 +11,7 @@ from caramba_fast.bench.kernels.variant import POINTERS, Variant
 from caramba_fast.bench.kernels.variants_append import append_variants
 from caramba_fast.formats import CHANNEL_KINDS, QUANTIZED_KINDS, resolve
 from caramba_fast.kernels import (
+    apply_rotary_emb,
     dequantize,
     dequantize_by_channel,
     merge_splits,
@@ -323,6 +324,8 @@ def _quantize_table() -> Iterator[Variant]:
             yield _dequantize_by_channel(kind, dtype, group)
     yield _merge_state("fp16")
     yield _merge_state("fp32")
+    yield _apply_rotary_emb("fp16")
+    yield _apply_rotary_emb("fp32")
 
 
 def _quantize_by_channel(kind: str, dtype: str, group: int) -> Variant:
@@ -355,4 +358,15 @@ def _merge_state(dtype: str) -> Variant:
     return Variant(
         "merge_state", dtype, dtype, 0, merge_state.merge_state_kernel, sides, merge_state.constants(HEAD_DIM),
         merge_state.NUM_WARPS, merge_state.VALUES_PER_PROGRAM, fusion=True,
+    )  # fmt: skip
+
+
+def _apply_rotary_emb(dtype: str) -> Variant:
+    pointers = dict.fromkeys(("x_ptr", "cos_ptr", "sin_ptr", "out_ptr"), POINTERS[dtype])
+    strides = dict.fromkeys(("x_row", "x_head", "x_token", "cos_row"), "i32!")
+    fixed = apply_rotary_emb.constants(HEAD_DIM, HEAD_DIM)
+    return Variant(
+        "apply_rotary_emb", dtype, dtype, 0, apply_rotary_emb.apply_rotary_emb_kernel,
+        {**pointers, **strides, "heads": "i32", "tokens": "i32"}, fixed, apply_rotary_emb.NUM_WARPS,
+        HEAD_DIM * fixed["HEADS"],
     )  # fmt: skip

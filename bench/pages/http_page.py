@@ -30,18 +30,21 @@ def lines_of(path: Path) -> list[str]:
         f"closed loop, {first['requests']} requests of {SHORTEST} to {LONGEST} tokens, answers of {MEAN_NEW} in the "
         f"mean, {first['tokens']} tokens in all; medians over {first['rounds']} round(s) in which all take the same "
         "requests in turn. Servers and clients are processes of their own. Tokens/s depend on what else the machine "
-        "does (the load average), processor time much less; clients do not count in it."
+        "does (the load average), and clients share its cores with the model; processor time depends on that much "
+        "less, and clients do not count in it. The time between steps is the share in which the engine computes "
+        "nothing: what HTTP, the event loop and waiting for clients cost it."
     )
     body = [
         (
             WORDS[row["system"]], f"{row['tokens_per_s']} ({row['tokens_per_s_p20']} to {row['tokens_per_s_p80']})",
             f"{float(row['vs_engine']):.3f}×", row["cpu_ms_per_token"], f"{float(row['cpu_vs_engine']):.3f}×",
+            f"{100 * float(row['between_steps']):.1f}%" if row["between_steps"] else "not told",
             row["ttft_p50_ms"] if "whole" not in row["system"] else "", row["other_texts"],
         )
         for row in rows
     ]  # fmt: skip
     heads = (
-        "", "tokens/s (p20 to p80)", "/ engine", "processor ms a token", "/ engine", "first token, ms",
-        "answers with other text",
+        "", "tokens/s (p20 to p80)", "/ engine", "processor ms a token", "/ engine", "time between steps",
+        "first token, ms", "answers with other text",
     )  # fmt: skip
     return [where, "", *table(heads, body)]

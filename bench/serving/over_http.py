@@ -3,8 +3,9 @@
 `CONCURRENCY` clients send the requests of `serve_load`, each its next one when the last is answered: to an `Engine` in
 this process, and to servers in others (`http_servers`): ours, streamed and whole, and with ``--peers`` those of
 transformers and llama.cpp. All take the load in turn, in rounds; a ratio is the median over rounds. Beside tokens a
-second stands the processor time that the process of the model took for a token, clients not counted: that does not
-depend on what else the machine does.
+second stands the processor time that the process of the model took for a token, clients not counted, and which share of
+the time the engine was between two steps: what HTTP and the clients cost it. Tokens a second also tell what else the
+machine does, clients included where they share its cores.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from caramba_fast.serve import Engine
 ENGINE, OURS = "engine", ("engine", "http, streamed", "http, whole")
 COLUMNS = (
     "model", "system", "cache", "rounds", "requests", "tokens", "tokens_per_s", "tokens_per_s_p20", "tokens_per_s_p80",
-    "vs_engine", "cpu_ms_per_token", "cpu_vs_engine", "ttft_p50_ms", "ttft_p99_ms", "other_texts", "load_average",
-    "threads", "device", "torch", "triton", "commit", "source",
+    "vs_engine", "cpu_ms_per_token", "cpu_vs_engine", "between_steps", "ttft_p50_ms", "ttft_p99_ms", "other_texts",
+    "load_average", "threads", "device", "torch", "triton", "commit", "source",
 )  # fmt: skip
 ANSWERS_S = 600
 
@@ -62,6 +63,7 @@ class Taken:
         tokens: generated.
         ttft_s: of each request; of one that is not streamed its whole time.
         texts: the answers.
+        busy_s: of the clock, in steps of the engine; None where nobody says.
     """
 
     seconds: float
@@ -69,6 +71,7 @@ class Taken:
     tokens: int
     ttft_s: list[float]
     texts: list[str]
+    busy_s: float | None = None
 
 
 class Direct:
@@ -87,7 +90,7 @@ class Direct:
         engine, left = self.engine, list(enumerate(items))[::-1]
         sent, texts = dict[str, float](), dict[str, str]()
         first, new = dict[str, float](), 0
-        began, cpu = time.perf_counter(), time.process_time()
+        began, cpu, busy = time.perf_counter(), time.process_time(), engine.metrics.busy_s
         while left or engine.has_unfinished:
             while left and len(engine.under_way) < CONCURRENCY:
                 place, item = left.pop()
@@ -104,6 +107,7 @@ class Direct:
         return Taken(
             time.perf_counter() - began, time.process_time() - cpu, new,
             [first[name] - at for name, at in sent.items()], [texts[str(n)] for n in range(len(items))],
+            engine.metrics.busy_s - busy,
         )  # fmt: skip
 
 
@@ -130,6 +134,7 @@ class OverHTTP:
         left, found = list(enumerate(items))[::-1], dict[int, tuple[str, int, float]]()
         limits = httpx.Limits(max_connections=CONCURRENCY, max_keepalive_connections=CONCURRENCY)
         async with httpx.AsyncClient(timeout=ANSWERS_S, limits=limits) as http:
+            busy = await self._busy(http)
             began, cpu = time.perf_counter(), cpu_seconds(self.process)
 
             async def client() -> None:
@@ -139,13 +144,25 @@ class OverHTTP:
 
             await asyncio.gather(*(client() for _ in range(CONCURRENCY)))
             seconds, used = time.perf_counter() - began, cpu_seconds(self.process) - cpu
+            took = None if busy is None else (await self._busy(http) or 0.0) - busy
         told = [found[place] for place in range(len(items))]
         for (_, new, _), item in zip(told, items, strict=True):
             if new != item.new_tokens:
                 raise RuntimeError(f"a request got {new} tokens, {item.new_tokens} were wanted")
         return Taken(
-            seconds, used, sum(new for _, new, _ in told), [ttft for *_, ttft in told], [text for text, *_ in told]
+            seconds, used, sum(new for _, new, _ in told), [ttft for *_, ttft in told], [text for text, *_ in told],
+            took,
         )  # fmt: skip
+
+    async def _busy(self, http: httpx.AsyncClient) -> float | None:
+        """Seconds our server has been in steps; None for another's."""
+        if self.name not in OURS:
+            return None
+        lines = (await http.get(f"{self.address}/metrics")).text.splitlines()
+        (value,) = (
+            line.split()[1] for line in lines if line.startswith("caramba_fast_busy_s_total ")
+        )
+        return float(value)
 
     async def _ask(self, http: httpx.AsyncClient, item: Item, salt: str) -> tuple[str, int, float]:
         """The text, how many tokens it has, and when the first was there."""
@@ -231,6 +248,8 @@ def rows_of(found: dict[str, list[Taken]]) -> Iterator[dict[str, Any]]:
             "vs_engine": round(statistics.median(b.seconds / a.seconds for a, b in both), 3),
             "cpu_ms_per_token": round(statistics.median(1e3 * run.cpu_s / run.tokens for run in runs), 3),
             "cpu_vs_engine": round(statistics.median(a.cpu_s / b.cpu_s for a, b in both), 3),
+            "between_steps": "" if runs[0].busy_s is None else
+            round(statistics.median(1 - (run.busy_s or 0.0) / run.seconds for run in runs), 4),
             "ttft_p50_ms": round(1e3 * ttft[0], 1), "ttft_p99_ms": round(1e3 * ttft[1], 1),
             "other_texts": "" if name not in OURS else
             sum(x != y for a, b in both for x, y in zip(a.texts, b.texts, strict=True)),

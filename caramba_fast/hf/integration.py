@@ -187,7 +187,7 @@ def restore(model: Any) -> CacheSettings | None:
         if id(config) not in shared:
             set_implementation(config, name)
     others: list[Accelerated] = [vars(other)[ATTRIBUTE] for other in _ACCELERATED]
-    rotary.unfuse(set(state.fused).difference(*(other.fused for other in others)))
+    rotary.unfuse(rotary.fused().difference(*(other.fused for other in others)))
     vars(model).pop(HOOK, None)
     delattr(model, ATTRIBUTE)
     return state.settings

@@ -40,6 +40,11 @@ def fuse(model: nn.Module) -> list[str]:
     return found
 
 
+def fused() -> set[str]:
+    """The modules whose rope is replaced."""
+    return set(_own)
+
+
 def unfuse(modules: Iterable[str]) -> None:
     """Puts back what `fuse` replaced in ``modules``."""
     for name in modules:

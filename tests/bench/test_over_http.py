@@ -27,11 +27,12 @@ def test_engine_and_server_answer_the_same_load_alike(tmp_path):
     assert len({row["tokens"] for row in rows.values()}) == 1
     assert [row["other_texts"] for row in rows.values()] == ["0", "0", "0"]
     assert all(float(row["cpu_ms_per_token"]) > 0 for row in rows.values())
+    assert all(0 < float(row["between_steps"]) < 1 for row in rows.values())
 
 
 def test_ratios_are_medians_over_rounds():
     def taken(seconds: float, cpu: float, *texts: str) -> Taken:
-        return Taken(seconds, cpu, 100, [0.1, 0.3], list(texts))
+        return Taken(seconds, cpu, 100, [0.1, 0.3], list(texts), 0.9 * seconds)
 
     found = {
         "engine": [taken(10, 8, "a", "b"), taken(20, 8, "a", "b"), taken(10, 8, "a", "b")],
@@ -40,6 +41,7 @@ def test_ratios_are_medians_over_rounds():
     engine, streamed = over_http.rows_of(found)
     assert (engine["vs_engine"], engine["cpu_vs_engine"], engine["tokens_per_s"]) == (1, 1, 10)
     assert (streamed["vs_engine"], streamed["cpu_vs_engine"]) == (round(10 / 11, 3), 1.125)
+    assert streamed["between_steps"] == 0.1
     assert (streamed["other_texts"], streamed["ttft_p50_ms"]) == (1, 200.0)
 
 

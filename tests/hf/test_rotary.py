@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 
 import pytest
 import torch
@@ -17,6 +18,13 @@ IDS = torch.tensor([[5, 9, 17, 8, 21, 5], [3, 4, 4, 80, 11, 60]])
 
 def rope_of(model):
     return getattr(sys.modules[type(model).__module__], rotary.NAME)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_fused(monkeypatch):
+    """Models of other tests may still be there."""
+    rotary.unfuse(list(rotary._own))
+    monkeypatch.setattr("caramba_fast.hf.integration._ACCELERATED", weakref.WeakSet())
 
 
 @pytest.fixture
