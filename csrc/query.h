@@ -59,7 +59,8 @@ struct HeadQuery {
     }
 #if CARAMBA_FAST_VECTOR_BITS
 #if CARAMBA_FAST_TURNS_CODES
-    if (is_by_channel(s.format)) allowed_step = step_allowed(bits_of(s.format), key.width);
+    if (is_by_channel(s.format))
+      allowed_step = step_allowed(bits_of(s.format), key.width, lane.job.queries[stream].type);
 #endif
     if (key.bytes == nullptr) return;
     two_bytes = arena.take<QueryUnit>(lane.query_rows * key.bytes->units);

@@ -25,16 +25,19 @@ inline constexpr int kMostBytes = 3;  // of an integer
 inline constexpr float kIntegers[kMostBytes + 1] = {0, 127, 32600, 4.1e6f};
 
 // What rounding a query to integers may add to a score, root mean square: bytes are left out where
-// that is enough. Codes are taken to be as large as they usually are.
-inline constexpr float kGroupScoreError = 3e-6f;
+// that is enough. With queries of 16 bits it is less than fp16 rounds a weight by (2^-11), and a
+// hundredth of what 4 bits of the keys have cost. Codes are taken to be as large as they usually
+// are.
+inline constexpr float kGroupScoreError = 3e-6f, kHalfScoreError = 3e-4f;
 inline constexpr float kUsualCode4 = 9, kUsualCode8 = 150;
 
 inline constexpr int kFoldRows = 4;  // rows that meet a vector of codes while it is in a register
 
 // The largest step of integers that is allowed where fewer bytes are taken.
-inline float step_allowed(int bits, std::int64_t width) {
+inline float step_allowed(int bits, std::int64_t width, Format query) {
   const float code = bits == 4 ? kUsualCode4 : kUsualCode8;
-  return kGroupScoreError / (code * std::sqrt(static_cast<float>(width) / 12));
+  const float error = query == Format::fp32 ? kGroupScoreError : kHalfScoreError;
+  return error / (code * std::sqrt(static_cast<float>(width) / 12));
 }
 
 // Query rows folded with the scales of a group: a score is base + step * sum.

@@ -170,6 +170,23 @@ def test_cpp_does_what_the_reference_does(kind, group, paged, padded):
     close(run("cpp", make, new, queries, pad), run("reference", make, new, queries, pad))
 
 
+@pytest.mark.parametrize("kind", CHANNEL_KINDS)
+@pytest.mark.parametrize("loud", [1, 40])
+@torch.no_grad()
+def test_queries_of_16_bits_lose_less_than_an_output_of_them_rounds(kind, loud):
+    """Their products are integers of fewer bytes, where the keys allow it."""
+    new = [torch.randn(2, 2, 220, 64) * loud, torch.randn(2, 2, 220, 64)]
+    queries = [torch.randn(2, 6, 220, 64).half()]
+    found = run("cpp", lambda: layer(kind), new, queries, None)[0]
+    exact = run("reference", lambda: layer(kind), new, [queries[0].float()], None)[0]
+    for out, wanted in zip(found[::2], exact[::2], strict=True):
+        assert relative_l2(out.float(), wanted) <= 5e-4
+    for lse, wanted in zip(found[1::2], exact[1::2], strict=True):
+        seen = wanted.isfinite()
+        assert torch.equal(seen, lse.isfinite())
+        assert (lse - wanted)[seen].abs().max() <= 2e-3
+
+
 @torch.no_grad()
 def test_cpp_does_what_the_reference_does_in_shared_lanes():
     """Heads of 8 and 16 share a lane; values may be by channel too."""
