@@ -186,8 +186,9 @@ void decoupled_append_(Tensor& k_sem_codes, MaybeTensor k_sem_scales, Tensor& k_
 }
 
 void append_planned(std::int64_t number, const Tensor& first, const Tensor& second,
-                    const MaybeTensor& third, const Tensor& start, const MaybeTensor& block_table,
-                    const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens) {
+                    const Tensor& start, const MaybeTensor& block_table,
+                    const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens,
+                    const MaybeTensor& third) {
   const auto plan = kept_call<AppendPlan>(number, "append_");
   AppendJob job = plan->job;
   const Tensor* given[] = {&first, &second, third.has_value() ? &*third : nullptr};

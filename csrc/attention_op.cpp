@@ -329,10 +329,11 @@ std::tuple<Tensor, Tensor> decoupled_cached_attention(
 }
 
 std::tuple<Tensor, Tensor> attention_planned(std::int64_t number, const Tensor& q,
-                                             const MaybeTensor& q_geo, const Tensor& cache_seqlens,
+                                             const Tensor& cache_seqlens,
                                              const MaybeTensor& block_table,
                                              const MaybeTensor& cache_leftpad,
-                                             const MaybeTensor& query_lens) {
+                                             const MaybeTensor& query_lens,
+                                             const MaybeTensor& q_geo) {
   const auto plan = kept_call<AttentionPlan>(number, "attention");
   Call call;
   AttentionJob& work = call.work = plan->work;

@@ -62,14 +62,16 @@ void decoupled_append_(Tensor& k_sem_codes, MaybeTensor k_sem_scales, Tensor& k_
 
 // Calls that were kept (planned.h), with other tensors of the same shapes and dtypes.
 void append_planned(std::int64_t number, const Tensor& first, const Tensor& second,
-                    const MaybeTensor& third, const Tensor& start, const MaybeTensor& block_table,
-                    const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens);
+                    const Tensor& start, const MaybeTensor& block_table,
+                    const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens,
+                    const MaybeTensor& third);
 
 std::tuple<Tensor, Tensor> attention_planned(std::int64_t number, const Tensor& q,
-                                             const MaybeTensor& q_geo, const Tensor& cache_seqlens,
+                                             const Tensor& cache_seqlens,
                                              const MaybeTensor& block_table,
                                              const MaybeTensor& cache_leftpad,
-                                             const MaybeTensor& query_lens);
+                                             const MaybeTensor& query_lens,
+                                             const MaybeTensor& q_geo);
 
 std::tuple<Tensor, Tensor> apply_rotary_emb(const Tensor& q, const Tensor& k, const Tensor& cos,
                                             const Tensor& sin);

@@ -90,7 +90,7 @@ class LayerPlans:
         if plan.replay is None:
             plan.op.call(*plan.stored, *tensors, *plan.kinds, **plan.stated, **options)
         else:
-            plan.again(tensors, options)
+            self._again(plan, tensors, options)
         return True
 
     def attend(
@@ -125,8 +125,17 @@ class LayerPlans:
                 *queries, *plan.stored, cache_seqlens, *plan.kinds, **plan.stated, **given
             )
         else:
-            found = plan.again(tensors, given)
+            found = self._again(plan, tensors, given)
         return found
+
+    def _again(self, plan: CallPlan, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
+        """Another call that a plan serves, straight to the extension where that keeps it and nobody watches."""
+        direct, op = plan.replay.direct, plan.op
+        if direct is None or op.call is not op.overload or torch._C._len_torch_dispatch_stack():
+            return plan.again(tensors, options)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            return plan.again(tensors, options)
+        return direct(*tensors, **{n: x for n, x in options.items() if isinstance(x, Tensor)})
 
     def _first(
         self,

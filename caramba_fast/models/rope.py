@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from caramba_fast.models.config import RopeParameters
-from caramba_fast.ops import apply_rotary_emb
+from caramba_fast.ops.apply_rotary_emb import rotary_op
 
 
 def frequencies(rope: RopeParameters, head_dim: int) -> tuple[Tensor, float]:
@@ -109,4 +109,6 @@ def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
     """`rotate` of queries and keys (B, H, T, D) of the same tokens, in one call where no gradient is wanted."""
     if torch.is_grad_enabled():
         return rotate(q, cos, sin), rotate(k, cos, sin)
-    return apply_rotary_emb(q, k, cos[:, 0].to(q.dtype), sin[:, 0].to(q.dtype))
+    cos, sin = cos[:, 0].to(q.dtype), sin[:, 0].to(q.dtype)
+    found: tuple[Tensor, Tensor] = rotary_op.call(q, k, cos, sin)
+    return found

@@ -17,20 +17,19 @@ from torch import Tensor
 
 from caramba_fast.ops.registry import define, library
 
-_CHANGING = "Tensor? block_table=None, Tensor? cache_leftpad=None, Tensor? query_lens=None"
-#: Options whose tensors may be others in the next call, in the order of the schemas.
+#: Options whose tensors may be others in the next call.
 OPTIONS = ("block_table", "cache_leftpad", "query_lens")
+_CHANGING = ", ".join(f"Tensor? {name}=None" for name in OPTIONS)
 
-# The streams they write to or read are no arguments: neither compiled graphs nor autograd get to see these ops.
-_append = (
-    define(  # names of their own: overloads of an op that has some crash torch 2.13 as it exits
-        "append_planned",
-        f"(int plan, Tensor first, Tensor second, Tensor? third, Tensor start, {_CHANGING}) -> ()",
-    )
+# The streams they write to or read are no arguments: neither compiled graphs nor autograd get to see these ops. They
+# have names of their own: overloads of an op that has some crash torch 2.13 as it exits.
+_append = define(
+    "append_planned",
+    f"(int plan, Tensor first, Tensor second, Tensor start, {_CHANGING}, Tensor? third=None) -> ()",
 )
 _attend = define(
     "attention_planned",
-    f"(int plan, Tensor q, Tensor? q_geo, Tensor cache_seqlens, {_CHANGING}) -> (Tensor, Tensor)",
+    f"(int plan, Tensor q, Tensor cache_seqlens, {_CHANGING}, Tensor? q_geo=None) -> (Tensor, Tensor)",
 )
 
 
@@ -86,25 +85,27 @@ class Replay:
     Args:
         number: the extension's.
         call: which of the tensors is which.
+
+    Attributes:
+        direct: takes the tensors in the op's order and options by name; None where they have another order.
     """
 
     def __init__(self, number: int, call: Call) -> None:
         weakref.finalize(self, _extension().caramba_fast_forget, number)
-        own = call.tensors
-        if call.queries:
-            self._op, places = _attend, [0, 1 if call.queries == 2 else -1, own - 1]
-        else:
-            self._op, places = _append, [0, 1, 2 if own == 4 else -1, own - 1]
-        given = {name: own + i for i, name in enumerate(call.options)}
-        places += [given.get(name, -1) for name in OPTIONS]
-        while places[-1] < 0:
-            places.pop()
-        self._number, self._places = number, places
+        self._call, self._op = call, functools.partial(_attend if call.queries else _append, number)
+        #: The name of a third stream's, which stands before the lengths.
+        self._third = None
+        if call.tensors == (3 if call.queries else 4):
+            self._third = "q_geo" if call.queries else "third"
+        self.direct = None if self._third else self._op
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Outputs; none of an op that writes in place."""
-        given = [None if i < 0 else inputs[i] for i in self._places]
-        return self._op(self._number, *given) or ()
+        own = [*inputs[: self._call.tensors]]
+        named = dict(zip(self._call.options, inputs[len(own) :], strict=True))
+        if self._third:
+            named[self._third] = own.pop(-2)
+        return self._op(*own, **named) or ()
 
 
 @contextmanager

@@ -160,6 +160,9 @@ class Replay:
         device: where.
     """
 
+    #: As a call that the C++ extension keeps has it (`ops.planned`).
+    direct = None
+
     def __init__(
         self,
         launches: Sequence[tuple[Callable[..., Any], list[Any], list[Hole]]],

@@ -24,7 +24,7 @@ import triton
 
 from caramba_fast.cache import LayerKVCache
 from caramba_fast.kernels import launch
-from caramba_fast.ops import registry
+from caramba_fast.ops import use_backend
 
 CASES = ("q8", "q4", "q8:plain, rotated", "q8, paged", "q8, 8 rows")
 
@@ -138,18 +138,32 @@ def test_a_kernel_that_somebody_listens_to_is_not_repeated() -> None:
     assert record(kernel, x, other) is None
 
 
-def test_another_backend_and_autograd_get_the_op_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+class Asked(list[Any]):
+    """Notes calls in place of a replay: of launches, or of a call that the extension keeps."""
+
+    direct: Any = None
+
+    def __call__(self, inputs: Any) -> None:
+        self.append(inputs)
+
+
+@pytest.mark.parametrize("kept", ["launches", "call"])
+def test_another_backend_and_autograd_get_the_op_itself(kept: str) -> None:
     layer = LayerKVCache(1, 64, 32, 32)
     x = torch.randn(1, 1, 1, 32)
     layer.append(x, x)
     layer.attend(x)
     plan = next(p for name, p in layer.plans._plans.items() if name[0] == "decode_attention")
-    asked = []
-    plan.replay = asked.append
+    asked = plan.replay = Asked()
+    if kept == "call":
+        asked.direct = lambda *given: (
+            asked.append(given)
+            or plan.op.call(given[0], *plan.stored, *given[1:], *plan.kinds, **plan.stated)
+        )
     layer.attend(x)
     assert len(asked) == 1
     with torch.enable_grad():
         layer.attend(x.clone().requires_grad_())
-    monkeypatch.setattr(registry, "_forced", "reference")
-    layer.attend(x)
+    with use_backend("reference"):
+        layer.attend(x)
     assert len(asked) == 1

@@ -75,7 +75,7 @@ def kept_numbers(cache):
     """Of the append and of the attention of one token that a layer keeps."""
     plans = cache.plans._plans.values()
     return [
-        [p.replay._number for p in plans if name in p.op.name][-1]
+        [p.replay._op.args[0] for p in plans if name in p.op.name][-1]
         for name in ("append", "attention")
     ]
 
@@ -94,13 +94,13 @@ def test_a_call_is_forgotten_with_its_plan():
         steps(cache, 3)
     append, attend = kept_numbers(cache)
     lengths = cache.seq_lens.clone()
-    assert ATTEND(attend, numbers(0, 4), None, lengths)[0].shape == (2, 4, 1, 32)
+    assert ATTEND(attend, numbers(0, 4), lengths)[0].shape == (2, 4, 1, 32)
     del cache
     gc.collect()
     for number, call in ((append, APPEND), (attend, ATTEND)):
         rest = (numbers(1),) if call is APPEND else ()
         with pytest.raises(RuntimeError, match=f"plan {number} is no kept call"):
-            call(number, numbers(0), *rest, None, lengths)
+            call(number, numbers(0), *rest, lengths)
 
 
 def test_a_call_that_does_not_fit_its_plan_is_refused(cache):
@@ -108,15 +108,15 @@ def test_a_call_that_does_not_fit_its_plan_is_refused(cache):
     q, k, lengths = numbers(0, 4), numbers(0), cache.seq_lens
     before = [x.clone() for x in cache.get()]
     wrong = {
-        "q has not the shape or dtype": lambda: ATTEND(attend, numbers(0, 2), None, lengths),
-        "the plan has 2 streams": lambda: ATTEND(attend, q, q, lengths),
-        "block_table": lambda: ATTEND(attend, q, None, lengths, lengths[:, None]),
-        "cache_seqlens": lambda: ATTEND(attend, q, None, lengths.long()),
-        "is no kept call of append_": lambda: APPEND(attend, k, k, None, lengths),
-        "is no kept call of attention": lambda: ATTEND(append, q, None, lengths),
-        "the new tokens have not": lambda: APPEND(append, k.half(), k, None, lengths),
-        "new tokens have not the shape": lambda: APPEND(append, k, numbers(0, 4), None, lengths),
-        "start has 3": lambda: APPEND(append, k, k, None, torch.zeros(3, dtype=torch.int32)),
+        "q has not the shape or dtype": lambda: ATTEND(attend, numbers(0, 2), lengths),
+        "the plan has 2 streams": lambda: ATTEND(attend, q, lengths, q_geo=q),
+        "block_table": lambda: ATTEND(attend, q, lengths, lengths[:, None]),
+        "cache_seqlens": lambda: ATTEND(attend, q, lengths.long()),
+        "is no kept call of append_": lambda: APPEND(attend, k, k, lengths),
+        "is no kept call of attention": lambda: ATTEND(append, q, lengths),
+        "the new tokens have not": lambda: APPEND(append, k.half(), k, lengths),
+        "new tokens have not the shape": lambda: APPEND(append, k, numbers(0, 4), lengths),
+        "start has 3": lambda: APPEND(append, k, k, torch.zeros(3, dtype=torch.int32)),
     }
     for message, call in wrong.items():
         with pytest.raises(RuntimeError, match=message):
