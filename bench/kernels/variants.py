@@ -11,6 +11,7 @@ from caramba_fast.bench.kernels.variant import POINTERS, Variant
 from caramba_fast.bench.kernels.variants_append import append_variants
 from caramba_fast.formats import CHANNEL_KINDS, QUANTIZED_KINDS, resolve
 from caramba_fast.kernels import (
+    balanced,
     dequantize,
     dequantize_by_channel,
     merge_splits,
@@ -18,6 +19,7 @@ from caramba_fast.kernels import (
     quantize,
     quantize_by_channel,
     splits_launch,
+    tiles_balanced,
     tiles_kernel,
     tiles_query,
 )
@@ -104,12 +106,13 @@ def _decode(
     side: int = 0,
     group: int = 32,
     extend: bool = False,
+    is_balanced: bool = False,
 ) -> Variant:
     """decode_attention of streams k, v or k_sem, k_geo, v; ``side`` tokens of sinks, and a tail; or extend_attention.
 
     By channel there is a tail without them, too, and ``group`` tokens share scales.
 
-    ``rotated``: queries are those that `_prepare` made, in float32.
+    ``rotated``: queries are those that `_prepare` made, in float32; ``is_balanced``: under a balanced schedule.
     """
     k, *g, v = (
         _stream(kind, dim, per_lane, dtype, group) for kind, dim in zip(kinds, dims, strict=True)
@@ -128,7 +131,7 @@ def _decode(
     shape = Shape(
         groups=groups, tokens=0 if extend else tokens, extend=extend, heads=8, per_lane=per_lane,
         rows=chosen.rows, tile=chosen.tile, page=page, window=window, tail=tail, sink_len=side,
-        group=group, warps=chosen.num_warps,
+        group=group, warps=chosen.num_warps, balanced=is_balanced,
     )  # fmt: skip
     strides = ("i32!",) * 4
     stored = [
@@ -144,7 +147,7 @@ def _decode(
         kind="/".join(dict.fromkeys(kinds)),
         dtype=dtype,
         block=32,
-        kernel=tiles_kernel.partials_kernel,
+        kernel=tiles_balanced.balanced_kernel if is_balanced else tiles_kernel.partials_kernel,
         arguments={
             "queries": query + (query if g else (None,)),
             "streams": (stored[0], stored[1] if g else None, stored[-1]),
@@ -157,9 +160,8 @@ def _decode(
             "lse_ptr": "*fp32",
             **dict.fromkeys(("window", "kept", "residual", "slots"), "i32"),
             "ring": "i32",
-            "splits": "i32",
-            "least": "i32",
-            "tokens": "i32",
+            **dict.fromkeys(("splits", "least", "tokens", "walkers", "batch_size"), "i32"),
+            "schedule_ptr": "*i32",
             "softcap": "fp32",
         },
         constants={
@@ -177,7 +179,7 @@ def _decode(
     )  # fmt: skip
 
 
-def _merge() -> Variant:
+def _merge(is_balanced: bool = False) -> Variant:
     """The merge of decoupled attention with everything it can undo."""
     pointers = ("partial_ptr", "lse_ptr", "out_lse_ptr")
     halves = ("out_ptr", "q_ptr", "g_ptr", "null_k_ptr", "null_g_ptr", "null_v_ptr", "aux_ptr")
@@ -196,16 +198,53 @@ def _merge() -> Variant:
             **dict.fromkeys(("factor", "g_factor", "softcap"), "fp32"),
             "splits": "i32",
             "tokens": "i32",
+            "schedule_ptr": "*i32" if is_balanced else None,
         },
         constants={
             "GROUPS": 1, "K_DIM": 32, "G_DIM": 64, "DIM": HEAD_DIM, "PADDED": HEAD_DIM,
             "K_PADDED": 64, "MOST": splits_launch.MOST_PARTS, "SOFTCAP": True, "ROTATE": True,
+            "C": PLAIN if is_balanced else None,
         },
         num_warps=4,
         values=HEAD_DIM,
-        options="merge",
+        options="merge, balanced" if is_balanced else "merge",
         fusion=True,
     )  # fmt: skip
+
+
+#: A balanced launch: four query rows of a lane, padded to 16.
+PLAIN = Shape(groups=GROUPS, tokens=1, heads=8, per_lane=1, rows=16, tile=128, balanced=True)
+
+
+def _schedule() -> Variant:
+    """The schedule of a balanced launch."""
+    return Variant(
+        op="decode_attention",
+        kind="fp32",
+        dtype="fp16",
+        block=32,
+        kernel=balanced.schedule_kernel,
+        arguments={
+            "lengths": ("*i32", None, None),
+            "schedule_ptr": "*i32",
+            **dict.fromkeys(("window", "kept", "residual", "walkers", "least", "batch_size"), "i32"),
+            "merge_overhead": "fp32",
+        },
+        constants={"C": PLAIN},
+        num_warps=4,
+        values=balanced.ROWS_AT_ONCE.value,
+        options="schedule",
+        fusion=True,
+    )
+
+
+def _balanced_table() -> Iterator[Variant]:
+    """What rows of different lengths launch."""
+    for kinds in (("q4_0", "q4_0"), ("q8_0", "q8_0"), ("q4_channel", "q4_0"), ("q8_channel", "q8_0")):
+        yield _decode("D 128, balanced", kinds, is_balanced=True)
+    yield _decode("D 128, paged, balanced", ("q4_channel", "q4_0"), page=64, is_balanced=True)
+    yield _schedule()
+    yield _merge(is_balanced=True)
 
 
 def _prepare() -> Variant:
@@ -255,6 +294,7 @@ def _decode_table() -> Iterator[Variant]:
     yield from _by_channel()
     yield _prepare()
     yield _merge()
+    yield from _balanced_table()
 
 
 def _by_channel() -> Iterator[Variant]:

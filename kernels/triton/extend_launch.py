@@ -51,7 +51,7 @@ class ExtendCall(Call):
 
     def plan(self) -> tuple[int, int]:
         """Most splits, and tiles each has at least: one where blocks alone fill the GPU."""
-        if not self.num_splits and self.batch * self.lanes * self.row_groups >= processors(
+        if self.num_splits <= 0 and self.batch * self.lanes * self.row_groups >= processors(
             self.q.device
         ):
             return 1, 1

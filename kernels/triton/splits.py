@@ -59,10 +59,10 @@ def plan(
         tokens: capacity of a row, or the reach of its window.
         tile: tokens of a tile.
         programs: rows times lanes.
-        wanted: splits the caller asked for, 0 for none.
+        wanted: splits the caller asked for, 0 or less for none.
     """
     tiles = max(1, triton.cdiv(tokens, tile))
-    if wanted:
+    if wanted > 0:
         return min(wanted, tiles), 1
     slots = processors(device) * RESIDENT
     short = min(tiles, triton.cdiv(SHORT_ROW, tile))
@@ -123,8 +123,8 @@ def visible_range(span, limits, SOURCE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def tiles_of_split(split, splits, least, start, kept_stop, middle, stop, TILE: tl.constexpr):
-    """This split's tiles: (first, last, tiles of the first range, its first tile, the second's)."""
+def tiles_of_range(start, kept_stop, middle, stop, TILE: tl.constexpr):
+    """Tiles of a visible range: (in all, of its first part, the first tile of that, and of the second part)."""
     kept_first = start // TILE
     kept_last = (kept_stop + TILE - 1) // TILE
     kept = tl.where(kept_stop > start, kept_last - kept_first, 0)
@@ -132,10 +132,15 @@ def tiles_of_split(split, splits, least, start, kept_stop, middle, stop, TILE: t
     first = middle // TILE
     first = tl.where(kept > 0, tl.maximum(first, kept_last), first)
     rest = tl.where(stop > middle, (stop + TILE - 1) // TILE - first, 0)
-    tiles = kept + tl.maximum(rest, 0)
+    return kept + tl.maximum(rest, 0), kept, kept_first, first
+
+
+@triton.jit
+def tiles_of_split(split, splits, least, tiles):
+    """The first of a row's ``tiles`` that are this split's, and the one behind the last."""
     chunk = tl.maximum((tiles + splits - 1) // splits, least)
     begin = tl.minimum(split * chunk, tiles)
-    return begin, tl.minimum(begin + chunk, tiles), kept, kept_first, first
+    return begin, tl.minimum(begin + chunk, tiles)
 
 
 @triton.jit

@@ -113,6 +113,11 @@ class Call:
         """Programs that share a lane's queries."""
         return triton.cdiv(self.per_lane * self.shape.groups * self.tokens, self.shape.rows)
 
+    @property
+    def sides(self) -> int:
+        """Parts a lane has besides its codes: the tail, the sinks."""
+        return self.shape.tail + (self.shape.sink_len > 0)
+
     def plan(self) -> tuple[int, int]:
         """Most splits, and tiles each has at least."""
         slots = self.value.codes.shape[2]
@@ -144,36 +149,60 @@ class Call:
 
     def _partials(self, queries: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """Partial outputs (B, H_q * T, programs, D_v) and their base-2 lse."""
-        shape, (k, *g, v) = self.shape, self.records
         splits, least = self.plan()
-        in_all = splits + shape.tail + (shape.sink_len > 0)
-        partial = made(self.q, (self.batch, self.heads * self.tokens, in_all, v.dim), torch.float32)
-        sums = made(partial, partial.shape[:3])
-        table = self.block_table
-        streams = [self.keys[0], self.keys[1] if g else None, self.value]
+        in_all = splits + self.sides
+        partial, sums = self._room(self.batch, self.heads * self.tokens, in_all)
+        start(
+            partials_kernel, (in_all, self.lanes * self.row_groups, self.batch),
+            *self._read(queries), *self._table, partial, sums, *self._limits, splits, least, self.tokens,
+            self.softcap, *self._constants, num_warps=self.settings.num_warps, num_stages=self.settings.num_stages,
+        )  # fmt: skip
+        return partial, sums
+
+    def _room(self, *places: int) -> tuple[Tensor, Tensor]:
+        """Partial outputs (*places, D_v) and their lse, not yet written."""
+        partial = made(self.q, (*places, self.records[-1].dim), torch.float32)
+        return partial, made(partial, places)
+
+    def _read(self, queries: Sequence[Any]) -> tuple[Any, ...]:
+        """What a kernel reads but block tables: queries, streams, tails, sinks, lengths."""
+        streams = [self.keys[0], self.keys[1] if len(self.keys) > 1 else None, self.value]
         sides = [
             tuple(None if s is None or part not in s.options else s.options[part] for s in streams)
             for part in ("tail", "sink")
         ]
-        geo = g[0] if g else None
-        grid = (in_all, self.lanes * self.row_groups, self.batch)
-        start(
-            partials_kernel, grid,
-            sum(queries, ()) + (() if g else (None,)),
-            tuple(None if s is None else s.pointers for s in streams), *sides,
-            (self.cache_seqlens, self.cache_leftpad, self.query_lens),
-            table, 0 if table is None else table.stride(0), partial, sums,
-            self.window, self.num_sink_tokens, self.residual, self.value.codes.shape[2],
-            self.value.options["tail"].shape[2] if shape.tail else 0, splits, least,
-            self.tokens, self.softcap,
-            k, geo, v, k.side, None if geo is None else geo.side, v.side, shape,
-            num_warps=self.settings.num_warps, num_stages=self.settings.num_stages,
+        return (
+            sum(queries, ()) + (() if streams[1] else (None,)),
+            tuple(None if s is None else s.pointers for s in streams), *sides, self._lengths,
         )  # fmt: skip
-        return partial, sums
 
-    def _merged(self, partial: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """out and lse."""
-        dim, in_all = partial.shape[3], partial.shape[2]
+    @property
+    def _lengths(self) -> tuple[Tensor | None, ...]:
+        return self.cache_seqlens, self.cache_leftpad, self.query_lens
+
+    @property
+    def _table(self) -> tuple[Any, ...]:
+        table = self.block_table
+        return table, 0 if table is None else table.stride(0)
+
+    @property
+    def _limits(self) -> tuple[int, ...]:
+        """The window, tokens kept in front of it, residual_len; slots of the cache, and of the tail."""
+        ring = self.value.options["tail"].shape[2] if self.shape.tail else 0
+        slots = self.value.codes.shape[2]
+        return self.window, self.num_sink_tokens, self.residual, slots, ring
+
+    @property
+    def _constants(self) -> tuple[Any, ...]:
+        k, *g, v = self.records
+        geo = g[0] if g else None
+        return k, geo, v, k.side, None if geo is None else geo.side, v.side, self.shape
+
+    def _merged(
+        self, partial: Tensor, sums: Tensor, schedule: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """out and lse; with a ``schedule`` partial results lie as it says."""
+        dim, in_all = partial.shape[-1], sums.shape[-1] if schedule is None else 0
         out = made(self.q, (self.batch, self.heads, self.tokens, dim))
         lse = made(sums, (self.batch, self.heads, self.tokens))
         key = self.keys[0]
@@ -183,11 +212,11 @@ class Call:
             merge_kernel, (self.heads * self.tokens, self.batch),
             partial, sums, out, lse, self.cache_seqlens, self.query_lens, *key.strided_query,
             *geo.strided_query, key.null, geo.null, self.value.null, self.s_aux, key.factor,
-            geo.factor, self.softcap, in_all, self.tokens, GROUPS=self.shape.groups,
+            geo.factor, self.softcap, in_all, self.tokens, schedule, GROUPS=self.shape.groups,
             K_DIM=self.dim, G_DIM=0 if geo.query is None else geo.query.shape[3], DIM=dim,
             PADDED=triton.next_power_of_2(dim), K_PADDED=triton.next_power_of_2(widest),
             MOST=max(MOST_PARTS, triton.next_power_of_2(in_all)), SOFTCAP=self.softcap > 0,
-            ROTATE=self.value.options.get("rotate", False),
+            ROTATE=self.value.options.get("rotate", False), C=None if schedule is None else self.shape,
         )  # fmt: skip
         returned(out, lse)
         return out, lse
