@@ -9,19 +9,16 @@ import torch
 
 from caramba_fast.bench.kernels.variant import POINTERS, Variant
 from caramba_fast.bench.kernels.variants_append import append_variants
+from caramba_fast.bench.kernels.variants_around import merge, prepare, schedule
 from caramba_fast.formats import CHANNEL_KINDS, QUANTIZED_KINDS, resolve
 from caramba_fast.kernels import (
-    balanced,
     dequantize,
     dequantize_by_channel,
-    merge_splits,
     merge_state,
     quantize,
     quantize_by_channel,
-    splits_launch,
     tiles_balanced,
     tiles_kernel,
-    tiles_query,
 )
 from caramba_fast.kernels.extend_settings import extend_settings
 from caramba_fast.kernels.splits_stream import dot_dtype
@@ -112,7 +109,7 @@ def _decode(
 
     By channel there is a tail without them, too, and ``group`` tokens share scales.
 
-    ``rotated``: queries are those that `_prepare` made, in float32; ``is_balanced``: under a balanced schedule.
+    ``rotated``: queries are those that `prepare` made, in float32; ``is_balanced``: under a balanced schedule.
     """
     k, *g, v = (
         _stream(kind, dim, per_lane, dtype, group) for kind, dim in zip(kinds, dims, strict=True)
@@ -179,94 +176,18 @@ def _decode(
     )  # fmt: skip
 
 
-def _merge(is_balanced: bool = False) -> Variant:
-    """The merge of decoupled attention with everything it can undo."""
-    pointers = ("partial_ptr", "lse_ptr", "out_lse_ptr")
-    halves = ("out_ptr", "q_ptr", "g_ptr", "null_k_ptr", "null_g_ptr", "null_v_ptr", "aux_ptr")
-    strides = [f"{q}_{axis}_stride" for q in ("q", "g") for axis in ("batch", "head", "token")]
-    return Variant(
-        op="decoupled_decode_attention",
-        kind="fp32",
-        dtype="fp16",
-        block=32,
-        kernel=merge_splits.merge_kernel,
-        arguments={
-            **dict.fromkeys(pointers, "*fp32"),
-            **dict.fromkeys(halves, "*fp16"),
-            **dict.fromkeys(("seqlens_ptr", "query_lens_ptr"), "*i32"),
-            **dict.fromkeys(strides, "i32!"),
-            **dict.fromkeys(("factor", "g_factor", "softcap"), "fp32"),
-            "splits": "i32",
-            "tokens": "i32",
-            "schedule_ptr": "*i32" if is_balanced else None,
-        },
-        constants={
-            "GROUPS": 1, "K_DIM": 32, "G_DIM": 64, "DIM": HEAD_DIM, "PADDED": HEAD_DIM,
-            "K_PADDED": 64, "MOST": splits_launch.MOST_PARTS, "SOFTCAP": True, "ROTATE": True,
-            "C": PLAIN if is_balanced else None,
-        },
-        num_warps=4,
-        values=HEAD_DIM,
-        options="merge, balanced" if is_balanced else "merge",
-        fusion=True,
-    )  # fmt: skip
-
-
-#: A balanced launch: four query rows of a lane, padded to 16.
-PLAIN = Shape(groups=GROUPS, tokens=1, heads=8, per_lane=1, rows=16, tile=128, balanced=True)
-
-
-def _schedule() -> Variant:
-    """The schedule of a balanced launch."""
-    return Variant(
-        op="decode_attention",
-        kind="fp32",
-        dtype="fp16",
-        block=32,
-        kernel=balanced.schedule_kernel,
-        arguments={
-            "lengths": ("*i32", None, None),
-            "schedule_ptr": "*i32",
-            **dict.fromkeys(("window", "kept", "residual", "walkers", "least", "batch_size"), "i32"),
-            "merge_overhead": "fp32",
-        },
-        constants={"C": PLAIN},
-        num_warps=4,
-        values=balanced.ROWS_AT_ONCE.value,
-        options="schedule",
-        fusion=True,
-    )
-
-
 def _balanced_table() -> Iterator[Variant]:
     """What rows of different lengths launch."""
-    for kinds in (("q4_0", "q4_0"), ("q8_0", "q8_0"), ("q4_channel", "q4_0"), ("q8_channel", "q8_0")):
+    for kinds in (
+        ("q4_0", "q4_0"),
+        ("q8_0", "q8_0"),
+        ("q4_channel", "q4_0"),
+        ("q8_channel", "q8_0"),
+    ):
         yield _decode("D 128, balanced", kinds, is_balanced=True)
     yield _decode("D 128, paged, balanced", ("q4_channel", "q4_0"), page=64, is_balanced=True)
-    yield _schedule()
-    yield _merge(is_balanced=True)
-
-
-def _prepare() -> Variant:
-    """The rotation of a query."""
-    return Variant(
-        op="decode_attention",
-        kind="fp32",
-        dtype="fp16",
-        block=32,
-        kernel=tiles_query.prepare_kernel,
-        arguments={
-            "q_ptr": "*fp16",
-            **{f"q_{axis}_stride": "i32!" for axis in ("batch", "head", "token")},
-            "out_ptr": "*fp32",
-            "tokens": "i32",
-        },
-        constants={"DIM": HEAD_DIM, "PADDED": HEAD_DIM},
-        num_warps=4,
-        values=HEAD_DIM,
-        options="prepare",
-        fusion=True,
-    )
+    yield schedule()
+    yield merge(is_balanced=True)
 
 
 def _decode_table() -> Iterator[Variant]:
@@ -292,8 +213,8 @@ def _decode_table() -> Iterator[Variant]:
     yield _decode("sem 8, geo 32, v 64", ("q8_0", *q4), **dba)
     yield _decode("sem 8, geo 32, v 64", ("q8_0", "q8_0", "q8_0"), **dba)
     yield from _by_channel()
-    yield _prepare()
-    yield _merge()
+    yield prepare()
+    yield merge()
     yield from _balanced_table()
 
 
@@ -339,7 +260,7 @@ def _extend_table() -> Iterator[Variant]:
 
 @functools.cache
 def variants() -> tuple[Variant, ...]:
-    """The table: quantize, dequantize, decode attention, append; at most 100 rows."""
+    """The table: quantize, dequantize, decode attention, append; at most 110 rows."""
     return (*_quantize_table(), *_decode_table(), *_extend_table(), *_append_table())
 
 

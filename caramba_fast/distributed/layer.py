@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 SCALES = ("softmax_scale", "sem_scale", "geo_scale")
 PLAIN = ("softcap", "num_splits", "q_chunk")
 ALLOWED = ("before", "window_size", "return_softmax_lse", "s_aux", *SCALES, *PLAIN)
-LEAST = {"softcap": 0, "num_splits": 0, "q_chunk": 1}
+LEAST = {"softcap": 0, "num_splits": BALANCED, "q_chunk": 1}
 
 
 def asked_queries(

@@ -119,7 +119,9 @@ def schedule_kernel(
     for first in range(0, batch_size, ROWS_AT_ONCE):
         row = first + tl.arange(0, ROWS_AT_ONCE)
         there = row < batch_size
-        span = row_span(tl.minimum(row, batch_size - 1), lengths[0], lengths[1], lengths[2], C.tokens)
+        span = row_span(
+            tl.minimum(row, batch_size - 1), lengths[0], lengths[1], lengths[2], C.tokens
+        )
         start, kept_stop, middle, stop = visible_range(span, limits, CODES, C)
         tiles, _, _, _ = tiles_of_range(start, kept_stop, middle, stop, C.tile)
         tiles = tl.where(there, tiles, 0)

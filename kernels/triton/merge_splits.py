@@ -38,7 +38,9 @@ def _merged(partial, lse, largest, splits, column, DIM: tl.constexpr, APART: tl.
         there = weight != float("-inf")
         weight = tl.where(there, tl.exp2(weight - largest), 0.0)
         mask = there[:, None] & (column < DIM)[None, :]
-        x = tl.load(partial + split[:, None] * (APART * DIM) + column[None, :], mask=mask, other=0.0)
+        x = tl.load(
+            partial + split[:, None] * (APART * DIM) + column[None, :], mask=mask, other=0.0
+        )
         total += tl.sum(x * weight[:, None], axis=0)
     return total
 

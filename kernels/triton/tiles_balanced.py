@@ -90,15 +90,16 @@ def balanced_kernel(
                 origin, tiles = line_tiles(schedule_ptr, line, C)
                 part = (tl.maximum(begin - origin, 0), tl.minimum(end - origin, tiles))
                 if part[0] < part[1]:  # rows without tiles lie between others
-                    _piece(line, walker + line * (1 + SIDES) + SIDES, part, streams, slots, CODES, queries,
-                           lengths, table_ptr, table_stride, partial_ptr, lse_ptr, limits, softcap, K, G, V, C)  # fmt: skip
+                    place = walker + line * (1 + SIDES) + SIDES
+                    _piece(line, place, part, streams, slots, CODES, queries, lengths, table_ptr, table_stride,
+                           partial_ptr, lse_ptr, limits, softcap, K, G, V, C)  # fmt: skip
     else:
         lines = batch_size * programs_of_row(C)
         line, which = (walker - walkers) % lines, (walker - walkers) // lines
-        place, _ = pieces_of_line(schedule_ptr, line, C)
+        side, _ = pieces_of_line(schedule_ptr, line, C)
         if C.tail and which == 0:
-            _piece(line, place, (0, 1), tails, ring, TAIL, queries, lengths, None, 0, partial_ptr, lse_ptr, limits,
+            _piece(line, side, (0, 1), tails, ring, TAIL, queries, lengths, None, 0, partial_ptr, lse_ptr, limits,
                    softcap, K_SIDE, G_SIDE, V_SIDE, C)  # fmt: skip
         elif C.sink_len > 0:
-            _piece(line, place + which, (0, 1), sinks, C.sink_len, SINKS, queries, lengths, None, 0, partial_ptr,
+            _piece(line, side + which, (0, 1), sinks, C.sink_len, SINKS, queries, lengths, None, 0, partial_ptr,
                    lse_ptr, limits, softcap, K_SIDE, G_SIDE, V_SIDE, C)  # fmt: skip
