@@ -33,6 +33,7 @@ from caramba_fast.distributed.partial_attention import (
 )
 from caramba_fast.distributed.placement import Placement, Queries
 from caramba_fast.ops import checks, merge_state
+from caramba_fast.ops.attention_call import BALANCED
 
 if TYPE_CHECKING:
     from typing_extensions import Self
