@@ -5,7 +5,6 @@ What is launched depends on shapes alone, as everywhere: one CUDA graph serves e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from .balanced import most_pieces, schedule_kernel
 from .launch import made, start
-from .splits import MERGE_OVERHEAD, RESIDENT, SHORTEST, processors
+from .splits import SHORTEST
 from .splits_launch import Call, launch
 from .tiles_balanced import balanced_kernel
 from .tiles_layout import Shape
@@ -30,37 +29,39 @@ class BalancedCall(Call):
         """The other constexpr record."""
         return replace(super().shape, balanced=True)
 
-    @property
+    @cached_property
     def walkers(self) -> int:
         """Programs that take a stretch: as many as run at once."""
-        return processors(self.q.device) * RESIDENT
+        return self.at_once(balanced_kernel, torch.int32, 1)
 
     def run(self) -> tuple[Tensor, Tensor]:
         """The launches."""
-        queries = [self._prepared(s) for s in self.keys]
         schedule = self._schedule()
-        return self._merged(*self._stretches(queries, schedule), schedule)
+        return self._merged(*self._stretches(schedule), schedule)
 
     def _schedule(self) -> Tensor:
         """(2 + B,) int32, as `balanced` explains."""
         found = made(self.q, (2 + self.batch,), torch.int32)
         start(
             schedule_kernel, (1,), self._lengths, found, *self._limits[:3], self.walkers,
-            triton.cdiv(SHORTEST, self.shape.tile), MERGE_OVERHEAD, self.batch, self.shape,
+            triton.cdiv(SHORTEST, self.shape.tile), self.overheads.merge, self.batch, self.shape,
         )  # fmt: skip
         return found
 
-    def _stretches(self, queries: Sequence[Any], schedule: Tensor) -> tuple[Tensor, Tensor]:
+    def _stretches(self, schedule: Tensor) -> tuple[Tensor, Tensor]:
         """Partial outputs (pieces, query rows of a program, D_v) and their base-2 lse."""
         lines, sides = self.batch * self.lanes * self.row_groups, self.sides
         partial, sums = self._room(most_pieces(self.walkers, lines, sides), self.shape.rows)
-        start(
-            balanced_kernel, (self.walkers + lines * sides,),
-            *self._read(queries), schedule, *self._table, partial, sums, *self._limits, self.walkers,
-            self.batch, self.softcap, *self._constants, num_warps=self.settings.num_warps,
-            num_stages=self.settings.num_stages,
-        )  # fmt: skip
+        arguments = self._arguments(partial, sums, schedule, self.walkers)
+        start(balanced_kernel, (self.walkers + lines * sides,), *arguments, **self._compile_options)
         return partial, sums
+
+    def _arguments(self, partial: Any, sums: Any, schedule: Any, walkers: int) -> tuple[Any, ...]:
+        """Those of the kernel that leaves partial results."""
+        return (
+            *self._read, schedule, *self._table, partial, sums, *self._limits, walkers, self.batch, self.softcap,
+            *self._constants,
+        )  # fmt: skip
 
 
 def launch_decode(*args: Any, num_splits: int = 0, **options: Any) -> tuple[Tensor, Tensor]:

@@ -11,17 +11,20 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from caramba_fast.formats import resolve
 
 from .launch import dense, has_ptx, made, on_device, returned, start
 from .merge_splits import LOG2E, merge_kernel
-from .splits import MOST_SPLITS, plan
+from .occupancy import resident_of
+from .splits import ASSUMED_OVERHEADS, MOST_SPLITS, Overheads, plan, processors
 from .splits_stream import PARTS, Stored
 from .tiles_kernel import partials_kernel
 from .tiles_layout import Settings, Shape, Stream, on_amd, on_blackwell, settings, within
 from .tiles_query import prepare_kernel
+from .tuned import Tuned, tuned
 
 #: Widest head, and oldest NVIDIA generation, the kernels were laid out for.
 WIDEST_HEAD = 256
@@ -83,10 +86,21 @@ class Call:
         return [s.record(self.per_lane, self.q.dtype) for s in (*self.keys, self.value)]
 
     @cached_property
+    def tuned(self) -> Tuned:
+        """What was measured for such calls, of half-precision queries."""
+        if any(record.dot == tl.float32 for record in self.records):
+            return Tuned()
+        kinds = "/".join(stream.form.name for stream in (*self.keys, self.value))
+        rows = self.per_lane * self.heads // self.n_kv_heads * self.tokens
+        return tuned(kinds, self.dim, max(16, triton.next_power_of_2(rows)), self.q.device)
+
+    @cached_property
     def settings(self) -> Settings:
         """Launch settings."""
         rows = self.per_lane * self.heads // self.n_kv_heads * self.tokens
-        chosen = settings(self.records, rows, self.value.codes.shape[2])
+        chosen = self.tuned.settings
+        if chosen is None or self.value.codes.shape[2] % chosen.tile:
+            chosen = settings(self.records, rows, self.value.codes.shape[2])
         if torch.version.hip is not None:
             return on_amd(chosen)
         if capability(self.q.device) >= BLACKWELL:
@@ -126,11 +140,36 @@ class Call:
         if self.window >= 0:
             slots = min(slots, self.window + self.tokens + self.num_sink_tokens + self.shape.tile)
         programs = self.batch * self.lanes * self.row_groups
-        return plan(slots, self.shape.tile, programs, self.q.device, self.num_splits)
+        at_once = self.at_once(partials_kernel, 1, 1) if self.num_splits <= 0 else 1
+        return plan(slots, self.shape.tile, programs, at_once, self.num_splits, self.overheads)
+
+    @property
+    def overheads(self) -> Overheads:
+        """What programs and merging cost, in tiles."""
+        return self.tuned.overheads or ASSUMED_OVERHEADS
+
+    def at_once(self, kernel: Any, *last: Any) -> int:
+        """Programs of a kernel that the device runs at once: as tuned, or by what the compiled kernel uses.
+
+        Args:
+            last: its last arguments (`_arguments`); a dtype stands for a tensor that is not made yet.
+        """
+        resident = self.tuned.resident
+        if resident is None:
+            resident = resident_of(
+                (*self.records, self.shape, self.settings), self.q.device, kernel,
+                lambda: self._arguments(torch.float32, torch.float32, *last), **self._compile_options,
+            )  # fmt: skip
+        return processors(self.q.device) * resident
+
+    @cached_property
+    def queries(self) -> list[tuple[Any, ...]]:
+        """What `_prepared` makes of each."""
+        return [self._prepared(stream) for stream in self.keys]
 
     def run(self) -> tuple[Tensor, Tensor]:
         """The launches."""
-        return self._merged(*self._partials([self._prepared(s) for s in self.keys]))
+        return self._merged(*self._partials())
 
     def _prepared(self, stream: Stored) -> tuple[Any, ...]:
         """(query, strides, factor) of a key stream, rotated if it is."""
@@ -147,24 +186,34 @@ class Call:
         )  # fmt: skip
         return (out, rows * dim, self.tokens * dim, dim, factor)
 
-    def _partials(self, queries: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    def _partials(self) -> tuple[Tensor, Tensor]:
         """Partial outputs (B, H_q * T, programs, D_v) and their base-2 lse."""
         splits, least = self.plan()
         in_all = splits + self.sides
         partial, sums = self._room(self.batch, self.heads * self.tokens, in_all)
-        start(
-            partials_kernel, (in_all, self.lanes * self.row_groups, self.batch),
-            *self._read(queries), *self._table, partial, sums, *self._limits, splits, least, self.tokens,
-            self.softcap, *self._constants, num_warps=self.settings.num_warps, num_stages=self.settings.num_stages,
-        )  # fmt: skip
+        grid = (in_all, self.lanes * self.row_groups, self.batch)
+        arguments = self._arguments(partial, sums, splits, least)
+        start(partials_kernel, grid, *arguments, **self._compile_options)
         return partial, sums
+
+    def _arguments(self, partial: Any, sums: Any, splits: Any, least: Any) -> tuple[Any, ...]:
+        """Those of the kernel that leaves partial results."""
+        return (
+            *self._read, *self._table, partial, sums, *self._limits, splits, least, self.tokens, self.softcap,
+            *self._constants,
+        )  # fmt: skip
+
+    @property
+    def _compile_options(self) -> dict[str, int]:
+        return {"num_warps": self.settings.num_warps, "num_stages": self.settings.num_stages}
 
     def _room(self, *places: int) -> tuple[Tensor, Tensor]:
         """Partial outputs (*places, D_v) and their lse, not yet written."""
         partial = made(self.q, (*places, self.records[-1].dim), torch.float32)
         return partial, made(partial, places)
 
-    def _read(self, queries: Sequence[Any]) -> tuple[Any, ...]:
+    @property
+    def _read(self) -> tuple[Any, ...]:
         """What a kernel reads but block tables: queries, streams, tails, sinks, lengths."""
         streams = [self.keys[0], self.keys[1] if len(self.keys) > 1 else None, self.value]
         sides = [
@@ -172,7 +221,7 @@ class Call:
             for part in ("tail", "sink")
         ]
         return (
-            sum(queries, ()) + (() if streams[1] else (None,)),
+            sum(self.queries, ()) + (() if streams[1] else (None,)),
             tuple(None if s is None else s.pointers for s in streams), *sides, self._lengths,
         )  # fmt: skip
 

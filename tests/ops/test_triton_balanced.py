@@ -96,6 +96,12 @@ def test_zero_queries_give_the_plain_mean_over_what_is_allowed(options):
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-6)
 
 
+def merging_costs(monkeypatch: pytest.MonkeyPatch, tiles: float) -> None:
+    from caramba_fast.kernels import splits, splits_launch
+
+    monkeypatch.setattr(splits_launch, "ASSUMED_OVERHEADS", splits.Overheads(10.0, tiles))
+
+
 # -- shares -------------------------------------------------------------------------------------
 
 
@@ -135,9 +141,7 @@ def shares(
 )
 def test_no_program_reads_more_than_a_tile_beyond_the_mean(lengths, monkeypatch):
     """By shape alone a row of 2000 tokens among short ones is read by as few programs as any of them."""
-    from caramba_fast.kernels import balanced_launch
-
-    monkeypatch.setattr(balanced_launch, "MERGE_OVERHEAD", 0.0)
+    merging_costs(monkeypatch, 0.0)
     case = build(heads=2, lengths=lengths, slots=2048)
     read, tiles = shares(monkeypatch, case, num_splits=BALANCED)
     programs = 24
@@ -150,10 +154,8 @@ def test_no_program_reads_more_than_a_tile_beyond_the_mean(lengths, monkeypatch)
 
 def test_a_long_row_is_cut_into_as_many_pieces_as_pay(monkeypatch):
     """Merging costs: 64 tiles of one line are not cut into 24 where one merged piece costs as much as a tile."""
-    from caramba_fast.kernels import balanced_launch
-
     case = build(heads=1, kv_heads=1, lengths=(2048,), slots=2048)
-    monkeypatch.setattr(balanced_launch, "MERGE_OVERHEAD", 1.0)
+    merging_costs(monkeypatch, 1.0)
     read, _ = shares(monkeypatch, case, num_splits=BALANCED)
     assert max(read.values()) == 8 and len(read) == 8
 
