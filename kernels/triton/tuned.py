@@ -1,8 +1,8 @@
 """What was measured on this GPU, in place of what is assumed: read from a table of ``bench/kernels/tune.py``.
 
-``CARAMBA_FAST_TUNED`` names the table. Rows of other GPUs say nothing here; where no row is for this GPU, these streams,
-head size and query rows, launches are what they are without a table. Set it before the first launch: the table is read
-once.
+``CARAMBA_FAST_TUNED`` names the table. Rows of other GPUs say nothing here; where no row is for this GPU, these
+streams, head size and query rows, launches are what they are without a table. Set it before the first launch: the table
+is read once.
 """
 
 from __future__ import annotations
