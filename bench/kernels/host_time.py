@@ -132,11 +132,12 @@ class Step:
     """append + attend of one token in one layer."""
 
     def __init__(
-        self, kind: str, device: str, batch: int = 1, page_size: int | None = None
+        self, kind: str, device: str, batch: int = 1, page_size: int | None = None, **options: Any
     ) -> None:
         cache: Any = import_module("caramba_fast.cache")  # needs pydantic, which a machine may lack
         cache_configs = import_module("caramba_fast.config").cache_configs
         heads, kv_heads, dim = 32, 8, 128
+        self.options = {"softmax_scale": 0.1, **options}
         self.layer = cache.LayerKVCache(
             batch, 4096, kv_heads * dim, kv_heads * dim, n_kv_heads=kv_heads, page_size=page_size,
             device=device, **cache_configs(kind),
@@ -155,7 +156,7 @@ class Step:
     def __call__(self) -> None:
         """One token more."""
         self.layer.append(self.k, self.v)
-        self.layer.attend(self.q, softmax_scale=0.1)
+        self.layer.attend(self.q, **self.options)
 
     @property
     def plans(self) -> dict[str, Any]:
@@ -166,7 +167,7 @@ class Step:
         """What one step does, which is taken back: what the driver gets, or with a GPU all that is stored, and out."""
         Launcher.launched = []
         self.layer.append(self.k, self.v)
-        out = self.layer.attend(self.q, softmax_scale=0.1)
+        out = self.layer.attend(self.q, **self.options)
         found, Launcher.launched = Launcher.launched, None
         stored = [x.clone() for s in self.layer.streams.values() for x in s.buffers]
         self.layer.crop(1)
@@ -220,7 +221,7 @@ PROMPT, ROUNDS = 200, 7
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp16": ("fp16", {}), "q8": ("q8", {}), "q4": ("q4", {}), "nf4": ("nf4", {}), "q4:plain": ("q4:plain", {}),
     "q8:plain, rotated": ("q8:plain,rotate", {}), "q8, paged": ("q8", {"page_size": 64}),
-    "q8, 8 rows": ("q8", {"batch": 8}),
+    "q8, 8 rows": ("q8", {"batch": 8}), "q4, 8 rows, balanced": ("q4", {"batch": 8, "num_splits": -1}),
 }  # fmt: skip
 
 

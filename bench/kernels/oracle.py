@@ -87,6 +87,7 @@ def error(
     kv_heads: int,
     window: int = 0,
     pairs: int = PAIRS,
+    short: int = 0,
 ) -> float:
     """Relative L2 error of ``out`` (B, H_q, T, D).
 
@@ -95,15 +96,18 @@ def error(
         views: stored keys, then values; all slots are filled, the T newest are the queries' own.
         window: tokens a query reaches back, itself included; 0 for all.
         pairs: (row, kv head) pairs compared.
+        short: slots that are filled in every row but the first, whole groups of them by channel; 0 for all.
     """
     share = out.shape[1] // kv_heads
     everything = [(row, head) for row in range(out.shape[0]) for head in range(kv_heads)]
     step = max(1, len(everything) // pairs)
     actual, expected = [], []
-    slots, by_step = views[0].codes.shape[2], group_of(views) > 1
+    by_step, whole = group_of(views) > 1, views
     steps = [slice(t, t + 1) for t in range(out.shape[2])] if by_step else [slice(None)]
     for row, head in everything[::step][:pairs]:
         heads = slice(head * share, (head + 1) * share)
+        views = [view.slice(short) for view in whole] if short and row else whole
+        slots = views[0].codes.shape[2]
         seen = _visible((out.shape[2], slots), window, out.device)
         parts = []
         for t, step in enumerate(

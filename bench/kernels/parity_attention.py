@@ -27,7 +27,7 @@ from caramba_fast.ops import (
     extend_attention,
     use_backend,
 )
-from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
+from caramba_fast.ops.attention_call import BALANCED, MAX_QUERY_TOKENS
 from caramba_fast.ops.registry import BackendError, why_not
 from caramba_fast.ops.view import Lanes
 
@@ -36,6 +36,7 @@ LENGTHS, LEFTPAD = (170, 143), (0, 9)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window_size": (20, 0), "num_sink_tokens": 2},
+    "balanced": {"num_splits": BALANCED},
     "softcap": {"softcap": 5.0, "softmax_scale": 0.3},
     "s_aux": {"s_aux": torch.linspace(-1, 1, HEADS)},
     "null": {"null_k": torch.ones(KV_HEADS, DIM), "null_v": torch.ones(KV_HEADS, DIM)},

@@ -13,6 +13,7 @@ from itertools import product
 import torch
 
 from caramba_fast.formats import QUANTIZED_KINDS, resolve
+from caramba_fast.ops.attention_call import BALANCED
 from caramba_fast.ops.view import Lanes
 
 #: Values that share a scale.
@@ -36,6 +37,8 @@ class Case:
         dtype: of the queries, or of the unquantized side.
         key_dims: values of a head of each key stream where they differ from ``dim``.
         window: tokens a query reaches back, itself included; 0 for all.
+        short: tokens cached in every row but the first, for rows of different lengths; 0 for ``kv``.
+        num_splits: of decode attention, as the op takes it.
         threads: CPU threads; 0 for as many as torch has.
         goal: what the case is there to show.
     """
@@ -53,6 +56,8 @@ class Case:
     window: int = 0
     threads: int = 0
     goal: str = ""
+    short: int = 0
+    num_splits: int = 0
 
     @property
     def name(self) -> str:
@@ -64,6 +69,8 @@ class Case:
         ]  # fmt: skip
         parts += [f"window{self.window}"] if self.window else []
         parts += [f"threads{self.threads}"] if self.threads else []
+        parts += [f"others{self.short}"] if self.short else []
+        parts += [f"splits{self.num_splits}"] if self.num_splits else []
         return " ".join(parts)
 
     @property
@@ -81,6 +88,11 @@ class Case:
         """Cached tokens that the new ones can see."""
         return min(self.kv, self.window + self.tokens - 1) if self.window else self.kv
 
+    @property
+    def read(self) -> int:
+        """Cached tokens of all rows that are read."""
+        return self.seen + (self.batch - 1) * (self.short or self.seen)
+
     def token_bytes(self, kind: str) -> int:
         """Bytes one token takes in all streams, scales included."""
         lanes = self.lanes
@@ -93,7 +105,7 @@ class Case:
     def moved_bytes(self, kind: str) -> int:
         """Bytes the op has to move at least: attention reads what it sees, scales included."""
         if self.op in ATTENTION:
-            return self.batch * self.seen * self.token_bytes(kind)
+            return self.read * self.token_bytes(kind)
         width = DTYPES[self.dtype].itemsize * self.kv_heads
         if self.op == "append_":
             given = sum(self.dims) * width + self.token_bytes(kind)
@@ -168,6 +180,8 @@ def cuda_ops() -> tuple[Case, ...]:
         replace(decode, op="extend_attention", kinds=both, batch=1, kv=33280, tokens=512,
                 goal="at most 1.3x flash SDPA over fp16"),
         *(replace(decode, kv=kv, window=4096, goal="cost follows the window") for kv in (32768, 131072)),
+        *(replace(decode, batch=32, kv=65536, short=1024, num_splits=splits, goal="a long row among short ones")
+          for splits in (BALANCED, 0)),
         replace(decode, op="decoupled_decode_attention", heads=16, kv_heads=16, key_dims=(8, 32), dim=64),
     )  # fmt: skip
 
@@ -230,6 +244,7 @@ def tiny() -> tuple[Case, ...]:
     base = Case("decode_attention", ("fp16", "q4_0"), 1, 4, 2, 32, 128, dtype="fp32")
     return (
         base,
+        replace(base, batch=3, kv=160, short=32, num_splits=BALANCED, kinds=("q4", "q8_0")),
         replace(base, tokens=2, window=40, kinds=("q8_0", "q8", "q4")),
         replace(base, op="decoupled_decode_attention", kinds=("nf4",), heads=4, kv_heads=4, key_dims=(8, 16)),
         replace(base, op="append_", kinds=("fp16", "q4_0", "q4")),

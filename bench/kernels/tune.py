@@ -1,9 +1,11 @@
 """Which launch settings are fastest, by format, head size and query rows: measured, not guessed.
 
 ``python -m caramba_fast.bench.kernels.tune --out CSV`` tries tiles, warps and stages of the split-KV kernel on a cache
-of 8 x 32768 tokens, checks that each computes the same, and times all of a point in the same rounds. One table
-comes out: every setting with its time, the one used today (``default``) and the fastest (``chosen``; within 1%
-of the default the default stays).
+of 8 x 32768 tokens, checks that each computes the same, and times all of a point in the same rounds. With the fastest
+it tries numbers of splits, and how many programs an SM gets at once under a balanced schedule. One table
+comes out: every trial with its time, what is used today (``default``) and the fastest (``chosen``; within 1%
+of the default the default stays). From the times of the splits follows what a program and what merging costs
+(`fitted`). ``CARAMBA_FAST_TUNED=CSV`` makes launches on the same GPU use what was chosen (`kernels.tuned`).
 """
 
 from __future__ import annotations
@@ -11,30 +13,36 @@ from __future__ import annotations
 import argparse
 import csv
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from triton.runtime.errors import TritonError
 
 from caramba_fast.bench.environment import environment
+from caramba_fast.bench.kernels import workloads
 from caramba_fast.bench.kernels.comparators import Implementation
 from caramba_fast.bench.kernels.oracle import relative_l2
-from caramba_fast.bench.kernels.registry import Case
+from caramba_fast.bench.kernels.registry import LAYOUTS, Case
 from caramba_fast.bench.kernels.shards import Shard
 from caramba_fast.bench.kernels.table import read
 from caramba_fast.bench.kernels.timing import interleaved, quantile
 from caramba_fast.bench.kernels.workloads import workload
 from caramba_fast.kernels import splits_launch
+from caramba_fast.kernels.splits import Overheads
 from caramba_fast.kernels.tiles_layout import Settings
+from caramba_fast.kernels.tuned import Tuned
 from caramba_fast.ops import use_backend
 
 TILES, WARPS, STAGES = (32, 64, 128), (2, 4, 8), (2, 3, 4)
+SPLITS, RESIDENT = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128), (1, 2, 3, 4, 5, 6, 8)
 #: A slower default is kept below this gain.
 TIE = 0.01
 ROUNDS = 11
@@ -59,20 +67,47 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """What a launch is made to use.
+
+    Attributes:
+        part: what is tried: one of `caramba_fast.kernels.tuned.PARTS`.
+        settings: of the launch; None for what it would use anyway.
+        num_splits: as of the op.
+        resident: programs an SM gets at once; None for what the compiled kernel says.
+    """
+
+    part: str = "settings"
+    settings: Settings | None = None
+    num_splits: int = 0
+    resident: int | None = None
+
+
+@dataclass(frozen=True)
 class Row:
-    """One setting at one point; the columns of the table."""
+    """One trial at one point; the columns of the table.
+
+    ``streams`` are the kinds of keys and values, ``query_rows`` those of a lane, padded; both overheads are in tiles.
+    """
 
     kind: str
+    streams: str
     dim: int
     query_rows: int
+    part: str
     rows: int
     tile: int
     num_warps: int
     num_stages: int
+    narrow: bool
+    num_splits: int
+    resident: int | None
     median_us: float | None
     gb_per_s: float | None
     default: bool
     chosen: bool = False
+    program_overhead: float | None = None
+    merge_overhead: float | None = None
     note: str = ""
 
 
@@ -80,7 +115,7 @@ def points(tiny: bool) -> list[Point]:
     """The most used first."""
     if tiny:
         return [Point("q4_0", 32, 16)]
-    kinds = ("q4_0", "q8_0", "nf4", "fp16")
+    kinds = ("q4", "q8", "q4_0", "q8_0", "nf4", "fp16")
     shapes = ((128, 16), (128, 32), (64, 16), (128, 64), (256, 16))
     return [Point(kind, dim, rows) for dim, rows in shapes for kind in kinds]
 
@@ -96,69 +131,145 @@ def candidates(default: Settings, query_rows: int, tiny: bool) -> list[Settings]
 
 
 @contextmanager
-def forced(chosen: Settings | None, seen: list[Settings] | None = None) -> Iterator[None]:
-    """Launches use ``chosen``, or what they would use anyway, which ``seen`` then holds."""
-    original = splits_launch.settings
+def forced(trial: Trial, seen: list[Any] | None = None) -> Iterator[None]:
+    """Launches do as ``trial`` says, whatever was tuned before; ``seen`` gets settings, and what `plan` is given."""
+    settings, plan = splits_launch.settings, splits_launch.plan
+    attend = workloads.OPS["decode_attention"]
 
     def choose(*args: Any) -> Settings:
-        found = chosen or original(*args)
+        found = trial.settings or settings(*args)
         if seen is not None:
             seen.append(found)
         return found
 
-    splits_launch.settings = choose
-    try:
+    def planned(*args: Any) -> tuple[int, int]:
+        if seen is not None:
+            seen.append(args)
+        return plan(*args)
+
+    with patch.multiple(
+        splits_launch, settings=choose, plan=planned, tuned=lambda *_: Tuned(resident=trial.resident)
+    ), patch.dict(workloads.OPS, decode_attention=partial(attend, num_splits=trial.num_splits)):  # fmt: skip
         yield
-    finally:
-        splits_launch.settings = original
 
 
-def _attempt(call: Any, chosen: Settings, expected: Tensor) -> str:
-    """Why a setting is out, or ""."""
+def _attempt(call: Any, trial: Trial, expected: Tensor) -> str:
+    """Why a trial is out, or ""."""
     try:
-        with forced(chosen):
+        with forced(trial):
             error = relative_l2(call(), expected.double())
     except (TritonError, RuntimeError) as reason:
         return f"does not run: {str(reason).splitlines()[0][:80]}"
     return "" if error <= SAME else f"wrong: relL2 {error:.1e} from the default's"
 
 
+def fitted(
+    seconds: Mapping[int, float], tiles: int, programs: int, at_once: int
+) -> Overheads | None:
+    """What programs and merging cost, from the times of numbers of splits; None where tiles seem to cost nothing.
+
+    The model is that of `splits.cheapest`, with what a tile takes: by least squares of relative errors.
+
+    Args:
+        seconds: time by number of splits.
+        tiles: of a row.
+        programs: rows times lanes.
+        at_once: programs the device runs at once.
+    """
+    waves = {splits: -(-programs * splits // at_once) for splits in seconds}
+    model = [[waves[s] * -(-tiles // s) / t, waves[s] / t, s / t] for s, t in seconds.items()]
+    ones = torch.ones(len(model), 1, dtype=torch.float64)
+    matrix = torch.tensor(model, dtype=torch.float64)
+    tile, program, merge = torch.linalg.lstsq(matrix, ones, driver="gelsd").solution[:, 0].tolist()
+    if tile <= 0:
+        return None
+    return Overheads(round(max(program / tile, 0.0), 3), round(max(merge / tile, 0.0), 4))
+
+
+class Tuning:
+    """All trials of one point."""
+
+    def __init__(self, point: Point, device: torch.device, tiny: bool, fill: bool) -> None:
+        self.point, self.device, self.tiny = point, device, tiny
+        self.entry = workload(point.case(tiny), device, fill=fill).ours[0]
+        self.call = self.entry.calls[0]
+        seen: list[Any] = []
+        with forced(Trial(), seen):
+            self.expected = self.call()
+        self.settings = [Trial(settings=x) for x in candidates(seen[0], point.rows, tiny)]
+
+    def rows(self) -> list[Row]:
+        """Every trial with its time."""
+        found, best = self._timed(self.settings)
+        chosen = self.settings[best].settings
+        trials = [Trial("splits", chosen, n) for n in (0, *(SPLITS[:3] if self.tiny else SPLITS))]
+        timed, best = self._timed(trials)
+        costs = self._overheads(trials[0], timed)
+        if costs is None:
+            timed[best] = replace(timed[best], chosen=False)
+        else:
+            timed[best] = replace(
+                timed[best], program_overhead=costs.program, merge_overhead=costs.merge
+            )
+        counts = (None, *(RESIDENT[:2] if self.tiny else RESIDENT))
+        balanced, best = self._timed([Trial("resident", chosen, -1, n) for n in counts])
+        if balanced[best].resident is None:  # what the compiled kernel says needs no row
+            balanced[best] = replace(balanced[best], chosen=False)
+        return [*found, *timed, *balanced]
+
+    def _overheads(self, default: Trial, timed: list[Row]) -> Overheads | None:
+        seen: list[Any] = []
+        with forced(default, seen):
+            self.call()
+        tokens, tile, programs, at_once = seen[-1][:4]
+        times = {row.num_splits: row.median_us for row in timed if row.num_splits and row.median_us}
+        if len(times) < 3:
+            return None
+        return fitted(times, -(-tokens // tile), programs, at_once)
+
+    def _timed(self, trials: list[Trial]) -> tuple[list[Row], int]:
+        """Rows of trials, the default first, timed in the same rounds; and which is the best."""
+        notes = {x: _attempt(self.call, x, self.expected) for x in trials}
+
+        def under(trial: Trial) -> Implementation:
+            def call() -> Any:
+                with forced(trial):
+                    return self.call()
+
+            return replace(self.entry, name=str(trial), calls=(call,))
+
+        timed = {under(x): x for x in trials if not notes[x]}
+        samples = interleaved(list(timed), self.device, 3 if self.tiny else ROUNDS)
+        median = {timed[x]: quantile(list(taken.values()), 0.5) for x, taken in samples.items()}
+        best = min(median, key=median.__getitem__)
+        if trials[0] in median and median[trials[0]] <= median[best] * (1 + TIE):
+            best = trials[0]
+        rows = [self._row(x, median.get(x), notes[x], x == trials[0], x == best) for x in trials]
+        return rows, trials.index(best)
+
+    def _row(
+        self, x: Trial, seconds: float | None, note: str, is_default: bool, is_chosen: bool
+    ) -> Row:
+        point, settings = self.point, x.settings
+        assert settings is not None
+        return Row(
+            point.kind, "/".join(LAYOUTS.get(point.kind, (point.kind,) * 2)), point.dim, point.rows, x.part,
+            settings.rows, settings.tile, settings.num_warps, settings.num_stages, settings.narrow,
+            x.num_splits, x.resident,
+            median_us=round(seconds * 1e6, 2) if seconds else None,
+            gb_per_s=round(self.entry.moved / seconds * 1e-9, 1) if seconds else None,
+            default=is_default, chosen=is_chosen, note=note,
+        )  # fmt: skip
+
+
 def tune(point: Point, device: torch.device, tiny: bool, shard: Shard | None = None) -> list[Row]:
-    """All settings of a point; with ``shard`` only that part is compiled and nothing measured."""
-    work = workload(point.case(tiny), device, fill=shard is None)
-    entry = work.ours[0]
-    seen: list[Settings] = []
-    with forced(None, seen):
-        expected = entry.calls[0]()
-    listed = candidates(seen[0], point.rows, tiny)
-    if shard is not None:
-        for chosen in shard.of(listed):
-            _attempt(entry.calls[0], chosen, expected)
-        return []
-    notes = {chosen: _attempt(entry.calls[0], chosen, expected) for chosen in listed}
-
-    def under(chosen: Settings) -> Implementation:
-        def call() -> Any:
-            with forced(chosen):
-                return entry.calls[0]()
-
-        return replace(entry, name=str(chosen), calls=(call,))
-
-    timed = {under(chosen): chosen for chosen in listed if not notes[chosen]}
-    samples = interleaved(list(timed), device, 3 if tiny else ROUNDS)
-    median = {timed[x]: quantile(list(taken.values()), 0.5) for x, taken in samples.items()}
-    best = min(median, key=median.__getitem__)
-    if listed[0] in median and median[listed[0]] <= median[best] * (1 + TIE):
-        best = listed[0]
-    return [
-        Row(
-            point.kind, point.dim, point.rows, x.rows, x.tile, x.num_warps, x.num_stages,
-            median_us=round(median[x] * 1e6, 2) if x in median else None,
-            gb_per_s=round(entry.moved / median[x] * 1e-9, 1) if x in median else None,
-            default=x == listed[0], chosen=x == best, note=notes[x],
-        )
-        for x in listed
-    ]  # fmt: skip
+    """All trials of a point; with ``shard`` only that part of the settings is compiled and nothing measured."""
+    tuning = Tuning(point, device, tiny, fill=shard is None)
+    if shard is None:
+        return tuning.rows()
+    for trial in shard.of(tuning.settings):
+        _attempt(tuning.call, trial, tuning.expected)
+    return []
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:

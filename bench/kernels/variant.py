@@ -97,7 +97,7 @@ class Variant:
             alone = {**self.arguments, "second": None, "third": None}
             warps = append.num_warps([constants["FIRST"]])
             return replace(self, constants=constants, arguments=alone, num_warps=warps)
-        if "C" not in constants:
+        if not self.tile:
             return replace(self, constants=constants)
         shape = constants["C"]
         streams = [stream for stream, _ in self.streams]

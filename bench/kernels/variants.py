@@ -9,18 +9,17 @@ import torch
 
 from caramba_fast.bench.kernels.variant import POINTERS, Variant
 from caramba_fast.bench.kernels.variants_append import append_variants
+from caramba_fast.bench.kernels.variants_around import merge, prepare, schedule
 from caramba_fast.formats import CHANNEL_KINDS, QUANTIZED_KINDS, resolve
 from caramba_fast.kernels import (
     apply_rotary_emb,
     dequantize,
     dequantize_by_channel,
-    merge_splits,
     merge_state,
     quantize,
     quantize_by_channel,
-    splits_launch,
+    tiles_balanced,
     tiles_kernel,
-    tiles_query,
 )
 from caramba_fast.kernels.extend_settings import extend_settings
 from caramba_fast.kernels.splits_stream import dot_dtype
@@ -105,12 +104,13 @@ def _decode(
     side: int = 0,
     group: int = 32,
     extend: bool = False,
+    is_balanced: bool = False,
 ) -> Variant:
     """decode_attention of streams k, v or k_sem, k_geo, v; ``side`` tokens of sinks, and a tail; or extend_attention.
 
     By channel there is a tail without them, too, and ``group`` tokens share scales.
 
-    ``rotated``: queries are those that `_prepare` made, in float32.
+    ``rotated``: queries are those that `prepare` made, in float32; ``is_balanced``: under a balanced schedule.
     """
     k, *g, v = (
         _stream(kind, dim, per_lane, dtype, group) for kind, dim in zip(kinds, dims, strict=True)
@@ -129,7 +129,7 @@ def _decode(
     shape = Shape(
         groups=groups, tokens=0 if extend else tokens, extend=extend, heads=8, per_lane=per_lane,
         rows=chosen.rows, tile=chosen.tile, page=page, window=window, tail=tail, sink_len=side,
-        group=group, warps=chosen.num_warps,
+        group=group, warps=chosen.num_warps, balanced=is_balanced,
     )  # fmt: skip
     strides = ("i32!",) * 4
     stored = [
@@ -145,7 +145,7 @@ def _decode(
         kind="/".join(dict.fromkeys(kinds)),
         dtype=dtype,
         block=32,
-        kernel=tiles_kernel.partials_kernel,
+        kernel=tiles_balanced.balanced_kernel if is_balanced else tiles_kernel.partials_kernel,
         arguments={
             "queries": query + (query if g else (None,)),
             "streams": (stored[0], stored[1] if g else None, stored[-1]),
@@ -158,9 +158,8 @@ def _decode(
             "lse_ptr": "*fp32",
             **dict.fromkeys(("window", "kept", "residual", "slots"), "i32"),
             "ring": "i32",
-            "splits": "i32",
-            "least": "i32",
-            "tokens": "i32",
+            **dict.fromkeys(("splits", "least", "tokens", "walkers", "batch_size"), "i32"),
+            "schedule_ptr": "*i32",
             "softcap": "fp32",
         },
         constants={
@@ -178,57 +177,18 @@ def _decode(
     )  # fmt: skip
 
 
-def _merge() -> Variant:
-    """The merge of decoupled attention with everything it can undo."""
-    pointers = ("partial_ptr", "lse_ptr", "out_lse_ptr")
-    halves = ("out_ptr", "q_ptr", "g_ptr", "null_k_ptr", "null_g_ptr", "null_v_ptr", "aux_ptr")
-    strides = [f"{q}_{axis}_stride" for q in ("q", "g") for axis in ("batch", "head", "token")]
-    return Variant(
-        op="decoupled_decode_attention",
-        kind="fp32",
-        dtype="fp16",
-        block=32,
-        kernel=merge_splits.merge_kernel,
-        arguments={
-            **dict.fromkeys(pointers, "*fp32"),
-            **dict.fromkeys(halves, "*fp16"),
-            **dict.fromkeys(("seqlens_ptr", "query_lens_ptr"), "*i32"),
-            **dict.fromkeys(strides, "i32!"),
-            **dict.fromkeys(("factor", "g_factor", "softcap"), "fp32"),
-            "splits": "i32",
-            "tokens": "i32",
-        },
-        constants={
-            "GROUPS": 1, "K_DIM": 32, "G_DIM": 64, "DIM": HEAD_DIM, "PADDED": HEAD_DIM,
-            "K_PADDED": 64, "MOST": splits_launch.MOST_PARTS, "SOFTCAP": True, "ROTATE": True,
-        },
-        num_warps=4,
-        values=HEAD_DIM,
-        options="merge",
-        fusion=True,
-    )  # fmt: skip
-
-
-def _prepare() -> Variant:
-    """The rotation of a query."""
-    return Variant(
-        op="decode_attention",
-        kind="fp32",
-        dtype="fp16",
-        block=32,
-        kernel=tiles_query.prepare_kernel,
-        arguments={
-            "q_ptr": "*fp16",
-            **{f"q_{axis}_stride": "i32!" for axis in ("batch", "head", "token")},
-            "out_ptr": "*fp32",
-            "tokens": "i32",
-        },
-        constants={"DIM": HEAD_DIM, "PADDED": HEAD_DIM},
-        num_warps=4,
-        values=HEAD_DIM,
-        options="prepare",
-        fusion=True,
-    )
+def _balanced_table() -> Iterator[Variant]:
+    """What rows of different lengths launch."""
+    for kinds in (
+        ("q4_0", "q4_0"),
+        ("q8_0", "q8_0"),
+        ("q4_channel", "q4_0"),
+        ("q8_channel", "q8_0"),
+    ):
+        yield _decode("D 128, balanced", kinds, is_balanced=True)
+    yield _decode("D 128, paged, balanced", ("q4_channel", "q4_0"), page=64, is_balanced=True)
+    yield schedule()
+    yield merge(is_balanced=True)
 
 
 def _decode_table() -> Iterator[Variant]:
@@ -254,8 +214,9 @@ def _decode_table() -> Iterator[Variant]:
     yield _decode("sem 8, geo 32, v 64", ("q8_0", *q4), **dba)
     yield _decode("sem 8, geo 32, v 64", ("q8_0", "q8_0", "q8_0"), **dba)
     yield from _by_channel()
-    yield _prepare()
-    yield _merge()
+    yield prepare()
+    yield merge()
+    yield from _balanced_table()
 
 
 def _by_channel() -> Iterator[Variant]:
@@ -300,7 +261,7 @@ def _extend_table() -> Iterator[Variant]:
 
 @functools.cache
 def variants() -> tuple[Variant, ...]:
-    """The table: quantize, dequantize, decode attention, append; at most 100 rows."""
+    """The table: quantize, dequantize, decode attention, append; at most 110 rows."""
     return (*_quantize_table(), *_decode_table(), *_extend_table(), *_append_table())
 
 

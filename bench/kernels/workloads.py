@@ -132,8 +132,11 @@ def _attention(case: Case, device: torch.device, fill: bool) -> Workload:
         for dim in case.dims[:-1]
     ]
     queries = [q.to(dtype) for q in queries]
-    lengths = torch.full((case.batch,), case.kv, dtype=torch.int32, device=device)
+    lengths = torch.full((case.batch,), case.short or case.kv, dtype=torch.int32, device=device)
+    lengths[0] = case.kv
     options: dict[str, Any] = {"n_kv_heads": case.kv_heads}
+    if case.num_splits:
+        options["num_splits"] = case.num_splits
     if case.window:
         options["window_size"] = (case.window - 1, 0)
     work = Workload()
@@ -146,7 +149,13 @@ def _attention(case: Case, device: torch.device, fill: bool) -> Workload:
         views, pairs = by_kind[kind], 2 if case.tokens > 32 else oracle.PAIRS
         out = attend(views)()
         found = oracle.error(
-            out, queries, views, kv_heads=case.kv_heads, window=case.window, pairs=pairs
+            out,
+            queries,
+            views,
+            kv_heads=case.kv_heads,
+            window=case.window,
+            pairs=pairs,
+            short=case.short,
         )
         return found, oracle.tolerance(kind, dtype)
 
@@ -157,7 +166,9 @@ def _attention(case: Case, device: torch.device, fill: bool) -> Workload:
         calls = tuple(attend(views) for views in turns)
         work.ours.append(Implementation("caramba", calls, moved, kind, ours=True))
         work.errors[kind] = partial(measured, kind)
-    if fill:
+    if case.short:
+        work.absent["others"] = "rows of one length alone"
+    elif fill:
         count = copies(case.moved_bytes("fp16"), device)
         work.peers, work.absent = comparators.attention(case, queries, given, by_kind, count)
     return work

@@ -2,7 +2,8 @@
 
 A model's linear layers see N tokens and no rows. Attention takes those that came alone as one call of T = 1, and
 the stretches of prompts and drafts as another, cut into pieces of at most 32 queries; both are the ordinary ops
-over a block table, on whatever backend serves them.
+over a block table, on whatever backend serves them. Sequences differ in length, so calls of several rows ask for a
+balanced schedule (``num_splits`` of `ops.decode_attention`): no token waits for the longest sequence to be read by few.
 
 By channel the tokens of a group that is not full are in the fp16 ring of their sequence. Stretches are cut where groups
 begin, so that each piece needs one group: it gets a ring of its own for the length of a layer, with what its sequence
@@ -22,7 +23,7 @@ from torch import Tensor
 from caramba_fast.cache.layer import LayerCache
 from caramba_fast.cache.pool import PagePool
 from caramba_fast.cache.stream import CacheTensor
-from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
+from caramba_fast.ops.attention_call import BALANCED, MAX_QUERY_TOKENS
 
 
 class Stretch(NamedTuple):
@@ -286,8 +287,11 @@ class RaggedLayer:
         for group in self.queries:
             rows = [group.rows_of(q) for q in queries]
             pages = {"block_table": group.table, "query_lens": group.query_lens}
+            shares = {"num_splits": BALANCED} if group.rows > 1 else {}
             sides = self._sides(group, group.rings)
-            out, _ = self.stored.plans.attend(rows, group.ends, {**options, **pages}, sides=sides)
+            out, _ = self.stored.plans.attend(
+                rows, group.ends, {**shares, **options, **pages}, sides=sides
+            )
             found.append(group.tokens_of(out))
         if not found:
             heads, dim = queries[0].shape[1], self.stored.streams["v"].head_dim

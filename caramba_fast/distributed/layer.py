@@ -33,6 +33,7 @@ from caramba_fast.distributed.partial_attention import (
 )
 from caramba_fast.distributed.placement import Placement, Queries
 from caramba_fast.ops import checks, merge_state
+from caramba_fast.ops.attention_call import BALANCED
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 SCALES = ("softmax_scale", "sem_scale", "geo_scale")
 PLAIN = ("softcap", "num_splits", "q_chunk")
 ALLOWED = ("before", "window_size", "return_softmax_lse", "s_aux", *SCALES, *PLAIN)
-LEAST = {"softcap": 0, "num_splits": 0, "q_chunk": 1}
+LEAST = {"softcap": 0, "num_splits": BALANCED, "q_chunk": 1}
 
 
 def asked_queries(

@@ -21,6 +21,8 @@ from caramba_fast.ops.view import (
     stream_options,
 )
 
+#: ``num_splits`` of a schedule that is balanced over all rows.
+BALANCED = -1
 #: Most query tokens of the decode ops; longer prompts go through the extend ops.
 MAX_QUERY_TOKENS = 32
 
@@ -274,11 +276,15 @@ def _scalar_problems(options: Mapping[str, Any]) -> list[str]:
         problems.append(f"window_size is {window!r}; (left, right), each -1 or more, is needed")
     for name, allowed in (
         ("softcap", "0 (none)"),
-        ("num_splits", "0 (automatic)"),
         ("num_sink_tokens", "0"),
     ):
         if options.get(name, 0) < 0:
             problems.append(f"{name} is {options[name]}; {allowed} or more is allowed")
+    if options.get("num_splits", 0) < BALANCED:
+        problems.append(
+            f"num_splits is {options['num_splits']}; {BALANCED} (balanced over all rows), 0 (automatic) or more is "
+            "allowed"
+        )
     if options.get("q_chunk", 1) < 1:
         problems.append(f"q_chunk is {options['q_chunk']}; 1 or more is allowed")
     return problems

@@ -78,8 +78,11 @@ def decode_attention(
             positions ``[p - left, p]`` (never later than their own).
         num_sink_tokens: the first real tokens that a window does not hide.
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2); 0 for none.
-        num_splits: KV splits; 0 lets the kernel choose. The result does not depend on it beyond
-            rounding.
+        num_splits: KV splits; 0 lets the kernel choose by shapes, so that a row's bits do not depend on what the
+            others hold. -1 is for rows of different lengths: the work of all rows is cut into equal shares, by
+            lengths that only the device reads, and a long row does not wait for itself. The result does not depend
+            on it beyond rounding; with -1 how a row is rounded depends on the other rows. Of prompts and in plain
+            torch -1 is 0, and on a CPU both are shares of all rows.
 
     Returns:
         out (B, H_q, T, D_v) in q's dtype, and lse if asked for. A query that sees no key gets

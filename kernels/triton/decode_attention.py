@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .splits_launch import Launch, launch
+from .balanced_launch import launch_decode
+from .splits_launch import Launch
 
 
 def decode_attention(
@@ -25,7 +26,7 @@ def decode_attention(
     *,
     n_kv_heads: int,
     softmax_scale: float | None = None,
-    run: Launch = launch,
+    run: Launch = launch_decode,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """The op's flat arguments -> out (B, H_q, T, D_v) in q's dtype and lse (B, H_q, T) float32; ``run`` launches."""

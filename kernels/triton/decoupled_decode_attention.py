@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .splits_launch import Launch, launch
+from .balanced_launch import launch_decode
+from .splits_launch import Launch
 
 
 def decoupled_decode_attention(
@@ -26,7 +27,7 @@ def decoupled_decode_attention(
     n_kv_heads: int,
     sem_scale: float | None = None,
     geo_scale: float | None = None,
-    run: Launch = launch,
+    run: Launch = launch_decode,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """The op's flat arguments -> out (B, H_q, T, D_v) in q's dtype and lse (B, H_q, T) float32; ``run`` launches."""

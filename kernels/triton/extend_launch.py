@@ -19,6 +19,7 @@ from .extend_settings import extend_settings, extend_within
 from .splits import processors
 from .splits_launch import Call, capability, launch, shared_memory
 from .tiles_layout import Settings, Shape
+from .tuned import Tuned
 
 #: Query tokens of one round of launches, at least.
 TOKENS_AT_ONCE = 2048
@@ -27,6 +28,11 @@ TOKENS_AT_ONCE = 2048
 @dataclass
 class ExtendCall(Call):
     """One call of an extend op."""
+
+    @property
+    def tuned(self) -> Tuned:
+        """Nothing: what is measured is decode."""
+        return Tuned()
 
     @cached_property
     def settings(self) -> Settings:
@@ -51,7 +57,7 @@ class ExtendCall(Call):
 
     def plan(self) -> tuple[int, int]:
         """Most splits, and tiles each has at least: one where blocks alone fill the GPU."""
-        if not self.num_splits and self.batch * self.lanes * self.row_groups >= processors(
+        if self.num_splits <= 0 and self.batch * self.lanes * self.row_groups >= processors(
             self.q.device
         ):
             return 1, 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .balanced import pieces_of_line, programs_of_row, row_groups
 from .basis import hadamard
 from .casts import from_float32, to_float32
 from .splits import row_span
@@ -28,16 +29,18 @@ def capped(x, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _merged(partial, lse, largest, splits, column, DIM: tl.constexpr):
-    """Sum over the splits of 2^(lse - largest) * output, at ``column``."""
+def _merged(partial, lse, largest, splits, column, DIM: tl.constexpr, APART: tl.constexpr):
+    """Sum over the splits, ``APART`` rows from one another, of 2^(lse - largest) * output, at ``column``."""
     total = tl.zeros(column.shape, tl.float32)
     for start in range(0, splits, SPLITS_AT_ONCE):
         split = start + tl.arange(0, SPLITS_AT_ONCE)
-        weight = tl.load(lse + split, mask=split < splits, other=float("-inf"))
+        weight = tl.load(lse + split * APART, mask=split < splits, other=float("-inf"))
         there = weight != float("-inf")
         weight = tl.where(there, tl.exp2(weight - largest), 0.0)
         mask = there[:, None] & (column < DIM)[None, :]
-        x = tl.load(partial + split[:, None] * DIM + column[None, :], mask=mask, other=0.0)
+        x = tl.load(
+            partial + split[:, None] * (APART * DIM) + column[None, :], mask=mask, other=0.0
+        )
         total += tl.sum(x * weight[:, None], axis=0)
     return total
 
@@ -53,6 +56,16 @@ def _null_logit(q, null_ptr, kv, factor, DIM: tl.constexpr, PADDED: tl.constexpr
 @triton.jit
 def _strided(q_ptr, batch, head, token, batch_stride, head_stride, token_stride):
     return q_ptr + batch * batch_stride + head * head_stride + token * token_stride
+
+
+@triton.jit
+def _pieces_of_row(row, batch, schedule, tokens, C: tl.constexpr):
+    """Where the balanced partial results of a query row begin, in rows, and how many there are."""
+    per_lane = C.per_lane * C.groups * tokens
+    inner = row % per_lane
+    line = batch * programs_of_row(C) + row // per_lane * row_groups(C) + inner // C.rows
+    first, pieces = pieces_of_line(schedule, line, C)
+    return first * C.rows + inner % C.rows, pieces
 
 
 @triton.jit(do_not_specialize=["splits", "tokens"])
@@ -80,6 +93,7 @@ def merge_kernel(
     softcap,
     splits,
     tokens,
+    schedule_ptr,
     GROUPS: tl.constexpr,
     K_DIM: tl.constexpr,
     G_DIM: tl.constexpr,
@@ -89,15 +103,23 @@ def merge_kernel(
     MOST: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ROTATE: tl.constexpr,
+    C: tl.constexpr = None,
 ):
-    """One query row: partial (B, H_q * T, splits, D), lse (B, H_q * T, splits) -> out, natural lse."""
+    """One query row: partial (B, H_q * T, splits, D), lse (B, H_q * T, splits) -> out, natural lse.
+
+    With ``C``, the record of a balanced launch: partial (pieces, C.rows, D), lse (pieces, C.rows), and its schedule.
+    """
     row, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     head, token = row // tokens, row % tokens
     kv, place = head // GROUPS, batch * tl.num_programs(0) + row
     _, _, count, _ = row_span(batch, seqlens_ptr, None, query_lens_ptr, tokens)
-    lse, partial = lse_ptr + place * splits, partial_ptr + place * splits * DIM
+    APART: tl.constexpr = 1 if C is None else C.rows
+    at = place * splits
+    if C is not None:
+        at, splits = _pieces_of_row(row, batch, schedule_ptr, tokens, C)
+    lse, partial = lse_ptr + at, partial_ptr + at * DIM
     split = tl.arange(0, MOST)
-    parts = tl.load(lse + split, mask=split < splits, other=float("-inf"))
+    parts = tl.load(lse + split * APART, mask=split < splits, other=float("-inf"))
     logit = float("-inf")
     if null_v_ptr is not None:
         q = _strided(q_ptr, batch, head, token, q_batch_stride, q_head_stride, q_token_stride)
@@ -116,7 +138,7 @@ def merge_kernel(
     total = tl.sum(weights, axis=0) + null_weight + tl.exp2(aux - largest)
     dim = tl.arange(0, PADDED)
     inside = dim < DIM
-    x = _merged(partial, lse, largest, splits, dim, DIM)
+    x = _merged(partial, lse, largest, splits, dim, DIM, APART)
     if ROTATE:
         x = tl.reshape(hadamard(x[None, :], DIM, PADDED), (PADDED,))
     if null_v_ptr is not None:

@@ -8,6 +8,7 @@ from the row's own visible range, and programs beyond it leave at once.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,14 +17,22 @@ import triton.language as tl
 #: Where a program reads its keys from.
 CODES, TAIL, SINKS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
-#: Published for a GH200: a program costs as much as ten more tiles, merging one split a fifth of a tile.
-PROGRAM_OVERHEAD, MERGE_OVERHEAD = 10.0, 0.22
+
+class Overheads(NamedTuple):
+    """What a launch costs besides tiles, in tiles: a program, and merging one split of a row.
+
+    The numbers were published for a GH200; `tune` finds those of a GPU.
+    """
+
+    program: float = 10.0
+    merge: float = 0.22
+
+
+ASSUMED_OVERHEADS = Overheads()
 #: Shortest split in tokens, and how many splits there are at most.
 SHORTEST, MOST_SPLITS = 128, 128
 #: A row that is short, for which the shortest split is chosen.
 SHORT_ROW = 1024
-#: Programs of 4 warps an SM holds at once, by registers (about 200 a thread).
-RESIDENT = 2
 #: Processors assumed where there is no GPU (the interpreter).
 ASSUMED_PROCESSORS = 4
 
@@ -37,21 +46,28 @@ def processors(device: torch.device) -> int:
 
 
 @functools.cache
-def cheapest(tiles: int, programs: int, slots: int) -> int:
-    """How many splits make ``tiles`` of each of ``programs`` (batch, lane) rows finish first.
+def cheapest(
+    tiles: int, programs: int, slots: int, overheads: Overheads = ASSUMED_OVERHEADS
+) -> int:
+    """How many splits make ``tiles`` of each of ``programs`` (batch, lane) rows finish first, ``slots`` at a time.
 
     The model is waves * (tiles of a split + overhead) + merge * splits.
     """
 
     def cost(splits: int) -> float:
         waves = -(-programs * splits // slots)
-        return waves * (-(-tiles // splits) + PROGRAM_OVERHEAD) + MERGE_OVERHEAD * splits
+        return waves * (-(-tiles // splits) + overheads.program) + overheads.merge * splits
 
     return min(range(1, min(tiles, MOST_SPLITS) + 1), key=cost)
 
 
 def plan(
-    tokens: int, tile: int, programs: int, device: torch.device, wanted: int
+    tokens: int,
+    tile: int,
+    programs: int,
+    slots: int,
+    wanted: int,
+    overheads: Overheads = ASSUMED_OVERHEADS,
 ) -> tuple[int, int]:
     """(splits at most, tiles a split has at least), from shapes alone.
 
@@ -59,16 +75,18 @@ def plan(
         tokens: capacity of a row, or the reach of its window.
         tile: tokens of a tile.
         programs: rows times lanes.
-        wanted: splits the caller asked for, 0 for none.
+        slots: programs the device runs at once.
+        wanted: splits the caller asked for, 0 or less for none.
     """
     tiles = max(1, triton.cdiv(tokens, tile))
-    if wanted:
+    if wanted > 0:
         return min(wanted, tiles), 1
-    slots = processors(device) * RESIDENT
     short = min(tiles, triton.cdiv(SHORT_ROW, tile))
     shortest = triton.cdiv(SHORTEST, tile)
-    least = max(shortest, triton.cdiv(short, cheapest(short, programs, slots)))
-    return max(1, min(cheapest(tiles, programs, slots), triton.cdiv(tiles, least))), least
+    least = max(shortest, triton.cdiv(short, cheapest(short, programs, slots, overheads)))
+    return max(
+        1, min(cheapest(tiles, programs, slots, overheads), triton.cdiv(tiles, least))
+    ), least
 
 
 @triton.jit
@@ -123,8 +141,8 @@ def visible_range(span, limits, SOURCE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def tiles_of_split(split, splits, least, start, kept_stop, middle, stop, TILE: tl.constexpr):
-    """This split's tiles: (first, last, tiles of the first range, its first tile, the second's)."""
+def tiles_of_range(start, kept_stop, middle, stop, TILE: tl.constexpr):
+    """Tiles of a visible range: (in all, of its first part, the first tile of that, and of the second part)."""
     kept_first = start // TILE
     kept_last = (kept_stop + TILE - 1) // TILE
     kept = tl.where(kept_stop > start, kept_last - kept_first, 0)
@@ -132,10 +150,15 @@ def tiles_of_split(split, splits, least, start, kept_stop, middle, stop, TILE: t
     first = middle // TILE
     first = tl.where(kept > 0, tl.maximum(first, kept_last), first)
     rest = tl.where(stop > middle, (stop + TILE - 1) // TILE - first, 0)
-    tiles = kept + tl.maximum(rest, 0)
+    return kept + tl.maximum(rest, 0), kept, kept_first, first
+
+
+@triton.jit
+def tiles_of_split(split, splits, least, tiles):
+    """The first of a row's ``tiles`` that are this split's, and the one behind the last."""
     chunk = tl.maximum((tiles + splits - 1) // splits, least)
     begin = tl.minimum(split * chunk, tiles)
-    return begin, tl.minimum(begin + chunk, tiles), kept, kept_first, first
+    return begin, tl.minimum(begin + chunk, tiles)
 
 
 @triton.jit

@@ -11,17 +11,20 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from caramba_fast.formats import resolve
 
 from .launch import dense, has_ptx, made, on_device, returned, start
 from .merge_splits import LOG2E, merge_kernel
-from .splits import MOST_SPLITS, plan
+from .occupancy import resident_of
+from .splits import ASSUMED_OVERHEADS, MOST_SPLITS, Overheads, plan, processors
 from .splits_stream import PARTS, Stored
 from .tiles_kernel import partials_kernel
 from .tiles_layout import Settings, Shape, Stream, on_amd, on_blackwell, settings, within
 from .tiles_query import prepare_kernel
+from .tuned import Tuned, tuned
 
 #: Widest head, and oldest NVIDIA generation, the kernels were laid out for.
 WIDEST_HEAD = 256
@@ -83,10 +86,21 @@ class Call:
         return [s.record(self.per_lane, self.q.dtype) for s in (*self.keys, self.value)]
 
     @cached_property
+    def tuned(self) -> Tuned:
+        """What was measured for such calls, of half-precision queries."""
+        if any(record.dot == tl.float32 for record in self.records):
+            return Tuned()
+        kinds = "/".join(stream.form.name for stream in (*self.keys, self.value))
+        rows = self.per_lane * self.heads // self.n_kv_heads * self.tokens
+        return tuned(kinds, self.dim, max(16, triton.next_power_of_2(rows)), self.q.device)
+
+    @cached_property
     def settings(self) -> Settings:
         """Launch settings."""
         rows = self.per_lane * self.heads // self.n_kv_heads * self.tokens
-        chosen = settings(self.records, rows, self.value.codes.shape[2])
+        chosen = self.tuned.settings
+        if chosen is None or self.value.codes.shape[2] % chosen.tile:
+            chosen = settings(self.records, rows, self.value.codes.shape[2])
         if torch.version.hip is not None:
             return on_amd(chosen)
         if capability(self.q.device) >= BLACKWELL:
@@ -113,6 +127,11 @@ class Call:
         """Programs that share a lane's queries."""
         return triton.cdiv(self.per_lane * self.shape.groups * self.tokens, self.shape.rows)
 
+    @property
+    def sides(self) -> int:
+        """Parts a lane has besides its codes: the tail, the sinks."""
+        return self.shape.tail + (self.shape.sink_len > 0)
+
     def plan(self) -> tuple[int, int]:
         """Most splits, and tiles each has at least."""
         slots = self.value.codes.shape[2]
@@ -121,11 +140,36 @@ class Call:
         if self.window >= 0:
             slots = min(slots, self.window + self.tokens + self.num_sink_tokens + self.shape.tile)
         programs = self.batch * self.lanes * self.row_groups
-        return plan(slots, self.shape.tile, programs, self.q.device, self.num_splits)
+        at_once = self.at_once(partials_kernel, 1, 1) if self.num_splits <= 0 else 1
+        return plan(slots, self.shape.tile, programs, at_once, self.num_splits, self.overheads)
+
+    @property
+    def overheads(self) -> Overheads:
+        """What programs and merging cost, in tiles."""
+        return self.tuned.overheads or ASSUMED_OVERHEADS
+
+    def at_once(self, kernel: Any, *last: Any) -> int:
+        """Programs of a kernel that the device runs at once: as tuned, or by what the compiled kernel uses.
+
+        Args:
+            last: its last arguments (`_arguments`); a dtype stands for a tensor that is not made yet.
+        """
+        resident = self.tuned.resident
+        if resident is None:
+            resident = resident_of(
+                (*self.records, self.shape, self.settings), self.q.device, kernel,
+                lambda: self._arguments(torch.float32, torch.float32, *last), **self._compile_options,
+            )  # fmt: skip
+        return processors(self.q.device) * resident
+
+    @cached_property
+    def queries(self) -> list[tuple[Any, ...]]:
+        """What `_prepared` makes of each."""
+        return [self._prepared(stream) for stream in self.keys]
 
     def run(self) -> tuple[Tensor, Tensor]:
         """The launches."""
-        return self._merged(*self._partials([self._prepared(s) for s in self.keys]))
+        return self._merged(*self._partials())
 
     def _prepared(self, stream: Stored) -> tuple[Any, ...]:
         """(query, strides, factor) of a key stream, rotated if it is."""
@@ -142,38 +186,72 @@ class Call:
         )  # fmt: skip
         return (out, rows * dim, self.tokens * dim, dim, factor)
 
-    def _partials(self, queries: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    def _partials(self) -> tuple[Tensor, Tensor]:
         """Partial outputs (B, H_q * T, programs, D_v) and their base-2 lse."""
-        shape, (k, *g, v) = self.shape, self.records
         splits, least = self.plan()
-        in_all = splits + shape.tail + (shape.sink_len > 0)
-        partial = made(self.q, (self.batch, self.heads * self.tokens, in_all, v.dim), torch.float32)
-        sums = made(partial, partial.shape[:3])
-        table = self.block_table
-        streams = [self.keys[0], self.keys[1] if g else None, self.value]
+        in_all = splits + self.sides
+        partial, sums = self._room(self.batch, self.heads * self.tokens, in_all)
+        grid = (in_all, self.lanes * self.row_groups, self.batch)
+        arguments = self._arguments(partial, sums, splits, least)
+        start(partials_kernel, grid, *arguments, **self._compile_options)
+        return partial, sums
+
+    def _arguments(self, partial: Any, sums: Any, splits: Any, least: Any) -> tuple[Any, ...]:
+        """Those of the kernel that leaves partial results."""
+        return (
+            *self._read, *self._table, partial, sums, *self._limits, splits, least, self.tokens, self.softcap,
+            *self._constants,
+        )  # fmt: skip
+
+    @property
+    def _compile_options(self) -> dict[str, int]:
+        return {"num_warps": self.settings.num_warps, "num_stages": self.settings.num_stages}
+
+    def _room(self, *places: int) -> tuple[Tensor, Tensor]:
+        """Partial outputs (*places, D_v) and their lse, not yet written."""
+        partial = made(self.q, (*places, self.records[-1].dim), torch.float32)
+        return partial, made(partial, places)
+
+    @property
+    def _read(self) -> tuple[Any, ...]:
+        """What a kernel reads but block tables: queries, streams, tails, sinks, lengths."""
+        streams = [self.keys[0], self.keys[1] if len(self.keys) > 1 else None, self.value]
         sides = [
             tuple(None if s is None or part not in s.options else s.options[part] for s in streams)
             for part in ("tail", "sink")
         ]
-        geo = g[0] if g else None
-        grid = (in_all, self.lanes * self.row_groups, self.batch)
-        start(
-            partials_kernel, grid,
-            sum(queries, ()) + (() if g else (None,)),
-            tuple(None if s is None else s.pointers for s in streams), *sides,
-            (self.cache_seqlens, self.cache_leftpad, self.query_lens),
-            table, 0 if table is None else table.stride(0), partial, sums,
-            self.window, self.num_sink_tokens, self.residual, self.value.codes.shape[2],
-            self.value.options["tail"].shape[2] if shape.tail else 0, splits, least,
-            self.tokens, self.softcap,
-            k, geo, v, k.side, None if geo is None else geo.side, v.side, shape,
-            num_warps=self.settings.num_warps, num_stages=self.settings.num_stages,
+        return (
+            sum(self.queries, ()) + (() if streams[1] else (None,)),
+            tuple(None if s is None else s.pointers for s in streams), *sides, self._lengths,
         )  # fmt: skip
-        return partial, sums
 
-    def _merged(self, partial: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """out and lse."""
-        dim, in_all = partial.shape[3], partial.shape[2]
+    @property
+    def _lengths(self) -> tuple[Tensor | None, ...]:
+        return self.cache_seqlens, self.cache_leftpad, self.query_lens
+
+    @property
+    def _table(self) -> tuple[Any, ...]:
+        table = self.block_table
+        return table, 0 if table is None else table.stride(0)
+
+    @property
+    def _limits(self) -> tuple[int, ...]:
+        """The window, tokens kept in front of it, residual_len; slots of the cache, and of the tail."""
+        ring = self.value.options["tail"].shape[2] if self.shape.tail else 0
+        slots = self.value.codes.shape[2]
+        return self.window, self.num_sink_tokens, self.residual, slots, ring
+
+    @property
+    def _constants(self) -> tuple[Any, ...]:
+        k, *g, v = self.records
+        geo = g[0] if g else None
+        return k, geo, v, k.side, None if geo is None else geo.side, v.side, self.shape
+
+    def _merged(
+        self, partial: Tensor, sums: Tensor, schedule: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """out and lse; with a ``schedule`` partial results lie as it says."""
+        dim, in_all = partial.shape[-1], sums.shape[-1] if schedule is None else 0
         out = made(self.q, (self.batch, self.heads, self.tokens, dim))
         lse = made(sums, (self.batch, self.heads, self.tokens))
         key = self.keys[0]
@@ -183,11 +261,11 @@ class Call:
             merge_kernel, (self.heads * self.tokens, self.batch),
             partial, sums, out, lse, self.cache_seqlens, self.query_lens, *key.strided_query,
             *geo.strided_query, key.null, geo.null, self.value.null, self.s_aux, key.factor,
-            geo.factor, self.softcap, in_all, self.tokens, GROUPS=self.shape.groups,
+            geo.factor, self.softcap, in_all, self.tokens, schedule, GROUPS=self.shape.groups,
             K_DIM=self.dim, G_DIM=0 if geo.query is None else geo.query.shape[3], DIM=dim,
             PADDED=triton.next_power_of_2(dim), K_PADDED=triton.next_power_of_2(widest),
             MOST=max(MOST_PARTS, triton.next_power_of_2(in_all)), SOFTCAP=self.softcap > 0,
-            ROTATE=self.value.options.get("rotate", False),
+            ROTATE=self.value.options.get("rotate", False), C=None if schedule is None else self.shape,
         )  # fmt: skip
         returned(out, lse)
         return out, lse

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .formats import Q8_0
 from .merge_splits import LOG2E, capped
-from .splits import CODES, TAIL, seen, tiles_of_split, visible_range
+from .splits import CODES, TAIL, seen, tiles_of_range, tiles_of_split, visible_range
 from .tiles import gain, halves, load_tile, part_columns, parts_of
 from .tiles_channel import channel_scores, channel_values, unit
 from .tiles_query import load_query
@@ -159,15 +159,20 @@ def attend(
         result: pointers to the partial output and lse, and the splits they have room for.
         rows: row numbers, their head in the lane, whether they are real queries, their positions, whether
             there is such a row at all; (R,) each.
-        split: which one, of how many, and the tiles each has at least.
+        split: which one, of how many, and the tiles each has at least; of a balanced schedule its first tile and the
+            one behind its last.
         span: first query's position, length, real queries, padding.
         limits: window, tokens kept in front of it, residual_len.
     """
     row, own_head, real, position, stored = rows
     start, kept_stop, middle, stop = visible_range(span, limits, SOURCE, C)
-    begin, end, kept_tiles, kept_first, rest_first = tiles_of_split(
-        split[0], split[1], split[2], start, kept_stop, middle, stop, C.tile
+    tiles, kept_tiles, kept_first, rest_first = tiles_of_range(
+        start, kept_stop, middle, stop, C.tile
     )
+    if C.balanced and SOURCE == CODES:
+        begin, end = split[0], split[1]
+    else:
+        begin, end = tiles_of_split(split[0], split[1], split[2], tiles)
     largest = tl.full((C.rows,), float("-inf"), tl.float32)
     total = tl.full((C.rows,), 0.0, tl.float32)
     if begin < end:

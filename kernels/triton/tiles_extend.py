@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .merge_splits import LOG2E, capped
-from .splits import CODES, row_span, seen, tiles_of_split, visible_range
+from .splits import CODES, row_span, seen, tiles_of_range, tiles_of_split, visible_range
 from .tiles import gain, part_columns, parts_of
 from .tiles_attend import place, tile_of
 from .tiles_query import load_query
@@ -181,9 +181,10 @@ def extend(
 ):
     """One split of one lane for one block, from the codes, the tail or the sinks; arguments as of `attend`."""
     start, kept_stop, middle, stop = visible_range(span, limits, SOURCE, C)
-    begin, end, kept_tiles, kept_first, rest_first = tiles_of_split(
-        split[0], split[1], split[2], start, kept_stop, middle, stop, C.tile
+    tiles, kept_tiles, kept_first, rest_first = tiles_of_range(
+        start, kept_stop, middle, stop, C.tile
     )
+    begin, end = tiles_of_split(split[0], split[1], split[2], tiles)
     largest = tl.full((C.rows,), float("-inf"), tl.float32)
     total = tl.full((C.rows,), 0.0, tl.float32)
     if begin < end:

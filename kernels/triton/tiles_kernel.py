@@ -51,7 +51,7 @@ def _attend(
 
 
 @triton.jit
-def _rows_of_lane(number, batch, lengths, C: tl.constexpr):
+def rows_of_lane(number, batch, lengths, C: tl.constexpr):
     """Part ``number`` of the queries of all lanes, C.rows of one lane's; returns as `rows_of_block`, from head 0 on."""
     PER_KV: tl.constexpr = C.groups * C.tokens
     PIECES: tl.constexpr = (C.per_lane * PER_KV + C.rows - 1) // C.rows
@@ -68,7 +68,7 @@ def _rows_of_lane(number, batch, lengths, C: tl.constexpr):
 
 
 @triton.jit
-def _place_of(query, batch, head, first, row, C: tl.constexpr):
+def place_of(query, batch, head, first, row, C: tl.constexpr):
     """Pointer to the queries, (R,) offsets of the rows, and the factor of their scores."""
     pointer = query[0] + batch * query[1]
     if C.extend:
@@ -80,7 +80,7 @@ def _place_of(query, batch, head, first, row, C: tl.constexpr):
 
 
 @triton.jit
-def _codes(
+def codes_split(
     streams,
     table,
     table_stride,
@@ -115,7 +115,7 @@ def _codes(
 
 
 @triton.jit
-def _side(
+def side_split(
     buffers,
     size,
     SOURCE: tl.constexpr,
@@ -209,12 +209,12 @@ def partials_kernel(
         lane, head, first, rows, span = rows_of_block(number, batch, lengths, tokens, C)
         origin = (batch * (C.heads * C.groups * tokens) + head * tokens + first) * in_all
     else:
-        lane, head, first, rows, span = _rows_of_lane(number, batch, lengths, C)
+        lane, head, first, rows, span = rows_of_lane(number, batch, lengths, C)
         origin = batch * (C.heads * C.groups * C.tokens * in_all)
-    q = _place_of(queries, batch, head, first, rows[0], C)
+    q = place_of(queries, batch, head, first, rows[0], C)
     q_geo = (None, None, None)
     if G is not None:
-        q_geo = _place_of(queries[5:], batch, head, first, rows[0], C)
+        q_geo = place_of(queries[5:], batch, head, first, rows[0], C)
     result = (
         partial_ptr + origin * V.dim + split * V.dim,
         lse_ptr + origin + split,
@@ -222,11 +222,11 @@ def partials_kernel(
     )
     if split < splits:
         part = (split, splits, least)
-        _codes(streams, table_ptr, table_stride, batch, lane, q, q_geo, result, rows, part,
+        codes_split(streams, table_ptr, table_stride, batch, lane, q, q_geo, result, rows, part,
                span, limits, slots, softcap, K, G, V, C)  # fmt: skip
     elif C.tail and split == splits:
-        _side(tails, ring, TAIL, batch, lane, q, q_geo, result, rows, span, limits, softcap,
+        side_split(tails, ring, TAIL, batch, lane, q, q_geo, result, rows, span, limits, softcap,
               K_SIDE, G_SIDE, V_SIDE, C)  # fmt: skip
     elif C.sink_len > 0:
-        _side(sinks, C.sink_len, SINKS, batch, lane, q, q_geo, result, rows, span, limits,
+        side_split(sinks, C.sink_len, SINKS, batch, lane, q, q_geo, result, rows, span, limits,
               softcap, K_SIDE, G_SIDE, V_SIDE, C)  # fmt: skip

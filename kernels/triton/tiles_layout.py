@@ -73,6 +73,7 @@ class Shape:
         warps: of a program.
         extend: whether a program takes ``rows`` successive tokens of one query head, and not queries of all heads of a
             lane; ``tokens`` is 0 then, for one kernel serves every T.
+        balanced: whether a program takes an equal share of the tiles of all rows (`balanced_kernel`).
     """
 
     groups: int
@@ -93,6 +94,7 @@ class Shape:
     group: int = 1
     warps: int = 4
     extend: bool = False
+    balanced: bool = False
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,7 @@ def odd_pages(case):
     (lambda c: {"residual_len": -1}, "residual_len is -1"),
     (lambda c: {"residual_len": 13}, "T=2 query tokens and residual_len=13 need a tail of 14"),
     (lambda c: {"num_sink_tokens": -1}, "num_sink_tokens is -1"),
-    (lambda c: {"num_splits": -1}, "num_splits is -1"),
+    (lambda c: {"num_splits": -2}, "num_splits is -2"),
     (lambda c: {"window_size": (3,)}, r"window_size is \(3,\)"),
     (lambda c: {"q_chunk": 4}, "decode_attention has no option q_chunk"),
     (lambda c: {"k_mean": torch.zeros(2, 32)}, "decode_attention has no option k_mean"),

@@ -237,7 +237,10 @@ def test_opcheck_and_fullgraph(kind):
         (dict(cache_seqlens=torch.tensor([3], dtype=torch.int32)), r"\(2,\) int32 is needed"),
         (dict(window_size=(-2, 0)), "window_size is"),
         (dict(softcap=-1.0), "softcap is -1.0"),
-        (dict(num_splits=-1), "num_splits is -1"),
+        (
+            dict(num_splits=-2),
+            "num_splits is -2; -1 ",
+        ),
         (dict(cache_leftpad=torch.tensor([0, 0])), r"cache_leftpad is \(2,\) torch.int64"),
     ],
 )

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from caramba_fast.cache import DecoupledLayerKVCache, LayerKVCache
 from caramba_fast.config import KVCacheTensorConfig
-from caramba_fast.ops import apply_rotary_emb, dequantize, merge_state, quantize, use_backend
+from caramba_fast.ops import (
+    KVView,
+    apply_rotary_emb,
+    decode_attention,
+    dequantize,
+    merge_state,
+    quantize,
+    use_backend,
+)
+from caramba_fast.ops.attention_call import BALANCED
 from caramba_fast.ops.quantize import FITS
 
 pytestmark = pytest.mark.device
@@ -81,6 +90,7 @@ def close(got: Tensor, expected: Tensor, *kinds: str) -> None:
 OPTIONS = {
     "plain": {},
     "window": {"window_size": (20, 0), "num_sink_tokens": 2},
+    "balanced": {"num_splits": BALANCED},
     "softcap": {"softcap": 5.0, "softmax_scale": 0.3},
     "s_aux": {"s_aux": torch.linspace(-1, 1, HEADS)},
     "null": {"null_k": torch.ones(KV_HEADS, DIM), "null_v": torch.ones(KV_HEADS, DIM)},
@@ -135,3 +145,23 @@ def test_decoupled_attention(device, kind, tokens):
             cache.append(*on(place, *new))
             results.append(cache.attend(*on(place, *queries)))
     close(results[1], results[0], kind, "q8_0")
+
+
+def test_rows_of_very_different_lengths_under_a_balanced_schedule(device):
+    """More lines than programs run at once, one of them long: a program walks over several, and the long one is cut."""
+    batch, slots, heads = 80, 1024, 8
+    stored = [quantize(torch.randn(batch, heads, slots, DIM), kind) for kind in ("q8_0", "q4_0")]
+    q = torch.randn(batch, heads, 1, DIM)
+    lengths = torch.tensor([slots, 0, 1, *(17 * b % 190 for b in range(batch - 3))])
+    results = []
+    for place, backend in ((torch.device("cpu"), "reference"), (device, "auto")):
+        k, v = (
+            KVView(*on(place, *parts), kind)
+            for parts, kind in zip(stored, ("q8_0", "q4_0"), strict=True)
+        )
+        given = on(place, lengths.to(torch.int32), q)
+        with use_backend(backend):
+            results.append(
+                decode_attention(given[1], k, v, given[0], n_kv_heads=heads, num_splits=BALANCED)
+            )
+    close(results[1], results[0], "q8_0", "q4_0")

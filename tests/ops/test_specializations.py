@@ -42,9 +42,11 @@ def counts() -> dict[tuple[str, str], dict[str, int]]:
 def test_one_variant_of_each_kernel_serves_every_length_and_batch(counts, options, scenario):
     """Caches from 128 to 131,072 slots, and up to 17 rows."""
     prepares = options == "all"
-    assert counts[options, scenario] == {
-        "prepare_kernel": int(prepares), "partials_kernel": 1, "merge_kernel": 1, "append_kernel": 1,
-    }  # fmt: skip
+    found = {"prepare_kernel": int(prepares), "merge_kernel": 1, "append_kernel": 1}
+    by_shape = {"partials_kernel": 1, "schedule_kernel": 0, "balanced_kernel": 0}
+    balanced = {"partials_kernel": 0, "schedule_kernel": 1, "balanced_kernel": 1}
+    assert counts[options, scenario] == {**found, **by_shape}
+    assert counts[options, f"{scenario}-balanced"] == {**found, **balanced}
 
 
 @pytest.mark.parametrize("options", ["plain", "paged", "all"])
@@ -52,4 +54,5 @@ def test_one_variant_of_each_kernel_serves_every_prompt(counts, options):
     """Of 65 to 2,048 tokens, on prefixes up to 32,768."""
     assert counts[options, "prompts"] == {
         "prepare_kernel": int(options == "all"), "partials_kernel": 1, "merge_kernel": 1, "append_kernel": 0,
+        "schedule_kernel": 0, "balanced_kernel": 0,
     }  # fmt: skip

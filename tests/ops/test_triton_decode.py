@@ -210,11 +210,11 @@ def test_the_result_does_not_depend_on_the_splits(num_splits):
 def test_work_follows_the_window():
     from caramba_fast.kernels.splits import plan
 
-    whole, _ = plan(131072, 128, 8, torch.device("cpu"), 0)
-    few, _ = plan(1024, 128, 8, torch.device("cpu"), 0)
+    whole, _ = plan(131072, 128, 8, 8, 0)
+    few, _ = plan(1024, 128, 8, 8, 0)
     assert 1 <= few <= whole <= 128
-    assert plan(1024, 128, 10**6, torch.device("cpu"), 0)[0] == 1
-    assert plan(1024, 128, 8, torch.device("cpu"), 3) == (3, 1)
+    assert plan(1024, 128, 10**6, 8, 0)[0] == 1
+    assert plan(1024, 128, 8, 8, 3) == (3, 1)
 
 
 def test_garbage_in_unused_entries_of_a_block_table():

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 import torch
 from support import cases
+from support.launches import Launches
 from support.triton_cases import attend, build, check
 
 pytest.importorskip("triton")
@@ -83,27 +81,6 @@ def test_a_gpu_older_than_sm_80_is_refused(monkeypatch):
     monkeypatch.setattr(splits_launch, "capability", lambda device: (7, 5))
     with pytest.raises(NotImplementedError, match=r"the GPU is sm_75; sm_80 and newer"):
         attend(case)
-
-
-class Launches:
-    """Stands in for the kernels: notes grids and arguments, runs nothing."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[Any, ...]] = []
-
-    def __getitem__(self, grid: Sequence[int]) -> Any:
-        return lambda *args, **options: self.seen.append((grid, _numbers(args), _numbers(options)))
-
-
-def _numbers(value: Any) -> Any:
-    """What a launch fixes: everything but the addresses of tensors the op itself makes."""
-    if isinstance(value, torch.Tensor):
-        return ("tensor", tuple(value.shape), value.stride(), value.dtype)
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_numbers, value))
-    if isinstance(value, dict):
-        return {name: _numbers(x) for name, x in value.items()}
-    return value
 
 
 @pytest.mark.parametrize(

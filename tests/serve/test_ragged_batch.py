@@ -9,6 +9,7 @@ from support.engines import small_model, text
 from caramba_fast.cache import LayerKVCache, PagePool, RaggedBatch, Stretch
 from caramba_fast.config import cache_configs
 from caramba_fast.ops import use_backend
+from caramba_fast.ops.attention_call import BALANCED
 
 
 @pytest.mark.parametrize("kind", ["fp32", "q8", "q4", "nf4", "q8/q4"])
@@ -65,6 +66,25 @@ def test_every_backend_takes_a_ragged_batch(backend: str, kind: str) -> None:
     assert found[backend].shape == (49, 4, 32)
     error = (found[backend] - found["reference"]).norm() / found["reference"].norm()
     assert error < (1e-5 if kind == "fp32" else 5e-3)
+
+
+def test_rows_of_different_lengths_ask_for_a_balanced_schedule(monkeypatch) -> None:
+    """One row needs none, and a number of splits that a model asks for stands."""
+    pool = PagePool(small_model().cache_layout[:1], 64, 8, 256, **cache_configs("fp16"))
+    plans, asked = pool.layers[0].plans, []
+    attend = plans.attend
+    monkeypatch.setattr(
+        plans, "attend", lambda *a, **b: (asked.append(a[2].get("num_splits")), attend(*a, **b))[1]
+    )
+    one, other, prompt = Stretch(0, 1, [1]), Stretch(0, 1, [3]), Stretch(0, 5, [2])
+    for stretches, options in (
+        ([one, other, prompt], {}), ([one], {}), ([one, other], {"num_splits": 3}),
+    ):  # fmt: skip
+        layer = RaggedBatch(stretches, pool)[0]
+        k, v, q = (torch.randn(sum(s.tokens for s in stretches), n, 32) for n in (2, 2, 4))
+        layer.append_tokens(k, v)
+        layer.attend_tokens(q, **options)
+    assert asked == [BALANCED, None, None, 3]
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def check_what_cannot_be_exact_is_refused():
         (q, {"before": 1}, "q has shape (1, 4, 3, 32) and before is 1"),
         (q[:, :3], {}, "q has shape (1, 3, 3, 32); (1, H_q, T, 32) with H_q a multiple of 2"),
         (q[..., :16], {}, "q has shape (1, 4, 3, 16); (1, H_q, T, 32)"),
-        (q, {"num_splits": -1}, "num_splits is -1; 0 or more is allowed"),
+        (q, {"num_splits": -2}, "num_splits is -2; -1 or more is allowed"),
         (q, {"window_size": (3,)}, "window_size is (3,); (left, right)"),
         (q, {"null_k": k[0, :, 0]}, "null keys and values go together; only null_k given"),
     ):

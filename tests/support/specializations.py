@@ -15,13 +15,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from caramba_fast.kernels import append, splits, splits_launch
+from caramba_fast.kernels import append, balanced_launch, splits, splits_launch
 from caramba_fast.ops import registry, use_backend
 
 TARGET = GPUTarget("cuda", 90, 32)
 PLACES = {
     "prepare_kernel": splits_launch, "partials_kernel": splits_launch, "merge_kernel": splits_launch,
-    "append_kernel": append,
+    "schedule_kernel": balanced_launch, "balanced_kernel": balanced_launch, "append_kernel": append,
 }  # fmt: skip
 KERNELS = {(module, name): getattr(module, name) for name, module in PLACES.items()}
 
@@ -53,7 +53,11 @@ def noted() -> dict[str, Keys]:
 
 
 def step(
-    options: tuple[str, ...], batch: int, slots: int, kinds: tuple[str, ...] = ("q4_0", "q8_0")
+    options: tuple[str, ...],
+    batch: int,
+    slots: int,
+    kinds: tuple[str, ...] = ("q4_0", "q8_0"),
+    num_splits: int = 0,
 ) -> None:
     """One decode step of a cache of ``slots`` slots: what is launched depends on shapes alone."""
     lengths = [slots - 1 - b % 7 for b in range(batch)]
@@ -66,6 +70,7 @@ def step(
     registry._ops["append_"].of(*kinds).launcher(*args, **keywords)
     case.lengths = lengths
     args, keywords = case.flat()
+    keywords["num_splits"] = num_splits
     registry._ops["decode_attention"].of(*kinds).launcher(*args, **keywords)
 
 
@@ -102,6 +107,10 @@ def main() -> None:
             for batch, slots in shapes:
                 step(options, batch, slots, *kinds)
             told(name, scenario, keys)
+            keys = noted()
+            for batch, slots in shapes:
+                step(options, batch, slots, *(kinds or [("q4_0", "q8_0")]), num_splits=-1)
+            told(name, f"{scenario}-balanced", keys)
         keys = noted()
         if kinds == []:
             for tokens, slots in (

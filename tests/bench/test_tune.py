@@ -1,0 +1,150 @@
+"""What `bench.kernels.tune` chooses comes back in launches on the same GPU, and nowhere else."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from support.triton_cases import attend, build, check
+
+from caramba_fast.bench.kernels import tune
+from caramba_fast.kernels import splits, splits_launch, tuned
+from caramba_fast.kernels.tiles_layout import Settings
+
+CHOSEN = {
+    "kind": "q4_0", "streams": "q8_0/q4_0", "dim": 32, "query_rows": 16, "rows": 16, "tile": 64, "num_warps": 2,
+    "num_stages": 2, "narrow": True, "chosen": True, "device": "some GPU",
+}  # fmt: skip
+TABLE = [
+    {**CHOSEN, "part": "settings"},
+    {**CHOSEN, "part": "settings", "tile": 32, "chosen": False},
+    {**CHOSEN, "part": "splits", "program_overhead": 4.5, "merge_overhead": 0.05},
+    {**CHOSEN, "part": "resident", "resident": 3},
+    {**CHOSEN, "part": "settings", "tile": 32, "device": "another GPU"},
+]
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Names a table of rows, on a GPU that is not there."""
+
+    def use(rows: list[dict[str, Any]]) -> Path:
+        path = tmp_path / "tune.csv"
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(rows)
+        monkeypatch.setenv(tuned.VARIABLE, str(path))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "some GPU")
+        tuned._table.cache_clear()
+        return path
+
+    yield use
+    tuned._table.cache_clear()
+
+
+def test_a_table_says_settings_costs_and_residency(use):
+    use(TABLE)
+    gpu = torch.device("cuda")
+    found = tuned.tuned("q8_0/q4_0", 32, 16, gpu)
+    assert found == (Settings(16, 64, 2, 2, True), splits.Overheads(4.5, 0.05), 3)
+    nothing = tuned.Tuned()
+    assert tuned.tuned("q8_0/q8_0", 32, 16, gpu) == nothing
+    assert tuned.tuned("q8_0/q4_0", 32, 32, gpu) == nothing
+    assert tuned.tuned("q8_0/q4_0", 32, 16, torch.device("cpu")) == nothing
+
+
+@pytest.mark.parametrize("rows", [
+    [{**CHOSEN, "part": "settings", "tile": "wide"}], [{**CHOSEN, "part": "colour"}],
+    [{key: x for key, x in CHOSEN.items() if key != "streams"} | {"part": "settings"}], [{"a": 1}],
+], ids=["a word", "part", "no streams", "another table"])  # fmt: skip
+def test_what_is_no_such_table_is_refused(rows, use):
+    path = use(rows)
+    with pytest.raises(ValueError, match=rf"CARAMBA_FAST_TUNED is '{path}', which is no table of"):
+        tuned.tuned("q8_0/q4_0", 32, 16, torch.device("cuda"))
+    path.unlink()
+    tuned._table.cache_clear()
+    with pytest.raises(ValueError, match="No such file"):
+        tuned.tuned("q8_0/q4_0", 32, 16, torch.device("cuda"))
+
+
+def test_without_the_variable_nothing_is_read(monkeypatch):
+    monkeypatch.delenv(tuned.VARIABLE, raising=False)
+    assert tuned.tuned("q8_0/q4_0", 32, 16, torch.device("cuda")) == tuned.Tuned()
+
+
+@pytest.mark.parametrize("num_splits", [0, -1])
+def test_launches_use_what_was_tuned(num_splits, monkeypatch):
+    """A shorter tile than the page is taken; a longer one would reach into another page, and is not."""
+    launched: list[Any] = []
+    start = splits_launch.start
+
+    def noted(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
+        launched.append((kernel.__name__, grid, args, options))
+        start(kernel, grid, *args, **options)
+
+    from caramba_fast.kernels import balanced_launch
+
+    found = tuned.Tuned(Settings(16, 64, 2, 2), splits.Overheads(1.0, 0.0), 7)
+    for module in (splits_launch, balanced_launch):
+        monkeypatch.setattr(module, "start", noted)
+    monkeypatch.setattr(splits_launch, "tuned", lambda *_: found)
+    monkeypatch.setattr(splits, "SHORTEST", 32)
+    case = build(heads=2, lengths=(200, 31), slots=256)
+    case.queries["k"] = case.queries["k"].half()
+    check(case, num_splits=num_splits)
+    name, grid, args, options = launched[-2]
+    assert (args[-1].tile, options) == (64, {"num_warps": 2, "num_stages": 2})
+    if num_splits:
+        assert (name, grid) == ("balanced_kernel", (7 * splits.ASSUMED_PROCESSORS,))
+    else:
+        slots = 7 * splits.ASSUMED_PROCESSORS
+        assert grid[0] == splits.plan(256, 64, 4, slots, 0, found.overheads)[0] == 4
+    launched.clear()
+    paged = build(["pages"], heads=2, lengths=(20, 31))
+    paged.queries["k"] = paged.queries["k"].half()
+    attend(paged, num_splits=num_splits)
+    assert launched[-2][2][-1].tile == 32
+
+
+@pytest.mark.parametrize("overheads", [splits.Overheads(10.0, 0.22), splits.Overheads(3.0, 0.04)])
+def test_costs_are_found_again_in_times_that_follow_the_model(overheads):
+    tiles, programs, at_once = 256, 64, 264
+    seconds = {}
+    for n in tune.SPLITS:
+        waves = -(-programs * n // at_once)
+        seconds[n] = 2e-6 * (waves * (-(-tiles // n) + overheads.program) + overheads.merge * n)
+    found = tune.fitted(seconds, tiles, programs, at_once)
+    assert found is not None
+    assert found.program == pytest.approx(overheads.program, rel=1e-3)
+    assert found.merge == pytest.approx(overheads.merge, rel=1e-2)
+
+
+def test_times_without_a_cost_of_tiles_say_nothing():
+    """Longer splits that take less: no number of splits would be the best of such a model."""
+    seconds = {n: 1e-6 * -(-64 * n // 264) * (300 - 256 / n) for n in (1, 2, 4, 8, 16, 32, 64)}
+    assert tune.fitted(seconds, 256, 64, 264) is None
+
+
+def test_a_table_that_tune_wrote_can_be_read(tmp_path, monkeypatch):
+    """On a CPU, interpreted: settings, numbers of splits and residencies, each with its time."""
+    path = tmp_path / "tune.csv"
+    assert tune.main(["--device", "cpu", "--tiny", "--out", str(path)]) == 0
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["part"] for row in rows} == set(tuned.PARTS)
+    assert {row["num_splits"] for row in rows if row["part"] == "splits"} == {"0", "1", "2", "4"}
+    assert {row["resident"] for row in rows if row["part"] == "resident"} == {"", "1", "2"}
+    assert all(row["median_us"] and not row["note"] for row in rows)
+    monkeypatch.setenv(tuned.VARIABLE, str(path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: rows[0]["device"])
+    found = tuned.tuned(rows[0]["streams"], 32, 16, torch.device("cuda"))
+    chosen = next(r for r in rows if r["part"] == "settings" and r["chosen"] == "True")
+    assert found.settings is not None and found.settings.tile == int(chosen["tile"])
