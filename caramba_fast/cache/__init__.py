@@ -1,5 +1,6 @@
 """Caches: what a model has seen, stored in any kind, grown, cropped and attended to."""
 
+from caramba_fast.cache.decode_batch import DecodeBatch
 from caramba_fast.cache.interface import AttentionLimits
 from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerCache, LayerKVCache
 from caramba_fast.cache.lengths import RowLengths
@@ -13,6 +14,7 @@ __all__ = [
     "AnyLayerShape",
     "AttentionLimits",
     "CacheTensor",
+    "DecodeBatch",
     "DecoupledLayerKVCache",
     "DecoupledLayerShape",
     "LayerCache",

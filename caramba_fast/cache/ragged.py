@@ -253,7 +253,7 @@ class RaggedLayer:
         stored: LayerCache,
         groups: Sequence[_Group],
         queries: Sequence[_Group],
-        rings: _Rings | None,
+        rings: Any,
     ) -> None:
         self.stored, self.groups, self.queries, self.rings = stored, groups, queries, rings
         self._tails: dict[str, Tensor] = {}

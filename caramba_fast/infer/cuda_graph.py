@@ -1,4 +1,4 @@
-"""DecodeGraph: a decode step as one CUDA graph, recorded once and replayed while the cache grows.
+"""DecodeGraph and BatchGraph: a decode step as one CUDA graph, recorded once and replayed while caches grow.
 
 A step of a small model is a few hundred launches, whose host time is longer than the kernels'. Recorded, it is
 one. That works because nothing of a step depends on a length the host knows: the kernels read lengths from
@@ -8,13 +8,13 @@ the device, the cache is named whole, and how work is split follows from its cap
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from caramba_fast.cache import AttentionLimits, ModelKVCache
+from caramba_fast.cache import AttentionLimits, DecodeBatch, ModelKVCache, PagePool, Stretch
 from caramba_fast.models import LanguageModel
 from caramba_fast.ops.registry import serving
 
@@ -30,10 +30,11 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records on a stream of its own, as torch asks for."""
+    """Records on a stream of its own, as torch asks for; its graphs share memory, and run one after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
+        self._memory = torch.cuda.graph_pool_handle()
 
     def warm_up(self, step: Callable[[], None]) -> None:
         """Runs ``step`` on the stream that will record."""
@@ -44,8 +45,10 @@ class CudaRecorder:
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         """One CUDA graph."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+        graph, way = torch.cuda.CUDAGraph(), "thread_local"
+        with torch.cuda.graph(
+            graph, pool=self._memory, stream=self._stream, capture_error_mode=way
+        ):
             step()
         return graph.replay
 
@@ -114,6 +117,55 @@ class DecodeGraph:
         self._logits = self.model.forward(self._tokens, self.cache)[:, -1]
 
 
+class BatchGraph:
+    """The decode step of an engine for up to so many sequences.
+
+    The first step runs as it is, the second is recorded, later ones are replayed.
+
+    Args:
+        model: takes ragged batches.
+        rows: of a step, with those that have no sequence.
+        pool: where keys and values are.
+        recorder: what records.
+    """
+
+    def __init__(self, model: Any, rows: int, pool: PagePool, recorder: Recorder) -> None:
+        self.model, self.batch, self._recorder = model, DecodeBatch(rows, pool), recorder
+        self._rows = torch.arange(rows, device=pool.device)
+        self._logits: Tensor | None = None
+        self._replay: Callable[[], None] | None = None
+        self._is_warm = False
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the next step is a replay."""
+        return self._replay is not None
+
+    def step(self, tokens: Sequence[int], stretches: Sequence[Stretch]) -> Tensor:
+        """A token of each of some sequences; logits (N, V), which hold until the next step.
+
+        Raises:
+            RecordingError: the model does something a graph cannot hold; nothing was stored.
+        """
+        self.batch.fill(tokens, stretches)
+        if not self._is_warm:
+            self._recorder.warm_up(self._run)
+            self._is_warm = True
+        else:
+            if self._replay is None:
+                try:
+                    self._replay = self._recorder.record(self._run)
+                except RuntimeError as error:
+                    raise RecordingError(str(error)) from error
+            self._replay()
+        assert self._logits is not None
+        return self._logits[: len(tokens)]
+
+    def _run(self) -> None:
+        ids = self.batch.unpack()
+        self._logits = self.model.forward_ragged(ids, self.batch, self._rows)
+
+
 class DecodeGraphs:
     """The `DecodeGraph` of whichever cache a generator has at the time.
 
@@ -147,7 +199,8 @@ class DecodeGraphs:
 
     def give_up(self, reason: str) -> None:
         """Later steps run one by one; warns, or raises RecordingError where a graph is a must."""
-        self._graph, self.reason = None, f"recording failed: {reason}"
+        self.forget()
+        self.reason = f"recording failed: {reason}"
         if self._wanted:
             raise RecordingError(self.reason)
         warnings.warn(f"decode steps are not replayed as a CUDA graph: {reason}", stacklevel=2)
@@ -159,6 +212,50 @@ class DecodeGraphs:
         if self._graph is not None and self._graph.cache is cache and self._graph.recorded:
             return "replayed"
         return "will be recorded with the second decode step of a conversation"
+
+
+class BatchGraphs(DecodeGraphs):
+    """The `BatchGraph` of an engine for each number of rows: 1, 2, 4, …, and the most it has.
+
+    Args:
+        model, pool: as in `BatchGraph`.
+        wanted: `GenerateConfig.cuda_graph` of the engine.
+        most: sequences of a step.
+
+    Raises:
+        ValueError: a graph was asked for where there cannot be one.
+    """
+
+    def __init__(self, model: Any, pool: PagePool, wanted: bool | None, most: int) -> None:
+        super().__init__(model, wanted)
+        self._pool, self._made = pool, dict[int, BatchGraph]()
+        self.sizes = [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
+        self._shared: Recorder | None = None
+
+    def logits(self, tokens: Sequence[int], stretches: Sequence[Stretch]) -> Tensor | None:
+        """`BatchGraph.step`; None where the step is to be run one by one, and nothing was done."""
+        rows = next((size for size in self.sizes if size >= len(stretches)), None)
+        if self.reason is not None or rows is None or DecodeBatch.why_not(stretches, self._pool):
+            return None
+        if rows not in self._made:
+            self._shared = self._shared or self._recorder()
+            self._made[rows] = BatchGraph(self._model, rows, self._pool, self._shared)
+        try:
+            return self._made[rows].step(tokens, stretches)
+        except RecordingError as error:
+            self.give_up(str(error))
+            return None
+
+    def forget(self) -> None:
+        """Lets go of all recorded steps."""
+        self._made, self._shared = {}, None
+
+    def state(self, *_: object) -> str:
+        """In words, for users."""
+        if self.reason is not None:
+            return f"not used: {self.reason}"
+        done = [str(rows) for rows, graph in sorted(self._made.items()) if graph.recorded]
+        return f"replayed for steps of up to {', '.join(done) or 'no'} sequences"
 
 
 def why_no_graph(model: LanguageModel) -> str | None:

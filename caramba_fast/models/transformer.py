@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from caramba_fast.cache import (
     AnyLayerShape,
+    DecodeBatch,
     DecoupledLayerShape,
     LayerCache,
     LayerShape,
@@ -162,7 +163,7 @@ class Transformer(nn.Module):
             x = x[torch.arange(batch, device=x.device), logits_index][:, None]
         return self.lm_head(self.model.norm(x))
 
-    def forward_ragged(self, ids: Tensor, batch: RaggedBatch, rows: Tensor) -> Tensor:
+    def forward_ragged(self, ids: Tensor, batch: RaggedBatch | DecodeBatch, rows: Tensor) -> Tensor:
         """Tokens of many sequences side by side, which the pages of ``batch`` grow by.
 
         Args:
@@ -178,7 +179,7 @@ class Transformer(nn.Module):
         *before, last = self.model.layers
         for layer, cache in zip(before, batch.layers, strict=False):
             x = layer(x, step, cache)
-        if len(rows) < len(ids):
+        if isinstance(batch, RaggedBatch) and len(rows) < len(ids):
             x = last(x, step._replace(rows=rows), batch.narrowed(rows))
         else:
             x = last(x, step, batch.layers[-1])[rows]

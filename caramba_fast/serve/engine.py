@@ -46,6 +46,7 @@ class EngineRequests:
     settings: EngineConfig
     pool: PagePool
     _outputs: OutputProcessor
+    _core: EngineCore
     _turn: Turn
 
     @property
@@ -127,6 +128,7 @@ class EngineRequests:
         return {
             **self.settings.model_dump(),
             "cache_kind": self.config.cache_name,
+            "decode_graph": self._core.runner.graphs.state(),
             "cache_bytes": self.pool.nbytes,
             "page_size": self.pool.page_size,
             "num_pages": self.pool.num_pages,

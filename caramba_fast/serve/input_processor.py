@@ -316,9 +316,8 @@ def shareable(config: GenerateConfig) -> GenerateConfig:
         raise ValueError(
             f"prefill is {config.prefill!r}; an engine allows 'stored': prompts are cut into chunks"
         )
-    for name in ("prefill_chunk", "cuda_graph"):
-        if getattr(config, name):
-            raise ValueError(f"{name}={getattr(config, name)!r} is for a Generator")
+    if config.prefill_chunk:
+        raise ValueError(f"prefill_chunk={config.prefill_chunk!r} is for a Generator")
     given = [n for n in DecodePlanFields.model_fields if n in config.model_fields_set]
     if given:
         raise ValueError(f"{given[0]} is for a Generator; an engine reads whole caches")

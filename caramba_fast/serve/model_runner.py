@@ -17,6 +17,7 @@ from torch import Tensor
 
 from caramba_fast.cache import PagePool, RaggedBatch, Stretch
 from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.infer.cuda_graph import BatchGraphs
 from caramba_fast.infer.fields import SamplingFields
 from caramba_fast.infer.logprobs import TokenLogprobs, token_logprobs
 from caramba_fast.infer.sampling import NOTHING, sample_marked, why_nothing
@@ -57,12 +58,20 @@ class ModelRunner:
         pool: where keys and values are.
         inputs: makes the further sequences of a prompt.
         counters: what is counted.
+
+    Attributes:
+        graphs: decode steps that are replayed.
+
+    Raises:
+        ValueError: ``cuda_graph=True`` where there cannot be a graph.
     """
 
     def __init__(
         self, model: Any, pool: PagePool, inputs: InputProcessor, counters: Counters
     ) -> None:
         self.model, self.pool, self.inputs, self.counters = model, pool, inputs, counters
+        most, wanted = inputs.settings.max_batch_size, inputs.config.cuda_graph
+        self.graphs = BatchGraphs(model, pool, wanted, most)
 
     def run(self, works: Sequence[Work]) -> dict[PagedSequence, list[Choice]]:
         """The model over everything scheduled; what each sequence has chosen, and those that branch off from it."""
@@ -82,17 +91,26 @@ class ModelRunner:
                     for sequence in (work.sequence, *self.inputs.branches(work.sequence))
                 ]
                 rows += range(end - len(work.draft) - 1, end)
-        device = self.model.device
-        ids = torch.tensor(list(itertools.chain(*tokens)), device=device)
-        batch = RaggedBatch(stretches, self.pool)
-        logits = self.model.forward_ragged(
-            ids, batch, torch.tensor(rows, dtype=torch.int64, device=device)
-        )
+        logits = self._logits(list(itertools.chain(*tokens)), stretches, rows)
         if rows:
             choose(logits, list(itertools.chain(*choices.values())))
         self.counters.steps += 1
         self.counters.step_tokens += end
         return choices
+
+    def _logits(
+        self, tokens: Sequence[int], stretches: Sequence[Stretch], rows: Sequence[int]
+    ) -> Tensor:
+        """(M, V), behind the tokens of ``rows``."""
+        if len(rows) == len(stretches):
+            found = self.graphs.logits(tokens, stretches)
+            if found is not None:
+                return found
+        device = self.model.device
+        ids = torch.tensor(tokens, device=device)
+        wanted = torch.tensor(rows, dtype=torch.int64, device=device)
+        logits: Tensor = self.model.forward_ragged(ids, RaggedBatch(stretches, self.pool), wanted)
+        return logits
 
 
 def choose(logits: Tensor, choices: Sequence[Choice]) -> None:
