@@ -131,7 +131,10 @@ class DecodeBatch:
         rings = _Rings(rows, self._pool.group) if self._pool.group > 1 else None
         calls: Any = [rows]
         self.positions = rows.starts.long()
-        self.layers = [RaggedLayer(layer, calls, calls, rings) for layer in self._pool.layers]
+        splits = self._pool.num_splits
+        self.layers = [
+            RaggedLayer(layer, splits, calls, calls, rings) for layer in self._pool.layers
+        ]
         return rows.ids.long()
 
     def __getitem__(self, index: int) -> RaggedLayer:

@@ -15,6 +15,7 @@ from torch import Tensor
 from caramba_fast.cache.layer import LayerCache
 from caramba_fast.cache.model import AnyLayerShape, ModelKVCache, StreamConfigs
 from caramba_fast.config import KVCacheTensorConfig
+from caramba_fast.ops.attention_call import BALANCED
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -34,6 +35,7 @@ class PagePool:
         device: where.
         rings: sequences that are worked on at once: by channel each has a ring for its group that is not full, and
             sinks of its own where the storage has them.
+        num_splits: of reads over several sequences, as in `ops.decode_attention`.
         configs: `KVCacheTensorConfig` of the streams, keyword arguments of `ModelKVCache`.
 
     Raises:
@@ -50,12 +52,13 @@ class PagePool:
         device: torch.device | str = "cpu",
         *,
         rings: int = 1,
+        num_splits: int = BALANCED,
         **configs: Unpack[StreamConfigs],
     ) -> None:
         storage: dict[str, Any] = {**configs}
         check_shareable(storage, page_size)
         self.page_size, self.num_pages, self.max_seq_len = page_size, num_pages, max_seq_len
-        self.device = torch.device(device)
+        self.device, self.num_splits = torch.device(device), num_splits
         stored = ModelKVCache(
             layers, rings, max_seq_len, device=device, prefill="stored", page_size=page_size, num_pages=num_pages,
             **without_slack(storage),

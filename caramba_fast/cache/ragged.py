@@ -3,7 +3,8 @@
 A model's linear layers see N tokens and no rows. Attention takes those that came alone as one call of T = 1, and
 the stretches of prompts and drafts as another, cut into pieces of at most 32 queries; both are the ordinary ops
 over a block table, on whatever backend serves them. Sequences differ in length, so calls of several rows ask for a
-balanced schedule (``num_splits`` of `ops.decode_attention`): no token waits for the longest sequence to be read by few.
+balanced schedule (``num_splits`` of `ops.decode_attention`) unless the pool says otherwise: no token waits for the
+longest sequence to be read by few.
 
 By channel the tokens of a group that is not full are in the fp16 ring of their sequence. Stretches are cut where groups
 begin, so that each piece needs one group: it gets a ring of its own for the length of a layer, with what its sequence
@@ -200,7 +201,8 @@ class RaggedBatch:
         self.positions = torch.tensor(positions, dtype=torch.int64).to(pool.device)
         self._pool = pool
         self.layers = [
-            RaggedLayer(layer, self.groups, self.queries, self.rings) for layer in pool.layers
+            RaggedLayer(layer, pool.num_splits, self.groups, self.queries, self.rings)
+            for layer in pool.layers
         ]
 
     def __getitem__(self, index: int) -> RaggedLayer:
@@ -218,7 +220,8 @@ class RaggedBatch:
             begin = piece.start + token - piece.first
             single.append(piece._replace(first=place, start=begin, length=1))
         queries = [_Group(single, self._pool)] if single else []
-        return RaggedLayer(self._pool.layers[-1], self.groups, queries, self.rings)
+        pool = self._pool
+        return RaggedLayer(pool.layers[-1], pool.num_splits, self.groups, queries, self.rings)
 
 
 def _cut(start: int, tokens: int, group: int) -> list[tuple[int, int]]:
@@ -251,11 +254,13 @@ class RaggedLayer:
     def __init__(
         self,
         stored: LayerCache,
+        num_splits: int,
         groups: Sequence[_Group],
         queries: Sequence[_Group],
         rings: Any,
     ) -> None:
         self.stored, self.groups, self.queries, self.rings = stored, groups, queries, rings
+        self.num_splits = num_splits
         self._tails: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -287,7 +292,8 @@ class RaggedLayer:
         for group in self.queries:
             rows = [group.rows_of(q) for q in queries]
             pages = {"block_table": group.table, "query_lens": group.query_lens}
-            shares = {"num_splits": BALANCED} if group.rows > 1 else {}
+            alone = group.rows == 1 and self.num_splits == BALANCED
+            shares = {} if alone else {"num_splits": self.num_splits}
             sides = self._sides(group, group.rings)
             out, _ = self.stored.plans.attend(
                 rows, group.ends, {**shares, **options, **pages}, sides=sides

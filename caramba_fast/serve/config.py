@@ -48,6 +48,9 @@ class EngineConfig(Fields):
         preemption: when pages run out, the newest request gives its own back: "recompute" feeds its tokens
             again later, "swap" moves the packed bytes to host memory and back.
         swap_bytes: most host memory for that; what does not fit is recomputed.
+        num_splits: how attention over several sequences is cut. -1: into equal shares of all, so that a long sequence
+            does not wait for itself; how one is rounded then depends on the others. 1 or more: each sequence into so
+            many parts, by its own length alone, whatever else is in the batch. 0: by what the batch's shape makes fast.
         lookup_tokens: tokens drafted by prompt lookup for each decoding request and step, 0 for none. Tokens are
             those it would get without, sampled or not.
     """
@@ -71,6 +74,7 @@ class EngineConfig(Fields):
     prefix_store_bytes: int = Field(default=4 * 2**30, ge=1)
     preemption: Literal["recompute", "swap"] = "recompute"
     swap_bytes: int = Field(default=2**30, ge=0)
+    num_splits: int = Field(default=-1, ge=-1, le=128)
     lookup_tokens: int = Field(default=0, ge=0, le=31)
 
     @model_validator(mode="after")

@@ -357,4 +357,6 @@ def pool_for(model: Any, config: GenerateConfig, settings: EngineConfig) -> Page
     if wanted is None:
         wanted = settings.max_batch_size * -(-length // size)
     rings = min(rings, wanted)
-    return PagePool(layout, size, wanted, length, model.device, rings=rings, **storage)
+    return PagePool(
+        layout, size, wanted, length, model.device, rings=rings, num_splits=settings.num_splits, **storage
+    )  # fmt: skip

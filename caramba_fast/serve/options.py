@@ -32,6 +32,7 @@ class EngineOptions(GenerateOptions, total=False):
     prefix_store_bytes: int
     preemption: Literal["recompute", "swap"]
     swap_bytes: int
+    num_splits: int
     lookup_tokens: int
 
 

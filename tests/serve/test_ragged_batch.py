@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.engines import small_model, text
+from support.engines import engine, small_model, text
 
 from caramba_fast.cache import LayerKVCache, PagePool, RaggedBatch, Stretch
+from caramba_fast.cache.plans import LayerPlans
 from caramba_fast.config import cache_configs
 from caramba_fast.ops import use_backend
 from caramba_fast.ops.attention_call import BALANCED
@@ -140,3 +141,23 @@ def test_rings_of_a_ragged_batch_are_those_of_a_cache(group: int) -> None:
             alone[row].crop(dropped[row])
             held[row] += counts[row] - dropped[row]
             first += counts[row]
+
+
+@pytest.mark.parametrize("asked", [None, 0, 3])
+def test_an_engine_says_how_reads_over_several_sequences_are_cut(asked, monkeypatch):
+    seen, attend = [], LayerPlans.attend
+
+    def noted(self, queries, lengths, options, *args, **kwargs):
+        seen.append((len(queries[0]), options.get("num_splits")))
+        return attend(self, queries, lengths, options, *args, **kwargs)
+
+    monkeypatch.setattr(LayerPlans, "attend", noted)
+    made = engine(
+        temperature=0, max_new_tokens=4, **({} if asked is None else {"num_splits": asked})
+    )
+    made.generate_batch([text(1, 20), text(2, 30)])
+    by_rows = {
+        many: {value for rows, value in seen if (rows > 1) == many} for many in (False, True)
+    }
+    assert by_rows[True] == {-1 if asked is None else asked}
+    assert by_rows[False] <= ({None} if asked is None else {asked})
