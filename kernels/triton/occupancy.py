@@ -15,8 +15,8 @@ import triton
 
 #: Programs of 4 warps an SM runs at once where no compiled kernel says it: interpreted, and on AMD.
 ASSUMED_RESIDENT = 2
-#: 32-bit registers of an SM. A warp gets them in such lots, from one of the SM's four register files; a program's shared
-#: memory is rounded up as well, and a kilobyte of it is the system's (CUDA C++ Programming Guide, compute capability 8.0
+#: 32-bit registers of an SM. A warp gets them in such lots, from one of the four register files; shared memory of a
+#: program is rounded up as well, and a kilobyte more is taken (CUDA C++ Programming Guide, compute capability 8.0
 #: to 12.0).
 REGISTERS, REGISTER_LOT, FILES, SHARED_LOT, SHARED_RESERVED = 65536, 256, 4, 128, 1024
 WARP = 32
