@@ -88,7 +88,8 @@ def balanced_kernel(
             # What is the same for all pieces would be kept in registers beside the accumulators.
             for line in tl.range(first, behind, disable_licm=True):
                 origin, tiles = line_tiles(schedule_ptr, line, C)
-                part = (tl.maximum(begin - origin, 0), tl.minimum(end - origin, tiles))
+                skipped = walker * stretch - origin
+                part = (tl.maximum(skipped, 0), tl.minimum(skipped + stretch, tiles))
                 if part[0] < part[1]:  # rows without tiles lie between others
                     place = walker + line * (1 + SIDES) + SIDES
                     _piece(line, place, part, streams, slots, CODES, queries, lengths, table_ptr, table_stride,
