@@ -72,6 +72,15 @@ def pieces_of_line(schedule, line, C: tl.constexpr):
 
 
 @triton.jit
+def part_of_line(schedule, stretch, line, C: tl.constexpr):
+    """The first of a line's tiles that are in a stretch, and the one behind the last; read again for every line."""
+    length = tl.load(schedule)
+    begin, tiles = line_tiles(schedule, line, C)
+    skipped = stretch * length - begin
+    return tl.maximum(skipped, 0), tl.minimum(skipped + length, tiles)
+
+
+@triton.jit
 def line_at(schedule, tile, batch_size, C: tl.constexpr):
     """The line that ``tile`` of all tiles is in."""
     row = 0

@@ -15,16 +15,16 @@ import triton
 
 #: Programs of 4 warps an SM runs at once where no compiled kernel says it: interpreted, and on AMD.
 ASSUMED_RESIDENT = 2
-#: A warp gets registers in such lots, from one of the SM's four register files; a program's shared memory is rounded up
-#: as well, and a kilobyte of it is the system's (CUDA C++ Programming Guide, compute capability 8.0 to 12.0).
-REGISTER_LOT, FILES, SHARED_LOT, SHARED_RESERVED = 256, 4, 128, 1024
+#: 32-bit registers of an SM. A warp gets them in such lots, from one of the four register files; shared memory of a
+#: program is rounded up as well, and a kilobyte more is taken (CUDA C++ Programming Guide, compute capability 8.0
+#: to 12.0).
+REGISTERS, REGISTER_LOT, FILES, SHARED_LOT, SHARED_RESERVED = 65536, 256, 4, 128, 1024
 WARP = 32
 
 
 class Multiprocessor(NamedTuple):
-    """What one SM has: 32-bit registers, bytes of shared memory, threads."""
+    """What one SM has besides registers: bytes of shared memory, threads."""
 
-    registers: int
     shared: int
     threads: int
 
@@ -33,9 +33,8 @@ class Multiprocessor(NamedTuple):
         """Those of a CUDA device."""
         about = torch.cuda.get_device_properties(device)
         return Multiprocessor(
-            about.regs_per_multiprocessor, about.shared_memory_per_multiprocessor,
-            about.max_threads_per_multi_processor,
-        )  # fmt: skip
+            about.shared_memory_per_multiprocessor, about.max_threads_per_multi_processor
+        )
 
 
 def resident(registers: int, shared: int, warps: int, sm: Multiprocessor) -> int:
@@ -47,7 +46,7 @@ def resident(registers: int, shared: int, warps: int, sm: Multiprocessor) -> int
         warps: of a program.
     """
     lot = -(-max(registers, 1) * WARP // REGISTER_LOT) * REGISTER_LOT
-    by_registers = sm.registers // FILES // lot * FILES // warps
+    by_registers = REGISTERS // FILES // lot * FILES // warps
     taken = -(-(shared + SHARED_RESERVED) // SHARED_LOT) * SHARED_LOT
     return max(1, min(by_registers, sm.shared // taken, sm.threads // (WARP * warps)))
 

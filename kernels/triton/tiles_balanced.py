@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .balanced import line_at, line_tiles, pieces_of_line, programs_of_row, sides_of
+from .balanced import line_at, part_of_line, pieces_of_line, programs_of_row, sides_of
 from .splits import CODES, SINKS, TAIL
 from .tiles_kernel import codes_split, place_of, rows_of_lane, side_split
 
@@ -87,8 +87,7 @@ def balanced_kernel(
             behind = line_at(schedule_ptr, end - 1, batch_size, C) + 1
             # What is the same for all pieces would be kept in registers beside the accumulators.
             for line in tl.range(first, behind, disable_licm=True):
-                origin, tiles = line_tiles(schedule_ptr, line, C)
-                part = (tl.maximum(begin - origin, 0), tl.minimum(end - origin, tiles))
+                part = part_of_line(schedule_ptr, walker, line, C)
                 if part[0] < part[1]:  # rows without tiles lie between others
                     place = walker + line * (1 + SIDES) + SIDES
                     _piece(line, place, part, streams, slots, CODES, queries, lengths, table_ptr, table_stride,

@@ -124,7 +124,7 @@ def test_lengths_around_a_tile(lengths, kinds):
 def test_a_hundred_thousand_tokens(kind):
     case = build(kinds=(kind, kind), lengths=(100_000,), slots=100_032, heads=2, kv_heads=1)
     expected, lse = case.expected()
-    for num_splits in (0, 7):
+    for num_splits in (-1, 0, 7):
         found = attend(case, num_splits=num_splits)
         exact = not multiplies_integers()
         allowed = {"fp16": 2e-5, "q8_0": 1e-4, "q4_0": 1e-4 if exact else 1e-2}[kind]

@@ -19,9 +19,9 @@ import triton
 from caramba_fast.kernels import occupancy
 from caramba_fast.kernels.occupancy import Multiprocessor, resident
 
-#: 64K registers and 2048 threads; 228 KiB (H100), 164 (A100) of shared memory. sm_89 has 1536 threads and 100 KiB.
-H100, A100 = Multiprocessor(65536, 228 * 1024, 2048), Multiprocessor(65536, 164 * 1024, 2048)
-ADA = Multiprocessor(65536, 100 * 1024, 1536)
+#: 228 KiB (H100) and 164 (A100) of shared memory and 2048 threads; sm_89 has 100 and 1536.
+H100, A100 = Multiprocessor(228 * 1024, 2048), Multiprocessor(164 * 1024, 2048)
+ADA = Multiprocessor(100 * 1024, 1536)
 
 
 @pytest.mark.parametrize(("registers", "shared", "warps", "sm", "programs"), [

@@ -13,7 +13,7 @@ from caramba_fast.bench.kernels import host_time
 from caramba_fast.kernels import balanced_launch, occupancy, splits, splits_launch
 from caramba_fast.ops import registry
 
-H100 = occupancy.Multiprocessor(65536, 228 * 1024, 2048)
+H100 = occupancy.Multiprocessor(228 * 1024, 2048)
 
 
 def main() -> None:
