@@ -37,8 +37,9 @@ _attend = define(
 def _extension() -> ctypes.CDLL:
     """The extension's functions that know numbers alone."""
     found = ctypes.CDLL(str(library()))
-    found.caramba_fast_recorded.restype = ctypes.c_int64
-    found.caramba_fast_forget.argtypes = [ctypes.c_int64]
+    if hasattr(found, "caramba_fast_record"):
+        found.caramba_fast_recorded.restype = ctypes.c_int64
+        found.caramba_fast_forget.argtypes = [ctypes.c_int64]
     return found
 
 
@@ -54,6 +55,11 @@ class Call(NamedTuple):
     queries: int
     tensors: int
     options: tuple[str, ...]
+
+
+def is_there() -> bool:
+    """Whether the extension keeps calls; one that was built before it did does not."""
+    return hasattr(_extension(), "caramba_fast_record")
 
 
 class Recording:

@@ -121,8 +121,10 @@ class Op:
     def keeper(self, device: torch.device) -> Any:
         """The module whose ``recording`` keeps a call so that it can be repeated; None where none does."""
         if _forced in (None, "cpp") and device.type == "cpu":
-            known = self.why_not("cpp", "cpu") is None
-            return importlib.import_module(f"{NAMESPACE}.ops.planned") if known else None
+            if self.why_not("cpp", "cpu") is not None:
+                return None
+            module = importlib.import_module(f"{NAMESPACE}.ops.planned")
+            return module if module.is_there() else None
         if _forced != "triton" and (_forced is not None or device.type != "cuda"):
             return None
         if self.why_not("triton", "cuda", suppose=True) is not None:

@@ -144,3 +144,12 @@ def test_attention_sinks_of_a_model_are_read_anew_with_every_call():
         first = [cache.attend(numbers(2, 4), s_aux=s_aux) for _ in range(2)]
         s_aux += 9
         assert not torch.allclose(cache.attend(numbers(2, 4), s_aux=s_aux), first[1])
+
+
+def test_an_extension_that_keeps_no_calls_is_called_as_ever(monkeypatch):
+    """Sources that were updated and not built again."""
+    monkeypatch.setattr(planned, "_extension", object)
+    with torch.no_grad():
+        cache = layer()
+        steps(cache, 3)
+        assert not any(plan.replay for plan in cache.plans._plans.values())
