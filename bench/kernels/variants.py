@@ -205,7 +205,6 @@ def _merge() -> Variant:
         num_warps=4,
         values=HEAD_DIM,
         options="merge",
-        fusion=True,
     )  # fmt: skip
 
 

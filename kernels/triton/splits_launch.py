@@ -15,7 +15,7 @@ from torch import Tensor
 
 from caramba_fast.formats import resolve
 
-from .launch import dense, has_ptx, made, on_device, returned, start
+from .launch import EXACT, dense, has_ptx, made, on_device, returned, start
 from .merge_splits import LOG2E, merge_kernel
 from .splits import MOST_SPLITS, plan
 from .splits_stream import PARTS, Stored
@@ -188,6 +188,7 @@ class Call:
             PADDED=triton.next_power_of_2(dim), K_PADDED=triton.next_power_of_2(widest),
             MOST=max(MOST_PARTS, triton.next_power_of_2(in_all)), SOFTCAP=self.softcap > 0,
             ROTATE=self.value.options.get("rotate", False),
+            **EXACT,  # threads that hold the same sum must have rounded it alike: several store it
         )  # fmt: skip
         returned(out, lse)
         return out, lse
