@@ -62,7 +62,6 @@ def merge(is_balanced: bool = False) -> Variant:
         num_warps=4,
         values=HEAD_DIM,
         options="merge, balanced" if is_balanced else "merge",
-        fusion=True,
     )  # fmt: skip
 
 

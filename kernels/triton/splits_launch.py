@@ -16,7 +16,7 @@ from torch import Tensor
 
 from caramba_fast.formats import resolve
 
-from .launch import dense, has_ptx, made, on_device, returned, start
+from .launch import EXACT, dense, has_ptx, made, on_device, returned, start
 from .merge_splits import LOG2E, merge_kernel
 from .occupancy import resident_of
 from .splits import ASSUMED_OVERHEADS, MOST_SPLITS, Overheads, plan, processors
@@ -266,6 +266,7 @@ class Call:
             PADDED=triton.next_power_of_2(dim), K_PADDED=triton.next_power_of_2(widest),
             MOST=max(MOST_PARTS, triton.next_power_of_2(in_all)), SOFTCAP=self.softcap > 0,
             ROTATE=self.value.options.get("rotate", False), C=None if schedule is None else self.shape,
+            **EXACT,  # threads that hold the same sum must have rounded it alike: several store it
         )  # fmt: skip
         returned(out, lse)
         return out, lse

@@ -17,7 +17,8 @@ import pytest
 import torch
 from support import cases
 from support.cases import OPTIONS, rows
-from support.triton_cases import DBA, EVERYTHING, attend, build, check, lop3, prmt
+from support.ptx_instructions import lop3, prmt
+from support.triton_cases import DBA, EVERYTHING, attend, build, check
 
 from caramba_fast.formats import NF4_LEVELS
 from caramba_fast.ops import (

@@ -1,0 +1,213 @@
+"""Kernels as they are compiled for sm_80, run by `ptx_driver` on small tensors: ``python -m support.compiled_cases``.
+
+A process of its own, for that of the tests interprets kernels. Prints what each case found wrong, as JSON. With names
+after it only those cases run.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from support import cases, ptx_driver, triton_cases
+from support.blocks import same_bits
+from support.tolerances import RELATIVE_L2, relative_l2
+from torch import Tensor
+
+from caramba_fast.formats import CHANNEL_KINDS, QUANTIZED_KINDS
+from caramba_fast.ops import append_, apply_rotary_emb, dequantize, quantize, use_backend
+
+Change = Callable[[str, str], str]
+#: Absolute error of the lse where queries are fp16 or bf16: scales are multiplied with keys or queries in that type.
+LSE_OF_HALVES = 2e-3
+
+
+def both(op: Callable[..., Any], *given: Any, change: Change, **options: Any) -> None:
+    """The same bits from the compiled kernels as from the reference, and no byte of them left out."""
+    with use_backend("reference"):
+        wanted = op(*given, **options)
+    with use_backend("triton"), ptx_driver.emulated(change) as emulator:
+        found = op(*given, **options)
+    for got, x in zip(_tuple(found), _tuple(wanted), strict=True):
+        assert emulator.missing(got) == 0, "bytes of the result were not written"
+        assert same_bits(got, x), "the bits are not those of the reference"
+
+
+def _tuple(x: Any) -> tuple[Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+def quantized(kind: str, dtype: torch.dtype, fit: str = "amax", *, change: Change) -> None:
+    both(quantize, torch.randn(5, 32, 64).to(dtype), kind, fit=fit, change=change)
+
+
+def restored(kind: str, *, change: Change) -> None:
+    with use_backend("reference"):
+        codes, scales = quantize(torch.randn(1, 1, 64, 64), kind)
+    both(dequantize, codes, scales, kind, 64, change=change)
+
+
+def rotated(dtype: torch.dtype, *, change: Change) -> None:
+    shapes = (2, 3, 3, 80), (2, 1, 3, 80), (1, 3, 80), (1, 3, 80)
+    both(apply_rotary_emb, *(torch.randn(shape).to(dtype) for shape in shapes), change=change)
+
+
+def appended(
+    kinds: tuple[str, str], counts: tuple[int, ...], *options: str, change: Change
+) -> None:
+    """Call after call; buffers are compared whole, with what was in them before."""
+    dims = {"k": 64, "v": 64}
+    case = cases.build(options, kinds=kinds, dims=dims, lengths=(sum(counts),) * 2, slots=96)
+    views = [stream.view for stream in case.streams.values()]
+    twins, start = copy.deepcopy(views), torch.zeros(2, dtype=torch.int32)
+    for count in counts:
+        first = int(start[0])
+        new = [s.given[:, :, first : first + count] for s in case.streams.values()]
+        with use_backend("reference"):
+            append_(*views, *new, start, **case.place)
+        with use_backend("triton"), ptx_driver.emulated(change):
+            append_(*twins, *new, start, **case.place)
+        start += count
+    for one, other in zip(views, twins, strict=True):
+        for part in ("codes", "scales", "tail", "sink"):
+            a, b = getattr(one, part), getattr(other, part)
+            assert a is b is None or same_bits(a, b), f"{part} is not that of the reference"
+
+
+def attended(
+    kinds: tuple[str, ...], *, change: Change, dtype: torch.dtype = torch.float16, dim: int = 64,
+    options: tuple[str, ...] = (), extends: bool = False, splits: int = 0, **layer: Any,
+) -> None:  # fmt: skip
+    """Attention against dense attention in float64 over the same stored bytes."""
+    if len(kinds) == 2:
+        layer = {"dims": {"k": dim, "v": dim}, "heads": 4, "kv_heads": 1, **layer}
+    layer = {"lengths": (100,), "slots": 256, **layer}
+    case = triton_cases.build(options, kinds=kinds, decoupled=len(kinds) == 3, **layer)
+    case.queries = {name: q.to(dtype) for name, q in case.queries.items()}
+    more = {} if extends else {"num_splits": splits}
+    with ptx_driver.emulated(change) as emulator:
+        found = triton_cases.attend(case, extends=extends, **more)
+    for x in found:
+        assert emulator.missing(x) == 0, "bytes of the result were not written"
+    wanted = case.expected()
+    if dtype == torch.float32:
+        cases.check(found, wanted)
+        return
+    error = relative_l2(found[0], wanted[0])
+    assert error <= RELATIVE_L2[dtype], f"the output is wrong by {error}"
+    torch.testing.assert_close(found[1].double(), wanted[1], rtol=0, atol=LSE_OF_HALVES)
+
+
+HALF, FULL = torch.float16, torch.float32
+EVERYTHING = tuple(triton_cases.EVERYTHING)
+STORED = {
+    "fp16": ("fp16", "fp16"), "q8_0": ("q8_0", "q8_0"), "q4_0": ("q4_0", "q4_0"), "nf4": ("nf4", "nf4"),
+    "q4_channel": ("q4_channel", "q4_0"), "q8_channel": ("q8_channel", "q8_0"),
+}  # fmt: skip
+LONG = {"lengths": (1000,), "slots": 1024}
+CASES: dict[str, Callable[..., None]] = {
+    **{
+        f"quantize {kind} {name}": partial(quantized, kind, dtype)
+        for kind in QUANTIZED_KINDS for name, dtype in (("fp16", HALF), ("fp32", FULL))
+    },
+    "quantize q4_0 mse": partial(quantized, "q4_0", HALF, "mse"),
+    **{
+        f"{name} {kind}": run for kind in CHANNEL_KINDS
+        for name, run in (("quantize", partial(quantized, kind, HALF)), ("dequantize", partial(restored, kind)))
+    },
+    **{f"dequantize {kind}": partial(restored, kind) for kind in QUANTIZED_KINDS},
+    "apply_rotary_emb fp16": partial(rotated, HALF), "apply_rotary_emb fp32": partial(rotated, FULL),
+    "append q8_0, q4_0": partial(appended, ("q8_0", "q4_0"), (40, 1)),
+    "append nf4, fp16, paged, tail, sinks": partial(
+        appended, ("nf4", "fp16"), (2, 1), "pages", "leftpad", "tail", "sinks"),
+    "append q4_channel, q8_channel": partial(appended, ("q4_channel", "q8_channel"), (33, 1)),
+    "append a token that fills a group": partial(appended, ("q8_channel", "q4_0"), (31, 1)),
+    **{
+        f"decode {kind} T {tokens}": partial(attended, STORED[kind], tokens=tokens)
+        for kind in STORED for tokens in (1, 8)
+    },
+    **{f"decode {kind}, a long loop": partial(attended, STORED[kind], splits=1, **LONG) for kind in STORED},
+    "decode q4_0, 3 splits": partial(attended, STORED["q4_0"], splits=3, **LONG),
+    "decode q4_0 D 128": partial(attended, STORED["q4_0"], dim=128),
+    "decode by channel, groups of 128": partial(
+        attended, STORED["q4_channel"], dim=128, lengths=(271, 129), slots=384, block=128, splits=2),
+    "decode around a tile": partial(attended, STORED["q8_0"], lengths=(128, 0, 1), slots=128, splits=3),
+    "decode fp16, fp32 queries": partial(attended, STORED["fp16"], dtype=FULL),
+    "decode q4_0, fp32 queries": partial(attended, STORED["q4_0"], dtype=FULL),
+    "decode bf16": partial(attended, ("bf16", "bf16"), dtype=torch.bfloat16),
+    "decode with a null key": partial(attended, STORED["q4_0"], options=("null",)),
+    "decode with everything": partial(attended, ("q8_0", "q4_0"), options=EVERYTHING, tokens=2),
+    "decode by channel, tail, window": partial(attended, STORED["q4_channel"], options=("tail", "window"), tokens=2),
+    "decoupled with everything": partial(attended, ("q8_0", "q4_0", "nf4"), options=EVERYTHING, tokens=2),
+    "extend q4_0": partial(attended, STORED["q4_0"], tokens=70, extends=True, heads=1),
+}  # fmt: skip
+
+
+# -- what has to be found ------------------------------------------------------------------------
+
+
+def edited(kernel: str, pattern: str, by: str, which: int = 0) -> Change:
+    """A change of one place of a kernel's text: where ``pattern`` is found for the ``which``-th time."""
+
+    def change(name: str, text: str) -> str:
+        if name != kernel:
+            return text
+        found = [*re.finditer(pattern, text)][which]
+        return text[: found.start()] + found.expand(by) + text[found.end() :]
+
+    return change
+
+
+QUANTIZE, PARTIALS = "quantize_kernel", "partials_kernel"
+SMALL, LOOP = "quantize q4_0 fp16", "decode fp16, a long loop"
+#: name: a sound case, what is done to it, what must be said of it.
+DAMAGED: dict[str, tuple[str, Change, str]] = {
+    **{
+        f"barrier {n} of the attention is gone": (LOOP, edited(PARTIALS, r"bar\.sync\s+0;", "", n), "race")
+        for n in (0, 1, 3, 4, 5)  # Triton 3.6 sets one more than is needed
+    },
+    "a barrier of the merge is gone": (LOOP, edited("merge_kernel", r"bar\.sync\s+0;", "", 1), "race"),
+    "a barrier of a warp is gone": (
+        "apply_rotary_emb fp16", edited("apply_rotary_emb_kernel", r"bar\.(warp\.)?sync[^;]*;", ""), "race"),
+    "a load goes too far": (
+        SMALL, edited(QUANTIZE, r"(ld\.global\.v4.*) \+ 0", r"\1 + 4096"), "out of bounds"),
+    "a store goes before the tensor": (
+        SMALL, edited(QUANTIZE, r"(st\.global.*) \+ 0", r"\1 + -16"), "out of bounds"),
+    "a load is not aligned": (
+        SMALL, edited(QUANTIZE, r"(ld\.global\.v4.*) \+ 0", r"\1 + 2"), "misaligned"),
+    "a store to global memory is gone": (
+        SMALL, edited(QUANTIZE, r"@%p\d+ st\.global[^;]*;", ""), "were not written"),
+    "a store to shared memory is gone": (
+        LOOP, edited(PARTIALS, r"st\.shared[^;]*;", ""), "uninitialized shared"),
+    "a partial result is not stored": (
+        LOOP, edited(PARTIALS, r"@%p\d+ st\.global[^;]*;", ""), "uninitialized global"),
+    "a copy is not waited for": (
+        LOOP, edited(PARTIALS, r"cp\.async\.wait_group[^;]*;", ""), "before a copy to it was waited for"),
+    "a matrix is not transposed": (LOOP, edited(PARTIALS, r"\.trans", ""), "the output is wrong"),
+    "a product is of other halves": (
+        LOOP, edited(PARTIALS, r"(mma\.sync.*?f32 \{[^}]*\}, )\{ (\S+), (\S+),", r"\1{ \3, \2,"), "wrong"),
+    "an instruction is unknown": (
+        SMALL, edited(QUANTIZE, r"cvt\.rzi\.s32\.f32", "cvt.rpi.s32.f32"), "unknown instruction: line"),
+}  # fmt: skip
+
+
+def found_wrong(name: str) -> str:
+    """What a case finds; nothing where all is well."""
+    sound, change, _ = DAMAGED.get(name, (name, lambda _, text: text, ""))
+    torch.manual_seed(0)
+    try:
+        CASES[sound](change=change)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+if __name__ == "__main__":
+    ptx_driver.install()
+    print(json.dumps({name: found_wrong(name) for name in sys.argv[1:] or [*CASES, *DAMAGED]}))
