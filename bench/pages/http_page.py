@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from caramba_fast.bench.kernels.table import read
@@ -36,7 +37,8 @@ def lines_of(path: Path) -> list[str]:
     )
     body = [
         (
-            WORDS[row["system"]], f"{row['tokens_per_s']} ({row['tokens_per_s_p20']} to {row['tokens_per_s_p80']})",
+            WORDS[row["system"]] + _run(row, first),
+            f"{row['tokens_per_s']} ({row['tokens_per_s_p20']} to {row['tokens_per_s_p80']})",
             f"{float(row['vs_engine']):.3f}×", row["cpu_ms_per_token"], f"{float(row['cpu_vs_engine']):.3f}×",
             f"{100 * float(row['between_steps']):.1f}%" if row["between_steps"] else "not told",
             row["ttft_p50_ms"] if "whole" not in row["system"] else "", row["other_texts"],
@@ -48,3 +50,10 @@ def lines_of(path: Path) -> list[str]:
         "first token, ms", "answers with other text",
     )  # fmt: skip
     return [where, "", *table(heads, body)]
+
+
+def _run(row: Mapping[str, str], first: Mapping[str, str]) -> str:
+    """Where a row is of another run than the first, which, and that it is compared with the engine of that one."""
+    if row["commit"] == first["commit"]:
+        return ""
+    return f" (a run of {row['requests']} requests, beside its own engine, commit {row['commit']})"
