@@ -57,7 +57,8 @@ void run(const AppendJob& job, std::int64_t values, bool grouped) {
     while (begin < end) {
       const std::int64_t row = begin / job.lanes, first = begin % job.lanes;
       const std::int64_t last = std::min(job.lanes, first + end - begin);
-      for (int i = 0; i < job.streams; ++i) append(job, job.stream[i], row, first, last, 0, job.tokens);
+      for (int i = 0; i < job.streams; ++i)
+        append(job, job.stream[i], row, first, last, 0, job.tokens);
       begin += last - first;
     }
   };

@@ -352,9 +352,10 @@ std::tuple<Tensor, Tensor> attention_planned(std::int64_t number, const Tensor& 
   }
   if (block_table.has_value()) place_table(*block_table, work);
   const MaybeTensor no_s_aux;
-  const Common common{cache_seqlens,         work.kv_heads,      block_table, cache_leftpad,
-                      query_lens,            plan->residual_len, no_s_aux,    plan->window_size,
-                      plan->num_sink_tokens, plan->softcap,      plan->num_splits};
+  const Common common{cache_seqlens, work.kv_heads,     block_table,
+                      cache_leftpad, query_lens,        plan->residual_len,
+                      no_s_aux,      plan->window_size, plan->num_sink_tokens,
+                      plan->softcap, plan->num_splits};
   return call.run_pieces(common, q);
 }
 

@@ -1,5 +1,5 @@
-// The calls that are kept (planned.h), and how Python records one: through ctypes, since numbers and
-// nothing else go back and forth.
+// The calls that are kept (planned.h), and how Python records one: through ctypes, since numbers
+// and nothing else go back and forth.
 #include "planned.h"
 
 #include <mutex>
