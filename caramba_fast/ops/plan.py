@@ -67,6 +67,8 @@ class CallPlan:
 
     def rehearse(self, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
         """As `run`, and keeps the call for `again` where the backend can."""
+        if torch.compiler.is_compiling():
+            return self.run(tensors, options)
         keeper = self.op.keeper(tensors[0].device)
         changing = _changing(tensors, options)
         plain = all(type(x) is Tensor for x in changing)

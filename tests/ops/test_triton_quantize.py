@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from support.triton_cases import lop3, prmt
+from support.ptx_instructions import lop3, prmt
 
 from caramba_fast.bench.kernels.parity import (
     DTYPES,

@@ -177,6 +177,7 @@ def test_the_chunk_reaches_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(options.get("q_chunk"))
         return extend(*args, **options)
 
+    monkeypatch.setattr(type(extend_op), "keeper", lambda *_: None)  # nothing goes by another way
     monkeypatch.setattr(extend_op, "overload", noting)  # calls that are checked
     monkeypatch.setattr(extend_op, "call", noting)  # calls like an earlier one
     run(make(), ids(80), AttentionLimits(q_chunk=16), [40, 40], "fp16")
