@@ -206,11 +206,14 @@ PTX = {
 
 def run_ptx(program: str, word: np.ndarray) -> list[np.ndarray]:
     """Executes straight-line PTX on input $8; returns outputs $0 to $7."""
-    registers = {"$8": word}
+    registers = {"$8": word.astype(np.uint32)}
     for name, operands in re.findall(r"^(\w+)\.[bu]32 (.+);$", program, re.MULTILINE):
         target, *sources = operands.split(", ")
-        values = (registers[s] if s in registers else np.int64(int(s, 0)) for s in sources)
-        registers[target] = PTX[name](*values) & 0xFFFFFFFF
+        values = (
+            registers[s] if s in registers else np.full(word.shape, int(s, 0), np.uint32)
+            for s in sources
+        )
+        registers[target] = PTX[name](*values)
     return [registers[f"${index}"] for index in range(8)]
 
 
