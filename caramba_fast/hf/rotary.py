@@ -3,7 +3,9 @@
 Most decoders of transformers call a function ``apply_rotary_pos_emb`` of their own module, and most of these are the
 same. Where one gives the bits of our op, `fuse` puts a function into its place that calls the op when no gradient is
 wanted and the arguments are those that were tried, and the model's own otherwise. Other models of the module get the
-same numbers from it; `unfuse` puts the model's own function back.
+same numbers from it; `unfuse` puts the model's own function back. Where the layers of a model hold the function itself
+(transformers 5.0 to 5.3 at least, and with the package ``kernels``), it stays: pickle finds functions by the name in
+their module, and no model of that module could be pickled while another function has this name.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def fuse(model: nn.Module) -> list[str]:
         own = getattr(module, NAME, None)
         if name in _own:
             found.append(name)
-        elif own is not None and is_ours(own):
+        elif own is not None and not is_held(model, own) and is_ours(own):
             _own[name] = own
             setattr(module, NAME, _fused(own))
             found.append(name)
@@ -51,6 +53,11 @@ def unfuse(modules: Iterable[str]) -> None:
         own = _own.pop(name, None)
         if own is not None and name in sys.modules:
             setattr(sys.modules[name], NAME, own)
+
+
+def is_held(model: nn.Module, own: Callable[..., Any]) -> bool:
+    """Whether a layer of ``model`` has the function as an attribute or a part."""
+    return any(own is value for part in model.modules() for value in (part, *vars(part).values()))
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 import weakref
 
@@ -35,9 +36,17 @@ def calls(monkeypatch):
     return found
 
 
+@pytest.fixture
+def llama():
+    model = tiny("llama")
+    if rotary.is_held(model, rope_of(model)):
+        pytest.skip("layers hold the function in this transformers")
+    return model
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_accelerated_model_gives_the_same_numbers_with_fewer_ops(dtype, calls, monkeypatch):
-    model = tiny("llama").to(dtype)
+def test_an_accelerated_model_gives_the_same_numbers_with_fewer_ops(llama, dtype, calls):
+    model = llama.to(dtype)
     with torch.no_grad():
         accelerate(model, "q4")
         found = model(IDS).logits
@@ -47,8 +56,8 @@ def test_an_accelerated_model_gives_the_same_numbers_with_fewer_ops(dtype, calls
     restore(model)
 
 
-def test_the_model_s_own_comes_back_with_its_last_model():
-    first = tiny("llama")
+def test_the_model_s_own_comes_back_with_its_last_model(llama):
+    first = llama
     second, own = copy.deepcopy(first), rope_of(first)
     accelerate(first, "q4")
     accelerate(second, "q8")
@@ -57,6 +66,19 @@ def test_the_model_s_own_comes_back_with_its_last_model():
     assert rope_of(first) is not own
     restore(second)
     assert rope_of(first) is own and not rotary._own
+
+
+def test_a_function_that_layers_hold_stays_and_models_can_be_pickled():
+    """As with transformers 5.0, where every attention has its rope as an attribute."""
+    model, other = tiny("llama"), tiny("llama")
+    own = rope_of(model)
+    for part in (*model.model.layers, *other.model.layers):
+        part.self_attn.rotary_fn = own
+    accelerate(model, "q4")
+    assert rope_of(model) is own
+    for given in (model, other):
+        assert pickle.loads(pickle.dumps(given)).model.layers[0].self_attn.rotary_fn is own
+    restore(model)
 
 
 def test_gradients_and_unusual_calls_take_the_model_s_own(calls):
