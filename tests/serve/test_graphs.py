@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from support.engines import engine, small_model, text
-from support.recorder import Recorder
+from support.recorder import Recorder, Rerun
 
 from caramba_fast.cache import DecodeBatch, Stretch
 from caramba_fast.infer import cuda_graph
+from caramba_fast.infer.cuda_graph import BatchGraph
+from caramba_fast.ops import use_backend
 from caramba_fast.serve import Engine
 
 KINDS = ("fp16", "q8", "q4", "nf4", "q4:plain")
@@ -20,7 +22,16 @@ KINDS = ("fp16", "q8", "q4", "nf4", "q4:plain")
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Stands in for CUDA: engines record with it on any device."""
-    made = Recorder()
+    return _with(monkeypatch, Recorder())
+
+
+@pytest.fixture
+def rerun(monkeypatch: pytest.MonkeyPatch) -> Rerun:
+    """As ``recorder``; a replay is the step's own Python."""
+    return _with(monkeypatch, Rerun())
+
+
+def _with(monkeypatch: pytest.MonkeyPatch, made: Any) -> Any:
     monkeypatch.setattr(cuda_graph, "why_no_graph", lambda _: None)
     monkeypatch.setattr(cuda_graph.DecodeGraphs, "_recorder", lambda _: made)
     return made
@@ -63,6 +74,87 @@ def test_tokens_are_those_of_steps_that_are_run(
     assert "up to" in made.report["decode_graph"]
 
 
+def followed(made: Any) -> tuple[list[Any], list[Any]]:
+    """What requests get that join, leave, share prefixes and run out of pages, and of every step what it was given and
+    its logits.
+    """
+    steps: list[Any] = []
+    runner = made._core.runner
+    logits = runner._logits
+
+    def follow(tokens: Any, stretches: Any, rows: Any) -> torch.Tensor:
+        found = logits(tokens, stretches, rows)
+        steps.append((list(tokens), [s[:2] for s in stretches], found.clone()))
+        return found
+
+    runner._logits = follow
+    common, done, waiting = text(9, 64), {}, []
+    for seed, length in enumerate((70, 9, 64, 90, 33, 64, 5)):
+        shared = common[:64] if length > 60 else []
+        waiting.append([*shared, *text(seed, length - len(shared) + 3)])
+    while made.has_unfinished or waiting:
+        if waiting and len(steps) % 3 == 0:
+            prompt = waiting.pop()
+            made.add_request(
+                prompt, max_new_tokens=45, ignore_eos=True, temperature=0, cache_salt="one"
+            )
+        for event in made.step():
+            if event.output is not None:
+                assert event.output.error is None
+                done[event.request_id] = event.output.answers
+    assert made.problems() == []
+    return [done[name] for name in sorted(done)], steps
+
+
+@pytest.mark.parametrize("kind", KINDS[:4])
+def test_the_step_that_is_recorded_gives_the_logits_of_steps_that_are_run(
+    kind: str, rerun: Rerun
+) -> None:
+    """Its Python runs with every replay: nothing in it depends on what changes from step to step."""
+    options: dict[str, Any] = dict(
+        cache_kind=kind, page_size=32, num_pages=12, max_batch_size=6, max_batch_tokens=64
+    )
+    eager, made = engine(cuda_graph=False, **options), engine(**options)
+    wanted, found = followed(eager), followed(made)
+    assert made.metrics.preemptions and made.metrics.prefix_hit_tokens
+    assert made.metrics.steps == eager.metrics.steps and rerun.replayed > 30
+    assert found[0] == wanted[0]
+    for (tokens, stretches, logits), step in zip(found[1], wanted[1], strict=True):
+        assert (tokens, stretches) == step[:2]
+        assert torch.equal(logits, step[2])
+
+
+def test_a_step_that_differs_from_what_was_recorded_is_refused(rerun: Rerun) -> None:
+    """So that the test above can fail: how attention is cut follows the sequences here."""
+    made = engine()
+    fill = DecodeBatch.fill
+
+    def follows(batch: DecodeBatch, tokens: Any, stretches: Any) -> None:
+        fill(batch, tokens, stretches)
+        made.pool.num_splits = 1 + stretches[0].start % 2
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecodeBatch, "fill", follows)
+        made.add_request(text(1, 20), max_new_tokens=9, ignore_eos=True)
+        errors = [event.output.error for event in _events(made) if event.output is not None]
+    assert "decode_attention" in str(errors[0]) and "when recorded, and is" in str(errors[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_of_a_recorded_step_is_on_the_device(kind: str, rerun: Rerun) -> None:
+    """On a device of shapes alone, which is not the host: nothing comes from there but what `fill` copies."""
+    model = copy.deepcopy(small_model()).to("meta")
+    pool = Engine(model, cache_kind=kind, max_seq_len=256, max_batch_size=6).pool
+    for rows in (1, 5):
+        graph = BatchGraph(model, rows, pool, rerun)
+        for step in range(4):
+            stretches = [Stretch(40 + step, 1, [row], row) for row in range(rows)]
+            with torch.no_grad():
+                logits = graph.step([7] * rows, stretches)
+            assert logits.shape == (rows, model.vocab_size) and logits.device.type == "meta"
+    assert rerun.replayed == 6
+
+
 def test_pages_that_run_out_are_taken_and_brought_back(recorder: Recorder) -> None:
     for preemption in ("recompute", "swap"):
         options: dict[str, Any] = dict(
@@ -86,27 +178,39 @@ def test_drawn_tokens_and_prefixes_that_are_shared(recorder: Recorder) -> None:
     assert made.metrics.prefix_hit_tokens > 0 and recorder.replayed > 10
 
 
-def test_rows_without_a_sequence_write_nothing(recorder: Recorder) -> None:
-    """Two sequences in eight rows leave every byte of the others' pages, rings and sinks as it was."""
-    made = engine(max_batch_size=8, page_size=32, num_pages=8)
-    pool = made.pool
-    graphs = made._core.runner.graphs
-    for buffer in (*pool.page_buffers, *pool._sides):
+@pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
+@pytest.mark.parametrize("kind", ["fp16", "q8", "q4", "nf4"])
+def test_rows_without_a_sequence_read_and_write_nothing(
+    kind: str, backend: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sequences in four rows: of others there is NaN, which nobody gets, and every byte stays as it was."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    monkeypatch.setattr(recorder, "record", lambda step: step)  # the step as it is
+    made = engine(
+        cache_kind=kind, max_batch_size=8, page_size=32, num_pages=8, max_seq_len=96,
+        max_batch_tokens=32,
+    )  # fmt: skip
+    pool, graphs, steps = made.pool, made._core.runner.graphs, 1 if backend == "triton" else 4
+    graphs.sizes = [4]
+    pages, rings = [2, 5, 3, 6], [1, 4]
+    first = 64 - steps  # the last step fills a group
+    buffers = [*((x, pages) for x in pool.page_buffers), *((x, rings) for x in pool._sides)]
+    for buffer, held in buffers:
+        others = [row for row in range(len(buffer)) if row not in held]
         buffer.copy_(torch.randint(0, 100, buffer.shape))
-    graphs.sizes = [8]
-    stretches = [Stretch(40, 1, [2, 5], 1), Stretch(37, 1, [3, 6], 4)]
-    before = [x.clone() for x in (*pool.page_buffers, *pool._sides)]
-    for step in range(4):
-        now = [Stretch(s.start + step, 1, s.pages, s.ring) for s in stretches]
-        assert graphs.logits([7, 9], now) is not None
-    assert recorder.replayed == 3
-    sides = len(pool.page_buffers)
-    for index, (was, buffer) in enumerate(
-        zip(before, (*pool.page_buffers, *pool._sides), strict=True)
-    ):
-        mine = [5, 6] if index < sides else [1, 4]
-        others = [row for row in range(len(buffer)) if row not in mine]
-        assert torch.equal(buffer[others], was[others])
+        buffer[others] = torch.nan if buffer.is_floating_point() else 111
+    before = [x.clone().view(torch.uint8) for x, _ in buffers]
+    with use_backend(backend), torch.no_grad():
+        for step in range(steps):
+            now = [Stretch(first + step, 1, pages[:2], 1), Stretch(37 + step, 1, pages[2:], 4)]
+            assert graphs.logits([7, 9], now) is not None
+    logits = graphs._made[4]._logits
+    assert logits is not None and logits.isfinite().all()
+    for was, (buffer, held) in zip(before, buffers, strict=True):
+        same = (buffer.view(torch.uint8) == was).flatten(1).all(1)
+        assert same[[row for row in range(len(buffer)) if row not in held]].all()
+    assert not torch.equal(before[0], buffers[0][0].view(torch.uint8))
 
 
 def test_what_cannot_be_rows_of_one_token_is_run(recorder: Recorder) -> None:

@@ -1,37 +1,78 @@
 """What a CUDA graph does, on any device: a step's torch calls are noted, and done again on replay.
 
 A graph keeps addresses and numbers: a replay reads the same tensors and uses the numbers the host had while
-recording. So does this, and like a graph it refuses what makes the host wait or hands it over fresh data.
+recording. So does `Recorder`, and like a graph it refuses what makes the host wait or hands it over fresh data.
+`Rerun` runs the step's Python again instead, and refuses whatever differs from what was recorded: where it refuses
+nothing, a graph leaves nothing out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-FORBIDDEN = {"_local_scalar_dense", "nonzero", "lift_fresh", "lift_fresh_copy", "equal"}
+FORBIDDEN = {"_local_scalar_dense", "nonzero", "lift_fresh", "lift_fresh_copy", "equal"} | {
+    "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount",
+}  # fmt: skip
+#: What torch's dispatcher is not asked for on the CPU.
+HOST = {"tolist", "cpu", "numpy", "__array__"}
+#: Ops that wait for the device where an index is a mask.
+MASKED = {"index", "index_put", "index_put_", "_index_put_impl_"}
+
+
+def _refuse(name: str) -> None:
+    raise RuntimeError(f"{name}: operation not permitted when stream is capturing")
+
+
+class _NoHost(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in HOST:
+            _refuse(name)
+        return func(*args, **(kwargs or {}))
 
 
 class _Note(TorchDispatchMode):
-    def __init__(self) -> None:
+    """Notes calls; those that write are noted alone, unless ``does``."""
+
+    def __init__(self, does: bool = False) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.does = does
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
-        if name in FORBIDDEN:
-            raise RuntimeError(f"{name}: operation not permitted when stream is capturing")
-        if func._schema.is_mutable:
+        places = {str(x.device) for x in _tensors((args, kwargs)) if x.dim()}
+        if name == "_to_copy" and kwargs.get("device") is not None:
+            places.add(str(kwargs["device"]))
+        if name in FORBIDDEN or (name in MASKED and any(map(_is_mask, args[1]))):
+            _refuse(name)
+        if len(places) > 1:
+            _refuse(f"{name} over {' and '.join(sorted(places))}")
+        if func._schema.is_mutable and not self.does:
             out = args[0] if func._schema.returns else None  # noted, not done
         else:
             out = func(*args, **kwargs)
         self.calls.append((func, args, kwargs, out))
         return out
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+@contextmanager
+def noted(does: bool = False) -> Iterator[_Note]:
+    """The torch calls within; RuntimeError for those a graph cannot hold."""
+    with _NoHost(), _Note(does) as note:
+        yield note
 
 
 class Recorder:
@@ -40,13 +81,13 @@ class Recorder:
     def __init__(self) -> None:
         self.warmed = self.recorded = self.replayed = 0
 
-    def warm_up(self, step: Callable[[], None]) -> None:
+    def warm_up(self, step: Callable[[], object]) -> None:
         self.warmed += 1
         step()
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+    def record(self, step: Callable[[], object]) -> Callable[[], None]:
         self.recorded += 1
-        with _Note() as note:
+        with noted() as note:
             step()
 
         def replay() -> None:
@@ -58,3 +99,58 @@ class Recorder:
                         old.copy_(new)
 
         return replay
+
+
+class Rerun(Recorder):
+    """Runs the step anew with every replay.
+
+    Raises:
+        RuntimeError: (from a replay) it does not do what it did: another op, another number of the host, another shape,
+            or another tensor from outside the step.
+    """
+
+    def record(self, step: Callable[[], object]) -> Callable[[], None]:
+        self.recorded += 1
+        with noted() as kept:  # with its tensors, so that no others come to lie where they are
+            step()
+
+        def replay() -> None:
+            self.replayed += 1
+            with noted(does=True) as note:
+                step()
+            wanted, found = described(kept.calls), described(note.calls)
+            for place, (was, now) in enumerate(zip(wanted, found, strict=False)):
+                if was != now:
+                    raise RuntimeError(f"call {place} was {was} when recorded, and is {now}")
+            if len(wanted) != len(found):
+                raise RuntimeError(f"{len(wanted)} calls were recorded, and {len(found)} are done")
+
+        return replay
+
+
+def described(calls: list[tuple[Any, Any, Any, Any]]) -> list[Any]:
+    """Calls without what a replay may change: the ops, the numbers of the host, shapes, and where tensors are that the
+    step has not made itself.
+    """
+    made: dict[int, int] = {}
+
+    def of(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        memory = x.untyped_storage()._cdata
+        whose = f"made by call {made[memory]}" if memory in made else f"at {memory:x}"
+        return (whose, tuple(x.shape), x.stride(), x.dtype, x.storage_offset())
+
+    found = []
+    for place, (func, args, kwargs, out) in enumerate(calls):
+        given = tree_map(of, (args, kwargs))
+        known = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
+        for x in _tensors(out):
+            if x.untyped_storage()._cdata not in known:
+                made[x.untyped_storage()._cdata] = place
+        found.append((str(func), given, tree_map(of, out)))
+    return found
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
