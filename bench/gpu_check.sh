@@ -71,11 +71,13 @@ parity() {
     cd "$ROOT"
     if [[ "$DRY" == 1 ]]; then
         module check --quick --backends triton --require triton
+        "$PYTHON" -m caramba_fast.bench.serving.graphs --device cpu --kinds q4
         return
     fi
     module shards "$(left 60)" --shard check --device cuda --require triton
     if "$PYTHON" -c "import pydantic" 2>/dev/null; then
         module host_time --out "$OUT_DIR/host_time.json" # fails where a repeated step does something else
+        "$PYTHON" -m caramba_fast.bench.serving.graphs --time-limit "$(left 90)"
     fi
     if "$PYTHON" -c "import pytest, pydantic" 2>/dev/null && (($(left 0) > 60)); then
         timeout "$(left 10)" "$PYTHON" -m pytest -q -p no:cacheprovider --device cuda \

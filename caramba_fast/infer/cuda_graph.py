@@ -8,6 +8,7 @@ the device, the cache is named whole, and how work is split follows from its cap
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -222,6 +223,9 @@ class BatchGraphs(DecodeGraphs):
         wanted: `GenerateConfig.cuda_graph` of the engine.
         most: sequences of a step.
 
+    Attributes:
+        eager: how many steps were run one by one, by the reason.
+
     Raises:
         ValueError: a graph was asked for where there cannot be one.
     """
@@ -231,12 +235,15 @@ class BatchGraphs(DecodeGraphs):
         self._pool, self._made = pool, dict[int, BatchGraph]()
         self.sizes = [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
         self._shared: Recorder | None = None
+        self.eager = Counter[str]()
 
     def logits(self, tokens: Sequence[int], stretches: Sequence[Stretch]) -> Tensor | None:
         """`BatchGraph.step`; None where the step is to be run one by one, and nothing was done."""
-        rows = next((size for size in self.sizes if size >= len(stretches)), None)
-        if self.reason is not None or rows is None or DecodeBatch.why_not(stretches, self._pool):
+        reason = self.reason or self._why_not(stretches)
+        if reason is not None:
+            self.eager[reason] += 1
             return None
+        rows = next(size for size in self.sizes if size >= len(stretches))
         if rows not in self._made:
             self._shared = self._shared or self._recorder()
             self._made[rows] = BatchGraph(self._model, rows, self._pool, self._shared)
@@ -244,7 +251,18 @@ class BatchGraphs(DecodeGraphs):
             return self._made[rows].step(tokens, stretches)
         except RecordingError as error:
             self.give_up(str(error))
+            self.eager[str(self.reason)] += 1
             return None
+
+    def _why_not(self, stretches: Sequence[Stretch]) -> str | None:
+        if len(stretches) > self.sizes[-1]:
+            return f"more than {self.sizes[-1]} sequences"
+        return DecodeBatch.why_not(stretches, self._pool)
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What an engine says of its graphs."""
+        return {"decode_graph": self.state(), "eager_steps": dict(self.eager)}
 
     def forget(self) -> None:
         """Lets go of all recorded steps."""

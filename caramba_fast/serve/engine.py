@@ -128,7 +128,7 @@ class EngineRequests:
         return {
             **self.settings.model_dump(),
             "cache_kind": self.config.cache_name,
-            "decode_graph": self._core.runner.graphs.state(),
+            **self._core.runner.graphs.report,
             "cache_bytes": self.pool.nbytes,
             "page_size": self.pool.page_size,
             "num_pages": self.pool.num_pages,

@@ -146,6 +146,7 @@ def engine_metrics(scheduler: Scheduler) -> EngineMetrics:
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
         steps=counted.steps,
+        graph_steps=counted.graph_steps,
         prompt_tokens=prompts,
         new_tokens=counted.new_tokens,
         step_tokens=counted.step_tokens,

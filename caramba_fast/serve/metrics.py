@@ -96,6 +96,8 @@ class EngineMetrics:
     Attributes:
         running, waiting: answers that are worked on, and that wait (preempted ones too).
         steps: forward passes.
+        graph_steps: of these, how many ran as a CUDA graph, or were the first of a size, which nothing records yet. Why
+            the others did not is in ``report["eager_steps"]`` of the engine.
         prompt_tokens, new_tokens, step_tokens: tokens of prompts that were fed or found, tokens generated, and
             tokens that went through the model (fed again after a preemption, and drafted ones, included).
         prefix_hit_tokens, prefix_hit_rate: tokens of prompts found in pages, and their share.
@@ -113,6 +115,7 @@ class EngineMetrics:
     running: int
     waiting: int
     steps: int
+    graph_steps: int
     prompt_tokens: int
     new_tokens: int
     step_tokens: int
@@ -146,7 +149,7 @@ class Counters:
     """What an engine counts as it goes."""
 
     def __init__(self) -> None:
-        self.steps = self.prompt_tokens = self.new_tokens = self.step_tokens = 0
+        self.steps = self.graph_steps = self.prompt_tokens = self.new_tokens = self.step_tokens = 0
         self.prefix_hit_tokens = self.prefix_store_tokens = self.preemptions = self.swaps = 0
         self.drafted = self.accepted = self.finished = self.failed = 0
         self.busy_s = 0.0

@@ -102,10 +102,10 @@ class ModelRunner:
         self, tokens: Sequence[int], stretches: Sequence[Stretch], rows: Sequence[int]
     ) -> Tensor:
         """(M, V), behind the tokens of ``rows``."""
-        if len(rows) == len(stretches):
-            found = self.graphs.logits(tokens, stretches)
-            if found is not None:
-                return found
+        found = self.graphs.logits(tokens, stretches)
+        if found is not None:
+            self.counters.graph_steps += 1
+            return found if len(rows) == len(stretches) else found[list(rows)]
         device = self.model.device
         ids = torch.tensor(tokens, device=device)
         wanted = torch.tensor(rows, dtype=torch.int64, device=device)

@@ -166,6 +166,22 @@ def test_pages_that_run_out_are_taken_and_brought_back(recorder: Recorder) -> No
     assert recorder.replayed > 20
 
 
+def test_prompts_that_are_read_token_by_token_are_rows_too(recorder: Recorder) -> None:
+    """Of two tokens a step one is the answer's, and one of a prompt behind which nothing is chosen yet."""
+    options: dict[str, Any] = dict(max_batch_size=2, max_batch_tokens=2)
+    eager, made = engine(cuda_graph=False, **options), engine(**options)
+    assert answers(made, (9, 20), later=1) == answers(eager, (9, 20), later=1)
+    assert eager.metrics.graph_steps == 0
+    assert eager.report["eager_steps"] == {"cuda_graph is False": eager.metrics.steps}
+    told = made.report["eager_steps"]
+    assert {*told} == {
+        "a sequence has more than one new token",
+        "a sequence still writes its sinks",
+    }
+    assert made.metrics.graph_steps == made.metrics.steps - sum(told.values())
+    assert made.metrics.graph_steps > 15 and recorder.replayed == made.metrics.graph_steps - 2
+
+
 def test_drawn_tokens_and_prefixes_that_are_shared(recorder: Recorder) -> None:
     def drawn(made: Any) -> list[list[int]]:
         prompt = text(3, 90)
@@ -219,6 +235,7 @@ def test_what_cannot_be_rows_of_one_token_is_run(recorder: Recorder) -> None:
     assert graphs.logits([1, 2], [Stretch(40, 2, [0], 0)]) is None
     assert graphs.logits([1], [Stretch(2, 1, [0], 0)]) is None  # within its sinks
     assert graphs.logits([1] * 17, [Stretch(40, 1, [0], 0)] * 17) is None
+    assert "more than 16 sequences" in made.report["eager_steps"]
     batch = DecodeBatch(2, pool)
     for tokens, stretches, message in (
         ([1, 2], [Stretch(40, 1, [0], 0)], "2 tokens of 1 sequences; 1 to 2"),
@@ -245,6 +262,7 @@ def test_a_model_that_waits_for_the_device_is_run_step_by_step(
     with pytest.warns(UserWarning, match="not replayed as a CUDA graph: _local_scalar_dense"):
         assert answers(made) == wanted
     assert made.report["decode_graph"].startswith("not used: recording failed")
+    assert any(reason.startswith("recording failed") for reason in made.report["eager_steps"])
     must = engine(cuda_graph=True)
     must.add_request(text(1, 20), max_new_tokens=9)
     errors = [event.output.error for event in _events(must) if event.output is not None]

@@ -12,10 +12,10 @@ X = torch.arange(6.0)
 #: What a step must not do while it is recorded.
 WAITS: dict[str, Callable[[], object]] = {
     "_local_scalar_dense": lambda: X.sum().item(),
-    "tolist": lambda: X.tolist(),
-    "cpu": lambda: X.cpu(),
-    "numpy": lambda: X.numpy(),
-    "nonzero": lambda: X.nonzero(),
+    "tolist": X.tolist,
+    "cpu": X.cpu,
+    "numpy": X.numpy,
+    "nonzero": X.nonzero,
     "index": lambda: X[X > 2],
     "masked_select": lambda: X.masked_select(X > 2),
     "lift_fresh": lambda: torch.tensor([1.0]),

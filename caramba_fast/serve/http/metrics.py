@@ -15,8 +15,8 @@ from caramba_fast.serve.metrics import EngineMetrics
 PREFIX = "caramba_fast_"
 #: Figures that only grow; the others go up and down.
 COUNTED = (
-    "steps", "prompt_tokens", "new_tokens", "step_tokens", "prefix_hit_tokens", "prefix_store_tokens", "preemptions",
-    "swaps", "drafted", "accepted", "finished", "failed", "busy_s",
+    "steps", "graph_steps", "prompt_tokens", "new_tokens", "step_tokens", "prefix_hit_tokens", "prefix_store_tokens",
+    "preemptions", "swaps", "drafted", "accepted", "finished", "failed", "busy_s",
 )  # fmt: skip
 
 
