@@ -25,17 +25,18 @@ class _Rows:
     """What a layer asks of the one call of its ops: R rows of one token.
 
     Args:
-        given: (R, NUMBERS + pages) int32.
+        given: (NUMBERS + pages, R or more) int32.
+        rows: R.
     """
 
     early = None
 
-    def __init__(self, given: Tensor) -> None:
-        numbers = given[:, :NUMBERS].T.contiguous()
-        self.ids, self.starts, self.ends, self.query_lens, self.owners, self.givers = numbers
-        self.rows, self.table = len(given), given[:, NUMBERS:].contiguous()
-        self.owners, self.givers = self.owners.long(), self.givers.long()
-        self.rings = torch.arange(self.rows, device=given.device)
+    def __init__(self, given: Tensor, rows: int) -> None:
+        numbers = given[:NUMBERS, :rows]
+        self.ids, self.starts, self.ends, self.query_lens, owners, givers = numbers
+        self.rows, self.table = rows, given[NUMBERS:, :rows].T.contiguous()
+        self.owners, self.givers = owners.long(), givers.long()
+        self.rings = slice(None)
 
     def rows_of(self, x: Tensor) -> Tensor:
         """(R, H, D) -> (R, H, 1, D)."""
@@ -54,16 +55,17 @@ class _Rings:
 
     def __init__(self, rows: _Rows, size: int) -> None:
         self.rows, self.size = rows, size
+        self._slots = rows.starts.long()[rows.givers] % (2 * size)
+        self._places = self._slots % size
 
     def taken(self, tail: Tensor) -> Tensor:
-        """(R, lanes, 2 * size, lane_dim): what each row's sequence has in ``tail`` (rings, …)."""
-        return tail.index_select(0, self.rows.owners).repeat(1, 1, 2, 1)
+        """(R, lanes, 2 * size, lane_dim): what each row's sequence has in ``tail`` (rings, …), in one kernel."""
+        twice = tail.unsqueeze(2).expand(-1, -1, 2, -1, -1)
+        return twice.index_select(0, self.rows.owners).flatten(2, 3)
 
     def give_back(self, pieces: Tensor, tail: Tensor) -> None:
         """Writes the new tokens into the rings of their sequences."""
-        row = self.rows.givers
-        slot = self.rows.starts[row].long() % (2 * self.size)
-        tail[self.rows.owners, :, slot % self.size] = pieces[row, :, slot]
+        tail[self.rows.owners, :, self._places] = pieces[self.rows.givers, :, self._slots]
 
 
 class DecodeBatch:
@@ -74,7 +76,7 @@ class DecodeBatch:
         pool: whose pages they are in.
 
     Attributes:
-        tokens: R.
+        tokens: R; at first none of them has a sequence.
         positions: (R,) int64, the place of each token in its sequence; of `unpack`.
         layers: a `RaggedLayer` for each of the model's; of `unpack`.
     """
@@ -83,9 +85,15 @@ class DecodeBatch:
 
     def __init__(self, rows: int, pool: PagePool) -> None:
         self.tokens, self._pool = rows, pool
-        self._given = torch.zeros(
-            (rows, NUMBERS + pool.pages_per_row), dtype=torch.int32, device=pool.device
-        )
+        # A number of all rows is one line, so that lines that are not in use need no copy; lines begin where a GPU
+        # reads 16 bytes at once, for Triton compiles other kernels for those that do not.
+        shape = (NUMBERS + pool.pages_per_row, -(-rows // 4) * 4)
+        self._host = torch.zeros(shape, dtype=torch.int32)
+        self._host[NUMBERS:] = NO_PAGE
+        self._lines: Any = self._host.numpy()
+        self._pages: list[Sequence[int]] = [[] for _ in range(rows)]
+        self._used = NUMBERS
+        self._given = torch.empty(shape, dtype=torch.int32, device=pool.device).copy_(self._host)
         self.positions: Tensor
         self.layers: list[RaggedLayer] = []
 
@@ -111,15 +119,27 @@ class DecodeBatch:
         why = self.why_not(stretches, self._pool)
         if why is not None:
             raise ValueError(f"{why}, which a batch of single tokens has no place for")
-        width = self._pool.pages_per_row
-        lines = []
-        for row, (token, stretch) in enumerate(zip(tokens, stretches, strict=True)):
-            start, _, pages, ring = stretch
-            numbers = [token, start, start + 1, 1, max(ring, 0), row]
-            lines.append([*numbers, *pages[:width], *[NO_PAGE] * (width - len(pages))])
-        first = lines[0][NUMBERS - 2]
-        lines += [[0, 0, 0, 0, first, 0, *[NO_PAGE] * width]] * (self.tokens - len(lines))
-        self._given.copy_(torch.tensor(lines, dtype=torch.int32), non_blocking=True)
+        numbers = [
+            (token, stretch.start, stretch.start + 1, 1, max(stretch.ring, 0), row)
+            for row, (token, stretch) in enumerate(zip(tokens, stretches, strict=True))
+        ]
+        nobody = (0, 0, 0, 0, numbers[0][NUMBERS - 2], 0)
+        numbers += [nobody] * (self.tokens - len(numbers))
+        self._lines[:NUMBERS, : self.tokens] = list(zip(*numbers, strict=True))
+        for row in range(self.tokens):
+            self._put_pages(row, stretches[row].pages if row < len(stretches) else ())
+        used = NUMBERS + max(map(len, self._pages))
+        changed, self._used = max(used, self._used), used
+        # The copy is waited for: the next call writes into what is copied from.
+        self._given[:changed].copy_(self._host[:changed])
+
+    def _put_pages(self, row: int, pages: Sequence[int]) -> None:
+        """Notes the pages of a row; most have those of the step before."""
+        pages = list(pages[: self._pool.pages_per_row])
+        if pages != self._pages[row]:
+            column, self._pages[row] = self._lines[NUMBERS:, row], pages
+            column[: len(pages)] = pages
+            column[len(pages) :] = NO_PAGE
 
     def unpack(self) -> Tensor:
         """Makes of the numbers what a model asks for, by ops alone: part of what is recorded.
@@ -127,7 +147,7 @@ class DecodeBatch:
         Returns:
             (R,) int64, the tokens.
         """
-        rows = _Rows(self._given)
+        rows = _Rows(self._given, self.tokens)
         rings = _Rings(rows, self._pool.group) if self._pool.group > 1 else None
         calls: Any = [rows]
         self.positions = rows.starts.long()

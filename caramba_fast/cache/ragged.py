@@ -84,7 +84,12 @@ class _Group:
         self.table = integers(tables)
         self.starts = integers([piece.start for piece in pieces])
         self.ends = integers([piece.start + piece.length for piece in pieces])
-        self.rings = integers([piece.row for piece in pieces], torch.int64)
+        rings = [piece.row for piece in pieces]
+        ordered = rings == list(range(rings[0], rings[0] + self.rows))
+        #: Which rings of this pass the rows have; a slice wherever it can be, which needs no copy.
+        self.rings: slice | Tensor = (
+            slice(rings[0], rings[0] + self.rows) if ordered else integers(rings, torch.int64)
+        )
         self.owners = integers([piece.ring for piece in pieces], torch.int64)
         #: Rows that may write sinks: those that begin where their sequence does, or soon behind.
         early = [(row, p.ring) for row, p in enumerate(pieces) if p.start < sink_len]
@@ -262,6 +267,7 @@ class RaggedLayer:
         self.stored, self.groups, self.queries, self.rings = stored, groups, queries, rings
         self.num_splits = num_splits
         self._tails: dict[str, Tensor] = {}
+        self._lent: dict[Any, dict[str, dict[str, Tensor]]] = {}  # by group
 
     @torch.no_grad()
     def append_tokens(self, *new: Tensor) -> None:
@@ -269,16 +275,16 @@ class RaggedLayer:
         streams, rings = self.stored.streams, self.rings
         if rings is not None:
             self._tails = {name: rings.taken(tail_of(stream)) for name, stream in streams.items()}
-        at = 0
         for group in self.groups:
             rows = [group.rows_of(x) for x in new]
             options = {"block_table": group.table}
             if group.query_lens is not None:
                 options["query_lens"] = group.query_lens
-            sides = self._sides(group, slice(at, at + group.rows))
+            sides = self._sides(group)
             self.stored.plans.append(rows, group.starts, options, sides)
             self._keep_sinks(group, sides)
-            at += group.rows
+            if group.early is None:  # else sinks of one row are another's as well
+                self._lent[group] = sides
         if rings is not None:
             for name, stream in streams.items():
                 rings.give_back(self._tails[name], tail_of(stream))
@@ -294,7 +300,7 @@ class RaggedLayer:
             pages = {"block_table": group.table, "query_lens": group.query_lens}
             alone = group.rows == 1 and self.num_splits == BALANCED
             shares = {} if alone else {"num_splits": self.num_splits}
-            sides = self._sides(group, group.rings)
+            sides = self._lent.get(group) or self._sides(group)
             out, _ = self.stored.plans.attend(
                 rows, group.ends, {**shares, **options, **pages}, sides=sides
             )
@@ -304,11 +310,15 @@ class RaggedLayer:
             return queries[0].new_empty(0, heads, dim)
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _sides(self, group: _Group, rows: Any) -> dict[str, dict[str, Tensor]]:
-        """Rings of some rows of this pass, and the sinks of their sequences; nothing where the storage has neither."""
+    def release(self) -> None:
+        """Lets go of what rows were lent, when a model has done with the layer: the next one has room in its place."""
+        self._tails, self._lent = {}, {}
+
+    def _sides(self, group: _Group) -> dict[str, dict[str, Tensor]]:
+        """Rings of a group's rows, and the sinks of their sequences; nothing where the storage has neither."""
         found: dict[str, dict[str, Tensor]] = {}
         for name, tail in self._tails.items():
-            found.setdefault(name, {})["tail"] = tail[rows]
+            found.setdefault(name, {})["tail"] = tail[group.rings]
         for name, stream in self.stored.streams.items():
             if stream.sink is not None:
                 found.setdefault(name, {})["sink"] = stream.sink[group.owners]

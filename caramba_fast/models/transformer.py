@@ -179,8 +179,10 @@ class Transformer(nn.Module):
         *before, last = self.model.layers
         for layer, cache in zip(before, batch.layers, strict=False):
             x = layer(x, step, cache)
+            cache.release()
         if isinstance(batch, RaggedBatch) and len(rows) < len(ids):
             x = last(x, step._replace(rows=rows), batch.narrowed(rows))
         else:
             x = last(x, step, batch.layers[-1])[rows]
+            batch.layers[-1].release()
         return self.lm_head(self.model.norm(x))[:, 0]
