@@ -96,13 +96,15 @@ def prompt_states(model: Any, ids: Tensor | None = None) -> list[tuple[Tensor, T
 
 
 def caches(
-    model: Any, context: int, ours: Sequence[str] = OURS
+    model: Any, context: int, ours: Sequence[str] = OURS, theirs: Sequence[str] | None = None
 ) -> Iterator[tuple[str, bool, Callable[[], Any]]]:
-    """Name, whether it is ours, and how it is made."""
+    """Name, whether it is ours, and how it is made; ``theirs`` names some of `THEIRS`, by default all."""
     yield "dynamic", False, lambda: transformers.DynamicCache(config=model.config)
     for kind in ours:
         yield kind, True, lambda kind=kind: CarambaCache(model, kind, max_seq_len=context + ROOM)
     for name, (package, bits) in THEIRS.items():
+        if theirs is not None and name not in theirs:
+            continue
         if package is None or find_spec(package.partition(".")[0]):
             backend = name.rstrip("48") if package else "fp8"
             more = {} if bits is None else {"nbits": bits}
@@ -115,11 +117,15 @@ def caches(
 
 @torch.no_grad()
 def filled(
-    model: Any, states: list[tuple[Tensor, Tensor]], context: int, ours: Sequence[str] = OURS
+    model: Any,
+    states: list[tuple[Tensor, Tensor]],
+    context: int,
+    ours: Sequence[str] = OURS,
+    theirs: Sequence[str] | None = None,
 ) -> list[Entry]:
     """Every cache that can be made here, holding ``context`` tokens: the states of a prompt, repeated."""
     entries = []
-    for name, is_ours, make in caches(model, context, ours):
+    for name, is_ours, make in caches(model, context, ours, theirs):
         try:
             cache = make()
             for index, pair in enumerate(states):

@@ -23,11 +23,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from caramba_fast.bench.kernels import binary
-from caramba_fast.bench.kernels.cards import SHARED_LIMITS, shares
-from caramba_fast.bench.kernels.loop import main_loop, typical
+from caramba_fast.bench.kernels.cards import PROCESSORS, SHARED_LIMITS, shares
+from caramba_fast.bench.kernels.loop import allocations, main_loop, typical
 from caramba_fast.bench.kernels.variant import Variant
 from caramba_fast.bench.kernels.variants import variants
 from caramba_fast.formats import CHANNEL_KINDS, QUANTIZED_KINDS
+from caramba_fast.kernels.occupancy import Multiprocessor, resident
 
 Key = tuple[str, ...]
 
@@ -97,13 +98,28 @@ def problems(row: Row, recorded: Mapping[Key, Mapping[str, str]] | None = None) 
     return [f"{row.op}[{what}] on {row.target}, Triton {row.triton} {text}" for text in found]
 
 
+#: What may not be more than was recorded.
+COUNTED = {
+    "loop_per_token": "takes {} instructions a token in its main loop",
+    "barriers": "has {} barriers in its main loop",
+    "fences": "has {} fences in its main loop",
+    "shuffles": "has {} shuffles in its main loop",
+    "narrow_shared": "touches shared memory by one or two bytes a thread {} times in its main loop",
+    "allocations": "takes shared memory {} times within loops",
+}
+
+
 def _worse(row: Row, earlier: Mapping[str, str] | None) -> list[str]:
     if earlier is None:
         return ["is not recorded (make aot)"]
-    before = float(earlier["loop_per_token"] or 0)
-    if row.loop_per_token is None or row.loop_per_token <= before:
-        return []
-    return [f"takes {row.loop_per_token} instructions a token in its main loop, {before} recorded"]
+    found = []
+    for name, text in COUNTED.items():
+        now, before = getattr(row, name), float(earlier[name] or 0)
+        if now is not None and now > before:
+            found.append(f"{text.format(now)}, {before:g} recorded")
+    if row.programs is not None and row.programs < float(earlier["programs"] or 0):
+        found.append(f"runs {row.programs} programs an SM at once, {earlier['programs']} recorded")
+    return found
 
 
 TARGETS: dict[str, GPUTarget] = {
@@ -147,6 +163,15 @@ class Row:
     #: Bytes a thread loads at once of K and V in the main loop: at least, and for most of the bytes.
     narrowest_load: int | None = None
     typical_load: int | None = None
+    #: Programs an SM runs at once, by registers, shared memory and threads (`occupancy.resident`); empty on AMD.
+    programs: int | None = None
+    #: Instructions of the main loop that cost more than a slot (`loop.COSTLY`).
+    barriers: int | None = None
+    fences: int | None = None
+    shuffles: int | None = None
+    narrow_shared: int | None = None
+    #: Times that loops take shared memory for a tile.
+    allocations: int | None = None
     #: Share of the bandwidth that loop_per_token allows on cards of this target (`cards.CARDS`).
     a100: float | None = None
     h100: float | None = None
@@ -195,7 +220,8 @@ def inspect(variant: Variant, target_name: str) -> Row:
     """Compiles one variant and measures the result."""
     target = TARGETS[target_name]
     variant = variant.on(target.backend, target.arch)
-    found = binary.inspect(compile_variant(variant, target))
+    compiled = compile_variant(variant, target)
+    found = binary.inspect(compiled)
     threads = variant.num_warps * target.warp_size
     return Row(
         triton=triton.__version__,
@@ -212,11 +238,20 @@ def inspect(variant: Variant, target_name: str) -> Row:
         shared_bytes=found.shared_bytes,
         instructions=len(found.lines),
         instructions_per_value=round(len(found.lines) * threads / variant.values, 2),
-        **(_loop_columns(variant, target_name, found) if variant.tile else {}),
+        programs=_programs(target_name, found.registers, found.shared_bytes, variant.num_warps),
+        **(_loop_columns(variant, target_name, found, compiled) if variant.tile else {}),
     )
 
 
-def _loop_columns(variant: Variant, target: str, found: binary.Binary) -> dict[str, Any]:
+def _programs(target: str, registers: int, shared: int, warps: int) -> int | None:
+    if target not in PROCESSORS:
+        return None
+    return resident(registers, shared, warps, Multiprocessor(*PROCESSORS[target]))
+
+
+def _loop_columns(
+    variant: Variant, target: str, found: binary.Binary, compiled: CompiledKernel
+) -> dict[str, Any]:
     loop = main_loop(found)
     threads = variant.num_warps * TARGETS[target].warp_size
     widths = loop.cover(variant.code_bytes * variant.tile / threads)
@@ -226,6 +261,8 @@ def _loop_columns(variant: Variant, target: str, found: binary.Binary) -> dict[s
         "matrix": loop.matrix,
         "narrowest_load": min(widths, default=0),
         "typical_load": typical(widths),
+        **loop.costly,
+        "allocations": allocations(compiled.asm["ttgir"]),
         # A prompt is limited by products: no share of the bandwidth is its own.
         **({} if variant.choose else shares(target, variant.token_bytes, per_token)),
     }
@@ -246,7 +283,8 @@ def rows(targets: Iterable[str]) -> Iterator[Row]:
                     if variant.choose
                     else shares(target, variant.token_bytes, row.loop_per_token)
                 )
-                row = replace(row, target=target, **own)
+                used = (row.registers, row.shared_bytes, row.num_warps)
+                row = replace(row, target=target, programs=_programs(target, *used), **own)
             done[target, i] = row
             yield row
 

@@ -20,6 +20,15 @@ SHARED_LIMITS = {
     "gfx942": 64 * 1024,
 }
 
+#: Bytes of shared memory and threads of an SM: the same table.
+PROCESSORS = {
+    "sm_80": (164 * 1024, 2048),
+    "sm_89": (100 * 1024, 1536),
+    "sm_90": (228 * 1024, 2048),
+    "sm_100": (228 * 1024, 2048),
+    "sm_120": (100 * 1024, 1536),
+}
+
 #: Warp schedulers of an SM, each of which issues one instruction a cycle (compute capability 8.0 to 10.0).
 SCHEDULERS = 4
 

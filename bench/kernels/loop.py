@@ -1,10 +1,10 @@
-"""The main loop of a kernel in its machine code: how long it is, what it multiplies with, how it loads."""
+"""The main loop of a kernel in its machine code: its length, its matrix products, how it loads, where it waits."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from caramba_fast.bench.kernels.binary import Binary
 
@@ -17,6 +17,16 @@ SASS_LOAD = re.compile(r"\bLDG(?:STS)?\b([.\w]*)")
 SASS_WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 AMD_LOAD = re.compile(r"(?:global|buffer|flat)_load_(?:lds_)?(dword(?:x\d)?|u?short|[us]byte)")
 AMD_WIDTHS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "short": 2, "ushort": 2}
+#: What costs more than a slot, by column of the table: all warps of a program wait for each other; a warp waits for its
+#: own writes; lanes exchange registers; shared memory is read or written by less than a word a thread.
+COSTLY = {
+    "barriers": re.compile(r"\bBAR\b|\bs_barrier"),
+    "fences": re.compile(r"\b(?:MEMBAR|FENCE)\b|\b(?:buffer|global)_(?:wbl2|inv|wb|gl0_inv)"),
+    "shuffles": re.compile(r"\bSHFL\b|\bds_(?:bpermute|permute|swizzle)|_dpp\b"),
+    "narrow_shared": re.compile(
+        r"\b(?:LDS|STS)\.[US](?:8|16)\b|\bds_(?:read|write)_[uib]+(?:8|16)"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -27,11 +37,13 @@ class Loop:
         instructions: how many there are.
         matrix: how many of them multiply matrices.
         loads: bytes a thread gets from each load of global memory.
+        costly: how many there are of each of `COSTLY`.
     """
 
     instructions: int
     matrix: int
     loads: tuple[int, ...]
+    costly: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COSTLY, 0))
 
     def cover(self, needed: float) -> list[int]:
         """The widest loads that bring ``needed`` bytes a thread.
@@ -74,7 +86,26 @@ def main_loop(binary: Binary) -> Loop:
         instructions=len(body),
         matrix=sum(bool(MATRIX.search(line)) for line in body),
         loads=tuple(width for line in body if (width := load_width(line))),
+        costly={
+            name: sum(bool(form.search(line)) for line in body) for name, form in COSTLY.items()
+        },
     )
+
+
+def allocations(ttgir: str) -> int:
+    """How often Triton's GPU IR takes shared memory within loops, again for every tile.
+
+    What is taken once, before a loop, is not counted.
+    """
+    found, loops = 0, list[int]()
+    for line in ttgir.splitlines():
+        indent = len(line) - len(line.lstrip())
+        while loops and line.strip() and indent <= loops[-1]:
+            loops.pop()
+        if re.search(r"\bscf\.(?:for|while)\b", line):
+            loops.append(indent)
+        found += bool(loops) and "ttg.local_alloc" in line
+    return found
 
 
 def load_width(line: str) -> int:

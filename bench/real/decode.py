@@ -5,6 +5,9 @@ A model takes single tokens behind contexts of several lengths: in transformers 
 GGUF file that the checkpoint was made from, whose weights have 4 bits). Contexts are the states of random tokens,
 repeated; llama.cpp computes its own. All take their steps in turn, in rounds; a ratio is the median over rounds.
 
+Weights of 8 and 4 bits come from torchao, where it is installed: the model of transformers once more with these, with
+its DynamicCache and with ours. ``vs_dynamic`` of all is against the model as it was loaded.
+
 With ``--prompts`` each of them also reads a prompt in a process of its own, which gives time to first token and the
 most memory it took.
 
@@ -19,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -55,6 +59,8 @@ LLAMA_MOST = 8192
 #: Tokens whose states are repeated; steps of a round; rounds, and seconds after which no more are begun.
 TEXT, STEPS, ROUNDS, BUDGET_S = 256, 4, 11, 60.0
 QUICK = (64, 2048)
+#: Under `accelerate`, of a model whose weights torchao has quantized; and those weights, on a CPU.
+QUANTIZED, WEIGHTS = ("q4",), ("int8", "int4")
 #: Models as their configurations say, without their weights.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -93,16 +99,40 @@ class Running:
 
 
 def in_transformers(
-    model: Any, states: list[tuple[Tensor, Tensor]], context: int, weights: str
+    model: Any,
+    states: list[tuple[Tensor, Tensor]],
+    context: int,
+    weights: str,
+    kinds: Sequence[str] = ACCELERATED,
 ) -> Iterator[Running]:
-    """DynamicCache first, then ours."""
+    """DynamicCache first, then ours; weights of other bits are named with the program."""
     version = f"transformers {hf_decode.transformers.__version__}"
-    for entry in hf_decode.filled(model, states, context, ACCELERATED):
+    more = f" {weights} weights" if weights in WEIGHTS else ""
+    for entry in hf_decode.filled(model, states, context, kinds, () if more else None):
         yield Running(
-            "accelerate" if entry.ours else "transformers", entry.name, weights,
+            f"{'accelerate' if entry.ours else 'transformers'}{more}", entry.name, weights,
             lambda count, entry=entry: hf_decode.take_steps(model, entry, count),
             lambda entry=entry: hf_decode.cache_bytes(entry.cache), version,
         )  # fmt: skip
+
+
+def with_weights(name: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The model of transformers with torchao's weights, by their name; none where it is missing."""
+    if name in SHAPES or find_spec("torchao") is None:
+        print(f"torchao does not run {name} here: a checkpoint or the package is missing")
+        return {}
+    torchao: Any = import_module("torchao.quantization")
+    cpu: Any = import_module("torchao.prototype.quantization.int4.inference_workflow")
+    made = {
+        "int8": torchao.Int8WeightOnlyConfig(),
+        "int4": cpu.PrototypeInt4WeightOnlyConfig(group_size=32),
+    }
+    found = {}
+    for weights in WEIGHTS:
+        model, _ = _models(name, dtype, torch.device("cpu"))
+        torchao.quantize_(model.eval(), made[weights])
+        found[weights] = model
+    return found
 
 
 def in_generator(model: Any, ids: Tensor, context: int, weights: str) -> Iterator[Running]:
@@ -221,6 +251,7 @@ def decode(
         print(
             f"llama.cpp does not run {name} here: a GGUF file, llama-cpp-python or a CPU is missing"
         )
+    quantized = with_weights(name, dtype) if place.type == "cpu" else {}
     for context in sorted(contexts):
         if context > most:
             print(f"{name} has {most} positions: {context} tokens are left out")
@@ -230,6 +261,8 @@ def decode(
             *in_generator(native, ids[:, : min(TEXT, context)], context, short),
             *in_llama_cpp(name, peers, context),
         ]
+        for weights, model in quantized.items():
+            entries += in_transformers(model, states, context, weights, QUANTIZED)
         measure(entries, rounds, budget_s)
         yield list(rows_of(name, short, context, entries, place))
 

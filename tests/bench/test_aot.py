@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -46,8 +46,14 @@ GOOD = aot.Row(
     matrix=8,
     narrowest_load=8,
     typical_load=16,
+    programs=3,
+    barriers=12,
+    fences=4,
+    shuffles=34,
+    narrow_shared=0,
+    allocations=0,
 )
-RECORD = {aot.key(GOOD): {"loop_per_token": "30.0"}}
+RECORD = {aot.key(GOOD): {name: str(value) for name, value in asdict(GOOD).items()}}
 
 
 def pinned(constraints: str) -> str:
@@ -133,7 +139,13 @@ def test_a_bad_row_is_caught(words):
 
 
 @pytest.mark.parametrize(("words", "changes"), [
-    ("takes 30.1 instructions a token in its main loop, 30.0 recorded", {"loop_per_token": 30.1}),
+    ("takes 30.1 instructions a token in its main loop, 30 recorded", {"loop_per_token": 30.1}),
+    ("has 13 barriers in its main loop, 12 recorded", {"barriers": 13}),
+    ("has 5 fences in its main loop, 4 recorded", {"fences": 5}),
+    ("has 35 shuffles in its main loop, 34 recorded", {"shuffles": 35}),
+    ("by one or two bytes a thread 1 times in its main loop, 0 recorded", {"narrow_shared": 1}),
+    ("takes shared memory 2 times within loops, 0 recorded", {"allocations": 2}),
+    ("runs 2 programs an SM at once, 3 recorded", {"programs": 2}),
     ("is not recorded", {"options": "D 96"}),
     ("is not recorded", {"triton": "1"}),
 ])  # fmt: skip
@@ -213,6 +225,54 @@ def test_the_main_loop_of_amd_assembly():
     found = binary.amd(AMD, 64)
     assert (found.registers, found.spills, len(found.lines)) == (72, 3, 6)
     assert loop.main_loop(found) == loop.Loop(instructions=4, matrix=1, loads=(8, 2))
+
+
+@pytest.mark.parametrize(("line", "column"), [
+    ("BAR.SYNC.DEFER_BLOCKING 0x0", "barriers"), ("s_barrier", "barriers"),
+    ("MEMBAR.ALL.CTA", "fences"), ("FENCE.VIEW.ASYNC.S", "fences"),
+    ("SHFL.BFLY PT, R5, R4, 0x2, 0x1f", "shuffles"), ("ds_bpermute_b32 v1, v2, v3", "shuffles"),
+    ("LDS.U16 R3, [R4]", "narrow_shared"), ("STS.U8 [R4], R3", "narrow_shared"),
+    ("ds_read_u16 v1, v2", "narrow_shared"), ("ds_write_b8 v1, v2", "narrow_shared"),
+    ("LDS.128 R4, [R8]", None), ("STS.64 [R8], R4", None), ("ds_read_b128 v[0:3], v4", None),
+    ("WARPSYNC 0xffffffff", None), ("LDG.E.U16 R2, [R2.64]", None),
+])  # fmt: skip
+def test_what_costs_more_than_a_slot(line, column):
+    found = [name for name, form in loop.COSTLY.items() if form.search(line)]
+    assert found == ([] if column is None else [column])
+
+
+def test_what_is_costly_is_counted_within_the_main_loop():
+    extra = "        /*0048*/                   BAR.SYNC 0x0 ;\n"
+    within = SASS.replace("        /*0050*/", f"{extra}        /*0050*/")
+    behind = SASS.replace("        /*0080*/", f"{extra.replace('0048', '0078')}        /*0080*/")
+    counts = [
+        loop.main_loop(binary.nvidia(x, 0)).costly["barriers"] for x in (SASS, within, behind)
+    ]
+    assert counts == [0, 1, 0]
+
+
+def test_shared_memory_taken_within_loops():
+    ir = """
+  tt.func public @kernel() {
+    %0 = ttg.local_alloc : () -> !ttg.memdesc<2x64xf16>
+    %1 = scf.for %i = %a to %b step %c -> (tensor<1xf32>) : i32 {
+      %2 = ttg.local_alloc %x : (tensor<16x64xf16>) -> !ttg.memdesc<16x64xf16>
+      scf.if %p {
+        %3 = ttg.local_alloc %y : (tensor<16x64xf16>) -> !ttg.memdesc<16x64xf16>
+      }
+    }
+    %4 = ttg.local_alloc %z : (tensor<16x64xf16>) -> !ttg.memdesc<16x64xf16>
+  }
+"""
+    assert loop.allocations(ir) == 2
+
+
+@pytest.mark.parametrize(("target", "registers", "shared", "programs"), [
+    ("sm_90", 168, 40_000, 3), ("sm_90", 168, 100_000, 2), ("sm_80", 128, 90_000, 1),
+    ("sm_89", 40, 1024, 12), ("gfx942", 40, 1024, None),
+])  # fmt: skip
+def test_programs_an_sm_runs_at_once(target, registers, shared, programs):
+    assert aot._programs(target, registers, shared, 4) == programs
 
 
 def test_a_kernel_without_matrix_instructions_has_no_main_loop():

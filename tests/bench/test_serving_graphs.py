@@ -16,21 +16,21 @@ def test_padded_steps_agree(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("column", "rows", "others_change"),
+    ("line", "rows", "others_change"),
     [
         (4, lambda count: slice(count, None), True),  # rows without a sequence: another's ring
         (2, slice, False),  # no sequence sees its newest token
     ],
 )
 def test_steps_that_are_wrong_are_told(
-    column: int, rows: Any, others_change: bool,
+    line: int, rows: Any, others_change: bool,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     fill = DecodeBatch.fill
 
     def wrong(batch: DecodeBatch, tokens: Any, stretches: Any) -> None:
         fill(batch, tokens, stretches)
-        batch._given[rows(len(tokens)), column] = 0
+        batch._given[line, rows(len(tokens))] = 0
 
     monkeypatch.setattr(DecodeBatch, "fill", wrong)
     assert graphs.main(["--device", "cpu", "--kinds", "q4"]) == 1
