@@ -15,18 +15,31 @@ DECODE, FIRST_TOKEN = "-decode.csv", "-first-token.csv"
 PICTURE = ROOT.parent / "docs" / "decode-real.png"
 README, PART = ROOT.parent / "README.md", "decode of real models"
 #: What the README shows beside DynamicCache: program, cache.
-SHOWN = (("accelerate", "q8"), ("accelerate", "q4"), ("llama.cpp", "q8_0"), ("llama.cpp", "q4_0"))
+SHOWN = (
+    ("accelerate", "q4"), ("accelerate int4 weights", "q4"), ("Generator int4 weights", "q4"), ("llama.cpp", "f16"),
+    ("llama.cpp", "q4_0"),
+)  # fmt: skip
 MIB = 2**20
 #: What is drawn: program and cache, colour.
 DRAWN = {
     ("transformers", "dynamic"): "C7", ("accelerate", "q8"): "C0", ("accelerate", "q4"): "C3",
-    ("llama.cpp", "f16"): "C2", ("llama.cpp", "q8_0"): "C8", ("llama.cpp", "q4_0"): "C1",
+    ("Generator int4 weights", "q4"): "C4", ("llama.cpp", "f16"): "C2", ("llama.cpp", "q8_0"): "C8",
+    ("llama.cpp", "q4_0"): "C1",
 }  # fmt: skip
 Row = Mapping[str, str]
 TEXT = """`python -m caramba_fast.bench.real.decode` (`make bench-real`): one token at a time behind a context, batch 1,
 all programs in turn in every round. Tokens/s of transformers with its DynamicCache, then what the others reach as
 multiples of it. accelerate is the same model with our caches, Generator our own loop. llama.cpp computes with weights
-of 4 bits, the others with those named: at short contexts that, not the cache, is what a step costs."""
+of 4 bits, the others with those named: at short contexts that, not the cache, is what a step costs. int8 and int4
+weights are torchao's (`Int8WeightOnlyConfig`; `PrototypeInt4WeightOnlyConfig`, groups of 32), in the same model of
+transformers; its int8 weights go through Python for every layer and are slower than bf16. What weights of few bits cost
+in quality was not measured here, for none of the programs."""
+
+
+def name_of(program: str, cache: str) -> str:
+    """What a column is called: the program, its cache, and its weights where they are not the model's."""
+    program, *weights = program.split(" ", 1)
+    return ", ".join([f"{program} {cache}", *weights])
 
 
 def section(folder: Path = RESULTS / "real") -> list[str]:
@@ -67,7 +80,7 @@ def headline(folder: Path = RESULTS / "real") -> list[str]:
                 row = found.get((context, *name))
                 cells.append("" if row is None else _speed_and_size(row))
             body.append((base["model"], f"{int(context):,}", _speed_and_size(base), *cells))
-    heads = [f"{program} `{cache}`" for program, cache in shown]
+    heads = [name_of(program, f"`{cache}`") for program, cache in shown]
     return table(("model", "context", "DynamicCache", *heads), body)
 
 
@@ -92,13 +105,15 @@ def _model(rows: Sequence[Row]) -> list[str]:
     first, names = rows[0], _names(rows)
     contexts = list(dict.fromkeys(row["context"] for row in rows))
     found = {(row["context"], row["program"], row["cache"]): row for row in rows}
-    weights = dict.fromkeys(f"{row['program']} {row['weights']}" for row in rows)
+    weights = dict.fromkeys(
+        f"{row['program']} {row['weights']}" for row in rows if " " not in row["program"]
+    )
     versions = dict.fromkeys(row["version"] for row in rows)
     about = (
         f"{first['device']}, {first['threads']} thread(s), torch {first['torch']}, {', '.join(versions)}; weights: "
         f"{', '.join(weights)}."
     )
-    heads = [" ".join(name) for name in names[1:]]
+    heads = [name_of(*name) for name in names[1:]]
 
     def cells(context: str, column: str, scale: float, form: str) -> list[str]:
         some = (found.get((context, *name)) for name in names)
@@ -149,13 +164,14 @@ def draw(folder: Path, path: Path) -> None:
         for name, colour in DRAWN.items():
             mine = [row for row in rows if (row["program"], row["cache"]) == name]
             contexts = [int(row["context"]) for row in mine]
-            style = {"color": colour, "label": " ".join(name), "marker": "o", "markersize": 3}
+            style = {"color": colour, "label": name_of(*name), "marker": "o", "markersize": 3}
             if mine:
                 axes[0].plot(contexts, [float(row["tokens_per_s"]) for row in mine], **style)
                 axes[1].plot(contexts, [int(row["cache_bytes"]) / MIB for row in mine], **style)
         for axis, what in zip(axes, ("tokens/s", "MiB of the cache"), strict=True):
             axis.set(xlabel="context", ylabel=what, ylim=(0, None))
             axis.set_title(f"{rows[0]['model']}, {rows[0]['dtype']}", fontsize=9)
+            axis.locator_params(axis="x", nbins=6)
             axis.grid(alpha=0.3)
     grid[0][0].legend(frameon=False, fontsize=7)
     write_figure(figure, path)

@@ -116,8 +116,8 @@ def in_transformers(
         )  # fmt: skip
 
 
-def with_weights(name: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The model of transformers with torchao's weights, by their name; none where it is missing."""
+def with_weights(name: str, dtype: torch.dtype) -> dict[str, tuple[Any, Any]]:
+    """`_models` with torchao's weights, by their name; none where it is missing."""
     if name in SHAPES or find_spec("torchao") is None:
         print(f"torchao does not run {name} here: a checkpoint or the package is missing")
         return {}
@@ -129,16 +129,19 @@ def with_weights(name: str, dtype: torch.dtype) -> dict[str, Any]:
     }
     found = {}
     for weights in WEIGHTS:
-        model, _ = _models(name, dtype, torch.device("cpu"))
-        torchao.quantize_(model.eval(), made[weights])
-        found[weights] = model
+        found[weights] = _models(name, dtype, torch.device("cpu"))
+        for model in found[weights]:
+            torchao.quantize_(model.eval(), made[weights])
     return found
 
 
-def in_generator(model: Any, ids: Tensor, context: int, weights: str) -> Iterator[Running]:
+def in_generator(
+    model: Any, ids: Tensor, context: int, weights: str, kinds: Sequence[str] = GENERATOR
+) -> Iterator[Running]:
     """Our own loop over our own model."""
+    more = f" {weights} weights" if weights in WEIGHTS else ""
     room = context + ids.shape[1] + (ROUNDS + 2) * (STEPS + 1)
-    for kind in GENERATOR:
+    for kind in kinds:
         generator = Generator(
             model, cache_kind=kind, max_seq_len=room, max_new_tokens=room - ids.shape[1], temperature=0,
             ignore_eos=True,
@@ -157,8 +160,9 @@ def in_generator(model: Any, ids: Tensor, context: int, weights: str) -> Iterato
             return taken[1:]
 
         yield Running(
-            "Generator", kind, weights, take, lambda g=generator: g.cache.nbytes, "caramba_fast"
-        )
+            f"Generator{more}", kind, weights, take, lambda g=generator: g.cache.nbytes,
+            "caramba_fast",
+        )  # fmt: skip
 
 
 def in_llama_cpp(name: str, running: dict[str, LlamaCpp], context: int) -> Iterator[Running]:
@@ -261,8 +265,9 @@ def decode(
             *in_generator(native, ids[:, : min(TEXT, context)], context, short),
             *in_llama_cpp(name, peers, context),
         ]
-        for weights, model in quantized.items():
-            entries += in_transformers(model, states, context, weights, QUANTIZED)
+        for weights, (theirs, own) in quantized.items():
+            entries += in_transformers(theirs, states, context, weights, QUANTIZED)
+            entries += in_generator(own, ids[:, : min(TEXT, context)], context, weights, QUANTIZED)
         measure(entries, rounds, budget_s)
         yield list(rows_of(name, short, context, entries, place))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +37,11 @@ def test_every_program_takes_its_steps_at_every_context(rows):
                 assert row["samples"] == 3 * decode.STEPS
                 assert float(row["tokens_per_s"]) > 0 and float(row["vs_dynamic"]) > 0
         assert named[context, "transformers", "dynamic"]["vs_dynamic"] == "1.000"
+        for weights in decode.WEIGHTS if find_spec("torchao") else ():
+            for program, cache in (("transformers", "dynamic"), ("accelerate", "q4")):
+                row = named[context, f"{program} {weights} weights", cache]
+                assert row["weights"] == weights
+                assert row["cache_bytes"] == named[context, program, cache]["cache_bytes"]
     sizes = [named[256, "accelerate", kind]["cache_bytes"] for kind in ("q4", "q8", "bf16")]
     assert (
         sizes == sorted(sizes) and sizes[-1] < named[256, "transformers", "dynamic"]["cache_bytes"]
@@ -63,6 +70,7 @@ def test_the_page_has_speed_sizes_and_first_tokens(rows, tmp_path):
         r for r in rows if (r["context"], r["program"], r["cache"]) == (256, "accelerate", "q4")
     )
     assert f"{float(row['vs_dynamic']):.2f}×" in page and "accelerate q4" in page
+    assert ("accelerate q4, int4 weights" in page) == bool(find_spec("torchao"))
     assert "| Demo | 64 | accelerate q4 | 0.25 | 1.100× | 321 |" in page
     csv = tmp_path / "cpu.csv"
     csv.write_text("device,implementation\n")
@@ -142,3 +150,17 @@ def test_first_tokens_come_from_processes_of_their_own(monkeypatch, tmp_path):
     assert asked == [*first_token.PROGRAMS] * first_token.ROUNDS
     assert [row["vs_dynamic"] for row in found] == ["1.000", "2.000", "2.000", "2.000"]
     assert {row["peak_mib"] for row in found} == {"1024"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_memory_of_a_process_is_its_own():
+    held = torch.ones(100 * 2**20, dtype=torch.uint8)
+    before = first_token.peak_bytes()
+    assert before > held.numel()
+    code = "from caramba_fast.bench.real.first_token import peak_bytes; import torch; print(peak_bytes())"
+    more = code.replace("print", "x = torch.ones(2**30, dtype=torch.uint8); print", 1)
+    small, large = (
+        int(subprocess.run([sys.executable, "-c", text], capture_output=True, check=True).stdout)
+        for text in (code, more)
+    )
+    assert 2**29 < large - small < 2**31

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from caramba_fast import Generator
 from caramba_fast.hf import CarambaCache, accelerate, restore
+from caramba_fast.models import load_model
 
 IDS = torch.tensor([[5, 9, 17, 8, 21, 5, 40, 3], [3, 4, 4, 80, 11, 60, 2, 9]])
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -70,6 +71,16 @@ def test_a_packed_cache_is_read_packed(model: Any) -> None:
     assert isinstance(out.past_key_values, CarambaCache)
     assert out.past_key_values.dequantizations == 0
     restore(model)
+
+
+@pytest.mark.parametrize("way", [name for name in WAYS if name.startswith("torchao")])
+def test_a_native_model_takes_the_same_weights(way: str, tmp_path: Path) -> None:
+    tiny("llama", intermediate_size=128).save_pretrained(tmp_path)
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path).eval(), load_model(tmp_path)]
+    theirs, own = (WAYS[way](model, tmp_path) for model in models)
+    expected = theirs.generate(IDS, **GREEDY)
+    generator = Generator(own, cache_kind="fp32", max_seq_len=64, temperature=0, ignore_eos=True)
+    assert torch.equal(generator.generate(IDS, max_new_tokens=12), expected)
 
 
 def test_a_generator_takes_the_model(model: Any) -> None:
