@@ -55,6 +55,24 @@ def summary(rows: Sequence[Mapping[str, Any]], title: bool = False) -> list[str]
     return [*heading, lines[0], rule, *lines[1:]]
 
 
+def behind(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names every case in which a format of ours takes longer than the fastest unquantized one of others."""
+    slower: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.get("backend") and float(row.get("vs_best") or 1) < 0.995:
+            case = slower.setdefault((row["case"], row["best"]), [])
+            case.append(f"{row['kind']} {float(row['vs_best']):.2f}×")
+    if not slower:
+        return []
+    lines = [f"- {case}: {', '.join(kinds)} of {best}" for (case, best), kinds in slower.items()]
+    return [
+        "",
+        "Slower than the fastest unquantized way (ours as a multiple of its speed):",
+        "",
+        *lines,
+    ]
+
+
 def _real(folder: Path) -> list[str]:
     """The part about real models, behind an empty line."""
     part = real_decode_page.section(folder / "real")
@@ -81,7 +99,7 @@ def report(paths: Sequence[Path]) -> str:
     for device in dict.fromkeys(row["device"] for row in rows):
         chosen = [row for row in rows if row["device"] == device]
         facts = [f"{name} {chosen[0][name]}" for name in ENVIRONMENT if chosen[0][name]]
-        page += ["", "; ".join(facts) + "."]
+        page += ["", "; ".join(facts) + ".", *behind(chosen)]
         for case in dict.fromkeys(row["case"] for row in chosen):
             found = [row for row in chosen if row["case"] == case]
             threads = f", {found[0]['threads']} threads" if found[0]["threads"] else ""

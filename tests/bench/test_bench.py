@@ -336,3 +336,15 @@ def test_the_table_of_the_readme_is_that_of_the_results():
     assert sections.replaced(text, real_decode_page.PART, lines) == text, "make bench-real"
     with pytest.raises(ValueError, match="the page needs one"):
         sections.replaced("# Title", real_decode_page.PART, [])
+
+
+def test_the_page_names_every_case_in_which_ours_is_slower():
+    rows = [
+        {"case": case, "backend": backend, "kind": kind, "vs_best": ratio, "best": "grouped matmul"}
+        for case, backend, kind, ratio in (
+            ("a", "cpp", "q8", "0.864"), ("a", "cpp", "q4", "1.02"), ("a", "cpp", "nf4", "0.60"),
+            ("a", "", "sdpa", "0.1"), ("b", "cpp", "q8", "1.5"), ("c", "cpp", "q8", ""),
+        )
+    ]  # fmt: skip
+    assert report.behind(rows)[-1] == "- a: q8 0.86×, nf4 0.60× of grouped matmul"
+    assert len(report.behind(rows)) == 4 and report.behind(rows[4:]) == []
