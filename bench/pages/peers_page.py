@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from caramba_fast.bench.kernels.table import read
@@ -63,6 +64,24 @@ def summary(rows: Sequence[Row]) -> list[str]:
     return [*lines, *([] if speed is None else ["", f"Memory read by the probe: {speed} GB/s."])]
 
 
+def overview(rows: Sequence[Row]) -> list[str]:
+    """Of every program and kind, over all shapes: how many times as long as ours at its width a step takes."""
+    times: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows:
+        if row["system"] != OURS and row["vs_ours"]:
+            name = (f"{row['system']} {row['kind']}", str(row["bits"]), f"`{row['ours']}`")
+            times.setdefault(name, []).append(float(row["vs_ours"]))
+    body = [
+        (*name, len(found), *(f"{of(found):.2f}×" for of in (min, median, max)))
+        for name, found in times.items()
+    ]
+    heads = ("", "bits", "beside", "shapes", "least", "median", "most")
+    return [
+        "### All shapes", "", "Times as long as ours at the same width: below 1 the other is faster.", "",
+        *table(heads, body),
+    ]  # fmt: skip
+
+
 def lines_of(path: Path) -> list[str]:
     """The part of the page."""
     rows = read(path)
@@ -76,6 +95,7 @@ def lines_of(path: Path) -> list[str]:
     lines += [f"From `bench/results/{path.name}`. {'; '.join(origin)}."]
     if about.get("measured") != about.get("shapes"):
         lines[0] += f" Only {about['measured']} of {about['shapes']} shapes: the time was over."
+    lines += ["", *overview(rows)]
     for shape in dict.fromkeys(_shape(row) for row in rows):
         found = [row for row in rows if _shape(row) == shape and not is_absent(row)]
         lines += ["", f"### {_title(found[0])}", "", *summary(found)]

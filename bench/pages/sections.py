@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import csv
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,13 +56,18 @@ def is_absent(row: Mapping[str, Any]) -> bool:
 
 
 def left_out(rows: Iterable[Mapping[str, Any]], name: Callable[[Any], str]) -> list[str]:
-    """The footnote that names the programs which could not run, once each; nothing where all did."""
-    missing = list(dict.fromkeys(name(row) for row in rows if is_absent(row)))
-    return (
-        ["", f"Left out, as they could not run where this was measured: {', '.join(missing)}."]
-        if missing
-        else []
+    """The footnote that names the programs which could not run, and in how many cases where it was not in all."""
+    rows = list(rows)
+    all_of, missing = (
+        Counter(name(row) for row in found) for found in (rows, filter(is_absent, rows))
     )
+    if not missing:
+        return []
+    names = [
+        one if times == all_of[one] else f"{one} ({times} of {all_of[one]} cases)"
+        for one, times in missing.items()
+    ]
+    return ["", f"Left out, as they could not run where this was measured: {', '.join(names)}."]
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:

@@ -348,3 +348,13 @@ def test_the_page_names_every_case_in_which_ours_is_slower():
     ]  # fmt: skip
     assert report.behind(rows)[-1] == "- a: q8 0.86×, nf4 0.60× of grouped matmul"
     assert len(report.behind(rows)) == 4 and report.behind(rows[4:]) == []
+
+
+def test_a_footnote_says_in_how_many_cases_a_program_did_not_run():
+    rows = [
+        {"name": name, "note": note}
+        for name, note in (("a", "does not run here: x"), ("a", ""), ("b", "does not run here: y"))
+    ]
+    assert sections.left_out(rows[1:2], lambda row: row["name"]) == []
+    found = sections.left_out(rows, lambda row: row["name"])
+    assert found[-1].endswith("measured: a (1 of 2 cases), b.")

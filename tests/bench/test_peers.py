@@ -325,8 +325,9 @@ def invented(path: Path) -> list[dict[str, str]]:
 def test_the_page_has_every_row_and_names_who_is_left_out(tmp_path):
     rows = invented(tmp_path / "peers.csv")
     page = "\n".join(peers_page.lines_of(tmp_path / "peers.csv"))
-    assert page.count("### ") == 2 and "4096 tokens cached, 1 row" in page
+    assert page.count("### ") == 3 and "4096 tokens cached, 1 row" in page
     assert "| ggml q4_0 | 4 | 0.250 | 3.00 × q4 |" in page
+    assert "| ggml q4_0 | 4 | `q4` | 2 | 2.00× | 2.50× | 3.00× |" in page
     assert page.count("other") == 1 and page.endswith(
         "could not run where this was measured: other u4."
     )
