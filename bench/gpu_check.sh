@@ -77,7 +77,7 @@ parity() {
     module shards "$(left 60)" --shard check --device cuda --require triton
     if "$PYTHON" -c "import pydantic" 2>/dev/null; then
         module host_time --out "$OUT_DIR/host_time.json" # fails where a repeated step does something else
-        "$PYTHON" -m caramba_fast.bench.serving.graphs --time-limit "$(left 90)"
+        "$PYTHON" -m caramba_fast.bench.serving.graphs --time-limit 120
     fi
     if "$PYTHON" -c "import pytest, pydantic" 2>/dev/null && (($(left 0) > 60)); then
         timeout "$(left 10)" "$PYTHON" -m pytest -q -p no:cacheprovider --device cuda \

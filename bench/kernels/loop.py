@@ -100,7 +100,8 @@ def allocations(ttgir: str) -> int:
     found, loops = 0, list[int]()
     for line in ttgir.splitlines():
         indent = len(line) - len(line.lstrip())
-        while loops and line.strip() and indent <= loops[-1]:
+        goes_on = line.lstrip().startswith(("} do", "^"))  # the second part of a while
+        while loops and line.strip() and indent <= loops[-1] and not goes_on:
             loops.pop()
         if re.search(r"\bscf\.(?:for|while)\b", line):
             loops.append(indent)

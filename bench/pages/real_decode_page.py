@@ -31,9 +31,9 @@ TEXT = """`python -m caramba_fast.bench.real.decode` (`make bench-real`): one to
 all programs in turn in every round. Tokens/s of transformers with its DynamicCache, then what the others reach as
 multiples of it. accelerate is the same model with our caches, Generator our own loop. llama.cpp computes with weights
 of 4 bits, the others with those named: at short contexts that, not the cache, is what a step costs. int8 and int4
-weights are torchao's (`Int8WeightOnlyConfig`; `PrototypeInt4WeightOnlyConfig`, groups of 32), in the same model of
-transformers; its int8 weights go through Python for every layer and are slower than bf16. What weights of few bits cost
-in quality was not measured here, for none of the programs."""
+weights are torchao's (`Int8WeightOnlyConfig`; `PrototypeInt4WeightOnlyConfig`, groups of 32), in the model of
+transformers and in that of Generator; its int8 is slower than bf16 here. What weights of few bits cost in quality was
+measured for none of the programs."""
 
 
 def name_of(program: str, cache: str) -> str:
@@ -135,7 +135,8 @@ def _first_tokens(rows: Sequence[Row]) -> list[str]:
     lines = [
         "### First token and memory", "",
         "Seconds until the first token behind a prompt, and the most memory the process held, weights and libraries "
-        "included (median of rounds; each in a process of its own, in turn).", "",
+        "included (median of rounds; each in a process of its own, in turn). Where a longer prompt took no more, the "
+        "most was held while the model was loaded: the column says little of caches then.", "",
     ]  # fmt: skip
     body = [
         (

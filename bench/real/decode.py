@@ -6,7 +6,7 @@ GGUF file that the checkpoint was made from, whose weights have 4 bits). Context
 repeated; llama.cpp computes its own. All take their steps in turn, in rounds; a ratio is the median over rounds.
 
 Weights of 8 and 4 bits come from torchao, where it is installed: the model of transformers once more with these, with
-its DynamicCache and with ours. ``vs_dynamic`` of all is against the model as it was loaded.
+its DynamicCache and with ours, and ours in `Generator`. ``vs_dynamic`` of all is against the model as it was loaded.
 
 With ``--prompts`` each of them also reads a prompt in a process of its own, which gives time to first token and the
 most memory it took.
@@ -122,7 +122,13 @@ def with_weights(name: str, dtype: torch.dtype) -> dict[str, tuple[Any, Any]]:
         print(f"torchao does not run {name} here: a checkpoint or the package is missing")
         return {}
     torchao: Any = import_module("torchao.quantization")
-    cpu: Any = import_module("torchao.prototype.quantization.int4.inference_workflow")
+    try:
+        cpu: Any = import_module("torchao.prototype.quantization.int4.inference_workflow")
+    except ImportError as error:
+        print(
+            f"this torchao has no 4-bit kernels for CPUs where the one of constraints.txt has: {error}"
+        )
+        return {}
     made = {
         "int8": torchao.Int8WeightOnlyConfig(),
         "int4": cpu.PrototypeInt4WeightOnlyConfig(group_size=32),

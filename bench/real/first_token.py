@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -118,9 +119,11 @@ def _made(name: str, dtype: torch.dtype, program: str, cache: str, room: int) ->
 
 
 def peak_bytes() -> int:
-    """The most memory this process has held. What ``getrusage`` says is also its parent's, who has models loaded."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    (kib,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    """The most memory this process has held. On Linux ``getrusage`` counts its parent's, who has models loaded."""
+    status = Path("/proc/self/status")
+    if not status.exists():  # macOS, where it is a process's own, in bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (kib,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status.read_text("ascii"), re.MULTILINE)
     return 1024 * int(kib)
 
 

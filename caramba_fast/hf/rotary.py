@@ -33,9 +33,11 @@ def fuse(model: nn.Module) -> list[str]:
     for name in modules:
         module = sys.modules.get(name)
         own = getattr(module, NAME, None)
+        if own is None or is_held(model, _own.get(name, own)):
+            continue
         if name in _own:
             found.append(name)
-        elif own is not None and not is_held(model, own) and is_ours(own):
+        elif is_ours(own):
             _own[name] = own
             setattr(module, NAME, _fused(own))
             found.append(name)
@@ -57,7 +59,11 @@ def unfuse(modules: Iterable[str]) -> None:
 
 def is_held(model: nn.Module, own: Callable[..., Any]) -> bool:
     """Whether a layer of ``model`` has the function as an attribute or a part."""
-    return any(own is value for part in model.modules() for value in (part, *vars(part).values()))
+    return any(
+        own is value
+        for part in model.modules()
+        for value in (part, *vars(part).values(), *vars(part).get("_kernel_funcs", {}).values())
+    )
 
 
 @torch.no_grad()

@@ -224,7 +224,7 @@ class BatchGraphs(DecodeGraphs):
         most: sequences of a step.
 
     Attributes:
-        eager: how many steps were run one by one, by the reason.
+        eager: how often a step was to be run one by one, by the reason; also of steps that failed and were undone.
 
     Raises:
         ValueError: a graph was asked for where there cannot be one.

@@ -265,6 +265,18 @@ def test_shared_memory_taken_within_loops():
   }
 """
     assert loop.allocations(ir) == 2
+    both = """
+    %1 = scf.while (%i = %a) : (i32) -> i32 {
+      %2 = ttg.local_alloc : () -> !ttg.memdesc<2x64xf16>
+      scf.condition(%p) %i : i32
+    } do {
+    ^bb0(%i: i32):
+      %3 = ttg.local_alloc : () -> !ttg.memdesc<2x64xf16>
+      scf.yield %i : i32
+    }
+    %4 = ttg.local_alloc : () -> !ttg.memdesc<2x64xf16>
+"""
+    assert loop.allocations(both) == 2
 
 
 @pytest.mark.parametrize(("target", "registers", "shared", "programs"), [

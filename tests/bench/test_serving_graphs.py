@@ -39,5 +39,5 @@ def test_steps_that_are_wrong_are_told(
 
 
 def test_without_time_it_says_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert graphs.main(["--device", "cpu", "--kinds", "q4", "--time-limit", "-1"]) == 0
+    assert graphs.main(["--device", "cpu", "--kinds", "q4", "--time-limit", "-1"]) == 1
     assert capsys.readouterr().out == "q4: no time: left out\n"

@@ -81,6 +81,17 @@ def test_a_function_that_layers_hold_stays_and_models_can_be_pickled():
     restore(model)
 
 
+def test_a_function_in_the_dictionary_of_kernels_stays():
+    """As the package kernels keeps it; and a model that holds it is left alone after others were fused."""
+    other, model = tiny("llama"), tiny("llama")
+    held = rotary.is_held(other, rope_of(other))
+    for part in model.model.layers:
+        vars(part.self_attn)["_kernel_funcs"] = {"rotary_pos_emb": rope_of(model)}
+    assert rotary.fuse(model) == []
+    assert (rotary.fuse(other) != []) is not held
+    assert rotary.fuse(model) == []
+
+
 def test_gradients_and_unusual_calls_take_the_model_s_own(calls):
     model = tiny("llama")
     accelerate(model, "q4")
