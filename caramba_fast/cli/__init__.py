@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -12,6 +13,8 @@ QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
 }
+#: Loggers that warn when transformers imports torchao: of libraries for other devices, of torch's own ways.
+TALKATIVE = ("torchao", "torch.utils._pytree")
 #: What the commands import, and what brings it.
 NEEDED = {"typer": "typer", "rich": "rich", "tokenizers": "tokenizers", "yaml": "pyyaml"}
 
@@ -25,6 +28,8 @@ def main() -> None:
         )
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    for name in TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     from caramba_fast.cli.app import app  # noqa: PLC0415 - only with the extra
 
