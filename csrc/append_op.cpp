@@ -24,12 +24,42 @@ struct AppendPlan : Planned {
   AppendJob job;
   std::int64_t values = 0;  // of all streams, a lane of a token
   bool grouped = false;     // lanes of a stream by channel are not cut by tokens
+  bool turns = false;       // keys come without position, and queries with them
+};
+
+struct Rotary {
+  const MaybeTensor &q, &cos, &sin;
+  MaybeTensor& out;
 };
 
 struct AppendCommon {
   const Tensor& start;
   const MaybeTensor &block_table, &cache_leftpad, &query_lens;
 };
+
+// The keys turned by RoPE, after all that is asked of its tensors.
+Tensor turned_keys(const Rotary& rotary, const Tensor& keys) {
+  STD_TORCH_CHECK(rotary.cos.has_value() && rotary.sin.has_value() && rotary.out.has_value(),
+                  "rotary_q is given; rotary_cos, rotary_sin and rotary_out are needed with it");
+  const Tensor &q = *rotary.q, &out = *rotary.out;
+  check_angles(q, *rotary.cos, *rotary.sin);
+  check_angles(keys, *rotary.cos, *rotary.sin);
+  heads_of(q, "rotary_q");
+  check_cpu(out, "rotary_out");
+  STD_TORCH_CHECK(
+      q.size(0) == keys.size(0) && q.size(2) == keys.size(2) && q.size(3) == keys.size(3),
+      "rotary_q and the keys may differ in heads alone");
+  STD_TORCH_CHECK(out.dim() == 4 && out.is_contiguous() && out.scalar_type() == q.scalar_type(),
+                  "rotary_out must be contiguous and of the dtype of rotary_q");
+  for (int i = 0; i < 4; ++i)
+    STD_TORCH_CHECK(out.size(i) == q.size(i), "rotary_out and rotary_q differ in dimension ", i);
+  return turned(keys, "the keys", made_contiguous(*rotary.cos), made_contiguous(*rotary.sin));
+}
+
+void turn_queries(const Rotary& rotary) {
+  Tensor place = *rotary.out;
+  turned(*rotary.q, "rotary_q", made_contiguous(*rotary.cos), made_contiguous(*rotary.sin), &place);
+}
 
 // Null for formats that store values as they are.
 QuantizeBlocks quantizer(Format format, int block, const std::string& fit) {
@@ -81,8 +111,8 @@ void run(const AppendJob& job, std::int64_t values, bool grouped) {
     torch::stable::parallel_for(0, all, std::max<std::int64_t>(1, kGrainValues / values), tokens);
 }
 
-void append(const AppendCommon& c, const StreamTensors* streams, const Tensor* const* given,
-            const std::string* const* fits, int count) {
+void append(const AppendCommon& c, const Rotary& rotary, const StreamTensors* streams,
+            const Tensor** given, const std::string* const* fits, int count) {
   AppendPlan plan;
   AppendJob& job = plan.job;
   const Tensor& first = *given[0];
@@ -93,6 +123,13 @@ void append(const AppendCommon& c, const StreamTensors* streams, const Tensor* c
   job.tokens = first.size(2);
   job.streams = count;
   if (job.batch * job.heads * job.tokens == 0) return;
+  MaybeTensor keys;
+  if (rotary.q.has_value()) {
+    heads_of(*given[count - 2], streams[count - 2].name);
+    keys = turned_keys(rotary, *given[count - 2]);
+    given[count - 2] = &*keys;
+    plan.turns = true;
+  }
   Lead lead;
   for (int i = 0; i < count; ++i) {
     const StreamTensors& s = streams[i];
@@ -142,6 +179,7 @@ void append(const AppendCommon& c, const StreamTensors* streams, const Tensor* c
   }
 
   place(c, job);
+  if (plan.turns) turn_queries(rotary);
   run(job, plan.values, plan.grouped);
   if (!is_recording()) return;
   plan.hold(streams, count);
@@ -157,38 +195,42 @@ void append_(Tensor& k_codes, MaybeTensor k_scales, Tensor& v_codes, MaybeTensor
              const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens,
              const MaybeTensor& k_tail, const MaybeTensor& k_sink, bool rotate_k,
              const std::string& fit_k, const MaybeTensor& v_tail, const MaybeTensor& v_sink,
-             bool rotate_v, const std::string& fit_v) {
+             bool rotate_v, const std::string& fit_v, const MaybeTensor& rotary_q,
+             const MaybeTensor& rotary_cos, const MaybeTensor& rotary_sin, MaybeTensor rotary_out) {
   const StreamTensors streams[] = {{"k", k_codes, k_scales, k_kind, k_tail, k_sink, rotate_k},
                                    {"v", v_codes, v_scales, v_kind, v_tail, v_sink, rotate_v}};
   const Tensor* given[] = {&k_new, &v_new};
   const std::string* fits[] = {&fit_k, &fit_v};
-  append({start, block_table, cache_leftpad, query_lens}, streams, given, fits, 2);
+  append({start, block_table, cache_leftpad, query_lens},
+         {rotary_q, rotary_cos, rotary_sin, rotary_out}, streams, given, fits, 2);
 }
 
-void decoupled_append_(Tensor& k_sem_codes, MaybeTensor k_sem_scales, Tensor& k_geo_codes,
-                       MaybeTensor k_geo_scales, Tensor& v_codes, MaybeTensor v_scales,
-                       const Tensor& k_sem_new, const Tensor& k_geo_new, const Tensor& v_new,
-                       const Tensor& start, const std::string& k_sem_kind,
-                       const std::string& k_geo_kind, const std::string& v_kind,
-                       const MaybeTensor& block_table, const MaybeTensor& cache_leftpad,
-                       const MaybeTensor& query_lens, const MaybeTensor& k_sem_tail,
-                       const MaybeTensor& k_sem_sink, bool rotate_k_sem,
-                       const std::string& fit_k_sem, const MaybeTensor& k_geo_tail,
-                       const MaybeTensor& k_geo_sink, bool rotate_k_geo,
-                       const std::string& fit_k_geo, const MaybeTensor& v_tail,
-                       const MaybeTensor& v_sink, bool rotate_v, const std::string& fit_v) {
+void decoupled_append_(
+    Tensor& k_sem_codes, MaybeTensor k_sem_scales, Tensor& k_geo_codes, MaybeTensor k_geo_scales,
+    Tensor& v_codes, MaybeTensor v_scales, const Tensor& k_sem_new, const Tensor& k_geo_new,
+    const Tensor& v_new, const Tensor& start, const std::string& k_sem_kind,
+    const std::string& k_geo_kind, const std::string& v_kind, const MaybeTensor& block_table,
+    const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens, const MaybeTensor& k_sem_tail,
+    const MaybeTensor& k_sem_sink, bool rotate_k_sem, const std::string& fit_k_sem,
+    const MaybeTensor& k_geo_tail, const MaybeTensor& k_geo_sink, bool rotate_k_geo,
+    const std::string& fit_k_geo, const MaybeTensor& v_tail, const MaybeTensor& v_sink,
+    bool rotate_v, const std::string& fit_v, const MaybeTensor& rotary_q,
+    const MaybeTensor& rotary_cos, const MaybeTensor& rotary_sin, MaybeTensor rotary_out) {
   const StreamTensors streams[] = {
       {"k_sem", k_sem_codes, k_sem_scales, k_sem_kind, k_sem_tail, k_sem_sink, rotate_k_sem},
       {"k_geo", k_geo_codes, k_geo_scales, k_geo_kind, k_geo_tail, k_geo_sink, rotate_k_geo},
       {"v", v_codes, v_scales, v_kind, v_tail, v_sink, rotate_v}};
   const Tensor* given[] = {&k_sem_new, &k_geo_new, &v_new};
   const std::string* fits[] = {&fit_k_sem, &fit_k_geo, &fit_v};
-  append({start, block_table, cache_leftpad, query_lens}, streams, given, fits, 3);
+  append({start, block_table, cache_leftpad, query_lens},
+         {rotary_q, rotary_cos, rotary_sin, rotary_out}, streams, given, fits, 3);
 }
 
 void append_planned(std::int64_t number, const Tensor& first, const Tensor& second,
                     const Tensor& start, const MaybeTensor& block_table,
                     const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens,
+                    const MaybeTensor& rotary_q, const MaybeTensor& rotary_cos,
+                    const MaybeTensor& rotary_sin, MaybeTensor rotary_out,
                     const MaybeTensor& third) {
   const auto plan = kept_call<AppendPlan>(number, "append_");
   AppendJob job = plan->job;
@@ -196,6 +238,16 @@ void append_planned(std::int64_t number, const Tensor& first, const Tensor& seco
   STD_TORCH_CHECK(third.has_value() == (job.streams == 3), "the plan has ", job.streams,
                   " streams");
   check_paged(*plan, block_table);
+  STD_TORCH_CHECK(rotary_q.has_value() == plan->turns,
+                  "rotary_q: a kept call is repeated with it, or without, as it was made");
+  const Rotary rotary{rotary_q, rotary_cos, rotary_sin, rotary_out};
+  MaybeTensor keys;
+  if (plan->turns) {
+    const int at = job.streams - 2;
+    heads_of(*given[at], "a stream's new tokens");
+    keys = turned_keys(rotary, *given[at]);
+    given[at] = &*keys;
+  }
   for (int i = 0; i < job.streams; ++i) {
     HeadTensor& had = job.stream[i].given;
     const HeadTensor has = heads_of(*given[i], "a stream's new tokens");
@@ -206,6 +258,7 @@ void append_planned(std::int64_t number, const Tensor& first, const Tensor& seco
     had = has;
   }
   place({start, block_table, cache_leftpad, query_lens}, job);
+  if (plan->turns) turn_queries(rotary);
   run(job, plan->values, plan->grouped);
 }
 

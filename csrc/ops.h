@@ -45,25 +45,27 @@ void append_(Tensor& k_codes, MaybeTensor k_scales, Tensor& v_codes, MaybeTensor
              const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens,
              const MaybeTensor& k_tail, const MaybeTensor& k_sink, bool rotate_k,
              const std::string& fit_k, const MaybeTensor& v_tail, const MaybeTensor& v_sink,
-             bool rotate_v, const std::string& fit_v);
+             bool rotate_v, const std::string& fit_v, const MaybeTensor& rotary_q,
+             const MaybeTensor& rotary_cos, const MaybeTensor& rotary_sin, MaybeTensor rotary_out);
 
-void decoupled_append_(Tensor& k_sem_codes, MaybeTensor k_sem_scales, Tensor& k_geo_codes,
-                       MaybeTensor k_geo_scales, Tensor& v_codes, MaybeTensor v_scales,
-                       const Tensor& k_sem_new, const Tensor& k_geo_new, const Tensor& v_new,
-                       const Tensor& start, const std::string& k_sem_kind,
-                       const std::string& k_geo_kind, const std::string& v_kind,
-                       const MaybeTensor& block_table, const MaybeTensor& cache_leftpad,
-                       const MaybeTensor& query_lens, const MaybeTensor& k_sem_tail,
-                       const MaybeTensor& k_sem_sink, bool rotate_k_sem,
-                       const std::string& fit_k_sem, const MaybeTensor& k_geo_tail,
-                       const MaybeTensor& k_geo_sink, bool rotate_k_geo,
-                       const std::string& fit_k_geo, const MaybeTensor& v_tail,
-                       const MaybeTensor& v_sink, bool rotate_v, const std::string& fit_v);
+void decoupled_append_(
+    Tensor& k_sem_codes, MaybeTensor k_sem_scales, Tensor& k_geo_codes, MaybeTensor k_geo_scales,
+    Tensor& v_codes, MaybeTensor v_scales, const Tensor& k_sem_new, const Tensor& k_geo_new,
+    const Tensor& v_new, const Tensor& start, const std::string& k_sem_kind,
+    const std::string& k_geo_kind, const std::string& v_kind, const MaybeTensor& block_table,
+    const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens, const MaybeTensor& k_sem_tail,
+    const MaybeTensor& k_sem_sink, bool rotate_k_sem, const std::string& fit_k_sem,
+    const MaybeTensor& k_geo_tail, const MaybeTensor& k_geo_sink, bool rotate_k_geo,
+    const std::string& fit_k_geo, const MaybeTensor& v_tail, const MaybeTensor& v_sink,
+    bool rotate_v, const std::string& fit_v, const MaybeTensor& rotary_q,
+    const MaybeTensor& rotary_cos, const MaybeTensor& rotary_sin, MaybeTensor rotary_out);
 
 // Calls that were kept (planned.h), with other tensors of the same shapes and dtypes.
 void append_planned(std::int64_t number, const Tensor& first, const Tensor& second,
                     const Tensor& start, const MaybeTensor& block_table,
                     const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens,
+                    const MaybeTensor& rotary_q, const MaybeTensor& rotary_cos,
+                    const MaybeTensor& rotary_sin, MaybeTensor rotary_out,
                     const MaybeTensor& third);
 
 std::tuple<Tensor, Tensor> attention_planned(std::int64_t number, const Tensor& q,
@@ -72,6 +74,14 @@ std::tuple<Tensor, Tensor> attention_planned(std::int64_t number, const Tensor& 
                                              const MaybeTensor& cache_leftpad,
                                              const MaybeTensor& query_lens,
                                              const MaybeTensor& q_geo);
+
+// x (B, H, T, D) turned by RoPE, contiguous: in `out`, or where that is null in a tensor of its
+// own.
+Tensor turned(const Tensor& x, const char* name, const Tensor& cos, const Tensor& sin,
+              Tensor* out = nullptr);
+
+// Raises unless cos and sin are (B or 1, T, ...) of one shape and of the dtype of x.
+void check_angles(const Tensor& x, const Tensor& cos, const Tensor& sin);
 
 std::tuple<Tensor, Tensor> apply_rotary_emb(const Tensor& q, const Tensor& k, const Tensor& cos,
                                             const Tensor& sin);

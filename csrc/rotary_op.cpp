@@ -1,4 +1,5 @@
-// apply_rotary_emb: queries and keys of some tokens turned to their positions, in one call.
+// apply_rotary_emb: queries and keys of some tokens turned to their positions, in one call. An
+// append turns its keys and queries by the same functions.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -16,7 +17,10 @@ namespace {
 // Values that are worth a thread of their own.
 constexpr std::int64_t kGrainValues = 16384;
 
-Tensor turned(const Tensor& x, const char* name, const Tensor& cos, const Tensor& sin) {
+}  // namespace
+
+Tensor turned(const Tensor& x, const char* name, const Tensor& cos, const Tensor& sin,
+              Tensor* given_out) {
   const HeadTensor given = heads_of(x, name);
   const std::int64_t rows = x.size(0), heads = x.size(1), tokens = x.size(2), dim = x.size(3);
   const std::int64_t width = cos.size(2), half = dim / 2;
@@ -26,7 +30,9 @@ Tensor turned(const Tensor& x, const char* name, const Tensor& cos, const Tensor
   STD_TORCH_CHECK((cos.size(0) == 1 || cos.size(0) == rows) && cos.size(1) == tokens, "cos has (",
                   cos.size(0), ", ", cos.size(1), ") tokens; (", rows, " or 1, ", tokens,
                   ") are needed for ", name);
-  Tensor out = torch::stable::new_empty(x, {rows, heads, tokens, dim}, x.scalar_type());
+  Tensor out = given_out != nullptr
+                   ? *given_out
+                   : torch::stable::new_empty(x, {rows, heads, tokens, dim}, x.scalar_type());
   if (out.numel() == 0) return out;
   const Tensor dense = given.dim == 1 ? x : made_contiguous(x);
   const HeadTensor from = heads_of(dense, name);
@@ -53,20 +59,23 @@ Tensor turned(const Tensor& x, const char* name, const Tensor& cos, const Tensor
   return out;
 }
 
-}  // namespace
+void check_angles(const Tensor& x, const Tensor& cos, const Tensor& sin) {
+  for (const Tensor* angle : {&cos, &sin}) {
+    const char* name = angle == &cos ? "cos" : "sin";
+    check_cpu(*angle, name);
+    STD_TORCH_CHECK(angle->dim() == 3, name, " has ", angle->dim(),
+                    " dimensions; (B or 1, T, D or D / 2) is needed");
+    for (int i = 0; i < 3; ++i)
+      STD_TORCH_CHECK(angle->size(i) == cos.size(i), "cos and sin differ in dimension ", i);
+    STD_TORCH_CHECK(angle->scalar_type() == x.scalar_type(),
+                    "queries, keys, cos and sin must have one dtype");
+  }
+}
 
 std::tuple<Tensor, Tensor> apply_rotary_emb(const Tensor& q, const Tensor& k, const Tensor& cos,
                                             const Tensor& sin) {
-  for (const Tensor* x : {&cos, &sin}) {
-    const char* name = x == &cos ? "cos" : "sin";
-    check_cpu(*x, name);
-    STD_TORCH_CHECK(x->dim() == 3, name, " has ", x->dim(),
-                    " dimensions; (B or 1, T, D or D / 2) is needed");
-    for (int i = 0; i < 3; ++i)
-      STD_TORCH_CHECK(x->size(i) == cos.size(i), "cos and sin differ in dimension ", i);
-    STD_TORCH_CHECK(x->scalar_type() == q.scalar_type() && k.scalar_type() == q.scalar_type(),
-                    "q, k, cos and sin must have one dtype");
-  }
+  check_angles(q, cos, sin);
+  check_angles(k, cos, sin);
   const Tensor c = made_contiguous(cos), s = made_contiguous(sin);
   return {turned(q, "q", c, s), turned(k, "k", c, s)};
 }

@@ -30,6 +30,7 @@ from triton.backends.driver import DriverBase
 
 from caramba_fast.bench.environment import environment
 from caramba_fast.ops import registry
+from caramba_fast.ops.apply_rotary_emb import Rotary, rotary_op
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -132,7 +133,13 @@ class Step:
     """append + attend of one token in one layer."""
 
     def __init__(
-        self, kind: str, device: str, batch: int = 1, page_size: int | None = None, **options: Any
+        self,
+        kind: str,
+        device: str,
+        batch: int = 1,
+        page_size: int | None = None,
+        rope: str | None = None,
+        **options: Any,
     ) -> None:
         cache: Any = import_module("caramba_fast.cache")  # needs pydantic, which a machine may lack
         cache_configs = import_module("caramba_fast.config").cache_configs
@@ -151,12 +158,21 @@ class Step:
         for stream in self.layer.streams.values():
             KNOWN.update(x.data_ptr() for x in stream.buffers)
         KNOWN.update(x.data_ptr() for x in (self.k, self.v, self.q, self.layer.seq_lens))
+        self.rope, self.angles = rope, torch.randn(2, batch, 1, dim).to(device, torch.bfloat16)
+        KNOWN.update(x.data_ptr() for x in self.angles)
         self()  # makes the plans of one token
 
-    def __call__(self) -> None:
-        """One token more."""
-        self.layer.append(self.k, self.v)
-        self.layer.attend(self.q, **self.options)
+    def __call__(self) -> Tensor:
+        """One token more: (B, H_q, 1, D)."""
+        k, q, rotary = self.k, self.q, None
+        if self.rope == "before":
+            q, k = rotary_op.call(q, k, *self.angles)
+        elif self.rope == "with":
+            rotary = Rotary.of(q, *self.angles)
+            q = rotary.out
+        self.layer.append(k, self.v, rotary=rotary)
+        found: Tensor = self.layer.attend(q, **self.options)
+        return found
 
     @property
     def plans(self) -> dict[str, Any]:
@@ -166,8 +182,7 @@ class Step:
     def effect(self) -> Any:
         """What one step does, which is taken back: what the driver gets, or with a GPU all that is stored, and out."""
         Launcher.launched = []
-        self.layer.append(self.k, self.v)
-        out = self.layer.attend(self.q, **self.options)
+        out = self()
         found, Launcher.launched = Launcher.launched, None
         stored = [x.clone() for s in self.layer.streams.values() for x in s.buffers]
         self.layer.crop(1)
@@ -221,6 +236,7 @@ PROMPT, ROUNDS = 200, 7
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp16": ("fp16", {}), "q8": ("q8", {}), "q4": ("q4", {}), "nf4": ("nf4", {}), "q4:plain": ("q4:plain", {}),
     "q8:plain, rotated": ("q8:plain,rotate", {}), "q8, paged": ("q8", {"page_size": 64}),
+    "q4, RoPE before": ("q4", {"rope": "before"}), "q4, RoPE with it": ("q4", {"rope": "with"}),
     "q8, 8 rows": ("q8", {"batch": 8}), "q4, 8 rows, balanced": ("q4", {"batch": 8, "num_splits": -1}),
 }  # fmt: skip
 

@@ -87,11 +87,28 @@ class Variant:
         """Bytes of a cached token, scales included."""
         return sum(token_bytes(stream) for stream, _ in self.streams)
 
+    def _without_rope(self) -> Variant:
+        """An append whose keys come turned."""
+        layouts = ("FIRST", "SECOND", "THIRD")
+        constants = {**self.constants, "TURNED": None}
+        arguments = {**self.arguments, "queries": None, "turners": None}
+        for name in layouts:
+            part, given = constants[name], arguments[name.lower()]
+            if part is not None and part.ROTARY:
+                constants[name] = part._replace(ROTARY=0)
+                arguments[name.lower()] = tuple(
+                    None if field in ("cos", "sin", "cos_row") else x
+                    for field, x in zip(append.Stream._fields, given, strict=True)
+                )
+        return replace(self, constants=constants, arguments=arguments)
+
     def on(self, backend: str, arch: int | str) -> Variant:
         """The variant that is launched on a target."""
         constants = dict(self.constants)
         if "PTX" in constants:
             constants["PTX"] = backend == "cuda"
+        if backend == "hip" and constants.get("TURNED") is not None:  # RoPE is a launch of its own
+            return self._without_rope().on(backend, arch)
         if backend == "hip" and constants.get("THIRD") is not None:  # one stream a launch
             constants.update(SECOND=None, THIRD=None)
             alone = {**self.arguments, "second": None, "third": None}

@@ -261,7 +261,7 @@ def _extend_table() -> Iterator[Variant]:
 
 @functools.cache
 def variants() -> tuple[Variant, ...]:
-    """The table: quantize, dequantize, decode attention, append; at most 110 rows."""
+    """The table: quantize, dequantize, decode attention, append; at most 112 rows."""
     return (*_quantize_table(), *_decode_table(), *_extend_table(), *_append_table())
 
 
@@ -323,11 +323,13 @@ def _merge_state(dtype: str) -> Variant:
 
 
 def _apply_rotary_emb(dtype: str) -> Variant:
-    pointers = dict.fromkeys(("x_ptr", "cos_ptr", "sin_ptr", "out_ptr"), POINTERS[dtype])
-    strides = dict.fromkeys(("x_row", "x_head", "x_token", "cos_row"), "i32!")
+    names = ("q_ptr", "k_ptr", "cos_ptr", "sin_ptr", "q_out", "k_out")
+    pointers = dict.fromkeys(names, POINTERS[dtype])
+    steps = [f"{x}_{axis}" for x in "qk" for axis in ("row", "head", "token")]
+    strides = dict.fromkeys((*steps, "cos_row"), "i32!")
     fixed = apply_rotary_emb.constants(HEAD_DIM, HEAD_DIM)
     return Variant(
         "apply_rotary_emb", dtype, dtype, 0, apply_rotary_emb.apply_rotary_emb_kernel,
-        {**pointers, **strides, "heads": "i32", "tokens": "i32"}, fixed, apply_rotary_emb.NUM_WARPS,
+        {**pointers, **strides, "q_heads": "i32", "k_heads": "i32", "tokens": "i32"}, fixed, apply_rotary_emb.NUM_WARPS,
         HEAD_DIM * fixed["HEADS"],
     )  # fmt: skip

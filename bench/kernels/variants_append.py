@@ -8,14 +8,16 @@ from typing import Any
 from caramba_fast.bench.kernels.variant import POINTERS, Variant
 from caramba_fast.formats import resolve
 from caramba_fast.kernels import append
-from caramba_fast.kernels.streams import Layout, Stream, layout
+from caramba_fast.kernels.streams import Layout, Queries, Stream, layout
 
 #: New tokens of a step of decoding and of a prompt.
 TOKENS = {"step": 1, "prompt": append.PROMPT_TOKENS}
 BLOCK = 32
 
 
-def _stream(kind: str, dtype: str, *, tail: bool, sink: bool) -> tuple[Any, ...]:
+def _stream(
+    kind: str, dtype: str, *, tail: bool, sink: bool, rotary: bool = False
+) -> tuple[Any, ...]:
     """Types of a stream's arguments; all strides are divisible by 16, as caches allocate them."""
 
     def given(pointer: str, there: object) -> str | None:
@@ -28,8 +30,18 @@ def _stream(kind: str, dtype: str, *, tail: bool, sink: bool) -> tuple[Any, ...]
         "scales": given("*fp16", resolve(kind).quantized),
         "tail": given("*fp16", tail),
         "sink": given("*fp16", sink),
+        "cos": given(POINTERS[dtype], rotary),
+        "sin": given(POINTERS[dtype], rotary),
+        "cos_row": given("i32!", rotary),
     }
     return tuple(types.get(name, "i32!") for name in Stream._fields)
+
+
+def _queries(dtype: str) -> tuple[Any, ...]:
+    """Types of the queries that are turned."""
+    types: dict[str, str | None] = dict.fromkeys(("q", "out", "cos", "sin"), POINTERS[dtype])
+    types |= {"q_dim": None, "heads": "i32"}
+    return tuple(types.get(name, "i32!") for name in Queries._fields)
 
 
 def _append(
@@ -43,8 +55,9 @@ def _append(
     safe: bool = False,
     sides: bool = True,
     group: int = 32,
+    rotary: bool = False,
 ) -> Variant:
-    """``safe``: keys rotated, pages and padding.
+    """``safe``: keys rotated, pages and padding. ``rotary``: RoPE of keys and queries.
 
     ``sides``: with it, a tail and sinks as well. By channel there is always a tail, and keys are not rotated.
     """
@@ -55,10 +68,16 @@ def _append(
     streams: list[tuple[Any, ...]] = []
     layouts: list[Layout] = []
     for i, (kind, dim) in enumerate(zip(kinds, dims, strict=True)):
-        key = safe and i < len(kinds) - 1
+        key, turns = safe and i < len(kinds) - 1, rotary and i == len(kinds) - 2
         block = BLOCK if resolve(kind).quantized else None
         streams.append(
-            _stream(kind, dtype, tail=by_channel or (safe and sides), sink=safe and sides)
+            _stream(
+                kind,
+                dtype,
+                tail=by_channel or (safe and sides),
+                sink=safe and sides,
+                rotary=turns,
+            )
         )
         grouped = group if resolve(kind).by_channel else 1
         chosen = layout(
@@ -70,6 +89,7 @@ def _append(
             rotate=key and grouped == 1,
             tokens=tokens,
             group=grouped,
+            rotary=dim if turns else 0,
         )
         layouts.append(chosen)
     absent: list[Any] = [None] * (append.MOST_STREAMS - len(kinds))
@@ -87,8 +107,14 @@ def _append(
             "heads": "i32",
             "tokens": "i32",
             "writers": "i32" if by_channel else None,
+            "queries": _queries(dtype) if rotary else None,
+            "turners": "i32" if rotary else None,
         },
-        constants=dict(zip(("FIRST", "SECOND", "THIRD"), (*layouts, *absent), strict=True)),
+        constants={
+            **dict(zip(("FIRST", "SECOND", "THIRD"), (*layouts, *absent), strict=True)),
+            "TURNED": layouts[-2] if rotary else None,
+            "HEADS": append.QUERY_HEADS,
+        },
         num_warps=append.num_warps(layouts),
         values=sum(part.ROWS * part.BLOCK for part in layouts),
         fit=fit,
@@ -103,6 +129,10 @@ def _table() -> Iterator[Variant]:
     for pair in (("q8_channel", "q8_0"), ("q4_channel", "q4_0")):
         yield _append("step", pair)
         yield _append("prompt", pair)
+    yield _append("step, RoPE", ("q8_0", "q8_0"), rotary=True)
+    yield _append("step, RoPE", ("q4_channel", "q4_0"), dtype="bf16", rotary=True)
+    yield _append("step safe, RoPE", ("q4_0", "q4_0"), safe=True, rotary=True)
+    yield _append("step, RoPE", ("q8_0", "q4_0", "q4_0"), (8, 32, 64), heads=4, rotary=True)
     yield _append("step, group 128", ("q4_channel", "q4_0"), group=128)
     yield _append("prompt safe", ("q4_channel", "q4_0"), fit="mse", safe=True)
     yield _append(

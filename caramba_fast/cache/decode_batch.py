@@ -30,6 +30,7 @@ class _Rows:
     """
 
     early = None
+    index = None
 
     def __init__(self, given: Tensor, rows: int) -> None:
         numbers = given[:NUMBERS, :rows]

@@ -18,6 +18,7 @@ from caramba_fast.cache.lengths import Counts, RowLengths
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
+    from caramba_fast.ops.apply_rotary_emb import Rotary
     from caramba_fast.ops.options import AttendOptions, DecoupledAttendOptions
 
 
@@ -113,6 +114,7 @@ class CachedRows(ABC):
         new_lens: Sequence[int] | None,
         cache_leftpad: Tensor | None,
         will_attend: bool,
+        rotary: Rotary | None = None,
     ) -> None:
         """`KeysAndValues.append` of the streams by name."""
 
@@ -180,6 +182,7 @@ class KeysAndValues(CachedRows):
         cache_leftpad: Tensor | None = None,
         *,
         will_attend: bool = True,
+        rotary: Rotary | None = None,
     ) -> None:
         """Quantizes and stores T tokens a row.
 
@@ -191,13 +194,15 @@ class KeysAndValues(CachedRows):
             cache_leftpad: (B,) int32, leading slots that hold padding (sinks begin behind them).
             will_attend: whether `attend` follows with the queries of all T tokens. With a tail, more than
                 tail_slack of them need memory until then; False saves it.
+            rotary: turns k, of shape (B, H_kv, T, D), by RoPE on its way, and writes the turned queries of the same
+                tokens to ``rotary.out`` (`ops.append_`).
 
         Raises:
             ValueError: a wrong shape, or a row that would exceed max_seq_len.
             OutOfPagesError: the pool of a paged cache is too small.
             TypeError: a wrong dtype. The cache is unchanged in every case.
         """
-        self.append_streams({"k": k, "v": v}, new_lens, cache_leftpad, will_attend)
+        self.append_streams({"k": k, "v": v}, new_lens, cache_leftpad, will_attend, rotary)
 
     def attend(self, q: Tensor, *, before: int = 0, **options: Unpack[AttendOptions]) -> Any:
         """Attention of the T newest tokens over everything cached, as `ops.decode_attention`.
@@ -226,13 +231,14 @@ class DecoupledKeysAndValues(CachedRows):
         cache_leftpad: Tensor | None = None,
         *,
         will_attend: bool = True,
+        rotary: Rotary | None = None,
     ) -> None:
         """Quantizes and stores T tokens a row: (B, H_kv, T, D) each, or flat (B, T, dim).
 
-        Arguments and errors as in `LayerKVCache.append`.
+        Arguments and errors as in `LayerKVCache.append`; ``rotary`` turns k_geo.
         """
         new = {"k_sem": k_sem, "k_geo": k_geo, "v": v}
-        self.append_streams(new, new_lens, cache_leftpad, will_attend)
+        self.append_streams(new, new_lens, cache_leftpad, will_attend, rotary)
 
     def attend(
         self,

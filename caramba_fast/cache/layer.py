@@ -7,7 +7,7 @@ Both are names over `LayerCache`, which says how tokens come in and are read; ho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,13 @@ from caramba_fast.cache.sizes import by_heads, check_agreement, check_sizes
 from caramba_fast.cache.stream import SLOT_MULTIPLE, CacheTensor, capacity
 from caramba_fast.config import KVCacheTensorConfig
 from caramba_fast.config.kvcache import ring_size
+from caramba_fast.ops.apply_rotary_emb import ROTARY
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 from caramba_fast.ops.hadamard import rotated
 from caramba_fast.ops.view import Lanes
+
+if TYPE_CHECKING:
+    from caramba_fast.ops.apply_rotary_emb import Rotary
 
 
 class LayerCache(LayerRows):
@@ -103,12 +107,13 @@ class LayerCache(LayerRows):
         new_lens: Sequence[int] | None,
         cache_leftpad: Tensor | None,
         will_attend: bool,
+        rotary: Rotary | None = None,
     ) -> None:
         """`KeysAndValues.append` of the streams by name."""
         if self._widened:
             self.narrow_tails()
-        if new_lens is not None or not self.append_again((*new.values(),), cache_leftpad):
-            self._append_anew(new, new_lens, cache_leftpad, will_attend)
+        if new_lens is not None or not self.append_again((*new.values(),), cache_leftpad, rotary):
+            self._append_anew(new, new_lens, cache_leftpad, will_attend, rotary)
 
     @torch.no_grad()  # a cache holds numbers, not a graph
     def _append_anew(
@@ -117,6 +122,7 @@ class LayerCache(LayerRows):
         new_lens: Sequence[int] | None,
         cache_leftpad: Tensor | None,
         will_attend: bool,
+        rotary: Rotary | None,
     ) -> None:
         new = by_heads(new, self.streams, self.batch_size, self.n_kv_heads)
         tokens = next(iter(new.values())).shape[2]
@@ -134,6 +140,8 @@ class LayerCache(LayerRows):
             "query_lens": query_lens,
         }
         options = {name: value for name, value in given.items() if value is not None}
+        if rotary is not None:
+            options.update(zip(ROTARY, rotary, strict=True))
         try:
             self.plans.append(tuple(new.values()), self.seq_lens, options)
         except BaseException:
@@ -143,12 +151,17 @@ class LayerCache(LayerRows):
             raise
         self.lengths.advance(tokens, added, query_lens)
 
-    def append_again(self, new: Sequence[Tensor], cache_leftpad: Tensor | None = None) -> bool:
+    def append_again(
+        self,
+        new: Sequence[Tensor],
+        cache_leftpad: Tensor | None = None,
+        rotary: Rotary | None = None,
+    ) -> bool:
         """A step like an earlier one, in a contiguous cache: whether it was one, and is done; else nothing is.
 
         Args:
             new: (B, H_kv, T, D) of each stream.
-            cache_leftpad: as in `append`.
+            cache_leftpad, rotary: as in `append`.
         """
         lengths = self.lengths
         longest, first = max(lengths.host), new[0]
@@ -160,6 +173,8 @@ class LayerCache(LayerRows):
         if torch.is_grad_enabled():
             return False
         options = {} if cache_leftpad is None else {"cache_leftpad": cache_leftpad}
+        if rotary is not None:
+            options.update(zip(ROTARY, rotary, strict=True))
         if not self.plans.append_as_before((*new, lengths.seq_lens), options):
             return False
         lengths.seq_lens.add_(tokens)

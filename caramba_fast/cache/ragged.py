@@ -24,6 +24,7 @@ from torch import Tensor
 from caramba_fast.cache.layer import LayerCache
 from caramba_fast.cache.pool import PagePool
 from caramba_fast.cache.stream import CacheTensor
+from caramba_fast.ops.apply_rotary_emb import ROTARY, Rotary
 from caramba_fast.ops.attention_call import BALANCED, MAX_QUERY_TOKENS
 
 
@@ -270,14 +271,20 @@ class RaggedLayer:
         self._lent: dict[Any, dict[str, dict[str, Tensor]]] = {}  # by group
 
     @torch.no_grad()
-    def append_tokens(self, *new: Tensor) -> None:
-        """Stores N tokens: (N, H_kv, D) of each stream."""
+    def append_tokens(self, *new: Tensor, rotary: Rotary | None = None) -> None:
+        """Stores N tokens: (N, H_kv, D) of each stream; ``rotary`` as of `append`."""
         streams, rings = self.stored.streams, self.rings
+        turning: dict[str, Tensor] = {}
+        if rotary is not None and len(self.groups) == 1 and self.groups[0].index is None:
+            turning = dict(zip(ROTARY, rotary, strict=True))
+        elif rotary is not None:  # rows of several tokens repeat some of them
+            single = {name: x.unsqueeze(2) for name, x in zip(streams, new, strict=True)}
+            new = tuple(x[:, :, 0] for x in rotary.turn(single).values())
         if rings is not None:
             self._tails = {name: rings.taken(tail_of(stream)) for name, stream in streams.items()}
         for group in self.groups:
             rows = [group.rows_of(x) for x in new]
-            options = {"block_table": group.table}
+            options = {"block_table": group.table, **turning}
             if group.query_lens is not None:
                 options["query_lens"] = group.query_lens
             sides = self._sides(group)
@@ -336,11 +343,19 @@ class RaggedLayer:
 
     # -- as a layer of the native model calls it, with N rows of one token ----------------
 
-    def append(self, *args: Any, will_attend: bool = True) -> None:  # noqa: ARG002 - it always does
-        """(N, H_kv, 1, D) of each stream, and None: rows of one token have no padding."""
+    def append(
+        self,
+        *args: Any,
+        will_attend: bool = True,  # noqa: ARG002 - it always does
+        rotary: Rotary | None = None,
+    ) -> None:
+        """(N, H_kv, 1, D) of each stream, and None: rows of one token have no padding.
+
+        ``rotary`` turns keys and queries (N, H_q, 1, D), as in `LayerKVCache.append`.
+        """
         *new, query_lens = args
         assert query_lens is None
-        self.append_tokens(*(x[:, :, 0] for x in new))
+        self.append_tokens(*(x[:, :, 0] for x in new), rotary=rotary)
 
     def attend(self, *queries: Tensor, **options: Any) -> Tensor:
         """(N, H_q, 1, D) each -> (N, H_q, 1, D_v)."""

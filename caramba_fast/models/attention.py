@@ -21,6 +21,7 @@ from caramba_fast.cache import (
 )
 from caramba_fast.models.config import ModelConfig
 from caramba_fast.models.rope import rotate, rotate_both
+from caramba_fast.ops.apply_rotary_emb import Rotary
 
 
 def dense_attention(
@@ -82,7 +83,7 @@ class Step(NamedTuple):
     """One forward pass.
 
     Attributes:
-        phases: cos and sin of the query positions.
+        phases: cos and sin (B, T, D / 2) of the query positions, in the dtype of the model.
         exact: it is a prompt on an empty cache, and attends to its exact K and V.
         query_lens: real tokens of each row, or None when no row is padded.
         rows: (M,) int64, the rows whose result is wanted, in a layer that none follows; None for all.
@@ -101,8 +102,18 @@ class Step(NamedTuple):
         """q of the rows that are wanted and k of all, (B, H, T, D), at their positions."""
         if self.rows is None:
             return rotate_both(q, k, *self.phases)
-        cos, sin = self.phases
+        cos, sin = (x[:, None] for x in self.phases)
         return rotate(q, self.wanted(cos), self.wanted(sin)), rotate(k, cos, sin)
+
+    def rotary(self, q: Tensor) -> Rotary | None:
+        """RoPE of q (B, H, T, D) and its keys as a part of their append; None where it cannot be.
+
+        A prompt attends to its exact keys, and needs them turned; so does a gradient.
+        """
+        if self.exact or self.rows is not None or torch.is_grad_enabled():
+            return None
+        cos, sin = self.phases
+        return Rotary(q, cos.to(q.dtype), sin.to(q.dtype), q.new_empty(q.shape))
 
 
 class DecoupledAttention(nn.Module):
@@ -135,12 +146,16 @@ class DecoupledAttention(nn.Module):
         q_sem = self._heads(self.q_sem_proj(wanted), self.sem_head)
         k_sem = self._heads(self.k_sem_proj(x), self.sem_head)
         q_geo = self._heads(self.q_geo_proj(wanted), self.geo_head)
-        q_geo, k_geo = step.rotated(q_geo, self._heads(self.k_geo_proj(x), self.geo_head))
+        k_geo = self._heads(self.k_geo_proj(x), self.geo_head)
+        rotary = None if cache is None else step.rotary(q_geo)
+        q_geo, k_geo = step.rotated(q_geo, k_geo) if rotary is None else (rotary.out, k_geo)
         v = self._heads(self.v_proj(x), self.v_head)
         if cache is None:
             out = self._self_attend(q_sem, q_geo, k_sem, k_geo, v)
         else:
-            cache.append(k_sem, k_geo, v, step.query_lens, will_attend=not step.exact)
+            cache.append(
+                k_sem, k_geo, v, step.query_lens, will_attend=not step.exact, rotary=rotary
+            )
             if step.exact:
                 out = self._self_attend(q_sem, q_geo, k_sem, k_geo, v)
             else:
@@ -193,12 +208,13 @@ class Attention(nn.Module):
         """x (B, T, hidden) -> (B, T, hidden), of the rows that are wanted."""
         q = self.q_norm(self._heads(self.q_proj(step.wanted(x)), self.n_heads))
         k = self.k_norm(self._heads(self.k_proj(x), self.n_kv_heads))
-        q, k = step.rotated(q, k)
+        rotary = None if cache is None else step.rotary(q)
+        q, k = step.rotated(q, k) if rotary is None else (rotary.out, k)
         v = self._heads(self.v_proj(x), self.n_kv_heads)
         if cache is None:
             out = self._self_attend(q, k, v)
         else:
-            cache.append(k, v, step.query_lens, will_attend=not step.exact)
+            cache.append(k, v, step.query_lens, will_attend=not step.exact, rotary=rotary)
             if step.exact:
                 out = self._self_attend(q, k, v)
             else:

@@ -91,10 +91,10 @@ class RopeTable(torch.nn.Module):
         self.inv_freq = inv_freq.to(torch.float32)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions (B, T) -> cos, sin, each (B, 1, T, head_dim / 2) float32."""
+        """positions (B, T) -> cos, sin, each (B, T, head_dim / 2) float32."""
         if self.inv_freq.device != positions.device:
             self.inv_freq = self.inv_freq.to(positions.device)
-        angles = positions[:, None, :, None].to(torch.float32) * self.inv_freq
+        angles = positions[..., None].to(torch.float32) * self.inv_freq
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
 
@@ -106,9 +106,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """`rotate` of queries and keys (B, H, T, D) of the same tokens, in one call where no gradient is wanted."""
+    """`rotate` of queries and keys (B, H, T, D) of the same tokens, in one call where no gradient is wanted.
+
+    cos and sin are (B, T, D / 2).
+    """
     if torch.is_grad_enabled():
-        return rotate(q, cos, sin), rotate(k, cos, sin)
-    cos, sin = cos[:, 0].to(q.dtype), sin[:, 0].to(q.dtype)
+        return rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
+    cos, sin = cos.to(q.dtype), sin.to(q.dtype)
     found: tuple[Tensor, Tensor] = rotary_op.call(q, k, cos, sin)
     return found

@@ -155,13 +155,18 @@ class Transformer(nn.Module):
             held = kv_cache.layers[0].lengths
             positions = held.seq_lens[:, None] + steps
             exact = kv_cache.prefill == "exact" and not any(held.host)
-        step = Step(self.rope(positions), exact, query_lens)
         x = self.model.embed_tokens(query_token_ids)
+        step = Step(self._phases(positions, x.dtype), exact, query_lens)
         for index, layer in enumerate(self.model.layers):
             x = layer(x, step, None if kv_cache is None else kv_cache.layers[index])
         if logits_index is not None:
             x = x[torch.arange(batch, device=x.device), logits_index][:, None]
         return self.lm_head(self.model.norm(x))
+
+    def _phases(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions (B, T), made once for all layers."""
+        cos, sin = self.rope(positions)
+        return cos.to(dtype), sin.to(dtype)
 
     def forward_ragged(self, ids: Tensor, batch: RaggedBatch | DecodeBatch, rows: Tensor) -> Tensor:
         """Tokens of many sequences side by side, which the pages of ``batch`` grow by.
@@ -174,8 +179,8 @@ class Transformer(nn.Module):
         Returns:
             (M, V) logits.
         """
-        step = Step(self.rope(batch.positions[:, None]), False, None)
         x = self.model.embed_tokens(ids)[:, None]
+        step = Step(self._phases(batch.positions[:, None], x.dtype), False, None)
         *before, last = self.model.layers
         for layer, cache in zip(before, batch.layers, strict=False):
             x = layer(x, step, cache)

@@ -1,7 +1,10 @@
-"""append_ and decoupled_append_: rotate, quantize and write new tokens, in one launch.
+"""append_ and decoupled_append_: turn by RoPE, rotate, quantize and write new tokens, in one launch.
 
 Tokens go behind what is cached: into the codes, and where the cache has them into the fp16 tail (a ring
 of the newest) and the fp16 sinks (the first real ones). The reference writes without data-dependent shapes.
+
+RoPE is an option: keys then come without position, and the queries of the same tokens are turned as well, as
+`ops.apply_rotary_emb` would turn both. The pattern is flash-attention's ``rotary_cos`` and ``rotary_sin``.
 
 By channel a group of tokens is encoded when its last token arrives, from what the tail holds: the codes are the same
 however the tokens were cut into calls. Until then its tokens are in the tail alone. Padding and sinks, which are never
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor
 
 from caramba_fast.ops import checks
+from caramba_fast.ops.apply_rotary_emb import ROTARY, Rotary, rotated_heads
 from caramba_fast.ops.hadamard import rotated
 from caramba_fast.ops.plan import CallPlan
 from caramba_fast.ops.quantize import FITS, encode_groups
@@ -150,6 +154,7 @@ def _reference(streams: tuple[str, ...], args: tuple[Any, ...], options: dict[st
         start, new[0].shape[2], options.pop("query_lens", None), options.pop("cache_leftpad", None),
         options.pop("block_table", None),
     )  # fmt: skip
+    rotary = [options.pop(name, None) for name in ROTARY]
     views: list[KVView] = []
     for index, stream in enumerate(streams):
         fit = options.pop(f"fit_{stream}", "amax")
@@ -160,6 +165,11 @@ def _reference(streams: tuple[str, ...], args: tuple[Any, ...], options: dict[st
             if buffer is not None:
                 checks.writable(f"{stream}_{part}", buffer)
         views.append(view)
+    if rotary[0] is not None:
+        turn = Rotary(*rotary)
+        checks.writable("rotary_out", turn.out)
+        new = (*new[:-2], rotated_heads(new[-2], turn.cos, turn.sin), new[-1])
+        turn.out.copy_(rotated_heads(turn.q, turn.cos, turn.sin))
     for view, x in zip(views, new, strict=True):
         destination.write(view, x)
 
@@ -202,7 +212,7 @@ def plan_append(
         views: the streams by name, in the op's order.
         new: (B, H_kv, T, D) of each stream.
         start: (B,) int32.
-        options: block_table, cache_leftpad, query_lens, those given.
+        options: block_table, cache_leftpad, query_lens, rotary_q and so on, those given.
 
     Raises:
         TypeError, ValueError: as `append_`.
@@ -227,6 +237,7 @@ def append_(
     block_table: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
     query_lens: Tensor | None = None,
+    rotary: Rotary | None = None,
 ) -> None:
     """Writes T tokens into the buffers of ``k`` and ``v``, in place.
 
@@ -240,11 +251,12 @@ def append_(
         cache_leftpad: (B,) int32, leading slots that hold padding; sinks begin behind them.
         query_lens: (B,) int32, how many of the T tokens are real; by default all. The others are not
             written.
+        rotary: turns the keys and queries of these tokens by RoPE; the queries are written to ``rotary.out``.
 
     Raises:
         TypeError, ValueError: naming the argument; nothing is written.
     """
-    options = _given(block_table, cache_leftpad, query_lens)
+    options = _given(block_table, cache_leftpad, query_lens, rotary)
     plan = plan_append(append_op, {"k": k, "v": v}, (k_new, v_new), start, options)
     plan.run((k_new, v_new, start), options)
 
@@ -261,18 +273,24 @@ def decoupled_append_(
     block_table: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
     query_lens: Tensor | None = None,
+    rotary: Rotary | None = None,
 ) -> None:
-    """`append_` for decoupled attention: semantic keys, geometric keys and values."""
-    options, new = _given(block_table, cache_leftpad, query_lens), (k_sem_new, k_geo_new, v_new)
+    """`append_` for decoupled attention: semantic keys, geometric keys and values; ``rotary`` turns the geometric."""
+    options = _given(block_table, cache_leftpad, query_lens, rotary)
+    new = (k_sem_new, k_geo_new, v_new)
     views = {"k_sem": k_sem, "k_geo": k_geo, "v": v}
     plan_append(decoupled_append_op, views, new, start, options).run((*new, start), options)
 
 
 def _given(
-    block_table: Tensor | None, cache_leftpad: Tensor | None, query_lens: Tensor | None
+    block_table: Tensor | None,
+    cache_leftpad: Tensor | None,
+    query_lens: Tensor | None,
+    rotary: Rotary | None,
 ) -> dict[str, Tensor]:
     named = {"block_table": block_table, "cache_leftpad": cache_leftpad, "query_lens": query_lens}
-    return {name: value for name, value in named.items() if value is not None}
+    found = {name: value for name, value in named.items() if value is not None}
+    return found if rotary is None else {**found, **dict(zip(ROTARY, rotary, strict=True))}
 
 
 def _check(
@@ -282,6 +300,7 @@ def _check(
     block_table: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
     query_lens: Tensor | None = None,
+    **rotary: Tensor,
 ) -> None:
     """Raises TypeError or ValueError naming everything that is wrong with a call."""
     problems: list[str] = []
@@ -294,12 +313,15 @@ def _check(
     for name, tensor in rows.items():
         problems += checks.row_integers(name, tensor, first.shape[0])
     problems += checks.block_table(block_table, first.shape[0])
+    keys = new[[*new][-2]]
+    if rotary and not problems:
+        problems += Rotary.problems(rotary, keys)
     if not problems:
         problems += common_problems(views, block_table, first.shape[0])
     checks.raise_all("append_", problems)
     checks.same_device(
         start=start, block_table=block_table, **{f"{n}_codes": v.codes for n, v in views.items()},
-        **{f"{n}_new": x for n, x in new.items()},
+        **{f"{n}_new": x for n, x in new.items()}, **rotary,
     )  # fmt: skip
 
 

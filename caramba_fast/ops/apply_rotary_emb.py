@@ -7,11 +7,86 @@ the reference, which takes some sixteen ops.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from caramba_fast.ops import checks
 from caramba_fast.ops.registry import register
+
+#: The fields of a `Rotary`, as ops take them.
+ROTARY = ("rotary_q", "rotary_cos", "rotary_sin", "rotary_out")
+
+
+class Rotary(NamedTuple):
+    """RoPE as a part of another call (`ops.append_`): queries, angles, and where the turned queries go.
+
+    Attributes:
+        q: (B, H_q, T, D), of the dtype of the keys.
+        cos, sin: (B or 1, T, D) or (B or 1, T, D / 2), of the same dtype.
+        out: as q, contiguous.
+    """
+
+    q: Tensor
+    cos: Tensor
+    sin: Tensor
+    out: Tensor
+
+    @staticmethod
+    def of(q: Tensor, cos: Tensor, sin: Tensor) -> Rotary:
+        """With a place of its own for the turned queries."""
+        return Rotary(q, cos, sin, q.new_empty(q.shape))
+
+    def turn(self, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The queries, into their place, and the last stream of keys of ``new``, in a call of its own."""
+        name = [*new][-2]
+        q, keys = rotary_op(self.q, new[name], self.cos, self.sin)
+        self.out.copy_(q)
+        return {**new, name: keys}
+
+    @staticmethod
+    def problems(options: Mapping[str, Tensor], keys: Tensor) -> list[str]:
+        """What is wrong with such options for ``keys`` (B, H_kv, T, D)."""
+        missing = [name for name in ROTARY if options.get(name) is None]
+        if missing:
+            return [f"{', '.join(missing)} missing; all of rotary_* are needed, or none"]
+        q, cos, sin, out = (options[name] for name in ROTARY)
+        problems = [
+            f"{name} has dtype {options[name].dtype}; {keys.dtype}, that of the keys, is needed"
+            for name in ROTARY
+            if options[name].dtype != keys.dtype
+        ]
+        problems += _problems({"rotary_q": q, "keys": keys}, {"rotary_cos": cos, "rotary_sin": sin})
+        if out.shape != q.shape or not out.is_contiguous():
+            problems.append(
+                f"rotary_out has shape {tuple(out.shape)} and strides {out.stride()}; {tuple(q.shape)}, contiguous, "
+                "is needed"
+            )
+        return problems
+
+
+def _problems(heads: Mapping[str, Tensor], angles: Mapping[str, Tensor]) -> list[str]:
+    """What is wrong with the shapes of queries and keys, and of cos and sin."""
+    (q_name, q), (k_name, k) = heads.items()
+    (cos_name, cos), (sin_name, sin) = angles.items()
+    if q.ndim != 4 or k.ndim != 4 or q.shape[3] % 2 or (q.shape[0], *q.shape[2:]) != (
+        k.shape[0], *k.shape[2:],
+    ):  # fmt: skip
+        return [
+            f"{q_name} has shape {tuple(q.shape)} and {k_name} {tuple(k.shape)}; (B, H, T, D) that differ in heads "
+            "alone, D even, are needed"
+        ]
+    batch, _, tokens, dim = q.shape
+    shapes = {(rows, tokens, width) for rows in (batch, 1) for width in (dim, dim // 2)}
+    if cos.shape == sin.shape and cos.shape in shapes:
+        return []
+    return [
+        f"{cos_name} has shape {tuple(cos.shape)} and {sin_name} {tuple(sin.shape)}; "
+        f"({batch} or 1, {tokens}, {dim} or {dim // 2}) is needed"
+    ]
+
 
 SCHEMA = "(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor q_out, Tensor k_out)"
 
@@ -59,20 +134,8 @@ def apply_rotary_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
         checks.float_tensor(name, x)
         if x.dtype != q.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}; {q.dtype}, that of q, is needed")
-        if x.ndim != (4 if name in "qk" else 3):
-            shape = "(B, H, T, D)" if name in "qk" else "(B or 1, T, D or D / 2)"
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; {shape} is needed")
-    batch, _, tokens, dim = q.shape
-    if dim % 2 or (k.shape[0], *k.shape[2:]) != (batch, tokens, dim):
-        raise ValueError(
-            f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; they may differ in heads alone, and D must be even"
-        )
-    if cos.shape != sin.shape or cos.shape not in {
-        (rows, tokens, width) for rows in (batch, 1) for width in (dim, dim // 2)
-    }:
-        raise ValueError(
-            f"cos has shape {tuple(cos.shape)} and sin {tuple(sin.shape)}; "
-            f"({batch} or 1, {tokens}, {dim} or {dim // 2}) is needed"
-        )
+    problems = _problems({"q": q, "k": k}, {"cos": cos, "sin": sin})
+    if problems:
+        raise ValueError("; ".join(problems))
     checks.same_device(**given)
     return rotary_op(q, k, cos, sin)

@@ -352,7 +352,7 @@ DECOUPLED = ("k_sem", "k_geo", "v")
 
 
 def append_schema(streams: Sequence[str]) -> str:
-    """Buffers are mutated in place; nothing is returned."""
+    """Buffers, and the queries that are turned, are mutated in place; nothing is returned."""
     alias = iter("abcdefghijklmnopqrstuvwxyz")
     parts: list[str] = []
     for stream in streams:
@@ -369,6 +369,8 @@ def append_schema(streams: Sequence[str]) -> str:
             f"Tensor({next(alias)}!)? {stream}_sink=None",
         ]
         parts += [f"bool rotate_{stream}=False", f'str fit_{stream}="amax"']
+    parts += [f"Tensor? rotary_{name}=None" for name in ("q", "cos", "sin")]
+    parts += [f"Tensor({next(alias)}!)? rotary_out=None"]
     return f"({', '.join(parts)}) -> ()"
 
 

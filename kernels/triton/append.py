@@ -2,26 +2,30 @@
 
 Bit-exact with the reference of `caramba_fast.ops.append`, but for rotated streams, whose sums are made in
 another order. All streams of a layer take one launch; a program handles some tokens of one lane of one
-stream of one row. Nothing waits for the host, nothing is allocated.
+stream of one row. RoPE, where it is asked for, turns keys as they are read, and programs behind the others turn the
+queries. Nothing waits for the host, nothing is allocated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from caramba_fast.formats import resolve
 
 from .append_groups import encode_group, group_programs, group_warps
+from .apply_rotary_emb import HEADS as QUERY_HEADS
+from .apply_rotary_emb import turn, turn_heads
 from .formats import encode_bytes, encode_nibbles
-from .launch import EXACT, on_device, returned, start
+from .launch import EXACT, dense, made, on_device, returned, start
 from .new_tokens import blocks, rotated_blocks
 from .places import place, put, put_sides, put_values, span
-from .streams import Layout, Rows, Stream, layout_of, rows_of, stream_of
+from .streams import Layout, Queries, Rows, Stream, layout_of, rows_of, steps_of, stream_of
 
 STREAMS = ("k", "v")
 MOST_STREAMS = 3
@@ -86,7 +90,52 @@ def _work(s, L: tl.constexpr, where, b, lane, heads, program, tokens, writers):
         encode_group(s, L, where, b, lane, heads, program - writers, tokens)
 
 
-@triton.jit(do_not_specialize=["table_row", "table_pages", "pages", "tokens", "writers"])
+@triton.jit
+def _turn(queries, L: tl.constexpr, index, b, tokens, HEADS: tl.constexpr):
+    """Queries of HEADS heads of one token; ``index`` counts tokens times groups of heads."""
+    groups = tl.cdiv(queries.heads, HEADS)
+    token = index // groups
+    head = index % groups * HEADS + tl.arange(0, HEADS)[:, None]
+    there = head < tl.where(token < tokens, queries.heads, 0)
+    step = 1 if queries.q_dim is None else queries.q_dim
+    source = queries.q + b * queries.q_row + token.to(tl.int64) * queries.q_token
+    source = source + head.to(tl.int64) * queries.q_head
+    target = queries.out + ((b * queries.heads + head) * tokens + token) * L.DIM
+    table = b * queries.cos_row + tl.minimum(token, tokens - 1).to(tl.int64) * L.ROTARY
+    turn_heads(
+        source, step, queries.cos + table, queries.sin + table, target, there, L.DIM // 2, L.PAD // 2, L.ROTARY
+    )  # fmt: skip
+
+
+@triton.jit
+def _streams(
+    first,
+    second,
+    third,
+    where,
+    program,
+    heads,
+    tokens,
+    writers,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    THIRD: tl.constexpr,
+):
+    """The program of a launch whose place along the lanes and streams says whose it is."""
+    STREAMS: tl.constexpr = 1 if SECOND is None else (2 if THIRD is None else 3)
+    lane = tl.program_id(1) // STREAMS
+    which, b = tl.program_id(1) % STREAMS, tl.program_id(2).to(tl.int64)
+    if which == 0:
+        _work(Stream(*first), FIRST, where, b, lane, heads, program, tokens, writers)
+    if STREAMS > 1:  # noqa: SIM102 - as below
+        if which == 1:
+            _work(Stream(*second), SECOND, where, b, lane, heads, program, tokens, writers)
+    if THIRD is not None:  # noqa: SIM102 - known at compile time, unlike the other
+        if which == 2:
+            _work(Stream(*third), THIRD, where, b, lane, heads, program, tokens, writers)
+
+
+@triton.jit(do_not_specialize=["table_row", "table_pages", "pages", "tokens", "writers", "turners"])
 def append_kernel(
     first,
     second,
@@ -98,29 +147,37 @@ def append_kernel(
     heads,
     tokens,
     writers,
+    queries,
+    turners,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     THIRD: tl.constexpr,
+    TURNED: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
     """Two streams, or three; grid (programs of a lane, lanes * streams, B).
 
     ``writers`` is None where no stream is by channel; else programs from there on encode groups that became full.
+    ``queries`` are fields of a `Queries`, or None, as TURNED is then; programs from ``turners`` on turn HEADS heads of
+    them each, by the angles of the stream whose layout is TURNED.
 
     first, second and third are fields of a `Stream`, where those of `Rows`, in order; without the last fields, which
     grow with a cache: tuples are specialized on, numbers need not be.
     """
-    STREAMS: tl.constexpr = 1 if SECOND is None else (2 if THIRD is None else 3)
     where = Rows(*where, table_row, table_pages, pages)
-    program, lane = tl.program_id(0), tl.program_id(1) // STREAMS
-    which, b = tl.program_id(1) % STREAMS, tl.program_id(2).to(tl.int64)
-    if which == 0:
-        _work(Stream(*first), FIRST, where, b, lane, heads, program, tokens, writers)
-    if STREAMS > 1:  # noqa: SIM102 - as below
-        if which == 1:
-            _work(Stream(*second), SECOND, where, b, lane, heads, program, tokens, writers)
-    if THIRD is not None:  # noqa: SIM102 - known at compile time, unlike the other
-        if which == 2:
-            _work(Stream(*third), THIRD, where, b, lane, heads, program, tokens, writers)
+    program = tl.program_id(0)
+    if TURNED is None:  # noqa: SIM114 - one is known at compile time
+        _streams(
+            first, second, third, where, program, heads, tokens, writers, FIRST, SECOND, THIRD
+        )  # fmt: skip
+    elif program < turners:
+        _streams(
+            first, second, third, where, program, heads, tokens, writers, FIRST, SECOND, THIRD
+        )  # fmt: skip
+    else:
+        index = (program - turners) * tl.num_programs(1) + tl.program_id(1)
+        b = tl.program_id(2).to(tl.int64)
+        _turn(Queries(*queries), TURNED, index, b, tokens, HEADS)
 
 
 def tokens_at_once(tokens: int, widest: int) -> int:
@@ -149,13 +206,55 @@ def _described(
     stored: Sequence[Any],
     new: Sequence[Any],
     options: dict[str, Any],
+    angles: Angles | None,
 ) -> tuple[list[Stream], list[Layout]]:
-    """Each stream at run time and at compile time; ``stored`` are codes and scales in turn."""
+    """Each stream at run time and at compile time; ``stored`` are codes and scales in turn.
+
+    ``angles`` are those of the last stream of keys.
+    """
     given = tuple(zip(names, kinds, stored[::2], stored[1::2], new, strict=True))
     widest = max(resolve(kind).value_width(codes.shape[3]) for _, kind, codes, _, _ in given)
     at_once = tokens_at_once(new[0].shape[2], widest)
-    streams = [stream_of(name, *parts, options) for name, _, *parts in given]
-    return streams, [layout_of(*parts, options, at_once) for parts in given]
+    own: list[Any] = [None] * len(names)
+    if angles is not None:
+        own[-2] = angles
+    streams = [
+        stream_of(name, *parts, options, (None, None, None) if table is None else table)
+        for (name, _, *parts), table in zip(given, own, strict=True)
+    ]
+    layouts = [
+        layout_of(*parts, options, at_once, None if table is None else table.cos)
+        for parts, table in zip(given, own, strict=True)
+    ]
+    return streams, layouts
+
+
+class Angles(NamedTuple):
+    """cos and sin (B or 1, T, width), and the elements from one row to the next."""
+
+    cos: Tensor
+    sin: Tensor
+    row: int
+
+    @staticmethod
+    def of(options: dict[str, Any]) -> Angles | None:
+        """Those of an op's options, if there are."""
+        cos, sin = dense(options.get("rotary_cos")), dense(options.get("rotary_sin"))
+        if cos is None or sin is None:
+            return None
+        if not options["rotary_out"].is_contiguous():
+            raise NotImplementedError(
+                f"rotary_out has strides {options['rotary_out'].stride()}; a contiguous one is needed"
+            )
+        return Angles(cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0)
+
+
+def _queries(options: dict[str, Any], angles: Angles | None) -> Queries | None:
+    """The queries that are to be turned, if there are."""
+    if angles is None:
+        return None
+    q, out = options["rotary_q"], options["rotary_out"]
+    return Queries(q, *steps_of(q), out, q.shape[1], *angles)
 
 
 def launch(names: tuple[str, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -169,23 +268,37 @@ def launch(names: tuple[str, ...], args: tuple[Any, ...], options: dict[str, Any
     lengths, kinds = args[3 * count], args[3 * count + 1 :]
     if new[0].numel() == 0:
         return
+    angles = Angles.of(options)
+    if angles is not None and torch.version.hip is not None:  # scalars of both spill
+        keys = made(new[-2], new[-2].shape)
+        turn(options["rotary_q"], new[-2], *angles[:2], options["rotary_out"], keys)
+        new, angles = (*new[:-2], keys, new[-1]), None
+        options = {name: x for name, x in options.items() if not name.startswith("rotary_")}
     if count == MOST_STREAMS and torch.version.hip is not None:  # scalars of three streams spill
         for i, name in enumerate(names):
             launch((name,), (*stored[2 * i : 2 * i + 2], new[i], lengths, kinds[i]), options)
         return
     batch, heads, tokens, _ = new[0].shape
-    streams, layouts = _described(names, kinds, stored, new, options)
+    streams, layouts = _described(names, kinds, stored, new, options, angles)
+    queries = _queries(options, angles)
     writers = max(-(-tokens * part.STRIDE // part.ROWS) for part in layouts)
     encoders = max(group_programs(part, tokens) for part in layouts)
     absent = [None] * (MOST_STREAMS - count)
     where = rows_of(names[0], stored[0], lengths, options)
     largest = max(part.GROUP for part in layouts)
 
-    def run(programs: int, writers: int | None) -> None:
+    across = stored[0].shape[1] * count
+
+    def run(programs: int, writers: int | None, queries: Queries | None = queries) -> None:
+        turners, last, given = None, programs, None
+        if queries is not None:
+            turners, given = programs, tuple(queries)
+            last += -(-tokens * triton.cdiv(queries.heads, QUERY_HEADS) // across)
         start(
-            append_kernel, (programs, stored[0].shape[1] * count, batch),
-            *map(tuple, streams), *absent, where[:-3], *where[-3:], heads, tokens, writers,
-            *layouts, *absent, num_warps=num_warps(layouts), **EXACT,
+            append_kernel, (last, across, batch),
+            *map(tuple, streams), *absent, where[:-3], *where[-3:], heads, tokens, writers, given, turners,
+            *layouts, *absent, None if given is None else layouts[-2], QUERY_HEADS,
+            num_warps=num_warps(layouts), **EXACT,
         )  # fmt: skip
 
     with on_device(lengths):
@@ -194,7 +307,7 @@ def launch(names: tuple[str, ...], args: tuple[Any, ...], options: dict[str, Any
         elif tokens <= where.ring - largest + 1:
             run(writers + encoders, writers)
         else:  # new tokens take the ring's slots of tokens that are still to be encoded
-            run(encoders, 0)
+            run(encoders, 0, None)
             run(writers, writers)
     returned()
 

@@ -206,6 +206,11 @@ def recording() -> Iterator[Recording]:
         _local.recording = None
 
 
+def is_recording() -> bool:
+    """Whether launches of this thread are noted."""
+    return getattr(_local, "recording", None) is not None
+
+
 def start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """``kernel[grid](*args, **options)``, noted if somebody records."""
     compiled = kernel[grid](*args, **options)

@@ -1,4 +1,8 @@
-"""New tokens as they are stored, but for the format: read once, put into lanes, rotated."""
+"""New tokens as they are stored, but for the format: read once, turned by RoPE, put into lanes, rotated.
+
+RoPE turns pairs of a head's halves by the angle of their token (`apply_rotary_emb`), where a cache's option says so;
+"rotated" means the Hadamard basis.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,28 @@ import triton
 import triton.language as tl
 
 from .basis import hadamard, hadamard_halves
-from .casts import to_float32
+from .casts import from_float32, to_float32
+
+
+@triton.jit
+def rounded(x, like):
+    """x as ``like``'s type holds it, in float32."""
+    return to_float32(from_float32(x, like.dtype.element_ty))
+
+
+@triton.jit
+def turned(x, source, step, table, s, L: tl.constexpr, dim, mask):
+    """x (R, C) by RoPE: ``source`` is where x lies, ``step`` from one value to the next, ``table`` of its angles."""
+    HALF: tl.constexpr = L.DIM // 2
+    first = dim < HALF
+    other = to_float32(
+        tl.load(source + tl.where(first, HALF, -HALF).to(tl.int64) * step, mask=mask, other=0.0)
+    )
+    angle = dim if L.ROTARY == L.DIM else dim % HALF
+    cos = to_float32(tl.load(s.cos + table + angle, mask=mask, other=0.0))
+    sin = to_float32(tl.load(s.sin + table + angle, mask=mask, other=0.0))
+    other = tl.where(first, -other, other)
+    return rounded(rounded(x * cos, s.new) + rounded(other * sin, s.new), s.new)
 
 
 @triton.jit
@@ -29,7 +54,12 @@ def new_values(s, L: tl.constexpr, b, lane, heads, token, there, column, WIDTH: 
         source = source + dim
     else:
         source = source + dim.to(tl.int64) * s.new_dim
-    return to_float32(tl.load(source, mask=there & exists, other=0.0))
+    x = to_float32(tl.load(source, mask=there & exists, other=0.0))
+    if L.ROTARY > 0:
+        table = b * s.cos_row + token.to(tl.int64) * L.ROTARY
+        step = 1 if s.new_dim is None else s.new_dim
+        x = turned(x, source, step, table, s, L, dim, there & exists)
+    return x
 
 
 @triton.jit

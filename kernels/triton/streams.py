@@ -28,7 +28,8 @@ class Stream(NamedTuple):
     """One stream at run time: tensors, their strides in elements, their sizes.
 
     ``new`` is (row, head, token, dim), ``new_dim`` None where values are neighbours; buffers are (row or
-    page, lane, slot, value), slots following one another in memory.
+    page, lane, slot, value), slots following one another in memory. ``cos`` and ``sin`` turn new tokens, if not None;
+    their rows are ``cos_row`` elements apart.
     """
 
     new: Any
@@ -49,6 +50,27 @@ class Stream(NamedTuple):
     sink: Any
     sink_row: Any
     sink_lane: Any
+    cos: Any = None
+    sin: Any = None
+    cos_row: Any = None
+
+
+class Queries(NamedTuple):
+    """Queries that an append turns as well: (row, head, token, dim), ``dim`` None where values are neighbours.
+
+    ``out`` is contiguous; cos and sin as in `Stream`.
+    """
+
+    q: Any
+    q_row: Any
+    q_head: Any
+    q_token: Any
+    q_dim: Any
+    out: Any
+    heads: Any
+    cos: Any
+    sin: Any
+    cos_row: Any
 
 
 class Layout(NamedTuple):
@@ -65,6 +87,7 @@ class Layout(NamedTuple):
         ROWS: blocks of a program's tile.
         ROTATE: whether the stream is rotated.
         GROUP: tokens that are encoded together; 1 for a kind by token.
+        ROTARY: values of a token in cos and in sin, DIM or half of it; 0 where new tokens are not turned.
     """
 
     FORMAT: int
@@ -80,6 +103,7 @@ class Layout(NamedTuple):
     ROWS: int
     ROTATE: bool
     GROUP: int = 1
+    ROTARY: int = 0
 
 
 class Rows(NamedTuple):
@@ -111,6 +135,7 @@ def layout(
     rotate: bool = False,
     tokens: int = 1,
     group: int = 1,
+    rotary: int = 0,
 ) -> Layout:
     """For lanes of ``heads`` heads of ``dim``; a program takes ``tokens`` tokens, or a few more.
 
@@ -127,7 +152,7 @@ def layout(
     stride, count = whole if rotate else blocks, whole * tokens
     return Layout(
         form.index, form.bits, fit, dim, heads, pad, triton.next_power_of_2(heads * pad), block, blocks,
-        stride, count, rotate, group,
+        stride, count, rotate, group, rotary,
     )  # fmt: skip
 
 
@@ -139,6 +164,7 @@ def layout_of(
     new: Tensor,
     options: dict[str, Any],
     tokens: int,
+    rotary: Tensor | None = None,
 ) -> Layout:
     """The compile-time side of stream ``name`` of an op's flat arguments."""
     form, dim = resolve(kind), new.shape[3]
@@ -157,22 +183,33 @@ def layout_of(
         rotate=bool(options.get(f"rotate_{name}", False)),
         tokens=tokens,
         group=group,
+        rotary=0 if rotary is None else rotary.shape[-1],
     )
+
+
+def steps_of(x: Tensor) -> tuple[int, int, int, int | None]:
+    """Strides of (B, H, T, D), the last None where values are neighbours."""
+    # The stride of a single row, head or token is arbitrary, no reason to compile again.
+    row, head, token, dim = (
+        step if size > 1 else 0 for step, size in zip(x.stride(), x.shape, strict=True)
+    )
+    return row, head, token, None if dim == 1 else dim
 
 
 def stream_of(
-    name: str, codes: Tensor, scales: Tensor | None, new: Tensor, options: dict[str, Any]
+    name: str,
+    codes: Tensor,
+    scales: Tensor | None,
+    new: Tensor,
+    options: dict[str, Any],
+    table: tuple[Any, Any, Any] = (None, None, None),
 ) -> Stream:
-    """The run-time side of stream ``name`` of an op's flat arguments."""
-    # The stride of a single row, head or token is arbitrary, no reason to compile again.
-    row, head, token, dim = (
-        step if size > 1 else 0 for step, size in zip(new.stride(), new.shape, strict=True)
-    )
+    """The run-time side of stream ``name`` of an op's flat arguments; ``table``: cos, sin, their stride of rows."""
     return Stream(
-        new, row, head, token, None if dim == 1 else dim,
+        new, *steps_of(new),
         *_plane(f"{name}_codes", codes), *_plane(f"{name}_scales", scales)[:3],
         *_plane(f"{name}_tail", options.get(f"{name}_tail"))[:3],
-        *_plane(f"{name}_sink", options.get(f"{name}_sink"))[:3],
+        *_plane(f"{name}_sink", options.get(f"{name}_sink"))[:3], *table,
     )  # fmt: skip
 
 

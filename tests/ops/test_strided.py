@@ -110,6 +110,10 @@ def layer(name: str, variant: int) -> dict[str, Any]:
         return by_name(name, args, keywords)
     call = by_name(name, args, keywords)
     call |= {n: x[:, :, :2].clone() for n, x in call.items() if n.endswith("_new")}
+    keys = call["k_geo_new" if "decoupled" in name else "k_new"]
+    q = torch.randn(2, 4, *keys.shape[2:])
+    angles = {f"rotary_{part}": torch.randn(2, 2, keys.shape[3]) for part in ("cos", "sin")}
+    call |= {"rotary_q": q, **angles, "rotary_out": torch.zeros_like(q)}
     return call | {"start": cases.rows(5, 6), "query_lens": cases.rows(2, 1)}
 
 

@@ -21,7 +21,15 @@ from support.tolerances import RELATIVE_L2, relative_l2
 from torch import Tensor
 
 from caramba_fast.formats import CHANNEL_KINDS, QUANTIZED_KINDS
-from caramba_fast.ops import append_, apply_rotary_emb, dequantize, quantize, use_backend
+from caramba_fast.ops import (
+    append_,
+    apply_rotary_emb,
+    dequantize,
+    merge_state,
+    quantize,
+    use_backend,
+)
+from caramba_fast.ops.apply_rotary_emb import Rotary
 
 Change = Callable[[str, str], str]
 #: Absolute error of the lse where queries are fp16 or bf16: scales are multiplied with keys or queries in that type.
@@ -58,10 +66,32 @@ def rotated(dtype: torch.dtype, *, change: Change) -> None:
     both(apply_rotary_emb, *(torch.randn(shape).to(dtype) for shape in shapes), change=change)
 
 
+def merged(dtype: torch.dtype, *, change: Change) -> None:
+    """Two partial results of which some have seen nothing, against the reference's."""
+    parts = [(torch.randn(3, 5, 2, 80).to(dtype), torch.randn(3, 5, 2)) for _ in range(2)]
+    parts[0][1][0] = parts[1][1][1] = parts[0][1][2, 0] = parts[1][1][2, 0] = -torch.inf
+    given = [x for part in parts for x in part]
+    with use_backend("reference"):
+        wanted = merge_state(*given)
+    with use_backend("triton"), ptx_driver.emulated(change) as emulator:
+        found = merge_state(*given)
+    for got, x in zip(found, wanted, strict=True):
+        assert emulator.missing(got) == 0, "bytes of the result were not written"
+        torch.testing.assert_close(got, x, rtol=2e-3 if dtype == HALF else 1e-5, atol=1e-5)
+
+
 def appended(
-    kinds: tuple[str, str], counts: tuple[int, ...], *options: str, change: Change
+    kinds: tuple[str, str],
+    counts: tuple[int, ...],
+    *options: str,
+    rope: bool = False,
+    change: Change,
 ) -> None:
-    """Call after call; buffers are compared whole, with what was in them before."""
+    """Call after call; buffers are compared whole, with what was in them before.
+
+    What is rotated is summed in another order than the reference's: there values are compared, and kinds must be plain.
+    With ``rope`` keys and queries are turned.
+    """
     dims = {"k": 64, "v": 64}
     case = cases.build(options, kinds=kinds, dims=dims, lengths=(sum(counts),) * 2, slots=96)
     views = [stream.view for stream in case.streams.values()]
@@ -69,15 +99,30 @@ def appended(
     for count in counts:
         first = int(start[0])
         new = [s.given[:, :, first : first + count] for s in case.streams.values()]
+        turned = _rotary(new[0]) if rope else [None, None]
         with use_backend("reference"):
-            append_(*views, *new, start, **case.place)
-        with use_backend("triton"), ptx_driver.emulated(change):
-            append_(*twins, *new, start, **case.place)
+            append_(*views, *new, start, **case.place, rotary=turned[0])
+        with use_backend("triton"), ptx_driver.emulated(change) as emulator:
+            append_(*twins, *new, start, **case.place, rotary=turned[1])
+        if rope:
+            assert emulator.missing(turned[1].out) == 0, "bytes of the queries were not written"
+            assert same_bits(*(turn.out for turn in turned)), "the queries are not the reference's"
         start += count
     for one, other in zip(views, twins, strict=True):
         for part in ("codes", "scales", "tail", "sink"):
             a, b = getattr(one, part), getattr(other, part)
+            if "rotate_k" in options and a is not None:
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3, equal_nan=True)
+                continue
             assert a is b is None or same_bits(a, b), f"{part} is not that of the reference"
+
+
+def _rotary(keys: Tensor) -> list[Any]:
+    """The same RoPE twice, each with a place of its own for the queries."""
+    batch, heads, tokens, dim = keys.shape
+    q = torch.randn(batch, tokens, 9 * heads, dim).to(keys.dtype).transpose(1, 2)
+    cos, sin = torch.randn(2, 1, tokens, dim).to(keys.dtype)
+    return [Rotary.of(q, cos, sin) for _ in range(2)]
 
 
 def attended(
@@ -127,6 +172,11 @@ CASES: dict[str, Callable[..., None]] = {
     "append nf4, fp16, paged, tail, sinks": partial(
         appended, ("nf4", "fp16"), (2, 1), "pages", "leftpad", "tail", "sinks"),
     "append q4_channel, q8_channel": partial(appended, ("q4_channel", "q8_channel"), (33, 1)),
+    "append q4_channel, q4_0, RoPE": partial(appended, ("q4_channel", "q4_0"), (33, 1), rope=True),
+    "append q8_0, fp16, paged, tail, RoPE": partial(
+        appended, ("q8_0", "fp16"), (2, 1), "pages", "leftpad", "tail", rope=True),
+    "append fp16 rotated, tail": partial(appended, ("fp16", "fp16"), (3, 1), "rotate_k", "rotate_v", "tail"),
+    "merge_state fp16": partial(merged, HALF), "merge_state fp32": partial(merged, FULL),
     "append a token that fills a group": partial(appended, ("q8_channel", "q4_0"), (31, 1)),
     **{
         f"decode {kind} T {tokens}": partial(attended, STORED[kind], tokens=tokens)

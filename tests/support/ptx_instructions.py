@@ -47,11 +47,22 @@ def power(x: Array) -> Array:
     return flushed(np.exp2(flushed(x).astype(np.float64)).astype(np.float32))
 
 
+def rounded(run: Callable[..., Array], x: Array) -> Array:
+    """ex2.approx and lg2.approx, which may be some units in the last place away: the nearest number."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return run(x.astype(np.float64)).astype(np.float32)
+
+
 def largest(a: Array, b: Array) -> Array:
     """max: a NaN loses, and -0 is less than 0."""
     if a.dtype.kind != "f":
         return np.maximum(a, b)
     return np.where((a == 0) & (b == 0), a + b, np.fmax(a, b))
+
+
+def largest_or_nan(a: Array, b: Array) -> Array:
+    """max.NaN: a NaN stays."""
+    return np.where(np.isnan(a) | np.isnan(b), a + b, largest(a, b))
 
 
 def smallest(a: Array, b: Array) -> Array:
@@ -168,7 +179,8 @@ def multiplied(a: Array, b: Array, c: Array) -> Array:
 #: By name without its type, or with it: functions of two operands of that type.
 BINARY: dict[str, Callable[..., Array]] = {
     "add": np.add, "add.rn": np.add, "sub": np.subtract, "sub.rn": np.subtract,
-    **dict.fromkeys(("mul", "mul.rn", "mul.lo", "mul.wide"), np.multiply), "max": largest, "min": smallest,
+    **dict.fromkeys(("mul", "mul.rn", "mul.lo", "mul.wide"), np.multiply), "max": largest,
+    "max.NaN": largest_or_nan, "min": smallest,
     "div.s32": quotient, "div.u32": quotient, "rem.s32": np.fmod, "rem.u32": np.fmod,
     "div.rn": np.divide, "div.full.f32": np.divide,  # the latter may be 2 units in the last place away
     "mul.hi.u32": lambda a, b: (a.astype(np.uint64) * b >> np.uint64(32)).astype(np.uint32),
@@ -179,7 +191,8 @@ TABLE: dict[str, tuple[Callable[..., Array], str]] = {
     "mad.lo": (lambda a, b, c: a * b + c, "t t t"), "mad.wide": (lambda a, b, c: a * b + c, "t t w"),
     "fma.rn": (fused, "t t t"), "fma.rn.ftz.f32": (lambda *x: flushed(fused(*map(flushed, x))), "t t t"),
     "neg": (np.negative, "t"), "abs": (np.abs, "t"), "not": (np.invert, "t"), "mov": (lambda x: x, "t"),
-    "ex2.approx.ftz.f32": (power, "t"), "selp": (lambda a, b, p: np.where(p, a, b), "t t pred"),
+    "ex2.approx.ftz.f32": (power, "t"), "ex2.approx.f32": (lambda x: rounded(np.exp2, x), "t"),
+    "lg2.approx.f32": (lambda x: rounded(np.log2, x), "t"), "selp": (lambda a, b, p: np.where(p, a, b), "t t pred"),
     "shl": (left, "t u32"), "shr": (right, "t u32"),
     "bfe.u32": (bit_field, "t u32 u32"), "bfe.s32": (bit_field, "t u32 u32"),
     "shf.l.wrap.b32": (funnel, "t t u32"), "prmt.b32": (prmt, "t t t"), "lop3.b32": (lop3, "t t t u32"),

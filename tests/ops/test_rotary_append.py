@@ -1,0 +1,166 @@
+"""RoPE as a part of append_ and decoupled_append_: the bits of `apply_rotary_emb` and an append behind it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.append_layers import Layer, buffers, layer
+from support.blocks import same_bits
+from torch import Tensor
+
+from caramba_fast.ops import append_, apply_rotary_emb, use_backend
+from caramba_fast.ops.append import append_op, decoupled_append_op
+from caramba_fast.ops.apply_rotary_emb import ROTARY, Rotary
+from caramba_fast.ops.registry import NAMESPACE
+
+BF16 = torch.bfloat16
+#: Settings of a layer, and what of a head its angles say: all of it, or half.
+SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
+    "a step": ({"tokens": 1, "heads": 3}, 1),
+    "bfloat16": ({"dtype": BF16, "kinds": ("fp16", "nf4"), "tokens": 5}, 2),
+    "padded and paged": (
+        {"kinds": ("nf4", "q8_0"), "tokens": 4, "heads": 2, "ring": 5, "sink": 3, "fit": "mse",
+         "pages": [[4, 1], [0, 2]], "query_lens": (4, 2), "cache_leftpad": (4, 3)}, 1,
+    ),
+    "by channel": (
+        {"kinds": ("q4_channel", "q4_0"), "ring": 45, "tokens": 12, "rotate": "v", "sink": 4,
+         "dtype": torch.float16}, 1,
+    ),
+    "more than a ring": ({"kinds": ("q4_channel", "q8_channel"), "ring": 33, "tokens": 34}, 2),
+    "rotated lanes": (
+        {"kinds": ("q4_0", "q8_0"), "dims": (80, 80), "heads": 5, "tokens": 2, "rotate": "kv",
+         "per_lane": 2}, 2,
+    ),
+    "decoupled": (
+        {"kinds": ("q8_0", "q4_0", "nf4"), "dims": (8, 32, 64), "heads": 4, "tokens": 2, "rotate": "k"}, 1,
+    ),
+    "decoupled by channel": (
+        {"kinds": ("q4_channel", "q4_channel", "q4_0"), "dims": (32, 32, 64), "ring": 45, "tokens": 9}, 2,
+    ),
+}  # fmt: skip
+
+
+def turned(given: Layer, share: int, rows: int, query_heads: int = 3) -> dict[str, Tensor]:
+    """Queries as a projection leaves them (heads behind tokens), and angles of ``rows`` rows."""
+    *_, keys, _ = given.new.values()
+    batch, heads, tokens, dim = keys.shape
+    source = torch.Generator().manual_seed(1)
+    q = torch.randn(batch, tokens, heads * query_heads, dim, generator=source)
+    cos, sin = torch.randn(2, rows, tokens, dim // share, generator=source)
+    return {
+        name: x.to(keys.dtype) for name, x in (("q", q.transpose(1, 2)), ("cos", cos), ("sin", sin))
+    }
+
+
+def in_two_calls(given: Layer, angles: dict[str, Tensor]) -> Tensor:
+    """Appends what `apply_rotary_emb` makes of the keys; the turned queries."""
+    name = [*given.new][-2]
+    q, given.new[name] = apply_rotary_emb(
+        angles["q"], given.new[name], angles["cos"], angles["sin"]
+    )
+    given.append()
+    return q
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_one_call_writes_what_two_write(backend, rows, name, device, monkeypatch):
+    settings, share = SETTINGS[name]
+    on = device if backend == "triton" else torch.device("cpu")
+    if backend == "triton":
+        pytest.importorskip("triton")
+        from caramba_fast.kernels import append
+
+        monkeypatch.setattr(append, "PROMPT_TOKENS", 4)
+    given = layer(**settings).to(on)
+    angles = {n: x.to(on) for n, x in turned(given, share, rows).items()}
+    with use_backend(backend):
+        wanted = copy.deepcopy(given)
+        q = in_two_calls(wanted, angles)
+        rotary = Rotary.of(**angles)
+        given.place["rotary"] = rotary
+        given.append()
+    assert torch.equal(rotary.out, q)
+    found, expected = buffers(given), buffers(wanted)
+    assert [n for n in expected if not same_bits(found[n].cpu(), expected[n].cpu())] == []
+
+
+@pytest.mark.parametrize("backend", ["cpp", "triton"])
+def test_strides_of_every_tensor(backend, device):
+    """Keys, queries and angles that lie anyhow; the query heads are no multiple of a program's."""
+    on = device if backend == "triton" else torch.device("cpu")
+    given = layer(tokens=3, heads=2).to(on)
+    angles = {n: x.to(on) for n, x in turned(given, 1, 2, query_heads=7).items()}
+    wanted = copy.deepcopy(given)
+    with use_backend("reference"):
+        q = in_two_calls(wanted, angles)
+    wide = torch.zeros(2, 3, 14, 64, dtype=angles["q"].dtype, device=on)
+    wide[..., ::2] = angles["q"].transpose(1, 2)
+    angles["q"] = wide[..., ::2].transpose(1, 2)
+    keys = given.new["k"]
+    given.new["k"] = keys.transpose(2, 3).contiguous().transpose(2, 3)
+    angles["cos"] = angles["cos"].transpose(1, 2).contiguous().transpose(1, 2)
+    given.place["rotary"] = Rotary.of(angles["q"], angles["cos"], angles["sin"])
+    with use_backend(backend):
+        given.append()
+    assert torch.equal(given.place["rotary"].out, q)
+    found, expected = buffers(given), buffers(wanted)
+    assert all(same_bits(found[n].cpu(), expected[n].cpu()) for n in expected)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [(append_op, "a step"), (append_op.by_channel, "by channel"), (decoupled_append_op, "decoupled"),
+     (decoupled_append_op.by_channel, "decoupled by channel")],
+    ids=lambda value: getattr(value, "name", value),
+)  # fmt: skip
+def test_opcheck(op, name):
+    settings, share = SETTINGS[name]
+    given = layer(**settings)
+    stored = [part for view in given.views.values() for part in (view.codes, view.scales)]
+    kinds = [view.kind for view in given.views.values()]
+    options: dict[str, Any] = dict(zip(ROTARY, Rotary.of(**turned(given, share, 1)), strict=True))
+    for stream, view in given.views.items():
+        options |= view.options(stream)
+    args = (*stored, *given.new.values(), given.start, *kinds)
+    stem, _, variant = op.name.partition(".")
+    overload = getattr(getattr(torch.ops, NAMESPACE), stem)
+    torch.library.opcheck(getattr(overload, variant or "default"), args, options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": lambda x: x.half()}, "rotary_q has dtype torch.float16; torch.float32, that of the keys"),
+        ({"cos": lambda x: x.double()}, "rotary_cos has dtype torch.float64"),
+        ({"q": lambda x: x[:, :, :1]}, r"rotary_q has shape \(2, 3, 1, 32\) and keys \(2, 1, 3, 32\)"),
+        ({"cos": lambda x: x[:, :2]}, r"rotary_cos has shape \(1, 2, 32\)"),
+        ({"sin": lambda x: x[..., :8], "cos": lambda x: x[..., :8]}, "2 or 1, 3, 32 or 16"),
+        ({"out": lambda x: x[:1]}, "rotary_out has shape"),
+        ({"out": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)}, "rotary_out has .* contiguous"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named_and_nothing_is_written(change, message):
+    given = layer()
+    rotary = Rotary.of(**turned(given, 1, 1))
+    rotary = rotary._replace(**{n: make(getattr(rotary, n)) for n, make in change.items()})
+    before = {n: x.clone() for n, x in buffers(given).items()}
+    with pytest.raises(ValueError, match=message):
+        append_(*given.views.values(), *given.new.values(), given.start, rotary=rotary)
+    assert all(same_bits(x, before[n]) for n, x in buffers(given).items())
+
+
+def test_options_are_given_together():
+    given = layer()
+    options = dict(zip(ROTARY, Rotary.of(**turned(given, 1, 1)), strict=True))
+    del options["rotary_sin"]
+    stored = [part for view in given.views.values() for part in (view.codes, view.scales)]
+    with pytest.raises(RuntimeError, match="rotary_cos, rotary_sin and rotary_out are needed"):
+        append_op(*stored, *given.new.values(), given.start, "q8_0", "q4_0", **options)
+    assert Rotary.problems(options, given.new["k"]) == [
+        "rotary_sin missing; all of rotary_* are needed, or none"
+    ]
