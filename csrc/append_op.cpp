@@ -37,10 +37,16 @@ struct AppendCommon {
   const MaybeTensor &block_table, &cache_leftpad, &query_lens;
 };
 
+// Raises unless all are given, or none.
+void check_whole(const Rotary& rotary) {
+  const bool given = rotary.q.has_value();
+  STD_TORCH_CHECK(rotary.cos.has_value() == given && rotary.sin.has_value() == given &&
+                      rotary.out.has_value() == given,
+                  "rotary_q, rotary_cos, rotary_sin and rotary_out are given together");
+}
+
 // The keys turned by RoPE, after all that is asked of its tensors.
 Tensor turned_keys(const Rotary& rotary, const Tensor& keys) {
-  STD_TORCH_CHECK(rotary.cos.has_value() && rotary.sin.has_value() && rotary.out.has_value(),
-                  "rotary_q is given; rotary_cos, rotary_sin and rotary_out are needed with it");
   const Tensor &q = *rotary.q, &out = *rotary.out;
   check_angles(q, *rotary.cos, *rotary.sin);
   check_angles(keys, *rotary.cos, *rotary.sin);
@@ -124,6 +130,7 @@ void append(const AppendCommon& c, const Rotary& rotary, const StreamTensors* st
   job.streams = count;
   if (job.batch * job.heads * job.tokens == 0) return;
   MaybeTensor keys;
+  check_whole(rotary);
   if (rotary.q.has_value()) {
     heads_of(*given[count - 2], streams[count - 2].name);
     keys = turned_keys(rotary, *given[count - 2]);
@@ -241,6 +248,7 @@ void append_planned(std::int64_t number, const Tensor& first, const Tensor& seco
   STD_TORCH_CHECK(rotary_q.has_value() == plan->turns,
                   "rotary_q: a kept call is repeated with it, or without, as it was made");
   const Rotary rotary{rotary_q, rotary_cos, rotary_sin, rotary_out};
+  check_whole(rotary);
   MaybeTensor keys;
   if (plan->turns) {
     const int at = job.streams - 2;

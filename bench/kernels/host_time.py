@@ -30,7 +30,7 @@ from triton.backends.driver import DriverBase
 
 from caramba_fast.bench.environment import environment
 from caramba_fast.ops import registry
-from caramba_fast.ops.apply_rotary_emb import Rotary, rotary_op
+from caramba_fast.ops.apply_rotary_emb import rotary_op
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -143,6 +143,7 @@ class Step:
     ) -> None:
         cache: Any = import_module("caramba_fast.cache")  # needs pydantic, which a machine may lack
         cache_configs = import_module("caramba_fast.config").cache_configs
+        self.rope_of = cache.Rope
         heads, kv_heads, dim = 32, 8, 128
         self.options = {"softmax_scale": 0.1, **options}
         self.layer = cache.LayerKVCache(
@@ -164,14 +165,13 @@ class Step:
 
     def __call__(self) -> Tensor:
         """One token more: (B, H_q, 1, D)."""
-        k, q, rotary = self.k, self.q, None
+        k, q, rope = self.k, self.q, None
         if self.rope == "before":
             q, k = rotary_op.call(q, k, *self.angles)
         elif self.rope == "with":
-            rotary = Rotary.of(q, *self.angles)
-            q = rotary.out
-        self.layer.append(k, self.v, rotary=rotary)
-        found: Tensor = self.layer.attend(q, **self.options)
+            rope = self.rope_of(q, *self.angles)
+        self.layer.append(k, self.v, rope=rope)
+        found: Tensor = self.layer.attend(q if rope is None else rope.out, **self.options)
         return found
 
     @property

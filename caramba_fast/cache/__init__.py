@@ -1,7 +1,7 @@
 """Caches: what a model has seen, stored in any kind, grown, cropped and attended to."""
 
 from caramba_fast.cache.decode_batch import DecodeBatch
-from caramba_fast.cache.interface import AttentionLimits
+from caramba_fast.cache.interface import AttentionLimits, Rope
 from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerCache, LayerKVCache
 from caramba_fast.cache.lengths import RowLengths
 from caramba_fast.cache.model import AnyLayerShape, DecoupledLayerShape, LayerShape, ModelKVCache
@@ -27,6 +27,7 @@ __all__ = [
     "PagePool",
     "PageTable",
     "RaggedBatch",
+    "Rope",
     "RowLengths",
     "Stretch",
 ]

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from caramba_fast.cache.lengths import Counts, RowLengths
+from caramba_fast.ops import apply_rotary_emb
+from caramba_fast.ops.apply_rotary_emb import ROTARY
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from caramba_fast.ops.apply_rotary_emb import Rotary
     from caramba_fast.ops.options import AttendOptions, DecoupledAttendOptions
 
 
@@ -53,6 +55,38 @@ class AttentionLimits(NamedTuple):
             return left, right
         most = self.local_window - 1
         return (most if left < 0 else min(left, most)), right
+
+
+@dataclass(slots=True)
+class Rope:
+    """RoPE as a part of an append (`ops.append_`): the queries of its tokens, and the angles of these tokens.
+
+    Attributes:
+        q: (B, H_q, T, D), of the dtype of the keys.
+        cos, sin: (B or 1, T, D) or (B or 1, T, D / 2), of the same dtype.
+        out: the turned queries, as q and contiguous, once the append is done. No gradient flows.
+    """
+
+    q: Tensor
+    cos: Tensor
+    sin: Tensor
+    out: Any = field(default=None, init=False)
+
+    def options(self) -> dict[str, Tensor]:
+        """As the ops take it, with a place for the turned queries."""
+        self.out = self.q.new_empty(self.q.shape)
+        found = (self.q, self.cos, self.sin, self.out)
+        return dict(zip(ROTARY, found, strict=True))
+
+    def turn(self, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Turns the queries, and the last stream of keys of ``new``, in a call of its own; returns ``new`` with them.
+
+        Raises:
+            TypeError, ValueError: as `ops.apply_rotary_emb`.
+        """
+        name = [*new][-2]
+        self.out, keys = apply_rotary_emb(self.q, new[name], self.cos, self.sin)
+        return {**new, name: keys}
 
 
 class CachedRows(ABC):
@@ -114,7 +148,7 @@ class CachedRows(ABC):
         new_lens: Sequence[int] | None,
         cache_leftpad: Tensor | None,
         will_attend: bool,
-        rotary: Rotary | None = None,
+        rope: Rope | None = None,
     ) -> None:
         """`KeysAndValues.append` of the streams by name."""
 
@@ -182,7 +216,7 @@ class KeysAndValues(CachedRows):
         cache_leftpad: Tensor | None = None,
         *,
         will_attend: bool = True,
-        rotary: Rotary | None = None,
+        rope: Rope | None = None,
     ) -> None:
         """Quantizes and stores T tokens a row.
 
@@ -194,15 +228,14 @@ class KeysAndValues(CachedRows):
             cache_leftpad: (B,) int32, leading slots that hold padding (sinks begin behind them).
             will_attend: whether `attend` follows with the queries of all T tokens. With a tail, more than
                 tail_slack of them need memory until then; False saves it.
-            rotary: turns k, of shape (B, H_kv, T, D), by RoPE on its way, and writes the turned queries of the same
-                tokens to ``rotary.out`` (`ops.append_`).
+            rope: turns k by RoPE on its way, and the queries of the same tokens, which are in ``rope.out`` then.
 
         Raises:
             ValueError: a wrong shape, or a row that would exceed max_seq_len.
             OutOfPagesError: the pool of a paged cache is too small.
             TypeError: a wrong dtype. The cache is unchanged in every case.
         """
-        self.append_streams({"k": k, "v": v}, new_lens, cache_leftpad, will_attend, rotary)
+        self.append_streams({"k": k, "v": v}, new_lens, cache_leftpad, will_attend, rope)
 
     def attend(self, q: Tensor, *, before: int = 0, **options: Unpack[AttendOptions]) -> Any:
         """Attention of the T newest tokens over everything cached, as `ops.decode_attention`.
@@ -231,14 +264,14 @@ class DecoupledKeysAndValues(CachedRows):
         cache_leftpad: Tensor | None = None,
         *,
         will_attend: bool = True,
-        rotary: Rotary | None = None,
+        rope: Rope | None = None,
     ) -> None:
         """Quantizes and stores T tokens a row: (B, H_kv, T, D) each, or flat (B, T, dim).
 
-        Arguments and errors as in `LayerKVCache.append`; ``rotary`` turns k_geo.
+        Arguments and errors as in `LayerKVCache.append`; ``rope`` turns k_geo.
         """
         new = {"k_sem": k_sem, "k_geo": k_geo, "v": v}
-        self.append_streams(new, new_lens, cache_leftpad, will_attend, rotary)
+        self.append_streams(new, new_lens, cache_leftpad, will_attend, rope)
 
     def attend(
         self,

@@ -7,25 +7,21 @@ Both are names over `LayerCache`, which says how tokens come in and are read; ho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from caramba_fast.cache.interface import DecoupledKeysAndValues, KeysAndValues
+from caramba_fast.cache.interface import DecoupledKeysAndValues, KeysAndValues, Rope
 from caramba_fast.cache.pages import PageAllocator, PageTable
 from caramba_fast.cache.rows import LayerRows
 from caramba_fast.cache.sizes import by_heads, check_agreement, check_sizes
 from caramba_fast.cache.stream import SLOT_MULTIPLE, CacheTensor, capacity
 from caramba_fast.config import KVCacheTensorConfig
 from caramba_fast.config.kvcache import ring_size
-from caramba_fast.ops.apply_rotary_emb import ROTARY
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 from caramba_fast.ops.hadamard import rotated
 from caramba_fast.ops.view import Lanes
-
-if TYPE_CHECKING:
-    from caramba_fast.ops.apply_rotary_emb import Rotary
 
 
 class LayerCache(LayerRows):
@@ -107,13 +103,13 @@ class LayerCache(LayerRows):
         new_lens: Sequence[int] | None,
         cache_leftpad: Tensor | None,
         will_attend: bool,
-        rotary: Rotary | None = None,
+        rope: Rope | None = None,
     ) -> None:
         """`KeysAndValues.append` of the streams by name."""
         if self._widened:
             self.narrow_tails()
-        if new_lens is not None or not self.append_again((*new.values(),), cache_leftpad, rotary):
-            self._append_anew(new, new_lens, cache_leftpad, will_attend, rotary)
+        if new_lens is not None or not self.append_again((*new.values(),), cache_leftpad, rope):
+            self._append_anew(new, new_lens, cache_leftpad, will_attend, rope)
 
     @torch.no_grad()  # a cache holds numbers, not a graph
     def _append_anew(
@@ -122,7 +118,7 @@ class LayerCache(LayerRows):
         new_lens: Sequence[int] | None,
         cache_leftpad: Tensor | None,
         will_attend: bool,
-        rotary: Rotary | None,
+        rope: Rope | None,
     ) -> None:
         new = by_heads(new, self.streams, self.batch_size, self.n_kv_heads)
         tokens = next(iter(new.values())).shape[2]
@@ -140,8 +136,8 @@ class LayerCache(LayerRows):
             "query_lens": query_lens,
         }
         options = {name: value for name, value in given.items() if value is not None}
-        if rotary is not None:
-            options.update(zip(ROTARY, rotary, strict=True))
+        if rope is not None:
+            options |= rope.options()
         try:
             self.plans.append(tuple(new.values()), self.seq_lens, options)
         except BaseException:
@@ -155,13 +151,13 @@ class LayerCache(LayerRows):
         self,
         new: Sequence[Tensor],
         cache_leftpad: Tensor | None = None,
-        rotary: Rotary | None = None,
+        rope: Rope | None = None,
     ) -> bool:
         """A step like an earlier one, in a contiguous cache: whether it was one, and is done; else nothing is.
 
         Args:
             new: (B, H_kv, T, D) of each stream.
-            cache_leftpad, rotary: as in `append`.
+            cache_leftpad, rope: as in `append`.
         """
         lengths = self.lengths
         longest, first = max(lengths.host), new[0]
@@ -173,8 +169,8 @@ class LayerCache(LayerRows):
         if torch.is_grad_enabled():
             return False
         options = {} if cache_leftpad is None else {"cache_leftpad": cache_leftpad}
-        if rotary is not None:
-            options.update(zip(ROTARY, rotary, strict=True))
+        if rope is not None:
+            options |= rope.options()
         if not self.plans.append_as_before((*new, lengths.seq_lens), options):
             return False
         lengths.seq_lens.add_(tokens)

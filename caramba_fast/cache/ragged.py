@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from caramba_fast.cache.interface import Rope
 from caramba_fast.cache.layer import LayerCache
 from caramba_fast.cache.pool import PagePool
 from caramba_fast.cache.stream import CacheTensor
-from caramba_fast.ops.apply_rotary_emb import ROTARY, Rotary
 from caramba_fast.ops.attention_call import BALANCED, MAX_QUERY_TOKENS
 
 
@@ -271,15 +271,15 @@ class RaggedLayer:
         self._lent: dict[Any, dict[str, dict[str, Tensor]]] = {}  # by group
 
     @torch.no_grad()
-    def append_tokens(self, *new: Tensor, rotary: Rotary | None = None) -> None:
-        """Stores N tokens: (N, H_kv, D) of each stream; ``rotary`` as of `append`."""
+    def append_tokens(self, *new: Tensor, rope: Rope | None = None) -> None:
+        """Stores N tokens: (N, H_kv, D) of each stream; ``rope`` as of `append`."""
         streams, rings = self.stored.streams, self.rings
         turning: dict[str, Tensor] = {}
-        if rotary is not None and len(self.groups) == 1 and self.groups[0].index is None:
-            turning = dict(zip(ROTARY, rotary, strict=True))
-        elif rotary is not None:  # rows of several tokens repeat some of them
+        if rope is not None and len(self.groups) == 1 and self.groups[0].index is None:
+            turning = rope.options()
+        elif rope is not None:  # rows of several tokens repeat some of them
             single = {name: x.unsqueeze(2) for name, x in zip(streams, new, strict=True)}
-            new = tuple(x[:, :, 0] for x in rotary.turn(single).values())
+            new = tuple(x[:, :, 0] for x in rope.turn(single).values())
         if rings is not None:
             self._tails = {name: rings.taken(tail_of(stream)) for name, stream in streams.items()}
         for group in self.groups:
@@ -347,15 +347,15 @@ class RaggedLayer:
         self,
         *args: Any,
         will_attend: bool = True,  # noqa: ARG002 - it always does
-        rotary: Rotary | None = None,
+        rope: Rope | None = None,
     ) -> None:
         """(N, H_kv, 1, D) of each stream, and None: rows of one token have no padding.
 
-        ``rotary`` turns keys and queries (N, H_q, 1, D), as in `LayerKVCache.append`.
+        ``rope`` turns keys and queries (N, H_q, 1, D), as in `LayerKVCache.append`.
         """
         *new, query_lens = args
         assert query_lens is None
-        self.append_tokens(*(x[:, :, 0] for x in new), rotary=rotary)
+        self.append_tokens(*(x[:, :, 0] for x in new), rope=rope)
 
     def attend(self, *queries: Tensor, **options: Any) -> Tensor:
         """(N, H_q, 1, D) each -> (N, H_q, 1, D_v)."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from caramba_fast.cache import AttentionLimits, LayerCache, PageAllocator, PageTable, RowLengths
-from caramba_fast.cache.interface import CachedRows, DecoupledKeysAndValues, KeysAndValues
+from caramba_fast.cache.interface import CachedRows, DecoupledKeysAndValues, KeysAndValues, Rope
 from caramba_fast.cache.rows import Refill
 from caramba_fast.cache.sizes import by_heads
 from caramba_fast.cache.stream import CacheTensor
@@ -38,7 +38,6 @@ from caramba_fast.ops.attention_call import BALANCED
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from caramba_fast.ops.apply_rotary_emb import Rotary
 
 #: Options of `attend`; what is not listed cannot be had with pages on several ranks.
 SCALES = ("softmax_scale", "sem_scale", "geo_scale")
@@ -201,7 +200,7 @@ class ContextParallelLayer(CachedRows):
         new_lens: Sequence[int] | None,
         cache_leftpad: Tensor | None,
         will_attend: bool,
-        rotary: Rotary | None = None,
+        rope: Rope | None = None,
     ) -> None:
         """As `CachedRows.append_streams`; ``cache_leftpad`` is refused. Errors are the same on every rank."""
         if cache_leftpad is not None:
@@ -212,8 +211,8 @@ class ContextParallelLayer(CachedRows):
         tokens = next(iter(new.values())).shape[2]
         added = self.lengths.per_row("new_lens", tokens if new_lens is None else new_lens)
         self.lengths.check_room(tokens, added, self.max_seq_len, f" over {self.group.size} ranks")
-        if rotary is not None:  # a token goes to a rank and to the ring: it is turned once
-            new = rotary.turn(new)
+        if rope is not None:  # a token goes to a rank and to the ring: it is turned once
+            new = rope.turn(new)
         self._store(new, added, tokens, will_attend)
         query_lens = None if min(added) == tokens else self.lengths.on_device(added)
         self.lengths.advance(tokens, added, query_lens)

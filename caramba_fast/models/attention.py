@@ -15,13 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from caramba_fast.cache import (
-    DecoupledLayerKVCache,
-    LayerKVCache,
-)
+from caramba_fast.cache import DecoupledLayerKVCache, LayerKVCache, Rope
 from caramba_fast.models.config import ModelConfig
 from caramba_fast.models.rope import rotate, rotate_both
-from caramba_fast.ops.apply_rotary_emb import Rotary
 
 
 def dense_attention(
@@ -105,7 +101,7 @@ class Step(NamedTuple):
         cos, sin = (x[:, None] for x in self.phases)
         return rotate(q, self.wanted(cos), self.wanted(sin)), rotate(k, cos, sin)
 
-    def rotary(self, q: Tensor) -> Rotary | None:
+    def rope(self, q: Tensor) -> Rope | None:
         """RoPE of q (B, H, T, D) and its keys as a part of their append; None where it cannot be.
 
         A prompt attends to its exact keys, and needs them turned; so does a gradient.
@@ -113,7 +109,7 @@ class Step(NamedTuple):
         if self.exact or self.rows is not None or torch.is_grad_enabled():
             return None
         cos, sin = self.phases
-        return Rotary(q, cos.to(q.dtype), sin.to(q.dtype), q.new_empty(q.shape))
+        return Rope(q, cos.to(q.dtype), sin.to(q.dtype))
 
 
 class DecoupledAttention(nn.Module):
@@ -147,20 +143,19 @@ class DecoupledAttention(nn.Module):
         k_sem = self._heads(self.k_sem_proj(x), self.sem_head)
         q_geo = self._heads(self.q_geo_proj(wanted), self.geo_head)
         k_geo = self._heads(self.k_geo_proj(x), self.geo_head)
-        rotary = None if cache is None else step.rotary(q_geo)
-        q_geo, k_geo = step.rotated(q_geo, k_geo) if rotary is None else (rotary.out, k_geo)
+        rope = None if cache is None else step.rope(q_geo)
+        if rope is None:
+            q_geo, k_geo = step.rotated(q_geo, k_geo)
         v = self._heads(self.v_proj(x), self.v_head)
         if cache is None:
             out = self._self_attend(q_sem, q_geo, k_sem, k_geo, v)
         else:
-            cache.append(
-                k_sem, k_geo, v, step.query_lens, will_attend=not step.exact, rotary=rotary
-            )
+            cache.append(k_sem, k_geo, v, step.query_lens, will_attend=not step.exact, rope=rope)
             if step.exact:
                 out = self._self_attend(q_sem, q_geo, k_sem, k_geo, v)
             else:
                 nulls: dict[str, Any] = {**self._null()}
-                out = cache.attend(q_sem, q_geo, **nulls)
+                out = cache.attend(q_sem, q_geo if rope is None else rope.out, **nulls)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor, dim: int) -> Tensor:
@@ -208,18 +203,19 @@ class Attention(nn.Module):
         """x (B, T, hidden) -> (B, T, hidden), of the rows that are wanted."""
         q = self.q_norm(self._heads(self.q_proj(step.wanted(x)), self.n_heads))
         k = self.k_norm(self._heads(self.k_proj(x), self.n_kv_heads))
-        rotary = None if cache is None else step.rotary(q)
-        q, k = step.rotated(q, k) if rotary is None else (rotary.out, k)
+        rope = None if cache is None else step.rope(q)
+        if rope is None:
+            q, k = step.rotated(q, k)
         v = self._heads(self.v_proj(x), self.n_kv_heads)
         if cache is None:
             out = self._self_attend(q, k, v)
         else:
-            cache.append(k, v, step.query_lens, will_attend=not step.exact, rotary=rotary)
+            cache.append(k, v, step.query_lens, will_attend=not step.exact, rope=rope)
             if step.exact:
                 out = self._self_attend(q, k, v)
             else:
                 window = (-1, -1) if self.window is None else (self.window - 1, 0)
-                out = cache.attend(q, window_size=window)
+                out = cache.attend(q if rope is None else rope.out, window_size=window)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:

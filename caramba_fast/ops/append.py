@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from caramba_fast.ops import checks
-from caramba_fast.ops.apply_rotary_emb import ROTARY, Rotary, rotated_heads
+from caramba_fast.ops.apply_rotary_emb import ROTARY, rotary_problems, rotated_heads
 from caramba_fast.ops.hadamard import rotated
 from caramba_fast.ops.plan import CallPlan
 from caramba_fast.ops.quantize import FITS, encode_groups
@@ -165,11 +165,13 @@ def _reference(streams: tuple[str, ...], args: tuple[Any, ...], options: dict[st
             if buffer is not None:
                 checks.writable(f"{stream}_{part}", buffer)
         views.append(view)
-    if rotary[0] is not None:
-        turn = Rotary(*rotary)
-        checks.writable("rotary_out", turn.out)
-        new = (*new[:-2], rotated_heads(new[-2], turn.cos, turn.sin), new[-1])
-        turn.out.copy_(rotated_heads(turn.q, turn.cos, turn.sin))
+    if any(x is not None for x in rotary):
+        checks.raise_all(
+            "append_", rotary_problems(dict(zip(ROTARY, rotary, strict=True)), new[-2])
+        )
+        q, cos, sin, out = rotary
+        new = (*new[:-2], rotated_heads(new[-2], cos, sin), new[-1])
+        out.copy_(rotated_heads(q, cos, sin))
     for view, x in zip(views, new, strict=True):
         destination.write(view, x)
 
@@ -237,8 +239,10 @@ def append_(
     block_table: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
     query_lens: Tensor | None = None,
-    rotary: Rotary | None = None,
-) -> None:
+    rotary_q: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+) -> Tensor | None:
     """Writes T tokens into the buffers of ``k`` and ``v``, in place.
 
     Args:
@@ -251,14 +255,21 @@ def append_(
         cache_leftpad: (B,) int32, leading slots that hold padding; sinks begin behind them.
         query_lens: (B,) int32, how many of the T tokens are real; by default all. The others are not
             written.
-        rotary: turns the keys and queries of these tokens by RoPE; the queries are written to ``rotary.out``.
+        rotary_q: (B, H_q, T, D_k), the queries of these tokens: they and k_new are turned by RoPE. Of the dtype of
+            k_new, as both of the following.
+        rotary_cos, rotary_sin: (B or 1, T, D_k), or (B or 1, T, D_k / 2) where both halves of a head have the same
+            angles: those of these tokens, not of all positions.
+
+    Returns:
+        with ``rotary_q`` the turned queries, contiguous, those of padding included; else None. No gradient flows.
 
     Raises:
         TypeError, ValueError: naming the argument; nothing is written.
     """
-    options = _given(block_table, cache_leftpad, query_lens, rotary)
+    options = _given(block_table, cache_leftpad, query_lens, rotary_q, rotary_cos, rotary_sin)
     plan = plan_append(append_op, {"k": k, "v": v}, (k_new, v_new), start, options)
     plan.run((k_new, v_new, start), options)
+    return options.get("rotary_out")
 
 
 def decoupled_append_(
@@ -273,24 +284,29 @@ def decoupled_append_(
     block_table: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
     query_lens: Tensor | None = None,
-    rotary: Rotary | None = None,
-) -> None:
-    """`append_` for decoupled attention: semantic keys, geometric keys and values; ``rotary`` turns the geometric."""
-    options = _given(block_table, cache_leftpad, query_lens, rotary)
+    rotary_q: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+) -> Tensor | None:
+    """`append_` for decoupled attention: semantic keys, geometric keys and values; RoPE turns the geometric ones."""
+    options = _given(block_table, cache_leftpad, query_lens, rotary_q, rotary_cos, rotary_sin)
     new = (k_sem_new, k_geo_new, v_new)
     views = {"k_sem": k_sem, "k_geo": k_geo, "v": v}
     plan_append(decoupled_append_op, views, new, start, options).run((*new, start), options)
+    return options.get("rotary_out")
 
 
 def _given(
     block_table: Tensor | None,
     cache_leftpad: Tensor | None,
     query_lens: Tensor | None,
-    rotary: Rotary | None,
+    *rotary: Tensor | None,
 ) -> dict[str, Tensor]:
     named = {"block_table": block_table, "cache_leftpad": cache_leftpad, "query_lens": query_lens}
-    found = {name: value for name, value in named.items() if value is not None}
-    return found if rotary is None else {**found, **dict(zip(ROTARY, rotary, strict=True))}
+    named |= dict(zip(ROTARY, rotary, strict=False))
+    if isinstance(rotary[0], Tensor):
+        named["rotary_out"] = rotary[0].new_empty(rotary[0].shape)
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _check(
@@ -315,7 +331,7 @@ def _check(
     problems += checks.block_table(block_table, first.shape[0])
     keys = new[[*new][-2]]
     if rotary and not problems:
-        problems += Rotary.problems(rotary, keys)
+        problems += rotary_problems(rotary, keys)
     if not problems:
         problems += common_problems(views, block_table, first.shape[0])
     checks.raise_all("append_", problems)

@@ -8,7 +8,7 @@ the reference, which takes some sixteen ops.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,55 +16,35 @@ from torch import Tensor
 from caramba_fast.ops import checks
 from caramba_fast.ops.registry import register
 
-#: The fields of a `Rotary`, as ops take them.
+#: RoPE as options of another op (`ops.append_`): queries, angles, and where the turned queries go.
 ROTARY = ("rotary_q", "rotary_cos", "rotary_sin", "rotary_out")
 
 
-class Rotary(NamedTuple):
-    """RoPE as a part of another call (`ops.append_`): queries, angles, and where the turned queries go.
+def rotary_problems(options: Mapping[str, Any], keys: Tensor) -> list[str]:
+    """What is wrong with the options of ROTARY for ``keys`` (B, H_kv, T, D).
 
-    Attributes:
-        q: (B, H_q, T, D), of the dtype of the keys.
-        cos, sin: (B or 1, T, D) or (B or 1, T, D / 2), of the same dtype.
-        out: as q, contiguous.
+    Raises:
+        TypeError: one is no tensor of fp32, fp16 or bf16.
     """
-
-    q: Tensor
-    cos: Tensor
-    sin: Tensor
-    out: Tensor
-
-    @staticmethod
-    def of(q: Tensor, cos: Tensor, sin: Tensor) -> Rotary:
-        """With a place of its own for the turned queries."""
-        return Rotary(q, cos, sin, q.new_empty(q.shape))
-
-    def turn(self, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The queries, into their place, and the last stream of keys of ``new``, in a call of its own."""
-        name = [*new][-2]
-        q, keys = rotary_op(self.q, new[name], self.cos, self.sin)
-        self.out.copy_(q)
-        return {**new, name: keys}
-
-    @staticmethod
-    def problems(options: Mapping[str, Tensor], keys: Tensor) -> list[str]:
-        """What is wrong with such options for ``keys`` (B, H_kv, T, D)."""
-        missing = [name for name in ROTARY if options.get(name) is None]
-        if missing:
-            return [f"{', '.join(missing)} missing; all of rotary_* are needed, or none"]
-        q, cos, sin, out = (options[name] for name in ROTARY)
-        problems = [
-            f"{name} has dtype {options[name].dtype}; {keys.dtype}, that of the keys, is needed"
-            for name in ROTARY
-            if options[name].dtype != keys.dtype
-        ]
-        problems += _problems({"rotary_q": q, "keys": keys}, {"rotary_cos": cos, "rotary_sin": sin})
-        if out.shape != q.shape or not out.is_contiguous():
-            problems.append(
-                f"rotary_out has shape {tuple(out.shape)} and strides {out.stride()}; {tuple(q.shape)}, contiguous, "
-                "is needed"
-            )
-        return problems
+    given = {name: x for name in ROTARY if (x := options.get(name)) is not None}
+    for name, x in given.items():
+        checks.float_tensor(name, x)
+    missing = [name for name in ROTARY if name not in given]
+    if missing:
+        return [f"{missing[0]} is missing; {', '.join(ROTARY[:3])} are given together"]
+    q, cos, sin, out = (options[name] for name in ROTARY)
+    problems = [
+        f"{name} has dtype {options[name].dtype}; {keys.dtype}, that of the keys, is needed"
+        for name in ROTARY
+        if options[name].dtype != keys.dtype
+    ]
+    problems += _problems({"rotary_q": q, "keys": keys}, {"rotary_cos": cos, "rotary_sin": sin})
+    if out.shape != q.shape or not out.is_contiguous():
+        problems.append(
+            f"rotary_out has shape {tuple(out.shape)} and strides {out.stride()}; {tuple(q.shape)}, contiguous, "
+            "is needed"
+        )
+    return problems
 
 
 def _problems(heads: Mapping[str, Tensor], angles: Mapping[str, Tensor]) -> list[str]:
@@ -104,6 +84,8 @@ def rotated_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Pure torch, any device."""
+    if problems := _problems({"q": q, "k": k}, {"cos": cos, "sin": sin}):
+        raise ValueError("; ".join(problems))
     return rotated_heads(q, cos, sin), rotated_heads(k, cos, sin)
 
 

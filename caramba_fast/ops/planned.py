@@ -18,16 +18,17 @@ from torch import Tensor
 from caramba_fast.ops.apply_rotary_emb import ROTARY
 from caramba_fast.ops.registry import define, library
 
-#: Options whose tensors may be others in the next call: of both ops, and of an append ROTARY.
+#: Options whose tensors may change from call to call. An append has those of ROTARY as well.
 OPTIONS = ("block_table", "cache_leftpad", "query_lens")
 _CHANGING = ", ".join(f"Tensor? {name}=None" for name in OPTIONS)
-_TURNING = ", ".join(f"Tensor? {name}=None" for name in ROTARY)
+_TURNING = ", ".join(f"Tensor? {name}=None" for name in ROTARY[:3])
 
 # The streams they write to or read are no arguments: neither compiled graphs nor autograd get to see these ops. They
 # have names of their own: overloads of an op that has some crash torch 2.13 as it exits.
 _append = define(
     "append_planned",
-    f"(int plan, Tensor first, Tensor second, Tensor start, {_CHANGING}, {_TURNING}, Tensor? third=None) -> ()",
+    f"(int plan, Tensor first, Tensor second, Tensor start, {_CHANGING}, {_TURNING}, "
+    "Tensor(a!)? rotary_out=None, Tensor? third=None) -> ()",
 )
 _attend = define(
     "attention_planned",

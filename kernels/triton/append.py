@@ -3,7 +3,7 @@
 Bit-exact with the reference of `caramba_fast.ops.append`, but for rotated streams, whose sums are made in
 another order. All streams of a layer take one launch; a program handles some tokens of one lane of one
 stream of one row. RoPE, where it is asked for, turns keys as they are read, and programs behind the others turn the
-queries. Nothing waits for the host, nothing is allocated.
+queries. Nothing waits for the host; nothing is allocated, but for turned keys on AMD.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from caramba_fast.formats import resolve
 
 from .append_groups import encode_group, group_programs, group_warps
 from .apply_rotary_emb import HEADS as QUERY_HEADS
-from .apply_rotary_emb import turn, turn_heads
+from .apply_rotary_emb import belongs, turn, turn_heads
 from .formats import encode_bytes, encode_nibbles
 from .launch import EXACT, dense, made, on_device, returned, start
 from .new_tokens import blocks, rotated_blocks
@@ -237,15 +237,23 @@ class Angles(NamedTuple):
     row: int
 
     @staticmethod
-    def of(options: dict[str, Any]) -> Angles | None:
-        """Those of an op's options, if there are."""
-        cos, sin = dense(options.get("rotary_cos")), dense(options.get("rotary_sin"))
-        if cos is None or sin is None:
+    def of(options: dict[str, Any], keys: Tensor) -> Angles | None:
+        """Those of an op's options for ``keys``, if there are.
+
+        Raises:
+            ValueError: options that `ops.append_` would not give; it says what is needed.
+        """
+        q, cos, sin, out = (options.get(f"rotary_{name}") for name in ("q", "cos", "sin", "out"))
+        if q is None and cos is None and sin is None and out is None:
             return None
-        if not options["rotary_out"].is_contiguous():
-            raise NotImplementedError(
-                f"rotary_out has strides {options['rotary_out'].stride()}; a contiguous one is needed"
+        if q is None or cos is None or sin is None or out is None:
+            raise ValueError("rotary_q, rotary_cos, rotary_sin and rotary_out are given together")
+        whole = out.is_contiguous() and out.shape == q.shape and out.dtype == q.dtype
+        if not whole or not belongs(q, keys, cos, sin):
+            raise ValueError(
+                "rotary_q, rotary_cos, rotary_sin and rotary_out do not belong to these keys: ops.append_"
             )
+        cos, sin = dense(cos), dense(sin)
         return Angles(cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0)
 
 
@@ -268,8 +276,9 @@ def launch(names: tuple[str, ...], args: tuple[Any, ...], options: dict[str, Any
     lengths, kinds = args[3 * count], args[3 * count + 1 :]
     if new[0].numel() == 0:
         return
-    angles = Angles.of(options)
+    angles = Angles.of(options, new[-2]) if count > 1 else None
     if angles is not None and torch.version.hip is not None:  # scalars of both spill
+        _described(names, kinds, stored, new, options, None)  # raises before anything is written
         keys = made(new[-2], new[-2].shape)
         turn(options["rotary_q"], new[-2], *angles[:2], options["rotary_out"], keys)
         new, angles = (*new[:-2], keys, new[-1]), None

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .casts import from_float32, to_float32
-from .launch import EXACT, dense, is_recording, made, on_device, recording, returned, start
+from .launch import ALIGNED, EXACT, dense, is_recording, made, on_device, recording, returned, start
 from .new_tokens import rounded
 
 #: Heads of one program, and its warps.
@@ -36,8 +36,9 @@ def turn_heads(
     sin_a = to_float32(tl.load(sin_ptr + d, mask=d < HALF, other=0.0))
     cos_b = to_float32(tl.load(cos_ptr + (WIDTH - HALF) + d, mask=d < HALF, other=0.0))
     sin_b = to_float32(tl.load(sin_ptr + (WIDTH - HALF) + d, mask=d < HALF, other=0.0))
-    a = to_float32(tl.load(source + d * step, mask=mask, other=0.0))
-    b = to_float32(tl.load(source + (d + HALF) * step, mask=mask, other=0.0))
+    value = d.to(tl.int64)
+    a = to_float32(tl.load(source + value * step, mask=mask, other=0.0))
+    b = to_float32(tl.load(source + (value + HALF) * step, mask=mask, other=0.0))
     first = rounded(a * cos_a, target) - rounded(b * sin_a, target)
     second = rounded(b * cos_b, target) + rounded(a * sin_b, target)
     tl.store(target + d, from_float32(first, target.dtype.element_ty), mask=mask)
@@ -77,13 +78,13 @@ def apply_rotary_emb_kernel(
     group, groups = tl.program_id(1), tl.cdiv(q_heads, HEADS)
     if group < groups:
         head = group * HEADS + tl.arange(0, HEADS)[:, None]
-        source = q_ptr + row * q_row + head * q_head + here * q_token
+        source = q_ptr + row * q_row + head.to(tl.int64) * q_head + here * q_token
         target = q_out + ((row * q_heads + head) * tokens + here) * (2 * HALF)
         there = head < q_heads
         turn_heads(source, 1, cos_ptr + table, sin_ptr + table, target, there, HALF, PADDED, WIDTH)
     else:
         head = (group - groups) * HEADS + tl.arange(0, HEADS)[:, None]
-        source = k_ptr + row * k_row + head * k_head + here * k_token
+        source = k_ptr + row * k_row + head.to(tl.int64) * k_head + here * k_token
         target = k_out + ((row * k_heads + head) * tokens + here) * (2 * HALF)
         there = head < k_heads
         turn_heads(source, 1, cos_ptr + table, sin_ptr + table, target, there, HALF, PADDED, WIDTH)
@@ -96,25 +97,36 @@ def constants(dim: int, width: int) -> dict[str, int]:
 
 
 #: Launches of earlier calls by shapes and strides: a model makes the same call in every layer and step.
+#: None where a call cannot be repeated.
 _kept: dict[tuple[Any, ...], Any] = {}
-MOST_KEPT = 64
+MOST_KEPT, UNKNOWN = 64, object()
 
 
 def apply_rotary_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """q, k (B, H, T, D); cos, sin (B or 1, T, D or D / 2) -> both rotated, contiguous."""
     given = (q, k, cos, sin)
-    if is_recording():
-        return _launched(*given)
-    call = tuple([(x.shape, x.stride(), x.dtype, x.device) for x in given])
-    replay = _kept.get(call)
-    found: Any = None if replay is None else replay(given)
-    if found is None:
+    call = tuple([(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNED) for x in given])
+    replay = _kept.get(call, UNKNOWN)
+    if replay is UNKNOWN and not is_recording():
+        if not belongs(q, k, cos, sin):
+            raise ValueError("q, k, cos and sin do not belong together: ops.apply_rotary_emb")
         with recording() as recorded:
-            found = _launched(*given)
+            found: Any = _launched(*given)
         if len(_kept) >= MOST_KEPT:
-            _kept.clear()
+            _kept.pop(next(iter(_kept)), None)
         _kept[call] = recorded.replay(given, ())
-    return found
+        return found
+    found = None if replay in (None, UNKNOWN) else replay(given)
+    return _launched(*given) if found is None else found
+
+
+def belongs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether shapes and dtypes are those that `ops.apply_rotary_emb` asks for."""
+    rows, _, tokens, dim = q.shape
+    fit = {(row, tokens, width) for row in (rows, 1) for width in (dim, dim // 2)}
+    same = (k.shape[0], *k.shape[2:]) == (rows, tokens, dim) and dim % 2 == 0
+    types = {x.dtype for x in (q, k, cos, sin)}
+    return same and cos.shape == sin.shape and cos.shape in fit and len(types) == 1
 
 
 def _launched(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

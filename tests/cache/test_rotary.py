@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from caramba_fast.cache import DecoupledLayerKVCache, LayerKVCache
+from caramba_fast.cache import DecoupledLayerKVCache, LayerKVCache, Rope
 from caramba_fast.config import cache_configs
 from caramba_fast.models import attention
 from caramba_fast.models.demos import demo_tokenizer, load_demo
 from caramba_fast.ops import apply_rotary_emb, planned
-from caramba_fast.ops.apply_rotary_emb import Rotary, rotary_op
+from caramba_fast.ops.apply_rotary_emb import rotary_op
 from caramba_fast.serve import Engine
 
 
@@ -34,14 +34,11 @@ def steps(cache, together, new_lens=None):
         *before, k, v = [numbers(10 * step + i, tokens=2) for i in range(keys + 1)]
         *others, q = [numbers(7 * step + i, 4, 2) for i in range(keys)]
         cos, sin = torch.randn(2, 1, 2, 16, generator=torch.Generator().manual_seed(step))
-        rotary = None
-        if together:
-            rotary = Rotary.of(q, cos, sin)
-            q = rotary.out
-        else:
+        rope = Rope(q, cos, sin) if together else None
+        if rope is None:
             q, k = apply_rotary_emb(q, k, cos, sin)
-        cache.append(*before, k, v, new_lens, rotary=rotary)
-        outs.append(cache.attend(*others, q))
+        cache.append(*before, k, v, new_lens, rope=rope)
+        outs.append(cache.attend(*others, q if rope is None else rope.out))
     return [*outs, *cache.get()]
 
 
@@ -62,12 +59,19 @@ def test_a_cache_turns_what_it_stores(spec, new_lens, options):
 
 
 @torch.no_grad()
-def test_flat_keys_are_not_turned():
-    cache, flat = layer("q8"), torch.zeros(2, 1, 64)
-    rotary = Rotary.of(numbers(0, 4), *torch.ones(2, 1, 1, 8))
+def test_flat_keys_are_turned_as_well_and_angles_are_checked():
+    cache, other = layer("q8"), layer("q8")
+    k, q = numbers(0, tokens=3), numbers(1, 4, 3)
+    cos, sin = torch.randn(2, 1, 3, 32)
+    flat, rope = k.transpose(1, 2).flatten(2), Rope(q, cos, sin)
     with pytest.raises(ValueError, match="rotary_cos has shape"):
-        cache.append(flat, flat, rotary=rotary)
+        cache.append(flat, flat, rope=Rope(q, cos[..., :8], sin[..., :8]))
     assert cache.is_empty
+    cache.append(flat, flat, rope=rope)
+    turned, keys = apply_rotary_emb(q, k, cos, sin)
+    other.append(keys, k)
+    assert torch.equal(rope.out, turned)
+    assert all(torch.equal(a, b) for a, b in zip(cache.get(), other.get(), strict=True))
 
 
 @pytest.mark.parametrize("name", ["gqa", "dba"])
@@ -88,5 +92,5 @@ def test_steps_of_the_native_model_and_the_engine_turn_with_their_append(name, s
     )
     found = served()
     assert all(shape[0] > 2 or shape[2] > 1 for shape in calls)
-    monkeypatch.setattr(attention.Step, "rotary", lambda *_: None)
+    monkeypatch.setattr(attention.Step, "rope", lambda *_: None)
     assert found == served()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from caramba_fast.ops import append_, apply_rotary_emb, use_backend
 from caramba_fast.ops.append import append_op, decoupled_append_op
-from caramba_fast.ops.apply_rotary_emb import ROTARY, Rotary
+from caramba_fast.ops.apply_rotary_emb import ROTARY
 from caramba_fast.ops.registry import NAMESPACE
 
 BF16 = torch.bfloat16
@@ -81,10 +81,9 @@ def test_one_call_writes_what_two_write(backend, rows, name, device, monkeypatch
     with use_backend(backend):
         wanted = copy.deepcopy(given)
         q = in_two_calls(wanted, angles)
-        rotary = Rotary.of(**angles)
-        given.place["rotary"] = rotary
+        given.place |= {f"rotary_{n}": x for n, x in angles.items()}
         given.append()
-    assert torch.equal(rotary.out, q)
+    assert torch.equal(given.queries, q)
     found, expected = buffers(given), buffers(wanted)
     assert [n for n in expected if not same_bits(found[n].cpu(), expected[n].cpu())] == []
 
@@ -104,10 +103,9 @@ def test_strides_of_every_tensor(backend, device):
     keys = given.new["k"]
     given.new["k"] = keys.transpose(2, 3).contiguous().transpose(2, 3)
     angles["cos"] = angles["cos"].transpose(1, 2).contiguous().transpose(1, 2)
-    given.place["rotary"] = Rotary.of(angles["q"], angles["cos"], angles["sin"])
+    given.place |= {f"rotary_{n}": x for n, x in angles.items()}
     with use_backend(backend):
-        given.append()
-    assert torch.equal(given.place["rotary"].out, q)
+        assert torch.equal(given.append().queries, q)
     found, expected = buffers(given), buffers(wanted)
     assert all(same_bits(found[n].cpu(), expected[n].cpu()) for n in expected)
 
@@ -120,47 +118,115 @@ def test_strides_of_every_tensor(backend, device):
 )  # fmt: skip
 def test_opcheck(op, name):
     settings, share = SETTINGS[name]
-    given = layer(**settings)
-    stored = [part for view in given.views.values() for part in (view.codes, view.scales)]
-    kinds = [view.kind for view in given.views.values()]
-    options: dict[str, Any] = dict(zip(ROTARY, Rotary.of(**turned(given, share, 1)), strict=True))
-    for stream, view in given.views.items():
-        options |= view.options(stream)
-    args = (*stored, *given.new.values(), given.start, *kinds)
+    args, options = flat(layer(**settings), share)
     stem, _, variant = op.name.partition(".")
     overload = getattr(getattr(torch.ops, NAMESPACE), stem)
     torch.library.opcheck(getattr(overload, variant or "default"), args, options)
+
+
+def flat(given: Layer, share: int = 1) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call of the op itself."""
+    stored = [part for view in given.views.values() for part in (view.codes, view.scales)]
+    kinds = [view.kind for view in given.views.values()]
+    options: dict[str, Any] = {f"rotary_{n}": x for n, x in turned(given, share, 1).items()}
+    options["rotary_out"] = options["rotary_q"].new_zeros(options["rotary_q"].shape)
+    for stream, view in given.views.items():
+        options |= view.options(stream)
+    return (*stored, *given.new.values(), given.start, *kinds), options
+
+
+def refused(given: Layer, call: Any, message: str) -> None:
+    """The call raises, and no buffer changes."""
+    before = {n: x.clone() for n, x in buffers(given).items()}
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
+        call()
+    assert all(same_bits(x, before[n]) for n, x in buffers(given).items())
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"q": lambda x: x.half()}, "rotary_q has dtype torch.float16; torch.float32, that of the keys"),
+        ({"q": lambda x: x.tolist()}, "rotary_q is a list"),
         ({"cos": lambda x: x.double()}, "rotary_cos has dtype torch.float64"),
         ({"q": lambda x: x[:, :, :1]}, r"rotary_q has shape \(2, 3, 1, 32\) and keys \(2, 1, 3, 32\)"),
         ({"cos": lambda x: x[:, :2]}, r"rotary_cos has shape \(1, 2, 32\)"),
         ({"sin": lambda x: x[..., :8], "cos": lambda x: x[..., :8]}, "2 or 1, 3, 32 or 16"),
-        ({"out": lambda x: x[:1]}, "rotary_out has shape"),
-        ({"out": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)}, "rotary_out has .* contiguous"),
+        ({"sin": lambda _: None}, "rotary_sin is missing"),
+        ({"q": lambda _: None}, "rotary_q is missing"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named_and_nothing_is_written(change, message):
     given = layer()
-    rotary = Rotary.of(**turned(given, 1, 1))
-    rotary = rotary._replace(**{n: make(getattr(rotary, n)) for n, make in change.items()})
-    before = {n: x.clone() for n, x in buffers(given).items()}
-    with pytest.raises(ValueError, match=message):
-        append_(*given.views.values(), *given.new.values(), given.start, rotary=rotary)
-    assert all(same_bits(x, before[n]) for n, x in buffers(given).items())
+    angles = turned(given, 1, 1)
+    angles |= {n: make(angles[n]) for n, make in change.items()}
+    rotary = {f"rotary_{n}": x for n, x in angles.items()}
+    views, new = given.views.values(), given.new.values()
+    refused(given, lambda: append_(*views, *new, given.start, **rotary), message)
 
 
-def test_options_are_given_together():
-    given = layer()
-    options = dict(zip(ROTARY, Rotary.of(**turned(given, 1, 1)), strict=True))
-    del options["rotary_sin"]
-    stored = [part for view in given.views.values() for part in (view.codes, view.scales)]
-    with pytest.raises(RuntimeError, match="rotary_cos, rotary_sin and rotary_out are needed"):
-        append_op(*stored, *given.new.values(), given.start, "q8_0", "q4_0", **options)
-    assert Rotary.problems(options, given.new["k"]) == [
-        "rotary_sin missing; all of rotary_* are needed, or none"
-    ]
+@pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
+@pytest.mark.parametrize("missing", ROTARY)
+def test_the_op_itself_takes_all_of_its_options_or_none(missing, backend, device):
+    given = layer().to(device if backend == "triton" else torch.device("cpu"))
+    args, options = flat(given)
+    del options[missing]
+    with use_backend(backend):
+        refused(given, lambda: append_op(*args, **options), "missing|given together")
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cos": lambda x: x[:, :1], "sin": lambda x: x[:, :1]},
+        {"cos": lambda x: x[..., :8], "sin": lambda x: x[..., :8]},
+        {"sin": lambda x: x[..., :16]},
+        {"q": lambda x: x[..., :16], "out": lambda x: x[..., :16].contiguous()},
+        {"q": lambda x: x[:1], "out": lambda x: x[:1]},
+        {"out": lambda x: x[:, :1].contiguous()},
+        {"out": lambda x: x.half()},
+        {"out": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)},
+    ],
+)
+def test_the_op_itself_refuses_what_does_not_belong_together(change, backend, device):
+    given = layer().to(device if backend == "triton" else torch.device("cpu"))
+    args, options = flat(given)
+    options |= {f"rotary_{n}": make(options[f"rotary_{n}"]) for n, make in change.items()}
+    with use_backend(backend):
+        refused(given, lambda: append_op(*args, **options), "rotary|cos")
+
+
+@pytest.mark.parametrize("name", ["a step", "by channel", "decoupled"])
+def test_on_amd_keys_are_turned_first(name, device, monkeypatch):
+    """In a launch of its own; the results are those of one call."""
+    pytest.importorskip("triton")
+    settings, share = SETTINGS[name]
+    given = layer(**settings).to(device)
+    angles = {n: x.to(device) for n, x in turned(given, share, 2).items()}
+    with use_backend("triton"):
+        wanted = copy.deepcopy(given)
+        q = in_two_calls(wanted, angles)
+        monkeypatch.setattr(torch.version, "hip", "as if")
+        given.place |= {f"rotary_{n}": x for n, x in angles.items()}
+        given.append()
+    assert torch.equal(given.queries, q)
+    found, expected = buffers(given), buffers(wanted)
+    assert all(same_bits(found[n].cpu(), expected[n].cpu()) for n in expected)
+
+
+def test_heads_two_gigabytes_apart(device):
+    """Strides fit into 32 bits, offsets do not; what lies between is reserved, not used."""
+    pytest.importorskip("triton")
+    heads, step = 3, 2**30 + 64
+    room = torch.empty(2 * step + 32, dtype=torch.float16, device=device)
+    q = room.as_strided((1, heads, 1, 32), (0, step, 0, 1)).copy_(torch.randn(1, heads, 1, 32))
+    k, cos, sin = (
+        torch.randn(1, 1, 1, 32).half().to(device),
+        *torch.randn(2, 1, 1, 32).half().to(device),
+    )
+    with use_backend("reference"):
+        wanted = apply_rotary_emb(q, k, cos, sin)
+    with use_backend("triton"):
+        found = apply_rotary_emb(q, k, cos, sin)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

@@ -30,16 +30,17 @@ def noise(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 @dataclass
 class Layer:
-    """Buffers of a layer, new tokens for it and where they go."""
+    """Buffers of a layer, new tokens for it and where they go; the queries that the last append turned."""
 
     views: dict[str, KVView]
     new: dict[str, Tensor]
     start: Tensor
     place: dict[str, Any] = field(default_factory=dict)
+    queries: Any = None
 
     def append(self) -> Layer:
         views, new = self.views.values(), self.new.values()
-        OPS[len(views)](*views, *new, self.start, **self.place)
+        self.queries = OPS[len(views)](*views, *new, self.start, **self.place)
         return self
 
     def to(self, device: torch.device) -> Layer:

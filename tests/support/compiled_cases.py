@@ -29,7 +29,6 @@ from caramba_fast.ops import (
     quantize,
     use_backend,
 )
-from caramba_fast.ops.apply_rotary_emb import Rotary
 
 Change = Callable[[str, str], str]
 #: Absolute error of the lse where queries are fp16 or bf16: scales are multiplied with keys or queries in that type.
@@ -85,6 +84,7 @@ def appended(
     counts: tuple[int, ...],
     *options: str,
     rope: bool = False,
+    dtype: torch.dtype = torch.float32,
     change: Change,
 ) -> None:
     """Call after call; buffers are compared whole, with what was in them before.
@@ -98,15 +98,17 @@ def appended(
     twins, start = copy.deepcopy(views), torch.zeros(2, dtype=torch.int32)
     for count in counts:
         first = int(start[0])
-        new = [s.given[:, :, first : first + count] for s in case.streams.values()]
-        turned = _rotary(new[0]) if rope else [None, None]
+        stretch = slice(first, first + count)
+        new = [s.given[:, :, stretch].to(dtype) for s in case.streams.values()]
+        more = {**case.place, **(_rotary(new[0]) if rope else {})}
         with use_backend("reference"):
-            append_(*views, *new, start, **case.place, rotary=turned[0])
+            wanted = append_(*views, *new, start, **more)
         with use_backend("triton"), ptx_driver.emulated(change) as emulator:
-            append_(*twins, *new, start, **case.place, rotary=turned[1])
+            found = append_(*twins, *new, start, **more)
         if rope:
-            assert emulator.missing(turned[1].out) == 0, "bytes of the queries were not written"
-            assert same_bits(*(turn.out for turn in turned)), "the queries are not the reference's"
+            assert found is not None and wanted is not None
+            assert emulator.missing(found) == 0, "bytes of the queries were not written"
+            assert same_bits(found, wanted), "the queries are not the reference's"
         start += count
     for one, other in zip(views, twins, strict=True):
         for part in ("codes", "scales", "tail", "sink"):
@@ -117,12 +119,12 @@ def appended(
             assert a is b is None or same_bits(a, b), f"{part} is not that of the reference"
 
 
-def _rotary(keys: Tensor) -> list[Any]:
-    """The same RoPE twice, each with a place of its own for the queries."""
+def _rotary(keys: Tensor) -> dict[str, Tensor]:
+    """Queries of the tokens of ``keys``, and angles."""
     batch, heads, tokens, dim = keys.shape
     q = torch.randn(batch, tokens, 9 * heads, dim).to(keys.dtype).transpose(1, 2)
     cos, sin = torch.randn(2, 1, tokens, dim).to(keys.dtype)
-    return [Rotary.of(q, cos, sin) for _ in range(2)]
+    return {"rotary_q": q, "rotary_cos": cos, "rotary_sin": sin}
 
 
 def attended(
@@ -167,7 +169,10 @@ CASES: dict[str, Callable[..., None]] = {
         for name, run in (("quantize", partial(quantized, kind, HALF)), ("dequantize", partial(restored, kind)))
     },
     **{f"dequantize {kind}": partial(restored, kind) for kind in QUANTIZED_KINDS},
-    "apply_rotary_emb fp16": partial(rotated, HALF), "apply_rotary_emb fp32": partial(rotated, FULL),
+    **{
+        f"apply_rotary_emb {name}": partial(rotated, dtype)
+        for name, dtype in (("fp16", HALF), ("fp32", FULL), ("bf16", torch.bfloat16))
+    },
     "append q8_0, q4_0": partial(appended, ("q8_0", "q4_0"), (40, 1)),
     "append nf4, fp16, paged, tail, sinks": partial(
         appended, ("nf4", "fp16"), (2, 1), "pages", "leftpad", "tail", "sinks"),
@@ -175,6 +180,8 @@ CASES: dict[str, Callable[..., None]] = {
     "append q4_channel, q4_0, RoPE": partial(appended, ("q4_channel", "q4_0"), (33, 1), rope=True),
     "append q8_0, fp16, paged, tail, RoPE": partial(
         appended, ("q8_0", "fp16"), (2, 1), "pages", "leftpad", "tail", rope=True),
+    "append q4_channel, q4_0, RoPE, bf16": partial(
+        appended, ("q4_channel", "q4_0"), (3,), rope=True, dtype=torch.bfloat16),
     "append fp16 rotated, tail": partial(appended, ("fp16", "fp16"), (3, 1), "rotate_k", "rotate_v", "tail"),
     "merge_state fp16": partial(merged, HALF), "merge_state fp32": partial(merged, FULL),
     "append a token that fills a group": partial(appended, ("q8_channel", "q4_0"), (31, 1)),

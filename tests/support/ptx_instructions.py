@@ -32,14 +32,18 @@ def flushed(x: Array) -> Array:
 
 
 def fused(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c rounded once: the sum in float64 is rounded to odd where it is not exact."""
+    """a * b + c rounded once."""
+    return _fused(a, b, c).astype(a.dtype)
+
+
+def _fused(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c in float64, rounded to odd where it is not exact: rounding it once more gives the nearest number."""
     product, added = a.astype(np.float64) * b, c.astype(np.float64)
     total = product + added
     rest = total - product
     lost = (product - (total - rest)) + (added - rest)
     inexact = np.isfinite(total) & (lost != 0) & (total.view(np.int64) % 2 == 0)
-    total = np.where(inexact, np.nextafter(total, np.copysign(np.inf, lost)), total)
-    return total.astype(a.dtype)
+    return np.where(inexact, np.nextafter(total, np.copysign(np.inf, lost)), total)
 
 
 def power(x: Array) -> Array:
@@ -138,6 +142,17 @@ def bf16(x: Array) -> Array:
     return np.where(np.isnan(x), 0x7FFF, rounded).astype(np.uint16)
 
 
+def fused_bf16(a: Array, b: Array, c: Array) -> Array:
+    """fma.rn.bf16 and fma.rn.bf16x2 of raw bits."""
+    total = _fused(*(unpacked(x, "bf16") for x in (a, b, c)))
+    with np.errstate(over="ignore"):
+        near = total.astype(np.float32)
+    lost = total - near
+    odd = np.isfinite(near) & (lost != 0) & (near.view(np.int32) % 2 == 0)
+    near = np.where(odd, np.nextafter(near, np.copysign(np.float32(np.inf), lost)), near)
+    return bf16(near.astype(np.float32)).view(a.dtype)
+
+
 def tf32(x: Array) -> Array:
     """float32 -> bits of the nearest with ten bits of mantissa, ties away from zero."""
     bits = x.view(np.uint32)
@@ -206,6 +221,8 @@ COMPARED: dict[str, Callable[..., Array]] = {
 SPECIAL: dict[str, Pure] = {
     "cvt.rn.f16x2.f32": (lambda *x: paired(*(v.astype(np.float16) for v in x)), "f16x2", ("f32", "f32")),
     "cvt.rn.bf16x2.f32": (lambda *x: paired(*map(bf16, x)).view(np.uint32), "b32", ("f32", "f32")),
+    "fma.rn.bf16x2": (fused_bf16, "b32", ("b32", "b32", "b32")),
+    "fma.rn.bf16": (fused_bf16, "b16", ("b16", "b16", "b16")),
     "cvt.rn.bf16.f32": (bf16, "b16", ("f32",)),
     "cvt.f32.bf16": (lambda x: unpacked(x, "bf16"), "f32", ("b16",)),
     "cvt.rna.tf32.f32": (tf32, "b32", ("f32",)),
