@@ -108,9 +108,9 @@ sanitize: $(SANE)
 		'from support.isas import expected_isas; print(*expected_isas())') && \
 	printf '%s\n' $$sets | xargs -P 2 -I SET env CARAMBA_FAST_CPU_ISA=SET LD_PRELOAD="$$checks" \
 		$(BIN)/python -m pytest -q --capture=sys -p no:cacheprovider \
-		-k 'not (every_instruction_set or hundred_thousand or far_apart or opcheck)' \
+		-k 'not (every_instruction_set or hundred_thousand or far_apart or opcheck or triton or gigabytes)' \
 		tests/ops/test_extension.py tests/ops/test_cpp_attention.py tests/ops/test_cpp_bounds.py tests/ops/test_append.py \
-		tests/ops/test_by_channel.py
+		tests/ops/test_by_channel.py tests/ops/test_rotary.py tests/ops/test_rotary_append.py
 
 # The C++ for aarch64 and for x86-64 with clang, which the ziglang package brings.
 cross: export ZIG_GLOBAL_CACHE_DIR = $(CURDIR)/build/cross

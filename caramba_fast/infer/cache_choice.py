@@ -1,4 +1,4 @@
-"""CacheChoice: the kind of cache a generator uses, chosen by the policy where it is "auto".
+"""CacheChoice: the caches a generator uses, of a kind chosen by the policy where it is "auto".
 
 The policy measures generations, so it lies above this package and registers itself when it is imported.
 """
@@ -64,6 +64,10 @@ class CacheChoice:
         config: settings; ``cache`` and the fields of the policy.
         calibration_ids: text that quality is measured on.
         tokenizer: of the model; needles are written with it.
+
+    Attributes:
+        row_factor: rows that the next cache is to have in the end for each row it begins with.
+        cache_bytes, bytes_per_token: of the latest cache.
     """
 
     def __init__(
@@ -84,6 +88,27 @@ class CacheChoice:
         self._ids, self._tokenizer = calibration_ids, tokenizer
         self._plans: dict[int, ChosenCache] = {}
         self.latest: ChosenCache | None = None
+        self.row_factor, self.cache_bytes, self.bytes_per_token = 1, 0, 0.0
+
+    def new_cache(self, rows: int) -> ModelKVCache:
+        """An empty cache for so many rows.
+
+        Raises:
+            ValueError: it takes more than ``cache_budget_mb``, or no kind does not.
+        """
+        most, self.row_factor = rows * self.row_factor, 1
+        kind, config = self.kind(most), self._config
+        self.check_budget(most)
+        cache = ModelKVCache(
+            self._model.cache_layout,
+            rows,
+            config.max_seq_len,
+            device=self._model.device,
+            prefill=config.prefill,
+            **config.stream_configs(kind),
+        )
+        self.cache_bytes, self.bytes_per_token = cache.nbytes, cache.bytes_per_token
+        return cache
 
     def kind(self, rows: int) -> KVCacheKind | str:
         """The kind for a batch of ``rows``; measured the first time it is asked for.

@@ -244,7 +244,7 @@ class Generator(SavableGenerator):
         watch = Stopwatch()
         limits = self._check_run(prompts, config)
         copies = 1 if self._expanded or config.num_beams > 1 else config.num_return_sequences
-        self._row_factor = copies if config.num_beams == 1 else 1 + config.num_beams
+        self._choice.row_factor = copies if config.num_beams == 1 else 1 + config.num_beams
         self._session.fill = self._fill(config)
         with torch.no_grad():
             logits = self._session.feed(prompts.rows)
@@ -258,7 +258,7 @@ class Generator(SavableGenerator):
             )
             self._expanded = True
             assert self._session.cache is not None
-            self._cache_bytes = self._session.cache.nbytes
+            self._choice.cache_bytes = self._session.cache.nbytes
         eos, fill = eos_ids(config, self.model), self._session.fill
         processors = LogitsProcessors(
             config, self.model.vocab_size, eos, logits.device, hooks.processors,

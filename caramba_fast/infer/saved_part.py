@@ -187,7 +187,7 @@ def opened(
     Raises:
         SessionError: the state of a layer does not fit, or contradicts itself.
     """
-    cache = generator._new_cache(len(part.counts))
+    cache = generator._choice.new_cache(len(part.counts))
     for index, (layer, told) in enumerate(zip(cache, part.layers, strict=True)):
         try:
             layer.load_state_dict(_with_tensors(told, f"{name}.layers.{index}", tensors))

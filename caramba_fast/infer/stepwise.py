@@ -56,18 +56,16 @@ class StepwiseGenerator:
         self.model, self.tokenizer = as_language_model(model), tokenizer
         self.config = (config or GenerateConfig()).updated(**overrides)
         self.eos_ids = eos_ids(self.config, self.model)
-        self._cache_bytes, self._bytes_per_token = 0, 0.0
         self._run_state: Run | None = None
         self._measured: tuple[Stopwatch, int, int] | None = None
         self._expanded = False  # num_return_sequences has multiplied the rows
-        self._row_factor = 1  # rows of caches there will be for each row that is fed
         self._reseed = False  # the call under way was given a seed of its own
         self._choice = CacheChoice(self.model, self.config, calibration_ids, tokenizer)
         self._choice.check_budget(1)
         self._graphs = DecodeGraphs(self.model, self.config.cuda_graph)
         self._plan = DecodePlan(self.config)
         self._session = Session(
-            self.model, self._new_cache, self._graphs, self._fill(self.config), self.config.max_seq_len,
+            self.model, self._choice.new_cache, self._graphs, self._fill(self.config), self.config.max_seq_len,
             self.config.prefill_chunk, self._plan,
         )  # fmt: skip
         self._check_call(self.config)
@@ -115,7 +113,9 @@ class StepwiseGenerator:
         if self._measured is None or not self._measured[0].steps:
             return None
         watch, rows, prompt_tokens = self._measured
-        return watch.report(rows, prompt_tokens, self._cache_bytes, self._bytes_per_token)
+        return watch.report(
+            rows, prompt_tokens, self._choice.cache_bytes, self._choice.bytes_per_token
+        )
 
     @property
     def report(self) -> dict[str, Any]:
@@ -124,8 +124,8 @@ class StepwiseGenerator:
         return {
             "cache_kind": self.config.cache_name if plan is None else short_name(plan.spec),
             "cache_chosen": None if plan is None else plan.reason,
-            "cache_bytes": self._cache_bytes,
-            "bytes_per_token": self._bytes_per_token,
+            "cache_bytes": self._choice.cache_bytes,
+            "bytes_per_token": self._choice.bytes_per_token,
             "cache_reads": getattr(self.model, "reads_of", lambda _: "packed")(self.cache),
             "decode_plan": self._plan.describe(),
             "decode_graph": self.decode_graph,
@@ -220,7 +220,7 @@ class StepwiseGenerator:
         return self._session.snapshot(tails=True), random_state(self._rng)
 
     def _restore(self, before: Any, expanded: bool) -> None:
-        self._run_state, self._expanded, self._row_factor = None, expanded, 1
+        self._run_state, self._expanded, self._choice.row_factor = None, expanded, 1
         self._session.restore(before[0])
         set_random_state(self._rng, before[1])
 
@@ -232,18 +232,3 @@ class StepwiseGenerator:
         prompts = read_prompts(input_ids, attention_mask, pad, self.model.vocab_size)
         self._session.check_rows(len(prompts.rows))
         return prompts
-
-    def _new_cache(self, rows: int) -> ModelKVCache:
-        most, self._row_factor = rows * self._row_factor, 1
-        kind = self._choice.kind(most)
-        self._choice.check_budget(most)
-        cache = ModelKVCache(
-            self.model.cache_layout,
-            rows,
-            self.config.max_seq_len,
-            device=self.model.device,
-            prefill=self.config.prefill,
-            **self.config.stream_configs(kind),
-        )
-        self._cache_bytes, self._bytes_per_token = cache.nbytes, cache.bytes_per_token
-        return cache
