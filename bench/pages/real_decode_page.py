@@ -134,18 +134,18 @@ def _model(rows: Sequence[Row]) -> list[str]:
 def _first_tokens(rows: Sequence[Row]) -> list[str]:
     lines = [
         "### First token and memory", "",
-        "Seconds until the first token behind a prompt, and the most memory the process held, weights and libraries "
-        "included (median of rounds; each in a process of its own, in turn). Where a longer prompt took no more, the "
-        "most was held while the model was loaded: the column says little of caches then.", "",
+        "Seconds until the first token behind a prompt; MiB the process holds once the model is loaded and warm, "
+        "weights and libraries included, and the most it holds while it reads the prompt (medians of rounds; each in a "
+        "process of its own, in turn). llama.cpp has its cache from the start, and weights of 4 bits.", "",
     ]  # fmt: skip
     body = [
         (
             row["model"], row["prompt"], f"{row['program']} {row['cache']}", f"{float(row['first_token_s']):.2f}",
-            f"{row['vs_dynamic']}×", row["peak_mib"],
+            f"{row['vs_dynamic']}×", row["held_mib"], row["peak_mib"],
         )
         for row in rows
     ]  # fmt: skip
-    head = ("model", "prompt", "program", "seconds", "times as fast", "MiB")
+    head = ("model", "prompt", "program", "seconds", "times as fast", "MiB before", "most MiB")
     return [*lines, *table(head, body), ""]
 
 

@@ -62,7 +62,7 @@ def test_the_page_has_speed_sizes_and_first_tokens(rows, tmp_path):
     write_csv(folder / f"demo{real_decode_page.DECODE}", decode.COLUMNS, rows)
     first = {
         "model": "Demo", "prompt": 64, "program": "accelerate", "cache": "q4", "first_token_s": "0.250",
-        "vs_dynamic": "1.100", "peak_mib": "321",
+        "vs_dynamic": "1.100", "held_mib": "300", "peak_mib": "321",
     }  # fmt: skip
     write_csv(folder / f"demo{real_decode_page.FIRST_TOKEN}", first_token.COLUMNS, [first])
     page = "\n".join(real_decode_page.section(folder))
@@ -71,7 +71,7 @@ def test_the_page_has_speed_sizes_and_first_tokens(rows, tmp_path):
     )
     assert f"{float(row['vs_dynamic']):.2f}×" in page and "accelerate q4" in page
     assert ("accelerate q4, int4 weights" in page) == bool(find_spec("torchao"))
-    assert "| Demo | 64 | accelerate q4 | 0.25 | 1.100× | 321 |" in page
+    assert "| Demo | 64 | accelerate q4 | 0.25 | 1.100× | 300 | 321 |" in page
     csv = tmp_path / "cpu.csv"
     csv.write_text("device,implementation\n")
     assert page in report.report([csv])
@@ -141,7 +141,7 @@ def test_first_tokens_come_from_processes_of_their_own(monkeypatch, tmp_path):
 
     def process(name, prompt, dtype, program, cache):
         asked.append((program, cache))
-        return {"seconds": 0.5 if program == "transformers" else 0.25, "peak": 2**30}
+        return {"seconds": 0.5 if program == "transformers" else 0.25, "held": 2**29, "peak": 2**30}
 
     monkeypatch.setattr(first_token, "_process", process)
     monkeypatch.setattr(first_token, "find_spec", lambda _: None)
@@ -149,13 +149,16 @@ def test_first_tokens_come_from_processes_of_their_own(monkeypatch, tmp_path):
     found = read(tmp_path / "out.csv")
     assert asked == [*first_token.PROGRAMS] * first_token.ROUNDS
     assert [row["vs_dynamic"] for row in found] == ["1.000", "2.000", "2.000", "2.000"]
-    assert {row["peak_mib"] for row in found} == {"1024"}
+    assert {(row["held_mib"], row["peak_mib"]) for row in found} == {("512", "1024")}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_memory_of_a_process_is_its_own():
     held = torch.ones(3 * 2**29, dtype=torch.uint8)
     assert first_token.peak_bytes() > held.numel()
+    del held
+    first_token.begin_peak()
+    assert first_token.peak_bytes() < 3 * 2**29
     code = "from caramba_fast.bench.real.first_token import peak_bytes; import torch; print(peak_bytes())"
     more = code.replace("print", "x = torch.ones(2**30, dtype=torch.uint8); print", 1)
     small, large = (
