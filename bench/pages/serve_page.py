@@ -130,7 +130,8 @@ def _endless(rows: Rows) -> list[str]:
         "endless supply, and nothing but pages limits how many run. Counted is how many are under way after each "
         f"step, over {rows[0]['rounds']} load(s): the mean once as many end as begin, and the most before a request "
         "had to give its pages back. The scheduler begins with a request only if its prompt fits and a page is left "
-        "for each that runs; the last column counts how often pages had to be given back all the same. The arithmetic of the model is left out of this count.",
+        "for each that runs; the last column counts how often pages had to be given back all the same. The arithmetic "
+        "of the model is left out of this count.",
         "", *table(headings, body),
     ]  # fmt: skip
 
