@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from caramba_fast.bench.kernels.binary import Binary
@@ -16,6 +17,8 @@ COPY = re.compile(r"\bLDGSTS\b")
 SASS_LOAD = re.compile(r"\bLDG(?:STS)?\b([.\w]*)")
 SASS_WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 AMD_LOAD = re.compile(r"(?:global|buffer|flat)_load_(?:lds_)?(dword(?:x\d)?|u?short|[us]byte)")
+#: Bytes a thread that codes are loaded with at once; the tail's may be loaded one by one.
+WIDE_LOAD = 8
 AMD_WIDTHS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "short": 2, "ushort": 2}
 #: What costs more than a slot, by column of the table: all warps of a program wait for each other; a warp waits for its
 #: own writes; lanes exchange registers; shared memory is read or written by less than a word a thread.
@@ -64,7 +67,7 @@ def main_loop(binary: Binary) -> Loop:
 
     A loop is what lies between a backward branch and its target; one that holds another does not count. Of
     several (the codes', the tail's, the sinks') the longest that copies to shared memory in the background
-    is taken, as only the codes' does.
+    is taken, as only the codes' does; where none does (AMD), of those with wide loads before those without.
     """
     ends: dict[int, int] = {}  # by first instruction: a loop may go on from several places
     for at, target in binary.jumps:
@@ -81,7 +84,7 @@ def main_loop(binary: Binary) -> Loop:
         if not any(start < other and last < end for other, last in loops)
     ]
     copying = [body for body in inner if any(COPY.search(line) for line in body)]
-    body = max(copying or inner, key=len, default=[])
+    body = max(copying or inner, key=lambda x: (_widest_load(x) >= WIDE_LOAD, len(x)), default=[])
     return Loop(
         instructions=len(body),
         matrix=sum(bool(MATRIX.search(line)) for line in body),
@@ -90,6 +93,10 @@ def main_loop(binary: Binary) -> Loop:
             name: sum(bool(form.search(line)) for line in body) for name, form in COSTLY.items()
         },
     )
+
+
+def _widest_load(body: Sequence[str]) -> int:
+    return max((load_width(line) for line in body), default=0)
 
 
 def allocations(ttgir: str) -> int:
