@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
     from caramba_fast.infer.options import LoadOptions
 
-WHAT, VERSION = "session", 1
+#: Version 2 may have bytes of q4_channel that two channels divide; 1 has nibbles, which read alike.
+WHAT, VERSION = "session", 2
 #: Settings that a session is begun and continued with, unless others are given.
 KEPT = {*CacheFields.model_fields, *DecodePlanFields.model_fields} - {"cuda_graph", "max_seq_len"}
 #: Of these the ones that may not be others: they say what of the cache is read.

@@ -36,7 +36,8 @@ from caramba_fast.serve.config import EngineConfig
 from caramba_fast.serve.request import PagedSequence, is_salted
 
 LOG = logging.getLogger("caramba_fast.serve")
-WHAT, VERSION = "page of a prefix", 1
+#: Version 2 may have bytes of q4_channel that two channels divide; 1 has nibbles, which read alike.
+WHAT, VERSION = "page of a prefix", 2
 _NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{40}\.page")
 #: Bytes of pages that may wait to be written; what comes while there are more is not kept.
 WAITING = 256 * 2**20

@@ -285,11 +285,21 @@ def test_a_file_that_was_cut_short_is_refused(saved: Path) -> None:
         Generator.load(saved, small_model())
 
 
+def test_older_formats_are_read(saved: Path) -> None:
+    found = read_session(saved)
+    saved.write_bytes(sealed.sealed(WHAT, 1, found.about.model_dump(), found.tensors))
+    read = read_session(saved)
+    assert read.about == found.about and read.tensors.keys() == found.tensors.keys()
+    Generator.load(saved, small_model())
+
+
 def test_other_files_and_newer_formats_are_refused(saved: Path, tmp_path: Path) -> None:
     found = read_session(saved)
     data = sealed.sealed(WHAT, VERSION + 1, found.about.model_dump(), found.tensors)
     saved.write_bytes(data)
-    with pytest.raises(SessionError, match=f"format version 2; this version .* up to {VERSION}"):
+    with pytest.raises(
+        SessionError, match=f"format version {VERSION + 1}; this version .* up to {VERSION}"
+    ):
         Generator.load(saved, small_model())
     for other in (b"hello", sealed.sealed("page", 1, {}, {"x": torch.ones(3)}), b"{}" * 30):
         saved.write_bytes(other)
