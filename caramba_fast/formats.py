@@ -19,7 +19,10 @@ of its own:
     q4_channel   4-bit code   zero = the channel's least value, scale = (its largest - zero) / largest code
 
 Codes are packed token by token, as those of q8_0 and of q4_0 in blocks of 32 are. The scales of a group lie in one
-row, all scales first, then all zeros.
+row, all scales first, then all zeros. In q4_channel the two channels of a byte divide its bits for each group: one
+whose stored scale is negative lends one bit, or two if the last bit of that scale is 1. The first channel has the low
+bits, and a code of them counts ``|scale|``; the other has those above, and each byte without its low bits counts
+``|scale| / 16``.
 """
 
 from __future__ import annotations

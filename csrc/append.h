@@ -64,7 +64,7 @@ class OpenGroup {
     const std::int64_t first = position - s.group + 1;
     if ((position + 1) % s.group != 0 || !find_place(job, b, first, row, slot)) return;
     auto* scales = reinterpret_cast<std::uint16_t*>(s.scales.at(row, lane, slot / s.group));
-    encode_group(values_, s, std::max<std::int64_t>(counted - first, 0),
+    encode_group(values_, s, std::max<std::int64_t>(counted - first, 0), stream_.divides,
                  s.codes.at(row, lane, slot), scales);
   }
 

@@ -13,7 +13,8 @@ struct AppendStream {
   StoredStream stored;
   HeadTensor given;  // (B, H_kv, T, D)
   QuantizeBlocks quantize =
-      nullptr;  // of fp32 values; null for formats that store values as they are
+      nullptr;           // of fp32 values; null for formats that store values as they are
+  bool divides = false;  // bytes of q4_channel, as fit "mse" does
   std::int64_t ring = 0, sink_len = 0;
 };
 

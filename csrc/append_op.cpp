@@ -157,6 +157,7 @@ void append(const AppendCommon& c, const Rotary& rotary, const StreamTensors* st
     job.heads_per_lane = per_lane;
     stream.stored = stream_of(s, x.size(3), per_lane, lead);
     stream.quantize = quantizer(stream.stored.format, stream.stored.block, *fits[i]);
+    stream.divides = fit_index(*fits[i]) == fit_index("mse");
     const auto slots = [&](const MaybeTensor& part) {
       STD_TORCH_CHECK(!part.has_value() || part->size(0) == job.batch, s.name,
                       ": sides need B=", job.batch);

@@ -20,6 +20,22 @@ namespace CARAMBA_FAST_ISA {
 inline constexpr int kPacked = 32;  // values whose nibbles lie in 16 bytes
 inline constexpr int kMostGroup = 128;
 
+// Which bits of a byte are its low channel's, kLanes of them, whose scales are `scales`; kPacked /
+// 2 behind them are those of the high one (caramba_fast/ops/quantize.py, low_masks).
+inline Ints low_mask(const std::uint16_t* scales) {
+  const Ints low = widen(scales), high = widen(scales + kPacked / 2);
+  const Ints given = -(low >> 15) & (8 | (low & 1) << 2);
+  const Ints taken = -(high >> 15) & (16 | (high & 1) << 5);
+  return 15 ^ given ^ taken;
+}
+
+inline constexpr float kHighUnit = 1.0f / 16;  // of a high code that stays where it is in its byte
+
+// What a code counts.
+inline Floats load_scale(const std::uint16_t* from) {
+  return floats(bits(load_half(from)) & kMagnitude);
+}
+
 // Tokens [phase, phase + count) of consecutive groups to fp32, `width` values from one place of
 // the lane on. `scales` are those of the first group, their zeros lie `zeros` bytes behind, those
 // of the next group `scales_stride`.
@@ -49,14 +65,15 @@ void decode_tokens(const char* codes, std::int64_t stride, const GroupRows& rows
         }
       } else {
         for (int j = 0; j < kPacked / 2; j += kLanes) {
-          const Floats low_scale = load_half(scales + d + j), low = load_half(zeros + d + j);
-          const Floats high_scale = load_half(scales + d + j + kPacked / 2);
+          const Ints mask = low_mask(scales + d + j);
+          const Floats low_scale = load_scale(scales + d + j), low = load_half(zeros + d + j);
+          const Floats high_scale = load_scale(scales + d + j + kPacked / 2) * kHighUnit;
           const Floats high = load_half(zeros + d + j + kPacked / 2);
           for (int i = t; i < stop; ++i) {
             const Ints pair = widen(from + i * stride + d / 2 + j);
             float* out = to + i * width + d + j;
-            store_as(fused(low_scale, converted(pair & 15), low), out);
-            store_as(fused(high_scale, converted(pair >> 4), high), out + kPacked / 2);
+            store_as(fused(low_scale, converted(pair & mask), low), out);
+            store_as(fused(high_scale, converted(pair & ~mask), high), out + kPacked / 2);
           }
         }
       }
@@ -70,13 +87,17 @@ inline Floats rounded_to_half(Floats x, std::uint16_t* halves) {
   return load_half(halves);
 }
 
-// kLanes channels of a group, to scales and zeros; what gives their codes.
-struct ChannelCodes {
-  Floats zero, inverse, most;
+// A channel that weighs so many times what the one beside it does takes one bit of it, and two;
+// WIDER of caramba_fast/ops/quantize.py.
+inline constexpr float kWider[2] = {2.1875f, 10.75f};
 
-  ChannelCodes(const float* values, std::int64_t dim, std::int64_t counted, std::int64_t group,
-               float most, std::uint16_t* scales, std::uint16_t* zeros)
-      : most(splat(most)) {
+// The ranges of kLanes channels of a group, of tokens from `counted` on.
+struct ChannelRange {
+  Floats zero, extent, weight;
+  Ints sound;  // where scale and zero are finite
+
+  ChannelRange(const float* values, std::int64_t dim, std::int64_t counted, std::int64_t group,
+               float most, std::uint16_t* zeros) {
     Floats low = splat(std::numeric_limits<float>::infinity()), high = -low;
     Ints largest = {};
     for (std::int64_t t = counted; t < group; ++t) {
@@ -87,12 +108,38 @@ struct ChannelCodes {
     }
     if (counted >= group) low = high = splat(0.0f);
     zero = rounded_to_half(low, zeros);
-    const Floats scale = rounded_to_half((high - zero) / most, scales);
+    extent = high - zero;
+    weight = extent * floats(largest);
+    std::uint16_t halves[kLanes];
+    const Floats scale = rounded_to_half(extent / most, halves);
     largest = larger(larger(largest, bits(zero) & kMagnitude), bits(scale) & kMagnitude);
-    const Ints sound = largest < splat(kInfinity);
-    store_half(sound ? scale : floats(splat(kNaN)), scales);
+    sound = largest < splat(kInfinity);
     store_half(sound ? zero : floats(splat(kNaN)), zeros);
-    inverse = scale > splat(0.0f) ? 1.0f / scale : splat(0.0f);
+  }
+
+  // Bits that these channels leave to those they share bytes with.
+  Ints lent_to(const ChannelRange& other) const {
+    const Ints more = other.weight > kWider[0] * weight, much = other.weight > kWider[1] * weight;
+    return sound & other.sound & -(more + much);
+  }
+};
+
+// What gives the codes of kLanes channels, of which each counts `unit` scales; those scales.
+struct ChannelCodes {
+  Floats zero, inverse, most;
+
+  ChannelCodes(const ChannelRange& range, Ints largest, Floats unit, Ints lent,
+               std::uint16_t* scales)
+      : zero(range.zero), most(converted(largest)) {
+    std::uint16_t halves[kLanes];
+    store_half(range.extent / (most * unit), halves);
+    Ints half = widen(halves);
+    half = lent > 0 ? (half & ~1) | (lent - 1) : half;
+    narrow(half, halves);
+    const Floats scale = load_half(halves);
+    half |= lent > 0 ? splat(0x8000) : splat(0);
+    narrow(range.sound ? half : splat(kHalfNaN), scales);
+    inverse = scale > splat(0.0f) ? 1.0f / (scale * unit) : splat(0.0f);
   }
 
   Ints of(const float* x) const {
@@ -103,19 +150,20 @@ struct ChannelCodes {
 };
 
 // One group: `values` are (group, lane_dim) fp32, already rounded to fp16; tokens from `counted` on
-// count for the range. Codes go to `codes`, token by token, scales and zeros to `scales`.
+// count for the range. Codes go to `codes`, token by token, scales and zeros to `scales`. With
+// `divides` the two channels of a byte of 4-bit codes divide its bits.
 inline void encode_group(const float* values, const StoredStream& s, std::int64_t counted,
-                         char* codes, std::uint16_t* scales) {
+                         bool divides, char* codes, std::uint16_t* scales) {
   const std::int64_t dim = s.lane_dim, group = s.group;
-  const auto channels = [&](std::int64_t d) {
-    const float most = s.format == Format::q4_channel ? 15.0f : 255.0f;
-    return ChannelCodes(values + d, dim, std::min(counted, group), group, most, scales + d,
+  const int most = s.format == Format::q4_channel ? 15 : 255;
+  const auto range = [&](std::int64_t d) {
+    return ChannelRange(values + d, dim, std::min(counted, group), group, static_cast<float>(most),
                         scales + dim + d);
   };
   auto* to = reinterpret_cast<std::uint8_t*>(codes);
   if (s.format == Format::q8_channel) {
     for (std::int64_t d = 0; d < dim; d += kLanes) {
-      const ChannelCodes mine = channels(d);
+      const ChannelCodes mine(range(d), splat(most), splat(1.0f), splat(0), scales + d);
       for (std::int64_t t = 0; t < group; ++t)
         narrow(mine.of(values + t * dim + d), to + t * s.codes.token + d);
     }
@@ -124,10 +172,17 @@ inline void encode_group(const float* values, const StoredStream& s, std::int64_
   constexpr int kHalf = kPacked / 2;
   for (std::int64_t block = 0; block < dim; block += kPacked)
     for (std::int64_t d = block; d < block + kHalf; d += kLanes) {
-      const ChannelCodes low = channels(d), high = channels(d + kHalf);
+      const ChannelRange first = range(d), second = range(d + kHalf);
+      const Ints given = divides ? first.lent_to(second) : splat(0);
+      const Ints taken = divides ? second.lent_to(first) : splat(0);
+      const Ints share = 4 - given + taken;
+      const Ints size = splat(1) << share;
+      const ChannelCodes low(first, size - 1, splat(1.0f), given, scales + d);
+      const ChannelCodes high(second, (splat(256) >> share) - 1, converted(size) * kHighUnit, taken,
+                              scales + d + kHalf);
       std::uint8_t* pairs = to + block / 2 + d - block;
       for (std::int64_t t = 0; t < group; ++t)
-        narrow(low.of(values + t * dim + d) | high.of(values + t * dim + d + kHalf) << 4,
+        narrow(low.of(values + t * dim + d) | high.of(values + t * dim + d + kHalf) << share,
                pairs + t * s.codes.token);
     }
 }

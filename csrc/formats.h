@@ -75,6 +75,8 @@ inline constexpr const char* kFits[kFitCount] = {"amax", "mse"};
 //
 //                  7   6   5   4 | 3   2   1   0
 //                 value j + N/2  |    value j
+//
+// q4_channel has channels j and j + 16 of 32 in a byte, which divide its bits (channel.h).
 template <Format F, int N>
 struct CodeBlock {
   static constexpr int kBits = F == Format::q8_0 ? 8 : 4;

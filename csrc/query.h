@@ -35,8 +35,9 @@ inline void read_query(const Lane& lane, int stream, int h, int r, float* to) {
 // All query rows of one kv head for one key stream.
 struct HeadQuery {
   HeadStream key;
-  float* values;  // (query rows, key.width) fp32; zeros outside the head
-  float* folded;  // for keys by channel: memory for as many and one more a row
+  float* values;        // (query rows, key.width) fp32; zeros outside the head
+  float* folded;        // for keys by channel: memory for as many and one more a row
+  std::int32_t* masks;  // and for one a byte of 4-bit codes
   // (query rows, units), null unless key.bytes: 16 bits in two bytes, and 8 bits in one; for q8_0
   // the one is what the two leave of the query.
   QueryUnit *two_bytes, *one_byte;
@@ -49,6 +50,8 @@ struct HeadQuery {
         folded(is_by_channel(key.stored->format)
                    ? arena.take<float>(lane.query_rows * (key.width + 1))
                    : nullptr),
+        masks(is_by_channel(key.stored->format) ? arena.take<std::int32_t>(key.width / 2)
+                                                : nullptr),
         two_bytes(nullptr),
         one_byte(nullptr) {
     const StoredStream& s = *key.stored;

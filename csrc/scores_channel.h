@@ -16,10 +16,11 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-// scores[r][t] += base[r] + q[r] . code[t] for ROWS rows; q rows are `width` apart.
+// scores[r][t] += base[r] + q[r] . code[t] for ROWS rows; q rows are `width` apart. `masks` are
+// the bits of each byte of 4-bit codes that the low channel has; the high one's stay in place.
 template <int BITS, int ROWS>
-void score_codes(const float* q, const float* base, std::int64_t width, const char* codes,
-                 std::int64_t stride, int count, float* scores) {
+void score_codes(const float* q, const float* base, const std::int32_t* masks, std::int64_t width,
+                 const char* codes, std::int64_t stride, int count, float* scores) {
   constexpr int kTokens = kLanes / ROWS > 0 ? kLanes / ROWS : 1;
   constexpr int kRun = BITS == 8 ? kPacked : kPacked / 2;  // values that lie one behind the other
   for (int t = 0; t < count; t += kTokens) {
@@ -46,15 +47,16 @@ void score_codes(const float* q, const float* base, std::int64_t width, const ch
           for (int i = 0; i < kTokens; ++i) values[i] = converted(widen(key[i] + d + j));
           add(d + j, values);
         } else {
+          const Ints mask = load_as<Ints>(masks + d / 2 + j);
           Ints pairs[kTokens];
           CARAMBA_FAST_UNROLL
           for (int i = 0; i < kTokens; ++i) {
             pairs[i] = widen(key[i] + d / 2 + j);
-            values[i] = converted(pairs[i] & 15);
+            values[i] = converted(pairs[i] & mask);
           }
           add(d + j, values);
           CARAMBA_FAST_UNROLL
-          for (int i = 0; i < kTokens; ++i) values[i] = converted(pairs[i] >> 4);
+          for (int i = 0; i < kTokens; ++i) values[i] = converted(pairs[i] & ~mask);
           add(d + j + kRun, values);
         }
       }
@@ -69,11 +71,12 @@ void score_codes(const float* q, const float* base, std::int64_t width, const ch
 
 // The same for any number of rows.
 template <int BITS>
-void score_code_rows(const float* q, const float* base, std::int64_t width, int rows,
-                     const char* codes, std::int64_t stride, int count, float* scores) {
+void score_code_rows(const float* q, const float* base, const std::int32_t* masks,
+                     std::int64_t width, int rows, const char* codes, std::int64_t stride,
+                     int count, float* scores) {
   int r = 0;
   const auto run = [&](auto score, int step) {
-    score(q + r * width, base + r, width, codes, stride, count, scores + r * kScoreRow);
+    score(q + r * width, base + r, masks, width, codes, stride, count, scores + r * kScoreRow);
     r += step;
   };
   while (r + 4 <= rows) run(score_codes<BITS, 4>, 4);
@@ -82,11 +85,22 @@ void score_code_rows(const float* q, const float* base, std::int64_t width, int 
 }
 
 // The scales of a group go into `rows` queries.
-inline void fold_rows(const float* queries, const std::uint16_t* scales, std::int64_t width,
-                      int rows, float* folded) {
+template <int BITS>
+void fold_rows(const float* queries, const std::uint16_t* scales, std::int64_t width, int rows,
+               float* folded) {
   for (std::int64_t at = 0; at < rows * width; at += width)
-    for (std::int64_t d = 0; d < width; d += kLanes)
-      store_as(load_as<Floats>(queries + at + d) * load_half(scales + d), folded + at + d);
+    for (std::int64_t d = 0; d < width; d += kLanes) {
+      const bool high = BITS == 4 && d % kPacked >= kPacked / 2;
+      const Floats unit = load_scale(scales + d) * (high ? kHighUnit : 1.0f);
+      store_as(load_as<Floats>(queries + at + d) * unit, folded + at + d);
+    }
+}
+
+// The bits of each byte of 4-bit codes that the low channel has.
+inline void find_masks(const std::uint16_t* scales, std::int64_t width, std::int32_t* masks) {
+  for (std::int64_t d = 0; d < width; d += kPacked)
+    for (int j = 0; j < kPacked / 2; j += kLanes)
+      store_as(low_mask(scales + d + j), masks + d / 2 + j);
 }
 
 // base (rows) = q . zero
@@ -109,6 +123,7 @@ void score_group_tokens(const HeadQuery& query, int rows, const char* scales, st
   const auto* scale = reinterpret_cast<const std::uint16_t*>(scales);
   const auto* zero = reinterpret_cast<const std::uint16_t*>(scales + zeros);
   float* base = query.folded + rows * width;
+  std::int32_t* masks = query.masks;
 #if CARAMBA_FAST_TURNS_CODES
   for (std::int64_t i = 0; i < 2 * width; i += kLine) {  // those of the group after the next one
     __builtin_prefetch(scales + 4 * zeros + i, 0, 2);
@@ -124,8 +139,9 @@ void score_group_tokens(const HeadQuery& query, int rows, const char* scales, st
                                 query.allowed_step};
     const auto left = [&](int r) {
       fold_zeros(query.values + r * width, zero, width, 1, base);
-      fold_rows(query.values + r * width, scale, width, 1, query.folded);
-      score_codes<BITS, 1>(query.folded, base, width, tokens.codes, stride, tokens.count,
+      fold_rows<BITS>(query.values + r * width, scale, width, 1, query.folded);
+      if (BITS == 4) find_masks(scale, width, masks);
+      score_codes<BITS, 1>(query.folded, base, masks, width, tokens.codes, stride, tokens.count,
                            scores + r * kScoreRow + t);
     };
     score_group<BITS>(query.values, rows, tokens, *scratch.group, scores + t, left);
@@ -133,8 +149,9 @@ void score_group_tokens(const HeadQuery& query, int rows, const char* scales, st
 #else
   static_cast<void>(scratch);
   fold_zeros(query.values, zero, width, rows, base);
-  fold_rows(query.values, scale, width, rows, query.folded);
-  score_code_rows<BITS>(query.folded, base, width, rows, codes, stride, count, scores);
+  fold_rows<BITS>(query.values, scale, width, rows, query.folded);
+  if (BITS == 4) find_masks(scale, width, masks);
+  score_code_rows<BITS>(query.folded, base, masks, width, rows, codes, stride, count, scores);
 #endif
 }
 

@@ -52,13 +52,15 @@ inline constexpr int kTurned = 32;  // tokens that are turned at a time
 struct GroupScratch {
   // Codes by (16 tokens, four values, token, value).
   std::uint8_t* columns;
-  float* folded;  // (kFoldRows, width)
+  std::uint8_t* masks;  // of each byte of 4-bit codes, see `store_column`
+  float* folded;        // (kFoldRows, width)
   // Integers (kFoldRows, four values, byte of the integer, value): 16 bytes for four values, of
   // which the last four are not used.
   std::int8_t* integers;
 
   GroupScratch(std::int64_t width, Arena& arena)
       : columns(arena.take<std::uint8_t>(kTurned * width)),
+        masks(arena.take<std::uint8_t>(width / 2)),
         folded(arena.take<float>(kFoldRows * width)),
         integers(arena.take<std::int8_t>(kFoldRows * width * 4)) {}
 };
@@ -112,22 +114,34 @@ inline void choose_integers(__m128 base, __m128 largest, float allowed, FoldedRo
   store_as(_mm_maskz_mov_epi32(usable, bytes), rows.bytes);
 }
 
-// ROWS queries times scales, into `folded`, and what makes them integers.
-template <int ROWS>
+// ROWS queries times scales, into `folded`, and what makes them integers. Of 4-bit codes the high
+// one of a byte stays above the low one's bits, where it counts 16 times as much: `score_columns`
+// takes that back.
+template <int BITS, int ROWS>
 void fold_queries(const float* q, const std::uint16_t* scales, const std::uint16_t* zeros,
-                  std::int64_t width, float allowed, float* folded, FoldedRows& rows) {
+                  std::int64_t width, float allowed, const GroupScratch& scratch,
+                  FoldedRows& rows) {
   __m512 sum[kFoldRows], most[kFoldRows];
   CARAMBA_FAST_UNROLL
   for (int r = 0; r < kFoldRows; ++r) sum[r] = most[r] = _mm512_setzero_ps();
-  for (std::int64_t d = 0; d < width; d += 16) {
-    const __m512 scale = load_half(scales + d), zero = load_half(zeros + d);
+  const auto fold = [&](std::int64_t d, __m512 scale) {
+    const __m512 zero = load_half(zeros + d);
     CARAMBA_FAST_UNROLL
     for (int r = 0; r < ROWS; ++r) {
       const __m512 query = _mm512_loadu_ps(q + r * width + d);
       const __m512 product = _mm512_mul_ps(query, scale);
       sum[r] = _mm512_fmadd_ps(query, zero, sum[r]);
       most[r] = _mm512_range_ps(most[r], product, 0x0b);  // the larger magnitude
-      _mm512_storeu_ps(folded + r * width + d, product);
+      _mm512_storeu_ps(scratch.folded + r * width + d, product);
+    }
+  };
+  if constexpr (BITS == 8) {
+    for (std::int64_t d = 0; d < width; d += 16) fold(d, load_half(scales + d));
+  } else {
+    for (std::int64_t d = 0; d < width; d += kPacked) {
+      narrow(low_mask(scales + d), scratch.masks + d / 2);
+      fold(d, load_scale(scales + d));
+      fold(d + kPacked / 2, load_scale(scales + d + kPacked / 2));
     }
   }
   choose_integers(reduced<true>(sum), reduced<false>(most), allowed, rows);
@@ -149,7 +163,7 @@ inline void quantize_folded(const float* folded, std::int64_t width, float inver
 }
 
 // scores += base + step * sum of ROWS rows and TURNS times 16 tokens, of which `there` exist.
-template <int BYTES, int ROWS, int TURNS>
+template <int BITS, int BYTES, int ROWS, int TURNS>
 void score_columns(const std::uint8_t* columns, const std::int8_t* integers, std::int64_t width,
                    const FoldedRows& rows, int first, int there, float* scores) {
   __m512i sums[BYTES][ROWS][TURNS];
@@ -157,7 +171,7 @@ void score_columns(const std::uint8_t* columns, const std::int8_t* integers, std
   for (int b = 0; b < BYTES; ++b) CARAMBA_FAST_UNROLL
   for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
   for (int i = 0; i < TURNS; ++i) sums[b][r][i] = _mm512_setzero_si512();
-  for (std::int64_t d = 0; d < width; d += 4) {
+  const auto add = [&](std::int64_t d) {
     __m512i codes[TURNS];
     CARAMBA_FAST_UNROLL
     for (int i = 0; i < TURNS; ++i) codes[i] = _mm512_load_si512(columns + 16 * (i * width + d));
@@ -171,7 +185,20 @@ void score_columns(const std::uint8_t* columns, const std::int8_t* integers, std
       for (int i = 0; i < TURNS; ++i)
         sums[b][r][i] = sum_of_products(sums[b][r][i], codes[i], query);
     }
+  };
+  if constexpr (BITS == 8) {
+    for (std::int64_t d = 0; d < width; d += 4) add(d);
+  } else {  // low codes, times 16, and high ones
+    for (std::int64_t d = 0; d < width; d += kPacked)
+      for (int j = 0; j < kPacked / 2; j += 4) add(d + j);
+    CARAMBA_FAST_UNROLL
+    for (int b = 0; b < BYTES; ++b) CARAMBA_FAST_UNROLL
+    for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
+    for (int i = 0; i < TURNS; ++i) sums[b][r][i] = _mm512_slli_epi32(sums[b][r][i], 4);
+    for (std::int64_t d = kPacked / 2; d < width; d += kPacked)
+      for (int j = 0; j < kPacked / 2; j += 4) add(d + j);
   }
+  constexpr float kUnit = BITS == 8 ? 1.0f : 1.0f / 16;
   CARAMBA_FAST_UNROLL
   for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
   for (int i = 0; i < TURNS; ++i) {
@@ -180,7 +207,7 @@ void score_columns(const std::uint8_t* columns, const std::int8_t* integers, std
     CARAMBA_FAST_UNROLL
     for (int b = 1; b < BYTES; ++b, unit *= 256)
       sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[b][r][i]), _mm512_set1_ps(unit), sum);
-    sum = _mm512_fmadd_ps(sum, _mm512_set1_ps(rows.step[first + r]),
+    sum = _mm512_fmadd_ps(sum, _mm512_set1_ps(kUnit * rows.step[first + r]),
                           _mm512_set1_ps(rows.base[first + r]));
     float* to = scores + r * kScoreRow + 16 * i;
     const auto mask = static_cast<__mmask16>((1u << std::min(there - 16 * i, 16)) - 1);
@@ -193,20 +220,23 @@ using ScoreColumns = void (*)(const std::uint8_t* columns, const std::int8_t* in
                               float* scores);
 
 // By bytes of an integer, rows and turns, each from one on.
-template <int BYTES, int ROWS>
-inline constexpr ScoreColumns kScoreTurns[2] = {score_columns<BYTES, ROWS, 1>,
-                                                score_columns<BYTES, ROWS, 2>};
-template <int BYTES>
+template <int BITS, int BYTES, int ROWS>
+inline constexpr ScoreColumns kScoreTurns[2] = {score_columns<BITS, BYTES, ROWS, 1>,
+                                                score_columns<BITS, BYTES, ROWS, 2>};
+template <int BITS, int BYTES>
 inline constexpr const ScoreColumns* kScoreRows[kFoldRows] = {
-    kScoreTurns<BYTES, 1>, kScoreTurns<BYTES, 2>, kScoreTurns<BYTES, 3>, kScoreTurns<BYTES, 4>};
-inline constexpr const ScoreColumns* const* kScoreBytes[kMostBytes] = {kScoreRows<1>, kScoreRows<2>,
-                                                                       kScoreRows<3>};
+    kScoreTurns<BITS, BYTES, 1>, kScoreTurns<BITS, BYTES, 2>, kScoreTurns<BITS, BYTES, 3>,
+    kScoreTurns<BITS, BYTES, 4>};
+template <int BITS>
+inline constexpr const ScoreColumns* const* kScoreBytes[kMostBytes] = {
+    kScoreRows<BITS, 1>, kScoreRows<BITS, 2>, kScoreRows<BITS, 3>};
 
 using FoldQueries = void (*)(const float* q, const std::uint16_t* scales,
                              const std::uint16_t* zeros, std::int64_t width, float allowed,
-                             float* folded, FoldedRows& rows);
-inline constexpr FoldQueries kFoldQueries[kFoldRows] = {fold_queries<1>, fold_queries<2>,
-                                                        fold_queries<3>, fold_queries<4>};
+                             const GroupScratch& scratch, FoldedRows& rows);
+template <int BITS>
+inline constexpr FoldQueries kFoldQueries[kFoldRows] = {
+    fold_queries<BITS, 1>, fold_queries<BITS, 2>, fold_queries<BITS, 3>, fold_queries<BITS, 4>};
 
 // Up to kTurned tokens of a group.
 struct GroupTokens {
@@ -218,16 +248,16 @@ struct GroupTokens {
 };
 
 template <int BITS>
-inline void turn_group(const GroupTokens& tokens, std::uint8_t* columns) {
+inline void turn_group(const GroupTokens& tokens, const GroupScratch& scratch) {
   const int bytes = static_cast<int>(tokens.width * BITS / 8);
   for (int t = 0; t < tokens.count; t += 16)
     turn_codes<BITS>(Tokens(tokens.codes + t * tokens.stride, tokens.stride, tokens.count - t),
-                     bytes, columns + t * tokens.width);
+                     bytes, scratch.masks, scratch.columns + t * tokens.width);
 }
 
 // Up to kFoldRows rows that are folded meet codes that are turned; those that integers do not serve
 // are left to left(row).
-template <class Left>
+template <int BITS, class Left>
 inline void score_folded(const GroupTokens& tokens, const FoldedRows& folded, int rows,
                          const GroupScratch& scratch, float* scores, const Left& left) {
   const std::int64_t width = tokens.width;
@@ -238,9 +268,9 @@ inline void score_folded(const GroupTokens& tokens, const FoldedRows& folded, in
     run = 1;
     while (r + run < rows && folded.bytes[r + run] == folded.bytes[r]) ++run;
     if (folded.bytes[r] > 0)
-      kScoreBytes[folded.bytes[r] - 1][run - 1][tokens.count > 16](
-          scratch.columns, scratch.integers + 4 * r * width, width, folded, r, tokens.count,
-          scores + r * kScoreRow);
+      kScoreBytes<BITS>[folded.bytes[r] - 1][run - 1][tokens.count > 16](
+          scratch.columns, scratch.integers + 4 * r* width, width, folded, r, tokens.count,
+          scores + r* kScoreRow);
     else
       for (int i = 0; i < run; ++i) left(r + i);
   }
@@ -258,12 +288,12 @@ void score_group(const float* q, int rows, const GroupTokens& tokens, const Grou
   for (int first = 0; first < rows; first += kFoldRows) {
     const int block = std::min(rows - first, kFoldRows);
     FoldedRows folded;
-    kFoldQueries[block - 1](q + first * tokens.width, tokens.scales, tokens.zeros, tokens.width,
-                            tokens.allowed, scratch.folded, folded);
-    // Between the two, for the integers wait for the largest product.
-    if (first == 0) turn_group<BITS>(tokens, scratch.columns);
-    score_folded(tokens, folded, block, scratch, scores + first * kScoreRow,
-                 [&](int r) { left(first + r); });
+    kFoldQueries<BITS>[block - 1](q + first* tokens.width, tokens.scales, tokens.zeros,
+                                  tokens.width, tokens.allowed, scratch, folded);
+    // Between the two, for the integers wait for the largest product; behind the masks.
+    if (first == 0) turn_group<BITS>(tokens, scratch);
+    score_folded<BITS>(tokens, folded, block, scratch, scores + first * kScoreRow,
+                       [&](int r) { left(first + r); });
   }
 }
 

@@ -41,10 +41,13 @@ def decoded(codes: Tensor, scales: Tensor | None, kind: str) -> Tensor:
         return codes.double()
     if kind in ("q8_channel", "q4_channel"):
         blocks = codes.unflatten(-1, (scales.shape[1] // 64, -1)).long()
+        scale, zero = scales.repeat_interleave(len(codes) // len(scales), 0).chunk(2, 1)
         if kind == "q4_channel":
-            blocks = torch.cat((blocks % 16, blocks // 16), dim=-1)
-        scale, zero = scales.double().repeat_interleave(len(codes) // len(scales), 0).chunk(2, 1)
-        return blocks.flatten(-2) * scale + zero
+            lent = scale.view(torch.int16).long()
+            low, high = torch.where(lent < 0, 1 + lent % 2, 0).unflatten(-1, (-1, 2, 16)).unbind(-2)
+            unit = 2 ** (4 - low + high)
+            blocks = torch.cat((blocks % unit, blocks // unit * unit / 16), dim=-1)
+        return blocks.flatten(-2) * scale.double().abs() + zero.double()
     blocks = codes.unflatten(-1, (scales.shape[-1], -1)).long()
     if kind != "q8_0":
         blocks = torch.cat((blocks % 16, blocks // 16), dim=-1)

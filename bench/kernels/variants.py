@@ -283,19 +283,22 @@ def _quantize_table() -> Iterator[Variant]:
         for dtype, group in (("fp16", 32), ("fp32", 128)):
             yield _quantize_by_channel(kind, dtype, group)
             yield _dequantize_by_channel(kind, dtype, group)
+    for dtype, group in (("fp16", 32), ("fp32", 128)):
+        yield _quantize_by_channel("q4_channel", dtype, group, "mse")
     yield _merge_state("fp16")
     yield _merge_state("fp32")
     yield _apply_rotary_emb("fp16")
     yield _apply_rotary_emb("fp32")
 
 
-def _quantize_by_channel(kind: str, dtype: str, group: int) -> Variant:
+def _quantize_by_channel(kind: str, dtype: str, group: int, fit: str = "amax") -> Variant:
     module = quantize_by_channel
     fixed = module.constants(resolve(kind), HEAD_DIM, group)
     return Variant(
         "quantize", kind, dtype, group, module.quantize_channel_kernel,
         {"x_ptr": POINTERS[dtype], "codes_ptr": "*u8", "scales_ptr": "*fp16", "row_stride": "i32!"},
-        fixed, module.num_warps(fixed), fixed["GROUP"] * fixed["BLOCKS"] * fixed["PACKED"],
+        {**fixed, "FIT": fit}, module.num_warps(fixed), fixed["GROUP"] * fixed["BLOCKS"] * fixed["PACKED"],
+        fit="" if fit == "amax" else fit,
     )  # fmt: skip
 
 

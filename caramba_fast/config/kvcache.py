@@ -62,7 +62,8 @@ class KVCacheTensorConfig(BaseModel):
         rotate: store in the basis of a Walsh-Hadamard transform over head_dim (exact, undone by
             attention); spreads outlier channels.
         fit: how a block's scale is chosen: "amax", GGML's and QLoRA's rule, from its largest
-            value; "mse", the one of least squared error among scales near it. Storage is the same.
+            value; "mse", the one of least squared error among scales near it. Storage is the same. Keys or values in
+            q4_channel divide their bytes with "mse" (docs/formats.md); q8_channel has one way.
         residual_len: keys less than this many tokens behind a query are read in fp16, from a ring
             beside the codes; the same for all tensors of a layer. 0 for none. By channel whole groups are, until
             their last token is so far behind.

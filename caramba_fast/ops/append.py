@@ -113,7 +113,7 @@ class Destination:
         first = 0 if view.sink is None else view.sink.shape[2]
         t = position + (self.t - self.position)[:, :1]
         codes, scales = encode_groups(
-            values, view.kind, (t >= first).unflatten(1, (count, size))[:, None]
+            values, view.kind, (t >= first).unflatten(1, (count, size))[:, None], view.fit
         )
         scatter(view.scales, scales, *self._place(view.scales, group, full))
         whole = full[..., None].expand(-1, -1, size).flatten(1)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from caramba_fast.formats import NF4_LEVELS, PACKED_TOGETHER, Format
 from caramba_fast.ops import checks
+from caramba_fast.ops.quantize import low_masks
 from caramba_fast.ops.registry import register
 
 SCHEMA = "(Tensor codes, Tensor scales, str kind, int head_dim, ScalarType dtype) -> Tensor"
@@ -42,13 +43,18 @@ def reference(
 
 
 def _by_channel(codes: Tensor, scales: Tensor, form: Format) -> Tensor:
-    """zero + scale * code, float32: codes (..., N * G, width) with scales (..., N, 2 * dim)."""
-    if form.bits == 4:
-        codes = unpack_nibbles(codes.unflatten(-1, (-1, PACKED_TOGETHER // 2))).flatten(-2)
+    """zero + |scale| * code, float32: codes (..., N * G, width) with scales (..., N, 2 * dim)."""
     count = scales.shape[-2]
-    groups = codes.to(torch.float32).unflatten(-2, (count, codes.shape[-2] // max(1, count)))
-    scale, zero = scales.to(torch.float32).unsqueeze(-2).chunk(2, dim=-1)
-    return (zero + scale * groups).flatten(-3, -2)
+    groups = codes.unflatten(-2, (count, codes.shape[-2] // max(1, count)))
+    scale, zero = scales.unsqueeze(-2).chunk(2, dim=-1)
+    counted = groups.float()
+    if form.bits == 4:
+        low = groups & low_masks(scale)
+        parts = [
+            x.unflatten(-1, (-1, PACKED_TOGETHER // 2)) for x in (low.float(), (groups ^ low) / 16)
+        ]
+        counted = torch.stack(parts, dim=-2).flatten(-3)
+    return (zero.float() + scale.float().abs() * counted).flatten(-3, -2)
 
 
 def fake(codes: Tensor, scales: Tensor, kind: str, head_dim: int, dtype: torch.dtype) -> Tensor:

@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 
 from .casts import from_float32, to_float32
-from .formats import channel_codes, channel_scales
+from .formats import encode_channel_pairs, encode_channels
 from .new_tokens import blocks, rotated_blocks
 from .places import place, span
 from .streams import Layout
 
-#: Values of a group that a warp encodes: 32 a thread.
+#: Values of a group that a warp encodes: 32 a thread, of 4 bits half as many, for two channels are held at once.
 WARP_VALUES = 1024
 MOST_WARPS = 8
 
@@ -46,24 +46,13 @@ def _held(x, s, L: tl.constexpr, where, b, lane, token, position, column, inside
 
 
 @triton.jit
-def _encoded(x, L: tl.constexpr, at, column, keep, counted):
-    """Stores scales and zeros of columns of a group at ``at`` (1,); returns codes (G, n)."""
-    scale, zero, finite = channel_scales(x, counted, L.BITS)
-    codes = channel_codes(x, scale, zero, finite, L.BITS)
-    target = at[:, None] + column[None, :]
-    scale, zero = tl.where(finite, scale, float("nan")), tl.where(finite, zero, float("nan"))
-    tl.store(target, scale.to(tl.float16)[None, :], mask=keep)
-    tl.store(target + L.BLOCKS * L.BLOCK, zero.to(tl.float16)[None, :], mask=keep)
-    return codes
-
-
-@triton.jit
 def encode_group(s, L: tl.constexpr, where, b, lane, heads, index, tokens):
     """One block of channels of one group, or where the stream is rotated all of them, if the group is full."""
     SIZE: tl.constexpr = (
         L.BLOCK * L.BITS // 8
     )  # bytes of codes of a block, and values of a half if they are of 4 bits
     SHARES: tl.constexpr = 1 if L.ROTATE else L.BLOCKS
+    WIDTH: tl.constexpr = L.BLOCKS * L.BLOCK
     start, first, count = span(where, b, tokens)
     group = start // L.GROUP + index // SHARES
     if group < (start + count) // L.GROUP:
@@ -85,11 +74,13 @@ def encode_group(s, L: tl.constexpr, where, b, lane, heads, index, tokens):
         scales = s.scales + at * s.scales_row + lane.to(tl.int64) * s.scales_lane
         scales += slot // L.GROUP * (2 * L.BLOCKS * L.BLOCK)
         low = _held(low, s, L, where, b, lane, token, position, column, inside)
-        codes = _encoded(low, L, scales, column, keep, counted)
+        at_scales = tl.reshape(scales[:, None] + column[None, :], column.shape)
+        kept = tl.reshape(keep, column.shape)
         if L.BITS == 4:
-            column += SIZE
-            high = _held(high, s, L, where, b, lane, token, position, column, inside)
-            codes |= _encoded(high, L, scales, column, keep, counted) << 4
+            high = _held(high, s, L, where, b, lane, token, position, column + SIZE, inside)
+            codes = encode_channel_pairs(low, high, counted, at_scales, WIDTH, SIZE, L.FIT, kept)
+        else:
+            codes = encode_channels(low, counted, at_scales, WIDTH, kept)
         target = s.codes + at * s.codes_row + lane.to(tl.int64) * s.codes_lane
         target = target + (slot + tl.arange(0, L.GROUP)) * (L.BLOCKS * SIZE)
         target = target[:, None] + (block * SIZE + place_ % SIZE)[None, :]
@@ -108,4 +99,4 @@ def group_warps(layout: Layout) -> int:
     if layout.GROUP == 1:
         return 1
     values = layout.GROUP * layout.BLOCK * (layout.STRIDE if layout.ROTATE else 1)
-    return min(max(values // WARP_VALUES, 1), MOST_WARPS)
+    return min(max(values * (8 // layout.BITS) // WARP_VALUES, 1), MOST_WARPS)

@@ -13,6 +13,7 @@ from torch import Tensor
 from caramba_fast.formats import resolve
 
 from .casts import from_float32
+from .formats import low_masks
 from .launch import EXACT, as_rows, on_device
 from .quantize_by_channel import constants, num_warps, programs
 
@@ -21,11 +22,11 @@ VALUES_PER_PROGRAM, THREAD_VALUES = 4096, 32
 
 
 @triton.jit
-def _restored(codes, scales, column, inside, DIM: tl.constexpr, dtype: tl.constexpr):
-    """codes (G, n) -> zero + scale * code."""
-    scale = tl.load(scales + column, mask=inside, other=0.0).to(tl.float32)
-    zero = tl.load(scales + DIM + column, mask=inside, other=0.0).to(tl.float32)
-    return from_float32(zero[None, :] + scale[None, :] * codes.to(tl.float32), dtype)
+def _restored(codes, scale, zeros, column, inside, dtype: tl.constexpr):
+    """codes (G, n) float32 -> zero + |scale| * code."""
+    step = tl.abs(scale.to(tl.float32))
+    zero = tl.load(zeros + column, mask=inside, other=0.0).to(tl.float32)
+    return from_float32(zero[None, :] + step[None, :] * codes, dtype)
 
 
 @triton.jit
@@ -55,11 +56,20 @@ def dequantize_channel_kernel(
     )
     scales = scales_ptr + group * scales_stride
     target = out_ptr + token[:, None] * DIM + column[None, :]
+    scale = tl.load(scales + column, mask=inside, other=0.0)
+    codes = codes.to(tl.int32)
     if BITS == 4:
-        high = _restored(codes >> 4, scales, column + SIZE, inside, DIM, dtype)
+        other = tl.load(scales + column + SIZE, mask=inside, other=0.0)
+        masks = low_masks(scale, other)[None, :]
+        above = (codes & ~masks).to(tl.float32) * 0.0625
+        high = _restored(above, other, scales + DIM, column + SIZE, inside, dtype)
         tl.store(target + SIZE, high, mask=inside[None, :])
-        codes = codes & 15
-    tl.store(target, _restored(codes, scales, column, inside, DIM, dtype), mask=inside[None, :])
+        codes = codes & masks
+    tl.store(
+        target,
+        _restored(codes.to(tl.float32), scale, scales + DIM, column, inside, dtype),
+        mask=inside[None, :],
+    )
 
 
 def dequantize(

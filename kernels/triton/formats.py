@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from caramba_fast.formats import FORMATS, NF4_LEVELS
+from caramba_fast.ops.quantize import WIDER as WIDER_TIMES
 
 from .casts import from_float32, to_float32
 from .nf4_asm import NF4_LOOKUP
@@ -36,6 +37,8 @@ FITS = ("amax", "mse")
 CANDIDATES = tl.constexpr(
     ((), (), (), (127.0,), (8.0, 7.25, 8.5, 9.0, 9.5), (1.0, 1.0869565, 1.1904762, 1.3157895))
 )
+#: Of `caramba_fast.ops.quantize`: from how many times another channel's weight on one lends bits to it.
+WIDER = tl.constexpr(WIDER_TIMES)
 LARGEST_BLOCK_LOG2 = tl.constexpr(7)
 
 INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -217,33 +220,105 @@ def encode_nibbles(low, high, FORMAT: tl.constexpr, FIT: tl.constexpr = "amax"):
 
 
 @triton.jit
-def channel_scales(x, counted, BITS: tl.constexpr):
-    """Of a group of tokens by channel, x (G, n) float32 and counted (G,): scale, zero and whether all is finite, (n,).
-
-    Scale and zero are float32 numbers that fp16 holds.
-    """
+def channel_range(x, counted, BITS: tl.constexpr):
+    """Of a group of tokens by channel, x (G, n) float32 and counted (G,), as (n,) each: zero, range, range times the
+    largest magnitude, and whether all is finite."""
     bits = tl.max(tl.where(counted[:, None], magnitude(x), 0), axis=0)
     low = tl.min(tl.where(counted[:, None], x, float("inf")), axis=0)
     high = tl.max(tl.where(counted[:, None], x, float("-inf")), axis=0)
     none = low > high
     low, high = tl.where(none, 0.0, low), tl.where(none, 0.0, high)
     zero = to_float32(from_float32(low, tl.float16))
+    extent = high - zero
     most = tl.full(low.shape, (1 << BITS) - 1, tl.float32)
-    scale = to_float32(from_float32(tl.div_rn(high - zero, most), tl.float16))
+    scale = to_float32(from_float32(tl.div_rn(extent, most), tl.float16))
     finite = tl.maximum(bits, tl.maximum(magnitude(zero), magnitude(scale))) < INFINITY_BITS
-    return scale, zero, finite
+    weight = extent * tl.maximum(tl.abs(low), tl.abs(high))
+    return zero, extent, weight, finite
 
 
 @triton.jit
-def channel_codes(x, scale, zero, finite, BITS: tl.constexpr):
-    """x (G, n) float32 -> codes (G, n) int32 by what `channel_scales` found."""
-    usable = scale > 0
-    one = tl.full(scale.shape, 1.0, tl.float32)
-    inverse = tl.where(usable, tl.div_rn(one, tl.where(usable, scale, 1.0)), 0.0)
+def lent_to(mine, other, finite):
+    """Bits that channels of weight ``mine`` leave to those of weight ``other``: int32."""
+    W: tl.constexpr = WIDER
+    lent = (other > W[0] * mine).to(tl.int32) + (other > W[1] * mine).to(tl.int32)
+    return tl.where(finite, lent, 0)
+
+
+@triton.jit
+def low_masks(low, high):
+    """Of stored scales of the low and the high channels of bytes: the bits of the low ones, int32."""
+    low, high = (
+        low.to(tl.int16, bitcast=True).to(tl.int32),
+        high.to(tl.int16, bitcast=True).to(tl.int32),
+    )
+    given = (low >> 15) & (8 | ((low & 1) << 2))
+    taken = (high >> 15) & (16 | ((high & 1) << 5))
+    return 15 ^ given ^ taken
+
+
+@triton.jit
+def channel_codes(x, zero, extent, finite, levels, unit, lent):
+    """x (G, n) float32 -> codes (G, n) int32 of 0 to levels (n,), and fp16 scales that say what is lent.
+
+    A code counts ``unit`` (n,) scales, a power of two."""
+    scale = from_float32(tl.div_rn(extent, levels.to(tl.float32) * unit), tl.float16)
+    bits = scale.to(tl.int16, bitcast=True)
+    bits = tl.where(lent > 0, (bits & ~1) | (lent - 1).to(tl.int16), bits)
+    step = to_float32(bits.to(tl.float16, bitcast=True)) * unit
+    usable = step > 0
+    one = tl.full(step.shape, 1.0, tl.float32)
+    inverse = tl.where(usable, tl.div_rn(one, tl.where(usable, step, 1.0)), 0.0)
     scaled = (x - zero[None, :]) * inverse[None, :]
     scaled = tl.where(scaled > 0, scaled, 0.0)  # NaN becomes 0
-    scaled = tl.minimum(scaled, (1 << BITS) - 1.0)
-    return tl.where(finite[None, :], (scaled + 0.5).to(tl.int32), 0)
+    scaled = tl.minimum(scaled, levels.to(tl.float32)[None, :])
+    bits = tl.where(lent > 0, bits | -0x8000, bits)
+    bits = tl.where(finite, bits, 0x7E00)
+    codes = tl.where(finite[None, :], (scaled + 0.5).to(tl.int32), 0)
+    return codes, bits.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def store_zeros(target, zero, finite, keep):
+    """Stores fp16 zeros, NaN where not all is finite."""
+    tl.store(target, tl.where(finite, zero, float("nan")).to(tl.float16), mask=keep)
+
+
+@triton.jit
+def encode_channels(x, counted, scales, WIDTH: tl.constexpr, keep):
+    """8 bits: x (G, n) -> codes (G, n) int32; stores scales (n,) where ``keep``, and zeros ``WIDTH`` behind."""
+    zero, extent, _, finite = channel_range(x, counted, 8)
+    lent, one = tl.zeros_like(finite.to(tl.int32)), tl.full(zero.shape, 1.0, tl.float32)
+    codes, stored = channel_codes(x, zero, extent, finite, lent + 255, one, lent)
+    tl.store(scales, stored, mask=keep)
+    store_zeros(scales + WIDTH, zero, finite, keep)
+    return codes
+
+
+@triton.jit
+def encode_channel_pairs(
+    low, high, counted, scales, WIDTH: tl.constexpr, SIZE: tl.constexpr, FIT: tl.constexpr, keep
+):
+    """4 bits: low, high (G, n) -> bytes (G, n) int32, divided with FIT "mse"; the high channels lie ``SIZE`` behind."""
+    zero, extent, weight, finite = channel_range(low, counted, 4)
+    other_zero, other_extent, other_weight, other_finite = channel_range(high, counted, 4)
+    if FIT == "mse":
+        both = finite & other_finite
+        lent, taken = lent_to(weight, other_weight, both), lent_to(other_weight, weight, both)
+    else:
+        lent = tl.zeros_like(finite.to(tl.int32))
+        taken = lent
+    share = 4 - lent + taken
+    size = 1 << share
+    one = tl.full(zero.shape, 1.0, tl.float32)
+    codes, stored = channel_codes(low, zero, extent, finite, size - 1, one, lent)
+    tl.store(scales, stored, mask=keep)
+    store_zeros(scales + WIDTH, zero, finite, keep)
+    most, unit = (256 >> share) - 1, size.to(tl.float32) * 0.0625
+    above, stored = channel_codes(high, other_zero, other_extent, other_finite, most, unit, taken)
+    tl.store(scales + SIZE, stored, mask=keep)
+    store_zeros(scales + (WIDTH + SIZE), other_zero, other_finite, keep)
+    return codes | (above << share[None, :])
 
 
 @triton.jit

@@ -13,23 +13,11 @@ from torch import Tensor
 from caramba_fast.formats import PACKED_TOGETHER, SCALE_DTYPE, Format, resolve
 
 from .casts import to_float32
-from .formats import channel_codes, channel_scales
+from .formats import encode_channel_pairs, encode_channels
 from .launch import EXACT, as_rows, on_device
 
-#: Values of one program, or 32 channels of a group that is larger: 16 a thread, all in registers.
+#: Values of one program, or 32 channels of a group that is larger: 16 a thread, of 4 bits half as many, in registers.
 VALUES_PER_PROGRAM, THREAD_VALUES = 2048, 16
-
-
-@triton.jit
-def _encoded(x, scales, column, counted, DIM: tl.constexpr, BITS: tl.constexpr):
-    """Stores scales and zeros of columns of a group; returns codes (G, n)."""
-    scale, zero, finite = channel_scales(x, counted, BITS)
-    codes = channel_codes(x, scale, zero, finite, BITS)
-    scale, zero = tl.where(finite, scale, float("nan")), tl.where(finite, zero, float("nan"))
-    inside = column < DIM
-    tl.store(scales + column, scale.to(tl.float16), mask=inside)
-    tl.store(scales + DIM + column, zero.to(tl.float16), mask=inside)
-    return codes
 
 
 @triton.jit
@@ -43,6 +31,7 @@ def quantize_channel_kernel(
     BLOCKS: tl.constexpr,
     PACKED: tl.constexpr,
     BITS: tl.constexpr,
+    FIT: tl.constexpr = "amax",
 ):
     """x (rows, DIM) with ``row_stride`` -> contiguous codes and scales; BLOCKS times PACKED channels a program."""
     SIZE: tl.constexpr = PACKED * BITS // 8  # bytes that hold PACKED channels of a token
@@ -56,10 +45,12 @@ def quantize_channel_kernel(
     source = x_ptr + token[:, None] * row_stride + column[None, :]
     scales = scales_ptr + group * (2 * DIM)
     low = to_float32(tl.load(source, mask=inside, other=0.0))
-    codes = _encoded(low, scales, column, counted, DIM, BITS)
+    at = scales + column
     if BITS == 4:
         high = to_float32(tl.load(source + SIZE, mask=inside, other=0.0))
-        codes |= _encoded(high, scales, column + SIZE, counted, DIM, BITS) << 4
+        codes = encode_channel_pairs(low, high, counted, at, DIM, SIZE, FIT, column < DIM)
+    else:
+        codes = encode_channels(low, counted, at, DIM, column < DIM)
     target = codes_ptr + token[:, None] * (DIM // PACKED * SIZE) + byte[None, :]
     tl.store(target, codes.to(codes_ptr.dtype.element_ty), mask=inside)
 
@@ -79,8 +70,9 @@ def constants(
     }
 
 
-def num_warps(fixed: dict[str, int], thread_values: int = THREAD_VALUES) -> int:
-    """Warps of a program."""
+def num_warps(fixed: dict[str, int], thread_values: int | None = None) -> int:
+    """Warps of a program; without ``thread_values`` of one that quantizes."""
+    thread_values = thread_values or THREAD_VALUES * fixed["BITS"] // 8
     return fixed["GROUP"] * fixed["BLOCKS"] * fixed["PACKED"] // (32 * thread_values) or 1
 
 
@@ -89,7 +81,7 @@ def programs(fixed: dict[str, int], groups: int) -> int:
     return groups * -(-fixed["DIM"] // (fixed["BLOCKS"] * fixed["PACKED"]))
 
 
-def quantize(x: Tensor, kind: str, block: int, fit: str = "amax") -> tuple[Tensor, Tensor]:  # noqa: ARG001
+def quantize(x: Tensor, kind: str, block: int, fit: str = "amax") -> tuple[Tensor, Tensor]:
     """x (..., tokens, dim) -> codes (..., tokens, code width) and scales (..., tokens / block, 2 dim)."""
     form = resolve(kind)
     *lead, tokens, dim = x.shape
@@ -101,6 +93,13 @@ def quantize(x: Tensor, kind: str, block: int, fit: str = "amax") -> tuple[Tenso
     fixed = constants(form, dim, block)
     with on_device(x):
         quantize_channel_kernel[(programs(fixed, rows.shape[0] // block),)](
-            rows, codes, scales, rows.stride(0), **fixed, num_warps=num_warps(fixed), **EXACT
+            rows,
+            codes,
+            scales,
+            rows.stride(0),
+            **fixed,
+            FIT=fit,
+            num_warps=num_warps(fixed),
+            **EXACT,
         )
     return codes, scales

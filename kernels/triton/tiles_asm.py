@@ -39,15 +39,32 @@ prmt.b32 $0, $2, 0, 0x4140;
 prmt.b32 $1, $2, 0, 0x4342;
 }"""
 
-#: $4: four bytes of two codes -> $0, $1: 2^-24 times the low codes, $2, $3: 2^-20 times the high ones.
+#: $1, $2: four stored scales of low channels, $3, $4: of high ones -> $0: the bits of bytes that are the low ones'
+#: (`formats.low_masks`).
+MASKS_WORD = """{
+.reg .b32 a, b, c, d;
+prmt.b32 a, $1, $2, 0x6420;
+prmt.b32 b, $1, $2, 0xFDB9;
+prmt.b32 c, $3, $4, 0x6420;
+prmt.b32 d, $3, $4, 0xFDB9;
+shl.b32 a, a, 2;
+shl.b32 c, c, 5;
+lop3.b32 a, a, 0x04040404, 0x08080808, 0xEA;
+lop3.b32 c, c, 0x20202020, 0x10101010, 0xEA;
+lop3.b32 a, a, b, 0x0F0F0F0F, 0x6A;
+lop3.b32 $0, c, d, a, 0x6A;
+}"""
+
+#: $4: four bytes of two codes, $5: masks of the low ones -> $0, $1: 2^-24 times the low codes, $2, $3: 2^-24 times the
+#: high ones, which stay above the low ones.
 CODES_4_WORD = """{
 .reg .b32 t, u;
-prmt.b32 t, $4, 0, 0x4140;
-prmt.b32 u, $4, 0, 0x4342;
-and.b32 $0, t, 0x000F000F;
-and.b32 $1, u, 0x000F000F;
-and.b32 $2, t, 0x00F000F0;
-and.b32 $3, u, 0x00F000F0;
+and.b32 t, $4, $5;
+xor.b32 u, $4, t;
+prmt.b32 $0, t, 0, 0x4140;
+prmt.b32 $1, t, 0, 0x4342;
+prmt.b32 $2, u, 0, 0x4140;
+prmt.b32 $3, u, 0, 0x4342;
 }"""
 
 

@@ -8,8 +8,9 @@ folded for its own group: Triton gives every warp one of them (a batched ``tl.do
 which they enter it.
 
 Operands are fp16 (a float32 query takes keys that are dequantized, `channel_values`). Queries come divided by a power
-of two (`tiles_query`), so that times a scale they stay finite for every scale that fp16 keys can lead to (131,008 / 15
-or / 255). They lose bits only where scales are near the subnormal ones: channels that vary by less than 5e-4.
+of two (`tiles_query`), so that times a scale they stay finite for every scale that fp16 keys can lead to (13,319 in 4
+bits: a channel of 2 bits beside one of 6; 131,008 / 255 in 8). They lose bits only where scales are near the subnormal
+ones: channels that vary by less than 5e-4.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ import triton
 import triton.language as tl
 
 from .casts import from_float32
+from .formats import low_masks
 from .tiles import codes_of, halves, loaded, part_columns, parts_of
-from .tiles_asm import CODES_4_WORD, CODES_8_WORD
+from .tiles_asm import CODES_4_WORD, CODES_8_WORD, MASKS_WORD
 
 #: Rows of the product of queries and zeros, the fewest that ``tl.dot`` takes: more than a tile has groups.
 ZERO_ROWS = tl.constexpr(16)
 FOUR_8, FOUR_4 = tl.constexpr(CODES_8_WORD), tl.constexpr(CODES_4_WORD)
+MASKS = tl.constexpr(MASKS_WORD)
 
 
 @triton.constexpr_function
 def unit(stream, ptx):
-    """What a code of 1 is as an operand: the least fp16 number where PTX makes it, high nibbles 16 times that."""
+    """What a code of 1 is as an operand: the least fp16 number where PTX makes it; above another in a byte 16 times."""
     return 2.0**-24 if ptx and stream.dot == tl.float16 and stream.group > 1 else 1.0
 
 
@@ -59,28 +62,60 @@ def _repeated(x, tokens: tl.constexpr):
 
 
 @triton.jit
-def _from_four(x, S: tl.constexpr):
+def _low_masks(low, high, C: tl.constexpr):
+    """`formats.low_masks` as bytes."""
+    if C.ptx:
+        return tl.inline_asm_elementwise(MASKS, "=r,r,r,r,r", [low, high], tl.uint8, True, 4)
+    return low_masks(low, high).to(tl.uint8)
+
+
+@triton.jit
+def _from_four(x, masks, S: tl.constexpr):
     """Codes (N, w), four at a time, as the fp16 numbers of `unit`: a tuple of parts."""
     if halves(S.form) == 1:
         parts = (tl.inline_asm_elementwise(FOUR_8, "=&r,=&r,r", [x], tl.float16, True, 4),)
     else:
         low, high = tl.inline_asm_elementwise(
-            FOUR_4, "=&r,=&r,=&r,=&r,r", [x], (tl.float16, tl.float16), True, 4
+            FOUR_4, "=&r,=&r,=&r,=&r,r,r", [x, masks], (tl.float16, tl.float16), True, 4
         )
         parts = (low, high)
     return parts
 
 
 @triton.jit
-def _numbers(x, S: tl.constexpr, HALF: tl.constexpr):
+def _codes(x, masks, S: tl.constexpr):
+    """Codes (N, w) in scales, float32: a tuple of parts; of two codes a byte the low one has the bits of ``masks``."""
+    if halves(S.form) == 1:
+        parts = (x.to(tl.float32),)
+    else:
+        low = x & masks
+        parts = (low.to(tl.float32), (x ^ low).to(tl.float32) * 0.0625)
+    return parts
+
+
+@triton.jit
+def _numbers(x, masks, S: tl.constexpr, HALF: tl.constexpr):
     """Codes (N, w) as operands: a tuple of parts."""
     if HALF:
-        parts = _from_four(x, S)
-    elif halves(S.form) == 1:
-        parts = (x.to(tl.float32).to(S.dot),)
+        parts = _from_four(x, masks, S)
     else:
-        parts = ((x & 0xF).to(tl.float32).to(S.dot), (x >> 4).to(tl.float32).to(S.dot))
+        parts = ()
+        found = _codes(x, masks, S)
+        for i in tl.static_range(len(found)):
+            parts += (found[i].to(S.dot),)
     return parts
+
+
+@triton.jit
+def _of_pairs(scales, origin, slots, COUNT, S: tl.constexpr, MASKED: tl.constexpr, C):
+    """Of 4-bit codes what a code of each part counts, (COUNT, w), and the masks (N, w) of each segment."""
+    steps, masks = (), ()
+    for i in tl.static_range(len(S.segments)):
+        low = _of_groups(scales, origin, slots, part_columns(2 * i, S), COUNT, S, MASKED, C)
+        high = _of_groups(scales, origin, slots, part_columns(2 * i + 1, S), COUNT, S, MASKED, C)
+        steps += (low, high)
+        masks += (_repeated(_low_masks(low, high, C), C.tile),)
+    return steps, masks
 
 
 @triton.jit
@@ -113,14 +148,22 @@ def channel_scores(
     HALF: tl.constexpr = C.ptx and S.dot == tl.float16
     COUNT: tl.constexpr = products_of(S, C)
     EACH: tl.constexpr = halves(S.form)
+    found = ()
+    for i in tl.static_range(len(S.segments)):
+        found += (codes_of(codes, slot, inside, S, S.segments[i][0], S.segments[i][1], 1, MASKED),)
+    steps, masks = (), ()
+    if EACH == 2:
+        steps, masks = _of_pairs(scales, origin, slots, COUNT, S, MASKED, C)
     k = ()
     for i in tl.static_range(len(S.segments)):
-        x = codes_of(codes, slot, inside, S, S.segments[i][0], S.segments[i][1], 1, MASKED)
-        k += _numbers(x, S, HALF)
+        k += _numbers(found[i], masks[i] if EACH == 2 else None, S, HALF)
     total, high, base = None, None, None
     for part in tl.static_range(parts_of(S)):
         column = part_columns(part, S)
-        scale = _of_groups(scales, origin, slots, column, COUNT, S, MASKED, C).to(S.dot)
+        if EACH == 2:
+            scale = tl.abs(steps[part]).to(S.dot)
+        else:
+            scale = _of_groups(scales, origin, slots, column, COUNT, S, MASKED, C).to(S.dot)
         if EACH == 2 and HALF and part % 2 == 1:
             high = _product(q[part], k[part], scale, high, C)
         else:
@@ -139,19 +182,23 @@ def channel_values(
 ):  # fmt: skip
     """The parts of a tile of values, zero + scale * code, as `load_tile` has them; 0 where no query may look."""
     COUNT: tl.constexpr = 1 if S.group >= C.tile else C.tile // S.group
-    codes_parts = ()
+    EACH: tl.constexpr = halves(S.form)
+    steps, masks = (), ()
+    if EACH == 2:
+        steps, masks = _of_pairs(scales, origin, slots, COUNT, S, MASKED, C)
+    numbers = ()
     for i in tl.static_range(len(S.segments)):
         x = codes_of(codes, slot, inside, S, S.segments[i][0], S.segments[i][1], 1, MASKED)
-        if halves(S.form) == 1:
-            codes_parts += (x.to(tl.float32),)
-        else:
-            codes_parts += ((x & 0xF).to(tl.float32), (x >> 4).to(tl.float32))
+        numbers += _codes(x, masks[i] if EACH == 2 else None, S)
     parts = ()
     for part in tl.static_range(parts_of(S)):
         column = part_columns(part, S)
-        scale = _of_groups(scales, origin, slots, column, COUNT, S, MASKED, C).to(tl.float32)
+        if EACH == 2:
+            scale = tl.abs(steps[part]).to(tl.float32)
+        else:
+            scale = _of_groups(scales, origin, slots, column, COUNT, S, MASKED, C).to(tl.float32)
         zero = _of_groups(scales, origin, slots, S.width + column, COUNT, S, MASKED, C)
         zero = _repeated(zero.to(tl.float32), C.tile)
-        value = codes_parts[part] * _repeated(scale, C.tile) + zero
+        value = numbers[part] * _repeated(scale, C.tile) + zero
         parts += (from_float32(tl.where(used[:, None], value, 0.0), S.dot),)
     return parts

@@ -25,6 +25,7 @@ from caramba_fast.ops import (
     append_,
     use_backend,
 )
+from caramba_fast.ops.quantize import low_masks
 
 tl = pytest.importorskip("triton.language")
 pytestmark = [
@@ -263,8 +264,8 @@ def test_opcheck_and_row_integers(kinds):
 # -- inline assembly ----------------------------------------------------------------------------
 
 
-def emulated(program: str, word: np.ndarray, inputs: int, outputs: int) -> np.ndarray:
-    """Runs straight-line PTX on one input register; two fp16 for each output, (outputs, 2, n)."""
+def emulated(program: str, words: list[np.ndarray], outputs: int) -> np.ndarray:
+    """Runs straight-line PTX on input registers; two fp16 for each output, (outputs, 2, n)."""
 
     def halves(x: np.ndarray) -> np.ndarray:
         return np.asarray(x).astype(np.uint32).view(np.float16).reshape(-1, 2).T
@@ -274,15 +275,16 @@ def emulated(program: str, word: np.ndarray, inputs: int, outputs: int) -> np.nd
 
     run = {
         "mov": lambda a: a, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-        "shr": np.right_shift, "prmt": prmt, "lop3": lop3,
+        "shr": np.right_shift, "shl": np.left_shift, "prmt": prmt, "lop3": lop3,
         "add": lambda a, b: joined(halves(a) + halves(b)),
         "fma": lambda a, b, c: joined(halves(a).astype(np.float64) * halves(b) + halves(c)),
     }  # fmt: skip
-    registers = {f"${inputs}": word.astype(np.int64), "%lanemask_lt": 7, "%lanemask_eq": 8}
+    registers = {"%lanemask_lt": 7, "%lanemask_eq": 8}
+    registers |= {f"${outputs + i}": word.astype(np.int64) for i, word in enumerate(words)}
     for name, operands in re.findall(r"^(\w+)\.(?!reg)\S+ (.+);$", program, re.MULTILINE):
         target, *sources = operands.split(", ")
         values = [registers[s] if s in registers else int(s, 0) for s in sources]
-        values = [np.broadcast_to(np.int64(v), word.shape) for v in values]
+        values = [np.broadcast_to(np.int64(v), words[0].shape) for v in values]
         registers[target] = np.asarray(run[name](*values)).astype(np.int64) & 0xFFFFFFFF
     return np.stack([halves(registers[f"${i}"]) for i in range(outputs)])
 
@@ -301,22 +303,40 @@ def test_unpacking_in_ptx(kind, words):
     program = getattr(tiles_asm, name)
     packed = np.stack([np.roll(np.arange(256), shift) for shift in (0, 1, 77, 130)])
     outputs = (1 if kind.startswith("q8") else 2) * (2 if words else 1)
-    word = sum(packed[lane] << 8 * lane for lane in range(4))
-    found = emulated(program, word, outputs, outputs)
+    masks = np.array([15, 63, 3, 7])[:, None] if kind == "q4_channel" else np.zeros((4, 1), int)
+    given = [sum(lane << 8 * i for i, lane in enumerate(x)) for x in (packed, masks + 0 * packed)]
+    found = emulated(program, given[: 1 + (kind == "q4_channel")], outputs)
     halves = np.array(tiles_asm.nf4_halves(), dtype=np.uint16).view(np.float16)
     meaning = {
         "q8_0": lambda x: (x.astype(np.int8),),
         "q4_0": lambda x: (x % 16 - 8, x // 16 - 8),
         "nf4": lambda x: (halves[x % 16] - words, halves[x // 16] - words),
         "q8_channel": lambda x: (x * 2.0**-24,),
-        "q4_channel": lambda x: (x % 16 * 2.0**-24, x // 16 * 2.0**-20),
+        "q4_channel": lambda x, mask: ((x & mask) * 2.0**-24, (x & ~mask) * 2.0**-24),
     }[kind]
-    wanted = [
-        np.stack(part)
-        for part in zip(*(meaning(packed[i]) for i in range(4 if words else 2)), strict=True)
-    ]
+    lanes = [(packed[i], *masks[i][: kind == "q4_channel"]) for i in range(4 if words else 2)]
+    wanted = [np.stack(part) for part in zip(*(meaning(*lane) for lane in lanes), strict=True)]
     wanted = np.concatenate(wanted).reshape(found.shape)
     np.testing.assert_array_equal(found, wanted.astype(np.float16))
+
+
+def test_masks_of_low_channels_in_ptx():
+    """Every low scale there is beside some high one, four at a time."""
+    from caramba_fast.kernels import tiles_asm
+
+    low = np.arange(2**16, dtype=np.int64)
+    high = np.random.default_rng(0).permutation(low)
+    words = [
+        (x.reshape(-1, 4)[:, i] | x.reshape(-1, 4)[:, i + 1] << 16)
+        for x in (low, high)
+        for i in (0, 2)
+    ]
+    found = emulated(tiles_asm.MASKS_WORD, words, 1)[0].T.copy().view(np.uint8).reshape(-1)
+    stored = torch.from_numpy(np.stack((low, high)).astype(np.uint16).view(np.int16)).view(
+        torch.float16
+    )
+    wanted = low_masks(stored.reshape(2, -1, 16).transpose(0, 1).reshape(-1, 32))
+    np.testing.assert_array_equal(found, wanted.reshape(-1).numpy())
 
 
 def test_the_table_of_nf4_halves_is_the_levels():
@@ -335,13 +355,17 @@ def test_codes_as_ptx_leaves_them_give_the_same_scores(kind, group, monkeypatch)
     """What the assembly makes of codes, in plain Triton: the powers of two it leaves are divided out."""
     from caramba_fast.kernels import splits_launch, tiles_channel
 
-    def unpacked(x, _):
+    def unpacked(x, masks, _):
         if kind == "q8_channel":
             return ((x.to(tl.float32) * 2.0**-24).to(tl.float16),)
-        low, high = (x & 0xF).to(tl.float32) * 2.0**-24, (x >> 4).to(tl.float32) * 2.0**-20
-        return low.to(tl.float16), high.to(tl.float16)
+        low = x & masks
+        return tuple((part.to(tl.float32) * 2.0**-24).to(tl.float16) for part in (low, x ^ low))
 
     monkeypatch.setattr(tiles_channel, "_from_four", unpacked)
+    plain = tiles_channel.low_masks
+    monkeypatch.setattr(
+        tiles_channel, "_low_masks", lambda low, high, _: plain(low, high).to(tl.uint8)
+    )
     monkeypatch.setattr(splits_launch, "has_ptx", lambda: True)
     case = build(kinds=(kind, "fp16"), block=group, lengths=(271,), slots=384, heads=2)
     case.queries["k"] = case.queries["k"].half()
@@ -372,7 +396,7 @@ def test_outputs_of_assembly_do_not_share_a_register_with_inputs_still_to_be_rea
     programs = inline_assembly()
     kernels = Path(__file__).resolve().parents[2] / "kernels"
     text = "".join(path.read_text() for path in kernels.rglob("*.py"))
-    assert text.count("inline_asm_elementwise(") == 7 and len(programs) == 9
+    assert text.count("inline_asm_elementwise(") == 8 and len(programs) == 10
     for where, program, constraints in programs:
         outputs = {f"${i}" for i, c in enumerate(constraints) if c.startswith("=")}
         inputs = {f"${i}" for i in range(len(outputs), len(constraints))}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from support import cases
+from support import cases, stored
 from support.blocks import same_bits
 from torch import Tensor
 
@@ -100,7 +100,7 @@ def layer(
             for n in (ring, sink)
         ]
         views[name] = KVView(codes, scales, kind, *side, rotate=name[0] in rotate, fit=fit)
-        new[name] = torch.randn(batch, heads, tokens, dim).to(dtype)
+        new[name] = stored.spread(torch.randn(batch, heads, tokens, dim), kind).to(dtype)
     given = {n: cases.rows(*values) for n, values in place.items()}
     if pages is not None:
         given["block_table"] = torch.tensor(pages, dtype=torch.int32)

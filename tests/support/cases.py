@@ -204,8 +204,11 @@ def build(
             if n
         }
         rotate = f"rotate_{'v' if name == 'v' else 'k'}" in options
-        view = KVView(plain.codes, plain.scales, kind, **side, rotate=rotate)
-        streams[name] = Stream(name, view, torch.randn(batch, kv_heads, max(lengths), dim))
+        view = KVView(
+            plain.codes, plain.scales, kind, **side, rotate=rotate, fit=stored.fit_of(kind)
+        )
+        given = stored.spread(torch.randn(batch, kv_heads, max(lengths), dim), kind)
+        streams[name] = Stream(name, view, given)
     queries = {n: torch.randn(batch, heads, tokens, d) for n, d in dims.items() if n != "v"}
     null = {n: torch.randn(kv_heads, d) for n, d in dims.items()} if "null" in options else {}
     return Case(

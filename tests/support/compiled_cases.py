@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from support import cases, ptx_driver, triton_cases
+from support import cases, ptx_driver, stored, triton_cases
 from support.blocks import same_bits
 from support.tolerances import RELATIVE_L2, relative_l2
 from torch import Tensor
@@ -51,12 +51,15 @@ def _tuple(x: Any) -> tuple[Tensor, ...]:
 
 
 def quantized(kind: str, dtype: torch.dtype, fit: str = "amax", *, change: Change) -> None:
-    both(quantize, torch.randn(5, 32, 64).to(dtype), kind, fit=fit, change=change)
+    x = stored.spread(torch.randn(5, 32, 64), kind)
+    both(quantize, x.to(dtype), kind, fit=fit, change=change)
 
 
 def restored(kind: str, *, change: Change) -> None:
     with use_backend("reference"):
-        codes, scales = quantize(torch.randn(1, 1, 64, 64), kind)
+        codes, scales = quantize(
+            stored.spread(torch.randn(1, 1, 64, 64), kind), kind, fit=stored.fit_of(kind)
+        )
     both(dequantize, codes, scales, kind, 64, change=change)
 
 
@@ -164,6 +167,7 @@ CASES: dict[str, Callable[..., None]] = {
         for kind in QUANTIZED_KINDS for name, dtype in (("fp16", HALF), ("fp32", FULL))
     },
     "quantize q4_0 mse": partial(quantized, "q4_0", HALF, "mse"),
+    "quantize q4_channel mse": partial(quantized, "q4_channel", HALF, "mse"),
     **{
         f"{name} {kind}": run for kind in CHANNEL_KINDS
         for name, run in (("quantize", partial(quantized, kind, HALF)), ("dequantize", partial(restored, kind)))

@@ -135,12 +135,33 @@ def decoded(codes: Tensor, scales: Tensor | None, kind: str) -> Tensor:
 
 def _decoded_by_channel(codes: Tensor, scales: Tensor, kind: str) -> Tensor:
     """Codes (…, S, width) and a row of scales and zeros for each group of tokens -> (…, S, lane_dim) in float64."""
-    if kind == "q4_channel":
-        parts = codes.long().split(16, dim=-1)  # 32 values each: low nibbles, then high ones
-        codes = torch.cat([half for x in parts for half in (x % 16, x // 16)], dim=-1)
-    size, width = codes.shape[-2] // scales.shape[-2], codes.shape[-1]
+    size, width = codes.shape[-2] // scales.shape[-2], scales.shape[-1] // 2
     rows = scales.double().repeat_interleave(size, dim=-2)
-    return rows[..., width:] + rows[..., :width] * codes.double()
+    if kind == "q4_channel":
+        stored = scales[..., :width].repeat_interleave(size, dim=-2)
+        codes = torch.cat(
+            [
+                half
+                for bytes_, marks in zip(
+                    codes.long().split(16, dim=-1), stored.split(32, dim=-1), strict=True
+                )
+                for half in _divided(bytes_, *marks.split(16, dim=-1))
+            ],
+            dim=-1,
+        )
+    return rows[..., width:] + rows[..., :width].abs() * codes.double()
+
+
+def _divided(bytes_: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """What two channels have of their bytes, in scales, by what those say that either lends."""
+    unit = 2 ** (4 - _lent(low) + _lent(high))
+    return bytes_ % unit, bytes_ // unit * unit / 16
+
+
+def _lent(scale: Tensor) -> Tensor:
+    """One bit for a negative scale, two if its last bit is set."""
+    odd = scale.view(torch.int16).long() % 2
+    return torch.where(torch.signbit(scale), 1 + odd, 0)
 
 
 def by_head(lanes: Tensor, heads: int, dim: int) -> Tensor:

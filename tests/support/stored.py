@@ -24,12 +24,24 @@ def poisoned(batch: int, slots: int, lanes: Lanes, dim: int, kind: str, block: i
     return KVView(codes, torch.full((*lead, scales), torch.nan, dtype=SCALE_DTYPE), kind)
 
 
+def fit_of(kind: str) -> str:
+    """The fit that has more to it: bytes by channel are divided."""
+    return "mse" if FORMATS[kind].by_channel else "amax"
+
+
+def spread(x: Tensor, kind: str) -> Tensor:
+    """x (..., D) as it is, or for a kind by channel so that bytes divide their bits in every way."""
+    if not FORMATS[kind].by_channel:
+        return x
+    return x * 2.0 ** -torch.randint(0, 5, (x.shape[-1],)).to(x.dtype)
+
+
 def write(k: KVView, v: KVView, k_new: Tensor, v_new: Tensor, lengths: list[int]) -> None:
     """Row b gets its first ``lengths[b]`` tokens; all others stay poisoned."""
     for b, length in enumerate(lengths):
         row = slice(b, b + 1)
         pick = [
-            KVView(x.codes[row], None if x.scales is None else x.scales[row], x.kind)
+            KVView(x.codes[row], None if x.scales is None else x.scales[row], x.kind, fit=x.fit)
             for x in (k, v)
         ]
         if length:
