@@ -65,15 +65,22 @@ struct GroupScratch {
         integers(arena.take<std::int8_t>(kFoldRows * width * 4)) {}
 };
 
-inline bool all_finite(const std::uint16_t* halves, std::int64_t count) {
-  const __m512i exponent = _mm512_set1_epi16(0x7c00);
-  __mmask32 found = 0;
-  for (std::int64_t d = 0; d < count; d += 32) {
-    const __m512i bits = _mm512_and_si512(_mm512_loadu_si512(halves + d), exponent);
-    found |= _mm512_cmpeq_epi16_mask(bits, exponent);
+// Whether all scales of a group are finite, and whether one is negative, so that bytes are divided.
+struct ScaleSigns {
+  bool finite, negative;
+
+  ScaleSigns(const std::uint16_t* halves, std::int64_t count) {
+    const __m512i exponent = _mm512_set1_epi16(0x7c00);
+    __mmask32 endless = 0, below = 0;
+    for (std::int64_t d = 0; d < count; d += 32) {
+      const __m512i bits = _mm512_loadu_si512(halves + d);
+      endless |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(bits, exponent), exponent);
+      below |= _mm512_movepi16_mask(bits);
+    }
+    finite = endless == 0;
+    negative = below != 0;
   }
-  return found == 0;
-}
+};
 
 template <bool SUM>
 inline __m512 pair(__m512 a, __m512 b) {
@@ -114,10 +121,10 @@ inline void choose_integers(__m128 base, __m128 largest, float allowed, FoldedRo
   store_as(_mm_maskz_mov_epi32(usable, bytes), rows.bytes);
 }
 
-// ROWS queries times scales, into `folded`, and what makes them integers. Of 4-bit codes the high
-// one of a byte stays above the low one's bits, where it counts 16 times as much: `score_columns`
-// takes that back.
-template <int BITS, int ROWS>
+// ROWS queries times scales, into `folded`, and what makes them integers. In a divided byte the
+// high code stays above the low one's bits, where it counts 16 times as much: `score_columns` takes
+// that back.
+template <Packing P, int ROWS>
 void fold_queries(const float* q, const std::uint16_t* scales, const std::uint16_t* zeros,
                   std::int64_t width, float allowed, const GroupScratch& scratch,
                   FoldedRows& rows) {
@@ -135,7 +142,7 @@ void fold_queries(const float* q, const std::uint16_t* scales, const std::uint16
       _mm512_storeu_ps(scratch.folded + r * width + d, product);
     }
   };
-  if constexpr (BITS == 8) {
+  if constexpr (P != Packing::kDivided) {
     for (std::int64_t d = 0; d < width; d += 16) fold(d, load_half(scales + d));
   } else {
     for (std::int64_t d = 0; d < width; d += kPacked) {
@@ -163,7 +170,7 @@ inline void quantize_folded(const float* folded, std::int64_t width, float inver
 }
 
 // scores += base + step * sum of ROWS rows and TURNS times 16 tokens, of which `there` exist.
-template <int BITS, int BYTES, int ROWS, int TURNS>
+template <bool DIVIDED, int BYTES, int ROWS, int TURNS>
 void score_columns(const std::uint8_t* columns, const std::int8_t* integers, std::int64_t width,
                    const FoldedRows& rows, int first, int there, float* scores) {
   __m512i sums[BYTES][ROWS][TURNS];
@@ -186,7 +193,7 @@ void score_columns(const std::uint8_t* columns, const std::int8_t* integers, std
         sums[b][r][i] = sum_of_products(sums[b][r][i], codes[i], query);
     }
   };
-  if constexpr (BITS == 8) {
+  if constexpr (!DIVIDED) {
     for (std::int64_t d = 0; d < width; d += 4) add(d);
   } else {  // low codes, times 16, and high ones
     for (std::int64_t d = 0; d < width; d += kPacked)
@@ -198,7 +205,7 @@ void score_columns(const std::uint8_t* columns, const std::int8_t* integers, std
     for (std::int64_t d = kPacked / 2; d < width; d += kPacked)
       for (int j = 0; j < kPacked / 2; j += 4) add(d + j);
   }
-  constexpr float kUnit = BITS == 8 ? 1.0f : 1.0f / 16;
+  constexpr float kUnit = DIVIDED ? kHighUnit : 1.0f;
   CARAMBA_FAST_UNROLL
   for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
   for (int i = 0; i < TURNS; ++i) {
@@ -220,23 +227,23 @@ using ScoreColumns = void (*)(const std::uint8_t* columns, const std::int8_t* in
                               float* scores);
 
 // By bytes of an integer, rows and turns, each from one on.
-template <int BITS, int BYTES, int ROWS>
-inline constexpr ScoreColumns kScoreTurns[2] = {score_columns<BITS, BYTES, ROWS, 1>,
-                                                score_columns<BITS, BYTES, ROWS, 2>};
-template <int BITS, int BYTES>
+template <bool DIVIDED, int BYTES, int ROWS>
+inline constexpr ScoreColumns kScoreTurns[2] = {score_columns<DIVIDED, BYTES, ROWS, 1>,
+                                                score_columns<DIVIDED, BYTES, ROWS, 2>};
+template <bool DIVIDED, int BYTES>
 inline constexpr const ScoreColumns* kScoreRows[kFoldRows] = {
-    kScoreTurns<BITS, BYTES, 1>, kScoreTurns<BITS, BYTES, 2>, kScoreTurns<BITS, BYTES, 3>,
-    kScoreTurns<BITS, BYTES, 4>};
-template <int BITS>
+    kScoreTurns<DIVIDED, BYTES, 1>, kScoreTurns<DIVIDED, BYTES, 2>, kScoreTurns<DIVIDED, BYTES, 3>,
+    kScoreTurns<DIVIDED, BYTES, 4>};
+template <bool DIVIDED>
 inline constexpr const ScoreColumns* const* kScoreBytes[kMostBytes] = {
-    kScoreRows<BITS, 1>, kScoreRows<BITS, 2>, kScoreRows<BITS, 3>};
+    kScoreRows<DIVIDED, 1>, kScoreRows<DIVIDED, 2>, kScoreRows<DIVIDED, 3>};
 
 using FoldQueries = void (*)(const float* q, const std::uint16_t* scales,
                              const std::uint16_t* zeros, std::int64_t width, float allowed,
                              const GroupScratch& scratch, FoldedRows& rows);
-template <int BITS>
-inline constexpr FoldQueries kFoldQueries[kFoldRows] = {
-    fold_queries<BITS, 1>, fold_queries<BITS, 2>, fold_queries<BITS, 3>, fold_queries<BITS, 4>};
+template <Packing P>
+inline constexpr FoldQueries kFoldQueries[kFoldRows] = {fold_queries<P, 1>, fold_queries<P, 2>,
+                                                        fold_queries<P, 3>, fold_queries<P, 4>};
 
 // Up to kTurned tokens of a group.
 struct GroupTokens {
@@ -247,17 +254,17 @@ struct GroupTokens {
   float allowed;  // see `step_allowed`
 };
 
-template <int BITS>
+template <Packing P>
 inline void turn_group(const GroupTokens& tokens, const GroupScratch& scratch) {
-  const int bytes = static_cast<int>(tokens.width * BITS / 8);
+  const int bytes = static_cast<int>(P == Packing::kBytes ? tokens.width : tokens.width / 2);
   for (int t = 0; t < tokens.count; t += 16)
-    turn_codes<BITS>(Tokens(tokens.codes + t * tokens.stride, tokens.stride, tokens.count - t),
-                     bytes, scratch.masks, scratch.columns + t * tokens.width);
+    turn_codes<P>(Tokens(tokens.codes + t * tokens.stride, tokens.stride, tokens.count - t), bytes,
+                  scratch.masks, scratch.columns + t * tokens.width);
 }
 
 // Up to kFoldRows rows that are folded meet codes that are turned; those that integers do not serve
 // are left to left(row).
-template <int BITS, class Left>
+template <bool DIVIDED, class Left>
 inline void score_folded(const GroupTokens& tokens, const FoldedRows& folded, int rows,
                          const GroupScratch& scratch, float* scores, const Left& left) {
   const std::int64_t width = tokens.width;
@@ -268,7 +275,7 @@ inline void score_folded(const GroupTokens& tokens, const FoldedRows& folded, in
     run = 1;
     while (r + run < rows && folded.bytes[r + run] == folded.bytes[r]) ++run;
     if (folded.bytes[r] > 0)
-      kScoreBytes<BITS>[folded.bytes[r] - 1][run - 1][tokens.count > 16](
+      kScoreBytes<DIVIDED>[folded.bytes[r] - 1][run - 1][tokens.count > 16](
           scratch.columns, scratch.integers + 4 * r* width, width, folded, r, tokens.count,
           scores + r* kScoreRow);
     else
@@ -276,25 +283,37 @@ inline void score_folded(const GroupTokens& tokens, const FoldedRows& folded, in
   }
 }
 
-// scores (rows, kScoreRow) += q . k for some tokens of a group. Rows that integers do not serve, or
-// all where a scale is not finite, are left to left(row).
-template <int BITS, class Left>
-void score_group(const float* q, int rows, const GroupTokens& tokens, const GroupScratch& scratch,
-                 float* scores, const Left& left) {
-  if (!all_finite(tokens.scales, tokens.width)) {
-    for (int r = 0; r < rows; ++r) left(r);
-    return;
-  }
+// scores (rows, kScoreRow) += q . k for some tokens of a group with finite scales.
+template <Packing P, class Left>
+void score_packed(const float* q, int rows, const GroupTokens& tokens, const GroupScratch& scratch,
+                  float* scores, const Left& left) {
   for (int first = 0; first < rows; first += kFoldRows) {
     const int block = std::min(rows - first, kFoldRows);
     FoldedRows folded;
-    kFoldQueries<BITS>[block - 1](q + first* tokens.width, tokens.scales, tokens.zeros,
-                                  tokens.width, tokens.allowed, scratch, folded);
+    const FoldQueries fold = kFoldQueries<P>[block - 1];
+    fold(q + first * tokens.width, tokens.scales, tokens.zeros, tokens.width, tokens.allowed,
+         scratch, folded);
     // Between the two, for the integers wait for the largest product; behind the masks.
-    if (first == 0) turn_group<BITS>(tokens, scratch);
-    score_folded<BITS>(tokens, folded, block, scratch, scores + first * kScoreRow,
-                       [&](int r) { left(first + r); });
+    if (first == 0) turn_group<P>(tokens, scratch);
+    score_folded<P == Packing::kDivided>(tokens, folded, block, scratch, scores + first * kScoreRow,
+                                         [&](int r) { left(first + r); });
   }
+}
+
+// The same of any group. Rows that integers do not serve, or all where a scale is not finite, are
+// left to left(row).
+template <int BITS, class Left>
+void score_group(const float* q, int rows, const GroupTokens& tokens, const GroupScratch& scratch,
+                 float* scores, const Left& left) {
+  const ScaleSigns signs(tokens.scales, tokens.width);
+  if (!signs.finite)
+    for (int r = 0; r < rows; ++r) left(r);
+  else if (BITS == 8)
+    score_packed<Packing::kBytes>(q, rows, tokens, scratch, scores, left);
+  else if (signs.negative)
+    score_packed<Packing::kDivided>(q, rows, tokens, scratch, scores, left);
+  else
+    score_packed<Packing::kNibbles>(q, rows, tokens, scratch, scores, left);
 }
 
 }  // namespace CARAMBA_FAST_ISA
