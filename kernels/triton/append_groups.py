@@ -53,6 +53,7 @@ def encode_group(s, L: tl.constexpr, where, b, lane, heads, index, tokens):
     )  # bytes of codes of a block, and values of a half if they are of 4 bits
     SHARES: tl.constexpr = 1 if L.ROTATE else L.BLOCKS
     WIDTH: tl.constexpr = L.BLOCKS * L.BLOCK
+    FIT: tl.constexpr = L.FIT
     start, first, count = span(where, b, tokens)
     group = start // L.GROUP + index // SHARES
     if group < (start + count) // L.GROUP:
@@ -78,7 +79,7 @@ def encode_group(s, L: tl.constexpr, where, b, lane, heads, index, tokens):
         kept = tl.reshape(keep, column.shape)
         if L.BITS == 4:
             high = _held(high, s, L, where, b, lane, token, position, column + SIZE, inside)
-            codes = encode_channel_pairs(low, high, counted, at_scales, WIDTH, SIZE, L.FIT, kept)
+            codes = encode_channel_pairs(low, high, counted, at_scales, WIDTH, SIZE, FIT, kept)
         else:
             codes = encode_channels(low, counted, at_scales, WIDTH, kept)
         target = s.codes + at * s.codes_row + lane.to(tl.int64) * s.codes_lane
