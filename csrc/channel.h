@@ -88,7 +88,7 @@ inline Floats rounded_to_half(Floats x, std::uint16_t* halves) {
 }
 
 // A channel that weighs so many times what the one beside it does takes one bit of it, and two;
-// WIDER of caramba_fast/ops/quantize.py.
+// WIDER of caramba_fast/formats.py.
 inline constexpr float kWider[2] = {2.1875f, 10.75f};
 
 // The ranges of kLanes channels of a group, of tokens from `counted` on.

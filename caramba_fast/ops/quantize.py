@@ -22,7 +22,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from caramba_fast.formats import NF4_LEVELS, PACKED_TOGETHER, SCALE_DTYPE, check_block, resolve
+from caramba_fast.formats import (
+    NF4_LEVELS,
+    PACKED_TOGETHER,
+    SCALE_DTYPE,
+    WIDER,
+    check_block,
+    resolve,
+)
 from caramba_fast.ops import checks
 from caramba_fast.ops.registry import register
 
@@ -37,13 +44,6 @@ CANDIDATES: dict[str, tuple[float, ...]] = {
     "q4_0": (8.0, 7.25, 8.5, 9.0, 9.5),
     "nf4": (1.0, 1.0869565, 1.1904762, 1.3157895),
 }
-
-
-#: q4_channel: a channel takes one bit of the one it shares bytes with, and two, where its range times its largest
-#: magnitude is more than so many times the other's. That makes the error of scores least (the sum of squares of steps
-#: times queries) if queries are large where keys are. They are in models that normalize neither (Qwen2.5, SmolLM2),
-#: where it more than halves the KL of 4-bit keys; in Gemma 3, which normalizes both, it makes them worse.
-WIDER = (2.1875, 10.75)
 
 
 def _reciprocal(scale: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from caramba_fast.formats import FORMATS, NF4_LEVELS
-from caramba_fast.ops.quantize import WIDER as WIDER_TIMES
+from caramba_fast.formats import WIDER as WIDER_TIMES
 
 from .casts import from_float32, to_float32
 from .nf4_asm import NF4_LOOKUP
@@ -37,7 +37,7 @@ FITS = ("amax", "mse")
 CANDIDATES = tl.constexpr(
     ((), (), (), (127.0,), (8.0, 7.25, 8.5, 9.0, 9.5), (1.0, 1.0869565, 1.1904762, 1.3157895))
 )
-#: Of `caramba_fast.ops.quantize`: from how many times another channel's weight on one lends bits to it.
+#: Of `caramba_fast.formats`: from how many times another channel's weight on one lends bits to it.
 WIDER = tl.constexpr(WIDER_TIMES)
 LARGEST_BLOCK_LOG2 = tl.constexpr(7)
 
