@@ -41,7 +41,6 @@ __all__ = [
     "PACKED_TOGETHER",
     "QUANTIZED_KINDS",
     "SCALE_DTYPE",
-    "WIDER",
     "Format",
     "check_block",
     "resolve",

@@ -281,10 +281,9 @@ def _quantize_table() -> Iterator[Variant]:
     yield _quantize("q4_0", "fp32", 128, "mse")
     for kind in CHANNEL_KINDS:
         for dtype, group in (("fp16", 32), ("fp32", 128)):
-            yield _quantize_by_channel(kind, dtype, group)
+            fit = "mse" if (kind, group) == ("q4_channel", 128) else "amax"
+            yield _quantize_by_channel(kind, dtype, group, fit)
             yield _dequantize_by_channel(kind, dtype, group)
-    for dtype, group in (("fp16", 32), ("fp32", 128)):
-        yield _quantize_by_channel("q4_channel", dtype, group, "mse")
     yield _merge_state("fp16")
     yield _merge_state("fp32")
     yield _apply_rotary_emb("fp16")

@@ -133,8 +133,6 @@ def _table() -> Iterator[Variant]:
     yield _append("step, RoPE", ("q4_channel", "q4_0"), dtype="bf16", rotary=True)
     yield _append("step safe, RoPE", ("q4_0", "q4_0"), safe=True, rotary=True)
     yield _append("step, RoPE", ("q8_0", "q4_0", "q4_0"), (8, 32, 64), heads=4, rotary=True)
-    yield _append("step, group 128", ("q4_channel", "q4_0"), group=128)
-    yield _append("step", ("q4_channel", "q4_0"), fit="mse")
     yield _append("step, group 128", ("q4_channel", "q4_0"), fit="mse", group=128)
     yield _append("prompt safe", ("q4_channel", "q4_0"), fit="mse", safe=True)
     yield _append(
