@@ -24,7 +24,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from caramba_fast.bench.kernels import binary
 from caramba_fast.bench.kernels.cards import PROCESSORS, SHARED_LIMITS, shares
-from caramba_fast.bench.kernels.loop import allocations, main_loop, typical
+from caramba_fast.bench.kernels.loop import NARROWEST_LOAD, allocations, main_loop, typical
 from caramba_fast.bench.kernels.variant import Variant
 from caramba_fast.bench.kernels.variants import variants
 from caramba_fast.formats import CHANNEL_KINDS, QUANTIZED_KINDS
@@ -34,8 +34,6 @@ Key = tuple[str, ...]
 
 #: Columns that tell rows apart.
 KEY = ("triton", "target", "op", "kind", "dtype", "block", "fit", "options")
-#: Bytes a thread has to load at once where K or V is quantized.
-NARROWEST_LOAD = 8
 QUANTIZED = {*QUANTIZED_KINDS, *CHANNEL_KINDS}
 
 

@@ -17,8 +17,8 @@ COPY = re.compile(r"\bLDGSTS\b")
 SASS_LOAD = re.compile(r"\bLDG(?:STS)?\b([.\w]*)")
 SASS_WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 AMD_LOAD = re.compile(r"(?:global|buffer|flat)_load_(?:lds_)?(dword(?:x\d)?|u?short|[us]byte)")
-#: Bytes a thread that codes are loaded with at once; the tail's may be loaded one by one.
-WIDE_LOAD = 8
+#: Bytes a thread has to load at once where K or V is quantized; the tail's may be loaded one by one.
+NARROWEST_LOAD = 8
 AMD_WIDTHS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "short": 2, "ushort": 2}
 #: What costs more than a slot, by column of the table: all warps of a program wait for each other; a warp waits for its
 #: own writes; lanes exchange registers; shared memory is read or written by less than a word a thread.
@@ -84,7 +84,9 @@ def main_loop(binary: Binary) -> Loop:
         if not any(start < other and last < end for other, last in loops)
     ]
     copying = [body for body in inner if any(COPY.search(line) for line in body)]
-    body = max(copying or inner, key=lambda x: (_widest_load(x) >= WIDE_LOAD, len(x)), default=[])
+    body = max(
+        copying or inner, key=lambda x: (_widest_load(x) >= NARROWEST_LOAD, len(x)), default=[]
+    )
     return Loop(
         instructions=len(body),
         matrix=sum(bool(MATRIX.search(line)) for line in body),

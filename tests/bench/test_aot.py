@@ -227,6 +227,19 @@ def test_the_main_loop_of_amd_assembly():
     assert loop.main_loop(found) == loop.Loop(instructions=4, matrix=1, loads=(8, 2))
 
 
+def test_a_longer_loop_with_narrow_loads_alone_is_not_the_main_one():
+    """On AMD, where no copy in the background says which loop is the codes'."""
+    start, end = AMD.index(".LBB0_1:"), AMD.index("\ts_endpgm")
+    tail = (
+        AMD[start:end]
+        .replace("LBB0_1", "LBB0_2")
+        .replace("global_load_dwordx2", "global_load_ushort")
+    )
+    tail = tail.replace("\ts_cbranch", "\tv_mov_b32 v8, v9\n\ts_cbranch")
+    found = loop.main_loop(binary.amd(AMD[:end] + tail + AMD[end:], 64))
+    assert found == loop.Loop(instructions=4, matrix=1, loads=(8, 2))
+
+
 @pytest.mark.parametrize(("line", "column"), [
     ("BAR.SYNC.DEFER_BLOCKING 0x0", "barriers"), ("s_barrier", "barriers"),
     ("MEMBAR.ALL.CTA", "fences"), ("FENCE.VIEW.ASYNC.S", "fences"),

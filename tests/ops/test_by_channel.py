@@ -54,8 +54,7 @@ def written_out(x: torch.Tensor, bits: int, group: int, *, divides: bool) -> tor
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("fit", FITS)
 def test_what_is_stored_is_what_the_format_says(kind, group, fit):
-    spread = torch.logspace(-0.5, 1, 64)[torch.randperm(64)]
-    x = torch.randn(2, 256, 64) * spread + 40 * torch.randn(1, 1, 64)
+    x = torch.randn(2, 256, 64) * 3 + 40 * torch.randn(1, 1, 64)
     codes, scales = quantize(x, kind, group, fit)
     form = FORMATS[kind]
     assert codes.dtype == torch.uint8 and codes.shape == (2, 256, form.code_width(64))
@@ -71,7 +70,7 @@ def test_what_is_stored_is_what_the_format_says(kind, group, fit):
     step = step.repeat_interleave(group, 1)
     assert ((values - expected).abs() <= 1.01 * step).all()  # a code beside it at most, at ties
     assert (values != expected).float().mean() < 1e-3
-    assert ((values - x).abs() <= 0.51 * step + 0.04).all()
+    assert ((values - x).abs() <= 0.51 * step + 0.02).all()
     assert torch.equal(values.double(), dense.decoded(codes, scales, kind).float().double())
 
 
@@ -153,10 +152,16 @@ def test_every_op_says_what_serves_it_by_channel():
         quantize(torch.ones(32, 32), "q4_channel")
 
 
-def layer(kind: str, group: int = 32, residual: int = 8, **more: object) -> LayerKVCache:
+#: q8_channel has one way, q4_channel may divide its bytes.
+STORED = (("q8_channel", "amax"), ("q4_channel", "amax"), ("q4_channel", "mse"))
+
+
+def layer(
+    kind: str, group: int = 32, residual: int = 8, fit: str = "amax", **more: object
+) -> LayerKVCache:
     shared = {"residual_len": residual, "sink_len": 2}
     return LayerKVCache(
-        2, 384, 128, 128, KVCacheTensorConfig(kind=kind, qblock=group, **shared),
+        2, 384, 128, 128, KVCacheTensorConfig(kind=kind, qblock=group, fit=fit, **shared),
         KVCacheTensorConfig(kind="fp16", **shared), n_kv_heads=2, **more,
     )  # fmt: skip
 
@@ -193,9 +198,9 @@ def close(found, expected) -> None:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("kind", CHANNEL_KINDS)
+@pytest.mark.parametrize(("kind", "fit"), STORED)
 @torch.no_grad()
-def test_cpp_does_what_the_reference_does(kind, group, paged, padded):
+def test_cpp_does_what_the_reference_does(kind, fit, group, paged, padded):
     new = [
         torch.randn(2, 2, 220, 64) * 3 + 30 * torch.randn(1, 2, 1, 64),
         torch.randn(2, 2, 220, 64),
@@ -205,20 +210,20 @@ def test_cpp_does_what_the_reference_does(kind, group, paged, padded):
     size = {"page_size": max(group, 64)} if paged else {}
 
     def make() -> LayerKVCache:
-        return layer(kind, group, 0 if paged else 8, **size)
+        return layer(kind, group, 0 if paged else 8, fit, **size)
 
     close(run("cpp", make, new, queries, pad), run("reference", make, new, queries, pad))
 
 
-@pytest.mark.parametrize("kind", CHANNEL_KINDS)
+@pytest.mark.parametrize(("kind", "fit"), STORED)
 @pytest.mark.parametrize("loud", [1, 40])
 @torch.no_grad()
-def test_queries_of_16_bits_lose_less_than_an_output_of_them_rounds(kind, loud):
+def test_queries_of_16_bits_lose_less_than_an_output_of_them_rounds(kind, fit, loud):
     """Their products are integers of fewer bytes, where the keys allow it."""
     new = [torch.randn(2, 2, 220, 64) * loud, torch.randn(2, 2, 220, 64)]
     queries = [torch.randn(2, 6, 220, 64).half()]
-    found = run("cpp", lambda: layer(kind), new, queries, None)[0]
-    exact = run("reference", lambda: layer(kind), new, [queries[0].float()], None)[0]
+    found = run("cpp", lambda: layer(kind, fit=fit), new, queries, None)[0]
+    exact = run("reference", lambda: layer(kind, fit=fit), new, [queries[0].float()], None)[0]
     for out, wanted in zip(found[::2], exact[::2], strict=True):
         assert relative_l2(out.float(), wanted) <= 5e-4
     for lse, wanted in zip(found[1::2], exact[1::2], strict=True):
@@ -227,12 +232,13 @@ def test_queries_of_16_bits_lose_less_than_an_output_of_them_rounds(kind, loud):
         assert (lse - wanted)[seen].abs().max() <= 2e-3
 
 
+@pytest.mark.parametrize("fit", FITS)
 @torch.no_grad()
-def test_cpp_does_what_the_reference_does_in_shared_lanes():
+def test_cpp_does_what_the_reference_does_in_shared_lanes(fit):
     """Heads of 8 and 16 share a lane; values may be by channel too."""
     dims = (8, 16, 32)
     configs = [
-        KVCacheTensorConfig(kind=kind, residual_len=5) for kind in ("q4_channel", "q8_channel", "q4_channel")
+        KVCacheTensorConfig(kind=kind, residual_len=5, fit=fit) for kind in ("q4_channel", "q8_channel", "q4_channel")
     ]  # fmt: skip
     new = [torch.randn(2, 4, 220, dim) + 10 * torch.randn(1, 4, 1, dim) for dim in dims]
     queries = [torch.randn(2, 8, 220, dim) / 8 for dim in dims[:2]]
@@ -246,10 +252,15 @@ def test_cpp_does_what_the_reference_does_in_shared_lanes():
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, under the interpreter
 @pytest.mark.skipif("os.environ.get('TRITON_INTERPRET') != '1'", reason="built on the CPU")
 @pytest.mark.parametrize(
-    ("kind", "group", "paged"), [("q4_channel", 32, False), ("q8_channel", 64, True)]
+    ("kind", "fit", "group", "paged"),
+    [
+        ("q4_channel", "mse", 32, False),
+        ("q4_channel", "amax", 32, False),
+        ("q8_channel", "amax", 64, True),
+    ],
 )
 @torch.no_grad()
-def test_triton_does_what_the_reference_does(kind, group, paged):
+def test_triton_does_what_the_reference_does(kind, fit, group, paged):
     """The default caches' streams over steps of many sizes, padded; out within fp16, what is stored bit for bit."""
     pytest.importorskip("triton")
     new = [
@@ -259,7 +270,7 @@ def test_triton_does_what_the_reference_does(kind, group, paged):
     queries, pad = [torch.randn(2, 6, 220, 64) / 8], torch.tensor([0, 5], dtype=torch.int32)
 
     def make() -> LayerKVCache:
-        return layer(kind, group, **({"page_size": 64} if paged else {}))
+        return layer(kind, group, fit=fit, **({"page_size": 64} if paged else {}))
 
     steps = (1, 30, 3, 32, 12)  # more queries go through extend_attention
     close(*(run(backend, make, new, queries, pad, steps) for backend in ("triton", "reference")))
