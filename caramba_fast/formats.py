@@ -46,10 +46,9 @@ __all__ = [
     "resolve",
 ]
 
-#: q4_channel: a channel takes one bit of the one it shares bytes with, and two, where its range times its largest
-#: magnitude is more than so many times the other's. That makes the error of scores least (the sum of squares of steps
-#: times queries) if queries are large where keys are. They are in models that normalize neither (Qwen2.5, SmolLM2),
-#: where it more than halves the KL of 4-bit keys; in Gemma 3, which normalizes both, it makes them worse.
+#: q4_channel: a channel takes one bit of the one it shares bytes with, and two, where its range times the root mean
+#: square of its queries is more than so many times the other's: the sum of squares of steps times queries, which is the
+#: error of scores, is then least.
 WIDER = (2.1875, 10.75)
 
 #: The 16 quantiles of QLoRA's NormalFloat, ascending, exact in float32.

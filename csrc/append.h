@@ -39,7 +39,10 @@ class OpenGroup {
  public:
   OpenGroup(const AppendStream& stream, std::int64_t b, std::int64_t lane, std::int64_t start,
             Arena& arena)
-      : stream_(stream), values_(arena.take<float>(stream.stored.group * stream.stored.lane_dim)) {
+      : stream_(stream),
+        query_rms_(stream.query_rms == nullptr ? nullptr
+                                               : stream.query_rms + lane * stream.stored.lane_dim),
+        values_(arena.take<float>(stream.stored.group * stream.stored.lane_dim)) {
     const StoredStream& s = stream.stored;
     for (std::int64_t t = start - start % s.group; t >= 0 && t < start; ++t) {
       const char* held = s.tail.at(b, lane, t % stream.ring);
@@ -65,7 +68,7 @@ class OpenGroup {
     if ((position + 1) % s.group != 0 || !find_place(job, b, first, row, slot)) return;
     auto* scales = reinterpret_cast<std::uint16_t*>(s.scales.at(row, lane, slot / s.group));
     encode_group(values_, s, std::max<std::int64_t>(counted - first, 0), stream_.divides,
-                 s.codes.at(row, lane, slot), scales);
+                 query_rms_, s.codes.at(row, lane, slot), scales);
   }
 
  private:
@@ -74,6 +77,7 @@ class OpenGroup {
   }
 
   const AppendStream& stream_;
+  const float* query_rms_;
   float* values_;
 };
 

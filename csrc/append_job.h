@@ -15,6 +15,7 @@ struct AppendStream {
   QuantizeBlocks quantize =
       nullptr;           // of fp32 values; null for formats that store values as they are
   bool divides = false;  // bytes of q4_channel, as fit "mse" does
+  const float* query_rms = nullptr;  // (lanes, lane_dim) or null; see `ChannelRange`
   std::int64_t ring = 0, sink_len = 0;
 };
 

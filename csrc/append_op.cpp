@@ -117,8 +117,26 @@ void run(const AppendJob& job, std::int64_t values, bool grouped) {
     torch::stable::parallel_for(0, all, std::max<std::int64_t>(1, kGrainValues / values), tokens);
 }
 
+// How append finds scales of a stream.
+struct Fit {
+  const std::string& name;
+  const MaybeTensor& query_rms;
+};
+
+// (lanes, lane_dim) fp32; null for none.
+const float* query_rms_of(const MaybeTensor& x, const std::string& stream, const Lead& lead,
+                          std::int64_t lane_dim) {
+  if (!x.has_value()) return nullptr;
+  check_cpu(*x, stream + "_query_rms");
+  STD_TORCH_CHECK(x->scalar_type() == ScalarType::Float && x->dim() == 2 &&
+                      x->size(0) == lead.lanes && x->size(1) == lane_dim && x->is_contiguous(),
+                  stream, "_query_rms must be (", lead.lanes, ", ", lane_dim,
+                  ") float32 and contiguous");
+  return static_cast<const float*>(x->const_data_ptr());
+}
+
 void append(const AppendCommon& c, const Rotary& rotary, const StreamTensors* streams,
-            const Tensor** given, const std::string* const* fits, int count) {
+            const Tensor** given, const Fit* fits, int count) {
   AppendPlan plan;
   AppendJob& job = plan.job;
   const Tensor& first = *given[0];
@@ -156,8 +174,9 @@ void append(const AppendCommon& c, const Rotary& rotary, const StreamTensors* st
                     "_codes: lanes of ", lane_dim, " do not fit heads of ", x.size(3));
     job.heads_per_lane = per_lane;
     stream.stored = stream_of(s, x.size(3), per_lane, lead);
-    stream.quantize = quantizer(stream.stored.format, stream.stored.block, *fits[i]);
-    stream.divides = fit_index(*fits[i]) == fit_index("mse");
+    stream.quantize = quantizer(stream.stored.format, stream.stored.block, fits[i].name);
+    stream.divides = fit_index(fits[i].name) == fit_index("mse");
+    stream.query_rms = query_rms_of(fits[i].query_rms, s.name, lead, lane_dim);
     const auto slots = [&](const MaybeTensor& part) {
       STD_TORCH_CHECK(!part.has_value() || part->size(0) == job.batch, s.name,
                       ": sides need B=", job.batch);
@@ -191,6 +210,8 @@ void append(const AppendCommon& c, const Rotary& rotary, const StreamTensors* st
   run(job, plan.values, plan.grouped);
   if (!is_recording()) return;
   plan.hold(streams, count);
+  for (int i = 0; i < count; ++i)
+    if (fits[i].query_rms.has_value()) plan.held.push_back(*fits[i].query_rms);
   plan.paged = c.block_table.has_value();
   keep(std::make_shared<AppendPlan>(std::move(plan)));
 }
@@ -202,13 +223,14 @@ void append_(Tensor& k_codes, MaybeTensor k_scales, Tensor& v_codes, MaybeTensor
              const std::string& k_kind, const std::string& v_kind, const MaybeTensor& block_table,
              const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens,
              const MaybeTensor& k_tail, const MaybeTensor& k_sink, bool rotate_k,
-             const std::string& fit_k, const MaybeTensor& v_tail, const MaybeTensor& v_sink,
-             bool rotate_v, const std::string& fit_v, const MaybeTensor& rotary_q,
+             const std::string& fit_k, const MaybeTensor& k_query_rms, const MaybeTensor& v_tail,
+             const MaybeTensor& v_sink, bool rotate_v, const std::string& fit_v,
+             const MaybeTensor& v_query_rms, const MaybeTensor& rotary_q,
              const MaybeTensor& rotary_cos, const MaybeTensor& rotary_sin, MaybeTensor rotary_out) {
   const StreamTensors streams[] = {{"k", k_codes, k_scales, k_kind, k_tail, k_sink, rotate_k},
                                    {"v", v_codes, v_scales, v_kind, v_tail, v_sink, rotate_v}};
   const Tensor* given[] = {&k_new, &v_new};
-  const std::string* fits[] = {&fit_k, &fit_v};
+  const Fit fits[] = {{fit_k, k_query_rms}, {fit_v, v_query_rms}};
   append({start, block_table, cache_leftpad, query_lens},
          {rotary_q, rotary_cos, rotary_sin, rotary_out}, streams, given, fits, 2);
 }
@@ -220,16 +242,19 @@ void decoupled_append_(
     const std::string& k_geo_kind, const std::string& v_kind, const MaybeTensor& block_table,
     const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens, const MaybeTensor& k_sem_tail,
     const MaybeTensor& k_sem_sink, bool rotate_k_sem, const std::string& fit_k_sem,
-    const MaybeTensor& k_geo_tail, const MaybeTensor& k_geo_sink, bool rotate_k_geo,
-    const std::string& fit_k_geo, const MaybeTensor& v_tail, const MaybeTensor& v_sink,
-    bool rotate_v, const std::string& fit_v, const MaybeTensor& rotary_q,
-    const MaybeTensor& rotary_cos, const MaybeTensor& rotary_sin, MaybeTensor rotary_out) {
+    const MaybeTensor& k_sem_query_rms, const MaybeTensor& k_geo_tail,
+    const MaybeTensor& k_geo_sink, bool rotate_k_geo, const std::string& fit_k_geo,
+    const MaybeTensor& k_geo_query_rms, const MaybeTensor& v_tail, const MaybeTensor& v_sink,
+    bool rotate_v, const std::string& fit_v, const MaybeTensor& v_query_rms,
+    const MaybeTensor& rotary_q, const MaybeTensor& rotary_cos, const MaybeTensor& rotary_sin,
+    MaybeTensor rotary_out) {
   const StreamTensors streams[] = {
       {"k_sem", k_sem_codes, k_sem_scales, k_sem_kind, k_sem_tail, k_sem_sink, rotate_k_sem},
       {"k_geo", k_geo_codes, k_geo_scales, k_geo_kind, k_geo_tail, k_geo_sink, rotate_k_geo},
       {"v", v_codes, v_scales, v_kind, v_tail, v_sink, rotate_v}};
   const Tensor* given[] = {&k_sem_new, &k_geo_new, &v_new};
-  const std::string* fits[] = {&fit_k_sem, &fit_k_geo, &fit_v};
+  const Fit fits[] = {
+      {fit_k_sem, k_sem_query_rms}, {fit_k_geo, k_geo_query_rms}, {fit_v, v_query_rms}};
   append({start, block_table, cache_leftpad, query_lens},
          {rotary_q, rotary_cos, rotary_sin, rotary_out}, streams, given, fits, 3);
 }

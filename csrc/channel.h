@@ -87,8 +87,8 @@ inline Floats rounded_to_half(Floats x, std::uint16_t* halves) {
   return load_half(halves);
 }
 
-// A channel that weighs so many times what the one beside it does takes one bit of it, and two;
-// WIDER of caramba_fast/formats.py.
+// A channel that weighs (its range times its queries) so many times what the one beside it does
+// takes one bit of it, and two; WIDER of caramba_fast/formats.py.
 inline constexpr float kWider[2] = {2.1875f, 10.75f};
 
 // The ranges of kLanes channels of a group, of tokens from `counted` on.
@@ -96,8 +96,9 @@ struct ChannelRange {
   Floats zero, extent, weight;
   Ints sound;  // where scale and zero are finite
 
+  // `query_rms` of these channels says how much an error of each counts; null for all the same.
   ChannelRange(const float* values, std::int64_t dim, std::int64_t counted, std::int64_t group,
-               float most, std::uint16_t* zeros) {
+               float most, std::uint16_t* zeros, const float* query_rms) {
     Floats low = splat(std::numeric_limits<float>::infinity()), high = -low;
     Ints largest = {};
     for (std::int64_t t = counted; t < group; ++t) {
@@ -109,7 +110,7 @@ struct ChannelRange {
     if (counted >= group) low = high = splat(0.0f);
     zero = rounded_to_half(low, zeros);
     extent = high - zero;
-    weight = extent * floats(largest);
+    weight = query_rms == nullptr ? extent : extent * load_as<Floats>(query_rms);
     std::uint16_t halves[kLanes];
     const Floats scale = rounded_to_half(extent / most, halves);
     largest = larger(larger(largest, bits(zero) & kMagnitude), bits(scale) & kMagnitude);
@@ -151,14 +152,15 @@ struct ChannelCodes {
 
 // One group: `values` are (group, lane_dim) fp32, already rounded to fp16; tokens from `counted` on
 // count for the range. Codes go to `codes`, token by token, scales and zeros to `scales`. With
-// `divides` the two channels of a byte of 4-bit codes divide its bits.
+// `divides` the two channels of a byte of 4-bit codes divide its bits, by `query_rms` (lane_dim) if
+// not null.
 inline void encode_group(const float* values, const StoredStream& s, std::int64_t counted,
-                         bool divides, char* codes, std::uint16_t* scales) {
+                         bool divides, const float* query_rms, char* codes, std::uint16_t* scales) {
   const std::int64_t dim = s.lane_dim, group = s.group;
   const int most = s.format == Format::q4_channel ? 15 : 255;
   const auto range = [&](std::int64_t d) {
     return ChannelRange(values + d, dim, std::min(counted, group), group, static_cast<float>(most),
-                        scales + dim + d);
+                        scales + dim + d, query_rms == nullptr ? nullptr : query_rms + d);
   };
   auto* to = reinterpret_cast<std::uint8_t*>(codes);
   if (s.format == Format::q8_channel) {

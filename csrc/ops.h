@@ -44,8 +44,9 @@ void append_(Tensor& k_codes, MaybeTensor k_scales, Tensor& v_codes, MaybeTensor
              const std::string& k_kind, const std::string& v_kind, const MaybeTensor& block_table,
              const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens,
              const MaybeTensor& k_tail, const MaybeTensor& k_sink, bool rotate_k,
-             const std::string& fit_k, const MaybeTensor& v_tail, const MaybeTensor& v_sink,
-             bool rotate_v, const std::string& fit_v, const MaybeTensor& rotary_q,
+             const std::string& fit_k, const MaybeTensor& k_query_rms, const MaybeTensor& v_tail,
+             const MaybeTensor& v_sink, bool rotate_v, const std::string& fit_v,
+             const MaybeTensor& v_query_rms, const MaybeTensor& rotary_q,
              const MaybeTensor& rotary_cos, const MaybeTensor& rotary_sin, MaybeTensor rotary_out);
 
 void decoupled_append_(
@@ -55,10 +56,12 @@ void decoupled_append_(
     const std::string& k_geo_kind, const std::string& v_kind, const MaybeTensor& block_table,
     const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens, const MaybeTensor& k_sem_tail,
     const MaybeTensor& k_sem_sink, bool rotate_k_sem, const std::string& fit_k_sem,
-    const MaybeTensor& k_geo_tail, const MaybeTensor& k_geo_sink, bool rotate_k_geo,
-    const std::string& fit_k_geo, const MaybeTensor& v_tail, const MaybeTensor& v_sink,
-    bool rotate_v, const std::string& fit_v, const MaybeTensor& rotary_q,
-    const MaybeTensor& rotary_cos, const MaybeTensor& rotary_sin, MaybeTensor rotary_out);
+    const MaybeTensor& k_sem_query_rms, const MaybeTensor& k_geo_tail,
+    const MaybeTensor& k_geo_sink, bool rotate_k_geo, const std::string& fit_k_geo,
+    const MaybeTensor& k_geo_query_rms, const MaybeTensor& v_tail, const MaybeTensor& v_sink,
+    bool rotate_v, const std::string& fit_v, const MaybeTensor& v_query_rms,
+    const MaybeTensor& rotary_q, const MaybeTensor& rotary_cos, const MaybeTensor& rotary_sin,
+    MaybeTensor rotary_out);
 
 // Calls that were kept (planned.h), with other tensors of the same shapes and dtypes.
 void append_planned(std::int64_t number, const Tensor& first, const Tensor& second,

@@ -16,7 +16,7 @@ BLOCK = 32
 
 
 def _stream(
-    kind: str, dtype: str, *, tail: bool, sink: bool, rotary: bool = False
+    kind: str, dtype: str, *, tail: bool, sink: bool, rotary: bool = False, weighed: bool = False
 ) -> tuple[Any, ...]:
     """Types of a stream's arguments; all strides are divisible by 16, as caches allocate them."""
 
@@ -33,6 +33,7 @@ def _stream(
         "cos": given(POINTERS[dtype], rotary),
         "sin": given(POINTERS[dtype], rotary),
         "cos_row": given("i32!", rotary),
+        "query_rms": given("*fp32", weighed),
     }
     return tuple(types.get(name, "i32!") for name in Stream._fields)
 
@@ -77,6 +78,7 @@ def _append(
                 tail=by_channel or (safe and sides),
                 sink=safe and sides,
                 rotary=turns,
+                weighed=kind == "q4_channel" and fit == "mse",
             )
         )
         grouped = group if resolve(kind).by_channel else 1
@@ -126,14 +128,14 @@ def _table() -> Iterator[Variant]:
     for kind in ("fp16", "q8_0", "q4_0", "nf4"):
         yield _append("step", (kind, kind))
         yield _append("prompt", (kind, kind))
-    for pair in (("q8_channel", "q8_0"), ("q4_channel", "q4_0")):
-        yield _append("step", pair)
-        yield _append("prompt", pair)
+    for options in ("step", "prompt"):
+        yield _append(options, ("q8_channel", "q8_0"))
+        yield _append(options, ("q4_channel", "q4_0"), fit="mse")
     yield _append("step, RoPE", ("q8_0", "q8_0"), rotary=True)
-    yield _append("step, RoPE", ("q4_channel", "q4_0"), dtype="bf16", rotary=True)
+    yield _append("step, RoPE", ("q4_channel", "q4_0"), dtype="bf16", fit="mse", rotary=True)
     yield _append("step safe, RoPE", ("q4_0", "q4_0"), safe=True, rotary=True)
     yield _append("step, RoPE", ("q8_0", "q4_0", "q4_0"), (8, 32, 64), heads=4, rotary=True)
-    yield _append("step, group 128", ("q4_channel", "q4_0"), fit="mse", group=128)
+    yield _append("step, group 128", ("q4_channel", "q4_0"), group=128)
     yield _append("prompt safe", ("q4_channel", "q4_0"), fit="mse", safe=True)
     yield _append(
         "step safe, lanes of 4",

@@ -7,7 +7,7 @@ rows; `KeysAndValues` and `DecoupledKeysAndValues` are the two ways to call them
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from caramba_fast.ops.options import AttendOptions, DecoupledAttendOptions
+
+
+QueryRms = Callable[[], Mapping[str, Tensor]]
+"""Gives the root mean square of queries by channel, (H_kv, D) float32, of streams of keys by name."""
 
 
 class AttentionLimits(NamedTuple):

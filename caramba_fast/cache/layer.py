@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba_fast.cache.interface import DecoupledKeysAndValues, KeysAndValues, Rope
+from caramba_fast.cache.interface import (
+    DecoupledKeysAndValues,
+    KeysAndValues,
+    QueryRms,
+    Rope,
+)
 from caramba_fast.cache.pages import PageAllocator, PageTable
 from caramba_fast.cache.rows import LayerRows
 from caramba_fast.cache.sizes import by_heads, check_agreement, check_sizes
@@ -37,6 +42,8 @@ class LayerCache(LayerRows):
         page_size: None for a contiguous cache (memory for max_seq_len tokens a row, rounded up to 128),
             else tokens of a page, a multiple of 32.
         num_pages: pages of the pool; by default enough for every row to reach max_seq_len.
+        query_rms: what `LayerShape.query_rms` is; asked where a stream of keys divides its bytes (q4_channel with
+            fit "mse"). None for channels whose errors count the same.
 
     Attributes:
         attended_again: later layers attend to what is stored here as well: the tails stay wide until the next change.
@@ -52,6 +59,7 @@ class LayerCache(LayerRows):
         n_kv_heads: int,
         page_size: int | None,
         num_pages: int | None,
+        query_rms: QueryRms | None = None,
     ) -> None:
         check_sizes(batch_size, max_seq_len, n_kv_heads, dims, page_size, num_pages)
         check_agreement(configs)
@@ -73,6 +81,9 @@ class LayerCache(LayerRows):
                 for name in dims
             }
             super().__init__(streams, batch_size, max_seq_len, n_kv_heads, place, pages)
+            known = query_rms() if query_rms and any(s.weighs for s in streams.values()) else {}
+            for name in known.keys() & streams.keys():
+                streams[name].set_query_rms(known[name])
         self.attended_again = False
         self._front = 0  # slots that hold the longest row, of a contiguous cache
 
@@ -267,7 +278,7 @@ class LayerKVCache(LayerCache, KeysAndValues):
         k_cfg, v_cfg: how each is stored; by default fp16.
         device: where the buffers live.
         n_kv_heads: kv heads; both widths must be multiples of it.
-        page_size, num_pages: a paged cache; see `LayerCache`.
+        page_size, num_pages: a paged cache; see `LayerCache`, as for query_rms.
 
     Raises:
         ValueError: a size that is not positive or does not divide, a block that does not fit.
@@ -289,19 +300,21 @@ class LayerKVCache(LayerCache, KeysAndValues):
         *,
         page_size: int | None = None,
         num_pages: int | None = None,
+        query_rms: QueryRms | None = None,
     ) -> None:
         dims = {"k": k_dim, "v": v_dim}
         configs = {"k": k_cfg or KVCacheTensorConfig(), "v": v_cfg or KVCacheTensorConfig()}
         super().__init__(
-            batch_size, max_seq_len, dims, configs, device, n_kv_heads, page_size, num_pages
-        )
+            batch_size, max_seq_len, dims, configs, device, n_kv_heads, page_size, num_pages,
+            query_rms,
+        )  # fmt: skip
 
 
 class DecoupledLayerKVCache(LayerCache, DecoupledKeysAndValues):
     """K_sem, K_geo and V of one layer of decoupled attention, each in any kind.
 
     Args:
-        batch_size, max_seq_len, device, n_kv_heads, page_size, num_pages: as in `LayerKVCache`.
+        batch_size, max_seq_len, device, n_kv_heads, page_size, num_pages, query_rms: as in `LayerKVCache`.
         k_sem_dim, k_geo_dim, v_dim: widths over all kv heads.
         k_sem_cfg, k_geo_cfg, v_cfg: how each is stored; by default fp16.
 
@@ -328,10 +341,12 @@ class DecoupledLayerKVCache(LayerCache, DecoupledKeysAndValues):
         *,
         page_size: int | None = None,
         num_pages: int | None = None,
+        query_rms: QueryRms | None = None,
     ) -> None:
         dims = {"k_sem": k_sem_dim, "k_geo": k_geo_dim, "v": v_dim}
         given = {"k_sem": k_sem_cfg, "k_geo": k_geo_cfg, "v": v_cfg}
         configs = {name: config or KVCacheTensorConfig() for name, config in given.items()}
         super().__init__(
-            batch_size, max_seq_len, dims, configs, device, n_kv_heads, page_size, num_pages
-        )
+            batch_size, max_seq_len, dims, configs, device, n_kv_heads, page_size, num_pages,
+            query_rms,
+        )  # fmt: skip

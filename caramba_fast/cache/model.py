@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
 
-from caramba_fast.cache.interface import AttentionLimits
+from caramba_fast.cache.interface import AttentionLimits, QueryRms
 from caramba_fast.cache.layer import DecoupledLayerKVCache, LayerCache, LayerKVCache
 from caramba_fast.cache.lengths import Counts
 from caramba_fast.config import KVCacheTensorConfig
@@ -50,11 +50,16 @@ class ModelCacheOptions(StreamConfigs, total=False):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer caches: widths of K and V over all kv heads."""
+    """What one layer caches: widths of K and V over all kv heads.
+
+    ``query_rms``, if known, gives the root mean square of the queries that meet each channel of a stream of keys,
+    (H_kv, D) float32, by the stream's name; it is called when a cache is made that needs it (`LayerKVCache`).
+    """
 
     k_dim: int
     v_dim: int
     n_kv_heads: int
+    query_rms: QueryRms | None = field(default=None, compare=False, repr=False)
 
     def new_cache(self, **sizes: Any) -> LayerCache:
         """A cache of this shape; ``sizes`` are the other arguments of `LayerKVCache`."""
@@ -63,12 +68,13 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class DecoupledLayerShape:
-    """What one layer of decoupled attention caches: widths of its streams over all kv heads."""
+    """What one layer of decoupled attention caches: widths of its streams over all kv heads; as `LayerShape`."""
 
     k_sem_dim: int
     k_geo_dim: int
     v_dim: int
     n_kv_heads: int
+    query_rms: QueryRms | None = field(default=None, compare=False, repr=False)
 
     def new_cache(self, **sizes: Any) -> LayerCache:
         """A cache of this shape; ``sizes`` are the other arguments of `DecoupledLayerKVCache`."""

@@ -121,8 +121,28 @@ class CacheTensor:
         self.tail, self.sink = side(ring), side(config.sink_len)
         self._wide: WideRing | None = None
         self._view: KVView | None = None
+        self._query_rms: Tensor | None = None
 
     # -- what it is -----------------------------------------------------------------------
+
+    @property
+    def weighs(self) -> bool:
+        """Whether `set_query_rms` makes a difference."""
+        config = self.config
+        return config.divides_bytes and not config.rotate and not self.codes.is_meta
+
+    def set_query_rms(self, rms: Tensor) -> None:
+        """Takes how large the queries of each channel are, (H_kv, D): by that tokens are encoded from now on.
+
+        Raises:
+            ValueError: another shape.
+        """
+        shape = (self.lanes.n_kv_heads, self.head_dim)
+        if rms.shape != shape:
+            raise ValueError(f"query_rms is {tuple(rms.shape)}; {shape} is needed")
+        if self.weighs:
+            packed = self.lanes.pack(rms.to(self.codes.device, torch.float32)[None, :, None])
+            self._query_rms, self._view = packed[0, :, 0].contiguous(), None
 
     @property
     def token_buffers(self) -> list[Tensor]:
@@ -153,6 +173,7 @@ class CacheTensor:
                 self.sink,
                 config.rotate,
                 config.fit,
+                self._query_rms,
             )
         return known
 
@@ -237,6 +258,7 @@ class CacheTensor:
     def to(self, device: torch.device) -> CacheTensor:
         """A copy on another device."""
         other = self._copied(lambda x: x.to(device))
+        other._query_rms = None if self._query_rms is None else self._query_rms.to(device)
         other.replace_buffers(*self._changed(lambda x: x.to(device)))
         return other
 

@@ -62,8 +62,9 @@ class KVCacheTensorConfig(BaseModel):
         rotate: store in the basis of a Walsh-Hadamard transform over head_dim (exact, undone by
             attention); spreads outlier channels.
         fit: how a block's scale is chosen: "amax", GGML's and QLoRA's rule, from its largest
-            value; "mse", the one of least squared error among scales near it. Storage is the same. Keys or values in
-            q4_channel divide their bytes with "mse" (docs/formats.md); q8_channel has one way.
+            value; "mse", the one of least squared error among scales near it. Storage is the same. In q4_channel
+            the two channels of a byte divide its bits with "mse", for least squared error of scores
+            (docs/formats.md); q8_channel has one way.
         residual_len: keys less than this many tokens behind a query are read in fp16, from a ring
             beside the codes; the same for all tensors of a layer. 0 for none. By channel whole groups are, until
             their last token is so far behind.
@@ -101,6 +102,12 @@ class KVCacheTensorConfig(BaseModel):
         if value not in BLOCK_SIZES:
             raise ValueError(f"qblock is {value}; allowed are {', '.join(map(str, BLOCK_SIZES))}")
         return value
+
+    @property
+    def divides_bytes(self) -> bool:
+        """Whether two channels share the bits of a byte by what each needs."""
+        form = self.kind.storage
+        return form.by_channel and form.bits == 4 and self.fit == "mse"
 
     @property
     def group(self) -> int:

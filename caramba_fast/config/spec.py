@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 #: Tokens that can be taken back without loss, in the defaults of kinds with a ring.
 TAIL_SLACK = 12
 _RING = {"residual_len": 16, "tail_slack": TAIL_SLACK, "sink_len": 4}
-_KEYS = {"kind": KVCacheKind.Q4_CHANNEL, **_RING}
+_KEYS = {"kind": KVCacheKind.Q4_CHANNEL, "fit": "mse", **_RING}
 _VALUES = {"fit": "mse", "rotate": True, **_RING}
 
 #: Settings of each kind, for keys and for values, where they differ from KVCacheTensorConfig's: chosen by the

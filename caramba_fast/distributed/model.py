@@ -153,7 +153,8 @@ def tensor_parallel(model: Any, group: RankGroup) -> ParallelModel:
         TypeError: the model is no native Transformer.
         ValueError: kv heads or the MLP's width do not divide by the number of ranks, or it is split already.
     """
-    layout, blocks = _checked(model, group.size)
+    whole, blocks = _checked(model, group.size)
+    layout = [own_heads(shape, group) for shape in whole]
     if group.size > 1:
         from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - heavy, and only here
         from torch.distributed.tensor.parallel import parallelize_module  # noqa: PLC0415
@@ -163,7 +164,7 @@ def tensor_parallel(model: Any, group: RankGroup) -> ParallelModel:
             parallelize_module(block, mesh, _plan(block), src_data_rank=None)
             _keep_own_heads(block.self_attn, group)
             block.split_over = group.size
-    return ParallelModel(model, [own_heads(shape, group) for shape in layout], group)
+    return ParallelModel(model, layout, group)
 
 
 def _checked(model: Any, size: int) -> tuple[list[AnyLayerShape], Sequence[Any]]:
@@ -219,7 +220,10 @@ def _own(x: Tensor, group: RankGroup) -> Tensor:
 
 def own_heads(shape: AnyLayerShape, group: RankGroup) -> AnyLayerShape:
     """What a layer caches of this rank's heads."""
-    size = group.size
+    size, known = group.size, shape.query_rms
+    if known is not None and size > 1:  # asked before the model is split
+        rms = {name: _own(x, group) for name, x in known().items()}
+        shape = replace(shape, query_rms=lambda: rms)
     if isinstance(shape, DecoupledLayerShape):
         widths = {
             name: getattr(shape, name) // size for name in ("k_sem_dim", "k_geo_dim", "v_dim")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,7 +86,11 @@ class ModelFacts(nn.Module):
     @property
     def cache_layout(self) -> list[AnyLayerShape]:
         """What each layer that caches stores, as the model itself does it."""
-        return list(self._capabilities.shapes.values())
+        known = self._capabilities
+        return [
+            replace(shape, query_rms=partial(known.keys_query_rms, index))
+            for index, shape in known.shapes.items()
+        ]
 
     @property
     def max_positions(self) -> int | None:

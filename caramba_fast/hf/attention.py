@@ -57,6 +57,8 @@ def caramba_attention(
         ValueError: a mask of the caller's own, or ``output_attentions``, for a static cache.
         RuntimeError: the codes of a static layer, out of turn.
     """
+    if inside.queries is not None and not torch.compiler.is_compiling():
+        inside.queries(getattr(module, "layer_idx", None), query, key.shape[1])
     sinks = kwargs.get("sinks") if s_aux is None else s_aux
     weights = _wants_weights(module, kwargs)
     static = attended_layer(key)

@@ -25,7 +25,7 @@ from caramba_fast.hf.packed_trial import (
     padding_error,
     why_not_packed,
 )
-from caramba_fast.hf.probe import cannot_be_served, probe
+from caramba_fast.hf.probe import cannot_be_served, probe, query_rms
 from caramba_fast.hf.scope import decoder_configs
 
 
@@ -105,6 +105,22 @@ class Capabilities:
     def vocab_size(self) -> int:
         """Width of the logits."""
         return self._probed[1]
+
+    @cached_property
+    def query_rms(self) -> dict[int, Tensor]:
+        """Root mean square of the queries that meet each channel of keys, (H_kv, D), by the layer's number."""
+        shapes, found = self.attention_shapes, query_rms(self.model, self.configs)
+        return {
+            i: rms
+            for i, rms in found.items()
+            if i in shapes
+            and rms.shape == (shapes[i].n_kv_heads, shapes[i].k_dim // shapes[i].n_kv_heads)
+        }
+
+    def keys_query_rms(self, layer: int) -> dict[str, Tensor]:
+        """Of one layer, as `LayerShape.query_rms` gives it."""
+        found = self.query_rms.get(layer)
+        return {} if found is None else {"k": found}
 
     # -- what attention over its caches can be ------------------------------------------------
 

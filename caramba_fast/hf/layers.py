@@ -6,7 +6,7 @@ fixed size (`CarambaStaticLayer`), or one that serves a single forward pass (`St
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class Common:
         room: tokens a row is to have room for from the start, if known.
         limit: most tokens of a row; None for no limit.
         leftpad: (B,) int32, where rows start; None for slot 0. Replaced as a whole, never written into.
+        query_rms: how large the queries of each layer are, by its number (`Capabilities.query_rms`).
         dequantized: how many times keys or values were asked for as tensors.
     """
 
@@ -55,6 +56,7 @@ class Common:
     room: int | None = None
     limit: int | None = None
     leftpad: Tensor | None = None
+    query_rms: dict[int, Tensor] = field(default_factory=dict)
     dequantized: int = 0
 
     def why_dequantized(self) -> str:
@@ -208,11 +210,15 @@ class StoringLayer(CacheLayerMixin):
         with torch.inference_mode(False):
             self.store = LayerKVCache(
                 batch, max(self._first_room(), tokens, 1), heads * dim, heads * values.shape[3],
-                k_cfg, v_cfg, key_states.device, heads,
+                k_cfg, v_cfg, key_states.device, heads, query_rms=self._query_rms,
             )  # fmt: skip
         self.store.attended_again = self.lends
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
+
+    def _query_rms(self) -> dict[str, Tensor]:
+        found = self.common.query_rms.get(self.index)
+        return {} if found is None else {"k": found}
 
     @property
     def nbytes(self) -> int:

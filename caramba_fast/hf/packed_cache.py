@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from caramba_fast.hf.cache_state import load_state, move_stock, state_of
-from caramba_fast.hf.capabilities import check_cacheable
+from caramba_fast.hf.capabilities import capabilities_of, check_cacheable
 from caramba_fast.hf.growing_layer import CarambaLayer
 from caramba_fast.hf.hybrid_layer import packed_layers
 from caramba_fast.hf.layers import Common, StoringLayer
@@ -46,6 +46,10 @@ class StoringCache(PackedCache):
         config = model.config.get_text_config(decoder=True)
         name, on_interface = type(model).__name__, bool(decoder_configs(model))
         self.common = Common(name, settings, config, on_interface, room)
+        if (
+            settings.k.divides_bytes
+        ):  # asked here, for layers are made in the midst of a forward pass
+            self.common.query_rms = capabilities_of(model).query_rms
         Cache.__init__(self, layers=packed_layers(self.common, kind))
 
     def reorder_cache(self, beam_idx: Any) -> None:

@@ -5,12 +5,10 @@ Configs name sizes in many ways, and per layer in some families; the tensors a l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -23,6 +21,8 @@ from caramba_fast.hf.compat import (
     query_length,
     stock_layers,
 )
+from caramba_fast.hf.scope import inside, our_attention
+from caramba_fast.models.query_rms import SquareMeans, evaluating, probing_ids
 
 ALLOWED = (
     "decoder-only causal language models that keep keys and values in a transformers Cache are"
@@ -32,19 +32,6 @@ ALLOWED = (
 def cannot_be_served(model: Any, reason: str) -> TypeError:
     """The error to raise for a model, and why."""
     return TypeError(f"{type(model).__name__} cannot be served: {reason}; {ALLOWED} supported")
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout, and as it is written where it is compiled; leaves every module as it was."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @torch.no_grad()
@@ -149,3 +136,37 @@ def recording(layer: Any) -> RecordingLayer:
     """A layer that keeps K and V as they come, in place of a stock ``layer`` that `is_hybrid`."""
     made: RecordingLayer = _RECORDING[type(layer)](layer.number_of_states)
     return made
+
+
+@torch.no_grad()
+def query_rms(model: PreTrainedModel, configs: list[Any]) -> dict[int, Tensor]:
+    """How large the queries of each attention layer are, (H_kv, D) by its number: one forward pass without a cache.
+
+    Args:
+        configs: those whose attention can be ours, which sees the queries.
+
+    Returns:
+        nothing of layers with another attention, and of models whose forward pass needs a cache.
+    """
+    means = SquareMeans()
+    embeddings: Any = model.get_input_embeddings()
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    ids = probing_ids(len(embeddings.weight), embeddings.weight.device, most)
+    with torch.inference_mode(False), evaluating(model), our_attention(configs):
+        inside.queries = means.add
+        try:
+            model(input_ids=ids, use_cache=False)
+        except torch.OutOfMemoryError:
+            raise
+        except (
+            RuntimeError,
+            ValueError,
+            AttributeError,
+            TypeError,
+            NotImplementedError,
+            IndexError,
+        ):
+            return {}
+        finally:
+            inside.queries = None
+    return means.roots()

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -39,10 +39,14 @@ class Held:
 
 
 class Inside(threading.local):
-    """How many of our passes this thread is in: those that read packed, and those that read tensors of our caches."""
+    """How many of our passes this thread is in: those that read packed, and those that read tensors of our caches.
+
+    ``queries``, in a pass that asks how large queries are, takes a layer's number, queries, and the number of kv heads.
+    """
 
     passes = 0
     dense = 0
+    queries: Callable[[int | None, Tensor, int], None] | None = None
 
 
 @contextmanager

@@ -83,7 +83,9 @@ def part_of(
 
 def _layout(generator: StepwiseGenerator) -> list[dict[str, Any]]:
     return [
-        {"shape": type(layer).__name__, **vars(layer)} for layer in generator.model.cache_layout
+        {"shape": type(layer).__name__}
+        | {name: x for name, x in vars(layer).items() if name != "query_rms"}
+        for layer in generator.model.cache_layout
     ]
 
 

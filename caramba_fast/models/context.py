@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from caramba_fast.cache import AnyLayerShape, LayerCache, LayerKVCache, LayerShape, ModelKVCache
 from caramba_fast.models.attention import dense_attention
 from caramba_fast.models.protocol import refuse_recording
+from caramba_fast.models.query_rms import with_query_rms
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 
 if TYPE_CHECKING:
@@ -122,11 +123,16 @@ class ContextModel(nn.Module):
                 f"{type(model).__name__} lacks {', '.join(missing)}: give them to ContextModel, or as "
                 "attributes of the model (cache_layout: one caramba_fast.cache.LayerShape a layer)"
             )
-        self.cache_layout: list[AnyLayerShape] = list(layout)
+        self._layout: list[AnyLayerShape] = list(layout)
         self.vocab_size = int(size)
         self.eos_token_id = _first(eos_token_id, _found(model, "eos_token_id"))
         self.pad_token_id = _first(pad_token_id, _found(model, "pad_token_id"))
         self.q_chunk, self.local_window = q_chunk, local_window
+
+    @property
+    def cache_layout(self) -> list[AnyLayerShape]:
+        """What each layer caches."""
+        return with_query_rms(self, self._layout)
 
     @property
     def device(self) -> torch.device:

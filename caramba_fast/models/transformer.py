@@ -24,6 +24,7 @@ from caramba_fast.cache import (
 )
 from caramba_fast.models.attention import Attention, DecoupledAttention, Step
 from caramba_fast.models.config import ModelConfig
+from caramba_fast.models.query_rms import with_query_rms
 from caramba_fast.models.rope import RopeTable
 
 
@@ -122,9 +123,10 @@ class Transformer(nn.Module):
         if config.decoupled is not None:
             dims, group = config.decoupled, config.num_attention_heads // heads
             widths = (dims.sem_dim // group, dims.geo_dim // group, dims.v_dim // group)
-            return [DecoupledLayerShape(*widths, heads)] * config.num_hidden_layers
-        width = heads * config.head_dim
-        return [LayerShape(width, width, heads)] * config.num_hidden_layers
+            shape: AnyLayerShape = DecoupledLayerShape(*widths, heads)
+        else:
+            shape = LayerShape(heads * config.head_dim, heads * config.head_dim, heads)
+        return with_query_rms(self, [shape] * config.num_hidden_layers)
 
     def forward(
         self,

@@ -113,8 +113,9 @@ class Destination:
         first = 0 if view.sink is None else view.sink.shape[2]
         t = position + (self.t - self.position)[:, :1]
         codes, scales = encode_groups(
-            values, view.kind, (t >= first).unflatten(1, (count, size))[:, None], view.fit
-        )
+            values, view.kind, (t >= first).unflatten(1, (count, size))[:, None], view.fit,
+            None if view.query_rms is None else view.query_rms[:, None],
+        )  # fmt: skip
         scatter(view.scales, scales, *self._place(view.scales, group, full))
         whole = full[..., None].expand(-1, -1, size).flatten(1)
         scatter(view.codes, codes.flatten(2, 3), *self._place(view.codes, position, whole))
@@ -158,8 +159,9 @@ def _reference(streams: tuple[str, ...], args: tuple[Any, ...], options: dict[st
     views: list[KVView] = []
     for index, stream in enumerate(streams):
         fit = options.pop(f"fit_{stream}", "amax")
+        rms = options.pop(f"{stream}_query_rms", None)
         view = KVView.of(stream, stored[2 * index], stored[2 * index + 1], kinds[index], options)
-        view = replace(view, fit=fit)
+        view = replace(view, fit=fit, query_rms=rms)
         for part in ("codes", "scales", "tail", "sink"):
             buffer = getattr(view, part)
             if buffer is not None:
@@ -226,6 +228,8 @@ def plan_append(
         stated.update(view.options(name))
         if view.fit != "amax":
             stated[f"fit_{name}"] = view.fit
+            if view.query_rms is not None:
+                stated[f"{name}_query_rms"] = view.query_rms
     return CallPlan.of(op, tuple(views.values()), stated)
 
 

@@ -138,7 +138,11 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 
 def encode_groups(
-    groups: Tensor, kind: str, counted: Tensor | None = None, fit: str = "amax"
+    groups: Tensor,
+    kind: str,
+    counted: Tensor | None = None,
+    fit: str = "amax",
+    query_rms: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Groups of tokens by channel.
 
@@ -147,6 +151,8 @@ def encode_groups(
         kind: one of `CHANNEL_KINDS`.
         counted: (..., N, G) bool, broadcastable, the tokens whose range is stored; others get the nearest code.
         fit: "mse" lets the two channels of a byte of 4-bit codes divide its bits.
+        query_rms: (..., D) float32, broadcastable to (..., N, D), how much an error of each channel counts; by default
+            all the same.
 
     Returns:
         codes (..., N, G, width) uint8 and scales (..., N, 2 * D) float16: all scales, then all zeros.
@@ -165,7 +171,7 @@ def encode_groups(
     damaged = ~(zero.isfinite() & (extent / most).to(SCALE_DTYPE).isfinite())
     unit, lent = torch.ones_like(extent), torch.zeros_like(extent, dtype=torch.int32)
     if form.bits == 4 and fit == "mse":
-        lent = _lent(extent * torch.maximum(low.abs(), high.abs()), damaged)
+        lent = _lent(extent if query_rms is None else extent * query_rms, damaged)
         unit, most = _units(lent)
     scale = _with_lent((extent / most).to(SCALE_DTYPE), lent)
     step, unit, most = scale.float().abs()[..., None, :], unit[..., None, :], most[..., None, :]

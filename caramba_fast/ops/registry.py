@@ -369,6 +369,7 @@ def append_schema(streams: Sequence[str]) -> str:
             f"Tensor({next(alias)}!)? {stream}_sink=None",
         ]
         parts += [f"bool rotate_{stream}=False", f'str fit_{stream}="amax"']
+        parts += [f"Tensor? {stream}_query_rms=None"]
     parts += [f"Tensor? rotary_{name}=None" for name in ("q", "cos", "sin")]
     parts += [f"Tensor({next(alias)}!)? rotary_out=None"]
     return f"({', '.join(parts)}) -> ()"

@@ -132,6 +132,9 @@ class KVView:
         sink: (B, lanes, sink_len, lane_dim) float16, the first real tokens of each row.
         rotate: whether all of these are stored in the basis of a Walsh-Hadamard transform over head_dim.
         fit: how append finds scales (`caramba_fast.ops.quantize`); reading does not depend on it.
+        query_rms: (lanes, lane_dim) float32, the root mean square of the queries that meet each channel of keys, in the
+            stored basis: what append with fit "mse" divides bytes by channel by. None for all the same; other kinds do
+            not read it.
     """
 
     codes: Tensor
@@ -141,6 +144,7 @@ class KVView:
     sink: Tensor | None = None
     rotate: bool = False
     fit: str = "amax"
+    query_rms: Tensor | None = None
 
     @property
     def format(self) -> Format:
@@ -177,6 +181,12 @@ class KVView:
                     f"{name}_{part} is {tuple(tensor.shape)} {tensor.dtype}; (B, {self.codes.shape[1]}, "
                     f"n, {self.lane_dim}) float16 is needed"
                 )
+
+        rms, shape = self.query_rms, (self.codes.shape[1], self.lane_dim)
+        if rms is not None and (rms.shape != shape or rms.dtype != torch.float32):
+            raise ValueError(
+                f"{name}_query_rms is {tuple(rms.shape)} {rms.dtype}; {shape} float32 is needed"
+            )
 
     def slice(self, length: int) -> KVView:
         """The view of the first ``length`` slots of a contiguous cache, by channel whole groups of them; no copy."""

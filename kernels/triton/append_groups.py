@@ -79,7 +79,8 @@ def encode_group(s, L: tl.constexpr, where, b, lane, heads, index, tokens):
         kept = tl.reshape(keep, column.shape)
         if L.BITS == 4:
             high = _held(high, s, L, where, b, lane, token, position, column + SIZE, inside)
-            codes = encode_channel_pairs(low, high, counted, at_scales, WIDTH, SIZE, FIT, kept)
+            rms = None if s.query_rms is None else s.query_rms + lane * WIDTH + column
+            codes = encode_channel_pairs(low, high, counted, at_scales, rms, WIDTH, SIZE, FIT, kept)
         else:
             codes = encode_channels(low, counted, at_scales, WIDTH, kept)
         target = s.codes + at * s.codes_row + lane.to(tl.int64) * s.codes_lane

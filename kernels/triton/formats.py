@@ -221,8 +221,8 @@ def encode_nibbles(low, high, FORMAT: tl.constexpr, FIT: tl.constexpr = "amax"):
 
 @triton.jit
 def channel_range(x, counted, BITS: tl.constexpr):
-    """Of a group of tokens by channel, x (G, n) float32 and counted (G,), as (n,) each: zero, range, range times the
-    largest magnitude, and whether all is finite."""
+    """Of a group of tokens by channel, x (G, n) float32 and counted (G,), as (n,) each: zero, range, and whether all
+    is finite."""
     bits = tl.max(tl.where(counted[:, None], magnitude(x), 0), axis=0)
     low = tl.min(tl.where(counted[:, None], x, float("inf")), axis=0)
     high = tl.max(tl.where(counted[:, None], x, float("-inf")), axis=0)
@@ -233,8 +233,7 @@ def channel_range(x, counted, BITS: tl.constexpr):
     most = tl.full(low.shape, (1 << BITS) - 1, tl.float32)
     scale = to_float32(from_float32(tl.div_rn(extent, most), tl.float16))
     finite = tl.maximum(bits, tl.maximum(magnitude(zero), magnitude(scale))) < INFINITY_BITS
-    weight = extent * tl.maximum(tl.abs(low), tl.abs(high))
-    return zero, extent, weight, finite
+    return zero, extent, finite
 
 
 @triton.jit
@@ -287,7 +286,7 @@ def store_zeros(target, zero, finite, keep):
 @triton.jit
 def encode_channels(x, counted, scales, WIDTH: tl.constexpr, keep):
     """8 bits: x (G, n) -> codes (G, n) int32; stores scales (n,) where ``keep``, and zeros ``WIDTH`` behind."""
-    zero, extent, _, finite = channel_range(x, counted, 8)
+    zero, extent, finite = channel_range(x, counted, 8)
     lent, one = tl.zeros_like(finite.to(tl.int32)), tl.full(zero.shape, 1.0, tl.float32)
     codes, stored = channel_codes(x, zero, extent, finite, lent + 255, one, lent)
     tl.store(scales, stored, mask=keep)
@@ -297,13 +296,28 @@ def encode_channels(x, counted, scales, WIDTH: tl.constexpr, keep):
 
 @triton.jit
 def encode_channel_pairs(
-    low, high, counted, scales, WIDTH: tl.constexpr, SIZE: tl.constexpr, FIT: tl.constexpr, keep
+    low,
+    high,
+    counted,
+    scales,
+    rms,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    FIT: tl.constexpr,
+    keep,
 ):
-    """4 bits: low, high (G, n) -> bytes (G, n) int32, divided with FIT "mse"; the high channels lie ``SIZE`` behind."""
-    zero, extent, weight, finite = channel_range(low, counted, 4)
-    other_zero, other_extent, other_weight, other_finite = channel_range(high, counted, 4)
+    """4 bits: low, high (G, n) -> bytes (G, n) int32, divided with FIT "mse"; the high channels lie ``SIZE`` behind.
+
+    Pointers: ``scales`` (n,) are stored there, ``rms`` (n,) or None has those of the queries.
+    """
+    zero, extent, finite = channel_range(low, counted, 4)
+    other_zero, other_extent, other_finite = channel_range(high, counted, 4)
     if FIT == "mse":
         both = finite & other_finite
+        weight, other_weight = extent, other_extent
+        if rms is not None:
+            weight *= tl.load(rms, mask=keep, other=0.0)
+            other_weight *= tl.load(rms + SIZE, mask=keep, other=0.0)
         lent, taken = lent_to(weight, other_weight, both), lent_to(other_weight, weight, both)
     else:
         lent = tl.zeros_like(finite.to(tl.int32))

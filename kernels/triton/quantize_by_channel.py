@@ -48,7 +48,7 @@ def quantize_channel_kernel(
     at = scales + column
     if BITS == 4:
         high = to_float32(tl.load(source + SIZE, mask=inside, other=0.0))
-        codes = encode_channel_pairs(low, high, counted, at, DIM, SIZE, FIT, column < DIM)
+        codes = encode_channel_pairs(low, high, counted, at, None, DIM, SIZE, FIT, column < DIM)
     else:
         codes = encode_channels(low, counted, at, DIM, column < DIM)
     target = codes_ptr + token[:, None] * (DIM // PACKED * SIZE) + byte[None, :]

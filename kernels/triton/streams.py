@@ -29,7 +29,7 @@ class Stream(NamedTuple):
 
     ``new`` is (row, head, token, dim), ``new_dim`` None where values are neighbours; buffers are (row or
     page, lane, slot, value), slots following one another in memory. ``cos`` and ``sin`` turn new tokens, if not None;
-    their rows are ``cos_row`` elements apart.
+    their rows are ``cos_row`` elements apart. ``query_rms`` is (lane, value), contiguous.
     """
 
     new: Any
@@ -53,6 +53,7 @@ class Stream(NamedTuple):
     cos: Any = None
     sin: Any = None
     cos_row: Any = None
+    query_rms: Any = None
 
 
 class Queries(NamedTuple):
@@ -210,6 +211,7 @@ def stream_of(
         *_plane(f"{name}_codes", codes), *_plane(f"{name}_scales", scales)[:3],
         *_plane(f"{name}_tail", options.get(f"{name}_tail"))[:3],
         *_plane(f"{name}_sink", options.get(f"{name}_sink"))[:3], *table,
+        dense(options.get(f"{name}_query_rms")),
     )  # fmt: skip
 
 

@@ -46,7 +46,7 @@ class Layer:
     def to(self, device: torch.device) -> Layer:
         moved = copy.deepcopy(self)
         for name, view in moved.views.items():
-            parts = {n: getattr(view, n) for n in ("codes", "scales", "tail", "sink")}
+            parts = {n: getattr(view, n) for n in ("codes", "scales", "tail", "sink", "query_rms")}
             parts = {n: x if x is None else x.to(device) for n, x in parts.items()}
             moved.views[name] = replace(view, **parts)
             # deepcopy and .to() keep what strides an ordinary tensor has; others are given back
@@ -99,7 +99,10 @@ def layer(
             noise((batch, lanes.count, n, width), torch.float16) if n else None
             for n in (ring, sink)
         ]
-        views[name] = KVView(codes, scales, kind, *side, rotate=name[0] in rotate, fit=fit)
+        rms = torch.rand(lanes.count, width) * 8 if name[0] == "k" else None
+        views[name] = KVView(
+            codes, scales, kind, *side, rotate=name[0] in rotate, fit=fit, query_rms=rms
+        )
         new[name] = stored.spread(torch.randn(batch, heads, tokens, dim), kind).to(dtype)
     given = {n: cases.rows(*values) for n, values in place.items()}
     if pages is not None:

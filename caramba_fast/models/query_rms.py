@@ -1,0 +1,119 @@
+"""How large a model's queries are, channel by channel: by that 4-bit keys divide their bytes (docs/formats.md).
+
+The error of a score is the sum of what each channel of a key is off times the query there, so that a channel whose
+queries are large is worth more bits. Which ones those are is a matter of the weights far more than of the text: tokens
+picked from all over the vocabulary tell it as well as text does (docs/quality.md).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from caramba_fast.cache import AnyLayerShape, DecoupledLayerShape, ModelKVCache
+
+#: Tokens that are looked at, and how far their ids are apart.
+TOKENS, STEP = 64, 7919
+
+
+def probing_ids(vocab_size: int, device: torch.device, most: int | None = None) -> Tensor:
+    """(1, T) int64 ids from all over a vocabulary, no more than ``most``."""
+    count = TOKENS if most is None else min(TOKENS, most)
+    return (torch.arange(1, count + 1, device=device) * STEP % vocab_size)[None]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout, and as it is written where it is compiled; leaves every module as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class SquareMeans:
+    """Sums up the squares of queries, a stream of keys at a time."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Any, Tensor] = {}
+        self._counts: dict[Any, int] = {}
+
+    def add(self, name: Any, q: Tensor, n_kv_heads: int) -> None:
+        """Takes queries (B, H_q, T, D) that meet keys of so many heads."""
+        squares = q.detach().float().square().unflatten(1, (n_kv_heads, -1)).sum((0, 2, 3))
+        self._sums[name] = self._sums.get(name, 0) + squares
+        self._counts[name] = self._counts.get(name, 0) + q.numel() // squares.numel()
+
+    def roots(self) -> dict[Any, Tensor]:
+        """(H_kv, D) float32 of each stream; those without a finite value in each channel are left out."""
+        found = {name: (x / self._counts[name]).sqrt() for name, x in self._sums.items()}
+        return {name: x for name, x in found.items() if bool(x.isfinite().all())}
+
+
+class _Measured:
+    """What was found of a model, once a cache has asked for it; the model is not kept alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._found: list[dict[str, Tensor]] | None = None
+
+    def layer(self, layout: Sequence[AnyLayerShape], index: int) -> Mapping[str, Tensor]:
+        """(H_kv, D) of each stream of keys of a layer."""
+        if self._found is None:
+            model = self._model()
+            assert model is not None
+            self._found = _measure(model, layout)
+        return self._found[index]
+
+
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, _Measured] = weakref.WeakKeyDictionary()
+
+
+def with_query_rms(model: nn.Module, layout: Sequence[AnyLayerShape]) -> list[AnyLayerShape]:
+    """A model's layout whose shapes can say how large its queries are: one forward pass, when that is first asked."""
+    known = _KNOWN.get(model)
+    if known is None:
+        known = _KNOWN[model] = _Measured(model)
+    return [
+        replace(shape, query_rms=partial(known.layer, layout, index))
+        for index, shape in enumerate(layout)
+    ]
+
+
+def _measure(model: Any, layout: Sequence[AnyLayerShape]) -> list[dict[str, Tensor]]:
+    """One forward pass of a `LanguageModel` over a cache that listens."""
+    with torch.inference_mode(False), torch.no_grad(), evaluating(model):
+        ids = probing_ids(model.vocab_size, model.device, getattr(model, "max_positions", None))
+        cache = ModelKVCache(layout, 1, ids.shape[1], device=model.device, prefill="stored")
+        means = [SquareMeans() for _ in layout]
+        for layer, shape, mean in zip(cache.layers, layout, means, strict=True):
+            names = ("k_sem", "k_geo") if isinstance(shape, DecoupledLayerShape) else ("k",)
+            layer.attend_from = partial(_listen, layer.attend_from, layer.n_kv_heads, names, mean)  # type: ignore[method-assign]
+        model(ids, cache)
+        return [mean.roots() for mean in means]
+
+
+def _listen(
+    attend: Any,
+    n_kv_heads: int,
+    names: Sequence[str],
+    means: SquareMeans,
+    queries: tuple[Tensor, ...],
+    before: int,
+    options: dict[str, Any],
+) -> Any:
+    """`CachedRows.attend_from`, which takes note of the queries."""
+    for name, q in zip(names, queries, strict=True):
+        means.add(name, q, n_kv_heads)
+    return attend(queries, before, options)
