@@ -8,14 +8,14 @@ BASELINE = "fp16"
 ROTATED = "q4:plain,rotate"
 #: q4 as the serving engine has it: its pages are shared, and the newest tokens in fp16 belong to one request.
 SHARED = "q4:residual_len=0"
-#: Keys of which two channels divide a byte.
-DIVIDED = "q4:fit=mse"
+#: q4 whose keys are plain nibbles.
+NIBBLES = "q4:fit=amax/q4"
 #: Caches of the study, in the order of the tables.
 STUDY = (
     "q8",
     "q4",
     "nf4",
-    DIVIDED,
+    NIBBLES,
     "q4:qblock=64",
     SHARED,
     "q8/q4",
@@ -24,6 +24,6 @@ STUDY = (
     "q4:plain",
 )
 #: Caches behind odd prompts; q8_0 as it is stands for what nobody complains of.
-PROMPTED = ("q4", "nf4", DIVIDED, "q8", "q8:plain", ROTATED)
+PROMPTED = ("q4", "nf4", "q8", "q8:plain", ROTATED)
 #: Caches that answer questions, complete functions and write on; the last is one that has to fail.
-TASKS = ("q8", "q4", "nf4", DIVIDED, ROTATED, "q4:plain")
+TASKS = ("q8", "q4", "nf4", ROTATED, "q4:plain")

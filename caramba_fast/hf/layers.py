@@ -7,6 +7,7 @@ fixed size (`CarambaStaticLayer`), or one that serves a single forward pass (`St
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -210,15 +211,16 @@ class StoringLayer(CacheLayerMixin):
         with torch.inference_mode(False):
             self.store = LayerKVCache(
                 batch, max(self._first_room(), tokens, 1), heads * dim, heads * values.shape[3],
-                k_cfg, v_cfg, key_states.device, heads, query_rms=self._query_rms,
+                k_cfg, v_cfg, key_states.device, heads, query_rms=partial(self._query_rms, (heads, dim)),
             )  # fmt: skip
         self.store.attended_again = self.lends
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def _query_rms(self) -> dict[str, Tensor]:
+    def _query_rms(self, shape: tuple[int, int]) -> dict[str, Tensor]:
+        """Nothing for keys of another shape than the model's own, as of a part of its heads."""
         found = self.common.query_rms.get(self.index)
-        return {} if found is None else {"k": found}
+        return {} if found is None or found.shape != shape else {"k": found}
 
     @property
     def nbytes(self) -> int:
