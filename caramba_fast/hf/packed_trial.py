@@ -21,11 +21,11 @@ from caramba_fast.hf.compat import stock_layers
 from caramba_fast.hf.growing_layer import CarambaLayer
 from caramba_fast.hf.hybrid_layer import packed_layers
 from caramba_fast.hf.layers import Common, TensorsNeededError
+from caramba_fast.hf.probe import evaluating
 from caramba_fast.hf.row_layout import RightPadded
 from caramba_fast.hf.scope import our_attention
 from caramba_fast.hf.settings import CacheSettings
 from caramba_fast.hf.step_cache import PackedCache, StepCache
-from caramba_fast.models.query_rms import evaluating
 
 #: Tokens of the two rows of each of two passes.
 TRIAL = ([3, 5], [1, 2])

@@ -5,10 +5,12 @@ Configs name sizes in many ways, and per layer in some families; the tensors a l
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -22,7 +24,7 @@ from caramba_fast.hf.compat import (
     stock_layers,
 )
 from caramba_fast.hf.scope import inside, our_attention
-from caramba_fast.models.query_rms import SquareMeans, evaluating, probing_ids
+from caramba_fast.models.query_rms import SquareMeans, probing_ids, without_dropout
 
 ALLOWED = (
     "decoder-only causal language models that keep keys and values in a transformers Cache are"
@@ -32,6 +34,13 @@ ALLOWED = (
 def cannot_be_served(model: Any, reason: str) -> TypeError:
     """The error to raise for a model, and why."""
     return TypeError(f"{type(model).__name__} cannot be served: {reason}; {ALLOWED} supported")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout, and as it is written where it is compiled; leaves every module as it was."""
+    with torch.compiler.set_stance("force_eager"), without_dropout(model):
+        yield
 
 
 @torch.no_grad()

@@ -30,13 +30,12 @@ def probing_ids(vocab_size: int, device: torch.device, most: int | None = None) 
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout, and as it is written where it is compiled; leaves every module as it was."""
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """In eval mode; leaves every module as it was."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
+        yield
     finally:
         for module in training:
             module.training = True
@@ -93,14 +92,14 @@ def with_query_rms(model: nn.Module, layout: Sequence[AnyLayerShape]) -> list[An
 
 def _measure(model: Any, layout: Sequence[AnyLayerShape]) -> list[dict[str, Tensor]]:
     """One forward pass of a `LanguageModel` over a cache that listens."""
-    with torch.inference_mode(False), torch.no_grad(), evaluating(model):
+    with torch.inference_mode(False), torch.no_grad(), without_dropout(model):
         ids = probing_ids(model.vocab_size, model.device, getattr(model, "max_positions", None))
         cache = ModelKVCache(layout, 1, ids.shape[1], device=model.device, prefill="stored")
         means = [SquareMeans() for _ in layout]
         for layer, shape, mean in zip(cache.layers, layout, means, strict=True):
             names = ("k_sem", "k_geo") if isinstance(shape, DecoupledLayerShape) else ("k",)
             layer.attend_from = partial(_listen, layer.attend_from, layer.n_kv_heads, names, mean)  # type: ignore[method-assign]
-        model(ids, cache)
+        model.forward(ids, cache)
         return [mean.roots() for mean in means]
 
 
