@@ -65,6 +65,7 @@ def matrix(streams: int) -> list[str]:
         q4("sink_len=4", VALUES),
         *(q4(f"{KEYS},residual_len={n}", f"{VALUES},residual_len={n}") for n in (16, 32, 64)),
         q4(f"{KEYS},{TAIL},qblock=64", f"{VALUES},{TAIL}"),
+        "q4",
         "nf4:plain",
         "nf4",
     ]
