@@ -12,10 +12,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from caramba_fast import Generator
+from caramba_fast.bench.real.kivi import with_kivi
+from caramba_fast.bench.real.specs import KIVI
 from caramba_fast.cli.quality import Subject
 from caramba_fast.config import cache_configs
 from caramba_fast.config.files import read_json, replacing
@@ -61,7 +64,7 @@ def answers(subject: Subject, tokenizer: TextTokenizer, spec: str, group: Group)
     Args:
         subject: the model.
         tokenizer: its tokenizer, which stop strings need.
-        spec: how the cache is stored.
+        spec: how the cache is stored, or a name of `KIVI`.
         group: the prompts.
 
     Raises:
@@ -69,8 +72,11 @@ def answers(subject: Subject, tokenizer: TextTokenizer, spec: str, group: Group)
     """
     prompts = [list(prompt) for prompt in group.prompts]
     count = shared(prompts) if len(prompts) > 1 else 0
+    model: Any = subject.model
+    if spec in KIVI:
+        model, spec = with_kivi(model, KIVI[spec]), "fp16"
     generator = Generator(
-        subject.model, tokenizer=tokenizer, cache_kind=spec, do_sample=False, return_dict=True,
+        model, tokenizer=tokenizer, cache_kind=spec, do_sample=False, return_dict=True,
         max_new_tokens=group.new_tokens, stop=group.stop, ignore_eos=group.ignore_eos,
         max_seq_len=max(map(len, prompts)) + group.new_tokens,
     )  # fmt: skip
@@ -127,6 +133,7 @@ class AnswerStore:
         return found, seconds
 
     def _file(self, task: str, spec: str, group: Group) -> Path:
-        stored = [f"{name} {c.model_dump_json()}" for name, c in cache_configs(spec).items()]
+        configs = {} if spec in KIVI else cache_configs(spec)
+        stored = [f"{name} {c.model_dump_json()}" for name, c in configs.items()] or [spec]
         parts = [self._identity, str(ROWS), repr(group), *stored]  # what "q4" means may change
         return self.folder / f"{task}-{digest_of(parts, 16)}.json"

@@ -25,5 +25,7 @@ STUDY = (
 )
 #: Caches behind odd prompts; q8_0 as it is stands for what nobody complains of.
 PROMPTED = ("q4", "nf4", "q8", "q8:plain", ROTATED)
+#: Bits by the name of a cache that `kivi` stands in for.
+KIVI = {"KIVI, 2 bits": 2, "KIVI, 4 bits": 4}
 #: Caches that answer questions, complete functions and write on; the last is one that has to fail.
-TASKS = ("q8", "q4", "nf4", ROTATED, "q4:plain")
+TASKS = ("q8", "q4", "nf4", *KIVI, ROTATED, "q4:plain")

@@ -140,7 +140,8 @@ def run(
     """
     names = list(dict.fromkeys((chosen.BASELINE, *specs)))
     for name in names:
-        cache_configs(name)  # says at once what is no spec
+        if name not in chosen.KIVI:
+            cache_configs(name)  # says at once what is no spec
     subject = load_subject(str(model_folder(model)), "cpu")
     store = AnswerStore(parts / f"{file_name(model)}-answers", subject)
     code = note_code(store.folder)

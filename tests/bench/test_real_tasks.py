@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
 from caramba_fast.bench.real import agreement, answers, completion, retrieval
 from caramba_fast.bench.real.functions import MODULE, PROBLEMS
+from caramba_fast.bench.real.kivi import with_kivi
 from caramba_fast.cli.quality import Subject, load_subject
 from caramba_fast.models.demos import demo_path
 
@@ -115,6 +117,40 @@ def test_answers_behind_a_shared_prompt_are_those_of_each_alone(demo, monkeypatc
         if spec == "fp32":
             for prompt, row in zip(prompts, found, strict=True):
                 assert answers.answers(demo, tokenizer, spec, answers.Group((prompt,), 12)) == [row]
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_kivi_reads_what_its_codes_stand_for(demo, bits):
+    """However tokens came; the newest are as they were, and of old ones a group has as many values as codes."""
+    shape = with_kivi(demo.model, bits).cache_layout[0]
+    x = torch.randn(2, 2, shape.n_kv_heads, 400, shape.k_dim // shape.n_kv_heads).half().float()
+    found = []
+    for cuts in ((400,), (100, 30, 150, 1, 119)):
+        cache = shape.new_cache(batch_size=2, max_seq_len=512)
+        for part in zip(*(y.split(cuts, dim=2) for y in x), strict=True):
+            cache.append(*part)
+        found.append(cache.get())
+    assert all(map(torch.equal, *found))
+    k, v = found[0]
+    assert torch.equal(k[:, :, 384:], x[0, :, :, 384:]) and torch.equal(
+        v[:, :, 272:], x[1, :, :, 272:]
+    )
+    for old, given, last in ((k, x[0], 384), (v, x[1], 272)):
+        assert not torch.isclose(old[:, :, :last], given[:, :, :last]).all(-1).any()
+    channel, token = k[0, 0, 64:96, 3], v[0, 0, 100, :32]
+    assert len(channel.unique()) <= 2**bits and len(token.unique()) <= 2**bits
+    assert (k - x[0]).abs().max() < 8 / (2**bits - 1) and (v - x[1]).abs().max() < 8 / (2**bits - 1)
+
+
+def test_answers_through_kivi(demo):
+    tokenizer = answers.TextTokenizer.of(demo.name)
+    start = tokenizer.encode("def mean(values):\n    return sum(values) / len(values)\n" * 30)
+    prompts = tuple((*start, *tokenizer.encode(end)) for end in ("def f(x):\n", "import os\n"))
+    two, four, exact = (
+        answers.answers(demo, tokenizer, spec, answers.Group(prompts, 12))
+        for spec in ("KIVI, 2 bits", "KIVI, 4 bits", "fp16")
+    )
+    assert all(len(row) == 12 for row in (*two, *four)) and two != exact
 
 
 def test_answers_are_kept(demo, tmp_path, monkeypatch):
