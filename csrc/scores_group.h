@@ -123,10 +123,10 @@ inline void choose_integers(__m128 base, __m128 largest, float allowed, FoldedRo
 
 // ROWS queries times scales, into `folded`, and what makes them integers. In a divided byte the
 // high code stays above the low one's bits, where it counts 16 times as much: `score_columns` takes
-// that back.
+// that back. `masks`: those of the codes are made too.
 template <Packing P, int ROWS>
 void fold_queries(const float* q, const std::uint16_t* scales, const std::uint16_t* zeros,
-                  std::int64_t width, float allowed, const GroupScratch& scratch,
+                  std::int64_t width, float allowed, bool masks, const GroupScratch& scratch,
                   FoldedRows& rows) {
   __m512 sum[kFoldRows], most[kFoldRows];
   CARAMBA_FAST_UNROLL
@@ -146,7 +146,7 @@ void fold_queries(const float* q, const std::uint16_t* scales, const std::uint16
     for (std::int64_t d = 0; d < width; d += 16) fold(d, load_half(scales + d));
   } else {
     for (std::int64_t d = 0; d < width; d += kPacked) {
-      narrow(low_mask(scales + d), scratch.masks + d / 2);
+      if (masks) narrow(low_mask(scales + d), scratch.masks + d / 2);
       fold(d, load_scale(scales + d));
       fold(d + kPacked / 2, load_scale(scales + d + kPacked / 2));
     }
@@ -196,14 +196,14 @@ void score_columns(const std::uint8_t* columns, const std::int8_t* integers, std
   if constexpr (!DIVIDED) {
     for (std::int64_t d = 0; d < width; d += 4) add(d);
   } else {  // low codes, times 16, and high ones
-    for (std::int64_t d = 0; d < width; d += kPacked)
-      for (int j = 0; j < kPacked / 2; j += 4) add(d + j);
+    for (std::int64_t d = 0; d < width; d += kPacked) CARAMBA_FAST_UNROLL
+    for (int j = 0; j < kPacked / 2; j += 4) add(d + j);
     CARAMBA_FAST_UNROLL
     for (int b = 0; b < BYTES; ++b) CARAMBA_FAST_UNROLL
     for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
     for (int i = 0; i < TURNS; ++i) sums[b][r][i] = _mm512_slli_epi32(sums[b][r][i], 4);
-    for (std::int64_t d = kPacked / 2; d < width; d += kPacked)
-      for (int j = 0; j < kPacked / 2; j += 4) add(d + j);
+    for (std::int64_t d = kPacked / 2; d < width; d += kPacked) CARAMBA_FAST_UNROLL
+    for (int j = 0; j < kPacked / 2; j += 4) add(d + j);
   }
   constexpr float kUnit = DIVIDED ? kHighUnit : 1.0f;
   CARAMBA_FAST_UNROLL
@@ -240,7 +240,7 @@ inline constexpr const ScoreColumns* const* kScoreBytes[kMostBytes] = {
 
 using FoldQueries = void (*)(const float* q, const std::uint16_t* scales,
                              const std::uint16_t* zeros, std::int64_t width, float allowed,
-                             const GroupScratch& scratch, FoldedRows& rows);
+                             bool masks, const GroupScratch& scratch, FoldedRows& rows);
 template <Packing P>
 inline constexpr FoldQueries kFoldQueries[kFoldRows] = {fold_queries<P, 1>, fold_queries<P, 2>,
                                                         fold_queries<P, 3>, fold_queries<P, 4>};
@@ -292,7 +292,7 @@ void score_packed(const float* q, int rows, const GroupTokens& tokens, const Gro
     FoldedRows folded;
     const FoldQueries fold = kFoldQueries<P>[block - 1];
     fold(q + first * tokens.width, tokens.scales, tokens.zeros, tokens.width, tokens.allowed,
-         scratch, folded);
+         first == 0, scratch, folded);
     // Between the two, for the integers wait for the largest product; behind the masks.
     if (first == 0) turn_group<P>(tokens, scratch);
     score_folded<P == Packing::kDivided>(tokens, folded, block, scratch, scores + first * kScoreRow,
