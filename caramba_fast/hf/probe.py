@@ -5,6 +5,7 @@ Configs name sizes in many ways, and per layer in some families; the tensors a l
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -155,11 +156,13 @@ def query_rms(model: PreTrainedModel, configs: list[Any]) -> dict[int, Tensor]:
         configs: those whose attention can be ours, which sees the queries.
 
     Returns:
-        nothing of layers with another attention, and of models whose forward pass needs a cache.
+        nothing of layers with another attention, and of models whose forward pass fails without a cache, which a
+        warning says.
     """
     means = SquareMeans()
     embeddings: Any = model.get_input_embeddings()
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    most = most if isinstance(most, int) else None
     ids = probing_ids(len(embeddings.weight), embeddings.weight.device, most)
     with torch.inference_mode(False), evaluating(model), our_attention(configs):
         inside.queries = means.add
@@ -172,9 +175,14 @@ def query_rms(model: PreTrainedModel, configs: list[Any]) -> dict[int, Tensor]:
             ValueError,
             AttributeError,
             TypeError,
-            NotImplementedError,
-            IndexError,
-        ):
+            LookupError,
+            AssertionError,
+        ) as error:
+            warnings.warn(
+                f"{type(model).__name__}: a forward pass without a cache failed ({error}), so it is not known how "
+                "large its queries are; 4-bit keys divide their bytes by ranges alone",
+                stacklevel=2,
+            )
             return {}
         finally:
             inside.queries = None
