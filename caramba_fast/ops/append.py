@@ -342,6 +342,7 @@ def _check(
     checks.same_device(
         start=start, block_table=block_table, **{f"{n}_codes": v.codes for n, v in views.items()},
         **{f"{n}_new": x for n, x in new.items()}, **rotary,
+        **{f"{n}_query_rms": v.query_rms for n, v in views.items()},
     )  # fmt: skip
 
 

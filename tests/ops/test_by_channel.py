@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support import dense
@@ -165,6 +167,21 @@ def test_tokens_that_do_not_count_leave_the_range_alone():
 def test_shapes_that_do_not_fit_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("rms", "message"),
+    [
+        (torch.ones(1, 64), r"k_query_rms is \(1, 64\) torch.float32; \(2, 64\) float32 is needed"),
+        (torch.ones(2, 64).half(), r"k_query_rms is \(2, 64\) torch.float16; \(2, 64\) float32"),
+        (torch.ones(2, 64, device="meta"), "tensors must share one device; .*k_query_rms on meta"),
+    ],
+)  # fmt: skip
+def test_queries_that_do_not_fit_are_named(rms, message):
+    k, v = views()
+    start = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        append_(replace(k, fit="mse", query_rms=rms), v, *torch.ones(2, 2, 2, 32, 64), start)
 
 
 def test_every_op_says_what_serves_it_by_channel():
@@ -345,7 +362,8 @@ def test_opcheck():
     ops = torch.ops.caramba_fast
     torch.library.opcheck(ops.quantize.by_channel, (new[:, :, :32], "q4_channel", 32, "amax"))
     torch.library.opcheck(
-        ops.append_.by_channel, (*stored, new, new, start, *kinds), sides,
+        ops.append_.by_channel, (*stored, new, new, start, *kinds),
+        {**sides, "fit_k": "mse", "k_query_rms": torch.rand(k.codes.shape[1], k.lane_dim)},
         test_utils=("test_schema", "test_faketensor"),
     )  # fmt: skip
     torch.library.opcheck(
