@@ -21,6 +21,8 @@ EVERYTHING = [option for option in cases.OPTIONS if option != "window"]
 DBA = {"dims": {"k_sem": 8, "k_geo": 16, "v": 32}, "kinds": ("q8_0", "q4_0", "nf4")}
 KINDS = (("q8_0", "q4_0"), ("fp16", "nf4"))
 CHANNEL = (("q8_channel", "q4_0"), ("q4_channel", "q4_channel"))
+#: Kinds whose bytes are divided by what queries make of errors.
+DIVIDED = ("q4_channel",)
 #: What lies around a tensor's own numbers: NaN, or integers that are wrong everywhere and in bounds.
 POISON = {torch.int32: 1, torch.int8: 85, torch.uint8: 85}
 REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError)
@@ -114,6 +116,11 @@ def layer(name: str, variant: int) -> dict[str, Any]:
     q = torch.randn(2, 4, *keys.shape[2:])
     angles = {f"rotary_{part}": torch.randn(2, 2, keys.shape[3]) for part in ("cos", "sin")}
     call |= {"rotary_q": q, **angles, "rotary_out": torch.zeros_like(q)}
+    for stream, part in case.streams.items():
+        lanes, width = part.view.codes.shape[1], part.view.lane_dim
+        call[f"{stream}_query_rms"] = 0.5 + torch.rand(lanes, width)
+        if part.view.kind in DIVIDED:
+            call[f"fit_{stream}"] = "mse"
     return call | {"start": cases.rows(5, 6), "query_lens": cases.rows(2, 1)}
 
 
