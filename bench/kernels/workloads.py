@@ -32,6 +32,7 @@ from caramba_fast.ops import (
     use_backend,
 )
 from caramba_fast.ops.memory import empty
+from caramba_fast.ops.quantize import encode_groups
 from caramba_fast.ops.view import Lanes
 
 OPS: dict[str, Callable[..., Any]] = {
@@ -42,6 +43,8 @@ OPS: dict[str, Callable[..., Any]] = {
 #: Copies of small inputs at most.
 MOST_COPIES = 256
 LOGIT_DEVIATION = 2.0
+#: Of the logarithm of queries' sizes by channel: half of the bytes of 4-bit keys are divided then, as in real models.
+QUERY_DEVIATION = 0.82
 
 
 @dataclass
@@ -81,11 +84,22 @@ def stored(
     codes = empty((*lead, form.code_width(width)), form.dtype, x.device)
     groups = (*lead[:2], lead[2] // BLOCK) if form.by_channel else lead
     scales = empty((*groups, form.scales_width(width, BLOCK)), torch.float16, x.device)
+    view = KVView(codes, scales, kind, ring)
+    if form.by_channel and form.bits == 4:
+        sizes = (QUERY_DEVIATION * torch.randn(lanes.count, width, device=x.device)).exp()
+        view = replace(view, fit="mse", query_rms=sizes)
     for row in range(x.shape[0] if fill else 0):
-        codes[row : row + 1], scales[row : row + 1] = quantize(
-            lanes.pack(x[row : row + 1]), kind, BLOCK
-        )
-    return KVView(codes, scales, kind, ring)
+        codes[row : row + 1], scales[row : row + 1] = _encoded(view, lanes.pack(x[row : row + 1]))
+    return view
+
+
+def _encoded(view: KVView, x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (1, lanes, S, lane_dim) as codes and scales of the view's kind."""
+    if view.query_rms is None:
+        return quantize(x, view.kind, BLOCK)
+    groups = x.float().unflatten(-2, (-1, BLOCK))
+    codes, scales = encode_groups(groups, view.kind, None, view.fit, view.query_rms[:, None])
+    return codes.flatten(-3, -2), scales
 
 
 def streams_of(

@@ -30,6 +30,7 @@ from caramba_fast.bench.kernels.shards import Shard
 from caramba_fast.bench.kernels.table import COLUMNS, read
 from caramba_fast.bench.pages import gpu_page, real_decode_page, report, sections
 from caramba_fast.ops import decode_attention, use_backend
+from caramba_fast.ops.view import Lanes
 
 CPU = torch.device("cpu")
 SMALL = Case("decode_attention", ("q8_0",), 2, 4, 2, 64, 128, tokens=3, dtype="fp32")
@@ -81,6 +82,14 @@ def test_the_oracle_reads_keys_by_channel_and_their_ring(layout, tokens):
     assert oracle.error(out, [q], views, kv_heads=2) < 1e-5
     torn = [replace(view, tail=view.tail + 0.5) for view in views]
     assert (oracle.error(out, [q], torn, kv_heads=2) > 1e-3) == (tokens > 1)
+
+
+def test_half_of_the_bytes_of_keys_are_divided():
+    torch.manual_seed(0)
+    view = workloads.stored(torch.randn(1, 8, 128, 128), "q4_channel", Lanes.of(8, 128, 128))
+    assert view.scales is not None and view.fit == "mse" and view.query_rms is not None
+    lending = (view.scales[..., :128].view(torch.int16) < 0).float().mean()
+    assert 0.2 < lending < 0.3  # of the two channels of a byte one lends at most
 
 
 # -- the oracle ---------------------------------------------------------------------------------
