@@ -118,7 +118,9 @@ class Capabilities:
         }
 
     def keys_query_rms(self, layer: int) -> dict[str, Tensor]:
-        """Of one layer, as `LayerShape.query_rms` gives it."""
+        """Of one layer, as `LayerShape.query_rms` gives it; nothing once the model is gone and nobody has asked."""
+        if "query_rms" not in self.__dict__ and self._model() is None:
+            return {}
         found = self.query_rms.get(layer)
         return {} if found is None else {"k": found}
 

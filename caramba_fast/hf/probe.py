@@ -25,7 +25,12 @@ from caramba_fast.hf.compat import (
     stock_layers,
 )
 from caramba_fast.hf.scope import inside, our_attention
-from caramba_fast.models.query_rms import SquareMeans, probing_ids, without_dropout
+from caramba_fast.models.query_rms import (
+    FAILURES,
+    SquareMeans,
+    probing_ids,
+    without_dropout,
+)
 
 ALLOWED = (
     "decoder-only causal language models that keep keys and values in a transformers Cache are"
@@ -148,7 +153,6 @@ def recording(layer: Any) -> RecordingLayer:
     return made
 
 
-@torch.no_grad()
 def query_rms(model: PreTrainedModel, configs: list[Any]) -> dict[int, Tensor]:
     """How large the queries of each attention layer are, (H_kv, D) by its number: one forward pass without a cache.
 
@@ -164,20 +168,14 @@ def query_rms(model: PreTrainedModel, configs: list[Any]) -> dict[int, Tensor]:
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     most = most if isinstance(most, int) else None
     ids = probing_ids(len(embeddings.weight), embeddings.weight.device, most)
-    with torch.inference_mode(False), evaluating(model), our_attention(configs):
+    # Leaving inference mode turns gradients on, so that they are turned off behind it.
+    with torch.inference_mode(False), torch.no_grad(), evaluating(model), our_attention(configs):
         inside.queries = means.add
         try:
             model(input_ids=ids, use_cache=False)
         except torch.OutOfMemoryError:
             raise
-        except (
-            RuntimeError,
-            ValueError,
-            AttributeError,
-            TypeError,
-            LookupError,
-            AssertionError,
-        ) as error:
+        except FAILURES as error:
             warnings.warn(
                 f"{type(model).__name__}: a forward pass without a cache failed ({error}), so it is not known how "
                 "large its queries are; 4-bit keys divide their bytes by ranges alone",

@@ -127,7 +127,7 @@ def _storage_problems(generator: StepwiseGenerator, part: SavedPart) -> list[str
         mine = {} if config is None else config.model_dump(mode="json")
         found += [
             f"{key} of {name} is {shown(mine.get(key))}, the session has {shown(theirs.get(key))}"
-            for key in sorted({*mine, *theirs})
+            for key in sorted({*mine, *theirs} - {"fit"})  # reading does not depend on it
             if mine.get(key) != theirs.get(key)
         ]
     return found

@@ -7,6 +7,7 @@ picked from all over the vocabulary tell it as well as text does (docs/quality.m
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from caramba_fast.cache import AnyLayerShape, DecoupledLayerShape, ModelKVCache
 
 #: Tokens that are looked at, and how far their ids are apart.
 TOKENS, STEP = 64, 7919
+#: What a model may say of a forward pass it was not made for.
+FAILURES = (RuntimeError, ValueError, AttributeError, TypeError, LookupError, AssertionError)
 
 
 def probing_ids(vocab_size: int, device: torch.device, most: int | None = None) -> Tensor:
@@ -68,11 +71,22 @@ class _Measured:
         self._found: list[dict[str, Tensor]] | None = None
 
     def layer(self, layout: Sequence[AnyLayerShape], index: int) -> Mapping[str, Tensor]:
-        """(H_kv, D) of each stream of keys of a layer."""
+        """(H_kv, D) of each stream of keys of a layer; nothing of a model that is gone or cannot take the tokens."""
         if self._found is None:
             model = self._model()
-            assert model is not None
-            self._found = _measure(model, layout)
+            if model is None:
+                return {}
+            try:
+                self._found = _measure(model, layout)
+            except torch.OutOfMemoryError:
+                raise
+            except FAILURES as error:
+                warnings.warn(
+                    f"{type(model).__name__}: a forward pass over {TOKENS} tokens failed ({error}), so it is not known "
+                    "how large its queries are; 4-bit keys divide their bytes by ranges alone",
+                    stacklevel=2,
+                )
+                self._found = [{} for _ in layout]
         return self._found[index]
 
 

@@ -104,6 +104,17 @@ def test_windows_of_the_model_and_of_a_decode_plan(kind: str, tmp_path: Path) ->
         wide.resume(tmp_path / "plan")
 
 
+def test_sessions_of_plain_nibbles_go_on_with_divided_bytes(tmp_path: Path) -> None:
+    """How scales were found is no matter of reading: sessions of before bytes were divided open."""
+    first = generator("q4:fit=amax/q4")
+    first.generate(ONE)
+    first.save(tmp_path / "session")
+    second = generator("q4")
+    second.resume(tmp_path / "session")
+    assert second.tokens == first.tokens
+    assert len(second.generate([[5, 6, 7]])[0]) == 3 + 12
+
+
 @pytest.mark.parametrize("kind", ["fp16", "q8", "q4"])
 def test_after_whatever_a_conversation_went_through(kind: str, tmp_path: Path) -> None:
     """Turns taken back across groups, answers that ended early, several answers, beams, other room."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 
@@ -150,6 +151,18 @@ def test_a_model_that_needs_a_cache_has_none_and_generates(theirs, monkeypatch):
     restore(theirs)
 
 
+def test_no_graph_is_kept_and_parameters_made_without_one_will_do():
+    with torch.inference_mode():
+        theirs = AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32).eval()
+    graphs = []
+    hook = theirs.model.layers[0].register_forward_hook(
+        lambda *_: graphs.append(torch.is_grad_enabled())
+    )
+    found = capabilities_of(theirs).query_rms
+    hook.remove()
+    assert set(graphs) == {False} and len(found) == len(theirs.model.layers)
+
+
 def test_passes_of_other_threads_are_not_counted(theirs):
     accelerate(theirs)
     stop, ids = threading.Event(), torch.arange(100, 120)[None]
@@ -190,6 +203,28 @@ def test_a_model_with_a_context_is_asked_as_well():
     rms = measured(model)[0]["k"]
     assert (rms[:, 0] > 10 * rms[:, 1:].mean(1)).all()
     assert stored(model)[0] is not None
+
+
+class ShortAttention(OwnAttention):
+    """No position from the 33rd token on."""
+
+    def forward(self, tokens, ctx):
+        places = nn.functional.embedding(torch.arange(tokens.shape[1]), torch.ones(32, 1))
+        return places * super().forward(tokens, ctx)
+
+
+def test_a_model_that_cannot_take_the_tokens_says_so_and_has_a_cache():
+    model = ContextModel(ShortAttention(1.0), [LayerShape(64, 64, 2)], 50)
+    with pytest.warns(UserWarning, match="ContextModel: a forward pass over 64 tokens failed"):
+        assert stored(model) == [None]
+    assert stored(model) == [None]
+
+
+def test_a_layout_outlives_its_model():
+    layout = load_demo("gqa").cache_layout
+    gc.collect()
+    cache = ModelKVCache(layout, 1, 64, **cache_configs("q4"))
+    assert cache.layers[0].streams["k"].view.query_rms is None
 
 
 def test_each_rank_has_those_of_its_heads(gqa):
