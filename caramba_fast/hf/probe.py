@@ -1,4 +1,4 @@
-"""What a model caches, found by asking it: one forward pass over three tokens.
+"""What a model caches, and how large its queries are, found by asking it: small forward passes.
 
 Configs name sizes in many ways, and per layer in some families; the tensors a layer hands to its cache do not.
 """

@@ -1,8 +1,8 @@
-"""How large a model's queries are, channel by channel: by that 4-bit keys divide their bytes (docs/formats.md).
+"""How large a model's queries are, channel by channel: 4-bit keys divide their bytes by it (docs/formats.md).
 
 The error of a score is the sum of what each channel of a key is off times the query there, so that a channel whose
 queries are large is worth more bits. Which ones those are is a matter of the weights far more than of the text: tokens
-picked from all over the vocabulary tell it as well as text does (docs/quality.md).
+picked from all over the vocabulary tell it as well as text does (docs/formats.md).
 """
 
 from __future__ import annotations

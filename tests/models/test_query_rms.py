@@ -236,7 +236,7 @@ def test_each_rank_has_those_of_its_heads(gqa):
     assert torch.equal(own.query_rms()["k"], shape.query_rms()["k"][1:])
 
 
-def test_layers_are_damaged_by_no_number_that_is_none():
+def test_a_stream_with_an_infinite_query_is_left_out():
     means = SquareMeans()
     means.add("k", torch.ones(1, 4, 3, 8), 2)
     means.add("k", 3 * torch.ones(1, 4, 1, 8), 2)
