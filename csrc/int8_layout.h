@@ -184,7 +184,7 @@ inline void load_rows(const char* codes, std::int64_t stride, int t, int count, 
   }
   CARAMBA_FAST_UNROLL
   for (int i = 0; i < 4; ++i) {
-    if (PREFETCH) __builtin_prefetch(from[i] + kAhead, 0, 2);
+    if (PREFETCH) __builtin_prefetch(from[i] + ahead_of(stride), 0, 3);
     rows[i] = load_words(words, from[i]);
   }
 }

@@ -48,6 +48,43 @@ inline float greatest_of(Floats v) {
 }
 #endif
 
+#if CARAMBA_FAST_VECTOR_BITS == 512
+template <bool SUM>
+inline __m512 pair(__m512 a, __m512 b) {
+  return SUM ? _mm512_add_ps(a, b) : _mm512_max_ps(a, b);
+}
+
+// Of four vectors the sums, or the largest entries.
+template <bool SUM>
+inline __m128 reduced(const __m512 (&v)[4]) {
+  const __m512 a = pair<SUM>(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+  const __m512 b = pair<SUM>(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+  const __m512 lanes = pair<SUM>(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+  const __m512 half = pair<SUM>(lanes, _mm512_shuffle_f32x4(lanes, lanes, 0x4e));
+  return _mm512_castps512_ps128(pair<SUM>(half, _mm512_shuffle_f32x4(half, half, 0xb1)));
+}
+template <bool SUM>
+inline void reduce(const Floats (&v)[4], float (&to)[4]) {
+  _mm_storeu_ps(to, reduced<SUM>({v[0], v[1], v[2], v[3]}));
+}
+#else
+template <bool SUM>
+inline void reduce(const Floats (&v)[4], float (&to)[4]) {
+  for (int i = 0; i < 4; ++i) to[i] = SUM ? sum_of(v[i]) : greatest_of(v[i]);
+}
+#endif
+
+// e^r for what rounding to a power of two leaves, |r| <= log(2) / 2. The polynomial is Cephes' expf
+// (https://www.netlib.org/cephes/), in pairs, so that steps wait for fewer others.
+inline Floats exponential_of_rest(Floats r) {
+  const Floats square = r * r;
+  const Floats low = fused(splat(1.6666665459e-1f), r, splat(5.0000001201e-1f));
+  const Floats middle = fused(splat(8.3334519073e-3f), r, splat(4.1665795894e-2f));
+  const Floats high = fused(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
+  const Floats p = fused(fused(high, square, middle), square, low);
+  return fused(p, square, r) + 1.0f;
+}
+
 // e^x to 2 ulp; 0 below -87 (also for -infinity), infinity above 88.7; NaN stays NaN.
 inline Floats exponential(Floats x) {
   const Floats bounded = x > splat(88.8f) ? splat(88.8f) : x;
@@ -56,13 +93,7 @@ inline Floats exponential(Floats x) {
   const Floats n = shifted - magic;
   Floats r = fused(n, splat(-0.693359375f), bounded);
   r = fused(n, splat(2.12194440e-4f), r);
-  Floats p = splat(1.9875691500e-4f);  // Cephes' expf, https://www.netlib.org/cephes/
-  p = fused(p, r, splat(1.3981999507e-3f));
-  p = fused(p, r, splat(8.3334519073e-3f));
-  p = fused(p, r, splat(4.1665795894e-2f));
-  p = fused(p, r, splat(1.6666665459e-1f));
-  p = fused(p, r, splat(5.0000001201e-1f));
-  p = fused(p * r, r, r) + 1.0f;
+  const Floats p = exponential_of_rest(r);
 #if CARAMBA_FAST_VECTOR_BITS == 512
   const Floats value = _mm512_scalef_ps(p, n);
 #else
@@ -74,6 +105,20 @@ inline Floats exponential(Floats x) {
   const Floats value = p * two_to_half * two_to_rest;
 #endif
   return x < splat(-87.3f) ? splat(0.0f) : value;
+}
+
+// The same of x <= 0, to 0 below -104 through what is less than normal: softmax weights.
+inline Floats weight_of(Floats x) {
+#if CARAMBA_FAST_VECTOR_BITS == 512
+  const Floats magic = splat(12582912.0f);
+  const Floats bounded = _mm512_max_ps(splat(-200.0f), x);  // x where it is NaN
+  const Floats shifted = fused(bounded, splat(1.44269504f), magic);
+  const Floats n = shifted - magic;
+  // log(2) in one part: it is as near to an fp32 as two parts of it.
+  return _mm512_scalef_ps(exponential_of_rest(fused(n, splat(-0.693147182f), bounded)), n);
+#else
+  return exponential(x);
+#endif
 }
 
 // The exponent of two of a positive number; 128 for infinity and NaN.

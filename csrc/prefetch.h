@@ -2,7 +2,10 @@
 // and lengths are in bytes. Compiled once per instruction set, in that set's namespace.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+
+#include "attention_job.h"
 
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
@@ -12,14 +15,18 @@ inline const T* token_at(const void* data, std::int64_t stride, std::int64_t tok
   return reinterpret_cast<const T*>(static_cast<const char*>(data) + token * stride);
 }
 
-// How far ahead of what is read the next bytes of a stream are asked for. Hardware follows a stream
-// to the end of its page; a lane changes streams with every tile.
-inline constexpr std::int64_t kAhead = 4096;
+// How far ahead of what is read the next bytes of a stream are asked for: a tile, for a lane changes
+// streams with every tile, and hardware follows a stream to the end of its page only. They go to the
+// first-level cache, which holds a tile of each stream and the next one.
 inline constexpr std::int64_t kLine = 64;
+inline std::int64_t ahead_of(std::int64_t stride) {
+  return std::max<std::int64_t>(kTile * stride, 4096);
+}
 
-inline void prefetch(const void* at, std::int64_t bytes) {
+// `bytes` of a stream of tokens `stride` apart, a tile behind `at`.
+inline void prefetch(const void* at, std::int64_t bytes, std::int64_t stride) {
   for (std::int64_t i = 0; i < bytes; i += kLine)
-    __builtin_prefetch(static_cast<const char*>(at) + kAhead + i, 0, 2);
+    __builtin_prefetch(static_cast<const char*>(at) + ahead_of(stride) + i, 0, 3);
 }
 
 }  // namespace CARAMBA_FAST_ISA

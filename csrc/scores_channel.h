@@ -28,7 +28,7 @@ void score_codes(const float* q, const float* base, const std::int32_t* masks, s
     CARAMBA_FAST_UNROLL
     for (int i = 0; i < kTokens; ++i)  // past the end the last token stands in
       key[i] = token_at<std::uint8_t>(codes, stride, t + i < count ? t + i : count - 1);
-    for (int i = 0; i < kTokens; ++i) prefetch(key[i], width * BITS / 8);
+    for (int i = 0; i < kTokens; ++i) prefetch(key[i], width * BITS / 8, stride);
     Floats sums[kLanes] = {};
     const auto add = [&](std::int64_t d, const Floats(&values)[kTokens]) {
       CARAMBA_FAST_UNROLL
@@ -126,8 +126,8 @@ void score_group_tokens(const HeadQuery& query, int rows, const char* scales, st
   std::int32_t* masks = query.masks;
 #if CARAMBA_FAST_TURNS_CODES
   for (std::int64_t i = 0; i < 2 * width; i += kLine) {  // those of the group after the next one
-    __builtin_prefetch(scales + 4 * zeros + i, 0, 2);
-    __builtin_prefetch(scales + 5 * zeros + i, 0, 2);
+    __builtin_prefetch(scales + 4 * zeros + i, 0, 3);
+    __builtin_prefetch(scales + 5 * zeros + i, 0, 3);
   }
   for (int t = 0; t < count; t += kTurned) {
     const GroupTokens tokens = {scale,

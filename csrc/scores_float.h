@@ -25,7 +25,7 @@ void score_rows(const float* q, std::int64_t width, const void* keys, std::int64
       key[i] =
           token_at<typename Values<T>::Storage>(keys, stride, t + i < count ? t + i : count - 1);
     for (int i = 0; i < kTokens; ++i)
-      prefetch(key[i], width * static_cast<std::int64_t>(sizeof *key[i]));
+      prefetch(key[i], width * static_cast<std::int64_t>(sizeof *key[i]), stride);
     Floats sums[kLanes] = {};
     for (std::int64_t d = 0; d < width; d += kLanes) {
       Floats k[kTokens];

@@ -45,11 +45,11 @@ inline void cap_scores(float* scores, int count, float softcap) {
   }
 }
 
-// The softcap, and -infinity for what a query does not see and behind the tile; `largest` (query
-// rows) is the largest that is left.
+// The softcap, and -infinity for what a query does not see and behind the tile.
 inline void mask_scores(const Lane& lane, const Tile& tile, const Visibility& visibility,
-                        float* scores, float* largest) {
+                        float* scores) {
   const int whole = whole_vectors(tile.count);
+  if (lane.job.softcap <= 0 && visibility.whole && whole == tile.count) return;
   for (int r = 0; r < lane.query_rows; ++r) {
     float* row = scores + r * kScoreRow;
     if (lane.job.softcap > 0) cap_scores(row, tile.count, lane.job.softcap);
@@ -59,11 +59,46 @@ inline void mask_scores(const Lane& lane, const Tile& tile, const Visibility& vi
       const Ints there = first_lanes() < splat(tile.count - last);
       store_as(there ? load_as<Floats>(row + last) : splat(kNegativeInfinity), row + last);
     }
-    Floats most = splat(kNegativeInfinity);
-    for (int i = 0; i < whole; i += kLanes) most = greater(load_as<Floats>(row + i), most);
-    largest[r] = greatest_of(most);
   }
 }
+
+inline constexpr int kSoftmaxRows = 4;  // rows that are weighed at once: each waits for itself
+
+// The largest score of each of ROWS rows, -infinity for what has none.
+template <int ROWS>
+void largest_scores(const float* scores, int whole, float (&largest)[kSoftmaxRows]) {
+  Floats most[kSoftmaxRows];
+  CARAMBA_FAST_UNROLL
+  for (int r = 0; r < kSoftmaxRows; ++r) most[r] = splat(kNegativeInfinity);
+  for (int i = 0; i < whole; i += kLanes) CARAMBA_FAST_UNROLL
+  for (int r = 0; r < ROWS; ++r)
+    most[r] = greater(load_as<Floats>(scores + r * kScoreRow + i), most[r]);
+  reduce<false>(most, largest);
+}
+
+// Scores of ROWS rows become weights, zeros behind the tile; their sums.
+template <int ROWS>
+void weigh_rows(float* scores, int whole, const float* max, float (&sums)[kSoftmaxRows]) {
+  Floats total[kSoftmaxRows] = {};
+  for (int i = 0; i < whole; i += kLanes) CARAMBA_FAST_UNROLL
+  for (int r = 0; r < ROWS; ++r) {
+    float* at = scores + r * kScoreRow + i;
+    const Floats weight = weight_of(load_as<Floats>(at) - max[r]);
+    total[r] += weight;
+    store_as(weight, at);
+  }
+  for (int i = whole; i < kTile; i += kLanes) CARAMBA_FAST_UNROLL
+  for (int r = 0; r < ROWS; ++r) store_as(Floats{}, scores + r * kScoreRow + i);
+  reduce<true>(total, sums);
+}
+
+using LargestScores = void (*)(const float* scores, int whole, float (&largest)[kSoftmaxRows]);
+using WeighRows = void (*)(float* scores, int whole, const float* max,
+                           float (&sums)[kSoftmaxRows]);
+inline constexpr LargestScores kLargestScores[kSoftmaxRows] = {
+    largest_scores<1>, largest_scores<2>, largest_scores<3>, largest_scores<4>};
+inline constexpr WeighRows kWeighRows[kSoftmaxRows] = {weigh_rows<1>, weigh_rows<2>, weigh_rows<3>,
+                                                       weigh_rows<4>};
 
 // Scores (query rows, kScoreRow) become weights exp(score - max), zeros where nothing is seen.
 // Where a maximum rises, rescale(r, factor) is told by what all that is summed so far shrinks.
@@ -72,40 +107,37 @@ inline void mask_scores(const Lane& lane, const Tile& tile, const Visibility& vi
 template <class Rescale>
 bool weigh_scores(const Lane& lane, const Tile& tile, const Visibility& visibility,
                   const Softmax& softmax, float* scores, float* shares, const Rescale& rescale) {
-  // All rows step by step, not row by row: each step waits for the one before.
-  mask_scores(lane, tile, visibility, scores, shares);
-  bool any = false;
-  for (int r = 0; r < lane.query_rows; ++r) {
-    const float before = softmax.max[r], now = shares[r];
-    any = any || std::max(before, now) != kNegativeInfinity;
-    if (!(now > before)) continue;
-    softmax.max[r] = now;
-    if (before == kNegativeInfinity) continue;  // nothing is summed yet
-    const float factor = std::exp(before - now);
-    softmax.total[r] *= factor;
-    rescale(r, factor);
-  }
+  mask_scores(lane, tile, visibility, scores);
   const int whole = whole_vectors(tile.count);
-  for (int r = 0; r < lane.query_rows; ++r) {
-    float* row = scores + r * kScoreRow;
-    const float max = softmax.max[r];
-    if (max == kNegativeInfinity) {  // also where every score seen is NaN: that must show
-      bool damaged = false;
-      for (int i = 0; i < tile.count; ++i) damaged = damaged || row[i] != row[i];
-      if (damaged) softmax.total[r] = std::numeric_limits<float>::quiet_NaN();
-      std::fill(row, row + kTile, 0.0f);
-      continue;  // its share stays -infinity
+  bool any = false;
+  for (int first = 0; first < lane.query_rows; first += kSoftmaxRows) {
+    const int rows = std::min(lane.query_rows - first, kSoftmaxRows);
+    float* block = scores + first * kScoreRow;
+    float largest[kSoftmaxRows], against[kSoftmaxRows], sums[kSoftmaxRows];
+    kLargestScores[rows - 1](block, whole, largest);
+    for (int r = 0; r < rows; ++r) {
+      const float before = softmax.max[first + r], now = largest[r], max = std::max(before, now);
+      any = any || max != kNegativeInfinity;
+      against[r] = max == kNegativeInfinity ? 0 : max;  // without scores weights are 0 or NaN
+      if (!(now > before)) continue;
+      softmax.max[first + r] = now;
+      if (before == kNegativeInfinity) continue;  // nothing is summed yet
+      const float factor = std::exp(before - now);
+      softmax.total[first + r] *= factor;
+      rescale(first + r, factor);
     }
-    Floats total{};
-    for (int i = 0; i < whole; i += kLanes) {
-      const Floats weight = exponential(load_as<Floats>(row + i) - max);
-      total += weight;
-      store_as(weight, row + i);
+    kWeighRows[rows - 1](block, whole, against, sums);
+    for (int r = 0; r < rows; ++r) {
+      const float max = softmax.max[first + r];
+      float& total = softmax.total[first + r];
+      total += sums[r];
+      const float log2_of_largest = (largest[r] - max) * 1.44269504f;
+      shares[first + r] = log2_of_largest - static_cast<float>(exponent_of(total));
+      if (max != kNegativeInfinity) continue;
+      // Nothing is seen, or every score seen is NaN, which the total shows.
+      std::fill_n(block + r * kScoreRow, kTile, 0.0f);
+      shares[first + r] = kNegativeInfinity;
     }
-    std::fill(row + whole, row + kTile, 0.0f);
-    softmax.total[r] += sum_of(total);
-    const float log2_of_largest = (shares[r] - max) * 1.44269504f;
-    shares[r] = log2_of_largest - static_cast<float>(exponent_of(softmax.total[r]));
   }
   return any;
 }

@@ -48,7 +48,7 @@ struct TileScales {
 
   ScaleSteps steps(const char* from, std::int64_t stride, const HeadBytes& head, int count) {
     for (std::int64_t i = 0; i < stride * kTile; i += kLine)
-      __builtin_prefetch(from + kAhead / 4 + i);
+      __builtin_prefetch(from + ahead_of(stride) + i, 0, 3);
     if (stride * head.fold == 2 * head.blocks)
       return {from, 4 * head.blocks, count * head.token_blocks};
     for (int t = 0; t < count; ++t)

@@ -1,5 +1,5 @@
-// Codes by channel, turned for products of bytes (scores_group.h): a vector has four values of 16
-// tokens, and vectors follow the order of the values. Included in isa_avx512_vnni.cpp alone, in
+// Codes by channel, turned for products of bytes (scores_group.h): a vector has four bytes of each
+// of 16 tokens, and vectors follow the order of the bytes. Included in isa_avx512_vnni.cpp alone, in
 // that set's namespace.
 #pragma once
 
@@ -14,8 +14,9 @@ namespace CARAMBA_FAST_ISA {
 // 16 tokens; behind the last the last stands in.
 struct Tokens {
   const char* from[16];
+  std::int64_t ahead;
 
-  Tokens(const char* codes, std::int64_t stride, int count) {
+  Tokens(const char* codes, std::int64_t stride, int count) : ahead(ahead_of(stride)) {
     CARAMBA_FAST_UNROLL
     for (int t = 0; t < 16; ++t) {
       from[t] = codes;
@@ -24,7 +25,7 @@ struct Tokens {
   }
 
   const char* at(int t, int byte) const {
-    __builtin_prefetch(from[t] + byte + kAhead, 0, 2);
+    __builtin_prefetch(from[t] + byte + ahead, 0, 3);
     return from[t] + byte;
   }
   __m512i whole(int t, int byte) const { return _mm512_loadu_si512(at(t, byte)); }
@@ -43,70 +44,41 @@ struct Tokens {
   }
 };
 
-// How codes lie in bytes: one in each, two of 4 bits, or two that divide its bits.
-enum class Packing { kBytes, kNibbles, kDivided };
-
-// A dword of 16 tokens, the one at DWORD of its vectors, as codes of four values each. Where bytes
-// are divided `masks` has the low channel's bits of each; those of the high one stay in place.
-template <Packing P, int DWORD>
-inline void store_column(__m512i v, const std::uint8_t* masks, std::uint8_t* columns) {
-  if constexpr (P == Packing::kBytes) {
-    _mm512_store_si512(columns + 64 * DWORD, v);
-  } else {  // 16 bytes have the low codes of 16 values, then the high ones of 16 more
-    std::uint8_t* to = columns + 64 * (DWORD / 4 * 8 + DWORD % 4);
-    const __m512i mask = P == Packing::kDivided
-                             ? _mm512_set1_epi32(load_as<std::int32_t>(masks + 4 * DWORD))
-                             : _mm512_set1_epi8(15);
-    const __m512i low = _mm512_and_si512(v, mask);
-    const __m512i high = P == Packing::kDivided ? _mm512_xor_si512(v, low)
-                                                : _mm512_and_si512(_mm512_srli_epi16(v, 4), mask);
-    _mm512_store_si512(to, low);
-    _mm512_store_si512(to + 4 * 64, high);
-  }
+// A dword of 16 tokens, the one at DWORD of its vectors.
+template <int DWORD>
+inline void store_column(__m512i v, std::uint8_t* columns) {
+  _mm512_store_si512(columns + 64 * DWORD, v);
 }
 
 // Four parts of 16 tokens each, of the columns C of lanes that hold four dwords each.
-template <Packing P, int C>
-inline void store_columns(const __m512i (&part)[4][4], const std::uint8_t* masks,
-                          std::uint8_t* columns) {
+template <int C>
+inline void store_columns(const __m512i (&part)[4][4], std::uint8_t* columns) {
   const __m512i a = _mm512_shuffle_i32x4(part[0][C], part[1][C], 0x88);  // lanes 0, 2
   const __m512i b = _mm512_shuffle_i32x4(part[2][C], part[3][C], 0x88);
   const __m512i e = _mm512_shuffle_i32x4(part[0][C], part[1][C], 0xdd);  // lanes 1, 3
   const __m512i f = _mm512_shuffle_i32x4(part[2][C], part[3][C], 0xdd);
-  store_column<P, C>(_mm512_shuffle_i32x4(a, b, 0x88), masks, columns);
-  store_column<P, 4 + C>(_mm512_shuffle_i32x4(e, f, 0x88), masks, columns);
-  store_column<P, 8 + C>(_mm512_shuffle_i32x4(a, b, 0xdd), masks, columns);
-  store_column<P, 12 + C>(_mm512_shuffle_i32x4(e, f, 0xdd), masks, columns);
+  store_column<C>(_mm512_shuffle_i32x4(a, b, 0x88), columns);
+  store_column<4 + C>(_mm512_shuffle_i32x4(e, f, 0x88), columns);
+  store_column<8 + C>(_mm512_shuffle_i32x4(a, b, 0xdd), columns);
+  store_column<12 + C>(_mm512_shuffle_i32x4(e, f, 0xdd), columns);
 }
 
 // The same of two parts, of which each vector has two tokens.
-template <Packing P, int C>
-inline void store_columns(const __m512i (&part)[2][4], const std::uint8_t* masks,
-                          std::uint8_t* columns) {
-  store_column<P, C>(_mm512_shuffle_i32x4(part[0][C], part[1][C], 0x88), masks, columns);
-  store_column<P, 4 + C>(_mm512_shuffle_i32x4(part[0][C], part[1][C], 0xdd), masks, columns);
+template <int C>
+inline void store_columns(const __m512i (&part)[2][4], std::uint8_t* columns) {
+  store_column<C>(_mm512_shuffle_i32x4(part[0][C], part[1][C], 0x88), columns);
+  store_column<4 + C>(_mm512_shuffle_i32x4(part[0][C], part[1][C], 0xdd), columns);
 }
 
 // And of one, of which each vector has four.
-template <Packing P, int C>
-inline void store_columns(const __m512i (&part)[1][4], const std::uint8_t* masks,
-                          std::uint8_t* columns) {
-  store_column<P, C>(part[0][C], masks, columns);
-}
-
-template <Packing P, int PARTS>
-inline void store_parts(const __m512i (&part)[PARTS][4], const std::uint8_t* masks,
-                        std::uint8_t* columns) {
-  store_columns<P, 0>(part, masks, columns);
-  store_columns<P, 1>(part, masks, columns);
-  store_columns<P, 2>(part, masks, columns);
-  store_columns<P, 3>(part, masks, columns);
+template <int C>
+inline void store_columns(const __m512i (&part)[1][4], std::uint8_t* columns) {
+  store_column<C>(part[0][C], columns);
 }
 
 // The bytes of 16 tokens from one on: 64, 32 or 16 of each.
-template <Packing P, int PARTS>
-inline void turn_part(const Tokens& tokens, int byte, const std::uint8_t* masks,
-                      std::uint8_t* columns) {
+template <int PARTS>
+inline void turn_part(const Tokens& tokens, int byte, std::uint8_t* columns) {
   __m512i part[PARTS][4];
   CARAMBA_FAST_UNROLL
   for (int q = 0; q < PARTS; ++q) {
@@ -118,19 +90,21 @@ inline void turn_part(const Tokens& tokens, int byte, const std::uint8_t* masks,
                              : tokens.quarters(i, 4, byte);
     columns_of(rows, part[q]);
   }
-  store_parts<P>(part, masks + byte, columns + byte * (P == Packing::kBytes ? 16 : 32));
+  store_columns<0>(part, columns);
+  store_columns<1>(part, columns);
+  store_columns<2>(part, columns);
+  store_columns<3>(part, columns);
 }
 
-// `bytes` of 16 tokens, a multiple of 16.
-template <Packing P>
-void turn_codes(const Tokens& tokens, int bytes, const std::uint8_t* masks, std::uint8_t* columns) {
+// `bytes` of 16 tokens, a multiple of 16: (four bytes, token, byte).
+inline void turn_codes(const Tokens& tokens, int bytes, std::uint8_t* columns) {
   int byte = 0;
-  for (; byte + 64 <= bytes; byte += 64) turn_part<P, 4>(tokens, byte, masks, columns);
+  for (; byte + 64 <= bytes; byte += 64) turn_part<4>(tokens, byte, columns + 16 * byte);
   if (byte + 32 <= bytes) {
-    turn_part<P, 2>(tokens, byte, masks, columns);
+    turn_part<2>(tokens, byte, columns + 16 * byte);
     byte += 32;
   }
-  if (byte < bytes) turn_part<P, 1>(tokens, byte, masks, columns);
+  if (byte < bytes) turn_part<1>(tokens, byte, columns + 16 * byte);
 }
 
 }  // namespace CARAMBA_FAST_ISA

@@ -24,7 +24,7 @@ void value_part(const float* weights, const void* values, std::int64_t stride, i
   for (int i = 0; i < PARTS; ++i) sum[r][i] = load_as<Floats>(sums + r * width + d + i * kLanes);
   for (int t = 0; t < count; ++t) {
     const auto* value = token_at<typename Values<T>::Storage>(values, stride, t) + d;
-    prefetch(value, PARTS * kLanes * static_cast<std::int64_t>(sizeof *value));
+    prefetch(value, PARTS * kLanes * static_cast<std::int64_t>(sizeof *value), stride);
     Floats v[PARTS];
     CARAMBA_FAST_UNROLL
     for (int i = 0; i < PARTS; ++i) v[i] = Values<T>::load(value + i * kLanes);
