@@ -8,8 +8,8 @@
 //   scores.h      q . k                                 scores_float.h, scores_int8.h
 //                                                       scores_channel.h, scores_group.h
 //   softmax.h     scores to weights, online
-//   values.h      weights times values                  values_float.h, values_int8.h,
-//                                                       weights_int8.h
+//   values.h      weights times values                  values_float.h, values_bytes.h,
+//                                                       values_int8.h, weights_int8.h
 //   merge.h       splits, one more key, two attentions
 //   output.h      out and lse
 //
@@ -63,7 +63,6 @@ class LaneAttention {
     arena.reset();
     row_ = take_row(lane.job, arena);
     scores_ = arena.take<float>(static_cast<std::int64_t>(lane.query_rows) * kScoreRow);
-    shares_ = arena.take<float>(lane.query_rows);
     states_ = arena.take<HeadState>(lane.heads);
     std::int64_t widest = 0;
     for (int h = 0; h < lane.heads; ++h) {
@@ -72,13 +71,17 @@ class LaneAttention {
       for (int i = 0; i + 1 < lane.job.streams; ++i)
         widest = std::max(widest, state.queries[i].key.width);
     }
-    scratch_ = {arena.take<float>(kTile * widest + 16), nullptr, nullptr, nullptr, nullptr};
+    scratch_ = {
+        arena.take<float>(kTile * widest + 16), nullptr, nullptr, nullptr, nullptr, nullptr};
 #if CARAMBA_FAST_VECTOR_BITS
     scratch_.scales = arena.take<TileScales>(1);
+#endif
+#if CARAMBA_FAST_VECTOR_BITS && !CARAMBA_FAST_TURNS_CODES
     scratch_.weights = arena.take<WeightGroup>(kWeightRows * kMostGroups);
     scratch_.flips = arena.take<Flips>(1);
 #endif
 #if CARAMBA_FAST_TURNS_CODES
+    scratch_.values = arena.take<ValueScratch>(1);
     scratch_.group = new (arena.take<GroupScratch>(1)) GroupScratch(widest, arena);
 #endif
   }
@@ -93,8 +96,8 @@ class LaneAttention {
       for (int i = 0; i + 1 < lane_.job.streams; ++i)
         add_scores(lane_, state.queries[i], tile, visibility_, scratch_, scores_);
       const auto rescale = [&state](int r, float factor) { state.values.rescale(r, factor); };
-      if (weigh_scores(lane_, tile, visibility_, state.softmax, scores_, shares_, rescale))
-        add_values(lane_, tile, visibility_, scores_, shares_, scratch_, state.values);
+      if (weigh_scores(lane_, tile, visibility_, state.softmax, scores_, rescale))
+        add_values(lane_, tile, visibility_, scores_, state.softmax, scratch_, state.values);
     }
   }
 
@@ -118,7 +121,6 @@ class LaneAttention {
   Visibility visibility_;
   HeadState* states_;     // (kv heads of the lane)
   float *row_, *scores_;  // scores, then weights: (query rows, kScoreRow)
-  float* shares_;         // (query rows), see `weigh_scores`
   TileScratch scratch_;
 };
 

@@ -15,9 +15,9 @@ inline const T* token_at(const void* data, std::int64_t stride, std::int64_t tok
   return reinterpret_cast<const T*>(static_cast<const char*>(data) + token * stride);
 }
 
-// How far ahead of what is read the next bytes of a stream are asked for: a tile, for a lane changes
-// streams with every tile, and hardware follows a stream to the end of its page only. They go to the
-// first-level cache, which holds a tile of each stream and the next one.
+// How far ahead of what is read the next bytes of a stream are asked for: a tile, for a lane
+// changes streams with every tile, and hardware follows a stream to the end of its page only. They
+// go to the first-level cache, which holds a tile of each stream and the next one.
 inline constexpr std::int64_t kLine = 64;
 inline std::int64_t ahead_of(std::int64_t stride) {
   return std::max<std::int64_t>(kTile * stride, 4096);

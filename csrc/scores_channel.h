@@ -135,6 +135,7 @@ void score_group_tokens(const HeadQuery& query, int rows, const char* scales, st
                                 codes + t * stride,
                                 stride,
                                 width,
+                                query.key.first * BITS / 8,
                                 std::min(count - t, kTurned),
                                 query.allowed_step};
     const auto left = [&](int r) {

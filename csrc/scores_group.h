@@ -65,6 +65,7 @@ struct GroupScratch {
   float* middles;
   bool divided;
   std::int64_t width;
+  const char* next;  // what is asked for while codes meet queries, in time for the next tile
 
   GroupScratch(std::int64_t width, Arena& arena)
       : columns(arena.take<std::uint8_t>(kTurned * width)),
@@ -73,7 +74,8 @@ struct GroupScratch {
         masks(arena.take<std::uint8_t>(width / 2)),
         middles(arena.take<float>(width)),
         divided(true),
-        width(width) {
+        width(width),
+        next(nullptr) {
     divide_evenly();
   }
 
@@ -158,10 +160,10 @@ void fold_queries(const float* q, const std::uint16_t* scales, const std::uint16
   choose_integers(reduced<true>(sum), reduced<false>(most), allowed, rows);
 }
 
-// ROWS rows as integers. Adding 1.5 * 2^23 leaves an integer in the mantissa's low bits; with 0x8080
-// more the two lower bytes are 128 above signed ones. The third is 64 above. What an integer leaves
-// of its product meets the middle of the codes in `base`, so that only what codes are away from it
-// is lost.
+// ROWS rows as integers. Adding 1.5 * 2^23 leaves an integer in the mantissa's low bits; with
+// 0x8080 more the two lower bytes are 128 above signed ones. The third is 64 above. What an integer
+// leaves of its product meets the middle of the codes in `base`, so that only what codes are away
+// from it is lost.
 template <int BITS, int ROWS>
 void quantize_folded(const GroupScratch& scratch, std::int64_t width, FoldedRows& rows) {
   constexpr float kMagic = 12582912.0f + 32896.0f;
@@ -185,8 +187,8 @@ void quantize_folded(const GroupScratch& scratch, std::int64_t width, FoldedRows
       _mm512_store_si512(scratch.integers + 4 * (r * width + d), _mm512_shuffle_epi8(bytes, order));
     }
   }
-  _mm_store_ps(rows.base, _mm_fmadd_ps(reduced<true>(left), _mm_load_ps(rows.step),
-                                       _mm_load_ps(rows.base)));
+  _mm_store_ps(rows.base,
+               _mm_fmadd_ps(reduced<true>(left), _mm_load_ps(rows.step), _mm_load_ps(rows.base)));
 }
 
 // scores += base + step * sum of ROWS rows and TURNS times 16 tokens, of which `there` exist. Of
@@ -202,7 +204,9 @@ void score_columns(const GroupScratch& scratch, std::int64_t width, const Folded
   const std::int8_t* integers = scratch.integers + 4 * first * width;
   const std::int64_t bytes = width * BITS / 8;
   // `byte` of the tokens meets value d; half 0 are low codes, 1 high ones.
+  const char* next = scratch.next;
   const auto add = [&](auto half, std::int64_t byte, std::int64_t d) {
+    for (int line = 0; line < BITS / 4; ++line, next += kLine) __builtin_prefetch(next, 0, 3);
     __m512i codes[TURNS];
     CARAMBA_FAST_UNROLL
     for (int i = 0; i < TURNS; ++i) {
@@ -289,6 +293,7 @@ struct GroupTokens {
   const std::uint16_t *scales, *zeros;
   const char* codes;
   std::int64_t stride, width;
+  std::int64_t before;  // bytes of the lane's token before those of the head
   int count;
   float allowed;  // see `step_allowed`
 };
@@ -308,6 +313,8 @@ void score_group(const float* q, int rows, const GroupTokens& tokens, GroupScrat
   else if (BITS == 4)
     scratch.divide_evenly();
   const std::int64_t width = tokens.width, bytes = width * BITS / 8;
+  // Of the lane's next tokens each head asks for its share.
+  scratch.next = tokens.codes + ahead_of(tokens.stride) + (kTurned - 1) * tokens.before;
   for (int first = 0; first < rows; first += kFoldRows) {
     const int block = std::min(rows - first, kFoldRows);
     FoldedRows folded;
@@ -324,7 +331,7 @@ void score_group(const float* q, int rows, const GroupTokens& tokens, GroupScrat
       while (r + run < block && folded.bytes[r + run] == folded.bytes[r]) ++run;
       if (folded.bytes[r] > 0)
         kScoreBytes<BITS>[folded.bytes[r] - 1][run - 1][tokens.count > 16](
-            scratch, width, folded, r, tokens.count, scores + (first + r) * kScoreRow);
+            scratch, width, folded, r, tokens.count, scores + (first + r)* kScoreRow);
       else
         for (int i = 0; i < run; ++i) left(first + r + i);
     }

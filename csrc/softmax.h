@@ -20,9 +20,12 @@ namespace CARAMBA_FAST_ISA {
 struct Softmax {
   float* max;    // (query rows) the largest score so far
   float* total;  // (query rows) the sum of exp(score - max) so far
+  float* peak;   // (query rows) the largest weight of the tile
 
   Softmax(int query_rows, Arena& arena)
-      : max(arena.take<float>(query_rows)), total(arena.zeros(query_rows)) {
+      : max(arena.take<float>(query_rows)),
+        total(arena.zeros(query_rows)),
+        peak(arena.zeros(query_rows)) {
     std::fill(max, max + query_rows, kNegativeInfinity);
   }
 };
@@ -76,25 +79,28 @@ void largest_scores(const float* scores, int whole, float (&largest)[kSoftmaxRow
   reduce<false>(most, largest);
 }
 
-// Scores of ROWS rows become weights, zeros behind the tile; their sums.
+// Scores of ROWS rows become weights, zeros behind the tile; their sums, and the largest of each.
 template <int ROWS>
-void weigh_rows(float* scores, int whole, const float* max, float (&sums)[kSoftmaxRows]) {
-  Floats total[kSoftmaxRows] = {};
+void weigh_rows(float* scores, int whole, const float* max, float (&sums)[kSoftmaxRows],
+                float (&peaks)[kSoftmaxRows]) {
+  Floats total[kSoftmaxRows] = {}, most[kSoftmaxRows] = {};
   for (int i = 0; i < whole; i += kLanes) CARAMBA_FAST_UNROLL
   for (int r = 0; r < ROWS; ++r) {
     float* at = scores + r * kScoreRow + i;
     const Floats weight = weight_of(load_as<Floats>(at) - max[r]);
     total[r] += weight;
+    most[r] = greater(weight, most[r]);
     store_as(weight, at);
   }
   for (int i = whole; i < kTile; i += kLanes) CARAMBA_FAST_UNROLL
   for (int r = 0; r < ROWS; ++r) store_as(Floats{}, scores + r * kScoreRow + i);
   reduce<true>(total, sums);
+  reduce<false>(most, peaks);
 }
 
 using LargestScores = void (*)(const float* scores, int whole, float (&largest)[kSoftmaxRows]);
-using WeighRows = void (*)(float* scores, int whole, const float* max,
-                           float (&sums)[kSoftmaxRows]);
+using WeighRows = void (*)(float* scores, int whole, const float* max, float (&sums)[kSoftmaxRows],
+                           float (&peaks)[kSoftmaxRows]);
 inline constexpr LargestScores kLargestScores[kSoftmaxRows] = {
     largest_scores<1>, largest_scores<2>, largest_scores<3>, largest_scores<4>};
 inline constexpr WeighRows kWeighRows[kSoftmaxRows] = {weigh_rows<1>, weigh_rows<2>, weigh_rows<3>,
@@ -102,18 +108,18 @@ inline constexpr WeighRows kWeighRows[kSoftmaxRows] = {weigh_rows<1>, weigh_rows
 
 // Scores (query rows, kScoreRow) become weights exp(score - max), zeros where nothing is seen.
 // Where a maximum rises, rescale(r, factor) is told by what all that is summed so far shrinks.
-// shares (query rows): log2 of at least the share that the tile's largest weight has of the total
-// so far. False where no query has seen anything yet.
+// False where no query has seen anything yet.
 template <class Rescale>
 bool weigh_scores(const Lane& lane, const Tile& tile, const Visibility& visibility,
-                  const Softmax& softmax, float* scores, float* shares, const Rescale& rescale) {
+                  const Softmax& softmax, float* scores, const Rescale& rescale) {
   mask_scores(lane, tile, visibility, scores);
   const int whole = whole_vectors(tile.count);
   bool any = false;
   for (int first = 0; first < lane.query_rows; first += kSoftmaxRows) {
     const int rows = std::min(lane.query_rows - first, kSoftmaxRows);
     float* block = scores + first * kScoreRow;
-    float largest[kSoftmaxRows], against[kSoftmaxRows], sums[kSoftmaxRows];
+    float largest[kSoftmaxRows], against[kSoftmaxRows];
+    float sums[kSoftmaxRows], peaks[kSoftmaxRows];
     kLargestScores[rows - 1](block, whole, largest);
     for (int r = 0; r < rows; ++r) {
       const float before = softmax.max[first + r], now = largest[r], max = std::max(before, now);
@@ -126,17 +132,13 @@ bool weigh_scores(const Lane& lane, const Tile& tile, const Visibility& visibili
       softmax.total[first + r] *= factor;
       rescale(first + r, factor);
     }
-    kWeighRows[rows - 1](block, whole, against, sums);
+    kWeighRows[rows - 1](block, whole, against, sums, peaks);
     for (int r = 0; r < rows; ++r) {
-      const float max = softmax.max[first + r];
-      float& total = softmax.total[first + r];
-      total += sums[r];
-      const float log2_of_largest = (largest[r] - max) * 1.44269504f;
-      shares[first + r] = log2_of_largest - static_cast<float>(exponent_of(total));
-      if (max != kNegativeInfinity) continue;
+      softmax.total[first + r] += sums[r];
+      softmax.peak[first + r] = peaks[r];
       // Nothing is seen, or every score seen is NaN, which the total shows.
-      std::fill_n(block + r * kScoreRow, kTile, 0.0f);
-      shares[first + r] = kNegativeInfinity;
+      if (softmax.max[first + r] == kNegativeInfinity)
+        std::fill_n(block + r * kScoreRow, kTile, 0.0f);
     }
   }
   return any;

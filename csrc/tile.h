@@ -19,6 +19,7 @@ struct TileScales;    // tile_scales.h
 struct WeightGroup;   // weights_int8.h
 struct Flips;         // weights_int8.h
 struct GroupScratch;  // scores_group.h
+struct ValueScratch;  // values_bytes.h
 
 // Memory for one tile at a time.
 struct TileScratch {
@@ -28,6 +29,7 @@ struct TileScratch {
   WeightGroup* weights;
   Flips* flips;
   GroupScratch* group;
+  ValueScratch* values;
 };
 
 // The part of a lane's token that holds one head: whole blocks (of 32 values where there are none),

@@ -1,6 +1,6 @@
 // Codes by channel, turned for products of bytes (scores_group.h): a vector has four bytes of each
-// of 16 tokens, and vectors follow the order of the bytes. Included in isa_avx512_vnni.cpp alone, in
-// that set's namespace.
+// of 16 tokens, and vectors follow the order of the bytes. Included in isa_avx512_vnni.cpp alone,
+// in that set's namespace.
 #pragma once
 
 #include <cstdint>
@@ -14,9 +14,8 @@ namespace CARAMBA_FAST_ISA {
 // 16 tokens; behind the last the last stands in.
 struct Tokens {
   const char* from[16];
-  std::int64_t ahead;
 
-  Tokens(const char* codes, std::int64_t stride, int count) : ahead(ahead_of(stride)) {
+  Tokens(const char* codes, std::int64_t stride, int count) {
     CARAMBA_FAST_UNROLL
     for (int t = 0; t < 16; ++t) {
       from[t] = codes;
@@ -24,10 +23,7 @@ struct Tokens {
     }
   }
 
-  const char* at(int t, int byte) const {
-    __builtin_prefetch(from[t] + byte + ahead, 0, 3);
-    return from[t] + byte;
-  }
+  const char* at(int t, int byte) const { return from[t] + byte; }
   __m512i whole(int t, int byte) const { return _mm512_loadu_si512(at(t, byte)); }
   // Half a vector, or a quarter, of tokens so many apart.
   __m512i halves(int t, int step, int byte) const {

@@ -8,10 +8,13 @@
 
 #include "arena.h"
 #include "lane.h"
+#include "softmax.h"
 #include "tile.h"
 #include "values_float.h"
 #include "visibility.h"
-#if CARAMBA_FAST_VECTOR_BITS
+#if CARAMBA_FAST_TURNS_CODES
+#include "values_bytes.h"
+#elif CARAMBA_FAST_VECTOR_BITS
 #include "values_int8.h"
 #endif
 
@@ -32,7 +35,7 @@ struct ValueSums {
       : value(lane.job.value(), h),
         query_rows(lane.query_rows),
         sums(arena.zeros(query_rows * value.width)) {
-#if CARAMBA_FAST_VECTOR_BITS
+#if CARAMBA_FAST_VECTOR_BITS && !CARAMBA_FAST_TURNS_CODES
     if (value.bytes == nullptr) return;
     unit_width = value.bytes->sums();
     unit_sums = arena.zeros(query_rows * unit_width);
@@ -47,7 +50,7 @@ struct ValueSums {
 
   // Brings everything into `sums`, when all tiles are done.
   void settle() {
-#if CARAMBA_FAST_VECTOR_BITS
+#if CARAMBA_FAST_VECTOR_BITS && !CARAMBA_FAST_TURNS_CODES
     if (unit_sums == nullptr) return;
     for (int r = 0; r < query_rows; ++r)
       settle_unit_sums(*value.bytes, unit_sums + r * unit_width, sums + r * value.width);
@@ -81,11 +84,11 @@ inline void add_values_float(const ValueSums& state, const TileData& values, int
   }
 }
 
-#if CARAMBA_FAST_VECTOR_BITS
+#if CARAMBA_FAST_VECTOR_BITS && !CARAMBA_FAST_TURNS_CODES
 inline constexpr int kWeightRows = 16;  // query rows whose weights are packed at a time
-// log2 of a weight's share of the total that 8 bits of it, and of what is smaller in its tile, are
+// A weight's share of the total so far that 8 bits of it, and of what is smaller in its tile, are
 // enough for where values have 4 bits.
-inline constexpr float kFaintShare = -6;
+inline constexpr float kFaintShare = 1.0f / 64;
 
 // Some query rows, with weights of BYTES bytes.
 template <Format F, int BYTES>
@@ -107,7 +110,7 @@ void add_values_int8(const ValueSums& state, const TileData& data, int count, co
 // All query rows; the number of bytes is each row's own matter.
 template <Format F>
 void add_values_int8(const ValueSums& state, const TileData& data, int count, const float* weights,
-                     const float* shares, const TileScratch& scratch) {
+                     const Softmax& softmax, const TileScratch& scratch) {
   constexpr int kFewBytes = F == Format::q8_0 ? 2 : 1;
   if (F == Format::q4_0) take_signs(*state.value.bytes, *scratch.scales, *scratch.flips);
   int row[2][kWeightRows], rows[2] = {};  // of those with two bytes, and with few
@@ -119,7 +122,7 @@ void add_values_int8(const ValueSums& state, const TileData& data, int count, co
     rows[few] = 0;
   };
   for (int r = 0; r < state.query_rows; ++r) {
-    const bool few = kFewBytes < 2 && shares[r] <= kFaintShare;
+    const bool few = kFewBytes < 2 && softmax.peak[r] <= kFaintShare * softmax.total[r];
     row[few][rows[few]++] = r;
     if (rows[few] == kWeightRows) add(few);
   }
@@ -128,14 +131,27 @@ void add_values_int8(const ValueSums& state, const TileData& data, int count, co
 }
 #endif
 
-// state += weights (query rows, kScoreRow) times the values of a tile; `shares` as `weigh_scores`
-// leaves them.
+// state += weights (query rows, kScoreRow) times the values of a tile.
 CARAMBA_FAST_NOINLINE inline void add_values(const Lane& lane, const Tile& tile,
                                              const Visibility& visibility, const float* weights,
-                                             const float* shares, const TileScratch& scratch,
+                                             const Softmax& softmax, const TileScratch& scratch,
                                              const ValueSums& state) {
   const TileData data = data_of(lane, state.value, tile);
-#if CARAMBA_FAST_VECTOR_BITS
+#if CARAMBA_FAST_TURNS_CODES
+  if (tile.source == Source::codes && state.value.bytes != nullptr) {
+    const HeadStream& head = state.value;
+    ValueScratch& memory = *scratch.values;
+    memory.scales.widen(data.scales, data.scales_stride, WeightOrder(head.blocks), tile.count,
+                        data.format != Format::q8_0);
+    if (memory.scales.finite) {
+      const auto add = data.format == Format::q8_0   ? add_values_bytes<Format::q8_0>
+                       : data.format == Format::q4_0 ? add_values_bytes<Format::q4_0>
+                                                     : add_values_bytes<Format::nf4>;
+      return add(head, data, tile.count, state.query_rows, weights, softmax.peak, memory,
+                 state.sums);
+    }
+  }
+#elif CARAMBA_FAST_VECTOR_BITS
   if (takes_bytes(lane, state.value, tile)) {
     const HeadBytes& head = *state.value.bytes;
     TileScales& scales = *scratch.scales;
@@ -143,16 +159,16 @@ CARAMBA_FAST_NOINLINE inline void add_values(const Lane& lane, const Tile& tile,
                  data.format == Format::q4_0);
     if (!scales.unusable) {
       if (data.format == Format::q8_0)
-        add_values_int8<Format::q8_0>(state, data, tile.count, weights, shares, scratch);
+        add_values_int8<Format::q8_0>(state, data, tile.count, weights, softmax, scratch);
       if (data.format == Format::q4_0)
-        add_values_int8<Format::q4_0>(state, data, tile.count, weights, shares, scratch);
+        add_values_int8<Format::q4_0>(state, data, tile.count, weights, softmax, scratch);
       if (data.format == Format::nf4)
-        add_values_int8<Format::nf4>(state, data, tile.count, weights, shares, scratch);
+        add_values_int8<Format::nf4>(state, data, tile.count, weights, softmax, scratch);
       return;
     }
   }
 #else
-  static_cast<void>(shares);
+  static_cast<void>(softmax);
 #endif
   const TileData values = decoded(data, state.value, tile.count, scratch.decoded);
   add_values_float(state, values, tile.count, visibility.any, weights);
