@@ -26,7 +26,7 @@ struct Segment {
 // What the queries of one row see, taken together.
 struct RowPlan {
   std::int64_t length = 0, count = 0, pad = 0;  // tokens cached, real queries, leading padding
-  Segment segments[5];
+  Segment segments[4];
   int segment_count = 0;
   std::int64_t tiles = 0;
 };
@@ -71,6 +71,11 @@ struct AttentionJob {
   std::int64_t rows_per_head() const { return groups * tokens; }
   // Whether any token is read from the tail.
   bool has_tail() const { return residual > 0 || group > 1; }
+  // Where the first tile of a segment begins: at a multiple of a tile, so that none crosses a page,
+  // and tokens share tiles with the same others whatever the oldest one is. Sinks never move.
+  std::int64_t first_tile(const Segment& segment) const {
+    return segment.source == Source::sinks ? segment.start : segment.start / tile * tile;
+  }
   // The last token of the group that a token is in.
   std::int64_t last_of(std::int64_t token) const { return token - token % group + group - 1; }
 };

@@ -22,9 +22,8 @@ inline RowPlan plan_row(const AttentionJob& a, std::int64_t length, std::int64_t
   const std::int64_t first = length - count;  // the first query's position
   const auto add = [&row, &a](Source source, std::int64_t start, std::int64_t stop) {
     if (stop <= start) return;
-    const std::int64_t aligned = source == Source::codes ? start / a.tile * a.tile : start;
-    row.segments[row.segment_count++] = {source, start, stop};
-    row.tiles += (stop - aligned + a.tile - 1) / a.tile;
+    const Segment& segment = row.segments[row.segment_count++] = {source, start, stop};
+    row.tiles += (stop - a.first_tile(segment) + a.tile - 1) / a.tile;
   };
   const std::int64_t begin = pad + a.sink_len;
   const std::int64_t near = a.window >= 0 ? std::max(begin, first - a.window) : begin;
@@ -38,9 +37,7 @@ inline RowPlan plan_row(const AttentionJob& a, std::int64_t length, std::int64_t
     const std::int64_t behind = std::max<std::int64_t>(first - a.residual + 1, 0);
     const std::int64_t oldest = std::max(begin, behind / a.group * a.group);
     const std::int64_t start = a.kept > 0 ? oldest : std::max(oldest, near);
-    const std::int64_t wrap = (std::max<std::int64_t>(start, 0) / a.ring + 1) * a.ring;
-    add(Source::tail, start, std::min(wrap, length));
-    add(Source::tail, wrap, length);
+    add(Source::tail, start, length);
   }
   return row;
 }

@@ -63,17 +63,14 @@ struct Tile {
   int count;
 };
 
-// Calls visit(tile) for the tiles [first, last) of a row. Tiles of codes are aligned, so that none
-// crosses a page.
+// Calls visit(tile) for the tiles [first, last) of a row.
 template <class Visit>
 void for_each_tile(const AttentionJob& job, const RowPlan& plan, std::int64_t first,
                    std::int64_t last, const Visit& visit) {
   std::int64_t index = 0;
   for (int i = 0; i < plan.segment_count; ++i) {
     const Segment& segment = plan.segments[i];
-    const std::int64_t aligned =
-        segment.source == Source::codes ? segment.start / job.tile * job.tile : segment.start;
-    for (std::int64_t at = aligned; at < segment.stop; at += job.tile, ++index) {
+    for (std::int64_t at = job.first_tile(segment); at < segment.stop; at += job.tile, ++index) {
       if (index < first || index >= last) continue;
       const std::int64_t start = std::max(at, segment.start);
       const std::int64_t stop = std::min(at + job.tile, segment.stop);

@@ -64,7 +64,7 @@ CARAMBA_FAST_NOINLINE void add_scores_int8(const Lane& lane, const HeadQuery& qu
 CARAMBA_FAST_NOINLINE inline void add_scores(const Lane& lane, const HeadQuery& query,
                                              const Tile& tile, const Visibility& visibility,
                                              const TileScratch& scratch, float* scores) {
-  const TileData data = data_of(lane, query.key, tile);
+  const TileData data = data_of(lane, query.key, tile, scratch);
 #if CARAMBA_FAST_VECTOR_BITS
   if (takes_bytes(lane, query.key, tile)) {
     const ScaleSteps scales =

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "channel.h"
 #include "dequantize.h"
@@ -70,12 +71,21 @@ struct TileData {
   std::int64_t phase = 0;  // by channel: tokens of that group before the first
 };
 
-inline TileData data_of(const Lane& lane, const HeadStream& head, const Tile& tile) {
+// Where the ring ends within a tile of the tail, its tokens are put end to end in `scratch`.
+inline TileData data_of(const Lane& lane, const HeadStream& head, const Tile& tile,
+                        const TileScratch& scratch) {
   const StoredStream& s = *head.stored;
   if (tile.source != Source::codes) {
     const Buffer& buffer = tile.source == Source::tail ? s.tail : s.sink;
-    const char* side = lane.side_at(buffer, tile.source, tile.start);
-    return {Format::fp16, side + 2 * head.first, buffer.token, nullptr, 0};
+    const auto token = [&](int i) {
+      return lane.side_at(buffer, tile.source, tile.start + i) + 2 * head.first;
+    };
+    if (tile.source == Source::sinks || tile.start % lane.job.ring + tile.count <= lane.job.ring)
+      return {Format::fp16, token(0), buffer.token, nullptr, 0};
+    char* to = reinterpret_cast<char*>(scratch.decoded);
+    for (int i = 0; i < tile.count; ++i)
+      std::memcpy(to + 2 * i * head.width, token(i), 2 * static_cast<std::size_t>(head.width));
+    return {Format::fp16, to, 2 * head.width, nullptr, 0};
   }
   const char* values = lane.stored_at(s.codes, tile.start) + head.first * bits_of(s.format) / 8;
   if (!is_quantized(s.format)) return {s.format, values, s.codes.token, nullptr, 0};

@@ -136,20 +136,15 @@ CARAMBA_FAST_NOINLINE inline void add_values(const Lane& lane, const Tile& tile,
                                              const Visibility& visibility, const float* weights,
                                              const Softmax& softmax, const TileScratch& scratch,
                                              const ValueSums& state) {
-  const TileData data = data_of(lane, state.value, tile);
+  const TileData data = data_of(lane, state.value, tile, scratch);
 #if CARAMBA_FAST_TURNS_CODES
   if (tile.source == Source::codes && state.value.bytes != nullptr) {
-    const HeadStream& head = state.value;
-    ValueScratch& memory = *scratch.values;
-    memory.scales.widen(data.scales, data.scales_stride, WeightOrder(head.blocks), tile.count,
-                        data.format != Format::q8_0);
-    if (memory.scales.finite) {
-      const auto add = data.format == Format::q8_0   ? add_values_bytes<Format::q8_0>
-                       : data.format == Format::q4_0 ? add_values_bytes<Format::q4_0>
-                                                     : add_values_bytes<Format::nf4>;
-      return add(head, data, tile.count, state.query_rows, weights, softmax.peak, memory,
-                 state.sums);
-    }
+    const auto add = data.format == Format::q8_0   ? add_values_bytes<Format::q8_0>
+                     : data.format == Format::q4_0 ? add_values_bytes<Format::q4_0>
+                                                   : add_values_bytes<Format::nf4>;
+    if (add(lane, state.value, data, tile.count, visibility, weights, softmax.peak, *scratch.values,
+            state.sums))
+      return;
   }
 #elif CARAMBA_FAST_VECTOR_BITS
   if (takes_bytes(lane, state.value, tile)) {

@@ -14,9 +14,11 @@
 #include "bytes.h"
 #include "half.h"
 #include "int8_layout.h"
+#include "lane.h"
 #include "numeric.h"
 #include "prefetch.h"
 #include "tile.h"
+#include "visibility.h"
 
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
@@ -99,16 +101,18 @@ struct BlockScales {
   bool finite;
 
   // With `divide` scales are divided so that times a weight of 1 they are at most kMostWeight.
+  // Tokens that are not in the mask `seen` count as zeros.
   void widen(const char* from, std::int64_t stride, const WeightOrder& order, int count,
-             bool divide) {
+             bool divide, std::uint64_t seen) {
     for (std::int64_t i = 0; i < stride * kTile; i += kLine)
       __builtin_prefetch(from + ahead_of(stride) + i, 0, 3);
     const int step = order.step();
-    if (stride != 2 * step || order.blocks != step) {
+    if (stride != 2 * step || order.blocks != step || seen != mask_of_first(count)) {
       std::memset(tokens_, 0, sizeof tokens_);
       for (int t = 0; t < count; ++t)
-        std::memcpy(tokens_ + t * step, from + t * stride,
-                    2 * static_cast<std::size_t>(order.blocks));
+        if (seen >> t & 1)
+          std::memcpy(tokens_ + t * step, from + t * stride,
+                      2 * static_cast<std::size_t>(order.blocks));
       from = reinterpret_cast<const char*>(tokens_);
     }
     const auto& places = kWeightPlaces.halves[WeightPlaces::of(step)];
@@ -365,24 +369,39 @@ struct ValueScratch {
   WeightBytes weights[kValueRows * kMostGroups];
 };
 
-// sums (rows, head.width) += weights (rows, kScoreRow) times the values of a tile, whose scales are
-// in `scratch`; `peaks` (rows) are the largest weights.
+// sums (rows, head.width) += weights (rows, kScoreRow) times the values of a tile; `peaks` (rows)
+// are the largest weights. False, and nothing is added, where some scale is not finite.
 template <Format F>
-void add_values_bytes(const HeadStream& head, const TileData& data, int count, int rows,
-                      const float* weights, const float* peaks, ValueScratch& scratch,
-                      float* sums) {
+bool add_values_bytes(const Lane& lane, const HeadStream& head, const TileData& data, int count,
+                      const Visibility& visibility, const float* weights, const float* peaks,
+                      ValueScratch& scratch, float* sums) {
   constexpr int kBits = F == Format::q8_0 ? 8 : 4;
+  constexpr bool kDivides = F != Format::q8_0;
   const WeightOrder order(head.blocks);
+  std::uint64_t seen = mask_of_first(count);
+  const auto widen = [&] {
+    scratch.scales.widen(data.scales, data.scales_stride, order, count, kDivides, seen);
+  };
+  widen();
+  if (!scratch.scales.finite) return false;
+  const int rows = lane.query_rows;
   const PackWeights pack = kPackWeights<F == Format::q8_0>[order.lanes / 2];
   const int block = head.stored->block, bytes = block * kBits / 8;
   // The lane's next tile, of which each head asks for its share.
   const char* next = data.values + ahead_of(data.stride) + (kTile - 1) * head.first * kBits / 8;
   for (int first = 0; first < rows; first += kValueRows) {
     const int some = std::min(rows - first, kValueRows);
-    for (int r = 0; r < some; ++r)
+    for (int r = 0; r < some; ++r) {
+      // What a query does not see changes none of its bits, so neither may it be the largest scale.
+      const int token = lane.query_token(first + r);
+      if (kDivides && !visibility.whole && visibility.seen[token] != seen) {
+        seen = visibility.seen[token];
+        widen();
+      }
       for (int g = 0; g < order.groups; ++g)
         pack(weights + (first + r) * kScoreRow, peaks[first + r], scratch.scales, g,
              scratch.weights[r * order.groups + g]);
+    }
     for (int b = 0; b < head.blocks; ++b) {
       ValueBlock mine = {data.values + b * bytes,
                          data.stride,
@@ -401,6 +420,7 @@ void add_values_bytes(const HeadStream& head, const TileData& data, int count, i
       }
     }
   }
+  return true;
 }
 
 }  // namespace CARAMBA_FAST_ISA

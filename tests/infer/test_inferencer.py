@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.engines import small_model, steady
 from torch import Tensor
 
 from caramba_fast.infer.inferencer import (
@@ -60,7 +61,7 @@ TOLERANCE = {"fp32": 0.0, "bf16": 4e-3, "q8": 1e-2, "q4": 0.15, "nf4": 0.15, "q8
 
 def new_model(seed: int = 11, **changes: Any) -> Transformer:
     torch.manual_seed(seed)
-    return Transformer(CONFIG.model_copy(update=changes)).eval()
+    return steady(Transformer(CONFIG.model_copy(update=changes)).eval())
 
 
 @pytest.fixture(scope="module")
@@ -338,6 +339,24 @@ def test_chunks_do_not_change_what_is_stored_or_said(
     assert torch.equal(outs[0].token_ids, outs[1].token_ids)
     for a, b in zip(*(cache.get_kv_states() for cache in caches), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("chunk", [7, 45, 512])
+@pytest.mark.parametrize(
+    "kind", ["fp32", "bf16", "q8", "q4", "nf4", "q4:plain", "nf4:plain", "q8:plain/q4:plain"]
+)
+def test_no_bit_of_what_is_stored_depends_on_chunks(kind: str, chunk: int) -> None:
+    """Over groups of keys, tiles and ends of rings: what a query does not see changes nothing of its result."""
+    model = small_model()
+    query = torch.randint(4, 61, (1, 150), generator=torch.Generator().manual_seed(chunk))
+    caches = []
+    for tokens in (1, chunk):
+        caches.append(
+            QuantizedKVCache.of(model, batch_size=1, max_seq_len=160, kind=kind, prefill="stored")
+        )
+        ChunkwiseInferencer(model, tokens).prefill(query, caches[-1], GREEDY)
+    for a, b in zip(*(cache.get_kv_states() for cache in caches), strict=True):
+        assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
 
 
 @pytest.mark.parametrize("query", [QUERY, BATCH], ids=["row", "batch"])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from support.engines import steady
 from torch import Tensor
 
 from caramba_fast.infer import GenerateConfig, Generator, SpeculativeConfig, SpeculativeGenerator
@@ -35,7 +36,7 @@ MORE = [[27, 18], [28], [45, 9, 1]]
 
 def model_of(seed: int, device: torch.device, **changes: Any) -> Transformer:
     torch.manual_seed(seed)
-    return Transformer(CONFIG.model_copy(update=changes)).to(device).eval()
+    return steady(Transformer(CONFIG.model_copy(update=changes)).to(device).eval())
 
 
 @pytest.fixture(scope="module")
