@@ -34,7 +34,7 @@ help:
 	@echo "make bench-hf     decode steps under transformers beside its own caches (CPU, half an hour)"
 	@echo "make bench-peers  OpenVINO, ONNX Runtime, ggml and torch beside our caches (CPU, PEERS=--quick: minutes; an hour)"
 	@echo "make real         what caches cost real models, fetched first (REAL=--quick: a small part; hours without)"
-	@echo "make bench-real   decode steps of real models beside llama.cpp (CPU, an hour)"
+	@echo "make bench-real   real models beside llama.cpp and OpenVINO GenAI (CPU, two hours)"
 	@echo "make bench-rows   the same cases through pytest-benchmark (GRID=quick|cpu|core)"
 	@echo "make gpu-wheels   what bench/gpu_check.sh installs on a machine with a GPU and no network"
 	@echo "make aot          compile the Triton kernels ahead of time and record what they cost"
@@ -163,9 +163,10 @@ real: $(VENV)/.real
 	$(BIN)/python -m caramba_fast.bench.real.tasks $(REAL)
 	$(if $(findstring --quick,$(REAL)),,$(BIN)/python -m caramba_fast.bench.pages.quality_page)
 
-# Tokens/s, first tokens and memory of the real models beside llama.cpp, where llama-cpp-python is installed; an hour.
+# Tokens/s, first tokens and memory of the real models beside OpenVINO GenAI, and llama.cpp where llama-cpp-python is
+# installed; two hours.
 .PHONY: bench-real
-bench-real: $(VENV)/.real $(VENV)/.test
+bench-real: $(VENV)/.real $(VENV)/.test $(VENV)/.peers
 	$(BIN)/python -m caramba_fast.bench.real.models --gguf
 	$(BIN)/python -m caramba_fast.bench.real.decode --prompts 1024 4096
 	$(BIN)/python -m caramba_fast.bench.pages.real_decode_page

@@ -17,29 +17,35 @@ README, PART = ROOT.parent / "README.md", "decode of real models"
 #: What the README shows beside DynamicCache: program, cache.
 SHOWN = (
     ("accelerate", "q4"), ("accelerate int4 weights", "q4"), ("Generator int4 weights", "q4"), ("llama.cpp", "f16"),
-    ("llama.cpp", "q4_0"),
+    ("llama.cpp", "q4_0"), ("OpenVINO GenAI", "u4"),
 )  # fmt: skip
 MIB = 2**20
 #: What is drawn: program and cache, colour.
 DRAWN = {
     ("transformers", "dynamic"): "C7", ("accelerate", "q8"): "C0", ("accelerate", "q4"): "C3",
     ("Generator int4 weights", "q4"): "C4", ("llama.cpp", "f16"): "C2", ("llama.cpp", "q8_0"): "C8",
-    ("llama.cpp", "q4_0"): "C1",
+    ("llama.cpp", "q4_0"): "C1", ("OpenVINO GenAI", "u8"): "C5", ("OpenVINO GenAI", "u4"): "C9",
 }  # fmt: skip
 Row = Mapping[str, str]
 TEXT = """`python -m caramba_fast.bench.real.decode` (`make bench-real`): one token at a time behind a context, batch 1,
 all programs in turn in every round. Tokens/s of transformers with its DynamicCache, then what the others reach as
-multiples of it. accelerate is the same model with our caches, Generator our own loop. llama.cpp computes with weights
-of 4 bits, the others with those named: at short contexts that, not the cache, is what a step costs. int8 and int4
-weights are torchao's (`Int8WeightOnlyConfig`; `PrototypeInt4WeightOnlyConfig`, groups of 32), in the model of
-transformers and in that of Generator; its int8 is slower than bf16 here. What weights of few bits cost in quality was
-measured for none of the programs."""
+multiples of it. accelerate is the same model with our caches, Generator our own loop. llama.cpp and OpenVINO GenAI
+compute with weights of 4 bits, the others with those named: at short contexts that, not the cache, is what a step
+costs. OpenVINO GenAI does not say what its cache takes. int8 and int4 weights are torchao's (`Int8WeightOnlyConfig`;
+`PrototypeInt4WeightOnlyConfig`, groups of 32), in the model of transformers and in that of Generator; its int8 is
+slower than bf16 here. What weights of few bits cost in quality was measured for none of the programs."""
 
 
 def name_of(program: str, cache: str) -> str:
     """What a column is called: the program, its cache, and its weights where they are not the model's."""
-    program, *weights = program.split(" ", 1)
+    program, weights = _parts(program)
     return ", ".join([f"{program} {cache}", *weights])
+
+
+def _parts(program: str) -> tuple[str, list[str]]:
+    """A program's name, and its weights where they are not the model's: ``"Generator int4 weights"``."""
+    name, *bits = program.removesuffix(" weights").rsplit(" ", 1)
+    return (name, [f"{bits[0]} weights"]) if program.endswith(" weights") else (program, [])
 
 
 def section(folder: Path = RESULTS / "real") -> list[str]:
@@ -85,7 +91,8 @@ def headline(folder: Path = RESULTS / "real") -> list[str]:
 
 
 def _speed_and_size(row: Row) -> str:
-    return f"{float(row['tokens_per_s']):.1f} · {int(row['cache_bytes']) / MIB:.1f}"
+    speed = format(float(row["tokens_per_s"]), ".1f")
+    return f"{speed} · {int(row['cache_bytes']) / MIB:.1f}" if row["cache_bytes"] else speed
 
 
 def _measured(folder: Path) -> list[list[dict[str, str]]]:
@@ -106,7 +113,7 @@ def _model(rows: Sequence[Row]) -> list[str]:
     contexts = list(dict.fromkeys(row["context"] for row in rows))
     found = {(row["context"], row["program"], row["cache"]): row for row in rows}
     weights = dict.fromkeys(
-        f"{row['program']} {row['weights']}" for row in rows if " " not in row["program"]
+        f"{row['program']} {row['weights']}" for row in rows if not _parts(row["program"])[1]
     )
     versions = dict.fromkeys(row["version"] for row in rows)
     about = (
@@ -117,7 +124,9 @@ def _model(rows: Sequence[Row]) -> list[str]:
 
     def cells(context: str, column: str, scale: float, form: str) -> list[str]:
         some = (found.get((context, *name)) for name in names)
-        return ["" if row is None else format(float(row[column]) / scale, form) for row in some]
+        return [
+            format(float(row[column]) / scale, form) if row and row[column] else "" for row in some
+        ]
 
     speed, size = [], []
     for context in contexts:
@@ -136,7 +145,8 @@ def _first_tokens(rows: Sequence[Row]) -> list[str]:
         "### First token and memory", "",
         "Seconds until the first token behind a prompt; MiB the process holds once the model is loaded and warm, "
         "weights and libraries included, and the most it holds while it reads the prompt (medians of rounds; each in a "
-        "process of its own, in turn). llama.cpp has its cache from the start, and weights of 4 bits.", "",
+        "process of its own, in turn). llama.cpp has its cache from the start; it and OpenVINO GenAI have weights of 4 "
+        "bits.", "",
     ]  # fmt: skip
     body = [
         (
@@ -168,6 +178,7 @@ def draw(folder: Path, path: Path) -> None:
             style = {"color": colour, "label": name_of(*name), "marker": "o", "markersize": 3}
             if mine:
                 axes[0].plot(contexts, [float(row["tokens_per_s"]) for row in mine], **style)
+            if mine and mine[0]["cache_bytes"]:
                 axes[1].plot(contexts, [int(row["cache_bytes"]) / MIB for row in mine], **style)
         for axis, what in zip(axes, ("tokens/s", "MiB of the cache"), strict=True):
             axis.set(xlabel="context", ylabel=what, ylim=(0, None))

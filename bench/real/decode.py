@@ -1,9 +1,10 @@
 """Decode steps of real models, by cache and by program: ``python -m caramba_fast.bench.real.decode [MODEL ...]``.
 
 A model takes single tokens behind contexts of several lengths: in transformers with its DynamicCache and with ours
-(`accelerate`), in our `Generator`, and in llama.cpp with its own caches (the package llama-cpp-python; it runs the
-GGUF file that the checkpoint was made from, whose weights have 4 bits). Contexts are the states of random tokens,
-repeated; llama.cpp computes its own. All take their steps in turn, in rounds; a ratio is the median over rounds.
+(`accelerate`), in our `Generator`, and in llama.cpp and OpenVINO GenAI with their own caches (the packages
+llama-cpp-python and openvino-genai; they run the GGUF file that the checkpoint was made from, whose weights have 4
+bits). Contexts are the states of random tokens, repeated; those two compute their own. All take their steps in turn, in
+rounds; a ratio is the median over rounds.
 
 Weights of 8 and 4 bits come from torchao, where it is installed: the model of transformers once more with these, with
 its DynamicCache and with ours, and ours in `Generator`. ``vs_dynamic`` of all is against the model as it was loaded.
@@ -47,6 +48,8 @@ from caramba_fast.bench.real.models import (
     model_folder,
     title,
 )
+from caramba_fast.bench.real.openvino_genai import KINDS as GENAI_KINDS
+from caramba_fast.bench.real.openvino_genai import OpenVinoGenAI
 from caramba_fast.bench.real.study import RESULTS, file_name
 from caramba_fast.infer import Generator
 from caramba_fast.models import load_model
@@ -54,8 +57,8 @@ from caramba_fast.models import load_model
 CONTEXTS = (64, 512, 2048, 8192, 16384)
 #: Under `accelerate`, and in `Generator`.
 ACCELERATED, GENERATOR = ("bf16", "q8", "q4", "nf4"), ("bf16", "q8", "q4")
-#: Longest context that llama.cpp is to compute; it takes minutes for each of its caches.
-LLAMA_MOST = 8192
+#: Longest context that the other programs are to compute; it takes minutes for each of their caches.
+PEERS_MOST = 8192
 #: Tokens whose states are repeated; steps of a round; rounds, and seconds after which no more are begun.
 TEXT, STEPS, ROUNDS, BUDGET_S = 256, 4, 11, 60.0
 QUICK = (64, 2048)
@@ -84,7 +87,7 @@ class Running:
     Attributes:
         program, cache, weights: in the table.
         take: seconds of each of so many steps.
-        nbytes: what the cache takes now.
+        nbytes: what the cache takes now; None where the program does not say.
         rounds: seconds a step, by round; ``steps`` has all of them.
     """
 
@@ -92,7 +95,7 @@ class Running:
     cache: str
     weights: str
     take: Callable[[int], list[float]]
-    nbytes: Callable[[], int]
+    nbytes: Callable[[], int | None]
     version: str
     rounds: dict[int, float] = field(default_factory=dict)
     steps: list[float] = field(default_factory=list)
@@ -171,22 +174,40 @@ def in_generator(
         )  # fmt: skip
 
 
-def in_llama_cpp(name: str, running: dict[str, LlamaCpp], context: int) -> Iterator[Running]:
-    """llama.cpp with each of its caches; a context is what it had before, and as many tokens more as are missing.
+Peer = LlamaCpp | OpenVinoGenAI
 
-    Contexts it has no room for are left out with a line.
+
+def peers_of(name: str, room: int, ids: Sequence[int]) -> list[Peer]:
+    """The other programs, once for each of their caches; says which do not run and why."""
+    if name not in SOURCES:
+        print(f"neither llama.cpp nor OpenVINO GenAI runs {name} here: it has no GGUF file")
+        return []
+    found = list[Peer]()
+    file = gguf_file(name)
+    if find_spec("llama_cpp"):
+        found += [LlamaCpp(file, kind, room, ids) for kind in LLAMA_KINDS]
+    else:
+        print("llama.cpp does not run here: the package llama-cpp-python is missing")
+    if find_spec("openvino_genai"):
+        found += [OpenVinoGenAI(file, kind, room, ids) for kind in GENAI_KINDS]
+    else:
+        print("OpenVINO GenAI does not run here: the package openvino-genai is missing")
+    return found
+
+
+def in_peers(running: Sequence[Peer], context: int) -> Iterator[Running]:
+    """Other programs; a context is what they had before, and as many tokens more as are missing.
+
+    Contexts they have no room for are left out with a line.
     """
-    for kind, llama in running.items():
-        if context > llama.room:
+    for peer in running:
+        if context > peer.room:
             print(
-                f"llama.cpp {kind}: {context} tokens are left out, it was to compute {llama.room}"
+                f"{peer.program} {peer.kind}: {context} tokens are left out, it was to compute {peer.room}"
             )
             continue
-        llama.lengthen(context)
-        yield Running(
-            "llama.cpp", kind, llama.weights(gguf_file(name)), llama.take, llama.nbytes,
-            f"llama-cpp-python {llama.version}",
-        )  # fmt: skip
+        peer.lengthen(context)
+        yield Running(peer.program, peer.kind, peer.weights, peer.take, peer.nbytes, peer.version)
 
 
 def measure(entries: Sequence[Running], rounds: int, budget_s: float) -> None:
@@ -240,7 +261,7 @@ def decode(
     dtype: torch.dtype,
     rounds: int,
     budget_s: float,
-    llama_most: int = LLAMA_MOST,
+    peers_most: int = PEERS_MOST,
     device: str = "cpu",
 ) -> Iterator[list[dict[str, Any]]]:
     """The lines of every context of one model."""
@@ -251,16 +272,10 @@ def decode(
     with torch.no_grad():
         states = hf_decode.prompt_states(hf.eval(), ids)
     short = str(dtype).removeprefix("torch.")
-    reach = max((c for c in contexts if c <= min(most, llama_most)), default=0)
-    peers = (
-        {kind: LlamaCpp(gguf_file(name), kind, reach, ids[0].tolist()) for kind in LLAMA_KINDS}
-        if reach and name in SOURCES and place.type == "cpu" and find_spec("llama_cpp")
-        else {}
-    )  # fmt: skip
-    if not peers:
-        print(
-            f"llama.cpp does not run {name} here: a GGUF file, llama-cpp-python or a CPU is missing"
-        )
+    reach = max((c for c in contexts if c <= min(most, peers_most)), default=0)
+    peers = list[Peer]()
+    if reach and place.type == "cpu":
+        peers = peers_of(name, reach, ids[0].tolist())
     quantized = with_weights(name, dtype) if place.type == "cpu" else {}
     for context in sorted(contexts):
         if context > most:
@@ -269,7 +284,7 @@ def decode(
         entries = [
             *in_transformers(hf, states, context, short),
             *in_generator(native, ids[:, : min(TEXT, context)], context, short),
-            *in_llama_cpp(name, peers, context),
+            *in_peers(peers, context),
         ]
         for weights, (theirs, own) in quantized.items():
             entries += in_transformers(theirs, states, context, weights, QUANTIZED)
@@ -294,7 +309,7 @@ def main() -> None:
         "--prompts", type=int, nargs="*", help="also first tokens behind so many tokens"
     )
     parser.add_argument(
-        "--llama-most", type=int, default=LLAMA_MOST, help="longest context of llama.cpp"
+        "--peers-most", type=int, default=PEERS_MOST, help="longest context of other programs"
     )
     parser.add_argument("--quick", action="store_true", help=f"contexts of {QUICK}, few rounds")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
@@ -305,7 +320,7 @@ def main() -> None:
         try:
             rows: list[dict[str, Any]] = []
             dtype = getattr(torch, args.dtype)
-            for part in decode(name, contexts, dtype, rounds, budget, args.llama_most, args.device):
+            for part in decode(name, contexts, dtype, rounds, budget, args.peers_most, args.device):
                 rows += part
                 write_csv(args.out / f"{file_name(name)}{DECODE}", COLUMNS, rows)
                 for row in part:

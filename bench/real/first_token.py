@@ -26,6 +26,8 @@ from caramba_fast.bench.pages.sections import write_csv
 from caramba_fast.bench.real.llama_cpp import KINDS as LLAMA_KINDS
 from caramba_fast.bench.real.llama_cpp import LlamaCpp
 from caramba_fast.bench.real.models import SOURCES, gguf_file, model_folder, title
+from caramba_fast.bench.real.openvino_genai import KINDS as GENAI_KINDS
+from caramba_fast.bench.real.openvino_genai import OpenVinoGenAI
 
 #: Reads a prompt and writes so many tokens.
 Run = Callable[[list[int], int], object]
@@ -47,7 +49,9 @@ def first_tokens(name: str, prompts: Sequence[int], dtype: str, path: Path) -> N
     """Writes medians over `ROUNDS` rounds, in which every program has its turn."""
     programs = list(PROGRAMS)
     if name in SOURCES and find_spec("llama_cpp"):
-        programs += [("llama.cpp", kind) for kind in LLAMA_KINDS]
+        programs += [(LlamaCpp.program, kind) for kind in LLAMA_KINDS]
+    if name in SOURCES and find_spec("openvino_genai"):
+        programs += [(OpenVinoGenAI.program, kind) for kind in GENAI_KINDS]
     rows: list[dict[str, Any]] = []
     for prompt in prompts:
         found: dict[tuple[str, str], list[dict[str, float]]] = {one: [] for one in programs}
@@ -105,7 +109,7 @@ def _generator(name: str, dtype: torch.dtype, cache: str, room: int) -> Run:
     return run
 
 
-def _llama_cpp(name: str, _: torch.dtype, cache: str, room: int) -> Run:
+def _llama_cpp(name: str, cache: str, room: int) -> Run:
     llama = LlamaCpp(gguf_file(name), cache, room, [0])
 
     def run(ids: list[int], count: int) -> None:
@@ -117,9 +121,15 @@ def _llama_cpp(name: str, _: torch.dtype, cache: str, room: int) -> Run:
     return run
 
 
+def _openvino_genai(name: str, cache: str, room: int) -> Run:
+    return OpenVinoGenAI(gguf_file(name), cache, room, [0], prefixes=False).generate
+
+
 def _made(name: str, dtype: torch.dtype, program: str, cache: str, room: int) -> Run:
-    if program == "llama.cpp":
-        return _llama_cpp(name, dtype, cache, room)
+    if program == LlamaCpp.program:
+        return _llama_cpp(name, cache, room)
+    if program == OpenVinoGenAI.program:
+        return _openvino_genai(name, cache, room)
     if program == "Generator":
         return _generator(name, dtype, cache, room)
     return _transformers(name, dtype, cache)

@@ -29,10 +29,13 @@ class LlamaCpp:
         text: token ids that are repeated as its context.
     """
 
+    program = "llama.cpp"
+
     def __init__(self, gguf: Path, kind: str, room: int, text: Sequence[int]) -> None:
         package: Any = import_module("llama_cpp")
-        self.kind, self.version, self._text = kind, package.__version__, list(text)
-        self.room = room
+        self.kind, self.room, self._text = kind, room, list(text)
+        self.version = f"llama-cpp-python {package.__version__}"
+        self._file = gguf.name
         threads = torch.get_num_threads()
         stored = getattr(package, KINDS[kind])
         self.model = package.Llama(
@@ -70,7 +73,8 @@ class LlamaCpp:
         dim = package.llama_model_n_embd(model) // package.llama_model_n_head(model)
         return 2 * layers * heads * dim * self.length * BYTES[self.kind] // 32
 
-    def weights(self, gguf: Path) -> str:
+    @property
+    def weights(self) -> str:
         """What the weights are stored in, as the file says it."""
         kind = str(self.model.metadata.get("general.file_type", ""))
-        return {"2": "Q4_0", "3": "Q4_1", "7": "Q8_0", "15": "Q4_K_M"}.get(kind, gguf.name)
+        return {"2": "Q4_0", "3": "Q4_1", "7": "Q8_0", "15": "Q4_K_M"}.get(kind, self._file)

@@ -13,7 +13,7 @@ import torch
 from caramba_fast.bench.kernels.table import read
 from caramba_fast.bench.pages import real_decode_page, report
 from caramba_fast.bench.pages.sections import write_csv
-from caramba_fast.bench.real import decode, first_token, llama_cpp, models
+from caramba_fast.bench.real import decode, first_token, llama_cpp, models, openvino_genai
 from caramba_fast.models.demos import demo_path
 
 
@@ -59,13 +59,15 @@ def test_contexts_beyond_the_positions_of_a_model_are_left_out_with_a_line(monke
 
 def test_the_page_has_speed_sizes_and_first_tokens(rows, tmp_path):
     folder = tmp_path / "real"
-    write_csv(folder / f"demo{real_decode_page.DECODE}", decode.COLUMNS, rows)
+    unknown = {**rows[0], "program": "OpenVINO GenAI", "cache": "u4", "cache_bytes": None}
+    write_csv(folder / f"demo{real_decode_page.DECODE}", decode.COLUMNS, [*rows, unknown])
     first = {
         "model": "Demo", "prompt": 64, "program": "accelerate", "cache": "q4", "first_token_s": "0.250",
         "vs_dynamic": "1.100", "held_mib": "300", "peak_mib": "321",
     }  # fmt: skip
     write_csv(folder / f"demo{real_decode_page.FIRST_TOKEN}", first_token.COLUMNS, [first])
     page = "\n".join(real_decode_page.section(folder))
+    assert "OpenVINO GenAI u4" in page
     row = next(
         r for r in rows if (r["context"], r["program"], r["cache"]) == (256, "accelerate", "q4")
     )
@@ -82,6 +84,7 @@ def test_the_page_has_speed_sizes_and_first_tokens(rows, tmp_path):
     head = "\n".join(real_decode_page.headline(folder))
     mib = int(row["cache_bytes"]) / 2**20
     assert f"{float(row['tokens_per_s']):.1f} · {mib:.1f}" in head and "DynamicCache" in head
+    assert f"| {float(unknown['tokens_per_s']):.1f} |" in head
     with pytest.raises(ValueError, match=r"decode\.csv"):
         real_decode_page.draw(tmp_path, tmp_path / "none.png")
 
@@ -117,7 +120,98 @@ def test_llama_cpp_has_its_context_its_kind_and_its_bytes(peer, tmp_path):
     assert found.model.seen == [7, 8, 9, 7, 8, 9, 7, 8, 9, 7]
     assert len(found.take(3)) == 3 and found.length == 14
     assert found.nbytes() == 2 * 2 * 3 * 32 * 14 * 34 // 32
-    assert found.weights(tmp_path / "m.gguf") == "Q4_K_M"
+    assert found.weights == "Q4_K_M"
+
+
+@pytest.fixture
+def genai(monkeypatch):
+    """What OpenVINO GenAI does of what is asked of it; `asked` has its prompts and options."""
+    asked = []
+
+    class Pipeline:
+        def __init__(self, path, device, **options):
+            asked.append((path, device, options))
+
+        def generate(self, prompt, options):
+            asked.append((prompt.tolist(), options))
+            raw = SimpleNamespace(
+                m_durations=[1000.0 * i for i in range(1, options["max_new_tokens"])]
+            )
+            return SimpleNamespace(perf_metrics=SimpleNamespace(raw_metrics=raw))
+
+    package = SimpleNamespace(
+        __version__="0", LLMPipeline=Pipeline, SchedulerConfig=SimpleNamespace, GenerationConfig=dict, asked=asked
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "openvino_genai", package)
+    monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Tensor=lambda x: x))
+    monkeypatch.setattr(openvino_genai, "readable", lambda gguf: (gguf, "Q4_K_M"))
+    return package
+
+
+def test_openvino_genai_has_its_context_its_kind_and_threads(genai, tmp_path):
+    found = openvino_genai.OpenVinoGenAI(tmp_path / "m.gguf", "u4", 500, [7, 8, 9])
+    path, device, options = genai.asked[0]
+    assert (path, device) == (str(tmp_path / "m.gguf"), "CPU")
+    assert options["KV_CACHE_PRECISION"] == "u4"
+    assert options["INFERENCE_NUM_THREADS"] == torch.get_num_threads()
+    assert options["scheduler_config"].enable_prefix_caching is True
+    found.lengthen(5)
+    assert found.take(3) == [0.002, 0.003, 0.004]
+    (_, first), (prompt, second) = genai.asked[1:]
+    assert first["max_new_tokens"] == 1 and prompt == [[7, 8, 9, 7, 8]]
+    assert second == {"max_new_tokens": 5, "do_sample": False, "ignore_eos": True}
+    assert found.nbytes() is None and found.weights == "Q4_K_M"
+
+
+def test_tensors_that_openvino_does_not_read_are_stored_as_q8_0(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    file, kinds = tmp_path / "model.gguf", gguf.GGMLQuantizationType
+    weights = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).numpy()
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M)
+    writer.add_token_list(["a", "b"])
+    writer.add_rope_freq_base(5e5)
+    for name, kind in (("norm", kinds.F32), ("up", kinds.Q5_0), ("down", kinds.Q4_0)):
+        data = weights if kind == kinds.F32 else gguf.quants.quantize(weights, kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    for step in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{step}_to_file")()
+    writer.close()
+    made, what = openvino_genai.readable(file)
+    assert what == "Q4_K_M (Q5_0 as Q8_0)" and made == tmp_path / "model.openvino.gguf"
+    assert openvino_genai.readable(file) == (made, what)
+    before, after = gguf.GGUFReader(file), gguf.GGUFReader(made)
+    assert {n: f.contents() for n, f in after.fields.items() if "." in n and n[:4] != "GGUF"} == {
+        n: f.contents() for n, f in before.fields.items() if "." in n and n[:4] != "GGUF"
+    }
+    types = {tensor.name: tensor.tensor_type for tensor in after.tensors}
+    assert types == {"norm": kinds.F32, "up": kinds.Q8_0, "down": kinds.Q4_0}
+    for old, new in zip(before.tensors, after.tensors, strict=True):
+        values = [gguf.quants.dequantize(t.data, t.tensor_type) for t in (old, new)]
+        assert abs(values[1] - values[0]).max() < 0.02
+    assert openvino_genai.readable(made) == (made, "Q4_K_M")
+
+
+def test_other_programs_run_once_for_each_cache_or_say_why_not(
+    monkeypatch, peer, genai, tmp_path, capsys
+):
+    assert decode.peers_of("a folder", 64, [1]) == []
+    assert "no GGUF file" in capsys.readouterr().out
+    monkeypatch.setattr(decode, "gguf_file", lambda name: tmp_path / "m.gguf")
+    monkeypatch.setattr(decode, "find_spec", lambda name: None)
+    assert decode.peers_of("smollm2", 64, [1]) == []
+    said = capsys.readouterr().out
+    assert "llama-cpp-python is missing" in said and "openvino-genai is missing" in said
+    monkeypatch.setattr(decode, "find_spec", lambda name: True)
+    peers = decode.peers_of("smollm2", 64, [7, 8])
+    assert [(p.program, p.kind) for p in peers] == [
+        *(("llama.cpp", kind) for kind in llama_cpp.KINDS),
+        *(("OpenVINO GenAI", kind) for kind in openvino_genai.KINDS),
+    ]
+    entries = list(decode.in_peers(peers, 64))
+    assert [entry.nbytes() is None for entry in entries] == [False] * 3 + [True] * 3
+    assert list(decode.in_peers(peers, 65)) == []
+    assert "OpenVINO GenAI u4: 65 tokens are left out" in capsys.readouterr().out
 
 
 def test_a_gguf_file_is_kept_whole_or_not_at_all(monkeypatch, tmp_path):
