@@ -28,6 +28,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
+from caramba_fast import sharing
 from caramba_fast.bench.environment import environment
 from caramba_fast.ops import registry
 from caramba_fast.ops.apply_rotary_emb import rotary_op
@@ -130,7 +131,7 @@ def microseconds(call: Callable[[], Any], count: int = 200, rounds: int = 7) -> 
 
 
 class Step:
-    """append + attend of one token in one layer."""
+    """append + attend of one token in one layer; ``behind`` another, with which it shares what it can."""
 
     def __init__(
         self,
@@ -139,8 +140,13 @@ class Step:
         batch: int = 1,
         page_size: int | None = None,
         rope: str | None = None,
+        behind: bool = False,
         **options: Any,
     ) -> None:
+        self.results: dict[Any, Any] = {}
+        if behind:
+            with sharing.shared(self.results):
+                Step(kind, device, batch, page_size, rope, **options)
         cache: Any = import_module("caramba_fast.cache")  # needs pydantic, which a machine may lack
         cache_configs = import_module("caramba_fast.config").cache_configs
         self.rope_of = cache.Rope
@@ -160,7 +166,7 @@ class Step:
             KNOWN.update(x.data_ptr() for x in stream.buffers)
         KNOWN.update(x.data_ptr() for x in (self.k, self.v, self.q, self.layer.seq_lens))
         self.rope, self.angles = rope, torch.randn(2, batch, 1, dim).to(device, torch.bfloat16)
-        KNOWN.update(x.data_ptr() for x in self.angles)
+        KNOWN.update(x.data_ptr() for x in (*self.angles, *self.results.values()))
         self()  # makes the plans of one token
 
     def __call__(self) -> Tensor:
@@ -171,8 +177,12 @@ class Step:
         elif self.rope == "with":
             rope = self.rope_of(q, *self.angles)
         self.layer.append(k, self.v, rope=rope)
-        found: Tensor = self.layer.attend(q if rope is None else rope.out, **self.options)
-        return found
+        turned = q if rope is None else rope.out
+        attend: Callable[..., Tensor] = self.layer.attend
+        if not self.results:
+            return attend(turned, **self.options)
+        with sharing.shared(self.results):
+            return attend(turned, **self.options)
 
     @property
     def plans(self) -> dict[str, Any]:
@@ -238,6 +248,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "q8:plain, rotated": ("q8:plain,rotate", {}), "q8, paged": ("q8", {"page_size": 64}),
     "q4, RoPE before": ("q4", {"rope": "before"}), "q4, RoPE with it": ("q4", {"rope": "with"}),
     "q8, 8 rows": ("q8", {"batch": 8}), "q4, 8 rows, balanced": ("q4", {"batch": 8, "num_splits": -1}),
+    "q4, 8 rows, balanced, behind": ("q4", {"batch": 8, "num_splits": -1, "behind": True}),
 }  # fmt: skip
 
 

@@ -38,6 +38,7 @@ class _Rows:
         self.rows, self.table = rows, given[NUMBERS:, :rows].T.contiguous()
         self.owners, self.givers = owners.long(), givers.long()
         self.rings = slice(None)
+        self.shared: dict[Any, Any] = {}
 
     def rows_of(self, x: Tensor) -> Tensor:
         """(R, H, D) -> (R, H, 1, D)."""

@@ -26,6 +26,7 @@ from caramba_fast.cache.layer import LayerCache
 from caramba_fast.cache.pool import PagePool
 from caramba_fast.cache.stream import CacheTensor
 from caramba_fast.ops.attention_call import BALANCED, MAX_QUERY_TOKENS
+from caramba_fast.sharing import shared
 
 
 class Stretch(NamedTuple):
@@ -92,6 +93,7 @@ class _Group:
             slice(rings[0], rings[0] + self.rows) if ordered else integers(rings, torch.int64)
         )
         self.owners = integers([piece.ring for piece in pieces], torch.int64)
+        self.shared: dict[Any, Any] = {}  # what layers derive of these lengths (`sharing`)
         #: Rows that may write sinks: those that begin where their sequence does, or soon behind.
         early = [(row, p.ring) for row, p in enumerate(pieces) if p.start < sink_len]
         self.early = integers(early, torch.int64).T if early else None
@@ -308,9 +310,10 @@ class RaggedLayer:
             alone = group.rows == 1 and self.num_splits == BALANCED
             shares = {} if alone else {"num_splits": self.num_splits}
             sides = self._lent.get(group) or self._sides(group)
-            out, _ = self.stored.plans.attend(
-                rows, group.ends, {**shares, **options, **pages}, sides=sides
-            )
+            with shared(group.shared):
+                out, _ = self.stored.plans.attend(
+                    rows, group.ends, {**shares, **options, **pages}, sides=sides
+                )
             found.append(group.tokens_of(out))
         if not found:
             heads, dim = queries[0].shape[1], self.stored.streams["v"].head_dim

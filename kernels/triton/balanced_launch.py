@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from .balanced import most_pieces, schedule_kernel
-from .launch import made, start
+from .launch import made, once, start
 from .splits import SHORTEST
 from .splits_launch import Call, launch
 from .tiles_balanced import balanced_kernel
@@ -40,13 +40,18 @@ class BalancedCall(Call):
         return self._merged(*self._stretches(schedule), schedule)
 
     def _schedule(self) -> Tensor:
-        """(2 + B,) int32, as `balanced` explains."""
-        found = made(self.q, (2 + self.batch,), torch.int32)
-        start(
-            schedule_kernel, (1,), self._lengths, found, *self._limits[:3], self.walkers,
-            triton.cdiv(SHORTEST, self.shape.tile), self.overheads.merge, self.batch, self.shape,
+        """(2 + B,) int32, as `balanced` explains; layers that share a step's lengths share it."""
+        how = (
+            *self._limits[:3], self.walkers, triton.cdiv(SHORTEST, self.shape.tile), self.overheads.merge, self.batch,
+            self.shape,
         )  # fmt: skip
-        return found
+
+        def make() -> Tensor:
+            found = made(self.q, (2 + self.batch,), torch.int32)
+            start(schedule_kernel, (1,), self._lengths, found, *how)
+            return found
+
+        return once((schedule_kernel, self.q.device, how), make)
 
     def _stretches(self, schedule: Tensor) -> tuple[Tensor, Tensor]:
         """Partial outputs (pieces, query rows of a program, D_v) and their base-2 lse."""

@@ -8,7 +8,7 @@ Triton's own way from a kernel to the driver out of every step but the first, an
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+
+from caramba_fast import sharing
 
 #: Codes are bit-exact only if ``a * b + c`` rounds twice, as it does in the reference.
 EXACT = {"enable_fp_fusion": False}
@@ -55,11 +57,14 @@ class Recording:
 
     Attributes:
         launches: compiled kernel, grid, and its arguments in order, constants included.
+        found, left: what it took of calls before it, and what it left to those behind it (`sharing`).
         outputs: what the launcher returned, once it has said so.
     """
 
     launches: list[tuple[Any, tuple[int, ...], list[Any]]] = field(default_factory=list)
     allocated: list[Tensor] = field(default_factory=list)
+    found: dict[int, Tensor] = field(default_factory=dict)
+    left: dict[int, Tensor] = field(default_factory=dict)
     outputs: tuple[Tensor, ...] | None = None
     is_whole: bool = True
 
@@ -89,9 +94,10 @@ class Recording:
         """
         if not self.is_whole or self.outputs is None or not self.launches:
             return None
-        places = {id(x): i for i, x in enumerate((*inputs, *self.allocated))}
+        changing = (*inputs, *self.found.values(), *self.allocated)
+        places = {id(x): i for i, x in enumerate(changing)}
         stays = {id(x) for x in fixed}
-        if len(places) < len(inputs) + len(self.allocated) or not stays.isdisjoint(places):
+        if len(places) < len(changing) or not stays.isdisjoint(places):
             return None  # one tensor in two places: in the next call there may be two
         steps = []
         for compiled, grid, args in self.launches:
@@ -101,7 +107,8 @@ class Recording:
         return Replay(
             steps, [(x.stride(), x.data_ptr() % ALIGNED) for x in inputs],
             [(tuple(x.shape), x.dtype) for x in self.allocated],
-            [places[id(x)] for x in self.outputs], inputs[0].device,
+            [places[id(x)] for x in self.outputs], inputs[0].device, list(self.found),
+            {key: places[id(x)] for key, x in self.left.items()},
         )  # fmt: skip
 
 
@@ -158,6 +165,8 @@ class Replay:
         allocated: shape and dtype of what the launcher makes.
         outputs: which of all tensors it returns.
         device: where.
+        found: what it needs of calls before it, behind the inputs (`sharing`).
+        left: what it leaves to calls behind it, and which of all tensors that is.
     """
 
     #: As a call that the C++ extension keeps has it (`ops.planned`).
@@ -170,15 +179,26 @@ class Replay:
         allocated: Sequence[tuple[tuple[int, ...], torch.dtype]],
         outputs: Sequence[int],
         device: torch.device,
+        found: Sequence[int],
+        left: dict[int, int],
     ) -> None:
         self._launches, self._layouts, self._allocated = launches, layouts, allocated
         self._outputs, self._device = outputs, device
+        self._found, self._left = found, left
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-        """Outputs (none of an op that writes in place); None where the inputs lie otherwise, and nothing was done."""
+        """Outputs (none of an op that writes in place).
+
+        None where the inputs lie otherwise or what it needs of calls before it is not there, and nothing was done.
+        """
         for x, (stride, offset) in zip(inputs, self._layouts, strict=True):
             if x.stride() != stride or x.data_ptr() % ALIGNED != offset:
                 return None
+        if self._found:
+            there = sharing.results() or {}
+            if any(key not in there for key in self._found):
+                return None
+            inputs = (*inputs, *[there[key] for key in self._found])
         device = self._device
         if device.index is not None and torch.cuda.current_device() != device.index:
             with torch.cuda.device(device):
@@ -193,6 +213,9 @@ class Replay:
         stream = driver.get_current_stream(driver.get_current_device())
         for launch, fixed, holes in self._launches:
             launch(*_filled(fixed, holes, tensors), stream=stream)
+        there = sharing.results() if self._left else None
+        if there is not None:
+            there.update({key: tensors[i] for key, i in self._left.items()})
         return tuple([tensors[i] for i in self._outputs])
 
 
@@ -226,6 +249,28 @@ def made(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -
     if found is not None:
         found.allocated.append(new)
     return new
+
+
+_keys: dict[Hashable, int] = {}
+
+
+def once(key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    """What ``make`` makes by `made` and `start`, or what another call made that shares it (`sharing`).
+
+    Args:
+        key: says what it is made of but lengths, which are the same for all who share.
+    """
+    there = sharing.results()
+    if there is None:
+        return make()
+    number = _keys.setdefault(key, len(_keys))  # which is looked up faster
+    is_new = number not in there
+    if is_new:
+        there[number] = make()
+    found = getattr(_local, "recording", None)
+    if found is not None:
+        (found.left if is_new else found.found)[number] = there[number]
+    return there[number]
 
 
 def returned(*outputs: Tensor) -> None:

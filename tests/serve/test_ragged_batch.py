@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from support.engines import engine, small_model, text
 
-from caramba_fast.cache import LayerKVCache, PagePool, RaggedBatch, Stretch
+from caramba_fast.cache import LayerKVCache, PagePool, RaggedBatch, Stretch, ragged
 from caramba_fast.cache.plans import LayerPlans
 from caramba_fast.config import cache_configs
 from caramba_fast.ops import use_backend
@@ -67,6 +69,55 @@ def test_every_backend_takes_a_ragged_batch(backend: str, kind: str) -> None:
     assert found[backend].shape == (49, 4, 32)
     error = (found[backend] - found["reference"]).norm() / found["reference"].norm()
     assert error < (1e-5 if kind == "fp32" else 5e-3)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, under the interpreter
+@pytest.mark.skipif(
+    "os.environ.get('TRITON_INTERPRET') != '1'", reason="counts what the interpreter starts"
+)
+def test_layers_make_one_schedule_for_a_step(monkeypatch) -> None:
+    """Of single tokens and of stretches each; layers of another window have another, and so has the next step."""
+    from caramba_fast.kernels import balanced_launch
+
+    begin, schedules = balanced_launch.start, []
+
+    def start(kernel, *args, **options):
+        if kernel is balanced_launch.schedule_kernel:
+            schedules.append(args[2].clone())
+        begin(kernel, *args, **options)
+
+    monkeypatch.setattr(balanced_launch, "start", start)
+    layout = small_model().cache_layout[:1] * 3
+    stretches = [
+        Stretch(70, 1, [4, 2], 0), Stretch(0, 1, [6], 1), Stretch(3, 5, [0], 2), Stretch(60, 3, [5, 3], 3)
+    ]  # fmt: skip
+    found = {}
+    for shares in (True, False):
+        torch.manual_seed(0)
+        pool = PagePool(layout, 64, 8, 256, rings=4, **cache_configs("q4", residual_len=0))
+        assert pool.num_splits == BALANCED
+        with use_backend("reference"):
+            batch = RaggedBatch(
+                [Stretch(0, s.start, s.pages, s.ring) for s in stretches if s.start > 1], pool
+            )
+            for layer in batch.layers:
+                layer.append_tokens(*torch.randn(2, batch.tokens, 2, 32))
+        if not shares:
+            monkeypatch.setattr(ragged, "shared", lambda _: nullcontext())
+        schedules.clear()
+        found[shares] = []
+        for step in range(2):
+            batch = RaggedBatch(
+                [s._replace(start=s.start + step * s.tokens) for s in stretches], pool
+            )
+            with use_backend("triton"):
+                for layer, window in zip(batch.layers, (-1, 40, -1), strict=True):
+                    layer.append_tokens(*torch.randn(2, batch.tokens, 2, 32))
+                    q = torch.randn(batch.tokens, 4, 32)
+                    found[shares].append(layer.attend_tokens(q, window_size=(window, 0)))
+        assert len(schedules) == 2 * 2 * (2 if shares else 3)
+    for one, other in zip(found[True], found[False], strict=True):
+        assert torch.equal(one, other)
 
 
 def test_rows_of_different_lengths_ask_for_a_balanced_schedule(monkeypatch) -> None:
