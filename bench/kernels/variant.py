@@ -14,7 +14,7 @@ from caramba_fast.kernels.tiles_layout import (
     Settings,
     Stream,
     on_amd,
-    on_blackwell,
+    on_generation,
     token_bytes,
     within,
 )
@@ -128,7 +128,7 @@ class Variant:
         elif backend != "cuda":
             chosen = on_amd(chosen)
         else:
-            chosen = on_blackwell(chosen) if int(arch) >= 100 else chosen
+            chosen = on_generation(chosen, int(arch) // 10)
             chosen = within(chosen, streams, limit)
         constants["C"] = replace(shape, rows=chosen.rows, tile=chosen.tile, warps=chosen.num_warps)
         return replace(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from caramba_fast.bench.kernels.variant import Variant
 from caramba_fast.kernels import balanced, merge_splits, splits_launch, tiles_query
-from caramba_fast.kernels.tiles_layout import Shape
+from caramba_fast.kernels.tiles_layout import LEAST_ROWS, Shape
 
 HEAD_DIM = 128
-#: A balanced launch: four query rows of a lane, padded to 16.
-PLAIN = Shape(groups=4, tokens=1, heads=8, per_lane=1, rows=16, tile=128, balanced=True)
+#: A balanced launch: four query rows of a lane, padded.
+PLAIN = Shape(groups=4, tokens=1, heads=8, per_lane=1, rows=LEAST_ROWS, tile=128, balanced=True)
 
 
 def prepare() -> Variant:

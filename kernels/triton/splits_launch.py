@@ -22,13 +22,13 @@ from .occupancy import resident_of
 from .splits import ASSUMED_OVERHEADS, MOST_SPLITS, Overheads, plan, processors
 from .splits_stream import PARTS, Stored
 from .tiles_kernel import partials_kernel
-from .tiles_layout import Settings, Shape, Stream, on_amd, on_blackwell, settings, within
+from .tiles_layout import Settings, Shape, Stream, on_amd, on_generation, settings, within
 from .tiles_query import prepare_kernel
 from .tuned import Tuned, tuned
 
 #: Widest head, and oldest NVIDIA generation, the kernels were laid out for.
 WIDEST_HEAD = 256
-OLDEST_CAPABILITY, BLACKWELL = (8, 0), (10, 0)
+OLDEST_CAPABILITY = (8, 0)
 #: Room for the splits of any plan, the tail and the sinks; only a caller who asks for more compiles a merge for them.
 MOST_PARTS = triton.next_power_of_2(MOST_SPLITS + 2)
 
@@ -103,8 +103,7 @@ class Call:
             chosen = settings(self.records, rows, self.value.codes.shape[2])
         if torch.version.hip is not None:
             return on_amd(chosen)
-        if capability(self.q.device) >= BLACKWELL:
-            chosen = on_blackwell(chosen)
+        chosen = on_generation(chosen, capability(self.q.device)[0])
         return within(chosen, self.records, shared_memory(self.q.device))
 
     @cached_property

@@ -32,6 +32,7 @@ from .tiles_asm import (
     Q8_PAIR,
     Q8_WORD,
 )
+from .tiles_layout import LEAST_ROWS
 
 #: By the format's index.
 PAIR = tl.constexpr((None, None, None, Q8_PAIR, Q4_PAIR, NF4_PAIR))
@@ -56,6 +57,34 @@ def parts_of(stream):
 
 
 @triton.constexpr_function
+def lean(shape):
+    """Whether a tile is read in the way that takes the fewest instructions where there is PTX.
+
+    It takes more on AMD, and spills on Blackwell (two warps) with a Triton before 3.9.
+    """
+    return shape.ptx and (LEAST_ROWS == 8 or shape.warps > 2)
+
+
+@triton.constexpr_function
+def joined(stream, shape):
+    """Whether both halves of a segment's values are one operand: where they are unpacked as words, in decode."""
+    return (
+        lean(shape)
+        and not shape.extend
+        and shape.rows <= 32
+        and stream.dot == tl.float16
+        and stream.group == 1
+        and halves(stream.form) == 2
+    )
+
+
+@triton.constexpr_function
+def value_parts_of(stream, shape):
+    """Parts of a lane's values: segments where halves are `joined`."""
+    return len(stream.segments) if joined(stream, shape) else parts_of(stream)
+
+
+@triton.constexpr_function
 def gain(stream, ptx):
     """What unpacked values are multiplied by besides their scale; the caller divides it out."""
     return NF4_HALF_GAIN if ptx and stream.dot == tl.float16 and stream.form == NF4.value else 1.0
@@ -70,6 +99,20 @@ def part_columns(part: tl.constexpr, S: tl.constexpr):
         column = S.segments[part // 2][0] + part % 2 * (S.block // 2) + column
     else:
         column = S.segments[part][0] + tl.arange(0, S.segments[part][1])
+    return column
+
+
+@triton.jit
+def value_columns(part: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
+    """The positions in the lane of a part's values where halves may be `joined`, the high one first."""
+    if joined(S, C):
+        HALF: tl.constexpr = S.segments[part][1] // 2
+        place = tl.arange(0, 2 * HALF)
+        byte = place % HALF
+        column = byte // (S.block // 2) * S.block + byte % (S.block // 2)
+        column = S.segments[part][0] + (1 - place // HALF) * (S.block // 2) + column
+    else:
+        column = part_columns(part, S)
     return column
 
 
@@ -135,6 +178,13 @@ def _from_bytes(codes, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _joined(low, high):
+    """(N, w) twice -> (N, 2 w), the high one first."""
+    both = tl.permute(tl.join(high, low), (0, 2, 1))
+    return tl.reshape(both, (low.shape[0], 2 * low.shape[1]))
+
+
+@triton.jit
 def _plain(codes, FORMAT: tl.constexpr, PTX: tl.constexpr):
     """codes (N, w) -> float32 values before the scale, a tuple of parts (N, w)."""
     if FORMAT == Q8_0:
@@ -159,13 +209,25 @@ def loaded(pointers, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def codes_of(codes, slot, inside, S, START, SIZE, BYTES: tl.constexpr, MASKED: tl.constexpr):
+def _at(start, slot, WIDTH: tl.constexpr, column, C: tl.constexpr):
+    """Pointers to columns of slots. NVIDIA's assembler adds an offset of 32 bits to a pointer in one instruction."""
+    if lean(C) and not C.extend:
+        pointers = start + (slot[:, None] * WIDTH + column[None, :])
+    else:
+        pointers = start + slot[:, None] * WIDTH + column[None, :]
+    return pointers
+
+
+@triton.jit
+def codes_of(
+    codes, slot, inside, S, START, SIZE, BYTES: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
     """A segment's codes, BYTES of them an element."""
     WIDTH: tl.constexpr = S.width // halves(S.form) // BYTES
     column = START // halves(S.form) // BYTES + tl.arange(0, SIZE // halves(S.form) // BYTES)
     if BYTES == 4:
         codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)
-    return loaded(codes + slot[:, None] * WIDTH + column[None, :], inside[:, None], MASKED)
+    return loaded(_at(codes, slot, WIDTH, column, C), inside[:, None], MASKED)
 
 
 @triton.jit
@@ -178,23 +240,23 @@ def _segment(
     S: tl.constexpr,
     START: tl.constexpr,
     SIZE: tl.constexpr,
-    PTX: tl.constexpr,
     MASKED: tl.constexpr,
     VALUES: tl.constexpr,
+    C: tl.constexpr,
 ):
     """One segment of a tile: a tuple of its parts."""
     wanted = used if VALUES else inside
     if S.form < Q8_0:
-        x = codes_of(codes, slot, wanted, S, START, SIZE, 1, MASKED or VALUES)
+        x = codes_of(codes, slot, wanted, S, START, SIZE, 1, MASKED or VALUES, C)
         if x.dtype == S.dot:
             parts = (x,)
         else:
             parts = (from_float32(to_float32(x), S.dot),)
     else:
-        HALF: tl.constexpr = PTX and S.dot == tl.float16
-        x = codes_of(codes, slot, inside, S, START, SIZE, 4 if HALF and VALUES else 1, MASKED)
+        HALF: tl.constexpr = C.ptx and S.dot == tl.float16
+        x = codes_of(codes, slot, inside, S, START, SIZE, 4 if HALF and VALUES else 1, MASKED, C)
         block = START // S.block + tl.arange(0, SIZE // S.block)
-        at = scales + slot[:, None] * (S.width // S.block) + block[None, :]
+        at = _at(scales, slot, S.width // S.block, block, C)
         scale = loaded(at, wanted[:, None], MASKED or VALUES)
         parts = ()
         if HALF:
@@ -202,9 +264,11 @@ def _segment(
             for i in tl.static_range(len(raw)):
                 parts += (_scaled(raw[i], scale, S.form == NF4 and not VALUES),)
         else:
-            raw = _plain(x, S.form, PTX)
+            raw = _plain(x, S.form, C.ptx)
             for i in tl.static_range(len(raw)):
                 parts += (from_float32(_scaled(raw[i], scale, False), S.dot),)
+        if VALUES and joined(S, C):
+            parts = (_joined(parts[0], parts[1]),)
     return parts
 
 
@@ -216,9 +280,9 @@ def load_tile(
     inside,
     used,
     S: tl.constexpr,
-    PTX: tl.constexpr,
     MASKED: tl.constexpr,
     VALUES: tl.constexpr,
+    C: tl.constexpr,
 ):
     """The parts of a tile of tokens, (N, width of the part) each, of dtype ``S.dot``.
 
@@ -239,8 +303,8 @@ def load_tile(
             S,
             S.segments[i][0],
             S.segments[i][1],
-            PTX,
             MASKED,
             VALUES,
+            C,
         )
     return parts

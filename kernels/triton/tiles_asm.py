@@ -55,6 +55,26 @@ lop3.b32 a, a, b, 0x0F0F0F0F, 0x6A;
 lop3.b32 $0, c, d, a, 0x6A;
 }"""
 
+#: $2, $3: four fp16 numbers -> $0, $1: the same, or'ed with a 0 that the assembler does not see through: it would pair
+#: them again in every round of a loop.
+HELD_FOUR = """{
+.reg .b32 a, b;
+mov.u32 a, %lanemask_lt;
+mov.u32 b, %lanemask_eq;
+and.b32 a, a, b;
+or.b32 $0, $2, a;
+or.b32 $1, $3, a;
+}"""
+
+#: $2, $3: four fp16 numbers, $4, $5: four stored scales -> $0, $1: each number times the size of its scale.
+FOLDED_FOUR = """{
+.reg .b32 a, b;
+abs.f16x2 a, $4;
+abs.f16x2 b, $5;
+mul.rn.f16x2 $0, $2, a;
+mul.rn.f16x2 $1, $3, b;
+}"""
+
 #: $4: four bytes of two codes, $5: masks of the low ones -> $0, $1: 2^-24 times the low codes, $2, $3: 2^-24 times the
 #: high ones, which stay above the low ones.
 CODES_4_WORD = """{

@@ -11,9 +11,12 @@ import triton.language as tl
 from .formats import Q8_0
 from .merge_splits import LOG2E, capped
 from .splits import CODES, TAIL, seen, tiles_of_range, tiles_of_split, visible_range
-from .tiles import gain, halves, load_tile, part_columns, parts_of
-from .tiles_channel import channel_scores, channel_values, unit
-from .tiles_query import load_query
+from .tiles import gain, halves, lean, load_tile, value_columns, value_parts_of
+from .tiles_channel import channel_scores, channel_values, products_of, unit
+from .tiles_query import load_query, positive
+
+#: The least float32, where the largest score of a row begins: a difference from it is never that of two infinities.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -39,24 +42,20 @@ def tile_of(
     else:
         if S.form >= Q8_0:
             scales += page * stream[3] + origin * (S.width // S.block)
-        tile = load_tile(codes, scales, slot, inside, used, S, C.ptx, MASKED, VALUES)
+        tile = load_tile(codes, scales, slot, inside, used, S, MASKED, VALUES, C)
     return tile
 
 
 @triton.jit
-def _scores(
-    q, turned, size, stream, page, origin, slot, inside, used, slots, S, MASKED, C: tl.constexpr
-):
-    """(N, R) scores of a tile of one key stream."""
+def _scores(q, turned, stream, page, origin, slot, inside, used, slots, S, MASKED, C: tl.constexpr):
+    """(N, R) scores of a tile of one key stream, before their factor."""
     if S.group > 1 and S.dot != tl.float32:
         codes = stream[0] + page * stream[2] + origin * (S.width // halves(S.form))
         scales = stream[1] + page * stream[3]
-        scores = channel_scores(
-            q, turned, size, codes, scales, origin, slot, inside, slots, S, MASKED, C
-        )
+        scores = channel_scores(q, turned, codes, scales, origin, slot, inside, slots, S, MASKED, C)
     else:
         tile = tile_of(stream, page, origin, slot, inside, used, slots, S, MASKED, False, C)
-        scores = _products(q, tile, C) * size[None, :]
+        scores = _products(q, tile, C)
     return scores
 
 
@@ -67,6 +66,31 @@ def _turned(q):
     for part in tl.static_range(len(q)):
         parts += (tl.trans(q[part]),)
     return parts
+
+
+@triton.constexpr_function
+def apart(stream, shape):
+    """How tokens of a tile lie in threads, if sums of their weights are kept apart until all tiles are read, or None.
+
+    Returns:
+        (A, B, C): of tokens in the shape (A, B, C, 8), those along A and C are one thread's.
+    """
+    by_channel = stream.group > 1 and stream.dot != tl.float32
+    if shape.rows > 32:  # too many sums for the registers
+        return None
+    if not lean(shape):
+        return (1, shape.tile // 8, 1) if by_channel else None
+    if by_channel:
+        count = products_of(stream, shape)
+        return 1, count, shape.tile // count // 8
+    again = max(1, shape.tile // (16 * shape.warps))
+    return again, shape.tile // 16 // again, 2
+
+
+@triton.jit
+def _of_threads(p, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
+    """(N, R) -> (B, 8, R): sums of what a thread has."""
+    return tl.sum(tl.sum(tl.reshape(p, (A, B, C, 8, p.shape[1])), axis=2), axis=0)
 
 
 @triton.jit
@@ -96,19 +120,19 @@ def _zero_part(column, C: tl.constexpr):
 @triton.jit
 def _zeros(S: tl.constexpr, C: tl.constexpr):
     parts = ()
-    for part in tl.static_range(parts_of(S)):
-        parts += (_zero_part(part_columns(part, S), C),)
+    for part in tl.static_range(value_parts_of(S, C)):
+        parts += (_zero_part(value_columns(part, S, C), C),)
     return parts
 
 
 @triton.jit
 def _store_partial(
-    partial, row, own_head, real, accumulators, total, splits, S: tl.constexpr, GAIN
-):
+    partial, row, own_head, real, accumulators, total, splits, S: tl.constexpr, GAIN, C: tl.constexpr
+):  # fmt: skip
     """Each row's columns of its own head, divided by the row's sum."""
     factor = tl.where(total == 0.0, 0.0, 1.0 / (tl.where(total == 0.0, 1.0, total) * GAIN))
-    for part in tl.static_range(parts_of(S)):
-        column = part_columns(part, S)
+    for part in tl.static_range(value_parts_of(S, C)):
+        column = value_columns(part, S, C)
         mask = (own_head[None, :] == (column // S.dim)[:, None]) & real[None, :]
         target = partial + (row * (splits * S.dim))[None, :] + (column % S.dim)[:, None]
         tl.store(target, accumulators[part] * factor[None, :], mask=mask)
@@ -173,22 +197,21 @@ def attend(
         begin, end = split[0], split[1]
     else:
         begin, end = tiles_of_split(split[0], split[1], split[2], tiles)
-    largest = tl.full((C.rows,), float("-inf"), tl.float32)
+    largest = tl.full((C.rows,), LOWEST, tl.float32)
     total = tl.full((C.rows,), 0.0, tl.float32)
     if begin < end:
         q, size = load_query(q_place[0], q_place[1], own_head, real, q_place[2], K)
+        q, size = positive(q, size * (1.0 / (gain(K, C.ptx) * unit(K, C.ptx))))
         turned = _turned(q)
-        size *= 1.0 / (gain(K, C.ptx) * unit(K, C.ptx))
         if G is not None:
             q_geo, size_geo = load_query(g_place[0], g_place[1], own_head, real, g_place[2], G)
+            q_geo, size_geo = positive(q_geo, size_geo * (1.0 / (gain(G, C.ptx) * unit(G, C.ptx))))
             turned_geo = _turned(q_geo)
-            size_geo *= 1.0 / (gain(G, C.ptx) * unit(G, C.ptx))
         accumulators = _zeros(V, C)
-        # Where registers allow it, weights of a tile's tokens are summed apart and added up in the end.
-        APART: tl.constexpr = K.group > 1 and K.dot != tl.float32
+        APART: tl.constexpr = apart(K, C)
         sums = total
-        if APART:
-            sums = tl.full((C.tile, C.rows), 0.0, tl.float32)
+        if APART is not None:
+            sums = tl.full((APART[1], 8, C.rows), 0.0, tl.float32)
         # The tail and the sinks are a tile or two: no buffers for a pipeline of them.
         STAGES: tl.constexpr = None if SOURCE == CODES else 1
         for i in tl.range(begin, end, num_stages=STAGES):
@@ -202,45 +225,42 @@ def attend(
                 used = used | ((key >= start) & (key < kept_stop))
             page, origin, slot, inside = place(token, key, used, table, slots, span[3], SOURCE, C)
             MASKED: tl.constexpr = C.masked or SOURCE != CODES
-            logits = _scores(
-                q, turned, size, k, page, origin, slot, inside, used, slots, K, MASKED, C
-            )
+            logits = _scores(q, turned, k, page, origin, slot, inside, used, slots, K, MASKED, C)
+            # Factors are above 0, so that the largest product makes the largest score: one multiply-add does the rest.
+            FUSED: tl.constexpr = lean(C) and G is None and not C.softcap
+            if not FUSED:
+                logits *= size[None, :]
             if G is not None:
-                logits += _scores(
-                    q_geo,
-                    turned_geo,
-                    size_geo,
-                    g,
-                    page,
-                    origin,
-                    slot,
-                    inside,
-                    used,
-                    slots,
-                    G,
-                    MASKED,
-                    C,
+                other = _scores(
+                    q_geo, turned_geo, g, page, origin, slot, inside, used, slots, G, MASKED, C
                 )
+                logits += other * size_geo[None, :]
             if C.softcap:
                 logits = capped(logits, softcap, True) * LOG2E
             allowed = seen(
                 position[None, :], real[None, :], key[:, None], span[3], limits, SOURCE, C
             )
             logits = tl.where(allowed, logits, float("-inf"))
-            larger = tl.maximum(largest, tl.max(logits, axis=0))
-            base = tl.where(larger == float("-inf"), 0.0, larger)
-            p = tl.exp2(logits - base[None, :])
-            alpha = tl.exp2(largest - base)
-            if APART:
-                sums = sums * alpha[None, :] + p
+            top = tl.max(logits, axis=0)
+            larger = tl.maximum(largest, top * size if FUSED else top)
+            if FUSED:
+                p = tl.exp2(logits * size[None, :] - larger[None, :])
+            else:
+                p = tl.exp2(logits - larger[None, :])
+            alpha = tl.exp2(largest - larger)
+            if APART is not None:
+                sums = sums * alpha[None, None, :] + _of_threads(p, APART[0], APART[1], APART[2])
             else:
                 sums = sums * alpha + tl.sum(p, axis=0)
             largest = larger
             tile = tile_of(v, page, origin, slot, inside, used, slots, V, MASKED, True, C)
             accumulators = _weighted(accumulators, alpha, p.to(V.dot), tile, C)
-        total = tl.sum(sums, axis=0) if APART else sums
+        if APART is not None:
+            total = tl.sum(tl.sum(sums, axis=0), axis=0)
+        else:
+            total = sums
         _store_partial(
-            result[0], row, own_head, stored, accumulators, total, result[2], V, gain(V, C.ptx)
+            result[0], row, own_head, stored, accumulators, total, result[2], V, gain(V, C.ptx), C
         )
     lse = tl.where(
         total == 0.0, float("-inf"), largest + tl.log2(tl.where(total == 0.0, 1.0, total))

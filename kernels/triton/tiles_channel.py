@@ -20,13 +20,17 @@ import triton.language as tl
 
 from .casts import from_float32
 from .formats import low_masks
-from .tiles import codes_of, halves, loaded, part_columns, parts_of
-from .tiles_asm import CODES_4_WORD, CODES_8_WORD, MASKS_WORD
+from .tiles import codes_of, halves, lean, loaded, part_columns, parts_of
+from .tiles_asm import CODES_4_WORD, CODES_8_WORD, FOLDED_FOUR, HELD_FOUR, MASKS_WORD
+from .tiles_layout import LEAST_ROWS
 
 #: Rows of the product of queries and zeros, the fewest that ``tl.dot`` takes: more than a tile has groups.
 ZERO_ROWS = tl.constexpr(16)
 FOUR_8, FOUR_4 = tl.constexpr(CODES_8_WORD), tl.constexpr(CODES_4_WORD)
+FOLDED, HELD = tl.constexpr(FOLDED_FOUR), tl.constexpr(HELD_FOUR)
 MASKS = tl.constexpr(MASKS_WORD)
+#: Whether queries are folded as assembly: a Triton before 3.9 would bring what comes out through shared memory.
+ASSEMBLY = tl.constexpr(LEAST_ROWS == 8)
 
 
 @triton.constexpr_function
@@ -132,14 +136,45 @@ def _product(q, k, scale, total, C: tl.constexpr):
 
 
 @triton.jit
+def _four_folded(turned, step, C: tl.constexpr):
+    """Queries (w, R) times the sizes of stored scales (COUNT, w): (COUNT, w, R)."""
+    shape: tl.constexpr = (step.shape[0], turned.shape[0], C.rows)
+    held = tl.inline_asm_elementwise(
+        HELD, "=&r,=&r,r,r", [tl.broadcast_to(turned[None, :, :], shape)], tl.float16, True, 4
+    )
+    both = [held, tl.broadcast_to(step[:, :, None], shape)]
+    return tl.inline_asm_elementwise(FOLDED, "=&r,=&r,r,r,r,r", both, tl.float16, True, 4)
+
+
+@triton.jit
+def _folded(q, turned, k, step, total, S: tl.constexpr, C: tl.constexpr):
+    """`_product` in half precision, of scales as they are stored."""
+    COUNT: tl.constexpr = step.shape[0]
+    if ASSEMBLY:
+        folded = _four_folded(turned, step, C)
+        wide = tl.reshape(k, (COUNT, k.shape[0] // COUNT, k.shape[1]))
+        found = tl.dot(wide, folded, total, input_precision=C.precision)
+    else:
+        found = _product(q, k, _scale(step, S), total, C)
+    return found
+
+
+@triton.jit
+def _scale(step, S: tl.constexpr):
+    """What a stored scale multiplies: of 4-bit codes its sign says something else (`_low_masks`)."""
+    if halves(S.form) == 2:
+        step = tl.abs(step)
+    return step.to(S.dot)
+
+
+@triton.jit
 def channel_scores(
-    q, turned, size, codes, scales, origin, slot, inside, slots, S: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr
+    q, turned, codes, scales, origin, slot, inside, slots, S: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """(N, R) scores of a tile.
+    """(N, R) scores of a tile, before their factor.
 
     Args:
         q, turned: parts of the queries, and the same transposed.
-        size: (R,) factor of the products, over `unit`.
         codes, scales: pointers to where slots of the tile, and groups of the page, are counted from.
         origin: slot of the page that the tile begins with, a multiple of its tokens.
         slot, inside: (N,) slots of the tokens from there, and whether they exist.
@@ -150,30 +185,74 @@ def channel_scores(
     EACH: tl.constexpr = halves(S.form)
     found = ()
     for i in tl.static_range(len(S.segments)):
-        found += (codes_of(codes, slot, inside, S, S.segments[i][0], S.segments[i][1], 1, MASKED),)
+        found += (
+            codes_of(codes, slot, inside, S, S.segments[i][0], S.segments[i][1], 1, MASKED, C),
+        )
     steps, masks = (), ()
     if EACH == 2:
         steps, masks = _of_pairs(scales, origin, slots, COUNT, S, MASKED, C)
     k = ()
     for i in tl.static_range(len(S.segments)):
         k += _numbers(found[i], masks[i] if EACH == 2 else None, S, HALF)
-    total, high, base = None, None, None
+    if EACH == 1:
+        for part in tl.static_range(parts_of(S)):
+            column = part_columns(part, S)
+            steps += (_of_groups(scales, origin, slots, column, COUNT, S, MASKED, C),)
+    if HALF and lean(C):
+        total = _from_zeros(turned, scales, origin, slots, COUNT, S, MASKED, C)
+        total = _all_folded(q, turned, k, steps, total, S, C)
+        total = tl.reshape(total, (C.tile, C.rows))
+    else:
+        total, high, base = None, None, None
+        for part in tl.static_range(parts_of(S)):
+            if EACH == 2 and HALF and part % 2 == 1:
+                high = _product(q[part], k[part], _scale(steps[part], S), high, C)
+            else:
+                total = _product(q[part], k[part], _scale(steps[part], S), total, C)
+            column = S.width + part_columns(part, S)
+            zero = _of_groups(scales, origin, slots, column, ZERO_ROWS, S, MASKED, C)
+            base = tl.dot(zero.to(S.dot), turned[part], base, input_precision=C.precision)
+        if EACH == 2 and HALF:
+            total += high * 0.0625
+        base *= unit(S, C.ptx)
+        total = tl.reshape(total, (C.tile, C.rows)) + _repeated(base, C.tile)
+    return total
+
+
+@triton.jit
+def _from_zeros(
+    turned, scales, origin, slots, COUNT, S: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr
+):
+    """Zeros times queries, where the products of a tile begin: (COUNT, N / COUNT, R).
+
+    The rows of one product for the tile are shared out as its tokens are: 16 to each warp, all of them the zeros of its
+    group, so that every thread already has what it needs.
+    """
+    base = None
     for part in tl.static_range(parts_of(S)):
-        column = part_columns(part, S)
-        if EACH == 2:
-            scale = tl.abs(steps[part]).to(S.dot)
-        else:
-            scale = _of_groups(scales, origin, slots, column, COUNT, S, MASKED, C).to(S.dot)
-        if EACH == 2 and HALF and part % 2 == 1:
-            high = _product(q[part], k[part], scale, high, C)
-        else:
-            total = _product(q[part], k[part], scale, total, C)
-        zero = _of_groups(scales, origin, slots, S.width + column, ZERO_ROWS, S, MASKED, C)
-        base = tl.dot(zero.to(S.dot), turned[part], base, input_precision=C.precision)
-    if EACH == 2 and HALF:
+        column = S.width + part_columns(part, S)
+        zero = _of_groups(scales, origin, slots, column, COUNT, S, MASKED, C).to(S.dot)
+        rows = tl.broadcast_to(zero[:, None, :], (COUNT, 16, zero.shape[1]))
+        rows = tl.reshape(rows, (COUNT * 16, zero.shape[1]))
+        base = tl.dot(rows, turned[part], base, input_precision=C.precision)
+    EACH: tl.constexpr = C.tile // COUNT
+    base = tl.reshape(base * unit(S, C.ptx), (COUNT, 1, 16, C.rows))
+    base = tl.broadcast_to(base, (COUNT, EACH // 16, 16, C.rows))
+    return tl.reshape(base, (COUNT, EACH, C.rows))
+
+
+@triton.jit
+def _all_folded(q, turned, k, steps, total, S: tl.constexpr, C: tl.constexpr):
+    """``total`` plus the products of all parts; of two codes a byte the high ones, 16 times too large, first."""
+    EACH: tl.constexpr = halves(S.form)
+    if EACH == 2:
+        high = None
+        for part in tl.static_range(1, parts_of(S), 2):
+            high = _folded(q[part], turned[part], k[part], steps[part], high, S, C)
         total += high * 0.0625
-    base *= (size * unit(S, C.ptx))[None, :]
-    return tl.reshape(total, (C.tile, C.rows)) * size[None, :] + _repeated(base, C.tile)
+    for part in tl.static_range(0, parts_of(S), EACH):
+        total = _folded(q[part], turned[part], k[part], steps[part], total, S, C)
+    return total
 
 
 @triton.jit
@@ -188,7 +267,7 @@ def channel_values(
         steps, masks = _of_pairs(scales, origin, slots, COUNT, S, MASKED, C)
     numbers = ()
     for i in tl.static_range(len(S.segments)):
-        x = codes_of(codes, slot, inside, S, S.segments[i][0], S.segments[i][1], 1, MASKED)
+        x = codes_of(codes, slot, inside, S, S.segments[i][0], S.segments[i][1], 1, MASKED, C)
         numbers += _codes(x, masks[i] if EACH == 2 else None, S)
     parts = ()
     for part in tl.static_range(parts_of(S)):

@@ -114,6 +114,12 @@ def codes_split(
             CODES, K, G, V, C)  # fmt: skip
 
 
+@triton.constexpr_function
+def side_of(shape):
+    """`Shape.side`."""
+    return shape.side
+
+
 @triton.jit
 def side_split(
     buffers,
@@ -144,7 +150,7 @@ def side_split(
     else:
         g = _buffer(buffers[1], batch, lane, LANES, size, G)
     _attend(q, q_geo, k, g, v, None, result, rows, (0, 1, 1), span, limits, size, softcap,
-            SOURCE, K, G, V, C)  # fmt: skip
+            SOURCE, K, G, V, side_of(C))  # fmt: skip
 
 
 # What grows with a cache, or with the batch, is no reason to compile again: in the middle of a generation that takes

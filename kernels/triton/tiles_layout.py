@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import triton
 import triton.language as tl
 
 from caramba_fast.formats import FORMATS
@@ -59,7 +60,7 @@ class Shape:
         tokens: query tokens.
         heads: kv heads.
         per_lane: kv heads of a lane.
-        rows: query rows of a program, a power of two from 16.
+        rows: query rows of a program, a power of two from `LEAST_ROWS`.
         tile: tokens of a tile.
         page: slots of a page; 0 for a contiguous cache.
         masked: whether a tile may reach past the capacity.
@@ -96,6 +97,11 @@ class Shape:
     extend: bool = False
     balanced: bool = False
 
+    @property
+    def side(self) -> Shape:
+        """The same for the tail and the sinks: in long tiles fp16 values take more registers than codes do."""
+        return self if self.extend else replace(self, tile=min(self.tile, 16 * self.warps))
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -114,6 +120,8 @@ class Settings:
 #: Most query rows of a program; more become row groups, which read the cache again (from L2, mostly).
 #: Where a lane has more than 64 values, 64 rows of accumulators spill: half of them then.
 MOST_ROWS = 64
+#: Fewest query rows that are multiplied: before 3.9 Triton gives products of 8 columns to `mma.sync` on sm_90, too.
+LEAST_ROWS = 8 if tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 9) else 16
 
 
 def settings(streams: Sequence[Stream], rows: int, unit: int) -> Settings:
@@ -121,31 +129,37 @@ def settings(streams: Sequence[Stream], rows: int, unit: int) -> Settings:
 
     A tile of 128 tokens spreads the softmax and the barriers over twice as many tokens as one of 64
     and still fits three programs on an SM for 4-bit streams (two for q8_0). fp16 has instructions to spare
-    but not shared memory; wider lanes, more rows or float32 operands run out of registers. Scales by channel are
-    multiplied with every query row, so that 16 rows twice take fewer instructions than 32 at once.
+    but not shared memory; wider lanes, more rows or float32 operands run out of registers. Of keys by
+    channel 32 rows at once still fit a tile of 128 tokens.
 
     Args:
         rows: query rows of a lane.
         unit: slots of a page, or of a contiguous cache: a tile should divide it.
     """
-    padded = max(16, 1 << (rows - 1).bit_length())
     widest = max(stream.width for stream in streams)
+    by_channel = streams[0].group > 1
+    # 8 rows of wider lanes spill on sm_100.
+    least = 16 if widest > 128 and not by_channel else LEAST_ROWS
+    padded = max(least, 1 << (rows - 1).bit_length())
     wide = any(stream.dot == tl.float32 for stream in streams)
-    if streams[0].group > 1:
-        padded = 16
-    padded = min(padded, MOST_ROWS if widest <= 64 and not wide else MOST_ROWS // 2)
+    if by_channel:
+        few = wide or (LEAST_ROWS == 16 and widest > 64)
+        most = 16 if few else MOST_ROWS // 2
+    else:
+        most = MOST_ROWS if widest <= 64 and not wide else MOST_ROWS // 2
+    padded = min(padded, most)
     if wide or widest > 256:
         tile = 32
     else:
         packed = all(stream.form > FORMATS["bf16"].index for stream in streams)
-        tile = 128 if packed and widest <= 128 and padded == 16 else 64
+        tile = 128 if packed and widest <= 128 and (padded <= 16 or by_channel) else 64
     while unit % tile and tile > 32:
         tile //= 2
     stored = sum(stream.width * (1 if stream.form > 2 else 2) for stream in streams)
     heavy = stored * tile > 3 * 2**14
-    # Three stages of keys by channel spill: narrow ones on sm_80, those of 8 bits on sm_100.
+    # Three stages of keys by channel spill: narrow ones and 32 rows on sm_80, those of 8 bits on sm_100.
     bits = list(FORMATS.values())[streams[0].form].bits
-    short = streams[0].group > 1 and (widest <= 64 or bits == 8)
+    short = by_channel and (widest <= 64 or bits == 8 or padded > 16)
     return Settings(padded, tile, 4, 2 if wide or heavy or short else 3, widest <= 64)
 
 
@@ -168,7 +182,11 @@ def within(chosen: Settings, streams: Sequence[Stream], limit: int) -> Settings:
     rows = list(FORMATS.values())
     forms = [rows[stream.form] for stream in streams]
     token = sum(token_bytes(stream) for stream in streams)
-    besides = BESIDES_NIBBLES if any(form.bits == 4 for form in forms) else BESIDES
+    besides = (
+        BESIDES_NIBBLES
+        if any(form.bits == 4 and not form.by_channel for form in forms)
+        else BESIDES
+    )
 
     def fits(settings: Settings) -> bool:
         return settings.num_stages * token * settings.tile + besides <= limit
@@ -180,6 +198,17 @@ def within(chosen: Settings, streams: Sequence[Stream], limit: int) -> Settings:
     return chosen
 
 
+#: Most query rows times tokens of a tile, of lanes of more than 64 values, where there is no `wgmma`.
+MOST_SCORES = 2048
+
+
+def on_ampere(chosen: Settings) -> Settings:
+    """The same before sm_90: products with the zeros of keys by channel take queries from registers, too."""
+    if chosen.narrow or chosen.rows * chosen.tile <= MOST_SCORES:
+        return chosen
+    return replace(chosen, tile=chosen.tile // 2)
+
+
 def on_blackwell(chosen: Settings) -> Settings:
     """The same without tcgen05: its operands have to pass through tensor memory, and nf4 spilled.
 
@@ -187,7 +216,15 @@ def on_blackwell(chosen: Settings) -> Settings:
     """
     if chosen.tile < 64:
         return chosen
-    return replace(chosen, tile=chosen.tile // 2, num_warps=chosen.num_warps // 2)
+    rows = chosen.rows if chosen.narrow else min(chosen.rows, MOST_SCORES // chosen.tile)
+    return replace(chosen, rows=rows, tile=chosen.tile // 2, num_warps=chosen.num_warps // 2)
+
+
+def on_generation(chosen: Settings, major: int) -> Settings:
+    """The same for an NVIDIA generation."""
+    if major >= 10:
+        return on_blackwell(chosen)
+    return on_ampere(chosen) if major < 9 else chosen
 
 
 def on_amd(chosen: Settings) -> Settings:

@@ -17,6 +17,9 @@ from .basis import hadamard
 from .casts import from_float32, to_float32
 from .tiles import halves, part_columns, parts_of
 
+#: What a factor of scores is at least: the least float32 that is not subnormal.
+LEAST = tl.constexpr(2.0**-126)
+
 
 @triton.jit(do_not_specialize=["tokens"])
 def prepare_kernel(
@@ -91,3 +94,13 @@ def load_query(q, source, own_head, real, factor, S: tl.constexpr):
         for part in tl.static_range(parts_of(S)):
             parts += (from_float32(wide[part] * inverse[:, None], S.dot),)
     return parts, size * factor
+
+
+@triton.jit
+def positive(q, size):
+    """The same with a factor above 0: the queries take its sign, and 0 becomes the least number there is room for."""
+    sign = tl.where(size < 0.0, -1.0, 1.0)
+    parts = ()
+    for part in tl.static_range(len(q)):
+        parts += (q[part] * sign.to(q[part].dtype)[:, None],)
+    return parts, tl.maximum(size * sign, LEAST)
