@@ -157,8 +157,8 @@ def settings(streams: Sequence[Stream], rows: int, unit: int) -> Settings:
         tile //= 2
     stored = sum(stream.width * (1 if stream.form > 2 else 2) for stream in streams)
     heavy = stored * tile > 3 * 2**14
-    # Three stages of keys by channel spill: narrow ones and 32 rows on sm_80, those of 8 bits on sm_100, and there, with a
-    # Triton before 3.9, those of pages.
+    # Three stages of keys by channel spill: narrow ones and 32 rows on sm_80, those of 8 bits on sm_100, and there,
+    # with a Triton before 3.9, those of pages.
     paged = unit <= 128 and LEAST_ROWS == 16
     bits = list(FORMATS.values())[streams[0].form].bits
     short = by_channel and (widest <= 64 or bits == 8 or padded > 16 or paged)
