@@ -280,6 +280,10 @@ def _scalar_problems(options: Mapping[str, Any]) -> list[str]:
     ):
         if options.get(name, 0) < 0:
             problems.append(f"{name} is {options[name]}; {allowed} or more is allowed")
+    for name in ("softmax_scale", "sem_scale", "geo_scale"):
+        scale = options.get(name)
+        if scale is not None and not abs(scale) < float("inf"):
+            problems.append(f"{name} is {scale}; a finite number is allowed")
     if options.get("num_splits", 0) < BALANCED:
         problems.append(
             f"num_splits is {options['num_splits']}; {BALANCED} (balanced over all rows), 0 (automatic) or more is "

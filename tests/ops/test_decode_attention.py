@@ -237,6 +237,8 @@ def test_opcheck_and_fullgraph(kind):
         (dict(cache_seqlens=torch.tensor([3], dtype=torch.int32)), r"\(2,\) int32 is needed"),
         (dict(window_size=(-2, 0)), "window_size is"),
         (dict(softcap=-1.0), "softcap is -1.0"),
+        (dict(softmax_scale=float("nan")), "softmax_scale is nan; a finite number"),
+        (dict(softmax_scale=float("inf")), "softmax_scale is inf"),
         (
             dict(num_splits=-2),
             "num_splits is -2; -1 ",
