@@ -29,11 +29,16 @@ DRAWN = {
 Row = Mapping[str, str]
 TEXT = """`python -m caramba_fast.bench.real.decode` (`make bench-real`): one token at a time behind a context, batch 1,
 all programs in turn in every round. Tokens/s of transformers with its DynamicCache, then what the others reach as
-multiples of it. accelerate is the same model with our caches, Generator our own loop. llama.cpp and OpenVINO GenAI
-compute with weights of 4 bits, the others with those named: at short contexts that, not the cache, is what a step
-costs. OpenVINO GenAI does not say what its cache takes. int8 and int4 weights are torchao's (`Int8WeightOnlyConfig`;
-`PrototypeInt4WeightOnlyConfig`, groups of 32), in the model of transformers and in that of Generator; its int8 is
-slower than bf16 here. What weights of few bits cost in quality was measured for none of the programs."""
+multiples of it. accelerate is the same model with our caches, Generator our own loop. llama.cpp computes with weights
+of 4 bits, the others with those named: at short contexts that, not the cache, is what a step costs. int8 and int4
+weights are torchao's (`Int8WeightOnlyConfig`; `PrototypeInt4WeightOnlyConfig`, groups of 32), in the model of
+transformers and in that of Generator; its int8 is slower than bf16 here. What weights of few bits cost in quality was
+measured for none of the programs."""
+#: What is said where it was measured.
+GENAI = "OpenVINO GenAI"
+GENAI_TEXT = (
+    f"{GENAI} has weights of 4 bits, as llama.cpp has, and does not say what its cache takes."
+)
 
 
 def name_of(program: str, cache: str) -> str:
@@ -57,6 +62,7 @@ def section(folder: Path = RESULTS / "real") -> list[str]:
         "## Real models",
         "",
         TEXT,
+        *([GENAI_TEXT] if any(row["program"] == GENAI for rows in found for row in rows) else []),
         "",
         f"![tokens per second and cache bytes]({PICTURE.name})",
         "",
@@ -145,8 +151,7 @@ def _first_tokens(rows: Sequence[Row]) -> list[str]:
         "### First token and memory", "",
         "Seconds until the first token behind a prompt; MiB the process holds once the model is loaded and warm, "
         "weights and libraries included, and the most it holds while it reads the prompt (medians of rounds; each in a "
-        "process of its own, in turn). llama.cpp has its cache from the start; it and OpenVINO GenAI have weights of 4 "
-        "bits.", "",
+        "process of its own, in turn). llama.cpp has its cache from the start, and weights of 4 bits.", "",
     ]  # fmt: skip
     body = [
         (

@@ -68,6 +68,7 @@ def test_the_page_has_speed_sizes_and_first_tokens(rows, tmp_path):
     write_csv(folder / f"demo{real_decode_page.FIRST_TOKEN}", first_token.COLUMNS, [first])
     page = "\n".join(real_decode_page.section(folder))
     assert "OpenVINO GenAI u4" in page
+    assert real_decode_page.GENAI_TEXT in page
     row = next(
         r for r in rows if (r["context"], r["program"], r["cache"]) == (256, "accelerate", "q4")
     )
