@@ -103,4 +103,4 @@ def positive(q, size):
     parts = ()
     for part in tl.static_range(len(q)):
         parts += (q[part] * sign.to(q[part].dtype)[:, None],)
-    return parts, tl.maximum(size * sign, LEAST)
+    return parts, tl.maximum(size * sign, LEAST, propagate_nan=tl.PropagateNan.ALL)

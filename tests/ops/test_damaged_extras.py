@@ -16,6 +16,7 @@ from caramba_fast.ops import (
     registry,
     use_backend,
 )
+from caramba_fast.ops.decode_attention import decode_op
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, under the interpreter
 BACKENDS = ("reference", "cpp", "triton")
@@ -83,3 +84,14 @@ def test_merging_keeps_a_nan_in_sight(backend, sides, other):
         assert not merged[0].any() and (total[0] == -torch.inf).all()
     else:
         assert merged[0].isfinite().all() and total[0].isfinite().all()
+
+
+@pytest.mark.parametrize("kinds", [("q4_0", "q4_0"), ("q8_channel", "q8_0"), ("fp16", "fp16")])
+def test_a_scale_of_scores_that_is_nan_shows_where_nothing_checks_it(backend, kinds):
+    """The ops themselves take what the checks of `decode_attention` refuse."""
+    with use_backend("reference"):
+        case = cases.build(kinds=kinds, lengths=(9, 5), slots=64).append(append_)
+    args, options = case.flat()
+    with use_backend(backend):
+        out, lse = decode_op.call(*args, **{**options, "softmax_scale": torch.nan})
+    assert out.isnan().all() and lse.isnan().all()
