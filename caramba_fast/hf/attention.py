@@ -18,6 +18,7 @@ from caramba_fast.hf.compat import weights_are_recorded
 from caramba_fast.hf.layers import PackedLayer, check_no_dropout
 from caramba_fast.hf.lazy_tensors import PackedStates, values_of, without_gradient
 from caramba_fast.hf.masks import PatternMask
+from caramba_fast.hf.rotary import RotatedStates
 from caramba_fast.hf.scope import attention_function, foreign, inside, once
 from caramba_fast.hf.static_layer import attended_layer, check_no_codes
 
@@ -57,6 +58,9 @@ def caramba_attention(
         ValueError: a mask of the caller's own, or ``output_attentions``, for a static cache.
         RuntimeError: the codes of a static layer, out of turn.
     """
+    query = values_of(query)
+    if type(key) is RotatedStates:  # another cache's, which keeps what it is given
+        key = key.dense()
     if inside.queries is not None and not torch.compiler.is_compiling():
         inside.queries(getattr(module, "layer_idx", None), query, key.shape[1])
     sinks = kwargs.get("sinks") if s_aux is None else s_aux

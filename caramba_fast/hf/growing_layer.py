@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba_fast.cache import LayerKVCache
+from caramba_fast.cache import LayerKVCache, Rope
 from caramba_fast.hf.compat import query_length, tokens_to_remove
 from caramba_fast.hf.dense_reads import as_read
 from caramba_fast.hf.layers import PackedLayer, StoringLayer
@@ -109,16 +109,15 @@ class CarambaLayer(StoringLayer, PackedLayer):
     def _first_room(self) -> int:
         return min(self._room, self.common.room or FIRST_ROOM)
 
-    def _append(self, keys: Tensor, values: Tensor) -> bool:
-        known, bounded = (
-            self.store,
-            self.sliding_window is not None or self.common.limit is not None,
-        )
-        if known is not None and not bounded and known.append_again((keys, values), self.leftpad):
+    def _append(self, keys: Tensor, values: Tensor, rope: Rope | None) -> bool:
+        known = self.store
+        bounded = self.sliding_window is not None or self.common.limit is not None
+        again = known is not None and not bounded
+        if again and self._made().append_again((keys, values), self.leftpad, rope):
             return False
         store = self._store_for(keys, values)
         exact = store.is_empty and self.common.settings.prefill == "exact"
-        store.append(keys, values, cache_leftpad=self.leftpad, will_attend=not exact)
+        store.append(keys, values, cache_leftpad=self.leftpad, will_attend=not exact, rope=rope)
         if exact:
             self._leave_behind(0)
         return exact

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from caramba_fast.cache import LayerKVCache
+from caramba_fast.cache import LayerKVCache, Rope
 from caramba_fast.hf.lazy_tensors import PackedStates
+from caramba_fast.hf.rotary import appended, to_append
 from caramba_fast.hf.scope import INSTEAD, NAME, implementation
 from caramba_fast.hf.settings import CacheSettings
 
@@ -120,8 +121,11 @@ class PackedLayer(CacheLayerMixin):
         """Tokens of the longest row so far."""
         raise NotImplementedError
 
-    def _append(self, keys: Tensor, values: Tensor) -> bool:
-        """Stores (B, H_kv, T, D) keys and values; whether they are to be attended to as they came."""
+    def _append(self, keys: Tensor, values: Tensor, rope: Rope | None) -> bool:
+        """Stores (B, H_kv, T, D) keys and values; whether they are to be attended to as they came.
+
+        ``rope`` turns the keys on their way, and the queries beside them.
+        """
         raise NotImplementedError
 
     def update(
@@ -131,10 +135,14 @@ class PackedLayer(CacheLayerMixin):
 
         A first prompt is given back as it came, if the cache is to be exact there.
         """
-        new = key_states, value_states
+        keys, rope = to_append(key_states)
+        values = value_states
         if torch.is_grad_enabled():
-            new = key_states.detach(), value_states.detach()
-        if self._append(*new):
+            keys, values = keys.detach(), values.detach()
+        exact = self._append(keys, values, rope)
+        if rope is not None:
+            appended(key_states, rope)
+        if exact:
             return key_states, value_states
         return PackedStates.of(self, "k", key_states), PackedStates.of(self, "v", value_states)
 

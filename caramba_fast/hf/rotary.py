@@ -3,7 +3,13 @@
 Most decoders of transformers call a function ``apply_rotary_pos_emb`` of their own module, and most of these are the
 same. Where one gives the bits of our op, `fuse` puts a function into its place that calls the op when no gradient is
 wanted and the arguments are those that were tried, and the model's own otherwise. Other models of the module get the
-same numbers from it; `unfuse` puts the model's own function back. Where the layers of a model hold the function itself
+same numbers from it; `unfuse` puts the model's own function back.
+
+Of a decode step, whose queries and keys go to one of our layers next, not even that op runs: the function gives out
+`RotatedStates`, and the layer's append turns them on the way to the cache (`ops.append_` with ``rotary_q``). Whether
+they do is learned from the calls before, as the function does not know which cache its model has.
+
+Where the layers of a model hold the function itself
 (transformers 5.0 to 5.3 at least, and with the package ``kernels``), it stays: pickle finds functions by the name in
 their module, and no model of that module could be pickled while another function has this name.
 """
@@ -13,15 +19,21 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from caramba_fast.cache import Rope
+from caramba_fast.hf.lazy_tensors import LazyTensor
 from caramba_fast.ops import apply_rotary_emb
 from caramba_fast.ops.apply_rotary_emb import rotary_op
+from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 
 NAME = "apply_rotary_pos_emb"
+#: Of keys that were turned: the `Destination` of the function that did it.
+DESTINATION = "_caramba_destination"
 #: The functions that were replaced, by the name of their module.
 _own: dict[str, Callable[..., Any]] = {}
 
@@ -87,7 +99,83 @@ def is_ours(own: Callable[..., Any]) -> bool:
     return True
 
 
+@dataclass
+class Destination:
+    """Whether the keys of a model's rope go straight to a layer of ours, as far as its calls have shown."""
+
+    is_append: bool = False
+
+
+class Turn:
+    """Queries and keys that are to be turned to their positions: by an append, or by a call of the op.
+
+    Args:
+        q, k, cos, sin: as of `ops.apply_rotary_emb`.
+        destination: is told when something else than an append asks for values.
+    """
+
+    __slots__ = ("cos", "destination", "found", "k", "q", "sin")
+
+    def __init__(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, destination: Destination
+    ) -> None:
+        self.q, self.k, self.cos, self.sin, self.destination = q, k, cos, sin, destination
+        #: Queries and keys, where they are known.
+        self.found: dict[str, Tensor] = {}
+
+    def values(self, part: str) -> Tensor:
+        """The turned queries ("q") or keys ("k")."""
+        if part not in self.found:
+            self.destination.is_append = False
+            self.found["q"], self.found["k"] = rotary_op.call(self.q, self.k, self.cos, self.sin)
+        return self.found[part]
+
+    def rope(self) -> Rope | None:
+        """For an append of ``k`` that turns both; None where that is done."""
+        return None if self.found else Rope(self.q, self.cos, self.sin)
+
+
+class RotatedStates(LazyTensor):
+    """Queries or keys (B, H, T, D), turned when their values are needed."""
+
+    turn: Turn
+    part: str
+
+    @classmethod
+    def both(cls, turn: Turn) -> tuple[RotatedStates, RotatedStates]:
+        """Queries and keys."""
+        dtype, device = turn.q.dtype, turn.q.device
+        q, k = (cls._empty(x.shape, dtype, device) for x in (turn.q, turn.k))
+        q.turn, q.part, k.turn, k.part = turn, "q", turn, "k"
+        return q, k
+
+    def _make(self) -> Tensor:
+        return self.turn.values(self.part)
+
+
+def to_append(keys: Tensor) -> tuple[Tensor, Rope | None]:
+    """What a layer of ours is to append for ``keys``: them and None, or keys as they were and the rope that is missing.
+
+    `appended` comes after the append.
+    """
+    if type(keys) is RotatedStates:
+        rope = keys.turn.rope()
+        return (keys.dense(), None) if rope is None else (keys.turn.k, rope)
+    if destination := getattr(keys, DESTINATION, None):
+        destination.is_append = True
+    return keys, None
+
+
+def appended(keys: Tensor, rope: Rope) -> None:
+    """An append has turned the queries of ``keys``, as `to_append` had asked for."""
+    if TYPE_CHECKING:
+        assert isinstance(keys, RotatedStates)
+    keys.turn.found["q"] = rope.out
+
+
 def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
+    destination = Destination()
+
     @functools.wraps(own)
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -97,6 +185,12 @@ def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
         fits = q.ndim == 4 and cos.ndim == 3 and dim == cos.shape[-1] == k.shape[-1]
         if not (plain and fits and dtype == k.dtype == cos.dtype == sin.dtype):
             return own(q, k, cos, sin)
-        return rotary_op.call(q, k, cos, sin)
+        if q.shape[2] > MAX_QUERY_TOKENS:  # of a prompt: the op is not what takes time
+            return rotary_op.call(q, k, cos, sin)
+        if destination.is_append:
+            return RotatedStates.both(Turn(q, k, cos, sin, destination))
+        q, k = rotary_op.call(q, k, cos, sin)
+        setattr(k, DESTINATION, destination)
+        return q, k
 
     return rotary

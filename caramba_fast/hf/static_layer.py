@@ -17,6 +17,8 @@ from transformers.cache_utils import StaticLayer
 
 from caramba_fast.hf.compat import tokens_to_remove
 from caramba_fast.hf.layers import StoringLayer
+from caramba_fast.hf.lazy_tensors import values_of
+from caramba_fast.hf.rotary import appended, to_append
 from caramba_fast.ops import KVView, append_, decode_attention, extend_attention
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 
@@ -114,13 +116,18 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
             self.lazy_initialization(key_states, value_states)
         exact = self.is_empty and self.common.settings.prefill == "exact"
         if self.is_empty and eager:
-            self._first(key_states.detach(), value_states.detach())
+            self._first(values_of(key_states).detach(), value_states.detach())
+        elif eager:
+            keys, rope = to_append(key_states)
+            new = keys.detach(), value_states.detach()
+            options = {"cache_leftpad": self.starts} | ({} if rope is None else rope.options())
+            self._made().plans.append(new, self.lengths, options)
+            if rope is not None:
+                appended(key_states, rope)
+            self._advance(tokens)
         else:
             new = key_states.detach(), value_states.detach()
-            if eager:
-                self._made().plans.append(new, self.lengths, {"cache_leftpad": self.starts})
-            else:
-                append_(self.k, self.v, *new, self.lengths, cache_leftpad=self.starts)
+            append_(self.k, self.v, *new, self.lengths, cache_leftpad=self.starts)
             self._advance(tokens)
         place = current if eager else traced
         place.layer = None if exact else self

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from caramba_fast.cache import LayerKVCache, ModelKVCache, RaggedBatch
+from caramba_fast.cache import LayerKVCache, ModelKVCache, RaggedBatch, Rope
 from caramba_fast.cache.ragged import RaggedLayer
 from caramba_fast.hf.dense_reads import as_read
 from caramba_fast.hf.layers import PackedLayer
@@ -71,9 +71,9 @@ class StepLayer(_RowsLayer, PackedLayer):
         """Of the query columns of each row, how many are no padding."""
         return self.rows.new
 
-    def _append(self, keys: Tensor, values: Tensor) -> bool:
+    def _append(self, keys: Tensor, values: Tensor, rope: Rope | None) -> bool:
         new = self.rows.new if self.rows.padded_queries else None
-        self.store.append(keys, values, new, will_attend=not self.exact)
+        self.store.append(keys, values, new, will_attend=not self.exact, rope=rope)
         return self.exact
 
     def rows_for(self, tokens: int, leftpad: Tensor | None) -> tuple[list[int], list[int]]:
@@ -138,8 +138,15 @@ class RaggedStepLayer(PackedLayer):
     def lazy_initialization(self, *_: Any) -> None:
         """Nothing to do: the pages are there."""
 
-    def _append(self, keys: Tensor, values: Tensor) -> bool:
-        self.store.layer.append_tokens(keys[0].transpose(0, 1), values[0].transpose(0, 1))
+    def _append(self, keys: Tensor, values: Tensor, rope: Rope | None) -> bool:
+        k, v = keys[0].transpose(0, 1), values[0].transpose(0, 1)
+        if rope is None:
+            self.store.layer.append_tokens(k, v)
+            return False
+        q, cos, sin = rope.q[0].transpose(0, 1)[:, :, None], rope.cos, rope.sin
+        by_token = Rope(q, cos.transpose(0, 1), sin.transpose(0, 1))
+        self.store.layer.append_tokens(k, v, rope=by_token)
+        rope.out = by_token.out[:, :, 0].transpose(0, 1)[None]
         return False
 
     def get_seq_length(self, *_: Any) -> int:

@@ -10,9 +10,11 @@ import weakref
 import pytest
 import torch
 from support.hf_matrix import tiny
+from transformers import DynamicCache
 
-from caramba_fast.hf import accelerate, restore, rotary
+from caramba_fast.hf import CarambaCache, CarambaStaticCache, accelerate, restore, rotary
 from caramba_fast.ops.apply_rotary_emb import rotary_op
+from caramba_fast.serve import Engine
 
 IDS = torch.tensor([[5, 9, 17, 8, 21, 5], [3, 4, 4, 80, 11, 60]])
 
@@ -128,3 +130,90 @@ def test_functions_that_only_look_like_it_are_told_apart():
     assert not rotary.is_ours(lambda q, k, cos, sin: same(q, k, sin, cos))
     assert not rotary.is_ours(lambda q, k, cos, sin: same(q.float(), k.float(), cos, sin))
     assert not rotary.is_ours(lambda x, cos, sin: x)
+
+
+def steps(model, cache, count=4):
+    """Logits of decode steps of two rows behind a prompt."""
+    found = [model(IDS, past_key_values=cache).logits]
+    for number in range(count):
+        token = (IDS[:, :1] + number) % 90
+        found.append(model(token, past_key_values=cache).logits)
+    return found
+
+
+@pytest.mark.parametrize("make", [CarambaCache, CarambaStaticCache])
+@pytest.mark.parametrize("spec", ["q4", "q8:plain"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_turn_with_their_append(llama, make, spec, dtype, calls):
+    """From the second step on no op turns queries and keys of its own; logits are those of two calls."""
+    model = llama.to(dtype)
+    room = {} if make is CarambaCache else {"max_cache_len": 32}
+    accelerate(model, spec)
+    with torch.no_grad():
+        steps(model, make(model, spec, **room), count=1)
+        calls.clear()
+        found = steps(model, make(model, spec, **room))
+        assert len(calls) <= model.config.num_hidden_layers + 1  # those of the prompt
+        rotary.unfuse(list(rotary._own))
+        wanted = steps(model, make(model, spec, **room))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    restore(model)
+
+
+def test_engine_steps_over_transformers_turn_with_their_append(llama, monkeypatch):
+    """Sequences side by side: keys are turned on their way to the pages; probabilities are those of two calls."""
+    llama.config.eos_token_id = llama.generation_config.eos_token_id = 96
+    accelerate(llama, "q4")
+    shapes, call = [], rotary_op.call
+    monkeypatch.setattr(
+        rotary_op, "call", lambda *given: shapes.append(given[0].shape) or call(*given)
+    )
+
+    def served():
+        engine = Engine(llama, cache_kind="q4", max_seq_len=64)
+        outputs = engine.generate_batch(IDS.tolist(), max_new_tokens=12, logprobs=1, temperature=0)
+        return [(output.generated_tokens, output.logprobs) for output in outputs]
+
+    found = served()
+    asked = len(shapes)
+    assert asked < 12 * llama.config.num_hidden_layers
+    rotary.unfuse(list(rotary._own))
+    assert found == served()
+    assert len(shapes) == asked
+    restore(llama)
+
+
+def test_another_cache_gets_values(llama):
+    """A stock cache after ours: it takes what an append was to turn, and gets the model's own numbers."""
+    accelerate(llama, "q4")
+    with torch.no_grad():
+        steps(llama, CarambaCache(llama, "q4"))
+        module = rope_of(llama)
+        q, k = (torch.randn(2, heads, 1, 16) for heads in (4, 2))
+        angles = torch.randn(2, 2, 1, 16)
+        lazy = module(q, k, *angles)
+        assert all(type(x) is rotary.RotatedStates for x in lazy)
+        assert all(map(torch.equal, lazy, module.__wrapped__(q, k, *angles)))
+        assert not any(type(x) is rotary.RotatedStates for x in module(q, k, *angles))
+        steps(llama, CarambaCache(llama, "q4"))
+        found = steps(llama, DynamicCache(config=llama.config))
+        rotary.unfuse(list(rotary._own))
+        wanted = steps(llama, DynamicCache(config=llama.config))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    restore(llama)
+
+
+def test_a_failed_append_leaves_values(llama):
+    """Keys that a cache refuses can still be asked for."""
+    accelerate(llama, "q4")
+    with torch.no_grad():
+        cache = CarambaCache(llama, "q4")
+        steps(llama, cache)
+        q, k = (torch.randn(3, heads, 1, 16) for heads in (4, 2))
+        angles = torch.randn(2, 3, 1, 16)
+        lazy_q, lazy_k = rope_of(llama)(q, k, *angles)
+        with pytest.raises(ValueError, match="2 rows, and 3 came"):
+            cache.update(lazy_k, k, 0)
+        wanted = rope_of(llama).__wrapped__(q, k, *angles)
+        assert all(map(torch.equal, (lazy_q, lazy_k), wanted))
+    restore(llama)
