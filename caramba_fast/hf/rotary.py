@@ -5,9 +5,9 @@ same. Where one gives the bits of our op, `fuse` puts a function into its place 
 wanted and the arguments are those that were tried, and the model's own otherwise. Other models of the module get the
 same numbers from it; `unfuse` puts the model's own function back.
 
-Of a decode step, whose queries and keys go to one of our layers next, not even that op runs: the function gives out
-`RotatedStates`, and the layer's append turns them on the way to the cache (`ops.append_` with ``rotary_q``). Whether
-they do is learned from the calls before, as the function does not know which cache its model has.
+Of a decode step on CUDA, whose queries and keys go to one of our layers next, not even that op runs: the function gives
+out `RotatedStates`, and the layer's append turns them on the way to the cache (`ops.append_` with ``rotary_q``).
+Whether they do is learned from the calls before, as the function does not know which cache its model has.
 
 Where the layers of a model hold the function itself
 (transformers 5.0 to 5.3 at least, and with the package ``kernels``), it stays: pickle finds functions by the name in
@@ -187,7 +187,7 @@ def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
             return own(q, k, cos, sin)
         if q.shape[2] > MAX_QUERY_TOKENS:  # of a prompt: the op is not what takes time
             return rotary_op.call(q, k, cos, sin)
-        if destination.is_append:
+        if destination.is_append and q.device.type in Rope.FASTER_ON:
             return RotatedStates.both(Turn(q, k, cos, sin, destination))
         q, k = rotary_op.call(q, k, cos, sin)
         setattr(k, DESTINATION, destination)

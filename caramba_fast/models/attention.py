@@ -104,8 +104,10 @@ class Step(NamedTuple):
     def rope(self, q: Tensor) -> Rope | None:
         """RoPE of q (B, H, T, D) and its keys as a part of their append; None where it cannot be.
 
-        A prompt attends to its exact keys, and needs them turned; so does a gradient.
+        A prompt attends to its exact keys, and needs them turned; so does a gradient. On some devices it takes longer.
         """
+        if q.device.type not in Rope.FASTER_ON:
+            return None
         if self.exact or self.rows is not None or torch.is_grad_enabled():
             return None
         cos, sin = self.phases

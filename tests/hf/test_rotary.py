@@ -12,6 +12,7 @@ import torch
 from support.hf_matrix import tiny
 from transformers import DynamicCache
 
+from caramba_fast.cache import Rope
 from caramba_fast.hf import CarambaCache, CarambaStaticCache, accelerate, restore, rotary
 from caramba_fast.ops.apply_rotary_emb import rotary_op
 from caramba_fast.serve import Engine
@@ -28,6 +29,12 @@ def nothing_is_fused(monkeypatch):
     """Models of other tests may still be there."""
     rotary.unfuse(list(rotary._own))
     monkeypatch.setattr("caramba_fast.hf.integration._ACCELERATED", weakref.WeakSet())
+
+
+@pytest.fixture
+def within_appends(monkeypatch):
+    """As on CUDA."""
+    monkeypatch.setattr(Rope, "FASTER_ON", ("cpu", "cuda"))
 
 
 @pytest.fixture
@@ -144,7 +151,7 @@ def steps(model, cache, count=4):
 @pytest.mark.parametrize("make", [CarambaCache, CarambaStaticCache])
 @pytest.mark.parametrize("spec", ["q4", "q8:plain"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_steps_turn_with_their_append(llama, make, spec, dtype, calls):
+def test_steps_turn_with_their_append(llama, make, spec, dtype, calls, within_appends):
     """From the second step on no op turns queries and keys of its own; logits are those of two calls."""
     model = llama.to(dtype)
     room = {} if make is CarambaCache else {"max_cache_len": 32}
@@ -160,7 +167,7 @@ def test_steps_turn_with_their_append(llama, make, spec, dtype, calls):
     restore(model)
 
 
-def test_engine_steps_over_transformers_turn_with_their_append(llama, monkeypatch):
+def test_engine_steps_over_transformers_turn_with_their_append(llama, within_appends, monkeypatch):
     """Sequences side by side: keys are turned on their way to the pages; probabilities are those of two calls."""
     llama.config.eos_token_id = llama.generation_config.eos_token_id = 96
     accelerate(llama, "q4")
@@ -183,7 +190,7 @@ def test_engine_steps_over_transformers_turn_with_their_append(llama, monkeypatc
     restore(llama)
 
 
-def test_another_cache_gets_values(llama):
+def test_another_cache_gets_values(llama, within_appends):
     """A stock cache after ours: it takes what an append was to turn, and gets the model's own numbers."""
     accelerate(llama, "q4")
     with torch.no_grad():
@@ -203,7 +210,7 @@ def test_another_cache_gets_values(llama):
     restore(llama)
 
 
-def test_a_failed_append_leaves_values(llama):
+def test_a_failed_append_leaves_values(llama, within_appends):
     """Keys that a cache refuses can still be asked for."""
     accelerate(llama, "q4")
     with torch.no_grad():
