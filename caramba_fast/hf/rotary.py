@@ -159,7 +159,7 @@ def to_append(keys: Tensor) -> tuple[Tensor, Rope | None]:
     `appended` comes after the append.
     """
     if type(keys) is RotatedStates:
-        rope = keys.turn.rope()
+        rope = keys.turn.rope() if keys.part == "k" else None
         return (keys.dense(), None) if rope is None else (keys.turn.k, rope)
     if destination := getattr(keys, DESTINATION, None):
         destination.is_append = True
@@ -171,6 +171,11 @@ def appended(keys: Tensor, rope: Rope) -> None:
     if TYPE_CHECKING:
         assert isinstance(keys, RotatedStates)
     keys.turn.found["q"] = rope.out
+
+
+def is_recorded() -> bool:
+    """Whether something records the ops that run (`torch.jit.trace`, `make_fx`): a lazy tensor comes from none."""
+    return torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,7 +192,7 @@ def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
             return own(q, k, cos, sin)
         if q.shape[2] > MAX_QUERY_TOKENS:  # of a prompt: the op is not what takes time
             return rotary_op.call(q, k, cos, sin)
-        if destination.is_append and q.device.type in Rope.FASTER_ON:
+        if destination.is_append and q.device.type in Rope.FASTER_ON and not is_recorded():
             return RotatedStates.both(Turn(q, k, cos, sin, destination))
         q, k = rotary_op.call(q, k, cos, sin)
         setattr(k, DESTINATION, destination)

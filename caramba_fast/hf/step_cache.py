@@ -17,6 +17,7 @@ from caramba_fast.cache import LayerKVCache, ModelKVCache, RaggedBatch, Rope
 from caramba_fast.cache.ragged import RaggedLayer
 from caramba_fast.hf.dense_reads import as_read
 from caramba_fast.hf.layers import PackedLayer
+from caramba_fast.hf.lazy_tensors import values_of
 from caramba_fast.hf.masks import expect_mask
 from caramba_fast.hf.row_layout import LeftPadded, RightPadded, RowLayout
 
@@ -92,7 +93,8 @@ class DenseLayer(_RowsLayer):
     ) -> tuple[Tensor, Tensor]:
         """Stores (B, H_kv, T', D) keys and values and returns those of all columns."""
         rows, store = self.rows, self.store
-        k, v = (rows.from_layout(x, 2).to(store.device) for x in (key_states, value_states))
+        new = values_of(key_states), value_states
+        k, v = (rows.from_layout(x, 2).to(store.device) for x in new)
         store.append(k, v, rows.new if rows.padded_queries else None, will_attend=False)
         if self.exact:
             return key_states, value_states

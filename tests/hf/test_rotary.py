@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from support.hf_matrix import tiny
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import DynamicCache
 
 from caramba_fast.cache import Rope
@@ -223,4 +224,33 @@ def test_a_failed_append_leaves_values(llama, within_appends):
             cache.update(lazy_k, k, 0)
         wanted = rope_of(llama).__wrapped__(q, k, *angles)
         assert all(map(torch.equal, (lazy_q, lazy_k), wanted))
+    restore(llama)
+
+
+def test_a_recorded_pass_gets_tensors_of_ops(llama, within_appends):
+    """What `make_fx` and `torch.jit.trace` see has to come from ops, or it would be a constant."""
+    accelerate(llama, "q4")
+    with torch.no_grad():
+        steps(llama, CarambaCache(llama, "q4"))
+        module = rope_of(llama)
+        q, k = (torch.randn(2, heads, 1, 16) for heads in (4, 2))
+        angles = torch.randn(2, 2, 1, 16)
+        assert type(module(q, k, *angles)[0]) is rotary.RotatedStates
+        graph = make_fx(lambda q, k: module(q, k, *angles))(q, k)
+        q, k = q + 1, k + 1
+        assert all(map(torch.equal, graph(q, k), module.__wrapped__(q, k, *angles)))
+    restore(llama)
+
+
+def test_queries_are_not_taken_for_keys(llama, within_appends):
+    """Whatever a model hands to its cache is stored as it is."""
+    accelerate(llama, "q4")
+    with torch.no_grad():
+        steps(llama, CarambaCache(llama, "q4"))
+        q, k = (torch.randn(2, 2, 1, 16) for _ in range(2))
+        angles = torch.randn(2, 2, 1, 16)
+        lazy_q, lazy_k = rope_of(llama)(q, k, *angles)
+        given, rope = rotary.to_append(lazy_q)
+        assert rope is None
+        assert torch.equal(given, rope_of(llama).__wrapped__(q, k, *angles)[0])
     restore(llama)
