@@ -319,7 +319,7 @@ class _Reference:
         count = len(self.targets)
         starts = range(0, count, self.step)
         parts = [self._piece(logits, slice(start, start + self.step)) for start in starts]
-        return torch.cat(parts, 1) if parts else logits.new_empty(5, 0)
+        return torch.cat(parts, 1) if parts else self.nll.new_empty(5, 0)
 
     def _piece(self, logits: Tensor, span: slice) -> Tensor:
         """With d = log(q / p), KL is Σ p (exp(d) - 1 - d), as Σ p = Σ q = 1: no term is negative, and

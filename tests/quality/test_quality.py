@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import sys
@@ -124,6 +125,17 @@ def test_scores_are_those_of_whole_distributions(model: Transformer, baseline: s
         assert found[spec].shape == (3, 40)
         assert_close(found[spec], wanted)
     assert found[Q4].kl.mean() > 10 * found[Q8].kl.mean() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_models_of_two_bytes_are_scored_where_only_late_tokens_count(model, dtype) -> None:
+    """Pieces in front of which no position is asked for have no scores, of no dtype."""
+    ids, positions = random_ids(2, 41), torch.arange(20, 40).expand(2, -1)
+    found = compare(
+        cached_forward(copy.deepcopy(model).to(dtype), 8), ids, [Q8], positions=positions
+    )
+    assert found[Q8].shape == (2, 20) and found[Q8].nll.dtype == np.float32
+    assert np.isfinite(found[Q8].kl).all()
 
 
 @pytest.mark.usefixtures("on_reference")
