@@ -1,7 +1,8 @@
-"""What the cache policy chooses for the demo models: ``python -m caramba_fast.bench.generation.policy [--page-only]``.
+"""What the cache policy chooses: ``python -m caramba_fast.bench.generation.policy [--page-only] [--cases NAME ...]``.
 
-Writes ``bench/results/policy.json``, pictures, and the measured part of ``docs/policy.md``, of which every
-number is read from that file.
+For two real models, as `make real` fetches them, in bf16 and on its texts, and for the demo models. Writes
+``bench/results/policy.json``, pictures, and the measured part of ``docs/policy.md``, of which every number is read from
+that file. Cases that are not measured stay as they were.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from caramba_fast.models import demo_tokenizer, held_out_text, load_demo
+import torch
+
+from caramba_fast.bench.real.models import SOURCES, model_folder
+from caramba_fast.bench.real.text import KINDS, text
+from caramba_fast.models import demo_tokenizer, held_out_text, load_demo, load_model, load_tokenizer
 from caramba_fast.policy import CachePlan, CachePolicyFields, CandidateRow, choose_cache
 from caramba_fast.policy.plan import cells
 from caramba_fast.policy.plot import save_plot
@@ -25,45 +30,68 @@ from caramba_fast.quality.needles import token_ids
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = ROOT / "results" / "policy.json", ROOT.parent / "docs"
 PAGE, START, END = DOCS / "policy.md", "<!-- measured: start -->", "<!-- measured: end -->"
-MAX_SEQ_LEN = 2048
+#: Of the texts that caches were not chosen on, as much as the policy's windows take.
+CHARACTERS = 200_000
 
 
 @dataclass(frozen=True)
 class Case:
-    """A choice to show: a demo model, settings, and words."""
+    """A choice to show: a demo model, or a real one of `SOURCES`; settings, tokens of a row, and words."""
 
     name: str
-    demo: str
+    model: str
     words: str
     settings: dict[str, Any]
+    max_seq_len: int = 2048
 
 
 PLAIN = ("fp16", "q8", "q8/q4", "q4", "nf4", "q4:plain", "nf4:plain")
+#: Windows of some length: behind short ones no cache has done much harm yet.
+REAL: dict[str, Any] = {
+    "cache_quality_prompt_len": 256, "cache_quality_decode_steps": 8, "cache_auto_bench_prompt_len": 4000,
+    "cache_quality_max_mean_kl": 0.005,
+}  # fmt: skip
 CASES = (
-    Case("gqa-free", "gqa", "GQA, no budget and no gates", {}),
-    Case("gqa-budget", "gqa", "GQA, a budget", {"cache_budget_mb": 2.5}),
-    Case("dba-budget", "dba", "DBA, a budget and a gate on the KL",
+    Case("qwen2.5-gate", "qwen2.5-coder-0.5b", "Qwen2.5-Coder-0.5B-Instruct, a gate on the KL",
+         {**REAL, "cache_auto_candidates": ("fp16", "q8", "q8/q4", "q4", "nf4", "q8:plain", "q4:plain")}, 8192),
+    Case("smollm2-budget", "smollm2", "SmolLM2-135M-Instruct, a budget and a gate on the KL",
+         {**REAL, "cache_budget_mb": 80.0}, 8192),
+    Case("gqa-free", "gqa", "GQA demo model, no budget and no gates", {}),
+    Case("gqa-budget", "gqa", "GQA demo model, a budget", {"cache_budget_mb": 2.5}),
+    Case("dba-budget", "dba", "DBA demo model, a budget and a gate on the KL",
          {"cache_budget_mb": 2.0, "cache_quality_max_mean_kl": 0.0006}),
-    Case("bias-gate", "gqa_bias", "GQA with large key biases, a gate on ΔNLL, 4 bits with and without their "
-         "defaults", {"cache_quality_max_delta_nll": 0.01, "cache_auto_candidates": PLAIN}),
-    Case("gqa-long", "gqa", "GQA, timed at 1900 cached tokens instead of 64",
+    Case("bias-gate", "gqa_bias", "GQA demo model with large key biases, a gate on ΔNLL, 4 bits with and without "
+         "their defaults", {"cache_quality_max_delta_nll": 0.01, "cache_auto_candidates": PLAIN}),
+    Case("gqa-long", "gqa", "GQA demo model, timed at 1900 cached tokens instead of 64",
          {"cache_auto_bench_prompt_len": 1900}),
 )  # fmt: skip
 
 
+def subject_of(case: Case) -> tuple[Any, dict[str, Any]]:
+    """The model, and what `choose_cache` is to measure it on."""
+    if case.model in SOURCES:
+        folder = model_folder(case.model)
+        tokenizer = load_tokenizer(folder)
+        each = CHARACTERS // len(KINDS)
+        parts = [text(kind, "held out")[:each] for kind in KINDS]
+        ids = [token for part in parts for token in token_ids(tokenizer, part).tolist()]
+        return load_model(folder, dtype=torch.bfloat16), {"calibration_ids": ids}
+    tokenizer = demo_tokenizer(case.model)
+    ids = token_ids(tokenizer, held_out_text()).tolist()
+    return load_demo(case.model), {"calibration_ids": ids, "recall": RecallFormat.of(tokenizer)}
+
+
 def measure(case: Case) -> dict[str, Any]:
     """The plan, and how long making it and finding it again took."""
-    model, tokenizer = load_demo(case.demo), demo_tokenizer(case.demo)
+    model, given = subject_of(case)
     with tempfile.TemporaryDirectory() as folder:
         settings = CachePolicyFields(**case.settings, cache_plan_path=Path(folder) / "plans.json")
         seconds = []
         for _ in range(2):
             start = time.perf_counter()
             plan = choose_cache(
-                model, settings, max_seq_len=MAX_SEQ_LEN, measure_all=True,
-                calibration_ids=token_ids(tokenizer, held_out_text()).tolist(),
-                recall=RecallFormat.of(tokenizer),
-            )  # fmt: skip
+                model, settings, max_seq_len=case.max_seq_len, measure_all=True, **given
+            )
             seconds.append(time.perf_counter() - start)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {"seconds": seconds, "load": load, "plan": plan.model_dump(mode="json")}
@@ -81,10 +109,10 @@ def page(results: dict[str, Any]) -> str:
         first, second = found["seconds"]
         parts.append(
             f"\nChosen: `{plan.spec}`, {plan.nbytes:,} bytes: {plan.row(plan.spec).reason}. Measuring everything "
-            f"took {first:.1f} s, finding the plan again {1e3 * second:.0f} ms.\n"
+            f"took {first:.1f} s, finding the plan again {1e3 * second:.0f} ms; {plan.key.batch_size} × "
+            f"{plan.key.max_seq_len} tokens, {plan.key.device}, torch {plan.key.versions['torch']}, on {plan.text}.\n"
         )
         parts.append(f"![quality against bytes](policy-{case.name}.png)\n")
-    key = plan.key
     loads = [found["load"] for found in results.values() if found["load"] is not None]
     busy = (
         f" Load average at the end of each choice: {', '.join(f'{x:.1f}' for x in loads)}."
@@ -92,10 +120,9 @@ def page(results: dict[str, Any]) -> str:
         else ""
     )
     parts.append(
-        f"Measured on {key.device}, backend {key.versions['backend']}, torch {key.versions['torch']}; "
-        f"{key.batch_size} × {key.max_seq_len} tokens, on {plan.text}. Every candidate is measured for the table; a "
-        f"generator measures only what fits, and times only what passes.{busy} Step times are only as good as the "
-        "machine is quiet: beyond its number of processors in load, read the bytes and the quality, not the times.\n"
+        "Every candidate is measured for the tables; a generator measures only what fits, and times only what passes."
+        f"{busy} Step times are only as good as the machine is quiet: beyond its number of processors in load, read "
+        "the bytes and the quality, not the times.\n"
     )
     return "\n".join(parts)
 
@@ -115,12 +142,14 @@ def main() -> None:
     """Measures, unless told otherwise, and writes page and pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--page-only", action="store_true", help="from the results there are")
-    if not parser.parse_args().page_only:
-        measured = {}
-        for case in CASES:
-            measured[case.name] = measure(case)
-            RESULTS.write_text(json.dumps(measured, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    results = json.loads(RESULTS.read_text("utf-8"))
+    names = [case.name for case in CASES]
+    parser.add_argument("--cases", nargs="+", choices=names, default=names, help="measure these")
+    args = parser.parse_args()
+    results = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
+    for case in () if args.page_only else (case for case in CASES if case.name in args.cases):
+        results[case.name] = measure(case)
+        ordered = {name: results[name] for name in names if name in results}
+        RESULTS.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", "utf-8")
     for case in (case for case in CASES if case.name in results):
         rows = CachePlan.model_validate(results[case.name]["plan"]).rows
         picture = DOCS / f"policy-{case.name}.png"
