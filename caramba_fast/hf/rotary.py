@@ -175,7 +175,7 @@ def appended(keys: Tensor, rope: Rope) -> None:
 
 def is_recorded() -> bool:
     """Whether something records the ops that run (`torch.jit.trace`, `make_fx`): a lazy tensor comes from none."""
-    return torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+    return torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _fused(own: Callable[..., Any]) -> Callable[..., Any]:

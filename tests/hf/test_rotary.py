@@ -249,7 +249,7 @@ def test_queries_are_not_taken_for_keys(llama, within_appends):
         steps(llama, CarambaCache(llama, "q4"))
         q, k = (torch.randn(2, 2, 1, 16) for _ in range(2))
         angles = torch.randn(2, 2, 1, 16)
-        lazy_q, lazy_k = rope_of(llama)(q, k, *angles)
+        lazy_q, _ = rope_of(llama)(q, k, *angles)
         given, rope = rotary.to_append(lazy_q)
         assert rope is None
         assert torch.equal(given, rope_of(llama).__wrapped__(q, k, *angles)[0])
