@@ -1,6 +1,6 @@
 """What the cache policy chooses: ``python -m caramba_fast.bench.generation.policy [--page-only] [--cases NAME ...]``.
 
-For two real models, as `make real` fetches them, in bf16 and on its texts, and for the demo models. Writes
+For real models, as `make real` fetches them, in bf16 and on its texts, and for the demo models. Writes
 ``bench/results/policy.json``, pictures, and the measured part of ``docs/policy.md``, of which every number is read from
 that file. Cases that are not measured stay as they were.
 """

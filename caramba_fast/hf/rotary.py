@@ -9,9 +9,9 @@ Of a decode step on CUDA, whose queries and keys go to one of our layers next, n
 out `RotatedStates`, and the layer's append turns them on the way to the cache (`ops.append_` with ``rotary_q``).
 Whether they do is learned from the calls before, as the function does not know which cache its model has.
 
-Where the layers of a model hold the function itself
-(transformers 5.0 to 5.3 at least, and with the package ``kernels``), it stays: pickle finds functions by the name in
-their module, and no model of that module could be pickled while another function has this name.
+Where the layers of a model hold the function itself (transformers 5.0 to 5.3 at least, and with the package
+``kernels``), it stays: pickle finds functions by the name in their module, and no model of that module could be pickled
+while another function has this name.
 """
 
 from __future__ import annotations

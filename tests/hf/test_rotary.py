@@ -140,6 +140,12 @@ def test_functions_that_only_look_like_it_are_told_apart():
     assert not rotary.is_ours(lambda x, cos, sin: x)
 
 
+def given(rows, heads):
+    """Queries of so many heads and keys of two, of one token of each row, and its cos and sin."""
+    q, k = (torch.randn(rows, count, 1, 16) for count in (heads, 2))
+    return q, k, torch.randn(2, rows, 1, 16)
+
+
 def steps(model, cache, count=4):
     """Logits of decode steps of two rows behind a prompt."""
     found = [model(IDS, past_key_values=cache).logits]
@@ -197,8 +203,7 @@ def test_another_cache_gets_values(llama, within_appends):
     with torch.no_grad():
         steps(llama, CarambaCache(llama, "q4"))
         module = rope_of(llama)
-        q, k = (torch.randn(2, heads, 1, 16) for heads in (4, 2))
-        angles = torch.randn(2, 2, 1, 16)
+        q, k, angles = given(2, 4)
         lazy = module(q, k, *angles)
         assert all(type(x) is rotary.RotatedStates for x in lazy)
         assert all(map(torch.equal, lazy, module.__wrapped__(q, k, *angles)))
@@ -217,8 +222,7 @@ def test_a_failed_append_leaves_values(llama, within_appends):
     with torch.no_grad():
         cache = CarambaCache(llama, "q4")
         steps(llama, cache)
-        q, k = (torch.randn(3, heads, 1, 16) for heads in (4, 2))
-        angles = torch.randn(2, 3, 1, 16)
+        q, k, angles = given(3, 4)
         lazy_q, lazy_k = rope_of(llama)(q, k, *angles)
         with pytest.raises(ValueError, match="2 rows, and 3 came"):
             cache.update(lazy_k, k, 0)
@@ -233,8 +237,7 @@ def test_a_recorded_pass_gets_tensors_of_ops(llama, within_appends):
     with torch.no_grad():
         steps(llama, CarambaCache(llama, "q4"))
         module = rope_of(llama)
-        q, k = (torch.randn(2, heads, 1, 16) for heads in (4, 2))
-        angles = torch.randn(2, 2, 1, 16)
+        q, k, angles = given(2, 4)
         assert type(module(q, k, *angles)[0]) is rotary.RotatedStates
         graph = make_fx(lambda q, k: module(q, k, *angles))(q, k)
         q, k = q + 1, k + 1
@@ -247,10 +250,9 @@ def test_queries_are_not_taken_for_keys(llama, within_appends):
     accelerate(llama, "q4")
     with torch.no_grad():
         steps(llama, CarambaCache(llama, "q4"))
-        q, k = (torch.randn(2, 2, 1, 16) for _ in range(2))
-        angles = torch.randn(2, 2, 1, 16)
+        q, k, angles = given(2, 2)
         lazy_q, _ = rope_of(llama)(q, k, *angles)
-        given, rope = rotary.to_append(lazy_q)
+        stored, rope = rotary.to_append(lazy_q)
         assert rope is None
-        assert torch.equal(given, rope_of(llama).__wrapped__(q, k, *angles)[0])
+        assert torch.equal(stored, rope_of(llama).__wrapped__(q, k, *angles)[0])
     restore(llama)
