@@ -110,7 +110,7 @@ sanitize: $(SANE)
 		$(BIN)/python -m pytest -q --capture=sys -p no:cacheprovider \
 		-k 'not (every_instruction_set or hundred_thousand or far_apart or opcheck or triton or gigabytes)' \
 		tests/ops/test_extension.py tests/ops/test_cpp_attention.py tests/ops/test_cpp_bounds.py tests/ops/test_append.py \
-		tests/ops/test_by_channel.py tests/ops/test_rotary.py tests/ops/test_rotary_append.py
+		tests/ops/test_by_channel.py tests/ops/test_causal_attention.py tests/ops/test_rotary.py tests/ops/test_rotary_append.py
 
 # The C++ for aarch64 and for x86-64 with clang, which the ziglang package brings.
 cross: export ZIG_GLOBAL_CACHE_DIR = $(CURDIR)/build/cross

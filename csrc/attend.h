@@ -7,6 +7,7 @@
 //   tile.h        one head's part of a tile             int8_layout.h  its bytes
 //   scores.h      q . k                                 scores_float.h, scores_int8.h
 //                                                       scores_channel.h, scores_group.h
+//   prompt.h      q . k and weights times values in fp32 for many queries; prompt_bf16.h in bf16
 //   softmax.h     scores to weights, online
 //   values.h      weights times values                  values_float.h, values_bytes.h,
 //                                                       values_int8.h, weights_int8.h
@@ -71,8 +72,9 @@ class LaneAttention {
       for (int i = 0; i + 1 < lane.job.streams; ++i)
         widest = std::max(widest, state.queries[i].key.width);
     }
-    scratch_ = {
-        arena.take<float>(kTile * widest + 16), nullptr, nullptr, nullptr, nullptr, nullptr};
+    scratch_ = {};
+    scratch_.decoded = arena.take<float>(kTile * widest + 16);
+    if (lane.job.all > kMostQueryTokens) scratch_.turned = arena.take<float>(kTile * widest);
 #if CARAMBA_FAST_VECTOR_BITS
     scratch_.scales = arena.take<TileScales>(1);
 #endif
@@ -81,6 +83,8 @@ class LaneAttention {
     scratch_.flips = arena.take<Flips>(1);
 #endif
 #if CARAMBA_FAST_TURNS_CODES
+    if (takes_bf16(lane.job, lane.job.streams - 1))
+      scratch_.rounded = arena.take<float>(static_cast<std::int64_t>(lane.query_rows) * kTile / 2);
     scratch_.values = arena.take<ValueScratch>(1);
     scratch_.group = new (arena.take<GroupScratch>(1)) GroupScratch(widest, arena);
 #endif

@@ -12,7 +12,8 @@ namespace caramba_fast {
 inline constexpr int kTile = 64;  // tokens taken at a time; a tile never crosses a page
 // Scores, then weights, of one query and a tile: with room for what a vector writes beyond it.
 inline constexpr int kScoreRow = kTile + 16;
-inline constexpr int kMostQueryTokens = 32;  // of a piece: a call of more is done in pieces
+inline constexpr int kMostQueryTokens = 32;  // of a short call: a call of more is done in pieces
+inline constexpr int kPieceTokens = 64;      // of such a piece
 
 // Positions are slots of a row, leading padding included. A stretch of them, read from one place:
 // the codes, the fp16 tail (a ring of the newest tokens) or the fp16 sinks (the first ones).

@@ -153,8 +153,8 @@ std::tuple<Tensor, Tensor> Call::run_pieces(const Common& c, const Tensor& q) {
   work.lse = static_cast<float*>(lse.mutable_data_ptr());
   const void* starts[kMostStreams - 1];
   for (int i = 0; i + 1 < work.streams; ++i) starts[i] = work.queries[i].data;
-  for (work.first = 0; work.first < work.all; work.first += kMostQueryTokens) {
-    work.tokens = std::min<std::int64_t>(kMostQueryTokens, work.all - work.first);
+  for (work.first = 0; work.first < work.all; work.first += kPieceTokens) {
+    work.tokens = std::min<std::int64_t>(kPieceTokens, work.all - work.first);
     for (int i = 0; i + 1 < work.streams; ++i) {
       const std::int64_t bytes = work.queries[i].type == Format::fp32 ? 4 : 2;
       work.queries[i].data =

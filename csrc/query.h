@@ -15,6 +15,7 @@
 #include "query_int8.h"
 #endif
 #if CARAMBA_FAST_TURNS_CODES
+#include "prompt_bf16.h"
 #include "scores_group.h"
 #endif
 
@@ -42,6 +43,10 @@ struct HeadQuery {
   // the one is what the two leave of the query.
   QueryUnit *two_bytes, *one_byte;
   float allowed_step = 0;  // for keys by channel, see scores_group.h
+  // (query rows, key.width) bf16 as the model has them, for prompts in bf16 (prompt_bf16.h), and
+  // what their products are multiplied by; null elsewhere.
+  float* halves = nullptr;
+  float factor = 1;
 
   // `row` is memory for one query row.
   CARAMBA_FAST_NOINLINE HeadQuery(const Lane& lane, int stream, int h, Arena& arena, float* row)
@@ -62,6 +67,7 @@ struct HeadQuery {
     }
 #if CARAMBA_FAST_VECTOR_BITS
 #if CARAMBA_FAST_TURNS_CODES
+    if (takes_bf16(lane.job, stream)) keep_halves(lane, stream, h, arena, row);
     if (is_by_channel(s.format))
       allowed_step = step_allowed(bits_of(s.format), key.width, lane.job.queries[stream].type);
 #endif
@@ -75,6 +81,18 @@ struct HeadQuery {
   }
 
  private:
+#if CARAMBA_FAST_TURNS_CODES
+  void keep_halves(const Lane& lane, int stream, int h, Arena& arena, float* row) {
+    const HeadTensor& queries = lane.job.queries[stream];
+    const std::int64_t dim = key.stored->dim;
+    halves = arena.zeros(lane.query_rows * key.width / 2);
+    factor = lane.job.factors[stream];
+    for (int r = 0; r < lane.query_rows; ++r) {
+      read_row(queries, lane.row, lane.query_head(h, r), lane.query_token(r), dim, row);
+      write_row(Format::bf16, row, dim, halves, r * key.width + key.inner);
+    }
+  }
+#endif
 #if CARAMBA_FAST_VECTOR_BITS
   template <Format F>
   void quantize_rows(int rows) {

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "lane.h"
+#include "prompt.h"
 #include "query.h"
 #include "scores_channel.h"
 #include "scores_float.h"
@@ -82,7 +83,18 @@ CARAMBA_FAST_NOINLINE inline void add_scores(const Lane& lane, const HeadQuery& 
 #endif
   if (is_by_channel(data.format))
     return score_groups(query, data, lane.query_rows, tile.count, scratch, scores);
+#if CARAMBA_FAST_TURNS_CODES
+  if (query.halves != nullptr && data.format == Format::bf16)
+    return score_bf16_prompt(query.halves, query.key.width, lane.query_rows, query.factor,
+                             data.values, data.stride, tile.count, scratch.turned, scores);
+#endif
   const TileData keys = decoded(data, query.key, tile.count, scratch.decoded);
+  if (scratch.turned != nullptr) {
+    kTurnKeys[static_cast<int>(keys.format)](keys.values, keys.stride, tile.count, query.key.width,
+                                             scratch.turned);
+    return score_prompt(query.values, query.key.width, lane.query_rows, scratch.turned, tile.count,
+                        scores);
+  }
   kScoreTiles[static_cast<int>(keys.format)](query.values, query.key.width, lane.query_rows,
                                              keys.values, keys.stride, tile.count, scores);
 }

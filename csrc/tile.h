@@ -25,6 +25,8 @@ struct ValueScratch;  // values_bytes.h
 // Memory for one tile at a time.
 struct TileScratch {
   float* decoded;  // kTile tokens of one head in fp32
+  float* turned;   // as many, for prompts (prompt.h); null in short calls
+  float* rounded;  // weights in bf16 (prompt_bf16.h); null where there are none
   // Of integer products; null where there are none.
   TileScales* scales;
   WeightGroup* weights;

@@ -8,11 +8,13 @@
 
 #include "arena.h"
 #include "lane.h"
+#include "prompt.h"
 #include "softmax.h"
 #include "tile.h"
 #include "values_float.h"
 #include "visibility.h"
 #if CARAMBA_FAST_TURNS_CODES
+#include "prompt_bf16.h"
 #include "values_bytes.h"
 #elif CARAMBA_FAST_VECTOR_BITS
 #include "values_int8.h"
@@ -69,8 +71,8 @@ struct ValueSums {
 
 // In fp32. Values nobody sees may be anything: runs of those somebody sees are added.
 inline void add_values_float(const ValueSums& state, const TileData& values, int count,
-                             std::uint64_t seen, const float* weights) {
-  const ValueTile add = kValueTiles[static_cast<int>(values.format)];
+                             std::uint64_t seen, const float* weights, bool prompt) {
+  const ValueTile add = prompt ? add_prompt_values : kValueTiles[static_cast<int>(values.format)];
   for (int i = 0; i < count;) {
     if (!(seen >> i & 1)) {
       ++i;
@@ -146,6 +148,10 @@ CARAMBA_FAST_NOINLINE inline void add_values(const Lane& lane, const Tile& tile,
             state.sums))
       return;
   }
+  if (scratch.rounded != nullptr && data.format == Format::bf16)
+    return add_bf16_prompt(weights, state.query_rows, data.values, data.stride, tile.count,
+                           visibility.any, scratch.turned, scratch.rounded, state.sums,
+                           state.value.width);
 #elif CARAMBA_FAST_VECTOR_BITS
   if (takes_bytes(lane, state.value, tile)) {
     const HeadBytes& head = *state.value.bytes;
@@ -165,8 +171,15 @@ CARAMBA_FAST_NOINLINE inline void add_values(const Lane& lane, const Tile& tile,
 #else
   static_cast<void>(softmax);
 #endif
-  const TileData values = decoded(data, state.value, tile.count, scratch.decoded);
-  add_values_float(state, values, tile.count, visibility.any, weights);
+  TileData values = decoded(data, state.value, tile.count, scratch.decoded);
+  const bool prompt = scratch.turned != nullptr;
+  if (prompt && values.format != Format::fp32) {
+    kWidenValues[static_cast<int>(values.format)](values.values, values.stride, tile.count,
+                                                  state.value.width, scratch.turned);
+    values = {Format::fp32, reinterpret_cast<const char*>(scratch.turned), state.value.width * 4,
+              nullptr, 0};
+  }
+  add_values_float(state, values, tile.count, visibility.any, weights, prompt);
 }
 
 }  // namespace CARAMBA_FAST_ISA

@@ -21,9 +21,9 @@ inline std::uint64_t mask_of_first(int count) {
 
 // What the queries of one row see of one tile; `find` says so, the rest asks.
 struct Visibility {
-  bool whole;                            // every query sees every token: `seen` is not filled
-  std::uint64_t any;                     // tokens that some query sees
-  std::uint64_t seen[kMostQueryTokens];  // tokens that query token t sees
+  bool whole;                        // every query sees every token: `seen` is not filled
+  std::uint64_t any;                 // tokens that some query sees
+  std::uint64_t seen[kPieceTokens];  // tokens that query token t sees
 
   void find(const Lane& lane, const Tile& tile) {
     const AttentionJob& job = lane.job;

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from caramba_fast.formats import FORMATS
 from caramba_fast.ops import attention_call
 from caramba_fast.ops.attention import QUERIES_PER_PIECE
 from caramba_fast.ops.decode_attention import DECOUPLED_FACTORS, FACTORS
-from caramba_fast.ops.registry import DECOUPLED, STANDARD, attention_schema, register
-from caramba_fast.ops.view import KVView
+from caramba_fast.ops.registry import DECOUPLED, STANDARD, attention_schema, register, serving
+from caramba_fast.ops.view import KVView, Lanes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from caramba_fast.ops.options import DecoupledExtendOptions, ExtendOptions
 
 EXTRA = (f"int q_chunk={QUERIES_PER_PIECE}",)
+#: Kinds whose codes are the values, by their dtype.
+KINDS = {row.dtype: row.name for row in FORMATS.values() if not row.quantized}
 
 
 def reference(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -122,3 +126,40 @@ def decoupled_extend_attention(
         cache_seqlens, n_kv_heads, window_of({**options}),
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
+
+
+def serves_prompts(*tensors: Tensor) -> bool:
+    """Whether `causal_attention` is what a prompt of these queries, keys and values takes least time with.
+
+    On a CPU the C++ kernels are faster than torch's ``scaled_dot_product_attention``. They have no backward pass, and
+    what ``torch.compile`` and fake tensors make of the latter is left to them.
+    """
+    if torch.compiler.is_compiling() or tensors[0].device.type != "cpu":
+        return False
+    if any(type(x) is not Tensor for x in tensors):
+        return False
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return False
+    return all(x.dtype in KINDS for x in tensors) and serving(extend_op.name, "cpu") == "cpp"
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[ExtendOptions]) -> Tensor:
+    """`extend_attention` of tokens to themselves, over keys and values that no cache holds.
+
+    Args:
+        q: (B, H_q, T, D).
+        k: (B, H_kv, T, D); v: (B, H_kv, T, D_v); float32, float16 or bfloat16.
+        options: of `extend_attention`, those about a cache left out.
+
+    Returns:
+        (B, H_q, T, D_v) in q's dtype.
+
+    Raises:
+        TypeError, ValueError: as `extend_attention`.
+    """
+    lanes = Lanes.of(k.shape[1], k.shape[3], v.shape[3])
+    keys, values = (KVView(lanes.pack(x).contiguous(), None, KINDS[x.dtype]) for x in (k, v))
+    lengths = torch.full((q.shape[0],), k.shape[2], dtype=torch.int32, device=q.device)
+    out = extend_attention(q, keys, values, lengths, n_kv_heads=k.shape[1], **options)
+    assert isinstance(out, Tensor)
+    return out

@@ -1,0 +1,147 @@
+// Prompts: the passes over one tile for the many query rows of a long call, in fp32. Keys are
+// turned first, so that a vector has one dim of many tokens and no sum goes across a vector; values
+// become fp32. Both take long beside a few rows, so calls of up to kMostQueryTokens do without
+// (scores_float.h, values_float.h). Compiled once per instruction set, in that set's namespace.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "attention_job.h"
+#include "half.h"
+#include "numeric.h"
+#include "prefetch.h"
+
+namespace caramba_fast {
+namespace CARAMBA_FAST_ISA {
+
+// What fits into registers as sums, with a vector of each part and one of a row besides.
+inline constexpr int kPromptRows = 6, kPromptParts = kLanes == 16 ? 4 : 2;
+
+// a and b are two rows of a square, HALF apart: the halves of their pairs of HALF columns change
+// places.
+template <int HALF, int... LANES>
+inline void exchange(Floats& a, Floats& b, std::integer_sequence<int, LANES...>) {
+  const Floats low = {((LANES & HALF) != 0 ? b[LANES ^ HALF] : a[LANES])...};
+  const Floats high = {((LANES & HALF) != 0 ? b[LANES] : a[LANES ^ HALF])...};
+  a = low;
+  b = high;
+}
+
+template <int HALF>
+inline void turn_by(Floats (&v)[kLanes]) {
+  if constexpr (HALF < kLanes) {
+    CARAMBA_FAST_UNROLL
+    for (int i = 0; i < kLanes; ++i)
+      if ((i & HALF) == 0)
+        exchange<HALF>(v[i], v[i + HALF], std::make_integer_sequence<int, kLanes>{});
+    turn_by<2 * HALF>(v);
+  }
+}
+
+// Keys of a tile as (vector of tokens, dim, token); behind the last token it stands in.
+template <Format T>
+CARAMBA_FAST_NOINLINE void turn_keys(const void* keys, std::int64_t stride, int count,
+                                     std::int64_t width, float* to) {
+  using Storage = typename Values<T>::Storage;
+  for (int t = 0; t < count; t += kLanes)
+    for (std::int64_t d = 0; d < width; d += kLanes, to += kLanes * kLanes) {
+      Floats v[kLanes];
+      CARAMBA_FAST_UNROLL
+      for (int i = 0; i < kLanes; ++i)
+        v[i] =
+            Values<T>::load(token_at<Storage>(keys, stride, t + i < count ? t + i : count - 1) + d);
+      turn_by<1>(v);
+      CARAMBA_FAST_UNROLL
+      for (int i = 0; i < kLanes; ++i) store_as(v[i], to + i * kLanes);
+    }
+}
+
+// Values of a tile in fp32, without gaps.
+template <Format T>
+CARAMBA_FAST_NOINLINE void widen_values(const void* values, std::int64_t stride, int count,
+                                        std::int64_t width, float* to) {
+  for (int t = 0; t < count; ++t, to += width) {
+    const auto* from = token_at<typename Values<T>::Storage>(values, stride, t);
+    for (std::int64_t d = 0; d < width; d += kLanes) store_as(Values<T>::load(from + d), to + d);
+  }
+}
+
+using MovedTile = void (*)(const void* from, std::int64_t stride, int count, std::int64_t width,
+                           float* to);
+// By element type.
+inline constexpr MovedTile kTurnKeys[kValueTypes] = {
+    turn_keys<Format::fp32>, turn_keys<Format::fp16>, turn_keys<Format::bf16>};
+inline constexpr MovedTile kWidenValues[kValueTypes] = {
+    widen_values<Format::fp32>, widen_values<Format::fp16>, widen_values<Format::bf16>};
+
+// to[r][i] += the sum over k of x[r][k] y[k][i], for ROWS rows and PARTS vectors. `row` is from row
+// to row of x, `step` from k to k of y, `part` from vector to vector of it.
+template <int ROWS, int PARTS>
+CARAMBA_FAST_NOINLINE void add_products(const float* x, std::int64_t row, const float* y,
+                                        std::int64_t step, std::int64_t part, std::int64_t count,
+                                        float* to, std::int64_t to_row) {
+  Floats sum[ROWS][PARTS];
+  CARAMBA_FAST_UNROLL
+  for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
+  for (int i = 0; i < PARTS; ++i) sum[r][i] = load_as<Floats>(to + r * to_row + i * kLanes);
+  for (std::int64_t k = 0; k < count; ++k, ++x, y += step) {
+    Floats v[PARTS];
+    CARAMBA_FAST_UNROLL
+    for (int i = 0; i < PARTS; ++i) v[i] = load_as<Floats>(y + i * part);
+    CARAMBA_FAST_UNROLL
+    for (int r = 0; r < ROWS; ++r) {
+      const Floats factor = floats(splat(load_as<std::int32_t>(x + r * row)));
+      CARAMBA_FAST_UNROLL
+      for (int i = 0; i < PARTS; ++i) sum[r][i] = fused(factor, v[i], sum[r][i]);
+    }
+  }
+  CARAMBA_FAST_UNROLL
+  for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
+  for (int i = 0; i < PARTS; ++i) store_as(sum[r][i], to + r * to_row + i * kLanes);
+}
+
+// Calls run(rows, vectors, first row, first vector) with constants for the first two, until all
+// rows and all vectors had their turn.
+template <class Run>
+void for_each_block(int rows, std::int64_t parts, const Run& run) {
+  const auto all_rows = [&](auto wide, std::int64_t i) {
+    int r = 0;
+    for (; r + kPromptRows <= rows; r += kPromptRows)
+      run(std::integral_constant<int, kPromptRows>{}, wide, r, i);
+    for (; r + 2 <= rows; r += 2) run(std::integral_constant<int, 2>{}, wide, r, i);
+    if (r < rows) run(std::integral_constant<int, 1>{}, wide, r, i);
+  };
+  std::int64_t i = 0;
+  for (; i + kPromptParts <= parts; i += kPromptParts)
+    all_rows(std::integral_constant<int, kPromptParts>{}, i);
+  for (; i < parts; ++i) all_rows(std::integral_constant<int, 1>{}, i);
+}
+
+// `add_products` for any number of rows and of vectors.
+inline void add_all_products(const float* x, std::int64_t row, int rows, const float* y,
+                             std::int64_t step, std::int64_t part, std::int64_t parts,
+                             std::int64_t count, float* to, std::int64_t to_row) {
+  for_each_block(rows, parts, [&](auto many, auto wide, int r, std::int64_t i) {
+    add_products<decltype(many)::value, decltype(wide)::value>(
+        x + r * row, row, y + i * part, step, part, count, to + r * to_row + i * kLanes, to_row);
+  });
+}
+
+// scores (rows, kScoreRow) += q . k of turned keys.
+inline void score_prompt(const float* q, std::int64_t width, int rows, const float* turned,
+                         int count, float* scores) {
+  add_all_products(q, width, rows, turned, kLanes, width * kLanes, (count + kLanes - 1) / kLanes,
+                   width, scores, kScoreRow);
+}
+
+// As `value_tile` (values_float.h), of values in fp32.
+inline void add_prompt_values(const float* weights, int rows, const void* values,
+                              std::int64_t stride, int count, float* sums, std::int64_t width) {
+  add_all_products(weights, kScoreRow, rows, static_cast<const float*>(values),
+                   stride / static_cast<std::int64_t>(sizeof(float)), kLanes, width / kLanes, count,
+                   sums, width);
+}
+
+}  // namespace CARAMBA_FAST_ISA
+}  // namespace caramba_fast
