@@ -1,7 +1,7 @@
 """The attention function: over packed keys and values where the cache gives them, else over tensors.
 
 Over tensors it is ``sdpa``, or a few queries at a time where ``sdpa`` has not what is asked for: capped logits, sinks
-(prompts and stock caches of Gemma 2 and gpt-oss), and the weights themselves.
+(prompts and stock caches of Gemma 2 and gpt-oss), and the weights themselves. On a CPU prompts go through our kernels.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from caramba_fast.hf.masks import PatternMask
 from caramba_fast.hf.rotary import RotatedStates
 from caramba_fast.hf.scope import attention_function, foreign, inside, once
 from caramba_fast.hf.static_layer import attended_layer, check_no_codes
+from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
+from caramba_fast.ops.extend_attention import causal_attention, serves_prompts
 
 #: Keywords with which a call asks for what only attention over plain tensors does.
 DENSE_ONLY = ("position_bias",)
@@ -271,9 +273,16 @@ def _plain(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention over tensors: those given, or the values of lazy ones."""
     causal = _is_causal(module, kwargs)
-    mask = _dense_mask(query, key, mask, causal)
+    queries, keys = query.shape[2], key.shape[2]
     key, value = values_of(key), values_of(value)
     asks_more = any(kwargs.get(name) is not None for name in DENSE_ONLY)
+    if not (weights or asks_more or dropout) and _is_prompt(query, key, value, mask, causal):
+        options = _options(scaling, softcap, s_aux)
+        if isinstance(mask, PatternMask):
+            options |= {"cache_leftpad": mask.leftpad, "local_window": mask.pattern.window}
+        out = causal_attention(query, key, value, **options)
+        return out.transpose(1, 2).contiguous(), None
+    mask = _dense_mask(queries, keys, mask, causal, query.device)
     if weights and asks_more:
         raise ValueError(
             f"output_attentions=True: no weights with {', '.join(DENSE_ONLY)} under our attention; restore(model)"
@@ -289,19 +298,31 @@ def _plain(
     return found
 
 
-def _dense_mask(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+def _is_prompt(query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool) -> bool:
+    """Whether many queries meet themselves and what is before them, and our kernels are the fastest there."""
+    if query.shape[2] <= MAX_QUERY_TOKENS or not serves_prompts(query, key, value):
+        return False
+    if mask is None:
+        return causal
+    if not isinstance(mask, PatternMask) or mask.shape[2:] != (query.shape[2], key.shape[2]):
+        return False
+    return mask.pattern.chunk is None or not mask.pattern.hides(key.shape[2])
+
+
+def _dense_mask(
+    queries: int, keys: int, mask: Tensor | None, causal: bool, device: torch.device
+) -> Tensor | None:
     """The mask for plain tensors.
 
     No mask means causal, the newest query with the last key; ``sdpa`` reads it as: the first with the first.
     """
     if mask is not None:  # that of a static cache names slots its prompt does not fill
         mask = values_of(mask)
-        return mask[..., : key.shape[2]] if mask.shape[-1] > key.shape[2] else mask
-    queries, keys = query.shape[2], key.shape[2]
+        return mask[..., :keys] if mask.shape[-1] > keys else mask
     if not causal or queries in (1, keys):
         return None
-    row = torch.arange(keys - queries, keys, device=query.device)[:, None]
-    return (torch.arange(keys, device=query.device) <= row)[None, None]
+    row = torch.arange(keys - queries, keys, device=device)[:, None]
+    return (torch.arange(keys, device=device) <= row)[None, None]
 
 
 def soft_attention(

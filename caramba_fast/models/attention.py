@@ -3,7 +3,7 @@
 A score of DBA is the sum of a semantic product (keys without position) and a geometric one (keys with RoPE), each with
 its own narrow width and scale; values have a width of their own. The cache of a token is ``sem_dim + geo_dim + v_dim``
 values instead of two full widths. An optional learned null key and value lets a head attend to nothing. Prompts attend
-to their exact K and V by torch's SDPA.
+to their exact K and V.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from caramba_fast.cache import DecoupledLayerKVCache, LayerKVCache, Rope
 from caramba_fast.models.config import ModelConfig
 from caramba_fast.models.rope import rotate, rotate_both
+from caramba_fast.ops.extend_attention import causal_attention, serves_prompts
 
 
 def dense_attention(
@@ -27,23 +28,39 @@ def dense_attention(
     *,
     window: int | None = None,
     scale: float | None = None,
-    leading: int = 0,
+    nulls: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Attention of T tokens to themselves and those before them.
+    """Attention of T tokens to themselves and those before them: on a CPU by our kernels, else by torch's SDPA.
 
     What is not finite stays visible: torch's causal SDPA answers a query, or a key, of NaN with finite
     numbers on some devices; here all that such a one reaches is NaN.
 
     Args:
         q: (B, H_q, T, D).
-        k, v: (B, H_kv, leading + T, D) and (..., D_v), H_q a multiple of H_kv.
+        k, v: (B, H_kv, T, D) and (..., D_v), H_q a multiple of H_kv.
         window: tokens a query reaches back, itself included; None for all.
         scale: of the scores; by default D ** -0.5.
-        leading: keys in front that every query sees. With a window there are none.
+        nulls: a key (H_kv, D) and a value (H_kv, D_v) that every query sees besides; with a window there are none.
 
     Returns:
         (B, H_q, T, D_v).
     """
+    if serves_prompts(q, k, v) and _adds_up(q) and _adds_up(k):
+        null_k, null_v = nulls or (None, None)
+        return causal_attention(
+            q, k, v, softmax_scale=scale, local_window=window, null_k=null_k, null_v=null_v
+        )
+    leading = 0
+    if nulls is not None:
+        leading = 1
+        k, v = (
+            torch.cat((null[:, None].expand(x.shape[0], -1, 1, -1), x), dim=2)
+            for null, x in zip(nulls, (k, v), strict=True)
+        )
+    missing = v.shape[-1] - q.shape[-1]
+    if missing > 0:  # equal widths keep SDPA on its flash kernel
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        q, k = F.pad(q, (0, missing)), F.pad(k, (0, missing))
     groups, length = q.shape[1] // k.shape[1], q.shape[2]
     spoilt = _spoilt(q, k, window, leading, groups)
     if groups > 1:  # SDPA's own enable_gqa leaves the flash kernel on CPU
@@ -68,6 +85,11 @@ def _spoilt(q: Tensor, k: Tensor, window: int | None, leading: int, groups: int)
     if window is not None and q.shape[2] > window:
         here = here - F.pad(here, (window, 0))[..., : q.shape[2]]
     return _unsound(q) | (here > 0).repeat_interleave(groups, 1)
+
+
+def _adds_up(x: Tensor) -> bool:
+    """Whether the sum of x is finite: where something in x is not, it is not."""
+    return bool(x.sum(dtype=torch.float32 if x.dtype == torch.float16 else None).isfinite())
 
 
 def _unsound(x: Tensor) -> Tensor:
@@ -174,14 +196,10 @@ class DecoupledAttention(nn.Module):
         """Both products as one: queries and keys side by side, the scales folded into the queries."""
         q = torch.cat((q_sem * self.sem_head**-0.5, q_geo * self.geo_head**-0.5), dim=-1)
         k = torch.cat((k_sem, k_geo), dim=-1)
+        nulls = None
         if self.has_null:
-            null_k = torch.cat((self.null_k_sem, self.null_k_geo), dim=-1)
-            k = torch.cat((null_k[:, None].expand(k.shape[0], -1, 1, -1), k), dim=2)
-            v = torch.cat((self.null_v[:, None].expand(v.shape[0], -1, 1, -1), v), dim=2)
-        missing = v.shape[-1] - q.shape[-1]
-        if missing > 0:  # equal widths keep SDPA on its flash kernel
-            q, k = F.pad(q, (0, missing)), F.pad(k, (0, missing))
-        return dense_attention(q, k, v, scale=1.0, leading=int(self.has_null))
+            nulls = (torch.cat((self.null_k_sem, self.null_k_geo), dim=-1), self.null_v)
+        return dense_attention(q, k, v, scale=1.0, nulls=nulls)
 
 
 class Attention(nn.Module):

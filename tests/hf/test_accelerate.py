@@ -14,7 +14,8 @@ from support.hf_matrix import IS_OLD, tiny
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from caramba_fast.hf import CarambaCache, CarambaStaticCache, accelerate, restore
+from caramba_fast.hf import CarambaCache, CarambaStaticCache, accelerate, attention, restore
+from caramba_fast.ops.extend_attention import causal_attention
 
 IDS = torch.tensor([[5, 9, 17, 8, 21, 5], [3, 4, 4, 80, 11, 60]])
 KINDS = ("fp32", "q8", "q4")
@@ -84,6 +85,39 @@ def test_dequantized_keys_have_no_gradient_either() -> None:
     model(IDS, past_key_values=cache)
     with pytest.raises(RuntimeError, match="no gradient flows"):
         model(IDS[:, :1], past_key_values=cache).logits.sum().backward()
+
+
+# -- prompts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "gemma2", "gpt_oss", "gemma3_text", "deepseek_v3"]
+)
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_long_prompts_give_what_eager_attention_gives(
+    family: str, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(family)
+    model.set_attn_implementation("eager")
+    torch.manual_seed(0)
+    ids, seen = torch.randint(3, 90, (2, 70)), torch.ones(2, 70, dtype=torch.long)
+    if padded:
+        seen[1, :31] = 0
+    expected = model(ids, attention_mask=seen).logits
+    calls = []
+    monkeypatch.setattr(
+        attention,
+        "causal_attention",
+        lambda *args, **options: calls.append(1) or causal_attention(*args, **options),
+    )
+    accelerate(model, "q8")
+    for options in ({}, {"past_key_values": CarambaCache(model, "q8")}, {"use_cache": False}):
+        calls.clear()
+        found = model(ids, attention_mask=seen, **options).logits
+        torch.testing.assert_close(found[seen > 0], expected[seen > 0], atol=1e-3, rtol=1e-3)
+        ours = isinstance(options.get("past_key_values"), CarambaCache)  # others' masks are tensors
+        assert not ours or len(calls) == model.config.num_hidden_layers
 
 
 # -- attention weights -------------------------------------------------------------------------
