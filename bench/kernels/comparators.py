@@ -151,12 +151,20 @@ def attention(
     return peers.listed, peers.absent
 
 
+def _among_themselves(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`sdpa` of a prompt, causal."""
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
 def _cpu(peers: Peers) -> None:
-    whole_prompt = peers.case.tokens > 32
-    for name, dtype in DTYPES.items():
-        if name == "fp32" or not whole_prompt:
-            peers.add(f"sdpa {name}", sdpa, dtype)
-    for name in () if whole_prompt else ("bf16", "fp32"):
+    case = peers.case
+    many = case.tokens > 32
+    for name in dict.fromkeys(("fp32", case.dtype)) if many else DTYPES:
+        call = _among_themselves if case.tokens == case.kv else sdpa
+        peers.add(f"sdpa {name}", call, DTYPES[name])
+    for name in () if many else ("bf16", "fp32"):
         peers.add(f"grouped matmul {name}", grouped, DTYPES[name])
 
 

@@ -222,6 +222,8 @@ def cpu() -> tuple[Case, ...]:
         replace(some, batch=8),
         replace(base, op="extend_attention", kinds=("q4_0",), kv=33280, tokens=512,
                 goal="at most 1.2x SDPA over fp32"),
+        *(replace(base, op="extend_attention", kinds=(dtype,), kv=tokens, tokens=tokens, dtype=dtype,
+                  goal="a prompt: faster than SDPA") for tokens in (512, 4096) for dtype in ("fp32", "bf16")),
     )  # fmt: skip
 
 
@@ -249,6 +251,7 @@ def tiny() -> tuple[Case, ...]:
         replace(base, op="decoupled_decode_attention", kinds=("nf4",), heads=4, kv_heads=4, key_dims=(8, 16)),
         replace(base, op="append_", kinds=("fp16", "q4_0", "q4")),
         replace(base, op="extend_attention", kinds=("q4_0",), kv=160, tokens=40),
+        replace(base, op="extend_attention", kinds=("bf16",), kv=96, tokens=96, dtype="bf16"),
         Case("quantize", ("q4_0",), 1, 2, 2, 32, 64, dtype="fp32"),
         Case("dequantize", ("q4_0",), 1, 2, 2, 32, 64, dtype="fp32"),
     )  # fmt: skip
