@@ -74,7 +74,7 @@ class LaneAttention {
     }
     scratch_ = {};
     scratch_.decoded = arena.take<float>(kTile * widest + 16);
-    if (lane.job.all > kMostQueryTokens) scratch_.turned = arena.take<float>(kTile * widest);
+    if (lane.job.prompt) scratch_.turned = arena.take<float>(kTile * widest);
 #if CARAMBA_FAST_VECTOR_BITS
     scratch_.scales = arena.take<TileScales>(1);
 #endif

@@ -13,7 +13,7 @@ inline constexpr int kTile = 64;  // tokens taken at a time; a tile never crosse
 // Scores, then weights, of one query and a tile: with room for what a vector writes beyond it.
 inline constexpr int kScoreRow = kTile + 16;
 inline constexpr int kMostQueryTokens = 32;  // of a short call: a call of more is done in pieces
-inline constexpr int kPieceTokens = 64;      // of such a piece
+inline constexpr int kPieceTokens = 64;      // of such a piece where `AttentionJob::prompt`
 
 // Positions are slots of a row, leading padding included. A stretch of them, read from one place:
 // the codes, the fp16 tail (a ring of the newest tokens) or the fp16 sinks (the first ones).
@@ -43,6 +43,7 @@ struct AttentionJob {
   // `first` of `all`.
   std::int64_t batch = 0, heads = 0, kv_heads = 0;
   std::int64_t tokens = 0, first = 0, all = 0;
+  bool prompt = false;                         // passes for many queries are allowed (prompt.h)
   std::int64_t lanes = 0, heads_per_lane = 0;  // of kv heads
   std::int64_t groups = 0;                     // query heads of a kv head
   int streams = 0;                             // keys first, then values

@@ -62,6 +62,7 @@ struct Common {
   std::int64_t num_sink_tokens;
   double softcap;
   std::int64_t num_splits;
+  bool prompt;
 };
 
 // What stays of a call: the streams, who sees what, and how the work is cut.
@@ -153,8 +154,9 @@ std::tuple<Tensor, Tensor> Call::run_pieces(const Common& c, const Tensor& q) {
   work.lse = static_cast<float*>(lse.mutable_data_ptr());
   const void* starts[kMostStreams - 1];
   for (int i = 0; i + 1 < work.streams; ++i) starts[i] = work.queries[i].data;
-  for (work.first = 0; work.first < work.all; work.first += kPieceTokens) {
-    work.tokens = std::min<std::int64_t>(kPieceTokens, work.all - work.first);
+  const std::int64_t most = work.prompt ? kPieceTokens : kMostQueryTokens;
+  for (work.first = 0; work.first < work.all; work.first += most) {
+    work.tokens = std::min(most, work.all - work.first);
     for (int i = 0; i + 1 < work.streams; ++i) {
       const std::int64_t bytes = work.queries[i].type == Format::fp32 ? 4 : 2;
       work.queries[i].data =
@@ -228,6 +230,7 @@ std::tuple<Tensor, Tensor> attend(const Common& c, const Tensor* const* queries,
   work.batch = q.size(0);
   work.heads = q.size(1);
   work.all = q.size(2);
+  work.prompt = c.prompt && work.all > kMostQueryTokens;
   work.kv_heads = c.n_kv_heads;
   STD_TORCH_CHECK(work.all >= 1, "q has no tokens; 1 or more are needed");
   STD_TORCH_CHECK(work.kv_heads > 0 && work.heads % work.kv_heads == 0, "q has ", work.heads,
@@ -280,20 +283,20 @@ std::tuple<Tensor, Tensor> attend(const Common& c, const Tensor* const* queries,
 }  // namespace
 
 std::tuple<Tensor, Tensor> cached_attention(
-    const Tensor& q, const Tensor& k_codes, const MaybeTensor& k_scales, const Tensor& v_codes,
-    const MaybeTensor& v_scales, const Tensor& cache_seqlens, const std::string& k_kind,
-    const std::string& v_kind, std::int64_t n_kv_heads, const MaybeTensor& block_table,
-    const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens, std::int64_t residual_len,
-    const MaybeTensor& k_tail, const MaybeTensor& k_sink, bool rotate_k, const MaybeTensor& v_tail,
-    const MaybeTensor& v_sink, bool rotate_v, const MaybeTensor& null_k, const MaybeTensor& null_v,
-    const MaybeTensor& s_aux, std::optional<double> softmax_scale,
+    bool prompt, const Tensor& q, const Tensor& k_codes, const MaybeTensor& k_scales,
+    const Tensor& v_codes, const MaybeTensor& v_scales, const Tensor& cache_seqlens,
+    const std::string& k_kind, const std::string& v_kind, std::int64_t n_kv_heads,
+    const MaybeTensor& block_table, const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens,
+    std::int64_t residual_len, const MaybeTensor& k_tail, const MaybeTensor& k_sink, bool rotate_k,
+    const MaybeTensor& v_tail, const MaybeTensor& v_sink, bool rotate_v, const MaybeTensor& null_k,
+    const MaybeTensor& null_v, const MaybeTensor& s_aux, std::optional<double> softmax_scale,
     const std::vector<std::int64_t>& window_size, std::int64_t num_sink_tokens, double softcap,
     std::int64_t num_splits) {
   const StreamTensors streams[] = {{"k", k_codes, k_scales, k_kind, k_tail, k_sink, rotate_k},
                                    {"v", v_codes, v_scales, v_kind, v_tail, v_sink, rotate_v}};
   const Common common{cache_seqlens,   n_kv_heads,   block_table, cache_leftpad,
                       query_lens,      residual_len, s_aux,       window_size,
-                      num_sink_tokens, softcap,      num_splits};
+                      num_sink_tokens, softcap,      num_splits,  prompt};
   const Tensor* queries[] = {&q};
   const char* names[] = {"q"};
   const MaybeTensor* nulls[] = {&null_k, &null_v};
@@ -301,7 +304,7 @@ std::tuple<Tensor, Tensor> cached_attention(
 }
 
 std::tuple<Tensor, Tensor> decoupled_cached_attention(
-    const Tensor& q_sem, const Tensor& q_geo, const Tensor& k_sem_codes,
+    bool prompt, const Tensor& q_sem, const Tensor& q_geo, const Tensor& k_sem_codes,
     const MaybeTensor& k_sem_scales, const Tensor& k_geo_codes, const MaybeTensor& k_geo_scales,
     const Tensor& v_codes, const MaybeTensor& v_scales, const Tensor& cache_seqlens,
     const std::string& k_sem_kind, const std::string& k_geo_kind, const std::string& v_kind,
@@ -320,7 +323,7 @@ std::tuple<Tensor, Tensor> decoupled_cached_attention(
       {"v", v_codes, v_scales, v_kind, v_tail, v_sink, rotate_v}};
   const Common common{cache_seqlens,   n_kv_heads,   block_table, cache_leftpad,
                       query_lens,      residual_len, s_aux,       window_size,
-                      num_sink_tokens, softcap,      num_splits};
+                      num_sink_tokens, softcap,      num_splits,  prompt};
   const Tensor* queries[] = {&q_sem, &q_geo};
   const char* names[] = {"q_sem", "q_geo"};
   const std::optional<double> factors[] = {sem_scale, geo_scale};

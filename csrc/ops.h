@@ -14,18 +14,18 @@ namespace caramba_fast {
 
 // Both take any number of query tokens; what an op allows, it checks itself (register.cpp).
 std::tuple<Tensor, Tensor> cached_attention(
-    const Tensor& q, const Tensor& k_codes, const MaybeTensor& k_scales, const Tensor& v_codes,
-    const MaybeTensor& v_scales, const Tensor& cache_seqlens, const std::string& k_kind,
-    const std::string& v_kind, std::int64_t n_kv_heads, const MaybeTensor& block_table,
-    const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens, std::int64_t residual_len,
-    const MaybeTensor& k_tail, const MaybeTensor& k_sink, bool rotate_k, const MaybeTensor& v_tail,
-    const MaybeTensor& v_sink, bool rotate_v, const MaybeTensor& null_k, const MaybeTensor& null_v,
-    const MaybeTensor& s_aux, std::optional<double> softmax_scale,
+    bool prompt, const Tensor& q, const Tensor& k_codes, const MaybeTensor& k_scales,
+    const Tensor& v_codes, const MaybeTensor& v_scales, const Tensor& cache_seqlens,
+    const std::string& k_kind, const std::string& v_kind, std::int64_t n_kv_heads,
+    const MaybeTensor& block_table, const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens,
+    std::int64_t residual_len, const MaybeTensor& k_tail, const MaybeTensor& k_sink, bool rotate_k,
+    const MaybeTensor& v_tail, const MaybeTensor& v_sink, bool rotate_v, const MaybeTensor& null_k,
+    const MaybeTensor& null_v, const MaybeTensor& s_aux, std::optional<double> softmax_scale,
     const std::vector<std::int64_t>& window_size, std::int64_t num_sink_tokens, double softcap,
     std::int64_t num_splits);
 
 std::tuple<Tensor, Tensor> decoupled_cached_attention(
-    const Tensor& q_sem, const Tensor& q_geo, const Tensor& k_sem_codes,
+    bool prompt, const Tensor& q_sem, const Tensor& q_geo, const Tensor& k_sem_codes,
     const MaybeTensor& k_sem_scales, const Tensor& k_geo_codes, const MaybeTensor& k_geo_scales,
     const Tensor& v_codes, const MaybeTensor& v_scales, const Tensor& cache_seqlens,
     const std::string& k_sem_kind, const std::string& k_geo_kind, const std::string& v_kind,

@@ -1,7 +1,8 @@
 // Prompts: the passes over one tile for the many query rows of a long call, in fp32. Keys are
 // turned first, so that a vector has one dim of many tokens and no sum goes across a vector; values
-// become fp32. Both take long beside a few rows, so calls of up to kMostQueryTokens do without
-// (scores_float.h, values_float.h). Compiled once per instruction set, in that set's namespace.
+// become fp32. Both take long beside a few rows, and a query gets other last bits than among few
+// queries (scores_float.h, values_float.h), so callers ask for them: `AttentionJob::prompt`.
+// Compiled once per instruction set, in that set's namespace.
 #pragma once
 
 #include <cstdint>

@@ -29,8 +29,8 @@ inline bool has_bf16_products() {
 // Whether a call's queries can take part: as the model has them, for a factor is not exact in bf16.
 inline bool takes_bf16(const AttentionJob& job, int stream) {
   const StoredStream& s = job.stored[stream];
-  return job.all > kMostQueryTokens && job.queries[0].type == Format::bf16 &&
-         s.format == Format::bf16 && !s.rotate && has_bf16_products();
+  return job.prompt && job.queries[0].type == Format::bf16 && s.format == Format::bf16 &&
+         !s.rotate && has_bf16_products();
 }
 
 // to[r][i] += factor times the sum over k of x[r][k] . y[k][i], all of them pairs; as

@@ -165,19 +165,19 @@ Tensor dequantize(const Tensor& codes, const Tensor& scales, std::string kind,
 template <auto attention>
 struct Attend;
 
-template <class... Args, std::tuple<Tensor, Tensor> (*attention)(const Tensor&, Args...)>
+template <class... Args, std::tuple<Tensor, Tensor> (*attention)(bool, const Tensor&, Args...)>
 struct Attend<attention> {
   static std::tuple<Tensor, Tensor> decode(const Tensor& q, Held<Args>... args) {
     STD_TORCH_CHECK(q.dim() != 4 || q.size(2) <= 32, "q has T=", q.size(2),
                     " tokens; 1 to 32 are allowed");
-    return attention(q, args...);
+    return attention(false, q, args...);
   }
 
   // `q_chunk` bounds the scratch of implementations that need some.
   static std::tuple<Tensor, Tensor> extend(const Tensor& q, Held<Args>... args,
-                                           std::int64_t q_chunk) {
+                                           std::int64_t q_chunk, bool batch_invariant) {
     STD_TORCH_CHECK(q_chunk >= 1, "q_chunk is ", q_chunk, "; 1 or more is allowed");
-    return attention(q, args...);
+    return attention(!batch_invariant, q, args...);
   }
 };
 

@@ -294,9 +294,10 @@ def solve(
     cache_seqlens: Tensor,
     nulls: Sequence[Tensor | None],
     q_chunk: int = QUERIES_PER_PIECE,
+    batch_invariant: bool = True,
     **options: Any,
 ) -> State:
-    """`Problem.solve`, with many query tokens taken ``q_chunk`` at a time."""
+    """`Problem.solve`, with many query tokens taken ``q_chunk`` at a time; the bits are ``batch_invariant`` anyway."""
     tokens = queries[0].shape[2]
     if tokens <= q_chunk:
         return Problem(queries, keys, value, factors, nulls, cache_seqlens, **options).solve()

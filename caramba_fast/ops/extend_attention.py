@@ -16,7 +16,13 @@ from caramba_fast.formats import FORMATS
 from caramba_fast.ops import attention_call
 from caramba_fast.ops.attention import QUERIES_PER_PIECE
 from caramba_fast.ops.decode_attention import DECOUPLED_FACTORS, FACTORS
-from caramba_fast.ops.registry import DECOUPLED, STANDARD, attention_schema, register, serving
+from caramba_fast.ops.registry import (
+    DECOUPLED,
+    STANDARD,
+    attention_schema,
+    forced_backend,
+    register,
+)
 from caramba_fast.ops.view import KVView, Lanes
 
 if TYPE_CHECKING:
@@ -24,7 +30,7 @@ if TYPE_CHECKING:
 
     from caramba_fast.ops.options import DecoupledExtendOptions, ExtendOptions
 
-EXTRA = (f"int q_chunk={QUERIES_PER_PIECE}",)
+EXTRA = (f"int q_chunk={QUERIES_PER_PIECE}", "bool batch_invariant=True")
 #: Kinds whose codes are the values, by their dtype.
 KINDS = {row.dtype: row.name for row in FORMATS.values() if not row.quantized}
 
@@ -93,6 +99,8 @@ def extend_attention(
         q: (B, H_q, T, D), any T.
         q_chunk: query tokens taken at a time; bounds the scratch. The Triton kernels take 2,048 where it is less: their
             scratch is the queries' size in float32, whatever is cached.
+        batch_invariant: whether a query gets the same bits among many as among few. If not, the C++ kernels take what
+            is not quantized by faster passes for many queries, which sum up in another order.
         local_window: tokens a query reaches back, itself included: ``window_size=(w - 1, 0)``.
         k, v, cache_seqlens, n_kv_heads, return_softmax_lse, options: as in `decode_attention`.
 
@@ -140,7 +148,9 @@ def serves_prompts(*tensors: Tensor) -> bool:
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False
-    return all(x.dtype in KINDS for x in tensors) and serving(extend_op.name, "cpu") == "cpp"
+    if forced_backend() not in (None, "cpp") or extend_op.why_not("cpp", "cpu") is not None:
+        return False
+    return all(x.dtype in KINDS for x in tensors)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[ExtendOptions]) -> Tensor:
@@ -149,7 +159,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[ExtendOp
     Args:
         q: (B, H_q, T, D).
         k: (B, H_kv, T, D); v: (B, H_kv, T, D_v); float32, float16 or bfloat16.
-        options: of `extend_attention`, those about a cache left out.
+        options: of `extend_attention`, those about a cache left out; ``batch_invariant`` is False unless given.
 
     Returns:
         (B, H_q, T, D_v) in q's dtype.
@@ -160,6 +170,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[ExtendOp
     lanes = Lanes.of(k.shape[1], k.shape[3], v.shape[3])
     keys, values = (KVView(lanes.pack(x).contiguous(), None, KINDS[x.dtype]) for x in (k, v))
     lengths = torch.full((q.shape[0],), k.shape[2], dtype=torch.int32, device=q.device)
+    options.setdefault("batch_invariant", False)
     out = extend_attention(q, keys, values, lengths, n_kv_heads=k.shape[1], **options)
     assert isinstance(out, Tensor)
     return out

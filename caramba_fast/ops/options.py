@@ -43,6 +43,7 @@ class ExtendOptions(AttentionOptions, total=False):
     """Options of `extend_attention`, where they are explained."""
 
     q_chunk: int | None
+    batch_invariant: bool | None
     local_window: int | None
 
 
@@ -50,6 +51,7 @@ class DecoupledExtendOptions(DecoupledAttentionOptions, total=False):
     """Options of `decoupled_extend_attention`, where they are explained."""
 
     q_chunk: int | None
+    batch_invariant: bool | None
     local_window: int | None
 
 

@@ -20,7 +20,7 @@ from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.cuda_graph import BatchGraphs
 from caramba_fast.infer.fields import SamplingFields
 from caramba_fast.infer.logprobs import TokenLogprobs, token_logprobs
-from caramba_fast.infer.sampling import NOTHING, sample_marked, why_nothing
+from caramba_fast.infer.sampling import NOTHING, likeliest, sample_marked, why_nothing
 from caramba_fast.serve.input_processor import InputProcessor
 from caramba_fast.serve.metrics import Counters
 from caramba_fast.serve.request import PagedSequence
@@ -165,8 +165,8 @@ def _take(logits: Tensor, choice: Choice, drawn: Sequence[int]) -> None:
 def _unedited(logits: Tensor, choices: Sequence[Choice]) -> dict[Choice, list[int]]:
     """The tokens of every choice, row by row, up to the first row that nothing can be drawn from."""
     groups: dict[tuple[object, ...], list[Choice]] = defaultdict(list)
-    likeliest = logits.argmax(-1)
-    sound = torch.isfinite(logits.gather(-1, likeliest[:, None])[:, 0]).tolist()
+    ids = likeliest(logits).tolist()
+    sound = [token != NOTHING for token in ids]
     for choice in choices:
         config = choice.sequence.request.config
         key = tuple(getattr(config, name) for name in FILTERS) if config.samples else ()
@@ -175,7 +175,6 @@ def _unedited(logits: Tensor, choices: Sequence[Choice]) -> dict[Choice, list[in
     for members in groups.values():
         config = members[0].sequence.request.config
         if not config.samples:
-            ids = likeliest.tolist()
             found.update((c, [ids[row] for row in _rows(c, sound)]) for c in members)
             continue
         counts = [len(_rows(c, sound)) for c in members]
