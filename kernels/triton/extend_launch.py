@@ -71,7 +71,7 @@ def launch_extend(
     factors: Mapping[str, float | None],
     *,
     q_chunk: int = 1,
-    batch_invariant: bool = True,
+    batch_invariant: bool = True,  # noqa: ARG001 - there is one way
     query_lens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
