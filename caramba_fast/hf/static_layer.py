@@ -121,7 +121,12 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
             keys, rope = to_append(key_states)
             new = keys.detach(), value_states.detach()
             options = {"cache_leftpad": self.starts} | ({} if rope is None else rope.options())
-            self._made().plans.append(new, self.lengths, options)
+            store = self._made()
+            if store.ring_len and tokens > store.tail_slack:
+                self._tell_store()
+                store.append(*new, cache_leftpad=self.starts, rope=rope)
+            else:
+                store.plans.append(new, self.lengths, options)
             if rope is not None:
                 appended(key_states, rope)
             self._advance(tokens)
@@ -158,6 +163,13 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         self.counted = int(self.cumulative_length) if self.is_initialized else 0
         return self.counted
 
+    def _tell_store(self) -> None:
+        """The store takes note of tokens that were written without its knowing; reads the length from the device."""
+        store = self._made()
+        for _ in range(self.count() - store.pos):
+            store.after_replay()
+        store.set_lengths(store.lengths.host)
+
     def _first(self, keys: Tensor, values: Tensor) -> None:
         """The first tokens, which may be attended to as they came."""
         if keys.shape[0] != self.batch_size:
@@ -167,7 +179,8 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
             )
         self.take_starts()
         store = self._made()
-        store.append(keys, values, cache_leftpad=self.common.leftpad, will_attend=False)
+        exact = self.common.settings.prefill == "exact"
+        store.append(keys, values, cache_leftpad=self.common.leftpad, will_attend=not exact)
         self._take_views()
         self._advance(keys.shape[2])
 
@@ -190,7 +203,12 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
             options["residual_len"] = self.residual_len
         if not torch.compiler.is_compiling():
             options["cache_leftpad"] = starts
-            return self._made().plans.attend([query], self.lengths, options)[0]
+            store = self._made()
+            out = store.plans.attend([query], self.lengths, options)[0]
+            if store.attendable > store.tail_slack:  # more had come than the tails have room for
+                store.narrow_tails()
+                self._take_views()
+            return out
         op = decode_attention if tokens <= MAX_QUERY_TOKENS else extend_attention
         found = op(
             query, self.k, self.v, self.lengths, n_kv_heads=self.n_kv_heads, cache_leftpad=starts,
@@ -259,10 +277,8 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
             return
         held = self.count()
         removed = min(tokens_to_remove(count, held), held)
-        store = self._made()
-        for _ in range(held - store.pos):  # steps write without the store's host knowing
-            store.after_replay()
-        store.crop(removed)
+        self._tell_store()
+        self._made().crop(removed)
         self.lengths.sub_(removed)
         self.cumulative_length.sub_(removed)
         self.counted = held - removed

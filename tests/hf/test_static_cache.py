@@ -275,3 +275,35 @@ def test_a_sliding_layer_has_room_for_whole_rows() -> None:
             for cache in (fixed, growing)
         )
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("prefill", ["exact", "stored"])
+def test_more_tokens_at_once_than_a_tail_has_room_for(family: str, prefill: Any) -> None:
+    """Chunks of a prompt and later turns, with steps between them, and steps that the host does not see."""
+    model = accelerate(tiny(family, initializer_range=0.05), "q4", prefill=prefill)
+    torch._dynamo.reset()
+    step = torch.compile(model.forward, fullgraph=True, backend="eager")
+    fixed = CarambaStaticCache(model, "q4", prefill=prefill, max_cache_len=200)
+    growing = CarambaCache(model, "q4", prefill=prefill)
+    mask = torch.ones(2, 181, dtype=torch.int64)
+    mask[1, :7] = 0
+    ids = torch.randint(3, 97, (2, 181), generator=torch.Generator().manual_seed(3))
+    end = 0
+    for count in (40, 1, 1, 50, 14, 1, 33, 40, 1):
+        start, end = end, end + count
+        found, expected = (
+            run(
+                input_ids=ids[:, start:end],
+                attention_mask=mask[:, :end],
+                past_key_values=cache,
+                use_cache=True,
+                cache_position=torch.arange(start, end),
+            ).logits[:, -1]
+            for run, cache in (
+                (step if count == 1 and not IS_OLD else model, fixed),
+                (model, growing),
+            )
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
