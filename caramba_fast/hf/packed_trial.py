@@ -204,8 +204,13 @@ def dequantizations(model: PreTrainedModel) -> int:
         )
     embeddings: Any = model.get_input_embeddings()
     ids = torch.zeros(1, 2, dtype=torch.int64, device=embeddings.weight.device)
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     with warnings.catch_warnings(), evaluating(model):
         warnings.simplefilter("ignore")
-        for part in (ids, ids[:, :1]):
-            model(input_ids=part, past_key_values=cache, use_cache=True)
+        for places in (torch.arange(2), torch.arange(2, 3)):
+            given = {}
+            if takes_positions:  # else models of images take those of what they last generated, of any number of rows
+                given["position_ids"] = places[None].to(ids.device)
+            part = ids[:, : len(places)]
+            model(input_ids=part, past_key_values=cache, use_cache=True, **given)
     return common.dequantized

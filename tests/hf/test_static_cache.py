@@ -9,7 +9,12 @@ import pytest
 import torch
 from support.hf_matrix import IS_OLD, PAD, exists, tiny
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import CompileConfig, PreTrainedModel
+from transformers import (
+    CompileConfig,
+    PreTrainedModel,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
 
 from caramba_fast.hf import CarambaCache, CarambaStaticCache, accelerate, compat, restore
 
@@ -307,3 +312,23 @@ def test_more_tokens_at_once_than_a_tail_has_room_for(family: str, prefill: Any)
             )
         )
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_model_that_remembers_positions_of_what_it_last_generated() -> None:
+    """The trial whether it reads packed is of one row, whatever came before."""
+    text = dict(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, rope_scaling={"type": "mrope", "mrope_section": [2, 3, 3]},
+        initializer_range=0.3, bos_token_id=1, eos_token_id=None, pad_token_id=PAD,
+    )  # fmt: skip
+    vision = dict(depth=1, embed_dim=32, hidden_size=64, num_heads=2, patch_size=4)
+    torch.manual_seed(3)
+    model = Qwen2VLForConditionalGeneration(
+        Qwen2VLConfig(text_config=text, vision_config=vision)
+    ).eval()
+    options: dict[str, Any] = dict(max_new_tokens=6, do_sample=False, pad_token_id=PAD)
+    expected = model.generate(**batch(), **options)
+    accelerate(model, "fp32")
+    assert torch.equal(
+        model.generate(**batch(), **options, cache_implementation="static"), expected
+    )
