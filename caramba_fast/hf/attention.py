@@ -126,7 +126,8 @@ def _field(config: Any, name: str) -> Any:
 
 def _warn_of_stock_cache(module: nn.Module, query: Tensor, key: Any) -> None:
     """Once a model: it has our attention, and its decode steps read a cache that is not packed."""
-    if type(key) is Tensor and query.shape[2] < key.shape[2] and not inside.dense:
+    ours, inside.dequantized = inside.dense or inside.dequantized, False
+    if type(key) is Tensor and query.shape[2] < key.shape[2] and not ours:
         once(
             getattr(module, "config", None),
             "stock cache",

@@ -12,7 +12,7 @@ from caramba_fast.hf.compat import query_length, tokens_to_remove
 from caramba_fast.hf.dense_reads import as_read
 from caramba_fast.hf.layers import PackedLayer, StoringLayer
 from caramba_fast.hf.lazy_tensors import PackedStates
-from caramba_fast.hf.scope import once
+from caramba_fast.hf.scope import inside, once
 
 #: Tokens a row has room for at first, where nobody says how many are to come, and how it grows then.
 FIRST_ROOM, GROWTH = 256, 1.5
@@ -186,6 +186,8 @@ class CarambaLayer(StoringLayer, PackedLayer):
         why = common.why_dequantized()
         said = f"{common.model}: keys and values are dequantized at every step, which is right, but slow: {why}"
         once(common.config, said, said)
+        if not torch.compiler.is_compiling():
+            inside.dequantized = True
         found = as_read(self._made(), dtype, self.leftpad)[0 if stream == "k" else 1]
         left_behind = found.new_zeros(*found.shape[:2], self.dropped, found.shape[3])
         return torch.cat((left_behind, found), dim=2)[:, :, :length]

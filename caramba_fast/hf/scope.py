@@ -41,11 +41,13 @@ class Held:
 class Inside(threading.local):
     """How many of our passes this thread is in: those that read packed, and those that read tensors of our caches.
 
+    ``dequantized`` is whether a cache of ours has given tensors since this thread's last attention over tensors.
     ``queries``, in a pass that asks how large queries are, takes a layer's number, queries, and the number of kv heads.
     """
 
     passes = 0
     dense = 0
+    dequantized = False
     queries: Callable[[int | None, Tensor, int], None] | None = None
 
 

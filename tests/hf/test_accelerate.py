@@ -290,3 +290,11 @@ def test_slow_reads_are_told_once_with_what_helps() -> None:
     assert "past_key_values=CarambaCache" in message
     assert messages(model, DynamicCache(config=model.config)) == []
     assert messages(accelerate(tiny("qwen2"), "q8"), CarambaCache(tiny("qwen2"), "q8")) == []
+    latent = accelerate(tiny("deepseek_v3"), "q8")
+    cache = CarambaCache(latent, "q8")
+    told = messages(latent, cache)
+    assert (cache.dequantizations > 0) == (not IS_OLD)  # before 5.1 it stores whole keys
+    # and not that the cache is another one
+    assert ["dequantized at every step" in message for message in told] == [True] * (not IS_OLD)
+    [message] = messages(latent, None)
+    assert "past_key_values=CarambaCache" in message
