@@ -30,6 +30,7 @@ from caramba_fast.hf.lazy_tensors import LazyTensor
 from caramba_fast.ops import apply_rotary_emb
 from caramba_fast.ops.apply_rotary_emb import rotary_op
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
+from caramba_fast.ops.checks import FLOATS
 
 NAME = "apply_rotary_pos_emb"
 #: Of keys that were turned: the `Destination` of the function that did it.
@@ -186,7 +187,7 @@ def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
         if args or kwargs or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return own(q, k, cos, sin, *args, **kwargs)
         dtype, dim = q.dtype, q.shape[-1]
-        plain = type(q) is type(k) is type(cos) is type(sin) is Tensor
+        plain = type(q) is type(k) is type(cos) is type(sin) is Tensor and dtype in FLOATS
         fits = q.ndim == 4 and cos.ndim == 3 and dim == cos.shape[-1] == k.shape[-1]
         if not (plain and fits and dtype == k.dtype == cos.dtype == sin.dtype):
             return own(q, k, cos, sin)

@@ -66,6 +66,16 @@ def test_an_accelerated_model_gives_the_same_numbers_with_fewer_ops(llama, dtype
     restore(model)
 
 
+def test_another_model_of_a_dtype_that_the_op_does_not_know(llama, calls):
+    double = copy.deepcopy(llama).double()
+    with torch.no_grad():
+        expected = double(IDS).logits
+        accelerate(llama, "q4")
+        assert torch.equal(double(IDS).logits, expected)
+    assert not calls
+    restore(llama)
+
+
 def test_the_model_s_own_comes_back_with_its_last_model(llama):
     first = llama
     second, own = copy.deepcopy(first), rope_of(first)
