@@ -1,7 +1,7 @@
 """RoPE of accelerated models in one op (`ops.apply_rotary_emb`) instead of some sixteen.
 
 Most decoders of transformers call a function ``apply_rotary_pos_emb`` of their own module, and most of these are the
-same. Where one gives the bits of our op, `fuse` puts a function into its place that calls the op when no gradient is
+same. Where one gives the bits of our op, `fuse` puts a function into its place that calls the op when no derivative is
 wanted and the arguments are those that were tried, and the model's own otherwise. Other models of the module get the
 same numbers from it; `unfuse` puts the model's own function back.
 
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from caramba_fast.cache import Rope
 from caramba_fast.hf.lazy_tensors import LazyTensor
@@ -179,12 +180,17 @@ def is_recorded() -> bool:
     return torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0
 
 
+def derivatives_are_wanted() -> bool:
+    """Whether a backward pass may come, or tangents go along (forward mode, also under no_grad): the op has neither."""
+    return torch.is_grad_enabled() or forward_ad._current_level >= 0
+
+
 def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
     destination = Destination()
 
     @functools.wraps(own)
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if args or kwargs or derivatives_are_wanted() or torch.compiler.is_compiling():
             return own(q, k, cos, sin, *args, **kwargs)
         dtype, dim = q.dtype, q.shape[-1]
         plain = type(q) is type(k) is type(cos) is type(sin) is Tensor and dtype in FLOATS

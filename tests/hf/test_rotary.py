@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from support.hf_matrix import tiny
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import DynamicCache
 
@@ -72,6 +73,25 @@ def test_another_model_of_a_dtype_that_the_op_does_not_know(llama, calls):
         expected = double(IDS).logits
         accelerate(llama, "q4")
         assert torch.equal(double(IDS).logits, expected)
+    assert not calls
+    restore(llama)
+
+
+@torch.no_grad()
+def test_tangents_of_forward_mode_go_through_the_model_s_own(llama, calls):
+    llama.set_attn_implementation("eager")  # sdpa has no forward mode
+    other = copy.deepcopy(llama)
+    given = llama.get_input_embeddings()(IDS)
+    along = torch.randn(given.shape, generator=torch.Generator().manual_seed(0))
+
+    def tangent():
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(given, along)
+            return forward_ad.unpack_dual(other(inputs_embeds=dual, use_cache=False).logits).tangent
+
+    expected = tangent()
+    accelerate(llama, "q4")
+    assert torch.equal(tangent(), expected)
     assert not calls
     restore(llama)
 
