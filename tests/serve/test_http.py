@@ -308,6 +308,25 @@ def test_what_cannot_be_served_is_refused_by_name(server, route, body, status, s
     assert said in found.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_null_leaves_a_field_to_its_default(server, chat):
+    asked = {"messages": CHAT} if chat else {"prompt": PROMPT}
+    route = f"{server}/v1/{'chat/' if chat else ''}completions"
+    wanted = httpx.post(route, json={**asked, "max_tokens": 4, "temperature": 0}).json()
+    nothing = dict.fromkeys(
+        ("top_p", "n", "stream", "stream_options", "stop", "seed", "logit_bias", "presence_penalty",
+         "frequency_penalty", "logprobs", "user", *([] if chat else ["echo", "suffix", "best_of"]))
+    )  # fmt: skip
+    found = httpx.post(route, json={**asked, **nothing, "max_tokens": 4, "temperature": 0})
+    assert found.status_code == 200, found.text
+    assert found.json()["choices"] == wanted["choices"]
+    assert (
+        httpx.post(route, json={**asked, "temperature": None, "max_tokens": 1}).status_code == 200
+    )
+    assert httpx.post(route, json={**asked, "tempreature": None}).status_code == 400
+    assert httpx.post(route, json={**dict.fromkeys(asked), "max_tokens": 1}).status_code == 400
+
+
 def test_a_route_that_is_not_there_is_an_error_as_clients_expect(server):
     found = httpx.get(f"{server}/v1/images")
     assert found.status_code == 404 and found.json()["error"]["type"] == "not_found_error"

@@ -30,6 +30,18 @@ Text = Annotated[str, Field(min_length=1)]
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_not_given(cls, body: Any) -> Any:
+        """Most fields of OpenAI's API may be null, which leaves each to its default."""
+        if not isinstance(body, dict):
+            return body
+        return {
+            name: value
+            for name, value in body.items()
+            if value is not None or name not in cls.model_fields
+        }
+
 
 class StreamOptions(_Body):
     """What a stream carries beside the text."""
