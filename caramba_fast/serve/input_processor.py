@@ -316,6 +316,10 @@ def shareable(config: GenerateConfig) -> GenerateConfig:
         raise ValueError(
             f"prefill is {config.prefill!r}; an engine allows 'stored': prompts are cut into chunks"
         )
+    if config.cache_budget_mb is not None:
+        raise ValueError(
+            f"cache_budget_mb={config.cache_budget_mb:g} is for a Generator; an engine's bytes are cache_bytes"
+        )
     if config.prefill_chunk:
         raise ValueError(f"prefill_chunk={config.prefill_chunk!r} is for a Generator")
     given = [n for n in DecodePlanFields.model_fields if n in config.model_fields_set]
