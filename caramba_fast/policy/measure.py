@@ -34,7 +34,7 @@ from caramba_fast.quality import (
 )
 from caramba_fast.quality.compare import forced, new_session
 from caramba_fast.quality.identity import text_digest, token_tensor
-from caramba_fast.quality.text import SAMPLED_ROWS, Windows, needle_batches
+from caramba_fast.quality.text import SAMPLED_ROWS, Windows, needle_batches, rows_of_text
 
 #: Windows measured at first, and at most where a gate stays undecided.
 FEWEST_WINDOWS, MOST_WINDOWS = 64, 256
@@ -308,6 +308,8 @@ class Subject:
                 f"cache_quality_min_needle={self.settings.cache_quality_min_needle:g} needs to know how needles "
                 "are written: give recall=RecallFormat.of(tokenizer), or leave it None"
             )
+        if self.ids is not None:
+            rows_of_text(token_tensor(self.ids), self.model)
         if self.settings.gates:
             self.meter()  # too little text
 

@@ -41,6 +41,23 @@ def _behind_bos(rows: np.ndarray, bos_token_id: int | None) -> np.ndarray:
     return np.concatenate((np.full((len(rows), 1), bos_token_id), rows), axis=1)
 
 
+def rows_of_text(ids: Tensor, model: LanguageModel) -> Tensor:
+    """Token ids of real text, (N,) or (B, T), as rows (B, T).
+
+    Raises:
+        ValueError: another shape, no ids, or ids the model does not know.
+    """
+    rows = ids[None] if ids.ndim == 1 else ids
+    if rows.ndim != 2 or rows.numel() == 0:
+        raise ValueError(f"calibration_ids has shape {tuple(ids.shape)}; (N,) or (B, T) is needed")
+    if int(rows.min()) < 0 or int(rows.max()) >= model.vocab_size:
+        raise ValueError(
+            f"calibration_ids holds ids from {int(rows.min())} to {int(rows.max())}; the model knows 0 "
+            f"to {model.vocab_size - 1}"
+        )
+    return rows
+
+
 class Windows:
     """Windows of real text, in a random order that the seed fixes.
 
@@ -75,16 +92,7 @@ class Windows:
     def _shuffled(self, ids: Tensor) -> Tensor:
         """(W, size) windows that do not overlap, in random order."""
         body = self.size - (self.bos is not None)
-        rows = ids[None] if ids.ndim == 1 else ids
-        if rows.ndim != 2 or rows.numel() == 0:
-            raise ValueError(
-                f"calibration_ids has shape {tuple(ids.shape)}; (N,) or (B, T) is needed"
-            )
-        if int(rows.min()) < 0 or int(rows.max()) >= self.model.vocab_size:
-            raise ValueError(
-                f"calibration_ids holds ids from {int(rows.min())} to {int(rows.max())}; the model knows 0 "
-                f"to {self.model.vocab_size - 1}"
-            )
+        rows = rows_of_text(ids, self.model)
         cut = cut_windows(rows.numpy(), body)
         if len(cut) < 2:
             raise ValueError(

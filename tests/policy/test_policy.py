@@ -308,6 +308,13 @@ def test_windows_of_given_text(gqa: Transformer) -> None:
             Windows(gqa, 10, wrong)
 
 
+@pytest.mark.parametrize("ids", [[1] * 99 + [99999], [-1] * 100, [], torch.ones(2, 2, 2)])
+def test_text_is_checked_where_no_gate_reads_it(gqa: Transformer, ids: Any) -> None:
+    """It is what steps are timed on."""
+    with pytest.raises(ValueError, match="calibration_ids h"):
+        choose_cache(gqa, CachePolicyFields(), max_seq_len=128, calibration_ids=ids)
+
+
 def fake_speed(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> list[list[str]]:
     """Step times by hand: by spec, else 1; notes what was timed."""
     timed: list[list[str]] = []
