@@ -158,6 +158,7 @@ def engine_metrics(scheduler: Scheduler) -> EngineMetrics:
         drafted=counted.drafted,
         accepted=counted.accepted,
         finished=counted.finished,
+        cancelled=counted.cancelled,
         failed=counted.failed,
         pages=pool.num_pages,
         pages_held=scheduler.blocks.pages.held,

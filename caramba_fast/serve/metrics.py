@@ -104,7 +104,8 @@ class EngineMetrics:
         prefix_store_tokens: of the tokens found in pages, those that came back from the prefix store.
         preemptions, swaps: times an answer gave its pages back, and of these how often to host memory.
         drafted, accepted: tokens of prompt lookup.
-        finished, failed: requests.
+        finished, cancelled, failed: requests. A client that went away has cancelled its own; past a deadline or on an
+            error one has failed.
         pages, pages_held, pages_kept: of the pool; held by answers; held by none with content still known.
         cache_bytes, swapped_bytes: of the pool, and on the host.
         busy_s: seconds spent in steps.
@@ -127,6 +128,7 @@ class EngineMetrics:
     drafted: int
     accepted: int
     finished: int
+    cancelled: int
     failed: int
     pages: int
     pages_held: int
@@ -151,7 +153,7 @@ class Counters:
     def __init__(self) -> None:
         self.steps = self.graph_steps = self.prompt_tokens = self.new_tokens = self.step_tokens = 0
         self.prefix_hit_tokens = self.prefix_store_tokens = self.preemptions = self.swaps = 0
-        self.drafted = self.accepted = self.finished = self.failed = 0
+        self.drafted = self.accepted = self.finished = self.cancelled = self.failed = 0
         self.busy_s = 0.0
         self.ttft: deque[float] = deque(maxlen=REMEMBERED)
         self.gaps: deque[float] = deque(maxlen=REMEMBERED)

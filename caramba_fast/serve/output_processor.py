@@ -134,8 +134,10 @@ class OutputProcessor:
 
     def _close(self, request: Request) -> RequestOutput:
         del self.requests[request.request_id]
-        bad = any(sequence.finish_reason in ENDED_BADLY for sequence in request.sequences)
-        self.counters.failed += bad
+        ends = {sequence.finish_reason for sequence in request.sequences}
+        bad = ends & set(ENDED_BADLY)
+        self.counters.cancelled += bad == {"cancelled"}
+        self.counters.failed += bool(bad - {"cancelled"})
         self.counters.finished += not bad
         return request.output(self.decode)
 

@@ -395,6 +395,10 @@ def test_who_goes_away_is_not_answered_any_more():
         done = engine.metrics.new_tokens
         assert httpx.post(f"{address}/v1/completions", json={"prompt": PROMPT}).status_code == 200
         assert engine.metrics.new_tokens <= done + 16
+        counted = httpx.get(f"{address}/metrics").text
+    assert (
+        "caramba_fast_cancelled_total 2.0" in counted and "caramba_fast_failed_total 0.0" in counted
+    )
     assert not engine.problems() and not engine.metrics.pages_held
 
 

@@ -94,7 +94,8 @@ def serve(port: int) -> None:
     figures = engine.metrics
     print(json.dumps({
         "problems": engine.problems(), "pages_held": figures.pages_held, "unfinished": engine.has_unfinished,
-        "finished": figures.finished, "failed": figures.failed, "preemptions": figures.preemptions,
+        "finished": figures.finished, "cancelled": figures.cancelled, "failed": figures.failed,
+        "preemptions": figures.preemptions,
         "prefix_hit_tokens": figures.prefix_hit_tokens, "steps": figures.steps,
     }), flush=True)  # fmt: skip
 

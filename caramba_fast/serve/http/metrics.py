@@ -16,7 +16,7 @@ PREFIX = "caramba_fast_"
 #: Figures that only grow; the others go up and down.
 COUNTED = (
     "steps", "graph_steps", "prompt_tokens", "new_tokens", "step_tokens", "prefix_hit_tokens", "prefix_store_tokens",
-    "preemptions", "swaps", "drafted", "accepted", "finished", "failed", "busy_s",
+    "preemptions", "swaps", "drafted", "accepted", "finished", "cancelled", "failed", "busy_s",
 )  # fmt: skip
 
 
