@@ -153,7 +153,7 @@ def serve(
         str | None,
         typer.Option(help="What clients call the model; by default as it is given here."),
     ] = None,
-    cache: o.Cache = "q8",
+    cache: o.ServedCache = "q8",
     cache_memory: Annotated[
         str | None,
         typer.Option(

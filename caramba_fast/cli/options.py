@@ -56,12 +56,16 @@ Device = Annotated[str, typer.Option(help="cpu, cuda or mps.")]
 Dtype = Annotated[str, typer.Option(help="Of the weights: float32, float16 or bfloat16.")]
 Stats = Annotated[bool, typer.Option(help="Print the run's figures to stderr.")]
 
+#: What a cache may be named, with every command.
+KINDS = "fp32, fp16, bf16, q8, q4, nf4; K/V as in q8/q4; options as in q4:plain"
 Cache = Annotated[
     str,
+    typer.Option(help=f"{KINDS}; auto measures and chooses.", rich_help_panel=CACHE),
+]
+ServedCache = Annotated[
+    str,
     typer.Option(
-        help="fp32, fp16, bf16, q8, q4, nf4; K/V as in q8/q4; options as in q4:plain; auto measures and "
-        "chooses.",
-        rich_help_panel=CACHE,
+        help=f"{KINDS}; caramba-fast plan says which auto would take.", rich_help_panel=CACHE
     ),
 ]
 Budget = Annotated[

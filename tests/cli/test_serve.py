@@ -18,6 +18,7 @@ pytest.importorskip("fastapi", reason="the server needs the extra serve")
 httpx = pytest.importorskip("httpx")
 
 from support.http_server import until  # noqa: E402
+from typer.main import get_command  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from caramba_fast.cli import serve  # noqa: E402
@@ -44,6 +45,17 @@ def test_what_cannot_be_served_is_said_in_a_line(options, said):
     found = CliRunner().invoke(app, ["serve", *model, *options])
     assert found.exit_code == 1
     assert said in found.output and "Traceback" not in found.output
+
+
+def test_help_offers_no_cache_that_is_refused():
+    commands = get_command(app).commands
+    said = {
+        name: next(p.help for p in commands[name].params if p.name == "cache")
+        for name in ("serve", "generate")
+    }
+    assert "auto measures" in said["generate"] and "auto measures" not in said["serve"]
+    found = CliRunner().invoke(app, ["serve", "demo", "--cache", "auto"])
+    assert found.exit_code == 1 and "cache is 'auto'" in found.output
 
 
 def test_a_missing_extra_is_named(monkeypatch):
