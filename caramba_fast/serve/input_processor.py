@@ -232,14 +232,23 @@ class InputProcessor:
     def limit(self, tokens: list[int], config: GenerateConfig) -> int:
         """Most new tokens; raises ValueError if they cannot fit."""
         limit = row_limits(config, [len(tokens)])[0]
+        check_fits(self._rooms, len(tokens), limit)
+        return limit
+
+    @property
+    def room(self) -> int:
+        """Tokens that one request can have, its prompt included."""
+        return min(most for most in self._rooms.values() if most is not None)
+
+    @property
+    def _rooms(self) -> dict[str, int | None]:
+        """How many tokens of a request there is room for, by what limits them."""
         positions = getattr(self.model, "max_positions", None)
-        rooms = {
+        return {
             "max_seq_len": self.config.max_seq_len,
             "the pool": self.settings.page_size * self.num_pages,
             f"the model with {positions} positions": positions,
         }
-        check_fits(rooms, len(tokens), limit)
-        return limit
 
 
 def _as_ids(prompt: Any, most: int) -> Tensor:

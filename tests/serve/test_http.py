@@ -107,6 +107,20 @@ def test_a_chat_is_laid_out_answered_and_streamed(client, direct):
     assert with_tool.usage.prompt_tokens > without.usage.prompt_tokens == found.usage.prompt_tokens
 
 
+def test_a_chat_without_a_limit_goes_on_to_the_end_of_what_there_is_room_for():
+    """Of the pool, where it holds fewer tokens than max_seq_len."""
+    engine = new_engine(num_pages=2, page_size=64, max_batch_size=1)
+    with serving(engine) as address:
+        found = httpx.post(
+            f"{address}/v1/chat/completions",
+            json={"messages": CHAT, "temperature": 0, "ignore_eos": True},
+            timeout=30,
+        )
+        assert found.status_code == 200, found.text
+        assert found.json()["usage"]["total_tokens"] == 128
+        assert httpx.get(f"{address}/v1/models").json()["data"][0]["max_model_len"] == 128
+
+
 def test_several_answers_stops_and_penalties(client, direct):
     several = {"temperature": 1.0, "seed": 3, "max_tokens": 8, "n": 3}
     found = client.completions.create(model=NAME, prompt=PROMPT, **several)

@@ -145,7 +145,7 @@ class _Served:
 
     @property
     def _room(self) -> int:
-        return self.engine.engine.config.max_seq_len
+        return self.engine.engine.inputs.room
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.config.name):
