@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 #: What a user can get wrong; shown as one line, without a traceback.
-USER_ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError)
+USER_ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError, MemoryError)
 
 SAMPLING, ENDING, CACHE, SPECULATION = "Sampling", "Ending", "Cache", "Speculation"
 
@@ -38,7 +38,10 @@ def one_line_errors() -> Iterator[None]:
 
 def show_error(error: BaseException) -> None:
     """One line on stderr: the first of the message, and the others only where that one announces them."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    nameless = (
+        "there is not enough memory" if isinstance(error, MemoryError) else type(error).__name__
+    )
+    lines = str(error).strip().splitlines() or [nameless]
     shown = lines if lines[0].rstrip().endswith(":") else lines[:1]
     typer.secho(f"caramba-fast: {' '.join(' '.join(shown).split())}", fg="red", err=True)
 

@@ -34,6 +34,7 @@ from caramba_fast.cli.app import app  # noqa: E402
         (["--cache-memory", "lots"], "2GiB"),
         (["--cache-memory", "0"], "1 byte or more"),
         (["--cache-memory", "1kB"], "cache_bytes is 1000"),
+        (["--cache-memory", "1000000TiB"], "not enough memory"),
         (["--cache", "q3"], "q3"),
         (["--prefix-store", "x", "--prefix-store-size", "big"], "--prefix-store-size is 'big'"),
         (["--prefix-store", "/no/such/folder"], "/no/such/folder"),
