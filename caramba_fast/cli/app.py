@@ -19,6 +19,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+#: Of a folder of prefixes, unless another is given.
+STORE_SIZE = "4GiB"
 
 
 def _show_version(wanted: bool) -> None:
@@ -176,7 +178,7 @@ def serve(
     ] = None,
     prefix_store_size: Annotated[
         str, typer.Option(help="Most it may hold; what was used longest ago goes.")
-    ] = "4GiB",
+    ] = STORE_SIZE,
 ) -> None:
     """Answers MODEL's clients over HTTP, as OpenAI's API does: /v1/chat/completions, /v1/completions, /v1/models."""
     settings = dict(
@@ -193,6 +195,10 @@ def serve(
             settings["prefix_store"] = prefix_store
             most = server.memory(prefix_store_size, "--prefix-store-size")
             settings["prefix_store_bytes"] = most
+        elif prefix_store_size != STORE_SIZE:
+            raise ValueError(
+                f"--prefix-store-size is {prefix_store_size}, and there is no --prefix-store; give a folder"
+            )
         engine = server.open_engine(model, device, dtype, settings, revision)
         server.run_server(engine, name or model, address, share_prefixes)
 

@@ -83,6 +83,10 @@ class EngineConfig(Fields):
             raise ValueError(
                 "prefix_store is given and prefix_caching is False; a store needs True"
             )
+        if self.prefix_store is None and "prefix_store_bytes" in self.model_fields_set:
+            raise ValueError(
+                f"prefix_store_bytes is {self.prefix_store_bytes}, and there is no prefix_store; give a folder"
+            )
         if self.num_pages is not None and self.cache_bytes is not None:
             raise ValueError("num_pages and cache_bytes are both given; give one of them")
         if self.max_batch_tokens < self.max_batch_size * (1 + self.lookup_tokens):

@@ -37,6 +37,7 @@ from caramba_fast.cli.app import app  # noqa: E402
         (["--cache-memory", "1000000TiB"], "not enough memory"),
         (["--cache", "q3"], "q3"),
         (["--prefix-store", "x", "--prefix-store-size", "big"], "--prefix-store-size is 'big'"),
+        (["--prefix-store-size", "2MiB"], "there is no --prefix-store"),
         (["--prefix-store", "/no/such/folder"], "/no/such/folder"),
         (["/no/such/model"], "/no/such/model"),
     ],

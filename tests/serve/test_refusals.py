@@ -139,6 +139,7 @@ def test_a_batch_is_no_text_and_settings_are_no_dict() -> None:
         ({"num_beams": 2}, "num_beams is 2"),
         ({"cuda_graph": True}, "cuda_graph"),
         ({"return_dict": True}, "return_dict is for a Generator"),
+        ({"prefix_store_bytes": 2**20}, "there is no prefix_store"),
         ({"cache_budget_mb": 1.0}, "cache_budget_mb=1 is for a Generator"),
     ],
 )
