@@ -156,6 +156,11 @@ def accelerate(model: M, cache: CacheArgument = "q4", **options: Unpack[Accelera
         if before is not None:
             _install(inside, before)
         raise
+    if getattr(inside.generation_config, "use_cache", None) is False:
+        warnings.warn(
+            "model.generation_config.use_cache is False: generate() keeps no cache, and ours is not used",
+            stacklevel=2,
+        )
     return model
 
 

@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from caramba_fast.cache import Rope
 from caramba_fast.hf.lazy_tensors import LazyTensor
 from caramba_fast.ops import apply_rotary_emb
 from caramba_fast.ops.apply_rotary_emb import rotary_op
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
-from caramba_fast.ops.checks import FLOATS
+from caramba_fast.ops.checks import FLOATS, tangents_go_along
 
 NAME = "apply_rotary_pos_emb"
 #: Of keys that were turned: the `Destination` of the function that did it.
@@ -180,17 +179,18 @@ def is_recorded() -> bool:
     return torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0
 
 
-def derivatives_are_wanted() -> bool:
-    """Whether a backward pass may come, or tangents go along (forward mode, also under no_grad): the op has neither."""
-    return torch.is_grad_enabled() or forward_ad._current_level >= 0
-
-
 def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
     destination = Destination()
 
     @functools.wraps(own)
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or derivatives_are_wanted() or torch.compiler.is_compiling():
+        if (
+            args
+            or kwargs
+            or torch.is_grad_enabled()
+            or tangents_go_along()
+            or torch.compiler.is_compiling()
+        ):
             return own(q, k, cos, sin, *args, **kwargs)
         dtype, dim = q.dtype, q.shape[-1]
         plain = type(q) is type(k) is type(cos) is type(sin) is Tensor and dtype in FLOATS

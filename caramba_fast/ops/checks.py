@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from caramba_fast.formats import (
     BLOCK_SIZES,
@@ -16,6 +17,11 @@ from caramba_fast.formats import (
 )
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def tangents_go_along() -> bool:
+    """Whether forward-mode differentiation is under way, also under no_grad: our ops have no tangents."""
+    return bool(forward_ad._current_level >= 0)
 
 
 def float_tensor(name: str, value: object) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from caramba_fast.formats import FORMATS
 from caramba_fast.ops import attention_call
 from caramba_fast.ops.attention import QUERIES_PER_PIECE
+from caramba_fast.ops.checks import tangents_go_along
 from caramba_fast.ops.decode_attention import DECOUPLED_FACTORS, FACTORS
 from caramba_fast.ops.registry import (
     DECOUPLED,
@@ -139,14 +140,14 @@ def decoupled_extend_attention(
 def serves_prompts(*tensors: Tensor) -> bool:
     """Whether `causal_attention` is what a prompt of these queries, keys and values takes least time with.
 
-    On a CPU the C++ kernels are faster than torch's ``scaled_dot_product_attention``. They have no backward pass, and
+    On a CPU the C++ kernels are faster than torch's ``scaled_dot_product_attention``. They have no derivatives, and
     what ``torch.compile`` and fake tensors make of the latter is left to them.
     """
     if torch.compiler.is_compiling() or tensors[0].device.type != "cpu":
         return False
     if any(type(x) is not Tensor for x in tensors):
         return False
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if tangents_go_along() or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return False
     if forced_backend() not in (None, "cpp") or extend_op.why_not("cpp", "cpu") is not None:
         return False

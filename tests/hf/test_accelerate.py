@@ -87,6 +87,13 @@ def test_dequantized_keys_have_no_gradient_either() -> None:
         model(IDS[:, :1], past_key_values=cache).logits.sum().backward()
 
 
+def test_a_model_that_keeps_no_cache_is_said_to_need_none_of_ours() -> None:
+    model = tiny("llama")
+    model.generation_config.use_cache = False
+    with pytest.warns(UserWarning, match="use_cache is False"):
+        accelerate(model, "q8")
+
+
 # -- prompts -----------------------------------------------------------------------------------
 
 

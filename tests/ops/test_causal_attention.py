@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from support.isas import ISA_VARIABLE, expected_isas, in_subprocess
+from torch.autograd import forward_ad
 
 from caramba_fast.ops import use_backend
 from caramba_fast.ops.extend_attention import causal_attention, serves_prompts
@@ -70,6 +71,8 @@ def test_prompts_are_served_where_that_is_faster_and_no_gradient_is_asked_for(ba
     assert not serves_prompts(x, learned)
     with torch.no_grad():
         assert serves_prompts(x, learned) == (backend == "cpp")
+        with forward_ad.dual_level():
+            assert not serves_prompts(x, forward_ad.make_dual(x, x))
 
 
 @pytest.mark.skipif(ISA_VARIABLE in os.environ, reason="this run is about one instruction set")
