@@ -40,7 +40,10 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden)."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if torch.is_grad_enabled():
+            return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(F.silu(gate, inplace=True).mul_(up))  # new memory takes longer than both
 
 
 class Block(nn.Module):
