@@ -52,7 +52,7 @@ from caramba_fast.bench.real.openvino_genai import KINDS as GENAI_KINDS
 from caramba_fast.bench.real.openvino_genai import OpenVinoGenAI
 from caramba_fast.bench.real.study import RESULTS, file_name
 from caramba_fast.infer import Generator
-from caramba_fast.models import load_model
+from caramba_fast.models import load_model, merge_projections
 
 CONTEXTS = (64, 512, 2048, 8192, 16384)
 #: Under `accelerate`, and in `Generator`.
@@ -251,7 +251,7 @@ def _models(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, A
             model = auto.from_config(config, dtype=dtype)
         return model, model
     folder = model_folder(name)
-    native = load_model(folder, dtype=dtype, device=device)
+    native = merge_projections(load_model(folder, dtype=dtype, device=device))
     return auto.from_pretrained(folder, dtype=dtype).to(device), native
 
 

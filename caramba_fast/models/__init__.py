@@ -10,6 +10,7 @@ from caramba_fast.models.demos import (
     load_demo,
     load_tokenizer,
 )
+from caramba_fast.models.merged import merge_projections, split_projections
 from caramba_fast.models.protocol import LanguageModel
 from caramba_fast.models.registry import as_language_model, load, register_adapter
 from caramba_fast.models.transformer import Transformer
@@ -30,5 +31,7 @@ __all__ = [
     "load_demo",
     "load_model",
     "load_tokenizer",
+    "merge_projections",
     "register_adapter",
+    "split_projections",
 ]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from caramba_fast.cache import DecoupledLayerKVCache, LayerKVCache, Rope
 from caramba_fast.models.config import ModelConfig
+from caramba_fast.models.merged import Projecting
 from caramba_fast.models.rope import rotate, rotate_both
 from caramba_fast.ops.extend_attention import causal_attention, serves_prompts
 
@@ -202,7 +203,7 @@ class DecoupledAttention(nn.Module):
         return dense_attention(q, k, v, scale=1.0, nulls=nulls)
 
 
-class Attention(nn.Module):
+class Attention(Projecting):
     """Grouped-query attention with optional biases, q/k norm and a sliding window."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -221,12 +222,17 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, step: Step, cache: LayerKVCache | None) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden), of the rows that are wanted."""
-        q = self.q_norm(self._heads(self.q_proj(step.wanted(x)), self.n_heads))
-        k = self.k_norm(self._heads(self.k_proj(x), self.n_kv_heads))
+        merged = self.merged("qkv_proj")
+        if merged is None:
+            q, k, v = self.q_proj(step.wanted(x)), self.k_proj(x), self.v_proj(x)
+        else:
+            q, k, v = merged(x)
+            q = step.wanted(q)
+        q = self.q_norm(self._heads(q, self.n_heads))
+        k, v = self.k_norm(self._heads(k, self.n_kv_heads)), self._heads(v, self.n_kv_heads)
         rope = None if cache is None else step.rope(q)
         if rope is None:
             q, k = step.rotated(q, k)
-        v = self._heads(self.v_proj(x), self.n_kv_heads)
         if cache is None:
             out = self._self_attend(q, k, v)
         else:

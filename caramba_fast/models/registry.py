@@ -23,6 +23,7 @@ from caramba_fast.models.demos import demo_path
 from caramba_fast.models.gguf import SUFFIX as GGUF
 from caramba_fast.models.hub import ID as HUB_ID
 from caramba_fast.models.hub import local_path
+from caramba_fast.models.merged import merge_projections
 from caramba_fast.models.protocol import LanguageModel
 from caramba_fast.models.transformer import Transformer
 
@@ -105,7 +106,7 @@ def load(
     """
     folder = checkpoint_folder(path, revision)
     try:
-        return load_model(folder, dtype=dtype, device=device)
+        return merge_projections(load_model(folder, dtype=dtype, device=device))
     except UnsupportedCheckpointError as error:
         reason = str(error)
     loaders = _loaders()

@@ -24,11 +24,12 @@ from caramba_fast.cache import (
 )
 from caramba_fast.models.attention import Attention, DecoupledAttention, Step
 from caramba_fast.models.config import ModelConfig
+from caramba_fast.models.merged import Projecting
 from caramba_fast.models.query_rms import with_query_rms
 from caramba_fast.models.rope import RopeTable
 
 
-class MLP(nn.Module):
+class MLP(Projecting):
     """SwiGLU (arXiv:2002.05202)."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -40,10 +41,13 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden)."""
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        merged = self.merged("gate_up_proj")
+        gate, up = (self.gate_proj(x), self.up_proj(x)) if merged is None else merged(x)
         if torch.is_grad_enabled():
             return self.down_proj(F.silu(gate) * up)
-        return self.down_proj(F.silu(gate, inplace=True).mul_(up))  # new memory takes longer than both
+        return self.down_proj(
+            F.silu(gate, inplace=True).mul_(up)
+        )  # new memory takes longer than both
 
 
 class Block(nn.Module):

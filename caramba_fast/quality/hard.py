@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from caramba_fast.models import Transformer, load_demo
+from caramba_fast.models import Transformer, load_demo, split_projections
 from caramba_fast.models.attention import Attention, DecoupledAttention
 from caramba_fast.models.demos import NAMES
 
@@ -45,7 +45,7 @@ def scale_key_pairs(
         ValueError: factors that are not 0 < low <= high, or more pairs than a head has.
     """
     draw = _Draw(low, high, count, seed)
-    changed = copy.deepcopy(model)
+    changed = split_projections(copy.deepcopy(model))
     for attention in _attentions(changed):
         if isinstance(attention, DecoupledAttention):
             _scale_decoupled_keys(attention, draw)
@@ -71,7 +71,7 @@ def scale_value_channels(
         ValueError: factors that are not 0 < low <= high, or more channels than a head has.
     """
     draw = _Draw(low, high, count, seed)
-    changed = copy.deepcopy(model)
+    changed = split_projections(copy.deepcopy(model))
     for attention in _attentions(changed):
         heads, groups = attention.n_kv_heads, attention.n_heads // attention.n_kv_heads
         factors = draw(heads, attention.v_proj.out_features // heads)
