@@ -90,7 +90,7 @@ def generate(
     dtype: o.Dtype = "float32",
     revision: o.Revision = None,
     stats: o.Stats = True,
-    cache: o.Cache = "fp16",
+    cache: o.GeneratedCache = None,
     budget_mb: o.Budget = None,
     max_seq_len: o.Room = 2048,
     max_new_tokens: o.NewTokens = 64,

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from caramba_fast.config.files import explain
 from caramba_fast.infer import GenerateConfig, Generator, SpeculativeConfig
-from caramba_fast.infer.saved import read_session
+from caramba_fast.infer.saved import SavedSession, filled, read_session
 from caramba_fast.infer.tokenizer import TextTokenizer, TextWriter, find_tokenizer
 from caramba_fast.manifest.prepare import build
 from caramba_fast.models.registry import LOOKUP, check_device, model_folder, open_model
@@ -42,14 +42,18 @@ class Setup:
     revision: str | None = None
 
 
-def open_generator(setup: Setup) -> tuple[Generator, TextTokenizer]:
-    """The generator, and its tokenizer.
+def open_generator(
+    setup: Setup, saved: SavedSession | None = None
+) -> tuple[Generator, TextTokenizer]:
+    """The generator, and its tokenizer; what is left open of the cache is as a saved session has it.
 
     Raises:
         ValueError: settings that are wrong, a device that is not there.
         CheckpointError, FileNotFoundError: a folder that cannot be used, or has no tokenizer.
     """
     config = _config(setup)
+    if saved is not None:
+        config = filled(config, saved)
     check_device(setup.device)
     folder = model_folder(setup.model, revision=setup.revision)
     draft_folder = None if setup.draft in (None, LOOKUP) else model_folder(str(setup.draft))
@@ -113,11 +117,10 @@ def run_generate(text: str, setup: Setup, stats: bool, session: Path | None = No
         stats: whether figures are wanted.
         session: a file to go on from, where there is one, and to save to.
     """
-    if session is not None:
-        _check_session(setup, session)
-    generator, tokenizer = open_generator(setup)
-    if session is not None and session.exists():
-        generator.resume(session)
+    saved = None if session is None else _check_session(setup, session)
+    generator, tokenizer = open_generator(setup, saved)
+    if saved is not None:
+        generator.resume(saved)
     ids = tokenizer.encode(text, special=not generator.tokens)
     if not ids:
         raise ValueError("the prompt is empty; give at least one character")
@@ -131,19 +134,20 @@ def run_generate(text: str, setup: Setup, stats: bool, session: Path | None = No
         typer.secho(summary(generator), fg="bright_black", err=True)
 
 
-def _check_session(setup: Setup, session: Path) -> None:
-    """Raises for a file that could not be gone on from, or written, before a model is loaded."""
+def _check_session(setup: Setup, session: Path) -> SavedSession | None:
+    """What is in the file; raises where it could not be gone on from, or written, before a model is loaded."""
     answers = setup.settings.get("num_return_sequences") or 1
     if answers > 1:
         raise ValueError(
             f"--num-return-sequences is {answers}; with --session 1 is allowed: a session goes on with one answer"
         )
     if session.exists():
-        read_session(session)
-    elif not session.parent.is_dir():
+        return read_session(session)
+    if not session.parent.is_dir():
         raise FileNotFoundError(
             f"{session.parent} does not exist; --session needs a folder that does"
         )
+    return None
 
 
 def _stream(generator: Generator, tokenizer: TextTokenizer, text: str, ids: list[int]) -> None:

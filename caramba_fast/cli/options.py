@@ -65,6 +65,13 @@ Cache = Annotated[
     str,
     typer.Option(help=f"{KINDS}; auto measures and chooses.", rich_help_panel=CACHE),
 ]
+GeneratedCache = Annotated[
+    str | None,
+    typer.Option(
+        help=f"{KINDS}; auto measures and chooses; by default fp16, or what the session has.",
+        rich_help_panel=CACHE,
+    ),
+]
 ServedCache = Annotated[
     str,
     typer.Option(

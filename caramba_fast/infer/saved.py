@@ -165,7 +165,7 @@ class SavableGenerator(StepwiseGenerator):
         fields = {name: value for name, value in options.items() if name not in ARGUMENTS}
         settings = base.updated(**fields) if fields else base
         more: dict[str, Any] = {x: value for x, value in options.items() if x in ARGUMENTS}
-        made = cls(model, config=_filled(settings, saved), **more)
+        made = cls(model, config=filled(settings, saved), **more)
         made._take(saved)
         return made
 
@@ -215,7 +215,7 @@ class SavableGenerator(StepwiseGenerator):
 ARGUMENTS = ("device", "tokenizer", "calibration_ids", "draft_model")
 
 
-def _filled(config: GenerateConfig, saved: SavedSession) -> GenerateConfig:
+def filled(config: GenerateConfig, saved: SavedSession) -> GenerateConfig:
     """The settings, with those of the file where they leave it open.
 
     Raises:

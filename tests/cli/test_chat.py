@@ -572,6 +572,11 @@ def test_generate_keeps_a_session(plain: Path, tmp_path: Path, options: tuple[st
     file.write_bytes(whole)
     again = generated(plain, "path):", "--session", str(file), *options)
     assert again.stdout == second.stdout
+    file.write_bytes(whole)
+    left_open = generated(plain, "path):", "--session", str(file))  # the cache is the file's
+    assert left_open.stdout == second.stdout, left_open.output
+    other = generated(plain, "path):", "--session", str(file), "--cache", "nf4")
+    assert other.exit_code == 1 and "cache is 'nf4', the session has" in other.stderr
 
 
 def test_generate_refuses_before_it_loads_a_model(plain: Path, tmp_path: Path) -> None:
