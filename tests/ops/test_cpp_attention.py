@@ -439,6 +439,17 @@ def test_a_prompt_on_a_prefix(options, tokens, kinds):
     )
 
 
+@pytest.mark.parametrize(
+    "kinds", [("fp16", "fp32"), ("bf16", "bf16"), ("q8_0", "fp16"), ("fp32", "nf4")], ids="/".join
+)
+@pytest.mark.parametrize("options", [(), ("pages", "leftpad"), ("window",), LONG], ids=len)
+def test_a_prompt_on_a_prefix_by_passes_for_many_queries(options, kinds):
+    check(
+        build(options, tokens=100, lengths=(140, 121), slots=160, kinds=kinds),
+        extends=True, batch_invariant=False,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("counts", [[100, 37], [100, 0], [64, 33], [1, 100]], ids=str)
 def test_prompts_of_different_lengths(counts):
     for decoupled in (False, True):
