@@ -24,7 +24,6 @@ from caramba_fast.cache import (
 from caramba_fast.distributed.cache import Context, spread_layout
 from caramba_fast.distributed.group import RankGroup
 from caramba_fast.distributed.placement import PAGE_SIZE
-from caramba_fast.models.merged import split_projections
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -176,7 +175,8 @@ def _checked(model: Any, size: int) -> tuple[list[AnyLayerShape], Sequence[Any]]
             f"model is a {type(model).__name__}; tensor parallelism is for caramba_fast.models.Transformer"
         )
     found: Any = blocks
-    split_projections(model)
+    if hasattr(model, "split_projections"):  # whatever loaded it has merged them
+        model.split_projections()
     if any(hasattr(block, "split_over") for block in found):
         raise ValueError(
             "the model is split over ranks already; load it again to split it otherwise"

@@ -24,7 +24,7 @@ from caramba_fast.cache import (
 )
 from caramba_fast.models.attention import Attention, DecoupledAttention, Step
 from caramba_fast.models.config import ModelConfig
-from caramba_fast.models.merged import Projecting
+from caramba_fast.models.merged import Projecting, split_projections
 from caramba_fast.models.query_rms import with_query_rms
 from caramba_fast.models.rope import RopeTable
 
@@ -96,6 +96,10 @@ class Transformer(nn.Module):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+    def split_projections(self) -> None:
+        """As `caramba_fast.models.split_projections`, for layers below that may not import this one."""
+        split_projections(self)
 
     @property
     def eos_token_id(self) -> int | None:
