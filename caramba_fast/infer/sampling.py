@@ -149,7 +149,7 @@ def sample_marked(logits: Tensor, config: GenerateConfig, generator: Randomness)
 
 def likeliest(logits: Tensor) -> Tensor:
     """Ids (...) int64 of the largest of logits (..., V); `NOTHING` where that is NaN or infinite."""
-    if logits.device.type == "cpu":  # where argmax of halves takes five times as long
+    if logits.device.type == "cpu":  # where argmax of halves takes longer
         logits = logits.float()
     index = logits.argmax(-1)
     largest = logits.gather(-1, index[..., None])[..., 0]

@@ -226,7 +226,7 @@ class Attention(Projecting):
         if merged is None:
             q, k, v = self.q_proj(step.wanted(x)), self.k_proj(x), self.v_proj(x)
         else:
-            q, k, v = merged(x)
+            q, k, v = merged(x).split(merged.widths, dim=-1)
             q = step.wanted(q)
         q = self.q_norm(self._heads(q, self.n_heads))
         k, v = self.k_norm(self._heads(k, self.n_kv_heads)), self._heads(v, self.n_kv_heads)

@@ -42,12 +42,13 @@ class MLP(Projecting):
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden)."""
         merged = self.merged("gate_up_proj")
-        gate, up = (self.gate_proj(x), self.up_proj(x)) if merged is None else merged(x)
+        if merged is None:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            gate, up = merged(x).split(merged.widths, dim=-1)
         if torch.is_grad_enabled():
             return self.down_proj(F.silu(gate) * up)
-        return self.down_proj(
-            F.silu(gate, inplace=True).mul_(up)
-        )  # new memory takes longer than both
+        return self.down_proj(F.silu(gate, inplace=True).mul_(up))  # in memory that is there
 
 
 class Block(nn.Module):
