@@ -358,7 +358,7 @@ std::tuple<Tensor, Tensor> attention_planned(std::int64_t number, const Tensor& 
   const Common common{cache_seqlens, work.kv_heads,     block_table,
                       cache_leftpad, query_lens,        plan->residual_len,
                       no_s_aux,      plan->window_size, plan->num_sink_tokens,
-                      plan->softcap, plan->num_splits};
+                      plan->softcap, plan->num_splits,  false};
   return call.run_pieces(common, q);
 }
 
