@@ -11,6 +11,9 @@ from caramba_fast.cache.stream import CacheTensor
 from caramba_fast.config import KVCacheTensorConfig
 from caramba_fast.ops import checks
 
+#: What lengths, which are int32, can count, in whole blocks of 128.
+MOST_TOKENS = 2**31 - 128
+
 
 def check_sizes(
     batch_size: int,
@@ -33,6 +36,8 @@ def check_sizes(
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} is {value!r}; a positive int is needed")
+    if max_seq_len > MOST_TOKENS:
+        raise ValueError(f"max_seq_len is {max_seq_len}; 1 to {MOST_TOKENS} is allowed")
     for name, dim in dims.items():
         if dim % n_kv_heads:
             raise ValueError(f"{name}_dim={dim} is not a multiple of n_kv_heads={n_kv_heads}")

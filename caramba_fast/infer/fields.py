@@ -18,8 +18,9 @@ from caramba_fast.config.kvcache import removed
 from caramba_fast.config.names import NamedFields
 
 TokenId = Annotated[int, Field(ge=0, strict=True)]
+#: What is added to a logit, which is float32: -inf bans the token, NaN and what overflows are refused.
+Bias = Annotated[float, Field(le=3e38)]
 Words = tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], ...]
-
 
 #: Temperatures below this are greedy: the quotient would overflow long before it made a difference.
 GREEDY_BELOW = 1e-5
@@ -137,7 +138,7 @@ class EditFields(Fields):
         presence_penalty: taken off the logit of every token that was generated in the row (OpenAI's API).
         frequency_penalty: taken off the logit of a token for each time it was generated in the row.
         no_repeat_ngram_size: no run of so many tokens occurs twice in a row; 0 does nothing.
-        logit_bias: token id -> what is added to its logit.
+        logit_bias: token id -> what is added to its logit; -inf bans it.
         sequence_bias: (tokens, bias) pairs; the bias is added to the last token where the row ends in those
             before it. A mapping from tuples of ids is taken as well.
         bad_words_ids: runs of tokens that are never completed.
@@ -148,9 +149,9 @@ class EditFields(Fields):
     presence_penalty: float = Field(default=0.0, allow_inf_nan=False)
     frequency_penalty: float = Field(default=0.0, allow_inf_nan=False)
     no_repeat_ngram_size: int = Field(default=0, ge=0)
-    logit_bias: dict[TokenId, float] | None = None
+    logit_bias: dict[TokenId, Bias] | None = None
     sequence_bias: Annotated[
-        tuple[tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], float], ...],
+        tuple[tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], Bias], ...],
         BeforeValidator(lambda value: tuple(value.items()) if isinstance(value, dict) else value),
     ] = ()
     bad_words_ids: Words = ()

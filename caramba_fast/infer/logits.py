@@ -66,8 +66,6 @@ class LogitsProcessors:
             return None
         dense = torch.zeros(self._vocab)
         dense[torch.tensor(list(biases))] = torch.tensor(list(biases.values()))
-        if dense.isnan().any():
-            raise ValueError("logit_bias holds NaN; numbers are needed")
         return dense.to(self._device)
 
     @property

@@ -48,6 +48,13 @@ class Hooks:
     prefix_allowed_tokens_fn: AllowedTokens | None = None
     streamer: Streamer | None = None
 
+    def __post_init__(self) -> None:
+        for name in () if self.streamer is None else ("put", "end"):
+            if not callable(getattr(self.streamer, name, None)):
+                raise TypeError(
+                    f"streamer is of type {type(self.streamer).__name__}, without {name}(); put() and end() are needed"
+                )
+
     @property
     def processors(self) -> Sequence[LogitsProcessor]:
         """The processors as a sequence: Hugging Face's lists of them can be called, but one by one is as good."""

@@ -429,6 +429,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "temperature.*do_sample",
     ),
     "scores nobody gets": ({"output_scores": True}, "output_scores.*return_dict"),
+    "a bias that overflows": ({"logit_bias": {3: float("inf")}}, "logit_bias.*less than or equal"),
+    "a bias of NaN": ({"logit_bias": {3: float("nan")}}, "logit_bias.*less than or equal"),
+    "a sequence's bias that overflows": (
+        {"sequence_bias": [((3,), float("inf"))]},
+        "sequence_bias.*less than or equal",
+    ),
     "an empty bad word": ({"bad_words_ids": [[]]}, "bad_words_ids.*at least 1 item"),
 }
 

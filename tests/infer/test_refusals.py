@@ -104,6 +104,17 @@ def test_a_block_that_does_not_fit_the_heads_is_refused(model: Transformer) -> N
         greedy(model, cache_kind="q4", cache_qblock=64).generate([A])
 
 
+@pytest.mark.parametrize("tokens", [2**31, 10**30])
+def test_more_tokens_than_lengths_count_are_refused(model: Transformer, tokens: int) -> None:
+    with pytest.raises(ValueError, match=f"max_seq_len is {tokens}; 1 to 2147483520"):
+        greedy(model, max_seq_len=tokens).generate([A])
+
+
+def test_a_streamer_that_cannot_take_tokens_is_refused(model: Transformer) -> None:
+    with pytest.raises(TypeError, match=r"streamer is of type int, without put\(\)"):
+        greedy(model).generate([A], streamer=3)
+
+
 BAD_INPUT: dict[str, tuple[Any, type[Exception], str]] = {
     "no rows": ([], ValueError, "no rows|empty"),
     "an empty prompt": ([[]], ValueError, "prompt 0 is empty"),
