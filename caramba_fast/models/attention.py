@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from caramba_fast.cache import DecoupledLayerKVCache, LayerKVCache, Rope
 from caramba_fast.models.config import ModelConfig
-from caramba_fast.models.merged import Projecting
+from caramba_fast.models.merged import MergedLinear, Projecting
 from caramba_fast.models.rope import rotate, rotate_both
 from caramba_fast.ops.extend_attention import causal_attention, serves_prompts
 
@@ -206,11 +206,14 @@ class DecoupledAttention(nn.Module):
 class Attention(Projecting):
     """Grouped-query attention with optional biases, q/k norm and a sliding window."""
 
+    qkv_proj: MergedLinear  # in the place of q_proj, k_proj and v_proj, where they were merged
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_heads, self.n_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, self.window = config.head_dim, config.sliding_window
         width, kv_width = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        self.widths = [width, kv_width, kv_width]
         self.q_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
@@ -222,12 +225,11 @@ class Attention(Projecting):
 
     def forward(self, x: Tensor, step: Step, cache: LayerKVCache | None) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden), of the rows that are wanted."""
-        merged = self.merged("qkv_proj")
-        if merged is None:
-            q, k, v = self.q_proj(step.wanted(x)), self.k_proj(x), self.v_proj(x)
-        else:
-            q, k, v = merged(x).split(merged.widths, dim=-1)
+        if "qkv_proj" in self._modules:
+            q, k, v = self.qkv_proj(x).split(self.widths, dim=-1)
             q = step.wanted(q)
+        else:
+            q, k, v = self.q_proj(step.wanted(x)), self.k_proj(x), self.v_proj(x)
         q = self.q_norm(self._heads(q, self.n_heads))
         k, v = self.k_norm(self._heads(k, self.n_kv_heads)), self._heads(v, self.n_kv_heads)
         rope = None if cache is None else step.rope(q)

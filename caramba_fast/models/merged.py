@@ -62,11 +62,6 @@ class MergedLinear(nn.Linear):
 class Projecting(nn.Module):
     """A module whose projections may be merged: reads state dicts of either layout."""
 
-    def merged(self, into: str) -> MergedLinear | None:
-        """The layer that projections were merged into, if they were."""
-        found = self._modules.get(into)
-        return found if isinstance(found, MergedLinear) else None
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for child in self._modules.values():
             if isinstance(child, MergedLinear):

@@ -24,13 +24,15 @@ from caramba_fast.cache import (
 )
 from caramba_fast.models.attention import Attention, DecoupledAttention, Step
 from caramba_fast.models.config import ModelConfig
-from caramba_fast.models.merged import Projecting, split_projections
+from caramba_fast.models.merged import MergedLinear, Projecting, split_projections
 from caramba_fast.models.query_rms import with_query_rms
 from caramba_fast.models.rope import RopeTable
 
 
 class MLP(Projecting):
     """SwiGLU (arXiv:2002.05202)."""
+
+    gate_up_proj: MergedLinear  # in the place of gate_proj and up_proj, where they were merged
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -41,11 +43,10 @@ class MLP(Projecting):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, hidden) -> (B, T, hidden)."""
-        merged = self.merged("gate_up_proj")
-        if merged is None:
-            gate, up = self.gate_proj(x), self.up_proj(x)
+        if "gate_up_proj" in self._modules:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         else:
-            gate, up = merged(x).split(merged.widths, dim=-1)
+            gate, up = self.gate_proj(x), self.up_proj(x)
         if torch.is_grad_enabled():
             return self.down_proj(F.silu(gate) * up)
         return self.down_proj(F.silu(gate, inplace=True).mul_(up))  # in memory that is there
