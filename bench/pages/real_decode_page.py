@@ -16,24 +16,24 @@ PICTURE = ROOT.parent / "docs" / "decode-real.png"
 README, PART = ROOT.parent / "README.md", "decode of real models"
 #: What the README shows beside DynamicCache: program, cache.
 SHOWN = (
-    ("accelerate", "q4"), ("accelerate int4 weights", "q4"), ("Generator int4 weights", "q4"), ("llama.cpp", "f16"),
-    ("llama.cpp", "q4_0"), ("OpenVINO GenAI", "u4"),
+    ("accelerate", "q4"), ("accelerate int4 weights", "q4"), ("Generator int4 weights", "q4"),
+    ("Generator compiled int4 weights", "q4"), ("llama.cpp", "f16"), ("llama.cpp", "q4_0"), ("OpenVINO GenAI", "u4"),
 )  # fmt: skip
 MIB = 2**20
 #: What is drawn: program and cache, colour.
 DRAWN = {
     ("transformers", "dynamic"): "C7", ("accelerate", "q8"): "C0", ("accelerate", "q4"): "C3",
-    ("Generator int4 weights", "q4"): "C4", ("llama.cpp", "f16"): "C2", ("llama.cpp", "q8_0"): "C8",
+    ("Generator compiled int4 weights", "q4"): "C4", ("llama.cpp", "f16"): "C2", ("llama.cpp", "q8_0"): "C8",
     ("llama.cpp", "q4_0"): "C1", ("OpenVINO GenAI", "u8"): "C5", ("OpenVINO GenAI", "u4"): "C9",
 }  # fmt: skip
 Row = Mapping[str, str]
 TEXT = """`python -m caramba_fast.bench.real.decode` (`make bench-real`): one token at a time behind a context, batch 1,
 all programs in turn in every round. Tokens/s of transformers with its DynamicCache, then what the others reach as
-multiples of it. accelerate is the same model with our caches, Generator our own loop. llama.cpp computes with weights
-of 4 bits, the others with those named: at short contexts that, not the cache, is what a step costs. int8 and int4
-weights are torchao's (`Int8WeightOnlyConfig`; `PrototypeInt4WeightOnlyConfig`, groups of 32), in the model of
-transformers and in that of Generator; its int8 is slower than bf16 here. What weights of few bits cost in quality was
-measured for none of the programs."""
+multiples of it. accelerate is the same model with our caches, Generator our own loop; "compiled", Inductor has made C++
+of its step (`compile=True`). llama.cpp computes with weights of 4 bits, the others with those named: at short contexts
+that, not the cache, is what a step costs. int8 and int4 weights are torchao's (`Int8WeightOnlyConfig`;
+`PrototypeInt4WeightOnlyConfig`, groups of 32), in the model of transformers and in that of Generator; its int8 is
+slower than bf16 here. What weights of few bits cost in quality was measured for none of the programs."""
 #: What is said where it was measured.
 GENAI = "OpenVINO GenAI"
 GENAI_TEXT = (
@@ -49,8 +49,11 @@ def name_of(program: str, cache: str) -> str:
 
 def _parts(program: str) -> tuple[str, list[str]]:
     """A program's name, and its weights where they are not the model's: ``"Generator int4 weights"``."""
-    name, *bits = program.removesuffix(" weights").rsplit(" ", 1)
-    return (name, [f"{bits[0]} weights"]) if program.endswith(" weights") else (program, [])
+    if not program.endswith(" weights"):
+        return program, []
+    name, bits, _ = program.rsplit(" ", 2)
+    plain = name.removesuffix(" compiled")
+    return plain, [f"{bits} weights", *(["compiled"] if plain != name else [])]
 
 
 def section(folder: Path = RESULTS / "real") -> list[str]:

@@ -64,6 +64,8 @@ TEXT, STEPS, ROUNDS, BUDGET_S = 256, 4, 11, 60.0
 QUICK = (64, 2048)
 #: Under `accelerate`, of a model whose weights torchao has quantized; and those weights, on a CPU.
 QUANTIZED, WEIGHTS = ("q4",), ("int8", "int4")
+#: Those with which the step of Generator is compiled, too.
+COMPILED = ("int4",)
 #: Models as their configurations say, without their weights.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -145,20 +147,29 @@ def with_weights(name: str, dtype: torch.dtype) -> dict[str, tuple[Any, Any]]:
 
 
 def in_generator(
-    model: Any, ids: Tensor, context: int, weights: str, kinds: Sequence[str] = GENERATOR
+    model: Any,
+    ids: Tensor,
+    context: int,
+    weights: str,
+    kinds: Sequence[str] = GENERATOR,
+    *,
+    compiled: bool = False,
 ) -> Iterator[Running]:
     """Our own loop over our own model."""
     more = f" {weights} weights" if weights in WEIGHTS else ""
-    room = context + ids.shape[1] + (ROUNDS + 2) * (STEPS + 1)
+    more = f" compiled{more}" if compiled else more
+    room = context + ids.shape[1] + (ROUNDS + 2) * (STEPS + 1) + 2
     for kind in kinds:
         generator = Generator(
             model, cache_kind=kind, max_seq_len=room, max_new_tokens=room - ids.shape[1], temperature=0,
-            ignore_eos=True,
+            ignore_eos=True, compile=compiled,
         )  # fmt: skip
         tokens = generator.generate_iter(ids)
         next(tokens)
         assert generator.cache is not None
         lengthen(generator.cache, context)
+        for _ in range(2 * compiled):  # the second step is compiled
+            next(tokens)
 
         def take(count: int, tokens: Any = tokens) -> list[float]:
             taken = []
@@ -288,7 +299,10 @@ def decode(
         ]
         for weights, (theirs, own) in quantized.items():
             entries += in_transformers(theirs, states, context, weights, QUANTIZED)
-            entries += in_generator(own, ids[:, : min(TEXT, context)], context, weights, QUANTIZED)
+            prompt = ids[:, : min(TEXT, context)]
+            entries += in_generator(own, prompt, context, weights, QUANTIZED)
+            if weights in COMPILED:
+                entries += in_generator(own, prompt, context, weights, QUANTIZED, compiled=True)
         measure(entries, rounds, budget_s)
         yield list(rows_of(name, short, context, entries, place))
 

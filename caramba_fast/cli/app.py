@@ -89,6 +89,7 @@ def generate(
     device: o.Device = "cpu",
     dtype: o.Dtype = "float32",
     revision: o.Revision = None,
+    compile: o.Compile = False,
     stats: o.Stats = True,
     cache: o.GeneratedCache = None,
     budget_mb: o.Budget = None,
@@ -120,7 +121,7 @@ def generate(
         repetition_penalty=repetition_penalty, no_repeat_ngram_size=no_repeat_ngram_size,
         stop=tuple(stop) if stop else None, num_beams=num_beams, num_return_sequences=num_return_sequences,
         seed=seed, max_seq_len=max_seq_len, cache=cache, cache_budget_mb=budget_mb,
-        spec_k=spec_k,
+        spec_k=spec_k, compile=compile or None,
     )  # fmt: skip
     with o.one_line_errors():
         from caramba_fast.cli.models import Setup, run_generate  # noqa: PLC0415
@@ -209,6 +210,7 @@ def chat(
     device: o.Device = "cpu",
     dtype: o.Dtype = "float32",
     revision: o.Revision = None,
+    compile: o.Compile = False,
     stats: o.Stats = False,
     system: Annotated[
         str, typer.Option(help="A first message, for models with a chat template.")
@@ -237,7 +239,7 @@ def chat(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, stop=tuple(stop) if stop else None, seed=seed,
         max_seq_len=max_seq_len, cache=cache, cache_budget_mb=budget_mb,
-        spec_k=spec_k,
+        spec_k=spec_k, compile=compile or None,
     )  # fmt: skip
     with o.one_line_errors():
         from caramba_fast.cli.chat import run_chat  # noqa: PLC0415

@@ -82,6 +82,13 @@ Budget = Annotated[
     float | None,
     typer.Option(help=BUDGET, rich_help_panel=CACHE),
 ]
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        help="Compile the decode step (CPU; takes a C++ compiler, and up to a minute first).",
+    ),
+]
 Room = Annotated[int, typer.Option(help="Tokens the cache can hold.", rich_help_panel=CACHE)]
 
 NewTokens = Annotated[int, typer.Option(help="Tokens to write at most.", rich_help_panel=ENDING)]

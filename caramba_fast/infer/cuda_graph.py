@@ -188,8 +188,11 @@ class DecodeGraphs:
     def step(self, cache: ModelKVCache, tokens: Tensor) -> Tensor:
         """`DecodeGraph.step` on ``cache``."""
         if self._graph is None or self._graph.cache is not cache:
-            self._graph = DecodeGraph(self._model, cache, self._recorder())
+            self._graph = self._new(cache)
         return self._graph.step(tokens)
+
+    def _new(self, cache: ModelKVCache) -> DecodeGraph:
+        return DecodeGraph(self._model, cache, self._recorder())
 
     def _recorder(self) -> Recorder:
         return CudaRecorder(self._model.device)

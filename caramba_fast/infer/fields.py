@@ -286,6 +286,9 @@ class CacheFields(Fields):
         cuda_graph: record the decode step as one CUDA graph and replay it. None does so where the model is
             on CUDA, the Triton kernels serve it and recording succeeds, and `Generator.decode_graph` says
             what came of it; True raises where that is not so; False never does.
+        compile: of a model on a CPU, trace the decode step and compile it with torch's Inductor, which takes a C++
+            compiler and some seconds, once for each batch size and max_seq_len of a generator. Logits then differ from
+            those of single operations by roundings. Raises where that cannot be.
     """
 
     max_seq_len: int = Field(default=2048, ge=1)
@@ -299,6 +302,7 @@ class CacheFields(Fields):
     prefill: Literal["exact", "stored"] = "exact"
     prefill_chunk: int | None = Field(default=None, ge=1)
     cuda_graph: bool | None = None
+    compile: bool = False
 
     @model_validator(mode="before")
     @classmethod

@@ -94,6 +94,7 @@ class CacheOptions(PolicyOptions, total=False):
     prefill: Literal["exact", "stored"]
     prefill_chunk: int | None
     cuda_graph: bool | None
+    compile: bool
     decode_plan: Literal["auto", "fixed", "none"]
     decode_bucket_short: int
     decode_bucket_mid: int

@@ -39,7 +39,11 @@ if TYPE_CHECKING:
 #: Version 2 may have bytes of q4_channel that two channels divide; 1 has nibbles, which read alike.
 WHAT, VERSION = "session", 2
 #: Settings that a session is begun and continued with, unless others are given.
-KEPT = {*CacheFields.model_fields, *DecodePlanFields.model_fields} - {"cuda_graph", "max_seq_len"}
+KEPT = {*CacheFields.model_fields, *DecodePlanFields.model_fields} - {
+    "compile",
+    "cuda_graph",
+    "max_seq_len",
+}
 #: Of these the ones that may not be others: they say what of the cache is read.
 FIXED = [name for name in sorted(DecodePlanFields.model_fields) if "q_chunk" not in name]
 

@@ -12,6 +12,7 @@ from caramba_fast.cache import ModelKVCache
 from caramba_fast.cache.lengths import Counts
 from caramba_fast.config import short_name
 from caramba_fast.infer.cache_choice import CacheChoice, ChosenCache
+from caramba_fast.infer.compiled import CompiledSteps
 from caramba_fast.infer.config import GenerateConfig, SpeculativeConfig
 from caramba_fast.infer.cuda_graph import DecodeGraphs
 from caramba_fast.infer.decode_plan import DecodePlan
@@ -62,7 +63,11 @@ class StepwiseGenerator:
         self._reseed = False  # the call under way was given a seed of its own
         self._choice = CacheChoice(self.model, self.config, calibration_ids, tokenizer)
         self._choice.check_budget(1)
-        self._graphs = DecodeGraphs(self.model, self.config.cuda_graph)
+        self._graphs = (
+            CompiledSteps(self.model)
+            if self.config.compile
+            else DecodeGraphs(self.model, self.config.cuda_graph)
+        )
         self._plan = DecodePlan(self.config)
         self._session = Session(
             self.model, self._choice.new_cache, self._graphs, self._fill(self.config), self.config.max_seq_len,
@@ -104,7 +109,7 @@ class StepwiseGenerator:
 
     @property
     def decode_graph(self) -> str:
-        """Whether decode steps are replays of one CUDA graph, or why they are not."""
+        """Whether decode steps are replays of one CUDA graph, or compiled, or why they are not."""
         return self._graphs.state(self.cache)
 
     @property

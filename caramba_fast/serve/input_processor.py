@@ -329,6 +329,8 @@ def shareable(config: GenerateConfig) -> GenerateConfig:
         raise ValueError(
             f"cache_budget_mb={config.cache_budget_mb:g} is for a Generator; an engine's bytes are cache_bytes"
         )
+    if config.compile:
+        raise ValueError("compile=True is for a Generator")
     if config.prefill_chunk:
         raise ValueError(f"prefill_chunk={config.prefill_chunk!r} is for a Generator")
     given = [n for n in DecodePlanFields.model_fields if n in config.model_fields_set]

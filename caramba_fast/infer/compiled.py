@@ -1,0 +1,231 @@
+"""CompiledStep: a decode step on a CPU, traced once and compiled by torch's Inductor.
+
+A step of a small model is some forty calls a layer, and each costs the host more than the work it is asked for. Traced,
+they are one graph, as CUDA graphs are on a GPU; Inductor makes C++ of it, norms and activations as one loop each. Every
+tensor that the step reads goes in as an input, so that another cache of the same sizes takes no second compilation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from caramba_fast.cache import ModelKVCache
+from caramba_fast.infer.cuda_graph import DecodeGraph, DecodeGraphs, RecordingError
+from caramba_fast.models import LanguageModel
+
+#: How far logits of a compiled step may be from those of the step as it is, norm by norm: roundings, which Inductor
+#: leaves out between fused operations, and no more.
+ALLOWED = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+Compiled = dict[Hashable, "Program"]
+
+
+class Program(NamedTuple):
+    """What was made of a step.
+
+    Attributes:
+        run: takes all tensors of the step, gives the logits (B, V).
+        inputs: these tensors; an int for one that the conversation has its own of, by its place in `_own`.
+    """
+
+    run: Callable[..., Any]
+    inputs: list[Tensor | int]
+
+
+class CompiledStep(DecodeGraph):
+    """The decode step of a model on one cache, compiled.
+
+    The first step runs as it is. With the second it is traced and compiled, or a program of an earlier cache of the
+    same sizes is taken, and what it gives is compared with the step as it is.
+
+    Args:
+        model, cache: as in `DecodeGraph`.
+        programs: those there are, by sizes and limits; new ones are added.
+    """
+
+    def __init__(self, model: LanguageModel, cache: ModelKVCache, programs: Compiled) -> None:
+        super().__init__(model, cache, _Plainly())
+        self._programs = programs
+
+    def _record(self) -> None:
+        own = self._own()
+        key = (self.cache.reach, *((x.shape, x.stride(), x.dtype) for x in own))
+        before = [layer.lengths.seq_lens.clone() for layer in self.cache.layers]
+        try:
+            with self.cache.reading_all_slots():
+                if key in self._programs:
+                    self._run()
+                else:
+                    self._programs[key] = self._compiled(own)
+            wanted = self._logits
+            for layer, lengths in zip(self.cache.layers, before, strict=True):
+                layer.lengths.seq_lens.copy_(lengths)  # the same token again, now by the program
+            program = self._programs[key]
+            inputs = [own[x] if isinstance(x, int) else x for x in program.inputs]
+
+            def replay() -> None:
+                self._logits = program.run(*inputs)
+
+            replay()
+        except Exception as error:  # compilers and what they are given fail in ways of their own
+            raise RecordingError(f"{type(error).__name__}: {error}") from error
+        assert wanted is not None and self._logits is not None
+        _check_equal(wanted, self._logits)
+        self._replay = replay
+
+    def _own(self) -> list[Tensor]:
+        """The tensors that another conversation has others of."""
+        found = [self._tokens]
+        for layer in self.cache.layers:
+            found.append(layer.lengths.seq_lens)
+            for stream in layer.streams.values():
+                parts = (stream.codes, stream.scales, stream.tail, stream.sink)
+                found += [x for x in parts if x is not None]
+        return found
+
+    def _compiled(self, own: list[Tensor]) -> Program:
+        """Takes the step, which leaves its logits, and makes a program of it."""
+
+        def step(tokens: Tensor) -> Tensor:
+            self._logits = self.model.forward(tokens, self.cache)[:, -1]
+            return self._logits
+
+        traced = make_fx(step)(self._tokens)
+        tensors = [self._tokens, *_lift(traced)]
+        place = {_where(x): index for index, x in enumerate(own)}
+        written = _written(traced)
+        inputs: list[Tensor | int] = []
+        for index, x in enumerate(tensors):
+            mine = place.get(_where(x))
+            if mine is None and index in written:
+                raise RuntimeError(
+                    f"the step writes to a tensor {tuple(x.shape)} that is not the cache's"
+                )
+            inputs.append(x if mine is None else mine)
+        given: Any = tensors
+        with _inductor():
+            return Program(torch._inductor.compile(traced, given), inputs)
+
+
+class _Plainly:
+    """Runs the first step as it is."""
+
+    def warm_up(self, step: Callable[[], None]) -> None:
+        step()
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        raise NotImplementedError
+
+
+def why_not_compiled(model: LanguageModel) -> str | None:
+    """None where a decode step can be compiled, else the reason it cannot."""
+    if model.device.type != "cpu":
+        return f"it is for models on a CPU; this one is on {model.device.type}, see cuda_graph"
+    own: str | None = getattr(model, "why_not_recorded", None)
+    return own
+
+
+@contextlib.contextmanager
+def _inductor() -> Iterator[None]:
+    """Settings under which a step is compiled, those of them that this torch has.
+
+    Inputs are always the same tensors, whose sizes need no checks. Calls between loops are C++, too: in Python they are
+    a quarter of a step of a small model, and twice that where CPython maps new memory for the frame of each. Built by
+    themselves, they are not optimized for minutes.
+    """
+    import torch._inductor.config as settings  # noqa: PLC0415 - takes a second, and only compilation needs it
+
+    wanted = {"size_asserts": False, "cpp_wrapper": True, "cpp_wrapper_build_separate": True}
+    with settings.patch({name: x for name, x in wanted.items() if hasattr(settings, name)}):
+        yield
+
+
+def _where(x: Tensor) -> tuple[Any, ...]:
+    return (x.data_ptr(), x.shape, x.stride(), x.dtype)
+
+
+def _lift(traced: fx.GraphModule) -> list[Tensor]:
+    """Makes inputs of the tensors that a traced graph holds; returns them in order."""
+    graph, found, inputs = traced.graph, list[Tensor](), dict[int, fx.Node]()
+    (newest,) = graph.find_nodes(op="placeholder")
+    for node in graph.find_nodes(op="get_attr"):
+        tensor = getattr(traced, node.target)
+        if id(tensor) not in inputs:
+            with graph.inserting_after(newest):
+                newest = inputs[id(tensor)] = graph.placeholder(f"tensor_{len(found)}")
+            found.append(tensor)
+        node.replace_all_uses_with(inputs[id(tensor)])
+        graph.erase_node(node)
+    for name in {**dict(traced.named_parameters()), **dict(traced.named_buffers())}:
+        delattr(traced, name)
+    for node in graph.nodes:  # Inductor finds out by itself
+        node.meta.clear()
+    traced.recompile()
+    return found
+
+
+def _written(traced: fx.GraphModule) -> set[int]:
+    """Which inputs a graph writes to."""
+    order = {node: index for index, node in enumerate(traced.graph.find_nodes(op="placeholder"))}
+    found = set()
+    for node in traced.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            continue
+        for index, argument in enumerate(schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            found.add(order.get(given, -1))
+    return found - {-1}
+
+
+def _check_equal(wanted: Tensor, found: Tensor) -> None:
+    """Raises RecordingError where a program gives other logits than the step it was made of."""
+    sound = wanted.isfinite()
+    same = bool((sound == found.isfinite()).all())
+    a, b = wanted[sound].float(), found[sound].float() if same else None
+    off = float((a - b).norm() / a.norm().clamp_min(1e-30)) if b is not None else float("nan")
+    if not off <= ALLOWED.get(wanted.dtype, 1e-3):
+        raise RecordingError(
+            f"compiled, the step gives other logits: they differ by {off:.2g} of their norm"
+        )
+
+
+class CompiledSteps(DecodeGraphs):
+    """The `CompiledStep` of whichever cache a generator has at the time.
+
+    Args:
+        model: what is compiled.
+
+    Raises:
+        ValueError: its steps cannot be compiled.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        reason = why_not_compiled(model)
+        if reason is not None:
+            raise ValueError(f"compile is True and cannot be: {reason}")
+        super().__init__(model, None)
+        self.reason, self._wanted = None, True
+        self._programs: Compiled = {}
+
+    def _new(self, cache: ModelKVCache) -> DecodeGraph:
+        return CompiledStep(self._model, cache, self._programs)
+
+    def give_up(self, reason: str) -> None:
+        """Raises RecordingError: compiled steps are always a must."""
+        self.forget()
+        raise RecordingError(f"compile is True and cannot be: {reason}")
+
+    def state(self, cache: ModelKVCache | None) -> str:
+        """In words, for users."""
+        if self._graph is not None and self._graph.cache is cache and self._graph.recorded:
+            return "compiled"
+        return "will be compiled with the second decode step of a conversation"

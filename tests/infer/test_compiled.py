@@ -1,0 +1,149 @@
+"""compile=True: a step that Inductor has compiled gives what single operations give."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from caramba_fast import Engine
+from caramba_fast.infer import Generator, SpeculativeGenerator
+from caramba_fast.infer.compiled import CompiledStep
+from caramba_fast.infer.cuda_graph import RecordingError
+from caramba_fast.models import ModelConfig, Transformer, merge_projections
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, initializer_range=0.3, max_position_embeddings=1024,
+)  # fmt: skip
+MODELS: dict[str, Any] = {
+    "gqa": dict(head_dim=32, tie_word_embeddings=True),
+    "window": dict(model_type="mistral", head_dim=16, sliding_window=6),
+    "decoupled": dict(
+        model_type="caramba_dba", head_dim=16,
+        decoupled={"sem_dim": 32, "geo_dim": 64, "v_dim": 64, "null_kv": True},
+    ),
+}  # fmt: skip
+
+
+def new_model(name: str = "gqa", kind: type[Transformer] = Transformer) -> Transformer:
+    torch.manual_seed(5)
+    return kind(ModelConfig(**SIZES, **MODELS[name])).eval()
+
+
+def prompt(tokens: int, rows: int = 1) -> Tensor:
+    return torch.randint(0, 61, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+def generator(model: Transformer, **settings: Any) -> Generator:
+    defaults = {"temperature": 0.0, "max_new_tokens": 70, "max_seq_len": 600, "ignore_eos": True}
+    return Generator(model, **{**defaults, **settings})
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"), [("gqa", "q4"), ("window", "q8"), ("decoupled", "q4:plain")]
+)
+def test_compiled_steps_are_the_steps_past_128_slots(name: str, cache: str) -> None:
+    model = merge_projections(new_model(name))
+    ids = prompt(70, 2)
+    wanted = generator(model, cache_kind=cache).generate(ids)
+    made = generator(model, cache_kind=cache, compile=True)
+    assert made.decode_graph.startswith("will be compiled")
+    assert torch.equal(made.generate(ids), wanted)
+    assert made.decode_graph == "compiled"
+
+
+def test_conversations_of_the_same_sizes_share_a_program_and_no_memory() -> None:
+    model = new_model()
+
+    def talk(made: Generator) -> list[list[int]]:
+        said = made.generate([[3, 14, 15] * 30, [9, 2] * 40], max_new_tokens=8).tolist()
+        made.rollback([5, 2])
+        said += made.generate([[7], [8, 3, 1]], max_new_tokens=8).tolist()
+        return [*said, made.decode_step([4, 5]).argmax(-1).tolist()]
+
+    made = generator(model, cache_kind="q4", compile=True)
+    wanted = talk(generator(model, cache_kind="q4"))
+    assert talk(made) == wanted
+    assert made.cache is not None
+    first = weakref.ref(made.cache)
+    made.reset()
+    assert talk(made) == wanted
+    assert len(made._graphs._programs) == 1
+    gc.collect()
+    assert first() is None  # the program does not hold the cache that it was made with
+
+
+class Reading(Transformer):
+    """A model whose step asks the host for a token."""
+
+    def forward(self, query_token_ids: Tensor, *args: Any, **options: Any) -> Tensor:
+        int(query_token_ids[0, 0])
+        return super().forward(query_token_ids, *args, **options)
+
+
+class Counting(Transformer):
+    """A model whose step depends on how often it ran, which a program does not see."""
+
+    steps = 0
+
+    def forward(self, query_token_ids: Tensor, *args: Any, **options: Any) -> Tensor:
+        self.steps += 1
+        return super().forward(query_token_ids, *args, **options) * float(self.steps)
+
+
+def test_a_step_that_waits_for_the_host_is_refused_and_changes_nothing() -> None:
+    made = generator(new_model(kind=Reading), cache_kind="q4", compile=True)
+    with pytest.raises(RecordingError, match="compile is True and cannot be: RuntimeError"):
+        made.generate(prompt(20))
+    assert made.cache is None
+
+
+def test_a_program_that_gives_other_logits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = generator(new_model(kind=Counting), cache_kind="fp32", compile=True, max_new_tokens=4)
+    made.generate(prompt(20))
+    made.reset()  # the program has the factor of the second step
+    with pytest.raises(RecordingError, match="gives other logits: they differ by"):
+        made.generate(prompt(20))
+
+
+def test_a_compiler_that_fails_is_named_and_nothing_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no C++ compiler found")
+
+    made = generator(new_model(), cache_kind="q4", compile=True, max_new_tokens=3)
+    made.prefill(prompt(20))
+    made.decode_step([5])
+    monkeypatch.setattr(torch._inductor, "compile", fail)
+    with pytest.raises(RecordingError, match=r"compile is True.*no C\+\+ compiler found"):
+        made.decode_step([6])
+    assert made.cache is not None and made.cache.row_lengths == [21]
+    assert made.cache[0].seq_lens.tolist() == [21]
+
+
+def test_what_cannot_be_compiled_is_refused_by_name() -> None:
+    model = new_model()
+    with pytest.raises(ValueError, match="compile=True is for a Generator"):
+        Engine(model, compile=True)
+    model.why_not_recorded = "it dreams"
+    with pytest.raises(ValueError, match="compile is True and cannot be: it dreams"):
+        generator(model, compile=True)
+    with pytest.raises(ValueError, match="for models on a CPU; this one is on meta"):
+        Generator(new_model().to("meta"), compile=True)
+
+
+def test_drafts_are_written_by_compiled_steps() -> None:
+    model = new_model()
+    options: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 12, "spec_k": 3}
+    ids = prompt(20)
+    wanted = SpeculativeGenerator(model, model, **options).generate(ids)
+    made = SpeculativeGenerator(model, model, **options, compile=True)
+    assert torch.equal(made.generate(ids), wanted)
+    drafting = made._draft_generator
+    assert drafting is not None and isinstance(drafting._graphs._graph, CompiledStep)
