@@ -193,7 +193,9 @@ def draw(folder: Path, path: Path) -> None:
             axis.set_title(f"{rows[0]['model']}, {rows[0]['dtype']}", fontsize=9)
             axis.locator_params(axis="x", nbins=6)
             axis.grid(alpha=0.3)
-    grid[0][0].legend(frameon=False, fontsize=7)
+    grid[0][1].legend(
+        *grid[0][0].get_legend_handles_labels(), loc="upper left", frameon=False, fontsize=7
+    )
     write_figure(figure, path)
 
 
