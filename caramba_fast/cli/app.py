@@ -238,8 +238,7 @@ def chat(
     settings = dict(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, stop=tuple(stop) if stop else None, seed=seed,
-        max_seq_len=max_seq_len, cache=cache, cache_budget_mb=budget_mb,
-        spec_k=spec_k, compile=compile or None,
+        max_seq_len=max_seq_len, cache=cache, cache_budget_mb=budget_mb, spec_k=spec_k, compile=compile or None,
     )  # fmt: skip
     with o.one_line_errors():
         from caramba_fast.cli.chat import run_chat  # noqa: PLC0415

@@ -52,7 +52,8 @@ class Generator(SavableGenerator):
     Raises:
         TypeError: the model lacks something of `LanguageModel`; the message lists what.
         ValueError: settings that are wrong in themselves or for this model.
-        RecordingError: (from a decode step) cuda_graph=True and the model cannot be recorded.
+        RecordingError: (from a decode step) cuda_graph=True and the model cannot be recorded, or compile=True and it
+            cannot be compiled.
     """
 
     @classmethod

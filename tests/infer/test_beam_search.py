@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,7 +160,7 @@ def test_rows_of_prompts_are_what_is_asked_of_allowed_tokens() -> None:
 
 def test_a_streamer_is_refused() -> None:
     with pytest.raises(ValueError, match="streamer is given and num_beams is 2"):
-        ours(num_beams=2).generate(PROMPTS, streamer=object())
+        ours(num_beams=2).generate(PROMPTS, streamer=SimpleNamespace(put=print, end=print))
 
 
 def test_rows_stay_as_many_over_turns() -> None:
