@@ -287,7 +287,7 @@ class CacheFields(Fields):
             on CUDA, the Triton kernels serve it and recording succeeds, and `Generator.decode_graph` says
             what came of it; True raises where that is not so; False never does.
         compile: of a model on a CPU, trace the decode step and compile it with torch's Inductor, which takes a C++
-            compiler and some seconds, once for each batch size and max_seq_len of a generator. Logits then differ from
+            compiler and up to a minute, once for each batch size of a generator. Logits then differ from
             those of single operations by roundings. Raises where that cannot be.
     """
 

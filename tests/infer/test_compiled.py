@@ -8,44 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from support.recorded_models import generator, new_model, prompt
 from torch import Tensor
 
 from caramba_fast import Engine
 from caramba_fast.infer import Generator, SpeculativeGenerator
 from caramba_fast.infer.compiled import CompiledStep
 from caramba_fast.infer.cuda_graph import RecordingError
-from caramba_fast.models import ModelConfig, Transformer, merge_projections
-
-SIZES: dict[str, Any] = dict(
-    vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, initializer_range=0.3, max_position_embeddings=1024,
-)  # fmt: skip
-MODELS: dict[str, Any] = {
-    "gqa": dict(head_dim=32, tie_word_embeddings=True),
-    "window": dict(model_type="mistral", head_dim=16, sliding_window=6),
-    "decoupled": dict(
-        model_type="caramba_dba", head_dim=16,
-        decoupled={"sem_dim": 32, "geo_dim": 64, "v_dim": 64, "null_kv": True},
-    ),
-}  # fmt: skip
-
-
-def new_model(name: str = "gqa", kind: type[Transformer] = Transformer) -> Transformer:
-    torch.manual_seed(5)
-    return kind(ModelConfig(**SIZES, **MODELS[name])).eval()
-
-
-def prompt(tokens: int, rows: int = 1) -> Tensor:
-    return torch.randint(0, 61, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
-
-
-def generator(model: Transformer, **settings: Any) -> Generator:
-    defaults = {"temperature": 0.0, "max_new_tokens": 70, "max_seq_len": 600, "ignore_eos": True}
-    return Generator(model, **{**defaults, **settings})
+from caramba_fast.models import Transformer, merge_projections
 
 
 @pytest.mark.parametrize(
-    ("name", "cache"), [("gqa", "q4"), ("window", "q8"), ("decoupled", "q4:plain")]
+    ("name", "cache"), [("tied", "q4"), ("window", "q8"), ("decoupled", "q4:plain")]
 )
 def test_compiled_steps_are_the_steps_past_128_slots(name: str, cache: str) -> None:
     model = merge_projections(new_model(name))
@@ -125,6 +99,17 @@ def test_a_compiler_that_fails_is_named_and_nothing_is_lost(
         made.decode_step([6])
     assert made.cache is not None and made.cache.row_lengths == [21]
     assert made.cache[0].seq_lens.tolist() == [21]
+
+
+def test_a_full_cache_is_refused_before_a_step_is_compiled() -> None:
+    made = generator(new_model(), cache_kind="q8", compile=True, max_new_tokens=1, max_seq_len=23)
+    made.generate(prompt(20))
+    for token in (3, 4):
+        made.decode_step([token])
+    with pytest.raises(ValueError, match="max_seq_len=23"):
+        made.decode_step([5])  # which would be compiled
+    assert made.cache is not None and made.cache.pos == 23
+    assert not made._graphs._programs
 
 
 def test_what_cannot_be_compiled_is_refused_by_name() -> None:
