@@ -108,7 +108,7 @@ def _is_up(address: str) -> bool:
 def ours(folder: Path, cache: str) -> Server:
     """``caramba-fast serve``, in float32."""
     command = (
-        sys.executable, "-m", "caramba_fast.cli", "serve", str(folder), "--cache", cache, "--name", "model",
+        sys.executable, "-m", "caramba_fast", "serve", str(folder), "--cache", cache, "--name", "model",
         "--max-seq-len", str(FULL), "--max-batch-size", str(CONCURRENCY),
     )  # fmt: skip
     return Server("http", command)

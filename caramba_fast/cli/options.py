@@ -86,7 +86,7 @@ Compile = Annotated[
     bool,
     typer.Option(
         "--compile",
-        help="Compile the decode step (CPU; takes a C++ compiler, and up to a minute first).",
+        help="Compile the decode step (CPU; takes a C++ compiler, and about a minute the first time).",
     ),
 ]
 Room = Annotated[int, typer.Option(help="Tokens the cache can hold.", rich_help_panel=CACHE)]

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from caramba_fast.cache import ModelKVCache
 from caramba_fast.infer.cuda_graph import DecodeGraph, DecodeGraphs, RecordingError
@@ -152,11 +154,19 @@ def _inductor() -> Iterator[None]:
     Inputs are always the same tensors, whose sizes need no checks. Calls between loops are C++, too: from Python they
     take longer, and much longer where CPython maps new memory for the frame of each. They are built by themselves, for
     optimizing them with the loops takes minutes.
+
+    Inductor keeps programs on disk for other processes, under a digest of the graph and of these settings. It does so
+    for graphs whose sizes it could guard, so it is told that none of them varies. Loops are made for a number of
+    threads, which not every torch counts among the settings.
     """
     import torch._inductor.config as settings  # noqa: PLC0415 - takes a second, and only compilation needs it
+    from torch._guards import TracingContext, tracing  # noqa: PLC0415 - as above
 
     wanted = {"size_asserts": False, "cpp_wrapper": True, "cpp_wrapper_build_separate": True}
-    with settings.patch({name: x for name, x in wanted.items() if hasattr(settings, name)}):
+    options: dict[str, Any] = {name: x for name, x in wanted.items() if hasattr(settings, name)}
+    options["cpp.threads"] = torch.get_num_threads()
+    fixed = FakeTensorMode(shape_env=ShapeEnv(assume_static_by_default=True))
+    with settings.patch(options), tracing(TracingContext(fixed)):
         yield
 
 

@@ -153,9 +153,9 @@ def _pick_fastest(fit: Sequence[Candidate]) -> Candidate:
     level = [c for c in fit if c.seconds <= (1 + tie) * fastest.seconds]
     chosen = min(level, key=lambda c: c.nbytes)  # of equally large ones the first of the list
     for candidate in fit:
-        more = (
-            f"{candidate.seconds / fastest.seconds - 1:.1%} slower than {short_name(fastest.spec)}"
-        )
+        behind = f"{candidate.seconds / fastest.seconds - 1:.1%}"
+        than = "as fast as" if behind == "0.0%" else f"{behind} slower than"
+        more = f"{than} {short_name(fastest.spec)}"
         if candidate in level:
             why = f"passes; {more}, a tie" if candidate is not fastest else "passes; the fastest"
             candidate.is_now("larger", f"{why}, and {short_name(chosen.spec)} takes fewer bytes")

@@ -540,7 +540,7 @@ def run(
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8", **environment}
     return subprocess.run(
-        [sys.executable, "-m", "caramba_fast.cli", *map(str, arguments)],
+        [sys.executable, "-m", "caramba_fast", *map(str, arguments)],
         input=stdin, env=env, capture_output=True, text=True, encoding="utf-8", timeout=120,
         check=False,
     )  # fmt: skip

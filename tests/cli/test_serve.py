@@ -78,7 +78,7 @@ def test_this_machine_needs_no_key(host):
 def serving(log_file, *options):
     """A server in a process of its own: its address, and the process."""
     port = str(20_000 + os.getpid() % 20_000)
-    command = [sys.executable, "-m", "caramba_fast.cli", "serve", "demo", "--port", port]
+    command = [sys.executable, "-m", "caramba_fast", "serve", "demo", "--port", port]
     address = f"http://127.0.0.1:{port}"
     with log_file.open("w") as log:
         process = subprocess.Popen([*command, *options], stderr=log)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.recorded_models import generator, new_model, prompt
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from caramba_fast import Engine
 from caramba_fast.infer import Generator, SpeculativeGenerator
-from caramba_fast.infer.compiled import CompiledStep
+from caramba_fast.infer.compiled import CompiledStep, _inductor
 from caramba_fast.infer.cuda_graph import RecordingError
 from caramba_fast.models import Transformer, merge_projections
 
@@ -50,6 +53,33 @@ def test_conversations_of_the_same_sizes_share_a_program_and_no_memory() -> None
     assert len(made._graphs._programs) == 1
     gc.collect()
     assert first() is None  # the program does not hold the cache that it was made with
+
+
+def test_another_generator_takes_the_program_from_disk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    found = []
+    for seed in (1, 2):  # other weights of the same sizes
+        torch.manual_seed(seed)
+        model = new_model()
+        for weight in model.parameters():
+            torch.nn.init.normal_(weight, std=0.1)
+        wanted = generator(model, cache_kind="q4").generate(prompt(20))
+        made = generator(model, cache_kind="q4", compile=True)
+        before = dict(counters["inductor"])
+        assert torch.equal(made.generate(prompt(20)), wanted)
+        new = counters["inductor"] - Counter(before)
+        found.append((new["fxgraph_cache_hit"], new["fxgraph_cache_miss"]))
+        assert new["fxgraph_cache_bypass"] == 0
+    assert found == [(0, 1), (1, 0)]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        with _inductor():
+            assert torch._inductor.config.cpp.threads == threads + 1  # a part of the digest
+    finally:
+        torch.set_num_threads(threads)
 
 
 class Reading(Transformer):
