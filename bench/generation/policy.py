@@ -20,6 +20,7 @@ import torch
 
 from caramba_fast.bench.real.models import SOURCES, model_folder
 from caramba_fast.bench.real.text import KINDS, text
+from caramba_fast.config.spec import short_name
 from caramba_fast.models import demo_tokenizer, held_out_text, load_demo, load_model, load_tokenizer
 from caramba_fast.policy import CachePlan, CachePolicyFields, CandidateRow, choose_cache
 from caramba_fast.policy.plan import cells
@@ -108,7 +109,7 @@ def page(results: dict[str, Any]) -> str:
         parts.append(_table(plan.rows))
         first, second = found["seconds"]
         parts.append(
-            f"\nChosen: `{plan.spec}`, {plan.nbytes:,} bytes: {plan.row(plan.spec).reason}. Measuring everything "
+            f"\nChosen: `{short_name(plan.spec)}`, {plan.nbytes:,} bytes: {plan.row(plan.spec).reason}. Measuring everything "
             f"took {first:.1f} s, finding the plan again {1e3 * second:.0f} ms; {plan.key.batch_size} × "
             f"{plan.key.max_seq_len} tokens, {plan.key.device}, torch {plan.key.versions['torch']}, on {plan.text}.\n"
         )
