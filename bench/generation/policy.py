@@ -109,9 +109,10 @@ def page(results: dict[str, Any]) -> str:
         parts.append(_table(plan.rows))
         first, second = found["seconds"]
         parts.append(
-            f"\nChosen: `{short_name(plan.spec)}`, {plan.nbytes:,} bytes: {plan.row(plan.spec).reason}. Measuring everything "
-            f"took {first:.1f} s, finding the plan again {1e3 * second:.0f} ms; {plan.key.batch_size} × "
-            f"{plan.key.max_seq_len} tokens, {plan.key.device}, torch {plan.key.versions['torch']}, on {plan.text}.\n"
+            f"\nChosen: `{short_name(plan.spec)}`, {plan.nbytes:,} bytes: {plan.row(plan.spec).reason}. "
+            f"Measuring everything took {first:.1f} s, finding the plan again {1e3 * second:.0f} ms; "
+            f"{plan.key.batch_size} × {plan.key.max_seq_len} tokens, {plan.key.device}, "
+            f"torch {plan.key.versions['torch']}, on {plan.text}.\n"
         )
         parts.append(f"![quality against bytes](policy-{case.name}.png)\n")
     loads = [found["load"] for found in results.values() if found["load"] is not None]
