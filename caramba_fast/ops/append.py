@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,11 +147,11 @@ def scatter(buffer: Tensor, values: Tensor, place: Tensor, slot: Tensor, keep: T
     buffer[torch.where(keep, place, place[first]), :, torch.where(keep, slot, slot[first])] = flat
 
 
-def _reference(streams: tuple[str, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+def reference(streams: tuple[str, ...], *args: Any, **options: Any) -> None:
+    """The oracle of both ops, from the arguments of their schemas: pure torch, any device."""
     count = len(streams)
     stored, new = args[: 2 * count], args[2 * count : 3 * count]
     start, kinds = args[3 * count], args[3 * count + 1 :]
-    options = dict(options)
     destination = Destination(
         start, new[0].shape[2], options.pop("query_lens", None), options.pop("cache_leftpad", None),
         options.pop("block_table", None),
@@ -178,25 +179,21 @@ def _reference(streams: tuple[str, ...], args: tuple[Any, ...], options: dict[st
         destination.write(view, x)
 
 
-def reference(*args: Any, **options: Any) -> None:
-    """The oracle: pure torch, any device."""
-    _reference(STANDARD, args, options)
-
-
-def decoupled_reference(*args: Any, **options: Any) -> None:
-    """The oracle for K_sem, K_geo and V."""
-    _reference(DECOUPLED, args, options)
-
-
 def fake(*_: Any, **__: Any) -> None:
     return None
 
 
-append_op = register("append_", append_schema(STANDARD), reference=reference, fake=fake, kinds=True)
+append_op = register(
+    "append_",
+    append_schema(STANDARD),
+    reference=partial(reference, STANDARD),
+    fake=fake,
+    kinds=True,
+)
 decoupled_append_op = register(
     "decoupled_append_",
     append_schema(DECOUPLED),
-    reference=decoupled_reference,
+    reference=partial(reference, DECOUPLED),
     fake=fake,
     kinds=True,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from caramba_fast.ops import checks
 from caramba_fast.ops.attention import State, solve
 from caramba_fast.ops.plan import CallPlan
-from caramba_fast.ops.registry import Op
+from caramba_fast.ops.registry import DECOUPLED, STANDARD, Op, attention_schema, register
 from caramba_fast.ops.view import (
     KVView,
     common_problems,
@@ -25,13 +26,24 @@ from caramba_fast.ops.view import (
 BALANCED = -1
 #: Most query tokens of the decode ops; longer prompts go through the extend ops.
 MAX_QUERY_TOKENS = 32
+#: What the scores of each key stream are multiplied with, as the ops name it.
+FACTORS = {STANDARD: ("softmax_scale",), DECOUPLED: ("sem_scale", "geo_scale")}
 
 
-def reference(
-    streams: Sequence[str], factors: Sequence[str], args: Sequence[Any], options: dict[str, Any]
-) -> State:
-    """The oracle of every attention op, from the arguments of its schema."""
-    count, options = len(streams), dict(options)
+def attention_op(name: str, streams: tuple[str, ...], extra: Sequence[str] = ()) -> Op:
+    """Registers an attention op over the streams, v last; ``extra`` are options that not all have."""
+    return register(
+        name,
+        attention_schema(streams, FACTORS[streams], extra),
+        reference=partial(reference, streams),
+        fake=partial(fake, streams),
+        kinds=True,
+    )
+
+
+def reference(streams: tuple[str, ...], *args: Any, **options: Any) -> State:
+    """The oracle of every attention op, from the arguments of its schema: pure torch, any device."""
+    count = len(streams)
     queries, rest = args[: count - 1], args[count - 1 :]
     stored, cache_seqlens, kinds = rest[: 2 * count], rest[2 * count], rest[2 * count + 1 :]
     views = [
@@ -39,11 +51,11 @@ def reference(
         for i, stream in enumerate(streams)
     ]
     nulls = [options.pop(f"null_{stream}", None) for stream in streams]
-    given = [options.pop(name, None) for name in factors]
+    given = [options.pop(name, None) for name in FACTORS[streams]]
     scales = [
         1 / math.sqrt(q.shape[-1]) if f is None else f for q, f in zip(queries, given, strict=True)
     ]
-    options.pop("num_splits", None)
+    options.pop("num_splits", None)  # changes nothing here
     return solve(
         queries,
         views[:-1],
@@ -56,7 +68,7 @@ def reference(
     )
 
 
-def fake(streams: Sequence[str], args: Sequence[Any], n_kv_heads: int) -> State:
+def fake(streams: tuple[str, ...], *args: Any, n_kv_heads: int, **_: Any) -> State:
     """Shapes and dtypes of out and lse."""
     count = len(streams)
     q, rest = args[0], args[count - 1 :]

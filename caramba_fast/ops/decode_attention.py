@@ -11,12 +11,12 @@ each stream has its own width, format and basis, values are shared.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from caramba_fast.ops import attention_call
-from caramba_fast.ops.registry import DECOUPLED, STANDARD, attention_schema, register
+from caramba_fast.ops.registry import DECOUPLED, STANDARD
 from caramba_fast.ops.view import KVView
 
 if TYPE_CHECKING:
@@ -24,25 +24,7 @@ if TYPE_CHECKING:
 
     from caramba_fast.ops.options import AttentionOptions, DecoupledAttentionOptions
 
-FACTORS = ("softmax_scale",)
-
-
-def reference(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """The oracle: pure torch, any device. ``num_splits`` changes nothing here."""
-    return attention_call.reference(STANDARD, FACTORS, args, options)
-
-
-def fake(*args: Any, n_kv_heads: int, **_: Any) -> tuple[Tensor, Tensor]:
-    return attention_call.fake(STANDARD, args, n_kv_heads)
-
-
-decode_op = register(
-    "decode_attention",
-    attention_schema(STANDARD, FACTORS),
-    reference=reference,
-    fake=fake,
-    kinds=True,
-)
+decode_op = attention_call.attention_op("decode_attention", STANDARD)
 
 
 def decode_attention(
@@ -97,25 +79,7 @@ def decode_attention(
     return (out, lse) if return_softmax_lse else out
 
 
-DECOUPLED_FACTORS = ("sem_scale", "geo_scale")
-
-
-def decoupled_reference(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """The oracle: pure torch, any device."""
-    return attention_call.reference(DECOUPLED, DECOUPLED_FACTORS, args, options)
-
-
-def decoupled_fake(*args: Any, n_kv_heads: int, **_: Any) -> tuple[Tensor, Tensor]:
-    return attention_call.fake(DECOUPLED, args, n_kv_heads)
-
-
-decoupled_decode_op = register(
-    "decoupled_decode_attention",
-    attention_schema(DECOUPLED, DECOUPLED_FACTORS),
-    reference=decoupled_reference,
-    fake=decoupled_fake,
-    kinds=True,
-)
+decoupled_decode_op = attention_call.attention_op("decoupled_decode_attention", DECOUPLED)
 
 
 def decoupled_decode_attention(

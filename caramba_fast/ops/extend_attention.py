@@ -16,14 +16,7 @@ from caramba_fast.formats import FORMATS
 from caramba_fast.ops import attention_call
 from caramba_fast.ops.attention import QUERIES_PER_PIECE
 from caramba_fast.ops.checks import tangents_go_along
-from caramba_fast.ops.decode_attention import DECOUPLED_FACTORS, FACTORS
-from caramba_fast.ops.registry import (
-    DECOUPLED,
-    STANDARD,
-    attention_schema,
-    forced_backend,
-    register,
-)
+from caramba_fast.ops.registry import DECOUPLED, STANDARD, forced_backend
 from caramba_fast.ops.view import KVView, Lanes
 
 if TYPE_CHECKING:
@@ -35,39 +28,8 @@ EXTRA = (f"int q_chunk={QUERIES_PER_PIECE}", "bool batch_invariant=True")
 #: Kinds whose codes are the values, by their dtype.
 KINDS = {row.dtype: row.name for row in FORMATS.values() if not row.quantized}
 
-
-def reference(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """The oracle: pure torch, any device."""
-    return attention_call.reference(STANDARD, FACTORS, args, options)
-
-
-def decoupled_reference(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """The oracle for two key streams."""
-    return attention_call.reference(DECOUPLED, DECOUPLED_FACTORS, args, options)
-
-
-def fake(*args: Any, n_kv_heads: int, **_: Any) -> tuple[Tensor, Tensor]:
-    return attention_call.fake(STANDARD, args, n_kv_heads)
-
-
-def decoupled_fake(*args: Any, n_kv_heads: int, **_: Any) -> tuple[Tensor, Tensor]:
-    return attention_call.fake(DECOUPLED, args, n_kv_heads)
-
-
-extend_op = register(
-    "extend_attention",
-    attention_schema(STANDARD, FACTORS, EXTRA),
-    reference=reference,
-    fake=fake,
-    kinds=True,
-)
-decoupled_extend_op = register(
-    "decoupled_extend_attention",
-    attention_schema(DECOUPLED, DECOUPLED_FACTORS, EXTRA),
-    reference=decoupled_reference,
-    fake=decoupled_fake,
-    kinds=True,
-)
+extend_op = attention_call.attention_op("extend_attention", STANDARD, EXTRA)
+decoupled_extend_op = attention_call.attention_op("decoupled_extend_attention", DECOUPLED, EXTRA)
 
 
 def window_of(options: dict[str, Any]) -> dict[str, Any]:
