@@ -164,13 +164,8 @@ class CausalInferencer:
         return DecodeOutput(torch.stack(tokens, dim=1), torch.stack(scores, dim=1))
 
     def _forward(self, ids: Tensor, cache: ModelKVCache) -> Tensor:
-        """(B, T) -> (B, T, V); if it fails, the cache is as it was."""
-        before = cache.row_lengths
-        try:
-            return self.model.forward(ids, cache)
-        except BaseException:
-            cache.restore(before)
-            raise
+        """(B, T) -> (B, T, V); who calls it takes care of a cache where it fails."""
+        return self.model.forward(ids, cache)
 
     @property
     def _fill(self) -> int:
@@ -217,12 +212,7 @@ class ChunkwiseInferencer(CausalInferencer):
         self.chunk_size = chunk_size
 
     def _forward(self, ids: Tensor, cache: ModelKVCache) -> Tensor:
-        before = cache.row_lengths
-        try:
-            parts = [self.model.forward(part, cache) for part in ids.split(self.chunk_size, dim=1)]
-        except BaseException:
-            cache.restore(before)
-            raise
+        parts = [self.model.forward(part, cache) for part in ids.split(self.chunk_size, dim=1)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
