@@ -51,7 +51,8 @@ class Chat:
         #: What undo goes back to: tokens held and messages said before each turn.
         self._turns: list[tuple[int, int]] = []
         if tokenizer.has_chat_template:
-            self._layout([*self._first, _message("user", "?")])  # says at once what is missing
+            # Says at once what is missing.
+            self.tokenizer.chat([*self._first, _message("user", "?")])
 
     @property
     def held(self) -> list[int]:
@@ -126,19 +127,11 @@ class Chat:
         held = self.held
         if not self.tokenizer.has_chat_template:
             return self.tokenizer.encode(text, special=not held)
-        whole = self._layout([*self.messages, _message("user", text)])
+        whole = self.tokenizer.chat([*self.messages, _message("user", text)])
         self._check_room(whole)
         same = _shared(held, whole[:-1])  # at least one token is fed
         self._keep(same)
         return whole[same:]
-
-    def _layout(self, messages: list[Message]) -> list[int]:
-        from jinja2 import TemplateError  # noqa: PLC0415 - comes with what fills in templates
-
-        try:
-            return self.tokenizer.chat(messages)
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     def _check_room(self, whole: list[int]) -> None:
         """Before anything is cut back."""
