@@ -221,13 +221,6 @@ class Prompts:
         """Real tokens in each row."""
         return [len(row) for row in self.rows]
 
-    def padded_end(self, fill: int, device: torch.device) -> Tensor:
-        """(B, longest) int64, padded at the end: what a forward pass takes."""
-        longest = max(self.lens)
-        return torch.tensor(
-            [row + [fill] * (longest - len(row)) for row in self.rows], device=device
-        )
-
     def padded_front(self, fill: int, device: torch.device) -> Tensor:
         """(B, width) int64, padded at the front: the input part of what is returned."""
         return torch.tensor(

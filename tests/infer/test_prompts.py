@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from caramba_fast.infer.sequence import Prompts, read_prompts
 
@@ -131,15 +130,8 @@ def test_padding_comes_off_as_it_was_put_on(
     prompts = read(torch.tensor(padded))
     assert prompts.rows == rows
     assert prompts.width == width
-    front, end = prompts.padded_front(7, CPU), prompts.padded_end(7, CPU)
+    front = prompts.padded_front(7, CPU)
     assert front.shape == (len(rows), width)
-    assert end.shape == (len(rows), max(map(len, rows)))
-    assert front.dtype == end.dtype == torch.int64
-    for out in (front, end):
-        check_padding(out, rows, in_front=out is front)
-
-
-def check_padding(out: Tensor, rows: list[list[int]], in_front: bool) -> None:
-    for line, row in zip(out.tolist(), rows, strict=True):
-        fill = [7] * (len(line) - len(row))
-        assert line == (fill + row if in_front else row + fill)
+    assert front.dtype == torch.int64
+    for line, row in zip(front.tolist(), rows, strict=True):
+        assert line == [7] * (width - len(row)) + row
