@@ -69,11 +69,25 @@ class Generator(SavableGenerator):
     ) -> Generator:
         """A generator for a Hugging Face checkpoint folder, with its tokenizer.
 
-        Arguments and errors are those of `caramba_fast.infer.generator.from_checkpoint`.
+        Args:
+            path: the folder; Llama, Mistral, Qwen2, Qwen3 and DBA load natively, others through transformers.
+            tokenizer: a tokenizer folder, a ``tokenizer.json``, or a tokenizer object; None takes the checkpoint's
+                own, and leaves `Generator.tokenizer` at None if it has none.
+            device, dtype: of the weights; dtype None for what the checkpoint stores.
+            config, overrides: settings, as in `Generator`.
+
+        Returns:
+            the generator; its ``tokenizer`` is a `TextTokenizer`.
+
+        Raises:
+            CheckpointError: a path or folder that cannot be used; the message says why.
+            FileNotFoundError, TypeError: no tokenizer at the path given for it.
+            ModuleNotFoundError: a library this checkpoint needs is missing.
+            ValueError: settings that are wrong.
         """
-        return from_checkpoint(
-            path, tokenizer, device=device, dtype=dtype, config=config, **overrides
-        )
+        folder = checkpoint_folder(path)
+        text = find_tokenizer(folder, tokenizer)
+        return Generator(load(folder, device, dtype), config, tokenizer=text, **overrides)
 
     def generate(
         self,
@@ -335,36 +349,3 @@ def generate(
     given = {name: options.pop(name) for name in Hooks.__dataclass_fields__ if name in options}
     generator = Generator(model, config, tokenizer=tokenizer, **options)
     return generator.generate(input_ids, attention_mask, hooks=hooks, **given)
-
-
-def from_checkpoint(
-    path: str | Path,
-    tokenizer: Any = None,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = torch.float32,
-    config: GenerateConfig | None = None,
-    **overrides: Unpack[GenerateOptions],
-) -> Generator:
-    """A `Generator` for the model in a Hugging Face checkpoint folder, with its tokenizer.
-
-    Args:
-        path: the folder; Llama, Mistral, Qwen2, Qwen3 and DBA load natively, others through transformers.
-        tokenizer: a tokenizer folder, a ``tokenizer.json``, or a tokenizer object; None takes the checkpoint's
-            own, and leaves `Generator.tokenizer` at None if it has none.
-        device, dtype: of the weights; dtype None for what the checkpoint stores.
-        config, overrides: settings, as in `Generator`.
-
-    Returns:
-        the generator; its ``tokenizer`` is a `TextTokenizer`.
-
-    Raises:
-        CheckpointError: a path or folder that cannot be used; the message says why.
-        FileNotFoundError, TypeError: no tokenizer at the path given for it.
-        ModuleNotFoundError: a library this checkpoint needs is missing.
-        ValueError: settings that are wrong.
-    """
-    folder = checkpoint_folder(path)
-    text = find_tokenizer(folder, tokenizer)
-    model = load(folder, device, dtype)
-    return Generator(model, config, tokenizer=text, **overrides)

@@ -22,7 +22,6 @@ from caramba_fast.cli.models import TextWriter as FromWhereItWas
 from caramba_fast.hf import HuggingFaceModel
 from caramba_fast.infer import GenerateConfig
 from caramba_fast.infer import Generator as TokenGenerator
-from caramba_fast.infer.generator import from_checkpoint
 from caramba_fast.infer.tokenizer import TextTokenizer, TextWriter
 from caramba_fast.inference import generate as shim
 from caramba_fast.inference.generate import Generator
@@ -110,7 +109,7 @@ def test_both_ways_write_the_same(copy: Path) -> None:
     texts = []
     for activation in ("silu", "swish"):  # the same function; the second name is transformers' only
         edit(copy / "config.json", hidden_act=activation)
-        generator = from_checkpoint(copy, **GREEDY)
+        generator = TokenGenerator.from_checkpoint(copy, **GREEDY)
         texts.append(generator.generate([generator.tokenizer.encode(PROMPT)]).tolist())
         assert isinstance(generator.model, HuggingFaceModel) == (activation == "swish")
     assert texts[0] == texts[1]
@@ -120,7 +119,7 @@ def test_both_ways_write_the_same(copy: Path) -> None:
 def test_pickles_are_refused_with_what_to_do(tmp_path: Path, name: str) -> None:
     if name != "missing.pkl":
         torch.save({"model": {}}, tmp_path / name)
-    for use in (load, from_checkpoint, Generator):
+    for use in (load, TokenGenerator.from_checkpoint, Generator):
         with pytest.raises(CheckpointError, match=r"pickled.*save_pretrained") as raised:
             use(tmp_path / name)
         assert name in str(raised.value)
@@ -203,7 +202,7 @@ def test_models_that_cannot_be_served_are_type_errors(tmp_path: Path) -> None:
 
 
 def test_from_checkpoint_is_the_model_with_its_tokenizer() -> None:
-    generator = from_checkpoint(demo_path(), **GREEDY)
+    generator = TokenGenerator.from_checkpoint(demo_path(), **GREEDY)
     assert isinstance(generator, TokenGenerator)
     assert isinstance(generator.tokenizer, TextTokenizer)
     ids = generator.tokenizer.encode(PROMPT)
@@ -213,7 +212,7 @@ def test_from_checkpoint_is_the_model_with_its_tokenizer() -> None:
 
 
 def test_from_checkpoint_through_transformers_writes_the_models_own_tokens(gpt2: Path) -> None:
-    generator = from_checkpoint(gpt2, **GREEDY, ignore_eos=True)
+    generator = TokenGenerator.from_checkpoint(gpt2, **GREEDY, ignore_eos=True)
     ids = torch.tensor([generator.tokenizer.encode(PROMPT)])
     model = AutoModelForCausalLM.from_pretrained(gpt2)
     model.generation_config.eos_token_id = None
@@ -223,19 +222,12 @@ def test_from_checkpoint_through_transformers_writes_the_models_own_tokens(gpt2:
     assert generator.generate(ids).tolist() == expected.tolist()
 
 
-def test_the_generator_has_it_as_a_constructor(gpt2: Path) -> None:
-    for folder in (demo_path(), gpt2):
-        a, b = TokenGenerator.from_checkpoint(folder, **GREEDY), from_checkpoint(folder, **GREEDY)
-        ids = a.tokenizer.encode(PROMPT)
-        assert a.generate([ids]).tolist() == b.generate([ids]).tolist()
-
-
 def test_a_config_and_overrides_reach_the_generator() -> None:
     config = GenerateConfig(max_new_tokens=3, cache_kind="q8")
-    generator = from_checkpoint(demo_path(), config=config, temperature=0.0)
+    generator = TokenGenerator.from_checkpoint(demo_path(), config=config, temperature=0.0)
     assert (generator.config.max_new_tokens, generator.config.temperature) == (3, 0.0)
     with pytest.raises(ValueError, match="no_such_setting"):
-        from_checkpoint(demo_path(), no_such_setting=1)
+        TokenGenerator.from_checkpoint(demo_path(), no_such_setting=1)
 
 
 @pytest.mark.parametrize("how", ["folder", "file", "fast", "slow", "wrapped"])
@@ -249,25 +241,27 @@ def test_tokenizers_may_be_given_in_any_form(gpt2: Path, tmp_path: Path, how: st
     }[how]
     for name in ("config.json", "model.safetensors"):
         shutil.copyfile(gpt2 / name, tmp_path / name)
-    assert from_checkpoint(tmp_path).tokenizer is None
-    tokenizer = from_checkpoint(tmp_path, given).tokenizer
+    assert TokenGenerator.from_checkpoint(tmp_path).tokenizer is None
+    tokenizer = TokenGenerator.from_checkpoint(tmp_path, given).tokenizer
     assert tokenizer.encode(PROMPT) == load_tokenizer(demo_path()).encode(PROMPT).ids
     assert tokenizer.decode(torch.tensor(tokenizer.encode(PROMPT))) == PROMPT
 
 
 def test_wrong_tokenizers_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        from_checkpoint(demo_path(), tmp_path / "nowhere")
+        TokenGenerator.from_checkpoint(demo_path(), tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="holds no tokenizer"):
-        from_checkpoint(demo_path(), tmp_path)
+        TokenGenerator.from_checkpoint(demo_path(), tmp_path)
     with pytest.raises(FileNotFoundError, match=r"config.json is no folder"):
-        from_checkpoint(demo_path(), demo_path() / "config.json")
+        TokenGenerator.from_checkpoint(demo_path(), demo_path() / "config.json")
     with pytest.raises(TypeError, match="tokenizer is a int"):
-        from_checkpoint(demo_path(), 3)
+        TokenGenerator.from_checkpoint(demo_path(), 3)
 
 
 def test_stop_strings_work_with_it() -> None:
-    generator = from_checkpoint(demo_path(), **{**GREEDY, "max_new_tokens": 40}, stop=["\n"])
+    generator = TokenGenerator.from_checkpoint(
+        demo_path(), **{**GREEDY, "max_new_tokens": 40}, stop=["\n"]
+    )
     ids = generator.tokenizer.encode("import sys")
     text = generator.tokenizer.decode(generator.generate([ids])[0, len(ids) :])
     assert text.count("\n") == 1
