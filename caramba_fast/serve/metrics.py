@@ -168,10 +168,10 @@ class Counters:
             self.gaps.append(now - times.latest)
         times.latest = now
 
-    def saved(self) -> dict[str, float]:
-        """What `put_back` goes back to; times of tokens stay remembered."""
+    def saved(self) -> dict[str, Any]:
+        """What was counted, by the names in `EngineMetrics`; `put_back` goes back to it, times stay remembered."""
         return {name: value for name, value in vars(self).items() if not isinstance(value, deque)}
 
-    def put_back(self, saved: dict[str, float]) -> None:
+    def put_back(self, saved: dict[str, Any]) -> None:
         """Goes back to what was saved."""
         vars(self).update(saved)

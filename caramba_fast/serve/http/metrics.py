@@ -10,14 +10,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from caramba_fast.serve.metrics import EngineMetrics
+from caramba_fast.serve.metrics import Counters, EngineMetrics
 
 PREFIX = "caramba_fast_"
 #: Figures that only grow; the others go up and down.
-COUNTED = (
-    "steps", "graph_steps", "prompt_tokens", "new_tokens", "step_tokens", "prefix_hit_tokens", "prefix_store_tokens",
-    "preemptions", "swaps", "drafted", "accepted", "finished", "cancelled", "failed", "busy_s",
-)  # fmt: skip
+COUNTED = frozenset(Counters().saved())
 
 
 class _Figures(Collector):
