@@ -3,6 +3,9 @@
 A file has the tokens, the stored bytes of the cache in use, where the random numbers are, and what all of that
 depends on: the model's digest, the layout of its cache, how it is stored and read. Nothing is encoded again, and a
 file that does not fit is refused before anything changes.
+
+The cache and random numbers of a draft model are saved beside the target's, so that it guesses what it would have
+guessed. A file without them is good as well: the draft reads the tokens anew.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
@@ -18,6 +21,7 @@ from torch import Tensor
 from caramba_fast.cache.sealed import Sealed, SealedFileError, is_sealed, read_sealed, write_sealed
 from caramba_fast.config.files import check_replaceable, explain, shown
 from caramba_fast.infer.config import AUTO, GenerateConfig, SpeculativeConfig
+from caramba_fast.infer.drafts import Draft, ModelDraft
 from caramba_fast.infer.fields import CacheFields
 from caramba_fast.infer.policy_fields import DecodePlanFields
 from caramba_fast.infer.saved_part import (
@@ -95,6 +99,9 @@ def read_session(path: str | Path) -> SavedSession:
 
 class SavableGenerator(StepwiseGenerator):
     """A `StepwiseGenerator` whose conversation can be put into a file, and gone on with."""
+
+    _draft: Draft | None = None
+    _draft_generator: SavableGenerator | None = None
 
     def save(
         self,
@@ -188,17 +195,39 @@ class SavableGenerator(StepwiseGenerator):
 
     # -- inside ---------------------------------------------------------------------------
 
-    def _saved_draft(self, tensors: dict[str, Tensor]) -> SavedPart | None:  # noqa: ARG002
+    def _saved_draft(self, tensors: dict[str, Tensor]) -> SavedPart | None:
         """What a draft model holds, with its tensors added; None where there is nothing."""
-        return None
+        generator = self._draft_generator
+        if generator is None or generator.cache is None:
+            return None
+        return part_of(generator, "draft", cast(ModelDraft, self._draft).rng, tensors)
 
-    def _opened_draft(self, saved: SavedSession) -> Callable[[], None]:  # noqa: ARG002
-        """What puts the draft of a file in place of this one's; without one it begins anew."""
-        return lambda: None
-
-    def _check_draft(self, saved: SavedSession) -> list[str]:  # noqa: ARG002
+    def _check_draft(self, saved: SavedSession) -> list[str]:
         """What of the draft in a file does not fit."""
-        return []
+        part, generator = saved.about.draft, self._draft_generator
+        if part is None or generator is None:
+            return []
+        found = part_problems(generator, part, saved.tensors, "draft")
+        if part.random is not None and self.config.seed in (None, saved.about.seed):
+            found += random_problem(generator, part, saved.tensors.get("draft.random"))
+        return found
+
+    def _opened_draft(self, saved: SavedSession) -> Callable[[], None]:
+        """What puts the draft of a file in place of this one's; without one it begins anew."""
+        part, generator = saved.about.draft, self._draft_generator
+        if part is None or generator is None:
+            return self._draft.reset if self._draft is not None else lambda: None
+        draft = cast(ModelDraft, self._draft)
+        cache, rows = opened(generator, part, "draft", saved.tensors)
+        rng = draft.rng
+        if part.random is not None and self.config.seed in (None, saved.about.seed):
+            rng = random_of(generator, part, saved.tensors["draft.random"])
+
+        def take() -> None:
+            draft.session.go_back(cache, rows)
+            draft.rng = rng
+
+        return take
 
     def _take(self, saved: SavedSession) -> None:
         about, problems = saved.about, _problems(self, saved)

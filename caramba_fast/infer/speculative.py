@@ -28,7 +28,6 @@ from caramba_fast.infer.generator import Generator
 from caramba_fast.infer.lookup import LookupDraft
 from caramba_fast.infer.run import Hooks, Run, blank_ended
 from caramba_fast.infer.sampling import NOTHING, check_chosen
-from caramba_fast.infer.saved_draft import SavesDraft
 from caramba_fast.infer.sequence import Prompts
 from caramba_fast.infer.stopping import Decoder
 from caramba_fast.models import LanguageModel
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from caramba_fast.infer.options import SpeculativeOptions
 
 
-class SpeculativeGenerator(SavesDraft, Generator):
+class SpeculativeGenerator(Generator):
     """Generates what `Generator` would, in fewer passes of the target model.
 
     Greedy tokens are the same for any draft; sampled ones have the same distribution, all settings of both models
@@ -56,6 +55,7 @@ class SpeculativeGenerator(SavesDraft, Generator):
     """
 
     config: SpeculativeConfig
+    _draft: Draft
     _speculates = True
 
     def __init__(
