@@ -219,10 +219,9 @@ HELP = (
     "/reset begins anew, /undo takes the last turn back, /stats shows figures, /session save FILE and "
     "/session load FILE keep the conversation and go on with it, /quit ends; Ctrl-C stops an answer"
 )
-Read = Callable[[], str]
 
 
-def run_chat(setup: Setup, system: str, stats: bool, read: Read | None = None) -> None:
+def run_chat(setup: Setup, system: str, stats: bool) -> None:
     """Reads lines and answers until /quit or the end of the input; Ctrl-C twice at the prompt ends too.
 
     Raises:
@@ -236,12 +235,12 @@ def run_chat(setup: Setup, system: str, stats: bool, read: Read | None = None) -
         else "no chat template: it continues your text"
     )
     _note(f"{setup.model}, cache {generator.config.cache_name} ({how})\n{HELP}")
-    read, interrupted = read or _prompt, False
+    interrupted = False
     if importlib.util.find_spec("readline") is not None:
         importlib.import_module("readline")  # input() edits lines with it
     while True:
         try:
-            line = read()
+            line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             typer.echo()
             return
@@ -320,10 +319,6 @@ def _figures(chat: Chat) -> str:
 
 def _note(text: str) -> None:
     typer.secho(text, fg="bright_black", err=True)
-
-
-def _prompt() -> str:
-    return input("> " if sys.stdin.isatty() else "")
 
 
 def _write(text: str) -> None:

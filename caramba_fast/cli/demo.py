@@ -135,7 +135,6 @@ def measure_model(
 def run_demo(
     quality_tokens: int,
     new_tokens: int,
-    console: Console | None = None,
     *,
     long_context: bool = False,
     picture: Path | None = None,
@@ -150,7 +149,7 @@ def run_demo(
     if picture is not None:
         check_plot(picture)
         check_replaceable(picture, "picture", is_plot)
-    console = console or Console()
+    console = Console()
     with _progress(console) as progress:
         measured = {
             name: measure_model(name, quality_tokens, new_tokens, progress) for name in SHOWN

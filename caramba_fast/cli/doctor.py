@@ -58,9 +58,9 @@ def device_lines() -> list[tuple[str, str]]:
     return lines
 
 
-def run_doctor(console: Console | None = None) -> None:
+def run_doctor() -> None:
     """Prints the tables."""
-    console = console or Console()
+    console = Console()
     facts = Table("what", "found", title="caramba-fast doctor", title_justify="left")
     facts.add_row("caramba-fast", caramba_fast.__version__)
     facts.add_row("python", f"{platform.python_version()} on {platform.system()}")

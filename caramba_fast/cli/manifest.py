@@ -26,30 +26,19 @@ SHOWN = (
 )
 
 
-def run_file(
-    path: Path,
-    only: str | None,
-    prompt: str | None,
-    check: bool,
-    console: Console | None = None,
-    *,
-    force: bool = False,
-) -> list[RunReport]:
+def run_file(path: Path, only: str | None, prompt: str | None, check: bool, *, force: bool) -> None:
     """Reads a manifest and does its runs; with ``check`` they are only checked and listed."""
-    console = console or Console()
-    manifest, done = load_manifest(path), list[RunReport]()
+    console, manifest = Console(), load_manifest(path)
     with at(str(path)):
         if check:
             for ready in prepare(manifest, path.parent, only=only, prompt=prompt, force=force):
                 _list(ready, console)
-            return []
+            return
         for report in run_manifest(
             manifest, path.parent, only=only, prompt=prompt, force=force,
             say=lambda text: console.print(escape(text), style="dim", highlight=False),
         ):  # fmt: skip
             _show(report, console)
-            done.append(report)
-    return done
 
 
 def _list(ready: Prepared, console: Console) -> None:

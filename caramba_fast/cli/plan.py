@@ -40,14 +40,13 @@ def run_plan(
     *,
     max_seq_len: int,
     batch: int,
-    prefill: str = "exact",
-    device: str = "cpu",
-    plot: Path | None = None,
-    as_json: bool = False,
-    force: bool = False,
-    console: Console | None = None,
-) -> CachePlan:
-    """Measures every candidate, prints the table, writes the picture, and returns the plan.
+    prefill: str,
+    device: str,
+    plot: Path | None,
+    as_json: bool,
+    force: bool,
+) -> None:
+    """Measures every candidate, prints the table, and writes the picture.
 
     Args:
         name: 'demo', 'demo:dba', a hard variant, or a checkpoint folder.
@@ -58,13 +57,12 @@ def run_plan(
         plot: a .png or .svg file to write.
         as_json: print the plan as JSON and nothing else.
         force: replace whatever file ``plot`` names.
-        console: where to print.
 
     Raises:
         ValueError, FileNotFoundError, ModuleNotFoundError: what is wrong, and what is allowed; the table is
             printed first where there is one.
     """
-    console = console or Console()
+    console = Console()
     check_device(device)
     given = settings_of(CachePolicyFields, settings)
     if plot is not None:
@@ -90,7 +88,6 @@ def run_plan(
     else:
         _print(console, plan, name)
     _picture(plan.rows, given, plot, name, console, quiet=as_json)
-    return plan
 
 
 def _recall(subject: Subject, settings: CachePolicyFields) -> RecallFormat | None:

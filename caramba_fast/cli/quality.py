@@ -70,15 +70,14 @@ def run_quality(
     tokens: int,
     needles: int,
     device: str,
-    force: bool = False,
-    console: Console | None = None,
-) -> QualityReport:
-    """Measures, prints the tables, writes the files into ``out``, and returns the report.
+    force: bool,
+) -> None:
+    """Measures, prints the tables, and writes the files into ``out``.
 
     Raises:
         ValueError, FileNotFoundError, ModuleNotFoundError: what is wrong, and what is allowed.
     """
-    console = console or Console()
+    console = Console()
     check_device(device)
     if out is not None:
         check_out(out, force=force)
@@ -106,7 +105,6 @@ def run_quality(
     _print_notes(console, report)
     if out is not None:
         write(report, out, name, console)
-    return report
 
 
 def load_subject(name: str, device: str) -> Subject:
