@@ -18,7 +18,7 @@ from caramba_fast.config import short_name
 from caramba_fast.infer.policy_fields import CachePolicyFields
 from caramba_fast.models import LanguageModel
 from caramba_fast.policy import measure as gates
-from caramba_fast.policy.candidates import bytes_per_token, cache_bytes
+from caramba_fast.policy.candidates import BASELINE, bytes_per_token, cache_bytes
 from caramba_fast.policy.measure import Figures, Progress, Subject
 from caramba_fast.policy.plan import CachePlan, CandidateRow, PlanKey, Status, plain_table
 from caramba_fast.policy.plan_file import PlanFile
@@ -119,7 +119,7 @@ def measure_speed(
     times = subject.times([candidate.spec for candidate in wanted])
     for candidate in wanted:
         candidate.time = times[candidate.spec]
-    return times[subject.baseline]
+    return times[BASELINE]
 
 
 def pick(fit: Sequence[Candidate], settings: CachePolicyFields) -> Candidate:
@@ -361,7 +361,7 @@ def _choose(subject: Subject, key: PlanKey, measure_all: bool) -> CachePlan:
     now = time.time()
     return CachePlan(
         spec=chosen.spec, nbytes=chosen.nbytes, bytes_per_token=chosen.bytes_per_token,
-        baseline=subject.baseline, key=key, text=text,
+        baseline=BASELINE, key=key, text=text,
         notes=(_nothing_passes(settings),) if failed else (),
         rows=tuple(rows_of(found, base, settings)), made_at=now, probed_at=now,
     )  # fmt: skip

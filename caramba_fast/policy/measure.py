@@ -213,52 +213,6 @@ def measure_quality(
     return found
 
 
-def needle_shares(
-    model: LanguageModel,
-    specs: Sequence[str],
-    baseline: str,
-    form: RecallFormat,
-    filler: np.ndarray,
-    *,
-    context: int = CONTEXT,
-    bos_token_id: int | None = None,
-    seed: int = 0,
-) -> dict[str, float]:
-    """Share of needles each cache finds (greedy), relative to the baseline on the same needles.
-
-    Args:
-        model: what is run.
-        specs: caches.
-        baseline: the cache to compare with.
-        form: how needles are written.
-        filler: (N,) token ids of the text they are hidden in, repeated if it is short.
-        context: tokens of a row.
-        bos_token_id: first token of a row, for models that expect one.
-        seed: needles and places.
-
-    Raises:
-        ValueError: the baseline finds next to none, so that the gate means nothing for this model; or a
-            context without room.
-    """
-    text = np.tile(filler, -(-context // len(filler)))
-    forward = cached_forward(model)
-    found = dict.fromkeys((baseline, *specs), 0)
-    total = 0
-    for batch in needle_batches(form, text, context, NEEDLES, NEEDLE_ROWS, bos_token_id, seed):
-        scores = compare(
-            forward, torch.from_numpy(batch.ids), specs, baseline, positions=batch.positions
-        )
-        total += scores[baseline].correct.size
-        for spec in found:
-            found[spec] += int(scores[spec].correct.sum())
-    if found[baseline] < LEAST_FOUND * total:
-        raise ValueError(
-            f"cache_quality_min_needle: the model finds {found[baseline]} of {total} needles with a {baseline} "
-            f"cache, fewer than {LEAST_FOUND:.0%}, so that they cannot tell caches apart; leave it None"
-        )
-    return {spec: found[spec] / found[baseline] for spec in specs}
-
-
 @dataclass(frozen=True)
 class Subject:
     """What is measured: a model as a generator will run it, and text.
@@ -292,11 +246,6 @@ class Subject:
         """The candidates."""
         given = self.settings.cache_auto_candidates
         return candidates_for(self.model.cache_layout, given, self.fields)
-
-    @property
-    def baseline(self) -> str:
-        """What quality and speed are relative to."""
-        return BASELINE
 
     def check(self) -> None:
         """Raises ValueError for what does not fit together, before anything is measured."""
@@ -343,12 +292,34 @@ class Subject:
         return text.repeat(1, -(-length // text.shape[1]))[:, :length]
 
     def needles(self, specs: Sequence[str], windows: Windows) -> dict[str, float]:
-        """Share of needles found, relative to the baseline."""
+        """Share of needles each cache finds (greedy), relative to the baseline on the same needles.
+
+        Args:
+            specs: caches.
+            windows: the text that needles are hidden in, repeated if it is short.
+
+        Raises:
+            ValueError: the baseline finds next to none, so that the gate means nothing for this model; or a
+                context without room.
+        """
         assert self.recall is not None
-        return needle_shares(
-            self.model, specs, BASELINE, self.recall, windows.filler(CONTEXT),
-            bos_token_id=self.bos_token_id, seed=self.seed,
-        )  # fmt: skip
+        filler = windows.filler(CONTEXT)
+        text = np.tile(filler, -(-CONTEXT // len(filler)))
+        forward, found, total = cached_forward(self.model), dict.fromkeys((BASELINE, *specs), 0), 0
+        for batch in needle_batches(
+            self.recall, text, CONTEXT, NEEDLES, NEEDLE_ROWS, self.bos_token_id, self.seed
+        ):
+            ids = torch.from_numpy(batch.ids)
+            scores = compare(forward, ids, specs, BASELINE, positions=batch.positions)
+            total += scores[BASELINE].correct.size
+            for spec in found:
+                found[spec] += int(scores[spec].correct.sum())
+        if found[BASELINE] < LEAST_FOUND * total:
+            raise ValueError(
+                f"cache_quality_min_needle: the model finds {found[BASELINE]} of {total} needles with a {BASELINE} "
+                f"cache, fewer than {LEAST_FOUND:.0%}, so that they cannot tell caches apart; leave it None"
+            )
+        return {spec: found[spec] / found[BASELINE] for spec in specs}
 
     def key(self) -> PlanKey:
         """What a choice depends on."""
