@@ -108,7 +108,7 @@ class BeamSearch:
         run.watch.resume()
 
     def search(self, logits: Tensor, wanted: int) -> BeamResult:
-        """From the logits (B, V) behind the prompts to the answers."""
+        """From the logits (B, V) behind the prompts of a run that has just begun to ``wanted`` answers each."""
         self.session.select_rows([row for row in range(self.prompts) for _ in range(self.width)])
         logits = logits.repeat_interleave(self.width, 0)
         while True:
@@ -255,8 +255,3 @@ class BeamSearch:
         beams = [answer.beams + [-1] * (longest - len(answer.beams)) for answer in answers]
         scores = torch.tensor([answer.score for answer in answers])
         return BeamResult(run.continuations(), scores, torch.tensor(beams))
-
-
-def beam_search(run: Run, logits: Tensor, wanted: int) -> BeamResult:
-    """Searches from the logits (B, V) behind the prompts of a run that has just begun, for ``wanted`` answers each."""
-    return BeamSearch(run).search(logits, wanted)

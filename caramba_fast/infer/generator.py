@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from caramba_fast.config.names import names_of
-from caramba_fast.infer.beam_search import beam_search
+from caramba_fast.infer.beam_search import BeamSearch
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.fields import CacheFields
 from caramba_fast.infer.grammar import grammar_of
@@ -291,9 +291,8 @@ class Generator(SavableGenerator):
 
     def _finish_beams(self, prompts: Prompts, run: Run, logits: Tensor) -> Tensor | GenerateOutput:
         with torch.no_grad():
-            found = beam_search(
-                run, logits, 1 if self._expanded else run.config.num_return_sequences
-            )
+            wanted = 1 if self._expanded else run.config.num_return_sequences
+            found = BeamSearch(run).search(logits, wanted)
         self._end_run()
         self._expanded = self._expanded or run.config.num_return_sequences > 1
         return self._result(

@@ -78,13 +78,9 @@ class LogitsProcessors:
             or self._sequences or self._bad or self._min_new or self._allowed or self._grammar
         )  # fmt: skip
 
-    @property
-    def needs_history(self) -> bool:
-        """Whether any edit depends on the tokens of a row."""
-        return self.per_row or bool(self._processors)
-
     def __bool__(self) -> bool:
-        return self.needs_history or self._bias is not None or self._banned is not None
+        whole = self._bias is not None or self._banned is not None or bool(self._processors)
+        return whole or self.per_row
 
     def scores(
         self,
