@@ -40,8 +40,8 @@ class Sealed(NamedTuple):
 
 def write_sealed(
     path: str | Path, what: str, version: int, about: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> int:  # fmt: skip
-    """Writes a file in place of the one at ``path``, if any; its bytes.
+) -> None:  # fmt: skip
+    """Writes a file in place of the one at ``path``, if any.
 
     Args:
         path: the file.
@@ -56,7 +56,6 @@ def write_sealed(
     data = sealed(what, version, about, tensors)
     with replacing(path) as stream:
         stream.write(data)
-    return len(data)
 
 
 def sealed(

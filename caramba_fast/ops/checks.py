@@ -62,7 +62,7 @@ def quantized_kind(kind: object) -> Format:
     return form
 
 
-def codes_and_scales(name: str, codes: Tensor, scales: Tensor | None, kind: object) -> Format:
+def codes_and_scales(name: str, codes: Tensor, scales: Tensor | None, kind: object) -> None:
     """Checks one stored tensor: dtypes, leading shape, and a block size that fits."""
     form = resolve(kind)
     if codes.dtype != form.dtype:
@@ -70,14 +70,14 @@ def codes_and_scales(name: str, codes: Tensor, scales: Tensor | None, kind: obje
     if not form.quantized:
         if scales is not None:
             raise ValueError(f"{name} scales were given, but {form.name} has none")
-        return form
+        return
     if scales is None:
         raise ValueError(f"{name} scales are missing; {form.name} needs one for each block")
     if scales.dtype != SCALE_DTYPE:
         raise TypeError(f"{name} scales have dtype {scales.dtype}; allowed is {SCALE_DTYPE}")
     if form.by_channel:
         _check_groups(name, codes, scales, form)
-        return form
+        return
     if codes.shape[:-1] != scales.shape[:-1]:
         raise ValueError(
             f"{name} codes {tuple(codes.shape)} and scales {tuple(scales.shape)} differ before "
@@ -89,7 +89,6 @@ def codes_and_scales(name: str, codes: Tensor, scales: Tensor | None, kind: obje
         raise ValueError(
             f"{name}: {width} values with {blocks} scales is no block of 32, 64 or 128 values"
         )
-    return form
 
 
 def _check_groups(name: str, codes: Tensor, scales: Tensor, form: Format) -> None:
