@@ -1,0 +1,218 @@
+"""Weights of 4 and 8 bits on a CPU, and what they cost: ``python -m caramba_fast.bench.real.weights``.
+
+Programs are compared at like bits. The matrices of layers have 4 bits, a scale and a zero for each 32 values, 5 bits in
+all; the output matrix, which decides on the next token, has more. Ours are torchao's, the output matrix in fp16, which
+torch multiplies by one row faster than bf16. Other programs read a GGUF file in Q4_1 and Q8_0, made here of the model's
+own where that has other types.
+
+What they cost is measured against the checkpoint in float32, all with an fp16 cache, on the text of `study`. Writes
+``bench/results/real/<model>-weights.json``, of which `real_decode_page` makes a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from caramba_fast.bench.environment import details
+from caramba_fast.bench.real.models import SOURCES, FetchError, gguf_file, model_folder, title
+from caramba_fast.bench.real.study import CONTEXT, QUICK_WINDOWS, RESULTS, RUNS, WINDOWS
+from caramba_fast.bench.real.text import TextError, windows
+from caramba_fast.cli.quality import begin_token, load_subject
+from caramba_fast.models import load_model
+from caramba_fast.quality import cache_size, cached_forward
+from caramba_fast.quality.compare import Scores, compare
+from caramba_fast.quality.figures import cache_quality
+from caramba_fast.quality.needles import token_ids
+
+#: Values of a group of 4-bit weights.
+GROUP = 32
+#: What is measured, by `quantize` and of the file of other programs; the one that everything is compared with.
+MEASURED = ("bf16", "int8", "int4", "int4, output too", "Q4_1 and Q8_0 (GGUF)")
+BASELINE = "float32"
+#: Names of models that `main` takes by default.
+MODELS = ("qwen2.5-coder-0.5b", "smollm2")
+
+
+class HalfLinear(nn.Module):
+    """A matrix in fp16 in a model of another dtype; its products are fp16."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(linear.weight.detach().half(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)"""
+        return functional.linear(x.half(), self.weight)
+
+
+def why_not_quantized() -> str | None:
+    """None where torchao has weights of 4 bits for CPUs, else what is missing."""
+    if find_spec("torchao") is None:
+        return "the package torchao is missing"
+    try:
+        import_module("torchao.prototype.quantization.int4.inference_workflow")
+    except ImportError as error:
+        return f"this torchao has no 4-bit kernels for CPUs where the one of constraints.txt has: {error}"
+    return None
+
+
+def quantize(model: Any, weights: str) -> None:
+    """Quantizes a bf16 model in place: ``int8``, ``int4``, or ``int4, output too``."""
+    torchao: Any = import_module("torchao.quantization")
+    model.eval()
+    if weights == "int8":
+        torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+        return
+    cpu: Any = import_module("torchao.prototype.quantization.int4.inference_workflow")
+    if weights == "int4":
+        model.lm_head = HalfLinear(model.lm_head)
+    torchao.quantize_(model, cpu.PrototypeInt4WeightOnlyConfig(group_size=GROUP))
+
+
+def four_bits(gguf: Path) -> tuple[Path, str]:
+    """A model's GGUF file with layers in Q4_1 and all other matrices in Q8_0, and what that is called.
+
+    It lies beside the first, which is taken as it is if it is such a file.
+    """
+    package: Any = import_module("gguf")
+    reader, types = package.GGUFReader(gguf), package.GGMLQuantizationType
+    name = "Q4_1, output Q8_0"
+
+    def wanted(tensor: Any) -> Any:
+        if len(tensor.shape) < 2:
+            return tensor.tensor_type
+        return types.Q4_1 if tensor.name.startswith("blk.") else types.Q8_0
+
+    if all(tensor.tensor_type == wanted(tensor) for tensor in reader.tensors):
+        return gguf, name
+    made = gguf.with_suffix(".q4_1.gguf")
+    if made.exists():
+        return made, name
+    part = made.with_suffix(f".{os.getpid()}.part")
+    writer = package.GGUFWriter(part, reader.fields["general.architecture"].contents())
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key == "general.architecture":
+            continue
+        inner = field.types[-1] if len(field.types) > 1 else None
+        value = int(package.LlamaFileType.MOSTLY_Q4_1) if key == "general.file_type" else None
+        writer.add_key_value(
+            key, field.contents() if value is None else value, field.types[0], inner
+        )
+    for tensor in reader.tensors:
+        data, stored = tensor.data, wanted(tensor)
+        if stored != tensor.tensor_type:
+            values = package.quants.dequantize(data, tensor.tensor_type)
+            data = package.quants.quantize(values, stored)
+        writer.add_tensor(tensor.name, data, raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    part.replace(made)
+    return made, name
+
+
+def dequantized(linear: nn.Module) -> Tensor:
+    """The weights (out, in) of a layer that `quantize` has made, in float32."""
+    weight: Any = linear.weight
+    if not hasattr(weight, "scale_and_zero"):
+        plain = weight.dequantize() if hasattr(weight, "dequantize") else weight
+        return torch.Tensor(plain.detach().float())
+    rows = weight.shape[1]
+    product = functional.linear(torch.eye(rows, dtype=torch.bfloat16), weight).float()  # (in, out)
+    # Rounded to bf16. The codes that it is nearest to give the weights as the kernel has them.
+    scale, zero = weight.scale_and_zero.float().repeat_interleave(GROUP, 0).unbind(-1)
+    codes = ((product - zero) / scale + 8).round().clamp(0, 15)
+    return torch.where(scale == 0, zero, (codes - 8) * scale + zero).t().contiguous()
+
+
+def with_weights(name: str, weights: str) -> nn.Module:
+    """A model of which weights are those named, but everything else is float32."""
+    if weights == MEASURED[-1]:
+        return load_model(four_bits(gguf_file(name))[0], dtype=torch.float32)
+    model = load_model(model_folder(name), dtype=torch.bfloat16)
+    if weights != "bf16":
+        quantize(model, weights)
+    for _, parent in list(model.named_modules()):
+        for child, module in list(parent.named_children()):
+            if isinstance(module, nn.Linear | HalfLinear):
+                plain = nn.Linear(1, 1, bias=False)
+                plain.weight = nn.Parameter(dequantized(module), requires_grad=False)
+                plain.bias = getattr(module, "bias", None)
+                setattr(parent, child, plain)
+    return model.float()
+
+
+def study(name: str, count: int = WINDOWS) -> dict[str, Any]:
+    """Figures of `MEASURED`, by name: perplexity ratio, KL in nats, shares, each with its 95% interval.
+
+    Raises:
+        FetchError, TextError: the model or the text cannot be had.
+    """
+    subject = load_subject(str(model_folder(name)), "cpu")
+    bos = begin_token(subject)
+    ids = windows(
+        lambda text: token_ids(subject.tokenizer, text).tolist(), CONTEXT - (bos is not None), count, "held out"
+    )  # fmt: skip
+    if bos is not None:
+        ids = np.concatenate((np.full((len(ids), 1), bos), ids), axis=1)
+    size = cache_size(subject.model.cache_layout, "fp16", CONTEXT)
+    found = {}
+    for weights in MEASURED:
+        forwards: dict[str, Any] = {
+            BASELINE: cached_forward(subject.model),
+            weights: cached_forward(with_weights(name, weights)),
+        }
+        scores = _scores(lambda rows, which, own=forwards: own[which](rows, "fp16"), ids, weights)
+        row = cache_quality(weights, scores[weights], scores[BASELINE], size)
+        names = ("ppl_ratio", "mean_kl", "top1_agreement", "acceptance")
+        found[weights] = {key: [getattr(row, key), *row.ci[key]] for key in names}
+        print(f"{name}, {weights}: {found[weights]}", flush=True)
+    return found
+
+
+def _scores(
+    forward: Callable[[Tensor, str], Iterator[Tensor]], ids: np.ndarray, weights: str
+) -> dict[str, Scores]:
+    """Of the baseline and of other weights, window after window."""
+    parts = [
+        compare(forward, torch.from_numpy(row[None].astype(np.int64)), [weights], BASELINE)
+        for row in ids
+    ]
+    return {name: Scores.joined([part[name] for part in parts]) for name in (BASELINE, weights)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and measures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(SOURCES)}")
+    parser.add_argument("--quick", action="store_true", help="two windows, into runs/real/quick")
+    args = parser.parse_args(arguments)
+    if (reason := why_not_quantized()) is not None:
+        parser.exit(1, f"{reason}\n")
+    out = RUNS / "quick" if args.quick else RESULTS
+    out.mkdir(parents=True, exist_ok=True)
+    for name in args.models or MODELS:
+        try:
+            rows = study(name, QUICK_WINDOWS if args.quick else WINDOWS)
+        except (FetchError, TextError) as error:
+            parser.exit(1, f"{name}: {error}\n")
+        about = {"title": title(name), "environment": details(torch.device("cpu"))}
+        text = json.dumps({"about": about, "weights": rows}, indent=1)
+        (out / f"{name}-weights.json").write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
