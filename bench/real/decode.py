@@ -2,12 +2,13 @@
 
 A model takes single tokens behind contexts of several lengths: in transformers with its DynamicCache and with ours
 (`accelerate`), in our `Generator`, and in llama.cpp and OpenVINO GenAI with their own caches (the packages
-llama-cpp-python and openvino-genai; they run the GGUF file that the checkpoint was made from, whose weights have 4
-bits). Contexts are the states of random tokens, repeated; those two compute their own. All take their steps in turn, in
-rounds; a ratio is the median over rounds.
+llama-cpp-python and openvino-genai; they run a GGUF file of the checkpoint whose weights have 4 bits,
+`weights.four_bits`). Contexts are the states of random tokens, repeated; those two compute their own. All take their
+steps in turn, in rounds; a ratio is the median over rounds.
 
-Weights of 8 and 4 bits come from torchao, where it is installed: the model of transformers once more with these, with
-its DynamicCache and with ours, and ours in `Generator`. ``vs_dynamic`` of all is against the model as it was loaded.
+Weights of 8 and 4 bits come from torchao, where it is installed (`weights.quantize`): the model of transformers once
+more with these, with its DynamicCache and with ours, and with 4 bits ours in `Generator`. ``vs_dynamic`` of all is
+against the model as it was loaded.
 
 With ``--prompts`` each of them also reads a prompt in a process of its own, which gives time to first token and the
 most memory it took.
@@ -23,7 +24,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ from caramba_fast.bench.real.models import (
 from caramba_fast.bench.real.openvino_genai import KINDS as GENAI_KINDS
 from caramba_fast.bench.real.openvino_genai import OpenVinoGenAI
 from caramba_fast.bench.real.study import RESULTS, file_name
+from caramba_fast.bench.real.weights import quantize, why_not_quantized
 from caramba_fast.infer import Generator
 from caramba_fast.models import load_model, merge_projections
 
@@ -64,7 +65,7 @@ TEXT, STEPS, ROUNDS, BUDGET_S = 256, 4, 11, 60.0
 QUICK = (64, 2048)
 #: Under `accelerate`, of a model whose weights torchao has quantized; and those weights, on a CPU.
 QUANTIZED, WEIGHTS = ("q4",), ("int8", "int4")
-#: Those with which the step of Generator is compiled, too.
+#: Those that `Generator` takes, too, as it is and compiled.
 COMPILED = ("int4",)
 #: Models as their configurations say, without their weights.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -123,26 +124,15 @@ def in_transformers(
 
 def with_weights(name: str, dtype: torch.dtype) -> dict[str, tuple[Any, Any]]:
     """`_models` with torchao's weights, by their name; none where it is missing."""
-    if name in SHAPES or find_spec("torchao") is None:
-        print(f"torchao does not run {name} here: a checkpoint or the package is missing")
+    reason = "it has no checkpoint" if name in SHAPES else why_not_quantized()
+    if reason is not None:
+        print(f"weights of torchao do not run in {name} here: {reason}")
         return {}
-    torchao: Any = import_module("torchao.quantization")
-    try:
-        cpu: Any = import_module("torchao.prototype.quantization.int4.inference_workflow")
-    except ImportError as error:
-        print(
-            f"this torchao has no 4-bit kernels for CPUs where the one of constraints.txt has: {error}"
-        )
-        return {}
-    made = {
-        "int8": torchao.Int8WeightOnlyConfig(),
-        "int4": cpu.PrototypeInt4WeightOnlyConfig(group_size=32),
-    }
     found = {}
     for weights in WEIGHTS:
         found[weights] = _models(name, dtype, torch.device("cpu"))
         for model in found[weights]:
-            torchao.quantize_(model.eval(), made[weights])
+            quantize(model, weights)
     return found
 
 
@@ -300,8 +290,8 @@ def decode(
         for weights, (theirs, own) in quantized.items():
             entries += in_transformers(theirs, states, context, weights, QUANTIZED)
             prompt = ids[:, : min(TEXT, context)]
-            entries += in_generator(own, prompt, context, weights, QUANTIZED)
             if weights in COMPILED:
+                entries += in_generator(own, prompt, context, weights, QUANTIZED)
                 entries += in_generator(own, prompt, context, weights, QUANTIZED, compiled=True)
         measure(entries, rounds, budget_s)
         yield list(rows_of(name, short, context, entries, place))

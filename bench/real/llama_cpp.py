@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from caramba_fast.bench.real.weights import four_bits
+
 #: Our word for a cache, and llama.cpp's: fp16, and blocks of 32 values with 8 or 4 bits for keys and values.
 KINDS = {"f16": "GGML_TYPE_F16", "q8_0": "GGML_TYPE_Q8_0", "q4_0": "GGML_TYPE_Q4_0"}
 #: Bytes of 32 values.
@@ -35,11 +37,11 @@ class LlamaCpp:
         package: Any = import_module("llama_cpp")
         self.kind, self.room, self._text = kind, room, list(text)
         self.version = f"llama-cpp-python {package.__version__}"
-        self._file = gguf.name
+        file, self.weights = four_bits(gguf)
         threads = torch.get_num_threads()
         stored = getattr(package, KINDS[kind])
         self.model = package.Llama(
-            str(gguf), n_ctx=room + STEPS, n_batch=_BATCH, n_ubatch=_BATCH, n_threads=threads, n_threads_batch=threads,
+            str(file), n_ctx=room + STEPS, n_batch=_BATCH, n_ubatch=_BATCH, n_threads=threads, n_threads_batch=threads,
             type_k=stored, type_v=stored, flash_attn=True, n_gpu_layers=0, verbose=False,
         )  # fmt: skip
 
@@ -72,9 +74,3 @@ class LlamaCpp:
         layers, heads = package.llama_model_n_layer(model), package.llama_model_n_head_kv(model)
         dim = package.llama_model_n_embd(model) // package.llama_model_n_head(model)
         return 2 * layers * heads * dim * self.length * BYTES[self.kind] // 32
-
-    @property
-    def weights(self) -> str:
-        """What the weights are stored in, as the file says it."""
-        kind = str(self.model.metadata.get("general.file_type", ""))
-        return {"2": "Q4_0", "3": "Q4_1", "7": "Q8_0", "15": "Q4_K_M"}.get(kind, self._file)

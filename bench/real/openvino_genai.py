@@ -5,7 +5,6 @@ Its pipeline keeps the blocks of earlier prompts, so a context is computed once 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -14,50 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from caramba_fast.bench.real.weights import four_bits
+
 #: Values of KV_CACHE_PRECISION.
 KINDS = ("f16", "u8", "u4")
-#: Types of a GGUF file that it reads (`GGMLQuantizationType`).
-READS = ("F32", "F16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
-
-
-def readable(gguf: Path) -> tuple[Path, str]:
-    """A file of the model that OpenVINO GenAI reads, and what its weights are stored in.
-
-    Tensors of other types are stored as Q8_0, which holds more than they do, in a file beside the first.
-
-    Args:
-        gguf: the model.
-    """
-    package: Any = import_module("gguf")
-    reader = package.GGUFReader(gguf)
-    kind = package.LlamaFileType(int(reader.fields["general.file_type"].contents()))
-    name = kind.name.removeprefix("MOSTLY_")
-    others = sorted({t.tensor_type.name for t in reader.tensors} - set(READS))
-    if not others:
-        return gguf, name
-    name, made = f"{name} ({', '.join(others)} as Q8_0)", gguf.with_suffix(".openvino.gguf")
-    if made.exists():
-        return made, name
-    part = made.with_suffix(f".{os.getpid()}.part")
-    writer = package.GGUFWriter(part, reader.fields["general.architecture"].contents())
-    for key, field in reader.fields.items():
-        if key.startswith("GGUF.") or key == "general.architecture":
-            continue
-        inner = field.types[-1] if len(field.types) > 1 else None
-        writer.add_key_value(key, field.contents(), field.types[0], inner)
-    target = package.GGMLQuantizationType.Q8_0
-    for tensor in reader.tensors:
-        data, stored = tensor.data, tensor.tensor_type
-        if stored.name in others:
-            data = package.quants.quantize(package.quants.dequantize(data, stored), target)
-            stored = target
-        writer.add_tensor(tensor.name, data, raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    part.replace(made)
-    return made, name
 
 
 class OpenVinoGenAI:
@@ -80,7 +39,7 @@ class OpenVinoGenAI:
         self.kind, self.room = kind, room
         self.version = f"openvino-genai {self.package.__version__}"
         self._text, self._context = list(text), list(text)
-        file, self.weights = readable(gguf)
+        file, self.weights = four_bits(gguf)
         scheduler = self.package.SchedulerConfig()
         scheduler.enable_prefix_caching = prefixes
         self.pipeline = self.package.LLMPipeline(

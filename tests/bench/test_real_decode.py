@@ -14,6 +14,7 @@ from caramba_fast.bench.kernels.table import read
 from caramba_fast.bench.pages import real_decode_page, report
 from caramba_fast.bench.pages.sections import write_csv
 from caramba_fast.bench.real import decode, first_token, llama_cpp, models, openvino_genai
+from caramba_fast.bench.real import weights as few_bits
 from caramba_fast.models.demos import demo_path
 
 
@@ -95,7 +96,6 @@ class Context:
 
     def __init__(self, path, **options):
         self.path, self.options, self.n_tokens, self.model, self.seen = path, options, 0, self, []
-        self.metadata = {"general.file_type": "15"}
 
     def eval(self, ids):
         self.seen += ids
@@ -109,6 +109,7 @@ def peer(monkeypatch):
     types = {name: index for index, name in enumerate(llama_cpp.KINDS.values())}
     package = SimpleNamespace(__version__="0", Llama=Context, **calls, **types)
     monkeypatch.setitem(sys.modules, "llama_cpp", package)
+    monkeypatch.setattr(llama_cpp, "four_bits", lambda gguf: (gguf, "Q4_1"))
     return package
 
 
@@ -121,7 +122,7 @@ def test_llama_cpp_has_its_context_its_kind_and_its_bytes(peer, tmp_path):
     assert found.model.seen == [7, 8, 9, 7, 8, 9, 7, 8, 9, 7]
     assert len(found.take(3)) == 3 and found.length == 14
     assert found.nbytes() == 2 * 2 * 3 * 32 * 14 * 34 // 32
-    assert found.weights == "Q4_K_M"
+    assert found.weights == "Q4_1"
 
 
 @pytest.fixture
@@ -145,7 +146,7 @@ def genai(monkeypatch):
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "openvino_genai", package)
     monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Tensor=lambda x: x))
-    monkeypatch.setattr(openvino_genai, "readable", lambda gguf: (gguf, "Q4_K_M"))
+    monkeypatch.setattr(openvino_genai, "four_bits", lambda gguf: (gguf, "Q4_1"))
     return package
 
 
@@ -161,36 +162,59 @@ def test_openvino_genai_has_its_context_its_kind_and_threads(genai, tmp_path):
     (_, first), (prompt, second) = genai.asked[1:]
     assert first["max_new_tokens"] == 1 and prompt == [[7, 8, 9, 7, 8]]
     assert second == {"max_new_tokens": 5, "do_sample": False, "ignore_eos": True}
-    assert found.nbytes() is None and found.weights == "Q4_K_M"
+    assert found.nbytes() is None and found.weights == "Q4_1"
 
 
-def test_tensors_that_openvino_does_not_read_are_stored_as_q8_0(tmp_path):
+def test_other_programs_get_layers_of_4_bits_and_an_output_matrix_of_8(tmp_path):
     gguf = pytest.importorskip("gguf")
     file, kinds = tmp_path / "model.gguf", gguf.GGMLQuantizationType
-    weights = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).numpy()
+    numbers = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).numpy()
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M)
     writer.add_token_list(["a", "b"])
     writer.add_rope_freq_base(5e5)
-    for name, kind in (("norm", kinds.F32), ("up", kinds.Q5_0), ("down", kinds.Q4_0)):
-        data = weights if kind == kinds.F32 else gguf.quants.quantize(weights, kind)
+    stored = {
+        "blk.0.norm": kinds.F32, "blk.0.up": kinds.Q5_0, "blk.0.down": kinds.Q4_1, "output": kinds.Q5_0
+    }  # fmt: skip
+    for name, kind in stored.items():
+        data = numbers[0] if kind == kinds.F32 else gguf.quants.quantize(numbers, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
     for step in ("header", "kv_data", "tensors"):
         getattr(writer, f"write_{step}_to_file")()
     writer.close()
-    made, what = openvino_genai.readable(file)
-    assert what == "Q4_K_M (Q5_0 as Q8_0)" and made == tmp_path / "model.openvino.gguf"
-    assert openvino_genai.readable(file) == (made, what)
+    made, what = few_bits.four_bits(file)
+    assert what == "Q4_1, output Q8_0" and made == tmp_path / "model.q4_1.gguf"
+    assert few_bits.four_bits(file) == (made, what)
+    assert few_bits.four_bits(made) == (made, what)
     before, after = gguf.GGUFReader(file), gguf.GGUFReader(made)
-    assert {n: f.contents() for n, f in after.fields.items() if "." in n and n[:4] != "GGUF"} == {
-        n: f.contents() for n, f in before.fields.items() if "." in n and n[:4] != "GGUF"
-    }
+
+    def fields(reader):
+        kept = {n: f.contents() for n, f in reader.fields.items() if n[:4] != "GGUF"}
+        return {n: x for n, x in kept.items() if n != "general.file_type"}
+
+    assert fields(after) == fields(before)
+    assert after.fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q4_1
     types = {tensor.name: tensor.tensor_type for tensor in after.tensors}
-    assert types == {"norm": kinds.F32, "up": kinds.Q8_0, "down": kinds.Q4_0}
+    assert types == {**stored, "blk.0.up": kinds.Q4_1, "output": kinds.Q8_0}
     for old, new in zip(before.tensors, after.tensors, strict=True):
         values = [gguf.quants.dequantize(t.data, t.tensor_type) for t in (old, new)]
-        assert abs(values[1] - values[0]).max() < 0.02
-    assert openvino_genai.readable(made) == (made, "Q4_K_M")
+        assert abs(values[1] - values[0]).max() < 0.2
+        assert old.tensor_type != new.tensor_type or abs(values[1] - values[0]).max() == 0
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int4, output too"])
+def test_quantized_weights_are_read_as_their_kernels_have_them(name):
+    if few_bits.why_not_quantized() is not None:
+        pytest.skip(few_bits.why_not_quantized())
+    torch.manual_seed(0)
+    model = torch.nn.Sequential()
+    model.layer, model.lm_head = (torch.nn.Linear(64, 96, bias=False).bfloat16() for _ in range(2))
+    few_bits.quantize(model, name)
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    for part in (model.layer, model.lm_head):
+        wanted = x.float() @ few_bits.dequantized(part).t()
+        assert (part(x).float() - wanted).norm() < 5e-3 * wanted.norm()
+    assert (model.lm_head.weight.dtype == torch.float16) == (name == "int4")
 
 
 def test_other_programs_run_once_for_each_cache_or_say_why_not(
