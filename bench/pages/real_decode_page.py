@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from caramba_fast.bench.kernels.table import read
 from caramba_fast.bench.pages.sections import RESULTS, ROOT, table, write_parts
 
-DECODE, FIRST_TOKEN = "-decode.csv", "-first-token.csv"
+DECODE, FIRST_TOKEN, WEIGHTS = "-decode.csv", "-first-token.csv", "-weights.json"
 PICTURE = ROOT.parent / "docs" / "decode-real.png"
 README, PART = ROOT.parent / "README.md", "decode of real models"
 #: What the README shows beside DynamicCache: program, cache.
@@ -30,15 +31,17 @@ Row = Mapping[str, str]
 TEXT = """`python -m caramba_fast.bench.real.decode` (`make bench-real`): one token at a time behind a context, batch 1,
 all programs in turn in every round. Tokens/s of transformers with its DynamicCache, then what the others reach as
 multiples of it. accelerate is the same model with our caches, Generator our own loop; "compiled", Inductor has made C++
-of its step (`compile=True`). llama.cpp computes with weights of 4 bits, the others with those named: at short contexts
-that, not the cache, is what a step costs. int8 and int4 weights are torchao's (`Int8WeightOnlyConfig`;
-`PrototypeInt4WeightOnlyConfig`, groups of 32), in the model of transformers and in that of Generator; its int8 is
-slower than bf16 here. What weights of few bits cost in quality was measured for none of the programs."""
+of its step (`compile=True`). At short contexts weights, not the cache, are what a step costs. Those of llama.cpp are
+Q4_1 in the layers, 5 bits a weight, and Q8_0 in the output matrix; int4 ones are torchao's
+(`PrototypeInt4WeightOnlyConfig`, groups of 32), 5 bits as well, and fp16 in the output matrix; int8 ones are torchao's
+(`Int8WeightOnlyConfig`), slower than bf16 here ([what they cost](#what-weights-of-few-bits-cost))."""
 #: What is said where it was measured.
 GENAI = "OpenVINO GenAI"
-GENAI_TEXT = (
-    f"{GENAI} has weights of 4 bits, as llama.cpp has, and does not say what its cache takes."
-)
+GENAI_TEXT = f"{GENAI} has the weights of llama.cpp, and does not say what its cache takes."
+WEIGHTS_TEXT = """`python -m caramba_fast.bench.real.weights`: against the checkpoint in float32, both with an fp16
+cache, on text that settings were not chosen on, with 95% intervals. "int4" is that of the columns above; "output too"
+has the output matrix in int4 as well. The checkpoints were GGUF files themselves, so their weights have been quantized
+once: SmolLM2's layers to Q4_1, which the last row of that model therefore costs nothing."""
 
 
 def name_of(program: str, cache: str) -> str:
@@ -73,7 +76,8 @@ def section(folder: Path = RESULTS / "real") -> list[str]:
     for rows in found:
         lines += _model(rows)
     first = [row for path in sorted(folder.glob(f"*{FIRST_TOKEN}")) for row in read(path)]
-    return lines + (_first_tokens(first) if first else [])
+    lines += _first_tokens(first) if first else []
+    return lines + _weights(sorted(folder.glob(f"*{WEIGHTS}")))
 
 
 def headline(folder: Path = RESULTS / "real") -> list[str]:
@@ -154,7 +158,7 @@ def _first_tokens(rows: Sequence[Row]) -> list[str]:
         "### First token and memory", "",
         "Seconds until the first token behind a prompt; MiB the process holds once the model is loaded and warm, "
         "weights and libraries included, and the most it holds while it reads the prompt (medians of rounds; each in a "
-        "process of its own, in turn). llama.cpp has its cache from the start, and weights of 4 bits.", "",
+        "process of its own, in turn). llama.cpp has its cache from the start.", "",
     ]  # fmt: skip
     body = [
         (
@@ -165,6 +169,26 @@ def _first_tokens(rows: Sequence[Row]) -> list[str]:
     ]  # fmt: skip
     head = ("model", "prompt", "program", "seconds", "times as fast", "MiB before", "most MiB")
     return [*lines, *table(head, body), ""]
+
+
+def _weights(files: Sequence[Path]) -> list[str]:
+    """What weights of few bits cost in quality; empty where it was not measured."""
+    body = []
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        for name, row in found["weights"].items():
+            ratio, low, high = row["ppl_ratio"]
+            body.append(
+                (
+                    found["about"]["title"], name, f"{ratio:.4f} ({low:.4f}–{high:.4f})",
+                    f"{1000 * row['mean_kl'][0]:.2g}", f"{row['top1_agreement'][0]:.1%}", f"{row['acceptance'][0]:.1%}",
+                )
+            )  # fmt: skip
+    if not body:
+        return []
+    head = ("model", "weights", "perplexity ratio", "KL, mnat", "same top token", "acceptance")
+    title = "### What weights of few bits cost"
+    return [title, "", WEIGHTS_TEXT, "", *table(head, body, left=2), ""]
 
 
 def draw(folder: Path, path: Path) -> None:

@@ -93,6 +93,12 @@ class ModelFacts(nn.Module):
         ]
 
     @property
+    def trained_positions(self) -> int | None:
+        """Tokens of the longest text that the model was made for, where its config says so."""
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return longest if isinstance(longest, int) else None
+
+    @property
     def max_positions(self) -> int | None:
         """The length of the model's table of positions; None where positions are computed."""
         return self._capabilities.max_positions

@@ -132,7 +132,8 @@ def _warn_of_stock_cache(module: nn.Module, query: Tensor, key: Any) -> None:
             getattr(module, "config", None),
             "stock cache",
             "a model with our attention decodes with a cache of transformers, which is not packed: forward passes of "
-            "one's own need past_key_values=CarambaCache(model, ...); generate() of an accelerated model makes it",
+            "one's own need past_key_values=CarambaCache(model, ...); generate() of an accelerated model makes it, "
+            "though not for the second pass of guidance_scale, whose cache stays as it is",
         )
 
 

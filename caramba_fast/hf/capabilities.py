@@ -266,6 +266,7 @@ def _wrapped(model: Any) -> str | None:
     inside = unwrapped(model)
     if inside is not model and isinstance(inside, PreTrainedModel):
         return "model._orig_mod, or model.get_base_model()"
-    if isinstance(getattr(model, "module", None), PreTrainedModel):
-        return "model.module"
+    for name in ("module", "model"):  # what DataParallel and a pipeline call it
+        if isinstance(getattr(model, name, None), PreTrainedModel):
+            return f"model.{name}"
     return None

@@ -21,7 +21,14 @@ from caramba_fast.infer.run import Hooks, Run, Stopwatch
 from caramba_fast.infer.saved import SavableGenerator
 from caramba_fast.infer.sequence import Prompts, TokenIds
 from caramba_fast.infer.stepwise import Mask
-from caramba_fast.infer.stopping import Decoder, Stopping, check_fits, eos_ids, row_limits
+from caramba_fast.infer.stopping import (
+    Decoder,
+    Stopping,
+    check_fits,
+    eos_ids,
+    row_limits,
+    warn_past_positions,
+)
 from caramba_fast.infer.tokenizer import find_tokenizer
 from caramba_fast.models import LanguageModel
 from caramba_fast.models.registry import checkpoint_folder, load
@@ -100,8 +107,10 @@ class Generator(SavableGenerator):
         """Generates for every row until it ends.
 
         Args:
-            input_ids: (B, T) or (T,) token ids, or ragged lists. Without a mask, in a batch of two
-                rows or more, leading and trailing ``pad_token_id`` are padding.
+            input_ids: (B, T) or (T,) token ids, or ragged lists; what a tokenizer of transformers returns
+                (ids and mask); text, or several, where there is a ``tokenizer``: with what that puts in front
+                (BOS) at the begin of a conversation. Without a mask, in a batch of two rows or more, leading and
+                trailing ``pad_token_id`` are padding.
             attention_mask: (B, T), 1 for real tokens.
             hooks: logits processors, stopping criteria, streamer; its fields may be given as ``options``.
             options: fields of `Hooks`, and of GenerateConfig for this call alone (not those of the cache).
@@ -252,6 +261,7 @@ class Generator(SavableGenerator):
         rooms, room = self._rooms(config), zip(held, prompts.lens, limits, strict=True)
         for row, (before, prompt, new) in enumerate(room):
             check_fits(rooms, prompt, new, held=before, row=row)
+        warn_past_positions(self.model, max(map(sum, zip(whole, limits, strict=True))) - 1)
         return limits
 
     def _begin(self, prompts: Prompts, config: GenerateConfig, hooks: Hooks) -> tuple[Run, Tensor]:
@@ -262,7 +272,8 @@ class Generator(SavableGenerator):
         self._choice.row_factor = copies if config.num_beams == 1 else 1 + config.num_beams
         self._session.fill = self._fill(config)
         with torch.no_grad():
-            logits = self._session.feed(prompts.rows)
+            # Choosing a cache by measuring is not a part of the first step.
+            logits = self._session.feed(prompts.rows, ready=watch.resume)
         if copies > 1:
             self._session.select_rows(
                 [row for row in range(len(prompts.rows)) for _ in range(copies)]

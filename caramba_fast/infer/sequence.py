@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -201,7 +202,11 @@ class _NGrams:
         return self.followers.get(tuple(tokens[len(tokens) - kept :]), ())
 
 
-TokenIds = Tensor | Sequence[int] | Sequence[Sequence[int]]
+#: Prompts as callers give them; text where there is a tokenizer.
+TokenIds = (
+    Tensor | np.ndarray | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Any]
+    | str | Sequence[str]
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -237,7 +242,8 @@ def read_prompts(
     """Reads token ids with or without a mask.
 
     Args:
-        input_ids: (B, T) or (T,) integer tensor, a list of ids, or ragged lists of ids.
+        input_ids: (B, T) or (T,) integer tensor or array, a list of ids, or ragged lists of ids; or what a
+            tokenizer of transformers returns, which has them and a mask.
         attention_mask: (B, T), 1 for real tokens; each row one unbroken run of them.
         pad_token_id: without a mask, in a tensor of two rows or more, leading and trailing ids equal
             to it are padding. Lists need no padding: all of their ids are real.
@@ -246,6 +252,12 @@ def read_prompts(
     Raises:
         TypeError, ValueError: wrong types, empty rows, ids outside the vocabulary, broken masks.
     """
+    if isinstance(input_ids, Mapping) and "input_ids" in input_ids:
+        if attention_mask is None:
+            attention_mask = input_ids.get("attention_mask")
+        input_ids = input_ids["input_ids"]
+    if isinstance(input_ids, np.ndarray):
+        input_ids = torch.as_tensor(input_ids)
     rows = _as_rows(input_ids)
     width = max((len(row) for row in rows), default=0)
     if attention_mask is not None:
@@ -280,8 +292,8 @@ def _as_rows(input_ids: TokenIds) -> list[list[int]]:
         return [rows] if input_ids.ndim == 1 else rows
     if isinstance(input_ids, (str, bytes)) or not isinstance(input_ids, Sequence):
         raise TypeError(
-            f"input_ids is a {type(input_ids).__name__}; a tensor or lists of token ids are needed "
-            "(encode text with the model's tokenizer first)"
+            f"input_ids is a {type(input_ids).__name__}; a tensor, lists of token ids, what a tokenizer returns, or "
+            "text with Generator(tokenizer=...) is needed"
         )
     if len(input_ids) and all(isinstance(item, int) for item in input_ids):
         return [_ints(input_ids)]

@@ -104,14 +104,20 @@ class Session:
 
     # -- growing ------------------------------------------------------------------------
 
-    def feed(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Pending tokens and these through the model; logits (B, V) after each row's last token."""
+    def feed(
+        self, rows: Sequence[Sequence[int]], ready: Callable[[], None] = lambda: None
+    ) -> Tensor:
+        """Pending tokens and these through the model; logits (B, V) after each row's last token.
+
+        ``ready`` is called once there is a cache.
+        """
         self.check_room([len(row) for row in rows], [0] * len(rows))
         before = self.snapshot()
         try:
             if self.cache is None:
                 self.rows, self._held = [TokenSequence() for _ in rows], None
                 self.cache = self._new_cache(len(rows))
+            ready()
             for row, tokens in zip(self.rows, rows, strict=True):
                 row.extend(tokens)
             return self._in_pieces(self.pending)

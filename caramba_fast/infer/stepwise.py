@@ -24,6 +24,7 @@ from caramba_fast.infer.sampling import random_state, set_random_state
 from caramba_fast.infer.sequence import Prompts, TokenIds, read_prompts
 from caramba_fast.infer.session import Session
 from caramba_fast.infer.stopping import Decoder, eos_ids
+from caramba_fast.infer.tokenizer import TextTokenizer
 from caramba_fast.models import LanguageModel
 from caramba_fast.models.registry import as_language_model
 
@@ -146,8 +147,7 @@ class StepwiseGenerator:
         """Feeds prompts behind what the cache holds.
 
         Args:
-            input_ids: (B, T) or (T,) token ids, or ragged lists of them.
-            attention_mask: (B, T), 1 for real tokens.
+            input_ids, attention_mask: as of `Generator.generate`.
 
         Returns:
             logits (B, V) of the token that follows each row's last one.
@@ -234,6 +234,17 @@ class StepwiseGenerator:
     ) -> Prompts:
         self._end_run()
         pad = self._pad(config or self.config)
+        texts = [input_ids] if isinstance(input_ids, str) else input_ids
+        if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
+            input_ids = self._encoded(texts, attention_mask)
         prompts = read_prompts(input_ids, attention_mask, pad, self.model.vocab_size)
         self._session.check_rows(len(prompts.rows))
         return prompts
+
+    def _encoded(self, texts: Sequence[Any], attention_mask: Mask) -> list[list[int]]:
+        if self.tokenizer is None:
+            raise TypeError("input_ids is text, which needs Generator(tokenizer=...)")
+        if attention_mask is not None:
+            raise ValueError("attention_mask is given and input_ids is text, which has no padding")
+        tokenizer, first = TextTokenizer.of(self.tokenizer), not self._session.rows
+        return [tokenizer.encode(text, special=first) for text in texts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -182,6 +183,17 @@ def row_limits(config: GenerateConfig, held: Sequence[int]) -> list[int]:
                 "no new one"
             )
     return [config.max_length - count for count in held]
+
+
+def warn_past_positions(model: object, needed: int) -> None:
+    """Warns where a row may need more tokens than the positions a model was made for."""
+    most = getattr(model, "trained_positions", None)
+    if most is not None and needed > most:
+        warnings.warn(
+            f"a row may grow beyond the {most} positions that the model was made for (max_position_embeddings): what "
+            "it writes there can be much worse, whatever the cache",
+            stacklevel=2,
+        )
 
 
 def check_fits(

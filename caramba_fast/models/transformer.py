@@ -125,6 +125,11 @@ class Transformer(nn.Module):
         return self.config.vocab_size
 
     @property
+    def trained_positions(self) -> int:
+        """Tokens of the longest text that the model was made for."""
+        return self.config.max_position_embeddings
+
+    @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.lm_head.weight.device

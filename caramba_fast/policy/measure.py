@@ -128,10 +128,18 @@ class QualityMeter:
         forward: runs a window through a cache.
         windows: the text.
         baseline: the cache to compare with.
+        progress: told what is under way.
     """
 
-    def __init__(self, forward: PromptForward, windows: Windows, baseline: str) -> None:
+    def __init__(
+        self,
+        forward: PromptForward,
+        windows: Windows,
+        baseline: str,
+        progress: Progress = lambda words: None,
+    ) -> None:
         self.forward, self.windows, self.baseline = forward, windows, baseline
+        self.progress = progress
         self._scores: dict[str, list[tuple[Scores, Scores]]] = {}
 
     def figures(self, specs: Sequence[str], stop: int) -> dict[str, Figures]:
@@ -141,6 +149,8 @@ class QualityMeter:
             ids = self.windows.take(start, min(start + ROWS, stop))
             missing = [spec for spec in specs if held[spec] <= start]
             if len(ids):
+                done = f"{start} of {stop} windows"
+                self.progress(f"quality of {len(missing)} caches, {done}")
                 self._measure(ids, missing)
         return {spec: self._figures(spec) for spec in specs}
 
@@ -271,7 +281,7 @@ class Subject:
         settings = self.settings
         prompt, steps = settings.cache_quality_prompt_len, settings.cache_quality_decode_steps
         forward = PromptForward(self.model, prompt, self.prefill)
-        return QualityMeter(forward, self.windows(prompt + steps + 1), BASELINE)
+        return QualityMeter(forward, self.windows(prompt + steps + 1), BASELINE, self.progress)
 
     def times(self, specs: Sequence[str]) -> dict[str, StepTime]:
         """Step times of specs and of the baseline."""

@@ -21,7 +21,13 @@ from caramba_fast.infer.logits import LogitsProcessors
 from caramba_fast.infer.lookup import NGramIndex
 from caramba_fast.infer.policy_fields import CachePolicyFields, DecodePlanFields
 from caramba_fast.infer.sampling import RandomStream
-from caramba_fast.infer.stopping import Stopping, check_fits, eos_ids, row_limits
+from caramba_fast.infer.stopping import (
+    Stopping,
+    check_fits,
+    eos_ids,
+    row_limits,
+    warn_past_positions,
+)
 from caramba_fast.infer.tokenizer import TextTokenizer, TextWriter
 from caramba_fast.models.registry import as_language_model
 from caramba_fast.serve.config import EngineConfig
@@ -233,6 +239,7 @@ class InputProcessor:
         """Most new tokens; raises ValueError if they cannot fit."""
         limit = row_limits(config, [len(tokens)])[0]
         check_fits(self._rooms, len(tokens), limit)
+        warn_past_positions(self.model, len(tokens) + limit - 1)
         return limit
 
     @property
@@ -272,6 +279,8 @@ def _as_ids(prompt: Any, most: int) -> Tensor:
             ids = torch.as_tensor(prompt)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(f"{wrong}: {error}") from error
+    if not ids.numel():
+        raise ValueError("the prompt is empty; it needs at least one token")
     if ids.ndim == 2 and len(ids) == 1:
         ids = ids[0]
     whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)

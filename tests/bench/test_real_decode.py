@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -67,7 +68,14 @@ def test_the_page_has_speed_sizes_and_first_tokens(rows, tmp_path):
         "vs_dynamic": "1.100", "held_mib": "300", "peak_mib": "321",
     }  # fmt: skip
     write_csv(folder / f"demo{real_decode_page.FIRST_TOKEN}", first_token.COLUMNS, [first])
+    cost = {"ppl_ratio": [1.25, 1.2, 1.3], "mean_kl": [0.05, 0.04, 0.06], "top1_agreement": [0.9, 0.8, 1.0],
+            "acceptance": [0.95, 0.9, 1.0]}  # fmt: skip
+    assert real_decode_page.WEIGHTS_TEXT not in "\n".join(real_decode_page.section(folder))
+    (folder / f"demo{real_decode_page.WEIGHTS}").write_text(
+        json.dumps({"about": {"title": "Demo"}, "weights": {"int4": cost}})
+    )
     page = "\n".join(real_decode_page.section(folder))
+    assert "| Demo | int4 | 1.2500 (1.2000–1.3000) | 50 | 90.0% | 95.0% |" in page
     assert "OpenVINO GenAI u4" in page
     assert real_decode_page.GENAI_TEXT in page
     row = next(

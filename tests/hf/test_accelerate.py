@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -263,6 +264,8 @@ def test_what_is_no_model_is_refused_with_what_to_give() -> None:
     model = tiny("llama")
     with pytest.raises(TypeError, match=r"model\.module"):
         accelerate(nn.DataParallel(model))
+    with pytest.raises(TypeError, match=r"give us the model inside, model\.model"):
+        accelerate(SimpleNamespace(model=model, task="text-generation"))  # as a pipeline is
     with pytest.raises(
         TypeError,
         match=r"load the model first, AutoModelForCausalLM.from_pretrained\('some/name'\)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,9 @@ from support.generators import (
 import caramba_fast
 from caramba_fast.config.spec import DEFAULTS
 from caramba_fast.infer import GenerateConfig, Generator, generate
-from caramba_fast.models import Transformer
+from caramba_fast.infer.run import Stopwatch
+from caramba_fast.models import Transformer, demo_tokenizer, load_demo
+from caramba_fast.serve import Engine
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +102,55 @@ def test_a_single_prompt_may_come_in_any_shape(
     model: Transformer, shape: Callable[[list[int]], Any]
 ) -> None:
     assert greedy(model).generate(shape(A)).tolist() == [A + uncached(model, A)]
+
+
+def test_text_is_a_prompt_where_there_is_a_tokenizer() -> None:
+    model, tokenizer = load_demo(), demo_tokenizer()
+    given: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 3, "max_seq_len": 64}
+    texts = ["import os\n", "def read("]
+    ids = [tokenizer.encode(text).ids for text in texts]
+    made = Generator(model, tokenizer=tokenizer, **given)
+    wanted = Generator(model, **given).generate(ids)
+    assert torch.equal(made.generate(texts), wanted)
+    made.reset()
+    assert made.generate(texts[0]).tolist() == Generator(model, **given).generate(ids[0]).tolist()
+    with pytest.raises(TypeError, match="text, which needs Generator"):
+        Generator(model, **given).generate("import os")
+    with pytest.raises(ValueError, match="attention_mask is given and input_ids is text"):
+        made.generate("import os", [[1]])
+    with pytest.raises(TypeError, match="input_ids is a bytes; a tensor, lists of token ids"):
+        made.generate(b"import os")  # type: ignore[arg-type]
+
+
+def test_rows_beyond_the_positions_of_a_model_are_warned_of(model: Transformer) -> None:
+    most = model.trained_positions
+    assert most == model.config.max_position_embeddings
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        greedy(model, max_seq_len=most + 9).generate([A], max_new_tokens=2)
+    made = greedy(model, max_seq_len=most + 9)
+    made.generate([A], max_new_tokens=2)
+    with pytest.warns(
+        UserWarning, match=f"beyond the {most} positions that the model was made for"
+    ):
+        made.generate_iter([B], max_new_tokens=most - len(A) - len(B))
+    engine = Engine(model, cache="q8", num_pages=64, max_seq_len=most + 100)
+    with pytest.warns(UserWarning, match=f"beyond the {most} positions"):
+        engine.add_request(A, max_new_tokens=most + 2 - len(A))
+
+
+def test_choosing_a_cache_is_no_part_of_the_first_token(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    made, resume = greedy(model), Stopwatch.resume
+    new_cache = made._session._new_cache
+    monkeypatch.setattr(
+        made._session, "_new_cache", lambda rows: seen.append("cache") or new_cache(rows)
+    )
+    monkeypatch.setattr(Stopwatch, "resume", lambda self: seen.append("clock") or resume(self))
+    made.generate([A], max_new_tokens=1)
+    assert seen[:3] == ["clock", "cache", "clock"]
 
 
 def test_no_gradient_is_recorded(model: Transformer) -> None:

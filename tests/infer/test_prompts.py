@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,9 @@ def read(ids: Any, mask: Any = None, pad: int | None = PAD) -> Prompts:
         (torch.tensor([1, 2]), [[1, 2]]),
         (torch.tensor([[1, 2], [3, 4]], dtype=torch.int16), [[1, 2], [3, 4]]),
         ([torch.tensor([1, 2]), torch.tensor([3])], [[1, 2], [3]]),
+        (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        ({"input_ids": [[1, 2, 3]]}, [[1, 2, 3]]),
+        (UserDict(input_ids=torch.tensor([[1, 2]])), [[1, 2]]),
     ],
 )
 def test_every_shape_is_read(ids: Any, rows: list[list[int]]) -> None:
@@ -38,6 +42,15 @@ def test_every_shape_is_read(ids: Any, rows: list[list[int]]) -> None:
     assert prompts.rows == rows
     assert prompts.lens == [len(row) for row in rows]
     assert prompts.width == max(prompts.lens)
+
+
+def test_the_mask_of_a_tokenizers_output_counts_unless_another_is_given() -> None:
+    found = {
+        "input_ids": torch.tensor([[7, 1, 2], [3, 4, 5]]),
+        "attention_mask": [[0, 1, 1], [1] * 3],
+    }
+    assert read(found).rows == [[1, 2], [3, 4, 5]]
+    assert read(found, [[1, 1, 1], [1, 1, 0]]).rows == [[7, 1, 2], [3, 4]]
 
 
 def test_the_callers_lists_are_not_shared() -> None:

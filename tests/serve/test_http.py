@@ -86,6 +86,31 @@ def test_a_completion_is_what_the_engine_says(client, direct, sampling):
     assert chunks[-1].usage.completion_tokens == 12 and len(chunks) > 5
 
 
+def test_one_prompt_may_stand_in_a_list(client, direct):
+    wanted = direct(PROMPT, max_new_tokens=12, temperature=0.0)
+    for prompt in ([PROMPT], [list(wanted.prompt_ids)]):
+        found = client.completions.create(model=NAME, prompt=prompt, **GREEDY)
+        assert found.choices[0].text == wanted.texts[0]
+
+
+def test_ids_end_an_answer_but_not_before_its_least_length(client, direct):
+    (first, second, *_), *_ = direct(PROMPT, max_new_tokens=12, temperature=0.0).answers
+    found = client.completions.create(
+        model=NAME,
+        prompt=PROMPT,
+        **GREEDY,
+        extra_body={"stop_token_ids": [second], "min_tokens": 1},
+    )
+    assert first != second and found.usage.completion_tokens == 2
+    assert found.choices[0].finish_reason == "stop"
+
+
+def test_the_model_is_found_by_its_name(client):
+    assert client.models.retrieve(NAME) == client.models.list().data[0]
+    with pytest.raises(openai.NotFoundError, match="'other'"):
+        client.models.retrieve("other")
+
+
 def test_a_chat_is_laid_out_answered_and_streamed(client, direct):
     wanted = direct(CHAT, max_new_tokens=12, temperature=0.0)
     found = client.chat.completions.create(model=NAME, messages=CHAT, **GREEDY)
@@ -308,6 +333,10 @@ def test_models_tokens_health_and_metrics(server, client):
         ("completions", {"prompt": PROMPT, "n": 100}, 400, "max_batch_size"),
         ("completions", {"prompt": [10**6]}, 400, "0 to"),
         ("completions", {"prompt": ""}, 400, "prompt"),
+        ("completions", {"prompt": [PROMPT, PROMPT]}, 400, "2 prompts are in one body; 1 is served"),
+        ("completions", {"prompt": [[5, 6], [7]]}, 400, "2 prompts are in one body"),
+        ("completions", {"prompt": []}, 400, "prompt"),
+        ("completions", {"prompt": PROMPT, "min_tokens": 20}, 400, "min_new_tokens"),
         ("completions", {"prompt": PROMPT, "tempreature": 1}, 400, "tempreature"),
         ("completions", {"prompt": PROMPT, "stream_options": {}}, 400, "stream"),
         ("completions", {"prompt": "x" * 100_000}, 400, "characters"),

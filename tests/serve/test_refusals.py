@@ -17,7 +17,7 @@ from caramba_fast.serve import Engine, EngineFullError
 @pytest.mark.parametrize(
     ("prompt", "given", "said"),
     [
-        ([], {}, "one or more token ids"),
+        ([], {}, "the prompt is empty"),
         ([1.5, 2.0], {}, "float32"),
         ([[1, 2], [3, 4]], {}, r"\(2, 2\)"),
         ([1, VOCABULARY], {}, f"0 to {VOCABULARY - 1}"),

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.serve.http.logprobs import LogprobsWriter
@@ -90,6 +90,8 @@ class Sampling(_Body):
     n: int = Field(default=1, ge=1, le=MOST_ANSWERS)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MOST_STOPS)] = []
+    min_tokens: int = Field(default=0, ge=0)
     stream: bool = False
     stream_options: StreamOptions | None = None
     presence_penalty: float = Field(default=0, ge=-2, le=2)
@@ -103,6 +105,8 @@ class Sampling(_Body):
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Sampling:
@@ -133,8 +137,9 @@ class Sampling(_Body):
             max_new_tokens=max_new_tokens, temperature=self.temperature, top_k=top_k, min_p=self.min_p,
             top_p=None if self.top_p == 1 else self.top_p, seed=self.seed, num_return_sequences=self.n,
             presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty, logit_bias=self.logit_bias or None, stop=self.stops,
-            ignore_eos=self.ignore_eos, logprobs=self.wanted_logprobs, structured_outputs=answer_format,
+            repetition_penalty=self.repetition_penalty, logit_bias=self.logit_bias or None,
+            stop=(*self.stops, *self.stop_token_ids), min_new_tokens=self.min_tokens, ignore_eos=self.ignore_eos,
+            logprobs=self.wanted_logprobs, structured_outputs=answer_format,
         )  # fmt: skip
         neutral = GenerateConfig.model_fields
         return {name: value for name, value in given.items() if value != neutral[name].default}
@@ -148,6 +153,16 @@ class CompletionRequest(Sampling):
     best_of: None = None
     suffix: None = None
     logprobs: int | None = Field(default=None, ge=0)
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _one_prompt(cls, prompt: Any) -> Any:
+        """Text or token ids may be the one entry of a list."""
+        if not isinstance(prompt, list) or not any(isinstance(x, (str, list)) for x in prompt):
+            return prompt
+        if len(prompt) > 1:
+            raise ValueError(f"{len(prompt)} prompts are in one body; 1 is served")
+        return prompt[0]
 
     @property
     def wanted_logprobs(self) -> int | None:

@@ -98,6 +98,7 @@ def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
     allowed = [Depends(served.check_key)]
     app.get("/health")(served.health)
     app.get("/v1/models", dependencies=allowed)(served.models)
+    app.get("/v1/models/{name:path}", dependencies=allowed)(served.model)
     app.get("/metrics", dependencies=allowed)(served.metrics)
     app.post("/tokenize", dependencies=allowed)(served.tokenize)
     app.post("/v1/completions", dependencies=allowed, response_model=None)(served.completions)
@@ -136,12 +137,20 @@ class _Served:
         return Response(exposition(self.engine.engine.metrics), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self) -> dict[str, Any]:
-        """The one model."""
-        card = {
+        """The one model, in a list."""
+        return {"object": "list", "data": [self._card]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """The one model, by its name."""
+        self._check_model(name)
+        return self._card
+
+    @property
+    def _card(self) -> dict[str, Any]:
+        return {
             "id": self.config.name, "object": "model", "created": self.created, "owned_by": "caramba-fast",
             "max_model_len": self._room,
         }  # fmt: skip
-        return {"object": "list", "data": [card]}
 
     @property
     def _room(self) -> int:
