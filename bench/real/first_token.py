@@ -28,13 +28,14 @@ from caramba_fast.bench.real.llama_cpp import LlamaCpp
 from caramba_fast.bench.real.models import SOURCES, gguf_file, model_folder, title
 from caramba_fast.bench.real.openvino_genai import KINDS as GENAI_KINDS
 from caramba_fast.bench.real.openvino_genai import OpenVinoGenAI
+from caramba_fast.bench.real.weights import four_bits
 
 #: Reads a prompt and writes so many tokens.
 Run = Callable[[list[int], int], object]
 ROUNDS, STEPS, WARM_UP = 3, 8, 64
 COLUMNS = (
     "model", "dtype", "prompt", "program", "cache", "samples", "first_token_s", "vs_dynamic", "held_mib", "peak_mib",
-    "threads",
+    "threads", "weights",
 )  # fmt: skip
 #: Program and cache of every process.
 PROGRAMS = (
@@ -59,7 +60,8 @@ def first_tokens(name: str, prompts: Sequence[int], dtype: str, path: Path) -> N
             for one in programs:
                 found[one].append(_process(name, prompt, dtype, *one))
         base = _median(found[programs[0]], "seconds")
-        for (program, cache), samples in found.items():
+        for one, samples in found.items():
+            program, cache = one
             seconds = _median(samples, "seconds")
             rows.append(
                 {
@@ -67,6 +69,7 @@ def first_tokens(name: str, prompts: Sequence[int], dtype: str, path: Path) -> N
                     "samples": len(samples), "first_token_s": f"{seconds:.3f}", "vs_dynamic": f"{base / seconds:.3f}",
                     "held_mib": f"{_median(samples, 'held') / 2**20:.0f}",
                     "peak_mib": f"{_median(samples, 'peak') / 2**20:.0f}", "threads": torch.get_num_threads(),
+                    "weights": dtype if one in PROGRAMS else four_bits(gguf_file(name))[1],
                 }
             )  # fmt: skip
             print(*(rows[-1][column] for column in COLUMNS[2:10]), flush=True)
