@@ -198,18 +198,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and measures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(SOURCES)}")
+    parser.add_argument("--windows", type=int, help=f"{WINDOWS}, or {QUICK_WINDOWS} with --quick")
     parser.add_argument("--quick", action="store_true", help="two windows, into runs/real/quick")
     args = parser.parse_args(arguments)
     if (reason := why_not_quantized()) is not None:
         parser.exit(1, f"{reason}\n")
+    count = args.windows or (QUICK_WINDOWS if args.quick else WINDOWS)
     out = RUNS / "quick" if args.quick else RESULTS
     out.mkdir(parents=True, exist_ok=True)
     for name in args.models or MODELS:
         try:
-            rows = study(name, QUICK_WINDOWS if args.quick else WINDOWS)
+            rows = study(name, count)
         except (FetchError, TextError) as error:
             parser.exit(1, f"{name}: {error}\n")
-        about = {"title": title(name), "environment": details(torch.device("cpu"))}
+        about = {
+            "title": title(name),
+            "context": CONTEXT,
+            "windows": count,
+            "environment": details(torch.device("cpu")),
+        }
         text = json.dumps({"about": about, "weights": rows}, indent=1)
         (out / f"{name}-weights.json").write_text(text + "\n", encoding="utf-8")
 
