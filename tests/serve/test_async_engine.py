@@ -76,7 +76,7 @@ def test_a_cancelled_request_says_so() -> None:
 def test_bad_requests_raise_where_they_are_made() -> None:
     async def serve() -> None:
         async with AsyncEngine(engine()) as server:
-            with pytest.raises(ValueError, match="one or more token ids"):
+            with pytest.raises(ValueError, match="the prompt is empty"):
                 await server.generate([])
 
     asyncio.run(serve())

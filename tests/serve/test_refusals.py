@@ -113,7 +113,7 @@ def test_only_so_many_wait() -> None:
 
 def test_a_batch_with_a_bad_prompt_answers_none() -> None:
     serving = engine()
-    with pytest.raises(ValueError, match="one or more token ids"):
+    with pytest.raises(ValueError, match="the prompt is empty"):
         serving.generate_batch([[1, 2], []])
     assert not serving.has_unfinished
 
