@@ -136,7 +136,7 @@ class QualityMeter:
         forward: PromptForward,
         windows: Windows,
         baseline: str,
-        progress: Progress = lambda words: None,
+        progress: Progress = lambda _: None,
     ) -> None:
         self.forward, self.windows, self.baseline = forward, windows, baseline
         self.progress = progress
