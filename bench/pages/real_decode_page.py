@@ -39,9 +39,9 @@ Q4_1 in the layers, 5 bits a weight, and Q8_0 in the output matrix; int4 ones ar
 GENAI = "OpenVINO GenAI"
 GENAI_TEXT = f"{GENAI} has the weights of llama.cpp, and does not say what its cache takes."
 WEIGHTS_TEXT = """`python -m caramba_fast.bench.real.weights`: against the checkpoint in float32, both with an fp16
-cache, on text that settings were not chosen on, with 95% intervals. "int4" is that of the columns above; "output too"
-has the output matrix in int4 as well. The checkpoints were GGUF files themselves, so their weights have been quantized
-once: SmolLM2's layers to Q4_1, which the last row of that model therefore costs nothing."""
+cache, on windows of 2,048 tokens of text that settings were not chosen on, with 95% intervals. "int4" is that of the
+columns above; "output too" has the output matrix in int4 as well. The checkpoints were GGUF files themselves, so their
+weights have been quantized once: SmolLM2's layers to Q4_1, which the last row of that model therefore costs nothing."""
 
 
 def name_of(program: str, cache: str) -> str:
@@ -185,15 +185,23 @@ def _weights(files: Sequence[Path]) -> list[str]:
             ratio, low, high = row["ppl_ratio"]
             body.append(
                 (
-                    found["about"]["title"], name, f"{ratio:.4f} ({low:.4f}–{high:.4f})",
-                    f"{1000 * row['mean_kl'][0]:.2g}", f"{row['top1_agreement'][0]:.1%}", f"{row['acceptance'][0]:.1%}",
+                    found["about"]["title"], found["about"]["windows"], name, f"{ratio:.4f} ({low:.4f}–{high:.4f})",
+                    f"{1000 * row['mean_kl'][0]:.1f}", f"{row['top1_agreement'][0]:.1%}", f"{row['acceptance'][0]:.1%}",
                 )
             )  # fmt: skip
     if not body:
         return []
-    head = ("model", "weights", "perplexity ratio", "KL, mnat", "same top token", "acceptance")
+    head = (
+        "model",
+        "windows",
+        "weights",
+        "perplexity ratio",
+        "KL, mnat",
+        "same top token",
+        "acceptance",
+    )
     title = "### What weights of few bits cost"
-    return [title, "", WEIGHTS_TEXT, "", *table(head, body, left=2), ""]
+    return [title, "", WEIGHTS_TEXT, "", *table(head, body, left=3), ""]
 
 
 def draw(folder: Path, path: Path) -> None:

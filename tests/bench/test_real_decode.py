@@ -72,10 +72,10 @@ def test_the_page_has_speed_sizes_and_first_tokens(rows, tmp_path):
             "acceptance": [0.95, 0.9, 1.0]}  # fmt: skip
     assert real_decode_page.WEIGHTS_TEXT not in "\n".join(real_decode_page.section(folder))
     (folder / f"demo{real_decode_page.WEIGHTS}").write_text(
-        json.dumps({"about": {"title": "Demo"}, "weights": {"int4": cost}})
+        json.dumps({"about": {"title": "Demo", "windows": 4}, "weights": {"int4": cost}})
     )
     page = "\n".join(real_decode_page.section(folder))
-    assert "| Demo | int4 | 1.2500 (1.2000–1.3000) | 50 | 90.0% | 95.0% |" in page
+    assert "| Demo | 4 | int4 | 1.2500 (1.2000–1.3000) | 50.0 | 90.0% | 95.0% |" in page
     assert "OpenVINO GenAI u4" in page
     assert real_decode_page.GENAI_TEXT in page
     row = next(
