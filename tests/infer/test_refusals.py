@@ -127,7 +127,7 @@ BAD_INPUT: dict[str, tuple[Any, type[Exception], str]] = {
     "a float tensor": (torch.ones(1, 3), TypeError, "integer tensor"),
     "a boolean tensor": (torch.ones(1, 3, dtype=torch.bool), TypeError, "integer tensor"),
     "text": ("hello", TypeError, "tokenizer"),
-    "texts": (["hello", "there"], TypeError, "token ids"),
+    "texts": (["hello", "there"], TypeError, "tokenizer"),
     "bytes": (b"hello", TypeError, "tokenizer"),
     "none": (None, TypeError, "token ids"),
     "three dimensions": (torch.ones(1, 2, 3, dtype=torch.int64), TypeError, "integer tensor"),
