@@ -162,7 +162,8 @@ def _first_tokens(rows: Sequence[Row]) -> list[str]:
     ]  # fmt: skip
     if not all(row.get("weights") for row in rows):
         lines.append(
-            f"llama.cpp and {GENAI} had GGUF files as they were found, with 5.5 bits and more in most of Qwen2.5, then."
+            f"When this was measured, llama.cpp and {GENAI} read the GGUF files as they were found, with 5.5 bits and "
+            "more a weight in most of Qwen2.5."
         )
     lines.append("")
     body = [

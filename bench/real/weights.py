@@ -38,8 +38,9 @@ from caramba_fast.quality.needles import token_ids
 
 #: Values of a group of 4-bit weights.
 GROUP = 32
-#: What is measured, by `quantize` and of the file of other programs; the one that everything is compared with.
-MEASURED = ("bf16", "int8", "int4", "int4, output too", "Q4_1 and Q8_0 (GGUF)")
+#: What `quantize` makes; what is measured, the file of other programs last; what all are compared with.
+QUANTIZED = ("int8", "int4", "int4, output too")
+MEASURED = ("bf16", *QUANTIZED, "Q4_1 and Q8_0 (GGUF)")
 BASELINE = "float32"
 #: Names of models that `main` takes by default.
 MODELS = ("qwen2.5-coder-0.5b", "smollm2")
@@ -69,7 +70,13 @@ def why_not_quantized() -> str | None:
 
 
 def quantize(model: Any, weights: str) -> None:
-    """Quantizes a bf16 model in place: ``int8``, ``int4``, or ``int4, output too``."""
+    """Quantizes a bf16 model in place: ``int8``, ``int4``, or ``int4, output too``.
+
+    Raises:
+        ValueError: another name.
+    """
+    if weights not in QUANTIZED:
+        raise ValueError(f"unknown weights {weights!r}; known are {', '.join(QUANTIZED)}")
     torchao: Any = import_module("torchao.quantization")
     model.eval()
     if weights == "int8":
@@ -138,7 +145,7 @@ def dequantized(linear: nn.Module) -> Tensor:
     return torch.where(scale == 0, zero, (codes - 8) * scale + zero).t().contiguous()
 
 
-def with_weights(name: str, weights: str) -> nn.Module:
+def in_float32(name: str, weights: str) -> nn.Module:
     """A model of which weights are those named, but everything else is float32."""
     if weights == MEASURED[-1]:
         return load_model(four_bits(gguf_file(name))[0], dtype=torch.float32)
@@ -173,7 +180,7 @@ def study(name: str, count: int = WINDOWS) -> dict[str, Any]:
     for weights in MEASURED:
         forwards: dict[str, Any] = {
             BASELINE: cached_forward(subject.model),
-            weights: cached_forward(with_weights(name, weights)),
+            weights: cached_forward(in_float32(name, weights)),
         }
         scores = _scores(lambda rows, which, own=forwards: own[which](rows, "fp16"), ids, weights)
         row = cache_quality(weights, scores[weights], scores[BASELINE], size)

@@ -223,6 +223,8 @@ def test_quantized_weights_are_read_as_their_kernels_have_them(name):
         wanted = x.float() @ few_bits.dequantized(part).t()
         assert (part(x).float() - wanted).norm() < 5e-3 * wanted.norm()
     assert (model.lm_head.weight.dtype == torch.float16) == (name == "int4")
+    with pytest.raises(ValueError, match="unknown weights 'int5'; known are int8, int4"):
+        few_bits.quantize(model, "int5")
 
 
 def test_other_programs_run_once_for_each_cache_or_say_why_not(
