@@ -6,6 +6,7 @@ On the CPU the Triton kernels run interpreted; the variable has to be set before
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -19,8 +20,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Inductor keys its cache by op name: code compiled for an older schema would be found again.
-    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    # Inductor keys its cache by op name: in the user's, code compiled for an older schema would be found again.
+    folder = tempfile.TemporaryDirectory(prefix="caramba-fast-inductor-", ignore_cleanup_errors=True)
+    config.add_cleanup(folder.cleanup)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
     config.addinivalue_line("markers", "device: compares ops with the oracle on --device")
     if config.getoption("--device") == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
