@@ -21,7 +21,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     # Inductor keys its cache by op name: in the user's, code compiled for an older schema would be found again.
-    folder = tempfile.TemporaryDirectory(prefix="caramba-fast-inductor-", ignore_cleanup_errors=True)
+    folder = tempfile.TemporaryDirectory(
+        prefix="caramba-fast-inductor-", ignore_cleanup_errors=True
+    )
     config.add_cleanup(folder.cleanup)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
     config.addinivalue_line("markers", "device: compares ops with the oracle on --device")
