@@ -13,6 +13,7 @@ from caramba_fast.bench.kernels.table import read
 from caramba_fast.bench.pages.sections import RESULTS, ROOT, table, write_parts
 
 DECODE, FIRST_TOKEN, WEIGHTS = "-decode.csv", "-first-token.csv", "-weights.json"
+GGUF_TYPES = "-gguf-types.csv"
 PICTURE = ROOT.parent / "docs" / "decode-real.png"
 README, PART = ROOT.parent / "README.md", "decode of real models"
 #: What the README shows beside DynamicCache: program, cache.

@@ -29,15 +29,18 @@ class LlamaCpp:
         kind: of `KINDS`.
         room: tokens of its longest context; it has room for steps behind them.
         text: token ids that are repeated as its context.
+        layers: what the matrices of its layers are stored as (`four_bits`).
     """
 
     program = "llama.cpp"
 
-    def __init__(self, gguf: Path, kind: str, room: int, text: Sequence[int]) -> None:
+    def __init__(
+        self, gguf: Path, kind: str, room: int, text: Sequence[int], layers: str = "Q4_1"
+    ) -> None:
         package: Any = import_module("llama_cpp")
         self.kind, self.room, self._text = kind, room, list(text)
         self.version = f"llama-cpp-python {package.__version__}"
-        file, self.weights = four_bits(gguf)
+        file, self.weights = four_bits(gguf, layers)
         threads = torch.get_num_threads()
         stored = getattr(package, KINDS[kind])
         self.model = package.Llama(

@@ -28,18 +28,26 @@ class OpenVinoGenAI:
         room: tokens of its longest context.
         text: token ids that are repeated as its context.
         prefixes: whether it finds the blocks of earlier prompts again.
+        layers: what the matrices of its layers are stored as (`four_bits`).
     """
 
     program = "OpenVINO GenAI"
 
     def __init__(
-        self, gguf: Path, kind: str, room: int, text: Sequence[int], *, prefixes: bool = True
+        self,
+        gguf: Path,
+        kind: str,
+        room: int,
+        text: Sequence[int],
+        *,
+        prefixes: bool = True,
+        layers: str = "Q4_1",
     ) -> None:
         self.package: Any = import_module("openvino_genai")
         self.kind, self.room = kind, room
         self.version = f"openvino-genai {self.package.__version__}"
         self._text, self._context = list(text), list(text)
-        file, self.weights = four_bits(gguf)
+        file, self.weights = four_bits(gguf, layers)
         scheduler = self.package.SchedulerConfig()
         scheduler.enable_prefix_caching = prefixes
         self.pipeline = self.package.LLMPipeline(

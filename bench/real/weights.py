@@ -88,32 +88,33 @@ def quantize(model: Any, weights: str) -> None:
     torchao.quantize_(model, cpu.PrototypeInt4WeightOnlyConfig(group_size=GROUP))
 
 
-def four_bits(gguf: Path) -> tuple[Path, str]:
-    """A model's GGUF file with layers in Q4_1 and all other matrices in Q8_0, and what that is called.
+def four_bits(gguf: Path, layers: str = "Q4_1") -> tuple[Path, str]:
+    """A model's GGUF file with layers in Q4_1 or Q4_0, all other matrices in Q8_0, and what that is called.
 
     It lies beside the first, which is taken as it is if it is such a file.
     """
     package: Any = import_module("gguf")
     reader, types = package.GGUFReader(gguf), package.GGMLQuantizationType
-    name = "Q4_1, output Q8_0"
+    name = f"{layers}, output Q8_0"
 
     def wanted(tensor: Any) -> Any:
         if len(tensor.shape) < 2:
             return tensor.tensor_type
-        return types.Q4_1 if tensor.name.startswith("blk.") else types.Q8_0
+        return types[layers] if tensor.name.startswith("blk.") else types.Q8_0
 
     if all(tensor.tensor_type == wanted(tensor) for tensor in reader.tensors):
         return gguf, name
-    made = gguf.with_suffix(".q4_1.gguf")
+    made = gguf.with_suffix(f".{layers.lower()}.gguf")
     if made.exists():
         return made, name
     part = made.with_suffix(f".{os.getpid()}.part")
+    file_type = int(package.LlamaFileType[f"MOSTLY_{layers}"])
     writer = package.GGUFWriter(part, reader.fields["general.architecture"].contents())
     for key, field in reader.fields.items():
         if key.startswith("GGUF.") or key == "general.architecture":
             continue
         inner = field.types[-1] if len(field.types) > 1 else None
-        value = int(package.LlamaFileType.MOSTLY_Q4_1) if key == "general.file_type" else None
+        value = file_type if key == "general.file_type" else None
         writer.add_key_value(
             key, field.contents() if value is None else value, field.types[0], inner
         )

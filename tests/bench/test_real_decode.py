@@ -117,7 +117,7 @@ def peer(monkeypatch):
     types = {name: index for index, name in enumerate(llama_cpp.KINDS.values())}
     package = SimpleNamespace(__version__="0", Llama=Context, **calls, **types)
     monkeypatch.setitem(sys.modules, "llama_cpp", package)
-    monkeypatch.setattr(llama_cpp, "four_bits", lambda gguf: (gguf, "Q4_1"))
+    monkeypatch.setattr(llama_cpp, "four_bits", lambda gguf, layers: (gguf, layers))
     return package
 
 
@@ -154,7 +154,7 @@ def genai(monkeypatch):
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "openvino_genai", package)
     monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Tensor=lambda x: x))
-    monkeypatch.setattr(openvino_genai, "four_bits", lambda gguf: (gguf, "Q4_1"))
+    monkeypatch.setattr(openvino_genai, "four_bits", lambda gguf, layers: (gguf, layers))
     return package
 
 
@@ -194,6 +194,10 @@ def test_other_programs_get_layers_of_4_bits_and_an_output_matrix_of_8(tmp_path)
     assert what == "Q4_1, output Q8_0" and made == tmp_path / "model.q4_1.gguf"
     assert few_bits.four_bits(file) == (made, what)
     assert few_bits.four_bits(made) == (made, what)
+    other, what = few_bits.four_bits(file, "Q4_0")
+    assert what == "Q4_0, output Q8_0" and other == tmp_path / "model.q4_0.gguf"
+    found = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(other).tensors}
+    assert found["blk.0.up"] == found["blk.0.down"] == kinds.Q4_0 and found["output"] == kinds.Q8_0
     before, after = gguf.GGUFReader(file), gguf.GGUFReader(made)
 
     def fields(reader):
