@@ -169,6 +169,7 @@ real: $(VENV)/.real
 bench-real: $(VENV)/.real $(VENV)/.test $(VENV)/.peers
 	$(BIN)/python -m caramba_fast.bench.real.models --gguf
 	$(BIN)/python -m caramba_fast.bench.real.decode --prompts 1024 4096
+	$(BIN)/python -m caramba_fast.bench.real.gguf_types
 	$(BIN)/python -m caramba_fast.bench.real.weights
 	$(BIN)/python -m caramba_fast.bench.pages.real_decode_page
 	$(BIN)/python -m caramba_fast.bench.pages.report $$(ls bench/results/cpu.csv bench/results/cuda.csv 2>/dev/null) > docs/performance.md

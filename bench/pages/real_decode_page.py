@@ -44,6 +44,12 @@ cache, on windows of 2,048 tokens of text that settings were not chosen on, with
 columns above; "output too" has the output matrix in int4 as well. The checkpoints were GGUF files themselves, so their
 weights have been quantized once: SmolLM2's layers to Q4_1, which the last row of that model therefore costs nothing."""
 
+GGUF_TYPES_TEXT = """`python -m caramba_fast.bench.real.gguf_types`: llama.cpp lays weights in Q4_0 (4.5 bits) out
+anew when it loads them and multiplies them faster than those in Q4_1, and people who run it on a CPU choose them for
+that. Steps behind a context: tokens/s of Generator (`q4`, int4 weights, compiled), then what the others reach as
+multiples of it, with fp16 caches, all in turn. Prompts: seconds of Generator (`q4`, bf16 weights) for 1,024 tokens,
+then how many times as fast the others are."""
+
 
 def name_of(program: str, cache: str) -> str:
     """What a column is called: the program, its cache, and its weights where they are not the model's."""
@@ -78,6 +84,8 @@ def section(folder: Path = RESULTS / "real") -> list[str]:
         lines += _model(rows)
     first = [row for path in sorted(folder.glob(f"*{FIRST_TOKEN}")) for row in read(path)]
     lines += _first_tokens(first) if first else []
+    types = [row for path in sorted(folder.glob(f"*{GGUF_TYPES}")) for row in read(path)]
+    lines += _gguf_types(types) if types else []
     return lines + _weights(sorted(folder.glob(f"*{WEIGHTS}")))
 
 
@@ -176,6 +184,37 @@ def _first_tokens(rows: Sequence[Row]) -> list[str]:
     ]  # fmt: skip
     head = ("model", "prompt", "program", "seconds", "times as fast", "MiB before", "most MiB")
     return [*lines, *table(head, body), ""]
+
+
+def _gguf_types(rows: Sequence[Row]) -> list[str]:
+    """Other programs by the type of their weights."""
+    columns = list(
+        dict.fromkeys(
+            (r["program"], r["weights"]) for r in rows if not r["program"].startswith("Generator")
+        )
+    )
+    body = []
+    for key in dict.fromkeys((row["model"], row["what"], row["tokens"]) for row in rows):
+        base, *others = (row for row in rows if (row["model"], row["what"], row["tokens"]) == key)
+        found = {
+            (row["program"], row["weights"]): f"{float(row['vs_generator']):.2f}×" for row in others
+        }
+        model, what, tokens = key
+        ours = float(base["median_ms"])
+        shown = f"{1e3 / ours:.1f}" if what == "step" else f"{ours / 1e3:.2f} s"
+        body.append(
+            (model, f"{what}, {int(tokens):,}", shown, *(found.get(name, "") for name in columns))
+        )
+    heads = [f"{program} {weights.partition(',')[0]}" for program, weights in columns]
+    title = "### Q4_0 and Q4_1 weights of other programs"
+    return [
+        title,
+        "",
+        GGUF_TYPES_TEXT,
+        "",
+        *table(("model", "tokens", "Generator", *heads), body, left=2),
+        "",
+    ]
 
 
 def _weights(files: Sequence[Path]) -> list[str]:

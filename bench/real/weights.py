@@ -38,9 +38,10 @@ from caramba_fast.quality.needles import token_ids
 
 #: Values of a group of 4-bit weights.
 GROUP = 32
-#: What `quantize` makes; what is measured, the file of other programs last; what all are compared with.
+#: What `quantize` makes; files of other programs, with the type of their layers; what is measured; what with.
 QUANTIZED = ("int8", "int4", "int4, output too")
-MEASURED = ("bf16", *QUANTIZED, "Q4_1 and Q8_0 (GGUF)")
+GGUF = {f"{layers} and Q8_0 (GGUF)": layers for layers in ("Q4_1", "Q4_0")}
+MEASURED = ("bf16", *QUANTIZED, *GGUF)
 BASELINE = "float32"
 #: Names of models that `main` takes by default.
 MODELS = ("qwen2.5-coder-0.5b", "smollm2")
@@ -148,8 +149,8 @@ def dequantized(linear: nn.Module) -> Tensor:
 
 def in_float32(name: str, weights: str) -> nn.Module:
     """A model of which weights are those named, but everything else is float32."""
-    if weights == MEASURED[-1]:
-        return load_model(four_bits(gguf_file(name))[0], dtype=torch.float32)
+    if weights in GGUF:
+        return load_model(four_bits(gguf_file(name), GGUF[weights])[0], dtype=torch.float32)
     model = load_model(model_folder(name), dtype=torch.bfloat16)
     if weights != "bf16":
         quantize(model, weights)
@@ -163,8 +164,8 @@ def in_float32(name: str, weights: str) -> nn.Module:
     return model.float()
 
 
-def study(name: str, count: int = WINDOWS) -> dict[str, Any]:
-    """Figures of `MEASURED`, by name: perplexity ratio, KL in nats, shares, each with its 95% interval.
+def study(name: str, count: int = WINDOWS, measured: Sequence[str] = MEASURED) -> dict[str, Any]:
+    """Figures of ``measured``, by name: perplexity ratio, KL in nats, shares, each with its 95% interval.
 
     Raises:
         FetchError, TextError: the model or the text cannot be had.
@@ -178,7 +179,7 @@ def study(name: str, count: int = WINDOWS) -> dict[str, Any]:
         ids = np.concatenate((np.full((len(ids), 1), bos), ids), axis=1)
     size = cache_size(subject.model.cache_layout, "fp16", CONTEXT)
     found = {}
-    for weights in MEASURED:
+    for weights in measured:
         forwards: dict[str, Any] = {
             BASELINE: cached_forward(subject.model),
             weights: cached_forward(in_float32(name, weights)),
@@ -207,6 +208,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(SOURCES)}")
     parser.add_argument("--windows", type=int, help=f"{WINDOWS}, or {QUICK_WINDOWS} with --quick")
+    parser.add_argument(
+        "--weights", nargs="+", choices=MEASURED, default=list(MEASURED), metavar="NAME",
+        help=f"only these of {', '.join(MEASURED)}; others of the file stay",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="two windows, into runs/real/quick")
     args = parser.parse_args(arguments)
     if (reason := why_not_quantized()) is not None:
@@ -216,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for name in args.models or MODELS:
         try:
-            rows = study(name, count)
+            rows = study(name, count, args.weights)
         except (FetchError, TextError) as error:
             parser.exit(1, f"{name}: {error}\n")
         about = {
@@ -225,8 +230,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "windows": count,
             "environment": details(torch.device("cpu")),
         }
+        path = out / f"{name}-weights.json"
+        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if before.get("about", {}).get("windows") == count:
+            rows = {x: y for x in MEASURED if (y := rows.get(x, before["weights"].get(x)))}
         text = json.dumps({"about": about, "weights": rows}, indent=1)
-        (out / f"{name}-weights.json").write_text(text + "\n", encoding="utf-8")
+        path.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,14 @@ import torch
 from caramba_fast.bench.kernels.table import read
 from caramba_fast.bench.pages import real_decode_page, report
 from caramba_fast.bench.pages.sections import write_csv
-from caramba_fast.bench.real import decode, first_token, llama_cpp, models, openvino_genai
+from caramba_fast.bench.real import (
+    decode,
+    first_token,
+    gguf_types,
+    llama_cpp,
+    models,
+    openvino_genai,
+)
 from caramba_fast.bench.real import weights as few_bits
 from caramba_fast.models.demos import demo_path
 
@@ -97,6 +104,41 @@ def test_the_page_has_speed_sizes_and_first_tokens(rows, tmp_path):
     assert f"| {float(unknown['tokens_per_s']):.1f} |" in head
     with pytest.raises(ValueError, match=r"decode\.csv"):
         real_decode_page.draw(tmp_path, tmp_path / "none.png")
+
+
+def test_the_page_has_other_programs_by_the_type_of_their_weights(rows, tmp_path):
+    write_csv(tmp_path / f"demo{real_decode_page.DECODE}", decode.COLUMNS, rows)
+
+    def row(what, program, weights, median, times):
+        return {"model": "Demo", "what": what, "tokens": 1024, "program": program, "weights": weights,
+                "median_ms": median, "vs_generator": times}  # fmt: skip
+
+    found = [
+        row("step", "Generator compiled int4 weights", "int4", "20.0", "1.000"),
+        row("step", "llama.cpp", "Q4_0, output Q8_0", "10.0", "2.000"),
+        row("step", "OpenVINO GenAI", "Q4_0, output Q8_0", "40.0", "0.500"),
+        row("prompt", "Generator", "bfloat16", "1250.0", "1.000"),
+        row("prompt", "llama.cpp", "Q4_0, output Q8_0", "2500.0", "0.500"),
+    ]
+    write_csv(tmp_path / f"demo{real_decode_page.GGUF_TYPES}", gguf_types.COLUMNS, found)
+    page = "\n".join(real_decode_page.section(tmp_path))
+    assert "| model | tokens | Generator | llama.cpp Q4_0 | OpenVINO GenAI Q4_0 |" in page
+    assert "| Demo | step, 1,024 | 50.0 | 2.00× | 0.50× |" in page
+    assert "| Demo | prompt, 1,024 | 1.25 s | 0.50× |  |" in page
+
+
+def test_weights_that_are_measured_again_leave_the_others(monkeypatch, tmp_path):
+    cost = {"ppl_ratio": [1.0, 1.0, 1.0]}
+    monkeypatch.setattr(few_bits, "RESULTS", tmp_path)
+    monkeypatch.setattr(few_bits, "why_not_quantized", lambda: None)
+    monkeypatch.setattr(few_bits, "study", lambda name, count, some: dict.fromkeys(some, cost))
+    last = list(few_bits.GGUF)[-1]
+    few_bits.main(["smollm2", "--weights", last])
+    few_bits.main(["smollm2", "--weights", "int4", "bf16"])
+    file = tmp_path / "smollm2-weights.json"
+    assert list(json.loads(file.read_text())["weights"]) == ["bf16", "int4", last]
+    few_bits.main(["smollm2", "--weights", "int4", "--windows", "3"])  # other text: nothing stays
+    assert list(json.loads(file.read_text())["weights"]) == ["int4"]
 
 
 class Context:
