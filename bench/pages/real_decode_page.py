@@ -35,14 +35,15 @@ multiples of it. accelerate is the same model with our caches, Generator our own
 of its step (`compile=True`). At short contexts weights, not the cache, are what a step costs. Those of llama.cpp are
 Q4_1 in the layers, 5 bits a weight, and Q8_0 in the output matrix; int4 ones are torchao's
 (`PrototypeInt4WeightOnlyConfig`, groups of 32), 5 bits as well, and fp16 in the output matrix; int8 ones are torchao's
-(`Int8WeightOnlyConfig`), slower than bf16 here ([what they cost](#what-weights-of-few-bits-cost))."""
+(`Int8WeightOnlyConfig`), slower than bf16 here ([what they cost](#what-weights-of-few-bits-cost)). llama.cpp is faster
+with weights in Q4_0 ([by how much](#q4_0-and-q4_1-weights-of-other-programs))."""
 #: What is said where it was measured.
 GENAI = "OpenVINO GenAI"
 GENAI_TEXT = f"{GENAI} has the weights of llama.cpp, and does not say what its cache takes."
 WEIGHTS_TEXT = """`python -m caramba_fast.bench.real.weights`: against the checkpoint in float32, both with an fp16
 cache, on windows of 2,048 tokens of text that settings were not chosen on, with 95% intervals. "int4" is that of the
 columns above; "output too" has the output matrix in int4 as well. The checkpoints were GGUF files themselves, so their
-weights have been quantized once: SmolLM2's layers to Q4_1, which the last row of that model therefore costs nothing."""
+weights have been quantized once: SmolLM2's layers to Q4_1, which Q4_1 therefore costs that model nothing."""
 
 GGUF_TYPES_TEXT = """`python -m caramba_fast.bench.real.gguf_types`: llama.cpp lays weights in Q4_0 (4.5 bits) out
 anew when it loads them and multiplies them faster than those in Q4_1, and people who run it on a CPU choose them for

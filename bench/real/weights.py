@@ -209,8 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(SOURCES)}")
     parser.add_argument("--windows", type=int, help=f"{WINDOWS}, or {QUICK_WINDOWS} with --quick")
     parser.add_argument(
-        "--weights", nargs="+", choices=MEASURED, default=list(MEASURED), metavar="NAME",
-        help=f"only these of {', '.join(MEASURED)}; others of the file stay",
+        "--weights", action="append", choices=MEASURED, metavar="NAME",
+        help="only these, one for each --weights; others of the file stay",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="two windows, into runs/real/quick")
     args = parser.parse_args(arguments)
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for name in args.models or MODELS:
         try:
-            rows = study(name, count, args.weights)
+            rows = study(name, count, args.weights or MEASURED)
         except (FetchError, TextError) as error:
             parser.exit(1, f"{name}: {error}\n")
         about = {

@@ -134,7 +134,7 @@ def test_weights_that_are_measured_again_leave_the_others(monkeypatch, tmp_path)
     monkeypatch.setattr(few_bits, "study", lambda name, count, some: dict.fromkeys(some, cost))
     last = list(few_bits.GGUF)[-1]
     few_bits.main(["smollm2", "--weights", last])
-    few_bits.main(["smollm2", "--weights", "int4", "bf16"])
+    few_bits.main(["smollm2", "--weights", "int4", "--weights", "bf16"])
     file = tmp_path / "smollm2-weights.json"
     assert list(json.loads(file.read_text())["weights"]) == ["bf16", "int4", last]
     few_bits.main(["smollm2", "--weights", "int4", "--windows", "3"])  # other text: nothing stays
