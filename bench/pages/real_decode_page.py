@@ -46,9 +46,9 @@ columns above; "output too" has the output matrix in int4 as well. The checkpoin
 weights have been quantized once: SmolLM2's layers to Q4_1, which Q4_1 therefore costs that model nothing."""
 
 GGUF_TYPES_TEXT = """`python -m caramba_fast.bench.real.gguf_types`: llama.cpp lays weights in Q4_0 (4.5 bits) out
-anew when it loads them and multiplies them faster than those in Q4_1. Steps behind a context: tokens/s of Generator (`q4`, int4 weights, compiled), then what the others reach as
-multiples of it, with fp16 caches, all in turn. Prompts: seconds of Generator (`q4`, bf16 weights) for 1,024 tokens,
-then how many times as fast the others are."""
+anew when it loads them and multiplies them faster than those in Q4_1. Steps behind a context: tokens/s of Generator
+(`q4`, int4 weights, compiled), then what the others reach as multiples of it, with fp16 caches, all in turn. Prompts:
+seconds of Generator (`q4`, bf16 weights) for 1,024 tokens, then how many times as fast the others are."""
 
 
 def name_of(program: str, cache: str) -> str:
