@@ -188,10 +188,9 @@ def _first_tokens(rows: Sequence[Row]) -> list[str]:
 
 def _gguf_types(rows: Sequence[Row]) -> list[str]:
     """Other programs by the type of their weights."""
-    columns = list(
-        dict.fromkeys(
-            (r["program"], r["weights"]) for r in rows if not r["program"].startswith("Generator")
-        )
+    columns = sorted(
+        {(r["program"], r["weights"]) for r in rows if not r["program"].startswith("Generator")},
+        reverse=True,
     )
     body = []
     for key in dict.fromkeys((row["model"], row["what"], row["tokens"]) for row in rows):

@@ -178,19 +178,32 @@ def in_generator(
 Peer = LlamaCpp | OpenVinoGenAI
 
 
-def peers_of(name: str, room: int, ids: Sequence[int]) -> list[Peer]:
-    """The other programs, once for each of their caches; says which do not run and why."""
+def peers_of(
+    name: str,
+    room: int,
+    ids: Sequence[int],
+    kinds: tuple[Sequence[str], Sequence[str]] = (tuple(LLAMA_KINDS), GENAI_KINDS),
+    layers: str = "Q4_1",
+) -> list[Peer]:
+    """The other programs, once for each of their caches; says which do not run and why.
+
+    Args:
+        name: of a model.
+        room, ids: tokens of the longest context, and those that are repeated as it.
+        kinds: caches of llama.cpp and of OpenVINO GenAI.
+        layers: what they have the matrices of layers stored as (`weights.four_bits`).
+    """
     if name not in SOURCES:
         print(f"neither llama.cpp nor OpenVINO GenAI runs {name} here: it has no GGUF file")
         return []
     found = list[Peer]()
     file = gguf_file(name)
     if find_spec("llama_cpp"):
-        found += [LlamaCpp(file, kind, room, ids) for kind in LLAMA_KINDS]
+        found += [LlamaCpp(file, kind, room, ids, layers) for kind in kinds[0]]
     else:
         print("llama.cpp does not run here: the package llama-cpp-python is missing")
     if find_spec("openvino_genai"):
-        found += [OpenVinoGenAI(file, kind, room, ids) for kind in GENAI_KINDS]
+        found += [OpenVinoGenAI(file, kind, room, ids, layers=layers) for kind in kinds[1]]
     else:
         print("OpenVINO GenAI does not run here: the package openvino-genai is missing")
     return found

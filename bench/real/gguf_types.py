@@ -27,11 +27,9 @@ from caramba_fast.bench.real.models import (
     MEASURED,
     SOURCES,
     FetchError,
-    gguf_file,
     model_folder,
     title,
 )
-from caramba_fast.bench.real.openvino_genai import OpenVinoGenAI
 from caramba_fast.bench.real.study import RESULTS, file_name
 from caramba_fast.bench.real.weights import quantize, why_not_quantized
 from caramba_fast.infer import Generator
@@ -52,9 +50,10 @@ def measure(name: str, contexts: Sequence[int] = CONTEXTS) -> Iterator[dict[str,
     few: Any = merge_projections(load_model(model_folder(name), dtype=torch.bfloat16))
     quantize(few, "int4")
     ids = torch.randint(native.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(0))
-    text, file, room = ids[0, : decode.TEXT].tolist(), gguf_file(name), max(contexts)
-    llama = [LlamaCpp(file, "f16", room, text, layers) for layers in TYPES]
-    peers = [*llama, *(OpenVinoGenAI(file, "f16", room, text, layers=layers) for layers in TYPES)]
+    text, room = ids[0, : decode.TEXT].tolist(), max(contexts)
+    kinds = (("f16",), ("f16",))
+    peers = [x for layers in TYPES for x in decode.peers_of(name, room, text, kinds, layers)]
+    llama = [x for x in peers if isinstance(x, LlamaCpp)]
     for context in contexts:
         begin = ids[:, : min(decode.TEXT, context)]
         ours = list(decode.in_generator(few, begin, context, "int4", ("q4",), compiled=True))
@@ -124,7 +123,7 @@ def main() -> None:
             for row in measure(name, args.contexts):
                 rows.append(row)
                 print(*(row[column] for column in COLUMNS[1:9]), flush=True)
-        except (FetchError, ModuleNotFoundError) as error:
+        except FetchError as error:
             parser.exit(1, f"{name}: {error}\n")
         write_csv(args.out / f"{file_name(name)}{GGUF_TYPES}", COLUMNS, rows)
 

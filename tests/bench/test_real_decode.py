@@ -289,6 +289,8 @@ def test_other_programs_run_once_for_each_cache_or_say_why_not(
         *(("llama.cpp", kind) for kind in llama_cpp.KINDS),
         *(("OpenVINO GenAI", kind) for kind in openvino_genai.KINDS),
     ]
+    some = decode.peers_of("smollm2", 64, [7, 8], (("f16",), ("u8",)), "Q4_0")
+    assert [(p.kind, p.weights) for p in some] == [("f16", "Q4_0"), ("u8", "Q4_0")]
     entries = list(decode.in_peers(peers, 64))
     assert [entry.nbytes() is None for entry in entries] == [False] * 3 + [True] * 3
     assert list(decode.in_peers(peers, 65)) == []
@@ -332,10 +334,10 @@ def test_the_memory_of_a_process_is_its_own():
     first_token.begin_peak()
     before = first_token.peak_bytes()  # other tests of this process have left memory of theirs
     held = torch.ones(3 * 2**29, dtype=torch.uint8)
-    assert first_token.peak_bytes() > before + 2**30
+    assert first_token.peak_bytes() > before + held.numel() - 2**28
     del held
     first_token.begin_peak()
-    assert first_token.peak_bytes() < before + 2**30
+    assert first_token.peak_bytes() < before + 2**28
     code = "from caramba_fast.bench.real.first_token import peak_bytes; import torch; print(peak_bytes())"
     more = code.replace("print", "x = torch.ones(2**30, dtype=torch.uint8); print", 1)
     small, large = (
