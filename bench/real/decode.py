@@ -183,7 +183,7 @@ def peers_of(
     room: int,
     ids: Sequence[int],
     kinds: tuple[Sequence[str], Sequence[str]] = (tuple(LLAMA_KINDS), GENAI_KINDS),
-    layers: str = "Q4_1",
+    layers: str = "Q4_0",
 ) -> list[Peer]:
     """The other programs, once for each of their caches; says which do not run and why.
 

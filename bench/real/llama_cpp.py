@@ -35,7 +35,7 @@ class LlamaCpp:
     program = "llama.cpp"
 
     def __init__(
-        self, gguf: Path, kind: str, room: int, text: Sequence[int], layers: str = "Q4_1"
+        self, gguf: Path, kind: str, room: int, text: Sequence[int], layers: str = "Q4_0"
     ) -> None:
         package: Any = import_module("llama_cpp")
         self.kind, self.room, self._text = kind, room, list(text)

@@ -41,7 +41,7 @@ class OpenVinoGenAI:
         text: Sequence[int],
         *,
         prefixes: bool = True,
-        layers: str = "Q4_1",
+        layers: str = "Q4_0",
     ) -> None:
         self.package: Any = import_module("openvino_genai")
         self.kind, self.room = kind, room

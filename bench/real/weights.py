@@ -89,7 +89,7 @@ def quantize(model: Any, weights: str) -> None:
     torchao.quantize_(model, cpu.PrototypeInt4WeightOnlyConfig(group_size=GROUP))
 
 
-def four_bits(gguf: Path, layers: str = "Q4_1") -> tuple[Path, str]:
+def four_bits(gguf: Path, layers: str = "Q4_0") -> tuple[Path, str]:
     """A model's GGUF file with layers in Q4_1 or Q4_0, all other matrices in Q8_0, and what that is called.
 
     It lies beside the first, which is taken as it is if it is such a file.

@@ -172,7 +172,7 @@ def test_llama_cpp_has_its_context_its_kind_and_its_bytes(peer, tmp_path):
     assert found.model.seen == [7, 8, 9, 7, 8, 9, 7, 8, 9, 7]
     assert len(found.take(3)) == 3 and found.length == 14
     assert found.nbytes() == 2 * 2 * 3 * 32 * 14 * 34 // 32
-    assert found.weights == "Q4_1"
+    assert found.weights == "Q4_0"
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_openvino_genai_has_its_context_its_kind_and_threads(genai, tmp_path):
     (_, first), (prompt, second) = genai.asked[1:]
     assert first["max_new_tokens"] == 1 and prompt == [[7, 8, 9, 7, 8]]
     assert second == {"max_new_tokens": 5, "do_sample": False, "ignore_eos": True}
-    assert found.nbytes() is None and found.weights == "Q4_1"
+    assert found.nbytes() is None and found.weights == "Q4_0"
 
 
 def test_other_programs_get_layers_of_4_bits_and_an_output_matrix_of_8(tmp_path):
@@ -232,11 +232,11 @@ def test_other_programs_get_layers_of_4_bits_and_an_output_matrix_of_8(tmp_path)
     for step in ("header", "kv_data", "tensors"):
         getattr(writer, f"write_{step}_to_file")()
     writer.close()
-    made, what = few_bits.four_bits(file)
+    made, what = few_bits.four_bits(file, "Q4_1")
     assert what == "Q4_1, output Q8_0" and made == tmp_path / "model.q4_1.gguf"
-    assert few_bits.four_bits(file) == (made, what)
-    assert few_bits.four_bits(made) == (made, what)
-    other, what = few_bits.four_bits(file, "Q4_0")
+    assert few_bits.four_bits(file, "Q4_1") == (made, what)
+    assert few_bits.four_bits(made, "Q4_1") == (made, what)
+    other, what = few_bits.four_bits(file)
     assert what == "Q4_0, output Q8_0" and other == tmp_path / "model.q4_0.gguf"
     found = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(other).tensors}
     assert found["blk.0.up"] == found["blk.0.down"] == kinds.Q4_0 and found["output"] == kinds.Q8_0
