@@ -90,18 +90,33 @@ class LayerCache(LayerRows):
     # -- what it holds ------------------------------------------------------------------
 
     def get(
-        self, dtype: torch.dtype = torch.float32, cache_leftpad: Tensor | None = None
+        self,
+        dtype: torch.dtype = torch.float32,
+        cache_leftpad: Tensor | None = None,
+        *,
+        as_read: bool = False,
     ) -> tuple[Tensor, ...]:
         """Every stream dequantized, in the model's basis: (B, H_kv, pos, D); 0 past a row's length.
 
         The codes are read, not the fp16 tail or sinks, but for tokens that by channel have no codes.
+
+        Args:
+            dtype: of the tensors.
+            cache_leftpad: (B,) int32, leading slots that hold padding, as they were given to `append`.
+            as_read: with tail and sinks as attention of the newest token reads them. A tail reaches residual_len tokens
+                back from each query: of several new ones the earlier would read more in fp16.
         """
         self.narrow_tails()
         position = torch.arange(self.pos, device=self.device)
         held = (position < self.seq_lens[:, None])[:, None, :, None]
-        found = []
+        shortest, found = min(self.lengths.host), []
         for name, stream in self.streams.items():
-            x = stream.overlay(self.stored(name, self.pos), self.seq_lens, cache_leftpad)
+            x = self.stored(name, self.pos)
+            if as_read or stream.group > 1:
+                group, newest = (self.group, self.residual_len) if as_read else (stream.group, 0)
+                begin = (self.seq_lens.to(torch.int64) - newest) // group * group
+                first = max((shortest - newest) // group * group, 0)
+                x = stream.overlay(x, begin, first, cache_leftpad)
             x = rotated(x, stream.config.rotate)
             found.append(torch.where(held, x, torch.zeros_like(x)).to(dtype))
         return tuple(found)

@@ -193,19 +193,21 @@ class CacheTensor:
         found = load(codes, scales, self.config.kind.value, torch.float32)
         return self.lanes.unpack(found[:, :, :length])
 
-    def overlay(self, values: Tensor, lengths: Tensor, leftpad: Tensor | None) -> Tensor:
-        """Values (B, H_kv, N, D) of `values`, with those that by channel no code stands for: open groups and sinks.
+    def overlay(self, values: Tensor, begin: Tensor, first: int, leftpad: Tensor | None) -> Tensor:
+        """Values (B, H_kv, N, D) of `values` with those of sinks and tail in place of what codes say.
 
         Args:
-            lengths: (B,) integer, tokens each row holds.
+            begin: (B,) integer, where in each row the tail is read from on.
+            first: the smallest of them that is no less than 0.
             leftpad: (B,) integer, leading tokens that are padding.
         """
-        if self.group == 1 or self.tail is None:
-            return values
         position = torch.arange(values.shape[2], device=values.device)
-        ring = self.lanes.unpack(self.tail[:, :, position % self.tail.shape[2]].float())
-        encoded = lengths.to(torch.int64) // self.group * self.group
-        values = torch.where((position >= encoded[:, None])[:, None, :, None], ring, values)
+        if self.tail is not None:
+            newest = position[first:]
+            ring = self.lanes.unpack(self.tail[:, :, newest % self.tail.shape[2]].float())
+            read = (newest >= begin[:, None])[:, None, :, None]
+            ring = torch.where(read, ring, values[:, :, first:])
+            values = torch.cat((values[:, :, :first], ring), dim=2)
         if self.sink is not None:
             t = position - (0 if leftpad is None else leftpad.to(torch.int64)[:, None])
             t = t.expand(len(values), -1)

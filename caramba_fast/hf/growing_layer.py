@@ -9,7 +9,6 @@ from torch import Tensor
 
 from caramba_fast.cache import LayerKVCache, Rope
 from caramba_fast.hf.compat import query_length, tokens_to_remove
-from caramba_fast.hf.dense_reads import as_read
 from caramba_fast.hf.layers import PackedLayer, StoringLayer
 from caramba_fast.hf.lazy_tensors import PackedStates
 from caramba_fast.hf.scope import inside, once
@@ -188,7 +187,7 @@ class CarambaLayer(StoringLayer, PackedLayer):
         once(common.config, said, said)
         if not torch.compiler.is_compiling():
             inside.dequantized = True
-        found = as_read(self._made(), dtype, self.leftpad)[0 if stream == "k" else 1]
+        found = self._made().get(dtype, self.leftpad, as_read=True)[0 if stream == "k" else 1]
         left_behind = found.new_zeros(*found.shape[:2], self.dropped, found.shape[3])
         return torch.cat((left_behind, found), dim=2)[:, :, :length]
 

@@ -15,7 +15,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from caramba_fast.cache import LayerKVCache, ModelKVCache, RaggedBatch, Rope
 from caramba_fast.cache.ragged import RaggedLayer
-from caramba_fast.hf.dense_reads import as_read
 from caramba_fast.hf.layers import PackedLayer
 from caramba_fast.hf.lazy_tensors import values_of
 from caramba_fast.hf.masks import expect_mask
@@ -98,7 +97,7 @@ class DenseLayer(_RowsLayer):
         store.append(k, v, rows.new if rows.padded_queries else None, will_attend=False)
         if self.exact:
             return key_states, value_states
-        stored = as_read(store, key_states.dtype)
+        stored = store.get(key_states.dtype, as_read=True)
         k, v = (rows.keys_to_front(x).to(key_states.device) for x in stored)
         return k, v
 
