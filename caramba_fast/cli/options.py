@@ -41,7 +41,10 @@ def show_error(error: BaseException) -> None:
     nameless = (
         "there is not enough memory" if isinstance(error, MemoryError) else type(error).__name__
     )
-    lines = str(error).strip().splitlines() or [nameless]
+    said = str(error)
+    if isinstance(error, OSError) and error.strerror:  # without its number
+        said = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    lines = said.strip().splitlines() or [nameless]
     shown = lines if lines[0].rstrip().endswith(":") else lines[:1]
     typer.secho(f"caramba-fast: {' '.join(' '.join(shown).split())}", fg="red", err=True)
 

@@ -71,7 +71,7 @@ def run_plan(
     subject = load_subject(f"{DEMO}:gqa" if name == DEMO else name, device)
     ids = None if text is None and subject.demo is None else read_text(subject, text)
     try:
-        with console.status("starting") as status:
+        with Console(stderr=True).status("starting") as status:
             plan = choose_cache(
                 subject.model, given, max_seq_len=max_seq_len, batch_size=batch, prefill=prefill,  # type: ignore[arg-type]
                 calibration_ids=None if ids is None else ids.tolist(),

@@ -76,9 +76,12 @@ class GenerateConfig(
     def _kind_by_name(cls, value: object) -> KVCacheKind | str:
         if value == AUTO:
             return AUTO
-        if isinstance(value, str) and ("/" in value or ":" in value):
-            return spec_name(value)
-        return KVCacheKind(value)
+        try:
+            if isinstance(value, str) and ("/" in value or ":" in value):
+                return spec_name(value)
+            return KVCacheKind(value)
+        except ValueError as error:
+            raise ValueError(f"{error}; and {AUTO!r}, which measures and chooses") from None
 
     @model_validator(mode="after")
     def _fits(self: Self) -> Self:

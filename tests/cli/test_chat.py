@@ -541,7 +541,7 @@ def test_a_session_of_a_chat_on_the_command_line(templated: Path, tmp_path: Path
     more = both.removeprefix(first)
     assert result.stdout == first + 2 * more, "the same answer after going back"
     for said in (
-        f"tokens saved to {file}", f"tokens loaded from {file}", "No such file",
+        f"tokens saved to {file}", f"tokens loaded from {file}", f"{tmp_path / 'no'}: No such file",
         "/session needs save or load and a file", "there is no turn to take back",
     ):  # fmt: skip
         assert said in result.stderr, said

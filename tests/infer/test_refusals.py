@@ -35,7 +35,10 @@ def model(device: torch.device) -> Transformer:
 # -- settings and input that are wrong ---------------------------------------------------------
 
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown kind": ({"cache_kind": "q3"}, "cache_kind.*q3.*fp32, fp16, bf16, q8_0, q4_0, nf4"),
+    "unknown kind": (
+        {"cache_kind": "q3"},
+        "cache_kind.*q3.*fp32, fp16, bf16, q8_0, q4_0, nf4.*and 'auto'",
+    ),
     "misspelt field": ({"max_new_token": 3}, "max_new_token\\n.*did you mean 'max_new_tokens'"),
     "a field by two names": (
         {"cache": "q4", "cache_kind": "q8"},

@@ -337,11 +337,14 @@ def test_models_tokens_health_and_metrics(server, client):
         ("completions", {"prompt": [[5, 6], [7]]}, 400, "2 prompts are in one body"),
         ("completions", {"prompt": []}, 400, "prompt"),
         ("completions", {"prompt": PROMPT, "min_tokens": 20}, 400, "min_new_tokens"),
-        ("completions", {"prompt": PROMPT, "tempreature": 1}, 400, "tempreature"),
+        ("completions", {"prompt": PROMPT, "tempreature": 1}, 400, "tempreature is not served"),
         ("completions", {"prompt": PROMPT, "stream_options": {}}, 400, "stream"),
         ("completions", {"prompt": "x" * 100_000}, 400, "characters"),
         ("chat/completions", {"messages": []}, 400, "messages"),
-        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "type"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
+         "messages.0.content: a part has the type 'image_url'; 'text' is served"),
+        ("completions", {"prompt": PROMPT, "best_of": 2}, 400, "best_of is not served"),
+        ("completions", {"prompt": PROMPT, "n": 2, "temperature": 0}, 400, "n is 2 and temperature 0"),
         ("chat/completions", {"messages": CHAT, "top_logprobs": 2}, 400, "top_logprobs"),
     ],
 )  # fmt: skip
@@ -349,6 +352,12 @@ def test_what_cannot_be_served_is_refused_by_name(server, route, body, status, s
     found = httpx.post(f"{server}/v1/{route}", json=body)
     assert found.status_code == status
     assert said in found.json()["error"]["message"]
+
+
+def test_a_body_that_is_no_json_is_told_where(server):
+    found = httpx.post(f"{server}/v1/completions", content=b'{"prompt": ,}')
+    assert found.status_code == 400
+    assert "no valid JSON at character 11" in found.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -14,7 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from caramba_fast.config.files import shown
 from caramba_fast.infer.config import GenerateConfig
+from caramba_fast.infer.fields import GREEDY_BELOW
 from caramba_fast.serve.http.logprobs import LogprobsWriter
 from caramba_fast.serve.request import RequestOutput
 
@@ -114,6 +116,14 @@ class Sampling(_Body):
             raise ValueError("stream_options is given and stream is not true")
         return self
 
+    @model_validator(mode="after")
+    def _greedy_answers_are_one(self) -> Sampling:
+        if self.n > 1 and self.temperature < GREEDY_BELOW:
+            raise ValueError(
+                f"n is {self.n} and temperature {self.temperature:g}: all would be alike; 1 is allowed"
+            )
+        return self
+
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
@@ -183,6 +193,15 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
     role: Text
     content: str | list[TextPart] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_alone(cls, content: Any) -> Any:
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else "text"
+            if kind not in (None, "text"):
+                raise ValueError(f"a part has the type {shown(kind)}; 'text' is served")
+        return content
 
     def laid_out(self) -> dict[str, Any]:
         """As templates take it: parts of text joined."""

@@ -317,12 +317,19 @@ class _refused:  # noqa: N801 - reads as what it does
             raise HTTPException(400, str(error)) from error
 
 
+def _said(wrong: Any) -> str:
+    """One error of pydantic in a body, in words for whoever wrote it."""
+    if wrong["type"] == "json_invalid":
+        return f"body: no valid JSON at character {wrong['loc'][-1]}: {wrong['ctx']['error']}"
+    name = ".".join(map(str, wrong["loc"][1:])) or "body"
+    if wrong["type"] in ("extra_forbidden", "none_required"):
+        return f"{name} is not served"
+    return f"{name}: {wrong['msg'].removeprefix('Value error, ')}"
+
+
 async def _explained(_: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
-        said = "; ".join(
-            f"{'.'.join(str(part) for part in one['loc'][1:]) or 'body'}: {one['msg']}"
-            for one in error.errors()[:5]
-        )
+        said = "; ".join(map(_said, error.errors()[:5]))
         return JSONResponse(error_body(400, said), 400)
     if isinstance(error, AnyHTTPException):
         return JSONResponse(
