@@ -30,13 +30,13 @@ DRAWN = {
 }  # fmt: skip
 Row = Mapping[str, str]
 TEXT = """`python -m caramba_fast.bench.real.decode` (`make bench-real`): one token at a time behind a context, batch 1,
-all programs in turn in every round. Tokens/s of transformers with its DynamicCache, then what the others reach as
-multiples of it. accelerate is the same model with our caches, Generator our own loop; "compiled", Inductor has made C++
-of its step (`compile=True`). At short contexts weights, not the cache, are what a step costs. Those of llama.cpp are
-Q4_1 in the layers, 5 bits a weight, and Q8_0 in the output matrix; int4 ones are torchao's
-(`PrototypeInt4WeightOnlyConfig`, groups of 32), 5 bits as well, and fp16 in the output matrix; int8 ones are torchao's
-(`Int8WeightOnlyConfig`), slower than bf16 here ([what they cost](#what-weights-of-few-bits-cost)). llama.cpp is faster
-with weights in Q4_0 ([by how much](#q4_0-and-q4_1-weights-of-other-programs))."""
+all programs in turn in every round. Tokens/s, and how many times as fast that is as transformers with its DynamicCache
+("dynamic"; medians over rounds). accelerate is the same model with our caches, Generator our own loop; "compiled",
+Inductor has made C++ of its step (`compile=True`). At short contexts weights, not the cache, are what a step costs.
+Those of llama.cpp are Q4_0 in the layers, 4.5 bits a weight, with which it is fastest
+([by how much](#q4_0-and-q4_1-weights-of-other-programs)), and Q8_0 in the output matrix; int4 ones are torchao's
+(`PrototypeInt4WeightOnlyConfig`, groups of 32), 5 bits, and fp16 in the output matrix; int8 ones are torchao's
+(`Int8WeightOnlyConfig`), slower than bf16 here ([what they cost](#what-weights-of-few-bits-cost))."""
 #: What is said where it was measured.
 GENAI = "OpenVINO GenAI"
 GENAI_TEXT = f"{GENAI} has the weights of llama.cpp, and does not say what its cache takes."
@@ -114,7 +114,7 @@ def headline(folder: Path = RESULTS / "real") -> list[str]:
 
 def _speed_and_size(row: Row) -> str:
     speed = format(float(row["tokens_per_s"]), ".1f")
-    return f"{speed} · {int(row['cache_bytes']) / MIB:.1f}" if row["cache_bytes"] else speed
+    return f"{speed} · {_mib(row)}" if row["cache_bytes"] else speed
 
 
 def _measured(folder: Path) -> list[list[dict[str, str]]]:
@@ -142,48 +142,50 @@ def _model(rows: Sequence[Row]) -> list[str]:
         f"{first['device']}, {first['threads']} thread(s), torch {first['torch']}, {', '.join(versions)}; weights: "
         f"{', '.join(weights)}."
     )
-    heads = [name_of(*name) for name in names[1:]]
-
-    def cells(context: str, column: str, scale: float, form: str) -> list[str]:
-        some = (found.get((context, *name)) for name in names)
-        return [
-            format(float(row[column]) / scale, form) if row and row[column] else "" for row in some
-        ]
-
+    heads = [f"{int(context):,} tokens" for context in contexts]
     speed, size = [], []
-    for context in contexts:
-        base, *ratios = cells(context, "vs_dynamic", 1, ".2f")
-        base = format(float(found[(context, *names[0])]["tokens_per_s"]), ".1f")
-        speed.append((context, base, *(f"{ratio}×" if ratio else "" for ratio in ratios)))
-        size.append((context, *cells(context, "cache_bytes", MIB, ".1f")))
+    for name in names:
+        some = [found.get((context, *name)) for context in contexts]
+        speed.append((name_of(*name), *(_speed(row) if row else "" for row in some)))
+        if any(row and row["cache_bytes"] for row in some):
+            size.append((name_of(*name), *(_mib(row) if row else "" for row in some)))
     return [
-        f"### {first['model']}", "", about, "", *table(("context", "DynamicCache, tokens/s", *heads), speed), "",
-        "MiB of the cache:", "", *table(("context", "DynamicCache", *heads), size), "",
+        f"### {first['model']}", "", about, "", *table(("tokens/s", *heads), speed), "",
+        *table(("MiB of the cache", *heads), size), "",
     ]  # fmt: skip
+
+
+def _speed(row: Row) -> str:
+    return f"{float(row['tokens_per_s']):.1f} · {float(row['vs_dynamic']):.2f}×"
+
+
+def _mib(row: Row) -> str:
+    return f"{int(row['cache_bytes']) / MIB:.1f}"
 
 
 def _first_tokens(rows: Sequence[Row]) -> list[str]:
     lines = [
         "### First token and memory", "",
-        "Seconds until the first token behind a prompt; MiB the process holds once the model is loaded and warm, "
-        "weights and libraries included, and the most it holds while it reads the prompt (medians of rounds; each in a "
-        "process of its own, in turn). llama.cpp has its cache from the start.",
+        "Seconds until the first token behind a prompt, and how many times as fast that is as transformers; MiB the "
+        "process holds once the model is loaded and warm, weights and libraries included, and the most it holds while "
+        "it reads the longest prompt (medians of rounds; each in a process of its own, in turn). llama.cpp has its "
+        f"cache from the start. Weights of llama.cpp and {GENAI}: those of the tables above.",
+        "",
     ]  # fmt: skip
-    if not all(row.get("weights") for row in rows):
-        lines.append(
-            f"When this was measured, llama.cpp and {GENAI} read the GGUF files as they were found, with 5.5 bits and "
-            "more a weight in most of Qwen2.5."
-        )
-    lines.append("")
-    body = [
-        (
-            row["model"], row["prompt"], f"{row['program']} {row['cache']}", f"{float(row['first_token_s']):.2f}",
-            f"{row['vs_dynamic']}×", row["held_mib"], row["peak_mib"],
-        )
-        for row in rows
-    ]  # fmt: skip
-    head = ("model", "prompt", "program", "seconds", "times as fast", "MiB before", "most MiB")
-    return [*lines, *table(head, body), ""]
+    prompts = list(dict.fromkeys(row["prompt"] for row in rows))
+    found = {(row["model"], row["program"], row["cache"], row["prompt"]): row for row in rows}
+    body = []
+    for name in dict.fromkeys((row["model"], row["program"], row["cache"]) for row in rows):
+        some = [found.get((*name, prompt)) for prompt in prompts]
+        cells = [
+            f"{float(row['first_token_s']):.2f} · {float(row['vs_dynamic']):.2f}×" if row else ""
+            for row in some
+        ]
+        last = [row for row in some if row][-1]
+        body.append((name[0], name_of(*name[1:]), *cells, last["held_mib"], last["peak_mib"]))
+    heads = [f"{int(prompt):,} tokens" for prompt in prompts]
+    head = ("model", "program", *heads, "MiB before", "most MiB")
+    return [*lines, *table(head, body, left=2), ""]
 
 
 def _gguf_types(rows: Sequence[Row]) -> list[str]:

@@ -88,9 +88,11 @@ def test_the_page_has_speed_sizes_and_first_tokens(rows, tmp_path):
     row = next(
         r for r in rows if (r["context"], r["program"], r["cache"]) == (256, "accelerate", "q4")
     )
-    assert f"{float(row['vs_dynamic']):.2f}×" in page and "accelerate q4" in page
+    reached = f"{float(row['tokens_per_s']):.1f} · {float(row['vs_dynamic']):.2f}×"
+    (line,) = (x for x in page.splitlines() if x.startswith("| accelerate q4 |") and "×" in x)
+    assert line.endswith(f" {reached} |") and "| tokens/s | 64 tokens | 256 tokens |" in page
     assert ("accelerate q4, int4 weights" in page) == bool(find_spec("torchao"))
-    assert "| Demo | 64 | accelerate q4 | 0.25 | 1.100× | 300 | 321 |" in page
+    assert "| Demo | accelerate q4 | 0.25 · 1.10× | 300 | 321 |" in page
     csv = tmp_path / "cpu.csv"
     csv.write_text("device,implementation\n")
     assert page in report.report([csv])
