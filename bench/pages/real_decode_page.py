@@ -19,14 +19,14 @@ README, PART = ROOT.parent / "README.md", "decode of real models"
 #: What the README shows beside DynamicCache: program, cache.
 SHOWN = (
     ("accelerate", "q4"), ("accelerate int4 weights", "q4"), ("Generator int4 weights", "q4"),
-    ("Generator compiled int4 weights", "q4"), ("llama.cpp", "f16"), ("llama.cpp", "q4_0"), ("OpenVINO GenAI", "u4"),
+    ("Generator compiled int4 weights", "q4"), ("llama.cpp", "f16"), ("llama.cpp", "q4_0"), ("OpenVINO GenAI", "f16"),
 )  # fmt: skip
 MIB = 2**20
 #: What is drawn: program and cache, colour.
 DRAWN = {
     ("transformers", "dynamic"): "C7", ("accelerate", "q8"): "C0", ("accelerate", "q4"): "C3",
     ("Generator compiled int4 weights", "q4"): "C4", ("llama.cpp", "f16"): "C2", ("llama.cpp", "q8_0"): "C8",
-    ("llama.cpp", "q4_0"): "C1", ("OpenVINO GenAI", "u8"): "C5", ("OpenVINO GenAI", "u4"): "C9",
+    ("llama.cpp", "q4_0"): "C1", ("OpenVINO GenAI", "f16"): "C5", ("OpenVINO GenAI", "u4"): "C9",
 }  # fmt: skip
 Row = Mapping[str, str]
 TEXT = """`python -m caramba_fast.bench.real.decode` (`make bench-real`): one token at a time behind a context, batch 1,
