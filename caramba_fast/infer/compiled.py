@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from caramba_fast.cache import ModelKVCache
-from caramba_fast.infer.cuda_graph import DecodeGraph, DecodeGraphs, RecordingError
+from caramba_fast.infer.cuda_graph import DecodeGraph, DecodeGraphs, ModelTensors, RecordingError
 from caramba_fast.models import LanguageModel
 
 #: How far logits of a compiled step may be from those of the step as it is, as a share of their norm. Inductor rounds
@@ -35,15 +35,18 @@ class Program(NamedTuple):
         run: takes all tensors of the step, gives the logits (B, V).
         inputs: these tensors; an int for one that the conversation has its own of, by its place in `_own`.
         shapes: of the tensors, with strides and dtypes.
+        tensors: of the model then.
     """
 
     run: Callable[..., Any]
     inputs: list[Tensor | int]
     shapes: list[tuple[Any, ...]]
+    tensors: ModelTensors
 
     def holds(self) -> bool:
-        """Whether the tensors still are as they were, and nobody has cast the model."""
-        return self.shapes == [_shape(x) for x in self.inputs if isinstance(x, Tensor)]
+        """Whether the model has the tensors it had, and they are as they were."""
+        shapes = [_shape(x) for x in self.inputs if isinstance(x, Tensor)]
+        return self.shapes == shapes and self.tensors.unchanged()
 
 
 class CompiledStep(DecodeGraph):
@@ -126,7 +129,8 @@ class CompiledStep(DecodeGraph):
         given: Any = tensors
         with _inductor():
             run = torch._inductor.compile(traced, given)
-        return Program(run, inputs, [_shape(x) for x in inputs if isinstance(x, Tensor)])
+        shapes = [_shape(x) for x in inputs if isinstance(x, Tensor)]
+        return Program(run, inputs, shapes, ModelTensors(self.model))
 
 
 class _Eager:

@@ -7,13 +7,14 @@ the device, the cache is named whole, and how work is split follows from its cap
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from caramba_fast.cache import AttentionLimits, DecodeBatch, ModelKVCache, PagePool, Stretch
 from caramba_fast.models import LanguageModel
@@ -58,11 +59,37 @@ class RecordingError(RuntimeError):
     """A step that cannot be recorded, with the reason; the cache may have lengths that do not hold."""
 
 
+class ModelTensors:
+    """The parameters and buffers of a model at one time, to see whether they are still where they were.
+
+    A recorded step reads memory. Values that change in place it sees; tensors that were replaced (a cast, weights
+    assigned or quantized, a module put in place of another) it does not.
+
+    Args:
+        model: with modules; of another kind nothing is known.
+    """
+
+    def __init__(self, model: Any) -> None:
+        modules = model.modules() if isinstance(model, nn.Module) else ()
+        parts = [part for m in modules for part in (m._modules, m._parameters, m._buffers)]
+        held = [(part, name, x) for part in parts for name, x in part.items()]
+        self._parts = [part for part, _, _ in held]
+        self._names, self._values = [name for _, name, _ in held], [x for _, _, x in held]
+        self._plain = [x for x in self._values if type(x) in (Tensor, nn.Parameter)]
+        self._places = list(map(Tensor.data_ptr, self._plain))
+
+    def unchanged(self) -> bool:
+        """Whether all of them are the same tensors in the same memory."""
+        now = map(dict.get, self._parts, self._names)  # by C alone: it is asked at every step
+        same = all(map(operator.is_, now, self._values))
+        return same and list(map(Tensor.data_ptr, self._plain)) == self._places
+
+
 class DecodeGraph:
     """The decode step of a model on one cache.
 
-    The first step runs as it is, the second is recorded, later ones are replayed; another reach of the cache
-    starts this anew.
+    The first step runs as it is, the second is recorded, later ones are replayed; another reach of the cache, or other
+    weights of the model, start this anew.
 
     Args:
         model, cache: what is run; both keep their tensors.
@@ -79,6 +106,7 @@ class DecodeGraph:
         self._logits: Tensor | None = None
         self._replay: Callable[[], None] | None = None
         self._warm: AttentionLimits | None = None  # the reach the step has run with
+        self._tensors: ModelTensors | None = None  # of the model when the step was recorded
 
     @property
     def recorded(self) -> bool:
@@ -93,11 +121,13 @@ class DecodeGraph:
             ValueError, OutOfPagesError: there is no room. Call the cache's `restore` after each.
         """
         self._tokens.copy_(tokens)
-        if self.cache.reach is not self._warm:
-            self._replay, self._warm = None, self.cache.reach
+        known = self._tensors is None or self._tensors.unchanged()
+        if self.cache.reach is not self._warm or not known:
+            self._replay, self._warm, self._tensors = None, self.cache.reach, None
             with self.cache.reading_all_slots():
                 self._recorder.warm_up(self._run)
         elif self._replay is None:
+            self._tensors = ModelTensors(self.model)
             self._record()
         else:
             self.cache.replay(self._replay)
@@ -135,6 +165,7 @@ class BatchGraph:
         self._rows = torch.arange(rows, device=pool.device)
         self._logits: Tensor | None = None
         self._replay: Callable[[], None] | None = None
+        self._tensors: ModelTensors | None = None  # of the model when the step was recorded
         self._is_warm = False
 
     @property
@@ -149,11 +180,14 @@ class BatchGraph:
             RecordingError: the model does something a graph cannot hold; nothing was stored.
         """
         self.batch.fill(tokens, stretches)
+        if self._tensors is not None and not self._tensors.unchanged():
+            self._replay, self._is_warm, self._tensors = None, False, None
         if not self._is_warm:
             self._recorder.warm_up(self._run)
             self._is_warm = True
         else:
             if self._replay is None:
+                self._tensors = ModelTensors(self.model)
                 try:
                     self._replay = self._recorder.record(self._run)
                 except RuntimeError as error:

@@ -162,3 +162,40 @@ def test_drafts_are_written_by_compiled_steps() -> None:
     assert torch.equal(made.generate(ids), wanted)
     drafting = made._draft_generator
     assert drafting is not None and isinstance(drafting._graphs._graph, CompiledStep)
+
+
+def flipped(model: Transformer) -> None:
+    """Other weights, in tensors of their own."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            weight = module.weight.detach().flip(0) * 1.01
+            module.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+
+def halved(model: Transformer) -> None:
+    model.to(torch.bfloat16)
+
+
+def replaced(model: Transformer) -> None:
+    """Another module in place of one."""
+    old = model.lm_head
+    model.lm_head = torch.nn.Linear(old.in_features, old.out_features, bias=False)
+
+
+@pytest.mark.parametrize("change", [flipped, halved, replaced])
+@pytest.mark.parametrize("anew", [False, True])
+def test_other_weights_are_noticed_within_a_conversation_and_before_the_next(
+    change: Any, anew: bool
+) -> None:
+    found = []
+    for options in ({}, {"compile": True}):
+        model = new_model()
+        made = generator(model, cache_kind="q8", max_new_tokens=6, **options)
+        made.generate(prompt(20))
+        torch.manual_seed(3)
+        change(model)
+        if anew:
+            made.reset()
+        found.append(made.generate(prompt(9)).tolist())
+    assert made.decode_graph == "compiled"
+    assert found[0] == found[1]
