@@ -194,7 +194,11 @@ def why_nothing(logits: Tensor, scores: Tensor, model: str = "model") -> str:
 
 
 def _drawn_from_few(logits: Tensor, config: GenerateConfig, generator: Randomness) -> Tensor:
-    """As drawing from the filtered distribution; where a few hundred tokens hold all of it, from those alone."""
+    """As drawing from the filtered distribution; where a few hundred tokens hold all of it, from those alone.
+
+    A random number means another token where it is looked up among all of them, in their order, than among a few, the
+    likeliest first: which is done depends on the row alone, whatever stands beside it.
+    """
     few = min(config.top_k or FIRST_FEW, FIRST_FEW, logits.shape[-1])
     unlimited = config.top_k is None and config.top_p is None
     others = any(getattr(config, name) for name in FILTERS)
@@ -204,14 +208,32 @@ def _drawn_from_few(logits: Tensor, config: GenerateConfig, generator: Randomnes
     values, index = scores.topk(few)
     whole = values if config.top_k else scores
     probability = (values - whole.logsumexp(-1, keepdim=True)).exp()
+    points = _points(logits, generator)
+    enough: Tensor | None = None
     if config.top_p is not None:
-        if not config.top_k and not bool((probability.sum(-1) >= config.top_p).all()):
-            return draw_marked(filtered_logits(logits, config).softmax(-1), generator)
+        enough = None if config.top_k else probability.sum(-1) >= config.top_p
         before = probability.cumsum(-1) - probability
         probability = probability.masked_fill(_beyond(before, config.top_p), 0.0)
-    place = draw_marked(probability, generator)
-    found = index.gather(-1, place.clamp(min=0)[..., None])[..., 0]
-    return found.where(place >= 0, place)
+    place = draw_marked(probability, points)
+    found = index.gather(-1, place.clamp(min=0)[..., None])[..., 0].where(place >= 0, place)
+    if enough is not None and not bool(enough.all()):
+        among_all = draw_marked(filtered_logits(logits, config).softmax(-1), points)
+        found = found.where(enough, among_all)
+    return found
+
+
+def skip_points(logits: Tensor, generator: torch.Generator | None, count: int) -> None:
+    """Draws the random numbers of ``count`` steps whose logits are like these (..., V), for nothing."""
+    for _ in range(count if generator is not None else 0):
+        _points(logits, generator)
+
+
+def _points(logits: Tensor, generator: Randomness) -> Tensor:
+    """A random number for each row of logits (..., V)."""
+    if isinstance(generator, Tensor):
+        return generator
+    exact = torch.float32 if logits.device.type == "mps" else torch.float64
+    return torch.rand(logits.shape[:-1], generator=generator, dtype=exact, device=logits.device)
 
 
 def draw(probability: Tensor, generator: Randomness) -> Tensor:
@@ -235,12 +257,7 @@ def draw_marked(probability: Tensor, generator: Randomness) -> Tensor:
     exact = torch.float32 if flat.device.type == "mps" else torch.float64
     reached = flat.cumsum(-1, dtype=exact)
     total = reached[:, -1:]
-    if isinstance(generator, Tensor):
-        point = generator.to(total).view(total.shape) * total
-    else:
-        point = total * torch.rand(
-            total.shape, generator=generator, dtype=exact, device=flat.device
-        )
+    point = _points(probability, generator).to(total).view(total.shape) * total
     # Of the steps of the sum the first that passes the point; what has no probability makes none.
     below = torch.nextafter(total, torch.zeros_like(total))
     drawn = torch.searchsorted(reached, torch.minimum(point, below), right=True)

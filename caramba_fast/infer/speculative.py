@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from caramba_fast.infer.config import AUTO, GenerateConfig, SpeculativeConfig
+from caramba_fast.config.spec import TAIL_SLACK
+from caramba_fast.infer.config import AUTO, DraftConfig, GenerateConfig, SpeculativeConfig
 from caramba_fast.infer.drafts import (
     Draft,
     Drafted,
@@ -27,7 +28,13 @@ from caramba_fast.infer.drafts import (
 from caramba_fast.infer.generator import Generator
 from caramba_fast.infer.lookup import LookupDraft
 from caramba_fast.infer.run import Hooks, Run, blank_ended
-from caramba_fast.infer.sampling import NOTHING, check_chosen
+from caramba_fast.infer.sampling import (
+    NOTHING,
+    check_chosen,
+    random_state,
+    set_random_state,
+    skip_points,
+)
 from caramba_fast.infer.sequence import Prompts
 from caramba_fast.infer.stopping import Decoder
 from caramba_fast.models import LanguageModel
@@ -89,21 +96,22 @@ class SpeculativeGenerator(Generator):
     def _check_call(self, config: GenerateConfig) -> None:
         super()._check_call(config)
         assert isinstance(config, SpeculativeConfig)
-        self._check_tail(config, config)
+        self._check_tail(config.longest_draft, self.config)
         if self.draft_model is not None:
-            self._check_tail(config, config.for_draft())
+            self._check_tail(config.longest_draft, self.config.for_draft())
 
-    def _check_tail(self, config: SpeculativeConfig, cached: GenerateConfig) -> None:
-        """Raises ValueError where the fp16 tail of a cache cannot take a draft back."""
-        if cached.cache == AUTO:
-            return  # candidates have tails for the longest draft
-        longest = config.longest_draft
-        for stream in cached.stream_configs().values():
-            if (stream.residual_len or stream.group > 1) and longest + 1 > stream.tail_slack:
-                raise ValueError(
-                    f"spec_k reaches {longest}; with tail_slack={stream.tail_slack} of the cache up to "
-                    f"{stream.tail_slack - 1} is allowed"
-                )
+    def _check_tail(self, longest: int, cached: SpeculativeConfig | DraftConfig) -> None:
+        """Raises ValueError where the fp16 tail of a cache with these settings cannot take a draft back."""
+        if cached.cache == AUTO:  # candidates have tails for the longest draft
+            slacks = [max(TAIL_SLACK, cached.longest_draft + 1)]
+        else:
+            streams = cached.stream_configs().values()
+            slacks = [x.tail_slack for x in streams if x.residual_len or x.group > 1]
+        if slacks and longest + 1 > min(slacks):
+            raise ValueError(
+                f"spec_k reaches {longest}; with tail_slack={min(slacks)} of the cache up to {min(slacks) - 1} is "
+                "allowed (spec_k of the generator itself may be more)"
+            )
 
     def _make_draft(self, device: torch.device | str | None) -> Draft:
         config = self.config
@@ -212,9 +220,14 @@ class SpeculativeGenerator(Generator):
             logits = self._verified(drafted, alive)
             scores = self._scores(run, logits, drafted)
             config = cast(SpeculativeConfig, run.config)
+            start = random_state(run.rng)
             kept, behind = accept(scores, drafted, config, config.spec_method, run.rng)
             self._check_behind(run, kept, behind, scores, logits)
             given = self._give(run, drafted, kept, behind, scores, logits)
+            if len(kept) == 1 and config.samples and config.spec_method == "sample_match":
+                # Numbers drawn for tokens that were not given are those of the next tokens.
+                set_random_state(run.rng, start)
+                skip_points(scores[:, 0], run.rng, given[0])
             if any(drafted.tokens):
                 self._crop([min(*pair) for pair in zip(kept, given, strict=True)], lengths, alive)
         except BaseException:

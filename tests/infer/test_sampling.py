@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from caramba_fast.infer import GenerateConfig
-from caramba_fast.infer.sampling import draw, filtered_logits, sample
+from caramba_fast.infer.sampling import draw, filtered_logits, sample, sample_marked
 
 DRAWS = 20_000
 #: chi-square quantiles at p = 1e-4, by degrees of freedom.
@@ -255,3 +255,18 @@ def test_a_share_of_next_to_nothing_leaves_the_first_token(name, logits):
     if name == "top_p":
         assert kept.int().argmax(-1).tolist() == logits.argmax(-1).tolist()
         assert sample(logits, config, None).tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_row_draws_the_same_token_whatever_stands_beside_it() -> None:
+    """Of a flat row a few tokens hold too little: it is drawn among all, and its neighbour as without it."""
+    generator = torch.Generator().manual_seed(0)
+    sharp = 3 * torch.randn(40, 4096, generator=generator)
+    points = torch.rand(40, generator=generator, dtype=torch.float64)
+    settings_ = config(top_p=0.9)
+    alone = sample_marked(sharp, settings_, points)
+    both = torch.cat([sharp, torch.zeros(1, 4096)])
+    assert not bool((both.softmax(-1).topk(256).values.sum(-1) >= 0.9).all())
+    found = sample_marked(both, settings_, torch.cat([points, points[:1]]))
+    assert torch.equal(found[:-1], alone)
+    one_by_one = [sample_marked(sharp[i : i + 1], settings_, points[i : i + 1]) for i in range(40)]
+    assert torch.equal(torch.cat(one_by_one), alone)

@@ -413,6 +413,13 @@ def test_sample_match_with_a_seed_gives_the_very_text_of_plain_decoding(
     spec = speculative(target, drafts[name], spec_method="sample_match", **settings)
     for prompt in (PROMPTS[0], PROMPTS[1]):
         assert torch.equal(spec.generate(prompt), base.generate(prompt))
+    changes: dict[str, Any] = {"spec_extra_token": False}
+    for more in (changes, {"eos_token_id": 7, "ignore_eos": False}, {"stop": (9, 14)}):
+        settings_ = {**settings, **{k: v for k, v in more.items() if k not in changes}}
+        base = plain(target, **settings_)
+        spec = speculative(target, drafts[name], spec_method="sample_match", **{**settings, **more})
+        for prompt in PROMPTS * 3:  # a row that ended within a draft goes on where it stood
+            assert torch.equal(spec.generate([prompt]), base.generate([prompt])), more
 
 
 # -- how much it takes -----------------------------------------------------------------------
@@ -564,6 +571,23 @@ def test_a_config_of_the_other_generator_is_refused(target: Transformer) -> None
         Generator(target, SpeculativeConfig())
     with pytest.raises(TypeError, match="GenerateConfig; a SpeculativeConfig is needed"):
         SpeculativeGenerator(target, None, GenerateConfig())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("draft", [True, False])
+def test_a_longer_draft_in_one_call_has_to_fit_the_cache_that_there_is(
+    target: Transformer, draft: bool
+) -> None:
+    made = SpeculativeGenerator(
+        target, target if draft else None, cache="q4", temperature=0.0, max_new_tokens=8
+    )
+    with pytest.raises(ValueError, match=r"spec_k reaches 31.*tail_slack=12.*up to 11"):
+        made.generate([PROMPTS[0]], spec_k=31)
+    made.generate([PROMPTS[0]], spec_k=11)
+    longer = SpeculativeGenerator(
+        target, target if draft else None, cache="q4", temperature=0.0, max_new_tokens=8, spec_k=31
+    )
+    longer.generate([PROMPTS[0]])
+    longer.generate([PROMPTS[0]], spec_k=4)
 
 
 def test_a_draft_longer_than_the_tail_can_take_back_is_refused(target: Transformer) -> None:
