@@ -68,12 +68,17 @@ class PagePool:
         self.sink_len = max(config.sink_len for config in storage.values()) if storage else 0
         #: Whether sequences have something of their own beside their pages.
         self.has_rings = bool(self._sides)
-        for stream in (stream for layer in self.layers for stream in layer.streams.values()):
-            # A group and no more: tokens are not taken back across groups.
-            if stream.tail is not None:
-                stream.tail = stream.tail[:, :, : self.group].clone()
-            if stream.sink is not None:
-                stream.sink = stream.sink.new_empty(self.sink_rows, *stream.sink.shape[1:])
+        with torch.inference_mode(False):  # buffers made under it could not be written outside it
+            for stream in (stream for layer in self.layers for stream in layer.streams.values()):
+                # A group and no more: tokens are not taken back across groups.
+                if stream.tail is not None:
+                    stream.tail = stream.tail[:, :, : self.group].clone()
+                if stream.sink is not None:
+                    stream.sink = stream.sink.new_empty(self.sink_rows, *stream.sink.shape[1:])
+
+    def places(self, most: int) -> int:
+        """How many of ``most`` sequences may run at once: where the storage has rings, no more than there are."""
+        return min(most, self.rings) if self.has_rings else most
 
     @property
     def nbytes(self) -> int:

@@ -94,8 +94,12 @@ class _Group:
         )
         self.owners = integers([piece.ring for piece in pieces], torch.int64)
         self.shared: dict[Any, Any] = {}  # what layers derive of these lengths (`sharing`)
-        #: Rows that may write sinks: those that begin where their sequence does, or soon behind.
-        early = [(row, p.ring) for row, p in enumerate(pieces) if p.start < sink_len]
+        #: Row, ring and place of every sink that is written: first tokens of sequences.
+        early = [
+            (row, p.ring, place)
+            for row, p in enumerate(pieces)
+            for place in range(p.start, min(p.start + p.length, sink_len))
+        ]
         self.early = integers(early, torch.int64).T if early else None
         self.index: Tensor | None = None
         self.query_lens: Tensor | None = None
@@ -338,11 +342,11 @@ class RaggedLayer:
         """What first tokens of sequences have been written to sinks goes to those of the sequences."""
         if group.early is None:
             return
-        rows, rings = group.early
+        rows, rings, places = group.early
         for name, side in sides.items():
             sink = self.stored.streams[name].sink
             if sink is not None:
-                sink[rings] = side["sink"][rows]
+                sink[rings, :, places] = side["sink"][rows, :, places]
 
     # -- as a layer of the native model calls it, with N rows of one token ----------------
 

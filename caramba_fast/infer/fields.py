@@ -44,7 +44,7 @@ class LengthFields(Fields):
         max_new_tokens: tokens to generate at most, per call.
         max_length: tokens of a row at most, its prompt and the conversation before it included; instead of
             max_new_tokens.
-        min_new_tokens: no end-of-sequence id before so many.
+        min_new_tokens: no end-of-sequence id and nothing of ``stop`` ends a row before so many, as in vLLM.
         max_time: seconds after which no further step begins.
         eos_token_id: ids that end a row; None takes the model's own.
         ignore_eos: never stop at one.

@@ -27,7 +27,7 @@ class LogitsProcessors:
     Args:
         config: settings.
         vocab_size: ids a logit exists for.
-        eos_ids: ids that end a row, for ``min_new_tokens``.
+        eos_ids: ids that end a row; they and ``stop`` ids are not chosen before ``min_new_tokens``.
         device: where the logits are.
         processors: the caller's, called in turn with all tokens of the rows, padded at the front with
             ``fill``.
@@ -54,12 +54,13 @@ class LogitsProcessors:
         self._config, self._vocab, self._device = config, vocab_size, device
         self._grammar = grammar
         self._processors, self._allowed, self._fill = tuple(processors), allowed, fill
-        self._eos = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
+        endings = sorted(eos_ids | frozenset(config.stop_ids))
+        self._endings = torch.tensor(endings, dtype=torch.int64, device=device)
         self._bias = self._dense(config.logit_bias or {})
         self._banned = self._dense(dict.fromkeys(config.suppress_tokens, -torch.inf))
         self._sequences = tuple(config.sequence_bias)
         self._bad = tuple((words, -torch.inf) for words in config.bad_words_ids)
-        self._min_new = config.min_new_tokens if eos_ids else 0
+        self._min_new = config.min_new_tokens if endings else 0
 
     def _dense(self, biases: dict[int, float]) -> Tensor | None:
         if not biases:
@@ -131,7 +132,7 @@ class LogitsProcessors:
             self._ban(scores, row.repeats(config.no_repeat_ngram_size))
         self._ban(scores, [words[-1] for words, _ in self._bad if row.ends_with(words[:-1])])
         if row.new < self._min_new:
-            scores[self._eos] = -torch.inf
+            scores[self._endings] = -torch.inf
         if self._allowed is not None:
             self._keep_allowed(scores, row, index)
         if self._grammar is not None:

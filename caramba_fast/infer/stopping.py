@@ -50,7 +50,7 @@ class Stopping:
         began: float | None = None,
     ) -> None:
         self._eos, self._stop_ids = eos_ids, frozenset(config.stop_ids)
-        self._strings = config.stop_strings
+        self._strings, self._min_new = config.stop_strings, config.min_new_tokens
         self._decode = _decoding(tokenizer) if tokenizer is not None else None
         self._window = SLACK + max((len(s.encode()) for s in self._strings), default=0)
         self._criteria, self._fill = tuple(criteria), fill
@@ -91,8 +91,13 @@ class Stopping:
 
     def _says_stop(self, row: TokenSequence) -> bool:
         assert self._decode is not None
-        text = self._decode(list(row.tokens[-min(row.new, self._window) :]))
-        return any(string in text for string in self._strings)
+        if row.new <= self._min_new:
+            return False
+        newest = list(row.tokens[-min(row.new, self._window) :])
+        text, early = self._decode(newest), self._min_new - (row.new - len(newest))
+        # What ends within the least length ends nothing.
+        held = len(self._decode(newest[:early])) if early > 0 else 0
+        return any(text.find(s, max(0, held - len(s) + 1)) >= 0 for s in self._strings)
 
     @property
     def endings(self) -> frozenset[int]:

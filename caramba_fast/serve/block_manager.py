@@ -70,9 +70,8 @@ class BlockManager:
 
     @property
     def places(self) -> int:
-        """How many sequences may run at once: where the storage has rings, no more than there are."""
-        most = self.settings.max_batch_size
-        return min(most, self.pool.rings) if self.pool.has_rings else most
+        """How many sequences may run at once."""
+        return self.pool.places(self.settings.max_batch_size)
 
     def take_up(self, sequence: PagedSequence) -> int:
         """Gives a sequence that begins the pages in which others have its first tokens; pages the rest needs.
@@ -269,20 +268,31 @@ class BlockManager:
             part = tokens[place * size : (place + 1) * size]
             page = sequence.pages[place]
             sequence.keys.append(pages.learn(page, content_of(scope, parent, part)))
-            if parent is None and pages.content(page) is sequence.keys[0]:
+            if parent is None and pages.find(sequence.keys):
                 self._learn_sinks(sequence)
 
     def _learn_sinks(self, sequence: PagedSequence) -> None:
         """Keeps the sinks that belong to its first page, which others may find."""
         content, ring = sequence.keys[0], sequence.ring
-        if self.pool.sink_len and content not in self._sinks:
+        if not self.pool.sink_len or content in self._sinks:
+            return
+        # What nobody else may find takes no place of what others may.
+        if self._find_place() or not sequence.request.is_private:
             self._keep_sinks(content, lambda place: self.pool.copy_sinks(ring, place))
+
+    def _find_place(self) -> bool:
+        """Whether there is a free place for sinks; those of pages that are forgotten are free from now on."""
+        gone = [] if self._free_sinks else [x for x in self._sinks if not self.pages.find([x])]
+        self._free_sinks += [self._sinks.pop(content) for content in gone]
+        return bool(self._free_sinks)
 
     def _keep_sinks(self, content: Content, write: Callable[[int], None]) -> int:
         """Where the sinks of a first page are kept from now on, and were written."""
-        place = self._free_sinks.pop() if self._free_sinks else self._sinks.popitem(False)[1]
+        if not self._find_place():  # the page wanted longest ago gives its own
+            self._free_sinks.append(self._sinks.popitem(False)[1])
+        place = self._free_sinks[-1]
         write(place)
-        self._sinks[content] = place
+        self._sinks[content] = self._free_sinks.pop()
         return place
 
     def _sinks_of(self, hit: Sequence[int]) -> int | None:

@@ -178,7 +178,7 @@ class Engine(EngineRequests):
         self.tokenizer = None if tokenizer is None else TextTokenizer.of(tokenizer)
         self.pool = pool_for(self.model, self.config, self.settings)
         self.inputs = InputProcessor(
-            self.model, self.config, self.settings, self.tokenizer, self.pool.num_pages
+            self.model, self.config, self.settings, self.tokenizer, self.pool
         )
         self.inputs.check(self.config)
         self._undo, self._turn = Undo(counters := Counters()), Turn()

@@ -68,7 +68,7 @@ class InputProcessor:
         config: what requests get that say nothing else.
         settings: limits of the engine.
         tokenizer: for text in and out, or None.
-        num_pages: pages of the pool.
+        pool: where requests are stored.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class InputProcessor:
         config: GenerateConfig,
         settings: EngineConfig,
         tokenizer: TextTokenizer | None,
-        num_pages: int,
+        pool: PagePool,
     ) -> None:
         self.model, self.config, self.settings = model, config, settings
-        self.tokenizer, self.num_pages = tokenizer, num_pages
+        self.tokenizer, self.pool = tokenizer, pool
 
     def request(self, prepared: Prepared, name: str, number: int) -> Request:
         """The request, with its first sequence."""
@@ -201,10 +201,14 @@ class InputProcessor:
         """Raises ValueError for settings an engine cannot serve."""
         if config.num_beams > 1:
             raise ValueError(f"num_beams is {config.num_beams}; an engine allows 1")
-        if config.num_return_sequences > self.settings.max_batch_size:
+        most = self.settings.max_batch_size
+        places = self.pool.places(most)
+        if config.num_return_sequences > places:
+            allowed = f"max_batch_size={places}"
+            if places < most:
+                allowed = f"{places} (so many requests have room for their newest tokens)"
             raise ValueError(
-                f"num_return_sequences is {config.num_return_sequences}; 1 to "
-                f"max_batch_size={self.settings.max_batch_size} is allowed"
+                f"num_return_sequences is {config.num_return_sequences}; 1 to {allowed} is allowed"
             )
         if config.stop_strings and self.tokenizer is None:
             raise ValueError(
@@ -253,7 +257,7 @@ class InputProcessor:
         positions = getattr(self.model, "max_positions", None)
         return {
             "max_seq_len": self.config.max_seq_len,
-            "the pool": self.settings.page_size * self.num_pages,
+            "the pool": self.settings.page_size * self.pool.num_pages,
             f"the model with {positions} positions": positions,
         }
 

@@ -230,3 +230,13 @@ def test_steps_under_inference_mode_and_outside_mix() -> None:
         serving.step()
     (output,) = [event.output for event in serving if event.output]
     assert output.error is None
+
+
+@pytest.mark.parametrize("kind", ["q8", "q4", "nf4"])
+def test_an_engine_made_under_inference_mode_answers(kind: str) -> None:
+    with torch.inference_mode():
+        serving = engine(cache_kind=kind, temperature=0.0, ignore_eos=True)
+        outputs = [serving.generate_batch([PROMPT], max_new_tokens=4)[0]]
+    outputs += serving.generate_batch([PROMPT], max_new_tokens=4)
+    assert [output.error for output in outputs] == [None, None]
+    assert outputs[0].answers == outputs[1].answers

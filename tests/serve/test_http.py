@@ -94,15 +94,37 @@ def test_one_prompt_may_stand_in_a_list(client, direct):
 
 
 def test_ids_end_an_answer_but_not_before_its_least_length(client, direct):
-    (first, second, *_), *_ = direct(PROMPT, max_new_tokens=12, temperature=0.0).answers
-    found = client.completions.create(
-        model=NAME,
-        prompt=PROMPT,
-        **GREEDY,
-        extra_body={"stop_token_ids": [second], "min_tokens": 1},
-    )
-    assert first != second and found.usage.completion_tokens == 2
-    assert found.choices[0].finish_reason == "stop"
+    output = direct(PROMPT, max_new_tokens=12, temperature=0.0)
+    (first, second, *_), *_ = output.answers
+
+    def ended(least: int, **stop: Any) -> tuple[int, str]:
+        more = {**({} if "stop" in stop else stop), "min_tokens": least}
+        given = {name: x for name, x in stop.items() if name == "stop"}
+        found = client.completions.create(
+            model=NAME, prompt=PROMPT, **GREEDY, **given, extra_body=more
+        )
+        return found.usage.completion_tokens, found.choices[0].finish_reason
+
+    assert first != second and ended(1, stop_token_ids=[second]) == (2, "stop")
+    assert ended(8, stop_token_ids=[second])[0] >= 8
+    text = new_engine().tokenizer.decode([second])
+    assert ended(0, stop=text) == (2, "stop")
+    assert ended(2, stop=text)[0] > 2, "a text within the least length ends nothing"
+
+
+def test_what_a_body_says_holds_whatever_the_engine_has_for_its_requests():
+    engine = new_engine(temperature=0.0, max_new_tokens=8, ignore_eos=True)
+    with serving(engine) as address:
+
+        def ask(**body: Any) -> Any:
+            return httpx.post(f"{address}/v1/completions", json={"prompt": PROMPT, **body}).json()
+
+        assert ask(max_tokens=64)["usage"]["completion_tokens"] == 64
+        texts = [ask(max_tokens=12, temperature=1.0, seed=seed) for seed in range(4)]
+        assert len({x["choices"][0]["text"] for x in texts}) > 1
+        assert len(ask(n=2, temperature=1.0, max_tokens=4)["choices"]) == 2
+        plain = [ask(max_tokens=12)["choices"][0]["text"] for _ in range(2)]
+        assert plain[0] == plain[1], "what it leaves open is the engine's"
 
 
 def test_the_model_is_found_by_its_name(client):

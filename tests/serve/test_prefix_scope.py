@@ -142,6 +142,10 @@ def test_sinks_stay_with_as_many_first_pages_as_there_is_room_for() -> None:
     assert hits(prompts) == [0] * len(prompts)
     assert hits(prompts[-room:]) == [PAGE] * room
     assert hits(prompts[:1]) == [0], "the one wanted longest ago went"
+    assert hits(prompts[:1]) == [PAGE], "and is there again once it was read"
+    assert hits(prompts[-room + 1 :]) == [PAGE] * (room - 1)
+    for prompt in prompts:  # which nobody else may find: their sinks make room first
+        assert answered(serving, prompt).metrics.prefix_hit_tokens == 0
     assert hits(prompts[-room + 1 :]) == [PAGE] * (room - 1)
 
 

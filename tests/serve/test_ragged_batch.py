@@ -212,3 +212,25 @@ def test_an_engine_says_how_reads_over_several_sequences_are_cut(asked, monkeypa
     }
     assert by_rows[True] == {-1 if asked is None else asked}
     assert by_rows[False] <= ({None} if asked is None else {asked})
+
+
+@pytest.mark.parametrize("kind", ["q8:plain,sink_len=40", "q4:sink_len=40"])
+@pytest.mark.parametrize("parts", [[50], [20, 30], [33, 1, 16]])
+def test_sinks_of_more_tokens_than_a_piece_has_are_all_kept(kind: str, parts: list[int]) -> None:
+    configs = cache_configs(kind, residual_len=0)
+    pool = PagePool(small_model().cache_layout[:1], 64, 4, 128, rings=1, **configs)
+    for stream in pool.layers[0].streams.values():
+        stream.sink.fill_(7.0)  # another sequence's
+    torch.manual_seed(0)
+    k, v, q = (torch.randn(heads, 50, 32) for heads in (2, 2, 4))
+    own = LayerKVCache(1, 128, 64, 64, n_kv_heads=2, **configs)
+    own.append(k[None], v[None])
+    wanted = own.attend(q[None, :, -1:])[0, :, 0]
+    start = 0
+    for count in parts:
+        layer = RaggedBatch([Stretch(start, count, [0])], pool)[0]
+        new = [x[:, start : start + count].transpose(0, 1) for x in (k, v, q)]
+        layer.append_tokens(*new[:2])
+        found = layer.attend_tokens(new[2])
+        start += count
+    torch.testing.assert_close(found[-1], wanted, rtol=1e-3, atol=1e-3)

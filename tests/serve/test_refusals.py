@@ -154,3 +154,15 @@ def test_a_model_without_a_ragged_forward_is_refused() -> None:
 
     with pytest.raises(TypeError, match="no forward_ragged"):
         Engine(Plain())
+
+
+def test_more_answers_than_the_memory_has_places_for_are_refused() -> None:
+    """Or it would wait for ever, and all that come behind it."""
+    serving = engine(num_pages=2, page_size=64, max_batch_size=16)
+    assert serving.pool.rings == 2
+    with pytest.raises(ValueError, match=r"num_return_sequences is 4; 1 to 2 \(so many requests"):
+        serving.add_request([5, 6, 7], num_return_sequences=4, temperature=1.0)
+    (output,) = serving.generate_batch(
+        [[5, 6, 7]], num_return_sequences=2, temperature=1.0, max_new_tokens=4
+    )
+    assert len(output.answers) == 2 and output.error is None

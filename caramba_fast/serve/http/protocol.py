@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from caramba_fast.config.files import shown
-from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.fields import GREEDY_BELOW
 from caramba_fast.serve.http.logprobs import LogprobsWriter
 from caramba_fast.serve.request import RequestOutput
@@ -24,6 +23,11 @@ from caramba_fast.serve.request import RequestOutput
 MOST_ANSWERS, MOST_STOPS = 128, 16
 #: What an answer ended with, in OpenAI's words.
 FINISHED = {"eos": "stop", "stop": "stop", "length": "length", "time": "length"}
+#: Fields of `GenerateConfig` that have other names in a body.
+BODY_NAMES = {
+    "num_return_sequences": ("n",), "min_new_tokens": ("min_tokens",), "stop": ("stop", "stop_token_ids"),
+    "logprobs": ("logprobs", "top_logprobs"), "structured_outputs": ("response_format",),
+}  # fmt: skip
 #: Tokens of a completion that names no limit, as in OpenAI's API.
 COMPLETION_TOKENS = 16
 Text = Annotated[str, Field(min_length=1)]
@@ -140,7 +144,7 @@ class Sampling(_Body):
         return None
 
     def settings(self, max_new_tokens: int) -> dict[str, Any]:
-        """As fields of `GenerateConfig`."""
+        """As fields of `GenerateConfig`: those that the body gives, whatever the engine has for its requests."""
         answer_format = self.response_format and self.response_format.structured_outputs
         top_k = None if self.top_k in (None, -1, 0) else self.top_k
         given: dict[str, Any] = dict(
@@ -151,8 +155,10 @@ class Sampling(_Body):
             stop=(*self.stops, *self.stop_token_ids), min_new_tokens=self.min_tokens, ignore_eos=self.ignore_eos,
             logprobs=self.wanted_logprobs, structured_outputs=answer_format,
         )  # fmt: skip
-        neutral = GenerateConfig.model_fields
-        return {name: value for name, value in given.items() if value != neutral[name].default}
+        said = self.model_fields_set | {"max_new_tokens"}
+        for name, fields in BODY_NAMES.items():
+            said |= {name} if said.intersection(fields) else set()
+        return {name: value for name, value in given.items() if name in said}
 
 
 class CompletionRequest(Sampling):
@@ -296,7 +302,11 @@ class Answer:
     def whole(self, texts: Sequence[str], output: RequestOutput) -> dict[str, Any]:
         """A response that is not streamed."""
         choices: list[dict[str, Any]] = []
-        for index, (text, reason) in enumerate(zip(texts, output.finish_reasons, strict=True)):
+        reasons = (
+            output.finish_reasons
+        )  # of one that ran out of time before its prompt was read, one for all
+        reasons = reasons * len(texts) if len(reasons) == 1 else reasons
+        for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
             said = (
                 {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
             )
