@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from caramba_fast.cache import AnyLayerShape, ModelKVCache, RaggedBatch
@@ -235,6 +235,10 @@ class HuggingFaceModel(ModelFacts):
         Some kinds of RoPE choose their frequencies by the longest position of a pass: beyond the length they were
         trained for, a token's keys would depend on who else is in the batch.
         """
+        return self._rope_limit(CHANGING_ROPE)
+
+    def _rope_limit(self, kinds: Sequence[str]) -> int | None:
+        """Tokens up to which a RoPE of these kinds has the same frequencies; None without one."""
         config = self.model.config.get_text_config(decoder=True)
         given = (
             getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -245,7 +249,7 @@ class HuggingFaceModel(ModelFacts):
             or getattr(config, "original_max_position_embeddings", None)
             or config.max_position_embeddings
             for part in parts
-            if (part.get("rope_type") or part.get("type")) in CHANGING_ROPE
+            if (part.get("rope_type") or part.get("type")) in kinds
         ]
         return min(found, default=None)
 
@@ -344,6 +348,25 @@ class HuggingFaceModel(ModelFacts):
             raise ValueError(
                 f"a row would have {layout.total} tokens; the model has {limit} positions "
                 "(max_position_embeddings)"
+            )
+        held, name = max(layout.held), type(self.model).__name__
+        own = type(self.model).prepare_inputs_for_generation
+        rereads = own is not GenerationMixin.prepare_inputs_for_generation
+        same = self._rope_limit(("longrope",)) if rereads else None
+        if same is not None and 0 < held <= same < layout.total:
+            raise ValueError(
+                f"{name} turns all keys otherwise once there are more than {same} tokens, and the {held} in the cache "
+                f"are turned as for fewer; give a prompt of more than {same}, or use model.generate(), which reads the "
+                "text again there"
+            )
+        config = self.model.config.get_text_config(decoder=True)
+        tuned = getattr(config, "attn_temperature_tuning", False)
+        scaled = getattr(config, "floor_scale", None) if tuned else None
+        lengths = {a + b for a, b in zip(layout.held, layout.new, strict=True)}
+        if scaled is not None and len(lengths) > 1 and layout.total >= scaled:
+            raise ValueError(
+                f"{name} scales attention by the longest row from {scaled} tokens on (attn_temperature_tuning): rows "
+                "of different lengths have to be shorter; give it one row at a time, or rows of equal length"
             )
 
     def _one_by_one(self, ids: Tensor, kv_cache: ModelKVCache, new: list[int]) -> Tensor:

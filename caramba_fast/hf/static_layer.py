@@ -137,6 +137,10 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         place = current if eager else traced
         place.layer = None if exact else self
         if exact:
+            if eager:
+                self.mask_is_ours = (
+                    False  # it was the prompt's, which is attended to by other means
+                )
             return key_states, value_states
         if eager:
             self.sources = (key_states, value_states) if torch.is_grad_enabled() else ()

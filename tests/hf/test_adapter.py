@@ -16,6 +16,7 @@ from support.hf_matrix import (
     FOLLOWING,
     GPT,
     GROUPED,
+    IS_OLD,
     NARROW,
     PAD,
     ROWS,
@@ -574,3 +575,51 @@ def test_what_a_context_model_needs() -> None:
     for name in ("q_chunk", "local_window"):
         with pytest.raises(ValueError, match=f"{name} is 0"):
             ContextModel(Contextual(), **{name: 0})
+
+
+@pytest.mark.skipif(IS_OLD, reason="RoPE is configured otherwise in this transformers")
+def test_a_rope_that_turns_all_keys_otherwise_is_not_crossed() -> None:
+    """Phi-3 reads its text anew there; keys of the cache would have the frequencies of a shorter text."""
+    config = transformers.Phi3Config(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, original_max_position_embeddings=32,
+        initializer_range=0.3, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+        rope_parameters=dict(
+            rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 8, long_factor=[4.0] * 8
+        ),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Phi3ForCausalLM(config).eval()
+    short, long = torch.arange(3, 31)[None], torch.arange(3, 43)[None]
+    made = Generator(model, cache="fp32", temperature=0.0, ignore_eos=True)
+    with pytest.raises(ValueError, match="more than 32 tokens, and the 32 in the cache"):
+        made.generate(short, max_new_tokens=24)
+    for ids, count in ((short, 4), (long, 24)):
+        made.reset()
+        wanted = model.generate(ids, max_new_tokens=count, do_sample=False)[:, ids.shape[1] :]
+        assert torch.equal(made.generate(ids, max_new_tokens=count)[:, -count:], wanted)
+
+
+@pytest.mark.skipif(IS_OLD, reason="layers are described otherwise in this transformers")
+def test_attention_that_is_scaled_by_the_longest_row_takes_equal_rows_alone() -> None:
+    config = transformers.Llama4TextConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, intermediate_size_mlp=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=2,
+        attention_chunk_size=64, no_rope_layers=[1, 0],
+        layer_types=["chunked_attention", "full_attention"], floor_scale=16, attn_scale=2.0,
+        attn_temperature_tuning=True, tie_word_embeddings=False, initializer_range=0.3, pad_token_id=0,
+        bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Llama4ForCausalLM(config).eval()
+    long, short, brief = list(range(3, 43)), list(range(50, 60)), list(range(60, 65))
+    made = Generator(model, cache="fp32")
+    with pytest.raises(ValueError, match="attn_temperature_tuning"):
+        made.prefill([long, short])
+    rows = {}
+    for prompts in ([short, brief], [short], [brief], [long, long[::-1]], [long]):
+        made.reset()
+        made.prefill(prompts)
+        rows[len(rows)] = made.decode_step([5] * len(prompts))
+    torch.testing.assert_close(rows[0], torch.cat([rows[1], rows[2]]), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(rows[3][:1], rows[4], rtol=1e-3, atol=1e-4)

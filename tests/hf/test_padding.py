@@ -117,6 +117,17 @@ def test_a_mask_of_the_callers_own_is_refused() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
+@torch.no_grad()
+def test_an_own_mask_behind_an_exact_prompt_is_refused_too() -> None:
+    model = accelerate(tiny("llama"), "fp32")
+    ids = torch.arange(3, 20)[None]
+    for prompt_mask in (None, torch.ones_like(ids)):
+        static = CarambaStaticCache(model, "fp32", max_cache_len=64)
+        model(input_ids=ids, attention_mask=prompt_mask, past_key_values=static)
+        with pytest.raises(ValueError, match="of the caller's own"):
+            model(input_ids=ids[:, :1], attention_mask=own_mask(1, 64), past_key_values=static)
+
+
 @pytest.mark.skipif(IS_OLD, reason="blocks of tokens are made otherwise in this transformers")
 @torch.no_grad()
 def test_a_pattern_that_is_not_causal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
