@@ -213,7 +213,12 @@ class LayerCache(LayerRows):
         """Checks that row b can take ``added[b]`` of ``tokens``, and reserves pages."""
         self.lengths.check_room(tokens, added, self.max_seq_len)
         if self.pages is not None:
-            self.copy_pages(self.pages.reserve(self.lengths.host, added))
+            moved = self.pages.reserve(self.lengths.host, added)
+            try:
+                self.copy_pages(moved)
+            except BaseException:  # no memory, or an interrupt: rows read what they read before
+                self.pages.take_back(moved, self.lengths.host)
+                raise
 
     def before_replay(self) -> None:
         """The host's part of an append of one token a row whose device work was recorded: makes room.

@@ -126,6 +126,17 @@ class PageTable:
             self._publish()
         return moved
 
+    def take_back(self, moved: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
+        """Undoes `reserve`, which returned ``moved``, of rows that hold ``lengths``: nothing was copied."""
+        shared = {copy: old for old, copy in moved}
+        for row in self.rows:
+            for place, page in enumerate(row):
+                if page in shared:
+                    row[place] = self.allocator.share(shared[page])
+                    self.allocator.release(page)
+        self.shrink(lengths)
+        self._publish()
+
     def shrink(self, lengths: Sequence[int]) -> None:
         """Gives back the pages past each row's length."""
         changed = False

@@ -241,9 +241,7 @@ class LayerRows(CachedRows):
         if max_seq_len <= self.max_seq_len:
             return
         slots = capacity(max_seq_len)
-        with torch.inference_mode(False):
-            for stream in self.streams.values():
-                stream.resize(slots, 0, self.pos)
+        self._resize(slots, 0, self.pos)
         self.max_seq_len = max_seq_len
 
     def drop_front(self, count: int, max_seq_len: int) -> None:
@@ -256,9 +254,14 @@ class LayerRows(CachedRows):
             max_seq_len: room afterwards, for no fewer than the tokens that stay.
 
         Raises:
-            ValueError: a paged cache, rows that differ in length, or a count out of range.
+            ValueError: a paged cache, one with sinks, which stand for the first tokens, rows that differ in length, or
+                a count out of range.
         """
         step = self.group
+        if any(stream.sink is not None for stream in self.streams.values()):
+            raise ValueError(
+                "sinks hold the first tokens of a row: with sink_len=0 alone they can be dropped"
+            )
         if self.pages is not None or len(set(self.lengths.host)) > 1:
             raise ValueError("tokens in front are dropped of contiguous rows of equal length alone")
         if not 0 <= count <= self.pos or count % step:
@@ -267,12 +270,18 @@ class LayerRows(CachedRows):
         if max_seq_len < kept:
             raise ValueError(f"max_seq_len is {max_seq_len}; {kept} tokens stay")
         self.narrow_tails()
-        with torch.inference_mode(False):
-            for stream in self.streams.values():
-                stream.resize(capacity(max_seq_len), count, kept)
+        self._resize(capacity(max_seq_len), count, kept)
         self.max_seq_len = max_seq_len
         self.tail.lowest = [max(low - count, 0) for low in self.tail.lowest]
         self.lengths.set([length - count for length in self.lengths.host])
+
+    def _resize(self, slots: int, start: int, kept: int) -> None:
+        """Moves all streams to buffers of ``slots``: all of them, or where memory runs out none."""
+        with torch.inference_mode(False):
+            found = [stream.resized(slots, start, kept) for stream in self.streams.values()]
+            for stream, buffers in zip(self.streams.values(), found, strict=True):
+                stream.turn_tail(start)
+                stream.replace_buffers(*buffers)
 
     # -- states ---------------------------------------------------------------------------
 
@@ -326,6 +335,8 @@ class LayerRows(CachedRows):
 
 def _check_order(beam_idx: Tensor, rows: int) -> None:
     """Raises ValueError unless there is an integer for each row."""
+    if not isinstance(beam_idx, Tensor):
+        raise TypeError(f"beam_idx is a {type(beam_idx).__name__}; a tensor is needed")
     countable = not beam_idx.is_floating_point() and beam_idx.dtype != torch.bool
     if beam_idx.shape != (rows,) or not countable:
         raise ValueError(

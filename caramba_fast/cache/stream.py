@@ -272,15 +272,18 @@ class CacheTensor:
         other.sink = None if self.sink is None else change(self.sink)
         return other
 
-    def resize(self, slots: int, start: int, kept: int) -> None:
-        """Room for ``slots`` tokens a row, the ``kept`` ones from ``start`` on at the front."""
-        if self.tail is not None and start % self.tail.shape[2]:
-            self.tail.copy_(self.tail.roll(-start, dims=2))
+    def resized(self, slots: int, start: int, kept: int) -> tuple[Tensor, Tensor | None]:
+        """Codes and scales with room for ``slots`` tokens a row, the ``kept`` ones from ``start`` on at the front."""
 
         def moved(x: Tensor) -> Tensor:
             return _front(x, *(self._rows(x, count) for count in (start, kept, slots)))
 
-        self.replace_buffers(*self._changed(moved))
+        return self._changed(moved)
+
+    def turn_tail(self, start: int) -> None:
+        """Puts what the ring has of position ``start`` + j where position j has its place."""
+        if self.tail is not None and start % self.tail.shape[2]:
+            self.tail.copy_(self.tail.roll(-start, dims=2))
 
     def roomy(self, slots: int) -> tuple[Tensor, Tensor | None]:
         """Codes and scales with room for so many slots: the stream's own where they have it, else empty ones."""

@@ -92,9 +92,7 @@ def _check_options(layer: ContextParallelLayer, options: dict[str, Any]) -> None
         for name, least in LEAST.items()
         if options.get(name) is not None and options[name] < least
     ]
-    window = options.get("window_size") or (-1, -1)
-    if len(window) != 2 or min(window) < -1:
-        problems.append(f"window_size is {window!r}; (left, right), each -1 or more, is needed")
+    problems += checks.window(options.get("window_size") or (-1, -1))
     given = [name for name in nulls if options.get(name) is not None]
     if given and len(given) < len(nulls):
         problems.append(f"null keys and values go together; only {', '.join(given)} given")

@@ -161,11 +161,14 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     from tokenizers import Tokenizer  # noqa: PLC0415 - an extra
 
     try:
-        return Tokenizer.from_file(str(file))
+        found = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises nothing more specific
         raise CheckpointError(
             f"{file} cannot be read as a tokenizer: {str(error)[:300]}"
         ) from error
+    found.no_truncation()  # a file may have both, of what it was trained with: texts are read whole
+    found.no_padding()
+    return found
 
 
 def demo_tokenizer(name: str = "gqa") -> Tokenizer:

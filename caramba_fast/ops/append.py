@@ -327,6 +327,7 @@ def _check(
         view.check(name)
         problems += _stream_problems(name, view, new[name], first, block_table)
     rows = {"start": start, "cache_leftpad": cache_leftpad, "query_lens": query_lens}
+    checks.tensors(**rows, block_table=block_table)
     for name, tensor in rows.items():
         problems += checks.row_integers(name, tensor, first.shape[0])
     problems += checks.block_table(block_table, first.shape[0])
@@ -337,7 +338,7 @@ def _check(
         problems += common_problems(views, block_table, first.shape[0])
     checks.raise_all("append_", problems)
     checks.same_device(
-        start=start, block_table=block_table, **{f"{n}_codes": v.codes for n, v in views.items()},
+        **rows, block_table=block_table, **{f"{n}_codes": v.codes for n, v in views.items()},
         **{f"{n}_new": x for n, x in new.items()}, **rotary,
         **{f"{n}_query_rms": v.query_rms for n, v in views.items()},
     )  # fmt: skip

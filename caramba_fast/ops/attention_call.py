@@ -26,6 +26,8 @@ from caramba_fast.ops.view import (
 BALANCED = -1
 #: Most query tokens of the decode ops; longer prompts go through the extend ops.
 MAX_QUERY_TOKENS = 32
+#: Options that are tensors, beside null keys and values.
+TENSORS = ("block_table", "cache_leftpad", "query_lens", "s_aux")
 #: What the scores of each key stream are multiplied with, as the ops name it.
 FACTORS = {STANDARD: ("softmax_scale",), DECOUPLED: ("sem_scale", "geo_scale")}
 
@@ -144,15 +146,13 @@ def _check(
         raise TypeError(
             f"{', '.join(sorted(described))}: given with the stream's KVView, not as options"
         )
-    if not isinstance(cache_seqlens, Tensor):
-        raise TypeError(
-            f"cache_seqlens is a {type(cache_seqlens).__name__}; a (B,) int32 tensor is needed"
-        )
+    given = {name: options.get(name) for name in (*TENSORS, *(f"null_{name}" for name in views))}
+    checks.tensors(cache_seqlens=cache_seqlens, **given)
     most = None if "q_chunk" in op.keywords else MAX_QUERY_TOKENS
     checks.raise_all(op.name, _problems(queries, views, cache_seqlens, n_kv_heads, options, most))
-    first = next(iter(queries.values()))
     checks.same_device(
-        q=first, cache_seqlens=cache_seqlens, **{f"{n}_codes": v.codes for n, v in views.items()},
+        cache_seqlens=cache_seqlens, **{f"q for {name}": q for name, q in queries.items()},
+        **{f"{name}_codes": view.codes for name, view in views.items()},
         **{key: value for key, value in options.items() if isinstance(value, Tensor)},
     )  # fmt: skip
 
@@ -283,9 +283,7 @@ def _null_problems(
 
 def _scalar_problems(options: Mapping[str, Any]) -> list[str]:
     problems = []
-    window = options.get("window_size", (-1, -1))
-    if len(window) != 2 or min(window) < -1:
-        problems.append(f"window_size is {window!r}; (left, right), each -1 or more, is needed")
+    problems += checks.window(options.get("window_size", (-1, -1)))
     for name, allowed in (
         ("softcap", "0 (none)"),
         ("num_sink_tokens", "0"),

@@ -105,6 +105,21 @@ def _check_groups(name: str, codes: Tensor, scales: Tensor, form: Format) -> Non
         )
 
 
+def tensors(**given: object) -> None:
+    """Raises TypeError where an argument is neither a tensor nor None."""
+    for name, value in given.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}; a tensor is needed")
+
+
+def window(value: object) -> list[str]:
+    """Problems of a ``window_size``."""
+    pair = isinstance(value, (tuple, list)) and len(value) == 2
+    if pair and all(isinstance(side, (int, torch.SymInt)) and side >= -1 for side in value):
+        return []
+    return [f"window_size is {value!r}; (left, right), each -1 or more, is needed"]
+
+
 def row_integers(name: str, tensor: Tensor | None, batch: int) -> list[str]:
     """Problems of a per-row (B,) int32 tensor; None is fine."""
     if tensor is None or (tensor.shape == (batch,) and tensor.dtype == torch.int32):

@@ -28,7 +28,8 @@ def hadamard(x: Tensor) -> Tensor:
     if type(x) is not Tensor:  # tracing: what is made now is not for later use
         return torch.matmul(x, hadamard_matrix(*key))
     if key not in _matrices:
-        _matrices[key] = hadamard_matrix(*key)
+        with torch.inference_mode(False):  # made under it, it could not be saved for a gradient
+            _matrices[key] = hadamard_matrix(*key)
     return torch.matmul(x, _matrices[key])
 
 

@@ -9,7 +9,7 @@ import torch
 from support.cache_contract import BATCH, KV_HEADS, LayerCacheContract, of_values
 
 from caramba_fast.cache import LayerKVCache, LayerShape, ModelKVCache
-from caramba_fast.config import KVCacheKind, KVCacheTensorConfig
+from caramba_fast.config import KVCacheKind, KVCacheTensorConfig, cache_configs
 from caramba_fast.formats import FORMATS
 
 pytestmark = pytest.mark.usefixtures("on_reference")
@@ -145,3 +145,62 @@ def test_a_model_cache_refuses_bad_arguments():
         ModelKVCache([], 1, 8)
     with pytest.raises(ValueError, match="prefill is 'fast'"):
         ModelKVCache([LayerShape(64, 64, 1)], 1, 8, prefill="fast")
+
+
+@pytest.mark.parametrize("spec", [
+    "q8", "q4", "nf4", "q4:plain,residual_len=8,sink_len=3", "q4_channel:sink_len=5/q8:plain,sink_len=5", "fp16",
+])  # fmt: skip
+@pytest.mark.parametrize("leftpad", [None, [0, 7, 40]])
+@torch.no_grad()
+def test_what_attention_reads_is_what_get_gives_as_read(spec, leftpad):
+    torch.manual_seed(0)
+    cache = LayerKVCache(3, 256, 128, 128, n_kv_heads=4, **cache_configs(spec))
+    pads = None if leftpad is None else torch.tensor(leftpad, dtype=torch.int32)
+    k, v = torch.randn(2, 3, 4, 150, 32)
+    cache.append(k, v, [150, 90, 120], cache_leftpad=pads)
+    cache.crop(5)
+    query = torch.randn(3, 4, 1, 32)
+    options = {} if pads is None else {"cache_leftpad": pads}
+    keys, values = cache.get(torch.float32, pads, as_read=True)
+    place, start = torch.arange(cache.pos), torch.tensor(leftpad or [0] * 3)[:, None]
+    seen = (place < cache.seq_lens[:, None]) & (place >= start)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        query, keys, values, attn_mask=seen[:, None, None]
+    )
+    torch.testing.assert_close(cache.attend(query, **options), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("call", [
+    lambda cache, x: cache.append(x, x, cache_leftpad=[3]),
+    lambda cache, x: cache.attend(x, cache_leftpad=[0]),
+    lambda cache, x: cache.attend(x, s_aux=[0.0] * 2),
+    lambda cache, x: cache.reorder([0]),
+])  # fmt: skip
+def test_lists_in_place_of_tensors_are_named(call):
+    cache, x = (
+        LayerKVCache(1, 64, 64, 64, n_kv_heads=2, **cache_configs("q4")),
+        torch.randn(1, 2, 3, 32),
+    )
+    cache.append(x, x)
+    before = [y.clone() for y in cache.get()]
+    with pytest.raises(TypeError, match=r"is a list; a tensor is needed"):
+        call(cache, x)
+    assert all(map(torch.equal, cache.get(), before))
+
+
+def test_a_window_that_is_no_pair_and_a_state_of_tensors_are_refused():
+    cache, x = (
+        LayerKVCache(1, 64, 64, 64, n_kv_heads=2, **cache_configs("q4")),
+        torch.randn(1, 2, 3, 32),
+    )
+    cache.append(x, x)
+    with pytest.raises(ValueError, match="window_size is 5"):
+        cache.attend(x, window_size=5)
+    for change in (
+        lambda s: s.update(n_kv_heads=torch.ones(2)),
+        lambda s: s["streams"]["k"]["config"].update(qblock=torch.ones(2)),
+    ):
+        state = cache.state_dict()
+        change(state)
+        with pytest.raises(ValueError, match="the state does not fit"):
+            cache.load_state_dict(state)

@@ -24,7 +24,7 @@ from caramba_fast.cache import (
     ModelKVCache,
     OutOfPagesError,
 )
-from caramba_fast.config import KVCacheTensorConfig
+from caramba_fast.config import KVCacheTensorConfig, cache_configs
 
 pytestmark = pytest.mark.usefixtures("on_reference")
 
@@ -189,3 +189,23 @@ def test_the_layers_of_a_model_have_pools_of_their_own():
     assert [layer.pages.allocator.free for layer in cache] == [1, 1]
     cache.reset()
     assert [layer.pages.allocator.free for layer in cache] == [4, 4]
+
+
+@pytest.mark.parametrize("spec", ["fp32", "q4"])
+def test_a_copy_of_a_page_that_fails_leaves_rows_with_the_pages_they_had(spec, monkeypatch):
+    cache = LayerKVCache(2, 128, 64, 64, n_kv_heads=2, page_size=32, **cache_configs(spec))
+    x = torch.randn(2, 2, 40, 32, generator=torch.Generator().manual_seed(0))
+    cache.append(x, x)
+    cache.reorder(torch.tensor([0, 0]))
+    before, free = cache.get(), cache.pages.allocator.free
+    with monkeypatch.context() as patch:
+
+        def full(_):
+            raise torch.OutOfMemoryError
+
+        patch.setattr(cache, "copy_pages", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.append(x[:, :, :1], x[:, :, :1])
+    assert all(map(torch.equal, cache.get(), before)) and cache.pages.allocator.free == free
+    cache.append(x[:, :, :1], x[:, :, :1])
+    assert torch.equal(cache.get()[0][:, :, :32], before[0][:, :, :32])

@@ -84,7 +84,7 @@ def test_growing_changes_nothing(spec: str) -> None:
     assert small.max_seq_len == 700
 
 
-@pytest.mark.parametrize("spec", ["fp32", "q8", "q4", "nf4:plain,residual_len=8"])
+@pytest.mark.parametrize("spec", ["fp32", "q8", "q4:sink_len=0", "nf4:plain,residual_len=8"])
 def test_what_stays_when_the_front_is_dropped_is_read_as_before(spec: str) -> None:
     layer = made(spec, 512)
     layer.append(*states(300), will_attend=False)
@@ -92,9 +92,8 @@ def test_what_stays_when_the_front_is_dropped_is_read_as_before(spec: str) -> No
     expected = layer.attend(queries(2), window_size=(63, 0))
     kept = [x[:, :, count:] for x in layer.get()]
     layer.drop_front(count, 256)
-    sinks = max(stream.config.sink_len for stream in layer.streams.values())
     for found, wanted in zip(layer.get(), kept, strict=True):
-        torch.testing.assert_close(found[:, :, sinks:], wanted[:, :, sinks:], rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
     found = layer.attend(queries(2), window_size=(63, 0))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-3)
     k, v = states(310)
@@ -102,8 +101,26 @@ def test_what_stays_when_the_front_is_dropped_is_read_as_before(spec: str) -> No
     assert float((layer.get()[0][:, :, -10:] - k[:, :, 300:]).norm() / k.norm()) < 0.1
 
 
+def test_a_cache_for_which_memory_runs_out_while_it_grows_is_as_it_was(monkeypatch) -> None:
+    layer = made("q8", 128)
+    layer.append(*states(100))
+    before, expected = layer.max_seq_len, layer.attend(queries(2))
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(layer.streams["v"], "resized", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        layer.grow(700)
+    assert layer.max_seq_len == before and torch.equal(layer.attend(queries(2)), expected)
+
+
 def test_dropping_is_refused_where_it_cannot_be() -> None:
     layer = made("q4", 512)
+    layer.append(*states(100))
+    with pytest.raises(ValueError, match="sinks hold the first tokens of a row"):
+        layer.drop_front(64, 512)
+    layer = made("q4:sink_len=0", 512)
     layer.append(*states(100), new_lens=[100, 90])
     with pytest.raises(ValueError, match="equal length"):
         layer.drop_front(64, 512)

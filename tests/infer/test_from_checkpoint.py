@@ -487,3 +487,14 @@ def test_shapes_and_bounds_of_p() -> None:
 def test_a_tokenizer_of_the_library_alone_is_enough() -> None:
     tokenizer = TextTokenizer(Tokenizer.from_file(str(demo_path() / "tokenizer.json")))
     assert tokenizer.decode(tokenizer.encode("x = 1")) == "x = 1"
+
+
+def test_a_tokenizer_that_was_trained_with_limits_reads_texts_whole(tmp_path: Path) -> None:
+    from caramba_fast.models import demo_tokenizer
+
+    text = "def read(path):\n    return open(path).read()\n" * 20
+    limited, wanted = demo_tokenizer(), demo_tokenizer().encode(text).ids
+    limited.enable_truncation(8)
+    limited.enable_padding(length=4000)
+    limited.save(str(tmp_path / "tokenizer.json"))
+    assert TextTokenizer.of(tmp_path).encode(text) == wanted

@@ -6,7 +6,7 @@ from support import cases, dense
 from support.tolerances import relative_l2
 
 from caramba_fast.ops import append_, decode_attention, use_backend
-from caramba_fast.ops.hadamard import hadamard, rotated
+from caramba_fast.ops.hadamard import _matrices, hadamard, rotated
 
 ROTATIONS = [("rotate_k",), ("rotate_v",), ("rotate_k", "rotate_v")]
 
@@ -69,3 +69,13 @@ def test_the_rotation_is_cut_largest_power_first():
     x[0] = 1
     found = hadamard(x)
     assert (found[:64] == 1 / 8).all() and (found[64:] == 0).all()
+
+
+def test_a_matrix_made_under_inference_mode_serves_gradients():
+    _matrices.clear()
+    x = torch.randn(3, 24)
+    with torch.inference_mode():
+        hadamard(x)
+    x.requires_grad_()
+    hadamard(x).sum().backward()
+    assert x.grad is not None
