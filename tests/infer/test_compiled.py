@@ -196,6 +196,8 @@ def test_other_weights_are_noticed_within_a_conversation_and_before_the_next(
         change(model)
         if anew:
             made.reset()
-        found.append(made.generate(prompt(9)).tolist())
+        made.generate(prompt(9), max_new_tokens=1)
+        found.append(torch.stack([made.decode_step([token]) for token in (5, 6, 7, 8)]))
     assert made.decode_graph == "compiled"
-    assert found[0] == found[1]
+    off = float((found[0] - found[1]).float().norm() / found[0].float().norm())
+    assert off < (0.05 if change is halved else 1e-3)

@@ -415,9 +415,9 @@ def test_sample_match_with_a_seed_gives_the_very_text_of_plain_decoding(
         assert torch.equal(spec.generate(prompt), base.generate(prompt))
     changes: dict[str, Any] = {"spec_extra_token": False}
     for more in (changes, {"eos_token_id": 7, "ignore_eos": False}, {"stop": (9, 14)}):
-        settings_ = {**settings, **{k: v for k, v in more.items() if k not in changes}}
-        base = plain(target, **settings_)
-        spec = speculative(target, drafts[name], spec_method="sample_match", **{**settings, **more})
+        both = {**settings, "max_seq_len": 600}
+        base = plain(target, **both, **{k: v for k, v in more.items() if k not in changes})
+        spec = speculative(target, drafts[name], spec_method="sample_match", **both, **more)
         for prompt in PROMPTS * 3:  # a row that ended within a draft goes on where it stood
             assert torch.equal(spec.generate([prompt]), base.generate([prompt])), more
 
