@@ -22,6 +22,7 @@ from caramba_fast.quality.plot import (
     write_figure,
     write_labels,
 )
+from caramba_fast.quality.report import is_report
 
 PICTURE = "quality-real.png"
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
@@ -51,7 +52,7 @@ def reports(folder: Path = RESULTS) -> list[QualityReport]:
     return [
         QualityReport.from_json(path)
         for path in sorted(folder.glob("*.json"))
-        if not path.stem.endswith((TASKS, PROMPTS, CHOSEN_ON))
+        if is_report(path) and not path.stem.endswith(CHOSEN_ON)
     ]
 
 

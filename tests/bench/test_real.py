@@ -298,3 +298,9 @@ def test_a_slice_of_a_real_model(tmp_path):
         row = report.row(spec)
         assert row.mean_kl <= most_kl and row.top1_agreement >= top1, row
         assert row.acceptance >= accept, row
+
+
+def test_the_page_is_made_of_the_results_that_are_there() -> None:
+    """Files of other measurements lie beside them."""
+    assert len(real_page.reports()) >= 2
+    assert real_page.NOT_MEASURED not in real_page.lines()
