@@ -44,10 +44,16 @@ def model_digest(model: Any) -> str:
     found = hashlib.sha256()
     for name, x in named:
         found.update(f"{name} {tuple(x.shape)} {x.dtype} {values[_identity(x)]}\n".encode())
-    children = [child for module in modules for child in module.children()]
-    for part in (model, *modules, *children):
-        found.update(json.dumps(_settings(part), sort_keys=True, default=str).encode())
+    found.update(settings_of(model).encode())
     return found.hexdigest()
+
+
+def settings_of(model: object) -> str:
+    """What the configurations of a model, its modules and theirs say, as far as caches depend on it."""
+    modules = list(modules_of(model))
+    children = [child for module in modules for child in module.children()]
+    parts = (model, *modules, *children)
+    return "".join(json.dumps(_settings(part), sort_keys=True, default=str) for part in parts)
 
 
 def modules_of(model: object) -> Iterable[nn.Module]:

@@ -89,9 +89,10 @@ def measure_quality(subject: Subject, wanted: Sequence[Candidate], *, forced: bo
     subject.progress(f"quality of {len(specs)} caches")
     meter = subject.meter()
     found = gates.measure_quality(meter, specs, limits)
-    if "cache_quality_min_needle" in limits or (forced and subject.recall is not None):
+    gated = "cache_quality_min_needle" in limits
+    if gated or (forced and subject.recall is not None):
         subject.progress(f"needles through {len(specs)} caches")
-        for spec, share in subject.needles(specs, meter.windows).items():
+        for spec, share in subject.needles(specs, meter.windows, required=gated).items():
             found[spec] = replace(found[spec], needles=share)
     for candidate in wanted:
         candidate.figures = found[candidate.spec]

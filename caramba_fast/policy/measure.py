@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from caramba_fast.cache import DecoupledLayerShape, ModelKVCache
+from caramba_fast.cache import DecoupledLayerShape
 from caramba_fast.cache.model import PrefillMode
 from caramba_fast.config import cache_configs
 from caramba_fast.infer.policy_fields import GATES, CachePolicyFields
@@ -32,7 +32,7 @@ from caramba_fast.quality import (
     cached_forward,
     compare,
 )
-from caramba_fast.quality.compare import forced, new_session
+from caramba_fast.quality.compare import forced, new_session, with_room
 from caramba_fast.quality.identity import text_digest, token_tensor
 from caramba_fast.quality.text import SAMPLED_ROWS, Windows, needle_batches, rows_of_text
 
@@ -109,16 +109,11 @@ class PromptForward:
     def __call__(self, ids: Tensor, spec: str) -> Iterator[Tensor]:
         """Logits (B, t, V) of the prompt (nan), then of stretches of what follows."""
         model, rows = self.model, len(ids)
-        session = new_session(model, rows, ids.shape[1], cache_configs(spec), prefill=self.prefill)
+        configs = with_room(cache_configs(spec), TOGETHER)  # all caches are fed alike
+        session = new_session(model, rows, ids.shape[1], configs, prefill=self.prefill)
         logits = session.feed(ids[:, : self.prompt_len].tolist())
         yield logits.new_full((), torch.nan).expand(rows, self.prompt_len, logits.shape[-1])
-        assert session.cache is not None
-        yield from forced(session, ids[:, self.prompt_len :], _together(session.cache))
-
-
-def _together(cache: ModelKVCache) -> int:
-    slack = min(layer.tail_slack for layer in cache) if cache[0].ring_len else TOGETHER
-    return max(1, min(TOGETHER, slack))
+        yield from forced(session, ids[:, self.prompt_len :], TOGETHER)
 
 
 class QualityMeter:
@@ -301,18 +296,24 @@ class Subject:
             text = token_tensor(self.ids).flatten()[:_TIMED_TEXT].repeat(rows, 1)
         return text.repeat(1, -(-length // text.shape[1]))[:, :length]
 
-    def needles(self, specs: Sequence[str], windows: Windows) -> dict[str, float]:
+    def needles(
+        self, specs: Sequence[str], windows: Windows, *, required: bool = True
+    ) -> dict[str, float]:
         """Share of needles each cache finds (greedy), relative to the baseline on the same needles.
 
         Args:
             specs: caches.
             windows: the text that needles are hidden in, repeated if it is short.
+            required: whether a gate needs them; else there are none where the model is no good at it.
 
         Raises:
             ValueError: the baseline finds next to none, so that the gate means nothing for this model; or a
                 context without room.
         """
         assert self.recall is not None
+        positions = getattr(self.model, "max_positions", None)
+        if not required and positions is not None and positions < CONTEXT:
+            return {}
         filler = windows.filler(CONTEXT)
         text = np.tile(filler, -(-CONTEXT // len(filler)))
         forward, found, total = cached_forward(self.model), dict.fromkeys((BASELINE, *specs), 0), 0
@@ -325,6 +326,8 @@ class Subject:
             for spec in found:
                 found[spec] += int(scores[spec].correct.sum())
         if found[BASELINE] < LEAST_FOUND * total:
+            if not required:
+                return {}
             raise ValueError(
                 f"cache_quality_min_needle: the model finds {found[BASELINE]} of {total} needles with a {BASELINE} "
                 f"cache, fewer than {LEAST_FOUND:.0%}, so that they cannot tell caches apart; leave it None"

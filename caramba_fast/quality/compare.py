@@ -26,6 +26,7 @@ from caramba_fast.infer.cuda_graph import DecodeGraphs
 from caramba_fast.infer.sequence import TokenSequence
 from caramba_fast.infer.session import Session
 from caramba_fast.models import LanguageModel
+from caramba_fast.models.identity import settings_of
 from caramba_fast.quality.identity import add_tensor
 
 #: Tokens of each row computed at once; 128 is the fastest on a CPU. Figures do not depend on it.
@@ -115,8 +116,8 @@ class CachedForward:
 
     @cached_property
     def identity(self) -> str:
-        """Class, cache widths, chunk, and a digest of the weights."""
-        digest = hashlib.sha256()
+        """Class, cache widths, chunk, and a digest of settings and weights."""
+        digest = hashlib.sha256(settings_of(self.model).encode())
         if isinstance(self.model, nn.Module):
             for name, value in self.model.state_dict().items():
                 add_tensor(digest, name, value, VALUES)
@@ -132,7 +133,7 @@ class CachedForward:
         rows, length = ids.shape
         chunk = max(1, min(self.chunk, MOST_LOGITS // (rows * self.model.vocab_size)))
         session = new_session(
-            self.model, rows, length, _with_room(cache_configs(spec), chunk), prefill="stored"
+            self.model, rows, length, with_room(cache_configs(spec), chunk), prefill="stored"
         )
         yield from forced(session, ids, chunk)
 
@@ -171,7 +172,7 @@ def cached_forward(model: LanguageModel, chunk: int = CHUNK) -> CachedForward:
     return CachedForward(model, chunk)
 
 
-def _with_room(configs: dict[str, KVCacheTensorConfig], chunk: int) -> dict[str, Any]:
+def with_room(configs: dict[str, KVCacheTensorConfig], chunk: int) -> dict[str, Any]:
     """The same storage with a ring that takes ``chunk`` tokens at once; what is read stays the same."""
     return {
         name: config.model_copy(update={"tail_slack": max(config.tail_slack, chunk)})

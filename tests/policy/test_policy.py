@@ -566,3 +566,52 @@ def test_sizes_are_checked_before_anything_runs(gqa: Transformer) -> None:
             gqa, CachePolicyFields(cache_quality_max_mean_kl=1), max_seq_len=64,
             calibration_ids=[1, 2, 3],
         )  # fmt: skip
+
+
+def test_caches_of_any_ring_are_measured_over_any_number_of_steps(model: Transformer) -> None:
+    """All are fed alike, whatever their tails have room for."""
+    plan = choose(
+        model, max_seq_len=256, cache_quality_max_mean_kl=10.0, cache_quality_decode_steps=16,
+        cache_auto_candidates=("fp16", "q4", "q4:tail_slack=2"), cache_auto_benchmark=False,
+    )  # fmt: skip
+    assert all(row.predictions for row in plan.rows)
+
+
+def test_a_model_that_finds_no_needles_is_planned_where_no_gate_asks_for_them() -> None:
+    from caramba_fast.models import demo_tokenizer, load_demo
+    from caramba_fast.quality import RecallFormat
+
+    torch.manual_seed(0)
+    model = Transformer(load_demo("gqa").config).eval()
+    recall = RecallFormat.of(demo_tokenizer("gqa"))
+    plan = choose_cache(
+        model, CachePolicyFields(cache_auto_benchmark=False), max_seq_len=256, recall=recall, measure_all=True
+    )  # fmt: skip
+    assert all(row.needles is None for row in plan.rows)
+    gated = CachePolicyFields(cache_auto_benchmark=False, cache_quality_min_needle=0.5)
+    with pytest.raises(ValueError, match="cache_quality_min_needle: the model finds 0 of"):
+        choose_cache(model, gated, max_seq_len=256, recall=recall)
+
+
+def test_models_that_differ_in_their_settings_alone_are_told_apart() -> None:
+    from caramba_fast.models import ModelConfig
+    from caramba_fast.policy.plan import model_identity
+    from caramba_fast.quality import cached_forward
+
+    sizes: dict[str, Any] = dict(
+        vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32,
+    )  # fmt: skip
+    first = Transformer(ModelConfig(**sizes))
+    changes: list[dict[str, Any]] = [
+        {"rope": {"rope_type": "linear", "factor": 8.0}}, {"sliding_window": 16, "model_type": "mistral"},
+        {"rms_norm_eps": 1e-3},
+    ]  # fmt: skip
+    for change in changes:
+        other = Transformer(ModelConfig(**sizes, **change))
+        other.load_state_dict(first.state_dict())
+        assert model_identity(other) != model_identity(first)
+        assert cached_forward(other).identity != cached_forward(first).identity
+    again = Transformer(ModelConfig(**sizes))
+    again.load_state_dict(first.state_dict())
+    assert model_identity(again) == model_identity(first)
