@@ -322,13 +322,27 @@ class ContextParallelLayer(CachedRows):
         self.lengths.set([0] * self.batch_size)
 
     def tail_state(self) -> tuple[list[Tensor], list[int]]:
-        """As `CachedRows.tail_state`; nothing without a tail."""
-        return ([], []) if self.ring is None else self.ring.tail_state()
+        """As `CachedRows.tail_state`, of the shared ring and of that of this rank's pages; nothing without a tail."""
+        found: tuple[list[Tensor], list[int]] = ([], [])
+        for part in self._with_rings:
+            tensors, numbers = part.tail_state()
+            found[0].extend(tensors)
+            found[1].extend(numbers)
+        return found
 
     def restore_tail(self, state: tuple[list[Tensor], list[int]]) -> None:
         """As `CachedRows.restore_tail`."""
-        if self.ring is not None:
-            self.ring.restore_tail(state)
+        tensors, numbers = list(state[0]), list(state[1])
+        for part in self._with_rings:
+            mine = sum(stream.tail is not None for stream in part.streams.values())
+            count = part.batch_size
+            part.restore_tail((tensors[:mine], numbers[:count]))
+            del tensors[:mine], numbers[:count]
+
+    @property
+    def _with_rings(self) -> list[LayerCache]:
+        rings = [self.ring, self.local if self.local.ring_len else None]
+        return [part for part in rings if part is not None]
 
     def _fetched(self, places: Sequence[tuple[int, int, int]]) -> Refill:
         """Gets positions (row, start, stop) from the ranks that hold their codes; what puts them back into the ring.
@@ -366,6 +380,10 @@ class ContextParallelLayer(CachedRows):
             stored = self.local.stored(name, held)[row : row + 1, :, slot]
             place_in = torch.from_numpy(position - start).to(self.device)
             values[:, place_in] = stream.lanes.pack(stored)[0]
+            sink = self.local.streams[name].sink
+            if sink is not None:  # of the first tokens, whose codes say nothing
+                early = slot < sink.shape[2]
+                values[:, place_in[early]] = sink[row, :, slot[early]].float()
         return values
 
 

@@ -263,3 +263,28 @@ def check_options_of_a_layer():
             cache.append(k[:, :, :50], v[:, :, :50])
         one, other = (c.attend(q[:, :, :20], before=30) for c in caches)
         torch.testing.assert_close(other, one, atol=1e-5, rtol=0)
+
+
+def check_rows_cropped_to_a_few_tokens_keep_their_sinks():
+    with use_backend("reference"):
+        for spec in ("q4", "q8", "q4:plain,residual_len=8,sink_len=3"):
+            caches = pair("gqa", 1, 700, spec)
+            feed("gqa", caches, ids(1, 300))
+            for cache in caches:
+                cache.truncate(10)
+            feed("gqa", caches, ids(1, 5, 8))
+            feed("gqa", caches, ids(1, 60, 9))
+
+
+def check_a_call_that_fails_leaves_rings_as_they_were():
+    with use_backend("reference"):
+        for spec in ("q4", "q8"):
+            caches = pair("gqa", 1, 700, spec)
+            feed("gqa", caches, ids(1, 300))
+            before = [(x.row_lengths, [layer.tail_state() for layer in x]) for x in caches]
+            feed("gqa", caches, ids(1, 100, 6))
+            for cache, (lengths, tails) in zip(caches, before, strict=True):
+                cache.restore(lengths)
+                for layer, tail in zip(cache, tails, strict=True):
+                    layer.restore_tail(tail)
+            feed("gqa", caches, ids(1, 40, 7))
