@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -78,6 +79,7 @@ def assembled(
     Raises:
         CheckpointError: weights that are missing, unexpected, or of another shape.
     """
+    config = _tied_as_stored(config, state, source)
     with torch.device("meta"):
         model = Transformer(config)
     _check_names(model, state, source)
@@ -93,6 +95,23 @@ def assembled(
         parameter.requires_grad_(False)
     model.rope = type(model.rope)(config.rope, config.rope_dim)
     return model.eval()
+
+
+def _tied_as_stored(config: ModelConfig, state: dict[str, Tensor], source: Path) -> ModelConfig:
+    """Takes an output matrix of its own, where a checkpoint has one, whatever its config says; as transformers does."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if not config.tie_word_embeddings or head not in state:
+        return config
+    if embedding not in state:
+        state[embedding] = state[head]
+    ours, theirs = state[head], state[embedding]
+    if ours.shape == theirs.shape and torch.equal(ours, theirs):
+        return config
+    warnings.warn(
+        f"{source} says tie_word_embeddings and has {head} and {embedding}, which differ: both are used",
+        stacklevel=3,
+    )
+    return config.model_copy(update={"tie_word_embeddings": False})
 
 
 def _with_generation_ids(config: ModelConfig, folder: Path) -> ModelConfig:

@@ -241,16 +241,29 @@ def _rope_from_hf(raw: dict[str, Any]) -> RopeParameters:
     """transformers 5 writes ``rope_parameters``; 4.x ``rope_theta`` and ``rope_scaling``."""
     found: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
-        part = raw.get(name) or {}
-        if not isinstance(part, dict):
-            raise CheckpointError(f"{name} is {shown(part)}; an object is needed")
+        given = raw.get(name) or {}
+        if not isinstance(given, dict):
+            raise CheckpointError(f"{name} is {shown(given)}; an object is needed")
+        part = dict(given)
+        if "type" in part:
+            part.setdefault("rope_type", part.pop("type"))
+        if other := [key for key in found if given and part.get(key) != found[key]]:
+            raise CheckpointError(
+                f"rope_scaling has {other[0]}={shown(found[other[0]])} and rope_parameters "
+                f"{shown(part.get(other[0]))}; keep one of them"
+            )
         found.update(part)
-    rope_type = found.get("rope_type", found.pop("type", "default"))
+    rope_type = found.get("rope_type", "default")
     if rope_type not in SUPPORTED_ROPE_TYPES:
         raise UnsupportedCheckpointError(
             f"rope_type is {shown(rope_type)}; supported are {', '.join(SUPPORTED_ROPE_TYPES)}"
         )
     found["rope_type"] = rope_type
+    trained = raw.get("original_max_position_embeddings")
+    if trained is not None and rope_type in ("llama3", "yarn"):
+        found["original_max_position_embeddings"] = (
+            trained  # as in transformers, above what the object says
+        )
     longest = raw.get("max_position_embeddings") or 2048
     defaults = {
         "rope_theta": raw.get("rope_theta") or 10000.0,
@@ -279,23 +292,28 @@ def _uniform_window(raw: dict[str, Any], family: str) -> int | None:
     uses = {"llama": False, "caramba_dba": True, "mistral": True}.get(
         family, bool(raw.get("use_sliding_window", False))
     )
+    if family == "mistral" and "sliding_window" not in raw:
+        return 4096  # what transformers takes where nothing is said
     if raw.get("sliding_window") is None or not uses:
         return None
     if family == "caramba_dba":
         return _integer(raw, "sliding_window")  # refused with the other settings
     window, layers = _integer(raw, "sliding_window"), _integer(raw, "num_hidden_layers")
     kinds = raw.get("layer_types")
-    if kinds is None:
-        first = 0 if family == "mistral" else raw.get("max_window_layers", 28)
-        if type(first) is not int:
-            raise CheckpointError(f"max_window_layers is {shown(first)}; an integer is needed")
-        full, sliding = first > 0, first < layers
-    elif isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds):
-        sliding, full = "sliding_attention" in kinds, set(kinds) != {"sliding_attention"}
-    else:
+    known = isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)
+    if kinds is not None and not known:
         raise CheckpointError(
             f"layer_types is {shown(kinds)}; a list with one entry a layer is needed"
         )
+    if family == "mistral":
+        return window  # all of its layers are alike, whatever layer_types says
+    if kinds is None:
+        first = raw.get("max_window_layers", 28)
+        if type(first) is not int:
+            raise CheckpointError(f"max_window_layers is {shown(first)}; an integer is needed")
+        full, sliding = first > 0, first < layers
+    else:
+        sliding, full = "sliding_attention" in kinds, set(kinds) != {"sliding_attention"}
     if not sliding and (kinds is None or set(kinds) == {"full_attention"}):
         return None
     if full:

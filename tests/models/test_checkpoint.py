@@ -368,3 +368,58 @@ def test_a_tensor_that_the_index_misplaces_is_refused(folder: Path) -> None:
     save_file(state, folder / "part-0.safetensors")
     with pytest.raises(CheckpointError, match=r"names lm_head\.weight, which no shard holds"):
         load_model(folder)
+
+
+def test_an_output_matrix_of_its_own_is_used_although_the_config_ties_it(folder: Path) -> None:
+    """As transformers has it; merged adapters look so. Equal matrices are tied without a word."""
+    transformers = pytest.importorskip("transformers")
+    ids = torch.arange(3, 20)[None]
+    set_fields(folder, tie_word_embeddings=True)
+    with pytest.warns(UserWarning, match="which differ: both are used"):
+        found = load_model(folder)
+    if int(transformers.__version__.split(".")[0]) >= 5:
+        stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            torch.testing.assert_close(found(ids), stock(ids).logits, rtol=1e-4, atol=1e-4)
+    edit_weights(
+        folder, lambda s: s.update({"lm_head.weight": s["model.embed_tokens.weight"].clone()})
+    )
+    tied = load_model(folder)
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    edit_weights(folder, lambda s: s.pop("model.embed_tokens.weight"))
+    other = load_model(folder)
+    assert torch.equal(other(ids), tied(ids))
+
+
+def test_rope_is_what_transformers_takes_or_refused() -> None:
+    base = CONFIG.to_hf()
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    with pytest.raises(
+        CheckpointError, match=r"rope_scaling has rope_type='yarn' and rope_parameters 'default'"
+    ):
+        ModelConfig.from_hf({**base, "rope_parameters": plain, "rope_scaling": yarn})
+    both = ModelConfig.from_hf(
+        {**base, "rope_parameters": {**yarn, "rope_theta": 5e4}, "rope_scaling": {**yarn}}
+    )
+    assert both.rope.rope_type == "yarn" and both.rope.rope_theta == 5e4
+    nested = {**yarn, "rope_theta": 1e4, "original_max_position_embeddings": 256}
+    found = ModelConfig.from_hf(
+        {**base, "rope_parameters": nested, "original_max_position_embeddings": 128}
+    )
+    assert found.rope.original_max_position_embeddings == 128
+
+
+@pytest.mark.parametrize(
+    ("given", "window"),
+    [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 8}, 8),
+     ({"sliding_window": 8, "layer_types": ["full_attention"]}, 8)],
+)  # fmt: skip
+def test_mistral_has_the_window_that_transformers_gives_it(
+    given: dict[str, Any], window: int | None
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    raw = {k: v for k, v in CONFIG.to_hf().items() if k not in ("sliding_window", "layer_types")}
+    raw |= {"model_type": "mistral", **given}
+    assert ModelConfig.from_hf(raw).sliding_window == window
+    assert transformers.MistralConfig(num_hidden_layers=1, **given).sliding_window == window
