@@ -39,7 +39,10 @@ class TextWriter:
         context: Sequence[int] = (),
     ) -> None:
         self._decode, self._write = decode, write
-        self._written, self._waiting = list(context[-8:]), list[int]()
+        size = min(8, len(context))
+        while size < len(context) and decode(list(context[-size:])).startswith("\ufffd"):
+            size += 1  # it began within a character
+        self._written, self._waiting = list(context[len(context) - size :]), list[int]()
 
     @property
     def state(self) -> tuple[list[int], list[int]]:
@@ -63,7 +66,9 @@ class TextWriter:
         """Writes what is left, whole character or not."""
         if self._waiting:
             text = self._new_text()
-            self._written, self._waiting = self._waiting, []
+            # A token without text leaves those before it to what follows.
+            kept = self._waiting if text else [*self._written, *self._waiting][-32:]
+            self._written, self._waiting = kept, []
             self._write(text)
 
 

@@ -145,7 +145,7 @@ class InputProcessor:
             sequence.drafts = NGramIndex(*LOOKUP)
         if self.tokenizer is not None:
             sequence.writer = TextWriter(
-                self.tokenizer.decode, sequence.written.append, request.prompt[-8:]
+                self.tokenizer.decode, sequence.written.append, request.prompt[-32:]
             )
         return sequence
 

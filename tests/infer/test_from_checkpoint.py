@@ -498,3 +498,24 @@ def test_a_tokenizer_that_was_trained_with_limits_reads_texts_whole(tmp_path: Pa
     limited.enable_padding(length=4000)
     limited.save(str(tmp_path / "tokenizer.json"))
     assert TextTokenizer.of(tmp_path).encode(text) == wanted
+
+
+def test_streams_of_byte_fallback_tokens_are_the_text() -> None:
+    from tokenizers import Tokenizer, decoders, models
+
+    vocabulary = {f"<0x{i:02X}>": i for i in range(256)} | {"▁A": 256, "▁B": 257, "<unk>": 258}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    made.add_special_tokens(["</s>"])
+    tokenizer, end = TextTokenizer(made), made.token_to_id("</s>")
+    assert "".join(tokenizer.stream([256, end, 257])) == tokenizer.decode([256, end, 257]) == "A B"
+    context, new = list("ကခဂဃ".encode()), [*"င".encode(), 257]
+    assert "".join(tokenizer.stream(new, context)) == "င B"
+    assert tokenizer.decode(context + new).endswith("င B")
