@@ -148,7 +148,8 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         return self.keys, self.values
 
     def _advance(self, tokens: int) -> None:
-        self.lengths.add_(tokens)
+        # A compiled step cannot raise where tokens do not fit; no kernel is to look for them beyond the buffers.
+        self.lengths.add_(tokens).clamp_(max=self.max_cache_len)
         self.cumulative_length.add_(tokens)
         self.is_empty = False
         if not torch.compiler.is_compiling():

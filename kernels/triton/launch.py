@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -252,6 +253,8 @@ def made(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -
 
 
 _keys: dict[Hashable, int] = {}
+#: Each is taken once, also while another thread takes one.
+_numbers = count()
 
 
 def once(key: Hashable, make: Callable[[], Tensor]) -> Tensor:
@@ -263,7 +266,7 @@ def once(key: Hashable, make: Callable[[], Tensor]) -> Tensor:
     there = sharing.results()
     if there is None:
         return make()
-    number = _keys.setdefault(key, len(_keys))  # which is looked up faster
+    number = _keys.setdefault(key, next(_numbers))  # which is looked up faster
     is_new = number not in there
     if is_new:
         there[number] = make()

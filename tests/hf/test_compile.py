@@ -169,3 +169,15 @@ def test_assistants_with_convolutions_or_windows_are_rolled_back(window: bool) -
     accelerate(model, "fp32")
     accelerate(assistant, "fp32")
     assert generated(model, PROMPTS[1], assistant_model=assistant) == expected
+
+
+@torch.no_grad()
+def test_a_compiled_step_past_the_room_keeps_lengths_within_the_buffers() -> None:
+    """It cannot raise; kernels that read whatever a length says would leave them."""
+    model = accelerate(tiny("llama"), "q8")
+    cache = CarambaStaticCache(model, "q8", max_cache_len=12)
+    model(PROMPTS[1], past_key_values=cache)
+    step = torch.compile(model.forward, backend="eager", fullgraph=True)
+    for place in range(10, 15):
+        step(PROMPTS[0][:, :1], past_key_values=cache, position_ids=torch.tensor([[place]]))
+    assert [layer.lengths.tolist() for layer in cache.layers] == [[12]] * len(cache.layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import Any
 
@@ -11,6 +12,8 @@ from support import cases
 from support.launches import Launches
 from support.triton_cases import EVERYTHING, attend, build, check
 
+from caramba_fast import sharing
+from caramba_fast.kernels import launch
 from caramba_fast.ops import append_, use_backend
 from caramba_fast.ops.attention_call import BALANCED
 
@@ -212,3 +215,38 @@ def test_a_prompt_takes_the_option_as_well():
         attend(case, extends=True, num_splits=BALANCED), attend(case, extends=True), strict=True
     ):
         assert torch.equal(found, one)
+
+
+def test_keys_of_two_threads_never_have_the_same_number() -> None:
+    """A key's hash may run Python, and let the other thread in."""
+    together = threading.Barrier(2, timeout=5)
+
+    class Key:
+        met = False
+
+        def __init__(self, name: int) -> None:
+            self.name = name
+
+        def __hash__(self) -> int:
+            if not self.met:
+                self.met = True
+                together.wait()
+            return hash(self.name)
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Key) and other.name == self.name
+
+    keys = [Key(1), Key(2)]
+
+    def look(key: Key) -> None:
+        with sharing.shared({}):
+            launch.once(key, lambda: torch.zeros(1))
+
+    threads = [threading.Thread(target=look, args=(key,)) for key in keys]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with sharing.shared({}):
+        found = [launch.once(key, lambda n=n: torch.tensor(n)) for n, key in enumerate(keys)]
+    assert [int(x) for x in found] == [0, 1]
