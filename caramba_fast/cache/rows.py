@@ -240,8 +240,7 @@ class LayerRows(CachedRows):
             raise ValueError("a paged cache does not grow; make its pool larger")
         if max_seq_len <= self.max_seq_len:
             return
-        slots = capacity(max_seq_len)
-        self._resize(slots, 0, self.pos)
+        self._resize(capacity(max_seq_len), 0, self.pos)
         self.max_seq_len = max_seq_len
 
     def drop_front(self, count: int, max_seq_len: int) -> None:
@@ -254,14 +253,11 @@ class LayerRows(CachedRows):
             max_seq_len: room afterwards, for no fewer than the tokens that stay.
 
         Raises:
-            ValueError: a paged cache, one with sinks, which stand for the first tokens, rows that differ in length, or
-                a count out of range.
+            ValueError: a paged cache, one with sinks, rows that differ in length, or a count out of range.
         """
         step = self.group
         if any(stream.sink is not None for stream in self.streams.values()):
-            raise ValueError(
-                "sinks hold the first tokens of a row: with sink_len=0 alone they can be dropped"
-            )
+            raise ValueError("sinks hold the first tokens of a row; sink_len=0 lets them go")
         if self.pages is not None or len(set(self.lengths.host)) > 1:
             raise ValueError("tokens in front are dropped of contiguous rows of equal length alone")
         if not 0 <= count <= self.pos or count % step:
@@ -276,10 +272,12 @@ class LayerRows(CachedRows):
         self.lengths.set([length - count for length in self.lengths.host])
 
     def _resize(self, slots: int, start: int, kept: int) -> None:
-        """Moves all streams to buffers of ``slots``: all of them, or where memory runs out none."""
+        """Moves all streams to buffers of ``slots``, or where memory runs out none."""
         with torch.inference_mode(False):
-            found = [stream.resized(slots, start, kept) for stream in self.streams.values()]
-            for stream, buffers in zip(self.streams.values(), found, strict=True):
+            found = [
+                (stream, stream.resized(slots, start, kept)) for stream in self.streams.values()
+            ]
+            for stream, buffers in found:
                 stream.turn_tail(start)
                 stream.replace_buffers(*buffers)
 

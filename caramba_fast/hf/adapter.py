@@ -15,12 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from caramba_fast.cache import AnyLayerShape, ModelKVCache, RaggedBatch
 from caramba_fast.hf.attention import pieces
-from caramba_fast.hf.capabilities import capabilities_of, check_servable
+from caramba_fast.hf.capabilities import (
+    capabilities_of,
+    check_servable,
+    check_turned_alike,
+    rope_limit,
+)
 from caramba_fast.hf.layers import DropoutActiveError, TensorsNeededError
 from caramba_fast.hf.packed_trial import COMPILED, is_compiled
 from caramba_fast.hf.row_layout import LeftPadded, RightPadded, RowLayout
@@ -235,23 +240,7 @@ class HuggingFaceModel(ModelFacts):
         Some kinds of RoPE choose their frequencies by the longest position of a pass: beyond the length they were
         trained for, a token's keys would depend on who else is in the batch.
         """
-        return self._rope_limit(CHANGING_ROPE)
-
-    def _rope_limit(self, kinds: Sequence[str]) -> int | None:
-        """Tokens up to which a RoPE of these kinds has the same frequencies; None without one."""
-        config = self.model.config.get_text_config(decoder=True)
-        given = (
-            getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-        )
-        parts = [given, *(part for part in given.values() if isinstance(part, dict))]
-        found = [
-            part.get("original_max_position_embeddings")
-            or getattr(config, "original_max_position_embeddings", None)
-            or config.max_position_embeddings
-            for part in parts
-            if (part.get("rope_type") or part.get("type")) in kinds
-        ]
-        return min(found, default=None)
+        return rope_limit(self.model, CHANGING_ROPE)
 
     def forward_ragged(self, ids: Tensor, batch: RaggedBatch, rows: Tensor) -> Tensor:
         """Tokens (N,) of many sequences -> (M, V) logits behind those of ``rows`` (M,), as `Transformer`."""
@@ -349,25 +338,7 @@ class HuggingFaceModel(ModelFacts):
                 f"a row would have {layout.total} tokens; the model has {limit} positions "
                 "(max_position_embeddings)"
             )
-        held, name = max(layout.held), type(self.model).__name__
-        own = type(self.model).prepare_inputs_for_generation
-        rereads = own is not GenerationMixin.prepare_inputs_for_generation
-        same = self._rope_limit(("longrope",)) if rereads else None
-        if same is not None and 0 < held <= same < layout.total:
-            raise ValueError(
-                f"{name} turns all keys otherwise once there are more than {same} tokens, and the {held} in the cache "
-                f"are turned as for fewer; give a prompt of more than {same}, or use model.generate(), which reads the "
-                "text again there"
-            )
-        config = self.model.config.get_text_config(decoder=True)
-        tuned = getattr(config, "attn_temperature_tuning", False)
-        scaled = getattr(config, "floor_scale", None) if tuned else None
-        lengths = {a + b for a, b in zip(layout.held, layout.new, strict=True)}
-        if scaled is not None and len(lengths) > 1 and layout.total >= scaled:
-            raise ValueError(
-                f"{name} scales attention by the longest row from {scaled} tokens on (attn_temperature_tuning): rows "
-                "of different lengths have to be shorter; give it one row at a time, or rows of equal length"
-            )
+        check_turned_alike(self.model, layout.held, layout.new)
 
     def _one_by_one(self, ids: Tensor, kv_cache: ModelKVCache, new: list[int]) -> Tensor:
         """(B, T) -> (B, T, V), a column at a time: a mask of two dimensions has one window for all queries."""

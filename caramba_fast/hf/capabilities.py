@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from caramba_fast.cache import AnyLayerShape, LayerShape
 from caramba_fast.hf.compat import (
@@ -270,3 +271,44 @@ def _wrapped(model: Any) -> str | None:
         if isinstance(getattr(model, name, None), PreTrainedModel):
             return f"model.{name}"
     return None
+
+
+def rope_limit(model: PreTrainedModel, kinds: Sequence[str]) -> int | None:
+    """Tokens up to which a RoPE of these kinds has the same frequencies; None without one."""
+    config = model.config.get_text_config(decoder=True)
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parts = [given, *(part for part in given.values() if isinstance(part, dict))]
+    found = [
+        part.get("original_max_position_embeddings")
+        or getattr(config, "original_max_position_embeddings", None)
+        or config.max_position_embeddings
+        for part in parts
+        if (part.get("rope_type") or part.get("type")) in kinds
+    ]
+    return min(found, default=None)
+
+
+def check_turned_alike(model: PreTrainedModel, held: Sequence[int], new: Sequence[int]) -> None:
+    """Raises ValueError where a pass depends on the longest row otherwise than the model's own `generate` would.
+
+    Args:
+        held, new: tokens of each row in the cache, and in this pass.
+    """
+    lengths, name = [a + b for a, b in zip(held, new, strict=True)], type(model).__name__
+    own = getattr(type(model), "prepare_inputs_for_generation", None)
+    rereads = own is not GenerationMixin.prepare_inputs_for_generation
+    same = rope_limit(model, ("longrope",)) if rereads else None
+    if same is not None and 0 < max(held) <= same < max(lengths):
+        raise ValueError(
+            f"{name} turns all keys otherwise once there are more than {same} tokens, and the {max(held)} in the cache "
+            f"are turned as for fewer; give a prompt of more than {same}, or use model.generate(), which reads the "
+            "text again there"
+        )
+    config = model.config.get_text_config(decoder=True)
+    tuned = getattr(config, "attn_temperature_tuning", False)
+    scaled = getattr(config, "floor_scale", None) if tuned else None
+    if scaled is not None and len(set(lengths)) > 1 and max(lengths) >= scaled:
+        raise ValueError(
+            f"{name} scales attention by the longest row from {scaled} tokens on (attn_temperature_tuning): rows of "
+            "different lengths have to be shorter; give it one row at a time, or rows of equal length"
+        )

@@ -71,8 +71,10 @@ class ModelTensors:
 
     def __init__(self, model: Any) -> None:
         modules = model.modules() if isinstance(model, nn.Module) else ()
-        parts = [part for m in modules for part in (m._modules, m._parameters, m._buffers)]
-        held = [(part, name, x) for part in parts for name, x in part.items()]
+        held = list[tuple[dict[str, Any], str, Any]]()
+        for module in modules:
+            for part in (module._modules, module._parameters, module._buffers):
+                held += [(part, name, x) for name, x in part.items()]
         self._parts = [part for part, _, _ in held]
         self._names, self._values = [name for _, name, _ in held], [x for _, _, x in held]
         self._plain = [x for x in self._values if type(x) in (Tensor, nn.Parameter)]
@@ -80,7 +82,8 @@ class ModelTensors:
 
     def unchanged(self) -> bool:
         """Whether all of them are the same tensors in the same memory."""
-        now = map(dict.get, self._parts, self._names)  # by C alone: it is asked at every step
+        get: Any = dict.get
+        now = map(get, self._parts, self._names)  # by C alone: it is asked at every step
         same = all(map(operator.is_, now, self._values))
         return same and list(map(Tensor.data_ptr, self._plain)) == self._places
 

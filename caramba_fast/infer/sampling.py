@@ -222,9 +222,15 @@ def _drawn_from_few(logits: Tensor, config: GenerateConfig, generator: Randomnes
     return found
 
 
-def skip_points(logits: Tensor, generator: torch.Generator | None, count: int) -> None:
-    """Draws the random numbers of ``count`` steps whose logits are like these (..., V), for nothing."""
-    for _ in range(count if generator is not None else 0):
+def draw_again(
+    logits: Tensor, generator: torch.Generator | None, start: Tensor | None, count: int
+) -> None:
+    """Leaves a generator where ``count`` steps from ``start`` leave it, whose logits are like these (..., V).
+
+    Numbers drawn for tokens that nobody got are those of the next tokens.
+    """
+    set_random_state(generator, start)
+    for _ in range(count if start is not None else 0):
         _points(logits, generator)
 
 

@@ -28,13 +28,7 @@ from caramba_fast.infer.drafts import (
 from caramba_fast.infer.generator import Generator
 from caramba_fast.infer.lookup import LookupDraft
 from caramba_fast.infer.run import Hooks, Run, blank_ended
-from caramba_fast.infer.sampling import (
-    NOTHING,
-    check_chosen,
-    random_state,
-    set_random_state,
-    skip_points,
-)
+from caramba_fast.infer.sampling import NOTHING, check_chosen, draw_again, random_state
 from caramba_fast.infer.sequence import Prompts
 from caramba_fast.infer.stopping import Decoder
 from caramba_fast.models import LanguageModel
@@ -102,15 +96,14 @@ class SpeculativeGenerator(Generator):
 
     def _check_tail(self, longest: int, cached: SpeculativeConfig | DraftConfig) -> None:
         """Raises ValueError where the fp16 tail of a cache with these settings cannot take a draft back."""
-        if cached.cache == AUTO:  # candidates have tails for the longest draft
-            slacks = [max(TAIL_SLACK, cached.longest_draft + 1)]
-        else:
+        slacks = [max(TAIL_SLACK, cached.longest_draft + 1)]  # of candidates, with AUTO
+        if cached.cache != AUTO:
             streams = cached.stream_configs().values()
             slacks = [x.tail_slack for x in streams if x.residual_len or x.group > 1]
         if slacks and longest + 1 > min(slacks):
             raise ValueError(
-                f"spec_k reaches {longest}; with tail_slack={min(slacks)} of the cache up to {min(slacks) - 1} is "
-                "allowed (spec_k of the generator itself may be more)"
+                f"spec_k reaches {longest}; with tail_slack={min(slacks)} of the cache up to "
+                f"{min(slacks) - 1} is allowed"
             )
 
     def _make_draft(self, device: torch.device | str | None) -> Draft:
@@ -225,9 +218,7 @@ class SpeculativeGenerator(Generator):
             self._check_behind(run, kept, behind, scores, logits)
             given = self._give(run, drafted, kept, behind, scores, logits)
             if len(kept) == 1 and config.samples and config.spec_method == "sample_match":
-                # Numbers drawn for tokens that were not given are those of the next tokens.
-                set_random_state(run.rng, start)
-                skip_points(scores[:, 0], run.rng, given[0])
+                draw_again(scores[:, 0], run.rng, start, given[0])
             if any(drafted.tokens):
                 self._crop([min(*pair) for pair in zip(kept, given, strict=True)], lengths, alive)
         except BaseException:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -112,7 +114,7 @@ def tensors(**given: object) -> None:
             raise TypeError(f"{name} is a {type(value).__name__}; a tensor is needed")
 
 
-def window(value: object) -> list[str]:
+def window(value: Any) -> list[str]:
     """Problems of a ``window_size``."""
     pair = isinstance(value, (tuple, list)) and len(value) == 2
     if pair and all(isinstance(side, (int, torch.SymInt)) and side >= -1 for side in value):

@@ -5,11 +5,10 @@ Bytes are moved first and noted afterwards, so that a move that fails leaves the
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from caramba_fast.cache import OutOfPagesError, PagePool
-from caramba_fast.serve.block_pool import Content, SharedPages, content_of
+from caramba_fast.serve.block_pool import Content, KeptSinks, SharedPages, content_of
 from caramba_fast.serve.config import EngineConfig
 from caramba_fast.serve.metrics import Counters
 from caramba_fast.serve.prefix_store import PrefixStore, bring_back, put_away
@@ -42,9 +41,7 @@ class BlockManager:
         self.settings, self.pool, self.counters = settings, pool, counters
         self.pages = SharedPages(pool.num_pages, pool.page_size, settings.prefix_caching)
         self.free_rings = self._all_rings
-        #: Where in the pool sinks are kept, by the first page they belong to; the one wanted longest ago comes first.
-        self._sinks: OrderedDict[Content, int] = OrderedDict()
-        self._free_sinks = list(range(pool.rings, pool.sink_rows))
+        self._sinks = KeptSinks(range(pool.rings, pool.sink_rows), self.pages)
         self.swapped_bytes = 0
         #: Keeps pages beyond the life of this process, where there is one.
         self.store: PrefixStore | None = None
@@ -82,7 +79,7 @@ class BlockManager:
         if sequence.epoch != self.pages.epoch:
             sequence.epoch, sequence.contents = self.pages.epoch, []
         hit = self.pages.find(self.contents(sequence)) if self.pages.keeps else []
-        sinks = self._sinks_of(hit)
+        sinks = self._sinks.find(self.pages.content(hit[0])) if hit else None
         hit = [] if hit and sinks is None and self.pool.sink_len else hit
         self.pages.hold(hit)
         sequence.pages = hit
@@ -107,7 +104,7 @@ class BlockManager:
         """Adds pages from disk to those found in memory; where their sinks are kept, if the first is one of them."""
         before, contents = len(sequence.pages), self.contents(sequence)
         try:
-            sinks = bring_back(store, self.pages, sequence, contents, self._keep_sinks)
+            sinks = bring_back(store, self.pages, sequence, contents, self._sinks.keep)
         except Exception as error:
             raise StorageError(sequence, error) from error
         brought = len(sequence.pages) - before
@@ -277,39 +274,15 @@ class BlockManager:
         if not self.pool.sink_len or content in self._sinks:
             return
         # What nobody else may find takes no place of what others may.
-        if self._find_place() or not sequence.request.is_private:
-            self._keep_sinks(content, lambda place: self.pool.copy_sinks(ring, place))
-
-    def _find_place(self) -> bool:
-        """Whether there is a free place for sinks; those of pages that are forgotten are free from now on."""
-        gone = [] if self._free_sinks else [x for x in self._sinks if not self.pages.find([x])]
-        self._free_sinks += [self._sinks.pop(content) for content in gone]
-        return bool(self._free_sinks)
-
-    def _keep_sinks(self, content: Content, write: Callable[[int], None]) -> int:
-        """Where the sinks of a first page are kept from now on, and were written."""
-        if not self._find_place():  # the page wanted longest ago gives its own
-            self._free_sinks.append(self._sinks.popitem(False)[1])
-        place = self._free_sinks[-1]
-        write(place)
-        self._sinks[content] = self._free_sinks.pop()
-        return place
-
-    def _sinks_of(self, hit: Sequence[int]) -> int | None:
-        """Where the sinks of pages that were found are kept; None where they are not."""
-        content = self.pages.content(hit[0]) if hit else None
-        if content is None or content not in self._sinks:
-            return None
-        self._sinks.move_to_end(content)
-        return self._sinks[content]
+        if self._sinks.have_room() or not sequence.request.is_private:
+            self._sinks.keep(content, lambda place: self.pool.copy_sinks(ring, place))
 
     def rebuild(self, sequences: Sequence[PagedSequence]) -> None:
         """Works out anew which pages are held, and how much is swapped, from all sequences there are."""
         self.pages.rebuild((sequence.pages, len(sequence.keys)) for sequence in sequences)
         held = {sequence.ring for sequence in sequences}
         self.free_rings = [ring for ring in self._all_rings if ring not in held]
-        kept, places = set(self._sinks.values()), range(self.pool.rings, self.pool.sink_rows)
-        self._free_sinks = [place for place in places if place not in kept]
+        self._sinks.rebuild()
         self.swapped_bytes = self._swapped(sequences)
 
     def _swapped(self, sequences: Iterable[PagedSequence]) -> int:

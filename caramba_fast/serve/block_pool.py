@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -234,6 +234,49 @@ class SharedPages(PageAllocator):
         if {what.key: page for page, what in self._content.items()} != self._known:
             found.append("keys and contents of pages differ")
         return found
+
+
+class KeptSinks:
+    """Where in a pool the sinks of first pages are kept; the page wanted longest ago comes first.
+
+    Args:
+        places: that there are.
+        pages: which knows what stands in pages.
+    """
+
+    def __init__(self, places: Sequence[int], pages: SharedPages) -> None:
+        self._all, self._free, self._pages = places, list(places), pages
+        self._places: OrderedDict[Content, int] = OrderedDict()
+
+    def __contains__(self, content: Content) -> bool:
+        return content in self._places
+
+    def find(self, content: Content | None) -> int | None:
+        """Where those of a page are; None where they are not kept."""
+        if content is None or content not in self._places:
+            return None
+        self._places.move_to_end(content)
+        return self._places[content]
+
+    def have_room(self) -> bool:
+        """Whether a place is free; those of pages that are forgotten are from now on."""
+        gone = [] if self._free else [x for x in self._places if not self._pages.find([x])]
+        self._free += [self._places.pop(content) for content in gone]
+        return bool(self._free)
+
+    def keep(self, content: Content, write: Callable[[int], None]) -> int:
+        """Where the sinks of a page are kept from now on, and were written."""
+        if not self.have_room():
+            self._free.append(self._places.popitem(False)[1])
+        place = self._free[-1]
+        write(place)
+        self._places[content] = self._free.pop()
+        return place
+
+    def rebuild(self) -> None:
+        """Works out anew which places are free, after an interrupt."""
+        kept = set(self._places.values())
+        self._free = [place for place in self._all if place not in kept]
 
 
 def content_of(scope: str, parent: Content | None, tokens: array[int]) -> Content:
