@@ -22,9 +22,13 @@ from caramba_fast.models.registry import checkpoint_folder, load
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from caramba_fast.infer.options import GenerateOptions, TextOptions
+    from caramba_fast.infer.options import TextOptions
 
 RULE = "-" * 30
+#: What each call has of its own.
+OF_A_CALL = ("max_new_tokens", "temperature", "top_p")
+#: What would give other things than one text a prompt.
+NO_TEXT = ("return_dict", "return_dict_in_generate", "num_return_sequences")
 
 
 class Generator:
@@ -37,7 +41,8 @@ class Generator:
         device: where to compute.
         dtype: of the weights; None for what the checkpoint stores.
         log: takes a line of text at each step of loading.
-        settings: fields of `GenerateConfig` for every call, such as ``cache="q8"`` or ``seed=0``.
+        settings: fields of `GenerateConfig` for every call, such as ``cache="q8"`` or ``seed=0``; not those that every
+            call has of its own (`OF_A_CALL`), nor what gives other things than one text a prompt (`NO_TEXT`).
 
     Raises:
         CheckpointError: the path is a pickle, missing or damaged; the message says what to do.
@@ -52,9 +57,15 @@ class Generator:
         *,
         dtype: torch.dtype | None = torch.float32,
         log: Callable[[str], object] = lambda _: None,
-        **settings: Unpack[GenerateOptions],
+        **settings: Unpack[TextOptions],
     ) -> None:
         self.settings: dict[str, Any] = {**settings}
+        given = [name for name in OF_A_CALL if name in self.settings]
+        if given:
+            raise ValueError(
+                f"{given[0]} is given with each call: generate(prompt, {given[0]}={self.settings[given[0]]!r})"
+            )
+        _check_text(self.settings)
         GenerateConfig(**self.settings)  # says at once what is wrong
         folder = checkpoint_folder(checkpoint_path)
         log(f"Loading Tokenizer from {folder if tokenizer_path is None else tokenizer_path}...")
@@ -145,8 +156,13 @@ class Generator:
 
     def _generator(self, rows: list[list[int]], settings: dict[str, Any]) -> TokenGenerator:
         """A generator whose cache is just large enough."""
-        room = max(map(len, rows)) + settings["max_new_tokens"]
-        merged = {"max_seq_len": max(room, 1), **self.settings, **settings}
+        _check_text(settings)
+        longest = max(map(len, rows))
+        if "max_length" in {**self.settings, **settings}:  # says the same, prompt included
+            settings = {name: x for name, x in settings.items() if name != "max_new_tokens"}
+        room = longest + settings.get("max_new_tokens", 0)
+        merged = {**self.settings, **settings}
+        merged.setdefault("max_seq_len", max(room, merged.get("max_length") or 1, 1))
         return TokenGenerator(self.model, tokenizer=self.tokenizer, **merged)
 
     def _encode(self, prompt: str) -> list[int]:
@@ -162,6 +178,16 @@ class Generator:
             if token in generator.eos_ids:
                 return
             yield token
+
+
+def _check_text(settings: dict[str, Any]) -> None:
+    """Raises ValueError for settings with which a prompt would not give one text."""
+    for name in NO_TEXT:
+        value = settings.get(name)
+        if value is True or (value or 0) > 1:
+            raise ValueError(
+                f"{name} is {value!r}; a prompt gives one text here, see caramba_fast.infer.Generator"
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
