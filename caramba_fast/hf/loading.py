@@ -112,6 +112,8 @@ def _from_gguf(
     return HuggingFaceModel(model.to(device).requires_grad_(False).eval())
 
 
+#: Of these a whole word that is a token is one, and a text begins with BOS unless the file says otherwise.
+_OF_LLAMA_3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "tekken")
 #: Byte-level vocabularies whose words are cut as GPT-2's are, but each digit alone.
 _DIGITS_ALONE = ("smollm", "starcoder", "refact", "codeshell", "command-r")
 
@@ -124,9 +126,9 @@ def _gguf_tokenizer(path: Path) -> Any:
     """
     from transformers import AutoTokenizer  # noqa: PLC0415
 
-    kind, cut = GgufFile(path).tokenizer
+    kind, cut, begins = GgufFile(path).tokenizer
     try:
-        found = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, **_SAFE)
+        found: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, **_SAFE)
         if kind != "gpt2" or cut == "gpt-2":
             return found
         from tokenizers import pre_tokenizers  # noqa: PLC0415
@@ -150,4 +152,8 @@ def _gguf_tokenizer(path: Path) -> Any:
             f"{path.name}: tokenizer.ggml.pre is {cut!r}, which says how text is cut into words; known are "
             f"{', '.join(known)}"
         )
+    if cut in _OF_LLAMA_3:  # as llama.cpp reads such files
+        found.backend_tokenizer.model.ignore_merges = True
+        if begins is None:
+            found.add_bos_token = True
     return found

@@ -82,9 +82,11 @@ class GgufFile:
         self.config = self._config()
 
     @property
-    def tokenizer(self) -> tuple[str | None, str | None]:
-        """Of which kind its tokenizer is, and how that cuts text into words."""
-        return self._said.get("tokenizer.ggml.model"), self._said.get("tokenizer.ggml.pre")
+    def tokenizer(self) -> tuple[str | None, str | None, bool | None]:
+        """Of which kind its tokenizer is, how that cuts text into words, and whether a text begins with BOS."""
+        names = ("model", "pre", "add_bos_token")
+        kind, cut, begins = (self._said.get(f"tokenizer.ggml.{name}") for name in names)
+        return kind, cut, begins
 
     @property
     def dtype(self) -> torch.dtype:

@@ -220,3 +220,27 @@ def test_without_the_package_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="pip install gguf"):
         load(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("said", [None, True, False])
+def test_files_of_llama_3_begin_texts_with_bos_unless_they_say_otherwise(
+    said: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import support.gguf_files as files
+
+    add = files._add_tokenizer
+
+    def as_llama_3(writer: Any, *args: Any) -> None:
+        add(writer, *args)
+        writer.add_tokenizer_pre("llama-bpe")
+        writer.add_bos_token_id(0)
+        if said is not None:
+            writer.add_add_bos_token(said)
+
+    monkeypatch.setattr(files, "_add_tokenizer", as_llama_3)
+    model = transformers.AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32)
+    write_gguf(tmp_path / "m.gguf", model, "llama", tokenizer=demo_tokenizer())
+    tokenizer = find_tokenizer(tmp_path / "m.gguf")
+    assert (tokenizer.encode("hi")[0] == 0) == (said is not False)
+    assert tokenizer.encode("hi", special=False)[0] != 0
+    assert tokenizer.tokenizer.backend_tokenizer.model.ignore_merges
