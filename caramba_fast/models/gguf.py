@@ -178,6 +178,8 @@ class GgufFile:
             return {"rope_theta": base, **self._llama3(base, config["head_dim"])}
         if kind == "none":
             return {"rope_type": "default", "rope_theta": base}
+        if factor is None and kind in ("linear", "yarn"):
+            factor = self._need("rope.scaling.factor")
         if kind == "linear":
             return {"rope_type": "linear", "rope_theta": base, "factor": float(factor)}
         if kind != "yarn" or self._get("rope.scaling.yarn_log_multiplier"):

@@ -186,6 +186,8 @@ def _with_pre(path: Path, model: Any, theta: float) -> None:
         ("falcon", {}, {}, "'falcon'; allowed are llama, qwen2, qwen3, gemma3"),
         ("llama", {"expert_count": 8}, {}, "mixtures of experts"),
         ("llama", {"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}, {}, "'longrope'; allowed"),
+        ("llama", {"rope.scaling.type": "linear"}, {}, "llama.rope.scaling.factor is missing"),
+        ("llama", {"rope.scaling.type": "yarn"}, {}, "llama.rope.scaling.factor is missing"),
         ("llama", {"rope.dimension_count": 8}, {}, "rope.dimension_count is 8"),
         ("llama", {"embedding_length": None}, {}, "llama.embedding_length is missing"),
         ("qwen2", {"attention.sliding_window": 8}, {}, "attention.sliding_window is 8"),
