@@ -158,11 +158,9 @@ class Generator:
         """A generator whose cache is just large enough."""
         _check_text(settings)
         longest = max(map(len, rows))
-        if "max_length" in {**self.settings, **settings}:  # says the same, prompt included
-            settings = {name: x for name, x in settings.items() if name != "max_new_tokens"}
-        room = longest + settings.get("max_new_tokens", 0)
-        merged = {**self.settings, **settings}
-        merged.setdefault("max_seq_len", max(room, merged.get("max_length") or 1, 1))
+        room = longest + settings["max_new_tokens"]
+        merged = {"max_seq_len": max(room, 1), **self.settings, **settings}
+        merged.pop("max_length", None)
         return TokenGenerator(self.model, tokenizer=self.tokenizer, **merged)
 
     def _encode(self, prompt: str) -> list[int]:
@@ -181,7 +179,11 @@ class Generator:
 
 
 def _check_text(settings: dict[str, Any]) -> None:
-    """Raises ValueError for settings with which a prompt would not give one text."""
+    """Raises ValueError for settings with which a prompt would not give one text, or that contradict each call's."""
+    if settings.get("max_length") is not None:
+        raise ValueError(
+            f"max_length is {settings['max_length']!r}; here max_new_tokens says how long a text gets"
+        )
     for name in NO_TEXT:
         value = settings.get(name)
         if value is True or (value or 0) > 1:
