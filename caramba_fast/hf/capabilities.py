@@ -301,8 +301,8 @@ def check_turned_alike(model: PreTrainedModel, held: Sequence[int], new: Sequenc
     if same is not None and 0 < max(held) <= same < max(lengths):
         raise ValueError(
             f"{name} turns all keys otherwise once there are more than {same} tokens, and the {max(held)} in the cache "
-            f"are turned as for fewer; give a prompt of more than {same}, or use model.generate(), which reads the "
-            "text again there"
+            f"are turned as for fewer; give a longer prompt at once (prefill_chunk=None), or use "
+            "model.generate(), which reads the text again there"
         )
     config = model.config.get_text_config(decoder=True)
     tuned = getattr(config, "attn_temperature_tuning", False)

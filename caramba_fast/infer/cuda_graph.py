@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from caramba_fast.cache import AttentionLimits, DecodeBatch, ModelKVCache, PagePool, Stretch
 from caramba_fast.models import LanguageModel
+from caramba_fast.models.identity import modules_of
 from caramba_fast.ops.registry import serving
 
 
@@ -66,18 +67,19 @@ class ModelTensors:
     assigned or quantized, a module put in place of another) it does not.
 
     Args:
-        model: with modules; of another kind nothing is known.
+        model: a module, or what holds some as attributes; of another kind nothing is known.
     """
 
     def __init__(self, model: Any) -> None:
-        modules = model.modules() if isinstance(model, nn.Module) else ()
         held = list[tuple[dict[str, Any], str, Any]]()
-        for module in modules:
+        for module in (module for top in modules_of(model) for module in top.modules()):
             for part in (module._modules, module._parameters, module._buffers):
-                held += [(part, name, x) for name, x in part.items()]
+                if isinstance(part, dict):  # those of TorchScript are none
+                    held += [(part, name, x) for name, x in part.items()]
         self._parts = [part for part, _, _ in held]
         self._names, self._values = [name for _, name, _ in held], [x for _, _, x in held]
-        self._plain = [x for x in self._values if type(x) in (Tensor, nn.Parameter)]
+        plain = (x for x in self._values if type(x) in (Tensor, nn.Parameter))
+        self._plain = [x for x in plain if x.layout is torch.strided]
         self._places = list(map(Tensor.data_ptr, self._plain))
 
     def unchanged(self) -> bool:
