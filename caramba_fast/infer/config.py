@@ -145,8 +145,9 @@ class GenerateConfig(
     def updated(self: Self, **changes: Any) -> Self:
         """A copy with some fields changed, checked like a new one; what a change contradicts goes."""
         base = self.model_dump(exclude_unset=True)
-        for name in changes:
-            for gone in (ALIASES.get(name), *OPPOSITES.get(name, ())):
+        for name, value in changes.items():
+            says_something = value is not None and value is not False
+            for gone in (ALIASES.get(name), *(OPPOSITES.get(name, ()) if says_something else ())):
                 base.pop(gone, None)
         if changes.get("num_beams") == 1:
             for name in ("length_penalty", "early_stopping"):

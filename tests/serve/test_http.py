@@ -113,7 +113,7 @@ def test_ids_end_an_answer_but_not_before_its_least_length(client, direct):
 
 
 def test_what_a_body_says_holds_whatever_the_engine_has_for_its_requests():
-    engine = new_engine(temperature=0.0, max_new_tokens=8, ignore_eos=True)
+    engine = new_engine(do_sample=False, max_new_tokens=8, ignore_eos=True)
     with serving(engine) as address:
 
         def ask(**body: Any) -> Any:
@@ -123,6 +123,10 @@ def test_what_a_body_says_holds_whatever_the_engine_has_for_its_requests():
         texts = [ask(max_tokens=12, temperature=1.0, seed=seed) for seed in range(4)]
         assert len({x["choices"][0]["text"] for x in texts}) > 1
         assert len(ask(n=2, temperature=1.0, max_tokens=4)["choices"]) == 2
+        drawn = [
+            ask(max_tokens=12, temperature=1.0, seed=s)["choices"][0]["text"] for s in range(4)
+        ]
+        assert len(set(drawn)) > 1
         plain = [ask(max_tokens=12)["choices"][0]["text"] for _ in range(2)]
         assert plain[0] == plain[1], "what it leaves open is the engine's"
 
@@ -377,9 +381,13 @@ def test_what_cannot_be_served_is_refused_by_name(server, route, body, status, s
 
 
 def test_a_body_that_is_no_json_is_told_where(server):
-    found = httpx.post(f"{server}/v1/completions", content=b'{"prompt": ,}')
+    address, body = f"{server}/v1/completions", b'{"prompt": ,}'
+    found = httpx.post(address, content=body, headers={"Content-Type": "application/json"})
     assert found.status_code == 400
     assert "no valid JSON at character 11" in found.json()["error"]["message"]
+    found = httpx.post(address, content=b'{"prompt": "a"}')
+    assert found.status_code == 400
+    assert "a JSON object is needed, with Content-Type" in found.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -158,6 +158,9 @@ class Sampling(_Body):
         said = self.model_fields_set | {"max_new_tokens"}
         for name, fields in BODY_NAMES.items():
             said |= {name} if said.intersection(fields) else set()
+        if "temperature" in said:  # which says whether tokens are drawn
+            given["do_sample"] = None
+            said |= {"do_sample"}
         return {name: value for name, value in given.items() if name in said}
 
 
@@ -335,17 +338,20 @@ class StopTrimmer:
 
     Args:
         stops: the stop strings.
+        late: an answer has a least length, within which they end nothing: the last of them did.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops, self._held = tuple(stops), ""
+    def __init__(self, stops: Sequence[str], late: bool = False) -> None:
+        self._stops, self._held, self._late = tuple(stops), "", late
 
     def put(self, text: str, reason: str | None) -> str:
         """New text, and why the answer ends with it; what may be told of it."""
         self._held += text
         if reason == "stop":
-            places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-            found = self._held[: min(places)] if places else self._held
+            find = self._held.rfind if self._late else self._held.find
+            places = [place for stop in self._stops if (place := find(stop)) >= 0]
+            ends = max if self._late else min
+            found = self._held[: ends(places)] if places else self._held
         else:
             kept = 0 if reason is not None else self._might_stop()
             found = self._held[: len(self._held) - kept]

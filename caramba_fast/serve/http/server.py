@@ -228,7 +228,7 @@ async def _collected(
     Raises:
         HTTPException: the request failed; the cause is logged.
     """
-    trimmers = [StopTrimmer(body.stops) for _ in range(body.n)]
+    trimmers = [StopTrimmer(body.stops, body.min_tokens > 0) for _ in range(body.n)]
     texts = [""] * body.n
     async with aclosing(events):
         async for event in events:
@@ -252,7 +252,7 @@ async def _lines(
     events: AsyncGenerator[Any, None], answer: Answer, body: Sampling
 ) -> AsyncIterator[str]:
     """Server-sent events; leaving them cancels the request."""
-    trimmers = [StopTrimmer(body.stops) for _ in range(body.n)]
+    trimmers = [StopTrimmer(body.stops, body.min_tokens > 0) for _ in range(body.n)]
     try:
         async with aclosing(events):
             async for event in events:
@@ -322,6 +322,8 @@ def _said(wrong: Any) -> str:
     if wrong["type"] == "json_invalid":
         return f"body: no valid JSON at character {wrong['loc'][-1]}: {wrong['ctx']['error']}"
     name = ".".join(map(str, wrong["loc"][1:])) or "body"
+    if name == "body" and wrong["type"].startswith("model_"):
+        return "body: a JSON object is needed, with Content-Type: application/json"
     if wrong["type"] in ("extra_forbidden", "none_required"):
         return f"{name} is not served"
     return f"{name}: {wrong['msg'].removeprefix('Value error, ')}"
