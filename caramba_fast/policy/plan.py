@@ -18,7 +18,7 @@ from caramba_fast.config import cache_configs, short_name
 from caramba_fast.config.files import shown
 from caramba_fast.infer.policy_fields import MIB
 from caramba_fast.models import LanguageModel
-from caramba_fast.models.identity import modules_of, settings_of
+from caramba_fast.models.identity import modules_of
 from caramba_fast.ops.registry import serving
 from caramba_fast.quality.identity import add_tensor, digest_of, package_version
 
@@ -175,10 +175,10 @@ VALUES = 1024
 def model_identity(model: LanguageModel) -> str:
     """Text that differs between models whose caches may differ.
 
-    Architecture, what the layers cache, vocabulary, and a digest of the configuration and of evenly spread values of
-    all weights: enough to tell a fine-tune from its base, at a fraction of the cost of reading everything.
+    Architecture, what the layers cache, vocabulary, and a digest of evenly spread values of all weights: enough
+    to tell a fine-tune from its base, at a fraction of the cost of reading everything.
     """
-    digest = hashlib.sha256(settings_of(model).encode())
+    digest = hashlib.sha256()
     for module in modules_of(model):
         for name, value in module.state_dict().items():
             if isinstance(value, Tensor):

@@ -159,7 +159,7 @@ WRONG: dict[str, tuple[str, str]] = {
         rf"^{AT}\.generate\.max_new_tokens=0: Input should be greater than or equal to 1$",
     ),
     "type": (RUN + "generate: {temperature: hot}", rf"^{AT}\.generate\.temperature='hot': .*number"),
-    "cache": (RUN + "generate: {cache_kind: q3}", rf"^{AT}\.generate\.cache_kind='q3': .*q8_0.*q4$"),
+    "cache": (RUN + "generate: {cache_kind: q3}", rf"^{AT}\.generate\.cache_kind='q3': .*q8_0.*q4; and 'auto'"),
     "either": (
         RUN + "generate: {eos_token_id: x}",
         rf"^{AT}\.generate\.eos_token_id='x': .*integer.* or a list is needed$",
