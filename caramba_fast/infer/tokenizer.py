@@ -39,10 +39,8 @@ class TextWriter:
         context: Sequence[int] = (),
     ) -> None:
         self._decode, self._write = decode, write
-        size = min(8, len(context))
-        while size < len(context) and decode(list(context[-size:])).startswith("\ufffd"):
-            size += 1  # it began within a character
-        self._written, self._waiting = list(context[len(context) - size :]), list[int]()
+        self._context = list(context)
+        self._written, self._waiting = self._context[-8:], list[int]()
 
     @property
     def state(self) -> tuple[list[int], list[int]]:
@@ -55,6 +53,11 @@ class TextWriter:
 
     def put(self, token: int) -> None:
         """Takes one token."""
+        while len(self._written) < len(self._context):  # it may begin within a character
+            if not self._decode(self._written).startswith("\ufffd"):
+                break
+            self._written = self._context[-len(self._written) - 1 :]
+        self._context = []
         self._waiting.append(token)
         if not self._new_text().endswith("\ufffd"):
             self.close()
