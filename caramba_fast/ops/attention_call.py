@@ -147,7 +147,11 @@ def _check(
             f"{', '.join(sorted(described))}: given with the stream's KVView, not as options"
         )
     given = {name: options.get(name) for name in (*TENSORS, *(f"null_{name}" for name in views))}
-    checks.tensors(cache_seqlens=cache_seqlens, **given)
+    checks.tensors(**given)
+    if not isinstance(cache_seqlens, Tensor):
+        raise TypeError(
+            f"cache_seqlens is a {type(cache_seqlens).__name__}; a (B,) int32 tensor is needed"
+        )
     most = None if "q_chunk" in op.keywords else MAX_QUERY_TOKENS
     checks.raise_all(op.name, _problems(queries, views, cache_seqlens, n_kv_heads, options, most))
     checks.same_device(
