@@ -68,7 +68,7 @@ def test_contexts_beyond_the_positions_of_a_model_are_left_out_with_a_line(monke
 
 def test_the_page_has_speed_sizes_and_first_tokens(rows, tmp_path):
     folder = tmp_path / "real"
-    unknown = {**rows[0], "program": "OpenVINO GenAI", "cache": "u4", "cache_bytes": None}
+    unknown = {**rows[0], "program": "OpenVINO GenAI", "cache": "f16", "cache_bytes": None}
     write_csv(folder / f"demo{real_decode_page.DECODE}", decode.COLUMNS, [*rows, unknown])
     first = {
         "model": "Demo", "prompt": 64, "program": "accelerate", "cache": "q4", "first_token_s": "0.250",
@@ -83,7 +83,7 @@ def test_the_page_has_speed_sizes_and_first_tokens(rows, tmp_path):
     )
     page = "\n".join(real_decode_page.section(folder))
     assert "| Demo | 4 | int4 | 1.2500 (1.2000–1.3000) | 50.0 | 90.0% | 95.0% |" in page
-    assert "OpenVINO GenAI u4" in page
+    assert "OpenVINO GenAI f16" in page
     assert real_decode_page.GENAI_TEXT in page
     row = next(
         r for r in rows if (r["context"], r["program"], r["cache"]) == (256, "accelerate", "q4")
