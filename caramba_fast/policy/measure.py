@@ -21,7 +21,13 @@ from caramba_fast.config import cache_configs
 from caramba_fast.infer.policy_fields import GATES, CachePolicyFields
 from caramba_fast.models import LanguageModel
 from caramba_fast.policy.candidates import BASELINE, candidates_for
-from caramba_fast.policy.plan import PlanKey, device_identity, model_identity, versions
+from caramba_fast.policy.plan import (
+    PlanKey,
+    config_digest,
+    device_identity,
+    model_identity,
+    versions,
+)
 from caramba_fast.policy.timing import StepMaker, StepTime, step_times
 from caramba_fast.quality import (
     CacheQuality,
@@ -347,5 +353,5 @@ class Subject:
             device=device_identity(self.model.device),
             versions=versions(self.model.device, decoupled), batch_size=self.batch_size,
             max_seq_len=self.max_seq_len, prefill=self.prefill, settings=kept,
-            text=text_digest(self.ids, self.bos_token_id),
+            text=text_digest(self.ids, self.bos_token_id), config_digest=config_digest(self.model),
         )  # fmt: skip

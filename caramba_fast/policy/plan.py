@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 from torch import Tensor
 
 from caramba_fast.cache import AnyLayerShape
@@ -18,7 +25,7 @@ from caramba_fast.config import cache_configs, short_name
 from caramba_fast.config.files import shown
 from caramba_fast.infer.policy_fields import MIB
 from caramba_fast.models import LanguageModel
-from caramba_fast.models.identity import modules_of
+from caramba_fast.models.identity import modules_of, settings_of
 from caramba_fast.ops.registry import serving
 from caramba_fast.quality.identity import add_tensor, digest_of, package_version
 
@@ -76,6 +83,8 @@ class PlanKey(BaseModel):
         batch_size, max_seq_len, prefill: of the cache.
         settings: budget, gates, candidates and how they are measured.
         text: digest of the tokens given to measure on, "" where the model wrote them.
+        config_digest: of the model's configuration (RoPE, windows, norms); "" in plans of earlier versions, which
+            serve any.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -88,11 +97,22 @@ class PlanKey(BaseModel):
     prefill: str
     settings: dict[str, Any]
     text: str = ""
+    config_digest: str = ""
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Plans without a digest of the configuration are written as they were read."""
+        found: dict[str, Any] = serialize(self)
+        if not self.config_digest:
+            found.pop("config_digest", None)
+        return found
 
     def serves(self, wanted: PlanKey) -> bool:
         """Whether a plan of this key is what is wanted; who gives no text takes one made on any."""
-        same = self.model_copy(update={"text": wanted.text}) == wanted
-        return same and wanted.text in ("", self.text)
+        same = {"text": wanted.text}
+        if not self.config_digest:
+            same["config_digest"] = wanted.config_digest
+        return self.model_copy(update=same) == wanted and wanted.text in ("", self.text)
 
     @property
     def digest(self) -> str:
@@ -189,6 +209,11 @@ def model_identity(model: LanguageModel) -> str:
         f"{type(model).__name__}, {len(layers)} layers, first {layers[0]}, vocabulary {model.vocab_size}, "
         f"weights {digest.hexdigest()[:16]}"
     )
+
+
+def config_digest(model: LanguageModel) -> str:
+    """16 hex digits that differ between models whose configurations give other caches."""
+    return digest_of([settings_of(model)])
 
 
 def _shape(layer: AnyLayerShape) -> str:

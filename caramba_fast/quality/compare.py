@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from caramba_fast.cache import AnyLayerShape, ModelKVCache
 from caramba_fast.config import KVCacheTensorConfig, cache_configs
@@ -26,7 +26,8 @@ from caramba_fast.infer.cuda_graph import DecodeGraphs
 from caramba_fast.infer.sequence import TokenSequence
 from caramba_fast.infer.session import Session
 from caramba_fast.models import LanguageModel
-from caramba_fast.quality.identity import add_tensor
+from caramba_fast.models.identity import modules_of, settings_of
+from caramba_fast.quality.identity import add_tensor, digest_of
 
 #: Tokens of each row computed at once; 128 is the fastest on a CPU. Figures do not depend on it.
 CHUNK = 128
@@ -117,12 +118,18 @@ class CachedForward:
     def identity(self) -> str:
         """Class, cache widths, chunk, and a digest of the weights."""
         digest = hashlib.sha256()
-        if isinstance(self.model, nn.Module):
-            for name, value in self.model.state_dict().items():
-                add_tensor(digest, name, value, VALUES)
+        for module in modules_of(self.model):
+            for name, value in module.state_dict().items():
+                if isinstance(value, Tensor):
+                    add_tensor(digest, name, value, VALUES)
         name, widths = type(self.model).__name__, _widths(self.layout[0])
         layers = f"{len(self.layout)} layers of {widths}"
         return f"{name}, {layers}, chunk {self.chunk}, {digest.hexdigest()[:16]}"
+
+    @cached_property
+    def config_digest(self) -> str:
+        """16 hex digits of the model's configuration: RoPE, windows, norms."""
+        return digest_of([settings_of(self.model)])
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, spec: str) -> Iterator[Tensor]:

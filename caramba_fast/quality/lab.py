@@ -25,7 +25,7 @@ from caramba_fast.quality.figures import (
 from caramba_fast.quality.identity import digest_of, package_version
 from caramba_fast.quality.needles import RecallFormat
 from caramba_fast.quality.report import QualityReport, on_pareto_front
-from caramba_fast.quality.store import ScoreStore
+from caramba_fast.quality.store import CONFIG_DIGEST, ScoreStore
 from caramba_fast.quality.text import Batch, needle_batches, text_batches
 
 #: Called with the work done and the work there is, in tokens times caches.
@@ -92,7 +92,14 @@ def measure(
         "baseline": baseline,
         "version": package_version("unknown"),
     }
-    runner = _Runner(forward, names, ScoreStore(folder, about), work, progress)
+    config = getattr(forward, "config_digest", "")
+    runner = _Runner(
+        forward,
+        names,
+        ScoreStore(folder, {**about, **({CONFIG_DIGEST: config} if config else {})}),
+        work,
+        progress,
+    )
     report = QualityReport(about={**about, "seed": seed, "batch": batch})
     for context, batches in work.items():
         scores = [runner.scores(item) for item in batches]

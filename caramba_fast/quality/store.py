@@ -27,6 +27,8 @@ from caramba_fast.quality.identity import digest_of
 from caramba_fast.quality.text import Batch
 
 MANIFEST = "manifest.json"
+#: Digest of a model's configuration, which folders of earlier versions lack: they are taken up without it.
+CONFIG_DIGEST = "config_digest"
 #: What zipfile, zlib, lzma and numpy raise for files that are none of theirs.
 _DAMAGE = (
     OSError, ValueError, KeyError, EOFError, RuntimeError, SyntaxError, MemoryError, TypeError, IndexError,
@@ -48,11 +50,11 @@ class ScoreStore:
 
     def __init__(self, folder: str | Path | None, settings: dict[str, Any]) -> None:
         self.folder = None if folder is None else Path(folder)
-        self._settings = json.dumps(settings, sort_keys=True)
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             with self.lock():
-                self._claim(self.folder / MANIFEST, settings)
+                settings = self._claim(self.folder / MANIFEST, settings)
+        self._settings = json.dumps(settings, sort_keys=True)
 
     def lock(self) -> contextlib.AbstractContextManager[Any]:
         """Held while a part is looked for, measured and written; others that share the folder wait."""
@@ -101,14 +103,16 @@ class ScoreStore:
         return self.folder / f"{part}{batch.ids.shape[1]}-{words}-{digest_of(parts, 12)}.npz"
 
     @staticmethod
-    def _claim(file: Path, settings: dict[str, Any]) -> None:
-        """Writes the manifest, or checks that the one there says the same."""
+    def _claim(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
+        """Writes the manifest, or checks that the one there says the same; returns what it says."""
         if not file.exists():
             with replacing(file) as stream:
                 stream.write(json.dumps(settings, indent=1).encode() + b"\n")
-            return
+            return settings
         try:
             there = read_json(file)
+            if CONFIG_DIGEST not in there:
+                settings = {n: value for n, value in settings.items() if n != CONFIG_DIGEST}
             names = sorted(set(there) | set(settings))
             other = [name for name in names if there.get(name) != settings.get(name)]
         except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -123,6 +127,7 @@ class ScoreStore:
             raise ValueError(
                 f"{file.parent} holds another measurement, whose {found}: give another folder, or remove it"
             )
+        return settings
 
 
 def _check_headers(file: Path, wanted: tuple[int, ...]) -> None:

@@ -18,6 +18,7 @@ from caramba_fast.models import Transformer
 from caramba_fast.policy import (
     PlanFile,
     PlanFileError,
+    PlanKey,
 )
 from caramba_fast.policy import measure as gates_module
 from caramba_fast.policy.plan import SCHEMA_VERSION, model_identity
@@ -94,6 +95,36 @@ def test_another_model_device_or_version_is_another_plan(
     last = list(model.parameters())[-1]
     last.data[0] += 0.5
     assert not choose(model, path).reused
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope": {"rope_type": "linear", "factor": 8.0}}, {"rms_norm_eps": 1e-3},
+        {"sliding_window": 16, "model_type": "mistral"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_models_that_differ_in_their_configuration_alone_have_plans_of_their_own(
+    path: Path, change: dict[str, Any]
+) -> None:
+    choose(make(), path)
+    assert choose(make(), path).reused and not choose(make(**change), path).reused
+
+
+def test_a_plan_that_does_not_say_its_models_configuration_stays_as_it_is(path: Path) -> None:
+    choose(make(), path)
+    (plan,) = (content := json.loads(path.read_text()))["plans"].values()
+    assert len(plan["key"].pop("config_digest")) == 16
+    path.write_text(json.dumps(content))
+    assert choose(make(), path).reused
+    file = PlanFile(path)
+    found = file.get(PlanKey(**plan["key"]))
+    assert found is not None
+    file.put(found)
+    assert any(
+        kept["key"] == plan["key"] for kept in json.loads(path.read_text())["plans"].values()
+    )
 
 
 def test_who_gives_no_text_takes_a_plan_made_on_one(path: Path) -> None:

@@ -632,6 +632,25 @@ def test_a_folder_of_another_measurement_is_refused(
         measure(other, **LAB, folder=tmp_path)
 
 
+def test_finished_parts_are_those_of_one_configuration(model: Transformer, tmp_path: Path) -> None:
+    lab = {**LAB, "specs": ["q8"], "contexts": [64], "needles": 0}
+    measure(cached_forward(model), **lab, folder=tmp_path)
+    other = Transformer(model.config.model_copy(update={"rms_norm_eps": 1e-3}))
+    other.load_state_dict(model.state_dict())
+    with pytest.raises(ValueError, match="whose config_digest is"):
+        measure(cached_forward(other), **lab, folder=tmp_path)
+
+
+def test_weights_behind_an_adapter_tell_forwards_apart(model: Transformer) -> None:
+    class Adapter:
+        def __init__(self, inner: Transformer) -> None:
+            self.inner, self.vocab_size = inner, inner.vocab_size
+            self.cache_layout = inner.cache_layout
+
+    found = {cached_forward(Adapter(x)).identity for x in (model, Transformer(model.config))}  # type: ignore[arg-type]
+    assert len(found) == 2
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
