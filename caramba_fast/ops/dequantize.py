@@ -33,13 +33,13 @@ def reference(
     """The oracle: pure torch, any device; multiplies in float32, then casts."""
     form = checks.quantized_kind(kind)
     if form.by_channel:
-        return _by_channel(codes, scales, form).to(dtype)
+        return _by_channel(codes, scales, form).to(dtype).contiguous()
     blocks = scales.shape[-1]
     packed = codes.unflatten(-1, (blocks, codes.shape[-1] // blocks))
     if form.bits == 4:
         packed = unpack_nibbles(packed)
     values = decode(packed, form.name) * scales.to(torch.float32).unsqueeze(-1)
-    return values.flatten(-2).to(dtype)
+    return values.flatten(-2).to(dtype).contiguous()
 
 
 def _by_channel(codes: Tensor, scales: Tensor, form: Format) -> Tensor:

@@ -24,11 +24,11 @@ def reference(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tup
     divisor = torch.where(total == 0, torch.ones_like(total), total)  # NaN stays NaN
     share, other = (weight_a / divisor).unsqueeze(-1), (weight_b / divisor).unsqueeze(-1)
     out = out_a.to(torch.float32) * share + out_b.to(torch.float32) * other
-    return out.to(out_a.dtype), base + total.log()
+    return out.to(out_a.dtype).contiguous(), (base + total.log()).contiguous()
 
 
 def fake(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(out_a), torch.empty_like(lse_a)
+    return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
 
 _op = register("merge_state", SCHEMA, reference=reference, fake=fake)
@@ -45,7 +45,7 @@ def merge_state(
             empty side, whose output must be finite (0 by convention).
 
     Returns:
-        out, lse of the same shapes; an empty pair gives 0 and -inf.
+        out, lse of the same shapes, contiguous; an empty pair gives 0 and -inf.
 
     Raises:
         TypeError, ValueError: dtypes, shapes or devices that do not belong together.

@@ -247,7 +247,7 @@ def reference(x: Tensor, kind: str, block: int, fit: str = "amax") -> tuple[Tens
     if form.by_channel:
         groups = x.to(torch.float32).unflatten(-2, (x.shape[-2] // block, block))
         codes, scales = encode_groups(groups, form.name, fit=fit)
-        return codes.flatten(-3, -2), scales
+        return codes.flatten(-3, -2).contiguous(), scales.contiguous()
     blocks = x.to(torch.float32).unflatten(-1, (x.shape[-1] // block, block))
     finite = blocks.isfinite().all(-1, keepdim=True)
     blocks = torch.where(finite, blocks, torch.zeros_like(blocks))
@@ -255,7 +255,7 @@ def reference(x: Tensor, kind: str, block: int, fit: str = "amax") -> tuple[Tens
     if form.bits == 4:
         codes = pack_nibbles(codes)
     scale = torch.where(finite, scale, torch.full_like(scale, torch.nan))
-    return codes.flatten(-2), scale.squeeze(-1).to(SCALE_DTYPE)
+    return codes.flatten(-2).contiguous(), scale.squeeze(-1).to(SCALE_DTYPE).contiguous()
 
 
 def fake(x: Tensor, kind: str, block: int, fit: str = "amax") -> tuple[Tensor, Tensor]:

@@ -113,7 +113,7 @@ def apply_rotary_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
         with recording() as recorded:
             found: Any = _launched(*given)
         if len(_kept) >= MOST_KEPT:
-            _kept.pop(next(iter(_kept)), None)
+            _kept.pop(list(_kept)[0], None)  # noqa: RUF015 - other threads may add while an iterator stands
         _kept[call] = recorded.replay(given, ())
         return found
     found = None if replay in (None, UNKNOWN) else replay(given)

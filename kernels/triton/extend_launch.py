@@ -23,6 +23,9 @@ from .tuned import Tuned
 
 #: Query tokens of one round of launches, at least.
 TOKENS_AT_ONCE = 2048
+#: Blocks of queries of one launch at most, CUDA's limit of a grid's second axis, and query tokens of a block at least.
+#: Lanes may have room for more heads than there are, though not for four times as many.
+MOST_BLOCKS, FEWEST_ROWS = 65535, 16
 
 
 @dataclass
@@ -76,16 +79,20 @@ def launch_extend(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Runs one extend op; arguments as of `launch`, ``q_chunk`` as of the op."""
-    tokens, at_once = next(iter(queries.values())).shape[2], max(q_chunk, TOKENS_AT_ONCE)
+    _, heads, tokens, _ = next(iter(queries.values())).shape
+    at_once = min(max(q_chunk, TOKENS_AT_ONCE), max(1, MOST_BLOCKS // (4 * heads)) * FEWEST_ROWS)
 
-    def part(first: int, last: int, lens: Tensor | None, ends: Tensor) -> tuple[Tensor, Tensor]:
-        some = {name: q[:, :, first:last] for name, q in queries.items()}
+    def part(
+        some: Mapping[str, Tensor], lens: Tensor | None, ends: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return launch(
             some, stored, ends, factors, kind_of_call=ExtendCall, query_lens=lens, **options
         )
 
-    if tokens <= at_once:
-        return part(0, tokens, query_lens, cache_seqlens)
+    if (
+        tokens <= at_once
+    ):  # the tensors themselves: a view of one could not be told apart in a kept launch
+        return part(queries, query_lens, cache_seqlens)
     parts = []
     for first in range(0, tokens, at_once):
         last, lens = min(first + at_once, tokens), query_lens
@@ -93,5 +100,5 @@ def launch_extend(
         if query_lens is not None:
             lens = (query_lens - first).clamp(0, last - first)
             ends = cache_seqlens - (query_lens - last).clamp(min=0)
-        parts.append(part(first, last, lens, ends))
+        parts.append(part({name: q[:, :, first:last] for name, q in queries.items()}, lens, ends))
     return torch.cat([out for out, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=2)

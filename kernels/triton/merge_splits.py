@@ -55,6 +55,7 @@ def _null_logit(q, null_ptr, kv, factor, DIM: tl.constexpr, PADDED: tl.constexpr
 
 @triton.jit
 def _strided(q_ptr, batch, head, token, batch_stride, head_stride, token_stride):
+    head, token = tl.cast(head, tl.int64), tl.cast(token, tl.int64)
     return q_ptr + batch * batch_stride + head * head_stride + token * token_stride
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -60,11 +59,11 @@ def merge_state(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:
     """out_a, out_b (..., T, D) and lse_a, lse_b (..., T) float32 -> out and lse of these shapes."""
-    out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
+    out, lse = out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
     if out.numel() == 0:
         return out, lse
     a, b = as_rows(out_a), as_rows(out_b)
-    whole, sums = out.contiguous().view(a.shape), lse.contiguous().view(-1)  # themselves as a rule
+    whole, sums = out.view(a.shape), lse.view(-1)
     a_sums, b_sums = (x.reshape(-1).contiguous() for x in (lse_a, lse_b))
     fixed = constants(a.shape[1])
     with on_device(out_a):
@@ -72,6 +71,4 @@ def merge_state(
             a, a_sums, b, b_sums, whole, sums, a.stride(0), b.stride(0), a.shape[0],
             **fixed, num_warps=NUM_WARPS,
         )  # fmt: skip
-    if not (out.is_contiguous() and lse.is_contiguous()):
-        out, lse = out.copy_(whole.view(out.shape)), lse.copy_(sums.view(lse.shape))
     return out, lse

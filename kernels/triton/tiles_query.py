@@ -34,8 +34,9 @@ def prepare_kernel(
 ):
     """One query row -> the same in the basis of the keys, (B, H_q * T, D) float32."""
     row, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    head, rows = row // tokens, tl.num_programs(0)
-    q = q_ptr + batch * q_batch_stride + head * q_head_stride + row % tokens * q_token_stride
+    head, token = tl.cast(row // tokens, tl.int64), tl.cast(row % tokens, tl.int64)
+    rows = tl.num_programs(0)
+    q = q_ptr + batch * q_batch_stride + head * q_head_stride + token * q_token_stride
     dim = tl.arange(0, PADDED)
     inside = dim < DIM
     x = to_float32(tl.load(q + dim, mask=inside, other=0.0))

@@ -55,6 +55,18 @@ def test_triton_equals_the_reference(dim, dtype, device):
             torch.testing.assert_close(a.cpu(), b, equal_nan=True)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+def test_results_are_contiguous_wherever_what_is_merged_lies(backend):
+    """As the shapes that a compiler is told: flash-attention's layout is another."""
+    state = [torch.randn(2, 5, 3, 8).transpose(1, 2), torch.randn(2, 5, 3).transpose(1, 2)] * 2
+    with use_backend(backend):
+        out, lse = merge_state(*state)
+    assert out.is_contiguous() and lse.is_contiguous()
+    torch.library.opcheck(
+        torch.ops.caramba_fast.merge_state.default, state, test_utils=("test_faketensor",)
+    )
+
+
 def test_opcheck():
     out, lse = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4)
     torch.library.opcheck(

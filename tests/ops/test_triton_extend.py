@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import cases
 from support.cases import OPTIONS, Case, rows
+from support.launches import Launches
 from support.triton_cases import EVERYTHING, attend, build
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -201,6 +202,20 @@ def test_more_queries_than_are_taken_at_once(options, q_chunk, monkeypatch):
     if case.query_lens:
         case.query_lens = [50, 24]
     check(case, q_chunk=q_chunk)
+
+
+def test_a_launch_has_no_more_blocks_than_a_grid_takes(monkeypatch):
+    from caramba_fast.kernels import extend_launch, splits_launch
+
+    monkeypatch.setattr(extend_launch, "MOST_BLOCKS", 4)
+    case = build(**{**LAYER, "tokens": 50, "lengths": (75, 61)})
+    check(case, q_chunk=10**6)
+    noted = Launches()
+    for name in ("partials_kernel", "merge_kernel"):
+        monkeypatch.setattr(splits_launch, name, noted)
+    attend(case, extends=True, q_chunk=10**6)
+    blocks = [grid[1] for grid, *_ in noted.seen if len(grid) == 3]
+    assert len(blocks) == 4 and max(blocks) <= 4
 
 
 class Counter(TorchDispatchMode):
