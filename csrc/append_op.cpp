@@ -75,12 +75,14 @@ QuantizeBlocks quantizer(Format format, int block, const std::string& fit) {
       .quantize[fit_index(fit)][block_index(block)][static_cast<int>(Format::fp32)];
 }
 
-// Where each row's tokens go.
-void place(const AppendCommon& c, AppendJob& job) {
-  if (c.block_table.has_value()) place_table(*c.block_table, job);
-  job.start = row_integers(c.start, "start", job.batch);
-  job.leftpad = row_integers(c.cache_leftpad, "cache_leftpad", job.batch);
-  job.query_lens = row_integers(c.query_lens, "query_lens", job.batch);
+// Where each row's tokens go; copies that are needed for it.
+std::vector<Tensor> place(const AppendCommon& c, AppendJob& job) {
+  std::vector<Tensor> held;
+  if (c.block_table.has_value()) place_table(*c.block_table, job, held);
+  job.start = row_integers(c.start, "start", job.batch, held);
+  job.leftpad = row_integers(c.cache_leftpad, "cache_leftpad", job.batch, held);
+  job.query_lens = row_integers(c.query_lens, "query_lens", job.batch, held);
+  return held;
 }
 
 // Appends over threads; items are (row, lane), cut further by tokens where a thread would get too
@@ -205,7 +207,7 @@ void append(const AppendCommon& c, const Rotary& rotary, const StreamTensors* st
                     ", the new tokens B=", job.batch);
   }
 
-  place(c, job);
+  const auto held = place(c, job);
   if (plan.turns) turn_queries(rotary);
   run(job, plan.values, plan.grouped);
   if (!is_recording()) return;
@@ -270,6 +272,7 @@ void append_planned(std::int64_t number, const Tensor& first, const Tensor& seco
   const Tensor* given[] = {&first, &second, third.has_value() ? &*third : nullptr};
   STD_TORCH_CHECK(third.has_value() == (job.streams == 3), "the plan has ", job.streams,
                   " streams");
+  check_places(*plan);
   check_paged(*plan, block_table);
   STD_TORCH_CHECK(rotary_q.has_value() == plan->turns,
                   "rotary_q: a kept call is repeated with it, or without, as it was made");
@@ -291,7 +294,7 @@ void append_planned(std::int64_t number, const Tensor& first, const Tensor& seco
                     "the new tokens have not the shape or dtype of the plan");
     had = has;
   }
-  place({start, block_table, cache_leftpad, query_lens}, job);
+  const auto held = place({start, block_table, cache_leftpad, query_lens}, job);
   if (plan->turns) turn_queries(rotary);
   run(job, plan->values, plan->grouped);
 }

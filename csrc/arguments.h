@@ -187,20 +187,22 @@ inline StoredStream stream_of(const StreamTensors& s, std::int64_t dim, std::int
 // Where pages are listed: (B, pages) int32 with contiguous rows. Fills the three fields of a job or
 // a call.
 template <class Work>
-void place_table(const Tensor& table, Work& work) {
-  check_cpu(table, "block_table");
-  STD_TORCH_CHECK(table.dim() == 2 && table.size(0) == work.batch &&
-                      table.scalar_type() == ScalarType::Int &&
-                      (table.stride(1) == 1 || table.size(1) <= 1),
-                  "block_table must be (B, pages) int32 with contiguous rows");
+void place_table(const Tensor& given, Work& work, std::vector<Tensor>& held) {
+  check_cpu(given, "block_table");
+  STD_TORCH_CHECK(
+      given.dim() == 2 && given.size(0) == work.batch && given.scalar_type() == ScalarType::Int,
+      "block_table must be (B, pages) int32");
+  Tensor table = given;
+  if (table.stride(1) != 1 && table.size(1) > 1)
+    held.push_back(table = torch::stable::contiguous(table));
   work.table = static_cast<const std::int32_t*>(table.const_data_ptr());
   work.table_row = table.stride(0);
   work.pages_per_row = table.size(1);
 }
 
-// (B,) int32; null for none.
+// (B,) int32; null for none. A copy that is needed goes to `held`, for as long as the numbers are.
 inline const std::int32_t* row_integers(const MaybeTensor& x, const std::string& name,
-                                        std::int64_t batch) {
+                                        std::int64_t batch, std::vector<Tensor>& held) {
   if (!x.has_value()) return nullptr;
   check_cpu(*x, name);
   STD_TORCH_CHECK(x->scalar_type() == ScalarType::Int, name, " has dtype ",
@@ -208,8 +210,9 @@ inline const std::int32_t* row_integers(const MaybeTensor& x, const std::string&
                   torch::headeronly::toString(ScalarType::Int), " is needed");
   STD_TORCH_CHECK(x->numel() == batch, name, " has ", x->numel(), " elements; ", batch,
                   " are needed");
-  STD_TORCH_CHECK(x->is_contiguous(), name, " must be contiguous");
-  return static_cast<const std::int32_t*>(x->const_data_ptr());
+  if (x->is_contiguous()) return static_cast<const std::int32_t*>(x->const_data_ptr());
+  held.push_back(torch::stable::contiguous(*x));
+  return static_cast<const std::int32_t*>(held.back().const_data_ptr());
 }
 
 }  // namespace caramba_fast

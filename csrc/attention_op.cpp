@@ -78,6 +78,7 @@ struct Call {
   AttentionJob work;
   Plan plan;
   std::vector<std::vector<float>> numbers;  // null keys and values, s_aux
+  std::vector<Tensor> held;                 // copies of what does not lie as it is read
 
   void place(const Common& c, const Lead& lead, const StreamTensors* streams, int count);
   void see(const Common& c);
@@ -93,7 +94,7 @@ void Call::place(const Common& c, const Lead& lead, const StreamTensors* streams
                   "the cache has ", work.lanes, " lanes of ", work.heads_per_lane,
                   " heads for n_kv_heads=", work.kv_heads);
   if (c.block_table.has_value()) {
-    place_table(*c.block_table, work);
+    place_table(*c.block_table, work, held);
     STD_TORCH_CHECK(work.slots % 32 == 0, "pages have ", work.slots,
                     " slots; a multiple of 32 is needed");
     work.tile = work.slots % kTile == 0 ? kTile : 32;
@@ -130,9 +131,9 @@ void Call::see(const Common& c) {
   work.window = std::min(c.window_size[0], kEndless);
   work.kept = std::min(c.num_sink_tokens, kEndless);
   work.softcap = static_cast<float>(c.softcap);
-  const auto* lengths = row_integers(c.cache_seqlens, "cache_seqlens", work.batch);
-  const auto* pads = row_integers(c.cache_leftpad, "cache_leftpad", work.batch);
-  const auto* counts = row_integers(c.query_lens, "query_lens", work.batch);
+  const auto* lengths = row_integers(c.cache_seqlens, "cache_seqlens", work.batch, held);
+  const auto* pads = row_integers(c.cache_leftpad, "cache_leftpad", work.batch, held);
+  const auto* counts = row_integers(c.query_lens, "query_lens", work.batch, held);
   const std::int64_t pages = work.table == nullptr ? 1 : work.pages > 0 ? work.pages_per_row : 0;
   const std::int64_t capacity = work.slots * pages;
   plan.rows.clear();
@@ -343,6 +344,7 @@ std::tuple<Tensor, Tensor> attention_planned(std::int64_t number, const Tensor& 
   const Tensor* queries[] = {&q, q_geo.has_value() ? &*q_geo : nullptr};
   STD_TORCH_CHECK(q_geo.has_value() == (work.streams == 3), "the plan has ", work.streams,
                   " streams");
+  check_places(*plan);
   check_paged(*plan, block_table);
   for (int i = 0; i + 1 < work.streams; ++i) {
     const HeadTensor has = heads_of(*queries[i], "q");
@@ -353,7 +355,7 @@ std::tuple<Tensor, Tensor> attention_planned(std::int64_t number, const Tensor& 
                     "q has not the shape or dtype of the plan");
     work.queries[i] = has;
   }
-  if (block_table.has_value()) place_table(*block_table, work);
+  if (block_table.has_value()) place_table(*block_table, work, call.held);
   const MaybeTensor no_s_aux;
   const Common common{cache_seqlens, work.kv_heads,     block_table,
                       cache_leftpad, query_lens,        plan->residual_len,

@@ -50,10 +50,14 @@ struct Plan {
   std::int64_t partials = 0;
 };
 
+// Splits a caller may ask for at most: each leaves partial results of all its queries.
+inline constexpr std::int64_t kMostSplits = 64;
+
 // Cuts a (row, lane) into `splits` tasks of equal length.
 inline void split_evenly(Plan& plan, std::int64_t row, std::int64_t lane, std::int64_t splits) {
   const std::int64_t tiles = plan.rows[static_cast<std::size_t>(row)].tiles;
-  splits = std::max<std::int64_t>(1, std::min(splits, tiles));
+  splits =
+      std::clamp<std::int64_t>(splits, 1, std::max<std::int64_t>(1, std::min(tiles, kMostSplits)));
   for (std::int64_t i = 0; i < splits; ++i)
     plan.tasks.push_back({row, lane, tiles * i / splits, tiles * (i + 1) / splits,
                           splits > 1 ? plan.partials++ : -1});

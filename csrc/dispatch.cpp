@@ -14,7 +14,7 @@ namespace {
 
 constexpr const char* kVariable = "CARAMBA_FAST_CPU_ISA";
 
-#if CARAMBA_FAST_X86
+#if CARAMBA_FAST_AVX_VNNI
 // Compilers do not know it by name everywhere; the registers are AVX2's.
 bool has_avx_vnni() {
   unsigned a = 0, b = 0, c = 0, d = 0;
@@ -34,7 +34,9 @@ std::vector<const Kernels*> supported() {
                       __builtin_cpu_supports("avx512dq");
   if (avx512 && __builtin_cpu_supports("avx512vnni")) tables.push_back(&avx512_vnni::kernels);
   if (avx512) tables.push_back(&avx512::kernels);
+#if CARAMBA_FAST_AVX_VNNI
   if (avx2 && has_avx_vnni()) tables.push_back(&avx2_vnni::kernels);
+#endif
   if (avx2) tables.push_back(&avx2::kernels);
 #endif
   tables.push_back(&portable::kernels);

@@ -12,7 +12,7 @@
 
 #include "kernels.h"
 
-#if CARAMBA_FAST_X86
+#if CARAMBA_FAST_AVX_VNNI
 #include <immintrin.h>
 
 #define CARAMBA_FAST_ISA avx2_vnni

@@ -11,6 +11,12 @@
 #else
 #define CARAMBA_FAST_X86 0
 #endif
+// Older compilers do not know AVX-VNNI.
+#if CARAMBA_FAST_X86 && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define CARAMBA_FAST_AVX_VNNI 1
+#else
+#define CARAMBA_FAST_AVX_VNNI 0
+#endif
 
 namespace caramba_fast {
 

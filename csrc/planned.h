@@ -17,6 +17,7 @@ namespace caramba_fast {
 // are.
 struct Planned {
   std::vector<Tensor> held;
+  std::vector<const void*> places;  // of their data
   bool paged = false;
   virtual ~Planned() = default;
 
@@ -26,8 +27,17 @@ struct Planned {
       for (const auto* part : {&streams[i].scales, &streams[i].tail, &streams[i].sink})
         if (part->has_value()) held.push_back(**part);
     }
+    for (const Tensor& x : held) places.push_back(x.const_data_ptr());
   }
 };
+
+// Raises where a tensor's memory was replaced, as Tensor.share_memory_ does. Callers look for
+// "other memory" (planned.py).
+inline void check_places(const Planned& plan) {
+  for (std::size_t i = 0; i < plan.held.size(); ++i)
+    STD_TORCH_CHECK(plan.held[i].const_data_ptr() == plan.places[i],
+                    "a stream of a kept call has other memory than when it was made");
+}
 
 // Raises unless a call that is to repeat another has pages where that had them.
 inline void check_paged(const Planned& plan, const MaybeTensor& block_table) {

@@ -76,7 +76,8 @@ void quantize_lane(float (&values)[32], int lane, QueryUnit& unit) {
     damaged |= value != value;
   }
   const float largest = greatest_of(most);
-  const Floats inverse = splat(largest > 0 ? kRange / largest : 0);
+  // Next to nothing counts as nothing: its inverse would be no number.
+  const Floats inverse = splat(largest > 1e-30f ? kRange / largest : 0);
   const Floats step = splat(largest / kRange);
   Ints sums{};
   alignas(64) std::int32_t codes[kValues];

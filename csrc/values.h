@@ -91,6 +91,25 @@ inline constexpr int kWeightRows = 16;  // query rows whose weights are packed a
 // A weight's share of the total so far that 8 bits of it, and of what is smaller in its tile, are
 // enough for where values have 4 bits.
 inline constexpr float kFaintShare = 1.0f / 64;
+// Of 8 bits little is left of weights so much smaller than the tile's largest; so much of the
+// tile's sum they may be.
+inline constexpr float kLostWeight = 1.0f / 256, kLostShare = 1.0f / 128;
+
+// Whether 8 bits are enough for a row's weights: what they lose is next to nothing.
+inline bool takes_few_bytes(const Softmax& softmax, int r, const float* weights) {
+  const float peak = softmax.peak[r], sum = softmax.sum[r];
+  if (!(peak <= kFaintShare * softmax.total[r])) return false;
+  if (kTile * kLostWeight * peak <= kLostShare * sum) return true;
+  Floats lost{};
+  for (int i = 0; i < kTile; i += kLanes) {
+    const Floats weight = load_as<Floats>(weights + i);
+    lost += weight < splat(kLostWeight * peak) ? weight : Floats{};
+  }
+  float parts[kLanes], all = 0;
+  store_as(lost, parts);
+  for (const float part : parts) all += part;
+  return all <= kLostShare * sum;
+}
 
 // Some query rows, with weights of BYTES bytes.
 template <Format F, int BYTES>
@@ -124,7 +143,7 @@ void add_values_int8(const ValueSums& state, const TileData& data, int count, co
     rows[few] = 0;
   };
   for (int r = 0; r < state.query_rows; ++r) {
-    const bool few = kFewBytes < 2 && softmax.peak[r] <= kFaintShare * softmax.total[r];
+    const bool few = kFewBytes < 2 && takes_few_bytes(softmax, r, weights + r * kScoreRow);
     row[few][rows[few]++] = r;
     if (rows[few] == kWeightRows) add(few);
   }

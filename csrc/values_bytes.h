@@ -24,6 +24,8 @@ namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
 inline constexpr float kMostWeight = 127 * 256;  // that rounds to two signed bytes
+// The largest integer of a block is at least so much, or weights lose too many of their bits.
+inline constexpr float kFewestWeight = 2048;
 
 // How the scales of a head lie in vectors, and weights with them. A vector has as many blocks of as
 // many quads of tokens as fill its lanes: four blocks of a quad, two of two quads, one of four. Of
@@ -167,43 +169,59 @@ inline __m512i of_bytes(__m512i upper, __m512i lower) {
 }
 
 // Weights of a row times scales as integers: of the largest product, where 8-bit values need all 16
-// bits, else of the largest weight, `peak`, and the largest scale (`BlockScales::unit`).
+// bits, else of the largest weight, `peak`, and the largest scale (`BlockScales::unit`). Where
+// those are not of one token, such as a sink's with values near 0, integers may be small: the
+// largest product it is then, too.
 template <int LANES, bool EXACT>
 void pack_weights(const float* weights, float peak, const BlockScales& scales, int group,
                   WeightBytes& to) {
   __m512i codes[4 * LANES];
-  if constexpr (EXACT) {
-    __m512 product[4 * LANES], most[4];
-    CARAMBA_FAST_UNROLL
-    for (int i = 0; i < 4 * LANES; ++i)
-      product[i] =
-          _mm512_mul_ps(weights_at<LANES>(weights, i), _mm512_load_ps(scales.scale[group][i]));
+  const auto largest_of = [](const __m512(&x)[4 * LANES]) {
+    __m512 most[4];
     CARAMBA_FAST_UNROLL
     for (int i = 0; i < 4; ++i) {
       most[i] = _mm512_setzero_ps();
       CARAMBA_FAST_UNROLL
       for (int v = 0; v < LANES; ++v)
-        most[i] = _mm512_range_ps(most[i], product[4 * v + i], 0x0b);  // the larger magnitude
+        most[i] = _mm512_range_ps(most[i], x[4 * v + i], 0x0b);  // the larger magnitude
     }
-    const __m512 largest = largest_of_block<LANES>(
+    return largest_of_block<LANES>(
         _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3])));
-    const __m512 inverse = inverse_of(largest);
-    _mm512_store_ps(to.step, _mm512_mul_ps(largest, _mm512_set1_ps(1 / kMostWeight)));
+  };
+  // `unit` undoes what the scales were divided by.
+  const auto of_products = [&](__m512 unit) {
+    __m512 product[4 * LANES];
+    CARAMBA_FAST_UNROLL
+    for (int i = 0; i < 4 * LANES; ++i)
+      product[i] =
+          _mm512_mul_ps(weights_at<LANES>(weights, i), _mm512_load_ps(scales.scale[group][i]));
+    const __m512 largest = largest_of(product), inverse = inverse_of(largest);
+    _mm512_store_ps(to.step,
+                    _mm512_mul_ps(_mm512_mul_ps(largest, _mm512_set1_ps(1 / kMostWeight)), unit));
     CARAMBA_FAST_UNROLL
     for (int i = 0; i < 4 * LANES; ++i)
       codes[i] = _mm512_cvtps_epi32(_mm512_mul_ps(product[i], inverse));
+  };
+  if constexpr (EXACT) {
+    of_products(_mm512_set1_ps(1));
   } else {
     alignas(64) float shares[kTile];
     const __m512 inverse = _mm512_set1_ps(peak > 1e-30f ? 1 / peak : 0);
     CARAMBA_FAST_UNROLL
     for (int i = 0; i < kTile; i += kLanes)
       _mm512_store_ps(shares + i, _mm512_mul_ps(_mm512_loadu_ps(weights + i), inverse));
-    _mm512_store_ps(to.step,
-                    _mm512_mul_ps(_mm512_load_ps(scales.unit[group]), _mm512_set1_ps(peak)));
+    const __m512 unit = _mm512_load_ps(scales.unit[group]);
+    _mm512_store_ps(to.step, _mm512_mul_ps(unit, _mm512_set1_ps(peak)));
+    __m512 share[4 * LANES];
     CARAMBA_FAST_UNROLL
-    for (int i = 0; i < 4 * LANES; ++i)
-      codes[i] = _mm512_cvtps_epi32(
-          _mm512_mul_ps(weights_at<LANES>(shares, i), _mm512_load_ps(scales.scale[group][i])));
+    for (int i = 0; i < 4 * LANES; ++i) {
+      share[i] =
+          _mm512_mul_ps(weights_at<LANES>(shares, i), _mm512_load_ps(scales.scale[group][i]));
+      codes[i] = _mm512_cvtps_epi32(share[i]);
+    }
+    const __m512 fewest = _mm512_set1_ps(kFewestWeight);
+    if (_mm512_cmp_ps_mask(largest_of(share), fewest, _CMP_LT_OQ) != 0 && peak > 1e-30f)
+      of_products(unit);
   }
   const __m512i ones = _mm512_set1_epi8(1), byte = _mm512_set1_epi16(255);
   __m512i high_sum = _mm512_setzero_si512(), low_sum = _mm512_setzero_si512();

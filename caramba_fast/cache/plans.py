@@ -135,7 +135,10 @@ class LayerPlans:
             return plan.again(tensors, options)
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return plan.again(tensors, options)
-        return direct(*tensors, **{n: x for n, x in options.items() if isinstance(x, Tensor)})
+        try:
+            return direct(*tensors, **{n: x for n, x in options.items() if isinstance(x, Tensor)})
+        except RuntimeError as error:
+            return plan.anew(error, tensors, options)
 
     def _first(
         self,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba_fast.ops.planned import Call
+from caramba_fast.ops.planned import MOVED, Call
 from caramba_fast.ops.registry import Op, forced_backend
 from caramba_fast.ops.view import KVView
 
@@ -86,13 +86,24 @@ class CallPlan:
         """As `run`, for a call that the plan serves."""
         if self.replay is not None and self.backend == forced_backend():
             changing = _changing(tensors, options)
-            found = None if _is_watched(changing) else self.replay(changing)
+            try:
+                found = None if _is_watched(changing) else self.replay(changing)
+            except RuntimeError as error:
+                return self.anew(error, tensors, options)
             if found is not None:
                 return found
         n = self.leading
         return self.op.call(
             *tensors[:n], *self.stored, *tensors[n:], *self.kinds, **self.stated, **options
         )
+
+    def anew(
+        self, error: RuntimeError, tensors: Sequence[Tensor], options: Mapping[str, Any]
+    ) -> Any:
+        """As `rehearse`, where a kept call failed as its streams lie elsewhere now; raises any other error."""
+        if MOVED not in str(error):
+            raise error
+        return self.rehearse(tensors, options)
 
 
 def _changing(tensors: Sequence[Tensor], options: Mapping[str, Any]) -> tuple[Tensor, ...]:

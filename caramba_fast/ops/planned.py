@@ -18,6 +18,8 @@ from torch import Tensor
 from caramba_fast.ops.apply_rotary_emb import ROTARY
 from caramba_fast.ops.registry import define, library
 
+#: What a kept call says whose streams lie elsewhere than they did (csrc/planned.h).
+MOVED = "other memory"
 #: Options whose tensors may change from call to call. An append has those of ROTARY as well.
 OPTIONS = ("block_table", "cache_leftpad", "query_lens")
 _CHANGING = ", ".join(f"Tensor? {name}=None" for name in OPTIONS)
@@ -124,5 +126,7 @@ def recording() -> Iterator[Recording]:
     extension.caramba_fast_record()
     try:
         yield found
-    finally:
-        found.number = extension.caramba_fast_recorded()
+    except BaseException:
+        extension.caramba_fast_forget(extension.caramba_fast_recorded())
+        raise
+    found.number = extension.caramba_fast_recorded()

@@ -122,6 +122,50 @@ def test_the_largest_integers_are_exact(kind, tokens, scale):
     assert cases.relative_l2(attend(case)[0], case.expected()[0]) <= 2 * FLOAT
 
 
+def drawn_to(logits: torch.Tensor, value_kind: str, dim: int = 64) -> Case:
+    """One query and one head whose scores are ``logits`` (tokens,); values of about one size."""
+    torch.manual_seed(0)
+    slots = -(-len(logits) // 64) * 64
+    with use_backend("reference"):
+        case = cases.build(
+            dims={"k": 32, "v": dim}, kinds=("fp32", value_kind), heads=1, kv_heads=1,
+            lengths=(len(logits),), slots=slots, tokens=1,
+        )  # fmt: skip
+        case.queries["k"].zero_()[..., 0] = 1
+        case.streams["k"].given.zero_()[..., : len(logits), 0] = logits * 32**0.5
+        case.streams["v"].given.copy_(0.5 + torch.rand_like(case.streams["v"].given))
+        return case
+
+
+@pytest.mark.parametrize("place", [0, 17, 69])
+@pytest.mark.parametrize("size", [0.0, 1e-3], ids=["values 0", "small values"])
+@pytest.mark.parametrize("logit", [8.0, 12.0, 16.0])
+@pytest.mark.parametrize("kind", ALLOWED)
+def test_tokens_beside_one_whose_weight_is_all_keep_their_bits(kind, logit, size, place):
+    """A sink: nearly all of the weight, and values that are next to nothing. What is left is the result."""
+    logits = torch.zeros(70)
+    logits[place] = logit
+    case = drawn_to(logits, kind)
+    case.streams["v"].given[:, :, place] *= size
+    with use_backend("reference"):
+        case.append(append_)
+    # All weights but one are the same number and rounded alike: 64 halves of an integer of 15 bits.
+    allowed = max(ALLOWED[kind], 1e-3)
+    assert cases.relative_l2(attend(case)[0], case.expected()[0]) <= allowed
+
+
+@pytest.mark.parametrize("tokens", [3000, 30000])
+@pytest.mark.parametrize("kind", ALLOWED)
+def test_small_weights_that_are_many_are_not_lost(kind, tokens):
+    """One token of 64 weighs 500 times what each of the others does."""
+    logits = torch.zeros(tokens)
+    logits[::64] = 6.28
+    case = drawn_to(logits, kind)
+    with use_backend("reference"):
+        case.append(append_)
+    assert cases.relative_l2(attend(case)[0], case.expected()[0]) <= ALLOWED[kind]
+
+
 #: Kinds of keys and values, and values of a head, that take the same integers with VNNI and without, and sum what
 #: comes of them in the same order.
 SAME = (

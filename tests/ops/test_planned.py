@@ -9,7 +9,7 @@ import torch
 
 from caramba_fast.cache import DecoupledLayerKVCache, LayerKVCache
 from caramba_fast.config import cache_configs
-from caramba_fast.ops import planned, registry
+from caramba_fast.ops import decode_attention, planned, registry
 
 ATTEND, APPEND = torch.ops.caramba_fast.attention_planned, torch.ops.caramba_fast.append_planned
 
@@ -134,6 +134,36 @@ def test_a_call_that_fails_or_is_not_alone_is_not_kept(cache):
     with pytest.raises(ValueError), planned.recording() as found:
         cache.append(numbers(0), numbers(0)[..., :16])
     assert found.number == 0
+
+
+def test_streams_that_were_given_other_memory_are_read_and_written_there():
+    """As torch.multiprocessing does with tensors that it sends: what they had before is freed."""
+    with torch.no_grad():
+        cache, other = layer(), layer()
+        steps(cache, 3), steps(other, 3)
+        call, lengths = kept_numbers(cache)[1], cache.seq_lens.clone()
+        for stream in cache.streams.values():
+            for part in (stream.codes, stream.scales, stream.tail, stream.sink):
+                part.share_memory_()
+        with pytest.raises(RuntimeError, match="has other memory than when it was made"):
+            ATTEND(call, numbers(0, 4), lengths)
+        found, wanted = steps(cache, 3), steps(other, 3)
+        assert any(plan.replay for plan in cache.plans._plans.values())
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_call_that_fails_while_it_is_recorded_leaves_nothing_behind():
+    with torch.no_grad():
+        cache = layer()
+        steps(cache, 1)
+        with pytest.raises(KeyboardInterrupt), planned.recording():
+            views = [stream.view for stream in cache.streams.values()]
+            decode_attention(numbers(0, 4), *views, cache.seq_lens, n_kv_heads=2, residual_len=16)
+            raise KeyboardInterrupt
+        steps(cache, 3)
+    last = min(kept_numbers(cache))
+    with pytest.raises(RuntimeError, match=f"plan {last - 1} is no kept call"):
+        ATTEND(last - 1, numbers(0, 4), cache.seq_lens)
 
 
 def test_attention_sinks_of_a_model_are_read_anew_with_every_call():
