@@ -1,24 +1,33 @@
 """Runs the parity grids: ``python -m caramba_fast.bench.kernels.check [--device cuda] [--require triton]``.
 
-Prints one line for each disagreement with the reference and ends with status 1 if there is one, or if a required
-backend does not run. ``--shard I/N`` takes every N-th setting, so that N processes compile at once.
+Prints one line for each disagreement with the reference as soon as it is found, and ends with status 1 if there is one,
+or if a required backend does not run; with `shards.LATE` if there is none and time was over. ``--shard I/N`` takes
+every N-th setting, so that N processes compile at once; with the numbers of a line it takes that setting alone, which
+computes the same as before.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from caramba_fast.bench.kernels import parity, parity_attention
 from caramba_fast.bench.kernels.registry import tiny
-from caramba_fast.bench.kernels.shards import Shard
+from caramba_fast.bench.kernels.shards import LATE, Shard
 from caramba_fast.bench.kernels.workloads import workload
 from caramba_fast.ops import use_backend
 from caramba_fast.ops.registry import BackendError
 
 BACKENDS = ("reference", "cpp", "triton")
+#: Seconds behind the time limit in which a setting may still end before it is said to hang.
+GRACE_S = 10.0
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -30,54 +39,152 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true",
                         help="each op once with the first backend, for a memory checker")  # fmt: skip
     parser.add_argument("--shard", type=Shard.parse, default=Shard(), metavar="I/N")
+    parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="SECONDS",
+                        help="start no setting after this")  # fmt: skip
     return parser.parse_args(argv)
 
 
-def small(backend: str, device: torch.device) -> list[str]:
-    """Every op that has a kernel, once, on small shapes; what is wrong."""
-    found = []
+@dataclass
+class Progress:
+    """What was found so far, printed as it comes: a process that is ended has lost nothing.
+
+    Attributes:
+        backend: under test.
+        count: settings to go through.
+        done: settings that were begun.
+        at: the setting under way.
+        found: disagreements.
+    """
+
+    backend: str
+    count: int
+    done: int = 0
+    at: str = ""
+    found: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    def say(self, text: str) -> None:
+        """One line, at once."""
+        seconds = time.monotonic() - self.began
+        print(f"{self.backend} {self.done} of {self.count}, {seconds:.0f} s: {text}", flush=True)
+
+    def disagreement(self, text: str) -> None:
+        """One more."""
+        self.found += 1
+        self.say(f"disagreement {self.found}: {text}")
+
+    def left_out(self, reason: str) -> None:
+        """The setting under way and those behind it are not run."""
+        left = self.count - self.done + 1
+        self.say(f"{self.found} disagreements, {left} settings left out: {reason}")
+
+    def end(self) -> None:
+        """All were run."""
+        print(f"{self.backend:<10} {self.count} settings, {self.found} disagreements", flush=True)
+
+    @contextmanager
+    def watched(self, limit_s: float) -> Iterator[None]:
+        """Says what hangs after so many seconds, from a thread: a kernel that never ends does not come back."""
+        watch = threading.Timer(
+            min(limit_s, threading.TIMEOUT_MAX), lambda: self.say(f"hangs in {self.at}")
+        )
+        watch.daemon = True
+        watch.start()
+        try:
+            yield
+        finally:
+            watch.cancel()
+
+
+Piece = tuple[Any, Callable[[str, torch.device, list[Any]], Iterator[str]]]
+
+
+def grid(quick: bool) -> list[Piece]:
+    """Every setting, with what finds disagreements of some."""
+    return [
+        *((x, parity.failures) for x in parity.settings(quick)),
+        *((x, parity_attention.attention_failures) for x in parity_attention.settings(quick)),
+    ]
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether the device answers nothing any more, as after an address out of bounds."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def disagreements(
+    backend: str, device: torch.device, quick: bool, shard: Shard, limit_s: float
+) -> tuple[int, bool]:
+    """(Disagreements of a shard's settings, each printed; whether all settings were run)."""
+    whole = grid(quick)
+    mine = list(shard.of(list(enumerate(whole))))
+    progress, stop_at = Progress(backend, len(mine)), time.monotonic() + limit_s
+    with progress.watched(limit_s + GRACE_S):
+        for number, (setting, find) in mine:
+            progress.done, progress.at, before = progress.done + 1, str(setting), progress.found
+            if time.monotonic() > stop_at:
+                progress.left_out("time is over")
+                return progress.found, False
+            torch.manual_seed(number)
+            for line in find(backend, device, [setting]):
+                progress.disagreement(f"{line} (--shard {number}/{len(whole)})")
+            if progress.found > before and is_lost(device):
+                progress.left_out("the device answers nothing any more")
+                return progress.found, False
+    progress.end()
+    return progress.found, True
+
+
+def small(backend: str, device: torch.device) -> tuple[int, bool]:
+    """As `disagreements`, of every op that has a kernel, once, on small shapes."""
+    progress = Progress(backend, len(tiny()))
     with use_backend(backend):
         for case in tiny():
+            progress.done += 1
             try:
-                errors = workload(case, device).errors
+                errors = workload(case, device, timed=False).errors
                 results = {kind: check() for kind, check in errors.items()}
-            except (
-                BackendError
-            ) as reason:  # no kernel for this op; what a kernel refuses is an error
+            except BackendError as reason:  # no kernel for this op
                 print(f"{backend:<10} {case.name}: not run: {reason}")
                 continue
-            found += [
-                f"{case.name} {kind}: {e:.2g} > {most:.2g}"
-                for kind, (e, most) in results.items()
-                if not e <= most  # NaN is wrong
-            ]
-    return found
+            except Exception as error:  # what a kernel refuses, or worse; the others are run
+                results, wrong = {}, [parity.described(error)]
+            else:
+                wrong = [
+                    f"{kind}: {e:.2g} > {most:.2g}"
+                    for kind, (e, most) in results.items()
+                    if not e <= most  # NaN is wrong
+                ]
+            for line in wrong:
+                progress.disagreement(f"{case.name} {line}")
+    progress.end()
+    return progress.found, True
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns 1 if a backend differs from the reference."""
+    """The command line; returns 1 if a backend differs from the reference, LATE if it was not seen to the end."""
     chosen = _arguments(argv)
     device = torch.device(chosen.device)
-    torch.manual_seed(0)
-    status = 0
+    began, bad, late = time.monotonic(), False, False
     for backend in chosen.backends:
         reason = parity.backend_error(backend, device)
         if reason is not None:
             print(f"{backend:<10} not run: {reason}")
-            status |= backend in chosen.require
+            bad |= backend in chosen.require
             continue
+        torch.manual_seed(0)
         if chosen.small:
-            count, found = len(tiny()), small(backend, device)
+            found, whole = small(backend, device)
         else:
-            bits = chosen.shard.of(parity.settings(chosen.quick))
-            attention = list(chosen.shard.of(parity_attention.settings(chosen.quick)))
-            count = len(bits) + len(attention)
-            found = list(parity.failures(backend, device, bits))
-            found += parity_attention.attention_failures(backend, device, attention)
-        print(f"{backend:<10} {count} settings, {len(found)} disagreements", *found, sep="\n  ")
-        sys.stdout.flush()
-        status |= bool(found)
-    return int(status)
+            left = chosen.time_limit - (time.monotonic() - began)
+            found, whole = disagreements(backend, device, chosen.quick, chosen.shard, left)
+        bad, late = bad or found > 0, late or not whole
+    return 1 if bad else LATE if late else 0
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ CPU whatever the device.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,6 +29,8 @@ from caramba_fast.ops.registry import BackendError, use_backend, why_not
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DIM = 256
+#: Letters of an exception's message that are printed.
+MOST_TEXT = 500
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -191,14 +195,31 @@ def settings(quick: bool) -> list[tuple[str, int, torch.dtype]]:
     ]
 
 
+def described(error: Exception) -> str:
+    """An exception in one line, with the place it comes from; of a long message its beginning and its end."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    text = text if len(text) <= MOST_TEXT else f"{text[:150]} [...] {text[150 - MOST_TEXT :]}"
+    return f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}: {text}"
+
+
 def failures(
     backend: str, device: torch.device, chosen: Iterable[tuple[str, int, torch.dtype]]
 ) -> Iterator[str]:
-    """One line a disagreement, none if all is well."""
+    """One line a disagreement, none if all is well; a setting that does not run is one, and the others are run."""
     for kind, block, dtype in chosen:
-        if kind in CHANNEL_KINDS:
-            yield from channel_failures(backend, device, kind, block, dtype)
-            continue
-        for fit in FITS:
-            yield from quantize_failures(backend, device, kind, block, dtype, fit)
-        yield from dequantize_failures(backend, device, kind, block, dtype)
+        try:
+            yield from _failures_of(backend, device, kind, block, dtype)
+        except Exception as error:  # whatever it is, it is what this setting shows
+            yield f"{backend} {kind} block {block} {dtype}: {described(error)}"
+
+
+def _failures_of(
+    backend: str, device: torch.device, kind: str, block: int, dtype: torch.dtype
+) -> Iterator[str]:
+    if kind in CHANNEL_KINDS:
+        yield from channel_failures(backend, device, kind, block, dtype)
+        return
+    for fit in FITS:
+        yield from quantize_failures(backend, device, kind, block, dtype, fit)
+    yield from dequantize_failures(backend, device, kind, block, dtype)

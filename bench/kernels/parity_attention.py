@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from caramba_fast.bench.kernels.oracle import BY_KIND, relative_l2
-from caramba_fast.bench.kernels.parity import same_bits
-from caramba_fast.formats import FORMATS, QUANTIZED_KINDS
+from caramba_fast.bench.kernels.parity import described, same_bits
+from caramba_fast.bench.kernels.registry import BLOCK, LAYOUTS, formats_of
+from caramba_fast.formats import CHANNEL_KINDS, FORMATS, QUANTIZED_KINDS, SCALE_DTYPE
 from caramba_fast.ops import (
     KVView,
     append_,
@@ -28,11 +29,14 @@ from caramba_fast.ops import (
     use_backend,
 )
 from caramba_fast.ops.attention_call import BALANCED, MAX_QUERY_TOKENS
-from caramba_fast.ops.registry import BackendError, why_not
+from caramba_fast.ops.registry import why_not
 from caramba_fast.ops.view import Lanes
 
 HEADS, KV_HEADS, DIM, SLOTS, PAGE, TAIL_SLACK = 4, 2, 64, 256, 32, 32
-LENGTHS, LEFTPAD = (170, 143), (0, 9)
+#: The last but one token of the first row completes a group, which by channel is then encoded from the ring.
+LENGTHS, LEFTPAD = (161, 143), (0, 9)
+#: What layers store: a format in all streams, or keys by channel with the values that caches put beside them.
+KINDS = (*(kind for kind in FORMATS if kind not in CHANNEL_KINDS), *LAYOUTS)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window_size": (20, 0), "num_sink_tokens": 2},
@@ -59,7 +63,10 @@ ROTATED_ERROR, ROTATED_CODES = 3.0, 0.01
 
 @dataclass(frozen=True)
 class Setting:
-    """One layer and one call; ``decoupled`` takes another op, as do over 32 tokens; half as many sinks as ``tail``."""
+    """One layer of one of `KINDS`, and one call; half as many sinks as ``tail``.
+
+    ``decoupled`` takes another op, as do over 32 tokens.
+    """
 
     kind: str
     option: str = "plain"
@@ -86,17 +93,40 @@ class Setting:
         """Values of a head, by stream."""
         return {"k_sem": 8, "k_geo": 32, "v": DIM} if self.decoupled else {"k": DIM, "v": DIM}
 
+    @property
+    def formats(self) -> dict[str, str]:
+        """What each stream is stored as."""
+        return dict(zip(self.dims, formats_of(self.kind, len(self.dims)), strict=True))
+
+    @property
+    def ring(self) -> int:
+        """Slots of the tail of every stream; by channel tokens of a group that is not full are there alone."""
+        if self.kind in LAYOUTS:
+            return self.tail + max(TAIL_SLACK, self.tokens) + BLOCK
+        return self.tail + TAIL_SLACK if self.tail else 0
+
+    @property
+    def fit(self) -> str:
+        """How scales are found: as caches of the kind do it."""
+        return "mse" if self.kind == "q4" else "amax"
+
+    def why_not(self, op: str, backend: str, device: torch.device) -> str | None:
+        """Why a backend does not serve this layer with the op, or None."""
+        name = f"{op}.by_channel" if self.kind in LAYOUTS else op
+        return why_not(name, backend, device.type)
+
 
 def settings(quick: bool) -> list[Setting]:
     """All formats with every option, then dtypes, token counts and decoupled layers."""
     if quick:
         return [Setting("q4_0", "window", paged=True, tokens=2), Setting("q4_0", tokens=33)]
-    crossed = product(FORMATS, OPTIONS, (False, True), (0, 8), (False, True))
-    alone = product(FORMATS, (1, 5, 20, 33, 100), TOLERANCE)
-    prompts = product(FORMATS, OPTIONS, (False, True), (0, 8))
+    crossed = product(KINDS, OPTIONS, (False, True), (0, 8), (False, True))
+    alone = product(KINDS, (1, 5, 20, 33, 100), TOLERANCE)
+    prompts = product(KINDS, OPTIONS, (False, True), (0, 8))
+    decoupled = product((*QUANTIZED_KINDS, *LAYOUTS), (1, 5, 33))
     return [
         *(Setting(kind, tokens=tokens, dtype=dtype) for kind, tokens, dtype in alone),
-        *(Setting(kind, tokens=t, decoupled=True) for kind in QUANTIZED_KINDS for t in (1, 5, 33)),
+        *(Setting(kind, tokens=tokens, decoupled=True) for kind, tokens in decoupled),
         *(Setting(*row, rotated=True, tokens=33) for row in prompts),
         *(Setting(*row) for row in crossed),
     ]
@@ -104,24 +134,28 @@ def settings(quick: bool) -> list[Setting]:
 
 def _poisoned(setting: Setting) -> dict[str, KVView]:
     """Buffers in which every slot that is not written would show: NaN, and codes that are not zero."""
-    lanes = Lanes.of(KV_HEADS, *setting.dims.values())
-    form, batch = FORMATS[setting.kind], len(LENGTHS)
+    lanes, batch = Lanes.of(KV_HEADS, *setting.dims.values()), len(LENGTHS)
     blocks = (batch * SLOTS // PAGE + 2, PAGE) if setting.paged else (batch, SLOTS)
     found = {}
     for name, dim in setting.dims.items():
-        width = lanes.heads_per_lane * dim
+        form, width = FORMATS[setting.formats[name]], lanes.heads_per_lane * dim
 
         def side(slots: int, width: int = width) -> Tensor | None:
             shape = (batch, lanes.count, slots, width)
             return torch.full(shape, torch.nan, dtype=torch.float16) if slots else None
 
-        lead = (blocks[0], lanes.count, blocks[1])
-        scales = torch.full((*lead, width // 32), torch.nan, dtype=torch.float16)
+        lead = (blocks[0], lanes.count)
+        rows = blocks[1] // BLOCK if form.by_channel else blocks[1]
+        scales = torch.full((*lead, rows, form.scales_width(width, BLOCK)), torch.nan)
+        # Of channels that are weighed alike two in a byte never differ enough for one to lend the other bits.
+        weighed = form.by_channel and setting.fit == "mse" and not setting.rotated
         found[name] = KVView(
-            torch.full((*lead, form.code_width(width)), 77 if form.quantized else torch.nan).to(form.dtype),
-            scales if form.quantized else None, setting.kind,
-            side(setting.tail + TAIL_SLACK if setting.tail else 0), side(setting.tail // 2),
-            setting.rotated,
+            torch.full(
+                (*lead, blocks[1], form.code_width(width)), 77 if form.quantized else torch.nan
+            ).to(form.dtype),
+            scales.to(SCALE_DTYPE) if form.quantized else None, form.name,
+            side(setting.ring), side(setting.tail // 2), setting.rotated, setting.fit,
+            torch.randn(lanes.count, width).exp() if weighed else None,
         )  # fmt: skip
     return found
 
@@ -185,14 +219,19 @@ def _differing(mine: Tensor, its: Tensor, rounded: bool) -> Tensor:
     return ~torch.isclose(mine, its, rtol=ulp, atol=ulp * largest, equal_nan=True)
 
 
-def failures(backend: str, device: torch.device, setting: Setting) -> Iterator[str]:
-    """One line for each thing that differs: what was stored, what came out."""
-    where = f"{backend} {setting}"
+def _given(setting: Setting) -> tuple[dict[str, Tensor], list[Tensor], list[Tensor]]:
+    """Where tokens are, the tokens of each stream, and the queries of each key stream."""
     place = {name: x for name, x in _place() if setting.paged or name != "block_table"}
     new = [torch.randn(len(LENGTHS), KV_HEADS, max(LENGTHS), d) for d in setting.dims.values()]
     keys = [dim for name, dim in setting.dims.items() if name != "v"]
     queries = [2 * torch.randn(len(LENGTHS), HEADS, setting.tokens, dim) for dim in keys]
-    queries = [q.to(setting.dtype) for q in queries]
+    return place, new, [q.to(setting.dtype) for q in queries]
+
+
+def failures(backend: str, device: torch.device, setting: Setting) -> Iterator[str]:
+    """One line for each thing that differs: what was stored, what came out."""
+    where = f"{backend} {setting}"
+    place, new, queries = _given(setting)
     options = {} if setting.decoupled else OPTIONS[setting.option]
     truth = _poisoned(setting)
     there = _moved(truth, device)
@@ -200,7 +239,7 @@ def failures(backend: str, device: torch.device, setting: Setting) -> Iterator[s
         _append(truth, new, place)
         out, lse = _attend(setting, truth, [q.float() for q in queries], place, options)
     moved = _moved(place, device)
-    if why_not(setting.append_op, backend, device.type) is None:
+    if setting.why_not(setting.append_op, backend, device) is None:
         with use_backend(backend):
             _append(there, _moved(new, device), moved)
         allowed = ROTATED_CODES if setting.rotated else 0.0
@@ -224,11 +263,11 @@ def failures(backend: str, device: torch.device, setting: Setting) -> Iterator[s
 
 
 def attention_failures(backend: str, device: torch.device, chosen: list[Setting]) -> Iterator[str]:
-    """All settings; what a backend cannot run is a failure too."""
+    """All settings; what a backend cannot run is a failure too, and the others are run all the same."""
     for setting in chosen:
-        if why_not(setting.op, backend, device.type) is not None:
+        if setting.why_not(setting.op, backend, device) is not None:
             continue
         try:
             yield from failures(backend, device, setting)
-        except (BackendError, NotImplementedError) as error:
-            yield f"{backend} {setting}: {error}"
+        except Exception as error:  # whatever it is, it is what this setting shows
+            yield f"{backend} {setting}: {described(error)}"

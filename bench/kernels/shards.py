@@ -13,7 +13,7 @@ from typing import TypeVar
 T = TypeVar("T")
 #: Processes at most: each has its own CUDA context.
 MOST = 16
-#: Exit status when nothing failed, and not all was done in time.
+#: Exit status when nothing failed, and not all was done in time; a process that stops by itself has it, too.
 LATE = 3
 
 
@@ -46,30 +46,38 @@ def processes() -> int:
 
 
 def run(module: str, arguments: Sequence[str], flag: str, limit_s: float) -> tuple[int, int]:
-    """``python -m module arguments flag I/N`` for every I at once; returns how many failed, and were stopped late."""
+    """``python -m module arguments flag I/N`` for every I at once; returns how many failed, and had too little time.
+
+    Each has one thread: all cores are taken.
+    """
     count = processes()
     started = time.monotonic()
     command = [sys.executable, "-m", module, *arguments, flag]
-    running = [subprocess.Popen([*command, f"{index}/{count}"]) for index in range(count)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    running = [
+        subprocess.Popen([*command, f"{index}/{count}"], env=environment) for index in range(count)
+    ]
     bad = late = 0
     for process in running:
         try:
-            bad += process.wait(max(0.0, started + limit_s - time.monotonic())) != 0
+            status = process.wait(max(0.0, started + limit_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            late += 1
+            status = LATE
+        bad += status not in (0, LATE)
+        late += status == LATE
     return bad, late
 
 
 def main() -> int:
     """``python -m caramba_fast.bench.kernels.shards LIMIT_S FLAG MODULE [ARGUMENTS]``, a module of this package.
 
-    Returns 1 if a process failed, LATE if some were only stopped, which who compiles ahead can do without.
+    Returns 1 if a process failed, LATE if some only had too little time.
     """
     limit, flag, module, *arguments = sys.argv[1:]
     bad, late = run(f"{__package__}.{module}", arguments, flag, float(limit))
-    print(f"{module}: {processes()} processes, {bad} failed, {late} stopped after {limit} s")
+    print(f"{module}: {processes()} processes, {bad} failed, {late} not done in {limit} s")
     return 1 if bad else LATE if late else 0
 
 

@@ -137,7 +137,7 @@ def _new_tokens(case: Case, dtype: torch.dtype, device: torch.device, fill: bool
     return [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
 
 
-def _attention(case: Case, device: torch.device, fill: bool) -> Workload:
+def _attention(case: Case, device: torch.device, fill: bool, timed: bool) -> Workload:
     dtype = DTYPES[case.dtype]
     factor = LOGIT_DEVIATION / math.sqrt(len(case.dims) - 1)
     given = _new_tokens(case, dtype, device, fill)
@@ -176,19 +176,19 @@ def _attention(case: Case, device: torch.device, fill: bool) -> Workload:
     for kind in case.kinds:
         by_kind[kind] = list(streams_of(given, kind, case, fill))
         moved = case.moved_bytes(kind)
-        turns = rotated(by_kind[kind], copies(moved, device) if fill else 1)
+        turns = rotated(by_kind[kind], copies(moved, device) if timed else 1)
         calls = tuple(attend(views) for views in turns)
         work.ours.append(Implementation("caramba", calls, moved, kind, ours=True))
         work.errors[kind] = partial(measured, kind)
     if case.short:
         work.absent["others"] = "rows of one length alone"
-    elif fill:
+    elif timed:
         count = copies(case.moved_bytes("fp16"), device)
         work.peers, work.absent = comparators.attention(case, queries, given, by_kind, count)
     return work
 
 
-def _append(case: Case, device: torch.device, fill: bool) -> Workload:
+def _append(case: Case, device: torch.device, fill: bool, timed: bool) -> Workload:
     """New tokens behind the others of each row; a copy in fp16 is what a cache without formats does."""
     given = _new_tokens(case, torch.float32, device, fill)
     new = [torch.randn_like(x[:, :, -case.tokens :]).to(DTYPES[case.dtype]) for x in given]
@@ -214,7 +214,7 @@ def _append(case: Case, device: torch.device, fill: bool) -> Workload:
             Implementation("caramba", (call,), case.moved_bytes(kind), kind, ours=True)
         )
         work.errors[kind] = partial(measured, views)
-    if not fill:
+    if not timed:
         return work
     plain = [x.half() for x in given]
 
@@ -227,9 +227,9 @@ def _append(case: Case, device: torch.device, fill: bool) -> Workload:
     return work
 
 
-def _quantize(case: Case, device: torch.device, fill: bool) -> Workload:
+def _quantize(case: Case, device: torch.device, _fill: bool, timed: bool) -> Workload:
     shape = (case.batch, case.kv_heads, case.kv, case.dim)
-    turns = copies(case.moved_bytes("q4_0"), device) if fill else 1
+    turns = copies(case.moved_bytes("q4_0"), device) if timed else 1
     given = [torch.randn(shape, device=device).to(DTYPES[case.dtype]) for _ in range(turns)]
     work = Workload()
     for kind in case.kinds:
@@ -238,9 +238,9 @@ def _quantize(case: Case, device: torch.device, fill: bool) -> Workload:
     return work
 
 
-def _dequantize(case: Case, device: torch.device, fill: bool) -> Workload:
+def _dequantize(case: Case, device: torch.device, _fill: bool, timed: bool) -> Workload:
     shape = (case.batch, case.kv_heads, case.kv, case.dim)
-    turns = copies(case.moved_bytes("q4_0"), device) if fill else 1
+    turns = copies(case.moved_bytes("q4_0"), device) if timed else 1
     x = torch.randn(shape, device=device)
     dtype, work = DTYPES[case.dtype], Workload()
     for kind in case.kinds:
@@ -282,13 +282,15 @@ def _different(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return wrong / max(1, sum(x.numel() for x in expected))
 
 
-def workload(case: Case, device: torch.device, *, fill: bool = True) -> Workload:
+def workload(
+    case: Case, device: torch.device, *, fill: bool = True, timed: bool = True
+) -> Workload:
     """Makes the inputs of a case.
 
     Args:
-        fill: false leaves them uninitialised and the peers out: enough to compile the kernels.
+        fill: false leaves them uninitialised, and nothing is to be timed: enough to compile the kernels.
+        timed: false makes them once, and no peers: enough to compare results.
     """
-    if case.op in ATTENTION:
-        return _attention(case, device, fill)
     makers = {"append_": _append, "quantize": _quantize, "dequantize": _dequantize}
-    return makers[case.op](case, device, fill)
+    make = _attention if case.op in ATTENTION else makers[case.op]
+    return make(case, device, fill, fill and timed)
