@@ -4,8 +4,9 @@ Microseconds of append + attend of one token in one layer (32/8 heads of 128, bf
 of a call that is made for the first time, then repeated as the layer's plan has it; and those of an empty kernel. With
 a GPU the launches are real. Without one a stand-in for Triton's driver takes every launch and does nothing: kernels are
 compiled for sm_90, all of our code and Triton's runs up to the driver, tensors are on the CPU, and a GPU's allocations
-and launches come on top. Whether both ways do the same is compared as well: by results, or without a GPU by what the
-driver gets. The exit status is 1 where they do not.
+and launches come on top. Whether both ways do the same is compared first, on two layers that were filled alike: by
+results, or without a GPU by what the driver gets. The exit status is 1 where they do not, or where nothing was kept
+that could be repeated.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -30,6 +31,7 @@ from triton.backends.driver import DriverBase
 
 from caramba_fast import sharing
 from caramba_fast.bench.environment import environment
+from caramba_fast.bench.kernels.shards import Shard
 from caramba_fast.ops import registry
 from caramba_fast.ops.apply_rotary_emb import rotary_op
 
@@ -51,24 +53,24 @@ class Launcher:
             Launcher.launched.append((self.name, (x, y, z), given))
 
 
-def described(launches: list[Any]) -> list[Any]:
-    """Launches with tensors as what kernels are told of them; those the step made itself are numbered as they come."""
+def described(launches: list[Any], held: dict[int, str]) -> list[Any]:
+    """Launches with tensors as what kernels are told of them.
+
+    Args:
+        held: names of tensors by address; those the step made itself are numbered as they come.
+    """
     new: dict[int, int] = {}
 
     def of(x: Any) -> Any:
         if isinstance(x, Tensor):
             place = x.data_ptr()
-            known = place if place in KNOWN else f"new {new.setdefault(place, len(new))}"
-            return ("tensor", known, str(x.dtype), tuple(x.shape))
+            name = held.get(place) or f"new {new.setdefault(place, len(new))}"
+            return ("tensor", name, str(x.dtype), tuple(x.shape))
         if isinstance(x, tuple | list):
             return tuple(of(part) for part in x)
         return x if isinstance(x, int | float | None) else str(x)
 
     return [of(launch) for launch in launches]
-
-
-#: Addresses of what a step is given and of the cache.
-KNOWN: set[int] = set()
 
 
 class StandIn(DriverBase):
@@ -131,7 +133,10 @@ def microseconds(call: Callable[[], Any], count: int = 200, rounds: int = 7) -> 
 
 
 class Step:
-    """append + attend of one token in one layer; ``behind`` another, with which it shares what it can."""
+    """append + attend of one token in one layer; ``behind`` another, with which it shares what it can.
+
+    What nothing was written to holds zeros: two that were filled alike can be compared whole.
+    """
 
     def __init__(
         self,
@@ -160,13 +165,13 @@ class Step:
         self.k, self.v = new, new.clone()
         self.q = torch.randn(batch, heads, 1, dim).to(device, torch.bfloat16)
         prompt = torch.randn(batch, kv_heads, PROMPT, dim).to(device, torch.bfloat16)
+        self.buffers = [x for stream in self.layer.streams.values() for x in stream.buffers]
+        for x in self.buffers:
+            x.zero_()
         self.layer.append(prompt, prompt, will_attend=False)
-        KNOWN.clear()
-        for stream in self.layer.streams.values():
-            KNOWN.update(x.data_ptr() for x in stream.buffers)
-        KNOWN.update(x.data_ptr() for x in (self.k, self.v, self.q, self.layer.seq_lens))
         self.rope, self.angles = rope, torch.randn(2, batch, 1, dim).to(device, torch.bfloat16)
-        KNOWN.update(x.data_ptr() for x in (*self.angles, *self.results.values()))
+        given = (self.k, self.v, self.q, self.layer.seq_lens, *self.angles, *self.results.values())
+        self.held = {x.data_ptr(): f"held {i}" for i, x in enumerate((*self.buffers, *given))}
         self()  # makes the plans of one token
 
     def __call__(self) -> Tensor:
@@ -189,16 +194,22 @@ class Step:
         """By op."""
         return {name[0]: plan for name, plan in self.layer.plans._plans.items()}
 
-    def effect(self) -> Any:
-        """What one step does, which is taken back: what the driver gets, or with a GPU all that is stored, and out."""
+    def launches(self) -> list[Any]:
+        """What a step gives the driver."""
         Launcher.launched = []
-        out = self()
+        self()
         found, Launcher.launched = Launcher.launched, None
-        stored = [x.clone() for s in self.layer.streams.values() for x in s.buffers]
-        self.layer.crop(1)
-        if not out.is_cuda:
-            return described(found)
-        return [x.contiguous().view(torch.uint8).cpu() for x in (out, *stored)]
+        return described(found, self.held)
+
+    def effect(self) -> list[Tensor]:
+        """What a step returns, and all that is stored behind it: bytes."""
+        out = self()
+        return [x.contiguous().view(torch.uint8).cpu() for x in (out, *self.buffers)]
+
+    def always_first(self) -> None:
+        """Steps from now on are done as if none had been done before."""
+        for plan in self.plans.values():
+            plan.replay = None
 
     def calls(self) -> int:
         """Python functions that a step calls."""
@@ -224,21 +235,35 @@ class Step:
         return least
 
 
+def fresh(kind: str, device: str, **options: Any) -> Step:
+    """A step on the same numbers as any other that this made with the same arguments."""
+    torch.manual_seed(0)
+    return Step(kind, device, **options)
+
+
+def differing(kind: str, device: str, **options: Any) -> list[int]:
+    """Which results of a repeated step are not those of a first one: 0 is what it returns, others the buffers."""
+    repeated, first = (fresh(kind, device, **options) for _ in range(2))
+    first.always_first()
+    pairs = zip(repeated.effect(), first.effect(), strict=True)
+    return [i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+
+
 def row(kind: str, device: str, **options: Any) -> dict[str, Any]:
     """One case; launches are compared where nothing is really launched."""
-    step = Step(kind, device, **options)
-    plans = step.plans
-    found: dict[str, Any] = {"kept": sorted(name for name, plan in plans.items() if plan.replay)}
-    repeated = step.effect()
-    found |= {"repeated_us": round(step.microseconds(), 1), "calls": step.calls()}
-    for plan in plans.values():
-        plan.replay = None
-    step.layer.truncate(PROMPT + 1)
-    first = step.effect()
+    found: dict[str, Any] = {}
+    if device != "cpu":
+        wrong = differing(kind, device, **options)
+        found |= {"same": not wrong, **({"differing": wrong} if wrong else {})}
+    step = fresh(kind, device, **options)
+    found["kept"] = sorted(name for name, plan in step.plans.items() if plan.replay)
     if device == "cpu":
-        found |= {"same": repeated == first, "launches": len(first)}
-    else:
-        found["same"] = all(torch.equal(a, b) for a, b in zip(repeated, first, strict=True))
+        first = fresh(kind, device, **options)
+        first.always_first()
+        launched = step.launches()
+        found |= {"same": launched == first.launches(), "launches": len(launched)}
+    found |= {"repeated_us": round(step.microseconds(), 1), "calls": step.calls()}
+    step.always_first()
     return {**found, "first_us": round(step.microseconds(), 1)}
 
 
@@ -250,6 +275,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "q8, 8 rows": ("q8", {"batch": 8}), "q4, 8 rows, balanced": ("q4", {"batch": 8, "num_splits": -1}),
     "q4, 8 rows, balanced, behind": ("q4", {"batch": 8, "num_splits": -1, "behind": True}),
 }  # fmt: skip
+
+
+def compared(cases: Sequence[str]) -> int:
+    """Prints what differs in each case; 1 if something does."""
+    wrong = {name: differing(CASES[name][0], "cuda", **CASES[name][1]) for name in cases}
+    for name, found in wrong.items():
+        print(f"{name}: {f'results {found} of a repeated step differ' if found else 'same'}")
+    return int(any(wrong.values()))
 
 
 def stand_in() -> None:
@@ -270,7 +303,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--shard", type=Shard.parse, metavar="I/N",
+                        help="with a GPU: compare every N-th case, which compiles it, and end")  # fmt: skip
     given = parser.parse_args(argv)
+    if given.shard is not None:
+        return compared(given.shard.of(given.cases))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         stand_in()
@@ -287,7 +324,7 @@ def main(argv: list[str] | None = None) -> int:
     print(text)
     if given.out is not None:
         given.out.write_text(text + "\n", "utf-8")
-    return 0 if all(case["same"] for case in cases.values()) else 1
+    return 0 if all(case["same"] and case["kept"] for case in cases.values()) else 1
 
 
 if __name__ == "__main__":
