@@ -123,19 +123,23 @@ def filled(
     ours: Sequence[str] = OURS,
     theirs: Sequence[str] | None = None,
 ) -> list[Entry]:
-    """Every cache that can be made here, holding ``context`` tokens: the states of a prompt, repeated."""
+    """Every cache that can be made here, holding ``context`` tokens."""
     entries = []
     for name, is_ours, make in caches(model, context, ours, theirs):
         try:
-            cache = make()
-            for index, pair in enumerate(states):
-                k, v = (x.repeat(1, 1, -(-context // x.shape[2]), 1)[:, :, :context] for x in pair)
-                cache.update(k, v, index)
+            entries.append(Entry(name, holding(make(), states, context), is_ours))
         except (ImportError, ValueError, RuntimeError) as error:
             print(f"  {name}: does not run here: {error}", flush=True)
-            continue
-        entries.append(Entry(name, cache, is_ours))
     return entries
+
+
+@torch.no_grad()
+def holding(cache: Any, states: list[tuple[Tensor, Tensor]], context: int) -> Any:
+    """The cache with ``context`` tokens: the states of a prompt, repeated."""
+    for index, pair in enumerate(states):
+        k, v = (x.repeat(1, 1, -(-context // x.shape[2]), 1)[:, :, :context] for x in pair)
+        cache.update(k, v, index)
+    return cache
 
 
 @torch.no_grad()
@@ -144,12 +148,15 @@ def take_steps(model: Any, entry: Entry, count: int) -> list[float]:
     if entry.ours:
         accelerate(model, entry.name)
     token, taken = torch.tensor([[5]], device=model.device), []
-    for _ in range(count + 1):
-        started = time.perf_counter()
-        # The token is read, as generate reads it: whatever runs beside Python has ended then.
-        model(input_ids=token, past_key_values=entry.cache, use_cache=True).logits.argmax(-1).item()
-        taken.append(time.perf_counter() - started)
-    restore(model)
+    try:
+        for _ in range(count + 1):
+            started = time.perf_counter()
+            # The token is read, as generate reads it: whatever runs beside Python has ended then.
+            out = model(input_ids=token, past_key_values=entry.cache, use_cache=True)
+            out.logits.argmax(-1).item()
+            taken.append(time.perf_counter() - started)
+    finally:  # without memory the others go on
+        restore(model)
     return taken[1:]
 
 

@@ -13,8 +13,9 @@ against the model as it was loaded.
 With ``--prompts`` each of them also reads a prompt in a process of its own, which gives time to first token and the
 most memory it took.
 
-A name of `SHAPES` is a model of that shape with random weights, for machines that have no checkpoint: what a step takes
-does not depend on what weights say. ``--device cuda`` runs everything of transformers and ours there.
+A name of `shapes.SHAPES` is a model of that shape with random weights, for machines that have no checkpoint: what a
+step takes does not depend on what weights say. ``--device cuda`` runs everything of transformers and ours there, as
+many caches at once as fit into its memory, and ends with status 1 if a `Generator` did not replay a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,22 +39,16 @@ from caramba_fast.bench.kernels.timing import quantile, ratio
 from caramba_fast.bench.pages.real_decode_page import DECODE, FIRST_TOKEN
 from caramba_fast.bench.pages.sections import write_csv
 from caramba_fast.bench.real.first_token import first_tokens
+from caramba_fast.bench.real.fitting import Attempt, Running, in_groups
 from caramba_fast.bench.real.llama_cpp import KINDS as LLAMA_KINDS
 from caramba_fast.bench.real.llama_cpp import LlamaCpp
-from caramba_fast.bench.real.models import (
-    MEASURED,
-    SOURCES,
-    FetchError,
-    gguf_file,
-    model_folder,
-    title,
-)
+from caramba_fast.bench.real.models import MEASURED, SOURCES, FetchError, gguf_file, title
 from caramba_fast.bench.real.openvino_genai import KINDS as GENAI_KINDS
 from caramba_fast.bench.real.openvino_genai import OpenVinoGenAI
+from caramba_fast.bench.real.shapes import SHAPES, models_of
 from caramba_fast.bench.real.study import RESULTS, file_name
 from caramba_fast.bench.real.weights import quantize, why_not_quantized
 from caramba_fast.infer import Generator
-from caramba_fast.models import load_model, merge_projections
 
 CONTEXTS = (64, 512, 2048, 8192, 16384)
 #: Under `accelerate`, and in `Generator`.
@@ -67,41 +62,10 @@ QUICK = (64, 2048)
 QUANTIZED, WEIGHTS = ("q4",), ("int8", "int4")
 #: Those that `Generator` takes, too, as it is and compiled.
 COMPILED = ("int4",)
-#: Models as their configurations say, without their weights.
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 512},
-    "llama-3.2-1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-                     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256},
-    "llama-3.1-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-                     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256},
-}  # fmt: skip
-POSITIONS = 2**18
 COLUMNS = (
     "model", "dtype", "context", "program", "cache", "weights", "samples", "median_ms", "p20_ms", "p80_ms",
     "tokens_per_s", "vs_dynamic", "cache_bytes", "threads", "version", "device", "torch", "triton", "commit", "source",
 )  # fmt: skip
-
-
-@dataclass
-class Running:
-    """One program with one cache, ready to take steps.
-
-    Attributes:
-        program, cache, weights: in the table.
-        take: seconds of each of so many steps.
-        nbytes: what the cache takes now; None where the program does not say.
-        rounds: seconds a step, by round; ``steps`` has all of them.
-    """
-
-    program: str
-    cache: str
-    weights: str
-    take: Callable[[int], list[float]]
-    nbytes: Callable[[], int | None]
-    version: str
-    rounds: dict[int, float] = field(default_factory=dict)
-    steps: list[float] = field(default_factory=list)
 
 
 def in_transformers(
@@ -110,27 +74,36 @@ def in_transformers(
     context: int,
     weights: str,
     kinds: Sequence[str] = ACCELERATED,
-) -> Iterator[Running]:
+) -> Iterator[Attempt]:
     """DynamicCache first, then ours; weights of other bits are named with the program."""
     version = f"transformers {hf_decode.transformers.__version__}"
     more = f" {weights} weights" if weights in WEIGHTS else ""
-    for entry in hf_decode.filled(model, states, context, kinds, () if more else None):
-        yield Running(
-            f"{'accelerate' if entry.ours else 'transformers'}{more}", entry.name, weights,
-            lambda count, entry=entry: hf_decode.take_steps(model, entry, count),
-            lambda entry=entry: hf_decode.cache_bytes(entry.cache), version,
+
+    def made(program: str, name: str, ours: bool, make: Callable[[], Any]) -> Running:
+        entry = hf_decode.Entry(name, hf_decode.holding(make(), states, context), ours)
+        found = Running(
+            program, name, weights, lambda count: hf_decode.take_steps(model, entry, count),
+            lambda: hf_decode.cache_bytes(entry.cache), version,
         )  # fmt: skip
+        if model.device.type == "cuda":
+            found.take(1)  # compiles, and gives back what storing so many tokens at once took
+        return found
+
+    caches = hf_decode.caches(model, context, kinds, () if more else None)
+    for name, ours, make in caches:
+        program = f"{'accelerate' if ours else 'transformers'}{more}"
+        yield Attempt(f"{program} {name}", partial(made, program, name, ours, make))
 
 
 def with_weights(name: str, dtype: torch.dtype) -> dict[str, tuple[Any, Any]]:
-    """`_models` with torchao's weights, by their name; none where it is missing."""
+    """`models_of` with torchao's weights, by their name; none where it is missing."""
     reason = "it has no checkpoint" if name in SHAPES else why_not_quantized()
     if reason is not None:
         print(f"weights of torchao do not run in {name} here: {reason}")
         return {}
     found = {}
     for weights in WEIGHTS:
-        found[weights] = _models(name, dtype, torch.device("cpu"))
+        found[weights] = models_of(name, dtype, torch.device("cpu"))
         for model in found[weights]:
             quantize(model, weights)
     return found
@@ -144,24 +117,27 @@ def in_generator(
     kinds: Sequence[str] = GENERATOR,
     *,
     compiled: bool = False,
-) -> Iterator[Running]:
+) -> Iterator[Attempt]:
     """Our own loop over our own model."""
     more = f" {weights} weights" if weights in WEIGHTS else ""
-    more = f" compiled{more}" if compiled else more
+    program = f"Generator{' compiled' * compiled}{more}"
     room = context + ids.shape[1] + (ROUNDS + 2) * (STEPS + 1) + 2
-    for kind in kinds:
+
+    def made(kind: str) -> Running:
         generator = Generator(
             model, cache_kind=kind, max_seq_len=room, max_new_tokens=room - ids.shape[1], temperature=0,
             ignore_eos=True, compile=compiled,
         )  # fmt: skip
         tokens = generator.generate_iter(ids)
         next(tokens)
-        assert generator.cache is not None
-        lengthen(generator.cache, context)
-        for _ in range(2 * compiled):  # the second step is compiled
+        cache = generator.cache
+        assert cache is not None
+        lengthen(cache, context)
+        if compiled or model.device.type == "cuda":  # the second step is compiled, or recorded
+            next(tokens)
             next(tokens)
 
-        def take(count: int, tokens: Any = tokens) -> list[float]:
+        def take(count: int) -> list[float]:
             taken = []
             for _ in range(count + 1):
                 began = time.perf_counter()
@@ -169,10 +145,17 @@ def in_generator(
                 taken.append(time.perf_counter() - began)
             return taken[1:]
 
-        yield Running(
-            f"Generator{more}", kind, weights, take, lambda g=generator: g.cache.nbytes,
-            "caramba_fast",
+        return Running(
+            program, kind, weights, take, lambda: cache.nbytes, "caramba_fast",
+            graph=lambda: generator.report["decode_graph"],
         )  # fmt: skip
+
+    for kind in kinds:
+        yield Attempt(f"{program} {kind}", partial(made, kind))
+
+
+class NotReplayedError(RuntimeError):
+    """Steps of a `Generator` on a GPU that were run one by one."""
 
 
 Peer = LlamaCpp | OpenVinoGenAI
@@ -209,7 +192,7 @@ def peers_of(
     return found
 
 
-def in_peers(running: Sequence[Peer], context: int) -> Iterator[Running]:
+def in_peers(running: Sequence[Peer], context: int) -> Iterator[Attempt]:
     """Other programs; a context is what they had before, and as many tokens more as are missing.
 
     Contexts they have no room for are left out with a line.
@@ -220,16 +203,25 @@ def in_peers(running: Sequence[Peer], context: int) -> Iterator[Running]:
                 f"{peer.program} {peer.kind}: {context} tokens are left out, it was to compute {peer.room}"
             )
             continue
-        peer.lengthen(context)
-        yield Running(peer.program, peer.kind, peer.weights, peer.take, peer.nbytes, peer.version)
+        yield Attempt(f"{peer.program} {peer.kind}", partial(_in_peer, peer, context))
 
 
-def measure(entries: Sequence[Running], rounds: int, budget_s: float) -> None:
-    """Rounds in which all take their steps; the first is a warm-up."""
+def _in_peer(peer: Peer, context: int) -> Running:
+    peer.lengthen(context)
+    return Running(peer.program, peer.kind, peer.weights, peer.take, peer.nbytes, peer.version)
+
+
+def measure(entries: list[Running], rounds: int, budget_s: float) -> None:
+    """Rounds in which all take their steps; the first is a warm-up. Those that find no memory are taken out."""
     began = time.perf_counter()
     for number in range(-1, rounds):
-        for entry in entries:
-            taken = entry.take(STEPS)
+        for entry in [*entries]:
+            try:
+                taken = entry.take(STEPS)
+            except torch.OutOfMemoryError:
+                print(f"{entry.program} {entry.cache}: left out: no memory for its steps")
+                entries[:] = [other for other in entries if other is not entry]
+                continue
             if number >= 0:
                 entry.steps += taken
                 entry.rounds[number] = statistics.median(taken)
@@ -240,33 +232,28 @@ def measure(entries: Sequence[Running], rounds: int, budget_s: float) -> None:
 def rows_of(
     name: str, dtype: str, context: int, entries: Sequence[Running], device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """The lines of one context."""
-    base = entries[0]
+    """The lines of one context, beside the first of ``entries`` if that is DynamicCache."""
+    base = next((x.rounds for x in entries[:1] if x.cache == "dynamic"), None)
     for entry in entries:
         median = quantile(entry.steps, 0.5)
         yield {
             "model": title(name), "dtype": dtype, "context": context, "program": entry.program, "cache": entry.cache,
             "weights": entry.weights, "samples": len(entry.steps), "median_ms": f"{1e3 * median:.3f}",
             "p20_ms": f"{1e3 * quantile(entry.steps, 0.2):.3f}", "p80_ms": f"{1e3 * quantile(entry.steps, 0.8):.3f}",
-            "tokens_per_s": f"{1 / median:.2f}", "vs_dynamic": f"{ratio(base.rounds, entry.rounds):.3f}",
+            "tokens_per_s": f"{1 / median:.2f}", "vs_dynamic": f"{ratio(base, entry.rounds):.3f}" if base else "",
             "cache_bytes": entry.nbytes(), "threads": torch.get_num_threads(), "version": entry.version,
             **environment(device),
         }  # fmt: skip
 
 
-def _models(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
-    """The model for transformers, and for our `Generator`."""
-    auto = hf_decode.transformers.AutoModelForCausalLM
-    if name in SHAPES:
-        config = hf_decode.transformers.LlamaConfig(
-            **SHAPES[name], max_position_embeddings=POSITIONS
-        )
-        with device:
-            model = auto.from_config(config, dtype=dtype)
-        return model, model
-    folder = model_folder(name)
-    native = merge_projections(load_model(folder, dtype=dtype, device=device))
-    return auto.from_pretrained(folder, dtype=dtype).to(device), native
+def not_replayed(entries: Sequence[Running], device: torch.device) -> list[str]:
+    """Says of each `Generator` on a GPU whether its steps are replayed; those that are not."""
+    if device.type != "cuda":
+        return []
+    found = {f"{x.program} {x.cache}": x.graph() for x in entries if x.graph is not None}
+    for name, state in found.items():
+        print(f"{name}: decode_graph {state}", flush=True)
+    return [name for name, state in found.items() if state != "replayed"]
 
 
 def decode(
@@ -278,9 +265,13 @@ def decode(
     peers_most: int = PEERS_MOST,
     device: str = "cpu",
 ) -> Iterator[list[dict[str, Any]]]:
-    """The lines of every context of one model."""
+    """The lines of every context of one model.
+
+    Raises:
+        NotReplayedError: at the end, where steps on a GPU were not replayed as a CUDA graph.
+    """
     place = torch.device(device)
-    hf, native = _models(name, dtype, place)
+    hf, native = models_of(name, dtype, place)
     most = getattr(hf.config, "max_position_embeddings", max(contexts))
     ids = torch.randint(hf.config.vocab_size, (1, TEXT), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -291,23 +282,30 @@ def decode(
     if reach and place.type == "cpu":
         peers = peers_of(name, reach, ids[0].tolist())
     quantized = with_weights(name, dtype) if place.type == "cpu" else {}
+    eager = list[str]()
     for context in sorted(contexts):
         if context > most:
             print(f"{name} has {most} positions: {context} tokens are left out")
             continue
-        entries = [
+        attempts = [
             *in_transformers(hf, states, context, short),
             *in_generator(native, ids[:, : min(TEXT, context)], context, short),
             *in_peers(peers, context),
         ]
         for weights, (theirs, own) in quantized.items():
-            entries += in_transformers(theirs, states, context, weights, QUANTIZED)
+            attempts += in_transformers(theirs, states, context, weights, QUANTIZED)
             prompt = ids[:, : min(TEXT, context)]
             if weights in COMPILED:
-                entries += in_generator(own, prompt, context, weights, QUANTIZED)
-                entries += in_generator(own, prompt, context, weights, QUANTIZED, compiled=True)
-        measure(entries, rounds, budget_s)
-        yield list(rows_of(name, short, context, entries, place))
+                attempts += in_generator(own, prompt, context, weights, QUANTIZED)
+                attempts += in_generator(own, prompt, context, weights, QUANTIZED, compiled=True)
+        rows: list[dict[str, Any]] = []
+        for entries in in_groups(attempts, place):
+            measure(entries, rounds, budget_s)
+            eager += not_replayed(entries, place)
+            rows += list(rows_of(name, short, context, entries, place))[bool(rows) :]
+        yield rows
+    if eager:
+        raise NotReplayedError(f"{name}: steps were not replayed: {', '.join(eager)}")
 
 
 def main() -> None:
@@ -352,7 +350,7 @@ def main() -> None:
                 first_tokens(
                     name, args.prompts, args.dtype, args.out / f"{file_name(name)}{FIRST_TOKEN}"
                 )
-        except FetchError as error:
+        except (FetchError, NotReplayedError) as error:
             parser.exit(1, f"{error}\n")
 
 

@@ -56,13 +56,13 @@ def measure(name: str, contexts: Sequence[int] = CONTEXTS) -> Iterator[dict[str,
     llama = [x for x in peers if isinstance(x, LlamaCpp)]
     for context in contexts:
         begin = ids[:, : min(decode.TEXT, context)]
-        ours = list(decode.in_generator(few, begin, context, "int4", ("q4",), compiled=True))
-        entries = [*ours, *decode.in_peers(peers, context)]
+        ours = decode.in_generator(few, begin, context, "int4", ("q4",), compiled=True)
+        entries = [x.make() for x in (*ours, *decode.in_peers(peers, context))]
         decode.measure(entries, decode.ROUNDS, BUDGET_S)
         for entry in entries:
             yield _row(
                 name, "step", context, (entry.program, entry.cache, entry.weights, entry.version), entry.steps,
-                ratio(ours[0].rounds, entry.rounds),
+                ratio(entries[0].rounds, entry.rounds),
             )  # fmt: skip
     generator = Generator(
         native, cache_kind="q4", max_seq_len=PROMPT + 8, temperature=0, ignore_eos=True

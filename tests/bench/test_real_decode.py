@@ -293,7 +293,7 @@ def test_other_programs_run_once_for_each_cache_or_say_why_not(
     ]
     some = decode.peers_of("smollm2", 64, [7, 8], (("f16",), ("u8",)), "Q4_0")
     assert [(p.kind, p.weights) for p in some] == [("f16", "Q4_0"), ("u8", "Q4_0")]
-    entries = list(decode.in_peers(peers, 64))
+    entries = [attempt.make() for attempt in decode.in_peers(peers, 64)]
     assert [entry.nbytes() is None for entry in entries] == [False] * 3 + [True] * 3
     assert list(decode.in_peers(peers, 65)) == []
     assert "OpenVINO GenAI u4: 65 tokens are left out" in capsys.readouterr().out
