@@ -39,7 +39,7 @@ def main() -> None:
     model, tokenizer = load_demo(device=device), demo_tokenizer()
     prompt = tokenizer.encode(held_out_text()[:60_000]).ids[: most - options.max_new_tokens]
     config = GenerateConfig(
-        cache_kind=options.cache, max_seq_len=most, max_new_tokens=options.max_new_tokens,
+        cache=options.cache, max_seq_len=most, max_new_tokens=options.max_new_tokens,
         do_sample=False, ignore_eos=True, prefill="stored", prefill_chunk=256,
     )  # fmt: skip
 

@@ -152,20 +152,11 @@ def serve(
     allow_no_key: Annotated[
         bool, typer.Option("--allow-no-key", help="Listen beyond this machine without a key.")
     ] = False,
-    name: Annotated[
-        str | None,
-        typer.Option(help="What clients call the model; by default as it is given here."),
-    ] = None,
+    name: o.ServedName = None,
     cache: o.ServedCache = "q8",
-    cache_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory of the cache, as in 2GiB; by default what all requests may need.",
-            rich_help_panel=o.CACHE,
-        ),
-    ] = None,
-    max_seq_len: o.Room = 4096,
-    max_batch_size: Annotated[int, typer.Option(help="Requests worked on at once.", min=1)] = 16,
+    cache_memory: o.CacheMemory = None,
+    max_seq_len: o.ServedRoom = 4096,
+    max_batch_size: o.ServedBatch = 16,
     max_waiting: Annotated[
         int, typer.Option(help="Requests that may wait; more are told to come again.", min=1)
     ] = 256,
@@ -304,6 +295,7 @@ def quality(
     tokens: Annotated[int, typer.Option(help="Tokens of text at each context.")] = 16384,
     needles: Annotated[int, typer.Option(help="Needles at each context; 0 for none.")] = 1024,
     device: o.Device = "cpu",
+    dtype: o.Dtype = "float32",
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for the table, the plot, and parts to resume from."),
@@ -316,7 +308,7 @@ def quality(
 
         run_quality(
             model, text, cache or (), context or (), out, baseline=baseline, tokens=tokens,
-            needles=needles, device=device, force=force,
+            needles=needles, device=device, dtype=dtype, force=force,
         )  # fmt: skip
 
 
@@ -375,13 +367,14 @@ def plan(
         float | None, typer.Option(help="Check a kept plan again when it is this old.")
     ] = None,
     device: o.Device = "cpu",
+    dtype: o.Dtype = "float32",
     plot: Annotated[
         Path | None, typer.Option(help="A .png or .svg file: quality against bytes.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     force: o.Force = False,
 ) -> None:
-    """Which cache "auto" takes here: every candidate, its figures, and why it fell."""
+    """Which cache "auto" takes here: every candidate, its figures, and why it was rejected."""
     settings = dict(
         cache_budget_mb=budget_mb, cache_quality_max_delta_nll=max_delta_nll,
         cache_quality_max_ppl_ratio=max_ppl_ratio, cache_quality_max_mean_kl=max_mean_kl,
@@ -396,5 +389,5 @@ def plan(
 
         run_plan(
             model, text, settings, max_seq_len=max_seq_len, batch=batch, prefill=prefill,
-            device=device, plot=plot, as_json=as_json, force=force,
+            device=device, dtype=dtype, plot=plot, as_json=as_json, force=force,
         )  # fmt: skip

@@ -30,7 +30,7 @@ class Setup:
         settings: fields of GenerateConfig, or of SpeculativeConfig with a draft; None leaves the default.
         draft: "lookup", or a model as above; None for plain decoding.
         device: cpu, cuda or mps.
-        dtype: float32, float16 or bfloat16.
+        dtype: float32, float16, bfloat16 or auto.
         revision: of the model, where it is a Hub id.
     """
 

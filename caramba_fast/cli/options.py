@@ -59,7 +59,12 @@ Revision = Annotated[
     str | None, typer.Option(help="Of a model on the Hub: a branch, a tag or a commit.")
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or mps.")]
-Dtype = Annotated[str, typer.Option(help="Of the weights: float32, float16 or bfloat16.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="Of the weights: float32, float16, bfloat16, or auto for what the checkpoint has."
+    ),
+]
 Stats = Annotated[bool, typer.Option(help="Print the run's figures to stderr.")]
 
 #: What a cache may be named, with every command.
@@ -93,6 +98,31 @@ Compile = Annotated[
     ),
 ]
 Room = Annotated[int, typer.Option(help="Tokens the cache can hold.", rich_help_panel=CACHE)]
+CacheMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory of the cache, as in 2GiB; by default what all requests may need.",
+        rich_help_panel=CACHE,
+    ),
+]
+ServedName = Annotated[
+    str | None,
+    typer.Option(
+        "--name", "--served-model-name",
+        help="What clients call the model; by default as it is given here.",
+    ),
+]  # fmt: skip
+ServedBatch = Annotated[
+    int,
+    typer.Option("--max-batch-size", "--max-num-seqs", help="Requests worked on at once.", min=1),
+]
+ServedRoom = Annotated[
+    int,
+    typer.Option(
+        "--max-seq-len", "--max-model-len", help="Tokens of a request, prompt and answer.",
+        rich_help_panel=CACHE,
+    ),
+]  # fmt: skip
 
 NewTokens = Annotated[int, typer.Option(help="Tokens to write at most.", rich_help_panel=ENDING)]
 Stop = Annotated[
@@ -116,7 +146,8 @@ MinP = Annotated[
 Penalty = Annotated[
     float | None,
     typer.Option(
-        help="Above 1 makes tokens that were there less likely.", rich_help_panel=SAMPLING
+        help="Above 1 makes tokens that are in the text already less likely.",
+        rich_help_panel=SAMPLING,
     ),
 ]
 NGram = Annotated[

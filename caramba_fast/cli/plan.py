@@ -1,4 +1,4 @@
-"""``caramba-fast plan``: which cache a model gets here, with every candidate and why it fell."""
+"""``caramba-fast plan``: which cache a model gets here, with every candidate and why it was rejected."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def run_plan(
     batch: int,
     prefill: str,
     device: str,
+    dtype: str,
     plot: Path | None,
     as_json: bool,
     force: bool,
@@ -53,7 +54,7 @@ def run_plan(
         text: a text file to measure on, or None: held-out text for demo models, else the model writes it.
         settings: fields of `CachePolicyFields`; None leaves one to its default.
         max_seq_len, batch, prefill: of the cache.
-        device: where the model runs.
+        device, dtype: where the model runs, and of its weights.
         plot: a .png or .svg file to write.
         as_json: print the plan as JSON and nothing else.
         force: replace whatever file ``plot`` names.
@@ -68,7 +69,7 @@ def run_plan(
     if plot is not None:
         check_plot(plot)
         check_replaceable(plot, "picture", is_plot, force=force)
-    subject = load_subject(f"{DEMO}:gqa" if name == DEMO else name, device)
+    subject = load_subject(f"{DEMO}:gqa" if name == DEMO else name, device, dtype)
     ids = None if text is None and subject.demo is None else read_text(subject, text)
     try:
         with Console(stderr=True).status("starting") as status:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -28,7 +27,7 @@ from caramba_fast.models import (
     load_tokenizer,
 )
 from caramba_fast.models.hub import local_path
-from caramba_fast.models.registry import check_device, load
+from caramba_fast.models.registry import check_device, dtype_of, load
 from caramba_fast.quality import (
     CacheQuality,
     QualityReport,
@@ -70,6 +69,7 @@ def run_quality(
     tokens: int,
     needles: int,
     device: str,
+    dtype: str,
     force: bool,
 ) -> None:
     """Measures, prints the tables, and writes the files into ``out``.
@@ -81,7 +81,7 @@ def run_quality(
     check_device(device)
     if out is not None:
         check_out(out, force=force)
-    subject = load_subject(name, device)
+    subject = load_subject(name, device, dtype)
     ids = read_text(subject, text)
     form = _recall_format(subject.tokenizer) if needles else None
     with _progress(console) as progress, _warnings_to(console):
@@ -107,11 +107,12 @@ def run_quality(
         write(report, out, name, console)
 
 
-def load_subject(name: str, device: str) -> Subject:
+def load_subject(name: str, device: str, dtype: str = "float32") -> Subject:
     """``demo``, ``demo:gqa``, a hard variant such as ``demo:gqa/outliers-8``, or a checkpoint folder.
 
-    A folder is loaded natively where its architecture is known here, else by transformers, in float32.
+    A folder is loaded natively where its architecture is known here, else by transformers.
     """
+    weights = dtype_of(dtype)
     kind, _, demo = name.partition(":")
     if kind != DEMO:
         folder = local_path(name)
@@ -120,16 +121,20 @@ def load_subject(name: str, device: str) -> Subject:
                 f"{name!r} is neither a checkpoint folder nor a demo model; known are "
                 f"{', '.join(f'{DEMO}:{known}' for known in ('gqa', 'dba'))}"
             )
-        return Subject(name, load(folder, device, torch.float32), load_tokenizer(folder), None)
+        return Subject(name, load(folder, device, weights), load_tokenizer(folder), None)
     demo, slash, variant = (demo or "gqa").partition("/")
     variants = hard_variants(demo)
     if not slash:
-        return Subject(name, load_demo(demo, device=device), demo_tokenizer(demo), demo)
-    if variant not in variants:
+        model = load_demo(demo, device=device)
+    elif variant in variants:
+        model = variants[variant]().to(device)
+    else:
         raise ValueError(
             f"unknown variant {variant!r} of {DEMO}:{demo}; known are {', '.join(variants)}"
         )
-    return Subject(name, variants[variant]().to(device), demo_tokenizer(demo), demo)
+    return Subject(
+        name, model if weights is None else model.to(weights), demo_tokenizer(demo), demo
+    )
 
 
 def read_text(subject: Subject, text: str | None) -> np.ndarray:

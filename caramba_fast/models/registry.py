@@ -175,6 +175,7 @@ def _import_lazy() -> None:
 LOOKUP = "lookup"
 DEMO = "demo"
 DTYPES = ("float32", "float16", "bfloat16")
+AUTO = "auto"
 
 
 def model_folder(name: str, base: Path = Path(), revision: str | None = None) -> Path:
@@ -194,14 +195,23 @@ def model_folder(name: str, base: Path = Path(), revision: str | None = None) ->
 
 
 def open_model(folder: Path, device: str, dtype: str) -> LanguageModel:
-    """The model in a checkpoint folder.
+    """The model in a checkpoint folder; of "auto" weights keep the dtype they are stored in.
 
     Raises:
-        ValueError: a dtype that is not one of `DTYPES`, or a folder that cannot be used.
+        ValueError: a dtype that is neither "auto" nor one of `DTYPES`, or a folder that cannot be used.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
-    return load(folder, device, getattr(torch, dtype))
+    return load(folder, device, dtype_of(dtype))
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """The dtype of a name; None of "auto", what the checkpoint stores.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+    """
+    if name not in (AUTO, *DTYPES):
+        raise ValueError(f"dtype is {name!r}; allowed are {', '.join((AUTO, *DTYPES))}")
+    return None if name == AUTO else getattr(torch, name)
 
 
 def sketch(folder: Path) -> LanguageModel | None:

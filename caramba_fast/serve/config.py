@@ -22,8 +22,9 @@ class EngineConfig(Fields):
         num_pages: pages of the pool; or
         cache_bytes: bytes the pool may take, from which the pages follow. With neither, there are enough for
             max_batch_size requests of max_seq_len tokens.
-        max_batch_size: requests that are worked on at once (transformers' max_num_seqs), answers counted one by one.
-        max_batch_tokens: tokens of one forward pass: what is decoded, and prompts in chunks of what is left.
+        max_batch_size: requests that are worked on at once (vLLM's max_num_seqs), answers counted one by one.
+        max_batch_tokens: tokens of one forward pass: what is decoded, and prompts in chunks of what is left (vLLM's
+            max_num_batched_tokens).
         max_waiting: requests that may wait; more are refused with `EngineFullError`.
         max_prompt_chars: characters a prompt of text may have; more are refused before they are tokenized. By default
             max_seq_len times the longest token of the vocabulary: no text of more characters could fit, unless the

@@ -210,8 +210,8 @@ class Engine(EngineRequests):
 
         Args:
             prompt: token ids (T,), or text if there is a tokenizer.
-            config: settings of its generation; by default the engine's. PagedSequence i of ``num_return_sequences`` is
-                the one ``seed + i`` gives alone.
+            config: settings of its generation; by default the engine's. Answer i of ``num_return_sequences`` is the
+                one ``seed + i`` gives alone.
             request_id: a name; by default one is made.
             deadline: seconds from now after which it is ended as it is.
             cache_salt: who shares its prefixes: requests of the same salt, as in vLLM. By default that of the

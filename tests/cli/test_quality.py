@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from caramba_fast.cli.app import app
+from caramba_fast.cli.quality import load_subject
 from caramba_fast.models import ModelConfig, Transformer, demo_path
 from caramba_fast.quality import QualityReport, read_csv
 
@@ -127,6 +128,26 @@ def test_a_checkpoint_with_its_text(checkpoint: Path, text: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "fp32" in result.stdout and "Written" not in result.stdout
     assert "needles" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wanted"),
+    [("float32", torch.float32), ("bfloat16", torch.bfloat16), ("auto", torch.float16)],
+)
+def test_weights_have_the_dtype_asked_for(dtype: str, wanted: torch.dtype) -> None:
+    for name in (
+        "demo:gqa",
+        str(demo_path("gqa")),
+    ):  # a folder has float16; the demo model itself is float32
+        model: Any = load_subject(name, "cpu", dtype).model
+        found = next(model.parameters()).dtype
+        assert found == (torch.float32 if (name, dtype) == ("demo:gqa", "auto") else wanted)
+
+
+def test_an_unknown_dtype_is_an_error_in_one_line() -> None:
+    result = invoke("demo:gqa", "--dtype", "int8")
+    assert result.exit_code == 1
+    assert "dtype is 'int8'; allowed are auto, float32, float16, bfloat16" in result.output
 
 
 def test_no_needles(checkpoint: Path) -> None:
