@@ -8,11 +8,12 @@ from dataclasses import replace
 import torch
 
 from caramba_fast.bench.kernels.comparators import Implementation
+from caramba_fast.bench.kernels.parity import described
 from caramba_fast.bench.kernels.predict import Machine, predict
 from caramba_fast.bench.kernels.registry import Case
 from caramba_fast.bench.kernels.table import Row
 from caramba_fast.bench.kernels.timing import PROBE, interleaved, probe, quantile, ratio, threads
-from caramba_fast.bench.kernels.workloads import workload
+from caramba_fast.bench.kernels.workloads import Workload, workload
 from caramba_fast.ops.registry import BackendError, backends
 
 #: What "torch's attention" is on a device, and the unquantized ones a quantized cache has to beat.
@@ -42,6 +43,8 @@ def measure(case: Case, device: torch.device, machine: Machine, rounds: int) -> 
         expected = {kind: predict(case, kind, machine, device.type, fast) for kind in case.kinds}
         work = workload(case, device)
         checked = {kind: _verified(error) for kind, error in work.errors.items()}
+        if device.type == "cuda":
+            _keep_those_that_run(work)
         # The reference makes its tables on the host when called, which a graph cannot record.
         right = [replace(e, graph=fast) for e in work.ours if "note" not in checked[e.kind]]
         listed = [*right, *work.peers, probe(case.op, device)]
@@ -62,12 +65,29 @@ def measure(case: Case, device: torch.device, machine: Machine, rounds: int) -> 
     return rows
 
 
+def _keep_those_that_run(work: Workload) -> None:
+    """Calls each peer once; one that does not run on this GPU costs the case no more than its own figures."""
+    kept = []
+    for peer in work.peers:
+        try:
+            peer.calls[0]()
+        except Exception as reason:  # whatever it is, it is theirs
+            work.absent[peer.name] = f"does not run here: {described(reason)}"[:200]
+        else:
+            kept.append(peer)
+    work.peers[:] = kept
+
+
 def _verified(error: Callable[[], tuple[float, float]]) -> Row:
     """The error column, with a note if it is too large or there is no result."""
     try:
         found, allowed = error()
     except (BackendError, NotImplementedError) as reason:
         return {"note": f"does not run: {reason}"}
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as reason:  # the other formats go on, the status tells
+        return {"note": f"failed: {described(reason)}"}
     row: Row = {"error": float(f"{found:.2g}")}
     wrong = not found <= allowed  # NaN is wrong
     return {**row, "note": f"wrong: error {found:.2g} > {allowed:.2g}"} if wrong else row

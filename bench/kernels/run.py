@@ -19,6 +19,7 @@ import torch
 
 from caramba_fast.bench.environment import details, environment
 from caramba_fast.bench.kernels.measure import measure, serving
+from caramba_fast.bench.kernels.parity import described
 from caramba_fast.bench.kernels.predict import H200, Machine
 from caramba_fast.bench.kernels.registry import GRIDS, Case, cases
 from caramba_fast.bench.kernels.shards import Shard
@@ -30,8 +31,8 @@ from caramba_fast.ops.registry import BACKENDS, use_backend
 
 #: Of the quick and tiny grids.
 QUICK_ROUNDS, TINY_ROUNDS = 7, 3
-#: Bytes of a case that is compiled ahead: several processes share the memory.
-MOST_TO_COMPILE = 6e9
+#: Tokens of a case that is compiled ahead: several processes share the memory.
+MOST_TO_COMPILE = 4096
 
 
 def machine_of(device: torch.device) -> Machine:
@@ -49,18 +50,31 @@ def machine_of(device: torch.device) -> Machine:
     return Machine(bandwidth, 4 * about.multi_processor_count * (clock or 1.5e9), target)
 
 
+def smallest(case: Case) -> Case:
+    """A case of the same kernels that takes little memory: none is compiled for a batch or a length."""
+    return replace(case, batch=1, kv=min(case.kv, MOST_TO_COMPILE), short=0, goal="")
+
+
 def compile_kernels(listed: list[Case], device: torch.device, shard: Shard) -> None:
-    """Calls every kernel of this shard's cases once, whatever is in memory: Triton's cache then has them."""
-    pairs = [
-        (case, kind)
+    """Calls every kernel of this shard's cases once, whatever is in memory: Triton's cache then has them.
+
+    What cannot be compiled is said, and shows again when it is measured.
+    """
+    pairs = dict.fromkeys(
+        replace(smallest(case), kinds=(kind,))
         for case in listed
         for kind in case.kinds
-        if serving(case.op, device.type) == "triton" and case.moved_bytes(kind) <= MOST_TO_COMPILE
-    ]
-    for case, kind in shard.of(pairs):
-        for entry in workload(replace(case, kinds=(kind,)), device, fill=False).ours:
-            entry.calls[0]()
-    torch.cuda.synchronize(device)
+        if serving(case.op, device.type) == "triton"
+    )
+    for case in shard.of(list(pairs)):
+        try:
+            for entry in workload(case, device, fill=False).ours:
+                entry.calls[0]()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+                torch.cuda.empty_cache()
+        except Exception as error:  # the other cases go on
+            print(f"compile {case.name} {case.kinds[0]}: {described(error)}", flush=True)
 
 
 def measured(
@@ -74,9 +88,11 @@ def measured(
             return found, len(listed) - index
         try:
             rows = measure(case, device, machine, rounds)
-        except RuntimeError as error:  # out of memory, say: the other cases go on, the status tells
-            reason = str(error).splitlines()[0][:160]
-            rows = [{"case": case.name, "op": case.op, "note": f"failed: {reason}"}]
+        except torch.OutOfMemoryError:
+            rows = [{"case": case.name, "op": case.op, "note": "left out: no memory"}]
+        except Exception as error:  # the other cases go on, the status tells
+            note = f"failed: {described(error)}"
+            rows = [{"case": case.name, "op": case.op, "note": note}]
         if device.type == "cuda":
             torch.cuda.empty_cache()
         found += rows
