@@ -30,7 +30,9 @@ from caramba_fast.bench.environment import environment
 from caramba_fast.bench.kernels import workloads
 from caramba_fast.bench.kernels.comparators import Implementation
 from caramba_fast.bench.kernels.oracle import relative_l2
+from caramba_fast.bench.kernels.parity import described
 from caramba_fast.bench.kernels.registry import LAYOUTS, Case
+from caramba_fast.bench.kernels.run import smallest
 from caramba_fast.bench.kernels.shards import Shard
 from caramba_fast.bench.kernels.table import read
 from caramba_fast.bench.kernels.timing import interleaved, quantile
@@ -191,7 +193,8 @@ class Tuning:
 
     def __init__(self, point: Point, device: torch.device, tiny: bool, fill: bool) -> None:
         self.point, self.device, self.tiny = point, device, tiny
-        self.entry = workload(point.case(tiny), device, fill=fill).ours[0]
+        case = point.case(tiny)
+        self.entry = workload(case if fill else smallest(case), device, fill=fill).ours[0]
         self.call = self.entry.calls[0]
         seen: list[Any] = []
         with forced(Trial(), seen):
@@ -298,19 +301,25 @@ def main(argv: list[str] | None = None) -> int:
     done = {(row["kind"], row["dim"], row["query_rows"]) for row in earlier}
     left = [p for p in wanted if (p.kind, str(p.dim), str(p.rows)) not in done]
     table: list[dict[str, Any]] = [dict(row) for row in earlier]
+    failed = 0
     with use_backend("triton"):
         for index, point in enumerate(left):
             if time.monotonic() - started > chosen.time_limit:
                 print(f"tune: {len(left) - index} of {len(wanted)} points left out")
                 break
-            rows = tune(point, device, chosen.tiny, chosen.compile_only)
+            try:
+                rows = tune(point, device, chosen.tiny, chosen.compile_only)
+            except Exception as error:  # the other points go on
+                print(f"tune: {point} failed: {described(error)}", flush=True)
+                failed += 1
+                continue
             table += [asdict(row) | about for row in rows]
             for row in rows:
                 if row.default or row.chosen:
                     print(row, flush=True)
             if rows and chosen.out is not None:
                 _write(chosen.out, table)
-    return 0
+    return int(failed > 0)
 
 
 def _write(path: Path, table: list[dict[str, Any]]) -> None:

@@ -148,3 +148,26 @@ def test_a_table_that_tune_wrote_can_be_read(tmp_path, monkeypatch):
     found = tuned.tuned(rows[0]["streams"], 32, 16, torch.device("cuda"))
     chosen = next(r for r in rows if r["part"] == "settings" and r["chosen"] == "True")
     assert found.settings is not None and found.settings.tile == int(chosen["tile"])
+
+
+def test_a_point_that_fails_does_not_stop_the_others(monkeypatch, capsys):
+    points = [tune.Point(kind, 32, 16) for kind in ("q8_0", "q4_0")]
+    monkeypatch.setattr(tune, "points", lambda _: points)
+    tuned_at = []
+
+    def rows(self: tune.Tuning) -> list[Any]:
+        tuned_at.append(self.point.kind)
+        if self.point.kind == "q8_0":
+            raise ValueError("min() of nothing")
+        return []
+
+    monkeypatch.setattr(tune.Tuning, "rows", rows)
+    assert tune.main(["--device", "cpu", "--tiny"]) == 1
+    assert tuned_at == ["q8_0", "q4_0"] and "min() of nothing" in capsys.readouterr().out
+    cases = []
+    monkeypatch.setattr(tune, "workload", lambda case, *_, **__: cases.append(case) or 1 / 0)
+    assert tune.main(["--device", "cpu", "--tiny", "--compile-only", "0/1"]) == 1
+    assert {case.batch for case in cases} == {1}
+    with pytest.raises(ZeroDivisionError):
+        tune.tune(points[0], torch.device("cpu"), tiny=False, shard=tune.Shard())
+    assert (cases[-1].batch, cases[-1].kv) == (1, 4096)
