@@ -71,12 +71,14 @@ def run(module: str, arguments: Sequence[str], flag: str, limit_s: float) -> tup
 
 
 def main() -> int:
-    """``python -m caramba_fast.bench.kernels.shards LIMIT_S FLAG MODULE [ARGUMENTS]``, a module of this package.
+    """``python -m caramba_fast.bench.kernels.shards LIMIT_S FLAG MODULE [ARGUMENTS]``.
 
-    Returns 1 if a process failed, LATE if some only had too little time.
+    MODULE is one of this package, or with a dot (serving.graphs) of another one beside it. Returns 1 if a process
+    failed, LATE if some only had too little time.
     """
     limit, flag, module, *arguments = sys.argv[1:]
-    bad, late = run(f"{__package__}.{module}", arguments, flag, float(limit))
+    package = (__package__ or "").rpartition(".")[0] if "." in module else __package__
+    bad, late = run(f"{package}.{module}", arguments, flag, float(limit))
     print(f"{module}: {processes()} processes, {bad} failed, {late} not done in {limit} s")
     return 1 if bad else LATE if late else 0
 

@@ -41,3 +41,20 @@ def test_steps_that_are_wrong_are_told(
 def test_without_time_it_says_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert graphs.main(["--device", "cpu", "--kinds", "q4", "--time-limit", "-1"]) == 1
     assert capsys.readouterr().out == "q4: no time: left out\n"
+
+
+def test_a_shard_takes_its_kinds_and_one_that_fails_does_not_stop_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def compared(kind: str, _: str) -> Any:
+        asked.append(kind)
+        raise KeyError("no kernel image")
+
+    monkeypatch.setattr(graphs, "compared", compared)
+    assert graphs.main(["--device", "cpu", "--shard", "1/3"]) == 1
+    assert asked == [graphs.KINDS[1]]
+    assert "fp16: FAILED: KeyError at" in capsys.readouterr().out
+    assert graphs.main(["--device", "cpu"]) == 1 and asked[1:] == [*graphs.KINDS]
+    assert graphs.main(["--device", "cpu", "--shard", "5/6"]) == 0  # nothing is left for it
