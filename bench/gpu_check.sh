@@ -135,9 +135,9 @@ parity() {
         "$PYTHON" -m caramba_fast.bench.serving.graphs --device cpu --kinds q4
         return
     fi
-    # A process that reaches its own limit says how far it came; one that hangs is named, then ended.
+    # A process that reaches its own limit says how far it came; one that hangs says in what, and is ended.
     local grid=$((LIMIT_S * 3 / 5))
-    part "parity: grid" module shards $((grid + 30)) --shard check --device cuda --backends triton --require triton \
+    part "parity: grid" module shards $((grid + 60)) --shard check --device cuda --backends triton --require triton \
         --time-limit "$grid"
     if ! has pydantic; then
         echo "parity: no pydantic: repeated steps, graphs and the tests under tests/ were not run"
@@ -186,7 +186,7 @@ sanitize() {
         echo "sanitize: compute-sanitizer is not installed; nothing was sanitized"
         return 0
     fi
-    if ! "$tool" --error-exitcode 9 "$PYTHON" -c "import torch; torch.zeros(1, device='cuda').cpu()"; then
+    if ! timeout -k 10 120 "$tool" --error-exitcode 9 "$PYTHON" -c "import torch; torch.zeros(1, device='cuda').cpu()"; then
         echo "sanitize: $tool does not work on this machine (a tensor of one zero); nothing was sanitized"
         return 0
     fi

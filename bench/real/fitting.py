@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-#: Free memory of a GPU that steps are left: a DynamicCache copies a layer's keys at each of them.
-STEPS_BYTES = 3 * 2**30
+#: Free memory of a GPU that steps are left: with a DynamicCache keys and values of a layer are copied at each of them,
+#: and repeated for all query heads.
+STEPS_BYTES = 4 * 2**30
 
 
 @dataclass

@@ -189,7 +189,7 @@ def test_all_stages_as_on_a_gpu(gpu: Gpu) -> None:
     assert pip.startswith("0 -m pip install --no-build-isolation --no-deps -e .")
     (check,) = gpu.noted("--shard check")
     assert (
-        "shards 318 --shard check --device cuda --backends triton --require triton --time-limit 288"
+        "shards 348 --shard check --device cuda --backends triton --require triton --time-limit 288"
         in check
     )
     assert len(gpu.noted("shards", "--shard serving.graphs --device cuda")) == 1
