@@ -38,6 +38,14 @@ GEMMA_BLOCK = {
 }  # fmt: skip
 #: The lists of a vocabulary, which are long and are the tokenizer's.
 LISTS = {f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores", "token_type")}
+#: Those of them that are kept.
+LISTED = ("tokens", "token_type")
+#: Tokens that end an answer whatever ids the metadata names: llama.cpp knows them by their text, and many files rely
+#: on that. Gemma's and Llama's say only where a document ends, Qwen's only where a turn does.
+ENDS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<EOT>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)  # fmt: skip
 #: Factors of Llama 3's rotary frequencies.
 ROPE_FACTORS = "rope_freqs.weight"
 #: Low and high frequency factors and the context of every Llama 3 that has them; a file has the result alone.
@@ -54,6 +62,8 @@ class GgufFile:
 
     Attributes:
         config: as a ``config.json`` would have it.
+        tokens: texts of the vocabulary, as the file spells them; empty if it has none.
+        token_types: of each token, as llama.cpp numbers them: 3 is control, 4 is user-defined; empty if it has none.
 
     Raises:
         CheckpointError: a damaged file, an unknown architecture, or settings that are not supported; by name.
@@ -70,6 +80,9 @@ class GgufFile:
             self._said = {
                 name: field.contents() for name, field in reader.fields.items() if name not in LISTS
             }
+            tokens, kinds = (_parts(reader, f"tokenizer.ggml.{name}") for name in LISTED)
+            self.tokens = [part.tobytes().decode(errors="replace") for part in tokens]
+            self.token_types = np.concatenate(kinds).tolist() if kinds else []
         except Exception as error:  # of numpy, struct and others
             raise CheckpointError(f"{path} cannot be read as GGUF: {str(error)[:300]}") from error
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -90,11 +103,15 @@ class GgufFile:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the weights, where no other is asked for."""
+        """That of the weights, where no other is asked for.
+
+        What Gemma adds up passes the largest number of float16.
+        """
         kinds = {tensor.tensor_type.name for tensor in self._tensors.values()}
         if kinds == {"F32"}:
             return torch.float32
-        return torch.bfloat16 if "BF16" in kinds else torch.float16
+        wide = "BF16" in kinds or self.architecture == "gemma3"
+        return torch.bfloat16 if wide else torch.float16
 
     def _check_types(self) -> None:
         names = self._gguf.GGMLQuantizationType.__members__
@@ -135,11 +152,7 @@ class GgufFile:
                 raise self._wrong(
                     f"{name} is {self._get(name)}; that of a key ({head}) is supported"
                 )
-        ids = {
-            name: self._said.get(f"tokenizer.ggml.{name}_token_id")
-            for name in ("bos", "eos", "eot")
-        }
-        ends = [end for end in dict.fromkeys((ids["eos"], ids["eot"])) if end is not None]
+        ends = self._ends()
         config = {
             "model_type": ARCHITECTURES[self.architecture],
             "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),
@@ -149,8 +162,8 @@ class GgufFile:
             "max_position_embeddings": self._need("context_length"),
             "rms_norm_eps": self._need("attention.layer_norm_rms_epsilon"),
             "tie_word_embeddings": "output.weight" not in self._tensors,
-            "bos_token_id": ids["bos"], "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-            "pad_token_id": self._said.get("tokenizer.ggml.padding_token_id"),
+            "bos_token_id": self._id("bos"), "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+            "pad_token_id": self._id("padding"),
         }  # fmt: skip
         if self.architecture == "gemma3":
             return {**config, **self._gemma(config)}
@@ -165,13 +178,21 @@ class GgufFile:
             config |= {"model_type": "mistral", "sliding_window": window}
         return config
 
+    def _id(self, name: str) -> int | None:
+        return self._said.get(f"tokenizer.ggml.{name}_token_id")
+
+    def _ends(self) -> list[int]:
+        """Tokens an answer ends with: those that are named, EOS first, and those known by their text."""
+        known = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
+        ids = [*map(self._id, ("eos", "eot", "eom")), *map(known.get, ENDS)]
+        return [end for end in dict.fromkeys(ids) if end is not None]
+
     def _rope(self, config: dict[str, Any]) -> dict[str, Any]:
         """``rope_parameters``; raises CheckpointError for a scaling that is not known."""
         base = float(self._get("rope.freq_base", 10000.0))
-        kind = self._get("rope.scaling.type", "none")
         factor = self._get("rope.scaling.factor", self._get("rope.scale_linear"))
-        if kind == "none" and self._get("rope.scale_linear", 1.0) != 1.0:
-            kind = "linear"
+        # llama.cpp takes a scaling without a type for linear, and 0 for no scaling.
+        kind = self._get("rope.scaling.type", "none" if factor in (None, 0.0, 1.0) else "linear")
         if ROPE_FACTORS in self._tensors:
             if kind != "none":
                 raise self._wrong(f"{ROPE_FACTORS} and rope.scaling.type {kind!r} are both given")
@@ -180,6 +201,7 @@ class GgufFile:
             return {"rope_type": "default", "rope_theta": base}
         if factor is None and kind in ("linear", "yarn"):
             factor = self._need("rope.scaling.factor")
+        factor = factor or 1.0
         if kind == "linear":
             return {"rope_type": "linear", "rope_theta": base, "factor": float(factor)}
         if kind != "yarn" or self._get("rope.scaling.yarn_log_multiplier"):
@@ -274,3 +296,9 @@ class GgufFile:
             turned = values.reshape(count, -1, 2, *values.shape[1:]).swapaxes(1, 2)
             return turned.reshape(values.shape)
         return values
+
+
+def _parts(reader: Any, name: str) -> list[np.ndarray]:
+    """What a list of a file consists of; `contents` of a field takes several times as long."""
+    field = reader.fields.get(name)
+    return [] if field is None else [field.parts[index] for index in field.data]

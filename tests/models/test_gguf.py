@@ -18,6 +18,7 @@ from caramba_fast.infer import Generator  # noqa: E402
 from caramba_fast.infer.tokenizer import find_tokenizer  # noqa: E402
 from caramba_fast.models import Transformer, demo_path, demo_tokenizer, load_demo  # noqa: E402
 from caramba_fast.models.config import CheckpointError  # noqa: E402
+from caramba_fast.models.gguf import GgufFile  # noqa: E402
 from caramba_fast.models.registry import load  # noqa: E402
 
 SIZES = dict(
@@ -65,6 +66,14 @@ CASES = {
     "llama, linear": (
         tiny, ("llama",), dict(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}),
         "llama", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+    ),
+    "llama, a factor alone": (
+        tiny, ("llama",), dict(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}),
+        "llama", {"rope.scaling.factor": 4.0},
+    ),
+    "llama, a factor that is none": (tiny, ("llama",), {}, "llama", {"rope.scaling.factor": 0.0}),
+    "llama, scaling is off": (
+        tiny, ("llama",), {}, "llama", {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}
     ),
     "llama 3": (tiny, ("llama",), dict(rope_parameters=LLAMA3, head_dim=32), "llama", {"rope.freq_base": 500000.0}),
     "mistral, a window": (
@@ -139,6 +148,47 @@ def test_kinds_of_weights_are_what_they_round_to(tmp_path, kind):
     assert not torch.allclose(logits_of(found, ids), before, rtol=1e-4, atol=1e-4)
     stored = torch.bfloat16 if kind == "BF16" else torch.float16
     assert next(load(tmp_path / "m.gguf", dtype=None).parameters()).dtype == stored
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored"), [("F32", "float32"), ("F16", "bfloat16"), ("Q8_0", "bfloat16")]
+)
+def test_gemma_is_not_loaded_in_float16(tmp_path: Path, kind: str, stored: str) -> None:
+    """What it adds up from layer to layer passes 65504."""
+    written(tmp_path / "m.gguf", "gemma3", kind=kind)
+    assert next(load(tmp_path / "m.gguf", dtype=None).parameters()).dtype == getattr(torch, stored)
+
+
+@pytest.mark.parametrize(
+    ("texts", "ids", "ends"),
+    [
+        ({}, {"eos": 3}, 3),
+        ({106: "<end_of_turn>"}, {"eos": 1}, [1, 106]),
+        ({5: "<|eot_id|>", 6: "<|end_of_text|>"}, {"eos": 6}, [6, 5]),
+        ({5: "<|endoftext|>", 6: "<|im_end|>"}, {"eos": 6, "eot": 6}, [6, 5]),
+        ({}, {"eos": 3, "eot": 7, "eom": 2}, [3, 7, 2]),
+        ({9: "<|eom_id|>", 8: "<EOT>", 4: "<|end|>"}, {"eos": 3, "eom": 9}, [3, 9, 4, 8]),
+        ({9: "<\uff5cend\u2581of\u2581sentence\uff5c>"}, {"eos": 9}, 9),
+        ({9: "<\uff5cend\u2581of\u2581sentence\uff5c>"}, {}, 9),
+    ],
+)  # fmt: skip
+def test_answers_end_where_llama_cpp_ends_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: dict[int, str], ids: dict[str, int], ends: Any
+) -> None:  # fmt: skip
+    """By the ids a file names, EOS first, and by the text of a token."""
+    import support.gguf_files as files
+
+    def tokens(writer: Any, *_: Any) -> None:
+        writer.add_token_list([texts.get(i, f"t{i}") for i in range(120)])
+        for name, number in ids.items():
+            getattr(writer, f"add_{name}_token_id")(number)
+
+    monkeypatch.setattr(files, "_add_tokenizer", tokens)
+    write_gguf(tmp_path / "m.gguf", tiny("llama", vocab_size=120), "llama")
+    assert GgufFile(tmp_path / "m.gguf").config["eos_token_id"] == ends
+    assert load(tmp_path / "m.gguf").eos_token_ids == (
+        tuple(ends) if isinstance(ends, list) else (ends,)
+    )
 
 
 def test_the_tokenizer_comes_with_it(tmp_path):
