@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from caramba_fast.hf.adapter import HuggingFaceModel
+from caramba_fast.hf.gguf_tokenizer import gguf_tokenizer
 from caramba_fast.models.config import CheckpointError
 from caramba_fast.models.gguf import SUFFIX as GGUF
 from caramba_fast.models.gguf import GgufFile
@@ -67,7 +68,7 @@ def load_tokenizer(path: str | Path) -> Any:
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     if Path(path).suffix == GGUF:
-        return _gguf_tokenizer(Path(path))
+        return gguf_tokenizer(Path(path))
     try:
         return AutoTokenizer.from_pretrained(str(path), **_SAFE)
     except Exception as error:  # as above
@@ -110,50 +111,3 @@ def _from_gguf(
         )
         raise CheckpointError(f"{path.name} does not fit its architecture: {said}")
     return HuggingFaceModel(model.to(device).requires_grad_(False).eval())
-
-
-#: Of these a whole word that is a token is one, and a text begins with BOS unless the file says otherwise.
-_OF_LLAMA_3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "tekken")
-#: Byte-level vocabularies whose words are cut as GPT-2's are, but each digit alone.
-_DIGITS_ALONE = ("smollm", "starcoder", "refact", "codeshell", "command-r")
-
-
-def _gguf_tokenizer(path: Path) -> Any:
-    """The tokenizer in a GGUF file.
-
-    Raises:
-        CheckpointError: there is none, or words are cut in a way that is not known (``tokenizer.ggml.pre``).
-    """
-    from transformers import AutoTokenizer  # noqa: PLC0415
-
-    kind, cut, begins = GgufFile(path).tokenizer
-    try:
-        found: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, **_SAFE)
-        if kind != "gpt2" or cut == "gpt-2":
-            return found
-        from tokenizers import pre_tokenizers  # noqa: PLC0415
-        from transformers.integrations.gguf.gguf_tokenizer_mapping import (  # noqa: PLC0415
-            GGUF_PRE_TOKENIZER_SPLITS,
-        )
-    except Exception as error:  # as above
-        raise CheckpointError(
-            f"{path} holds no tokenizer transformers can load: {error}"
-        ) from error
-    if cut in _DIGITS_ALONE:
-        found.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False),
-            ]
-        )
-    elif cut not in GGUF_PRE_TOKENIZER_SPLITS:
-        known = sorted({"gpt-2", *_DIGITS_ALONE, *GGUF_PRE_TOKENIZER_SPLITS})
-        raise CheckpointError(
-            f"{path.name}: tokenizer.ggml.pre is {cut!r}, which says how text is cut into words; known are "
-            f"{', '.join(known)}"
-        )
-    if cut in _OF_LLAMA_3:  # as llama.cpp reads such files
-        found.backend_tokenizer.model.ignore_merges = True
-        if begins is None:
-            found.add_bos_token = True
-    return found

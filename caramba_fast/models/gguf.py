@@ -102,6 +102,11 @@ class GgufFile:
         return kind, cut, begins
 
     @property
+    def prefixes_space(self) -> bool:
+        """Whether a text of a SentencePiece vocabulary gets a space in front, as it does where nothing is said."""
+        return self._said.get("tokenizer.ggml.add_space_prefix") is not False
+
+    @property
     def dtype(self) -> torch.dtype:
         """That of the weights, where no other is asked for.
 
