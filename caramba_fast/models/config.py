@@ -294,6 +294,8 @@ def _uniform_window(raw: dict[str, Any], family: str) -> int | None:
     )
     if family == "mistral" and "sliding_window" not in raw:
         return 4096  # what transformers takes where nothing is said
+    if "sliding_window" not in raw and uses and family in ("qwen2", "qwen3"):
+        raw = {**raw, "sliding_window": 4096}  # as above; which layers have it is to be seen
     if raw.get("sliding_window") is None or not uses:
         return None
     if family == "caramba_dba":

@@ -423,3 +423,25 @@ def test_mistral_has_the_window_that_transformers_gives_it(
     raw |= {"model_type": "mistral", **given}
     assert ModelConfig.from_hf(raw).sliding_window == window
     assert transformers.MistralConfig(num_hidden_layers=1, **given).sliding_window == window
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("first", [None, 0, 1, 2])
+def test_qwen_has_the_window_that_transformers_gives_it(family: str, first: int | None) -> None:
+    """One that is used and not stated is of 4096 tokens, in the layers from max_window_layers on."""
+    transformers = pytest.importorskip("transformers")
+    given = {"use_sliding_window": True, "num_hidden_layers": 2}
+    given |= {} if first is None else {"max_window_layers": first}
+    stated = ("sliding_window", "layer_types", "max_window_layers")
+    raw = {k: v for k, v in CONFIG.to_hf().items() if k not in stated}
+    raw |= {"model_type": family, **given}
+    theirs = transformers.AutoConfig.for_model(family, **given)
+    assert theirs.sliding_window == 4096
+    if len(set(theirs.layer_types)) > 1:
+        with pytest.raises(CheckpointError, match="mixes full and sliding"):
+            ModelConfig.from_hf(raw)
+        return
+    window = 4096 if theirs.layer_types[0] == "sliding_attention" else None
+    assert ModelConfig.from_hf(raw).sliding_window == window
+    assert ModelConfig.from_hf({**raw, "sliding_window": None}).sliding_window is None
+    assert ModelConfig.from_hf({**raw, "use_sliding_window": False}).sliding_window is None
