@@ -37,8 +37,12 @@ class Grammar:
     """
 
     def __init__(self, source: str, tokenizer: Any, vocab_size: int) -> None:
-        self._source, self._tokenizer, self._vocab = source, tokenizer, vocab_size
+        import llguidance  # noqa: PLC0415 - an extra
+
+        self._vocab = vocab_size
         self._rows: dict[int, _Row] = {}
+        # Compiled once, which may take a second; each row goes on from a copy.
+        self._first: Any = llguidance.LLMatcher(tokenizer, source, log_level=0)
         if not self._new_row().allowed(array("q"), vocab_size).any():
             raise ValueError("structured_outputs: nothing fits it")
 
@@ -59,10 +63,7 @@ class Grammar:
         scores.masked_fill_(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
 
     def _new_row(self) -> _Row:
-        import llguidance  # noqa: PLC0415 - an extra
-
-        matcher = llguidance.LLMatcher(self._tokenizer, self._source, log_level=0)
-        return _Row(matcher)
+        return _Row(self._first if self._first.is_error() else self._first.deep_copy())
 
 
 class _Row:

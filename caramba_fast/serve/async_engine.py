@@ -255,8 +255,11 @@ class AsyncEngine:
                 continue
             try:
                 name = self.engine.take_on(prepared)
-            except ValueError as error:
-                taken.set_exception(error)
+            except Exception as error:
+                taken.set_exception(error)  # of this request alone
+            except BaseException:
+                taken.set_exception(self._stopped("the request was not taken on"))
+                raise
             else:
                 stream = self._streams[name] = _Stream()
                 taken.set_result((name, stream))

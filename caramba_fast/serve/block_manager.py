@@ -60,10 +60,15 @@ class BlockManager:
 
         Tokens of a group that is not full are in its ring alone, which has room for one group. A step that is
         interrupted is taken again, and a draft may be refused, so none may overwrite what it started from: from within
-        a group, no more than the rest of that group.
+        a group, no more than the rest of that group. A part of a prompt ends with a group where it can, or the next
+        one would have that rest alone.
         """
-        begun = sequence.cached % self.pool.group
-        return min(count, self.pool.group - begun) if begun else count
+        group = self.pool.group
+        begun = sequence.cached % group
+        if begun:
+            return min(count, group - begun)
+        whole = count - count % group
+        return whole if whole and count < sequence.pending else count
 
     @property
     def places(self) -> int:

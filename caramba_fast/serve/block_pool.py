@@ -160,10 +160,16 @@ class SharedPages(PageAllocator):
     def find(self, wanted: Sequence[Content]) -> list[int]:
         """The pages, held or kept, that contain the first of these; none is taken yet."""
         found: list[int] = []
+        before: Content | None = None  # what is known of the page before
         for content in wanted:
             page = self._known.get(content.key)
-            if page is None or not self._content[page].is_same(content):
+            if page is None:
                 break
+            known = self._content[page]
+            follows = known.parent is before and known.scope == content.scope
+            if not (follows and known.tokens == content.tokens) and not known.is_same(content):
+                break
+            before = known
             found.append(page)
         return found
 

@@ -290,7 +290,7 @@ class Scheduler:
             sequence.turn, sequence.turn_start = sequence.furthest, sequence.new
             return count if back else 0
         needed = blocks.take_up(sequence)
-        count = min(sequence.pending, budget)  # from whole groups on
+        count = blocks.most(sequence, min(sequence.pending, budget))
         # All of its tokens must fit, and a page more for each that runs: else it would soon be pushed out again.
         if needed + len(self.running) > blocks.pages.available or not blocks.reserve(
             sequence, count

@@ -13,6 +13,7 @@ from torch import Tensor
 from caramba_fast.cache import ModelKVCache
 from caramba_fast.cache.pages import OutOfPagesError
 from caramba_fast.config import cache_configs
+from caramba_fast.infer import Generator
 from caramba_fast.infer.cuda_graph import DecodeGraph, RecordingError
 from caramba_fast.models import Transformer
 
@@ -135,3 +136,29 @@ def test_pages_are_taken_by_the_host_while_the_table_stays(recorder):
         paged.restore(held)
         assert paged.row_lengths == held and int(paged.seq_lens[0]) == 96
     assert (recorder.recorded, recorder.replayed) == (1, 65)
+
+
+FULL: dict[str, Any] = dict(cache_kind="fp32", temperature=0.0, ignore_eos=True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_beams_beside_a_prompt_that_is_full_keep_every_token(seed):
+    """Its rows are fed padding in replays, and nothing once they are full: what others are fed is theirs then, too."""
+    model = new_model()
+    source = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(0, 61, (n,), generator=source).tolist() for n in (63, 5)]
+    found, wanted = (
+        Generator(
+            model, **FULL, cuda_graph=graph, num_beams=2, max_length=64, max_seq_len=64
+        ).generate(ids)
+        for graph in (None, False)
+    )
+    assert torch.equal(found, wanted)
+
+
+def test_a_row_goes_on_beside_one_that_is_full(recorder):
+    """What it was fed without a replay stays cached: the next turn reads its own tokens alone."""
+    made = Generator(new_model(), **FULL, max_length=40, max_seq_len=40)
+    made.generate([prompt(36)[0].tolist(), prompt(5)[0].tolist()])
+    assert recorder.replayed > 0
+    assert made.cache.row_lengths == [39, 39]

@@ -137,6 +137,28 @@ def test_a_fault_reaches_those_who_were_about_to_add(monkeypatch: pytest.MonkeyP
     asyncio.run(serve())
 
 
+def test_a_request_that_cannot_be_taken_on_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it raises, such as a lack of memory for its own tensors."""
+    inner, (bad, good) = engine(), (text(1, 9), text(2, 9))
+    take_on = inner.take_on
+
+    def without_memory(prepared: Any) -> str:
+        if prepared.tokens == bad:
+            raise RuntimeError("out of memory")
+        return take_on(prepared)
+
+    monkeypatch.setattr(inner, "take_on", without_memory)
+
+    async def serve() -> None:
+        async with AsyncEngine(inner) as server:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                await asyncio.wait_for(server.generate(bad, max_new_tokens=2), 10)
+            output = await asyncio.wait_for(server.generate(good, max_new_tokens=2), 10)
+            assert len(output.generated_tokens) == 2
+
+    asyncio.run(serve())
+
+
 def test_closing_turns_away_those_who_wait_for_a_place() -> None:
     async def serve() -> list[Any]:
         async with AsyncEngine(engine(max_waiting=1, max_batch_size=1)) as server:

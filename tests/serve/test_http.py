@@ -21,7 +21,7 @@ from support.http_server import NAME, new_engine, serving, until  # noqa: E402
 from caramba_fast.infer import grammar  # noqa: E402
 from caramba_fast.infer.logprobs import TokenLogprobs  # noqa: E402
 from caramba_fast.serve.http.logprobs import LogprobsWriter, TokenTexts  # noqa: E402
-from caramba_fast.serve.http.protocol import StopTrimmer  # noqa: E402
+from caramba_fast.serve.http.protocol import Message, StopTrimmer  # noqa: E402
 
 PROMPT = "def main():\n    "
 CHAT = [{"role": "system", "content": "Write."}, {"role": "user", "content": "a reader"}]
@@ -129,6 +129,48 @@ def test_what_a_body_says_holds_whatever_the_engine_has_for_its_requests():
         assert len(set(drawn)) > 1
         plain = [ask(max_tokens=12)["choices"][0]["text"] for _ in range(2)]
         assert plain[0] == plain[1], "what it leaves open is the engine's"
+
+
+def test_answers_and_stops_that_the_engine_has_for_its_requests(direct):
+    """How many texts there are, and what is left out of them, is the request's, whoever said it."""
+    whole = direct(PROMPT, max_new_tokens=40, temperature=0.0).texts[0]
+    stop = whole[15:20]
+    engine = new_engine(num_return_sequences=2, stop=(stop,), temperature=1.0, top_k=1)
+    with serving(engine) as address:
+        body = {"prompt": PROMPT, "max_tokens": 40}
+        for streamed in (False, True):
+            found = httpx.post(f"{address}/v1/completions", json={**body, "stream": streamed})
+            assert found.status_code == 200, found.text
+            texts = ["", ""]
+            lines = found.text.splitlines() if streamed else [f"data: {found.text}"]
+            for line in lines:
+                for choice in json.loads(line[6:])["choices"] if "{" in line else ():
+                    texts[choice["index"]] += choice["text"]
+            assert texts == [whole[: whole.index(stop)]] * 2
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "told"),
+    [
+        (["\n"], ["a", "\n\n"], "a"), (["\n\n", "\n"], ["a", "\n\n"], "a"), (["b"], ["ab", "cbd"], "abc"),
+        (["xy"], ["xyx", "yx", "y"], "xyxy"), (["xy"], ["axy", ""], "axy"),
+    ],
+)  # fmt: skip
+def test_what_ended_an_answer_is_left_out_and_nothing_that_ended_none(stops, pieces, told):
+    """Within its least length stop strings end nothing, and stay."""
+    trimmer = StopTrimmer(stops)
+    said = [trimmer.put(piece, None) for piece in pieces[:-1]]
+    assert "".join(said) + trimmer.put(pieces[-1], "stop") == told
+
+
+def test_arguments_of_calls_are_laid_out_as_json():
+    def laid_out(arguments: Any) -> Any:
+        call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+        message = Message(role="assistant", content=None, tool_calls=[call])
+        return message.laid_out()["tool_calls"][0]["function"]["arguments"]
+
+    assert laid_out('{"city": "Ulm"}') == {"city": "Ulm"}
+    assert laid_out("no JSON") == "no JSON" and laid_out({"a": 1}) == {"a": 1}
 
 
 def test_the_model_is_found_by_its_name(client):

@@ -159,3 +159,18 @@ def test_more_sinks_than_a_page_has_tokens_are_refused() -> None:
         output = answered(serving, prompt, cache_salt="a")
         assert output.generated_tokens == alone("q4:plain,sink_len=6", tuple(prompt), given)
         assert output.metrics.prefix_hit_tokens == wanted
+
+
+def test_long_prefixes_are_compared_once_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not each page with all that stands before it."""
+    serving, prompt, walks = engine(max_seq_len=2048), text(1, 40 * PAGE + 1), []
+    is_same = block_pool.Content.is_same
+
+    def noted(mine: block_pool.Content, theirs: block_pool.Content) -> bool:
+        walks.append(mine.parent is not theirs.parent)
+        return is_same(mine, theirs)
+
+    monkeypatch.setattr(block_pool.Content, "is_same", noted)
+    answered(serving, prompt, cache_salt="a")
+    assert answered(serving, prompt, cache_salt="a").metrics.prefix_hit_tokens == 40 * PAGE
+    assert sum(walks) <= 1

@@ -147,3 +147,24 @@ def test_preempted_requests_go_on_where_they_were(kind: str, preemption: str) ->
     assert (figures.swaps > 0) == (preemption == "swap")
     assert figures.swapped_bytes == 0
     assert outputs[0].metrics.preemptions == 0, "the oldest never gives way"
+
+
+def test_parts_of_a_prompt_end_with_groups_of_keys_by_channel() -> None:
+    """A part that ended within a group would leave the next one the rest of that group alone."""
+    engine = Engine(small_model(), cache_kind="q8", max_batch_tokens=128, max_seq_len=512)
+    sizes: list[int] = []
+    forward: Any = engine.model.forward_ragged
+
+    def noted(ids: Any, *args: Any, **options: Any) -> Any:
+        sizes.append(len(ids))
+        return forward(ids, *args, **options)
+
+    engine.model.forward_ragged = noted  # type: ignore[method-assign, assignment]
+    greedy: dict[str, Any] = dict(temperature=0.0, ignore_eos=True)
+    engine.add_request(text(1, 5), max_new_tokens=30, **greedy)
+    engine.step()
+    sizes.clear()
+    engine.add_request(text(2, 400), max_new_tokens=1, **greedy)
+    for _ in range(4):
+        engine.step()
+    assert [size - 1 for size in sizes] == [96, 96, 96, 112]

@@ -179,3 +179,26 @@ def test_what_is_missing_is_named(model, monkeypatch):
     monkeypatch.setattr(grammar, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="llguidance: pip install llguidance"):
         Generator(model, tokenizer=demo_tokenizer(), **asked)
+
+
+def test_a_grammar_is_compiled_once_however_many_answers_it_has(model, monkeypatch):
+    """Compiling may take a second, and rows begin within a step that others wait for."""
+    import llguidance
+
+    matcher, made = llguidance.LLMatcher, []
+
+    class Counted:
+        grammar_from_json_schema = staticmethod(matcher.grammar_from_json_schema)
+
+        def __new__(cls, *args, **options):
+            made.append(args)
+            return matcher(*args, **options)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", Counted)
+    engine = Engine(model, tokenizer=demo_tokenizer(), **LONG)
+    (output,) = engine.generate_batch(
+        ["x"], structured_outputs={"json": SCHEMA}, num_return_sequences=3, temperature=1.0, seed=1
+    )
+    for answer in output.texts:
+        check(answer)
+    assert len(made) == 1

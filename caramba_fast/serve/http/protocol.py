@@ -7,9 +7,11 @@ vLLM's additions.
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -197,7 +199,10 @@ class TextPart(_Body):
 
 
 class Message(BaseModel):
-    """One message of a chat; further fields (``tool_calls``, ``name``) go to the chat template as they are."""
+    """One message of a chat; further fields (``tool_calls``, ``name``) go to the chat template.
+
+    They go as they are, but for the arguments of calls: clients send a JSON string, and templates write JSON.
+    """
 
     model_config = ConfigDict(extra="allow")
     role: Text
@@ -217,6 +222,12 @@ class Message(BaseModel):
         found = self.model_dump(exclude_none=True)
         if isinstance(self.content, list):
             found["content"] = "".join(part.text for part in self.content)
+        calls = found.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                with suppress(ValueError):  # what is no JSON stays text
+                    function["arguments"] = json.loads(function["arguments"])
         return found
 
 
@@ -313,7 +324,7 @@ class Answer:
             said = (
                 {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
             )
-            if output.logprobs:
+            if index < len(output.logprobs or ()):
                 self.logprobs.put(index, output.logprobs[index])
             told = self.logprobs.take(index)
             choices.append(
@@ -338,20 +349,22 @@ class StopTrimmer:
 
     Args:
         stops: the stop strings.
-        late: an answer has a least length, within which they end nothing: the last of them did.
     """
 
-    def __init__(self, stops: Sequence[str], late: bool = False) -> None:
-        self._stops, self._held, self._late = tuple(stops), "", late
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._held = tuple(stops), ""
 
     def put(self, text: str, reason: str | None) -> str:
         """New text, and why the answer ends with it; what may be told of it."""
+        old = len(self._held)
         self._held += text
         if reason == "stop":
-            find = self._held.rfind if self._late else self._held.find
-            places = [place for stop in self._stops if (place := find(stop)) >= 0]
-            ends = max if self._late else min
-            found = self._held[: ends(places)] if places else self._held
+            # What stood there before ended nothing: an answer may have a least length.
+            begins = ((stop, max(0, old - len(stop) + 1)) for stop in self._stops)
+            places = [
+                place for stop, begin in begins if (place := self._held.find(stop, begin)) >= 0
+            ]
+            found = self._held[: min(places)] if places else self._held
         else:
             kept = 0 if reason is not None else self._might_stop()
             found = self._held[: len(self._held) - kept]

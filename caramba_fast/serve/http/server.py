@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException as AnyHTTPException
 
 from caramba_fast.config.files import explain
+from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.tokenizer import TextTokenizer, TokenizerError
 from caramba_fast.serve.async_engine import AsyncEngine, EngineStoppedError
 from caramba_fast.serve.engine import Engine
@@ -199,37 +200,46 @@ class _Served:
         most = body.max_completion_tokens or body.max_tokens or max(1, self._room - len(ids))
         return await self._answer(body, request, ids, most, True)
 
-    async def _answer(
-        self, body: Sampling, request: Request, ids: list[int], most: int, chat: bool
-    ) -> Response:
+    def _check_room(self) -> None:
         if self.engine.is_full:
             raise HTTPException(
                 429, "too many requests wait; try again later", {"Retry-After": str(RETRY_AFTER_S)}
             )
+
+    async def _answer(
+        self, body: Sampling, request: Request, ids: list[int], most: int, chat: bool
+    ) -> Response:
+        self._check_room()
         salt = request.state.salt + (f" {body.cache_salt}" if body.cache_salt else "")
         with _refused():
             prepared = await self.engine.prepared(ids, cache_salt=salt, **body.settings(most))
+        self._check_room()  # of many that came at once the first have taken it meanwhile
         events = self.engine.stream(prepared)
         answer = Answer(self.config.name, chat, LogprobsWriter(self.token_texts, chat))
         if body.stream:
-            lines = _lines(events, answer, body)
+            lines = _lines(events, answer, body, prepared.config)
             return StreamingResponse(
                 lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
             )
-        texts, output = await _unless_gone(request, _collected(events, body))
+        texts, output = await _unless_gone(request, _collected(events, prepared.config))
         return JSONResponse(answer.whole(texts, output))
 
 
+def _trimmers(config: GenerateConfig) -> list[StopTrimmer]:
+    """One for each answer of a request, whether the body says how many or the engine's defaults do."""
+    return [StopTrimmer(config.stop_strings) for _ in range(config.num_return_sequences)]
+
+
 async def _collected(
-    events: AsyncGenerator[Any, None], body: Sampling
+    events: AsyncGenerator[Any, None], config: GenerateConfig
 ) -> tuple[list[str], RequestOutput]:
     """The texts of all answers, and the output.
 
     Raises:
         HTTPException: the request failed; the cause is logged.
     """
-    trimmers = [StopTrimmer(body.stops, body.min_tokens > 0) for _ in range(body.n)]
-    texts = [""] * body.n
+    trimmers = _trimmers(config)
+    texts = [""] * len(trimmers)
     async with aclosing(events):
         async for event in events:
             texts[event.answer] += trimmers[event.answer].put(event.text, event.finish_reason)
@@ -249,10 +259,10 @@ def _check_ended_well(output: RequestOutput) -> None:
 
 
 async def _lines(
-    events: AsyncGenerator[Any, None], answer: Answer, body: Sampling
+    events: AsyncGenerator[Any, None], answer: Answer, body: Sampling, config: GenerateConfig
 ) -> AsyncIterator[str]:
     """Server-sent events; leaving them cancels the request."""
-    trimmers = [StopTrimmer(body.stops, body.min_tokens > 0) for _ in range(body.n)]
+    trimmers = _trimmers(config)
     try:
         async with aclosing(events):
             async for event in events:
