@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from caramba_fast.cache import AttentionLimits, DecodeBatch, ModelKVCache, PagePool, Stretch
 from caramba_fast.models import LanguageModel
-from caramba_fast.models.identity import modules_of
+from caramba_fast.models.identity import adapter_state, modules_of
 from caramba_fast.ops.registry import serving
 
 
@@ -64,7 +64,7 @@ class ModelTensors:
     """The parameters and buffers of a model at one time, to see whether they are still where they were.
 
     A recorded step reads memory. Values that change in place it sees; tensors that were replaced (a cast, weights
-    assigned or quantized, a module put in place of another) it does not.
+    assigned or quantized, a module put in place of another, another adapter made the active one) it does not.
 
     Args:
         model: a module, or what holds some as attributes; of another kind nothing is known.
@@ -72,7 +72,8 @@ class ModelTensors:
 
     def __init__(self, model: Any) -> None:
         held = list[tuple[dict[str, Any], str, Any]]()
-        for module in (module for top in modules_of(model) for module in top.modules()):
+        modules = [module for top in modules_of(model) for module in top.modules()]
+        for module in modules:
             for part in (module._modules, module._parameters, module._buffers):
                 if isinstance(part, dict):  # those of TorchScript are none
                     held += [(part, name, x) for name, x in part.items()]
@@ -81,13 +82,16 @@ class ModelTensors:
         plain = (x for x in self._values if type(x) in (Tensor, nn.Parameter))
         self._plain = [x for x in plain if x.layout is torch.strided]
         self._places = list(map(Tensor.data_ptr, self._plain))
+        self._adapted = [module for module in modules if adapter_state(module) is not None]
+        self._adapters = list(map(adapter_state, self._adapted))
 
     def unchanged(self) -> bool:
-        """Whether all of them are the same tensors in the same memory."""
+        """Whether all of them are the same tensors in the same memory, and the same adapters are used."""
         get: Any = dict.get
         now = map(get, self._parts, self._names)  # by C alone: it is asked at every step
         same = all(map(operator.is_, now, self._values))
-        return same and list(map(Tensor.data_ptr, self._plain)) == self._places
+        same = same and list(map(Tensor.data_ptr, self._plain)) == self._places
+        return same and list(map(adapter_state, self._adapted)) == self._adapters
 
 
 class DecodeGraph:

@@ -22,8 +22,9 @@ UNRELATED = frozenset((
 def model_digest(model: Any) -> str:
     """64 hex digits that differ between models whose caches differ.
 
-    SHA-256 of every value of every weight, with its name, shape and dtype, and of the model's configuration (RoPE,
-    windows, norms). Everything is read, on the CPU: a model of a gigabyte takes about half a second a core.
+    SHA-256 of every value of every weight, with its name, shape and dtype, of the model's configuration (RoPE,
+    windows, norms), and of which adapters are used, where layers have any. Everything is read, on the CPU: a model of
+    a gigabyte takes about half a second a core.
 
     Raises:
         TypeError: there are no weights to tell the model by, or it is one of several ranks that have them together.
@@ -45,6 +46,10 @@ def model_digest(model: Any) -> str:
     for name, x in named:
         found.update(f"{name} {tuple(x.shape)} {x.dtype} {values[_identity(x)]}\n".encode())
     found.update(settings_of(model).encode())
+    for name, module in (pair for m in modules for pair in m.named_modules()):
+        state = adapter_state(module)
+        if state is not None:  # the digest of a model without any stays what it was
+            found.update(f"\n{name} {state}".encode())
     return found.hexdigest()
 
 
@@ -61,6 +66,23 @@ def modules_of(model: object) -> Iterable[nn.Module]:
     if isinstance(model, nn.Module):
         return [model]
     return [x for x in getattr(model, "__dict__", {}).values() if isinstance(x, nn.Module)]
+
+
+def adapter_state(module: nn.Module) -> tuple[Any, ...] | None:
+    """Which adapters a layer uses and how strongly, as peft's layers have it; None of a layer that has none.
+
+    Switching between adapters, or off, changes no tensor.
+    """
+    active = getattr(module, "_active_adapter", None)
+    if active is None:
+        return None
+    merged, scaling = getattr(module, "merged_adapters", ()), getattr(module, "scaling", None)
+    return (
+        [active] if isinstance(active, str) else list(active),
+        bool(getattr(module, "_disable_adapters", False)),
+        tuple(merged),
+        sorted(scaling.items()) if isinstance(scaling, dict) else [],
+    )
 
 
 def _identity(x: Tensor) -> tuple[Any, ...]:
