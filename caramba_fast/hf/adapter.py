@@ -69,6 +69,11 @@ class ModelFacts(nn.Module):
         """The padding id of the generation config, else of the model's config, or None."""
         return self._special("pad_token_id")
 
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id texts begin with, of the generation config, else of the model's config, or None."""
+        return self._special("bos_token_id")
+
     def _special(self, name: str) -> Any:
         for config in (self.model.generation_config, self.model.config.get_text_config()):
             value = getattr(config, name, None)

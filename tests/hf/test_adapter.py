@@ -41,6 +41,7 @@ from caramba_fast.infer.kv_cache import QuantizedKVCache
 from caramba_fast.models import LanguageModel, demo_path, load_demo, registry
 from caramba_fast.models.context import ContextModel, InferContext
 from caramba_fast.models.registry import as_language_model, register_adapter
+from caramba_fast.quality.text import begin_token, sample_text
 
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "gpt_oss")
 #: Relative L2 of logits and stored values: a rounding apart, some values take the neighbouring code.
@@ -340,6 +341,19 @@ def test_special_ids_come_from_the_generation_config_first() -> None:
     assert wrapped.eos_token_ids == (5,)
     model.config.eos_token_id = None
     assert (wrapped.eos_token_ids, wrapped.eos_token_id) == ((), None)
+
+
+def test_measured_texts_begin_with_the_models_bos() -> None:
+    """cache="auto" is judged on windows behind BOS, as the model sees text in use."""
+    model = new_model("llama")
+    model.config.bos_token_id, model.generation_config.bos_token_id = 6, None
+    wrapped = HuggingFaceModel(model)
+    assert (wrapped.bos_token_id, begin_token(wrapped)) == (6, 6)
+    model.generation_config.bos_token_id = 9
+    assert begin_token(wrapped) == 9
+    assert sample_text(wrapped, rows=2, length=3)[:, 0].tolist() == [9, 9]
+    model.config.bos_token_id = model.generation_config.bos_token_id = None
+    assert begin_token(wrapped) is None
 
 
 def test_generation_stops_at_the_models_own_end() -> None:
