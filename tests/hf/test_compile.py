@@ -33,8 +33,7 @@ def generated(model: PreTrainedModel, ids: Tensor, **options: Any) -> list[list[
     return model.generate(ids, **given).tolist()
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "whole"), [*zip(KINDS, (False, True), strict=True)])
 def test_a_compiled_model_takes_prompts_of_several_lengths(kind: str, whole: bool) -> None:
     model = accelerate(tiny("llama"), kind)
     expected = [generated(model, ids) for ids in PROMPTS]
