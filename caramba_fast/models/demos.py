@@ -162,7 +162,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     try:
         found = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises nothing more specific
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except (
+        BaseException
+    ) as error:  # nothing more specific is raised, and a panic of Rust is no Exception
         raise CheckpointError(
             f"{file} cannot be read as a tokenizer: {str(error)[:300]}"
         ) from error
