@@ -71,16 +71,19 @@ class Generator(SavableGenerator):
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = torch.float32,
+        revision: str | None = None,
         config: GenerateConfig | None = None,
         **overrides: Unpack[GenerateOptions],
     ) -> Generator:
-        """A generator for a Hugging Face checkpoint folder, with its tokenizer.
+        """A generator for a Hugging Face checkpoint, with its tokenizer.
 
         Args:
-            path: the folder; Llama, Mistral, Qwen2, Qwen3 and DBA load natively, others through transformers.
+            path: a folder, a ``.gguf`` file or a Hub id; Llama, Mistral, Qwen2, Qwen3 and DBA load natively, others
+                through transformers.
             tokenizer: a tokenizer folder, a ``tokenizer.json``, or a tokenizer object; None takes the checkpoint's
                 own, and leaves `Generator.tokenizer` at None if it has none.
             device, dtype: of the weights; dtype None for what the checkpoint stores.
+            revision: of a Hub id: a branch, a tag or a commit.
             config, overrides: settings, as in `Generator`.
 
         Returns:
@@ -92,7 +95,7 @@ class Generator(SavableGenerator):
             ModuleNotFoundError: a library this checkpoint needs is missing.
             ValueError: settings that are wrong.
         """
-        folder = checkpoint_folder(path)
+        folder = checkpoint_folder(path, revision)
         text = find_tokenizer(folder, tokenizer)
         return Generator(load(folder, device, dtype), config, tokenizer=text, **overrides)
 

@@ -53,6 +53,8 @@ def test_what_is_in_the_cache_is_used_without_a_network(cached):
         wanted.generate([prompt], max_new_tokens=8).tolist()
     )
     assert load_model(NAME, revision=COMMIT).config == load_demo().config
+    for revision in (None, COMMIT):
+        assert Generator.from_checkpoint(NAME, revision=revision).tokenizer is not None
 
 
 def test_commands_take_an_id_and_a_revision(cached):
