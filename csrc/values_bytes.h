@@ -25,7 +25,7 @@ namespace CARAMBA_FAST_ISA {
 
 inline constexpr float kMostWeight = 127 * 256;  // that rounds to two signed bytes
 // The largest integer of a block is at least so much, or weights lose too many of their bits.
-inline constexpr float kFewestWeight = 2048;
+inline constexpr int kFewestWeight = 2048;
 
 // How the scales of a head lie in vectors, and weights with them. A vector has as many blocks of as
 // many quads of tokens as fill its lanes: four blocks of a quad, two of two quads, one of four. Of
@@ -176,34 +176,53 @@ template <int LANES, bool EXACT>
 void pack_weights(const float* weights, float peak, const BlockScales& scales, int group,
                   WeightBytes& to) {
   __m512i codes[4 * LANES];
-  const auto largest_of = [](const __m512(&x)[4 * LANES]) {
-    __m512 most[4];
+  // `unit` undoes what the scales were divided by.
+  const auto of_products = [&](__m512 unit) {
+    __m512 product[4 * LANES], most[4];
+    CARAMBA_FAST_UNROLL
+    for (int i = 0; i < 4 * LANES; ++i)
+      product[i] =
+          _mm512_mul_ps(weights_at<LANES>(weights, i), _mm512_load_ps(scales.scale[group][i]));
     CARAMBA_FAST_UNROLL
     for (int i = 0; i < 4; ++i) {
       most[i] = _mm512_setzero_ps();
       CARAMBA_FAST_UNROLL
       for (int v = 0; v < LANES; ++v)
-        most[i] = _mm512_range_ps(most[i], x[4 * v + i], 0x0b);  // the larger magnitude
+        most[i] = _mm512_range_ps(most[i], product[4 * v + i], 0x0b);  // the larger magnitude
     }
-    return largest_of_block<LANES>(
+    const __m512 largest = largest_of_block<LANES>(
         _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3])));
-  };
-  // `unit` undoes what the scales were divided by.
-  const auto of_products = [&](__m512 unit) {
-    __m512 product[4 * LANES];
-    CARAMBA_FAST_UNROLL
-    for (int i = 0; i < 4 * LANES; ++i)
-      product[i] =
-          _mm512_mul_ps(weights_at<LANES>(weights, i), _mm512_load_ps(scales.scale[group][i]));
-    const __m512 largest = largest_of(product), inverse = inverse_of(largest);
+    const __m512 inverse = inverse_of(largest);
     _mm512_store_ps(to.step,
                     _mm512_mul_ps(_mm512_mul_ps(largest, _mm512_set1_ps(1 / kMostWeight)), unit));
     CARAMBA_FAST_UNROLL
     for (int i = 0; i < 4 * LANES; ++i)
       codes[i] = _mm512_cvtps_epi32(_mm512_mul_ps(product[i], inverse));
   };
+  // Codes in bytes, and their sums; the largest of the upper bytes.
+  const auto pack = [&] {
+    const __m512i ones = _mm512_set1_epi8(1), byte = _mm512_set1_epi16(255);
+    __m512i high_sum = _mm512_setzero_si512(), low_sum = _mm512_setzero_si512();
+    __m512i most = _mm512_setzero_si512();
+    CARAMBA_FAST_UNROLL
+    for (int v = 0; v < LANES; ++v) {
+      const __m512i a = _mm512_packs_epi32(codes[4 * v], codes[4 * v + 1]);
+      const __m512i b = _mm512_packs_epi32(codes[4 * v + 2], codes[4 * v + 3]);
+      const __m512i high = _mm512_packs_epi16(upper_bytes(a), upper_bytes(b));
+      const __m512i low = _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte));
+      _mm512_store_si512(to.high[v], high);
+      _mm512_store_si512(to.low[v], low);
+      high_sum = sum_of_products(high_sum, ones, high);
+      low_sum = sum_of_products(low_sum, ones, low);
+      if constexpr (!EXACT) most = _mm512_max_epi8(most, _mm512_abs_epi8(high));
+    }
+    store_as(sum_of_block<LANES>(high_sum), to.high_sum);
+    store_as(sum_of_block<LANES>(low_sum), to.low_sum);
+    return most;
+  };
   if constexpr (EXACT) {
     of_products(_mm512_set1_ps(1));
+    pack();
   } else {
     alignas(64) float shares[kTile];
     const __m512 inverse = _mm512_set1_ps(peak > 1e-30f ? 1 / peak : 0);
@@ -212,32 +231,23 @@ void pack_weights(const float* weights, float peak, const BlockScales& scales, i
       _mm512_store_ps(shares + i, _mm512_mul_ps(_mm512_loadu_ps(weights + i), inverse));
     const __m512 unit = _mm512_load_ps(scales.unit[group]);
     _mm512_store_ps(to.step, _mm512_mul_ps(unit, _mm512_set1_ps(peak)));
-    __m512 share[4 * LANES];
     CARAMBA_FAST_UNROLL
-    for (int i = 0; i < 4 * LANES; ++i) {
-      share[i] =
-          _mm512_mul_ps(weights_at<LANES>(shares, i), _mm512_load_ps(scales.scale[group][i]));
-      codes[i] = _mm512_cvtps_epi32(share[i]);
-    }
-    const __m512 fewest = _mm512_set1_ps(kFewestWeight);
-    if (_mm512_cmp_ps_mask(largest_of(share), fewest, _CMP_LT_OQ) != 0 && peak > 1e-30f)
+    for (int i = 0; i < 4 * LANES; ++i)
+      codes[i] = _mm512_cvtps_epi32(
+          _mm512_mul_ps(weights_at<LANES>(shares, i), _mm512_load_ps(scales.scale[group][i])));
+    // Which blocks, a lane of 128 bits each, have an integer that is large enough.
+    std::uint64_t filled =
+        _mm512_cmpge_epi8_mask(pack(), _mm512_set1_epi8(static_cast<char>(kFewestWeight >> 8)));
+    if (LANES < 4) filled |= filled >> 32;
+    if (LANES < 2) filled |= filled >> 16;
+    bool all = true;
+    CARAMBA_FAST_UNROLL
+    for (int lane = 0; lane < LANES; ++lane) all = all && (filled >> 16 * lane & 0xffff) != 0;
+    if (!all && peak > 1e-30f) {
       of_products(unit);
+      pack();
+    }
   }
-  const __m512i ones = _mm512_set1_epi8(1), byte = _mm512_set1_epi16(255);
-  __m512i high_sum = _mm512_setzero_si512(), low_sum = _mm512_setzero_si512();
-  CARAMBA_FAST_UNROLL
-  for (int v = 0; v < LANES; ++v) {
-    const __m512i a = _mm512_packs_epi32(codes[4 * v], codes[4 * v + 1]);
-    const __m512i b = _mm512_packs_epi32(codes[4 * v + 2], codes[4 * v + 3]);
-    const __m512i high = _mm512_packs_epi16(upper_bytes(a), upper_bytes(b));
-    const __m512i low = _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte));
-    _mm512_store_si512(to.high[v], high);
-    _mm512_store_si512(to.low[v], low);
-    high_sum = sum_of_products(high_sum, ones, high);
-    low_sum = sum_of_products(low_sum, ones, low);
-  }
-  store_as(sum_of_block<LANES>(high_sum), to.high_sum);
-  store_as(sum_of_block<LANES>(low_sum), to.low_sum);
 }
 
 // 16 bytes each of four tokens; dword i is byte i of the four.
