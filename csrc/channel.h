@@ -140,7 +140,8 @@ struct ChannelCodes {
     const Floats scale = load_half(halves);
     half |= lent > 0 ? splat(0x8000) : splat(0);
     narrow(range.sound ? half : splat(kHalfNaN), scales);
-    inverse = range.sound & (scale > splat(0.0f)) ? 1.0f / (scale * unit) : splat(0.0f);
+    const Ints counts = range.sound & (scale > splat(0.0f));
+    inverse = counts ? 1.0f / (scale * unit) : splat(0.0f);
   }
 
   Ints of(const float* x) const {
