@@ -149,6 +149,9 @@ class LayerCache(LayerRows):
         new = by_heads(new, self.streams, self.batch_size, self.n_kv_heads)
         tokens = next(iter(new.values())).shape[2]
         added = self.lengths.per_row("new_lens", tokens if new_lens is None else new_lens)
+        if not max(self.lengths.host):
+            sinks = any(stream.sink is not None for stream in self.streams.values())
+            self._begun_padded = cache_leftpad is not None if sinks else None
         self._make_room(tokens, added)
         query_lens = None if min(added) == tokens else self.lengths.on_device(added)
         if self.ring_len and will_attend and tokens > self.tail_slack:
@@ -245,6 +248,13 @@ class LayerCache(LayerRows):
         slots, lengths = None, self.lengths
         longest = max(lengths.host)
         self._check_tokens(queries[0], before, longest)
+        pad = options.get("cache_leftpad")
+        fits = self._begun_padded is None or self._begun_padded == (pad is not None)
+        if not fits and (pad is None or isinstance(pad, Tensor)):  # a list is refused as one
+            raise ValueError(
+                "cache_leftpad says where the sinks of a row begin: it goes with the first append and with every call "
+                "of attend, or with none of them"
+            )
         if self.pages is not None:
             whole = self.reads_all_slots
             options["block_table"] = self.pages.tensor if whole else self.pages.columns(longest)

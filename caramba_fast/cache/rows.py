@@ -19,7 +19,7 @@ from caramba_fast.cache.lengths import RowLengths, TailKeeper
 from caramba_fast.cache.pages import PageTable
 from caramba_fast.cache.plans import LayerPlans
 from caramba_fast.cache.state import contradictions, mismatches, on_device, without_constants
-from caramba_fast.cache.stream import CacheTensor, capacity
+from caramba_fast.cache.stream import ALL, CacheTensor, capacity
 from caramba_fast.config.kvcache import ring_size
 
 if TYPE_CHECKING:
@@ -58,15 +58,13 @@ class LayerRows(CachedRows):
         self.n_kv_heads, self.device = n_kv_heads, device
         configs = [stream.config for stream in streams.values()]
         self.residual_len, self.tail_slack = configs[0].residual_len, configs[0].tail_slack
-        self.group, self.ring_len = (
-            math.lcm(*(config.group for config in configs)),
-            ring_size(configs),
-        )
+        self.group, self.ring_len = math.lcm(*(c.group for c in configs)), ring_size(configs)
         self.lengths = RowLengths(batch_size, device)
         self.tail = TailKeeper(batch_size, self.ring_len)
         self.plans = LayerPlans(streams, n_kv_heads)
         self.reads_all_slots, self.reach = False, AttentionLimits()
         self._widened = 0  # tokens the tails have been given room for
+        self._begun_padded: bool | None = None  # whether sinks begin behind a leftpad, if known
         vars(self).update(streams)  # each by its name
 
     # -- what they hold -------------------------------------------------------------------
@@ -86,14 +84,16 @@ class LayerRows(CachedRows):
             found += sum(buffer.nbytes / slots for buffer in stream.token_buffers)
         return found
 
-    def stored(self, name: str, length: int) -> Tensor:
-        """(B, H_kv, length, D) float32 of a stream, from its codes, in the stored basis.
+    def stored(self, name: str, length: int, start: int = 0, rows: slice = ALL) -> Tensor:
+        """(B, H_kv, tokens, D) float32 of a stream from ``start`` to ``length``, from its codes, in the stored basis.
 
         By channel the tokens of a group that is not full, and sinks, have no codes: anything stands there.
         """
-        pages = self.pages
-        table = None if pages is None else pages.columns(length).to(torch.int64).clamp(min=0)
-        return self.streams[name].values(table, length)
+        base, table, pages = 0, None, self.pages
+        if pages is not None:
+            base, skipped = start // pages.page_size * pages.page_size, start // pages.page_size
+            table = pages.columns(length)[rows, skipped:].to(torch.int64).clamp(min=0)
+        return self.streams[name].values(table, length - base, start - base, rows)
 
     def copy_pages(self, moved: Sequence[tuple[int, int]]) -> None:
         """Copies what is stored in pages of the pool to others: (from, to)."""
@@ -122,7 +122,7 @@ class LayerRows(CachedRows):
     def refill(self, row: int, start: int, stop: int) -> None:
         """Puts positions back into the rings from their codes."""
         for name, stream in self.streams.items():
-            values = self.stored(name, stop)[row : row + 1, :, start:]
+            values = self.stored(name, stop, start, slice(row, row + 1))
             stream.put_in_tail(row, start, stream.lanes.pack(values)[0])
 
     def narrow_tails(self) -> None:
@@ -238,10 +238,9 @@ class LayerRows(CachedRows):
         """
         if self.pages is not None:
             raise ValueError("a paged cache does not grow; make its pool larger")
-        if max_seq_len <= self.max_seq_len:
-            return
-        self._resize(capacity(max_seq_len), 0, self.pos)
-        self.max_seq_len = max_seq_len
+        if max_seq_len > self.max_seq_len:
+            self._resize(capacity(max_seq_len), 0, self.pos)
+            self.max_seq_len = max_seq_len
 
     def drop_front(self, count: int, max_seq_len: int) -> None:
         """Forgets the first ``count`` tokens of every row; later tokens move to the front.
@@ -309,6 +308,7 @@ class LayerRows(CachedRows):
         Raises:
             ValueError: one that differs or contradicts itself, and in what; nothing has changed then.
         """
+        self.narrow_tails()
         sizes = {"batch_size": self.batch_size, "n_kv_heads": self.n_kv_heads}
         state_dict = without_constants(state_dict)
         problems = mismatches(state_dict, sizes, self.streams, paged=self.pages is not None)
@@ -326,7 +326,7 @@ class LayerRows(CachedRows):
             for name, stream in self.streams.items():
                 stream.replace_buffers(*buffers[name])
                 stream.load(parts[name], longest)
-        self.max_seq_len = max_seq_len
+        self.max_seq_len, self._begun_padded = max_seq_len, None
         self.tail.lowest = list(state_dict["tail_lowest"])
         self.lengths.set(state_dict["lengths"])
 

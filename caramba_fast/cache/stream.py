@@ -20,6 +20,9 @@ from caramba_fast.ops import KVView
 from caramba_fast.ops.memory import empty
 from caramba_fast.ops.view import Lanes, load
 
+#: Every row.
+ALL = slice(None)
+
 
 class WideRing:
     """A ring for ``tokens`` new tokens and those before them, in place of a stream's own.
@@ -177,21 +180,27 @@ class CacheTensor:
             )
         return known
 
-    def values(self, pages: Tensor | None, length: int) -> Tensor:
-        """The first ``length`` tokens of every row, (B, H_kv, length, D) float32, from codes, in the stored basis.
+    def values(
+        self, pages: Tensor | None, length: int, start: int = 0, rows: slice = ALL
+    ) -> Tensor:
+        """Tokens from ``start`` to ``length`` of rows, (B, H_kv, tokens, D) float32, from codes, in the stored basis.
 
         Args:
-            pages: (B, pages) int64 that cover them, of a paged cache.
+            pages: (B, pages) int64 that cover all up to ``length``, of a paged cache and of these rows alone.
+            rows: which, of a contiguous cache.
         """
         codes, scales = self.codes, self.scales
-        if pages is not None:
+        if pages is None:
+            codes, scales = codes[rows], None if scales is None else scales[rows]
+        else:
             codes = codes[pages].transpose(1, 2).flatten(2, 3)
             scales = None if scales is None else scales[pages].transpose(1, 2).flatten(2, 3)
-        groups = -(-length // self.group)
-        codes = codes[:, :, : groups * self.group]
-        scales = None if scales is None else scales[:, :, :groups]
+        first, last = start // self.group, -(-length // self.group)
+        base = first * self.group
+        codes = codes[:, :, base : last * self.group]
+        scales = None if scales is None else scales[:, :, first:last]
         found = load(codes, scales, self.config.kind.value, torch.float32)
-        return self.lanes.unpack(found[:, :, :length])
+        return self.lanes.unpack(found[:, :, start - base : length - base])
 
     def overlay(self, values: Tensor, begin: Tensor, first: int, leftpad: Tensor | None) -> Tensor:
         """Values (B, H_kv, N, D) of `values` with those of sinks and tail in place of what codes say.

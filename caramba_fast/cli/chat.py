@@ -76,7 +76,11 @@ class Chat:
             return True
         before = len(self.held)
         answer: list[int] = []
-        whole = self._answer(new, answer, write)
+        try:
+            whole = self._answer(new, answer, write)
+        except BaseException:
+            self._keep(before)
+            raise
         self._keep(before + len(new) + len(answer))
         if answer:
             self._turns.append((before, len(self.messages)))

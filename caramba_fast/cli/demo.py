@@ -147,6 +147,11 @@ def run_demo(
     """
     demo_path()  # says what to do where the models are missing
     if picture is not None:
+        if not long_context or missing():
+            raise ValueError(
+                "--plot draws long contexts beside transformers: it goes with --long-context"
+                + (f", and needs: pip install {missing()}" if missing() else "")
+            )
         check_plot(picture)
         check_replaceable(picture, "picture", is_plot)
     console = Console()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import signal
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -128,11 +130,18 @@ def run_server(engine: Engine, name: str, address: Address, share_prefixes: bool
     )
     if engine.store is not None:
         typer.secho(engine.store.describe(), err=True)
-    uvicorn.run(
-        app, host=address.host, port=address.port, log_level="warning", timeout_graceful_shutdown=GRACE_S
-    )  # fmt: skip
-    if engine.store is not None:
-        engine.store.close()
+    # uvicorn raises the signal that ended it once more when it is done: what is left to do is done first.
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, lambda *_: None) if in_main else None
+    try:
+        uvicorn.run(
+            app, host=address.host, port=address.port, log_level="warning", timeout_graceful_shutdown=GRACE_S
+        )  # fmt: skip
+    finally:
+        if engine.store is not None:
+            engine.store.close()
+        if in_main:
+            signal.signal(signal.SIGTERM, before)
 
 
 #: Seconds that requests under way have to end when the server is told to.

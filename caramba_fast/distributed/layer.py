@@ -11,6 +11,7 @@ leave those waiting that hold nothing the queries see.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 #: Options of `attend`; what is not listed cannot be had with pages on several ranks.
 SCALES = ("softmax_scale", "sem_scale", "geo_scale")
 PLAIN = ("softcap", "num_splits", "q_chunk")
-ALLOWED = ("before", "window_size", "return_softmax_lse", "s_aux", *SCALES, *PLAIN)
+ALLOWED = ("before", "window_size", "return_softmax_lse", "s_aux", *PLAIN)
 LEAST = {"softcap": 0, "num_splits": BALANCED, "q_chunk": 1}
 
 
@@ -81,17 +82,19 @@ def asked_queries(
 
 def _check_options(layer: ContextParallelLayer, options: dict[str, Any]) -> None:
     nulls = layer.nulls
-    unknown = [name for name in options if name not in (*ALLOWED, *nulls)]
+    scales = SCALES[:1] if len(layer.streams) == 2 else SCALES[1:]
+    unknown = [n for n in options if n not in (allowed := (*ALLOWED, *scales, *nulls))]
     if unknown:
         raise TypeError(
-            f"attend has no option {', '.join(unknown)} for pages spread over ranks; allowed are "
-            f"{', '.join((*ALLOWED, *nulls))}"
+            f"attend has no option {', '.join(unknown)} for pages spread over ranks; allowed are {', '.join(allowed)}"
         )
     problems = [
         f"{name} is {options[name]}; {least} or more is allowed"
         for name, least in LEAST.items()
         if options.get(name) is not None and options[name] < least
     ]
+    endless = [name for name in scales if not math.isfinite(options.get(name) or 0.0)]
+    problems += [f"{name} is {options[name]}; a finite number is needed" for name in endless]
     problems += checks.window(options.get("window_size") or (-1, -1))
     given = [name for name in nulls if options.get(name) is not None]
     if given and len(given) < len(nulls):
@@ -109,6 +112,8 @@ def _check_queries(layer: ContextParallelLayer, queries: Sequence[Tensor]) -> No
                 f"q has shape {tuple(q.shape)}; ({layer.batch_size}, H_q, T, {stream.head_dim}) with H_q a multiple "
                 f"of {layer.n_kv_heads}, and one H_q and T for all queries, is needed"
             )
+        if (q.dtype, q.device) != (like := (queries[0].dtype, stream.codes.device)):
+            raise TypeError(f"q is {q.dtype} on {q.device}; {like[0]} on {like[1]} is needed")
 
 
 def picked(x: Tensor, index: Tensor | None, most: int) -> Tensor:

@@ -11,8 +11,9 @@ from support.cases import rows
 from support.tolerances import RELATIVE_L2, relative_l2
 
 from caramba_fast.cache import LayerKVCache, ModelKVCache
+from caramba_fast.cache import stream as stream_module
 from caramba_fast.cache.model import LayerShape
-from caramba_fast.config import KVCacheTensorConfig
+from caramba_fast.config import KVCacheTensorConfig, cache_configs
 from caramba_fast.models import ModelConfig, Transformer
 from caramba_fast.ops import KVView, append_, decode_attention, decoupled_append_, use_backend
 
@@ -375,3 +376,54 @@ def test_a_model_verifies_drafts_as_it_steps():
         cache.crop(4)
         for again in (cache, prefilled()):
             assert relative_l2(model(draft, again), steps) <= 1e-5
+
+
+@pytest.mark.parametrize("spec", ["q8", "q4", "q4:plain,residual_len=16,tail_slack=12"])
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_a_crop_reads_no_more_codes_than_it_puts_back(spec, page_size, monkeypatch):
+    """Every rejected draft crops: what is read for it must not grow with the context."""
+    cache = LayerKVCache(2, 1024, 64, 64, n_kv_heads=2, page_size=page_size, **cache_configs(spec))
+    source = torch.Generator().manual_seed(0)
+    for tokens in (500, 5, 5):
+        k, v = (torch.randn(2, 2, tokens, 32, generator=source) for _ in range(2))
+        cache.append(k, v)
+        cache.attend(torch.randn(2, 4, tokens, 32)[:, :, -5:])
+    for name in cache.streams:  # of 480 tokens there are whole groups
+        part, whole = cache.stored(name, 480, 461, slice(1, 2)), cache.stored(name, 480)
+        assert torch.equal(part, whole[1:2, :, 461:])
+    read = []
+    load = stream_module.load
+    monkeypatch.setattr(
+        stream_module, "load", lambda codes, *a: (read.append(codes.shape), load(codes, *a))[1]
+    )
+    cache.crop([4, 2])
+    assert read and all(rows == 1 and slots <= 128 for rows, _, slots, _ in read)
+
+
+def test_a_state_is_taken_while_the_tail_is_wide():
+    cache = LayerKVCache(1, 512, 64, 64, n_kv_heads=2, **cache_configs("q4"))
+    cache.append(*torch.randn(2, 1, 2, 9, 32))
+    state = cache.state_dict()
+    wanted = cache.get()
+    cache.append(*torch.randn(2, 1, 2, 50, 32))
+    cache.load_state_dict(state)
+    assert all(torch.equal(a, b) for a, b in zip(cache.get(), wanted, strict=True))
+
+
+def test_padding_goes_with_the_first_append_and_with_attend_where_there_are_sinks():
+    """It says where they begin; without sinks it says at attend alone what is hidden, as in flash-attention."""
+    pad = torch.tensor([3], dtype=torch.int32)
+    for spec, first, then, fits in (
+        ("q4", None, pad, False), ("q4", pad, None, False), ("q4", pad, pad, True), ("q4", None, None, True),
+        ("fp16", None, pad, True),
+    ):  # fmt: skip
+        cache = LayerKVCache(1, 512, 64, 64, n_kv_heads=2, **cache_configs(spec))
+        for _ in range(2):
+            cache.append(*torch.randn(2, 1, 2, 9, 32), cache_leftpad=first)
+            q = torch.randn(1, 2, 1, 32)
+            if fits:
+                cache.attend(q, cache_leftpad=then)
+            else:
+                with pytest.raises(ValueError, match="goes with the first append and with every"):
+                    cache.attend(q, cache_leftpad=then)
+            cache.reset()

@@ -297,6 +297,21 @@ def test_ctrl_c_between_tokens_leaves_none_that_were_not_shown(plain: Path) -> N
     assert chat.held == [*chat.tokenizer.encode("hello"), *taken]
 
 
+def test_an_answer_that_fails_takes_its_turn_back(plain: Path) -> None:
+    """Such as for a lack of memory, or a terminal that cannot show it: what follows is not behind half an answer."""
+    chat = make_chat(plain, max_new_tokens=8)
+    say(chat, "hello")
+    held, messages = list(chat.held), [*chat.messages]
+
+    def write(text: str) -> None:
+        raise UnicodeEncodeError("latin-1", text, 0, 1, "no such character")
+
+    with pytest.raises(UnicodeEncodeError):
+        chat.say(" and on", write)
+    assert chat.held == held and chat.messages == messages
+    assert chat.undo() and not chat.held
+
+
 @pytest.mark.parametrize("kind", ["templated", "plain"])
 @pytest.mark.parametrize("turn", [0, 1])
 def test_ctrl_c_before_the_first_token_takes_the_turn_back(

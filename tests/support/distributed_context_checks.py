@@ -7,6 +7,7 @@ reference, whose roundings do not depend on how queries are put together.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from contextlib import contextmanager
 
@@ -219,10 +220,13 @@ def check_what_cannot_be_exact_is_refused():
         (q[..., :16], {}, "q has shape (1, 4, 3, 16); (1, H_q, T, 32)"),
         (q, {"num_splits": -2}, "num_splits is -2; -1 or more is allowed"),
         (q, {"window_size": (3,)}, "window_size is (3,); (left, right)"),
+        (q, {"softmax_scale": math.inf}, "softmax_scale is inf; a finite number is needed"),
         (q, {"null_k": k[0, :, 0]}, "null keys and values go together; only null_k given"),
     ):
         with refused(ValueError, message):
             cache[0].attend(asked, **options)
+    with refused(TypeError, "attend has no option sem_scale"):
+        cache[0].attend(q, sem_scale=0.1)
     with refused(TypeError, "q has dtype torch.int64"):
         cache[0].attend(q.long())
     with refused(ValueError, "cannot crop 4 tokens of row 0, which holds 3"):
