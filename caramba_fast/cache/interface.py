@@ -233,8 +233,8 @@ class KeysAndValues(CachedRows):
             v: (B, H_kv, T, D_v), or flat (B, T, v_dim).
             new_lens: of the T tokens of row b the first ``new_lens[b]`` count, the rest is padding and
                 is not stored; by default all count.
-            cache_leftpad: (B,) int32, leading slots that hold padding. Sinks begin behind them: where there are some, it
-                goes with the first append and every `attend`, or with none.
+            cache_leftpad: (B,) int32, leading slots that hold padding. Sinks begin behind them: where there are some,
+                it goes with the first append and every `attend`, or with none.
             will_attend: whether `attend` follows with the queries of all T tokens. With a tail, more than
                 tail_slack of them need memory until then; False saves it.
             rope: turns k by RoPE on its way, and the queries of the same tokens, which are in ``rope.out`` then.
