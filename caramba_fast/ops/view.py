@@ -170,10 +170,6 @@ class KVView:
                 f"{name} codes have shape {tuple(self.codes.shape)}; (B, lanes, S, width) is needed"
             )
         checks.codes_and_scales(name, self.codes, self.scales, self.kind)
-        if self.lane_dim % LANE_MULTIPLE:
-            raise ValueError(
-                f"{name}'s lanes hold {self.lane_dim} values; a multiple of {LANE_MULTIPLE} is needed (`Lanes`)"
-            )
         for part, tensor in (("tail", self.tail), ("sink", self.sink)):
             if tensor is not None and (
                 tensor.ndim != 4
