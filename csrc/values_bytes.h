@@ -235,14 +235,17 @@ void pack_weights(const float* weights, float peak, const BlockScales& scales, i
     for (int i = 0; i < 4 * LANES; ++i)
       codes[i] = _mm512_cvtps_epi32(
           _mm512_mul_ps(weights_at<LANES>(shares, i), _mm512_load_ps(scales.scale[group][i])));
-    // Which blocks, a lane of 128 bits each, have an integer that is large enough.
+    // Which blocks, a lane of 128 bits each, have an integer that is large enough, and which have
+    // no scale but 0, or are none.
+    const unsigned empty = _mm512_cmp_ps_mask(unit, _mm512_setzero_ps(), _CMP_EQ_OQ);
     std::uint64_t filled =
         _mm512_cmpge_epi8_mask(pack(), _mm512_set1_epi8(static_cast<char>(kFewestWeight >> 8)));
     if (LANES < 4) filled |= filled >> 32;
     if (LANES < 2) filled |= filled >> 16;
     bool all = true;
     CARAMBA_FAST_UNROLL
-    for (int lane = 0; lane < LANES; ++lane) all = all && (filled >> 16 * lane & 0xffff) != 0;
+    for (int lane = 0; lane < LANES; ++lane)
+      all = all && ((filled >> 16 * lane & 0xffff) != 0 || (empty >> 4 * lane & 0xf) != 0);
     if (!all && peak > 1e-30f) {
       of_products(unit);
       pack();

@@ -55,8 +55,8 @@ def in_groups(attempts: Sequence[Attempt], device: torch.device) -> Iterator[lis
     for attempt in attempts:
         made = _fitting(attempt, device)
         if made is None and len(group) > 1:
-            yield group
             first = group[0]
+            yield group
             group.clear()
             group.append(_anew(first))
             made = _fitting(attempt, device)

@@ -180,13 +180,18 @@ def _packed(
     """(B, H_q, T, D) over the layer of ``key`` -> (B, H_q, T, D_v); the mask is a `PatternMask` or None."""
     layer = key.layer
     options = _options(scaling, softcap, s_aux)
+    # A mask may leave out where rows start, if all start at the first token, where the layer knows it as zeros.
+    own = (
+        layer.slots_of(mask.leftpad)
+        if mask is not None and mask.leftpad is not None
+        else layer.leftpad
+    )
     if mask is None:
-        return layer.store.attend(query, **options)
+        return layer.store.attend(query, cache_leftpad=own, **options)
     pattern = mask.pattern
     if pattern.chunk is not None and pattern.hides(layer.length):
         return attend_in_chunks(layer, query, pattern.chunk, mask.leftpad, options)
-    if mask.leftpad is not None:
-        options["cache_leftpad"] = layer.slots_of(mask.leftpad)
+    options["cache_leftpad"] = own
     if pattern.window is not None and pattern.hides(layer.length):
         options["window_size"] = (pattern.window - 1, 0)
     return layer.store.attend(query, **options)

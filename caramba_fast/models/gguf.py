@@ -190,7 +190,10 @@ class GgufFile:
         """Tokens an answer ends with: those that are named, EOS first, and those known by their text."""
         known = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
         ids = [*map(self._id, ("eos", "eot", "eom")), *map(known.get, ENDS)]
-        return [end for end in dict.fromkeys(ids) if end is not None]
+        rows = int(
+            self._tensors["token_embd.weight"].shape[1]
+        )  # some files name ids that there are none of
+        return [end for end in dict.fromkeys(ids) if end is not None and 0 <= end < rows]
 
     def _rope(self, config: dict[str, Any]) -> dict[str, Any]:
         """``rope_parameters``; raises CheckpointError for a scaling that is not known."""

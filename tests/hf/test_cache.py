@@ -128,6 +128,8 @@ def test_rows_are_moved_repeated_and_selected(llama: Any, kind: str, padded: boo
         (lambda c: c.reorder_cache(torch.tensor([2, 1, 1])), [2, 1, 1]),
         (lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
         (lambda c: c.batch_select_indices(torch.tensor([1, 0])), [1, 0]),
+        (lambda c: c.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),  # no padded row is left
+        (lambda c: c.batch_select_indices(torch.tensor([0, 2])), [0, 2]),
     ):
         moved = copy.deepcopy(cache)
         move(moved)

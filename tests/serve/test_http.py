@@ -171,6 +171,29 @@ def test_arguments_of_calls_are_laid_out_as_json():
 
     assert laid_out('{"city": "Ulm"}') == {"city": "Ulm"}
     assert laid_out("no JSON") == "no JSON" and laid_out({"a": 1}) == {"a": 1}
+    assert laid_out("[" * 10**5) == "[" * 10**5
+
+
+def test_a_template_that_joins_arguments_to_text_gets_them_as_text():
+    engine = new_engine()
+    chat = engine.tokenizer.chat
+
+    def joins(messages: Any, **options: Any) -> list[int]:
+        calls = [call for message in messages for call in message.get("tool_calls", ())]
+        said = "".join("json " + call["function"]["arguments"] for call in calls)
+        return [*chat([{"role": "user", "content": said}])]
+
+    engine.tokenizer.chat = joins
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    asked = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with serving(engine) as address:
+        found = httpx.post(
+            f"{address}/v1/chat/completions", json={"messages": asked, "max_tokens": 2}
+        )
+    assert found.status_code == 200, found.text
+    assert found.json()["usage"]["prompt_tokens"] == len(
+        chat([{"role": "user", "content": 'json {"a": 1}'}])
+    )
 
 
 def test_the_model_is_found_by_its_name(client):

@@ -201,7 +201,7 @@ class TextPart(_Body):
 class Message(BaseModel):
     """One message of a chat; further fields (``tool_calls``, ``name``) go to the chat template.
 
-    They go as they are, but for the arguments of calls: clients send a JSON string, and templates write JSON.
+    They go as they are, but for the arguments of calls: clients send a JSON string, and most templates write JSON.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -217,16 +217,16 @@ class Message(BaseModel):
                 raise ValueError(f"a part has the type {shown(kind)}; 'text' is served")
         return content
 
-    def laid_out(self) -> dict[str, Any]:
-        """As templates take it: parts of text joined."""
+    def laid_out(self, parsed: bool = True) -> dict[str, Any]:
+        """As templates take it: parts of text joined, and arguments of calls ``parsed`` unless they are no JSON."""
         found = self.model_dump(exclude_none=True)
         if isinstance(self.content, list):
             found["content"] = "".join(part.text for part in self.content)
-        calls = found.get("tool_calls")
+        calls = found.get("tool_calls") if parsed else None
         for call in calls if isinstance(calls, list) else ():
             function = call.get("function") if isinstance(call, dict) else None
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-                with suppress(ValueError):  # what is no JSON stays text
+                with suppress(ValueError, RecursionError):  # what is no JSON stays text
                     function["arguments"] = json.loads(function["arguments"])
         return found
 

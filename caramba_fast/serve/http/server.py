@@ -37,6 +37,7 @@ from caramba_fast.serve.http.protocol import (
     Answer,
     ChatRequest,
     CompletionRequest,
+    Message,
     Sampling,
     StopTrimmer,
     TokenizeRequest,
@@ -167,7 +168,7 @@ class _Served:
         """Token ids of text, or of a chat as it is laid out."""
         self._check_model(body.model)
         if body.messages is not None:
-            ids = await self._laid_out([m.laid_out() for m in body.messages], None)
+            ids = await self._laid_out(body.messages, None)
         else:
             text = body.prompt or ""
             ids = await self._read(text, body.add_special_tokens)
@@ -179,11 +180,17 @@ class _Served:
             return await self.engine.read(lambda: self.tokenizer.encode(text, special=special))
 
     async def _laid_out(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
     ) -> list[int]:
+        def chat() -> list[int]:
+            try:
+                return self.tokenizer.chat([m.laid_out() for m in messages], tools=tools)
+            except TypeError:  # a template that joins arguments to text, as DeepSeek's does
+                return self.tokenizer.chat([m.laid_out(False) for m in messages], tools=tools)
+
         with _refused():
-            self.engine.check_text("".join(str(message) for message in messages))
-            return await self.engine.read(lambda: self.tokenizer.chat(messages, tools=tools))
+            self.engine.check_text("".join(str(message.laid_out(False)) for message in messages))
+            return await self.engine.read(chat)
 
     # -- answers --------------------------------------------------------------------------
 
@@ -196,7 +203,7 @@ class _Served:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """The next message of a chat."""
         self._check_model(body.model)
-        ids = await self._laid_out([m.laid_out() for m in body.messages], body.given_tools)
+        ids = await self._laid_out(body.messages, body.given_tools)
         most = body.max_completion_tokens or body.max_tokens or max(1, self._room - len(ids))
         return await self._answer(body, request, ids, most, True)
 
