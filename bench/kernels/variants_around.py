@@ -77,7 +77,7 @@ def schedule() -> Variant:
             "lengths": ("*i32", None, None),
             "schedule_ptr": "*i32",
             **dict.fromkeys(
-                ("window", "kept", "residual", "slots", "walkers", "least", "batch_size"), "i32"
+                ("window", "kept", "residual", "walkers", "least", "batch_size"), "i32"
             ),
             "merge_overhead": "fp32",
         },

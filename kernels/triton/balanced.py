@@ -96,7 +96,7 @@ def line_at(schedule, tile, batch_size, C: tl.constexpr):
 # Like the kernels that read its result it is compiled once, however the batch and the cache grow.
 @triton.jit(
     do_not_specialize=[
-        "window", "kept", "residual", "slots", "walkers", "least", "merge_overhead", "batch_size"
+        "window", "kept", "residual", "walkers", "least", "merge_overhead", "batch_size"
     ]
 )  # fmt: skip
 def schedule_kernel(
@@ -105,7 +105,6 @@ def schedule_kernel(
     window,
     kept,
     residual,
-    slots,
     walkers,
     least,
     merge_overhead,
@@ -117,7 +116,7 @@ def schedule_kernel(
     Args:
         lengths: pointers to cache_seqlens, cache_leftpad and query_lens.
         schedule_ptr: (2 + batch_size,) int32, to be written.
-        window, kept, residual, slots: as of the kernel that reads it.
+        window, kept, residual: as of the kernel that reads it.
         walkers: programs that take a stretch.
         least: tiles of a stretch at least.
         merge_overhead: what merging one piece costs, in tiles: where a row is cut into ``n / stretch`` pieces, stretch
@@ -132,7 +131,7 @@ def schedule_kernel(
         span = row_span(
             tl.minimum(row, batch_size - 1), lengths[0], lengths[1], lengths[2], C.tokens
         )
-        start, kept_stop, middle, stop = visible_range(span, limits, slots, CODES, C)
+        start, kept_stop, middle, stop = visible_range(span, limits, CODES, C)
         tiles, _, _, _ = tiles_of_range(start, kept_stop, middle, stop, C.tile)
         tiles = tl.where(there, tiles, 0)
         tl.store(schedule_ptr + 2 + row, total + tl.cumsum(tiles, axis=0), mask=there)

@@ -42,7 +42,7 @@ class BalancedCall(Call):
     def _schedule(self) -> Tensor:
         """(2 + B,) int32, as `balanced` explains; layers that share a step's lengths share it."""
         how = (
-            *self._limits[:4], self.walkers, triton.cdiv(SHORTEST, self.shape.tile), self.overheads.merge, self.batch,
+            *self._limits[:3], self.walkers, triton.cdiv(SHORTEST, self.shape.tile), self.overheads.merge, self.batch,
             self.shape,
         )  # fmt: skip
 

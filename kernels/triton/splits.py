@@ -103,7 +103,7 @@ def row_span(batch, seqlens_ptr, leftpad_ptr, query_lens_ptr, tokens):
 
 
 @triton.jit
-def visible_range(span, limits, slots, SOURCE: tl.constexpr, C: tl.constexpr):
+def visible_range(span, limits, SOURCE: tl.constexpr, C: tl.constexpr):
     """Two ranges of positions, [start, kept_stop) and [middle, stop), that hold all visible keys.
 
     The first is what ``num_sink_tokens`` keeps visible in front of a window, and is empty otherwise.
@@ -111,14 +111,11 @@ def visible_range(span, limits, slots, SOURCE: tl.constexpr, C: tl.constexpr):
     Args:
         span: first query's position, tokens cached, real queries, padding.
         limits: window, tokens kept in front of it, residual_len (0 without a tail).
-        slots: of the cache, which no code lies behind, however long a row says it is.
     """
     first, length, count, pad = span
     window, kept, residual = limits
     start = pad + C.sink_len
     stop = length - residual
-    if SOURCE == CODES:
-        stop = tl.minimum(stop, slots)
     if C.group > 1:
         # Of a group that is read from codes the last token is that far behind.
         stop = tl.maximum(stop, 0) // C.group * C.group

@@ -131,15 +131,11 @@ class Call:
         """Parts a lane has besides its codes: the tail, the sinks."""
         return self.shape.tail + (self.shape.sink_len > 0)
 
-    @property
-    def slots(self) -> int:
-        """Tokens whose codes a row has room for."""
-        pages = 1 if self.block_table is None else self.block_table.shape[1]
-        return self.value.codes.shape[2] * pages
-
     def plan(self) -> tuple[int, int]:
         """Most splits, and tiles each has at least."""
-        slots = self.slots
+        slots = self.value.codes.shape[2]
+        if self.block_table is not None:
+            slots *= self.block_table.shape[1]
         if self.window >= 0:
             slots = min(slots, self.window + self.tokens + self.num_sink_tokens + self.shape.tile)
         programs = self.batch * self.lanes * self.row_groups
@@ -241,7 +237,8 @@ class Call:
     def _limits(self) -> tuple[int, ...]:
         """The window, tokens kept in front of it, residual_len; slots of the cache, and of the tail."""
         ring = self.value.options["tail"].shape[2] if self.shape.tail else 0
-        return self.window, self.num_sink_tokens, self.residual, self.slots, ring
+        slots = self.value.codes.shape[2]
+        return self.window, self.num_sink_tokens, self.residual, slots, ring
 
     @property
     def _constants(self) -> tuple[Any, ...]:

@@ -187,10 +187,9 @@ def attend(
             one behind its last.
         span: first query's position, length, real queries, padding.
         limits: window, tokens kept in front of it, residual_len.
-        slots: of the cache (all pages of a row together), or of the tail.
     """
     row, own_head, real, position, stored = rows
-    start, kept_stop, middle, stop = visible_range(span, limits, slots, SOURCE, C)
+    start, kept_stop, middle, stop = visible_range(span, limits, SOURCE, C)
     tiles, kept_tiles, kept_first, rest_first = tiles_of_range(
         start, kept_stop, middle, stop, C.tile
     )
@@ -241,8 +240,6 @@ def attend(
             allowed = seen(
                 position[None, :], real[None, :], key[:, None], span[3], limits, SOURCE, C
             )
-            if C.masked and SOURCE == CODES:
-                allowed = allowed & inside[:, None]
             logits = tl.where(allowed, logits, float("-inf"))
             top = tl.max(logits, axis=0)
             larger = tl.maximum(largest, top * size if FUSED else top)

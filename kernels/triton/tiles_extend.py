@@ -94,11 +94,11 @@ def _zeros(S: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _whole_tiles(begin, end, start, rest_first, span, limits, slots, SOURCE, C: tl.constexpr):
+def _whole_tiles(begin, end, start, rest_first, span, limits, SOURCE, C: tl.constexpr):
     """Of the tiles from ``begin`` to ``end``: the first and the last + 1 of those that every query sees whole."""
     first, last = begin, begin
     if SOURCE == CODES and not C.window:
-        stop = tl.minimum(tl.maximum(span[0] - limits[2] + 1, 0), slots)
+        stop = tl.maximum(span[0] - limits[2] + 1, 0)
         if C.group > 1:
             stop = stop // C.group * C.group
         first = tl.minimum(tl.maximum((start + C.tile - 1) // C.tile - rest_first, begin), end)
@@ -129,8 +129,6 @@ def _step(
         logits = capped(logits, softcap, True) * LOG2E
     if not WHOLE:
         allowed = seen(rows[3][:, None], rows[2][:, None], key[None, :], span[3], limits, SOURCE, C)
-        if C.masked and SOURCE == CODES:
-            allowed = allowed & inside[None, :]
         logits = tl.where(allowed, logits, float("-inf"))
     top = tl.max(logits, axis=1)
     larger = tl.maximum(largest, top * size if FUSED else top)
@@ -182,7 +180,7 @@ def extend(
     C: tl.constexpr,
 ):
     """One split of one lane for one block, from the codes, the tail or the sinks; arguments as of `attend`."""
-    start, kept_stop, middle, stop = visible_range(span, limits, slots, SOURCE, C)
+    start, kept_stop, middle, stop = visible_range(span, limits, SOURCE, C)
     tiles, kept_tiles, kept_first, rest_first = tiles_of_range(
         start, kept_stop, middle, stop, C.tile
     )
@@ -195,7 +193,7 @@ def extend(
         if G is not None:
             q_geo, size_geo = _load(g_place, rows, G, C)
         accumulators = _zeros(V, C)
-        first, last = _whole_tiles(begin, end, start, rest_first, span, limits, slots, SOURCE, C)
+        first, last = _whole_tiles(begin, end, start, rest_first, span, limits, SOURCE, C)
         if SOURCE == CODES and not C.window:
             all_used = tl.full((C.tile,), True, tl.int1)
             for i in tl.range(first, last):

@@ -205,7 +205,7 @@ def partials_kernel(
         lengths: pointers to cache_seqlens, cache_leftpad and query_lens.
         partial_ptr, lse_ptr: (B, H_q * T, programs of the first axis, D_v) and without D_v, float32.
         window, kept, residual: the window, tokens kept in front of it, residual_len.
-        slots, ring: of a row's codes (all its pages together), and of the tail.
+        slots, ring: of a contiguous cache, and of the tail.
         tokens: T, which decode is specialized for.
     """
     limits = (window, kept, residual)

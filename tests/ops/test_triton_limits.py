@@ -11,8 +11,7 @@ from support.triton_cases import attend, build, check
 pytest.importorskip("triton")
 
 from caramba_fast.kernels import splits_launch
-from caramba_fast.ops import KVView, append_, decode_attention, use_backend
-from caramba_fast.ops.attention_call import BALANCED
+from caramba_fast.ops import KVView, append_, use_backend
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, under the interpreter
@@ -98,24 +97,6 @@ def test_a_launch_depends_on_shapes_and_never_on_lengths(options, monkeypatch):
         attend(case, cache_seqlens=cases.rows(*lengths))
         seen.append(noted.seen)
     assert len(seen[0]) >= 2 and seen[0] == seen[1]
-
-
-@pytest.mark.parametrize("asked", [{}, {"num_splits": BALANCED}, {"extends": True}], ids=str)
-@pytest.mark.parametrize(
-    ("options", "slots"), [((), 64), ((), 70), (("pages",), 64), (("window_with_sinks",), 70), (("tail", "sinks"), 70)]
-)  # fmt: skip
-@pytest.mark.parametrize("kinds", [("q8_0", "q4_0"), ("q4_channel", "fp16")], ids="/".join)
-def test_lengths_beyond_the_capacity_read_what_there_is(kinds, options, slots, asked):
-    """A length that is wrong by one step or by a million: no page behind the table, no slot behind the last."""
-    if kinds[0] == "q4_channel":
-        slots = 96 if slots == 70 else slots
-    case = build(options, kinds=kinds, lengths=(slots, slots - 1), slots=slots, heads=2, tokens=3)
-    for beyond in (1, 10**6):
-        lengths = cases.rows(slots + beyond, slots - 1)
-        found = attend(case, cache_seqlens=lengths, **asked)
-        with use_backend("reference"):
-            wanted = case.attend(decode_attention, cache_seqlens=lengths)
-        cases.check(found, tuple(x.double() for x in wanted))
 
 
 def test_lengths_that_end_with_the_last_slot():
