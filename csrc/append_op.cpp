@@ -213,7 +213,7 @@ void append(const AppendCommon& c, const Rotary& rotary, const StreamTensors* st
   if (!is_recording()) return;
   plan.hold(streams, count);
   for (int i = 0; i < count; ++i)
-    if (fits[i].query_rms.has_value()) plan.held.push_back(*fits[i].query_rms);
+    if (fits[i].query_rms.has_value()) plan.hold(*fits[i].query_rms);
   plan.paged = c.block_table.has_value();
   keep(std::make_shared<AppendPlan>(std::move(plan)));
 }

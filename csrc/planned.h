@@ -21,13 +21,16 @@ struct Planned {
   bool paged = false;
   virtual ~Planned() = default;
 
+  void hold(const Tensor& x) {
+    held.push_back(x);
+    places.push_back(x.const_data_ptr());
+  }
   void hold(const StreamTensors* streams, int count) {
     for (int i = 0; i < count; ++i) {
-      held.push_back(streams[i].codes);
+      hold(streams[i].codes);
       for (const auto* part : {&streams[i].scales, &streams[i].tail, &streams[i].sink})
-        if (part->has_value()) held.push_back(**part);
+        if (part->has_value()) hold(**part);
     }
-    for (const Tensor& x : held) places.push_back(x.const_data_ptr());
   }
 };
 

@@ -162,15 +162,15 @@ class Session:
         """
         assert self.cache is not None
         fed = torch.tensor(tokens, device=self.model.device)[:, None]
-        held = [n + goes_on for n, goes_on in zip(self.cached, alive, strict=True)]
-        lens, pads = None, not all(alive)
+        lens, pads, held = None, not all(alive), None
         if pads:
             full = max(n for n, a in zip(self.cache.row_lengths, alive, strict=True) if not a)
             if self._graphs.reason is not None or full == self._max_seq_len:
                 lens, pads = [int(goes_on) for goes_on in alive], False
-        logits = self._forward(fed, lens)[:, -1]
         if pads or self._held is not None:  # rows that were fed padding before still hold it
-            self._held = held
+            held = [n + goes_on for n, goes_on in zip(self.cached, alive, strict=True)]
+        logits = self._forward(fed, lens)[:, -1]
+        self._held = held
         return logits
 
     def verify(self, drafts: Sequence[Sequence[int]], alive: Sequence[bool]) -> Tensor:
