@@ -110,3 +110,11 @@ def test_the_plain_table_leaves_out_what_nothing_was_measured_for() -> None:
     ]  # fmt: skip
     full = row.model_copy(update={"delta_nll": 0.01, "ci": {"delta_nll": (0.0, 0.02)}})
     assert "+0.0100±0.0100" in plain_table([full])
+
+
+def test_a_demo_that_would_draw_nothing_says_so_before_it_measures(tmp_path: Path) -> None:
+    picture = tmp_path / "a.png"
+    command = ["demo", "--no-long-context", "--plot", str(picture)]
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, command)
+    assert result.exit_code == 1 and "it goes with --long-context" in result.output
+    assert not picture.exists()
