@@ -121,6 +121,11 @@ class PackedLayer(CacheLayerMixin):
         """Tokens of the longest row so far."""
         raise NotImplementedError
 
+    @property
+    def leftpad(self) -> Tensor | None:
+        """(B,) int32: in which slot of what is stored rows start; None for the first."""
+        return None
+
     def _append(self, keys: Tensor, values: Tensor, rope: Rope | None) -> bool:
         """Stores (B, H_kv, T, D) keys and values; whether they are to be attended to as they came.
 
