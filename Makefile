@@ -262,7 +262,7 @@ gpu-wheels: $(VENV)/.torch
 	rm -rf build/gpu-wheels
 	$(BIN)/python -m pip download -q --only-binary :all: --python-version $(GPU_PYTHON) --implementation cp \
 		--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform any \
-		-d build/gpu-wheels pydantic pytest hypothesis
+		-d build/gpu-wheels pydantic pytest hypothesis setuptools wheel
 	du -sh build/gpu-wheels
 
 # Each Triton replaces its own rows of the table.
