@@ -108,8 +108,8 @@ struct ChannelRange {
       high = x > high ? x : high;
     }
     if (counted >= group) low = high = splat(0.0f);
-    zero = rounded_to_half(low, zeros);
-    extent = high - zero;
+    zero = rounded_to_half(low, zeros) + 0.0f;  // of -0.0 and 0.0 either may be the least
+    extent = high - zero + 0.0f;
     weight = query_rms == nullptr ? extent : extent * load_as<Floats>(query_rms);
     std::uint16_t halves[kLanes];
     const Floats scale = rounded_to_half(extent / most, halves);

@@ -22,8 +22,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from caramba_fast.bench.kernels.registry import DTYPES, Case
 from caramba_fast.ops import KVView, dequantize
 
-#: Largest scratch a peer may need before it is left out.
-MOST_SCRATCH = 20e9
 PAGE = 16
 
 
@@ -173,11 +171,6 @@ def _cuda(peers: Peers) -> None:
         peers.add("sdpa", sdpa)  # keys and values differ in width: torch chooses
         return
     peers.add("sdpa flash", _sdpa_by(SDPBackend.FLASH_ATTENTION))
-    scratch = 4 * peers.k.nbytes * peers.case.heads // peers.case.kv_heads
-    if scratch <= MOST_SCRATCH:
-        peers.add("sdpa math", _sdpa_by(SDPBackend.MATH))
-    else:
-        peers.absent["sdpa math"] = f"needs {scratch / 1e9:.0f} GB of scratch"
     peers.try_adding("flash-attn", "flash_attn", _flash_attn)
     peers.try_adding("FlashInfer", "flashinfer", _flashinfer)
 

@@ -167,7 +167,9 @@ def channel_failures(
     """Both ops by channel: every input is a channel of one group, and beside it a group of random ones."""
     if why_not("quantize.by_channel", backend, device.type) is not None:
         return []
-    rows = torch.cat([x.repeat(1, 2)[:, :group] for x in inputs().values()])
+    named = inputs()
+    rows = torch.cat([x.repeat(1, 2)[:, :group] for x in named.values()])
+    names = [name for name, x in named.items() for _ in x]
     ordinary = torch.randn(-len(rows) % PACKED_TOGETHER, group)
     channels = torch.cat((rows, ordinary)).T
     x = torch.stack((channels, torch.randn(channels.shape))).flatten(0, 1).to(dtype)
@@ -177,12 +179,25 @@ def channel_failures(
         width = x.shape[-1]
         back = dequantize(codes.to(device), scales.to(device), kind, width, dtype).cpu()
     wanted = (codes, scales, dequantize_reference(codes, scales, kind, width, dtype))
-    where = f"{backend} {kind} group {group} {dtype}"
-    return [
-        f"{where}: {name} differ"
-        for name, a, b in zip(("codes", "scales", "values"), (*got, back), wanted, strict=True)
-        if not same_bits(a, b).all()
-    ]
+    found = []
+    for part, a, b in zip(("codes", "scales", "values"), (*got, back), wanted, strict=True):
+        good = same_bits(a, b).flatten(0, -2).all(0)
+        if not good.all():
+            at = {names[c] if c < len(names) else "normal" for c in _channels(~good, width)}
+            found.append(
+                f"{backend} {kind} group {group} {dtype}: {part} differ, of {', '.join(sorted(at))}"
+            )
+    return found
+
+
+def _channels(wrong: Tensor, width: int) -> list[int]:
+    """Which channels columns are of: of codes two in a byte, of scales and zeros each, of values one."""
+    columns = wrong.nonzero()[:, 0]
+    if len(wrong) < width:
+        half = PACKED_TOGETHER // 2
+        columns = columns // half * PACKED_TOGETHER + columns % half
+        columns = torch.cat((columns, columns + half))
+    return sorted({*(columns % width).tolist()})
 
 
 def settings(quick: bool) -> list[tuple[str, int, torch.dtype]]:

@@ -38,7 +38,7 @@ from caramba_fast.bench.kernels.table import read
 from caramba_fast.bench.kernels.timing import interleaved, quantile
 from caramba_fast.bench.kernels.workloads import workload
 from caramba_fast.kernels import splits_launch
-from caramba_fast.kernels.splits import Overheads
+from caramba_fast.kernels.splits import Overheads, Room, load
 from caramba_fast.kernels.tiles_layout import Settings
 from caramba_fast.kernels.tuned import Tuned
 from caramba_fast.ops import use_backend
@@ -89,7 +89,8 @@ class Trial:
 class Row:
     """One trial at one point; the columns of the table.
 
-    ``streams`` are the kinds of keys and values, ``query_rows`` those of a lane, padded; both overheads are in tiles.
+    ``streams`` are the kinds of keys and values, ``query_rows`` those of a lane, padded; overheads are in tiles
+    (`caramba_fast.kernels.splits.Overheads`).
     """
 
     kind: str
@@ -101,6 +102,7 @@ class Row:
     tile: int
     num_warps: int
     num_stages: int
+    max_registers: int | None
     narrow: bool
     num_splits: int
     resident: int | None
@@ -110,6 +112,7 @@ class Row:
     chosen: bool = False
     program_overhead: float | None = None
     merge_overhead: float | None = None
+    together_overhead: float | None = None
     note: str = ""
 
 
@@ -126,7 +129,7 @@ def candidates(default: Settings, query_rows: int, tiny: bool) -> list[Settings]
     """The default first; query rows in one program or in several."""
     rows = {max(16, default.rows // 2), default.rows, min(default.rows * 2, query_rows)}
     tried = [
-        replace(default, rows=r, tile=tile, num_warps=warps, num_stages=stages)
+        replace(default, rows=r, tile=tile, num_warps=warps, num_stages=stages, max_registers=None)
         for r, tile, warps, stages in product(sorted(rows), TILES, WARPS, STAGES)
     ]
     return [default, *(x for x in (tried[:2] if tiny else tried) if x != default)]
@@ -165,9 +168,11 @@ def _attempt(call: Any, trial: Trial, expected: Tensor) -> str:
     return "" if error <= SAME else f"wrong: relL2 {error:.1e} from the default's"
 
 
-def fitted(
-    seconds: Mapping[int, float], tiles: int, programs: int, at_once: int
-) -> Overheads | None:
+#: What programs on an SM may cost each other, as far as `fitted` looks.
+TOGETHER = tuple(n / 20 for n in range(25))
+
+
+def fitted(seconds: Mapping[int, float], tiles: int, programs: int, room: Room) -> Overheads | None:
     """What programs and merging cost, from the times of numbers of splits; None where tiles seem to cost nothing.
 
     The model is that of `splits.cheapest`, with what a tile takes: by least squares of relative errors.
@@ -176,16 +181,24 @@ def fitted(
         seconds: time by number of splits.
         tiles: of a row.
         programs: rows times lanes.
-        at_once: programs the device runs at once.
+        room: where they run.
     """
-    waves = {splits: -(-programs * splits // at_once) for splits in seconds}
-    model = [[waves[s] * -(-tiles // s) / t, waves[s] / t, s / t] for s, t in seconds.items()]
-    ones = torch.ones(len(model), 1, dtype=torch.float64)
-    matrix = torch.tensor(model, dtype=torch.float64)
-    tile, program, merge = torch.linalg.lstsq(matrix, ones, driver="gelsd").solution[:, 0].tolist()
-    if tile <= 0:
-        return None
-    return Overheads(round(max(program / tile, 0.0), 3), round(max(merge / tile, 0.0), 4))
+    ones = torch.ones(len(seconds), dtype=torch.float64)
+    best: tuple[float, Overheads | None] = (float("inf"), None)
+    for together in TOGETHER:
+        model = [
+            [x / t for x in load(tiles, programs, n, room, together)] for n, t in seconds.items()
+        ]
+        matrix = torch.tensor(model, dtype=torch.float64)
+        found = torch.linalg.lstsq(matrix, ones[:, None], driver="gelsd").solution[:, 0]
+        error = float((matrix @ found - ones).norm())
+        tile, program, merge = found.tolist()
+        if tile > 0 and error < best[0] * (1 - TIE):
+            costs = Overheads(
+                round(max(program / tile, 0.0), 3), round(max(merge / tile, 0.0), 4), together
+            )
+            best = error, costs
+    return best[1]
 
 
 class Tuning:
@@ -212,7 +225,7 @@ class Tuning:
             timed[best] = replace(timed[best], chosen=False)
         else:
             timed[best] = replace(
-                timed[best], program_overhead=costs.program, merge_overhead=costs.merge
+                timed[best], **{f"{name}_overhead": x for name, x in costs._asdict().items()}
             )
         counts = (None, *(RESIDENT[:2] if self.tiny else RESIDENT))
         balanced, best = self._timed([Trial("resident", chosen, -1, n) for n in counts])
@@ -224,11 +237,11 @@ class Tuning:
         seen: list[Any] = []
         with forced(default, seen):
             self.call()
-        tokens, tile, programs, at_once = seen[-1][:4]
+        tokens, tile, programs, room = seen[-1][:4]
         times = {row.num_splits: row.median_us for row in timed if row.num_splits and row.median_us}
         if len(times) < 3:
             return None
-        return fitted(times, -(-tokens // tile), programs, at_once)
+        return fitted(times, -(-tokens // tile), programs, room)
 
     def _timed(self, trials: list[Trial]) -> tuple[list[Row], int]:
         """Rows of trials, the default first, timed in the same rounds; and which is the best."""
@@ -257,7 +270,8 @@ class Tuning:
         assert settings is not None
         return Row(
             point.kind, "/".join(LAYOUTS.get(point.kind, (point.kind,) * 2)), point.dim, point.rows, x.part,
-            settings.rows, settings.tile, settings.num_warps, settings.num_stages, settings.narrow,
+            settings.rows, settings.tile, settings.num_warps, settings.num_stages, settings.max_registers,
+            settings.narrow,
             x.num_splits, x.resident,
             median_us=round(seconds * 1e6, 2) if seconds else None,
             gb_per_s=round(self.entry.moved / seconds * 1e-9, 1) if seconds else None,

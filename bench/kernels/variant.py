@@ -15,6 +15,7 @@ from caramba_fast.kernels.tiles_layout import (
     Stream,
     on_amd,
     on_generation,
+    on_hopper,
     token_bytes,
     within,
 )
@@ -43,6 +44,7 @@ class Variant:
         narrow: whether lanes are narrow (`Settings`).
         choose: launch settings by ``major``, for a kernel that has its own on each generation.
         fusion: whether a product and a sum may become one instruction.
+        max_registers: of a thread; None for as many as there are.
     """
 
     op: str
@@ -61,6 +63,7 @@ class Variant:
     narrow: bool = False
     choose: Callable[..., Settings] | None = None
     fusion: bool = False
+    max_registers: int | None = None
 
     @property
     def streams(self) -> list[tuple[Stream, Format]]:
@@ -128,8 +131,10 @@ class Variant:
         elif backend != "cuda":
             chosen = on_amd(chosen)
         else:
-            chosen = on_generation(chosen, int(arch) // 10)
-            chosen = within(chosen, streams, limit)
+            major = int(arch) // 10
+            if major == 9:
+                chosen = on_hopper(chosen, streams, shape.per_lane * shape.groups * shape.tokens)
+            chosen = within(on_generation(chosen, major), streams, limit)
         constants["C"] = replace(shape, rows=chosen.rows, tile=chosen.tile, warps=chosen.num_warps)
         return replace(
             self,
@@ -138,4 +143,5 @@ class Variant:
             tile=chosen.tile,
             num_warps=chosen.num_warps,
             num_stages=chosen.num_stages,
+            max_registers=chosen.max_registers,
         )

@@ -165,8 +165,8 @@ def encode_groups(
     low, high = low.amin(-2), high.amax(-2)
     none = low > high  # no token is counted
     low, high = torch.where(none, 0.0, low), torch.where(none, 0.0, high)
-    zero = low.to(SCALE_DTYPE)
-    extent = high - zero.float()
+    zero = low.to(SCALE_DTYPE) + 0.0  # of -0.0 and 0.0 either may be the least: 0.0 is stored
+    extent = high - zero.float() + 0.0
     most = torch.full_like(extent, 2**form.bits - 1)
     damaged = ~(zero.isfinite() & (extent / most).to(SCALE_DTYPE).isfinite())
     unit, lent = torch.ones_like(extent), torch.zeros_like(extent, dtype=torch.int32)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .balanced import most_pieces, schedule_kernel
 from .launch import made, once, start
-from .splits import SHORTEST
+from .splits import SHORTEST, processors
 from .splits_launch import Call, launch
 from .tiles_balanced import balanced_kernel
 from .tiles_layout import Shape
@@ -32,7 +32,7 @@ class BalancedCall(Call):
     @cached_property
     def walkers(self) -> int:
         """Programs that take a stretch: as many as run at once."""
-        return self.at_once(balanced_kernel, torch.int32, 1)
+        return processors(self.q.device) * self.resident(balanced_kernel, torch.int32, 1)
 
     def run(self) -> tuple[Tensor, Tensor]:
         """The launches."""

@@ -228,8 +228,10 @@ def channel_range(x, counted, BITS: tl.constexpr):
     high = tl.max(tl.where(counted[:, None], x, float("-inf")), axis=0)
     none = low > high
     low, high = tl.where(none, 0.0, low), tl.where(none, 0.0, high)
-    zero = to_float32(from_float32(low, tl.float16))
-    extent = high - zero
+    zero = (
+        to_float32(from_float32(low, tl.float16)) + 0.0
+    )  # of -0.0 and 0.0 either may be the least
+    extent = (high - zero) + 0.0
     most = tl.full(low.shape, (1 << BITS) - 1, tl.float32)
     scale = to_float32(from_float32(tl.div_rn(extent, most), tl.float16))
     finite = tl.maximum(bits, tl.maximum(magnitude(zero), magnitude(scale))) < INFINITY_BITS

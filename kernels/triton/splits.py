@@ -19,22 +19,48 @@ CODES, TAIL, SINKS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 class Overheads(NamedTuple):
-    """What a launch costs besides tiles, in tiles: a program, and merging one split of a row.
+    """What a launch costs besides its tiles, in tiles of a program that has an SM to itself.
 
-    The numbers were published for a GH200; `tune` finds those of a GPU.
+    Attributes:
+        program: beginning and ending a program.
+        merge: merging one split of a row.
+        together: what each further program on an SM adds to the time of the others: 0 where they hide each other's
+            waiting, 1 where they only take turns.
     """
 
-    program: float = 10.0
-    merge: float = 0.22
+    program: float
+    merge: float
+    together: float
 
 
-ASSUMED_OVERHEADS = Overheads()
+class Room(NamedTuple):
+    """Where programs run.
+
+    Attributes:
+        processors: SMs.
+        resident: programs an SM runs at once.
+        besides: programs there are besides those of splits; they are short.
+    """
+
+    processors: int
+    resident: int
+    besides: int = 0
+
+
+#: Overheads in tokens, and together of packed and of other streams: fitted to decode attention of 8 kv heads of 128 and
+#: 1,024 to 32,768 tokens, 1 and 8 rows, 1 to 128 splits, on an H200 (`tune` finds those of another GPU).
+PROGRAM, MERGE, TOGETHER = 128.0, 9.0, {True: 0.6, False: 0.9}
 #: Shortest split in tokens, and how many splits there are at most.
 SHORTEST, MOST_SPLITS = 128, 128
 #: A row that is short, for which the shortest split is chosen.
 SHORT_ROW = 1024
 #: Processors assumed where there is no GPU (the interpreter).
 ASSUMED_PROCESSORS = 4
+
+
+def assumed_overheads(tile: int, packed: bool) -> Overheads:
+    """Those of tiles of so many tokens; ``packed``: of keys and values with scales."""
+    return Overheads(PROGRAM / tile, MERGE / tile, TOGETHER[packed])
 
 
 @functools.cache
@@ -45,29 +71,33 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@functools.cache
-def cheapest(
-    tiles: int, programs: int, slots: int, overheads: Overheads = ASSUMED_OVERHEADS
-) -> int:
-    """How many splits make ``tiles`` of each of ``programs`` (batch, lane) rows finish first, ``slots`` at a time.
+def load(
+    tiles: int, programs: int, splits: int, room: Room, together: float
+) -> tuple[float, int, int]:
+    """(What the busiest SM takes for the tiles, in tiles; waves of programs; splits that have tiles)."""
+    each = -(-tiles // splits)
+    used = -(-tiles // each)
+    at_once = room.processors * room.resident
+    waves = -(-programs * used // at_once)
+    left = programs * used - (waves - 1) * at_once + room.besides
+    last = min(room.resident, -(-left // room.processors))
+    full = 1 + together * (room.resident - 1)
+    return each * ((waves - 1) * full + 1 + together * (last - 1)), waves, used
 
-    The model is waves * (tiles of a split + overhead) + merge * splits.
-    """
+
+@functools.cache
+def cheapest(tiles: int, programs: int, room: Room, overheads: Overheads) -> int:
+    """How many splits make ``tiles`` of each of ``programs`` (batch, lane) rows finish first."""
 
     def cost(splits: int) -> float:
-        waves = -(-programs * splits // slots)
-        return waves * (-(-tiles // splits) + overheads.program) + overheads.merge * splits
+        work, waves, used = load(tiles, programs, splits, room, overheads.together)
+        return work + waves * overheads.program + used * overheads.merge
 
     return min(range(1, min(tiles, MOST_SPLITS) + 1), key=cost)
 
 
 def plan(
-    tokens: int,
-    tile: int,
-    programs: int,
-    slots: int,
-    wanted: int,
-    overheads: Overheads = ASSUMED_OVERHEADS,
+    tokens: int, tile: int, programs: int, room: Room, wanted: int, overheads: Overheads
 ) -> tuple[int, int]:
     """(splits at most, tiles a split has at least), from shapes alone.
 
@@ -75,18 +105,17 @@ def plan(
         tokens: capacity of a row, or the reach of its window.
         tile: tokens of a tile.
         programs: rows times lanes.
-        slots: programs the device runs at once.
+        room: where they run.
         wanted: splits the caller asked for, 0 or less for none.
+        overheads: what is paid besides.
     """
     tiles = max(1, triton.cdiv(tokens, tile))
     if wanted > 0:
         return min(wanted, tiles), 1
     short = min(tiles, triton.cdiv(SHORT_ROW, tile))
     shortest = triton.cdiv(SHORTEST, tile)
-    least = max(shortest, triton.cdiv(short, cheapest(short, programs, slots, overheads)))
-    return max(
-        1, min(cheapest(tiles, programs, slots, overheads), triton.cdiv(tiles, least))
-    ), least
+    least = max(shortest, triton.cdiv(short, cheapest(short, programs, room, overheads)))
+    return max(1, min(cheapest(tiles, programs, room, overheads), triton.cdiv(tiles, least))), least
 
 
 @triton.jit

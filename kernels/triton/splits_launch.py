@@ -19,7 +19,7 @@ from caramba_fast.formats import resolve
 from .launch import EXACT, dense, has_ptx, made, on_device, returned, start
 from .merge_splits import LOG2E, merge_kernel
 from .occupancy import resident_of
-from .splits import ASSUMED_OVERHEADS, MOST_SPLITS, Overheads, plan, processors
+from .splits import MOST_SPLITS, Overheads, Room, assumed_overheads, plan, processors
 from .splits_stream import PARTS, Stored
 from .tiles_kernel import partials_kernel
 from .tiles_layout import Settings, Shape, Stream, on_amd, on_generation, settings, within
@@ -98,12 +98,13 @@ class Call:
     def settings(self) -> Settings:
         """Launch settings."""
         rows = self.per_lane * self.heads // self.n_kv_heads * self.tokens
+        major = capability(self.q.device)[0]
         chosen = self.tuned.settings
         if chosen is None or self.value.codes.shape[2] % chosen.tile:
-            chosen = settings(self.records, rows, self.value.codes.shape[2])
+            chosen = settings(self.records, rows, self.value.codes.shape[2], major)
         if torch.version.hip is not None:
             return on_amd(chosen)
-        chosen = on_generation(chosen, capability(self.q.device)[0])
+        chosen = on_generation(chosen, major)
         return within(chosen, self.records, shared_memory(self.q.device))
 
     @cached_property
@@ -139,27 +140,30 @@ class Call:
         if self.window >= 0:
             slots = min(slots, self.window + self.tokens + self.num_sink_tokens + self.shape.tile)
         programs = self.batch * self.lanes * self.row_groups
-        at_once = self.at_once(partials_kernel, 1, 1) if self.num_splits <= 0 else 1
-        return plan(slots, self.shape.tile, programs, at_once, self.num_splits, self.overheads)
+        resident = self.resident(partials_kernel, 1, 1) if self.num_splits <= 0 else 1
+        room = Room(processors(self.q.device), resident, programs * self.sides)
+        return plan(slots, self.shape.tile, programs, room, self.num_splits, self.overheads)
 
     @property
     def overheads(self) -> Overheads:
         """What programs and merging cost, in tiles."""
-        return self.tuned.overheads or ASSUMED_OVERHEADS
+        if self.tuned.overheads is not None:
+            return self.tuned.overheads
+        packed = all(stream.form.quantized for stream in (*self.keys, self.value))
+        return assumed_overheads(self.shape.tile, packed)
 
-    def at_once(self, kernel: Any, *last: Any) -> int:
-        """Programs of a kernel that the device runs at once: as tuned, or by what the compiled kernel uses.
+    def resident(self, kernel: Any, *last: Any) -> int:
+        """Programs of a kernel that an SM runs at once: as tuned, or by what the compiled kernel uses.
 
         Args:
             last: its last arguments (`_arguments`); a dtype stands for a tensor that is not made yet.
         """
-        resident = self.tuned.resident
-        if resident is None:
-            resident = resident_of(
-                (*self.records, self.shape, self.settings), self.q.device, kernel,
-                lambda: self._arguments(torch.float32, torch.float32, *last), **self._compile_options,
-            )  # fmt: skip
-        return processors(self.q.device) * resident
+        if self.tuned.resident is not None:
+            return self.tuned.resident
+        return resident_of(
+            (*self.records, self.shape, self.settings), self.q.device, kernel,
+            lambda: self._arguments(torch.float32, torch.float32, *last), **self._compile_options,
+        )  # fmt: skip
 
     @cached_property
     def queries(self) -> list[tuple[Any, ...]]:
@@ -204,7 +208,10 @@ class Call:
 
     @property
     def _compile_options(self) -> dict[str, int]:
-        return {"num_warps": self.settings.num_warps, "num_stages": self.settings.num_stages}
+        options = {"num_warps": self.settings.num_warps, "num_stages": self.settings.num_stages}
+        if self.settings.max_registers:
+            options["maxnreg"] = self.settings.max_registers
+        return options
 
     def _room(self, *places: int) -> tuple[Tensor, Tensor]:
         """Partial outputs (*places, D_v) and their lse, not yet written."""

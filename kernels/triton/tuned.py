@@ -72,9 +72,12 @@ def _with(known: Tuned, row: Mapping[str, str]) -> Tuned:
     """Choices, and that of one row."""
     if row["part"] == "settings":
         sizes = (int(row[name]) for name in ("rows", "tile", "num_warps", "num_stages"))
-        return known._replace(settings=Settings(*sizes, narrow=row["narrow"] == "True"))
+        most = int(row["max_registers"]) if row["max_registers"] else None
+        chosen = Settings(*sizes, narrow=row["narrow"] == "True", max_registers=most)
+        return known._replace(settings=chosen)
     if row["part"] == "splits":
-        costs = Overheads(float(row["program_overhead"]), float(row["merge_overhead"]))
+        costs = (row[f"{name}_overhead"] for name in Overheads._fields)
+        costs = Overheads(*map(float, costs))
         return known._replace(overheads=costs)
     if row["part"] == "resident":
         return known._replace(resident=int(row["resident"]))

@@ -19,13 +19,14 @@ from caramba_fast.kernels.tiles_layout import Settings
 
 CHOSEN = {
     "kind": "q4_0", "streams": "q8_0/q4_0", "dim": 32, "query_rows": 16, "rows": 16, "tile": 64, "num_warps": 2,
-    "num_stages": 2, "narrow": True, "chosen": True, "device": "some GPU",
+    "num_stages": 2, "max_registers": "", "narrow": True, "chosen": True, "device": "some GPU",
 }  # fmt: skip
 TABLE = [
     {**CHOSEN, "part": "settings"},
     {**CHOSEN, "part": "settings", "tile": 32, "chosen": False},
-    {**CHOSEN, "part": "splits", "program_overhead": 4.5, "merge_overhead": 0.05},
+    {**CHOSEN, "part": "splits", "program_overhead": 4.5, "merge_overhead": 0.05, "together_overhead": 0.5},
     {**CHOSEN, "part": "resident", "resident": 3},
+    {**CHOSEN, "part": "settings", "max_registers": 168, "dim": 64},
     {**CHOSEN, "part": "settings", "tile": 32, "device": "another GPU"},
 ]
 
@@ -54,7 +55,8 @@ def test_a_table_says_settings_costs_and_residency(use):
     use(TABLE)
     gpu = torch.device("cuda")
     found = tuned.tuned("q8_0/q4_0", 32, 16, gpu)
-    assert found == (Settings(16, 64, 2, 2, True), splits.Overheads(4.5, 0.05), 3)
+    assert found == (Settings(16, 64, 2, 2, True), splits.Overheads(4.5, 0.05, 0.5), 3)
+    assert tuned.tuned("q8_0/q4_0", 64, 16, gpu).settings == Settings(16, 64, 2, 2, True, 168)
     nothing = tuned.Tuned()
     assert tuned.tuned("q8_0/q8_0", 32, 16, gpu) == nothing
     assert tuned.tuned("q8_0/q4_0", 32, 32, gpu) == nothing
@@ -92,7 +94,7 @@ def test_launches_use_what_was_tuned(num_splits, monkeypatch):
 
     from caramba_fast.kernels import balanced_launch
 
-    found = tuned.Tuned(Settings(16, 64, 2, 2), splits.Overheads(1.0, 0.0), 7)
+    found = tuned.Tuned(Settings(16, 64, 2, 2), splits.Overheads(1.0, 0.0, 0.5), 7)
     for module in (splits_launch, balanced_launch):
         monkeypatch.setattr(module, "start", noted)
     monkeypatch.setattr(splits_launch, "tuned", lambda *_: found)
@@ -105,8 +107,8 @@ def test_launches_use_what_was_tuned(num_splits, monkeypatch):
     if num_splits:
         assert (name, grid) == ("balanced_kernel", (7 * splits.ASSUMED_PROCESSORS,))
     else:
-        slots = 7 * splits.ASSUMED_PROCESSORS
-        assert grid[0] == splits.plan(256, 64, 4, slots, 0, found.overheads)[0] == 4
+        room = splits.Room(splits.ASSUMED_PROCESSORS, 7)
+        assert grid[0] == splits.plan(256, 64, 4, room, 0, found.overheads)[0] == 4
     launched.clear()
     paged = build(["pages"], heads=2, lengths=(20, 31))
     paged.queries["k"] = paged.queries["k"].half()
@@ -114,23 +116,26 @@ def test_launches_use_what_was_tuned(num_splits, monkeypatch):
     assert launched[-2][2][-1].tile == 32
 
 
-@pytest.mark.parametrize("overheads", [splits.Overheads(10.0, 0.22), splits.Overheads(3.0, 0.04)])
+@pytest.mark.parametrize(
+    "overheads", [splits.Overheads(10.0, 0.22, 1.0), splits.Overheads(2.0, 0.04, 0.6)]
+)
 def test_costs_are_found_again_in_times_that_follow_the_model(overheads):
-    tiles, programs, at_once = 256, 64, 264
+    tiles, programs, room = 256, 64, splits.Room(132, 2, 64)
     seconds = {}
     for n in tune.SPLITS:
-        waves = -(-programs * n // at_once)
-        seconds[n] = 2e-6 * (waves * (-(-tiles // n) + overheads.program) + overheads.merge * n)
-    found = tune.fitted(seconds, tiles, programs, at_once)
+        work, waves, used = splits.load(tiles, programs, n, room, overheads.together)
+        seconds[n] = 2e-6 * (work + waves * overheads.program + used * overheads.merge)
+    found = tune.fitted(seconds, tiles, programs, room)
     assert found is not None
     assert found.program == pytest.approx(overheads.program, rel=1e-3)
     assert found.merge == pytest.approx(overheads.merge, rel=1e-2)
+    assert found.together == pytest.approx(overheads.together, abs=0.01)
 
 
 def test_times_without_a_cost_of_tiles_say_nothing():
     """Longer splits that take less: no number of splits would be the best of such a model."""
     seconds = {n: 1e-6 * -(-64 * n // 264) * (300 - 256 / n) for n in (1, 2, 4, 8, 16, 32, 64)}
-    assert tune.fitted(seconds, 256, 64, 264) is None
+    assert tune.fitted(seconds, 256, 64, splits.Room(132, 2)) is None
 
 
 def test_a_table_that_tune_wrote_can_be_read(tmp_path, monkeypatch):

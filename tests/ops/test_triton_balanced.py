@@ -102,7 +102,9 @@ def test_zero_queries_give_the_plain_mean_over_what_is_allowed(options):
 def merging_costs(monkeypatch: pytest.MonkeyPatch, tiles: float) -> None:
     from caramba_fast.kernels import splits, splits_launch
 
-    monkeypatch.setattr(splits_launch, "ASSUMED_OVERHEADS", splits.Overheads(10.0, tiles))
+    monkeypatch.setattr(
+        splits_launch, "assumed_overheads", lambda *_: splits.Overheads(10.0, tiles, 0.5)
+    )
 
 
 # -- shares -------------------------------------------------------------------------------------

@@ -210,13 +210,26 @@ def test_the_result_does_not_depend_on_the_splits(num_splits):
 
 
 def test_work_follows_the_window():
-    from caramba_fast.kernels.splits import plan
+    from caramba_fast.kernels.splits import Room, assumed_overheads, plan
 
-    whole, _ = plan(131072, 128, 8, 8, 0)
-    few, _ = plan(1024, 128, 8, 8, 0)
+    room, costs = Room(8, 1), assumed_overheads(128, True)
+    whole, _ = plan(131072, 128, 8, room, 0, costs)
+    few, _ = plan(1024, 128, 8, room, 0, costs)
     assert 1 <= few <= whole <= 128
-    assert plan(1024, 128, 10**6, 8, 0)[0] == 1
-    assert plan(1024, 128, 8, 8, 3) == (3, 1)
+    assert plan(1024, 128, 10**6, room, 0, costs)[0] == 1
+    assert plan(1024, 128, 8, room, 3, costs) == (3, 1)
+
+
+@pytest.mark.parametrize("tokens, rows, besides, splits", [
+    (2048, 1, 0, 16), (8192, 1, 0, 16), (16384, 1, 0, 32), (32768, 8, 0, 4),  # 8-bit keys by token
+    (2048, 1, 8, 8), (4096, 1, 8, 11), (8192, 1, 8, 32), (32768, 1, 8, 32), (4096, 8, 64, 4),  # with a tail
+])  # fmt: skip
+def test_splits_are_those_that_were_fastest_on_an_h200(tokens, rows, besides, splits):
+    """Of 1 to 128, of 8 kv heads of 128, two programs an SM; a tail is one program more for each."""
+    from caramba_fast.kernels.splits import Room, assumed_overheads, plan
+
+    room = Room(132, 2, besides)
+    assert plan(tokens, 128, 8 * rows, room, 0, assumed_overheads(128, True))[0] == splits
 
 
 def test_garbage_in_unused_entries_of_a_block_table():
