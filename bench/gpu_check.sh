@@ -241,6 +241,7 @@ model() {
     for shape in $MODELS; do
         (($(left 0) > 60)) || { echo "model: no time for $shape: left out"; continue; }
         # shellcheck disable=SC2086 # CONTEXTS are several numbers
+        ahead "$(($(left 10) / 2))" --compile-only real.decode "$shape" --device cuda --quick --contexts $CONTEXTS
         part "model: $shape" timeout -k 10 "$(left 10)" "${decode[@]}" "$shape" --device cuda --quick --contexts $CONTEXTS
     done
 }

@@ -133,7 +133,7 @@ CUDA_HEADS = ((32, 8, 128), (64, 8, 128), (32, 32, 128), (16, 2, 64))
 CUDA_BATCHES, CUDA_LENGTHS, CUDA_TOKENS = (1, 8, 32), (1024, 4096, 16384, 32768, 131072), (1, 4, 8)
 #: (batch, KV, T, heads, goal): each goal is tested by a point of its own, the most telling first.
 _CORE = (
-    (8, 32768, 1, 0, "fp16 >= 85% of the copy bandwidth, q8 >= 1.7x and q4 >= 2.8x the best fp16, at 256K tokens"),
+    (8, 32768, 1, 0, "fp16 >= 85% of the bandwidth, q8 >= 1.7x and q4 >= 2.8x the best fp16, at 256K tokens"),
     (1, 32768, 1, 0, "q4 >= 1.5x at batch 1"),
     (8, 32768, 8, 0, "T = 8 costs at most 1.3x T = 1"),
     (1, 1024, 1, 0, "never slower than fp16: the smallest point, mostly launches"),

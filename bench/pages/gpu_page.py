@@ -1,7 +1,7 @@
-"""The table of docs/gpu.md: what is expected of a GPU, and what one has measured.
+"""The table of docs/gpu.md: what a GPU has measured, of the cases that are to be measured.
 
-``python -m caramba_fast.bench.pages.gpu_page`` writes it from ``bench/kernels/predictions.csv`` and, where there is
-one, ``bench/results/cuda.csv``.
+``python -m caramba_fast.bench.pages.gpu_page`` writes it from ``bench/results/cuda.csv``; the cases are those of
+``bench/kernels/predictions.csv``.
 """
 
 from __future__ import annotations
@@ -16,41 +16,37 @@ from caramba_fast.bench.pages.sections import RESULTS, ROOT, table, write_parts
 PAGE, PART = ROOT.parent / "docs" / "gpu.md", "gpu"
 MEASURED = RESULTS / "cuda.csv"
 KINDS = ("fp16", "q8", "q4", "q8_0", "q4_0", "nf4")
+#: Of two key streams torch chooses how to attend.
+PEERS = {"sdpa flash": "", "sdpa": " (no flash)"}
 NOT_MEASURED = "not measured"
 Rows = Sequence[Mapping[str, str]]
 
 
 def lines_of(predictions: Path = PREDICTIONS, measured: Path = MEASURED) -> list[str]:
     """The part of the page."""
-    expected = [row for row in read(predictions) if row["predicted_us"]]
-    found = {
-        (row["case"], row["kind"]): row
-        for row in read(measured)
-        if row["backend"] == "triton" and row["median_us"]
-    }
+    expected = [(row["case"], row["kind"]) for row in read(predictions)]
+    timed = [row for row in read(measured) if row["median_us"]]
+    found = {(row["case"], row["kind"]): row for row in timed if row["backend"] == "triton"}
+    peers = {row["case"]: row for row in timed if row["implementation"] in PEERS}
     devices = ", ".join(dict.fromkeys(row["device"] for row in found.values()))
     lines = [f"Measured on {devices}." if devices else "No GPU has measured any of these.", ""]
     body = []
-    for case in dict.fromkeys(row["case"] for row in expected):
-        kinds = {row["kind"]: row for row in expected if row["case"] == case}
-        hoped = [_time(kinds[kind], "predicted_us") if kind in kinds else "" for kind in KINDS]
-        times = [
-            "" if kind not in kinds
-            else _time(found[case, kind], "median_us") if (case, kind) in found
-            else NOT_MEASURED
-            for kind in KINDS
-        ]  # fmt: skip
-        body.append((case, *hoped, *times))
-    headings = (
-        "",
-        *(f"{kind}, expected µs" for kind in KINDS),
-        *(f"{kind}, measured µs" for kind in KINDS),
-    )
-    return [*lines, *table(headings, body)]
+    for case in dict.fromkeys(case for case, _ in expected):
+        there = {kind for name, kind in expected if name == case}
+        peer = ""
+        if case in peers:
+            row = peers[case]
+            peer = f"{float(row['median_us']):,.1f}{PEERS[row['implementation']]}"
+        cells = (_cell(found.get((case, kind))) if kind in there else "" for kind in KINDS)
+        body.append((case, peer, *cells))
+    return [*lines, *table(("", "flash SDPA over fp16, µs", *KINDS), body)]
 
 
-def _time(row: Mapping[str, str], name: str) -> str:
-    return f"{float(row[name]):,.1f}"
+def _cell(row: Mapping[str, str] | None) -> str:
+    if row is None:
+        return NOT_MEASURED
+    times = f" ({float(row['vs_sdpa']):.2f}×)" if row["vs_sdpa"] else ""
+    return f"{float(row['median_us']):,.1f}{times}"
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ PAGE = (
 )
 OPERATIONS = (
     "GB/s count stored bytes, scales included; the share is of the bandwidth that a probe measured in the same "
-    "rounds (CPU: read; CUDA, quantize and dequantize: copy), the expected one was written down before. × SDPA and "
+    "rounds (a read; of quantize and dequantize a copy), the expected one is predicted. × SDPA and "
     "× best: how many times faster than torch's attention (fp32 on a CPU, flash on CUDA) and than the fastest "
     "unquantized one in the table. error: relative L2 against float64 on the same bytes; of quantize, dequantize and "
     "append, the share of differing bits. transformers' QuantizedCache is measured in "
@@ -115,7 +115,7 @@ def report(paths: Sequence[Path]) -> str:
         steps = decode_model.section(read(folder / decode_model.FILE))
         page += [line for part in (beside, steps) if part for line in ("", *part)]
     measured_on_cuda = any(row["implementation"] == "sdpa flash" for row in rows)
-    return "\n".join([*page, *([] if measured_on_cuda else ["", "CUDA: not measured."]), ""])
+    return "\n".join([*page, *([] if measured_on_cuda else ["", "CUDA: [GPUs](gpu.md)."]), ""])
 
 
 if __name__ == "__main__":

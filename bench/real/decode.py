@@ -35,6 +35,8 @@ from torch import Tensor
 from caramba_fast.bench.environment import environment
 from caramba_fast.bench.generation import hf_decode
 from caramba_fast.bench.generation.decode_model import lengthen
+from caramba_fast.bench.kernels.parity import described
+from caramba_fast.bench.kernels.shards import Shard
 from caramba_fast.bench.kernels.timing import quantile, ratio
 from caramba_fast.bench.pages.real_decode_page import DECODE, FIRST_TOKEN
 from caramba_fast.bench.pages.sections import write_csv
@@ -311,6 +313,31 @@ def decode(
         raise NotReplayedError(f"{name}: steps were not replayed: {', '.join(eager)}")
 
 
+def compile_kernels(
+    name: str, contexts: Sequence[int], dtype: torch.dtype, shard: Shard, device: str = "cuda"
+) -> None:
+    """Takes steps with every N-th cache in a single layer of a shape, so that Triton's cache has their kernels."""
+    place = torch.device(device)
+    hf, native = models_of(name, dtype, place, layers=1)
+    ids = torch.randint(hf.config.vocab_size, (1, TEXT), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        states = hf_decode.prompt_states(hf.eval(), ids)
+    short = str(dtype).removeprefix("torch.")
+    attempts = [
+        attempt
+        for context in contexts
+        for attempt in (
+            *in_transformers(hf, states, context, short),
+            *in_generator(native, ids[:, : min(TEXT, context)], context, short),
+        )
+    ]
+    for attempt in shard.of(attempts):
+        try:
+            attempt.make().take(1)
+        except Exception as error:  # it shows again where it is measured
+            print(f"compile {attempt.name}: {described(error)}", flush=True)
+
+
 def main() -> None:
     """Measures the models named, by default all, and writes lines as soon as they are there."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -331,6 +358,8 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help=f"contexts of {QUICK}, few rounds")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--compile-only", type=Shard.parse, metavar="I/N",
+                        help="of shapes: compile the kernels of every N-th cache, and end")  # fmt: skip
     args = parser.parse_args()
     contexts = args.contexts or (QUICK if args.quick else CONTEXTS)
     rounds, budget = (3, 10.0) if args.quick else (ROUNDS, BUDGET_S)
@@ -338,6 +367,9 @@ def main() -> None:
         try:
             rows: list[dict[str, Any]] = []
             dtype = getattr(torch, args.dtype)
+            if args.compile_only:
+                compile_kernels(name, contexts, dtype, args.compile_only, args.device)
+                continue
             for part in decode(name, contexts, dtype, rounds, budget, args.peers_most, args.device):
                 rows += part
                 write_csv(args.out / f"{file_name(name)}{DECODE}", COLUMNS, rows)

@@ -24,14 +24,29 @@ SHAPES: dict[str, dict[str, Any]] = {
 POSITIONS = 2**18
 
 
-def models_of(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, Transformer]:
-    """The model for transformers, and the native one for our `Generator`; weights that are not merged they share."""
+def models_of(
+    name: str, dtype: torch.dtype, device: torch.device, layers: int | None = None
+) -> tuple[Any, Transformer]:
+    """The model for transformers, and the native one for our `Generator`; weights that are not merged they share.
+
+    Args:
+        name: of a shape, or of a checkpoint.
+        layers: of a shape, fewer than it has.
+
+    Raises:
+        ValueError: ``layers`` of a checkpoint.
+    """
+    if layers is not None and name not in SHAPES:
+        raise ValueError(
+            f"{name!r} is a checkpoint; only shapes ({', '.join(SHAPES)}) can have fewer layers"
+        )
     auto = hf_decode.transformers.AutoModelForCausalLM
     if name not in SHAPES:
         folder = model_folder(name)
         native = load_model(folder, dtype=dtype, device=device)
         return auto.from_pretrained(folder, dtype=dtype).to(device), merge_projections(native)
-    config = hf_decode.transformers.LlamaConfig(**SHAPES[name], max_position_embeddings=POSITIONS)
+    sizes = {**SHAPES[name], **({} if layers is None else {"num_hidden_layers": layers})}
+    config = hf_decode.transformers.LlamaConfig(**sizes, max_position_embeddings=POSITIONS)
     with device:
         model = auto.from_config(config, dtype=dtype)
     own = ModelConfig.from_hf(config.to_dict())

@@ -24,8 +24,8 @@ class Overheads(NamedTuple):
     Attributes:
         program: beginning and ending a program.
         merge: merging one split of a row.
-        together: what each further program on an SM adds to the time of the others: 0 where they hide each other's
-            waiting, 1 where they only take turns.
+        together: by how much each further program on an SM lengthens the others' time, as a share: 0 where they hide
+            each other's waiting, 1 where they only take turns.
     """
 
     program: float
@@ -48,7 +48,8 @@ class Room(NamedTuple):
 
 
 #: Overheads in tokens, and together of packed and of other streams: fitted to decode attention of 8 kv heads of 128 and
-#: 1,024 to 32,768 tokens, 1 and 8 rows, 1 to 128 splits, on an H200 (`tune` finds those of another GPU).
+#: 1,024 to 32,768 tokens, 1 and 8 rows, 1 to 128 splits, on an H200, whose L2 cache held up to 60 MB of them (`tune`
+#: finds those of another GPU, from memory).
 PROGRAM, MERGE, TOGETHER = 128.0, 9.0, {True: 0.6, False: 0.9}
 #: Shortest split in tokens, and how many splits there are at most.
 SHORTEST, MOST_SPLITS = 128, 128

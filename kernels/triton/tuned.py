@@ -60,7 +60,12 @@ def _table(path: str, device: str) -> dict[tuple[str, int, int], Tuned]:
             if row["chosen"] == "True":
                 key = (row["streams"], int(row["dim"]), int(row["query_rows"]))
                 found[key] = _with(found.get(key, Tuned()), row)
-    except (OSError, UnicodeDecodeError, csv.Error, KeyError, TypeError, ValueError) as error:
+    except KeyError as missing:
+        raise ValueError(
+            f"{VARIABLE} is {path!r}, which is no table of caramba_fast.bench.kernels.tune, or one of an earlier "
+            f"version: it has no column {missing}; run tune again"
+        ) from missing
+    except (OSError, UnicodeDecodeError, csv.Error, TypeError, ValueError) as error:
         raise ValueError(
             f"{VARIABLE} is {path!r}, which is no table of caramba_fast.bench.kernels.tune: "
             f"{type(error).__name__}: {error}"

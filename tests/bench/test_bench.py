@@ -160,16 +160,20 @@ def test_predictions_are_written_down():
     assert part.strip() == "\n".join(gpu_page.lines_of()).strip()
 
 
-def test_the_page_of_gpus_tells_expected_from_measured(tmp_path):
+def test_the_page_of_gpus_says_what_was_not_measured(tmp_path):
     measured = tmp_path / "cuda.csv"
-    first = predict.PREDICTIONS.read_text().splitlines()[1].split(",")
+    case, kind = predict.PREDICTIONS.read_text().splitlines()[1].split(",")[:2]
     measured.write_text(
-        f"case,kind,backend,median_us,device\n{first[0]},{first[1]},triton,321.04,a card\n"
+        "case,kind,implementation,backend,median_us,vs_sdpa,device\n"
+        f"{case},{kind},caramba,triton,321.04,1.503,a card\n"
+        f"{case},,sdpa flash,,482.5,1.0,a card\n"
     )
     lines = gpu_page.lines_of(measured=measured)
-    times = lines[4].split(" | ")[-6:]
-    assert lines[0] == "Measured on a card." and times[:2] == ["321.0", "not measured"]
-    assert all("not measured" in line for line in gpu_page.lines_of()[4:])
+    assert lines[0] == "Measured on a card."
+    assert lines[4].split(" | ")[1:4] == ["482.5", "321.0 (1.50×)", "not measured"]
+    assert all(line.count("not measured") in (3, 5, 6) for line in lines[5:])
+    nothing = gpu_page.lines_of(measured=tmp_path / "none.csv")
+    assert nothing[0] == "No GPU has measured any of these." and "321.0" not in "".join(nothing)
 
 
 def test_nothing_is_predicted_below_its_floor():
@@ -201,7 +205,7 @@ def test_a_run_stops_in_time_and_goes_on_later(monkeypatch, capsys, tmp_path):
     ours = [row for row in rows if row["implementation"] == "caramba"]
     assert all(float(row["share"]) > 0 and float(row["vs_sdpa"]) > 0 for row in ours)
     assert json.loads(path.with_suffix(".json").read_text())["torch"] == torch.__version__
-    assert "CUDA: not measured." in report.report([path])
+    assert "CUDA: [GPUs](gpu.md)." in report.report([path])
 
 
 def test_slow_ones_sit_out_rounds_evenly():

@@ -68,11 +68,11 @@ def modules_run() -> list[str]:
     """The modules of caramba_fast.bench that the script runs, and the one that makes the page of what it leaves."""
     text = SCRIPT.read_text()
     named = re.findall(
-        r"\bmodule (?!shards|left)(\w+) |--compile-only (\w+)|--shard (\w+)(?![\w.])", text
+        r"\bmodule (?!shards|left)(\w+) |--(?:compile-only|shard) (\w+)(?![\w.])", text
     )
     names = {f"kernels.{''.join(found)}" for found in named}
     names |= set(re.findall(r"caramba_fast\.bench\.(\w+\.\w+)", text))
-    names |= set(re.findall(r"--shard (\w+\.\w+)", text))
+    names |= set(re.findall(r"--(?:compile-only|shard) (\w+\.\w+)", text))
     return [*sorted(names), "kernels.shards", "pages.report"]
 
 
@@ -201,7 +201,10 @@ def test_all_stages_as_on_a_gpu(gpu: Gpu) -> None:
     assert tools == ["memcheck", "initcheck", "synccheck", "racecheck"]
     assert all("--backends triton --device cuda" in line for line in gpu.noted("--small"))
     assert len(gpu.noted("kernels.run", "--grid core")) == 1 and not gpu.noted("--grid full")
-    assert len(gpu.noted("real.decode", "--device cuda", "--contexts 4096 32768 131072")) == 2
+    assert len(gpu.noted("real.decode --out", "--device cuda", "--contexts 4096 32768 131072")) == 2
+    assert (
+        len(gpu.noted("shards", "--compile-only real.decode", "--contexts 4096 32768 131072")) == 2
+    )
 
 
 def test_what_the_environment_says(gpu: Gpu) -> None:
@@ -213,7 +216,7 @@ def test_what_the_environment_says(gpu: Gpu) -> None:
     assert gpu.noted("pip install")[0].startswith("1 ")
     assert [x.split("--grid ")[1].split()[0] for x in gpu.noted("kernels.run")] == ["quick", "full"]
     assert all("--time-limit 25" in x for x in gpu.noted("kernels.run"))
-    (model,) = gpu.noted("real.decode")
+    (model,) = gpu.noted("real.decode --out")
     assert "tiny --device cuda --quick --contexts 64 128" in model
     wrong = gpu.run("bench", LIMIT_S="8 minutes")
     assert wrong.returncode == 2 and "LIMIT_S is '8 minutes'" in wrong.stderr

@@ -148,3 +148,28 @@ def test_a_graph_of_the_shape_is_recorded(monkeypatch: pytest.MonkeyPatch) -> No
     entry = attempt.make()
     entry.take(3)
     assert entry.graph is not None and entry.graph() == "replayed"
+
+
+def test_kernels_of_a_model_are_compiled_by_several_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each cache by one of them, in one layer; what does not run is said and does not stop the others."""
+    taken: list[str] = []
+    empty: list[Running] = []
+    lists = decode.in_generator
+
+    def noted(model: Transformer, *args: Any) -> Any:
+        assert model.config.num_hidden_layers == 1
+        for attempt in lists(model, *args):
+            taken.append(attempt.name)
+            yield attempt
+        yield Attempt("broken", lambda: empty[0])
+
+    monkeypatch.setattr(decode, "in_generator", noted)
+    monkeypatch.setattr(decode, "in_transformers", lambda *_: ())
+    for index in range(2):
+        decode.compile_kernels("tiny", [64], torch.float32, decode.Shard(index, 2), "cpu")
+    assert taken == 2 * [f"Generator {kind}" for kind in decode.GENERATOR]
+    said = capsys.readouterr().out
+    assert said.startswith("compile broken: IndexError at test_real_decode_gpu.py")
+    assert said.count("compile ") == 1

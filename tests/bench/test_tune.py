@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 
 from support.triton_cases import attend, build, check
 
-from caramba_fast.bench.kernels import tune
-from caramba_fast.kernels import splits, splits_launch, tuned
+from caramba_fast.bench.kernels import tune, variants
+from caramba_fast.kernels import splits, splits_launch, tiles_layout, tuned
 from caramba_fast.kernels.tiles_layout import Settings
 
 CHOSEN = {
@@ -24,7 +24,13 @@ CHOSEN = {
 TABLE = [
     {**CHOSEN, "part": "settings"},
     {**CHOSEN, "part": "settings", "tile": 32, "chosen": False},
-    {**CHOSEN, "part": "splits", "program_overhead": 4.5, "merge_overhead": 0.05, "together_overhead": 0.5},
+    {
+        **CHOSEN,
+        "part": "splits",
+        "program_overhead": 4.5,
+        "merge_overhead": 0.05,
+        "together_overhead": 0.5,
+    },
     {**CHOSEN, "part": "resident", "resident": 3},
     {**CHOSEN, "part": "settings", "max_registers": 168, "dim": 64},
     {**CHOSEN, "part": "settings", "tile": 32, "device": "another GPU"},
@@ -94,7 +100,9 @@ def test_launches_use_what_was_tuned(num_splits, monkeypatch):
 
     from caramba_fast.kernels import balanced_launch
 
-    found = tuned.Tuned(Settings(16, 64, 2, 2), splits.Overheads(1.0, 0.0, 0.5), 7)
+    found = tuned.Tuned(
+        Settings(16, 64, 2, 2, max_registers=168), splits.Overheads(1.0, 0.0, 0.5), 7
+    )
     for module in (splits_launch, balanced_launch):
         monkeypatch.setattr(module, "start", noted)
     monkeypatch.setattr(splits_launch, "tuned", lambda *_: found)
@@ -103,7 +111,7 @@ def test_launches_use_what_was_tuned(num_splits, monkeypatch):
     case.queries["k"] = case.queries["k"].half()
     check(case, num_splits=num_splits)
     name, grid, args, options = launched[-2]
-    assert (args[-1].tile, options) == (64, {"num_warps": 2, "num_stages": 2})
+    assert (args[-1].tile, options) == (64, {"num_warps": 2, "num_stages": 2, "maxnreg": 168})
     if num_splits:
         assert (name, grid) == ("balanced_kernel", (7 * splits.ASSUMED_PROCESSORS,))
     else:
@@ -114,6 +122,28 @@ def test_launches_use_what_was_tuned(num_splits, monkeypatch):
     paged.queries["k"] = paged.queries["k"].half()
     attend(paged, num_splits=num_splits)
     assert launched[-2][2][-1].tile == 32
+
+
+@pytest.mark.parametrize("kinds, dim, rows, expected", [
+    (("q4_channel", "q4_0"), 128, 4, Settings(16, 128, 4, 3)),
+    (("q4_channel", "q4_0"), 128, 32, Settings(32, 128, 4, 3)),
+    (("q8_channel", "q8_0"), 128, 4, Settings(16, 128, 4, 2, max_registers=168)),
+    (("q8_channel", "q8_0"), 128, 32, Settings(32, 128, 4, 2)),
+    (("q8_channel", "q8_0"), 64, 4, Settings(16, 128, 4, 3, narrow=True)),
+    (("q8_channel", "q8_0"), 256, 32, Settings(16, 64, 4, 2)),
+    (("q8_0", "q8_0"), 128, 4, Settings(16, 128, 4, 3)),
+])  # fmt: skip
+def test_settings_of_sm_90_before_triton_3_9(kinds, dim, rows, expected, monkeypatch):
+    """As an H200 was fastest; other generations, and keys by token, have what they had."""
+    monkeypatch.setattr(tiles_layout, "LEAST_ROWS", 16)
+    streams = [variants._stream(kind, dim, 1, "fp16", 32) for kind in kinds]
+    assert tiles_layout.settings(streams, rows, 4096, major=9) == expected
+    other = tiles_layout.settings(streams, rows, 4096)
+    assert tiles_layout.settings(streams, rows, 4096, major=8) == other
+    assert other.rows == 16 and other.max_registers is None
+    monkeypatch.setattr(tiles_layout, "LEAST_ROWS", 8)
+    later = tiles_layout.settings(streams, rows, 4096)
+    assert tiles_layout.settings(streams, rows, 4096, major=9) == later
 
 
 @pytest.mark.parametrize(
