@@ -93,7 +93,7 @@ def generate(
     stats: o.Stats = True,
     cache: o.GeneratedCache = None,
     budget_mb: o.Budget = None,
-    max_seq_len: o.Room = 2048,
+    max_seq_len: o.GeneratedRoom = None,
     max_new_tokens: o.NewTokens = 64,
     stop: o.Stop = None,
     temperature: o.Temperature = 0.8,

@@ -98,6 +98,13 @@ Compile = Annotated[
     ),
 ]
 Room = Annotated[int, typer.Option(help="Tokens the cache can hold.", rich_help_panel=CACHE)]
+GeneratedRoom = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens the cache can hold; by default 2048, or twice what the session has.",
+        rich_help_panel=CACHE,
+    ),
+]
 CacheMemory = Annotated[
     str | None,
     typer.Option(

@@ -90,14 +90,20 @@ class Stopping:
             _end(rows, [True] * len(rows), "time")
 
     def _says_stop(self, row: TokenSequence) -> bool:
-        assert self._decode is not None
         if row.new <= self._min_new:
             return False
-        newest = list(row.tokens[-min(row.new, self._window) :])
-        text, early = self._decode(newest), self._min_new - (row.new - len(newest))
+        count = min(row.new, self._window)
+        newest, before = row.tokens[-count:], row.tokens[-count - SLACK : -count]
+        text, early = self._text(before, newest), self._min_new - (row.new - count)
         # What ends within the least length ends nothing.
-        held = len(self._decode(newest[:early])) if early > 0 else 0
+        held = len(self._text(before, newest[:early])) if early > 0 else 0
         return any(text.find(s, max(0, held - len(s) + 1)) >= 0 for s in self._strings)
+
+    def _text(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """What ``ids`` say behind ``before``: decoded alone, a first token may lose the space it begins with."""
+        assert self._decode is not None
+        head, whole = self._decode(list(before)), self._decode([*before, *ids])
+        return whole[len(head) :] if whole.startswith(head) else self._decode(list(ids))
 
     @property
     def endings(self) -> frozenset[int]:

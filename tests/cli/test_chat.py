@@ -594,6 +594,16 @@ def test_generate_keeps_a_session(plain: Path, tmp_path: Path, options: tuple[st
     assert other.exit_code == 1 and "cache is 'nf4', the session has" in other.stderr
 
 
+def test_generate_makes_room_for_what_a_session_has(plain: Path, tmp_path: Path) -> None:
+    file, words = str(tmp_path / "session"), "def read(path):\n" * 700
+    first = generated(plain, words, "--session", file, "--max-seq-len", "8192")
+    assert first.exit_code == 0, first.stderr
+    second = generated(plain, "path", "--session", file)  # 2048 would be too few
+    assert second.exit_code == 0, second.stderr
+    few = generated(plain, "path", "--session", file, "--max-seq-len", "2048")
+    assert few.exit_code == 1 and "2048" in few.stderr
+
+
 def test_generate_refuses_before_it_loads_a_model(plain: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_text("mine")

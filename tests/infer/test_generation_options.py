@@ -15,6 +15,7 @@ from torch import Tensor
 from caramba_fast.infer import GenerateConfig, GenerateOutput, Generator, Hooks, generate
 from caramba_fast.infer.sampling import filtered_logits
 from caramba_fast.infer.sequence import TokenSequence
+from caramba_fast.infer.stopping import Stopping
 
 PROMPTS = [[3, 14, 15, 9, 26, 3, 14], [5, 35, 8], [9, 7, 9, 3, 2, 38, 9, 7]]
 PAD, NEW = 60, 20
@@ -168,6 +169,31 @@ def test_a_stop_string_in_the_prompt_stops_nothing() -> None:
     for stop in (string, crossing):
         if stop not in Letters().decode(ours().generate(PROMPTS[0])[0, -NEW:].tolist()):
             assert ours(stop_strings=stop).generate(PROMPTS[0]).shape[1] == len(PROMPTS[0]) + NEW
+
+
+class Spaced:
+    """As SentencePiece: every token begins with a space, which a text does not begin with."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(f" {chr(ord('a') + i)}" for i in ids)[1:]
+
+
+@pytest.mark.parametrize(
+    ("stop", "ends"), [(" d", 1), ("d", 1), (" d e", 2), ("c d", None), ("b", None)]
+)
+def test_a_stop_string_may_begin_with_the_space_an_answer_begins_with(
+    stop: str, ends: int | None
+) -> None:
+    row = TokenSequence([1, 2])
+    row.begin(9)
+    stopping = Stopping(GenerateConfig(stop=stop), frozenset(), Spaced(), (), 0)
+    found = None
+    for token in (3, 4, 5):
+        row.push(token)
+        if stopping.after(row) == "stop":
+            found = row.new
+            break
+    assert found == ends
 
 
 def test_max_length_counts_the_prompt_row_by_row() -> None:
