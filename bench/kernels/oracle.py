@@ -22,14 +22,17 @@ BY_KIND = {
 }  # fmt: skip
 #: ... and by the dtype of queries and output, which are rounded themselves.
 BY_DTYPE = {torch.float32: 0.0, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+#: ... and besides with keys by channel, whose scales half-precision queries take in and are rounded to fp16 with:
+#: 6.6e-4 to 1.2e-3 in all for q8, interpreted and on an H200 alike, where the reference has 2e-4.
+FOLDED = 1e-3
 #: (row, kv head) pairs that are compared, spread evenly over all of them.
 PAIRS = 16
 
 
 def tolerance(kind: str, dtype: torch.dtype) -> float:
-    """Relative L2 error allowed; queries of keys by channel are rounded twice, the second time with a key's scales."""
-    roundings = 2 if kind in LAYOUTS else 1
-    return max(BY_KIND[kind], roundings * BY_DTYPE[dtype])
+    """Relative L2 error allowed."""
+    folded = FOLDED if kind in LAYOUTS and dtype != torch.float32 else 0.0
+    return max(BY_KIND[kind], BY_DTYPE[dtype] + folded)
 
 
 def relative_l2(actual: Tensor, expected: Tensor) -> float:
