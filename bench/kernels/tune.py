@@ -43,7 +43,7 @@ from caramba_fast.kernels.tiles_layout import Settings
 from caramba_fast.kernels.tuned import Tuned
 from caramba_fast.ops import use_backend
 
-TILES, WARPS, STAGES = (32, 64, 128), (2, 4, 8), (2, 3, 4)
+TILES, WARPS, STAGES = (32, 64, 128), (1, 2, 4, 8), (2, 3, 4)
 SPLITS, RESIDENT = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128), (1, 2, 3, 4, 5, 6, 8)
 #: A slower default is kept below this gain.
 TIE = 0.01
@@ -62,7 +62,7 @@ class Point:
 
     def case(self, tiny: bool) -> Case:
         """A cache that has so many query rows a kv head."""
-        heads, tokens = {16: (32, 1), 32: (32, 8), 64: (64, 8)}[self.rows]
+        heads, tokens = {8: (32, 1), 32: (32, 8), 64: (64, 8)}[self.rows]
         if tiny:
             return Case("decode_attention", (self.kind,), 1, heads // 8, 1, self.dim, 256, tokens)
         return Case("decode_attention", (self.kind,), 8, heads, 8, self.dim, 32768, tokens)
@@ -119,15 +119,15 @@ class Row:
 def points(tiny: bool) -> list[Point]:
     """The most used first."""
     if tiny:
-        return [Point("q4_0", 32, 16)]
+        return [Point("q4_0", 32, 8)]
     kinds = ("q4", "q8", "q4_0", "q8_0", "nf4", "fp16")
-    shapes = ((128, 16), (128, 32), (64, 16), (128, 64), (256, 16))
+    shapes = ((128, 8), (128, 32), (64, 8), (128, 64), (256, 8))
     return [Point(kind, dim, rows) for dim, rows in shapes for kind in kinds]
 
 
 def candidates(default: Settings, query_rows: int, tiny: bool) -> list[Settings]:
     """The default first; query rows in one program or in several."""
-    rows = {max(16, default.rows // 2), default.rows, min(default.rows * 2, query_rows)}
+    rows = {max(8, default.rows // 2), default.rows, min(default.rows * 2, query_rows)}
     tried = [
         replace(default, rows=r, tile=tile, num_warps=warps, num_stages=stages, max_registers=None)
         for r, tile, warps, stages in product(sorted(rows), TILES, WARPS, STAGES)

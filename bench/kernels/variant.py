@@ -16,10 +16,13 @@ from caramba_fast.kernels.tiles_layout import (
     on_amd,
     on_generation,
     on_hopper,
+    settings,
     token_bytes,
     within,
 )
 
+#: Slots of a cache without pages.
+SLOTS = 8192
 POINTERS = {
     "fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "q8_0": "*i8", "q4_0": "*u8", "nf4": "*u8",
     "q8_channel": "*u8", "q4_channel": "*u8",
@@ -129,6 +132,9 @@ class Variant:
             major = int(arch) // 10 if backend == "cuda" else 0
             chosen = extend_within(self.choose(major=major), streams, limit)
         elif backend != "cuda":
+            rows = shape.per_lane * shape.groups * shape.tokens
+            if chosen.num_warps == 1:
+                chosen = settings(streams, rows, shape.page or SLOTS, warp=False)
             chosen = on_amd(chosen)
         else:
             major = int(arch) // 10

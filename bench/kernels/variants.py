@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from caramba_fast.bench.kernels.variant import POINTERS, Variant
+from caramba_fast.bench.kernels.variant import POINTERS, SLOTS, Variant
 from caramba_fast.bench.kernels.variants_append import append_variants
 from caramba_fast.bench.kernels.variants_around import merge, prepare, schedule
 from caramba_fast.formats import CHANNEL_KINDS, QUANTIZED_KINDS, resolve
@@ -76,9 +76,8 @@ def _dequantize(kind: str, dtype: str, block: int) -> Variant:
     )
 
 
-#: Query heads of a kv head, kv heads of a lane, and slots of a cache; a DBA layer has one query head for each
-#: of the four kv heads of its lane.
-GROUPS, SLOTS = 4, 8192
+#: Query heads of a kv head; a DBA layer has one query head for each of the four kv heads of its lane.
+GROUPS = 4
 QUERIES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .tiles_layout import WARP_TILE
+
 #: Where a program reads its keys from.
 CODES, TAIL, SINKS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -51,16 +53,20 @@ class Room(NamedTuple):
 #: 1,024 to 32,768 tokens, 1 and 8 rows, 1 to 128 splits, on an H200, whose L2 cache held up to 60 MB of them (`tune`
 #: finds those of another GPU, from memory).
 PROGRAM, MERGE, TOGETHER = 128.0, 9.0, {True: 0.6, False: 0.9}
-#: Shortest split in tokens, and how many splits there are at most.
-SHORTEST, MOST_SPLITS = 128, 128
+#: Those of programs that are one warp, in tiles: 46 cases of five kinds, heads of 64 and 128, 1 to 32 rows.
+OF_A_WARP = Overheads(4.0, 0.15, 0.2)
+#: Shortest split in tokens, of tiles of one warp too; and how many splits there are at most.
+SHORTEST, SHORTEST_OF_A_WARP, MOST_SPLITS = 128, 64, 128
 #: A row that is short, for which the shortest split is chosen.
 SHORT_ROW = 1024
 #: Processors assumed where there is no GPU (the interpreter).
 ASSUMED_PROCESSORS = 4
 
 
-def assumed_overheads(tile: int, packed: bool) -> Overheads:
-    """Those of tiles of so many tokens; ``packed``: of keys and values with scales."""
+def assumed_overheads(tile: int, packed: bool, warps: int) -> Overheads:
+    """Those of tiles of so many tokens; ``packed``: of keys and values with scales; ``warps``: of a program."""
+    if warps == 1:
+        return OF_A_WARP
     return Overheads(PROGRAM / tile, MERGE / tile, TOGETHER[packed])
 
 
@@ -114,7 +120,7 @@ def plan(
     if wanted > 0:
         return min(wanted, tiles), 1
     short = min(tiles, triton.cdiv(SHORT_ROW, tile))
-    shortest = triton.cdiv(SHORTEST, tile)
+    shortest = triton.cdiv(SHORTEST if tile > WARP_TILE else SHORTEST_OF_A_WARP, tile)
     least = max(shortest, triton.cdiv(short, cheapest(short, programs, room, overheads)))
     return max(1, min(cheapest(tiles, programs, room, overheads), triton.cdiv(tiles, least))), least
 

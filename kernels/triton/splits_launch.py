@@ -22,7 +22,16 @@ from .occupancy import resident_of
 from .splits import MOST_SPLITS, Overheads, Room, assumed_overheads, plan, processors
 from .splits_stream import PARTS, Stored
 from .tiles_kernel import partials_kernel
-from .tiles_layout import Settings, Shape, Stream, on_amd, on_generation, settings, within
+from .tiles_layout import (
+    WARP_ROWS,
+    Settings,
+    Shape,
+    Stream,
+    on_amd,
+    on_generation,
+    settings,
+    within,
+)
 from .tiles_query import prepare_kernel
 from .tuned import Tuned, tuned
 
@@ -92,7 +101,7 @@ class Call:
             return Tuned()
         kinds = "/".join(stream.form.name for stream in (*self.keys, self.value))
         rows = self.per_lane * self.heads // self.n_kv_heads * self.tokens
-        return tuned(kinds, self.dim, max(16, triton.next_power_of_2(rows)), self.q.device)
+        return tuned(kinds, self.dim, max(WARP_ROWS, triton.next_power_of_2(rows)), self.q.device)
 
     @cached_property
     def settings(self) -> Settings:
@@ -101,7 +110,8 @@ class Call:
         major = capability(self.q.device)[0]
         chosen = self.tuned.settings
         if chosen is None or self.value.codes.shape[2] % chosen.tile:
-            chosen = settings(self.records, rows, self.value.codes.shape[2], major)
+            warp = torch.version.hip is None
+            chosen = settings(self.records, rows, self.value.codes.shape[2], major, warp)
         if torch.version.hip is not None:
             return on_amd(chosen)
         chosen = on_generation(chosen, major)
@@ -150,7 +160,7 @@ class Call:
         if self.tuned.overheads is not None:
             return self.tuned.overheads
         packed = all(stream.form.quantized for stream in (*self.keys, self.value))
-        return assumed_overheads(self.shape.tile, packed)
+        return assumed_overheads(self.shape.tile, packed, self.shape.warps)
 
     def resident(self, kernel: Any, *last: Any) -> int:
         """Programs of a kernel that an SM runs at once: as tuned, or by what the compiled kernel uses.

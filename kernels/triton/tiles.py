@@ -19,8 +19,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from caramba_fast.formats import FORMATS
-
 from .casts import from_float32, to_float32
 from .formats import NF4, Q8_0, decode_bytes, decode_nibbles
 from .tiles_asm import (
@@ -32,13 +30,13 @@ from .tiles_asm import (
     Q8_PAIR,
     Q8_WORD,
 )
-from .tiles_layout import LEAST_ROWS
+from .tiles_layout import FORMATS_OF_NIBBLES, LEAST_ROWS, by_words
+from .tiles_words import each_word, load_words, word_columns
 
 #: By the format's index.
 PAIR = tl.constexpr((None, None, None, Q8_PAIR, Q4_PAIR, NF4_PAIR))
 WORD = tl.constexpr((None, None, None, Q8_WORD, Q4_WORD, NF4_WORD))
-#: Formats of two codes a byte.
-NIBBLES = tuple(form.index for form in FORMATS.values() if form.bits == 4)
+NIBBLES = FORMATS_OF_NIBBLES
 
 
 # Triton 3.6 makes a tensor of a number that a jitted function returns; these stay numbers.
@@ -62,7 +60,7 @@ def lean(shape):
 
     It takes more on AMD, and spills on Blackwell (two warps) with a Triton before 3.9.
     """
-    return shape.ptx and (LEAST_ROWS == 8 or shape.warps > 2)
+    return shape.ptx and (LEAST_ROWS == 8 or shape.warps != 2)
 
 
 @triton.constexpr_function
@@ -72,6 +70,7 @@ def joined(stream, shape):
         lean(shape)
         and not shape.extend
         and shape.rows <= 32
+        and shape.warps > 1
         and stream.dot == tl.float16
         and stream.group == 1
         and halves(stream.form) == 2
@@ -80,7 +79,9 @@ def joined(stream, shape):
 
 @triton.constexpr_function
 def value_parts_of(stream, shape):
-    """Parts of a lane's values: segments where halves are `joined`."""
+    """Parts of a lane's values: segments where halves are `joined`, and more of them by words."""
+    if by_words(stream, shape):
+        return len(stream.segments) * each_word(stream)
     return len(stream.segments) if joined(stream, shape) else parts_of(stream)
 
 
@@ -90,22 +91,31 @@ def gain(stream, ptx):
     return NF4_HALF_GAIN if ptx and stream.dot == tl.float16 and stream.form == NF4.value else 1.0
 
 
+@triton.constexpr_function
+def part_width(part, stream):
+    """Values of a part."""
+    each = halves(stream.form)
+    return stream.segments[part // each][1] // each
+
+
 @triton.jit
-def part_columns(part: tl.constexpr, S: tl.constexpr):
-    """The positions in the lane of a part's values."""
+def part_columns(part: tl.constexpr, S: tl.constexpr, EVERY: tl.constexpr = 1):
+    """The positions in the lane of a part's values, or of every second one."""
     if halves(S.form) == 2:
-        byte = tl.arange(0, S.segments[part // 2][1] // 2)
+        byte = tl.arange(0, S.segments[part // 2][1] // (2 * EVERY)) * EVERY
         column = byte // (S.block // 2) * S.block + byte % (S.block // 2)
         column = S.segments[part // 2][0] + part % 2 * (S.block // 2) + column
     else:
-        column = S.segments[part][0] + tl.arange(0, S.segments[part][1])
+        column = S.segments[part][0] + tl.arange(0, S.segments[part][1] // EVERY) * EVERY
     return column
 
 
 @triton.jit
 def value_columns(part: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
     """The positions in the lane of a part's values where halves may be `joined`, the high one first."""
-    if joined(S, C):
+    if by_words(S, C):
+        column = word_columns(part, S)
+    elif joined(S, C):
         HALF: tl.constexpr = S.segments[part][1] // 2
         place = tl.arange(0, 2 * HALF)
         byte = place % HALF
@@ -284,7 +294,7 @@ def load_tile(
     VALUES: tl.constexpr,
     C: tl.constexpr,
 ):
-    """The parts of a tile of tokens, (N, width of the part) each, of dtype ``S.dot``.
+    """The parts of a tile of tokens, (N, width of the part) each, of dtype ``S.dot``; values by words as `load_words`.
 
     Args:
         codes, scales: pointers to where slots are counted from.
@@ -292,19 +302,22 @@ def load_tile(
         inside: (N,) whether a slot exists; looked at only if MASKED.
         used: (N,) whether a query may see the token; what is not used becomes 0 if VALUES.
     """
-    parts = ()
-    for i in tl.static_range(len(S.segments)):
-        parts += _segment(
-            codes,
-            scales,
-            slot,
-            inside,
-            used,
-            S,
-            S.segments[i][0],
-            S.segments[i][1],
-            MASKED,
-            VALUES,
-            C,
-        )
+    if VALUES and by_words(S, C):
+        parts = load_words(codes, scales, slot, inside, used, S, MASKED, C)
+    else:
+        parts = ()
+        for i in tl.static_range(len(S.segments)):
+            parts += _segment(
+                codes,
+                scales,
+                slot,
+                inside,
+                used,
+                S,
+                S.segments[i][0],
+                S.segments[i][1],
+                MASKED,
+                VALUES,
+                C,
+            )
     return parts

@@ -88,14 +88,14 @@ prmt.b32 $3, u, 0, 0x4342;
 }"""
 
 
-def _q4(source: str, selector: str, low: str, high: str) -> list[str]:
-    """Two bytes of ``source`` -> code - 8 of their low and of their high codes.
+def _q4(source: str, selector: str, low: str, high: str, other: str | None = None) -> list[str]:
+    """Two bytes of ``source``, or one of it and one of ``other`` -> code - 8 of their low and of their high codes.
 
     Each byte is doubled, so that one ``lop3`` takes a nibble and puts 0x64 above it. A high nibble stays
     where it is: 1024 + 16 * code, and the multiply-add divides by 16.
     """
     return [
-        f"prmt.b32 t, {source}, {source}, {selector};",
+        f"prmt.b32 t, {source}, {other or source}, {selector};",
         "lop3.b32 a, t, 0x000F000F, 0x64006400, 0xEA;",
         "lop3.b32 b, t, 0x00F000F0, 0x64006400, 0xEA;",
         f"add.rn.f16x2 {low}, a, c;",
@@ -118,6 +118,35 @@ Q4_PAIR: str = _program(*_Q4_CONSTANTS, *_q4("$2", "0x1100", "$0", "$1"))
 #: $4: four bytes of two codes -> $0, $1: code - 8 of the low codes, $2, $3: of the high codes.
 Q4_WORD: str = _program(
     *_Q4_CONSTANTS, *_q4("$4", "0x1100", "$0", "$2"), *_q4("$4", "0x3322", "$1", "$3")
+)
+
+#: $8, $9: two words of four bytes of two codes -> $0 to $3: code - 8 of the low codes of their first to fourth bytes, $4
+#: to $7: of the high codes.
+Q4_WORDS: str = _program(
+    *_Q4_CONSTANTS,
+    *(
+        line
+        for i in range(4)
+        for line in _q4("$8", f"0x{4 + i}{4 + i}{i}{i}", f"${i}", f"${4 + i}", other="$9")
+    ),
+)
+#: $4, $5: two words of four int8 -> $0 to $3: the values of their first to fourth bytes.
+Q8_WORDS: str = _program(
+    ".reg .b32 t, a, b, c;",
+    "mov.b32 c, 0xE480E480;",
+    "xor.b32 a, $4, 0x80808080;",
+    "xor.b32 b, $5, 0x80808080;",
+    *(
+        line
+        for i in (0, 2)
+        for line in (
+            f"prmt.b32 t, a, b, 0x{5 + i}{1 + i}{4 + i}{i};",
+            f"prmt.b32 ${i}, t, 0x64646464, 0x4140;",
+            f"prmt.b32 ${i + 1}, t, 0x64646464, 0x4342;",
+            f"add.rn.f16x2 ${i}, ${i}, c;",
+            f"add.rn.f16x2 ${i + 1}, ${i + 1}, c;",
+        )
+    ),
 )
 
 #: fp16(1 + NF4_SPREAD * level) is looked up, and ``x * scale - scale`` is one exact-constant multiply-add.
@@ -183,4 +212,19 @@ NF4_WORD: str = _program(
     *_nf4("s", "$1", "$3"),
     "mov.b32 t, 0xBC00BC00;",
     *(f"add.rn.f16x2 ${i}, ${i}, t;" for i in range(4)),
+)
+#: $8, $9: two words of four bytes of NF4 codes -> $0 to $3: `nf4_halves` of the low codes of their first to fourth bytes,
+#: $4 to $7: of the high codes.
+NF4_WORDS: str = _program(
+    *_NF4_CONSTANTS,
+    *(
+        line
+        for i, selector in ((0, "0x5140"), (2, "0x7362"))
+        for line in (
+            f"prmt.b32 s, $8, $9, {selector};",
+            *_nf4("s", f"${i}", f"${4 + i}"),
+            "shr.u32 s, s, 16;",
+            *_nf4("s", f"${i + 1}", f"${5 + i}"),
+        )
+    ),
 )

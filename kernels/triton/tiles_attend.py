@@ -12,6 +12,7 @@ from .formats import Q8_0
 from .merge_splits import LOG2E, capped
 from .splits import CODES, TAIL, seen, tiles_of_range, tiles_of_split, visible_range
 from .tiles import gain, halves, lean, load_tile, value_columns, value_parts_of
+from .tiles_layout import by_words
 from .tiles_channel import channel_scores, channel_values, products_of, unit
 from .tiles_query import load_query, positive
 
@@ -78,6 +79,8 @@ def apart(stream, shape):
     by_channel = stream.group > 1 and stream.dot != tl.float32
     if shape.rows > 32:  # too many sums for the registers
         return None
+    if shape.warps == 1:
+        return 1, 1, shape.tile // 8
     if not lean(shape):
         return (1, shape.tile // 8, 1) if by_channel else None
     if by_channel:
@@ -103,12 +106,13 @@ def _products(q, k, C: tl.constexpr):
 
 
 @triton.jit
-def _weighted(accumulators, alpha, p, v, C: tl.constexpr):
+def _weighted(accumulators, alpha, p, v, S: tl.constexpr, C: tl.constexpr):
     """Each part's accumulator times alpha, plus P · V."""
     found = ()
     for part in tl.static_range(len(v)):
         scaled = accumulators[part] * alpha[None, :]
-        found += (tl.dot(tl.trans(v[part]), p, scaled, input_precision=C.precision),)
+        turned = v[part] if by_words(S, C) else tl.trans(v[part])
+        found += (tl.dot(turned, p, scaled, input_precision=C.precision),)
     return found
 
 
@@ -254,7 +258,7 @@ def attend(
                 sums = sums * alpha + tl.sum(p, axis=0)
             largest = larger
             tile = tile_of(v, page, origin, slot, inside, used, slots, V, MASKED, True, C)
-            accumulators = _weighted(accumulators, alpha, p.to(V.dot), tile, C)
+            accumulators = _weighted(accumulators, alpha, p.to(V.dot), tile, V, C)
         if APART is not None:
             total = tl.sum(tl.sum(sums, axis=0), axis=0)
         else:

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from .casts import from_float32
 from .formats import low_masks
-from .tiles import codes_of, halves, lean, loaded, part_columns, parts_of
+from .tiles import codes_of, halves, lean, loaded, part_columns, part_width, parts_of
 from .tiles_asm import CODES_4_WORD, CODES_8_WORD, FOLDED_FOUR, HELD_FOUR, MASKS_WORD
 from .tiles_layout import LEAST_ROWS
 
@@ -42,19 +42,79 @@ def unit(stream, ptx):
 @triton.constexpr_function
 def products_of(stream, shape):
     """Products that a tile of keys is cut into; without PTX one, where the tile lies within a group."""
+    if shape.warps == 1:
+        return max(1, shape.tile // stream.group)
     if stream.group >= shape.tile and not shape.ptx:
         return 1
     return shape.tile // max(16, shape.tile // shape.warps)
 
 
+@triton.constexpr_function
+def by_pairs(count, wide, shape):
+    """Whether two numbers of a part are loaded at once: copies in the background take no less than four bytes."""
+    return shape.ptx and count * wide < 64 * shape.warps
+
+
 @triton.jit
-def _of_groups(scales, origin, slots, column, COUNT, S: tl.constexpr, MASKED: tl.constexpr, C):
-    """(COUNT, columns): what is stored for the groups of every (tile / COUNT)-th token of a tile."""
-    first = tl.arange(0, COUNT) * (C.tile // COUNT)
+def _of_groups(scales, origin, slots, part: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, S: tl.constexpr,
+               MASKED: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """(COUNT, columns): what is stored for the groups of every (tile / COUNT)-th token of a tile.
+
+    Args:
+        part: whose columns.
+        FIRST: 0 for their scales, the width of a lane for their zeros.
+    """
+    EVERY: tl.constexpr = 2 if by_pairs(COUNT, part_width(part, S), C) else 1
     # A tile holds whole groups or lies within one: what is added for a token does not depend on the tile.
+    offset = FIRST + part_columns(part, S, EVERY)
     at = scales + (origin // S.group) * (2 * S.width)
-    offset = (first // S.group)[:, None] * (2 * S.width) + column[None, :]
-    return loaded(at + offset, (origin + first < slots)[:, None], MASKED)
+    if COUNT > 1:
+        first = tl.arange(0, COUNT) * (C.tile // COUNT)
+        offset = (first // S.group)[:, None] * (2 * S.width) + offset[None, :]
+        inside = (origin + first < slots)[:, None]
+    else:
+        inside = origin < slots
+    if EVERY == 2:
+        words = at.to(tl.pointer_type(tl.int32), bitcast=True)
+        pair = loaded(words + offset // 2, inside, MASKED)
+        low = pair.to(tl.int16).to(tl.float16, bitcast=True)
+        high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        both = tl.join(low, high)
+        found = tl.reshape(both, both.shape[:-2] + [both.shape[-2] * 2])
+    else:
+        found = loaded(at + offset, inside, MASKED)
+    if COUNT == 1:
+        found = found[None, :]
+    return found
+
+
+@triton.constexpr_function
+def whole_row(stream, shape):
+    """Whether all that is stored for a group is loaded at once: its parts are too short for loads of their own."""
+    single = len(stream.segments) == 1 and shape.tile <= stream.group
+    return shape.warps == 1 and single and halves(stream.form) == 2 and stream.dot == tl.float16
+
+
+@triton.jit
+def _two_halves(words, COUNT: tl.constexpr):
+    """Words of two fp16 -> (1, COUNT)."""
+    low = words.to(tl.int16).to(tl.float16, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.reshape(tl.join(low, high), (COUNT,))[None, :]
+
+
+@triton.jit
+def _of_row(scales, origin, slots, S: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr):
+    """Scales and zeros of the group that a tile lies in: two tuples of (1, w)."""
+    HALF: tl.constexpr = S.width // 2
+    at = (scales + (origin // S.group) * (2 * S.width)).to(tl.pointer_type(tl.int32), bitcast=True)
+    words = loaded(at + tl.arange(0, S.width), origin < slots, MASKED)
+    words = tl.reshape(words, (2, S.width // S.block, 2, S.block // 4))
+    scale, zero = tl.split(tl.permute(words, (1, 3, 2, 0)))
+    low, high = tl.split(scale)
+    low_zero, high_zero = tl.split(zero)
+    steps = (_two_halves(low, HALF), _two_halves(high, HALF))
+    return steps, (_two_halves(low_zero, HALF), _two_halves(high_zero, HALF))
 
 
 @triton.jit
@@ -111,22 +171,30 @@ def _numbers(x, masks, S: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _of_pairs(scales, origin, slots, COUNT, S: tl.constexpr, MASKED: tl.constexpr, C):
-    """Of 4-bit codes what a code of each part counts, (COUNT, w), and the masks (N, w) of each segment."""
-    steps, masks = (), ()
+def _of_parts(
+    scales, origin, slots, FIRST: tl.constexpr, COUNT, S: tl.constexpr, MASKED: tl.constexpr, C
+):  # fmt: skip
+    """`_of_groups` for all parts."""
+    found = ()
+    for part in tl.static_range(parts_of(S)):
+        found += (_of_groups(scales, origin, slots, part, FIRST, COUNT, S, MASKED, C),)
+    return found
+
+
+@triton.jit
+def _masks(steps, S: tl.constexpr, C: tl.constexpr):
+    """Of 4-bit codes which bits are the low ones': (N, w) for each segment."""
+    masks = ()
     for i in tl.static_range(len(S.segments)):
-        low = _of_groups(scales, origin, slots, part_columns(2 * i, S), COUNT, S, MASKED, C)
-        high = _of_groups(scales, origin, slots, part_columns(2 * i + 1, S), COUNT, S, MASKED, C)
-        steps += (low, high)
-        masks += (_repeated(_low_masks(low, high, C), C.tile),)
-    return steps, masks
+        masks += (_repeated(_low_masks(steps[2 * i], steps[2 * i + 1], C), C.tile),)
+    return masks
 
 
 @triton.jit
 def _product(q, k, scale, total, C: tl.constexpr):
     """k (N, w) times q (R, w) folded with scale (COUNT, w), plus ``total``: (COUNT, N / COUNT, R), or (N, R)."""
     COUNT: tl.constexpr = scale.shape[0]
-    if COUNT == 1:
+    if COUNT == 1 and C.warps > 1:
         found = tl.dot(k, tl.trans(q * scale), total, input_precision=C.precision)
     else:
         folded = tl.permute(q[None, :, :] * scale[:, None, :], (0, 2, 1))
@@ -188,18 +256,21 @@ def channel_scores(
         found += (
             codes_of(codes, slot, inside, S, S.segments[i][0], S.segments[i][1], 1, MASKED, C),
         )
-    steps, masks = (), ()
+    zeros = None
+    if whole_row(S, C):
+        steps, zeros = _of_row(scales, origin, slots, S, MASKED, C)
+    else:
+        steps = _of_parts(scales, origin, slots, 0, COUNT, S, MASKED, C)
+    masks = None
     if EACH == 2:
-        steps, masks = _of_pairs(scales, origin, slots, COUNT, S, MASKED, C)
+        masks = _masks(steps, S, C)
     k = ()
     for i in tl.static_range(len(S.segments)):
         k += _numbers(found[i], masks[i] if EACH == 2 else None, S, HALF)
-    if EACH == 1:
-        for part in tl.static_range(parts_of(S)):
-            column = part_columns(part, S)
-            steps += (_of_groups(scales, origin, slots, column, COUNT, S, MASKED, C),)
     if HALF and lean(C):
-        total = _from_zeros(turned, scales, origin, slots, COUNT, S, MASKED, C)
+        if zeros is None:
+            zeros = _of_parts(scales, origin, slots, S.width, COUNT, S, MASKED, C)
+        total = _from_zeros(turned, zeros, COUNT, S, C)
         total = _all_folded(q, turned, k, steps, total, S, C)
         total = tl.reshape(total, (C.tile, C.rows))
     else:
@@ -209,8 +280,7 @@ def channel_scores(
                 high = _product(q[part], k[part], _scale(steps[part], S), high, C)
             else:
                 total = _product(q[part], k[part], _scale(steps[part], S), total, C)
-            column = S.width + part_columns(part, S)
-            zero = _of_groups(scales, origin, slots, column, ZERO_ROWS, S, MASKED, C)
+            zero = _of_groups(scales, origin, slots, part, S.width, ZERO_ROWS, S, MASKED, C)
             base = tl.dot(zero.to(S.dot), turned[part], base, input_precision=C.precision)
         if EACH == 2 and HALF:
             total += high * 0.0625
@@ -220,9 +290,7 @@ def channel_scores(
 
 
 @triton.jit
-def _from_zeros(
-    turned, scales, origin, slots, COUNT, S: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr
-):
+def _from_zeros(turned, zeros, COUNT: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
     """Zeros times queries, where the products of a tile begin: (COUNT, N / COUNT, R).
 
     The rows of one product for the tile are shared out as its tokens are: 16 to each warp, all of them the zeros of its
@@ -230,8 +298,7 @@ def _from_zeros(
     """
     base = None
     for part in tl.static_range(parts_of(S)):
-        column = S.width + part_columns(part, S)
-        zero = _of_groups(scales, origin, slots, column, COUNT, S, MASKED, C).to(S.dot)
+        zero = zeros[part].to(S.dot)
         rows = tl.broadcast_to(zero[:, None, :], (COUNT, 16, zero.shape[1]))
         rows = tl.reshape(rows, (COUNT * 16, zero.shape[1]))
         base = tl.dot(rows, turned[part], base, input_precision=C.precision)
@@ -262,21 +329,19 @@ def channel_values(
     """The parts of a tile of values, zero + scale * code, as `load_tile` has them; 0 where no query may look."""
     COUNT: tl.constexpr = 1 if S.group >= C.tile else C.tile // S.group
     EACH: tl.constexpr = halves(S.form)
-    steps, masks = (), ()
+    steps, masks = _of_parts(scales, origin, slots, 0, COUNT, S, MASKED, C), None
     if EACH == 2:
-        steps, masks = _of_pairs(scales, origin, slots, COUNT, S, MASKED, C)
+        masks = _masks(steps, S, C)
     numbers = ()
     for i in tl.static_range(len(S.segments)):
         x = codes_of(codes, slot, inside, S, S.segments[i][0], S.segments[i][1], 1, MASKED, C)
         numbers += _codes(x, masks[i] if EACH == 2 else None, S)
     parts = ()
     for part in tl.static_range(parts_of(S)):
-        column = part_columns(part, S)
+        scale = steps[part].to(tl.float32)
         if EACH == 2:
-            scale = tl.abs(steps[part]).to(tl.float32)
-        else:
-            scale = _of_groups(scales, origin, slots, column, COUNT, S, MASKED, C).to(tl.float32)
-        zero = _of_groups(scales, origin, slots, S.width + column, COUNT, S, MASKED, C)
+            scale = tl.abs(scale)
+        zero = _of_groups(scales, origin, slots, part, S.width, COUNT, S, MASKED, C)
         zero = _repeated(zero.to(tl.float32), C.tile)
         value = numbers[part] * _repeated(scale, C.tile) + zero
         parts += (from_float32(tl.where(used[:, None], value, 0.0), S.dot),)

@@ -100,7 +100,7 @@ class Shape:
     @property
     def side(self) -> Shape:
         """The same for the tail and the sinks: in long tiles fp16 values take more registers than codes do."""
-        return self if self.extend else replace(self, tile=min(self.tile, 16 * self.warps))
+        return self if self.extend else replace(self, tile=min(self.tile, max(32, 16 * self.warps)))
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,38 @@ MOST_ROWS = 64
 LEAST_ROWS = 8 if tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 9) else 16
 
 
-def settings(streams: Sequence[Stream], rows: int, unit: int, major: int = 0) -> Settings:
+#: Formats of two codes a byte.
+FORMATS_OF_NIBBLES = tuple(form.index for form in FORMATS.values() if form.bits == 4)
+#: Most query rows, values of a lane and tokens of a tile of programs that are one warp.
+WARP_ROWS, WARP_WIDTH, WARP_TILE = 8, 128, 32
+
+
+@triton.constexpr_function
+def words_of(stream: Stream) -> bool:
+    """Whether `tiles_words` can load a stream: of each segment at least 8 words."""
+    packed = stream.form > FORMATS["bf16"].index and stream.group == 1
+    each = 8 if stream.form in FORMATS_OF_NIBBLES else 4
+    return packed and stream.dot == tl.float16 and all(n >= 8 * each for _, n in stream.segments)
+
+
+@triton.constexpr_function
+def by_words(stream: Stream, shape: Shape) -> bool:
+    """Whether values are loaded as `tiles_words` does."""
+    return shape.warps == 1 and words_of(stream)
+
+
+def fits_warp(streams: Sequence[Stream], rows: int, unit: int) -> bool:
+    """Whether a program may be one warp, which waits for nothing but its own loads: few rows of packed half precision."""
+    *keys, value = streams
+    packed = all(stream.form > FORMATS["bf16"].index and stream.dot == tl.float16 for stream in keys)
+    narrow = max(stream.width for stream in streams) <= WARP_WIDTH
+    whole = unit % WARP_TILE == 0
+    return rows <= WARP_ROWS and packed and narrow and whole and words_of(value)
+
+
+def settings(
+    streams: Sequence[Stream], rows: int, unit: int, major: int = 0, warp: bool = True
+) -> Settings:
     """Settings for the streams of a layer, by the SASS of the main loop (docs/kernels.md).
 
     A tile of 128 tokens spreads the softmax and the barriers over twice as many tokens as one of 64
@@ -138,7 +169,10 @@ def settings(streams: Sequence[Stream], rows: int, unit: int, major: int = 0) ->
         rows: query rows of a lane.
         unit: slots of a page, or of a contiguous cache: a tile should divide it.
         major: of the GPU's compute capability, where it is known; `on_generation` does the rest for it.
+        warp: whether a program may be one warp; on AMD it may not.
     """
+    if warp and fits_warp(streams, rows, unit):
+        return Settings(WARP_ROWS, WARP_TILE, 1, 3, max(s.width for s in streams) <= 64)
     widest = max(stream.width for stream in streams)
     by_channel = streams[0].group > 1
     # 8 rows of wider lanes spill on sm_100.

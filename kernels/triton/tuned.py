@@ -38,7 +38,7 @@ def tuned(streams: str, dim: int, query_rows: int, device: torch.device) -> Tune
     Args:
         streams: kinds of keys and values, as ``q4_channel/q4_0``.
         dim: values of a head.
-        query_rows: of a lane, padded to a power of two from 16.
+        query_rows: of a lane, padded to a power of two from 8.
 
     Raises:
         ValueError: the table cannot be read; what is wrong with it.

@@ -84,6 +84,32 @@ def test_half_precision_queries(dtype, kinds):
     check(case)
 
 
+@pytest.mark.parametrize("options", [(), ("pages", "query_lens"), ("tail", "sink", "window"), ("rotate_k", "leftpad")], ids=str)
+@pytest.mark.parametrize(("kinds", "dims"), [
+    ("q4_channel/q4_0", (128, 128)), ("q4_channel/q4_0", (64, 64)), ("q8_channel/q8_0", (64, 96)),
+    ("q4_channel/nf4", (96, 64)), ("q4_0/nf4", (96, 128)), ("q8_0/q8_0", (128, 32)), ("nf4/q4_0", (64, 64)),
+    ("q8_0/q4_channel/q4_0", (32, 64, 64)),
+], ids=str)  # fmt: skip
+def test_programs_of_one_warp(kinds, dims, options, monkeypatch):
+    """Few rows of half precision: values in words, a byte of each at a time."""
+    from caramba_fast.kernels import splits_launch
+
+    chosen, settings = [], splits_launch.settings
+    monkeypatch.setattr(
+        splits_launch, "settings", lambda *given: chosen.append(settings(*given)) or chosen[-1]
+    )
+    names = ("k_sem", "k_geo", "v") if len(dims) == 3 else ("k", "v")
+    if "channel" in kinds:
+        options = [option for option in options if option != "rotate_k"]
+    case = build(
+        options, decoupled=len(dims) == 3, kinds=kinds.split("/"), dims=dict(zip(names, dims, strict=True)),
+        lengths=(101, 39), slots=128, tokens=2, heads=4, kv_heads=2,
+    )  # fmt: skip
+    case.queries = {name: (q / 4).to(torch.float16) for name, q in case.queries.items()}
+    check(case, num_splits=2)
+    assert [x.num_warps for x in chosen] == [1] * len(chosen) != []
+
+
 @pytest.mark.parametrize("dims", [
     {"k": 8, "v": 8}, {"k": 64, "v": 64}, {"k": 80, "v": 80}, {"k": 96, "v": 32}, {"k": 112, "v": 112},
     {"k": 128, "v": 128}, {"k": 256, "v": 256},
@@ -213,7 +239,7 @@ def test_the_result_does_not_depend_on_the_splits(num_splits):
 def test_work_follows_the_window():
     from caramba_fast.kernels.splits import Room, assumed_overheads, plan
 
-    room, costs = Room(8, 1), assumed_overheads(128, True)
+    room, costs = Room(8, 1), assumed_overheads(128, True, 4)
     whole, _ = plan(131072, 128, 8, room, 0, costs)
     few, _ = plan(1024, 128, 8, room, 0, costs)
     assert 1 <= few <= whole <= 128
@@ -244,7 +270,7 @@ def test_splits_that_are_chosen_were_fastest_on_an_h200():
             continue
         tile, lanes = 64 if kind == "fp16" else 128, 8 * int(batch)
         room = Room(132, int(resident), lanes if kind in ("q8", "q4") else 0)
-        chosen, _ = plan(int(kv), tile, lanes, room, 0, assumed_overheads(tile, kind != "fp16"))
+        chosen, _ = plan(int(kv), tile, lanes, room, 0, assumed_overheads(tile, kind != "fp16", 4))
         tiles = int(kv) // tile
         length = -(-tiles // chosen)
         alike = [time for n, time in times.items() if -(-tiles // n) == length]
@@ -414,10 +440,10 @@ def test_codes_as_ptx_leaves_them_give_the_same_scores(kind, group, monkeypatch)
 
 def inline_assembly() -> list[tuple[str, str, list[str]]]:
     """Every program that a kernel inlines: where, its text, its constraints."""
-    from caramba_fast.kernels import formats, tiles, tiles_channel
+    from caramba_fast.kernels import formats, tiles, tiles_channel, tiles_words
 
     found = []
-    for module in (formats, tiles, tiles_channel):
+    for module in (formats, tiles, tiles_channel, tiles_words):
         for call in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(call, ast.Call) and "inline_asm" in ast.unparse(call.func):
                 table = ast.unparse(call.args[0]).split("[")[0]
@@ -436,7 +462,7 @@ def test_outputs_of_assembly_do_not_share_a_register_with_inputs_still_to_be_rea
     programs = inline_assembly()
     kernels = Path(__file__).resolve().parents[2] / "kernels"
     text = "".join(path.read_text() for path in kernels.rglob("*.py"))
-    assert text.count("inline_asm_elementwise(") == 10 and len(programs) == 12
+    assert text.count("inline_asm_elementwise(") == 12 and len(programs) == 15
     for where, program, constraints in programs:
         outputs = {f"${i}" for i, c in enumerate(constraints) if c.startswith("=")}
         inputs = {f"${i}" for i in range(len(outputs), len(constraints))}
