@@ -18,6 +18,7 @@ from caramba_fast.kernels.tiles_layout import (
     on_hopper,
     settings,
     token_bytes,
+    walking,
     within,
 )
 
@@ -141,6 +142,8 @@ class Variant:
             if major == 9:
                 chosen = on_hopper(chosen, streams, shape.per_lane * shape.groups * shape.tokens)
             chosen = within(on_generation(chosen, major), streams, limit)
+            if shape.balanced:
+                chosen = walking(chosen)
         constants["C"] = replace(shape, rows=chosen.rows, tile=chosen.tile, warps=chosen.num_warps)
         return replace(
             self,

@@ -18,11 +18,16 @@ from .launch import made, once, start
 from .splits import SHORTEST, processors
 from .splits_launch import Call, launch
 from .tiles_balanced import balanced_kernel
-from .tiles_layout import Shape
+from .tiles_layout import Settings, Shape, walking
 
 
 class BalancedCall(Call):
     """One call of a decode op whose programs read as many tiles each."""
+
+    @cached_property
+    def settings(self) -> Settings:
+        """Launch settings."""
+        return walking(super().settings)
 
     @cached_property
     def shape(self) -> Shape:

@@ -285,6 +285,18 @@ def on_hopper(chosen: Settings, streams: Sequence[Stream], rows: int) -> Setting
     return replace(chosen, max_registers=THIRD_OF_REGISTERS) if bits == 8 else chosen
 
 
+#: Of a thread of a program of one warp that walks over pieces (`balanced_kernel`): with fewer what it keeps beside the
+#: accumulators spills, and of its own accord the assembler gives it fewer.
+WALKING_REGISTERS = 184
+
+
+def walking(chosen: Settings) -> Settings:
+    """The same under a balanced schedule."""
+    if chosen.num_warps > 1 or chosen.narrow or chosen.max_registers:
+        return chosen
+    return replace(chosen, max_registers=WALKING_REGISTERS)
+
+
 def on_generation(chosen: Settings, major: int) -> Settings:
     """The same for an NVIDIA generation."""
     if major >= 10:

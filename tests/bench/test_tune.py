@@ -125,13 +125,13 @@ def test_launches_use_what_was_tuned(num_splits, monkeypatch):
 
 
 @pytest.mark.parametrize("kinds, dim, rows, expected", [
-    (("q4_channel", "q4_0"), 128, 4, Settings(16, 128, 4, 3)),
+    (("q4_channel", "q4_0"), 128, 16, Settings(16, 128, 4, 3)),
     (("q4_channel", "q4_0"), 128, 32, Settings(32, 128, 4, 3)),
-    (("q8_channel", "q8_0"), 128, 4, Settings(16, 128, 4, 2, max_registers=168)),
+    (("q8_channel", "q8_0"), 128, 16, Settings(16, 128, 4, 2, max_registers=168)),
     (("q8_channel", "q8_0"), 128, 32, Settings(32, 128, 4, 2)),
-    (("q8_channel", "q8_0"), 64, 4, Settings(16, 128, 4, 3, narrow=True)),
+    (("q8_channel", "q8_0"), 64, 16, Settings(16, 128, 4, 3, narrow=True)),
     (("q8_channel", "q8_0"), 256, 32, Settings(16, 64, 4, 2)),
-    (("q8_0", "q8_0"), 128, 4, Settings(16, 128, 4, 3)),
+    (("q8_0", "q8_0"), 128, 16, Settings(16, 128, 4, 3)),
 ])  # fmt: skip
 def test_settings_of_sm_90_before_triton_3_9(kinds, dim, rows, expected, monkeypatch):
     """As an H200 was fastest; other generations, and keys by token, have what they had."""
@@ -144,6 +144,23 @@ def test_settings_of_sm_90_before_triton_3_9(kinds, dim, rows, expected, monkeyp
     monkeypatch.setattr(tiles_layout, "LEAST_ROWS", 8)
     later = tiles_layout.settings(streams, rows, 4096)
     assert tiles_layout.settings(streams, rows, 4096, major=9) == later
+
+
+@pytest.mark.parametrize(("kinds", "dim", "rows", "warps"), [
+    (("q4_channel", "q4_0"), 128, 4, 1), (("q8_channel", "nf4"), 64, 8, 1), (("q4_0", "q8_0"), 32, 1, 1),
+    (("q4_channel", "q4_0"), 128, 9, 4), (("q4_channel", "q4_0"), 256, 4, 4), (("q8_0", "q4_0"), 32, 1, 4),
+    (("fp16", "q4_0"), 128, 4, 4), (("q4_channel", "q4_channel"), 128, 4, 4),
+])  # fmt: skip
+def test_programs_of_few_rows_are_one_warp_where_values_are_whole_words(kinds, dim, rows, warps):
+    streams = [variants._stream(kind, dim, 1, "fp16", 32) for kind in kinds]
+    for major in (8, 9, 10):
+        found = tiles_layout.settings(streams, rows, 4096, major)
+        assert found.num_warps == warps
+        assert warps > 1 or (found.rows, found.tile, found.narrow) == (8, 32, dim <= 64)
+    assert tiles_layout.settings(streams, rows, 4096, warp=False).num_warps == 4
+    assert tiles_layout.settings(streams, rows, 4096 + 16).num_warps == 4
+    wide = [variants._stream(kind, dim, 1, "fp32", 32) for kind in kinds]
+    assert tiles_layout.settings(wide, rows, 4096).num_warps == 4
 
 
 @pytest.mark.parametrize(
@@ -180,13 +197,13 @@ def test_a_table_that_tune_wrote_can_be_read(tmp_path, monkeypatch):
     assert all(row["median_us"] and not row["note"] for row in rows)
     monkeypatch.setenv(tuned.VARIABLE, str(path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: rows[0]["device"])
-    found = tuned.tuned(rows[0]["streams"], 32, 16, torch.device("cuda"))
+    found = tuned.tuned(rows[0]["streams"], 32, 8, torch.device("cuda"))
     chosen = next(r for r in rows if r["part"] == "settings" and r["chosen"] == "True")
     assert found.settings is not None and found.settings.tile == int(chosen["tile"])
 
 
 def test_a_point_that_fails_does_not_stop_the_others(monkeypatch, capsys):
-    points = [tune.Point(kind, 32, 16) for kind in ("q8_0", "q4_0")]
+    points = [tune.Point(kind, 32, 8) for kind in ("q8_0", "q4_0")]
     monkeypatch.setattr(tune, "points", lambda _: points)
     tuned_at = []
 

@@ -80,6 +80,6 @@ def test_what_is_compiled_to_be_asked_is_what_is_launched():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "0: partials_kernel compiled 1, 396 at once, launched",
-        "-1: balanced_kernel compiled 1, 396 at once, launched",
+        "0: partials_kernel compiled 1, 1584 at once, launched",
+        "-1: balanced_kernel compiled 1, 1584 at once, launched",
     ]
