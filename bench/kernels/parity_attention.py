@@ -55,6 +55,8 @@ OPS: dict[str, Any] = {
         decoupled_extend_attention,
     )
 }
+#: Query tokens whose rows of a kv head a program of one warp takes.
+FEW = 3
 #: Relative L2 error between backends, by dtype of the queries.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 #: What a rotation adds: a query is rounded again after it, and a few codes are rounded the other way.
@@ -121,6 +123,7 @@ def settings(quick: bool) -> list[Setting]:
     if quick:
         return [Setting("q4_0", "window", paged=True, tokens=2), Setting("q4_0", tokens=33)]
     crossed = product(KINDS, OPTIONS, (False, True), (0, 8), (False, True))
+    more_rows = product((*QUANTIZED_KINDS, *LAYOUTS), OPTIONS, (False, True), (8,))
     alone = product(KINDS, (1, 5, 20, 33, 100), TOLERANCE)
     prompts = product(KINDS, OPTIONS, (False, True), (0, 8))
     decoupled = product((*QUANTIZED_KINDS, *LAYOUTS), (1, 5, 33))
@@ -128,7 +131,8 @@ def settings(quick: bool) -> list[Setting]:
         *(Setting(kind, tokens=tokens, dtype=dtype) for kind, tokens, dtype in alone),
         *(Setting(kind, tokens=tokens, decoupled=True) for kind, tokens in decoupled),
         *(Setting(*row, rotated=True, tokens=33) for row in prompts),
-        *(Setting(*row) for row in crossed),
+        *(Setting(*row, tokens=FEW) for row in crossed),
+        *(Setting(*row) for row in more_rows),
     ]
 
 

@@ -44,7 +44,7 @@ def test_the_grid_has_every_format_and_keys_by_channel_in_every_way() -> None:
         if x.formats.get("k") in CHANNEL_KINDS
     }
     assert len(by_channel) == len(parity_attention.OPTIONS) * 2 * 2 * 2
-    assert {x.tokens for x in listed if x.kind in LAYOUTS} == {1, 5, 20, 33, 100}
+    assert {x.tokens for x in listed if x.kind in LAYOUTS} == {1, 3, 5, 20, 33, 100}
     assert any(x.decoupled and x.kind in LAYOUTS for x in listed)
 
 
