@@ -81,15 +81,24 @@ def processors(device: torch.device) -> int:
 def load(
     tiles: int, programs: int, splits: int, room: Room, together: float
 ) -> tuple[float, int, int]:
-    """(What the busiest SM takes for the tiles, in tiles; waves of programs; splits that have tiles)."""
+    """(What the busiest SM takes for the tiles, in tiles; waves of programs; splits that have tiles).
+
+    Programs besides fill gaps of the last wave. Those of splits for which they leave no place come behind it; up to one
+    an SM that was not seen in times, 256 behind as many rows made them a quarter longer.
+    """
     each = -(-tiles // splits)
     used = -(-tiles // each)
     at_once = room.processors * room.resident
     waves = -(-programs * used // at_once)
     left = programs * used - (waves - 1) * at_once + room.besides
+    behind = min(left - at_once, room.besides)
     last = min(room.resident, -(-left // room.processors))
     full = 1 + together * (room.resident - 1)
-    return each * ((waves - 1) * full + 1 + together * (last - 1)), waves, used
+    work = (waves - 1) * full + 1 + together * (last - 1)
+    if behind > room.processors:
+        waves += 1
+        work += 1 + together * (min(room.resident, -(-behind // room.processors)) - 1)
+    return each * work, waves, used
 
 
 @functools.cache

@@ -91,22 +91,15 @@ def gain(stream, ptx):
     return NF4_HALF_GAIN if ptx and stream.dot == tl.float16 and stream.form == NF4.value else 1.0
 
 
-@triton.constexpr_function
-def part_width(part, stream):
-    """Values of a part."""
-    each = halves(stream.form)
-    return stream.segments[part // each][1] // each
-
-
 @triton.jit
-def part_columns(part: tl.constexpr, S: tl.constexpr, EVERY: tl.constexpr = 1):
-    """The positions in the lane of a part's values, or of every second one."""
+def part_columns(part: tl.constexpr, S: tl.constexpr):
+    """The positions in the lane of a part's values."""
     if halves(S.form) == 2:
-        byte = tl.arange(0, S.segments[part // 2][1] // (2 * EVERY)) * EVERY
+        byte = tl.arange(0, S.segments[part // 2][1] // 2)
         column = byte // (S.block // 2) * S.block + byte % (S.block // 2)
         column = S.segments[part // 2][0] + part % 2 * (S.block // 2) + column
     else:
-        column = S.segments[part][0] + tl.arange(0, S.segments[part][1] // EVERY) * EVERY
+        column = S.segments[part][0] + tl.arange(0, S.segments[part][1])
     return column
 
 

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from .casts import from_float32
 from .formats import low_masks
-from .tiles import codes_of, halves, lean, loaded, part_columns, part_width, parts_of
+from .tiles import codes_of, halves, lean, loaded, part_columns, parts_of
 from .tiles_asm import CODES_4_WORD, CODES_8_WORD, FOLDED_FOUR, HELD_FOUR, MASKS_WORD
 from .tiles_layout import LEAST_ROWS
 
@@ -49,12 +49,6 @@ def products_of(stream, shape):
     return shape.tile // max(16, shape.tile // shape.warps)
 
 
-@triton.constexpr_function
-def by_pairs(count, wide, shape):
-    """Whether two numbers of a part are loaded at once: copies in the background take no less than four bytes."""
-    return shape.ptx and count * wide < 64 * shape.warps
-
-
 @triton.jit
 def _of_groups(scales, origin, slots, part: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, S: tl.constexpr,
                MASKED: tl.constexpr, C: tl.constexpr):  # fmt: skip
@@ -64,9 +58,8 @@ def _of_groups(scales, origin, slots, part: tl.constexpr, FIRST: tl.constexpr, C
         part: whose columns.
         FIRST: 0 for their scales, the width of a lane for their zeros.
     """
-    EVERY: tl.constexpr = 2 if by_pairs(COUNT, part_width(part, S), C) else 1
     # A tile holds whole groups or lies within one: what is added for a token does not depend on the tile.
-    offset = FIRST + part_columns(part, S, EVERY)
+    offset = FIRST + part_columns(part, S)
     at = scales + (origin // S.group) * (2 * S.width)
     if COUNT > 1:
         first = tl.arange(0, COUNT) * (C.tile // COUNT)
@@ -74,15 +67,7 @@ def _of_groups(scales, origin, slots, part: tl.constexpr, FIRST: tl.constexpr, C
         inside = (origin + first < slots)[:, None]
     else:
         inside = origin < slots
-    if EVERY == 2:
-        words = at.to(tl.pointer_type(tl.int32), bitcast=True)
-        pair = loaded(words + offset // 2, inside, MASKED)
-        low = pair.to(tl.int16).to(tl.float16, bitcast=True)
-        high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-        both = tl.join(low, high)
-        found = tl.reshape(both, both.shape[:-2] + [both.shape[-2] * 2])
-    else:
-        found = loaded(at + offset, inside, MASKED)
+    found = loaded(at + offset, inside, MASKED)
     if COUNT == 1:
         found = found[None, :]
     return found
@@ -90,8 +75,11 @@ def _of_groups(scales, origin, slots, part: tl.constexpr, FIRST: tl.constexpr, C
 
 @triton.constexpr_function
 def whole_row(stream, shape):
-    """Whether all that is stored for a group is loaded at once: its parts are too short for loads of their own."""
-    single = len(stream.segments) == 1 and shape.tile <= stream.group
+    """Whether all that is stored for a group is loaded at once: its parts are too short for loads of their own.
+
+    Of lanes of 32 values Triton 3.6 takes the words apart wrongly.
+    """
+    single = len(stream.segments) == 1 and stream.width >= 64 and shape.tile <= stream.group
     return shape.warps == 1 and single and halves(stream.form) == 2 and stream.dot == tl.float16
 
 

@@ -20,15 +20,37 @@ pytest.importorskip("triton")
 from support.compiled_cases import CASES, DAMAGED
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, str]:
+TESTS = Path(__file__).resolve().parents[1]
+#: Where `make test` puts the oldest Triton that is supported, and what it is tried on: it lays registers out otherwise.
+OLDEST = TESTS.parent / "build" / "triton-oldest"
+ATTENTION = [case for case in CASES if case.startswith(("decode", "decoupled")) and "T 8" not in case]
+
+
+def run(*cases: str, path: tuple[Path, ...] = ()) -> dict[str, str]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
-    command = [sys.executable, "-m", "support.compiled_cases"]
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (*path, TESTS)))
+    command = [sys.executable, "-m", "support.compiled_cases", *cases]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     reports: dict[str, str] = json.loads(done.stdout)
     return reports
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, str]:
+    return run()
+
+
+@pytest.fixture(scope="module")
+def found_with_the_oldest() -> dict[str, str]:
+    assert (OLDEST / "triton").is_dir(), f"make {OLDEST}/.done"
+
+    return run(*ATTENTION, path=(OLDEST,))
+
+
+@pytest.mark.parametrize("case", ATTENTION)
+def test_attention_that_the_oldest_triton_compiles_is_right(found_with_the_oldest, case):
+    assert found_with_the_oldest[case] == ""
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -198,6 +198,17 @@ CASES: dict[str, Callable[..., None]] = {
     "decode q4_0 D 128": partial(attended, STORED["q4_0"], dim=128),
     "decode by channel, groups of 128": partial(
         attended, STORED["q4_channel"], dim=128, lengths=(271, 129), slots=384, block=128, splits=2),
+    "decode by channel, 12 rows": partial(attended, STORED["q4_channel"], tokens=3),
+    "decode nf4 and q4_0, lanes of 96 and 128": partial(
+        attended, ("nf4", "q4_0"), dims={"k": 96, "v": 128}, heads=4, kv_heads=1),
+    **{
+        f"decode {'/'.join(kinds)}, keys of 32": partial(attended, kinds, dims={"k": 32, "v": 64})
+        for kinds in (("q4_channel", "q8_0"), ("q8_channel", "nf4"))
+    },
+    "decoupled by channel": partial(
+        attended, ("q4_channel", "q4_channel", "q4_0"), dims={"k_sem": 32, "k_geo": 64, "v": 64}, heads=4, kv_heads=2),
+    "decoupled by channel, lanes of several heads": partial(
+        attended, ("q4_channel", "q4_channel", "q4_0"), dims={"k_sem": 8, "k_geo": 32, "v": 64}, heads=4, kv_heads=2),
     "decode around a tile": partial(attended, STORED["q8_0"], lengths=(128, 0, 1), slots=128, splits=3),
     "decode fp16, fp32 queries": partial(attended, STORED["fp16"], dtype=FULL),
     "decode q4_0, fp32 queries": partial(attended, STORED["q4_0"], dtype=FULL),
