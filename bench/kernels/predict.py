@@ -43,13 +43,15 @@ H200 = Machine(4.58e12, 132 * 4 * 1.98e9, "sm_90")
 #: row, the share of issue slots it fills (steps that wait for one another leave the others empty), and seconds that two
 #: launches of a graph, the first loads and the merge take.
 EFFICIENCY, ISSUE_SHARE, LATENCY_S = 0.95, 0.38, 7e-6
+#: The share of issue slots that programs of one warp fill, which wait for nothing but their loads; they have few rows.
+WARP_ISSUE_SHARE, WARP_ROWS, WARP_WIDTH = 0.54, 8, 128
 #: What the C++ kernels aim at, as shares of the read bandwidth: 4 bits are bound by instructions.
 CPU_SHARE = {
     "fp16": 0.7, "bf16": 0.7, "fp32": 0.7, "q8": 0.75, "q4": 0.7, "q8_0": 0.75, "q4_0": 0.8, "nf4": 0.6,
 }  # fmt: skip
 CONVERSION_SHARE = {"cuda": 0.75, "cpu": 0.6}
 #: How aot.csv names a number of query rows, after the head size.
-ROWS = {16: "", 32: ", 32 rows", 64: ", T 16"}
+ROWS = {8: "", 16: ", T 4", 32: ", 32 rows", 64: ", T 16"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ def predict(case: Case, kind: str, machine: Machine, device: str, fast: bool = T
     else:
         found = instructions(case, kind, machine.target)
         issued = tiles_tokens(case) * found[0] / machine.issue if found else 0.0
-        seconds = max(floor / EFFICIENCY, issued / ISSUE_SHARE) + LATENCY_S
+        share = WARP_ISSUE_SHARE if of_a_warp(case, kind) else ISSUE_SHARE
+        seconds = max(floor / EFFICIENCY, issued / share) + LATENCY_S
     return Prediction(
         moved, _rounded(floor * 1e6), found[0] if found else None, found[1] if found else "",
         None if seconds is None else _rounded(seconds * 1e6),
@@ -98,7 +101,14 @@ def tiles_tokens(case: Case) -> int:
 def query_rows(case: Case) -> int:
     """Query rows of a lane, as the matrix units pad them."""
     rows = case.lanes.heads_per_lane * case.heads // case.kv_heads * case.tokens
-    return max(16, 1 << (rows - 1).bit_length())
+    return max(8, 1 << (rows - 1).bit_length())
+
+
+def of_a_warp(case: Case, kind: str) -> bool:
+    """Whether programs are one warp each (`tiles_layout.fits_warp`)."""
+    packed = kind not in ("fp16", "bf16", "fp32")
+    narrow = case.lanes.heads_per_lane * case.dim <= WARP_WIDTH
+    return packed and narrow and query_rows(case) <= WARP_ROWS
 
 
 def instructions(case: Case, kind: str, target: str) -> tuple[float, str] | None:

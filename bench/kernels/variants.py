@@ -185,6 +185,7 @@ def _balanced_table() -> Iterator[Variant]:
         ("q8_channel", "q8_0"),
     ):
         yield _decode("D 128, balanced", kinds, is_balanced=True)
+    yield _decode("D 128, T 4, balanced", ("q4_channel", "q4_0"), tokens=4, is_balanced=True)
     yield _decode("D 128, paged, balanced", ("q4_channel", "q4_0"), page=64, is_balanced=True)
     yield schedule()
     yield merge(is_balanced=True)
@@ -193,6 +194,8 @@ def _balanced_table() -> Iterator[Variant]:
 def _decode_table() -> Iterator[Variant]:
     for kind in ("fp16", *QUANTIZED_KINDS):
         yield _decode("D 128", (kind, kind))
+    for kind in QUANTIZED_KINDS:
+        yield _decode("D 128, T 4", (kind, kind), tokens=4)
     yield _decode("D 128", ("bf16", "bf16"), dtype="bf16")
     q4 = ("q4_0", "q4_0")
     yield _decode("D 128", q4, dtype="bf16")
@@ -204,9 +207,7 @@ def _decode_table() -> Iterator[Variant]:
     yield _decode("D 128, T 16", q4, tokens=16)
     yield _decode("D 64, T 16", q4, (64, 64), tokens=16)
     yield _decode("D 128, paged", q4, page=128)
-    yield _decode("D 128, window", q4, window=True)
     yield _decode("D 128, rotated", q4, rotated=True)
-    yield _decode("D 128, rotated", ("nf4", "nf4"), rotated=True)
     yield _decode("D 128, rotated, tail, sinks, window, paged", q4, rotated=True, side=4, window=True,
                   page=128)  # fmt: skip
     dba = {"dims": (8, 32, 64), "per_lane": 4}
@@ -223,6 +224,9 @@ def _by_channel() -> Iterator[Variant]:
     q4 = ("q4_channel", "q4_0")
     for values in ("q8_0", "q4_0", "nf4"):
         yield _decode("D 128", ("q8_channel" if values == "q8_0" else "q4_channel", values))
+    for kinds in (q4, ("q8_channel", "q8_0")):
+        yield _decode("D 128, T 4", kinds, tokens=4)
+    yield _decode("D 64, T 4", q4, (64, 64), tokens=4)
     yield _decode("D 128, group 64", q4, group=64)
     yield _decode("D 128, group 128", q4, group=128)
     yield _decode("D 128, fp32 query", q4, dtype="fp32")
@@ -260,7 +264,7 @@ def _extend_table() -> Iterator[Variant]:
 
 @functools.cache
 def variants() -> tuple[Variant, ...]:
-    """The table: quantize, dequantize, decode attention, append; at most 112 rows."""
+    """The table: quantize, dequantize, decode attention, append; at most 120 rows."""
     return (*_quantize_table(), *_decode_table(), *_extend_table(), *_append_table())
 
 

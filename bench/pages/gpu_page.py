@@ -1,7 +1,7 @@
-"""The table of docs/gpu.md: what a GPU has measured, of the cases that are to be measured.
+"""The tables of docs/gpu.md: what a GPU has measured, of the cases that are to be measured, and steps of a model.
 
-``python -m caramba_fast.bench.pages.gpu_page`` writes it from ``bench/results/cuda.csv``; the cases are those of
-``bench/kernels/predictions.csv``.
+``python -m caramba_fast.bench.pages.gpu_page`` writes them from ``bench/results/cuda.csv``, where the cases are those of
+``bench/kernels/predictions.csv``, and ``bench/results/cuda_llama-3.2-1b.csv``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from caramba_fast.bench.kernels.predict import PREDICTIONS
 from caramba_fast.bench.kernels.table import read
 from caramba_fast.bench.pages.sections import RESULTS, ROOT, table, write_parts
 
-PAGE, PART = ROOT.parent / "docs" / "gpu.md", "gpu"
-MEASURED = RESULTS / "cuda.csv"
+PAGE, PART, MODEL_PART = ROOT.parent / "docs" / "gpu.md", "gpu", "gpu model"
+MEASURED, MODEL = RESULTS / "cuda.csv", RESULTS / "cuda_llama-3.2-1b.csv"
 KINDS = ("fp16", "q8", "q4", "q8_0", "q4_0", "nf4")
 #: Of two key streams torch chooses how to attend.
 PEERS = {"sdpa flash": "", "sdpa": " (no flash)"}
@@ -42,6 +42,22 @@ def lines_of(predictions: Path = PREDICTIONS, measured: Path = MEASURED) -> list
     return [*lines, *table(("", "flash SDPA over fp16, µs", *KINDS), body)]
 
 
+def model_lines(measured: Path = MODEL) -> list[str]:
+    """Steps of a model by program and cache: milliseconds, and bytes of the cache."""
+    rows = read(measured)
+    contexts = list(dict.fromkeys(row["context"] for row in rows))
+    found = {(row["program"], row["cache"], row["context"]): row for row in rows}
+    about = ", ".join(dict.fromkeys(f"{row['model']}, {row['dtype']}, {row['device']}" for row in rows))
+    body = []
+    for program, cache in dict.fromkeys((row["program"], row["cache"]) for row in rows):
+        there = [found.get((program, cache, context)) for context in contexts]
+        times = [NOT_MEASURED if row is None else f"{float(row['median_ms']):.2f}" for row in there]
+        size = "" if there[-1] is None else f"{int(there[-1]['cache_bytes']) / 2**20:,.0f}"
+        body.append((program, cache, *times, size))
+    heads = (f"{int(context):,} tokens" for context in contexts)
+    return [f"{about}; milliseconds.", "", *table(("", "cache", *heads, "MiB of the last"), body)]
+
+
 def _cell(row: Mapping[str, str] | None) -> str:
     if row is None:
         return NOT_MEASURED
@@ -50,4 +66,4 @@ def _cell(row: Mapping[str, str] | None) -> str:
 
 
 if __name__ == "__main__":
-    write_parts({PART: lines_of()}, PAGE)
+    write_parts({PART: lines_of(), MODEL_PART: model_lines()}, PAGE)

@@ -139,7 +139,7 @@ def test_the_record_holds_every_variant_and_target_of_both_tritons_once():
 
 
 def test_the_table_stays_small():
-    assert len(variants()) <= 112
+    assert len(variants()) <= 120
 
 
 # -- what the gate catches ----------------------------------------------------------------------

@@ -247,8 +247,9 @@ def test_work_follows_the_window():
     assert plan(1024, 128, 8, room, 3, costs) == (3, 1)
 
 
-def test_splits_that_are_chosen_were_fastest_on_an_h200():
-    """Of 1 to 128 that were timed, within 0.2% on average and 3% in every case."""
+@pytest.mark.parametrize(("warps", "cases", "mean", "most"), [(4, 35, 1.002, 1.03), (1, 40, 1.02, 1.1)])
+def test_splits_that_are_chosen_were_fastest_on_an_h200(warps, cases, mean, most):
+    """Of 1 to 128 that were timed, within 0.2% on average and 3% in every case; of one warp within 2% and 10%."""
     from caramba_fast.kernels.splits import Room, assumed_overheads, plan
 
     table = Path(__file__).resolve().parents[2] / "bench" / "results" / "cuda_settings.csv"
@@ -257,27 +258,29 @@ def test_splits_that_are_chosen_were_fastest_on_an_h200():
             row
             for row in csv.DictReader(file)
             if row["resident"] and not row["tile"] and row["num_splits"] != "0"
+            if row["num_warps"] == str(warps)
         ]
-    cases: dict[tuple[str, ...], dict[int, float]] = {}
+    times_of: dict[tuple[str, ...], dict[int, float]] = {}
     for row in timed:
         name = tuple(
             row[c] for c in ("kind", "batch", "dim", "kv", "tokens", "max_registers", "resident")
         )
-        cases.setdefault(name, {})[int(row["num_splits"])] = float(row["median_us"])
+        times_of.setdefault(name, {})[int(row["num_splits"])] = float(row["median_us"])
     slower = []
-    for (kind, batch, _, kv, _, _, resident), times in cases.items():
+    for (kind, batch, _, kv, _, _, resident), times in times_of.items():
         if len(times) < 4:
             continue
-        tile, lanes = 64 if kind == "fp16" else 128, 8 * int(batch)
+        tile, lanes = {1: 32, 4: 64 if kind == "fp16" else 128}[warps], 8 * int(batch)
         room = Room(132, int(resident), lanes if kind in ("q8", "q4") else 0)
-        chosen, _ = plan(int(kv), tile, lanes, room, 0, assumed_overheads(tile, kind != "fp16", 4))
+        costs = assumed_overheads(tile, kind != "fp16", warps)
+        chosen, _ = plan(int(kv), tile, lanes, room, 0, costs)
         tiles = int(kv) // tile
         length = -(-tiles // chosen)
         alike = [time for n, time in times.items() if -(-tiles // n) == length]
         if alike:
             slower.append(min(alike) / min(times.values()))
-    assert len(slower) >= 35 and max(slower) <= 1.03, slower
-    assert sum(slower) / len(slower) <= 1.002
+    assert len(slower) >= cases and max(slower) <= most, slower
+    assert sum(slower) / len(slower) <= mean
 
 
 def test_garbage_in_unused_entries_of_a_block_table():
