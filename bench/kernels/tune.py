@@ -62,7 +62,7 @@ class Point:
 
     def case(self, tiny: bool) -> Case:
         """A cache that has so many query rows a kv head."""
-        heads, tokens = {8: (32, 1), 32: (32, 8), 64: (64, 8)}[self.rows]
+        heads, tokens = {8: (32, 1), 16: (32, 4), 32: (32, 8), 64: (64, 8)}[self.rows]
         if tiny:
             return Case("decode_attention", (self.kind,), 1, heads // 8, 1, self.dim, 256, tokens)
         return Case("decode_attention", (self.kind,), 8, heads, 8, self.dim, 32768, tokens)
@@ -121,7 +121,7 @@ def points(tiny: bool) -> list[Point]:
     if tiny:
         return [Point("q4_0", 32, 8)]
     kinds = ("q4", "q8", "q4_0", "q8_0", "nf4", "fp16")
-    shapes = ((128, 8), (128, 32), (64, 8), (128, 64), (256, 8))
+    shapes = ((128, 8), (128, 32), (64, 8), (128, 16), (128, 64), (256, 8))
     return [Point(kind, dim, rows) for dim, rows in shapes for kind in kinds]
 
 

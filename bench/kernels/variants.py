@@ -194,7 +194,7 @@ def _balanced_table() -> Iterator[Variant]:
 def _decode_table() -> Iterator[Variant]:
     for kind in ("fp16", *QUANTIZED_KINDS):
         yield _decode("D 128", (kind, kind))
-    for kind in QUANTIZED_KINDS:
+    for kind in ("fp16", *QUANTIZED_KINDS):
         yield _decode("D 128, T 4", (kind, kind), tokens=4)
     yield _decode("D 128", ("bf16", "bf16"), dtype="bf16")
     q4 = ("q4_0", "q4_0")

@@ -1,7 +1,7 @@
 """The tables of docs/gpu.md: what a GPU has measured, of the cases that are to be measured, and steps of a model.
 
-``python -m caramba_fast.bench.pages.gpu_page`` writes them from ``bench/results/cuda.csv``, where the cases are those of
-``bench/kernels/predictions.csv``, and ``bench/results/cuda_llama-3.2-1b.csv``.
+``python -m caramba_fast.bench.pages.gpu_page`` writes them from ``bench/results/cuda.csv``, with the cases of
+``bench/kernels/predictions.csv``, and from ``bench/results/cuda_llama-3.2-1b.csv``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def model_lines(measured: Path = MODEL) -> list[str]:
     rows = read(measured)
     contexts = list(dict.fromkeys(row["context"] for row in rows))
     found = {(row["program"], row["cache"], row["context"]): row for row in rows}
-    about = ", ".join(dict.fromkeys(f"{row['model']}, {row['dtype']}, {row['device']}" for row in rows))
+    about = ", ".join(
+        dict.fromkeys(f"{row['model']}, {row['dtype']}, {row['device']}" for row in rows)
+    )
     body = []
     for program, cache in dict.fromkeys((row["program"], row["cache"]) for row in rows):
         there = [found.get((program, cache, context)) for context in contexts]

@@ -14,8 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles_layout import WARP_TILE
-
 #: Where a program reads its keys from.
 CODES, TAIL, SINKS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -53,9 +51,9 @@ class Room(NamedTuple):
 #: 1,024 to 32,768 tokens, 1 and 8 rows, 1 to 128 splits, on an H200, whose L2 cache held up to 60 MB of them (`tune`
 #: finds those of another GPU, from memory).
 PROGRAM, MERGE, TOGETHER = 128.0, 9.0, {True: 0.6, False: 0.9}
-#: Those of programs that are one warp, in tiles: 46 cases of five kinds, heads of 64 and 128, 1 to 32 rows.
+#: Those of programs that are one warp, in tiles: five kinds, heads of 64 and 128, 1 to 32 rows.
 OF_A_WARP = Overheads(4.0, 0.15, 0.2)
-#: Shortest split in tokens, of tiles of one warp too; and how many splits there are at most.
+#: Shortest split in tokens, of four warps and of one; and how many splits there are at most.
 SHORTEST, SHORTEST_OF_A_WARP, MOST_SPLITS = 128, 64, 128
 #: A row that is short, for which the shortest split is chosen.
 SHORT_ROW = 1024
@@ -83,8 +81,7 @@ def load(
 ) -> tuple[float, int, int]:
     """(What the busiest SM takes for the tiles, in tiles; waves of programs; splits that have tiles).
 
-    Programs besides fill gaps of the last wave. Those of splits for which they leave no place come behind it; up to one
-    an SM that was not seen in times, 256 behind as many rows made them a quarter longer.
+    Programs besides fill the gaps of the last wave; where more than one an SM find none, they count as another wave.
     """
     each = -(-tiles // splits)
     used = -(-tiles // each)
@@ -113,7 +110,13 @@ def cheapest(tiles: int, programs: int, room: Room, overheads: Overheads) -> int
 
 
 def plan(
-    tokens: int, tile: int, programs: int, room: Room, wanted: int, overheads: Overheads
+    tokens: int,
+    tile: int,
+    programs: int,
+    room: Room,
+    wanted: int,
+    overheads: Overheads,
+    warps: int = 4,
 ) -> tuple[int, int]:
     """(splits at most, tiles a split has at least), from shapes alone.
 
@@ -124,12 +127,13 @@ def plan(
         room: where they run.
         wanted: splits the caller asked for, 0 or less for none.
         overheads: what is paid besides.
+        warps: of a program.
     """
     tiles = max(1, triton.cdiv(tokens, tile))
     if wanted > 0:
         return min(wanted, tiles), 1
     short = min(tiles, triton.cdiv(SHORT_ROW, tile))
-    shortest = triton.cdiv(SHORTEST if tile > WARP_TILE else SHORTEST_OF_A_WARP, tile)
+    shortest = triton.cdiv(SHORTEST_OF_A_WARP if warps == 1 else SHORTEST, tile)
     least = max(shortest, triton.cdiv(short, cheapest(short, programs, room, overheads)))
     return max(1, min(cheapest(tiles, programs, room, overheads), triton.cdiv(tiles, least))), least
 

@@ -152,7 +152,8 @@ class Call:
         programs = self.batch * self.lanes * self.row_groups
         resident = self.resident(partials_kernel, 1, 1) if self.num_splits <= 0 else 1
         room = Room(processors(self.q.device), resident, programs * self.sides)
-        return plan(slots, self.shape.tile, programs, room, self.num_splits, self.overheads)
+        costs, warps = self.overheads, self.shape.warps
+        return plan(slots, self.shape.tile, programs, room, self.num_splits, costs, warps)
 
     @property
     def overheads(self) -> Overheads:

@@ -14,7 +14,7 @@ from caramba_fast.formats import PACKED_TOGETHER, Format
 from .casts import INTERPRETED
 from .tiles_layout import Stream, segments
 
-#: Codes of quantized values are read in words of so many bytes.
+#: Codes of quantized values, and scales of 4-bit keys by channel, are read in words of so many bytes.
 WORD_BYTES = 4
 #: Options of a stream, as ``<name>_<part>``.
 PARTS = ("tail", "sink")
@@ -92,10 +92,18 @@ class Stored:
                 found.append(
                     f"{name}_{part} of strides {x.stride()}: a lane's slots must be contiguous"
                 )
-        places = (self.codes.data_ptr(), *self.codes.stride()[:2])
-        if name == "v" and self.form.quantized and any(place % WORD_BYTES for place in places):
-            found.append(
-                f"{name}_codes at address {places[0]:#x}, strides {self.codes.stride()}: lanes must begin at a "
-                f"multiple of {WORD_BYTES} bytes"
-            )
+        in_words = {
+            "codes": self.codes if name == "v" and self.form.quantized else None,
+            "scales": self.scales if self.form.by_channel and self.form.bits == 4 else None,
+        }
+        for part, x in in_words.items():
+            if x is None:
+                continue
+            size = x.element_size()
+            places = (x.data_ptr(), *(stride * size for stride in x.stride()[:2]))
+            if any(place % WORD_BYTES for place in places):
+                found.append(
+                    f"{name}_{part} at address {places[0]:#x}, strides {x.stride()}: lanes must begin at a multiple of "
+                    f"{WORD_BYTES} bytes"
+                )
         return found

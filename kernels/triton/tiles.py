@@ -31,13 +31,11 @@ from .tiles_asm import (
     Q8_WORD,
 )
 from .tiles_layout import FORMATS_OF_NIBBLES, LEAST_ROWS, by_words
-from .tiles_words import each_word, load_words, word_columns
+from .tiles_words import each_word, load_words, loaded, word_columns
 
 #: By the format's index.
 PAIR = tl.constexpr((None, None, None, Q8_PAIR, Q4_PAIR, NF4_PAIR))
 WORD = tl.constexpr((None, None, None, Q8_WORD, Q4_WORD, NF4_WORD))
-NIBBLES = FORMATS_OF_NIBBLES
-
 
 # Triton 3.6 makes a tensor of a number that a jitted function returns; these stay numbers.
 
@@ -45,7 +43,7 @@ NIBBLES = FORMATS_OF_NIBBLES
 @triton.constexpr_function
 def halves(form):
     """Parts of one segment; values of one byte."""
-    return 2 if form in NIBBLES else 1
+    return 2 if form in FORMATS_OF_NIBBLES else 1
 
 
 @triton.constexpr_function
@@ -199,16 +197,6 @@ def _plain(codes, FORMAT: tl.constexpr, PTX: tl.constexpr):
 
 
 # -- loading ------------------------------------------------------------------------------------
-
-
-@triton.jit
-def loaded(pointers, mask, MASKED: tl.constexpr):
-    """What is there, or 0; looked at ``mask`` only if MASKED."""
-    if MASKED:
-        x = tl.load(pointers, mask=mask, other=0)
-    else:
-        x = tl.load(pointers)
-    return x
 
 
 @triton.jit

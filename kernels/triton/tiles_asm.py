@@ -120,8 +120,8 @@ Q4_WORD: str = _program(
     *_Q4_CONSTANTS, *_q4("$4", "0x1100", "$0", "$2"), *_q4("$4", "0x3322", "$1", "$3")
 )
 
-#: $8, $9: two words of four bytes of two codes -> $0 to $3: code - 8 of the low codes of their first to fourth bytes, $4
-#: to $7: of the high codes.
+#: $8, $9: two words of four bytes of two codes -> $0 to $3: code - 8 of the low codes of their first to fourth bytes,
+#: $4 to $7: of the high codes.
 Q4_WORDS: str = _program(
     *_Q4_CONSTANTS,
     *(
@@ -213,8 +213,8 @@ NF4_WORD: str = _program(
     "mov.b32 t, 0xBC00BC00;",
     *(f"add.rn.f16x2 ${i}, ${i}, t;" for i in range(4)),
 )
-#: $8, $9: two words of four bytes of NF4 codes -> $0 to $3: `nf4_halves` of the low codes of their first to fourth bytes,
-#: $4 to $7: of the high codes.
+#: $8, $9: two words of four bytes of NF4 codes -> $0 to $3: `nf4_halves` of the low codes of their first to fourth
+#: bytes, $4 to $7: of the high codes.
 NF4_WORDS: str = _program(
     *_NF4_CONSTANTS,
     *(

@@ -12,8 +12,8 @@ from .formats import Q8_0
 from .merge_splits import LOG2E, capped
 from .splits import CODES, TAIL, seen, tiles_of_range, tiles_of_split, visible_range
 from .tiles import gain, halves, lean, load_tile, value_columns, value_parts_of
-from .tiles_layout import by_words
 from .tiles_channel import channel_scores, channel_values, products_of, unit
+from .tiles_layout import by_words
 from .tiles_query import load_query, positive
 
 #: The least float32, where the largest score of a row begins: a difference from it is never that of two infinities.

@@ -92,7 +92,7 @@ def _two_halves(words, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _of_row(scales, origin, slots, S: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr):
+def _of_row(scales, origin, slots, S: tl.constexpr, MASKED: tl.constexpr):
     """Scales and zeros of the group that a tile lies in: two tuples of (1, w)."""
     HALF: tl.constexpr = S.width // 2
     at = (scales + (origin // S.group) * (2 * S.width)).to(tl.pointer_type(tl.int32), bitcast=True)
@@ -246,7 +246,7 @@ def channel_scores(
         )
     zeros = None
     if whole_row(S, C):
-        steps, zeros = _of_row(scales, origin, slots, S, MASKED, C)
+        steps, zeros = _of_row(scales, origin, slots, S, MASKED)
     else:
         steps = _of_parts(scales, origin, slots, 0, COUNT, S, MASKED, C)
     masks = None

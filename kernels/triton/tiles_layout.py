@@ -60,7 +60,7 @@ class Shape:
         tokens: query tokens.
         heads: kv heads.
         per_lane: kv heads of a lane.
-        rows: query rows of a program, a power of two from `LEAST_ROWS`.
+        rows: query rows of a program, a power of two from 8.
         tile: tokens of a tile.
         page: slots of a page; 0 for a contiguous cache.
         masked: whether a tile may reach past the capacity.
@@ -122,7 +122,7 @@ class Settings:
 #: Most query rows of a program; more become row groups, which read the cache again (from L2, mostly).
 #: Where a lane has more than 64 values, 64 rows of accumulators spill: half of them then.
 MOST_ROWS = 64
-#: Fewest query rows that are multiplied: before 3.9 Triton gives products of 8 columns to `mma.sync` on sm_90, too.
+#: Fewest query rows that four warps multiply: before 3.9 Triton gives 8 columns to `mma.sync` on sm_90, too.
 LEAST_ROWS = 8 if tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 9) else 16
 
 
@@ -147,9 +147,11 @@ def by_words(stream: Stream, shape: Shape) -> bool:
 
 
 def fits_warp(streams: Sequence[Stream], rows: int, unit: int) -> bool:
-    """Whether a program may be one warp, which waits for nothing but its own loads: few rows of packed half precision."""
+    """Whether a program may be one warp, which waits for nothing but its loads: few rows, packed, half precision."""
     *keys, value = streams
-    packed = all(stream.form > FORMATS["bf16"].index and stream.dot == tl.float16 for stream in keys)
+    packed = all(
+        stream.form > FORMATS["bf16"].index and stream.dot == tl.float16 for stream in keys
+    )
     narrow = max(stream.width for stream in streams) <= WARP_WIDTH
     whole = unit % WARP_TILE == 0
     return rows <= WARP_ROWS and packed and narrow and whole and words_of(value)
@@ -169,7 +171,7 @@ def settings(
         rows: query rows of a lane.
         unit: slots of a page, or of a contiguous cache: a tile should divide it.
         major: of the GPU's compute capability, where it is known; `on_generation` does the rest for it.
-        warp: whether a program may be one warp; on AMD it may not.
+        warp: whether a program may be one warp; on AMD, whose waves have 64 threads, that was not tried.
     """
     if warp and fits_warp(streams, rows, unit):
         return Settings(WARP_ROWS, WARP_TILE, 1, 3, max(s.width for s in streams) <= 64)
@@ -254,35 +256,28 @@ def on_blackwell(chosen: Settings) -> Settings:
 
     Two warps are too few for it; with half a tile the work of a warp stays the same.
     """
-    if chosen.tile < 64:
+    if chosen.tile < 64 or chosen.num_warps == 1:
         return chosen
     rows = chosen.rows if chosen.narrow else min(chosen.rows, MOST_SCORES // chosen.tile)
     return replace(chosen, rows=rows, tile=chosen.tile // 2, num_warps=chosen.num_warps // 2)
-
-
-#: Of a thread, where three programs of four warps share an SM.
-THIRD_OF_REGISTERS = 168
 
 
 def on_hopper(chosen: Settings, streams: Sequence[Stream], rows: int) -> Settings:
     """The same on sm_90 for keys by channel with a Triton before 3.9: what was fastest on an H200.
 
     Behind 8 rows of 32,768 tokens 32 query rows at once are 1.5 (4 bits) and 1.6 times (8 bits) as fast as 16 twice,
-    though 8 and 16 bytes of a thread spill; a third program an SM makes 8 bits 1.15 times as fast, at the price of 16
-    bytes. Short rows lose: 1 row of 4,096 tokens takes 1.1 times as long with 32 query rows of 4 bits, 8 rows of
-    1,024 tokens 1.2 times as long with a third program of 8.
+    though 8 and 16 bytes of a thread spill. Short rows lose: 1 row of 4,096 tokens takes 1.1 times as long with 32
+    query rows of 4 bits.
     """
     wide = any(stream.dot == tl.float32 for stream in streams)
     if LEAST_ROWS == 8 or wide or streams[0].group == 1:
         return chosen
-    bits = list(FORMATS.values())[streams[0].form].bits
     if chosen.narrow:
         return replace(chosen, num_stages=3) if chosen.rows <= 16 else chosen
-    if max(stream.width for stream in streams) > 128 or chosen.tile < 128:
+    if rows <= 16 or max(stream.width for stream in streams) > 128 or chosen.tile < 128:
         return chosen
-    if rows > 16:
-        return replace(chosen, rows=32, num_stages=3 if bits == 4 else 2)
-    return replace(chosen, max_registers=THIRD_OF_REGISTERS) if bits == 8 else chosen
+    bits = list(FORMATS.values())[streams[0].form].bits
+    return replace(chosen, rows=32, num_stages=3 if bits == 4 else 2)
 
 
 #: Of a thread of a program of one warp that walks over pieces (`balanced_kernel`): with fewer what it keeps beside the

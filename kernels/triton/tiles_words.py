@@ -14,7 +14,7 @@ import triton.language as tl
 from .casts import from_float32
 from .formats import NF4, Q8_0, decode_bytes, decode_nibbles
 from .tiles_asm import NF4_WORDS, Q4_WORDS, Q8_WORDS
-from .tiles_layout import FORMATS_OF_NIBBLES, by_words
+from .tiles_layout import FORMATS_OF_NIBBLES
 
 #: By the format's index.
 WORDS = tl.constexpr((None, None, None, Q8_WORDS, Q4_WORDS, NF4_WORDS))
@@ -39,8 +39,13 @@ def word_columns(part: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def _loaded(pointers, mask, MASKED: tl.constexpr):
-    return tl.load(pointers, mask=mask, other=0) if MASKED else tl.load(pointers)
+def loaded(pointers, mask, MASKED: tl.constexpr):
+    """What is there, or 0; looked at ``mask`` only if MASKED."""
+    if MASKED:
+        x = tl.load(pointers, mask=mask, other=0)
+    else:
+        x = tl.load(pointers)
+    return x
 
 
 @triton.jit
@@ -78,7 +83,7 @@ def _one_by_one(words, FORMAT: tl.constexpr):
 def load_words(
     codes, scales, slot, inside, used, S: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """The parts of a tile of values, transposed: (words of a segment, N) each; 0 where no query may look.
+    """The parts of a tile of values, transposed: (words of a segment, N) fp16 each; 0 where no query may look.
 
     Args:
         as of `tiles.load_tile`.
@@ -92,7 +97,7 @@ def load_words(
         START: tl.constexpr = S.segments[i][0]
         COUNT: tl.constexpr = S.segments[i][1] // S.block
         word = START // EACH + tl.arange(0, S.segments[i][1] // EACH)
-        words = _loaded(codes + (slot[None, :] * WIDTH + word[:, None]), inside[None, :], MASKED)
+        words = loaded(codes + (slot[None, :] * WIDTH + word[:, None]), inside[None, :], MASKED)
         block = START // S.block + tl.arange(0, COUNT)
         scale = tl.load(
             scales + (slot[None, :] * BLOCKS + block[:, None]), mask=used[None, :], other=0.0

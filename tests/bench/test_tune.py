@@ -127,7 +127,7 @@ def test_launches_use_what_was_tuned(num_splits, monkeypatch):
 @pytest.mark.parametrize("kinds, dim, rows, expected", [
     (("q4_channel", "q4_0"), 128, 16, Settings(16, 128, 4, 3)),
     (("q4_channel", "q4_0"), 128, 32, Settings(32, 128, 4, 3)),
-    (("q8_channel", "q8_0"), 128, 16, Settings(16, 128, 4, 2, max_registers=168)),
+    (("q8_channel", "q8_0"), 128, 16, Settings(16, 128, 4, 2)),
     (("q8_channel", "q8_0"), 128, 32, Settings(32, 128, 4, 2)),
     (("q8_channel", "q8_0"), 64, 16, Settings(16, 128, 4, 3, narrow=True)),
     (("q8_channel", "q8_0"), 256, 32, Settings(16, 64, 4, 2)),

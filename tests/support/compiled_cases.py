@@ -198,6 +198,8 @@ CASES: dict[str, Callable[..., None]] = {
     "decode q4_0 D 128": partial(attended, STORED["q4_0"], dim=128),
     "decode by channel, groups of 128": partial(
         attended, STORED["q4_channel"], dim=128, lengths=(271, 129), slots=384, block=128, splits=2),
+    "decode by channel, balanced": partial(
+        attended, STORED["q4_channel"], lengths=(271, 33), slots=384, splits=-1),
     "decode by channel, 12 rows": partial(attended, STORED["q4_channel"], tokens=3),
     "decode nf4 and q4_0, lanes of 96 and 128": partial(
         attended, ("nf4", "q4_0"), dims={"k": 96, "v": 128}, heads=4, kv_heads=1),
