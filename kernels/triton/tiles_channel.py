@@ -256,9 +256,7 @@ def channel_scores(
     for i in tl.static_range(len(S.segments)):
         k += _numbers(found[i], masks[i] if EACH == 2 else None, S, HALF)
     if HALF and lean(C):
-        if zeros is None:
-            zeros = _of_parts(scales, origin, slots, S.width, COUNT, S, MASKED, C)
-        total = _from_zeros(turned, zeros, COUNT, S, C)
+        total = _from_zeros(turned, zeros, scales, origin, slots, COUNT, S, MASKED, C)
         total = _all_folded(q, turned, k, steps, total, S, C)
         total = tl.reshape(total, (C.tile, C.rows))
     else:
@@ -278,7 +276,9 @@ def channel_scores(
 
 
 @triton.jit
-def _from_zeros(turned, zeros, COUNT: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
+def _from_zeros(
+    turned, zeros, scales, origin, slots, COUNT: tl.constexpr, S: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
     """Zeros times queries, where the products of a tile begin: (COUNT, N / COUNT, R).
 
     The rows of one product for the tile are shared out as its tokens are: 16 to each warp, all of them the zeros of its
@@ -286,7 +286,11 @@ def _from_zeros(turned, zeros, COUNT: tl.constexpr, S: tl.constexpr, C: tl.const
     """
     base = None
     for part in tl.static_range(parts_of(S)):
-        zero = zeros[part].to(S.dot)
+        if zeros is None:  # one after the other, for all at once are more registers
+            zero = _of_groups(scales, origin, slots, part, S.width, COUNT, S, MASKED, C)
+        else:
+            zero = zeros[part]
+        zero = zero.to(S.dot)
         rows = tl.broadcast_to(zero[:, None, :], (COUNT, 16, zero.shape[1]))
         rows = tl.reshape(rows, (COUNT * 16, zero.shape[1]))
         base = tl.dot(rows, turned[part], base, input_precision=C.precision)
