@@ -148,8 +148,17 @@ class Cta:
         source = at ^ source if butterfly else at - at % 32 + source % 32
         self.registers.put(target, self.registers.get(value, "b32")[source], at)
 
+    def shuffle_up(self, i: Instruction, at: Array) -> None:
+        """shfl.sync.up: from b lanes before; the first b lanes keep their own."""
+        target, value, by, clamp, mask = i.operands
+        if clamp != "0" or not self.warps(at, mask):
+            raise NotImplementedError("a part of a warp")
+        before = self.registers.get(by, "u32")[at].astype(at.dtype)
+        source = np.where(at % 32 >= before, at - before, at)
+        self.registers.put(target, self.registers.get(value, "b32")[source], at)
+
     def reduce(self, i: Instruction, at: Array, of: Callable[..., Array]) -> None:
-        """redux.sync: every lane gets the largest, or the smallest, of its warp."""
+        """redux.sync: every lane gets the sum, the largest or the smallest of its warp."""
         lanes = self.registers.get(i.operands[1], "s32")[at]
         found = of(lanes.reshape(self.warps(at, i.operands[2]), 32), axis=1)
         self.registers.put(i.operands[0], np.repeat(found, 32), at)
@@ -203,7 +212,9 @@ NAMED: dict[str, Callable[[Cta, Instruction, Array], None]] = {
     "cp.async.commit_group": Cta.commit, "cp.async.wait_group": Cta.wait, "bar.warp.sync": Cta.warp_barrier,
     "shfl.sync.bfly.b32": partial(Cta.shuffle, butterfly=True),
     "shfl.sync.idx.b32": partial(Cta.shuffle, butterfly=False),
-    "redux.sync.max.s32": partial(Cta.reduce, of=np.max), "redux.sync.min.s32": partial(Cta.reduce, of=np.min),
+    "shfl.sync.up.b32": Cta.shuffle_up,
+    "redux.sync.add.s32": partial(Cta.reduce, of=np.sum), "redux.sync.max.s32": partial(Cta.reduce, of=np.max),
+    "redux.sync.min.s32": partial(Cta.reduce, of=np.min),
     **{
         f"mma.sync.aligned.m16n8k{deep}.row.col.f32.{kind}.{kind}.f32": partial(Cta.multiply, kind=kind)
         for kind, deep in (("f16", 16), ("bf16", 16), ("tf32", 8))

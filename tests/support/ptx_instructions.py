@@ -57,6 +57,11 @@ def rounded(run: Callable[..., Array], x: Array) -> Array:
         return run(x.astype(np.float64)).astype(np.float32)
 
 
+def bits_set(x: Array) -> Array:
+    """popc: how many bits are 1."""
+    return np.unpackbits(x.view(np.uint8).reshape(-1, 4), axis=1).sum(1).astype(x.dtype)
+
+
 def largest(a: Array, b: Array) -> Array:
     """max: a NaN loses, and -0 is less than 0."""
     if a.dtype.kind != "f":
@@ -196,7 +201,8 @@ BINARY: dict[str, Callable[..., Array]] = {
     "add": np.add, "add.rn": np.add, "sub": np.subtract, "sub.rn": np.subtract,
     **dict.fromkeys(("mul", "mul.rn", "mul.lo", "mul.wide"), np.multiply), "max": largest,
     "max.NaN": largest_or_nan, "min": smallest,
-    "div.s32": quotient, "div.u32": quotient, "rem.s32": np.fmod, "rem.u32": np.fmod,
+    **dict.fromkeys(("div.s32", "div.u32", "div.s64", "div.u64"), quotient),
+    **dict.fromkeys(("rem.s32", "rem.u32", "rem.s64", "rem.u64"), np.fmod),
     "div.rn": np.divide, "div.full.f32": np.divide,  # the latter may be 2 units in the last place away
     "mul.hi.u32": lambda a, b: (a.astype(np.uint64) * b >> np.uint64(32)).astype(np.uint32),
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
@@ -207,6 +213,8 @@ TABLE: dict[str, tuple[Callable[..., Array], str]] = {
     "fma.rn": (fused, "t t t"), "fma.rn.ftz.f32": (lambda *x: flushed(fused(*map(flushed, x))), "t t t"),
     "neg": (np.negative, "t"), "abs": (np.abs, "t"), "not": (np.invert, "t"), "mov": (lambda x: x, "t"),
     "ex2.approx.ftz.f32": (power, "t"), "ex2.approx.f32": (lambda x: rounded(np.exp2, x), "t"),
+    "popc.b32": (bits_set, "t"),
+    "sqrt.approx.ftz.f32": (lambda x: rounded(np.sqrt, x), "t"),
     "lg2.approx.f32": (lambda x: rounded(np.log2, x), "t"), "selp": (lambda a, b, p: np.where(p, a, b), "t t pred"),
     "shl": (left, "t u32"), "shr": (right, "t u32"),
     "bfe.u32": (bit_field, "t u32 u32"), "bfe.s32": (bit_field, "t u32 u32"),
@@ -223,6 +231,7 @@ SPECIAL: dict[str, Pure] = {
     "cvt.rn.bf16x2.f32": (lambda *x: paired(*map(bf16, x)).view(np.uint32), "b32", ("f32", "f32")),
     "fma.rn.bf16x2": (fused_bf16, "b32", ("b32", "b32", "b32")),
     "fma.rn.bf16": (fused_bf16, "b16", ("b16", "b16", "b16")),
+    "cvt.rpi.ftz.f32.f32": (np.ceil, "f32", ("f32",)),
     "cvt.rn.bf16.f32": (bf16, "b16", ("f32",)),
     "cvt.f32.bf16": (lambda x: unpacked(x, "bf16"), "f32", ("b16",)),
     "cvt.rna.tf32.f32": (tf32, "b32", ("f32",)),

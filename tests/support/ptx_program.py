@@ -66,7 +66,7 @@ def parse(text: str) -> Program:
             _declare(part, program.widths, scopes, count)
         elif found := USED.fullmatch(part):
             used = int(found[1], 0)
-        elif found := STATEMENT.fullmatch(part):
+        elif found := STATEMENT.fullmatch(part.replace("::cta", "")):  # what .shared means anyway
             known = {name: own for scope in scopes for name, own in scope.items()}
             renamed = re.sub(r"[%$\w]+", lambda x: known.get(x[0], x[0]), found[4])  # noqa: B023
             operands = [re.sub(r"\s", "", x) for x in OPERAND.findall(renamed)]
