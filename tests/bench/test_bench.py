@@ -155,9 +155,11 @@ def test_an_absent_peer_says_so():
 def test_predictions_are_written_down():
     """If this fails, kernels or grid changed: ``make bench-predictions``, before measuring."""
     assert predict.PREDICTIONS.read_text() == predict.page()
-    start, end = sections.comments(gpu_page.PART)
-    part = gpu_page.PAGE.read_text("utf-8").split(start)[1].split(end)[0]
-    assert part.strip() == "\n".join(gpu_page.lines_of()).strip()
+    parts = {gpu_page.PART: gpu_page.lines_of(), gpu_page.MODEL_PART: gpu_page.model_lines()}
+    for name, lines in parts.items():
+        start, end = sections.comments(name)
+        part = gpu_page.PAGE.read_text("utf-8").split(start)[1].split(end)[0]
+        assert part.strip() == "\n".join(lines).strip()
 
 
 def test_the_page_of_gpus_says_what_was_not_measured(tmp_path):

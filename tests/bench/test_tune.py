@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from support.triton_cases import attend, build, check
 
-from caramba_fast.bench.kernels import tune, variants
+from caramba_fast.bench.kernels import predict, tune, variants
 from caramba_fast.kernels import splits, splits_launch, tiles_layout, tuned
 from caramba_fast.kernels.tiles_layout import Settings
 
@@ -159,6 +159,8 @@ def test_programs_of_few_rows_are_one_warp_where_values_are_whole_words(kinds, d
         assert warps > 1 or (found.rows, found.tile, found.narrow) == (8, 32, dim <= 64)
     assert tiles_layout.settings(streams, rows, 4096, warp=False).num_warps == 4
     assert tiles_layout.settings(streams, rows, 4096 + 16).num_warps == 4
+    limits = (predict.WARP_ROWS, predict.WARP_WIDTH)  # a page is predicted without Triton
+    assert limits == (tiles_layout.WARP_ROWS, tiles_layout.WARP_WIDTH)
     wide = [variants._stream(kind, dim, 1, "fp32", 32) for kind in kinds]
     assert tiles_layout.settings(wide, rows, 4096).num_warps == 4
 

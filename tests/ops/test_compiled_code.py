@@ -47,7 +47,6 @@ def found() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def found_with_the_oldest() -> dict[str, str]:
     assert (OLDEST / "triton").is_dir(), f"make {OLDEST}/.done"
-
     return run(*ATTENTION, path=(OLDEST,))
 
 

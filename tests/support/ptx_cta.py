@@ -139,22 +139,18 @@ class Cta:
             raise FaultError("only a part of a warp takes part")
         return len(at) // 32
 
-    def shuffle(self, i: Instruction, at: Array, butterfly: bool) -> None:
-        """shfl.sync: from lane ^ b, or from lane b."""
+    def shuffle(self, i: Instruction, at: Array, mode: str) -> None:
+        """shfl.sync of whole warps: from lane ^ b, from lane b, or from b lanes before (the first b keep their own)."""
         target, value, by, clamp, mask = i.operands
-        if clamp != "31" or not self.warps(at, mask):
+        if clamp != ("0" if mode == "up" else "31") or not self.warps(at, mask):
             raise NotImplementedError("a part of a warp")
-        source = self.registers.get(by, "u32")[at]
-        source = at ^ source if butterfly else at - at % 32 + source % 32
-        self.registers.put(target, self.registers.get(value, "b32")[source], at)
-
-    def shuffle_up(self, i: Instruction, at: Array) -> None:
-        """shfl.sync.up: from b lanes before; the first b lanes keep their own."""
-        target, value, by, clamp, mask = i.operands
-        if clamp != "0" or not self.warps(at, mask):
-            raise NotImplementedError("a part of a warp")
-        before = self.registers.get(by, "u32")[at].astype(at.dtype)
-        source = np.where(at % 32 >= before, at - before, at)
+        b = self.registers.get(by, "u32")[at].astype(at.dtype)
+        if mode == "bfly":
+            source = at ^ b
+        elif mode == "idx":
+            source = at - at % 32 + b % 32
+        else:
+            source = np.where(at % 32 >= b, at - b, at)
         self.registers.put(target, self.registers.get(value, "b32")[source], at)
 
     def reduce(self, i: Instruction, at: Array, of: Callable[..., Array]) -> None:
@@ -210,9 +206,7 @@ class Cta:
 NAMED: dict[str, Callable[[Cta, Instruction, Array], None]] = {
     **dict.fromkeys(("cp.async.cg.shared.global", "cp.async.ca.shared.global"), Cta.copy),
     "cp.async.commit_group": Cta.commit, "cp.async.wait_group": Cta.wait, "bar.warp.sync": Cta.warp_barrier,
-    "shfl.sync.bfly.b32": partial(Cta.shuffle, butterfly=True),
-    "shfl.sync.idx.b32": partial(Cta.shuffle, butterfly=False),
-    "shfl.sync.up.b32": Cta.shuffle_up,
+    **{f"shfl.sync.{mode}.b32": partial(Cta.shuffle, mode=mode) for mode in ("bfly", "idx", "up")},
     "redux.sync.add.s32": partial(Cta.reduce, of=np.sum), "redux.sync.max.s32": partial(Cta.reduce, of=np.max),
     "redux.sync.min.s32": partial(Cta.reduce, of=np.min),
     **{
