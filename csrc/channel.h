@@ -9,8 +9,10 @@
 #include <cstdint>
 #include <limits>
 
+#include "arena.h"
 #include "half.h"
 #include "numeric.h"
+#include "rows.h"
 #include "streams.h"
 #include "vec.h"
 
@@ -58,7 +60,7 @@ void decode_tokens(const char* codes, std::int64_t stride, const GroupRows& rows
     for (std::int64_t d = 0; d < width; d += kPacked) {
       if constexpr (BITS == 8) {
         for (int j = 0; j < kPacked; j += kLanes) {
-          const Floats scale = load_half(scales + d + j), zero = load_half(zeros + d + j);
+          const Floats scale = load_scale(scales + d + j), zero = load_half(zeros + d + j);
           for (int i = t; i < stop; ++i)
             store_as(fused(scale, converted(widen(from + i * stride + d + j)), zero),
                      to + i * width + d + j);
@@ -188,6 +190,46 @@ inline void encode_group(const float* values, const StoredStream& s, std::int64_
         narrow(low.of(values + t * dim + d) | high.of(values + t * dim + d + kHalf) << share,
                pairs + t * s.codes.token);
     }
+}
+
+// quantize: `count` groups of values of `type`, (group, lane_dim) each and one behind the other, to
+// codes and scales that lie so too. Of `s` its format, sizes and the stride of its codes count.
+inline void quantize_groups(const StoredStream& s, bool divides, Format type, const void* values,
+                            char* codes, std::uint16_t* scales, std::int64_t count) {
+  Arena& arena = thread_arena();
+  arena.reset();
+  const std::int64_t size = s.group * s.lane_dim;
+  float* widened = type == Format::fp32 ? nullptr : arena.take<float>(size);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float* from = widened;
+    if (widened == nullptr)
+      from = static_cast<const float*>(values) + i * size;
+    else
+      for (std::int64_t at = 0; at < size; at += kLanes)
+        store_as(load_values(type, values, i * size + at), widened + at);
+    encode_group(from, s, 0, divides, nullptr, codes + i * s.group * s.codes.token,
+                 scales + i * 2 * s.lane_dim);
+  }
+}
+
+// dequantize: the way back.
+inline void dequantize_groups(const StoredStream& s, Format type, const char* codes,
+                              const std::uint16_t* scales, void* values, std::int64_t count) {
+  Arena& arena = thread_arena();
+  arena.reset();
+  const std::int64_t dim = s.lane_dim, size = s.group * dim;
+  const auto decode = s.format == Format::q8_channel ? decode_tokens<8> : decode_tokens<4>;
+  float* narrowed = type == Format::fp32 ? nullptr : arena.take<float>(size);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const GroupRows rows{reinterpret_cast<const char*>(scales + i * 2 * dim), 2 * dim, 0, s.group,
+                         0};
+    float* to = narrowed == nullptr ? static_cast<float*>(values) + i * size : narrowed;
+    decode(codes + i * s.group * s.codes.token, s.codes.token, rows, dim, static_cast<int>(s.group),
+           to);
+    if (narrowed == nullptr) continue;
+    for (std::int64_t at = 0; at < size; at += kLanes)
+      store_values(type, load_as<Floats>(narrowed + at), values, i * size + at);
+  }
 }
 
 }  // namespace CARAMBA_FAST_ISA

@@ -6,6 +6,7 @@
 // compiled for a newer CPU, would otherwise be merged by the linker with everyone else's copies.
 #include "append.h"
 #include "attend.h"
+#include "channel.h"
 #include "dequantize.h"
 #include "formats.h"
 #include "kernels.h"
@@ -44,6 +45,8 @@ inline constexpr FormatKernels kFormatKernels = {
 extern constexpr Kernels kernels = {
     CARAMBA_FAST_STRING(CARAMBA_FAST_ISA),
     {kFormatKernels<Format::q8_0>, kFormatKernels<Format::q4_0>, kFormatKernels<Format::nf4>},
+    quantize_groups,
+    dequantize_groups,
     attend_tasks,
     merge_partials,
     partial_floats,

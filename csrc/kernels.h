@@ -38,10 +38,17 @@ struct AttentionJob;
 struct Task;
 struct AppendJob;
 struct AppendStream;
+struct StoredStream;
 
 struct Kernels {
   const char* isa;
   FormatKernels formats[kQuantizedFormats];  // in the order of kQuantized
+  // values -> codes and scales of `count` groups by channel, and back; `type` is that of the
+  // values.
+  void (*quantize_groups)(const StoredStream& s, bool divides, Format type, const void* values,
+                          char* codes, std::uint16_t* scales, std::int64_t count);
+  void (*dequantize_groups)(const StoredStream& s, Format type, const char* codes,
+                            const std::uint16_t* scales, void* values, std::int64_t count);
   // Decode attention: runs `count` tasks; merges the partial results of one (row, lane); floats of
   // one partial.
   void (*attend)(const AttentionJob& a, const Task* tasks, std::int64_t count);

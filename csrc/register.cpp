@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -68,7 +69,12 @@ constexpr std::int64_t kGrainValues = 32768;
 int quantized_index(const std::string& kind) {
   for (int i = 0; i < kQuantizedFormats; ++i)
     if (kind == kQuantized[i].name) return i;
-  STD_TORCH_CHECK(false, "kind is '", kind, "'; quantized kinds are q8_0, q4_0, nf4");
+  STD_TORCH_CHECK(false, "kind is '", kind,
+                  "'; quantized kinds are q8_0, q4_0, nf4, q8_channel, q4_channel");
+}
+
+bool is_channel_kind(const std::string& kind) {
+  return kind == "q8_channel" || kind == "q4_channel";
 }
 
 int checked_block_index(std::int64_t block) {
@@ -86,8 +92,97 @@ Tensor empty_like_but(const Tensor& like, std::int64_t last, ScalarType type) {
   return torch::stable::new_empty(like, shape, type);
 }
 
+// Groups of `block` tokens by channel, of `dim` channels each.
+StoredStream groups_of(const std::string& kind, std::int64_t block, std::int64_t dim) {
+  StoredStream groups{};
+  groups.format = kind == "q8_channel" ? Format::q8_channel : Format::q4_channel;
+  checked_block_index(block);
+  STD_TORCH_CHECK(dim % 32 == 0, "there are ", dim, " channels; a multiple of 32 is needed");
+  groups.group = block;
+  groups.lane_dim = dim;
+  groups.codes.token = dim * bits_of(groups.format) / 8;
+  return groups;
+}
+
+std::int64_t groups_at_once(const StoredStream& groups) {
+  return std::max<std::int64_t>(1, kGrainValues / (groups.group * groups.lane_dim));
+}
+
+std::tuple<Tensor, Tensor> quantize_by_channel(const Tensor& x, const std::string& kind,
+                                               std::int64_t block, const std::string& fit) {
+  const bool divides = fit_index(fit) == fit_index("mse");
+  const Format type = element_format(x, "x");
+  STD_TORCH_CHECK(x.dim() > 1, "x has ", x.dim(), " dimensions; (..., tokens, dim) is needed");
+  const std::int64_t last = x.dim() - 1, dim = x.size(last);
+  const StoredStream groups = groups_of(kind, block, dim);
+  STD_TORCH_CHECK(x.size(last - 1) % block == 0, "block=", block, " does not divide the ",
+                  x.size(last - 1), " tokens of x");
+
+  const Tensor values = made_contiguous(x);
+  Tensor codes = empty_like_but(x, groups.codes.token, ScalarType::Byte);
+  const auto sizes = x.sizes();
+  std::vector<std::int64_t> shape(sizes.begin(), sizes.end());
+  shape[last - 1] /= block;
+  shape[last] *= 2;
+  Tensor scales = torch::stable::new_empty(x, shape, ScalarType::Half);
+  if (x.numel() == 0) return {codes, scales};
+
+  const auto* from = static_cast<const char*>(values.const_data_ptr());
+  auto* to = static_cast<char*>(codes.mutable_data_ptr());
+  auto* to_scales = static_cast<std::uint16_t*>(scales.mutable_data_ptr());
+  const std::int64_t value_bytes = block * dim * static_cast<std::int64_t>(x.element_size());
+  torch::stable::parallel_for(0, x.numel() / (block * dim), groups_at_once(groups),
+                              [&](std::int64_t begin, std::int64_t end) {
+                                kernels().quantize_groups(groups, divides, type,
+                                                          from + begin * value_bytes,
+                                                          to + begin * block * groups.codes.token,
+                                                          to_scales + begin * 2 * dim, end - begin);
+                              });
+  return {codes, scales};
+}
+
+Tensor dequantize_by_channel(const Tensor& codes, const Tensor& scales, const std::string& kind,
+                             std::int64_t head_dim, ScalarType dtype) {
+  const Format type = element_format(dtype, "dtype");
+  STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Byte &&
+                      scales.scalar_type() == ScalarType::Half && scales.is_cpu(),
+                  "codes by channel are uint8, their scales float16, both on the cpu");
+  const std::int64_t last = codes.dim() - 1;
+  STD_TORCH_CHECK(last > 0 && scales.dim() == codes.dim(), "codes have ", codes.dim(),
+                  " dimensions and scales ", scales.dim());
+  for (std::int64_t i = 0; i < last - 1; ++i)
+    STD_TORCH_CHECK(codes.size(i) == scales.size(i), "codes and scales differ in dimension ", i);
+  const std::int64_t count = scales.size(last - 1), tokens = codes.size(last - 1);
+  Tensor values = empty_like_but(codes, head_dim, dtype);
+  STD_TORCH_CHECK(count > 0 ? tokens % count == 0 : tokens == 0, tokens, " tokens cannot have ",
+                  count, " groups");
+  const std::int64_t block = count > 0 ? tokens / count : 32;
+  const StoredStream groups = groups_of(kind, block, head_dim);
+  STD_TORCH_CHECK(codes.size(last) == groups.codes.token && scales.size(last) == 2 * head_dim,
+                  "codes of ", codes.size(last), " bytes and ", scales.size(last),
+                  " scales do not fit head_dim=", head_dim);
+  if (values.numel() == 0) return values;
+
+  const Tensor packed = made_contiguous(codes);
+  const Tensor packed_scales = made_contiguous(scales);
+  const auto* from = static_cast<const char*>(packed.const_data_ptr());
+  const auto* from_scales = static_cast<const std::uint16_t*>(packed_scales.const_data_ptr());
+  auto* to = static_cast<char*>(values.mutable_data_ptr());
+  const std::int64_t value_bytes =
+      block * head_dim * static_cast<std::int64_t>(values.element_size());
+  torch::stable::parallel_for(0, values.numel() / (block * head_dim), groups_at_once(groups),
+                              [&](std::int64_t begin, std::int64_t end) {
+                                kernels().dequantize_groups(
+                                    groups, type, from + begin * block * groups.codes.token,
+                                    from_scales + begin * 2 * head_dim, to + begin * value_bytes,
+                                    end - begin);
+                              });
+  return values;
+}
+
 std::tuple<Tensor, Tensor> quantize(const Tensor& x, std::string kind, std::int64_t block,
                                     std::string fit) {
+  if (is_channel_kind(kind)) return quantize_by_channel(x, kind, block, fit);
   const int format = quantized_index(kind);
   const int rule = fit_index(fit);
   const int size = checked_block_index(block);
@@ -140,6 +235,7 @@ std::int64_t implied_block(const Tensor& codes, const Tensor& scales, std::int64
 
 Tensor dequantize(const Tensor& codes, const Tensor& scales, std::string kind,
                   std::int64_t head_dim, ScalarType dtype) {
+  if (is_channel_kind(kind)) return dequantize_by_channel(codes, scales, kind, head_dim, dtype);
   const int format = quantized_index(kind);
   const int type = static_cast<int>(element_format(dtype, "dtype"));
   const std::int64_t block = implied_block(codes, scales, head_dim, kQuantized[format]);
@@ -211,11 +307,4 @@ STABLE_TORCH_LIBRARY_IMPL(caramba_fast, CPU, m) {
   m.impl("decoupled_decode_attention", TORCH_BOX(&caramba_fast::Decoupled::decode));
   m.impl("extend_attention", TORCH_BOX(&caramba_fast::Standard::extend));
   m.impl("decoupled_extend_attention", TORCH_BOX(&caramba_fast::Decoupled::extend));
-  m.impl("append_.by_channel", TORCH_BOX(&caramba_fast::Boxed<&caramba_fast::append_>::call));
-  m.impl("decoupled_append_.by_channel",
-         TORCH_BOX(&caramba_fast::Boxed<&caramba_fast::decoupled_append_>::call));
-  m.impl("decode_attention.by_channel", TORCH_BOX(&caramba_fast::Standard::decode));
-  m.impl("decoupled_decode_attention.by_channel", TORCH_BOX(&caramba_fast::Decoupled::decode));
-  m.impl("extend_attention.by_channel", TORCH_BOX(&caramba_fast::Standard::extend));
-  m.impl("decoupled_extend_attention.by_channel", TORCH_BOX(&caramba_fast::Decoupled::extend));
 }

@@ -114,8 +114,7 @@ class Setting:
 
     def why_not(self, op: str, backend: str, device: torch.device) -> str | None:
         """Why a backend does not serve this layer with the op, or None."""
-        name = f"{op}.by_channel" if self.kind in LAYOUTS else op
-        return why_not(name, backend, device.type)
+        return why_not(op, backend, device.type)
 
 
 def settings(quick: bool) -> list[Setting]:

@@ -188,14 +188,12 @@ append_op = register(
     append_schema(STANDARD),
     reference=partial(reference, STANDARD),
     fake=fake,
-    kinds=True,
 )
 decoupled_append_op = register(
     "decoupled_append_",
     append_schema(DECOUPLED),
     reference=partial(reference, DECOUPLED),
     fake=fake,
-    kinds=True,
 )
 
 
@@ -219,7 +217,6 @@ def plan_append(
         TypeError, ValueError: as `append_`.
     """
     _check(views, dict(zip(views, new, strict=True)), start, **options)
-    op = op.of(*(view.kind for view in views.values()))
     stated: dict[str, Any] = {}
     for name, view in views.items():
         stated.update(view.options(name))

@@ -39,7 +39,6 @@ def attention_op(name: str, streams: tuple[str, ...], extra: Sequence[str] = ())
         attention_schema(streams, FACTORS[streams], extra),
         reference=partial(reference, streams),
         fake=partial(fake, streams),
-        kinds=True,
     )
 
 
@@ -118,7 +117,6 @@ def plan_attention(
     """
     named = dict(zip(views, queries, strict=False))
     _check(op, named, views, cache_seqlens, n_kv_heads, options)
-    op = op.of(*(view.kind for view in views.values()))
     stated: dict[str, Any] = {"n_kv_heads": n_kv_heads}
     for name, view in views.items():
         stated.update(view.options(name))

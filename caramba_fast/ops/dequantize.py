@@ -61,7 +61,7 @@ def fake(codes: Tensor, scales: Tensor, kind: str, head_dim: int, dtype: torch.d
     return codes.new_empty((*codes.shape[:-1], head_dim), dtype=dtype)
 
 
-op = register("dequantize", SCHEMA, reference=reference, fake=fake, kinds=True)
+op = register("dequantize", SCHEMA, reference=reference, fake=fake)
 
 
 def dequantize(
@@ -94,4 +94,4 @@ def dequantize(
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"dtype is {dtype}; allowed are float32, float16, bfloat16")
     checks.same_device(codes=codes, scales=scales)
-    return op.of(form.name)(codes, scales, form.name, head_dim, dtype)
+    return op(codes, scales, form.name, head_dim, dtype)

@@ -268,7 +268,7 @@ def fake(x: Tensor, kind: str, block: int, fit: str = "amax") -> tuple[Tensor, T
     return codes, x.new_empty((*lead, form.scales_width(dim, block)), dtype=SCALE_DTYPE)
 
 
-op = register("quantize", SCHEMA, reference=reference, fake=fake, kinds=True)
+op = register("quantize", SCHEMA, reference=reference, fake=fake)
 
 
 def quantize(x: Tensor, kind: object, block: int = 32, fit: str = "amax") -> tuple[Tensor, Tensor]:
@@ -304,4 +304,4 @@ def quantize(x: Tensor, kind: object, block: int = 32, fit: str = "amax") -> tup
     else:
         check_block(x.shape[-1], block)
     _encoder(fit)
-    return op.of(form.name)(x, form.name, block, fit)
+    return op(x, form.name, block, fit)

@@ -24,8 +24,6 @@ from typing import Any
 
 import torch
 
-from caramba_fast.formats import CHANNEL_KINDS
-
 STEM = "_C"
 VARIABLE = "CARAMBA_FAST_EXTENSION"
 FOLDER = Path(__file__).resolve().parent.parent
@@ -78,7 +76,6 @@ class Op:
         overload: what the dispatcher calls.
         reference: pure torch.
         keywords: the options it has.
-        by_channel: the same op for kinds by channel, which fewer backends serve.
         call: what calling the op comes to while no other backend is chosen, without the way there.
     """
 
@@ -86,7 +83,6 @@ class Op:
     overload: Callable[..., Any]
     reference: Callable[..., Any]
     keywords: frozenset[str] = frozenset()
-    by_channel: Op | None = None
     _launcher: Callable[..., Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -104,18 +100,12 @@ class Op:
         reason = self.why_not(_forced, device)
         raise BackendError(f"{self.name} cannot run on backend {_forced!r}: {reason}")
 
-    def of(self, *kinds: str) -> Op:
-        """This op, or its `by_channel` where one of ``kinds`` is stored so."""
-        if self.by_channel is not None and any(kind in CHANNEL_KINDS for kind in kinds):
-            return self.by_channel
-        return self
-
     @property
     def launcher(self) -> Callable[..., Any]:
         """The Triton launcher; triton is imported with the first use."""
         if self._launcher is None:
             module = importlib.import_module(self._module)
-            self._launcher = getattr(module, self.name.partition(".")[0])
+            self._launcher = getattr(module, self.name)
         return self._launcher
 
     def keeper(self, device: torch.device) -> Any:
@@ -134,7 +124,7 @@ class Op:
     @property
     def _module(self) -> str:
         """Where the Triton launcher is."""
-        return f"{NAMESPACE}.kernels.{self.name.replace('_.', '.').replace('.', '_').rstrip('_')}"
+        return f"{NAMESPACE}.kernels.{self.name.rstrip('_')}"
 
     def why_not(self, backend: str, device: str, *, suppose: bool = False) -> str | None:
         """None when ``backend`` can serve this op on ``device``, else the reason it cannot.
@@ -185,36 +175,20 @@ def triton_missing() -> str | None:
     return None
 
 
-def register(
-    name: str,
-    schema: str,
-    *,
-    reference: Callable[..., Any],
-    fake: Callable[..., Any],
-    kinds: bool = False,
-) -> Op:
-    """Defines ``caramba_fast::name``; ``schema`` is the part after the name.
-
-    ``fake`` maps fake inputs to fake outputs (shapes, strides and dtypes) for tracing. With ``kinds`` there is an
-    overload ``name.by_channel`` as well: backends add kernels to either.
-    """
-    op = _register(name, schema, reference, fake)
-    if kinds:
-        op.by_channel = _register(f"{name}.by_channel", schema, reference, fake)
-    return op
-
-
 def define(name: str, schema: str) -> Callable[..., Any]:
     """Defines ``caramba_fast::name`` and nothing else; what calls it."""
     _library.define(name + schema)
-    stem, _, variant = name.partition(".")
-    found: Callable[..., Any] = getattr(getattr(torch.ops.caramba_fast, stem), variant or "default")
+    found: Callable[..., Any] = getattr(torch.ops.caramba_fast, name).default
     return found
 
 
-def _register(
-    name: str, schema: str, reference: Callable[..., Any], fake: Callable[..., Any]
+def register(
+    name: str, schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]
 ) -> Op:
+    """Defines ``caramba_fast::name``; ``schema`` is the part after the name.
+
+    ``fake`` maps fake inputs to fake outputs (shapes, strides and dtypes) for tracing.
+    """
     overload: Any = define(name, schema)
     _library.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)

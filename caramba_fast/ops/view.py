@@ -69,7 +69,7 @@ def load(codes: Tensor, scales: Tensor | None, kind: str, dtype: torch.dtype) ->
     form = resolve(kind)
     if scales is None:
         return codes.to(dtype)
-    return dequantize_op.of(kind)(codes, scales, kind, form.value_width(codes.shape[-1]), dtype)
+    return dequantize_op(codes, scales, kind, form.value_width(codes.shape[-1]), dtype)
 
 
 def stream_options(name: str) -> tuple[str, ...]:

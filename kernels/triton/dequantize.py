@@ -1,6 +1,6 @@
 """dequantize in Triton: each byte of codes is read once, each value written once.
 
-Bit-exact with the reference of `caramba_fast.ops.dequantize`.
+Bit-exact with the reference of `caramba_fast.ops.dequantize`. Kinds by channel have a kernel of their own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from caramba_fast.formats import Format, resolve
 
 from .casts import from_float32
+from .dequantize_by_channel import dequantize as dequantize_by_channel
 from .formats import decode_bytes, decode_nibbles
 from .launch import EXACT, as_rows, has_ptx, on_device
 
@@ -76,6 +77,8 @@ def dequantize(
 ) -> Tensor:
     """codes (..., code width), scales (..., head_dim / block) -> (..., head_dim) of ``dtype``."""
     form = resolve(kind)
+    if form.by_channel:
+        return dequantize_by_channel(codes, scales, form.name, head_dim, dtype)
     out = torch.empty((*codes.shape[:-1], head_dim), dtype=dtype, device=codes.device)
     n_blocks = scales.numel()
     if n_blocks == 0:

@@ -1,6 +1,6 @@
 """quantize in Triton: one read of the values, one write of codes and scales.
 
-Bit-exact with the reference of `caramba_fast.ops.quantize`.
+Bit-exact with the reference of `caramba_fast.ops.quantize`. Kinds by channel have a kernel of their own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from caramba_fast.formats import SCALE_DTYPE, Format, resolve
 from .casts import to_float32
 from .formats import FITS, encode_bytes, encode_nibbles
 from .launch import EXACT, as_rows, on_device
+from .quantize_by_channel import quantize as quantize_by_channel
 
 #: Values of one program: with 4 warps 32 a thread, so four 16-byte loads of fp16 in flight each,
 #: and the whole tile in registers (no loop, no second read). "mse" is bound by arithmetic, and holds codes
@@ -72,6 +73,8 @@ def quantize(x: Tensor, kind: str, block: int, fit: str = "amax") -> tuple[Tenso
     form = resolve(kind)
     if fit not in FITS:
         raise ValueError(f"fit is {fit!r}; allowed are {', '.join(FITS)}")
+    if form.by_channel:
+        return quantize_by_channel(x, form.name, block, fit)
     *lead, dim = x.shape
     codes = torch.empty((*lead, form.code_width(dim)), dtype=form.dtype, device=x.device)
     scales = torch.empty((*lead, dim // block), dtype=SCALE_DTYPE, device=x.device)

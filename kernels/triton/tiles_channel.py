@@ -160,12 +160,12 @@ def _numbers(x, masks, S: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _of_parts(
-    scales, origin, slots, FIRST: tl.constexpr, COUNT, S: tl.constexpr, MASKED: tl.constexpr, C
+    scales, origin, slots, COUNT: tl.constexpr, S: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """`_of_groups` for all parts."""
+    """The scales of all parts, as `_of_groups` has them."""
     found = ()
     for part in tl.static_range(parts_of(S)):
-        found += (_of_groups(scales, origin, slots, part, FIRST, COUNT, S, MASKED, C),)
+        found += (_of_groups(scales, origin, slots, part, 0, COUNT, S, MASKED, C),)
     return found
 
 
@@ -248,7 +248,7 @@ def channel_scores(
     if whole_row(S, C):
         steps, zeros = _of_row(scales, origin, slots, S, MASKED)
     else:
-        steps = _of_parts(scales, origin, slots, 0, COUNT, S, MASKED, C)
+        steps = _of_parts(scales, origin, slots, COUNT, S, MASKED, C)
     masks = None
     if EACH == 2:
         masks = _masks(steps, S, C)
@@ -321,7 +321,7 @@ def channel_values(
     """The parts of a tile of values, zero + scale * code, as `load_tile` has them; 0 where no query may look."""
     COUNT: tl.constexpr = 1 if S.group >= C.tile else C.tile // S.group
     EACH: tl.constexpr = halves(S.form)
-    steps, masks = _of_parts(scales, origin, slots, 0, COUNT, S, MASKED, C), None
+    steps, masks = _of_parts(scales, origin, slots, COUNT, S, MASKED, C), None
     if EACH == 2:
         masks = _masks(steps, S, C)
     numbers = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -16,14 +17,14 @@ from caramba_fast.formats import CHANNEL_KINDS, FORMATS
 from caramba_fast.ops import (
     KVView,
     append_,
-    backends,
     decode_attention,
     dequantize,
     quantize,
     use_backend,
 )
 from caramba_fast.ops.quantize import FITS, encode_groups, low_masks
-from caramba_fast.ops.registry import BackendError, on_cuda
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def loudness(*shape: int) -> torch.Tensor:
@@ -184,22 +185,70 @@ def test_queries_that_do_not_fit_are_named(rms, message):
         append_(replace(k, fit="mse", query_rms=rms), v, *torch.ones(2, 2, 2, 32, 64), start)
 
 
-def test_every_op_says_what_serves_it_by_channel():
-    report = {s.op: s for s in backends() if s.device == "cpu" and "by_channel" in s.op}
-    assert {op for op, s in report.items() if s.runs == "reference"} == {
-        "quantize.by_channel", "dequantize.by_channel"
-    }  # fmt: skip
-    on_a_gpu = {s.op: s for s in on_cuda() if "by_channel" in s.op}
-    assert on_a_gpu.keys() == {"quantize.by_channel", "dequantize.by_channel"} | {
-        f"{stem}{op}.by_channel"
-        for stem in ("", "decoupled_") for op in ("append_", "decode_attention", "extend_attention")
-    }  # fmt: skip
-    assert {s.runs for s in on_a_gpu.values()} == {"triton"}
-    with (
-        use_backend("cpp"),
-        pytest.raises(BackendError, match=r"quantize\.by_channel cannot run"),
+def hard_values(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Groups of values in which something is at an edge of the format."""
+    x = torch.randn(shape)
+    loud = 2 ** torch.randint(-30, 9, shape[-1:]).float()
+    if name == "damaged":
+        x[..., 3, 7], x[..., 4, 23], x[..., 5] = torch.inf, -torch.inf, torch.nan
+    return {
+        "ordinary": x, "damaged": x, "tiny": x * 1e-6, "too large": x * 1e5, "apart": x * loud + 10,
+        "a range below its zero": torch.full_like(x, 0.99985), "negative zeros": x * 0 - 0.0, "ties": x.round(),
+    }[name]  # fmt: skip
+
+
+HARD = (
+    "ordinary", "damaged", "tiny", "too large", "apart", "a range below its zero", "negative zeros", "ties"
+)  # fmt: skip
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    nan = a.isnan() & b.isnan()
+    a, b = (x.masked_fill(nan, 0).contiguous().view(torch.uint8) for x in (a, b))
+    return torch.equal(a, b)
+
+
+@pytest.mark.parametrize("shape", [(128, 32), (2, 3, 256, 160), (0, 128, 64), (2, 0, 64)])
+@pytest.mark.parametrize("fit", FITS)
+@pytest.mark.parametrize("kind", CHANNEL_KINDS)
+def test_cpp_does_what_the_reference_does_with_whole_groups(kind, fit, shape):
+    """Bit for bit, in every dtype and group."""
+    for name, group, dtype in itertools.product(
+        HARD if 0 not in shape else HARD[:1], (32, 64, 128), DTYPES
     ):
-        quantize(torch.ones(32, 32), "q4_channel")
+        x = hard_values(name, shape).to(dtype)
+        with use_backend("reference"):
+            stored = quantize(x, kind, group, fit)
+            values = [dequantize(*stored, kind, shape[-1], to) for to in DTYPES]
+        with use_backend("cpp"):
+            found = quantize(x.mT.contiguous().mT, kind, group, fit)
+            back = [dequantize(*stored, kind, shape[-1], to) for to in DTYPES]
+        pairs = zip((*stored, *values), (*found, *back), strict=True)
+        assert [same_bits(a, b) for a, b in pairs] == [True] * 5, (name, group, dtype)
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda ops: ops.quantize(torch.ones(32, 40), "q4_channel", 32), "40 channels; a multiple of 32"),
+    (lambda ops: ops.quantize(torch.ones(48, 32), "q4_channel", 32), "block=32 does not divide the 48 tokens"),
+    (lambda ops: ops.quantize(torch.ones(48, 32), "q4_channel", 48), "block is 48; allowed are 32, 64, 128"),
+    (lambda ops: ops.quantize(torch.ones(32), "q8_channel", 32), r"\(..., tokens, dim\) is needed"),
+    (
+        lambda ops: ops.dequantize(
+            torch.zeros(64, 16, dtype=torch.uint8), torch.zeros(2, 32).half(), "q4_channel", 32, torch.float32
+        ),
+        "codes of 16 bytes and 32 scales do not fit head_dim=32",
+    ),
+    (
+        lambda ops: ops.dequantize(
+            torch.zeros(64, 16, dtype=torch.uint8), torch.zeros(3, 64).half(), "q4_channel", 32, torch.float32
+        ),
+        "64 tokens cannot have 3 groups",
+    ),
+])  # fmt: skip
+def test_cpp_refuses_what_would_be_read_beyond_its_end(call, message):
+    """The op itself, without the checks of the public function."""
+    with pytest.raises(RuntimeError, match=message):
+        call(torch.ops.caramba_fast)
 
 
 #: q8_channel has one way, q4_channel may divide its bytes, by what queries make of errors if that is known.
@@ -369,14 +418,14 @@ def test_opcheck():
     kinds = (k.kind, v.kind)
     sides = {**k.options("k"), **v.options("v")}
     ops = torch.ops.caramba_fast
-    torch.library.opcheck(ops.quantize.by_channel, (new[:, :, :32], "q4_channel", 32, "amax"))
+    torch.library.opcheck(ops.quantize.default, (new[:, :, :32], "q4_channel", 32, "amax"))
     torch.library.opcheck(
-        ops.append_.by_channel, (*stored, new, new, start, *kinds),
+        ops.append_.default, (*stored, new, new, start, *kinds),
         {**sides, "fit_k": "mse", "k_query_rms": torch.rand(k.codes.shape[1], k.lane_dim)},
         test_utils=("test_schema", "test_faketensor"),
     )  # fmt: skip
     torch.library.opcheck(
-        ops.decode_attention.by_channel, (torch.randn(2, 4, 3, 64), *stored, start + 3, *kinds),
+        ops.decode_attention.default, (torch.randn(2, 4, 3, 64), *stored, start + 3, *kinds),
         {**sides, "n_kv_heads": 2, "residual_len": 8},
     )  # fmt: skip
 

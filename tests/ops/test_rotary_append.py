@@ -14,7 +14,6 @@ from torch import Tensor
 from caramba_fast.ops import append_, apply_rotary_emb, use_backend
 from caramba_fast.ops.append import append_op, decoupled_append_op
 from caramba_fast.ops.apply_rotary_emb import ROTARY
-from caramba_fast.ops.registry import NAMESPACE
 
 BF16 = torch.bfloat16
 #: Settings of a layer, and what of a head its angles say: all of it, or half.
@@ -112,16 +111,14 @@ def test_strides_of_every_tensor(backend, device):
 
 @pytest.mark.parametrize(
     ("op", "name"),
-    [(append_op, "a step"), (append_op.by_channel, "by channel"), (decoupled_append_op, "decoupled"),
-     (decoupled_append_op.by_channel, "decoupled by channel")],
+    [(append_op, "a step"), (append_op, "by channel"), (decoupled_append_op, "decoupled"),
+     (decoupled_append_op, "decoupled by channel")],
     ids=lambda value: getattr(value, "name", value),
 )  # fmt: skip
 def test_opcheck(op, name):
     settings, share = SETTINGS[name]
     args, options = flat(layer(**settings), share)
-    stem, _, variant = op.name.partition(".")
-    overload = getattr(getattr(torch.ops, NAMESPACE), stem)
-    torch.library.opcheck(getattr(overload, variant or "default"), args, options)
+    torch.library.opcheck(op.overload, args, options)
 
 
 def flat(given: Layer, share: int = 1) -> tuple[tuple[Any, ...], dict[str, Any]]:

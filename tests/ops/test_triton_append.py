@@ -501,19 +501,19 @@ def test_streams_are_those_of_the_ops():
     [
         (append_op, ("q8_0", "q4_0"), (32, 32)),
         (decoupled_append_op, ("q8_0", "fp16", "nf4"), (8, 16, 8)),
-        (append_op.by_channel, ("q4_channel", "q4_0"), (32, 32)),
-        (decoupled_append_op.by_channel, ("q4_channel", "fp16", "q8_channel"), (8, 16, 8)),
+        (append_op, ("q4_channel", "q4_0"), (32, 32)),
+        (decoupled_append_op, ("q4_channel", "fp16", "q8_channel"), (8, 16, 8)),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
 def test_opcheck(op, kinds, dims, device):
     """As an op of its own: on the CPU the dispatcher would choose another implementation."""
     names = STANDARD if len(kinds) == 2 else DECOUPLED
-    ring = 33 if ".by_channel" in op.name else 2
+    ring = 33 if "q4_channel" in kinds else 2
     given = layer(kinds, dims, heads=1, tokens=1, start=(31,), ring=ring, query_lens=(1,)).to(
         device
     )
-    space = f"test_triton_{op.name.replace('.', '_')}"
+    space = f"test_triton_{op.name}_{'_'.join(kinds)}"
     library = torch.library.Library(space, "DEF")
     library.define(f"append{append_schema(names)}")
     library.impl("append", op.launcher, device.type.upper())

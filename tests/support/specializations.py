@@ -67,11 +67,11 @@ def step(
     args, keywords = case.flat_append()
     args[4:6] = [x[:, :, :1].contiguous() for x in args[4:6]]
     keywords.pop("query_lens")
-    registry._ops["append_"].of(*kinds).launcher(*args, **keywords)
+    registry._ops["append_"].launcher(*args, **keywords)
     case.lengths = lengths
     args, keywords = case.flat()
     keywords["num_splits"] = num_splits
-    registry._ops["decode_attention"].of(*kinds).launcher(*args, **keywords)
+    registry._ops["decode_attention"].launcher(*args, **keywords)
 
 
 def prompt(options: tuple[str, ...], tokens: int, slots: int) -> None:
