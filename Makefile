@@ -116,11 +116,10 @@ sanitize: $(SANE)
 cross: export ZIG_GLOBAL_CACHE_DIR = $(CURDIR)/build/cross
 cross: $(VENV)/.lint
 	mkdir -p build/cross
-	torch=$$($(BIN)/python -c 'from torch.utils.cpp_extension import include_paths as i; print(*["-isystem" + p for p in i()])') && \
-	for target in aarch64-linux-gnu x86_64-linux-gnu; do for file in csrc/*.cpp; do \
-		$(BIN)/python -m ziglang c++ -target $$target -c $$file -o build/cross/$$target.o -std=c++17 -O1 -ffp-contract=off \
-		-Wall -Wextra -Werror -DTORCH_TARGET_VERSION=0x020a000000000000 $$torch || exit 1; \
-	done; done
+	export torch="$$($(BIN)/python -c 'from torch.utils.cpp_extension import include_paths as i; print(*["-isystem" + p for p in i()])')" && \
+	for target in aarch64-linux-gnu x86_64-linux-gnu; do for file in csrc/*.cpp; do echo $$target $$file; done; done | \
+		xargs -P 2 -L 1 sh -c '$(BIN)/python -m ziglang c++ -target $$0 -c $$1 -o build/cross/$$0-$$(basename $$1).o -std=c++17 -O0 \
+		-ffp-contract=off -Wall -Wextra -Werror -DTORCH_TARGET_VERSION=0x020a000000000000 $$torch || exit 255'
 
 # import-linter reads an ordinary install: an editable one hides the layers behind a finder.
 lint: $(VENV)/.lint
