@@ -7,13 +7,13 @@ paused while its buffer is full, so that nothing piles up, and the others go on.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from caramba_fast.serve.engine import Engine
 from caramba_fast.serve.input_processor import Prepared
@@ -40,8 +40,8 @@ class _Stream:
         self.paused = False
 
 
-#: A request that waits to be taken on, and where its id and stream are put when it was.
-_Waiting = tuple[Prepared, "asyncio.Future[tuple[str, _Stream]]"]
+#: Where the id and stream of a request are put once it is taken on.
+_Taken: TypeAlias = "asyncio.Future[tuple[str, _Stream]]"
 
 
 class AsyncEngine:
@@ -61,7 +61,7 @@ class AsyncEngine:
         self.engine, self.stream_buffer = engine, stream_buffer
         self._streams: dict[str, _Stream] = {}
         #: Those who wait to be taken on, in order of arrival.
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: dict[_Taken, Prepared] = {}
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self._error: BaseException | None = None
@@ -143,7 +143,7 @@ class AsyncEngine:
 
         Args:
             prompt, config, options: as in `Engine.add_request`; or what `prepared` gave, alone. Where ``max_waiting``
-                requests wait, this one waits for its place among them.
+                requests wait, this one waits for its place among them, and ends there by its deadline or max_time.
 
         Raises:
             ValueError, TypeError: what `Engine.add_request` refuses.
@@ -196,8 +196,8 @@ class AsyncEngine:
         """Takes a request on between two steps, once there is a place for it, in order of arrival."""
         if not self.is_running or self._closing:
             raise self._stopped("the request was not taken on")
-        taken: asyncio.Future[tuple[str, _Stream]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((prepared, taken))
+        taken: _Taken = asyncio.get_running_loop().create_future()
+        self._waiting[taken] = prepared
         self._wake.set()
         try:
             return await taken
@@ -207,6 +207,8 @@ class AsyncEngine:
             if not taken.cancel() and not taken.cancelled() and taken.exception() is None:
                 self._leave(taken.result()[0])
             raise
+        finally:
+            self._waiting.pop(taken, None)
 
     def _leave(self, name: str, ended: bool = False) -> None:
         """Nobody reads a request's events any more."""
@@ -242,17 +244,19 @@ class AsyncEngine:
 
     async def _something_to_do(self) -> None:
         """Waits until something is added, goes on, is cancelled, or late."""
-        due = self.engine.next_due
-        limit = None if due is None else max(0.0, due - time.monotonic())
+        due = min((prepared.due for prepared in self._waiting.values()), default=math.inf)
+        if self.engine.next_due is not None:
+            due = min(due, self.engine.next_due)
+        limit = None if due == math.inf else max(0.0, due - time.monotonic())
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._wake.wait(), limit)
 
     def _take_on(self) -> None:
-        """Takes on as many of those who wait as there are places; between two steps."""
-        while self._waiting and self.engine.free_places:
-            prepared, taken = self._waiting.popleft()
-            if taken.done():  # it has given up
+        """Takes on as many of those who wait as there are places, and who is late; between two steps."""
+        for taken, prepared in list(self._waiting.items()):
+            if taken.done() or not (self.engine.free_places or prepared.is_late):
                 continue
+            del self._waiting[taken]
             try:
                 name = self.engine.take_on(prepared)
             except Exception as error:
@@ -283,9 +287,9 @@ class AsyncEngine:
 
     def _turn_away(self) -> None:
         """Nothing goes on: whoever waits, or reads a stream, is told so."""
-        while self._waiting:
-            _, taken = self._waiting.popleft()
+        for taken in self._waiting:
             if not taken.done():
                 taken.set_exception(self._stopped("the request was not taken on"))
+        self._waiting.clear()
         for stream in self._streams.values():
             stream.events.put_nowait(None)

@@ -254,7 +254,7 @@ class Engine(EngineRequests):
 
     @whole
     def take_on(self, prepared: Prepared) -> str:
-        """Takes a prepared request on; its id.
+        """Takes a prepared request on; its id. One that is late needs no place: it ends with the next step.
 
         Raises:
             ValueError: its id is in use.
@@ -264,7 +264,7 @@ class Engine(EngineRequests):
 
     def _enter(self, prepared: Prepared) -> str:
         name = self._name(prepared.request_id)
-        if not self.free_places:
+        if not (self.free_places or prepared.is_late):
             raise EngineFullError(
                 f"max_waiting={self.settings.max_waiting} requests wait already; add this one again later"
             )

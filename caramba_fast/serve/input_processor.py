@@ -5,6 +5,7 @@ What an engine is made of: a model that takes ragged batches, settings that go w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,6 +59,17 @@ class Prepared:
     times: RequestTimes
     scope: str | None
     grammar: Grammar | None = None
+
+    @property
+    def due(self) -> float:
+        """When (``time.monotonic``) it must have ended: its deadline or max_time; infinite without either."""
+        limits = self.deadline or torch.inf, self.config.max_time or torch.inf
+        return self.times.arrived + min(limits)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it must have ended by now."""
+        return self.due <= time.monotonic()
 
 
 class InputProcessor:
@@ -129,11 +141,9 @@ class InputProcessor:
             raise TypeError(f"cache_salt is {cache_salt!r}; text is needed")
         salt = self.settings.cache_salt if cache_salt is None else cache_salt
         scope = None if salt is None else salted_scope(salt)
-        eos = eos_ids(settings, self.model)
+        eos, times = eos_ids(settings, self.model), RequestTimes()
         grammar = grammar_of(settings, self.tokenizer, self.model.vocab_size, eos)
-        return Prepared(
-            tokens, settings, limit, request_id, deadline, RequestTimes(), scope, grammar
-        )
+        return Prepared(tokens, settings, limit, request_id, deadline, times, scope, grammar)
 
     def sequence(self, request: Request, index: int, limit: int) -> PagedSequence:
         """One answer to a request, which has not begun; it may have ``limit`` new tokens."""

@@ -204,6 +204,54 @@ def test_a_deadline_holds_for_who_is_paused() -> None:
     asyncio.run(serve())
 
 
+@pytest.mark.parametrize("paused", [False, True])
+@pytest.mark.parametrize(("limit", "reason"), [("deadline", "deadline"), ("max_time", "time")])
+def test_who_waits_for_a_place_ends_by_its_deadline(limit: str, reason: str, paused: bool) -> None:
+    """As one that waits in the engine does, whether the engine steps meanwhile or has nothing to do."""
+
+    async def serve() -> None:
+        inner = engine(max_waiting=1, max_batch_size=1, max_seq_len=2048)
+        async with AsyncEngine(inner) as server:
+            long = dict(max_new_tokens=2000, ignore_eos=True)
+            jobs = [asyncio.create_task(server.generate(text(i, 20), **long)) for i in range(2)]
+            while len(inner.under_way) < 2:
+                await asyncio.sleep(0)
+            for name in inner.under_way:
+                inner.set_paused(name, paused)
+            ended = await asyncio.wait_for(server.generate(text(2, 20), **{limit: 0.05}), 20)
+            assert (ended.finish_reasons, ended.answers) == ([reason], [[]])
+            assert len(inner.under_way) == 2, "it was not its turn"
+            assert inner.metrics.failed == (reason == "deadline")
+            assert not any(job.done() for job in jobs)
+        await asyncio.gather(*jobs, return_exceptions=True)
+
+    asyncio.run(serve())
+
+
+def test_who_gives_up_waiting_for_a_place_leaves_nothing() -> None:
+    async def serve() -> None:
+        async with AsyncEngine(engine(max_waiting=1, max_batch_size=1)) as server:
+            long = dict(max_new_tokens=200, ignore_eos=True)
+            jobs = [asyncio.create_task(server.generate(text(i, 20), **long)) for i in range(2)]
+            while len(server.engine.under_way) < 2:
+                await asyncio.sleep(0)
+            for name in server.engine.under_way:
+                server.engine.set_paused(name, True)
+            for late in (None, 0.05):
+                given_up = asyncio.create_task(server.generate(text(2, 20), deadline=late))
+                while not server._waiting:
+                    await asyncio.sleep(0)
+                given_up.cancel()
+                await asyncio.gather(given_up, return_exceptions=True)
+                assert not server._waiting
+            await asyncio.sleep(0.1)
+            assert len(server.engine.under_way) == 2 and server.engine.metrics.failed == 0
+            assert not any(job.done() for job in jobs)
+        await asyncio.gather(*jobs, return_exceptions=True)
+
+    asyncio.run(serve())
+
+
 def test_prompts_are_looked_at_once_however_long_they_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
