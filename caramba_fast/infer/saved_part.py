@@ -16,10 +16,13 @@ from torch import Tensor
 from caramba_fast.cache import ModelKVCache
 from caramba_fast.cache.state import without_leftovers
 from caramba_fast.config.files import shown
+from caramba_fast.config.kvcache import KVCacheTensorConfig, ring_size
 from caramba_fast.infer.sequence import TokenSequence
 from caramba_fast.infer.stepwise import StepwiseGenerator
 from caramba_fast.models.identity import model_digest
 
+#: Settings of a stream that may be others: codes are read alike, and rings are given the length that is wanted.
+ANY = {"fit", "tail_slack"}
 #: Tensors of a stream.
 BUFFERS = ("codes", "scales", "tail", "sink")
 
@@ -127,7 +130,7 @@ def _storage_problems(generator: StepwiseGenerator, part: SavedPart) -> list[str
         mine = {} if config is None else config.model_dump(mode="json")
         found += [
             f"{key} of {name} is {shown(mine.get(key))}, the session has {shown(theirs.get(key))}"
-            for key in sorted({*mine, *theirs} - {"fit"})  # reading does not depend on it
+            for key in sorted({*mine, *theirs} - ANY)
             if mine.get(key) != theirs.get(key)
         ]
     return found
@@ -192,7 +195,8 @@ def opened(
     cache = generator._choice.new_cache(len(part.counts))
     for index, (layer, told) in enumerate(zip(cache, part.layers, strict=True)):
         try:
-            layer.load_state_dict(_with_tensors(told, f"{name}.layers.{index}", tensors))
+            state = _with_tensors(told, f"{name}.layers.{index}", tensors)
+            layer.load_state_dict(_with_slack(state, layer.tail_slack))
         except (ValueError, TypeError, AttributeError, LookupError) as error:
             raise SessionError(
                 f"it does not fit: layer {index} of the {name}: {str(error)[:1000]}"
@@ -210,3 +214,34 @@ def _with_tensors(
         for name, stream in told["streams"].items()
     }
     return {**told, "streams": streams}
+
+
+def _with_slack(state: dict[str, Any], slack: int) -> dict[str, Any]:
+    """The state of a layer with rings of another tail_slack: the newest tokens that both have room for.
+
+    Raises:
+        ValueError: a ring that is not of the size its settings say.
+    """
+    configs = {x: KVCacheTensorConfig(**part["config"]) for x, part in state["streams"].items()}
+    changed = {x: y.model_copy(update={"tail_slack": slack}) for x, y in configs.items()}
+    if changed == configs:
+        return state
+    old, new = ring_size(configs.values()), ring_size(changed.values())
+    lengths, streams = state["lengths"], {}
+    row = torch.arange(len(lengths))[:, None]
+    position = torch.tensor(lengths)[:, None] - torch.arange(1, min(old, new) + 1)
+    for name, part in state["streams"].items():
+        tail = part["tail"]
+        if old:
+            if not isinstance(tail, Tensor) or tail.ndim != 4 or tail.shape[::2] != (len(row), old):
+                raise ValueError(f"the tail of {name} has no {old} tokens of {len(row)} rows")
+            ring = tail.new_zeros((*tail.shape[:2], new, tail.shape[3]))
+            ring[row, :, position % new] = tail[row, :, position % old]
+            tail = ring
+        config = changed[name].model_dump(mode="json")
+        streams[name] = {**part, "config": config, "tail": tail}
+    lowest = state["tail_lowest"]
+    if old:
+        held = zip(lowest, lengths, strict=True)
+        lowest = [max(low, length - min(old, new)) for low, length in held]
+    return {**state, "streams": streams, "tail_lowest": lowest}

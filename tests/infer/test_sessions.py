@@ -32,9 +32,10 @@ ONE, THREE = [text(1, 77)], [text(1, 50), text(2, 9), text(3, 33)]
 
 def generator(kind: str = "q4", model: Any = None, **settings: Any) -> Generator:
     given = {"max_new_tokens": 12, "max_seq_len": 300, "ignore_eos": True, **GREEDY, **settings}
-    kinds = {SpeculativeGenerator: {"spec_k": 3}} if "draft_model" in settings else {}
-    cls = next(iter(kinds), Generator)
-    return cls(model or small_model(), cache_kind=kind, **given, **kinds.get(cls, {}))
+    if "draft_model" in settings:
+        given = {"spec_k": 3, **given}
+        return SpeculativeGenerator(model or small_model(), cache_kind=kind, **given)
+    return Generator(model or small_model(), cache_kind=kind, **given)
 
 
 def decoupled(**changes: Any) -> Transformer:
@@ -81,6 +82,37 @@ def test_drafts_go_on_too(kind: str, draft: str, how: dict[str, Any], tmp_path: 
     first = generator(kind, draft_model=model, **how)
     first.generate(THREE)
     goes_on_alike(first, tmp_path / "session")
+
+
+@pytest.mark.parametrize(("before", "after"), [(16, 4), (20, 12), (4, 20), (12, 31), (16, None)])
+@pytest.mark.parametrize("draft", ["lookup", "model"])
+@pytest.mark.parametrize("kind", ["fp16", "q8", "q4", "nf4:plain,residual_len=40"])
+def test_who_goes_on_may_draft_more_or_less(
+    kind: str, draft: str, before: int, after: int | None, tmp_path: Path
+) -> None:
+    """From 12 tokens on the rings of a cache are as long as drafts need; ``after`` None drafts nothing."""
+    model = None if draft == "lookup" else small_model(num_hidden_layers=1)
+    first, plain = generator(kind, draft_model=model, spec_k=before), generator(kind)
+    kept: dict[str, Any] = {
+        name: getattr(first.config, name)
+        for name in ("max_new_tokens", "temperature", "ignore_eos")
+    }
+    for each in (first, plain):
+        each.generate(THREE)
+        each.rollback([0, 3, 7])
+    first.save(tmp_path / "session")
+    second: Generator
+    if after is None:
+        second = Generator.load(tmp_path / "session", first.model, **kept)
+    else:
+        given = {**kept, "draft_model": model, "spec_k": after}
+        second = SpeculativeGenerator.load(tmp_path / "session", first.model, **given)
+    for turn in range(3):
+        more = [[5 + turn, 6, 7 + row] for row in range(3)]
+        expected = plain.generate(more).tolist()
+        assert second.generate(more).tolist() == first.generate(more).tolist() == expected
+        for each in (first, second, plain):
+            each.rollback(5)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "q8", "q4/q8/q4", "q4:sink_len=6"])
