@@ -157,6 +157,8 @@ class GenerateConfig(
 
 #: Drafts are verified with the token before them in one pass of at most 32 query tokens.
 MOST_DRAFTED = 31
+#: Turns the seed of a target into that of its draft.
+DRAFT_SEED = 0x5BD1E995
 
 
 def _with_slack(fields: dict[str, Any], drafted: int) -> dict[str, Any]:
@@ -264,4 +266,7 @@ class SpeculativeConfig(GenerateConfig):
         left_out = {name for part in others for name in part.model_fields} | {"stop"}
         kept = set(GenerateConfig.model_fields) - left_out
         given = self.model_dump(exclude_unset=True, include=kept)
+        if self.seed is not None:
+            # With the target's numbers a draft would depend on the text before it.
+            given["seed"] = self.seed ^ DRAFT_SEED
         return DraftConfig(**{**given, "cache": kind, "longest_draft": self.longest_draft})

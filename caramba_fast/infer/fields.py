@@ -103,7 +103,7 @@ class SamplingFields(Fields):
         do_sample: False is greedy whatever the temperature; None samples unless the temperature is 0 or
             num_beams is more than 1.
         temperature: 0 (or less than 1e-5) is greedy; otherwise logits are divided by it.
-        top_k: keep the k likeliest tokens; None for all.
+        top_k: keep the k likeliest tokens, and those as likely as the last of them; None for all.
         top_p: keep the smallest set of likeliest tokens whose probability reaches top_p, after
             top_k (arXiv:1904.09751); None for all.
         min_p: keep tokens at least min_p times as likely as the likeliest (arXiv:2407.01082).

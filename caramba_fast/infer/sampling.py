@@ -199,24 +199,29 @@ def _drawn_from_few(logits: Tensor, config: GenerateConfig, generator: Randomnes
     A random number means another token where it is looked up among all of them, in their order, than among a few, the
     likeliest first: which is done depends on the row alone, whatever stands beside it.
     """
-    few = min(config.top_k or FIRST_FEW, FIRST_FEW, logits.shape[-1])
+    few = min(FIRST_FEW, logits.shape[-1])
     unlimited = config.top_k is None and config.top_p is None
     others = any(getattr(config, name) for name in FILTERS)
-    if unlimited or others or (config.top_k or 0) > few:
+    if unlimited or others or (config.top_k or 0) >= few:
         return draw_marked(filtered_logits(logits, config).softmax(-1), generator)
     scores = logits.to(torch.float32) / config.temperature
     values, index = scores.topk(few)
-    whole = values if config.top_k else scores
+    if config.top_k is not None:  # and what is equal to the last of them, as in `filtered_logits`
+        values = values.masked_fill(values < values[..., config.top_k - 1, None], -torch.inf)
+    whole = scores if config.top_k is None else values
     probability = (values - whole.logsumexp(-1, keepdim=True)).exp()
     points = _points(logits, generator)
-    enough: Tensor | None = None
+    enough = values[
+        ..., -1
+    ].isneginf()  # of top_k: nothing beyond the few is as likely as the last of them
     if config.top_p is not None:
-        enough = None if config.top_k else probability.sum(-1) >= config.top_p
+        if config.top_k is None:
+            enough = probability.sum(-1) >= config.top_p
         before = probability.cumsum(-1) - probability
         probability = probability.masked_fill(_beyond(before, config.top_p), 0.0)
     place = draw_marked(probability, points)
     found = index.gather(-1, place.clamp(min=0)[..., None])[..., 0].where(place >= 0, place)
-    if enough is not None and not bool(enough.all()):
+    if few < logits.shape[-1] and not bool(enough.all()):
         among_all = draw_marked(filtered_logits(logits, config).softmax(-1), points)
         found = found.where(enough, among_all)
     return found

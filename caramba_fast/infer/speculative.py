@@ -155,7 +155,7 @@ class SpeculativeGenerator(Generator):
         rows = len(self._session.rows) or len(prompts.rows)
         reseed = self._reseed
         run, logits = super()._begin(prompts, config, hooks)
-        self._length = DraftLength(cast(SpeculativeConfig, config))
+        self._length = DraftLength(settings := cast(SpeculativeConfig, config))
         with torch.no_grad():
             copies = len(run.limits) // rows
             self._draft.feed(self._session.rows[::copies])
@@ -165,7 +165,7 @@ class SpeculativeGenerator(Generator):
             self._draft.config, self._draft.processors = config, run.processors
             self._draft.endings = run.stopping.endings
             if reseed and self._draft_generator is not None:
-                self._draft.rng = self._draft_generator._seeded(config)
+                self._draft.rng = self._draft_generator._seeded(settings.for_draft())
         return run, logits
 
     def _rooms(self, config: GenerateConfig) -> dict[str, int | None]:

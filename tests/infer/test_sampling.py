@@ -109,6 +109,20 @@ def test_the_order_is_that_of_transformers(
     torch.testing.assert_close(ours, scores)
 
 
+@pytest.mark.parametrize(("size", "ties"), [(6, 3), (1000, 20), (1000, 300)])
+def test_top_k_keeps_what_is_as_likely_as_the_last(size: int, ties: int) -> None:
+    """As transformers does, whether there are few candidates to draw from or many."""
+    logits = torch.zeros(1, size)
+    logits[0, 1], logits[0, 2 : 2 + ties] = 1.2, 1.0
+    expected = kept(TopKLogitsWarper(2)(None, logits.clone()))
+    assert expected == [set(range(1, 2 + ties))]
+    for filters in ({"top_k": 2}, {"top_k": 2, "top_p": 0.9999}):
+        settings = config(**filters)
+        assert kept(filtered_logits(logits, settings)) == expected
+        drawn = sample(logits.expand(DRAWS // 2, -1), settings, torch.Generator().manual_seed(1))
+        assert set(drawn.tolist()) == expected[0]
+
+
 @pytest.mark.parametrize("top_p", [1e-30, 1e-6, 0.2])
 @pytest.mark.parametrize("size", [1, 2, 50_000])
 def test_top_p_keeps_at_least_the_likeliest(top_p: float, size: int) -> None:

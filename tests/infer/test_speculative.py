@@ -100,6 +100,24 @@ def test_greedy_tokens_are_those_of_plain_decoding(
     assert spec.tokens == base.tokens
 
 
+@pytest.mark.parametrize("spec_k", [12, 16, 20])
+@pytest.mark.parametrize("name", ["a model near it", "lookup"])
+@pytest.mark.parametrize("kind", ["q8", "q4"])
+def test_drafts_longer_than_the_usual_slack(
+    target: Transformer,
+    drafts: dict[str, Transformer | None],
+    kind: str,
+    name: str,
+    spec_k: int,
+) -> None:
+    given = {"cache_kind": kind, "max_new_tokens": 24, "max_seq_len": 256}
+    spec, base = speculative(target, drafts[name], spec_k=spec_k, **given), plain(target, **given)
+    for prompts in (PROMPTS, MORE, MORE):
+        assert torch.equal(spec.generate(prompts), base.generate(prompts))
+        for each in (spec, base):
+            each.rollback(3)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -390,6 +408,48 @@ def test_sampled_texts_have_the_targets_distribution(
     statistic = sum((got - want) ** 2 / want for want, got in cells if want > 0)
     assert statistic < chi_square_limit(len(cells) - 1)
     assert 0.05 < spec.acceptance_rate < 0.99  # both ways were taken
+
+
+@pytest.mark.parametrize("method", ["reject_sampling", "sample_match"])
+@pytest.mark.parametrize("draft", ["model", "lookup"])
+def test_tokens_as_likely_as_the_last_of_top_k_are_drawn_as_without_a_draft(
+    device: torch.device, draft: str, method: str
+) -> None:
+    target, other = model_of(21, device, **SMALL), model_of(22, device, **SMALL)
+    for model in (target, other):
+        model.lm_head.weight.data[1:] = model.lm_head.weight.data[1]  # token 0, and equals
+    settings = {
+        "seed": 3,
+        "max_new_tokens": NEW,
+        "temperature": 1.0,
+        "top_k": 2,
+        "ignore_eos": True,
+    }
+    spec = speculative(
+        target, other if draft == "model" else None, spec_method=method, spec_k=2, **settings
+    )
+    expected = {text for text, p in exact_distribution(target, spec.config).items() if p > 0.002}
+    for made in (spec, plain(target, **settings)):
+        found = made.generate([START] * 8192)[:, -NEW:].tolist()
+        assert expected <= set(map(tuple, found)), type(made)
+    assert len({text[0] for text in expected}) > 2
+
+
+@pytest.mark.parametrize("of_the_call", [False, True])
+def test_a_draft_guesses_independently_of_the_text_under_one_seed(
+    device: torch.device, of_the_call: bool
+) -> None:
+    """Random numbers of the target, drawn again by the draft, would favour texts whose first tokens go together."""
+    target, other = model_of(21, device, **SMALL), model_of(22, device, **SMALL)
+    spec = speculative(
+        target, other, seed=3, max_new_tokens=NEW, spec_k=2, ignore_eos=True, **FILTERS["temperature"]
+    )  # fmt: skip
+    call: dict[str, Any] = {"seed": 5} if of_the_call else {}
+    seen = Counter(map(tuple, spec.generate([START] * 8192, **call)[:, -NEW:].tolist()))
+    expected = {text: p * 8192 for text, p in exact_distribution(target, spec.config).items()}
+    cells = [(n, seen[text]) for text, n in expected.items() if n >= 8]
+    statistic = sum((got - want) ** 2 / want for want, got in cells)
+    assert statistic < chi_square_limit(len(cells))
 
 
 def test_a_wrong_distribution_would_be_noticed(device: torch.device) -> None:
