@@ -273,8 +273,8 @@ def quality(
     model: Annotated[
         str,
         typer.Argument(
-            help="A Hugging Face checkpoint folder, demo:gqa, demo:dba, or a hard variant such as "
-            "demo:gqa/outliers-8."
+            help="A Hugging Face checkpoint folder, a .gguf file, an id on the Hub, demo:gqa, demo:dba, or a hard "
+            "variant such as demo:gqa/outliers-8."
         ),
     ] = "demo:gqa",
     text: Annotated[
@@ -317,8 +317,8 @@ def plan(
     model: Annotated[
         str,
         typer.Argument(
-            help="A Hugging Face checkpoint folder, demo, demo:dba, or a hard variant such as "
-            "demo:gqa/outliers-8."
+            help="A Hugging Face checkpoint folder, a .gguf file, an id on the Hub, demo, demo:dba, or a hard variant "
+            "such as demo:gqa/outliers-8."
         ),
     ] = "demo",
     budget_mb: Annotated[float | None, typer.Option(help=o.BUDGET)] = None,

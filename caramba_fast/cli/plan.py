@@ -50,7 +50,7 @@ def run_plan(
     """Measures every candidate, prints the table, and writes the picture.
 
     Args:
-        name: 'demo', 'demo:dba', a hard variant, or a checkpoint folder.
+        name: 'demo', 'demo:dba', a hard variant, a checkpoint folder, a GGUF file or a Hub id.
         text: a text file to measure on, or None: held-out text for demo models, else the model writes it.
         settings: fields of `CachePolicyFields`; None leaves one to its default.
         max_seq_len, batch, prefill: of the cache.

@@ -15,17 +15,17 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from tokenizers import Tokenizer
 
 from caramba_fast.cache import DecoupledLayerShape
 from caramba_fast.config.files import check_replaceable
+from caramba_fast.infer.tokenizer import find_tokenizer
 from caramba_fast.models import (
     LanguageModel,
     demo_tokenizer,
     held_out_text,
     load_demo,
-    load_tokenizer,
 )
+from caramba_fast.models.gguf import SUFFIX as GGUF
 from caramba_fast.models.hub import local_path
 from caramba_fast.models.registry import check_device, dtype_of, load
 from caramba_fast.quality import (
@@ -36,7 +36,7 @@ from caramba_fast.quality import (
     measure,
 )
 from caramba_fast.quality.hard import hard_variants
-from caramba_fast.quality.needles import token_ids
+from caramba_fast.quality.needles import Tokenizer, token_ids
 from caramba_fast.quality.plot import is_plot, save_plot
 from caramba_fast.quality.report import is_report, is_table
 
@@ -108,20 +108,23 @@ def run_quality(
 
 
 def load_subject(name: str, device: str, dtype: str = "float32") -> Subject:
-    """``demo``, ``demo:gqa``, a hard variant such as ``demo:gqa/outliers-8``, or a checkpoint folder.
+    """``demo``, ``demo:gqa``, a variant such as ``demo:gqa/outliers-8``, a checkpoint folder, a GGUF file or a Hub id.
 
-    A folder is loaded natively where its architecture is known here, else by transformers.
+    A checkpoint is loaded natively where its architecture is known here, else by transformers.
     """
     weights = dtype_of(dtype)
     kind, _, demo = name.partition(":")
     if kind != DEMO:
         folder = local_path(name)
-        if not folder.is_dir():
+        if not folder.is_dir() and not (folder.suffix == GGUF and folder.is_file()):
             raise ValueError(
-                f"{name!r} is neither a checkpoint folder nor a demo model; known are "
+                f"{name!r} is neither a checkpoint folder, a {GGUF} file nor a demo model; known are "
                 f"{', '.join(f'{DEMO}:{known}' for known in ('gqa', 'dba'))}"
             )
-        return Subject(name, load(folder, device, weights), load_tokenizer(folder), None)
+        text = find_tokenizer(folder)
+        if text is None:
+            raise FileNotFoundError(f"{folder / 'tokenizer.json'} does not exist")
+        return Subject(name, load(folder, device, weights), text.tokenizer, None)
     demo, slash, variant = (demo or "gqa").partition("/")
     variants = hard_variants(demo)
     if not slash:

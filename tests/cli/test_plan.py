@@ -49,6 +49,16 @@ def test_the_table_has_every_candidate_and_why_it_fell(tmp_path: Path) -> None:
     assert picture.stat().st_size > 5000
 
 
+def test_a_gguf_file(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from support.gguf_files import write_demo
+
+    write_demo(tmp_path / "demo.gguf")
+    result = invoke(tmp_path / "demo.gguf", *SMALL, *FEW, "--json")
+    assert result.exit_code == 0, result.output
+    assert [row["status"] for row in json.loads(result.stdout)["rows"]].count("chosen") == 1
+
+
 def test_a_narrow_terminal_gets_the_verdicts_below(tmp_path: Path) -> None:
     result = invoke("demo:dba", *SMALL, *FEW, columns=80)
     assert result.exit_code == 0, result.output

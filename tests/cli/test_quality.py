@@ -150,6 +150,23 @@ def test_an_unknown_dtype_is_an_error_in_one_line() -> None:
     assert "dtype is 'int8'; allowed are auto, float32, float16, bfloat16" in result.output
 
 
+def test_a_gguf_file_has_the_figures_of_its_folder(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from support.gguf_files import write_demo
+
+    write_demo(tmp_path / "demo.gguf")
+    figures = []
+    for name in (tmp_path / "demo.gguf", demo_path()):
+        out = tmp_path / Path(name).stem
+        result = invoke(name, "--text", text, *SMALL, "--cache", "q4", "--out", out)
+        assert result.exit_code == 0, result.output
+        figures.append([row.mean_kl for row in read_csv(out / "quality.csv")])
+    assert figures[0] == pytest.approx(figures[1], rel=0.05)
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(b"GGUF")
+    assert_one_line_of_error(invoke(damaged, "--text", text), "damaged.gguf cannot be read as GGUF")
+
+
 def test_no_needles(checkpoint: Path) -> None:
     result = invoke(checkpoint, "--text", "demo", *SMALL, "--needles", 0, "--cache", "q4")
     assert result.exit_code == 0, result.output

@@ -12,7 +12,7 @@ import torch
 gguf = pytest.importorskip("gguf", reason="GGUF files need the extra gguf")
 transformers = pytest.importorskip("transformers")
 
-from support.gguf_files import logits_of, write_gguf  # noqa: E402
+from support.gguf_files import logits_of, write_demo, write_gguf  # noqa: E402
 
 from caramba_fast.infer import Generator  # noqa: E402
 from caramba_fast.infer.tokenizer import find_tokenizer  # noqa: E402
@@ -193,17 +193,12 @@ def test_answers_end_where_llama_cpp_ends_them(
 
 def test_the_tokenizer_comes_with_it(tmp_path):
     """The demo model as GGUF writes what it writes from its folder."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32)
-    theta = model.config.rope_parameters["rope_theta"]
-    write_gguf(
-        tmp_path / "demo.gguf", model, "llama", tokenizer=demo_tokenizer(),
-        said={"rope.freq_base": float(theta)},
-    )  # fmt: skip
+    write_demo(tmp_path / "demo.gguf", pre=None)
     reader = gguf.GGUFReader(tmp_path / "demo.gguf")
     assert "tokenizer.ggml.pre" not in reader.fields
     with pytest.raises(CheckpointError, match=r"tokenizer.ggml.pre is None.*qwen2"):
         find_tokenizer(tmp_path / "demo.gguf")
-    _with_pre(tmp_path / "demo.gguf", model, theta)
+    write_demo(tmp_path / "demo.gguf")
     generator = Generator.from_checkpoint(tmp_path / "demo.gguf", cache_kind="q8", temperature=0.0)
     tokenizer = find_tokenizer(tmp_path / "demo.gguf")
     text = "def read(path):\n    return 12345 + x['a']  # ünï\n"
@@ -212,22 +207,6 @@ def test_the_tokenizer_comes_with_it(tmp_path):
     found = generator.generate([ids], max_new_tokens=16)
     wanted = Generator(load_demo(), cache_kind="q8", temperature=0.0)
     assert found.tolist() == wanted.generate([ids], max_new_tokens=16).tolist()
-
-
-def _with_pre(path: Path, model: Any, theta: float) -> None:
-    import support.gguf_files as files
-
-    add = files._add_tokenizer
-
-    def with_pre(writer: Any, *args: Any) -> None:
-        add(writer, *args)
-        writer.add_tokenizer_pre("gpt-2")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_add_tokenizer", with_pre)
-        write_gguf(
-            path, model, "llama", tokenizer=demo_tokenizer(), said={"rope.freq_base": float(theta)}
-        )
 
 
 @pytest.mark.parametrize(

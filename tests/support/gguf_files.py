@@ -8,6 +8,9 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+import transformers
+
+from caramba_fast.models import demo_path, demo_tokenizer
 
 #: Hugging Face's names within a layer, and llama.cpp's.
 NAMES = {
@@ -34,6 +37,7 @@ def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
 def write_gguf(
     path: Path, model: Any, architecture: str, *, kind: str = "F32",
     said: dict[str, Any] | None = None, extra: dict[str, np.ndarray] | None = None, tokenizer: Any = None,
+    pre: str | None = None,
 ) -> None:  # fmt: skip
     """Writes a file.
 
@@ -44,6 +48,7 @@ def write_gguf(
         said: further metadata, without the architecture in front.
         extra: further tensors.
         tokenizer: a byte-level `tokenizers.Tokenizer`.
+        pre: how it cuts text into words.
     """
     config, writer = model.config, gguf.GGUFWriter(path, architecture)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -61,6 +66,8 @@ def write_gguf(
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add[type(value)](f"{architecture}.{name}", value)
     _add_tokenizer(writer, tokenizer, config)
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -72,6 +79,14 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write_demo(path: Path, **options: Any) -> None:
+    """The demo model with its tokenizer; options as of `write_gguf`."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32)
+    theta = float(model.config.rope_parameters["rope_theta"])
+    options = {"said": {"rope.freq_base": theta}, "pre": "gpt-2", **options}
+    write_gguf(path, model, "llama", tokenizer=demo_tokenizer(), **options)
 
 
 def _add_tokenizer(writer: Any, tokenizer: Any, config: Any) -> None:
