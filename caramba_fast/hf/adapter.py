@@ -23,6 +23,7 @@ from caramba_fast.hf.attention import pieces
 from caramba_fast.hf.capabilities import (
     capabilities_of,
     check_servable,
+    check_shortened,
     check_turned_alike,
     rope_limit,
 )
@@ -344,6 +345,10 @@ class HuggingFaceModel(ModelFacts):
                 "(max_position_embeddings)"
             )
         check_turned_alike(self.model, layout.held, layout.new)
+
+    def check_shortened(self, held: Sequence[int], left: Sequence[int]) -> None:
+        """Raises ValueError where rows of ``held`` cached tokens cannot be cut to ``left`` and go on."""
+        check_shortened(self.model, held, left)
 
     def _one_by_one(self, ids: Tensor, kv_cache: ModelKVCache, new: list[int]) -> Tensor:
         """(B, T) -> (B, T, V), a column at a time: a mask of two dimensions has one window for all queries."""

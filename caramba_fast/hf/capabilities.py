@@ -288,6 +288,31 @@ def rope_limit(model: PreTrainedModel, kinds: Sequence[str]) -> int | None:
     return min(found, default=None)
 
 
+def rereads_beyond(model: PreTrainedModel) -> int | None:
+    """Tokens of a text beyond which a model's own `generate` reads all of it again, and turns all keys otherwise.
+
+    Phi-3 and its like do, whose longrope has other frequencies there; None for models that do not.
+    """
+    own = getattr(type(model), "prepare_inputs_for_generation", None)
+    if own is GenerationMixin.prepare_inputs_for_generation:
+        return None
+    return rope_limit(model, ("longrope",))
+
+
+def check_shortened(model: PreTrainedModel, held: Sequence[int], left: Sequence[int]) -> None:
+    """Raises ValueError where cached keys are turned otherwise than those of so short a text would be.
+
+    Args:
+        held, left: tokens of each row in the cache, and those that are to stay.
+    """
+    same = rereads_beyond(model)
+    if same is not None and 0 < max(left) <= same < max(held):
+        raise ValueError(
+            f"{type(model).__name__} turns all keys otherwise up to {same} tokens, and those in the cache are turned "
+            f"as for {max(held)}: {max(left)} of them cannot stay; keep more than {same}, or begin anew with reset()"
+        )
+
+
 def check_turned_alike(model: PreTrainedModel, held: Sequence[int], new: Sequence[int]) -> None:
     """Raises ValueError where a pass depends on the longest row otherwise than the model's own `generate` would.
 
@@ -295,9 +320,7 @@ def check_turned_alike(model: PreTrainedModel, held: Sequence[int], new: Sequenc
         held, new: tokens of each row in the cache, and in this pass.
     """
     lengths, name = [a + b for a, b in zip(held, new, strict=True)], type(model).__name__
-    own = getattr(type(model), "prepare_inputs_for_generation", None)
-    rereads = own is not GenerationMixin.prepare_inputs_for_generation
-    same = rope_limit(model, ("longrope",)) if rereads else None
+    same = rereads_beyond(model)
     if same is not None and 0 < max(held) <= same < max(lengths):
         raise ValueError(
             f"{name} turns all keys otherwise once there are more than {same} tokens, and the {max(held)} in the cache "

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
@@ -17,10 +18,10 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from caramba_fast.hf import rotary
 from caramba_fast.hf.attention import caramba_attention
-from caramba_fast.hf.capabilities import check_cacheable, unwrapped
+from caramba_fast.hf.capabilities import check_cacheable, rereads_beyond, unwrapped
 from caramba_fast.hf.compat import CROP_REMOVES
 from caramba_fast.hf.masks import caramba_mask
-from caramba_fast.hf.packed_cache import CarambaCache
+from caramba_fast.hf.packed_cache import CarambaCache, StoringCache
 from caramba_fast.hf.packed_trial import is_compiled
 from caramba_fast.hf.scope import NAME, decoder_configs, implementation, set_implementation
 from caramba_fast.hf.settings import FIELDS, CacheArgument, CacheSettings, StorageOptions
@@ -92,7 +93,7 @@ def register() -> str:
 
 
 ATTRIBUTE = "_caramba_fast"
-HOOK = "_prepare_cache_for_generation"
+HOOK, INPUTS = "_prepare_cache_for_generation", "prepare_inputs_for_generation"
 #: What ``cache_implementation`` of a call may say for it to get our cache.
 OURS_FOR = (None, "dynamic", "offloaded", "static")
 
@@ -172,6 +173,8 @@ def _install(model: PreTrainedModel, settings: CacheSettings) -> None:
     setattr(model, ATTRIBUTE, Accelerated(settings, _implementations(model), rotary.fuse(model)))
     # not a bound method, which pickle would look up in the model before it is there
     setattr(model, HOOK, functools.partial(_prepare_cache, model))
+    if rereads_beyond(model) is not None:
+        setattr(model, INPUTS, functools.partial(_prepare_inputs, model))
     _use_our_attention(model)
     _ACCELERATED.add(model)
 
@@ -194,6 +197,7 @@ def restore(model: Any) -> CacheSettings | None:
     others: list[Accelerated] = [vars(other)[ATTRIBUTE] for other in _ACCELERATED]
     rotary.unfuse(rotary.fused().difference(*(other.fused for other in others)))
     vars(model).pop(HOOK, None)
+    vars(model).pop(INPUTS, None)
     delattr(model, ATTRIBUTE)
     return state.settings
 
@@ -259,6 +263,25 @@ def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         made.activate_past_recording()  # what it drafts is rolled back
     model_kwargs["past_key_values"] = made
     return None
+
+
+def _prepare_inputs(
+    model: PreTrainedModel, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
+) -> dict[str, Any]:
+    """`prepare_inputs_for_generation` of an accelerated model that reads its text again where its RoPE changes.
+
+    It gives up the cache there, and would get a stock one: ours is filled anew. ``inputs_embeds`` is named because
+    transformers looks for it in the signature.
+    """
+    given, own = kwargs.get("past_key_values"), getattr(type(model), INPUTS)
+    found: dict[str, Any] = own(model, input_ids, inputs_embeds=inputs_embeds, **kwargs)
+    if isinstance(given, StoringCache) and found.get("past_key_values") is None:
+        given.reset()
+        found["past_key_values"] = given
+        ids = found.get("input_ids")
+        if found.get("cache_position") is not None and ids is not None:  # in earlier versions
+            found["cache_position"] = torch.arange(ids.shape[1], device=ids.device)
+    return found
 
 
 def _dynamic_if_assisted(config: Any, mode: GenerationMode) -> None:

@@ -238,7 +238,11 @@ class Session:
                 raise ValueError(
                     f"cannot roll back {count} tokens of row {index}, which holds {len(row)}"
                 )
-        self.keep([len(row) - count for row, count in zip(self.rows, counts, strict=True)])
+        left = [len(row) - count for row, count in zip(self.rows, counts, strict=True)]
+        check = getattr(self.model, "check_shortened", None)
+        if check is not None:
+            check(self.cached, left)
+        self.keep(left)
 
     def keep(self, lengths: Sequence[int]) -> None:
         """Row b keeps its first ``lengths[b]`` tokens, cached or not, whatever was under way."""

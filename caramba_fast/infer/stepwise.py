@@ -185,6 +185,11 @@ class StepwiseGenerator:
         """Removes the newest ``n`` tokens of every row (or ``n[b]`` of row b) from the conversation.
 
         A token that was sampled last and is not in the cache yet counts as one.
+
+        Raises:
+            RuntimeError: there is no conversation.
+            ValueError: more tokens than there are, or a model whose longrope has turned the keys of a longer text;
+                nothing has changed then.
         """
         self._end_run()
         if self.cache is None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.hf_matrix import IS_OLD, tiny
+from support.hf_matrix import IS_OLD, longrope, tiny
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
@@ -308,3 +308,29 @@ def test_slow_reads_are_told_once_with_what_helps() -> None:
     assert ["dequantized at every step" in message for message in told] == [True] * (not IS_OLD)
     [message] = messages(latent, None)
     assert "past_key_values=CarambaCache" in message
+
+
+# -- RoPE that turns all keys otherwise beyond a length ------------------------------------------
+
+
+@pytest.mark.skipif(IS_OLD, reason="transformers 5.0 goes on from the newest token alone there")
+@pytest.mark.parametrize("length", [20, 28, 32, 40])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str
+)
+def test_a_text_that_is_read_again_stays_in_our_cache(length: int, options: dict[str, Any]) -> None:
+    """Below, across and beyond the 32 tokens at which Phi-3 gives its cache up; transformers takes a stock one then."""
+    model, ids = longrope(32), torch.arange(3, 3 + length)[None]
+    given = dict(max_new_tokens=8, do_sample=False, **options)
+    expected = model.generate(ids, **given)
+    accelerate(model, "fp32")
+    found = model.generate(ids, return_dict_in_generate=True, **given)
+    assert torch.equal(found.sequences, expected)
+    assert isinstance(found.past_key_values, (CarambaCache, CarambaStaticCache))
+    own = CarambaCache(model, "fp32")
+    given.pop("cache_implementation", None)
+    assert torch.equal(model.generate(ids, past_key_values=own, **given), expected)
+    assert own.length == length + 7
+    restore(model)
+    assert torch.equal(model.generate(ids, **given), expected)
+    assert "prepare_inputs_for_generation" not in vars(model)

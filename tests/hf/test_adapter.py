@@ -24,6 +24,7 @@ from support.hf_matrix import (
     STEPS,
     VOCABULARY,
     greedy,
+    longrope,
     new_model,
     new_tokens,
     stock,
@@ -594,20 +595,17 @@ def test_what_a_context_model_needs() -> None:
 @pytest.mark.skipif(IS_OLD, reason="RoPE is configured otherwise in this transformers")
 def test_a_rope_that_turns_all_keys_otherwise_is_not_crossed() -> None:
     """Phi-3 reads its text anew there; keys of the cache would have the frequencies of a shorter text."""
-    config = transformers.Phi3Config(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, original_max_position_embeddings=32,
-        initializer_range=0.3, pad_token_id=0, bos_token_id=1, eos_token_id=None,
-        rope_parameters=dict(
-            rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 8, long_factor=[4.0] * 8
-        ),
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.Phi3ForCausalLM(config).eval()
+    model = longrope(32)
     short, long = torch.arange(3, 31)[None], torch.arange(3, 43)[None]
     made = Generator(model, cache="fp32", temperature=0.0, ignore_eos=True)
     with pytest.raises(ValueError, match="more than 32 tokens, and the 32 in the cache"):
         made.generate(short, max_new_tokens=24)
+    made.reset()
+    made.prefill(long)
+    made.rollback(7)  # 33 are left
+    with pytest.raises(ValueError, match="turned as for 33: 25 of them cannot stay"):
+        made.rollback(8)
+    assert len(made.tokens[0]) == 33
     for ids, count in ((short, 4), (long, 24)):
         made.reset()
         wanted = model.generate(ids, max_new_tokens=count, do_sample=False)[:, ids.shape[1] :]
