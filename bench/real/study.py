@@ -5,15 +5,18 @@ token and acceptance with 95% intervals over windows, and what a whole cache tak
 ``bench/results/real``, from which `real_page` makes the first part of docs/quality.md. Finished parts are kept in
 ``--parts``: a run that was interrupted goes on where it stopped, and a new cache costs its own time and the baseline's.
 Parts are named by settings, not by code: a run says when other code made some of them, and their folder has to be
-removed then.
+removed then. ``--add`` needs no parts: it puts the caches of ``--specs`` into the report that is there. ``--long``
+measures a few caches on longer windows of the same text.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +31,17 @@ from caramba_fast.cli.quality import Subject, begin_token, load_subject
 from caramba_fast.quality import QualityReport, cache_size, cached_forward, measure
 from caramba_fast.quality.compare import ModelForward
 from caramba_fast.quality.needles import token_ids
+from caramba_fast.quality.report import on_pareto_front
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "real"
+#: Behind a model's name: a report of the other part of the text, on which settings are chosen; of long windows.
+CHOSEN_ON, LONG = "-chosen-on", "-long"
 RUNS = Path(__file__).resolve().parents[2] / "runs" / "real"
 #: 8 windows of 2048 tokens are 16,376 predictions.
 CONTEXT, WINDOWS = 2048, 8
 QUICK_WINDOWS = 2
+#: With ``--long``: 32,764 predictions.
+LONG_CONTEXT, LONG_WINDOWS = 8192, 4
 #: Rows computed at once.
 BATCH = 2
 #: Tokens of the whole cache whose bytes are given.
@@ -60,7 +68,7 @@ def study(
     Args:
         model: a name, folder or Hub id that `model_folder` takes.
         specs: caches to measure.
-        context: tokens of a window.
+        context: tokens of a window, and of the whole cache whose bytes are given if that is more.
         count: windows, half of each text.
         part: of the texts (`text.PARTS`).
         parts: where finished parts are kept.
@@ -94,20 +102,49 @@ def study(
     print(file=sys.stderr)
     report.about.update(
         name=file_name(model), title=title(model), text_part=part, texts=list(KINDS), context=context, windows=count,
-        code=code, size_context=SIZE_CONTEXT, sizes=sizes(forward, [row.kind for row in report.rows]),
+        code=code, size_context=max(SIZE_CONTEXT, context),
+        sizes=sizes(forward, [row.kind for row in report.rows], max(SIZE_CONTEXT, context)),
         seconds=round(time.perf_counter() - began, 1), environment=details(torch.device("cpu")),
     )  # fmt: skip
     return report
 
 
-def sizes(forward: ModelForward, specs: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """By spec: bits of a cached number, scales included, and bytes of a whole cache of `SIZE_CONTEXT` tokens."""
+def sizes(forward: ModelForward, specs: Sequence[str], context: int) -> dict[str, dict[str, Any]]:
+    """By spec: bits of a cached number, scales included, and bytes of a whole cache of ``context`` tokens."""
     found = {}
     for spec in specs:
-        size = cache_size(forward.layout, spec, SIZE_CONTEXT)
-        whole = round(size.cache_bytes_per_token * SIZE_CONTEXT)
+        size = cache_size(forward.layout, spec, context)
+        whole = round(size.cache_bytes_per_token * context)
         found[spec] = {"bits_per_value": size.bits_per_value, "cache_bytes": whole}
     return found
+
+
+#: What two reports have to agree on to be one.
+SAME = ("model", "text", "baseline", "text_part", "context", "windows", "size_context")
+
+
+def added(earlier: QualityReport, report: QualityReport) -> QualityReport:
+    """``earlier`` with the caches of ``report``, which replace their like; in the order of the study.
+
+    Raises:
+        ValueError: they are of other models, texts or windows, or their baselines differ.
+    """
+    differ = [name for name in SAME if earlier.about.get(name) != report.about.get(name)]
+    if differ:
+        raise ValueError(f"the report that is there has another {', '.join(differ)}")
+    nlls = [found.rows[0].nll for found in (earlier, report)]
+    if not math.isclose(*nlls, rel_tol=1e-5):
+        raise ValueError(f"the baseline's loss is {nlls[1]}, in the report that is there {nlls[0]}")
+    rows = {row.kind: row for row in (*earlier.rows, *report.rows[1:])}
+    order = {spec: at for at, spec in enumerate((chosen.BASELINE, *chosen.STUDY))}
+    ordered = sorted(rows.values(), key=lambda row: order.get(row.kind, len(order)))
+    front = on_pareto_front([(row.cache_bytes_per_token, row.mean_kl) for row in ordered])
+    about = dict(earlier.about)
+    about["sizes"] = {**about["sizes"], **report.about["sizes"]}
+    about["code"] = list(dict.fromkeys([*about["code"], *report.about["code"]]))
+    about["seconds"] = round(about["seconds"] + report.about["seconds"], 1)
+    ordered = [replace(row, pareto=best) for row, best in zip(ordered, front, strict=True)]
+    return QualityReport(ordered, earlier.needles, about)
 
 
 def lines(report: QualityReport) -> list[str]:
@@ -142,23 +179,38 @@ def out_folder(args: argparse.Namespace) -> Path:
 
 def main() -> None:
     """Parses the command line and runs the study."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     add_options(parser, chosen.STUDY)
     parser.add_argument("--context", type=int, default=CONTEXT)
     parser.add_argument("--windows", type=int, help=f"{WINDOWS}, or {QUICK_WINDOWS} with --quick")
     parser.add_argument("--on", choices=PARTS, default="held out", help="which part of the texts")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the other caches of the report that is there"
+    )
+    parser.add_argument(
+        "--long", action="store_true",
+        help=f"by default {LONG_WINDOWS} windows of {LONG_CONTEXT} tokens, and fewer caches",
+    )  # fmt: skip
     args = parser.parse_args()
+    if args.long:
+        parser.set_defaults(context=LONG_CONTEXT, specs=list(chosen.LONG))
+        args = parser.parse_args()
     out = out_folder(args)
-    count = args.windows or (QUICK_WINDOWS if args.quick else WINDOWS)
+    count = args.windows or (
+        QUICK_WINDOWS if args.quick else LONG_WINDOWS if args.long else WINDOWS
+    )
     for model in args.models or MEASURED:
+        suffix = LONG if args.long else "" if args.on == "held out" else CHOSEN_ON
+        file = out / f"{file_name(model)}{suffix}.json"
         try:
             report = study(
                 model, args.specs, context=args.context, count=count, part=args.on, parts=args.parts
             )
+            if args.add and file.is_file():
+                report = added(QualityReport.from_json(file), report)
         except (FetchError, TextError, ValueError) as error:
             parser.exit(1, f"{model}: {error}\n")
-        suffix = "" if args.on == "held out" else "-chosen-on"
-        report.to_json(out / f"{file_name(model)}{suffix}.json")
+        report.to_json(file)
         print(
             f"{report.about['title']}, {args.on}, {report.about['seconds']} s",
             *lines(report),

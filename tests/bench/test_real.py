@@ -7,6 +7,7 @@ import json
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -248,6 +249,23 @@ def test_the_study_goes_on_where_it_stopped(demo, fake_text, tmp_path, monkeypat
     assert len(study.lines(more)) == 4
 
 
+def test_caches_are_added_to_a_report_of_the_same_text(demo, fake_text, tmp_path):
+    options = dict(context=128, count=2, parts=tmp_path, subject=demo)
+    first = study.study(demo.name, ["q8", "q4:plain"], **options)
+    more = study.study(demo.name, ["q4", "q8"], **options)
+    both = study.added(first, more)
+    assert [row.kind for row in both.rows] == ["fp16", "q8", "q4", "q4:plain"]  # the study's order
+    assert {*both.about["sizes"]} == {row.kind for row in both.rows}
+    whole = study.study(demo.name, ["q8", "q4", "q4:plain"], **options)
+    assert both.rows == whole.rows
+    other = study.study(demo.name, ["q4"], **{**options, "context": 64})
+    with pytest.raises(ValueError, match="has another text, context"):
+        study.added(first, other)
+    more.rows[0] = replace(more.rows[0], nll=more.rows[0].nll + 0.01)
+    with pytest.raises(ValueError, match="the baseline's loss is"):
+        study.added(first, more)
+
+
 def test_a_folder_says_whose_code_made_it(tmp_path, monkeypatch, capsys):
     first = code.note_code(tmp_path)
     assert code.note_code(tmp_path) == first and not capsys.readouterr().err
@@ -263,6 +281,10 @@ def test_the_page_says_what_was_measured(demo, fake_text, tmp_path):
     )
     report.to_json(tmp_path / "gqa.json")
     report.to_json(tmp_path / "gqa-chosen-on.json")
+    longer = study.study(
+        demo.name, ["q8"], context=512, count=2, parts=tmp_path / "parts", subject=demo
+    )
+    longer.to_json(tmp_path / "gqa-long.json")
     figures = {
         "retrieval": {"fp16": {"right": 110, "asked": 120}, "q8": {"right": 12, "asked": 120}},
         "agreement": {"q8": {"mean": 31.6, "most": 256, "whole": 2, "asked": 10}},
@@ -273,6 +295,8 @@ def test_the_page_says_what_was_measured(demo, fake_text, tmp_path):
     page = "\n".join(lines)
     assert page.count("### gqa") == 1 and "508 predictions in 4 windows of 128 tokens" in page
     assert any(line.startswith("| `q4:plain` | 4.50 |") for line in lines)
+    assert "1,022 predictions in 2 of them" in page and "| KL at 128 |" in page
+    assert sum(line.startswith("| gqa | 512 | `q8` |") for line in lines) == 1
     assert "| Demo | `q8` | 12 of 120 (5%…17%) |  | 32 of 256, 2 of 10 |" in lines
     assert (tmp_path / real_page.PICTURE).read_bytes().startswith(b"\x89PNG")
 
