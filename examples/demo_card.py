@@ -112,7 +112,7 @@ def install(source: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("--name", default="gqa")
     parser.add_argument("--command", help="what trained it, where one plain run did not")

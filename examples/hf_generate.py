@@ -64,7 +64,7 @@ def write(model: Any, tokenizer: Any, ids: torch.Tensor, count: int) -> Written:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("model_id", nargs="?", default=str(demo_path()))
     parser.add_argument("--cache", default="q4", help="q4, q8, q8/q4, nf4, … (default q4)")
     parser.add_argument(

@@ -23,7 +23,7 @@ ROOM = 512
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--cache", default="q4", help="q4, q8, fp16, … (default q4)")
     parser.add_argument("--max-new-tokens", type=int, default=32)
     options = parser.parse_args()

@@ -258,7 +258,7 @@ def card(args: argparse.Namespace, held_out: np.ndarray, steps: int, minutes: fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=PACKAGE)
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--batch-tokens", type=int, default=4096)

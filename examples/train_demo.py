@@ -234,7 +234,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="gqa")
     parser.add_argument("--init", type=Path, help="checkpoint folder to train on from")

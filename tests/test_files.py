@@ -206,6 +206,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "bench ops, details": ("ops.json", ("bench", "ops", "--quick", "--out", "{folder}/ops.csv")),
     "bench model": ("m.csv", ("bench", "model", "--quick", "--out", "{out}")),
     "bench generation": ("generation.csv", ("bench", "generation", "--out", "{folder}")),
+    "bench generation, details": ("overhead.json", ("bench", "generation", "--out", "{folder}")),
     "bench speculation": ("s.csv", ("bench", "speculation", "--out={out}")),
     "bench serve": ("e.csv", ("bench", "serve", "--out", "{out}")),
 }

@@ -106,3 +106,15 @@ def test_every_dependency_has_a_lower_bound():
     project = text[text.index("\ndependencies = [") : text.index("[project.scripts]")]
     named = re.findall(r'"((?!caramba-fast\[)[A-Za-z][^"]*)"', project)
     assert len(named) > 12 and [name for name in named if ">=" not in name] == []
+
+
+def test_every_parser_wants_options_in_full():
+    """An abbreviated ``--out`` passes by what looks for that word, and means another option once there are more."""
+    calls = [
+        (path.name, [word.arg for word in node.keywords])
+        for folder in ("bench", "caramba_fast", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("ArgumentParser")
+    ]
+    assert len(calls) > 20 and [name for name, words in calls if "allow_abbrev" not in words] == []

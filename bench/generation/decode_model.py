@@ -24,6 +24,7 @@ from torch import Tensor
 
 from caramba_fast.bench.environment import environment
 from caramba_fast.bench.kernels.timing import quantile, ratio
+from caramba_fast.bench.out import add_out, check_out
 
 # Models and caches need pydantic; the page that `report` makes of the figures does not, and is made without.
 if TYPE_CHECKING:
@@ -236,9 +237,9 @@ def section(rows: Sequence[Row]) -> list[str]:
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="caramba_fast.bench.generation.decode_model", description=__doc__
+        allow_abbrev=False, prog="caramba_fast.bench.generation.decode_model", description=__doc__
     )
-    parser.add_argument("--out", type=Path, help="CSV file to write")
+    add_out(parser, "CSV file to write")
     parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
@@ -253,6 +254,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     started, chosen = time.monotonic(), _arguments(argv)
+    check_out([chosen.out], force=chosen.force)
     torch.set_num_threads(chosen.threads or torch.get_num_threads())
     about = environment(torch.device("cpu"))
     rows: list[Row] = []

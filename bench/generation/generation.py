@@ -8,7 +8,6 @@ a decode step is not the model's forward pass (`generation_overhead`).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -22,11 +21,14 @@ from torch import Tensor
 from caramba_fast.bench.environment import details, environment
 from caramba_fast.bench.generation import generation_bytes, generation_overhead
 from caramba_fast.bench.kernels.timing import ratio
+from caramba_fast.bench.out import check_out, write_details
 from caramba_fast.bench.pages import generation_page
 from caramba_fast.bench.pages.sections import add_targets, finish, results_at, write_csv
 from caramba_fast.infer import Generator
 from caramba_fast.models import Transformer, demo_tokenizer, held_out_text, load_demo
 
+#: Whose results these are.
+COMMAND = "generation.generation"
 PARTS = ("steps", "bytes", "overhead")
 FILES = {"steps": "generation.csv", "bytes": "generation_bytes.csv", "overhead": "overhead.csv"}
 LENGTHS, TEXTS = (64, 128, 256, 512, 1024, 2000), (64, 256, 512)
@@ -120,9 +122,9 @@ def _rows(
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="caramba_fast.bench.generation.generation", description=__doc__
+        allow_abbrev=False, prog="caramba_fast.bench.generation.generation", description=__doc__
     )
-    add_targets(parser, "folder to write results to")
+    add_targets(parser, "folder to write CSV files to, and a JSON file beside each")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=LENGTHS, help="cached tokens of steps"
@@ -140,6 +142,8 @@ def main(argv: list[str] | None = None) -> int:
     given = _arguments(argv)
     with results_at(given) as folder:
         paths = {part: folder / name for part, name in FILES.items()}
+        if given.out is not None:
+            check_out([paths[part] for part in given.only], force=given.force, command=COMMAND)
         if not given.page_only:
             _measure(given, paths)
         finish(given, generation_page.parts(paths))
@@ -165,7 +169,7 @@ def _measure(given: argparse.Namespace, paths: dict[str, Path]) -> None:
             print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
         write_csv(paths[part], columns, [{**row, **about} for row in rows])
         content = {"environment": details(device), "load": os.getloadavg()[0], **beside[part]}
-        paths[part].with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        write_details(paths[part], COMMAND, content)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from caramba_fast.bench.environment import environment
 from caramba_fast.bench.kernels.timing import quantile, ratio
+from caramba_fast.bench.out import check_out
 from caramba_fast.bench.pages.hf_page import FILE, PAGE, PART, lines_of
 from caramba_fast.bench.pages.sections import add_targets, finish, results_at, write_csv
 from caramba_fast.hf import CarambaCache, accelerate, restore
@@ -222,12 +223,13 @@ def rows_of(kv_heads: int, dtype: torch.dtype, context: int, entries: list[Entry
 
 def main() -> None:
     """Measures every setting and writes a line as soon as it is there."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     add_targets(parser, "the CSV file to write")
     parser.add_argument("--quick", action="store_true", help="two lengths, few rounds")
     parser.add_argument("--contexts", type=int, nargs="*", help=f"by default {CONTEXTS}")
     parser.add_argument("--kv-heads", type=int, nargs="*", default=KV_HEADS)
     options = parser.parse_args()
+    check_out([options.out], force=options.force)
     with results_at(options, FILE) as path:
         if not options.page_only:
             run(options, path)

@@ -142,7 +142,7 @@ def _table(rows: tuple[CandidateRow, ...]) -> str:
 
 def main() -> None:
     """Measures, unless told otherwise, and writes page and pictures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--page-only", action="store_true", help="from the results there are")
     names = [case.name for case in CASES]
     parser.add_argument("--cases", nargs="+", choices=names, default=names, help="measure these")

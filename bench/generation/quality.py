@@ -130,7 +130,7 @@ def study(name: str, model: Transformer, parts: Path, what: Sequence[str]) -> No
 def main() -> None:
     """Parses the command line and runs the study."""
     known = subjects()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("subjects", nargs="*", help=f"of {', '.join(known)}; by default all")
     parser.add_argument("--parts", type=Path, default=Path("runs/quality"))
     parser.add_argument("--only", choices=PARTS)

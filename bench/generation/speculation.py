@@ -9,7 +9,6 @@ positions of one text (`speculation_forced`), where sampled texts cannot drift a
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,11 +25,14 @@ from caramba_fast.bench.generation.jackknife import points_apart, ratio_interval
 from caramba_fast.bench.generation.speculation_forced import forced
 from caramba_fast.bench.generation.speculation_prompts import KINDS, prompts
 from caramba_fast.bench.kernels.timing import quantile
+from caramba_fast.bench.out import BESIDE, check_out, write_details
 from caramba_fast.bench.pages.sections import add_targets, finish, results_at, write_csv
 from caramba_fast.bench.pages.speculation_page import lines
 from caramba_fast.infer import Generator, SpeculativeGenerator
 from caramba_fast.models import Transformer, demo_tokenizer, load_demo
 
+#: Whose results these are.
+COMMAND = "generation.speculation"
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampling": {"temperature": 0.8, "top_p": 0.95},
@@ -190,9 +192,9 @@ def differences(
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="caramba_fast.bench.generation.speculation", description=__doc__
+        allow_abbrev=False, prog="caramba_fast.bench.generation.speculation", description=__doc__
     )
-    add_targets(parser, "CSV file to write, and a JSON file beside it")
+    add_targets(parser, f"CSV file to write{BESIDE}")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--prompts", type=int, default=PER_ROUND, help="of each round")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
@@ -207,6 +209,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     given = _arguments(argv)
+    check_out([given.out], force=given.force, command=COMMAND)
     with results_at(given, "speculation.csv") as path:
         if not given.page_only:
             _measure_all(given, path)
@@ -232,7 +235,7 @@ def _measure_all(given: argparse.Namespace, path: Path) -> None:
         done += found
         write_csv(path, COLUMNS, done)
         content |= {"load": os.getloadavg()[0], "runs": differences(kept, listed)}
-        path.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        write_details(path, COMMAND, content)
 
 
 if __name__ == "__main__":

@@ -363,7 +363,9 @@ def write_csv(file: TextIO, table: Iterable[dict[str, object]]) -> None:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="caramba_fast.bench.kernels.aot", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="caramba_fast.bench.kernels.aot", description=__doc__
+    )
     parser.add_argument("--out", type=Path, help="CSV file; standard output without")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument(

@@ -299,7 +299,7 @@ def stand_in() -> None:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="caramba_fast.bench.kernels.host_time", description=__doc__
+        allow_abbrev=False, prog="caramba_fast.bench.kernels.host_time", description=__doc__
     )
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))

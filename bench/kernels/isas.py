@@ -125,7 +125,7 @@ def measure(
 
 def main() -> None:
     """Measures what the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--serve", action="store_true")
     parser.add_argument("--sets", nargs="+", default=["avx2", "avx512"])
     parser.add_argument("--before")

@@ -172,7 +172,9 @@ def page() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns 1 if the file is not what would be written."""
-    parser = argparse.ArgumentParser(prog="caramba_fast.bench.kernels.predict", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="caramba_fast.bench.kernels.predict", description=__doc__
+    )
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     if parser.parse_args(argv).check:
         same = PREDICTIONS.exists() and PREDICTIONS.read_text() == page()

@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -23,9 +22,10 @@ from caramba_fast.bench.kernels.parity import described
 from caramba_fast.bench.kernels.predict import H200, Machine
 from caramba_fast.bench.kernels.registry import GRIDS, Case, cases
 from caramba_fast.bench.kernels.shards import Shard
-from caramba_fast.bench.kernels.table import Row, Table
+from caramba_fast.bench.kernels.table import COMMAND, Row, Table
 from caramba_fast.bench.kernels.timing import ROUNDS, interleaved, probe
 from caramba_fast.bench.kernels.workloads import workload
+from caramba_fast.bench.out import BESIDE, add_out, check_out
 from caramba_fast.bench.pages.report import summary
 from caramba_fast.ops.registry import BACKENDS, use_backend
 
@@ -102,13 +102,15 @@ def measured(
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="caramba_fast.bench.kernels.run", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="caramba_fast.bench.kernels.run", description=__doc__
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--grid", choices=GRIDS, help="by default cpu, or core on cuda")
     parser.add_argument("--quick", action="store_true", help="the same as --grid quick")
     parser.add_argument("--backend", default="auto", choices=BACKENDS)
     parser.add_argument("--threads", type=int, default=0, help="of the CPU; 0: torch's choice")
-    parser.add_argument("--out", type=Path, help="CSV file to write")
+    add_out(parser, f"CSV file to write{BESIDE}")
     parser.add_argument("--resume", action="store_true", help="keep the cases the CSV already has")
     parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="SECONDS",
                         help="start no case after this")  # fmt: skip
@@ -124,6 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     if chosen.device == "cuda" and not torch.cuda.is_available():
         print("run: torch finds no CUDA device", file=sys.stderr)
         return 2
+    check_out([chosen.out], force=chosen.force, command=COMMAND)
     device = torch.device(chosen.device)
     torch.manual_seed(0)
     torch.set_num_threads(chosen.threads or torch.get_num_threads())

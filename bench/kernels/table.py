@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import csv
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from caramba_fast.bench.kernels.predict import Prediction
+from caramba_fast.bench.out import write_details
 
+#: Whose results these are.
+COMMAND = "kernels.run"
 #: Of a case; together with the kind and the implementation they name a line.
 CASE = (
     "case", "op", "batch", "heads", "kv_heads", "dim", "kv", "tokens", "dtype", "window", "threads"
@@ -55,7 +57,7 @@ class Table:
             if all(row.get(name, "") == value for name, value in wanted.items())
         ]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.with_suffix(".json").write_text(json.dumps(details, indent=1) + "\n")
+        write_details(self.path, COMMAND, details)
         with self.path.open("w", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writeheader()
         self.add(earlier)

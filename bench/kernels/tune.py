@@ -290,7 +290,9 @@ def tune(point: Point, device: torch.device, tiny: bool, shard: Shard | None = N
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="caramba_fast.bench.kernels.tune", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="caramba_fast.bench.kernels.tune", description=__doc__
+    )
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, help="CSV file; points it has are not measured again")
     parser.add_argument("--tiny", action="store_true", help="one small point, to try the command")

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from caramba_fast.bench.out import add_out, check_out
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "results", ROOT.parent / "docs" / "inference.md"
 
@@ -81,7 +83,7 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, An
 
 def add_targets(parser: argparse.ArgumentParser, out: str) -> None:
     """The options that say where results go; ``out`` explains the one of that name."""
-    parser.add_argument("--out", type=Path, help=f"{out}; by default nothing is kept")
+    add_out(parser, f"{out}; by default nothing is kept")
     parser.add_argument(
         "--publish", action="store_true", help="write bench/results and the page they belong to"
     )
@@ -121,6 +123,7 @@ def measured(
     page: Path = PAGE,
 ) -> int:
     """Measures into ``file`` unless ``--page-only``, prints the page's part and puts it there; the exit status."""
+    check_out([given.out], force=given.force)
     with results_at(given, file) as path:
         if not given.page_only:
             measure(given, path)

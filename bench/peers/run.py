@@ -8,7 +8,6 @@ Ends with status 1 if one of them is further from float64 than its precision exp
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from importlib import metadata
@@ -18,6 +17,7 @@ import torch
 
 from caramba_fast.bench.environment import details, environment
 from caramba_fast.bench.kernels.timing import ROUNDS
+from caramba_fast.bench.out import BESIDE, add_out, check_out, write_details
 from caramba_fast.bench.pages import peers_page
 from caramba_fast.bench.pages.sections import RESULTS, finish, write_csv
 from caramba_fast.bench.peers import ggml_library
@@ -25,6 +25,8 @@ from caramba_fast.bench.peers.measure import Row, measure
 from caramba_fast.bench.peers.problem import GRIDS
 from caramba_fast.bench.peers.systems import systems
 
+#: Whose results these are.
+COMMAND = "peers.run"
 COLUMNS = (
     "batch", "heads", "kv_heads", "dim", "kv", "tokens", "threads", "system", "kind", "bits", "samples", "median_us",
     "p20_us", "p80_us", "ours", "vs_ours", "stored_bytes", "error", "gb_per_s", "probe_gb_per_s", "share", "note",
@@ -46,13 +48,15 @@ def versions() -> dict[str, str]:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="caramba_fast.bench.peers.run", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="caramba_fast.bench.peers.run", description=__doc__
+    )
     parser.add_argument("--grid", choices=tuple(GRIDS), default="full")
     parser.add_argument("--quick", action="store_true", help="the same as --grid quick")
     parser.add_argument("--systems", default="", metavar="NAMES",
                         help="only these programs, separated by commas; ours is always there")  # fmt: skip
     parser.add_argument("--threads", type=int, default=0, help="only the shapes of so many threads")
-    parser.add_argument("--out", type=Path, help="CSV file to write; by default nothing is kept")
+    add_out(parser, f"CSV file to write{BESIDE}; by default nothing is kept")
     parser.add_argument("--publish", action="store_true",
                         help="write bench/results/peers.csv, docs/peers.md and its picture")  # fmt: skip
     parser.add_argument("--page-only", action="store_true",
@@ -85,7 +89,7 @@ def run(given: argparse.Namespace, out: Path | None) -> list[Row]:
             write_csv(out, COLUMNS, rows)
             done = {"grid": grid, "measured": index + 1, "shapes": len(shapes)}
             facts = {**details(torch.device("cpu")), **done, "peers": versions()}
-            out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
+            write_details(out, COMMAND, facts)
     return rows
 
 
@@ -96,6 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     if given.publish and (given.quick or given.grid != "full" or given.systems):
         print("peers: a part of the grid is not published", file=sys.stderr)
         return 2
+    check_out([given.out], force=given.force, command=COMMAND)
     rows = [] if given.page_only else run(given, target if given.publish else given.out)
     if given.publish or given.page_only:
         given.publish = True

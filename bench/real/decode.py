@@ -340,7 +340,9 @@ def compile_kernels(
 
 def main() -> None:
     """Measures the models named, by default all, and writes lines as soon as they are there."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument(
         "models",
         nargs="*",

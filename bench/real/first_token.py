@@ -157,7 +157,7 @@ def begin_peak() -> None:
 
 def main() -> None:
     """One program, one prompt: what it took, as JSON."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     for argument in ("name", "prompt", "dtype", "program", "cache"):
         parser.add_argument(argument, type=int if argument == "prompt" else str)
     args = parser.parse_args()

@@ -110,7 +110,9 @@ def _row(
 
 def main() -> None:
     """Measures the models named, by default all."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(SOURCES)}")
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")

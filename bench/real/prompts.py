@@ -87,7 +87,7 @@ def study(
 
 def main() -> None:
     """Parses the command line and runs the study."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     add_options(parser, chosen.PROMPTED)
     args = parser.parse_args()
     out = out_folder(args)

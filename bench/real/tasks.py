@@ -166,7 +166,7 @@ def line(model: str, task: str, spec: str, figures: Figures) -> str:
 
 def main() -> None:
     """Parses the command line and runs the tasks."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     add_options(parser, chosen.TASKS)
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS))
     args = parser.parse_args()

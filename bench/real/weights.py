@@ -205,7 +205,9 @@ def _scores(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and measures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(SOURCES)}")
     parser.add_argument("--windows", type=int, help=f"{WINDOWS}, or {QUICK_WINDOWS} with --quick")
     parser.add_argument(

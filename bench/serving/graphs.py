@@ -144,7 +144,7 @@ def compared(kind: str, device: str) -> Compared:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 where all kinds that were compared agree, 1 where one does not or none was compared."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--kinds", nargs="+", default=KINDS)
     parser.add_argument(

@@ -259,7 +259,7 @@ def rows_of(found: dict[str, list[Taken]]) -> Iterator[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="caramba_fast.bench.serving.over_http", description=__doc__
+        allow_abbrev=False, prog="caramba_fast.bench.serving.over_http", description=__doc__
     )
     add_targets(parser, "CSV file to write")
     parser.add_argument(

@@ -138,7 +138,7 @@ def published(page: str) -> str:
 
 def main() -> None:
     """Prints the tables, or puts them into the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--publish", action="store_true", help="rewrite docs/scaling.md")
     if parser.parse_args().publish:
         PAGE.write_text(published(PAGE.read_text("utf-8")), "utf-8")

@@ -169,7 +169,9 @@ def _about() -> Row:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="caramba_fast.bench.serving.serve", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="caramba_fast.bench.serving.serve", description=__doc__
+    )
     add_targets(parser, "CSV file to write")
     parser.add_argument("--quick", action="store_true", help="one round of few requests, a minute")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)

@@ -15,12 +15,16 @@ bench = typer.Typer(
     no_args_is_help=True,
 )
 PACKAGE = "caramba_fast.bench"
-#: Columns every table has.
-_MARKS = {b"threads", b"commit", b"source"}
 #: Options of a benchmark's own go to it as they are.
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 Out = Annotated[Path | None, typer.Option(help="CSV file to write.")]
+OutWithDetails = Annotated[
+    Path | None,
+    typer.Option(
+        help="CSV file to write, and a JSON file beside it, which is not replaced if another command wrote it."
+    ),
+]
 Threads = Annotated[int, typer.Option(help="Of the CPU; 0 for torch's choice.", min=0)]
 TimeLimit = Annotated[
     float | None, typer.Option(help="Start nothing more after so many seconds.", min=0)
@@ -37,7 +41,7 @@ def ops(
     backend: Annotated[str, typer.Option(help="auto, or one backend for every op.")] = "auto",
     threads: Threads = 0,
     time_limit: TimeLimit = None,
-    out: Out = None,
+    out: OutWithDetails = None,
     force: Force = False,
 ) -> None:
     """Each op beside what torch has: predicted, verified, then timed, in share of the bandwidth."""
@@ -103,7 +107,6 @@ def _words(**options: Any) -> list[str]:
 def _run(name: str, arguments: list[str]) -> None:
     """Calls ``main(arguments)`` of a benchmark's module and ends with its status."""
     with one_line_errors():
-        arguments = _checked(arguments)
         try:
             module = importlib.import_module(f"{PACKAGE}.{name}")
         except ModuleNotFoundError as error:
@@ -116,42 +119,3 @@ def _run(name: str, arguments: list[str]) -> None:
             ) from error
         status = module.main(arguments)
     raise typer.Exit(status or 0)
-
-
-def _checked(arguments: list[str]) -> list[str]:
-    """The arguments without --force; raises FileExistsError where --out names a file of another kind."""
-    force, rest = "--force" in arguments, [word for word in arguments if word != "--force"]
-    for index, word in enumerate(rest):
-        name, equals, value = word.partition("=")
-        if name == "--out" and (equals or index + 1 < len(rest)):
-            out = Path(value if equals else rest[index + 1])
-            for table in sorted(out.glob("generation*.csv")) if out.is_dir() else [out]:
-                _check(table, force)
-    return rest
-
-
-def _check(table: Path, force: bool) -> None:
-    """A table has its details beside it, under the same name."""
-    from caramba_fast.config.files import check_replaceable  # noqa: PLC0415 - imports torch
-
-    check_replaceable(table, "table of benchmarks", _is_table, force=force)
-    details = table.with_suffix(".json")
-    if details != table:
-        check_replaceable(details, "details of a benchmark", _is_details, force=force)
-
-
-def _is_table(path: Path) -> bool:
-    """Whether a CSV file's first line has columns that every benchmark writes."""
-    with path.open("rb") as file:
-        columns = file.read(4096).split(b"\n", 1)[0].strip().split(b",")
-    return set(columns) >= _MARKS
-
-
-def _is_details(path: Path) -> bool:
-    from caramba_fast.config.files import read_json  # noqa: PLC0415 - imports torch
-
-    try:
-        found = read_json(path)
-    except ValueError:
-        return False
-    return isinstance(found, dict) and bool(found.keys() & {"environment", "commit"})

@@ -195,7 +195,7 @@ def _check_text(settings: dict[str, Any]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Loads, prompts, prints."""
     parser = argparse.ArgumentParser(
-        "python -m caramba_fast.inference.generate", description=__doc__
+        "python -m caramba_fast.inference.generate", description=__doc__, allow_abbrev=False
     )
     parser.add_argument("checkpoint", nargs="?", default=demo_path(), help="checkpoint folder")
     parser.add_argument("--tokenizer", default=None, help="tokenizer folder, if it is another one")

@@ -452,3 +452,20 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def longrope(switch: int) -> Any:
+    """A tiny Phi-3 whose keys are turned otherwise once a text has more than ``switch`` tokens."""
+    factors = dict(short_factor=[1.0] * 8, long_factor=[4.0] * 8)
+    rope = (
+        {"rope_scaling": {"type": "longrope", **factors}}
+        if parse(transformers.__version__) < parse("5")
+        else {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **factors}}
+    )
+    config = transformers.Phi3Config(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, original_max_position_embeddings=switch,
+        initializer_range=0.3, pad_token_id=0, bos_token_id=1, eos_token_id=None, **rope,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.Phi3ForCausalLM(config).eval()

@@ -281,7 +281,7 @@ def soak(seconds: float, clients: int = 64) -> Report:
 
 def main() -> None:
     """By hand; exit status 1 if anything is not as it must be."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)

@@ -213,7 +213,7 @@ def publish(rows: str) -> None:
 
 def main() -> None:
     """Runs everything and prints the table; ends with 1 where ours fail and stock does not."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.partition("\n")[0])
     parser.add_argument("--source", type=Path, required=True, help="a checkout of transformers")
     parser.add_argument("--cache", nargs="+", default=["fp32", "q8"])
     parser.add_argument("--family", nargs="+", default=None)

@@ -1,0 +1,80 @@
+"""Where a benchmark's results go: the table that ``--out`` names, and for some a JSON file of its name beside it.
+
+Nobody has named the JSON file. So it says which command wrote it, and takes the place of that command's own alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+#: Columns every table has.
+MARKS = {b"threads", b"commit", b"source"}
+BESIDE = ", and a JSON file beside it"
+
+
+def add_out(parser: argparse.ArgumentParser, what: str) -> None:
+    """The options ``--out``, which ``what`` explains, and ``--force``."""
+    parser.add_argument("--out", type=Path, help=what)
+    parser.add_argument(
+        "--force", action="store_true",
+        help="replace a CSV that is no table of benchmarks, and a JSON file beside it that another command wrote",
+    )  # fmt: skip
+
+
+def check_out(tables: Iterable[Path | None], *, force: bool, command: str | None = None) -> None:
+    """Checks, before anything is measured, that results may be written.
+
+    Args:
+        tables: CSV files; None for one that is not kept.
+        force: replace whatever is there.
+        command: which writes details beside each table; None for one that does not.
+
+    Raises:
+        FileExistsError: a file that is no table, or details that another command wrote.
+        ValueError: a table that has the name of its details.
+    """
+    for table in filter(None, tables):
+        details = table.with_suffix(".json")
+        if command is not None and details == table:
+            raise ValueError(
+                f"--out is {table}; the details go there, and the table needs another name"
+            )
+        _check(table, "no table of benchmarks", _is_table, force)
+        if command is not None:
+            _check(details, f"not of {command}", lambda path: _wrote(path) == command, force)
+
+
+def write_details(table: Path, command: str, content: Mapping[str, Any]) -> None:
+    """What ``command`` has to say beside its table."""
+    text = json.dumps({"command": command, **content}, indent=1)
+    table.with_suffix(".json").write_text(f"{text}\n", encoding="utf-8")
+
+
+def _check(path: Path, what_not: str, is_one: Callable[[Path], bool], force: bool) -> None:
+    """As `caramba_fast.config.files.check_replaceable`, without pydantic, which some machines lack."""
+    if path.is_dir():
+        raise FileExistsError(f"{path} is a folder; the name of a file is needed")
+    if not force and path.exists() and path.stat().st_size and not is_one(path):
+        raise FileExistsError(
+            f"{path} exists and is {what_not}: it is not replaced; give another name, or --force"
+        )
+
+
+def _is_table(path: Path) -> bool:
+    """Whether a CSV file's first line has columns that every benchmark writes."""
+    with path.open("rb") as file:
+        columns = file.read(4096).split(b"\n", 1)[0].strip().split(b",")
+    return set(columns) >= MARKS
+
+
+def _wrote(path: Path) -> Any:
+    """The command that a JSON file says wrote it, if it does."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return None
+    return found.get("command") if isinstance(found, dict) else None
