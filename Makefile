@@ -158,6 +158,7 @@ $(VENV)/.real: $(VENV)/.torch $(BUILD)
 real: $(VENV)/.real
 	$(BIN)/python -m caramba_fast.bench.real.models
 	$(BIN)/python -m caramba_fast.bench.real.study $(REAL)
+	$(if $(findstring --quick,$(REAL)),,$(BIN)/python -m caramba_fast.bench.real.study --long)
 	$(BIN)/python -m caramba_fast.bench.real.prompts $(REAL)
 	$(BIN)/python -m caramba_fast.bench.real.tasks $(REAL)
 	$(if $(findstring --quick,$(REAL)),,$(BIN)/python -m caramba_fast.bench.pages.quality_page)
