@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 from caramba_fast.cache import AnyLayerShape, ModelKVCache, RaggedBatch
 from caramba_fast.hf.attention import pieces
 from caramba_fast.hf.capabilities import (
+    CHANGING_ROPE,
     capabilities_of,
     check_servable,
     check_shortened,
@@ -33,9 +34,6 @@ from caramba_fast.hf.row_layout import LeftPadded, RightPadded, RowLayout
 from caramba_fast.hf.scope import INSTEAD, dense_pass, once, our_attention
 from caramba_fast.hf.step_cache import DenseCache, RaggedCache, StepCache
 from caramba_fast.models.protocol import refuse_recording
-
-#: Kinds of RoPE whose frequencies depend on the longest position there is.
-CHANGING_ROPE = ("dynamic", "longrope")
 
 
 class ModelFacts(nn.Module):

@@ -24,8 +24,6 @@ from caramba_fast.hf.static_layer import attended_layer, check_no_codes
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 from caramba_fast.ops.extend_attention import causal_attention, serves_prompts
 
-#: Keywords with which a call asks for what only attention over plain tensors does.
-DENSE_ONLY = ("position_bias",)
 #: Elements of one piece's weights.
 MOST_WEIGHTS = 2**24
 
@@ -162,7 +160,7 @@ def _reads_packed(
         return False
     if dropout or key.shape[2] != key.layer.length or not key.layer.serves(query.shape[2]):
         return False
-    if any(kwargs.get(name) is not None for name in DENSE_ONLY):
+    if kwargs.get("position_bias") is not None:
         return False
     if mask is None:
         return query.shape[2] == 1 or _is_causal(module, kwargs)
@@ -282,21 +280,17 @@ def _plain(
     causal = _is_causal(module, kwargs)
     queries, keys = query.shape[2], key.shape[2]
     key, value = values_of(key), values_of(value)
-    asks_more = any(kwargs.get(name) is not None for name in DENSE_ONLY)
-    if not (weights or asks_more or dropout) and _is_prompt(query, key, value, mask, causal):
+    bias = kwargs.get("position_bias")
+    if not (weights or dropout) and bias is None and _is_prompt(query, key, value, mask, causal):
         options = _options(scaling, softcap, s_aux)
         if isinstance(mask, PatternMask):
             options |= {"cache_leftpad": mask.leftpad, "local_window": mask.pattern.window}
         out = causal_attention(query, key, value, **options)
         return out.transpose(1, 2).contiguous(), None
     mask = _dense_mask(queries, keys, mask, causal, query.device)
-    if weights and asks_more:
-        raise ValueError(
-            f"output_attentions=True: no weights with {', '.join(DENSE_ONLY)} under our attention; restore(model)"
-        )
     if weights or softcap or s_aux is not None:
         return soft_attention(
-            query, key, value, mask, scaling, softcap, s_aux,
+            query, key, value, mask, scaling, softcap, s_aux, position_bias=bias,
             causal=causal, dropout=dropout, keep_weights=weights,
         )  # fmt: skip
     found: tuple[Tensor, None] = sdpa_attention_forward(
@@ -341,6 +335,7 @@ def soft_attention(
     softcap: float | None,
     s_aux: Tensor | None,
     *,
+    position_bias: Tensor | None = None,
     causal: bool,
     dropout: float = 0.0,
     keep_weights: bool = False,
@@ -351,7 +346,8 @@ def soft_attention(
         mask: (B, 1, T, L), bool or additive; None for none.
         scaling: multiplies q·k; default 1 / sqrt(D).
         softcap: logits become ``softcap * tanh(logits / softcap)``; None or 0 for none.
-        s_aux: (H_q,), a logit each head's softmax has besides.
+        s_aux: a logit each softmax has besides: (H_q,), or (B, H_q, T, 1) of each query.
+        position_bias: (B or 1, H_q, T, L), added to the logits; None for none.
         causal: without a mask, whether a query sees no key after its own; the newest query is the last key's.
         dropout: share of the weights that is dropped.
         keep_weights: whether to return the weights, which are None otherwise.
@@ -368,12 +364,15 @@ def soft_attention(
         logits = logits.flatten(1, 2)
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
+        if position_bias is not None:
+            logits = logits + position_bias[:, :, first : first + step, :keys]
         if mask is not None:
             logits = _masked(logits, mask[:, :, first : first + step, :keys])
         elif causal:
             rows = torch.arange(first, first + piece.shape[3], device=query.device)
             logits = _masked(logits, (columns <= rows[:, None] + keys - tokens)[None, None])
-        weights = _softmax(logits, s_aux).to(value.dtype)
+        own = s_aux[:, :, first : first + step] if s_aux is not None and s_aux.ndim == 4 else s_aux
+        weights = _softmax(logits, own).to(value.dtype)
         if keep_weights:
             kept.append(weights)
         if dropout:
@@ -394,6 +393,7 @@ def _softmax(logits: Tensor, s_aux: Tensor | None) -> Tensor:
     """In float32, over the keys and the sinks if there are any, whose share is left out."""
     if s_aux is None:
         return torch.softmax(logits, dim=-1, dtype=torch.float32)
-    sinks = s_aux.reshape(1, -1, 1, 1).expand(logits.shape[0], -1, logits.shape[2], -1)
+    sinks = s_aux if s_aux.ndim == 4 else s_aux.reshape(1, -1, 1, 1)
+    sinks = sinks.expand(logits.shape[0], -1, logits.shape[2], -1)
     whole = torch.cat((logits, sinks.to(logits.dtype)), dim=-1)
     return torch.softmax(whole, dim=-1, dtype=torch.float32)[..., :-1]

@@ -273,6 +273,10 @@ def _wrapped(model: Any) -> str | None:
     return None
 
 
+#: Kinds of RoPE whose frequencies depend on the longest position there is.
+CHANGING_ROPE = ("dynamic", "longrope")
+
+
 def rope_limit(model: PreTrainedModel, kinds: Sequence[str]) -> int | None:
     """Tokens up to which a RoPE of these kinds has the same frequencies; None without one."""
     config = model.config.get_text_config(decoder=True)
@@ -314,12 +318,13 @@ def check_shortened(model: PreTrainedModel, held: Sequence[int], left: Sequence[
 
 
 def check_turned_alike(model: PreTrainedModel, held: Sequence[int], new: Sequence[int]) -> None:
-    """Raises ValueError where a pass depends on the longest row otherwise than the model's own `generate` would.
+    """Raises ValueError where what a row says would depend on other rows, or on how its text comes in passes.
 
     Args:
         held, new: tokens of each row in the cache, and in this pass.
     """
     lengths, name = [a + b for a, b in zip(held, new, strict=True)], type(model).__name__
+    growing = {a + b for a, b in zip(held, new, strict=True) if b}
     same = rereads_beyond(model)
     if same is not None and 0 < max(held) <= same < max(lengths):
         raise ValueError(
@@ -327,10 +332,24 @@ def check_turned_alike(model: PreTrainedModel, held: Sequence[int], new: Sequenc
             f"are turned as for fewer; give a longer prompt at once (prefill_chunk=None), or use "
             "model.generate(), which reads the text again there"
         )
+    limit = rope_limit(model, CHANGING_ROPE) if same is None else None
+    if limit is not None and max(growing, default=0) > limit:
+        if len(growing) > 1:
+            raise ValueError(
+                f"{name} turns keys by the longest row from {limit} tokens on (its RoPE changes with the length): rows "
+                "of different lengths have to be shorter; give it one row at a time, or rows of equal length"
+            )
+        every = rope_limit(model, ("dynamic",)) is not None  # else there are two ways alone
+        if max(new) > 1 and max(held) and (every or max(held) < limit):
+            raise ValueError(
+                f"{name} turns keys by the newest token from {limit} tokens on (its RoPE changes with the length), and "
+                f"{max(new)} come at once behind {max(held)} in the cache: give the text at once (prefill_chunk=None), "
+                "without a draft"
+            )
     config = model.config.get_text_config(decoder=True)
     tuned = getattr(config, "attn_temperature_tuning", False)
     scaled = getattr(config, "floor_scale", None) if tuned else None
-    if scaled is not None and len(set(lengths)) > 1 and max(lengths) >= scaled:
+    if scaled is not None and len(growing) > 1 and max(growing) >= scaled:
         raise ValueError(
             f"{name} scales attention by the longest row from {scaled} tokens on (attn_temperature_tuning): rows of "
             "different lengths have to be shorter; give it one row at a time, or rows of equal length"

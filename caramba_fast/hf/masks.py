@@ -213,15 +213,29 @@ def _starts_in_compiled(call: MaskCall) -> None:
         layer.starts.copy_(starts)
 
 
-def expect_mask(cache: Any, keys: int) -> None:
-    """``cache`` has said that it will return ``keys`` tokens: the next mask of that length is for it."""
-    _eager.cache, _eager.keys = weakref.ref(cache), keys
+def expect_mask(cache: Any, keys: int, window: int | None = None) -> None:
+    """``cache`` has said that it will return ``keys`` tokens: the next mask of that length is for it.
+
+    ``window`` is that of the layer that was asked.
+    """
+    _eager.cache, _eager.keys, _eager.window = weakref.ref(cache), keys, window
 
 
 def _expecting(keys: int) -> Any:
     found, wanted = getattr(_eager, "cache", None), getattr(_eager, "keys", None)
     _eager.cache = None
     return found() if found is not None and wanted == keys else None
+
+
+def _forgotten(call: MaskCall, pattern: Pattern | None) -> int:
+    """The first so many keys that a stock layer has dropped, where its mask does not say so.
+
+    The layers of a Moshi have a window, by which their caches drop tokens, and its masks have none.
+    """
+    window = _eager.window
+    if window is None or pattern != Pattern(causal=True):
+        return 0
+    return max(call.keys - call.queries - (window - 1), 0)
 
 
 def caramba_mask(**given: Any) -> Tensor | None:
@@ -252,16 +266,23 @@ def caramba_mask(**given: Any) -> Tensor | None:
     leftpad, regular = starts(call.padding, call.keys)
     pattern = pattern_of(call.function)
     known = cache.rows_start_at(leftpad if regular else None)
+    forgotten = _forgotten(call, pattern)
     if pattern is None or not regular or not known:
-        return call.dense(allow_is_causal_skip=False)
+        seen = call.dense(allow_is_causal_skip=False)
+        if seen is not None and forgotten:
+            seen = seen & (torch.arange(call.keys, device=seen.device) >= forgotten)
+        return seen
     if leftpad is not None:
         leftpad = cache.common.leftpad
+    place = torch.device(call.given.get("device") or _place(call))
+    if forgotten:
+        zeros = torch.zeros(call.batch, dtype=torch.int32, device=place)
+        leftpad = (zeros if leftpad is None else leftpad).clamp(min=forgotten)
     trivial = leftpad is None and not pattern.hides(call.keys)
     may_skip = given.get("allow_is_causal_skip", True)
     if trivial and may_skip and call.queries in (1, call.keys):
         return None
     shape = (call.batch, 1, call.queries, call.keys)
-    place = torch.device(call.given.get("device") or _place(call))
     return PatternMask.of(shape, place, pattern, leftpad)
 
 

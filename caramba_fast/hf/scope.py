@@ -12,6 +12,9 @@ back. In between our functions hand the passes of others on to what they had (`c
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
 import sys
 import threading
 import warnings
@@ -28,6 +31,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 #: For ``attn_implementation=`` and ``model.set_attn_implementation``.
 NAME = "caramba_fast"
+#: What code that asks transformers for its attention has in it.
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 
 @dataclass
@@ -126,6 +131,9 @@ def decoder_configs(model: PreTrainedModel) -> list[Any]:
 
     Others compute attention themselves, from masks of their own kind.
     """
+    kinds: set[Any] = {type(module) for module in model.modules()}
+    if any(_attends_itself(kind) for kind in kinds):
+        return []
     decoder = (model.config, model.config.get_text_config(decoder=True))
     found: dict[int, Any] = {}
     for module in model.modules():
@@ -134,6 +142,16 @@ def decoder_configs(model: PreTrainedModel) -> list[Any]:
         if any(module.config is config for config in decoder):
             found.setdefault(id(module.config), module.config)
     return list(found.values())
+
+
+@functools.cache
+def _attends_itself(layer: type[nn.Module]) -> bool:
+    """Whether a layer computes attention over a cache itself, beside others that are on the interface (GIT)."""
+    try:
+        code = inspect.getsource(layer.forward)
+    except (OSError, TypeError):  # not from a file
+        return False
+    return bool(re.search(r"past_key_values?\.update\(", code)) and INTERFACE not in code
 
 
 @contextmanager

@@ -167,7 +167,7 @@ class PackedCache(Cache):
     def get_mask_sizes(self, given: Any, layer_idx: int) -> tuple[int, int]:
         """Tokens a layer will return, and the first one's slot; the mask function is called next."""
         sizes = super().get_mask_sizes(given, layer_idx)
-        expect_mask(self, sizes[0])
+        expect_mask(self, sizes[0], getattr(self.layers[layer_idx], "sliding_window", None))
         return sizes
 
     def rows_start_at(self, leftpad: Tensor | None) -> bool:

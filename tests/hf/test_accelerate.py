@@ -334,3 +334,81 @@ def test_a_text_that_is_read_again_stays_in_our_cache(length: int, options: dict
     restore(model)
     assert torch.equal(model.generate(ids, **given), expected)
     assert "prepare_inputs_for_generation" not in vars(model)
+
+
+# -- families with ways of their own -------------------------------------------------------------
+
+SMALL = dict(
+    vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=256, initializer_range=0.3, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+)  # fmt: skip
+VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+OWN_WAYS: dict[str, dict[str, Any]] = {
+    "GitConfig": dict(intermediate_size=96, vision_config=VISION),
+    "Inkling2TextConfig": dict(
+        intermediate_size=96, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
+        n_shared_experts=1, head_dim=16, sliding_window=8,
+    ),
+    "MoshiConfig": dict(head_dim=16, sliding_window=8, ffn_dim=96),
+}  # fmt: skip
+
+
+def of_own_ways(name: str) -> PreTrainedModel:
+    """A small random model; Moshi's is its decoder of text."""
+    if IS_OLD or not hasattr(transformers, name):
+        pytest.skip("another model in this transformers")
+    config = getattr(transformers, name)(**SMALL, **OWN_WAYS[name])
+    torch.manual_seed(3)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", OWN_WAYS)
+@torch.no_grad()
+def test_logits_are_the_models_own_whatever_its_attention_asks(name: str, padded: bool) -> None:
+    """GIT computes attention itself, Inkling 2 has sinks of each query, the masks of Moshi lack their window."""
+    model = of_own_ways(name)
+    ids = torch.randint(3, 97, (2, 60), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, : 9 if padded else 0] = 0
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    given: dict[str, Any] = {} if name == "GitConfig" else {"position_ids": places}
+
+    def logits(cache: Any) -> Tensor:
+        found = []
+        for first, last in [(0, 30), (30, 34), *((i, i + 1) for i in range(34, 60))]:
+            own = {key: value[:, first:last] for key, value in given.items()}
+            seen = mask[:, :last]
+            if name == "MoshiConfig" and first == 50:  # one that hides a token, so that it is built
+                seen = seen.clone()
+                seen[0, 45] = 0
+            out = model(
+                ids[:, first:last],
+                attention_mask=seen,
+                past_key_values=cache,
+                use_cache=True,
+                **own,
+            )
+            found.append(out.logits * mask[:, first:last, None])
+        return torch.cat(found, dim=1)
+
+    expected = logits(DynamicCache(config=model.config))
+    accelerate(model, "fp32")
+    for prefill in ("exact", "stored"):
+        found = logits(CarambaCache(model, "fp32", prefill=prefill))
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    tokens = dict(max_new_tokens=9, do_sample=False)
+    ours = model.generate(ids[:, :30], attention_mask=mask[:, :30], **tokens)
+    restore(model)
+    assert (
+        ours.tolist() == model.generate(ids[:, :30], attention_mask=mask[:, :30], **tokens).tolist()
+    )
+
+
+@torch.no_grad()
+def test_output_attentions_beside_a_position_bias() -> None:
+    model = of_own_ways("Inkling2TextConfig")
+    expected = model(IDS, output_attentions=True).attentions
+    accelerate(model, "fp32")
+    for ours, theirs in zip(model(IDS, output_attentions=True).attentions, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)

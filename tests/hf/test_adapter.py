@@ -36,7 +36,7 @@ from caramba_fast.cache import AttentionLimits, LayerShape, ModelKVCache
 from caramba_fast.config import cache_configs
 from caramba_fast.hf import HuggingFaceModel
 from caramba_fast.hf.row_layout import LeftPadded
-from caramba_fast.infer import Generator
+from caramba_fast.infer import Generator, SpeculativeConfig, SpeculativeGenerator
 from caramba_fast.infer.inferencer import CausalInferencer, GreedySampling
 from caramba_fast.infer.kv_cache import QuantizedKVCache
 from caramba_fast.models import LanguageModel, demo_path, load_demo, registry
@@ -635,3 +635,34 @@ def test_attention_that_is_scaled_by_the_longest_row_takes_equal_rows_alone() ->
         rows[len(rows)] = made.decode_step([5] * len(prompts))
     torch.testing.assert_close(rows[0], torch.cat([rows[1], rows[2]]), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(rows[3][:1], rows[4], rtol=1e-3, atol=1e-4)
+    alone = stock(
+        model, [long, long[::-1]], 9
+    )  # of rows of equal length one may end before the other
+    ended = next(token for token in alone[0] if token not in alone[1])
+    found = greedy(model, max_new_tokens=9).generate([long, long[::-1]], eos_token_id=ended)
+    assert found[1, -9:].tolist() == alone[1]
+
+
+@pytest.mark.skipif(IS_OLD, reason="RoPE is configured otherwise in this transformers")
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_rope_that_changes_with_the_length_takes_no_pass_that_would_depend_on_it(
+    kind: str,
+) -> None:
+    factors = dict(short_factor=[1.0] * 8, long_factor=[3.0] * 8) if kind == "longrope" else {}
+    rope = dict(rope_type=kind, factor=2.0, rope_theta=1e4, original_max_position_embeddings=32)
+    model = new_model("llama", rope_parameters={**rope, **factors}, max_position_embeddings=32)
+    long, short = torch.arange(3, 33).tolist(), [40, 41, 42]
+    made = Generator(model, cache="fp32", temperature=0.0, max_new_tokens=12)
+    with pytest.raises(ValueError, match="by the longest row from 32 tokens on"):
+        made.generate([long, short])
+    draft = SpeculativeConfig(spec_k=4, cache="fp32", temperature=0.0, max_new_tokens=12)
+    with pytest.raises(ValueError, match=r"by the newest token from 32 .* without a draft"):
+        SpeculativeGenerator(model, config=draft).generate([long])
+    with pytest.raises(ValueError, match="prefill_chunk=None"):
+        Generator(model, cache="fp32", prefill_chunk=12).generate([[*long, *long]])
+    made.reset()  # rows of equal length, of which one ends before the other
+    alone = stock(model, [long, long[::-1]], 12)
+    ended = alone[0][4]
+    assert ended not in alone[1]
+    found = made.generate([long, long[::-1]], eos_token_id=ended)[:, -12:].tolist()
+    assert found[1] == alone[1]
