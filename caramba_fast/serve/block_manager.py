@@ -5,7 +5,8 @@ Bytes are moved first and noted afterwards, so that a move that fails leaves the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from caramba_fast.cache import OutOfPagesError, PagePool
 from caramba_fast.serve.block_pool import Content, KeptSinks, SharedPages, content_of
@@ -26,6 +27,15 @@ class StorageError(RuntimeError):
     def __init__(self, sequence: PagedSequence, cause: Exception) -> None:
         super().__init__(f"pages could not be moved: {type(cause).__name__}: {cause}")
         self.sequence, self.cause = sequence, cause
+
+
+@contextmanager
+def _moving(sequence: PagedSequence) -> Iterator[None]:
+    """Bytes of a sequence are moved; what fails is a `StorageError`."""
+    try:
+        yield
+    except Exception as error:
+        raise StorageError(sequence, error) from error
 
 
 class BlockManager:
@@ -96,7 +106,8 @@ class BlockManager:
         sequence.cached = cached - cached % self.pool.group
         self._take_ring(sequence)
         if sinks is not None:
-            self.pool.copy_sinks(sinks, sequence.ring)
+            with _moving(sequence):
+                self.pool.copy_sinks(sinks, sequence.ring)
         needed = self.missing(sequence, sequence.pending)
         if needed > self.pages.available and self.fixed(sequence) is not None:
             # Rather than copy the last page to write one token into it, read its tokens again.
@@ -108,10 +119,8 @@ class BlockManager:
     def _bring_back(self, store: PrefixStore, sequence: PagedSequence) -> int | None:
         """Adds pages from disk to those found in memory; where their sinks are kept, if the first is one of them."""
         before, contents = len(sequence.pages), self.contents(sequence)
-        try:
+        with _moving(sequence):
             sinks = bring_back(store, self.pages, sequence, contents, self._sinks.keep)
-        except Exception as error:
-            raise StorageError(sequence, error) from error
         brought = len(sequence.pages) - before
         self.counters.prefix_store_tokens += brought * self.pages.page_size
         return sinks
@@ -183,11 +192,9 @@ class BlockManager:
             return None
         if self.swapped_bytes + size > self.settings.swap_bytes:
             return None
-        try:
+        with _moving(sequence):
             ring = self.pool.read_ring(sequence.ring) if sequence.ring >= 0 else []
             found = SwappedOut(self.pool.read(sequence.pages[:held]), ring)
-        except Exception as error:
-            raise StorageError(sequence, error) from error
         self.swapped_bytes += size
         self.counters.swaps += 1
         return found
@@ -280,7 +287,8 @@ class BlockManager:
             return
         # What nobody else may find takes no place of what others may.
         if self._sinks.have_room() or not sequence.request.is_private:
-            self._sinks.keep(content, lambda place: self.pool.copy_sinks(ring, place))
+            with _moving(sequence):
+                self._sinks.keep(content, lambda place: self.pool.copy_sinks(ring, place))
 
     def rebuild(self, sequences: Sequence[PagedSequence]) -> None:
         """Works out anew which pages are held, and how much is swapped, from all sequences there are."""

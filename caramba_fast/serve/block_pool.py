@@ -287,7 +287,7 @@ class KeptSinks:
 
 def content_of(scope: str, parent: Content | None, tokens: array[int]) -> Content:
     """What a page holds with ``tokens`` behind the page ``parent``."""
-    before = scope.encode() if parent is None else parent.key
+    before = scope.encode(errors="surrogatepass") if parent is None else parent.key
     return Content(key_of(before + tokens.tobytes()), scope, parent, tokens)
 
 

@@ -120,8 +120,8 @@ class EngineCore:
         """The other sequences hold the prompt's pages too, before the first can end."""
         self.scheduler.mark_cached(sequence, cached)
         for other in others:
+            sequence.request.sequences.append(other)  # a fork that fails ends with its request
             self.scheduler.fork(sequence, other)
-            sequence.request.sequences.append(other)
 
     def _push(self, choice: Choice) -> None:
         """Adds tokens up to where the sequence ends."""

@@ -130,7 +130,7 @@ class InputProcessor:
         """A request that was checked, for `take_on`; arguments and errors as in `add_request`."""
         if request_id is not None and (not isinstance(request_id, str) or not request_id):
             raise TypeError(f"request_id is {request_id!r}; a name is needed")
-        settings = self.config_of(config, overrides)
+        times, settings = RequestTimes(), self.config_of(config, overrides)
         tokens = self.tokens(prompt)
         limit = self.limit(tokens, settings)
         if deadline is not None and (
@@ -141,7 +141,7 @@ class InputProcessor:
             raise TypeError(f"cache_salt is {cache_salt!r}; text is needed")
         salt = self.settings.cache_salt if cache_salt is None else cache_salt
         scope = None if salt is None else salted_scope(salt)
-        eos, times = eos_ids(settings, self.model), RequestTimes()
+        eos = eos_ids(settings, self.model)
         grammar = grammar_of(settings, self.tokenizer, self.model.vocab_size, eos)
         return Prepared(tokens, settings, limit, request_id, deadline, times, scope, grammar)
 

@@ -72,11 +72,11 @@ class OutputProcessor:
     def end(
         self, request: Request, reason: FinishReason, error: BaseException | None = None
     ) -> list[Event]:
-        """Ends all sequences of a request that have not ended; sequences that have not begun never will."""
+        """Ends all sequences of a request whose end was not told yet; sequences that have not begun never will."""
         self.undo.keep(request)
         if error is not None:
             request.error = f"{type(error).__name__}: {error}"
-        going = [sequence for sequence in request.sequences if sequence.finish_reason is None]
+        going = [sequence for sequence in request.sequences if not sequence.is_over]
         for sequence in going:
             sequence.finish_reason = reason
             self.scheduler.remove(sequence)

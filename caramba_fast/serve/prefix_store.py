@@ -338,13 +338,13 @@ def put_away(store: PrefixStore, pages: SharedPages, sequence: PagedSequence) ->
     full = len(sequence.keys)
     current = sequence.epoch == pages.epoch and sequence.finish_reason != "error"
     if full and current and is_salted(sequence.request.scope):
-        store.identify(pages.epoch)
         try:
+            store.identify(pages.epoch)
             store.put(sequence.request.scope, sequence.tokens, sequence.pages[:full], sequence.ring)
-        except RuntimeError as error:  # its answer is there all the same
+        except Exception as error:  # its answer is there all the same
             LOG.warning("pages are not kept in the prefix store: %s", error)
 
 
 def _scope(scope: str) -> str:
     """A scope as it is written: an API key may be part of it."""
-    return blake2b(scope.encode(), digest_size=32).hexdigest()
+    return blake2b(scope.encode(errors="surrogatepass"), digest_size=32).hexdigest()

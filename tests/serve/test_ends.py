@@ -10,7 +10,7 @@ import torch
 from support.engines import alone, engine, small_model, text
 from torch import nn
 
-from caramba_fast.serve import Engine, RequestStatus
+from caramba_fast.serve import Engine, RequestOutput, RequestStatus
 
 PROMPT = text(1, 70)
 
@@ -43,6 +43,22 @@ def test_a_deadline_ends_a_request_that_runs_and_one_that_waits() -> None:
     assert [output.finish_reasons for output in outputs] == [["deadline"], ["deadline"]]
     assert [len(output.generated_tokens) for output in outputs] == [1, 0]
     assert serving.problems() == []
+
+
+@pytest.mark.parametrize(("limit", "reason"), [("deadline", "deadline"), ("max_time", "time")])
+def test_reading_the_text_counts_towards_a_limit_of_time(limit: str, reason: str) -> None:
+    class Slow:
+        def encode(self, text: str, **_: Any) -> list[int]:
+            time.sleep(0.2)
+            return [5, 6]
+
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return "x" * len(ids)
+
+    serving = engine(tokenizer=Slow())
+    serving.add_request("ab", max_new_tokens=2, **{limit: 0.1})  # type: ignore[arg-type]
+    [event] = serving.step()
+    assert (event.tokens, event.finish_reason) == ([], reason)
 
 
 class Breaks(nn.Module):
@@ -155,6 +171,36 @@ def test_bytes_that_cannot_be_moved_fail_one_request(
             assert output.generated_tokens == wanted
 
 
+@pytest.mark.parametrize(
+    ("fails", "which"), [("copy_ring", 1), ("copy_ring", 2), ("copy_sinks", 2)]
+)
+def test_rings_and_sinks_that_cannot_be_copied_fail_one_request(
+    fails: str, which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = engine(max_batch_size=4, cache_salt="everybody")
+    whole, calls = getattr(serving.pool, fails), []
+
+    def once(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == which:
+            raise MemoryError("no room to copy to")
+        return whole(*args)
+
+    monkeypatch.setattr(serving.pool, fails, once)
+    given: Any = {"max_new_tokens": 8, "temperature": 1.0, "seed": 1, "ignore_eos": True}
+    serving.add_request(text(1, 70), num_return_sequences=3, **given)  # its first page is known
+    outputs = [event.output for event in serving if event.output]
+    found = serving.add_request(text(1, 90), **given)
+    serving.add_request([5, 6], **given)
+    outputs += [event.output for event in serving if event.output]
+    [failed] = [output for output in outputs if output.error]
+    assert "no room to copy to" in str(failed.error)
+    assert (failed.request_id == found) == (fails == "copy_sinks")
+    assert all(output.error or {"length"} == {*output.finish_reasons} for output in outputs)
+    assert serving.problems() == []
+    assert serving.metrics.pages_held == 0
+
+
 def test_a_tokenizer_that_fails_fails_one_request() -> None:
     class Fussy:
         def encode(self, text: str, **_: Any) -> list[int]:
@@ -174,6 +220,48 @@ def test_a_tokenizer_that_fails_fails_one_request() -> None:
     assert set(outputs) == set(names)
     assert "no such piece" in str(outputs[names[1]].error)
     assert serving.problems() == []
+
+
+def told(serving: Engine) -> RequestOutput:
+    """The one output of the next steps."""
+    events = [event for _ in range(4) for event in serving.step()]
+    [output] = [event.output for event in events if event.output]
+    assert serving.problems() == [] and not serving.has_unfinished
+    assert (serving.metrics.pages_held, serving.metrics.failed) == (0, 1)
+    return output
+
+
+def test_an_answer_with_all_its_tokens_ends_where_the_next_one_fails() -> None:
+    """The first answer has its one token when the tokenizer fails with that of the second."""
+
+    class Fails:
+        def encode(self, text: str, **_: Any) -> list[int]:
+            return [5]
+
+        def decode(self, ids: list[int], **_: Any) -> str:
+            if ids[-1:] == [second]:
+                raise ValueError("no such token")
+            return "a" * len(ids)
+
+    given: Any = {"max_new_tokens": 1, "temperature": 1.0, "num_return_sequences": 2, "seed": 1}
+    [whole] = engine().generate_batch([[5, 6]], **given)
+    (first,), (second,) = whole.answers
+    assert first != second
+    serving = engine(tokenizer=Fails())
+    serving.add_request([5, 6], **given)
+    assert "no such token" in str(told(serving).error)
+
+
+def test_an_answer_with_all_its_tokens_ends_where_its_sinks_cannot_be_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: Any) -> None:
+        raise MemoryError("no room to copy to")
+
+    serving = engine(cache_salt="everybody")
+    monkeypatch.setattr(serving.pool, "copy_sinks", broken)
+    serving.add_request(text(1, 70), max_new_tokens=1)
+    assert "no room to copy to" in str(told(serving).error)
 
 
 def test_a_nan_behind_a_draft_that_does_not_stand_harms_nobody() -> None:

@@ -38,6 +38,8 @@ def answered(serving: Engine, prompt: list[int], **given: Any) -> RequestOutput:
         ({}, {"cache_salt": "request 0"}, False),
         ({}, {"cache_salt": "0 request 0"}, False),
         ({"cache_salt": "a"}, {"cache_salt": "a"}, True),
+        ({"cache_salt": "\ud800"}, {"cache_salt": "\ud800"}, True),  # any text, half a pair too
+        ({"cache_salt": "\ud800"}, {"cache_salt": "\ud801"}, False),
     ],
 )
 def test_nobody_guesses_what_another_sent(

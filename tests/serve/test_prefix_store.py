@@ -313,6 +313,26 @@ def test_a_full_disk_fails_no_request(
     assert not servers.files and not list(servers.folder.glob(".*.part"))
 
 
+@pytest.mark.parametrize("fails", ["identify", "put"])
+def test_pages_that_cannot_be_kept_fail_no_request(
+    fails: str, servers: Servers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving, prompt = servers.start(), text(1, 80)
+
+    def broken(*_: Any) -> None:
+        raise MemoryError("no room to read to")
+
+    serving.add_request(prompt, **GREEDY)
+    serving.step()  # it has looked for its pages
+    monkeypatch.setattr(serving.store, fails, broken)
+    events = [event for _ in range(4) for event in serving.step()]
+    (output,) = [event.output for event in events if event.output]
+    assert output.error is None
+    assert output.generated_tokens == alone("q4", tuple(prompt), GIVEN)
+    assert "no room to read to" in caplog.text
+    assert serving.problems() == []
+
+
 def test_a_page_with_other_tensors_is_dropped(servers: Servers, caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
     prompt = text(1, 40)
     hits(servers.start(), prompt)
