@@ -190,6 +190,18 @@ class ModelKVCache:
         for layer in self.layers:
             layer.set_lengths(row_lengths)
 
+    @contextmanager
+    def unchanged_by_errors(self) -> Iterator[None]:
+        """What fails within it leaves the cache as it was, the fp16 rings included, however far it came."""
+        before, tails = self.row_lengths, [layer.tail_state() for layer in self]
+        try:
+            yield
+        except BaseException:
+            self.restore(before)
+            for layer, tail in zip(self, tails, strict=True):
+                layer.restore_tail(tail)
+            raise
+
     @property
     def reach(self) -> AttentionLimits:
         """Limits of every read of the cache, in all layers; a decode plan sets them.

@@ -144,8 +144,9 @@ class BeamSearch:
         log_p = logits.to(torch.float32).log_softmax(-1)
         log_p = self._without_closed(log_p)
         owners = [row // self.width for row in range(len(self.session.rows))]
+        alive = [not row.closed for row in self.rows for _ in range(self.width)]
         scores = edited = self._without_closed(
-            run.processors.scores(log_p, self.session.rows, which=owners)
+            run.processors.scores(log_p, self.session.rows, which=owners, alive=alive)
         )
         if config.samples:
             scores = self._filtered(scores)

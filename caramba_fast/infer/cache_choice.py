@@ -110,6 +110,18 @@ class CacheChoice:
         self.cache_bytes, self.bytes_per_token = cache.nbytes, cache.bytes_per_token
         return cache
 
+    def expect_rows(self, cache: ModelKVCache | None, factor: int) -> None:
+        """The next cache, or the one there is, will have ``factor`` rows for each row of now.
+
+        Raises:
+            ValueError: the one there is would then take more than ``cache_budget_mb``.
+        """
+        if cache is None:
+            self.row_factor = factor
+        elif factor > 1:
+            rows = factor * cache.batch_size
+            self._config.check_budget(factor * cache.nbytes, f"a cache of {rows} rows")
+
     def kind(self, rows: int) -> KVCacheKind | str:
         """The kind for a batch of ``rows``; measured the first time it is asked for.
 

@@ -272,7 +272,8 @@ class Generator(SavableGenerator):
         watch = Stopwatch()
         limits = self._check_run(prompts, config)
         copies = 1 if self._expanded or config.num_beams > 1 else config.num_return_sequences
-        self._choice.row_factor = copies if config.num_beams == 1 else 1 + config.num_beams
+        factor = copies if config.num_beams == 1 else 1 + config.num_beams
+        self._choice.expect_rows(self._session.cache, factor)
         self._session.fill = self._fill(config)
         with torch.no_grad():
             # Choosing a cache by measuring is not a part of the first step.
@@ -307,6 +308,8 @@ class Generator(SavableGenerator):
         with torch.no_grad():
             wanted = 1 if self._expanded else run.config.num_return_sequences
             found = BeamSearch(run).search(logits, wanted)
+        assert self._session.cache is not None
+        self._choice.cache_bytes = self._session.cache.nbytes
         self._end_run()
         self._expanded = self._expanded or run.config.num_return_sequences > 1
         return self._result(

@@ -103,13 +103,9 @@ class CausalInferencer:
             TypeError, ValueError: wrong types or shapes, or no room; the cache is as it was.
         """
         cache, ids = self._checked(query_token_ids, kv_cache, sample_strategy)
-        before = cache.row_lengths
-        try:
+        with cache.unchanged_by_errors():
             logits = self._forward(ids, cache)
             return PrefillOutput(sample_strategy.sample(logits[:, -1])[:, None], logits)
-        except BaseException:
-            cache.restore(before)
-            raise
 
     @torch.no_grad()
     def decode(
@@ -137,12 +133,8 @@ class CausalInferencer:
         if type(max_new_tokens) is not int or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens!r}; 1 or more is needed")
         cache, ids = self._checked(query_token_ids, kv_cache, sample_strategy)
-        before = cache.row_lengths
-        try:
+        with cache.unchanged_by_errors():
             return self._decode(ids, cache, max_new_tokens, sample_strategy)
-        except BaseException:
-            cache.restore(before)
-            raise
 
     def _decode(
         self, ids: Tensor, cache: ModelKVCache, limit: int, strategy: SampleStrategy

@@ -147,7 +147,7 @@ class QuantizedKVCache:
         Raises:
             ValueError: not one state a layer, shapes that do not fit, or no room; nothing was stored.
         """
-        layers, before = self.model_cache.layers, self.model_cache.row_lengths
+        layers = self.model_cache.layers
         if len(kv_states) != len(layers):
             raise ValueError(
                 f"kv_states has {len(kv_states)} entries; the cache has {len(layers)} layers"
@@ -157,12 +157,9 @@ class QuantizedKVCache:
             raise ValueError(
                 f"kv_states hold {sorted(counts)} tokens; all must hold the same number"
             )
-        try:
+        with self.model_cache.unchanged_by_errors():
             for layer, state in zip(layers, kv_states, strict=True):
                 _store(layer, KVState(*state))
-        except BaseException:
-            self.model_cache.restore(before)
-            raise
         self._has_stored = True
 
     def crop(self, num_tokens_crop: int) -> None:

@@ -109,11 +109,22 @@ class LogitsProcessors:
                     self._edit(scores[place], row, place if which is None else which[place])
         if self._banned is not None:
             scores += self._banned
-        if self._processors:
-            ids = padded(rows, self._fill, self._device)
+        return self._processed(scores, rows, alive) if self._processors else scores
+
+    def _processed(
+        self, scores: Tensor, rows: Sequence[TokenSequence], alive: Sequence[bool] | None
+    ) -> Tensor:
+        """Scores after the caller's processors, which see each row as in a batch where none is further."""
+        going = [place for place in range(len(rows)) if alive is None or alive[place]]
+        found = scores.clone()
+        for new in {rows[place].new for place in going}:
+            ids, edited = padded(rows, self._fill, self._device, new), scores.clone()
             for processor in self._processors:
-                scores = processor(ids, scores)
-        return scores
+                edited = processor(ids, edited)
+            for place in going:
+                if rows[place].new == new:
+                    found[place] = edited[place]
+        return found
 
     def _edit(self, scores: Tensor, row: TokenSequence, index: int) -> None:
         """Edits the scores (V,) of one row in place."""
@@ -162,17 +173,22 @@ class LogitsProcessors:
         scores.copy_(kept)
 
 
-def padded(rows: Sequence[TokenSequence], fill: int, device: torch.device) -> Tensor:
+def padded(
+    rows: Sequence[TokenSequence], fill: int, device: torch.device, new: int | None = None
+) -> Tensor:
     """(B, L) int64: what precedes the new tokens padded at the front, the new ones padded at the end.
 
-    So the first new token of every row is in one column, whichever rows have ended.
+    So the first new token of every row is in one column, whichever rows have ended. ``new`` of them are shown, by
+    default all of the row that has most.
     """
     first = max(row.start for row in rows)
-    ids = torch.full((len(rows), first + max(row.new for row in rows)), fill, dtype=torch.int64)
+    new = max(row.new for row in rows) if new is None else new
+    ids = torch.full((len(rows), first + new), fill, dtype=torch.int64)
     for index, row in enumerate(rows):
         if len(row):
-            place = first - row.start
-            ids[index, place : place + len(row)] = torch.frombuffer(row.tokens, dtype=torch.int64)
+            place, shown = first - row.start, row.start + min(new, row.new)
+            held = torch.frombuffer(row.tokens, dtype=torch.int64)
+            ids[index, place : place + shown] = held[:shown]
     return ids.to(device)
 
 

@@ -216,7 +216,9 @@ class Run:
                 told += token_logprobs(logits[place][None], [token], count)
             reason = stopping.after(row)
             if reason is None and stopping.has_criteria:
-                ends = stopping.by_criteria(self.rows, self.kept_scores)
+                kept = self.kept_scores
+                kept = None if kept is None else kept[: row.new]
+                ends = stopping.by_criteria(self.rows, kept, row.new)
                 reason = "criteria" if ends[index] else None
             row.finish_reason = reason
             if reason is not None:

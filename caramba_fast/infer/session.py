@@ -112,7 +112,7 @@ class Session:
         ``ready`` is called once there is a cache.
         """
         self.check_room([len(row) for row in rows], [0] * len(rows))
-        before = self.snapshot()
+        before = self.snapshot(tails=True)
         try:
             if self.cache is None:
                 self.rows, self._held = [TokenSequence() for _ in rows], None

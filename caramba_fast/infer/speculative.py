@@ -175,7 +175,7 @@ class SpeculativeGenerator(Generator):
 
     def _steps(self, run: Run, logits: Tensor, hooks: Hooks) -> Iterator[list[int]]:
         """Yields columns of tokens: the n-th new token of every row once all have one or have ended."""
-        given = 0
+        given, self._start = 0, random_state(run.rng)  # before the first draw
         with torch.no_grad():
             run.choose(logits)
         while True:
@@ -198,6 +198,7 @@ class SpeculativeGenerator(Generator):
         """As `Generator._keep`: tokens that were accepted and never yielded go, from the draft's cache too."""
         super()._keep(run, given)
         rows = self._session.rows
+        _draw_as_plain(run, self._start, given)
         self._draft.follow(rows, [len(row) for row in rows])
 
     def _round(self, run: Run) -> None:
@@ -217,8 +218,7 @@ class SpeculativeGenerator(Generator):
             kept, behind = accept(scores, drafted, config, config.spec_method, run.rng)
             self._check_behind(run, kept, behind, scores, logits)
             given = self._give(run, drafted, kept, behind, scores, logits)
-            if len(kept) == 1 and config.samples and config.spec_method == "sample_match":
-                draw_again(scores[:, 0], run.rng, start, given[0])
+            _draw_as_plain(run, start, given[0])
             if any(drafted.tokens):
                 self._crop([min(*pair) for pair in zip(kept, given, strict=True)], lengths, alive)
         except BaseException:
@@ -339,6 +339,14 @@ class SpeculativeGenerator(Generator):
         super().rollback(n)
         rows = self._session.rows
         self._draft.follow(rows, [len(row) for row in rows])
+
+
+def _draw_as_plain(run: Run, start: Tensor | None, count: int) -> None:
+    """Of one row and "sample_match": random numbers are where ``count`` tokens leave them without a draft."""
+    config = cast(SpeculativeConfig, run.config)
+    if len(run.rows) == 1 and config.samples and config.spec_method == "sample_match":
+        like = torch.empty(1, 1, device=run.session.model.device)
+        draw_again(like, run.rng, start, count)
 
 
 __all__ = ["SpeculationStats", "SpeculativeConfig", "SpeculativeGenerator"]

@@ -124,10 +124,11 @@ class Stopping:
         self,
         rows: Sequence[TokenSequence],
         scores: tuple[Tensor, ...] | None,
+        new: int | None = None,
     ) -> list[bool]:
-        """Which rows the caller's criteria end."""
+        """Which rows the caller's criteria end, shown no more than ``new`` new tokens (`padded`)."""
         ended = [False] * len(rows)
-        ids = padded(rows, self._fill, torch.device("cpu"))
+        ids = padded(rows, self._fill, torch.device("cpu"), new)
         for criterion in self._criteria:
             said = torch.as_tensor(criterion(ids, scores)).to(torch.bool).cpu()
             said = said.expand(len(rows)) if said.ndim == 0 else said

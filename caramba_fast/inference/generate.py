@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from caramba_fast.infer import GenerateConfig
 from caramba_fast.infer import Generator as TokenGenerator
+from caramba_fast.infer.output import GenerateOutput
 from caramba_fast.infer.tokenizer import find_tokenizer
 from caramba_fast.models import demo_path
 from caramba_fast.models.registry import checkpoint_folder, load
@@ -148,10 +148,11 @@ class Generator:
 
     def _texts(self, rows: list[list[int]], settings: dict[str, Any]) -> list[str]:
         generator = self._generator(rows, settings)
-        out = generator.generate(rows)
-        assert isinstance(out, Tensor)
-        written = out[:, max(map(len, rows)) :].tolist()
-        new = [list(self._without_eos(generator, iter(row))) for row in written]
+        out = generator.generate(rows, return_dict=True)
+        assert isinstance(out, GenerateOutput)
+        written = out.sequences[:, max(map(len, rows)) :].tolist()
+        ended = [row[:count] for row, count in zip(written, out.new_tokens, strict=True)]
+        new = [list(self._without_eos(generator, iter(row))) for row in ended]
         return [self.tokenizer.decode(a + b) for a, b in zip(rows, new, strict=True)]
 
     def _generator(self, rows: list[list[int]], settings: dict[str, Any]) -> TokenGenerator:
@@ -171,7 +172,7 @@ class Generator:
 
     @staticmethod
     def _without_eos(generator: TokenGenerator, tokens: Iterator[int]) -> Iterator[int]:
-        """Tokens up to the end of the row; what follows it is padding."""
+        """Tokens up to the one that ends the text, which is none of it."""
         for token in tokens:
             if token in generator.eos_ids:
                 return

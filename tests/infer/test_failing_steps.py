@@ -82,6 +82,20 @@ def test_a_prompt_that_fails_leaves_the_conversation(
     assert new_tokens(generator.generate(rows), 6) == expected
 
 
+def test_a_prompt_in_pieces_that_fails_leaves_the_fp16_tail(
+    model: Transformer, break_at: Callable[[int], None]
+) -> None:
+    """What was overwritten there cannot be had from the codes again."""
+    settings: dict[str, Any] = dict(cache_kind="q4:residual_len=8", prefill_chunk=40)
+    whole, broken = greedy(model, **settings), greedy(model, **settings)
+    for generator in (whole, broken):
+        generator.prefill([A * 4])
+    break_at(1)
+    with pytest.raises(BrokenLayerError):
+        broken.prefill([C * 10])
+    assert torch.equal(broken.decode_step([5]), whole.decode_step([5]))
+
+
 def test_a_first_prompt_that_fails_leaves_no_conversation(
     model: Transformer, break_at: Callable[[int], None]
 ) -> None:

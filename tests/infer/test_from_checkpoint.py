@@ -393,6 +393,15 @@ def test_the_end_of_a_row_is_no_text(writer: Generator) -> None:
     assert len(short) < len(writer.generate(OTHERS[0], **settings))
 
 
+def test_padding_behind_a_stop_is_no_text(writer: Generator) -> None:
+    """Even where the padding id says something, and no id ends a row."""
+    for ending in ({"eos_token_id": 1}, {"ignore_eos": True}):
+        settings: dict[str, Any] = dict(max_new_tokens=24, temperature=0.0, stop="\n", **ending)
+        alone = [writer.generate(text, **settings) for text in OTHERS]
+        assert len({len(text) - len(other) for text, other in zip(alone, OTHERS, strict=True)}) > 1
+        assert writer.generate_batch(OTHERS, pad_token_id=77, **settings) == alone
+
+
 def test_bad_calls_raise(writer: Generator) -> None:
     for call, error, match in (
         (lambda: writer.generate(""), ValueError, "prompt is empty"),

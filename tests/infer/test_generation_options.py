@@ -358,6 +358,33 @@ def test_the_budget_counts_the_rows_there_will_be() -> None:
     assert several.metrics.cache_bytes == several.cache.nbytes == 2 * one.cache.nbytes
     with pytest.raises(ValueError, match="cache_budget_mb"):
         ours(temperature=1.0, num_return_sequences=3, cache_budget_mb=budget).generate([3, 14])
+    later = ours(temperature=1.0, cache_budget_mb=budget)
+    later.generate([3, 14])
+    for more in ({"num_return_sequences": 3}, {"num_beams": 2}):
+        held = later.tokens
+        with pytest.raises(ValueError, match=r"cache_budget_mb.* cache of 3 rows"):
+            later.generate([5], **more)
+        assert later.tokens == held
+    later.generate([5], num_return_sequences=2)
+    assert later.cache.nbytes == 2 * one.cache.nbytes
+
+
+def test_the_budget_of_a_choice_holds_for_more_rows_later() -> None:
+    settings = dict(cache_kind="auto", cache_auto_benchmark=False, temperature=1.0)
+    generator = ours(**settings, cache_budget_mb=0.5, cache_auto_candidates=("q8",))
+    generator.generate([3, 14])
+    generator = ours(**settings, cache_budget_mb=1.5 * generator.cache.nbytes / 2**20)
+    generator.generate([3, 14])
+    with pytest.raises(ValueError, match=r"cache_budget_mb.* cache of 2 rows"):
+        generator.generate([5], num_return_sequences=2)
+    generator.reset()
+    generator.prefill([3, 14])  # what was refused expects no rows of the next cache
+
+
+def test_the_bytes_of_a_run_are_those_of_all_answers_of_beams() -> None:
+    generator = ours(temperature=0.0)
+    out: Any = generator.generate([3, 14], num_beams=3, num_return_sequences=2, return_dict=True)
+    assert out.metrics.cache_bytes == out.report["cache_bytes"] == generator.cache.nbytes
 
 
 def test_special_tokens_can_stop_a_text() -> None:

@@ -307,6 +307,29 @@ class InferencerContract:
         assert cache.get_num_tokens() == QUERY.shape[1]
 
 
+@pytest.mark.parametrize("kind", ["q4:residual_len=8", "q8:residual_len=16,sink_len=4"])
+@pytest.mark.parametrize("failing", ["decode", "prefill", "update"])
+def test_an_error_leaves_the_fp16_tail(model: Transformer, kind: str, failing: str) -> None:
+    """What was overwritten there cannot be had from the codes again."""
+    query = (torch.arange(40) * 7 % VOCABULARY)[None]
+    inferencer, found = ChunkwiseInferencer(model, chunk_size=40), []
+    for broken in (False, True):
+        cache = QuantizedKVCache.of(model, kind, max_seq_len=128)
+        inferencer.prefill(query, cache, GREEDY)
+        if broken and failing == "update":
+            good = KVState(*torch.ones(2, 1, HEADS, 50, DIM))
+            with pytest.raises(ValueError, match="shape"):
+                cache.update([good, KVState(good.keys[..., :4], good.values)])
+        elif broken and failing == "prefill":
+            with pytest.raises(ValueError, match="max_seq_len is 128"):
+                inferencer.prefill(query.repeat(1, 3), cache, GREEDY)
+        elif broken:
+            with pytest.raises(ValueError, match="max_seq_len is 128"):
+                inferencer.decode(query[:, :1], cache, 100, GREEDY)
+        found.append(inferencer.decode(query[:, :1], cache, 3, GREEDY).token_logits)
+    assert torch.equal(*found)
+
+
 class TestCausalInferencer(InferencerContract):
     @pytest.fixture(params=["fp32", "bf16", "q8", "q4 paged", "q4"], name="setup")
     def _setup(self, request: pytest.FixtureRequest) -> str:

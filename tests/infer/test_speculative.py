@@ -296,6 +296,34 @@ def test_processors_and_criteria_see_the_whole_batch(
     assert base.shape[1] == width + 9
 
 
+def by_newest(ids: Tensor, scores: Tensor) -> Tensor:
+    """Depends on the newest token of each row."""
+    return scores.scatter_add(1, (ids[:, -1:] * 7 + 5) % 61, torch.full_like(scores[:, :1], 6.0))
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_processors_and_criteria_see_no_row_further_than_theirs(
+    target: Transformer, drafts: dict[str, Transformer | None], name: str
+) -> None:
+    """Rows accept each on their own: what another row has more is not shown, nor padding in its place."""
+    width = max(map(len, PROMPTS))
+
+    def long_enough(ids: Tensor, scores: tuple[Tensor, ...]) -> bool:
+        assert len(scores) == ids.shape[1] - width
+        return ids.shape[1] >= width + 11
+
+    def newest(ids: Tensor, scores: object) -> Tensor:
+        return ids[:, -1] % 13 == 6
+
+    for criterion in (long_enough, newest):
+        hooks = {"logits_processor": [by_newest], "stopping_criteria": [criterion]}
+        options: dict[str, Any] = dict(hooks, return_dict=True, output_scores=True)
+        base: Any = plain(target).generate(PROMPTS, **options)
+        ours: Any = speculative(target, drafts[name]).generate(PROMPTS, **options)
+        assert torch.equal(ours.sequences, base.sequences)
+        assert ours.finish_reasons == base.finish_reasons and "criteria" in base.finish_reasons
+
+
 @pytest.mark.parametrize("name", DRAFTS)
 def test_a_grammar_is_never_asked_beyond_what_it_allows(
     target: Transformer, drafts: dict[str, Transformer | None], name: str
@@ -480,6 +508,25 @@ def test_sample_match_with_a_seed_gives_the_very_text_of_plain_decoding(
         spec = speculative(target, drafts[name], spec_method="sample_match", **both, **more)
         for prompt in PROMPTS * 3:  # a row that ended within a draft goes on where it stood
             assert torch.equal(spec.generate([prompt]), base.generate([prompt])), more
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_sample_match_goes_on_as_plain_decoding_where_an_iteration_was_left(
+    target: Transformer, drafts: dict[str, Transformer | None], name: str
+) -> None:
+    """Numbers drawn for tokens that were never yielded are those of the next turn."""
+    settings = {"temperature": 0.7, "seed": 9, "max_new_tokens": 40, "max_seq_len": 300}
+    generators = (
+        plain(target, **settings),
+        speculative(target, drafts[name], spec_method="sample_match", **settings),
+    )
+    for prompt, count in zip(PROMPTS * 2, (1, 3, 6, 2, 7, 40), strict=True):
+        for generator in generators:
+            steps = generator.generate_iter([prompt])
+            for _, _ in zip(range(count), steps, strict=False):
+                pass
+            steps.close()  # type: ignore[union-attr]
+        assert generators[0].tokens == generators[1].tokens
 
 
 # -- how much it takes -----------------------------------------------------------------------
