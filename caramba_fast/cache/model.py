@@ -191,14 +191,19 @@ class ModelKVCache:
             layer.set_lengths(row_lengths)
 
     @contextmanager
-    def unchanged_by_errors(self) -> Iterator[None]:
-        """What fails within it leaves the cache as it was, the fp16 rings included, however far it came."""
-        before, tails = self.row_lengths, [layer.tail_state() for layer in self]
+    def unchanged_by_errors(self, tokens: int) -> Iterator[None]:
+        """What fails within it leaves the cache as it was, the fp16 rings included, however far it came.
+
+        Args:
+            tokens: most that it adds to a row; rings that have slack for them are not copied.
+        """
+        before = self.row_lengths
+        kept = {layer: layer.tail_state() for layer in self if tokens > layer.tail_slack}
         try:
             yield
         except BaseException:
             self.restore(before)
-            for layer, tail in zip(self, tails, strict=True):
+            for layer, tail in kept.items():
                 layer.restore_tail(tail)
             raise
 

@@ -103,7 +103,7 @@ class CausalInferencer:
             TypeError, ValueError: wrong types or shapes, or no room; the cache is as it was.
         """
         cache, ids = self._checked(query_token_ids, kv_cache, sample_strategy)
-        with cache.unchanged_by_errors():
+        with cache.unchanged_by_errors(ids.shape[1]):
             logits = self._forward(ids, cache)
             return PrefillOutput(sample_strategy.sample(logits[:, -1])[:, None], logits)
 
@@ -133,7 +133,7 @@ class CausalInferencer:
         if type(max_new_tokens) is not int or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens!r}; 1 or more is needed")
         cache, ids = self._checked(query_token_ids, kv_cache, sample_strategy)
-        with cache.unchanged_by_errors():
+        with cache.unchanged_by_errors(ids.shape[1] + max_new_tokens):
             return self._decode(ids, cache, max_new_tokens, sample_strategy)
 
     def _decode(

@@ -157,7 +157,7 @@ class QuantizedKVCache:
             raise ValueError(
                 f"kv_states hold {sorted(counts)} tokens; all must hold the same number"
             )
-        with self.model_cache.unchanged_by_errors():
+        with self.model_cache.unchanged_by_errors(*counts):
             for layer, state in zip(layers, kv_states, strict=True):
                 _store(layer, KVState(*state))
         self._has_stored = True
