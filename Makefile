@@ -55,12 +55,13 @@ $(VENV)/.test: $(VENV)/.torch $(BUILD)
 	$(PIP) --no-build-isolation -e '.[test]'
 	@touch $@
 
+# The site and lint need no C++; what is built stays.
 $(VENV)/.docs: $(VENV)/.torch $(BUILD)
-	$(PIP) --no-build-isolation -e '.[docs,hf,cli]'
+	CARAMBA_FAST_BUILD_CPP=0 $(PIP) --no-build-isolation -e '.[docs,hf,cli]'
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test
-	$(PIP) -e '.[lint]' --no-build-isolation
+	CARAMBA_FAST_BUILD_CPP=0 $(PIP) -e '.[lint]' --no-build-isolation
 	@touch $@
 
 # The oldest Triton, for compiling only: PYTHONPATH puts it in front of the one in .venv.
