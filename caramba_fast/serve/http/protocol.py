@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 
 from caramba_fast.config.files import shown
 from caramba_fast.infer.fields import GREEDY_BELOW
@@ -169,7 +169,7 @@ class Sampling(_Body):
 class CompletionRequest(Sampling):
     """A body of ``/v1/completions``."""
 
-    prompt: Text | Annotated[list[int], Field(min_length=1)]
+    prompt: Text | Annotated[list[StrictInt], Field(min_length=1)]
     echo: Literal[False] = False
     best_of: None = None
     suffix: None = None
