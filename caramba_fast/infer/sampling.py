@@ -211,9 +211,8 @@ def _drawn_from_few(logits: Tensor, config: GenerateConfig, generator: Randomnes
     whole = scores if config.top_k is None else values
     probability = (values - whole.logsumexp(-1, keepdim=True)).exp()
     points = _points(logits, generator)
-    enough = values[
-        ..., -1
-    ].isneginf()  # of top_k: nothing beyond the few is as likely as the last of them
+    # Of top_k: nothing beyond the few is as likely as the last of them.
+    enough = values[..., -1].isneginf()
     if config.top_p is not None:
         if config.top_k is None:
             enough = probability.sum(-1) >= config.top_p

@@ -313,7 +313,10 @@ def test_slow_reads_are_told_once_with_what_helps() -> None:
 # -- RoPE that turns all keys otherwise beyond a length ------------------------------------------
 
 
-@pytest.mark.skipif(IS_OLD, reason="transformers 5.0 goes on from the newest token alone there")
+@pytest.mark.skipif(
+    transformers.__version__.startswith("5.0"),
+    reason="this transformers goes on from the newest token alone there",
+)
 @pytest.mark.parametrize("length", [20, 28, 32, 40])
 @pytest.mark.parametrize(
     "options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str
@@ -355,8 +358,10 @@ OWN_WAYS: dict[str, dict[str, Any]] = {
 
 def of_own_ways(name: str) -> PreTrainedModel:
     """A small random model; Moshi's is its decoder of text."""
-    if IS_OLD or not hasattr(transformers, name):
-        pytest.skip("another model in this transformers")
+    if not hasattr(transformers, name):
+        pytest.skip("this transformers has no such model")
+    if IS_OLD and name == "MoshiConfig":
+        pytest.skip("with its own caches, too, this transformers differs from passes without one")
     config = getattr(transformers, name)(**SMALL, **OWN_WAYS[name])
     torch.manual_seed(3)
     return transformers.AutoModelForCausalLM.from_config(config).eval()

@@ -592,7 +592,6 @@ def test_what_a_context_model_needs() -> None:
             ContextModel(Contextual(), **{name: 0})
 
 
-@pytest.mark.skipif(IS_OLD, reason="RoPE is configured otherwise in this transformers")
 def test_a_rope_that_turns_all_keys_otherwise_is_not_crossed() -> None:
     """Phi-3 reads its text anew there; keys of the cache would have the frequencies of a shorter text."""
     model = longrope(32)
@@ -643,7 +642,6 @@ def test_attention_that_is_scaled_by_the_longest_row_takes_equal_rows_alone() ->
     assert found[1, -9:].tolist() == alone[1]
 
 
-@pytest.mark.skipif(IS_OLD, reason="RoPE is configured otherwise in this transformers")
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_a_rope_that_changes_with_the_length_takes_no_pass_that_would_depend_on_it(
     kind: str,

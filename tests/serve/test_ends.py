@@ -56,7 +56,8 @@ def test_reading_the_text_counts_towards_a_limit_of_time(limit: str, reason: str
             return "x" * len(ids)
 
     serving = engine(tokenizer=Slow())
-    serving.add_request("ab", max_new_tokens=2, **{limit: 0.1})  # type: ignore[arg-type]
+    given: dict[str, Any] = {"max_new_tokens": 2, limit: 0.1}
+    serving.add_request("ab", **given)
     [event] = serving.step()
     assert (event.tokens, event.finish_reason) == ([], reason)
 
