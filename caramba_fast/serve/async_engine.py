@@ -12,11 +12,13 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from caramba_fast.serve.engine import Engine
 from caramba_fast.serve.input_processor import Prepared
+from caramba_fast.serve.metrics import RequestTimes
 from caramba_fast.serve.request import Event, RequestOutput
 
 if TYPE_CHECKING:
@@ -162,7 +164,7 @@ class AsyncEngine:
                 ended = event.output is not None
                 yield event
         finally:
-            self._leave(name, ended)
+            self._leave(name, stream, ended)
 
     async def generate(
         self, prompt: Any, config: Any = None, **options: Unpack[RequestOptions]
@@ -188,9 +190,11 @@ class AsyncEngine:
     ) -> Prepared:
         """A checked request; text is tokenized in a thread of its own, in order, while the loop goes on.
 
-        Arguments and errors are those of `stream`.
+        Arguments and errors are those of `stream`. The request has arrived now, however long it waits for the thread.
         """
-        return await self.read(partial(self.engine.prepared, prompt, config, **options))
+        times = RequestTimes()
+        found = await self.read(partial(self.engine.prepared, prompt, config, **options))
+        return replace(found, times=times)
 
     async def _add(self, prepared: Prepared) -> tuple[str, _Stream]:
         """Takes a request on between two steps, once there is a place for it, in order of arrival."""
@@ -205,14 +209,16 @@ class AsyncEngine:
             BaseException
         ):  # whoever leaves in the turn in which it is taken on takes nothing with it
             if not taken.cancel() and not taken.cancelled() and taken.exception() is None:
-                self._leave(taken.result()[0])
+                self._leave(*taken.result())
             raise
         finally:
             self._waiting.pop(taken, None)
 
-    def _leave(self, name: str, ended: bool = False) -> None:
+    def _leave(self, name: str, stream: _Stream, ended: bool = False) -> None:
         """Nobody reads a request's events any more."""
-        self._streams.pop(name, None)
+        if self._streams.get(name) is not stream:
+            return  # it has ended, and another request has its id by now
+        del self._streams[name]
         if not ended:
             self.engine.withdraw(name)
             self._wake.set()
@@ -280,7 +286,8 @@ class AsyncEngine:
 
     def _go_on(self, name: str, stream: _Stream) -> None:
         """Half of the buffer is read: the request continues."""
-        if stream.paused and stream.events.qsize() <= self.stream_buffer // 2:
+        mine = self._streams.get(name) is stream
+        if mine and stream.paused and stream.events.qsize() <= self.stream_buffer // 2:
             stream.paused = False
             self.engine.set_paused(name, False)
             self._wake.set()

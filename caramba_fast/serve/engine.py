@@ -185,8 +185,7 @@ class Engine(EngineRequests):
         self._left: tuple[Event, ...] = ()
         scheduler = Scheduler(self.settings, self.pool, counters, self._undo)
         self.store = scheduler.blocks.store = store_for(self.model, self.pool, self.settings)
-        decode = None if self.tokenizer is None else self.tokenizer.decode
-        self._outputs = OutputProcessor(scheduler, counters, self._undo, decode)
+        self._outputs = OutputProcessor(scheduler, counters, self._undo)
         runner = ModelRunner(self.model, self.pool, self.inputs, counters)
         self._core = EngineCore(runner, self._outputs)
         self._numbers, self._names = itertools.count(), itertools.count()

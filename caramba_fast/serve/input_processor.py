@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from caramba_fast.cache import PagePool
 from caramba_fast.infer.config import AUTO, GenerateConfig
@@ -30,6 +30,7 @@ from caramba_fast.infer.stopping import (
     warn_past_positions,
 )
 from caramba_fast.infer.tokenizer import TextTokenizer, TextWriter
+from caramba_fast.models.identity import modules_of
 from caramba_fast.models.registry import as_language_model
 from caramba_fast.serve.config import EngineConfig
 from caramba_fast.serve.metrics import RequestTimes
@@ -166,13 +167,11 @@ class InputProcessor:
                 raise TypeError("the prompt is text; that needs Engine(tokenizer=...)")
             self.check_text(prompt)
             prompt = self.tokenizer.encode(prompt)
-        ids = _as_ids(prompt, self.config.max_seq_len)
-        tokens: list[int] = ids.tolist()
-        wrong = [token for token in tokens if not 0 <= token < self.model.vocab_size]
+        tokens: list[int] = _as_ids(prompt, self.config.max_seq_len).tolist()
+        most = self.model.vocab_size - 1  # asked once: a model of transformers looks it up
+        wrong = [token for token in tokens if not 0 <= token <= most]
         if wrong:
-            raise ValueError(
-                f"the prompt holds token id {wrong[0]}; 0 to {self.model.vocab_size - 1} is allowed"
-            )
+            raise ValueError(f"the prompt holds token id {wrong[0]}; 0 to {most} is allowed")
         return tokens
 
     def check_text(self, text: str) -> None:
@@ -310,7 +309,7 @@ def servable(model: Any, max_seq_len: int) -> Any:
 
     Raises:
         TypeError: it cannot, and why.
-        ValueError: not for requests of that length.
+        ValueError: not for requests of that length, or not in train mode: its dropout is on.
     """
     found = as_language_model(model)
     reason = getattr(found, "why_not_ragged", None)
@@ -320,6 +319,9 @@ def servable(model: Any, max_seq_len: int) -> Any:
             f"{reason or 'it has no forward_ragged(ids, batch, rows)'}; the native Transformer and transformers "
             "models with the attention interface can, others go through Generator"
         )
+    parts = (part for module in modules_of(found) for part in module.modules())
+    if any(part.training and part.p for part in parts if isinstance(part, nn.Dropout)):
+        raise ValueError(f"{type(model).__name__} drops activations at random: model.eval()")
     limit = getattr(found, "ragged_limit", None)
     if limit is not None and max_seq_len > limit:
         raise ValueError(
@@ -376,9 +378,7 @@ def pool_for(model: Any, config: GenerateConfig, settings: EngineConfig) -> Page
     size, wanted, rings = settings.page_size, settings.num_pages, settings.max_batch_size
     if settings.cache_bytes is not None:
         page, ring, sinks = PagePool.sizes(layout, size, **storage)
-        ring += (
-            sinks  # one more for each ring, and for every 16 pages: those of `PagePool.sink_rows`
-        )
+        ring += sinks  # and for every 16 pages, as `PagePool.sink_rows` has them
         # No more rings than requests there can be that have `USUAL_TOKENS`: what rings take, pages do not have.
         usual = max(2, USUAL_TOKENS // size) * page
         rings = max(1, min(rings, settings.cache_bytes // (ring + usual)))

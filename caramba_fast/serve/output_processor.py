@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from caramba_fast.infer.sequence import FinishReason
 from caramba_fast.serve.metrics import Counters
@@ -21,7 +21,6 @@ class OutputProcessor:
         scheduler: has their sequences' pages.
         counters: what is counted.
         undo: what a call changes is noted there first.
-        decode: tokens to text, or None.
 
     Attributes:
         requests: those under way, by id, oldest first.
@@ -29,15 +28,8 @@ class OutputProcessor:
         due: (when it must have ended, its number, its id, why), a heap.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        counters: Counters,
-        undo: Undo,
-        decode: Callable[[Sequence[int]], str] | None,
-    ) -> None:
-        self.scheduler, self.counters, self.decode = scheduler, counters, decode
-        self.undo = undo
+    def __init__(self, scheduler: Scheduler, counters: Counters, undo: Undo) -> None:
+        self.scheduler, self.counters, self.undo = scheduler, counters, undo
         self.requests: dict[str, Request] = {}
         self.cancelling: deque[Request] = deque()
         self.due: list[tuple[float, int, str, FinishReason]] = []
@@ -114,13 +106,13 @@ class OutputProcessor:
             if request.is_over:
                 output = self._close(request)
         new = list(sequence.tokens[len(request.prompt) + sequence.emitted :])
-        text = "".join(sequence.written)
+        pieces = tuple(sequence.written[sequence.told :])
         told = sequence.logprobs[sequence.emitted :]
         event = Event(
-            request.request_id, sequence.index, new, text, sequence.finish_reason, output, told
-        )
+            request.request_id, sequence.index, new, "".join(pieces), sequence.finish_reason, output, told, pieces
+        )  # fmt: skip
         sequence.emitted += len(new)
-        sequence.written.clear()
+        sequence.told = len(sequence.written)
         return event
 
     def _close_text(self, sequence: PagedSequence) -> None:
@@ -139,7 +131,7 @@ class OutputProcessor:
         self.counters.cancelled += bad == {"cancelled"}
         self.counters.failed += bool(bad - {"cancelled"})
         self.counters.finished += not bad
-        return request.output(self.decode)
+        return request.output()
 
     def rebuild(self, requests: Sequence[Request], running: list[PagedSequence]) -> None:
         """Works everything out anew, after an interrupt, from the requests under way and the sequences that ran."""

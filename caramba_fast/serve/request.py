@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -41,7 +41,8 @@ class RequestOutput:
         prompt_ids: the tokens of its prompt.
         generated_tokens: the new tokens of its first answer.
         answers: those of every answer (``num_return_sequences``).
-        texts: the text of every answer; empty without a tokenizer.
+        texts: the text of every answer, as its events told it: behind the prompt, of which it may begin with a space.
+            Empty without a tokenizer.
         finish_reasons: of every answer: eos, stop, length, time, cancelled, deadline or error.
         error: what went wrong, or None.
         status: finished, or failed.
@@ -82,6 +83,7 @@ class Event:
         finish_reason: why it has ended with them; None if it goes on.
         output: the whole request, with the event that ends its last answer.
         logprobs: of its new tokens, with ``logprobs``; else empty.
+        pieces: the text as its tokens brought it one by one; what the last of them brought may have ended the answer.
     """
 
     request_id: str
@@ -91,6 +93,7 @@ class Event:
     finish_reason: str | None = None
     output: RequestOutput | None = None
     logprobs: Sequence[TokenLogprobs] = ()
+    pieces: Sequence[str] = ()
 
 
 class SwappedOut(NamedTuple):
@@ -126,8 +129,8 @@ class PagedSequence(TokenSequence):
         turn, turn_start: tokens cached, and tokens generated, when its turn began.
         prefix_hit: tokens of the prompt it found in pages of others.
         preemptions: times it gave its pages back.
-        written: text that was not emitted yet.
-        emitted: tokens that were emitted.
+        written: pieces of its text.
+        emitted, told: tokens, and pieces of text, that were emitted.
         is_over: whether its end was emitted.
         logprobs: of its new tokens, with ``logprobs``; else empty.
     """
@@ -145,7 +148,7 @@ class PagedSequence(TokenSequence):
         self.epoch = self.ticket = -1
         self.swapped: SwappedOut | None = None
         self.furthest = self.turn = self.turn_start = 0
-        self.prefix_hit = self.preemptions = self.emitted = 0
+        self.prefix_hit = self.preemptions = self.emitted = self.told = 0
         self.written: list[str] = []
         self.is_over = False
         self.logprobs: list[TokenLogprobs] = []
@@ -238,14 +241,8 @@ class Request:
         whole = self.begun or len(self.sequences) == self.wanted
         return whole and all(sequence.is_over for sequence in self.sequences)
 
-    def output(self, decode: Callable[[Sequence[int]], str] | None) -> RequestOutput:
-        """What there is of it; a decoder that fails leaves no texts, and its message as the error."""
-        answers = [sequence.new_tokens for sequence in self.sequences]
-        texts: list[str] = []
-        try:
-            texts = [decode(tokens) for tokens in answers] if decode else []
-        except Exception as error:
-            self.error = self.error or f"{type(error).__name__}: {error}"
+    def output(self) -> RequestOutput:
+        """What there is of it; texts are those that events told."""
         sequences = self.sequences
         metrics = self.times.report(
             prompt_tokens=len(self.prompt),
@@ -256,9 +253,9 @@ class Request:
         return RequestOutput(
             request_id=self.request_id,
             prompt_ids=list(self.prompt),
-            answers=answers,
-            texts=texts,
-            finish_reasons=[sequence.finish_reason or "" for sequence in self.sequences],
+            answers=[sequence.new_tokens for sequence in sequences],
+            texts=["".join(one.written) for one in sequences if one.writer is not None],
+            finish_reasons=[sequence.finish_reason or "" for sequence in sequences],
             error=self.error,
             metrics=metrics,
             logprobs=[]

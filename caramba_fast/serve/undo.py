@@ -25,7 +25,7 @@ from caramba_fast.serve.request import Event, PagedSequence, Request
 
 #: What is put back as it is.
 FIELDS = (
-    "finish_reason", "prefix_hit", "emitted", "is_over", "epoch", "ticket", "furthest", "turn", "turn_start",
+    "finish_reason", "prefix_hit", "emitted", "told", "is_over", "epoch", "ticket", "furthest", "turn", "turn_start",
 )  # fmt: skip
 #: What says where its tokens are stored, of which lists are copied.
 STORED, LISTS = ("cached", "ring", "swapped", "preemptions"), ("pages", "keys")
@@ -109,7 +109,7 @@ def _saved(sequence: PagedSequence) -> Any:
     pages |= {name: getattr(sequence, name) for name in STORED}
     writer = None if sequence.writer is None else sequence.writer.state
     taken = None if sequence.random is None else sequence.random.taken
-    return fields, pages, len(sequence), list(sequence.written), writer, taken
+    return fields, pages, len(sequence), len(sequence.written), writer, taken
 
 
 def _put_back(sequence: PagedSequence, saved: Any) -> bool:
@@ -120,7 +120,7 @@ def _put_back(sequence: PagedSequence, saved: Any) -> bool:
     for name, value in () if pushed_out else pages.items():
         setattr(sequence, name, list(value) if name in LISTS else value)
     sequence.cut(length)
-    sequence.written[:] = written
+    del sequence.written[written:]
     sequence.contents = []  # what its pages would contain is worked out again, and so are drafts
     if sequence.writer is not None:
         sequence.writer.state = writer

@@ -59,6 +59,34 @@ def test_leaving_a_stream_cancels_its_request() -> None:
     asyncio.run(serve())
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_an_id_may_be_given_again_before_the_last_events_of_its_first_request_are_read(
+    closed: bool,
+) -> None:
+    """Whoever reads those late, or leaves them, ends nothing of the request that has the id by now."""
+
+    async def serve() -> None:
+        inner = engine()
+        async with AsyncEngine(inner) as server:
+            given = dict(request_id="a", ignore_eos=True, temperature=0.0)
+            first = server.stream(text(1, 20), max_new_tokens=2, **given)
+            await anext(first)
+            while inner.is_under_way("a"):
+                await asyncio.sleep(0)
+            again = asyncio.create_task(server.generate(text(2, 20), max_new_tokens=40, **given))
+            while not inner.is_under_way("a"):
+                await asyncio.sleep(0)
+            if closed:
+                await first.aclose()
+            else:
+                assert [len(event.tokens) async for event in first] == [1]
+            output = await asyncio.wait_for(again, 20)
+            assert output.finish_reasons == ["length"]
+            assert len(output.generated_tokens) == 40
+
+    asyncio.run(serve())
+
+
 def test_a_cancelled_request_says_so() -> None:
     async def serve() -> list[str]:
         async with AsyncEngine(engine()) as server:
@@ -224,6 +252,29 @@ def test_who_waits_for_a_place_ends_by_its_deadline(limit: str, reason: str, pau
             assert inner.metrics.failed == (reason == "deadline")
             assert not any(job.done() for job in jobs)
         await asyncio.gather(*jobs, return_exceptions=True)
+
+    asyncio.run(serve())
+
+
+@pytest.mark.parametrize(("limit", "reason"), [("deadline", "deadline"), ("max_time", "time")])
+def test_waiting_for_another_text_to_be_read_counts_towards_a_limit_of_time(
+    limit: str, reason: str
+) -> None:
+    class Slow:
+        def encode(self, text: str, **_: Any) -> list[int]:
+            time.sleep(0.2 if text == "slow" else 0.0)
+            return [5, 6]
+
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return "x" * len(ids)
+
+    async def serve() -> None:
+        async with AsyncEngine(engine(tokenizer=Slow())) as server:
+            slow = asyncio.create_task(server.generate("slow", max_new_tokens=1))
+            await asyncio.sleep(0)
+            late = await server.generate("ab", max_new_tokens=2, **{limit: 0.1})
+            assert (late.finish_reasons, late.answers) == ([reason], [[]])
+            assert (await slow).finish_reasons == ["length"]
 
     asyncio.run(serve())
 

@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 import torch
 from support.engines import alone, engine, small_model, text
+from tokenizers import Tokenizer
+from tokenizers.decoders import Metaspace as MetaspaceDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Metaspace
 
 from caramba_fast.infer import GenerateConfig, Generator
 from caramba_fast.models import demo_tokenizer, load_demo
@@ -87,6 +91,28 @@ def test_text_goes_in_and_comes_out() -> None:
     assert output.finish_reasons == ["stop"]
     assert output.texts[0].endswith("\n")
     assert "".join(event.text for event in events) == output.texts[0]
+
+
+def test_the_text_of_an_answer_is_what_its_events_told() -> None:
+    """Decoded alone, an answer would lose the space its first word begins with, as SentencePiece has them."""
+    words = ["<unk>", *(f"\u2581{n}" if n % 2 else str(n) for n in range(1, 61))]
+    tokenizer = Tokenizer(BPE({word: n for n, word in enumerate(words)}, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = Metaspace(), MetaspaceDecoder()
+    serving = engine(tokenizer=tokenizer, temperature=1.0, ignore_eos=True, max_new_tokens=6)
+    told: dict[tuple[str, int], str] = {}
+    outputs = {}
+    for seed in range(4):
+        serving.add_request([5, 6, 7], seed=10 * seed, num_return_sequences=2)
+    for event in serving:
+        key = event.request_id, event.answer
+        told[key] = told.get(key, "") + event.text
+        if event.output is not None:
+            outputs[event.request_id] = event.output
+    answers = [tokens for output in outputs.values() for tokens in output.answers]
+    wanted = ["".join(words[n].replace("\u2581", " ") for n in tokens) for tokens in answers]
+    assert [text for output in outputs.values() for text in output.texts] == wanted
+    assert [told[name, i] for name in outputs for i in range(2)] == wanted
+    assert {said.startswith(" ") for said in wanted} == {True, False}
 
 
 def test_keys_with_large_biases_are_read_by_every_request_as_one_wrote_them() -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ openai = pytest.importorskip("openai")
 
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from support.http_server import NAME, new_engine, serving, until  # noqa: E402
+from support.http_server import NAME, ChattyTokenizer, new_engine, serving, until  # noqa: E402
 
 from caramba_fast.infer import grammar  # noqa: E402
 from caramba_fast.infer.logprobs import TokenLogprobs  # noqa: E402
@@ -161,6 +162,39 @@ def test_what_ended_an_answer_is_left_out_and_nothing_that_ended_none(stops, pie
     trimmer = StopTrimmer(stops)
     said = [trimmer.put(piece, None) for piece in pieces[:-1]]
     assert "".join(said) + trimmer.put(pieces[-1], "stop") == told
+
+
+def test_text_that_comes_by_several_tokens_ends_where_it_does_token_by_token():
+    """What drafted tokens bring before the last of them, within the least length, ended nothing."""
+    body = {"prompt": "    x = 1\n" * 20, "max_tokens": 60, "temperature": 0, "stop": "t_t"}
+    said = []
+    for lookup in (0, 6):
+        engine = new_engine(lookup_tokens=lookup)
+        with serving(engine) as address:
+            bodies = [{**body, "min_tokens": least} for least in range(20, 32, 2)]
+            found = [httpx.post(f"{address}/v1/completions", json=one).json() for one in bodies]
+        said.append([(x["choices"][0]["text"], x["usage"]["completion_tokens"]) for x in found])
+    assert engine.metrics.accepted > 50
+    assert said[1] == said[0]
+    assert len({text for text, _ in said[0]}) > 2
+
+
+@pytest.mark.parametrize(
+    ("route", "given"), [("completions", {"prompt": PROMPT}), ("chat/completions", {"messages": CHAT})]
+)  # fmt: skip
+def test_reading_the_text_counts_towards_the_time_of_a_request(monkeypatch, route, given):
+    encode = ChattyTokenizer.encode
+
+    def slowly(*args: Any, **options: Any) -> list[int]:
+        time.sleep(0.5)
+        return encode(*args, **options)
+
+    engine = new_engine(max_time=0.4)
+    with serving(engine) as address:
+        monkeypatch.setattr(ChattyTokenizer, "encode", slowly)
+        found = httpx.post(f"{address}/v1/{route}", json=given).json()
+    assert found["choices"][0]["finish_reason"] == "length"
+    assert found["usage"]["completion_tokens"] == 0
 
 
 def test_arguments_of_calls_are_laid_out_as_json():

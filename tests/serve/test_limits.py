@@ -83,6 +83,23 @@ def test_ids_that_cannot_fit_are_not_looked_at() -> None:
         engine().add_request(Endless())
 
 
+def test_a_model_is_not_asked_for_its_vocabulary_at_every_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of transformers looks it up each time: half a second for 8,000 tokens."""
+    asked = []
+    serving = engine()
+    model = type(serving.model)
+    size = property(lambda _: asked.append(1) or VOCABULARY)
+    monkeypatch.setattr(model, "vocab_size", size, raising=False)
+    counts = []
+    for length in (2, 60):
+        asked.clear()
+        serving.add_request([5] * length, max_new_tokens=1)
+        counts.append(len(asked))
+    assert counts[0] == counts[1] > 0
+
+
 def test_the_loop_goes_on_while_text_is_tokenized() -> None:
     async def serve() -> float:
         async with AsyncEngine(engine(tokenizer=Slow(0.5))) as server:

@@ -89,6 +89,14 @@ def test_rope_that_changes_with_the_longest_request_has_a_limit(kind: str) -> No
     assert [o.generated_tokens for o in outputs] == [stock(model, prompt) for prompt in given]
 
 
+def test_a_model_in_train_mode_is_refused_where_its_dropout_is_on() -> None:
+    model = tiny("gpt2", attn_pdrop=0.0, resid_pdrop=0.2).train()
+    with pytest.raises(ValueError, match=r"drops activations at random: model\.eval"):
+        Engine(model, max_seq_len=128)
+    Engine(model.eval(), max_seq_len=128, ignore_eos=True)
+    Engine(tiny("llama").train(), max_seq_len=128, ignore_eos=True)
+
+
 def test_the_model_is_as_it_was() -> None:
     model = tiny("llama")
     before = model.config._attn_implementation

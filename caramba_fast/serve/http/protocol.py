@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, m
 from caramba_fast.config.files import shown
 from caramba_fast.infer.fields import GREEDY_BELOW
 from caramba_fast.serve.http.logprobs import LogprobsWriter
-from caramba_fast.serve.request import RequestOutput
+from caramba_fast.serve.request import Event, RequestOutput
 
 #: Most answers to one prompt, and stop strings, of a body.
 MOST_ANSWERS, MOST_STOPS = 128, 16
@@ -353,6 +353,12 @@ class StopTrimmer:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self._held = tuple(stops), ""
+
+    def take(self, event: Event) -> str:
+        """What may be told of an event's text: what its last token brought ended the answer, if anything did."""
+        *before, last = event.pieces or ("",)
+        told = [self.put(piece, None) for piece in before]
+        return "".join(told) + self.put(last, event.finish_reason)
 
     def put(self, text: str, reason: str | None) -> str:
         """New text, and why the answer ends with it; what may be told of it."""

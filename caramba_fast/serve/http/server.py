@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
@@ -42,6 +42,7 @@ from caramba_fast.serve.http.protocol import (
     StopTrimmer,
     TokenizeRequest,
 )
+from caramba_fast.serve.metrics import RequestTimes
 from caramba_fast.serve.request import ENDED_BADLY, RequestOutput
 
 LOG = logging.getLogger("caramba_fast.serve")
@@ -121,7 +122,8 @@ class _Served:
     # -- what surrounds -------------------------------------------------------------------
 
     async def check_key(self, request: Request) -> None:
-        """Raises 401 for a wrong key; the salt of its prefixes goes with the request."""
+        """Raises 401 for a wrong key; when it arrived, and the salt of its prefixes, go with the request."""
+        request.state.times = RequestTimes()
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         keys = self.config.api_keys
         known = [hmac.compare_digest(given.encode(), key.encode()) for key in keys]
@@ -220,6 +222,7 @@ class _Served:
         salt = request.state.salt + (f" {body.cache_salt}" if body.cache_salt else "")
         with _refused():
             prepared = await self.engine.prepared(ids, cache_salt=salt, **body.settings(most))
+        prepared = replace(prepared, times=request.state.times)  # its text was read before
         self._check_room()  # of many that came at once the first have taken it meanwhile
         events = self.engine.stream(prepared)
         answer = Answer(self.config.name, chat, LogprobsWriter(self.token_texts, chat))
@@ -249,7 +252,7 @@ async def _collected(
     texts = [""] * len(trimmers)
     async with aclosing(events):
         async for event in events:
-            texts[event.answer] += trimmers[event.answer].put(event.text, event.finish_reason)
+            texts[event.answer] += trimmers[event.answer].take(event)
             if event.output is not None:
                 _check_ended_well(event.output)
                 return texts, event.output
@@ -278,7 +281,7 @@ async def _lines(
                         _check_ended_well(event.output)
                     continue
                 answer.logprobs.put(event.answer, event.logprobs)
-                text = trimmers[event.answer].put(event.text, event.finish_reason)
+                text = trimmers[event.answer].take(event)
                 if text or event.finish_reason is not None:
                     yield _event(answer.chunk(event.answer, text, event.finish_reason))
                 if event.output is not None:
