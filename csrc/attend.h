@@ -10,7 +10,7 @@
 //   prompt.h      q . k and weights times values in fp32 for many queries; prompt_bf16.h in bf16
 //   softmax.h     scores to weights, online
 //   values.h      weights times values                  values_float.h, values_bytes.h,
-//                                                       values_int8.h, weights_int8.h
+//                                                       values_words.h
 //   merge.h       splits, one more key, two attentions
 //   output.h      out and lse
 //
@@ -77,16 +77,12 @@ class LaneAttention {
     if (lane.job.prompt) scratch_.turned = arena.take<float>(kTile * widest);
 #if CARAMBA_FAST_VECTOR_BITS
     scratch_.scales = arena.take<TileScales>(1);
-#endif
-#if CARAMBA_FAST_VECTOR_BITS && !CARAMBA_FAST_TURNS_CODES
-    scratch_.weights = arena.take<WeightGroup>(kWeightRows * kMostGroups);
-    scratch_.flips = arena.take<Flips>(1);
-#endif
-#if CARAMBA_FAST_TURNS_CODES
-    if (takes_bf16(lane.job, lane.job.streams - 1))
-      scratch_.rounded = arena.take<float>(static_cast<std::int64_t>(lane.query_rows) * kTile / 2);
     scratch_.values = arena.take<ValueScratch>(1);
     scratch_.group = new (arena.take<GroupScratch>(1)) GroupScratch(widest, arena);
+#endif
+#if CARAMBA_FAST_BYTE_SUMS
+    if (takes_bf16(lane.job, lane.job.streams - 1))
+      scratch_.rounded = arena.take<float>(static_cast<std::int64_t>(lane.query_rows) * kTile / 2);
 #endif
   }
 
@@ -109,7 +105,6 @@ class LaneAttention {
   void finish(std::int64_t partial) {
     for (int h = 0; h < lane_.heads; ++h) {
       HeadState& state = states_[h];
-      state.values.settle();
       if (partial >= 0) {
         keep_partial(lane_, partial, h, state.softmax, state.values);
         continue;

@@ -95,19 +95,25 @@ inline __m256 sums_of_pairs(Floats v) {
 
 #endif
 
+// Keeps what several sums use in a register, where compilers would read it for each.
+inline void in_register(Raw& v) {
+#if CARAMBA_FAST_VECTOR_BITS == 512
+  asm("" : "+v"(v));
+#else
+  asm("" : "+x"(v));
+#endif
+}
+
 // Products of integers, added to sums of dwords. A dword has four values: with AVX-512 VNNI four
 // unsigned bytes meet four signed ones, without it
 //
-//   codes of 4 bits   bytes. Where there are no sums of four products (AVX-VNNI has them), they are
-//                     summed in words first. A word gets two products of a dword: at most
-//                     2 * 15 * 255 = 7650, so `kNarrowSums` of them fit a signed word; of signed
-//                     bytes, which are 128 at most, twice as many.
-//   others            words, the even ones of the four and the odd ones. Sums of two products of
-//                     bytes would not fit a word: 2 * 255 * 127 > 2^15. Those of words fit a dword
-//                     unless all four are -2^15, which no operand here is: levels and integers end
-//                     at +-32767. With AVX-VNNI, too: 16 registers are few for two sums of bytes.
-inline constexpr int kNarrowSums = 4;
-static_assert(kNarrowSums * 2 * 15 * 255 < 1 << 15 && 2 * kNarrowSums * 2 * 15 * 128 < 1 << 15);
+//   4-bit keys by token   bytes. Where there are no sums of four products (AVX-VNNI has them), they
+//                         are summed in words first. A word gets two products of each of the eight
+//                         columns of a unit, which it holds: 8 * 2 * 15 * 128 < 2^15.
+//   all else              words, two at a time. Sums of two products of bytes would not fit a word:
+//                         2 * 255 * 127 > 2^15. Those of words fit a dword unless all four are
+//                         -2^15, which no operand here is: levels and integers end at +-32767. With
+//                         AVX-VNNI, too: 16 registers are few for two sums of bytes.
 
 // sum + products of unsigned bytes u with signed ones s, in each dword; without VNNI two of them
 // have to fit a word.
@@ -149,7 +155,12 @@ inline Raw sum_of_words(Raw sum, Raw a, Raw b) {
 #endif
   Raw products = CARAMBA_FAST_MM(madd_epi16)(a, b);
   if constexpr (LARGE) products = CARAMBA_FAST_MM(srai_epi32)(products, 8);
-  return CARAMBA_FAST_MM(add_epi32)(sum, products);
+#if CARAMBA_FAST_VECTOR_BITS == 512
+  asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(products));
+#else
+  asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(products));
+#endif
+  return sum;
 }
 
 // The even bytes of words that are `low` and `high` bytes apart, and the odd ones, as words.

@@ -1,4 +1,4 @@
-// How the integer passes (scores_int8.h, values_int8.h) see a quantized tile: which bytes of a
+// How the integer passes (scores_int8.h, values_words.h) see a quantized tile: which bytes of a
 // token hold which values, and the tile's scales. Products of integers (bytes.h) are summed in
 // dwords; scales are applied after the sums.
 //
@@ -79,17 +79,11 @@ struct HeadBytes {
   int group_of[kMostUnits];
   Words words[kMostUnits];  // dwords of each unit that exist
   // The value that lane's byte 4 * quarter + i holds in a nibble: value[u][quarter * nibbles +
-  // nibble][lane * 4 + i]; -1 behind the last. It is also the order of the sums of a unit
-  // (`value_half`).
+  // nibble][lane * 4 + i]; -1 behind the last.
   std::int16_t value[kMostUnits][8][kUnitLanes * 4];
   // From the scales of four tokens, token by token, to lane (block of the group; block of the unit)
   // by token.
   ScaleOrder scale_order[kMostGroups], unit_scale_order[kMostUnits];
-  // From a group's lanes to those of a unit: whole lanes, and one dword of each four times.
-  alignas(64) std::int32_t lanes[kMostUnits][kLanes];
-  alignas(64) std::int32_t spread[kMostUnits][4][kLanes];
-  // Of pairs of tokens: from the weights of eight tokens to those of four pairs, by lane.
-  alignas(64) std::int32_t weight_order[kLanes];
 
   HeadBytes(int bits, int block, int token_blocks, int fold)
       : bits(bits),
@@ -114,24 +108,16 @@ struct HeadBytes {
           value[u][vector][i] = static_cast<std::int16_t>(
               byte < bytes ? byte / per_block % token_blocks * block + inside : -1);
         }
-      for (int i = 0; i < kLanes; ++i) {
-        const int lane = block_of[u][i / 4] % kUnitLanes;
-        lanes[u][i] = 4 * lane + i % 4;
-        for (int g = 0; g < 4; ++g) spread[u][g][i] = 4 * lane + g;
-      }
       for (int i = 0; i < kLanes; ++i)
         unit_scale_order[u].place(i, i % 4 * blocks + block_of[u][i / 4]);
     }
     for (int g = 0; g < groups; ++g)
       for (int i = 0; i < kLanes; ++i)
         scale_order[g].place(i, i % 4 * blocks + std::min(kUnitLanes * g + i / 4, blocks - 1));
-    for (int i = 0; i < kLanes; ++i)
-      weight_order[i] = i % 4 * fold + std::min(i / 4, blocks - 1) / token_blocks;
   }
   static bool fits(int bits, int block, int blocks) {
     return blocks <= kMostBlocks && blocks * block * bits / 8 <= kMostUnits * kUnit;
   }
-  int sums() const { return units * kUnit * nibbles; }
   int quads() const { return kQuads / fold; }
 };
 
@@ -149,27 +135,22 @@ inline Raw table_of(const std::uint8_t (&bytes)[16]) {
   return in_all_lanes(load_as<__m128i>(bytes));
 }
 
-// The levels of nf4 as 16-bit integers in two bytes: for keys unsigned around 32768, for values
-// both bytes signed. Where they meet as words (`kWordCodes`), signed words.
+// The levels of nf4 as integers of 16 bits, in two bytes: unsigned around 32768, or signed where
+// they meet as words (`kWordCodes`).
 struct LevelBytes {
-  std::uint8_t key_high[16] = {}, key_low[16] = {}, value_high[16] = {}, value_low[16] = {};
+  std::uint8_t high[16] = {}, low[16] = {};
   constexpr LevelBytes() {
     for (int i = 0; i < 16; ++i) {
-      const float level = kNf4.levels[i];
-      const int key = static_cast<int>(level * 32767.0f + 32768.5f) + (kWordCodes ? 32768 : 0);
-      key_high[i] = static_cast<std::uint8_t>(key >> 8 & 255);
-      key_low[i] = static_cast<std::uint8_t>(key & 255);
-      const int value = static_cast<int>(level * kSixteenBits + (level < 0 ? -0.5f : 0.5f));
-      const int high = (value + (kWordCodes ? 0 : 128) + 65536) / 256 - 256;
-      value_high[i] = static_cast<std::uint8_t>(high & 255);
-      value_low[i] = static_cast<std::uint8_t>((value - 256 * high) & 255);
+      const int level = static_cast<int>(kNf4.levels[i] * 32767.0f + 32768.5f) - 32768;
+      const int stored = (level + (kWordCodes ? 0 : 32768)) & 0xffff;
+      high[i] = static_cast<std::uint8_t>(stored >> 8);
+      low[i] = static_cast<std::uint8_t>(stored & 255);
     }
   }
 };
 inline constexpr LevelBytes kLevelBytes{};
 
 // Tokens t to t + 3 of a unit; behind the last the last stands in.
-template <bool PREFETCH = true>
 inline void load_rows(const char* codes, std::int64_t stride, int t, int count, Words words,
                       Raw (&rows)[4]) {
   const char* from[4];
@@ -184,7 +165,7 @@ inline void load_rows(const char* codes, std::int64_t stride, int t, int count, 
   }
   CARAMBA_FAST_UNROLL
   for (int i = 0; i < 4; ++i) {
-    if (PREFETCH) __builtin_prefetch(from[i] + ahead_of(stride), 0, 3);
+    __builtin_prefetch(from[i] + ahead_of(stride), 0, 3);
     rows[i] = load_words(words, from[i]);
   }
 }

@@ -63,6 +63,20 @@ inline __m128 reduced(const __m512 (&v)[4]) {
   const __m512 half = pair<SUM>(lanes, _mm512_shuffle_f32x4(lanes, lanes, 0x4e));
   return _mm512_castps512_ps128(pair<SUM>(half, _mm512_shuffle_f32x4(half, half, 0xb1)));
 }
+#elif CARAMBA_FAST_VECTOR_BITS == 256
+template <bool SUM, class V>
+inline V pair(V a, V b) {
+  return SUM ? a + b : (a > b ? a : b);
+}
+template <bool SUM>
+inline __m128 reduced(const __m256 (&v)[4]) {
+  const __m256 a = pair<SUM>(_mm256_unpacklo_ps(v[0], v[1]), _mm256_unpackhi_ps(v[0], v[1]));
+  const __m256 b = pair<SUM>(_mm256_unpacklo_ps(v[2], v[3]), _mm256_unpackhi_ps(v[2], v[3]));
+  const __m256 lanes = pair<SUM>(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+  return pair<SUM>(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
+}
+#endif
+#if CARAMBA_FAST_VECTOR_BITS
 template <bool SUM>
 inline void reduce(const Floats (&v)[4], float (&to)[4]) {
   _mm_storeu_ps(to, reduced<SUM>({v[0], v[1], v[2], v[3]}));

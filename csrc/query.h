@@ -13,10 +13,10 @@
 #include "tile.h"
 #if CARAMBA_FAST_VECTOR_BITS
 #include "query_int8.h"
-#endif
-#if CARAMBA_FAST_TURNS_CODES
-#include "prompt_bf16.h"
 #include "scores_group.h"
+#endif
+#if CARAMBA_FAST_BYTE_SUMS
+#include "prompt_bf16.h"
 #endif
 
 namespace caramba_fast {
@@ -50,7 +50,7 @@ struct HeadQuery {
 
   // `row` is memory for one query row.
   CARAMBA_FAST_NOINLINE HeadQuery(const Lane& lane, int stream, int h, Arena& arena, float* row)
-      : key(lane.job.stored[stream], h),
+      : key(lane.job.stored[stream], h, true),
         values(arena.zeros(lane.query_rows * key.width)),
         folded(is_by_channel(key.stored->format)
                    ? arena.take<float>(lane.query_rows * (key.width + 1))
@@ -66,11 +66,11 @@ struct HeadQuery {
       std::copy(row, row + s.dim, values + r * key.width + key.inner);
     }
 #if CARAMBA_FAST_VECTOR_BITS
-#if CARAMBA_FAST_TURNS_CODES
+#if CARAMBA_FAST_BYTE_SUMS
     if (takes_bf16(lane.job, stream)) keep_halves(lane, stream, h, arena, row);
+#endif
     if (is_by_channel(s.format))
       allowed_step = step_allowed(bits_of(s.format), key.width, lane.job.queries[stream].type);
-#endif
     if (key.bytes == nullptr) return;
     two_bytes = arena.take<QueryUnit>(lane.query_rows * key.bytes->units);
     one_byte = arena.take<QueryUnit>(lane.query_rows * key.bytes->units);
@@ -81,7 +81,7 @@ struct HeadQuery {
   }
 
  private:
-#if CARAMBA_FAST_TURNS_CODES
+#if CARAMBA_FAST_BYTE_SUMS
   void keep_halves(const Lane& lane, int stream, int h, Arena& arena, float* row) {
     const HeadTensor& queries = lane.job.queries[stream];
     const std::int64_t dim = key.stored->dim;

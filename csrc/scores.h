@@ -83,7 +83,7 @@ CARAMBA_FAST_NOINLINE inline void add_scores(const Lane& lane, const HeadQuery& 
 #endif
   if (is_by_channel(data.format))
     return score_groups(query, data, lane.query_rows, tile.count, scratch, scores);
-#if CARAMBA_FAST_TURNS_CODES
+#if CARAMBA_FAST_BYTE_SUMS
   if (query.halves != nullptr && data.format == Format::bf16)
     return score_bf16_prompt(query.halves, query.key.width, lane.query_rows, query.factor,
                              data.values, data.stride, tile.count, scratch.turned, scores);

@@ -1,7 +1,7 @@
 // The score pass over one tile of keys by channel: scales go into the queries once for each group
 // of tokens, q . k = q . zero + (q scale) . code, so that a token is a product with small integers:
-// of bytes where the machine sums them in 512 bits (scores_group.h), else in fp32. Compiled once
-// per instruction set, in that set's namespace.
+// of integers where the machine has those of many values (scores_group.h), else in fp32. Compiled
+// once per instruction set, in that set's namespace.
 #pragma once
 
 #include <algorithm>
@@ -124,7 +124,7 @@ void score_group_tokens(const HeadQuery& query, int rows, const char* scales, st
   const auto* zero = reinterpret_cast<const std::uint16_t*>(scales + zeros);
   float* base = query.folded + rows * width;
   std::int32_t* masks = query.masks;
-#if CARAMBA_FAST_TURNS_CODES
+#if CARAMBA_FAST_VECTOR_BITS
   for (std::int64_t i = 0; i < 2 * width; i += kLine) {  // those of the group after the next one
     __builtin_prefetch(scales + 4 * zeros + i, 0, 3);
     __builtin_prefetch(scales + 5 * zeros + i, 0, 3);
@@ -138,12 +138,12 @@ void score_group_tokens(const HeadQuery& query, int rows, const char* scales, st
                                 query.key.first * BITS / 8,
                                 std::min(count - t, kTurned),
                                 query.allowed_step};
-    const auto left = [&](int r) {
-      fold_zeros(query.values + r * width, zero, width, 1, base);
-      fold_rows<BITS>(query.values + r * width, scale, width, 1, query.folded);
+    const auto left = [&](int r, int rows) {
+      fold_zeros(query.values + r * width, zero, width, rows, base);
+      fold_rows<BITS>(query.values + r * width, scale, width, rows, query.folded);
       if (BITS == 4) find_masks(scale, width, masks);
-      score_codes<BITS, 1>(query.folded, base, masks, width, tokens.codes, stride, tokens.count,
-                           scores + r * kScoreRow + t);
+      score_code_rows<BITS>(query.folded, base, masks, width, rows, tokens.codes, stride,
+                            tokens.count, scores + r * kScoreRow + t);
     };
     score_group<BITS>(query.values, rows, tokens, *scratch.group, scores + t, left);
   }

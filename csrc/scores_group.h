@@ -1,8 +1,8 @@
-// The score pass over keys by channel in products of bytes. The scales of a group of tokens go into
-// a query, and what comes of that becomes integers: q . k = q . zero + step * (integers . codes),
-// one sum over the head for each byte of the integers. Codes are turned first (turn_codes.h), so
-// that a product of bytes leaves one sum a token. Included in isa_avx512_vnni.cpp alone, in that
-// set's namespace.
+// The score pass over keys by channel in products of integers. The scales of a group of tokens go
+// into a query, and what comes of that becomes integers: q . k = q . zero + step * (integers .
+// codes). Codes are turned first (turn_codes.h), so that a product leaves one sum a token. Integers
+// are bytes, with a sum for each, where the machine sums those in 512 bits, else words. Compiled
+// once for each instruction set that has such products, in that set's namespace.
 #pragma once
 
 #include <algorithm>
@@ -23,9 +23,18 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-inline constexpr int kMostBytes = 3;  // of an integer
+// The bytes of an integer: up to three, or a word.
+inline constexpr bool kWordRows = !CARAMBA_FAST_BYTE_SUMS;
+inline constexpr int kMostBytes = kWordRows ? 1 : 3;
 // How large integers of so many bytes get; the most is what the mantissa of a float holds.
-inline constexpr float kIntegers[kMostBytes + 1] = {0, 127, 32600, 4.1e6f};
+inline constexpr float kIntegers[4] = {0, 127, 32600, 4.1e6f};
+
+// How large words get: no sum over a head may leave its dword. A byte of 4-bit codes counts up to
+// 63 * 16 + 192 where its channels divide it (channel.h).
+inline float most_word(int bits, std::int64_t width) {
+  const float most = 2.147e9f / (bits == 4 ? 600 : 255) / static_cast<float>(width);
+  return std::min(most, kIntegers[2]);
+}
 
 // What rounding a query to integers may add to a score, root mean square: bytes are left out where
 // that is enough. Of 4-bit keys, and of queries of 16 bits, it is less than fp16 rounds a weight by
@@ -47,7 +56,7 @@ inline float step_allowed(int bits, std::int64_t width, Format query) {
 // Query rows folded with the scales of a group: a score is base + step * sum.
 struct alignas(16) FoldedRows {
   float base[kFoldRows], step[kFoldRows], inverse[kFoldRows];
-  std::int32_t bytes[kFoldRows];  // 0 where integers do not serve
+  std::int32_t bytes[kFoldRows];  // or words, one or two; 0 where integers do not serve
 };
 
 inline constexpr int kTurned = 32;  // tokens that are turned at a time
@@ -57,7 +66,8 @@ struct GroupScratch {
   std::uint8_t* columns;  // turned codes of kTurned tokens (turn_codes.h)
   float* folded;          // (kFoldRows, width)
   // Integers (kFoldRows, four values, byte of the integer, value): 16 bytes for four values, of
-  // which the last four are not used.
+  // which the last four are not used. Words are those of values 0 and 2, then of 1 and 3, and
+  // behind them those of what they leave.
   std::int8_t* integers;
   // The bits of each byte of 4-bit codes that the low channel has, and the middle of each value's
   // codes: 15 and 7.5 unless `divided`.
@@ -89,12 +99,14 @@ struct GroupScratch {
   // As the scales of a group of `count` channels have it.
   void divide(const std::uint16_t* scales, std::int64_t count) {
     divided = true;
-    for (std::int64_t d = 0; d < count; d += kPacked) {
-      const Ints mask = low_mask(scales + d);
-      narrow(mask, masks + d / 2);
-      store_as(converted(mask) * 0.5f, middles + d);
-      store_as(converted(255 - mask) * (kHighUnit / 2), middles + d + kPacked / 2);
-    }
+    constexpr int kHalf = kPacked / 2;
+    for (std::int64_t block = 0; block < count; block += kPacked)
+      for (std::int64_t d = block; d < block + kHalf; d += kLanes) {
+        const Ints mask = low_mask(scales + d);
+        narrow(mask, masks + d - block / 2);
+        store_as(converted(mask) * 0.5f, middles + d);
+        store_as(converted(255 - mask) * (kHighUnit / 2), middles + d + kHalf);
+      }
   }
 };
 
@@ -103,22 +115,26 @@ struct ScaleSigns {
   bool finite, negative;
 
   ScaleSigns(const std::uint16_t* halves, std::int64_t count) {
-    const __m512i exponent = _mm512_set1_epi16(0x7c00);
-    __mmask32 endless = 0, below = 0;
-    for (std::int64_t d = 0; d < count; d += 32) {
-      const __m512i bits = _mm512_loadu_si512(halves + d);
-      endless |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(bits, exponent), exponent);
-      below |= _mm512_movepi16_mask(bits);
+    Raw most{}, any{};
+    for (std::int64_t d = 0; d < count; d += 2 * kLanes) {
+      const Raw raw = load_as<Raw>(halves + d);
+      most = CARAMBA_FAST_MM(max_epu16)(most, raw & CARAMBA_FAST_MM(set1_epi16)(0x7fff));
+      any |= raw;
     }
-    finite = endless == 0;
-    negative = below != 0;
+    finite = !any_greater(most, CARAMBA_FAST_MM(set1_epi16)(0x7bff));
+    negative = any_greater(Raw{}, any);
   }
 };
+
+inline constexpr float kEndless = std::numeric_limits<float>::infinity();
 
 // How many bytes each row takes, and its step, by the largest magnitude of its products. That
 // depends on the query and the group alone, so that a token's result does not depend on those
 // beside it.
-inline void choose_integers(__m128 base, __m128 largest, float allowed, FoldedRows& rows) {
+inline void choose_integers(__m128 base, __m128 largest, float allowed, float most,
+                            FoldedRows& rows) {
+#if CARAMBA_FAST_BYTE_SUMS
+  static_cast<void>(most);
   __m128i bytes = _mm_set1_epi32(1);
   __m128 range = _mm_set1_ps(kIntegers[1]);
   CARAMBA_FAST_UNROLL
@@ -128,7 +144,7 @@ inline void choose_integers(__m128 base, __m128 largest, float allowed, FoldedRo
     bytes = _mm_mask_mov_epi32(bytes, more, _mm_set1_epi32(i + 1));
     range = _mm_mask_mov_ps(range, more, _mm_set1_ps(kIntegers[i + 1]));
   }
-  const __m128 infinity = _mm_set1_ps(std::numeric_limits<float>::infinity());
+  const __m128 infinity = _mm_set1_ps(kEndless);
   const __mmask8 usable =
       _mm_cmp_ps_mask(largest, infinity, _CMP_LT_OQ) &
       _mm_cmp_ps_mask(_mm_andnot_ps(_mm_set1_ps(-0.0f), base), infinity, _CMP_LT_OQ);
@@ -137,95 +153,166 @@ inline void choose_integers(__m128 base, __m128 largest, float allowed, FoldedRo
   _mm_store_ps(rows.step, _mm_div_ps(largest, range));
   _mm_store_ps(rows.inverse, _mm_maskz_div_ps(some, range, largest));
   store_as(_mm_maskz_mov_epi32(usable, bytes), rows.bytes);
+#else
+  const __m128 range = _mm_set1_ps(most), infinity = _mm_set1_ps(kEndless);
+  const __m128 size = _mm_andnot_ps(_mm_set1_ps(-0.0f), base);
+  const __m128 usable = _mm_and_ps(_mm_cmplt_ps(largest, infinity), _mm_cmplt_ps(size, infinity));
+  const __m128 much = _mm_cmpgt_ps(largest, _mm_set1_ps(allowed * most));
+  const __m128i words = _mm_sub_epi32(_mm_set1_epi32(1), _mm_castps_si128(much));
+  const __m128 some = _mm_cmpgt_ps(largest, _mm_set1_ps(1e-30f));
+  _mm_store_ps(rows.base, base);
+  _mm_store_ps(rows.step, _mm_div_ps(largest, range));
+  _mm_store_ps(rows.inverse, _mm_and_ps(some, _mm_div_ps(range, largest)));
+  store_as(_mm_and_si128(_mm_castps_si128(usable), words), rows.bytes);
+#endif
+}
+
+// The one of larger magnitude, or that magnitude.
+inline Floats larger_size(Floats size, Floats x) {
+#if CARAMBA_FAST_VECTOR_BITS == 512
+  return _mm512_range_ps(size, x, 0x0b);
+#else
+  return greater(floats(bits(x) & kMagnitude), size);
+#endif
 }
 
 // ROWS queries times scales, into `folded`, and what makes them integers.
 template <int ROWS>
 void fold_queries(const float* q, const std::uint16_t* scales, const std::uint16_t* zeros,
-                  std::int64_t width, float allowed, float* folded, FoldedRows& rows) {
-  __m512 sum[kFoldRows], most[kFoldRows];
-  CARAMBA_FAST_UNROLL
-  for (int r = 0; r < kFoldRows; ++r) sum[r] = most[r] = _mm512_setzero_ps();
-  for (std::int64_t d = 0; d < width; d += 16) {
-    const __m512 scale = load_scale(scales + d), zero = load_half(zeros + d);
+                  std::int64_t width, float allowed, float most, float* folded, FoldedRows& rows) {
+  Floats sum[kFoldRows] = {}, largest[kFoldRows] = {};
+  for (std::int64_t d = 0; d < width; d += kLanes) {
+    const Floats scale = load_scale(scales + d), zero = load_half(zeros + d);
     CARAMBA_FAST_UNROLL
     for (int r = 0; r < ROWS; ++r) {
-      const __m512 query = _mm512_loadu_ps(q + r * width + d);
-      const __m512 product = _mm512_mul_ps(query, scale);
-      sum[r] = _mm512_fmadd_ps(query, zero, sum[r]);
-      most[r] = _mm512_range_ps(most[r], product, 0x0b);  // the larger magnitude
-      _mm512_storeu_ps(folded + r * width + d, product);
+      const Floats query = load_as<Floats>(q + r * width + d);
+      const Floats product = query * scale;
+      sum[r] = fused(query, zero, sum[r]);
+      largest[r] = larger_size(largest[r], product);
+      store_as(product, folded + r * width + d);
     }
   }
-  choose_integers(reduced<true>(sum), reduced<false>(most), allowed, rows);
+  choose_integers(reduced<true>(sum), reduced<false>(largest), allowed, most, rows);
 }
 
-// ROWS rows as integers. Adding 1.5 * 2^23 leaves an integer in the mantissa's low bits; with
-// 0x8080 more the two lower bytes are 128 above signed ones. The third is 64 above. What an integer
-// leaves of its product meets the middle of the codes in `base`, so that only what codes are away
-// from it is lost.
-template <int BITS, int ROWS>
-void quantize_folded(const GroupScratch& scratch, std::int64_t width, FoldedRows& rows) {
-  constexpr float kMagic = 12582912.0f + 32896.0f;
-  const __m512 magic = _mm512_set1_ps(kMagic);
-  const __m512i above = _mm512_set1_epi32(0x00408080);
-  const __m512i order =
-      _mm512_broadcast_i32x4(_mm_set_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400));
-  __m512 left[kFoldRows];
-  CARAMBA_FAST_UNROLL
-  for (int r = 0; r < kFoldRows; ++r) left[r] = _mm512_setzero_ps();
-  for (std::int64_t d = 0; d < width; d += 16) {
-    const __m512 middle = BITS == 8 ? _mm512_set1_ps(127.5f) : _mm512_load_ps(scratch.middles + d);
+// Products of kLanes values and the inverse of their step as integers, `rest` what those leave.
+template <bool SECOND>
+inline Raw integers_of(Floats folded, Floats inverse, float most, Floats& rest) {
+#if CARAMBA_FAST_BYTE_SUMS
+  static_cast<void>(most);
+  // Adding 1.5 * 2^23 leaves an integer in the mantissa's low bits; with 0x8080 more the two lower
+  // bytes are 128 above signed ones. The third is 64 above.
+  const Floats magic = splat(12582912.0f + 32896.0f);
+  const Floats x = fused(folded, inverse, magic);
+  rest = _mm512_fmsub_ps(folded, inverse, x - magic);
+  const Raw bytes = _mm512_sub_epi8(reinterpret_cast<Raw>(x), _mm512_set1_epi32(0x00408080));
+  return _mm512_shuffle_epi8(
+      bytes, in_all_lanes(_mm_set_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400)));
+#else
+  const Raw whole = CARAMBA_FAST_MM(cvtps_epi32)(folded * inverse);
+  rest = CARAMBA_FAST_MM(fmsub_ps)(folded, inverse, converted(reinterpret_cast<Ints>(whole)));
+  const Raw second = SECOND ? CARAMBA_FAST_MM(cvtps_epi32)(rest * splat(2 * most)) : whole;
+  // In each lane the words of the first, then those of the second.
+  const Raw words = CARAMBA_FAST_MM(packs_epi32)(whole, second);
+  return CARAMBA_FAST_MM(shuffle_epi8)(
+      words, in_all_lanes(_mm_set_epi32(0x0f0e0b0a, 0x0d0c0908, 0x07060302, 0x05040100)));
+#endif
+}
+
+// ROWS rows as integers. What an integer leaves of its product meets the middle of the codes in
+// `base`, so that only what codes are away from it is lost.
+template <int BITS, int ROWS, bool SECOND>
+void quantize_folded(const GroupScratch& scratch, std::int64_t width, float most,
+                     FoldedRows& rows) {
+  Floats left[kFoldRows] = {};
+  for (std::int64_t d = 0; d < width; d += kLanes) {
+    const Floats middle = BITS == 8 ? splat(127.5f) : load_as<Floats>(scratch.middles + d);
     CARAMBA_FAST_UNROLL
     for (int r = 0; r < ROWS; ++r) {
-      const __m512 folded = _mm512_loadu_ps(scratch.folded + r * width + d);
-      const __m512 inverse = _mm512_set1_ps(rows.inverse[r]);
-      const __m512 x = _mm512_fmadd_ps(folded, inverse, magic);
-      const __m512 rest = _mm512_fmsub_ps(folded, inverse, _mm512_sub_ps(x, magic));
-      left[r] = _mm512_fmadd_ps(rest, middle, left[r]);
-      const __m512i bytes = _mm512_sub_epi8(_mm512_castps_si512(x), above);
-      _mm512_store_si512(scratch.integers + 4 * (r * width + d), _mm512_shuffle_epi8(bytes, order));
+      Floats rest;
+      const Floats folded = load_as<Floats>(scratch.folded + r * width + d);
+      const Raw integers = integers_of<SECOND>(folded, splat(rows.inverse[r]), most, rest);
+      left[r] = fused(rest, middle, left[r]);
+      store_as(integers, scratch.integers + 4 * (r * width + d));
     }
   }
-  _mm_store_ps(rows.base,
-               _mm_fmadd_ps(reduced<true>(left), _mm_load_ps(rows.step), _mm_load_ps(rows.base)));
+  __m128 lost = _mm_mul_ps(reduced<true>(left), _mm_load_ps(rows.step));
+  if constexpr (SECOND)  // a second word has what the first one leaves
+    lost = _mm_and_ps(
+        lost, _mm_castsi128_ps(_mm_cmpeq_epi32(load_as<__m128i>(rows.bytes), _mm_set1_epi32(1))));
+  _mm_store_ps(rows.base, _mm_add_ps(_mm_load_ps(rows.base), lost));
 }
 
-// scores += base + step * sum of ROWS rows and TURNS times 16 tokens, of which `there` exist. Of
-// bytes with two codes the high ones stay in place: they count 16 times as much as the low ones.
+// to += sums of the first `there` tokens; a masked store is slow to read.
+inline void add_first(Floats sums, int there, float* to) {
+  if (there >= kLanes) return store_as(sums + load_as<Floats>(to), to);
+#if CARAMBA_FAST_VECTOR_BITS == 512
+  const Words mask = first_words(there);
+  _mm512_mask_storeu_ps(to, mask, _mm512_add_ps(sums, _mm512_maskz_loadu_ps(mask, to)));
+#else
+  const Raw mask = reinterpret_cast<Raw>(first_words(there));
+  _mm256_maskstore_ps(to, mask, _mm256_add_ps(sums, _mm256_maskload_ps(to, mask)));
+#endif
+}
+
+// scores += base + step * sum of ROWS rows and TURNS times kLanes tokens from one on, of which
+// `there` exist; `second` is for the words of what the first ones leave. Of bytes with two codes
+// the high ones stay in place: they count 16 times as much as the low ones.
 template <int BITS, int BYTES, int ROWS, int TURNS>
 void score_columns(const GroupScratch& scratch, std::int64_t width, const FoldedRows& rows,
-                   int first, int there, float* scores) {
-  __m512i sums[BYTES][ROWS][TURNS];
+                   int first, int turn, int there, bool second, float* scores) {
+  Raw sums[BYTES][ROWS][TURNS];
   CARAMBA_FAST_UNROLL
   for (int b = 0; b < BYTES; ++b) CARAMBA_FAST_UNROLL
   for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
-  for (int i = 0; i < TURNS; ++i) sums[b][r][i] = _mm512_setzero_si512();
-  const std::int8_t* integers = scratch.integers + 4 * first * width;
+  for (int i = 0; i < TURNS; ++i) sums[b][r][i] = Raw{};
+  const std::int8_t* integers = scratch.integers + 4 * first * width + (second ? 8 : 0);
   const std::int64_t bytes = width * BITS / 8;
-  // `byte` of the tokens meets value d; half 0 are low codes, 1 high ones.
+  const std::uint8_t* columns = scratch.columns + kLanes * turn * bytes;
   const char* next = scratch.next;
-  const auto add = [&](auto half, std::int64_t byte, std::int64_t d) {
-    for (int line = 0; line < BITS / 4; ++line, next += kLine) __builtin_prefetch(next, 0, 3);
-    __m512i codes[TURNS];
+  // sums[b] += codes of the tokens times integers of ROWS rows, one dword of each from one on.
+  const auto meet = [&](int b, const Raw(&codes)[TURNS], const std::int8_t* from) {
     CARAMBA_FAST_UNROLL
-    for (int i = 0; i < TURNS; ++i) {
-      codes[i] = _mm512_load_si512(scratch.columns + 16 * (i * bytes + byte));
-      if constexpr (BITS == 4) {
-        const __m512i mask = _mm512_set1_epi32(load_as<std::int32_t>(scratch.masks + byte));
-        codes[i] = decltype(half)::value ? _mm512_andnot_si512(mask, codes[i])
-                                         : _mm512_and_si512(mask, codes[i]);
+    for (int r = 0; r < ROWS; ++r) {
+      Raw query = CARAMBA_FAST_MM(set1_epi32)(load_as<std::int32_t>(from + 4 * r * width));
+      in_register(query);  // for several sums use it
+      CARAMBA_FAST_UNROLL
+      for (int i = 0; i < TURNS; ++i) {
+        Raw& sum = sums[b][r][i];
+        sum = kWordRows ? sum_of_words<false>(sum, codes[i], query)
+                        : sum_of_products(sum, codes[i], query);
       }
     }
-    CARAMBA_FAST_UNROLL
-    for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
-    for (int b = 0; b < BYTES; ++b) {
-      const auto* from = integers + 4 * (r * width + d + b);
-      __m512i query = _mm512_set1_epi32(load_as<std::int32_t>(from));
-      asm("" : "+v"(query));  // in a register, for several sums use it
+  };
+  // `byte` of the tokens meets value d; half 0 are low codes, 1 high ones.
+  const auto add = [&](auto half, std::int64_t byte, std::int64_t d) {
+    if constexpr (!kWordRows)
+      for (int line = 0; line < BITS / 4; ++line, next += kLine) __builtin_prefetch(next, 0, 3);
+    Raw mask = CARAMBA_FAST_MM(set1_epi8)(-1), codes[TURNS];
+    if constexpr (BITS == 4) {
+      mask = CARAMBA_FAST_MM(set1_epi32)(load_as<std::int32_t>(scratch.masks + byte));
+      if constexpr (decltype(half)::value) mask = ~mask;
+    }
+    const auto* column = columns + kLanes * byte;
+    const auto* from = integers + 4 * d;
+    if constexpr (kWordRows) {  // the even bytes, then the odd ones
+      const Raw low = CARAMBA_FAST_MM(set1_epi16)(255);
+      const Raw even = mask & low, odd = CARAMBA_FAST_MM(srli_epi16)(mask, 8);
+      CARAMBA_FAST_UNROLL
+      for (int i = 0; i < TURNS; ++i) codes[i] = load_as<Raw>(column + kLanes * i * bytes) & even;
+      meet(0, codes, from);
       CARAMBA_FAST_UNROLL
       for (int i = 0; i < TURNS; ++i)
-        sums[b][r][i] = sum_of_products(sums[b][r][i], codes[i], query);
+        codes[i] = CARAMBA_FAST_MM(srli_epi16)(load_as<Raw>(column + kLanes * i * bytes), 8) & odd;
+      meet(0, codes, from + 4);
+    } else {
+      CARAMBA_FAST_UNROLL
+      for (int i = 0; i < TURNS; ++i) {
+        codes[i] = load_as<Raw>(column + kLanes * i * bytes);
+        if constexpr (BITS == 4) codes[i] &= mask;
+      }
+      CARAMBA_FAST_UNROLL
+      for (int b = 0; b < BYTES; ++b) meet(b, codes, from + 4 * b);
     }
   };
   if constexpr (BITS == 8) {
@@ -237,56 +324,57 @@ void score_columns(const GroupScratch& scratch, std::int64_t width, const Folded
     CARAMBA_FAST_UNROLL
     for (int b = 0; b < BYTES; ++b) CARAMBA_FAST_UNROLL
     for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
-    for (int i = 0; i < TURNS; ++i) sums[b][r][i] = _mm512_slli_epi32(sums[b][r][i], 4);
+    for (int i = 0; i < TURNS; ++i) sums[b][r][i] = CARAMBA_FAST_MM(slli_epi32)(sums[b][r][i], 4);
     for (std::int64_t byte = 0; byte < bytes; byte += kHalf) CARAMBA_FAST_UNROLL
     for (int j = 0; j < kHalf; j += 4) add(std::true_type{}, byte + j, 2 * byte + kHalf + j);
   }
-  constexpr float kUnit = BITS == 4 ? kHighUnit : 1.0f;
+  const float share = (BITS == 4 ? kHighUnit : 1.0f) / (second ? 2 * most_word(BITS, width) : 1);
   CARAMBA_FAST_UNROLL
   for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
   for (int i = 0; i < TURNS; ++i) {
-    __m512 sum = _mm512_cvtepi32_ps(sums[0][r][i]);
+    const auto whole = [&](int b) { return converted(reinterpret_cast<Ints>(sums[b][r][i])); };
+    Floats sum = whole(0);
     float unit = 256;
     CARAMBA_FAST_UNROLL
-    for (int b = 1; b < BYTES; ++b, unit *= 256)
-      sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[b][r][i]), _mm512_set1_ps(unit), sum);
-    sum = _mm512_fmadd_ps(sum, _mm512_set1_ps(kUnit * rows.step[first + r]),
-                          _mm512_set1_ps(rows.base[first + r]));
-    float* to = scores + r * kScoreRow + 16 * i;
-    if (there >= 16 * (i + 1)) {  // a masked store is slow to read
-      _mm512_storeu_ps(to, _mm512_add_ps(sum, _mm512_loadu_ps(to)));
-      continue;
-    }
-    const auto mask = static_cast<__mmask16>((1u << (there - 16 * i)) - 1);
-    _mm512_mask_storeu_ps(to, mask, _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, to)));
+    for (int b = 1; b < BYTES; ++b, unit *= 256) sum = fused(whole(b), splat(unit), sum);
+    sum = fused(sum, splat(share * rows.step[first + r]), splat(second ? 0 : rows.base[first + r]));
+    add_first(sum, there - kLanes * i, scores + r * kScoreRow + kLanes * i);
   }
 }
 
 using ScoreColumns = void (*)(const GroupScratch& scratch, std::int64_t width,
-                              const FoldedRows& rows, int first, int there, float* scores);
+                              const FoldedRows& rows, int first, int turn, int there, bool second,
+                              float* scores);
 
 // By bytes of an integer, rows and turns, each from one on.
+inline constexpr int kMostTurns = 2;
 template <int BITS, int BYTES, int ROWS>
-inline constexpr ScoreColumns kScoreTurns[2] = {score_columns<BITS, BYTES, ROWS, 1>,
-                                                score_columns<BITS, BYTES, ROWS, 2>};
+inline constexpr ScoreColumns kScoreTurns[kMostTurns] = {score_columns<BITS, BYTES, ROWS, 1>,
+                                                         score_columns<BITS, BYTES, ROWS, 2>};
 template <int BITS, int BYTES>
 inline constexpr const ScoreColumns* kScoreRows[kFoldRows] = {
     kScoreTurns<BITS, BYTES, 1>, kScoreTurns<BITS, BYTES, 2>, kScoreTurns<BITS, BYTES, 3>,
     kScoreTurns<BITS, BYTES, 4>};
 template <int BITS>
-inline constexpr const ScoreColumns* const* kScoreBytes[kMostBytes] = {
-    kScoreRows<BITS, 1>, kScoreRows<BITS, 2>, kScoreRows<BITS, 3>};
+inline constexpr const ScoreColumns* const* kScoreBytes[] = {
+    kScoreRows<BITS, 1>,
+#if CARAMBA_FAST_BYTE_SUMS
+    kScoreRows<BITS, 2>,
+    kScoreRows<BITS, 3>,
+#endif
+};
 
 using FoldQueries = void (*)(const float* q, const std::uint16_t* scales,
                              const std::uint16_t* zeros, std::int64_t width, float allowed,
-                             float* folded, FoldedRows& rows);
+                             float most, float* folded, FoldedRows& rows);
 inline constexpr FoldQueries kFoldQueries[kFoldRows] = {fold_queries<1>, fold_queries<2>,
                                                         fold_queries<3>, fold_queries<4>};
-using QuantizeFolded = void (*)(const GroupScratch& scratch, std::int64_t width, FoldedRows& rows);
-template <int BITS>
+using QuantizeFolded = void (*)(const GroupScratch& scratch, std::int64_t width, float most,
+                                FoldedRows& rows);
+template <int BITS, bool SECOND>
 inline constexpr QuantizeFolded kQuantizeFolded[kFoldRows] = {
-    quantize_folded<BITS, 1>, quantize_folded<BITS, 2>, quantize_folded<BITS, 3>,
-    quantize_folded<BITS, 4>};
+    quantize_folded<BITS, 1, SECOND>, quantize_folded<BITS, 2, SECOND>,
+    quantize_folded<BITS, 3, SECOND>, quantize_folded<BITS, 4, SECOND>};
 
 // Up to kTurned tokens of a group.
 struct GroupTokens {
@@ -299,41 +387,51 @@ struct GroupTokens {
 };
 
 // scores (rows, kScoreRow) += q . k for some tokens of a group. Rows that integers do not serve, or
-// all where a scale is not finite, are left to left(row).
+// all where a scale is not finite, are left to left(row, rows).
 template <int BITS, class Left>
 void score_group(const float* q, int rows, const GroupTokens& tokens, GroupScratch& scratch,
                  float* scores, const Left& left) {
   const ScaleSigns signs(tokens.scales, tokens.width);
-  if (!signs.finite) {
-    for (int r = 0; r < rows; ++r) left(r);
-    return;
-  }
+  if (!signs.finite) return left(0, rows);
   if (BITS == 4 && signs.negative)
     scratch.divide(tokens.scales, tokens.width);
   else if (BITS == 4)
     scratch.divide_evenly();
   const std::int64_t width = tokens.width, bytes = width * BITS / 8;
+  const float most = most_word(BITS, width);
   // Of the lane's next tokens each head asks for its share.
   scratch.next = tokens.codes + ahead_of(tokens.stride) + (kTurned - 1) * tokens.before;
   for (int first = 0; first < rows; first += kFoldRows) {
     const int block = std::min(rows - first, kFoldRows);
     FoldedRows folded;
     kFoldQueries[block - 1](q + first * width, tokens.scales, tokens.zeros, width, tokens.allowed,
-                            scratch.folded, folded);
+                            most, scratch.folded, folded);
     // Between the two, for the integers wait for the largest product.
     if (first == 0)
-      for (int t = 0; t < tokens.count; t += 16)
-        turn_codes(Tokens(tokens.codes + t * tokens.stride, tokens.stride, tokens.count - t),
-                   static_cast<int>(bytes), scratch.columns + t * bytes);
-    kQuantizeFolded<BITS>[block - 1](scratch, width, folded);
+      for (int t = 0; t < tokens.count; t += kLanes) {
+        const char* codes = tokens.codes + t * tokens.stride;
+        if constexpr (kWordRows)
+          for (int i = 0; i < kLanes; ++i)
+            prefetch(codes + i * tokens.stride, bytes, tokens.stride);
+        turn_codes(Tokens(codes, tokens.stride, tokens.count - t), static_cast<int>(bytes),
+                   scratch.columns + t * bytes);
+      }
+    const bool second = kWordRows && std::count(folded.bytes, folded.bytes + block, 2) > 0;
+    const auto* quantize = second ? kQuantizeFolded<BITS, kWordRows> : kQuantizeFolded<BITS, false>;
+    quantize[block - 1](scratch, width, most, folded);
     for (int r = 0, run = 1; r < block; r += run) {
       run = 1;
       while (r + run < block && folded.bytes[r + run] == folded.bytes[r]) ++run;
-      if (folded.bytes[r] > 0)
-        kScoreBytes<BITS>[folded.bytes[r] - 1][run - 1][tokens.count > 16](
-            scratch, width, folded, r, tokens.count, scores + (first + r)* kScoreRow);
-      else
-        for (int i = 0; i < run; ++i) left(first + r + i);
+      if (folded.bytes[r] == 0) {
+        left(first + r, run);
+        continue;
+      }
+      const int parts = kWordRows ? folded.bytes[r] : 1;
+      const ScoreColumns* score = kScoreBytes<BITS>[folded.bytes[r] - parts][run - 1];
+      for (int part = 0; part < parts; ++part)
+        for (int t = 0, there; (there = tokens.count - t) > 0; t += kMostTurns * kLanes)
+          score[there > kLanes](scratch, width, folded, r, t / kLanes, there, part > 0,
+                                scores + (first + r) * kScoreRow + t);
     }
   }
 }

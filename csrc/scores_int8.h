@@ -50,7 +50,7 @@ struct KeyGroup {
       }
     }
     if constexpr (F == Format::nf4) {
-      const Raw highs = table_of(kLevelBytes.key_high), lows = table_of(kLevelBytes.key_low);
+      const Raw highs = table_of(kLevelBytes.high), lows = table_of(kLevelBytes.low);
       CARAMBA_FAST_UNROLL
       for (int i = 0; i < 8; ++i) {
         const Raw low = CARAMBA_FAST_MM(shuffle_epi8)(lows, bytes[i]);

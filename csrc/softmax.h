@@ -21,13 +21,11 @@ struct Softmax {
   float* max;    // (query rows) the largest score so far
   float* total;  // (query rows) the sum of exp(score - max) so far
   float* peak;   // (query rows) the largest weight of the tile
-  float* sum;    // (query rows) the sum of the tile's weights
 
   Softmax(int query_rows, Arena& arena)
       : max(arena.take<float>(query_rows)),
         total(arena.zeros(query_rows)),
-        peak(arena.zeros(query_rows)),
-        sum(arena.zeros(query_rows)) {
+        peak(arena.zeros(query_rows)) {
     std::fill(max, max + query_rows, kNegativeInfinity);
   }
 };
@@ -138,7 +136,6 @@ bool weigh_scores(const Lane& lane, const Tile& tile, const Visibility& visibili
     for (int r = 0; r < rows; ++r) {
       softmax.total[first + r] += sums[r];
       softmax.peak[first + r] = peaks[r];
-      softmax.sum[first + r] = sums[r];
       // Nothing is seen, or every score seen is NaN, which the total shows.
       if (softmax.max[first + r] == kNegativeInfinity)
         std::fill_n(block + r * kScoreRow, kTile, 0.0f);

@@ -17,10 +17,8 @@ namespace CARAMBA_FAST_ISA {
 
 struct HeadBytes;     // int8_layout.h
 struct TileScales;    // tile_scales.h
-struct WeightGroup;   // weights_int8.h
-struct Flips;         // weights_int8.h
 struct GroupScratch;  // scores_group.h
-struct ValueScratch;  // values_bytes.h
+struct ValueScratch;  // values_bytes.h, values_words.h
 
 // Memory for one tile at a time.
 struct TileScratch {
@@ -29,8 +27,6 @@ struct TileScratch {
   float* rounded;  // weights in bf16 (prompt_bf16.h); null where there are none
   // Of integer products; null where there are none.
   TileScales* scales;
-  WeightGroup* weights;
-  Flips* flips;
   GroupScratch* group;
   ValueScratch* values;
 };
@@ -44,7 +40,8 @@ struct HeadStream {
   int blocks;
   const HeadBytes* bytes;  // null where there are no integer products, or they do not serve
 
-  HeadStream(const StoredStream& s, int head_in_lane) : stored(&s) {
+  // `pairs`: whether two tokens may be taken as one.
+  HeadStream(const StoredStream& s, int head_in_lane, bool pairs) : stored(&s) {
     const std::int64_t unit = is_quantized(s.format) ? s.block : 32;
     const std::int64_t begin = head_in_lane * s.dim, end = begin + s.dim;
     first = begin / unit * unit;
@@ -56,9 +53,11 @@ struct HeadStream {
     const int bits = bits_of(s.format);
     if (!is_quantized(s.format) || is_by_channel(s.format)) return;
     if (!HeadBytes::fits(bits, s.block, blocks)) return;
-    const bool pairs = s.codes.token == kUnit / 2 && width * bits == 8 * s.codes.token &&
-                       s.scales.token == 2 * blocks;
+    pairs = pairs && s.codes.token == kUnit / 2 && width * bits == 8 * s.codes.token &&
+            s.scales.token == 2 * blocks;
     bytes = head_bytes(bits, s.block, blocks, pairs ? 2 : 1);
+#else
+    static_cast<void>(pairs);
 #endif
   }
 };

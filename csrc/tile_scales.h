@@ -44,7 +44,7 @@ struct ScaleSteps {
 struct TileScales {
   // scale[group][quad of tokens][lane * 4 + token] as fp32 (`widen`); zeros behind the last token.
   alignas(64) float scale[kMostGroups][kQuads][kLanes];
-  bool unusable;  // some are not finite, or negative where the integer passes need magnitudes
+  bool finite;
 
   ScaleSteps steps(const char* from, std::int64_t stride, const HeadBytes& head, int count) {
     for (std::int64_t i = 0; i < stride * kTile; i += kLine)
@@ -57,18 +57,15 @@ struct TileScales {
     return {reinterpret_cast<const char*>(tokens_), 4 * head.blocks, count * head.blocks};
   }
 
-  void widen(const ScaleSteps& steps, const HeadBytes& head, bool may_be_negative) {
-    Raw most{}, any{};
+  void widen(const ScaleSteps& steps, const HeadBytes& head) {
+    Raw most{};
     for (int quad = 0; quad < head.quads(); ++quad) {
       const Halves raw = steps.quad(quad);
-      for (const Raw part : raw.part) {
+      for (const Raw part : raw.part)
         most = CARAMBA_FAST_MM(max_epu16)(most, part & CARAMBA_FAST_MM(set1_epi16)(0x7fff));
-        any |= part;
-      }
       for (int g = 0; g < head.groups; ++g) store_as(head.scale_order[g](raw), scale[g][quad]);
     }
-    unusable = any_greater(most, CARAMBA_FAST_MM(set1_epi16)(0x7bff)) ||
-               (!may_be_negative && any_greater(Raw{}, any));
+    finite = !any_greater(most, CARAMBA_FAST_MM(set1_epi16)(0x7bff));
   }
 
  private:

@@ -1,6 +1,6 @@
-// Codes by channel, turned for products of bytes (scores_group.h): a vector has four bytes of each
-// of 16 tokens, and vectors follow the order of the bytes. Included in isa_avx512_vnni.cpp alone,
-// in that set's namespace.
+// Codes by channel, turned for products of integers (scores_group.h): a vector has four bytes of
+// each of kLanes tokens, and vectors follow the order of the bytes. Compiled once for each
+// instruction set that has such products, in that set's namespace.
 #pragma once
 
 #include <cstdint>
@@ -11,19 +11,20 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-// 16 tokens; behind the last the last stands in.
+// kLanes tokens; behind the last the last stands in.
 struct Tokens {
-  const char* from[16];
+  const char* from[kLanes];
 
   Tokens(const char* codes, std::int64_t stride, int count) {
     CARAMBA_FAST_UNROLL
-    for (int t = 0; t < 16; ++t) {
+    for (int t = 0; t < kLanes; ++t) {
       from[t] = codes;
       if (t + 1 < count) codes += stride;
     }
   }
 
   const char* at(int t, int byte) const { return from[t] + byte; }
+#if CARAMBA_FAST_VECTOR_BITS == 512
   __m512i whole(int t, int byte) const { return _mm512_loadu_si512(at(t, byte)); }
   // Half a vector, or a quarter, of tokens so many apart.
   __m512i halves(int t, int step, int byte) const {
@@ -38,7 +39,10 @@ struct Tokens {
     const __m256i a = _mm256_set_m128i(part[1], part[0]), b = _mm256_set_m128i(part[3], part[2]);
     return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
   }
+#endif
 };
+
+#if CARAMBA_FAST_VECTOR_BITS == 512
 
 // A dword of 16 tokens, the one at DWORD of its vectors.
 template <int DWORD>
@@ -92,7 +96,7 @@ inline void turn_part(const Tokens& tokens, int byte, std::uint8_t* columns) {
   store_columns<3>(part, columns);
 }
 
-// `bytes` of 16 tokens, a multiple of 16: (four bytes, token, byte).
+// `bytes` of kLanes tokens, a multiple of 16: (four bytes, token, byte).
 inline void turn_codes(const Tokens& tokens, int bytes, std::uint8_t* columns) {
   int byte = 0;
   for (; byte + 64 <= bytes; byte += 64) turn_part<4>(tokens, byte, columns + 16 * byte);
@@ -102,6 +106,23 @@ inline void turn_codes(const Tokens& tokens, int bytes, std::uint8_t* columns) {
   }
   if (byte < bytes) turn_part<1>(tokens, byte, columns + 16 * byte);
 }
+
+#else
+
+inline void turn_codes(const Tokens& tokens, int bytes, std::uint8_t* columns) {
+  for (int byte = 0; byte < bytes; byte += kLaneBytes) {
+    Raw rows[4], part[4];
+    CARAMBA_FAST_UNROLL
+    for (int i = 0; i < 4; ++i)
+      rows[i] = _mm256_set_m128i(load_as<__m128i>(tokens.at(i + 4, byte)),
+                                 load_as<__m128i>(tokens.at(i, byte)));
+    columns_of(rows, part);
+    CARAMBA_FAST_UNROLL
+    for (int i = 0; i < 4; ++i) store_as(part[i], columns + kLanes * (byte + 4 * i));
+  }
+}
+
+#endif
 
 }  // namespace CARAMBA_FAST_ISA
 }  // namespace caramba_fast

@@ -294,8 +294,8 @@ CARAMBA_FAST_NOINLINE void add_block(const ValueBlock& block, float* sums, int a
   const char* next = block.next;
   const std::int32_t* places = kWeightPlaces.weights[WeightPlaces::of(block.order.step())];
   // Levels of nf4 as unsigned integers of 16 bits around 32768, in two bytes.
-  [[maybe_unused]] const __m512i level_high = table_of(kLevelBytes.key_high);
-  [[maybe_unused]] const __m512i level_low = table_of(kLevelBytes.key_low);
+  [[maybe_unused]] const __m512i level_high = table_of(kLevelBytes.high);
+  [[maybe_unused]] const __m512i level_low = table_of(kLevelBytes.low);
   const auto add = [&](int quad, const char* a, const char* b, const char* c, const char* d) {
     const char* at = weights + places[quad];
     __builtin_prefetch(next, 0, 3);

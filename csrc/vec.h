@@ -19,9 +19,8 @@
 // it a part of the caller, whose many loops then share the registers.
 #define CARAMBA_FAST_NOINLINE __attribute__((noinline))
 
-// Whether codes by channel are turned for products of bytes (scores_group.h). Where those take more
-// than an instruction each, they are no faster than fp32: queries have up to three bytes there.
-#define CARAMBA_FAST_TURNS_CODES (CARAMBA_FAST_VNNI && CARAMBA_FAST_VECTOR_BITS == 512)
+// Whether the machine sums products of bytes, four to a dword, in 512 bits.
+#define CARAMBA_FAST_BYTE_SUMS (CARAMBA_FAST_VNNI && CARAMBA_FAST_VECTOR_BITS == 512)
 
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {

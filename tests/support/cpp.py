@@ -28,7 +28,7 @@ DBA = {"k_sem": 8, "k_geo": 16, "v": 32}
 
 #: kind of a stream -> relative L2 error that integers may add where they meet it (for nf4, integers of its levels as
 #: well, and of a product of four the smallest is left out); and the error of the lse, absolute and relative. Where
-#: 4 bits are met queries have 8 bits, and, but with AVX-512 VNNI, weights that are small beside the total so far.
+#: 4 bits are met queries have 8 bits.
 ALLOWED = {"q8_0": 2e-4, "q4_0": 1e-2, "nf4": 1e-2}
 
 
