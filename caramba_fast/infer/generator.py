@@ -183,6 +183,7 @@ class Generator(SavableGenerator):
         given = 0
         try:
             run, logits = self._begin(prompts, config, hooks)
+            run.may_be_left = True
             for column in self._steps(run, logits, hooks):
                 given += 1
                 yield column

@@ -121,6 +121,7 @@ class Run:
     Attributes:
         session: what it writes into.
         limits: most new tokens of each row.
+        may_be_left: the consumer gets it step by step, and may leave between two of them.
     """
 
     session: Session
@@ -135,6 +136,7 @@ class Run:
     row_scores: list[list[Tensor]] = field(default_factory=list)
     row_logits: list[list[Tensor]] = field(default_factory=list)
     logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
+    may_be_left: bool = False
 
     def __post_init__(self) -> None:
         for row, limit in zip(self.rows, self.limits, strict=True):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from caramba_fast.cache import ModelKVCache
+from caramba_fast.cache.kept_rings import KeptRings
 from caramba_fast.cache.lengths import Counts
 from caramba_fast.infer.cuda_graph import DecodeGraphs, RecordingError
 from caramba_fast.infer.decode_plan import DecodePlan
@@ -29,6 +30,19 @@ class Snapshot(NamedTuple):
     rows: list[TokenSequence]
     marks: list[Mark]
     tails: list[tuple[list[Tensor], list[int]]]
+
+
+class _Padded(NamedTuple):
+    """What belongs to rows where decode steps have fed padding to some that had ended.
+
+    Attributes:
+        lengths: how many cached tokens belong to each row. Not counts to take off: that may be interrupted and done
+            again.
+        kept: the rings of rows that hold more padding than a token, as they were before.
+    """
+
+    lengths: list[int]
+    kept: tuple[KeptRings, ...]
 
 
 class _Planned(NamedTuple):
@@ -66,9 +80,7 @@ class Session:
         self._plan, self._planned = plan, _Planned(None, range(0))
         self.cache: ModelKVCache | None = None
         self.rows: list[TokenSequence] = []
-        #: How many cached tokens belong to each row, where decode steps fed padding to rows that had ended;
-        #: None where all do. A length, not a count to take off: `drop_padding` may be interrupted and done again.
-        self._held: list[int] | None = None
+        self._padded: _Padded | None = None  # None where all cached tokens belong to their rows
 
     # -- what it holds ------------------------------------------------------------------
 
@@ -77,7 +89,7 @@ class Session:
         """Tokens of each row that are in the cache and belong there."""
         if self.cache is None:
             return [0] * len(self.rows)
-        return self.cache.row_lengths if self._held is None else list(self._held)
+        return self.cache.row_lengths if self._padded is None else list(self._padded.lengths)
 
     @property
     def pending(self) -> list[list[int]]:
@@ -115,7 +127,7 @@ class Session:
         before = self.snapshot(tails=True)
         try:
             if self.cache is None:
-                self.rows, self._held = [TokenSequence() for _ in rows], None
+                self.rows, self._padded = [TokenSequence() for _ in rows], None
                 self.cache = self._new_cache(len(rows))
             ready()
             for row, tokens in zip(self.rows, rows, strict=True):
@@ -162,16 +174,28 @@ class Session:
         """
         assert self.cache is not None
         fed = torch.tensor(tokens, device=self.model.device)[:, None]
-        lens, pads, held = None, not all(alive), None
+        lens, pads, padded = None, not all(alive), None
         if pads:
             full = max(n for n, a in zip(self.cache.row_lengths, alive, strict=True) if not a)
             if self._graphs.reason is not None or full == self._max_seq_len:
                 lens, pads = [int(goes_on) for goes_on in alive], False
-        if pads or self._held is not None:  # rows that were fed padding before still hold it
-            held = [n + goes_on for n, goes_on in zip(self.cached, alive, strict=True)]
+        if pads or self._padded is not None:  # rows that were fed padding before still hold it
+            own = [n + goes_on for n, goes_on in zip(self.cached, alive, strict=True)]
+            padded = _Padded(own, self._kept(alive, more=pads))
         logits = self._forward(fed, lens)[:, -1]
-        self._held = held
+        self._padded = padded
         return logits
+
+    def _kept(self, alive: Sequence[bool], *, more: bool) -> tuple[KeptRings, ...]:
+        """Rings of rows that hold padding, or are about to get ``more``; for one token a ring has room."""
+        assert self.cache is not None
+        known = () if self._padded is None else self._padded.kept
+        if not more:
+            return known
+        pairs = enumerate(zip(alive, self.cache.row_lengths, self.cached, strict=True))
+        new = {row: own for row, (goes_on, held, own) in pairs if not goes_on and held > own}
+        new = {row: n for row, n in new.items() if not any(row in kept.lengths for kept in known)}
+        return (*known, KeptRings(self.cache, new)) if new else known
 
     def verify(self, drafts: Sequence[Sequence[int]], alive: Sequence[bool]) -> Tensor:
         """The pending tokens of each row and a draft behind them in one pass; logits (B, T, V).
@@ -195,7 +219,7 @@ class Session:
     def keep_cached(self, lengths: Sequence[int]) -> None:
         """Keeps the first ``lengths[b]`` tokens of row b in the cache, after `verify`."""
         assert self.cache is not None
-        self._held = None
+        self._padded = None
         self.cache.restore(list(lengths))
 
     def _forward(self, tokens: Tensor, query_lens: list[int] | None, **options: Any) -> Tensor:
@@ -241,13 +265,15 @@ class Session:
         left = [len(row) - count for row, count in zip(self.rows, counts, strict=True)]
         check = getattr(self.model, "check_shortened", None)
         if check is not None:
-            check(self.cached, left)
+            self.drop_padding()
+            check(self.cache, left)
         self.keep(left)
 
     def keep(self, lengths: Sequence[int]) -> None:
         """Row b keeps its first ``lengths[b]`` tokens, cached or not, whatever was under way."""
         if self.cache is not None:
-            self._held = [min(n, length) for n, length in zip(self.cached, lengths, strict=True)]
+            own = [min(n, length) for n, length in zip(self.cached, lengths, strict=True)]
+            self._padded = _Padded(own, () if self._padded is None else self._padded.kept)
         for row, length in zip(self.rows, lengths, strict=True):
             row.cut(length)
         self.drop_padding()
@@ -272,13 +298,15 @@ class Session:
     def go_back(self, cache: ModelKVCache | None, rows: list[TokenSequence]) -> None:
         """Goes on from a cache and rows that were left behind by `select_rows`."""
         self._graphs.forget()
-        self.cache, self.rows, self._held = cache, rows, None
+        self.cache, self.rows, self._padded = cache, rows, None
 
     def drop_padding(self) -> None:
-        """Removes what was fed to rows that had ended."""
-        if self.cache is not None and self._held is not None:
-            self.cache.restore(self._held)
-        self._held = None
+        """Removes what was fed to rows that had ended: they are what they were when they ended."""
+        if self.cache is not None and self._padded is not None:
+            for kept in self._padded.kept:
+                kept.put_back(self.cache)
+            self.cache.restore(self._padded.lengths)
+        self._padded = None
 
     def snapshot(self, *, tails: bool = False) -> Snapshot:
         """What `restore` goes back to.
@@ -299,7 +327,7 @@ class Session:
     def restore(self, before: Snapshot) -> None:
         """Goes back to a snapshot, from wherever an error or an interrupt left the conversation."""
         self._graphs.forget()
-        self.cache, self.rows, self._held = before.cache, before.rows, None
+        self.cache, self.rows, self._padded = before.cache, before.rows, None
         for row, mark in zip(self.rows, before.marks, strict=True):
             row.restore(mark)
         if self.cache is not None:
@@ -310,4 +338,4 @@ class Session:
     def reset(self) -> None:
         """Forgets everything."""
         self._graphs.forget()
-        self.cache, self.rows, self._held = None, [], None
+        self.cache, self.rows, self._padded = None, [], None

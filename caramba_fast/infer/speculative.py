@@ -9,6 +9,7 @@ A round:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -202,22 +203,23 @@ class SpeculativeGenerator(Generator):
         self._draft.follow(rows, [len(row) for row in rows])
 
     def _round(self, run: Run) -> None:
-        """Draft, verify, accept: every row that is alive gets at least one token."""
-        session, alive = self._session, run.alive
+        """Draft, verify, accept: every row that is alive, and not too far ahead, gets at least one token."""
+        session, most = self._session, _allowed(run)
+        alive = [count is not None for count in most]
         before = session.snapshot(), self._draft.snapshot()
         try:
-            counts = self._counts(run)
+            counts = self._counts(run, most)
             drafted = Drafted([[] for _ in counts], None)
             if any(counts):
                 drafted = self._draft.propose(session.rows, counts)
             lengths = [len(row) for row in session.rows]
             logits = self._verified(drafted, alive)
-            scores = self._scores(run, logits, drafted)
+            scores = self._scores(run, logits, drafted, alive)
             config = cast(SpeculativeConfig, run.config)
             start = random_state(run.rng)
             kept, behind = accept(scores, drafted, config, config.spec_method, run.rng)
-            self._check_behind(run, kept, behind, scores, logits)
-            given = self._give(run, drafted, kept, behind, scores, logits)
+            _check_behind(run, kept, behind, scores, logits)
+            given = self._give(run, drafted, kept, behind, scores, logits, alive)
             _draw_as_plain(run, start, given[0])
             if any(drafted.tokens):
                 self._crop([min(*pair) for pair in zip(kept, given, strict=True)], lengths, alive)
@@ -230,16 +232,16 @@ class SpeculativeGenerator(Generator):
         run.watch.step(sum(given))
         run.stopping.end_late(run.rows)
 
-    def _counts(self, run: Run) -> list[int]:
-        """Tokens to draft for each row: K, but not past a row's limit."""
+    def _counts(self, run: Run, allowed: Sequence[int | None]) -> list[int]:
+        """Tokens to draft for each row: K, but not past a row's limit, nor more than ``allowed``."""
         most = self._length.k
         longest = max(self._session.cached)
         now = self._plan.plan_for(longest + 1).local_window
         while most and self._plan.plan_for(longest + 1 + most).local_window != now:
             most -= 1  # one pass has one window
         return [
-            0 if row.finish_reason else max(0, min(most, row.limit - row.new - 1))
-            for row in run.rows
+            0 if more is None else max(0, min(most, more, row.limit - row.new - 1))
+            for row, more in zip(run.rows, allowed, strict=True)
         ]
 
     def _verified(self, drafted: Drafted, alive: list[bool]) -> Tensor:
@@ -251,12 +253,12 @@ class SpeculativeGenerator(Generator):
             logits = session.step([row.tokens[-1] for row in session.rows], alive)[:, None]
         return blank_ended(logits, alive)
 
-    def _scores(self, run: Run, logits: Tensor, drafted: Drafted) -> Tensor:
+    def _scores(self, run: Run, logits: Tensor, drafted: Drafted, alive: list[bool]) -> Tensor:
         """The logits, edited; each position as its row would be if the draft before it stood."""
         if not run.processors:
             return logits
         scores = logits.to(torch.float32, copy=True)
-        rows, walking, steps = run.rows, run.alive, [0] * len(run.rows)
+        rows, walking, steps = run.rows, list(alive), [0] * len(run.rows)
         for place in range(max(map(len, drafted.tokens)) + 1):
             edited = run.processors.scores(logits[:, place], rows, alive=walking)
             for index, draft in enumerate(drafted.tokens):
@@ -276,16 +278,6 @@ class SpeculativeGenerator(Generator):
             row.pop(taken)
         return scores
 
-    def _check_behind(
-        self, run: Run, kept: list[int], behind: list[int], scores: Tensor, logits: Tensor
-    ) -> None:
-        """Raises ValueError where nothing can be chosen behind what stands of a row's draft."""
-        if NOTHING in behind:
-            rows = torch.arange(len(kept), device=scores.device)
-            place = torch.tensor(kept, device=scores.device)
-            new = [count + more for count, more in zip(run.new, kept, strict=True)]
-            check_chosen(behind, logits[rows, place], scores[rows, place], new)
-
     def _give(
         self,
         run: Run,
@@ -294,11 +286,12 @@ class SpeculativeGenerator(Generator):
         behind: list[int],
         scores: Tensor,
         logits: Tensor,
+        alive: list[bool],
     ) -> list[int]:
         """Gives each row what it accepted and the token behind it, up to where it ends; how many each took."""
         extra = cast(SpeculativeConfig, run.config).spec_extra_token
         given = [0] * len(kept)
-        for row, goes_on in enumerate(run.alive):
+        for row, goes_on in enumerate(alive):
             if goes_on:
                 draft, count = drafted.tokens[row], kept[row]
                 free = count == len(draft) and len(draft) > 0 and not extra
@@ -309,7 +302,7 @@ class SpeculativeGenerator(Generator):
     def _crop(self, kept: list[int], lengths: list[int], alive: list[bool]) -> None:
         """Both caches forget what was rejected; the newest token of a row waits for the next pass.
 
-        A row that had ended was fed nothing: its cache is as it was.
+        A row that had ended, or waits, was fed nothing: its cache is as it was.
         """
         rows, held = self._session.rows, self._session.cached
         agreed = [length + count for length, count in zip(lengths, kept, strict=True)]
@@ -339,6 +332,33 @@ class SpeculativeGenerator(Generator):
         super().rollback(n)
         rows = self._session.rows
         self._draft.follow(rows, [len(row) for row in rows])
+
+
+def _allowed(run: Run) -> list[int | None]:
+    """Tokens that may be drafted for each row; None for rows that get none of this pass.
+
+    Where the run may be left between two columns, rows wait for the slowest one before they are further ahead than
+    their rings can take back.
+    """
+    cache, least = run.session.cache, run.complete_columns
+    ring = cache[0] if cache is not None and run.may_be_left else None
+    slack = ring.tail_slack if ring is not None and ring.ring_len else sys.maxsize
+    left = [slack - (row.new - least) for row in run.rows]
+    return [
+        None if row.finish_reason or count < 0 else count
+        for row, count in zip(run.rows, left, strict=True)
+    ]
+
+
+def _check_behind(
+    run: Run, kept: list[int], behind: list[int], scores: Tensor, logits: Tensor
+) -> None:
+    """Raises ValueError where nothing can be chosen behind what stands of a row's draft."""
+    if NOTHING in behind:
+        rows = torch.arange(len(kept), device=scores.device)
+        place = torch.tensor(kept, device=scores.device)
+        new = [count + more for count, more in zip(run.new, kept, strict=True)]
+        check_chosen(behind, logits[rows, place], scores[rows, place], new)
 
 
 def _draw_as_plain(run: Run, start: Tensor | None, count: int) -> None:

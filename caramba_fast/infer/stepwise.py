@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from caramba_fast.infer.session import Session
 from caramba_fast.infer.stopping import Decoder, eos_ids
 from caramba_fast.infer.tokenizer import TextTokenizer
 from caramba_fast.models import LanguageModel
+from caramba_fast.models.identity import AdaptersInUse
 from caramba_fast.models.registry import as_language_model
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ class StepwiseGenerator:
         self.config = (config or GenerateConfig()).updated(**overrides)
         self.eos_ids = eos_ids(self.config, self.model)
         self._run_state: Run | None = None
+        self._adapters: AdaptersInUse | None = None  # of the model when it last read something
         self._measured: tuple[Stopwatch, int, int] | None = None
         self._expanded = False  # num_return_sequences has multiplied the rows
         self._reseed = False  # the call under way was given a seed of its own
@@ -244,7 +247,21 @@ class StepwiseGenerator:
             input_ids = self._encoded(texts, attention_mask)
         prompts = read_prompts(input_ids, attention_mask, pad, self.model.vocab_size)
         self._session.check_rows(len(prompts.rows))
+        self._check_adapters(is_step=prompts.width == 1)
         return prompts
+
+    def _check_adapters(self, *, is_step: bool) -> None:
+        """Warns once where the tokens of the conversation were read with other adapters than are in use now."""
+        known = self._adapters
+        if known is not None and is_step and known.unchanged():
+            return
+        self._adapters = AdaptersInUse(self.model)
+        if known is not None and self._session.rows and known != self._adapters:
+            warnings.warn(
+                "the model uses other adapters than those that the tokens of this conversation were read with: they "
+                "stay in its cache as they are; reset(), and give the text again, for what the model says now",
+                stacklevel=4,
+            )
 
     def _encoded(self, texts: Sequence[Any], attention_mask: Mask) -> list[list[int]]:
         if self.tokenizer is None:

@@ -85,6 +85,35 @@ def adapter_state(module: nn.Module) -> tuple[Any, ...] | None:
     )
 
 
+class AdaptersInUse:
+    """Which adapters the layers of a model use at one time.
+
+    Args:
+        model: as of `modules_of`.
+    """
+
+    def __init__(self, model: object) -> None:
+        modules = (module for top in modules_of(model) for module in top.modules())
+        name = "_active_adapter"
+        self._layers = [m for m in modules if hasattr(type(m), name) or name in vars(m)]
+        self._states = self._now()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AdaptersInUse) and (
+            list(map(id, self._layers)) == list(map(id, other._layers))
+            and self._states == other._states
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _now(self) -> list[tuple[Any, ...] | None]:
+        return list(map(adapter_state, self._layers))
+
+    def unchanged(self) -> bool:
+        """Whether these layers use what they did; others are not looked for, which takes longer."""
+        return not self._layers or self._now() == self._states
+
+
 def _identity(x: Tensor) -> tuple[Any, ...]:
     return x.data_ptr(), x.shape, x.stride(), x.dtype, x.device
 

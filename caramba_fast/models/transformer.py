@@ -185,6 +185,10 @@ class Transformer(nn.Module):
 
     def _phases(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of positions (B, T), made once for all layers."""
+        if dtype == torch.float64:
+            raise TypeError(
+                "the model's weights are float64; float32, float16 and bfloat16 are allowed: model.float()"
+            )
         cos, sin = self.rope(positions)
         return cos.to(dtype), sin.to(dtype)
 

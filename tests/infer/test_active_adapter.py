@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -111,3 +112,42 @@ def test_a_recorded_step_is_recorded_anew_for_another_adapter(
     for ours, wanted in zip(said(None), said(False), strict=True):
         torch.testing.assert_close(ours, wanted)
     assert made.recorded == 2
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("step", [True, False])
+def test_tokens_that_another_adapter_has_read_are_told_of_once(
+    change: Callable[[Adapted], None], step: bool
+) -> None:
+    model, layer = adapted()
+    made = generator(model, cache_kind="fp32", max_new_tokens=2)
+
+    def go_on() -> None:
+        if step:
+            made.decode_step([7])
+        else:
+            made.generate([[7, 8]])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made.generate(prompt(20, 1))
+        go_on()
+    change(layer)
+    with pytest.warns(UserWarning, match="uses other adapters than those that the tokens"):
+        go_on()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        go_on()  # once a change
+        layer.scaling["one"] = 5.0
+        made.reset()
+        made.generate(prompt(20, 1))  # which this adapter has read
+
+
+def test_adapters_that_are_added_within_a_conversation_are_noticed() -> None:
+    model = new_model()
+    made = generator(model, cache_kind="fp32", max_new_tokens=2)
+    made.generate(prompt(20, 1))
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj = Adapted(mlp.up_proj)
+    with pytest.warns(UserWarning, match="uses other adapters"):
+        made.generate([[7, 8]])

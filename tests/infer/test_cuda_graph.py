@@ -162,3 +162,25 @@ def test_a_row_goes_on_beside_one_that_is_full(recorder):
     made.generate([prompt(36)[0].tolist(), prompt(5)[0].tolist()])
     assert recorder.replayed > 0
     assert made.cache.row_lengths == [39, 39]
+
+
+@pytest.mark.parametrize("cache", ["q8", "q4", "nf4:residual_len=9,sink_len=4"])
+@pytest.mark.parametrize("taken_back", [0, 2])
+def test_a_row_that_ended_keeps_what_it_read_in_fp16(cache, taken_back, recorder):
+    """Others go on for 60 steps, and replays feed it padding: more than its ring has room for."""
+    ids, model = [prompt(40)[0].tolist(), prompt(60)[0].tolist()], new_model()
+
+    def first_row_ends(seen: Tensor, scores: Any) -> Tensor:
+        return torch.tensor([seen.shape[1] >= 63, False])
+
+    def talk(cuda_graph: bool | None) -> Tensor:
+        made = generator(model, cache_kind=cache, cuda_graph=cuda_graph, max_new_tokens=64)
+        made.generate(ids, stopping_criteria=first_row_ends)
+        assert len(made.tokens[0]) == 43 and len(made.tokens[1]) == 124
+        made.rollback(taken_back)
+        made.prefill([[5, 6, 7, 8], [9, 10, 11]])
+        return torch.stack([made.decode_step([token, token]) for token in (1, 2, 3)])
+
+    wanted = talk(False)
+    assert recorder.replayed == 0
+    assert torch.equal(talk(None), wanted) and recorder.replayed > 50

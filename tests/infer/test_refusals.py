@@ -165,6 +165,13 @@ def test_decode_step_before_prefill_is_refused(model: Transformer) -> None:
         greedy(model).decode_step([1])
 
 
+def test_weights_in_float64_are_refused_by_name() -> None:
+    made = Generator(new_model(torch.device("cpu")).double())
+    with pytest.raises(TypeError, match=r"weights are float64; .* are allowed: model.float\(\)"):
+        made.prefill([A])
+    assert made.cache is None
+
+
 @pytest.mark.parametrize(
     ("token", "error"),
     [([1, 2], ValueError), (1, ValueError), ([VOCABULARY], ValueError), ([1.0], TypeError)],

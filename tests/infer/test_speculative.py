@@ -12,6 +12,7 @@ from support.speculation import model_of, plain, speculative
 from torch import Tensor
 
 from caramba_fast.infer import GenerateConfig, Generator, SpeculativeConfig, SpeculativeGenerator
+from caramba_fast.infer.drafts import Drafted
 from caramba_fast.infer.lookup import LookupDraft, NGramIndex
 from caramba_fast.infer.sequence import TokenSequence
 from caramba_fast.models import Transformer
@@ -553,3 +554,40 @@ def test_a_draft_longer_than_the_tail_can_take_back_is_refused(target: Transform
 
 def _lookup_of_7(target: Transformer, **settings: Any) -> SpeculativeGenerator:
     return speculative(target, None, spec_k=7, **settings)
+
+
+class OneRowAlone:
+    """Drafts what is right for the first row, and nothing for the others."""
+
+    def __init__(self, text: list[int]) -> None:
+        self.text = text
+
+    def propose(self, rows: Sequence[TokenSequence], counts: Sequence[int]) -> Drafted:
+        held = len(rows[0])
+        return Drafted([self.text[held : held + counts[0]], *([] for _ in rows[1:])], None)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **options: None
+
+
+@pytest.mark.parametrize("kind", ["q8", "q4"])
+@pytest.mark.parametrize("taken", [3, 10, 17])
+def test_a_row_far_ahead_is_what_it_was_when_the_run_is_left(
+    target: Transformer, kind: str, taken: int
+) -> None:
+    given: dict[str, Any] = {"cache_kind": kind, "max_new_tokens": 100, "max_seq_len": 256}
+    prompts = [list(range(1, 51)), list(range(9, 60))]
+    whole = plain(target, **given)
+    whole.generate(prompts)
+    found = []
+    for made in (plain(target, **given), speculative(target, None, spec_k=4, **given)):
+        if isinstance(made, SpeculativeGenerator):
+            made._draft = OneRowAlone(whole.tokens[0])
+        steps = made.generate_iter(prompts)
+        for _ in range(taken):
+            next(steps)
+        steps.close()
+        assert made.tokens == [row[: len(row) - 100 + taken] for row in whole.tokens]
+        found.append(made.prefill(MORE[:2]))
+    assert (found[0] - found[1]).abs().max() < 1e-4
+    assert made.stats.accepted >= 8  # it was ahead

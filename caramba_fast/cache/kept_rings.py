@@ -1,0 +1,71 @@
+"""KeptRings: the fp16 rings of some rows as they were, for rows that are fed tokens which are taken back.
+
+A ring forgets what is `tail_slack` tokens or more behind what it needs. Where more tokens than that come and go again,
+only a copy has what it held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from caramba_fast.cache.model import ModelKVCache
+from caramba_fast.cache.rows import LayerRows
+
+
+class _LayerRings(NamedTuple):
+    rings: list[Tensor]
+    lowest: list[int]
+
+
+class KeptRings:
+    """Copies of the rings of some rows.
+
+    Args:
+        cache: has the rows.
+        lengths: of each of these rows, how many of its tokens stay; it may hold one more by now.
+    """
+
+    def __init__(self, cache: ModelKVCache, lengths: Mapping[int, int]) -> None:
+        self.lengths = dict(lengths)
+        self._index = torch.tensor(list(lengths)).to(cache[0].device)
+        self._layers = [self._copied(layer) for layer in cache]
+
+    def _copied(self, layer: LayerRows) -> _LayerRings | None:
+        if not layer.ring_len:
+            return None
+        layer.narrow_tails()
+        held = layer.tail.held_from(layer.lengths.host)
+        rings = [ring.index_select(0, self._index) for ring in _rings(layer)]
+        return _LayerRings(rings, [held[row] for row in self.lengths])
+
+    def put_back(self, cache: ModelKVCache) -> None:
+        """These rows are what they were, but for rows that are shorter by now, which stay as they are.
+
+        Where it is interrupted, it may be done again.
+        """
+        for layer, kept in zip(cache, self._layers, strict=True):
+            host = layer.lengths.host
+            wanted = {row: n for row, n in self.lengths.items() if host[row] >= n}
+            layer.set_lengths([wanted.get(row, length) for row, length in enumerate(host)])
+            if kept is not None:
+                _put_back(layer, kept, [*self.lengths], wanted)
+
+
+def _put_back(
+    layer: LayerRows, kept: _LayerRings, rows: list[int], wanted: Mapping[int, int]
+) -> None:
+    places = [place for place, row in enumerate(rows) if row in wanted]
+    source = torch.tensor(places, dtype=torch.int64).to(layer.device)
+    target = torch.tensor([rows[place] for place in places], dtype=torch.int64).to(layer.device)
+    for ring, copy in zip(_rings(layer), kept.rings, strict=True):
+        ring.index_copy_(0, target, copy.index_select(0, source))
+    for place in places:
+        layer.tail.lowest[rows[place]] = kept.lowest[place]
+
+
+def _rings(layer: LayerRows) -> list[Tensor]:
+    return [stream.tail for stream in layer.streams.values() if stream.tail is not None]
