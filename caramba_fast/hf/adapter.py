@@ -20,12 +20,14 @@ from transformers.cache_utils import Cache
 
 from caramba_fast.cache import AnyLayerShape, ModelKVCache, RaggedBatch
 from caramba_fast.hf.attention import pieces
-from caramba_fast.hf.capabilities import (
+from caramba_fast.hf.capabilities import capabilities_of, check_servable
+from caramba_fast.hf.changing_rope import (
     CHANGING_ROPE,
-    capabilities_of,
-    check_servable,
+    FIRST_PASS,
+    as_if_new,
     check_shortened,
     check_turned_alike,
+    dynamic_ropes,
     rope_limit,
 )
 from caramba_fast.hf.layers import DropoutActiveError, TensorsNeededError
@@ -132,6 +134,7 @@ class HuggingFaceModel(ModelFacts):
         self._keeps_logits = "logits_to_keep" in accepted
         self._needs_tensors: str | None = None  # what the trial did not show
         self._dropout: str | None = None  # of the latest pass, in train mode
+        self._ropes = dynamic_ropes(model)
         self.training = model.training
 
     # -- how caches are read ------------------------------------------------------------
@@ -235,6 +238,12 @@ class HuggingFaceModel(ModelFacts):
             return self.why_dense
         if self._capabilities.chunks:
             return "its layers attend within chunks, which start elsewhere in every request"
+        if self._capabilities.forgets_beyond() is not None:
+            return "its caches have a window that its masks do not have"
+        if getattr(
+            self.model.config.get_text_config(decoder=True), "attn_temperature_tuning", False
+        ):
+            return "it counts positions over all tokens of a pass (attn_temperature_tuning)"
         return None
 
     @property
@@ -250,7 +259,7 @@ class HuggingFaceModel(ModelFacts):
         """Tokens (N,) of many sequences -> (M, V) logits behind those of ``rows`` (M,), as `Transformer`."""
         kept = rows if len(rows) else rows.new_zeros(1)  # none at all would mean every one
         options: dict[str, Any] = {"logits_to_keep": kept} if self._keeps_logits else {}
-        with our_attention(self._capabilities.configs):
+        with our_attention(self._capabilities.configs), as_if_new(self._ropes):
             logits: Tensor = self.model(
                 input_ids=ids[None], position_ids=batch.positions[None], use_cache=True,
                 past_key_values=RaggedCache(batch, self._capabilities.places), **options,
@@ -308,7 +317,8 @@ class HuggingFaceModel(ModelFacts):
         """(B, T) -> (B, T, V), attending among the tokens alone."""
         layout = LeftPadded([0] * len(ids), [ids.shape[1]] * len(ids), self.device)
         options, _ = self._options(layout, None)
-        return self.model(input_ids=ids, use_cache=False, **options).logits
+        with as_if_new(self._ropes):
+            return self.model(input_ids=ids, use_cache=False, **options).logits
 
     def _run(
         self, ids: Tensor, kv_cache: ModelKVCache, layout: RowLayout, logits_index: Tensor | None
@@ -325,7 +335,9 @@ class HuggingFaceModel(ModelFacts):
             assert isinstance(layout, RightPadded)
             cache = StepCache(kv_cache, layout, known.places, known.lenders)
             attention = our_attention(known.configs)
-        with attention:
+        if not max(layout.held):
+            FIRST_PASS[kv_cache] = layout.total
+        with attention, as_if_new(self._ropes):
             logits = self.model(
                 input_ids=layout.to_layout(ids), past_key_values=cache, use_cache=True, **options
             ).logits
@@ -336,6 +348,7 @@ class HuggingFaceModel(ModelFacts):
     def _check_lengths(self, layout: RowLayout) -> None:
         if layout.padded_keys:
             self._capabilities.check_padding()
+        self._capabilities.check_remembered(layout.total)
         limit = self._capabilities.max_positions
         if limit is not None and layout.total > limit:
             raise ValueError(
@@ -344,9 +357,9 @@ class HuggingFaceModel(ModelFacts):
             )
         check_turned_alike(self.model, layout.held, layout.new)
 
-    def check_shortened(self, held: Sequence[int], left: Sequence[int]) -> None:
-        """Raises ValueError where rows of ``held`` cached tokens cannot be cut to ``left`` and go on."""
-        check_shortened(self.model, held, left)
+    def check_shortened(self, kv_cache: ModelKVCache, left: Sequence[int]) -> None:
+        """Raises ValueError where the rows of a cache cannot be cut to ``left`` tokens and go on."""
+        check_shortened(self.model, kv_cache, left)
 
     def _one_by_one(self, ids: Tensor, kv_cache: ModelKVCache, new: list[int]) -> Tensor:
         """(B, T) -> (B, T, V), a column at a time: a mask of two dimensions has one window for all queries."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 
 from caramba_fast.cache import AnyLayerShape, LayerShape
 from caramba_fast.hf.compat import (
@@ -23,6 +24,7 @@ from caramba_fast.hf.compat import (
 from caramba_fast.hf.packed_trial import (
     MOST_DIFFERENCE,
     dequantizations,
+    makes_no_windows,
     padding_error,
     why_not_packed,
 )
@@ -142,16 +144,41 @@ class Capabilities:
         check_cacheable(self.model)
         return dequantizations(self.model)
 
+    @cached_property
+    def _windows(self) -> list[int]:
+        layers = enumerate(stock_layers(self._config))
+        windows = ((i, getattr(layer, "sliding_window", None)) for i, layer in layers)
+        return [int(n) for i, n in windows if n is not None and i not in self.chunks]
+
+    @cached_property
+    def _forgets(self) -> bool:
+        return makes_no_windows(self.model, self.configs)
+
+    def forgets_beyond(self, tokens: int = sys.maxsize) -> int | None:
+        """Tokens behind which its own caches drop others that its masks would show (Moshi), if below ``tokens``."""
+        window = min(self._windows, default=tokens)
+        return window if window < tokens and self._forgets else None
+
+    def check_remembered(self, tokens: int) -> None:
+        """Raises ValueError for rows of ``tokens`` where what they say depends on when its caches drop tokens."""
+        window = self.forgets_beyond(tokens)
+        if window is not None:
+            raise ValueError(
+                f"a row would have {tokens} tokens; {type(self.model).__name__} has a window of {window} in its caches "
+                "alone, not in its masks, so that a token sees more or fewer others by how many come at once: up to "
+                f"{window} tokens can be served, and more by model.generate() of an accelerated model"
+            )
+
     def check_padding(self) -> None:
         """Raises ValueError where padding in front of a row changes what the model says of it.
 
-        Some decoders count positions over padding, whatever mask and position ids say: ragged batches would be
-        silently wrong.
+        Some decoders count positions over padding, whatever mask and position ids say, or put columns in front of a
+        mask: ragged batches would be silently wrong.
         """
         if self._padding_error > MOST_DIFFERENCE:
             raise ValueError(
-                f"{type(self.model).__name__} cannot take rows of different lengths at once: its positions count "
-                "padding; give it one row at a time, or rows of equal length"
+                f"{type(self.model).__name__} cannot take rows of different lengths at once: its positions or masks "
+                "count padding; give it one row at a time, or rows of equal length"
             )
 
     @cached_property
@@ -196,6 +223,8 @@ def check_servable(model: Any) -> None:
     reason = _reason(model)
     if reason is None and (getattr(model, "_is_stateful", False) or not _keeps_tokens(model)):
         reason = "its state is not (only) keys and values of tokens (it is recurrent or hybrid)"
+    if reason is None and getattr(model.config.get_text_config(), "cross_attention_layers", None):
+        reason = "some of its layers attend to images alone (cross_attention_layers); accelerate() takes it"
     if reason:
         raise cannot_be_served(model, reason)
 
@@ -246,6 +275,8 @@ def _reason(model: Any) -> str | None:
         return "it has no language-model head, so it cannot generate"
     if model.get_input_embeddings().weight.is_meta:
         return "its weights are on the meta device: load them first"
+    if model.dtype == torch.float64:
+        return "its weights are float64: model.float() makes them float32"
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         return "its forward takes no past_key_values: it keeps no keys and values"
     return None
@@ -271,86 +302,3 @@ def _wrapped(model: Any) -> str | None:
         if isinstance(getattr(model, name, None), PreTrainedModel):
             return f"model.{name}"
     return None
-
-
-#: Kinds of RoPE whose frequencies depend on the longest position there is.
-CHANGING_ROPE = ("dynamic", "longrope")
-
-
-def rope_limit(model: PreTrainedModel, kinds: Sequence[str]) -> int | None:
-    """Tokens up to which a RoPE of these kinds has the same frequencies; None without one."""
-    config = model.config.get_text_config(decoder=True)
-    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    parts = [given, *(part for part in given.values() if isinstance(part, dict))]
-    found = [
-        part.get("original_max_position_embeddings")
-        or getattr(config, "original_max_position_embeddings", None)
-        or config.max_position_embeddings
-        for part in parts
-        if (part.get("rope_type") or part.get("type")) in kinds
-    ]
-    return min(found, default=None)
-
-
-def rereads_beyond(model: PreTrainedModel) -> int | None:
-    """Tokens of a text beyond which a model's own `generate` reads all of it again, and turns all keys otherwise.
-
-    Phi-3 and its like do, whose longrope has other frequencies there; None for models that do not.
-    """
-    own = getattr(type(model), "prepare_inputs_for_generation", None)
-    if own is GenerationMixin.prepare_inputs_for_generation:
-        return None
-    return rope_limit(model, ("longrope",))
-
-
-def check_shortened(model: PreTrainedModel, held: Sequence[int], left: Sequence[int]) -> None:
-    """Raises ValueError where cached keys are turned otherwise than those of so short a text would be.
-
-    Args:
-        held, left: tokens of each row in the cache, and those that are to stay.
-    """
-    same = rereads_beyond(model)
-    if same is not None and 0 < max(left) <= same < max(held):
-        raise ValueError(
-            f"{type(model).__name__} turns all keys otherwise up to {same} tokens, and those in the cache are turned "
-            f"as for {max(held)}: {max(left)} of them cannot stay; keep more than {same}, or begin anew with reset()"
-        )
-
-
-def check_turned_alike(model: PreTrainedModel, held: Sequence[int], new: Sequence[int]) -> None:
-    """Raises ValueError where what a row says would depend on other rows, or on how its text comes in passes.
-
-    Args:
-        held, new: tokens of each row in the cache, and in this pass.
-    """
-    lengths, name = [a + b for a, b in zip(held, new, strict=True)], type(model).__name__
-    growing = {a + b for a, b in zip(held, new, strict=True) if b}
-    same = rereads_beyond(model)
-    if same is not None and 0 < max(held) <= same < max(lengths):
-        raise ValueError(
-            f"{name} turns all keys otherwise once there are more than {same} tokens, and the {max(held)} in the cache "
-            f"are turned as for fewer; give a longer prompt at once (prefill_chunk=None), or use "
-            "model.generate(), which reads the text again there"
-        )
-    limit = rope_limit(model, CHANGING_ROPE) if same is None else None
-    if limit is not None and max(growing, default=0) > limit:
-        if len(growing) > 1:
-            raise ValueError(
-                f"{name} turns keys by the longest row from {limit} tokens on (its RoPE changes with the length): rows "
-                "of different lengths have to be shorter; give it one row at a time, or rows of equal length"
-            )
-        every = rope_limit(model, ("dynamic",)) is not None  # else there are two ways alone
-        if max(new) > 1 and max(held) and (every or max(held) < limit):
-            raise ValueError(
-                f"{name} turns keys by the newest token from {limit} tokens on (its RoPE changes with the length), and "
-                f"{max(new)} come at once behind {max(held)} in the cache: give the text at once (prefill_chunk=None), "
-                "without a draft"
-            )
-    config = model.config.get_text_config(decoder=True)
-    tuned = getattr(config, "attn_temperature_tuning", False)
-    scaled = getattr(config, "floor_scale", None) if tuned else None
-    if scaled is not None and len(growing) > 1 and max(growing) >= scaled:
-        raise ValueError(
-            f"{name} scales attention by the longest row from {scaled} tokens on (attn_temperature_tuning): rows of "
-            "different lengths have to be shorter; give it one row at a time, or rows of equal length"
-        )

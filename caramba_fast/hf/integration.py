@@ -18,7 +18,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from caramba_fast.hf import rotary
 from caramba_fast.hf.attention import caramba_attention
-from caramba_fast.hf.capabilities import check_cacheable, rereads_beyond, unwrapped
+from caramba_fast.hf.capabilities import check_cacheable, unwrapped
+from caramba_fast.hf.changing_rope import rereads_beyond
 from caramba_fast.hf.compat import CROP_REMOVES
 from caramba_fast.hf.masks import caramba_mask
 from caramba_fast.hf.packed_cache import CarambaCache, StoringCache

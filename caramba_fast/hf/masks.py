@@ -19,7 +19,7 @@ from transformers import masking_utils
 
 from caramba_fast.hf.compat import MaskCall
 from caramba_fast.hf.lazy_tensors import LazyTensor
-from caramba_fast.hf.scope import foreign, mask_function
+from caramba_fast.hf.scope import foreign, inside, mask_function
 
 
 @dataclass(frozen=True)
@@ -257,6 +257,8 @@ def caramba_mask(**given: Any) -> Tensor | None:
         make = mask_function(theirs)
         return None if make is None else make(**given)
     call = MaskCall.of(**given)
+    if inside.masks is not None:
+        inside.masks(call.function)
     cache = _expecting(call.keys)
     if cache is None:
         return _of_stock_cache(call)

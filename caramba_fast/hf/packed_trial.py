@@ -21,11 +21,13 @@ from caramba_fast.hf.compat import stock_layers
 from caramba_fast.hf.growing_layer import CarambaLayer
 from caramba_fast.hf.hybrid_layer import packed_layers
 from caramba_fast.hf.layers import Common, TensorsNeededError
+from caramba_fast.hf.masks import pattern_of
 from caramba_fast.hf.probe import evaluating
 from caramba_fast.hf.row_layout import RightPadded
-from caramba_fast.hf.scope import our_attention
+from caramba_fast.hf.scope import inside, our_attention
 from caramba_fast.hf.settings import CacheSettings
 from caramba_fast.hf.step_cache import PackedCache, StepCache
+from caramba_fast.models.query_rms import FAILURES
 
 #: Tokens of the two rows of each of two passes.
 TRIAL = ([3, 5], [1, 2])
@@ -43,7 +45,10 @@ COMPILED = (
 
 @torch.no_grad()
 def padding_error(model: PreTrainedModel) -> float:
-    """Relative difference that padding in front of a row makes to its logits."""
+    """Relative difference that padding in front of a row makes to its logits, without a cache or in a step behind one.
+
+    GIT puts columns of an image in front of the mask of a step, whether there is an image or not.
+    """
     embeddings: Any = model.get_input_embeddings()
     device, most = embeddings.weight.device, len(embeddings.weight)
     ids = torch.tensor([[i % most for i in (0, 0, 7, 11, 13)]], device=device)
@@ -51,20 +56,51 @@ def padding_error(model: PreTrainedModel) -> float:
     places = torch.tensor([[0, 0, 0, 1, 2]], device=device)
     takes = "position_ids" in inspect.signature(model.forward).parameters
 
-    def last_logits(start: int) -> Tensor:
-        options = {"position_ids": places[:, start:]} if takes else {}
+    def last_logits(start: int, stop: int = 5, cache: Cache | None = None) -> Tensor:
+        options = {"position_ids": places[:, start:stop]} if takes else {}
+        first = start if cache is None or not cache.get_seq_length() else 0
         out = model(
-            input_ids=ids[:, start:], attention_mask=mask[:, start:], use_cache=False, **options
-        )
+            input_ids=ids[:, start:stop], attention_mask=mask[:, first:stop],
+            past_key_values=cache, use_cache=cache is not None, **options,
+        )  # fmt: skip
         return out.logits[:, -1].float()
 
     with evaluating(model):
-        padded, alone = last_logits(0), last_logits(2)
-    return _difference(padded, alone)
+        alone, padded = last_logits(2), [last_logits(0)]
+        cache = Cache(layers=stock_layers(model.config.get_text_config(decoder=True)))
+        last_logits(0, 4, cache)
+        padded.append(last_logits(4, 5, cache))
+    return max(_difference(found, alone) for found in padded)
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
+
+
+# -- windows -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def makes_no_windows(model: PreTrainedModel, configs: list[Any]) -> bool:
+    """Whether no mask that the model makes has a window; False where that is not known.
+
+    Args:
+        configs: those whose masks can be ours.
+    """
+    embeddings: Any = model.get_input_embeddings()
+    ids, found = torch.zeros(1, 2, dtype=torch.int64, device=embeddings.weight.device), list[Any]()
+    with evaluating(model), our_attention(configs):
+        inside.masks = found.append
+        try:
+            model(input_ids=ids, use_cache=False)
+        except torch.OutOfMemoryError:
+            raise
+        except FAILURES:
+            return False
+        finally:
+            inside.masks = None
+    patterns = [pattern_of(function) for function in found]
+    return bool(patterns) and all(p is not None and p.window is None for p in patterns)
 
 
 # -- packed reads ------------------------------------------------------------------------------

@@ -48,12 +48,14 @@ class Inside(threading.local):
 
     ``dequantized`` is whether a cache of ours has given tensors since this thread's last attention over tensors.
     ``queries``, in a pass that asks how large queries are, takes a layer's number, queries, and the number of kv heads.
+    ``masks``, in a pass that asks which masks a model makes, takes the function of each.
     """
 
     passes = 0
     dense = 0
     dequantized = False
     queries: Callable[[int | None, Tensor, int], None] | None = None
+    masks: Callable[[Any], None] | None = None
 
 
 @contextmanager
@@ -134,6 +136,8 @@ def decoder_configs(model: PreTrainedModel) -> list[Any]:
     kinds: set[Any] = {type(module) for module in model.modules()}
     if any(_attends_itself(kind) for kind in kinds):
         return []
+    if not model._supports_sdpa and any(map(_would_see_all, model.modules())):
+        return []
     decoder = (model.config, model.config.get_text_config(decoder=True))
     found: dict[int, Any] = {}
     for module in model.modules():
@@ -142,6 +146,16 @@ def decoder_configs(model: PreTrainedModel) -> list[Any]:
         if any(module.config is config for config in decoder):
             found.setdefault(id(module.config), module.config)
     return list(found.values())
+
+
+def _would_see_all(module: nn.Module) -> bool:
+    """Whether attention over a cache takes no mask for none at all, as BigBird-Pegasus does, which always gets one.
+
+    A causal mask is left out where ``sdpa`` needs none; what `sdpa` cannot serve may not count on that.
+    """
+    return getattr(module, "layer_idx", None) is not None and (
+        getattr(module, "is_causal", True) is False
+    )
 
 
 @functools.cache

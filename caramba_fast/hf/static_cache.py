@@ -114,9 +114,9 @@ class CarambaStaticCache(StoringCache):
         before, first = self.common.leftpad, self.layers[0]
         if not self.common.rows_start_at(leftpad, first.counted):
             return False
-        if self.common.leftpad is not before and not first.is_empty:
+        if self.common.leftpad is not before:
             for layer in self.layers:
-                layer.take_starts()
+                layer.take_starts()  # now: a prompt that runs compiled is not told of them again
         return True
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:

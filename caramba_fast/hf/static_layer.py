@@ -82,6 +82,7 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.starts = torch.zeros(batch, dtype=torch.int32, device=device)
         self.cumulative_length = self.cumulative_length.to(device)
+        self.take_starts()
         self._take_views()
         if not torch.compiler.is_compiling():
             for tensor in (self.cumulative_length, *self._buffers()):
@@ -190,8 +191,10 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         self._advance(keys.shape[2])
 
     def take_starts(self) -> None:
-        """Takes over where rows start, for the steps to come."""
+        """Takes over where rows start, for the steps to come; once there is memory for it."""
         leftpad = self.common.leftpad
+        if not self.is_initialized:
+            return
         self.starts.zero_() if leftpad is None else self.starts.copy_(leftpad)
 
     # -- reading ------------------------------------------------------------------------

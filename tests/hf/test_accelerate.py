@@ -417,3 +417,19 @@ def test_output_attentions_beside_a_position_bias() -> None:
     accelerate(model, "fp32")
     for ours, theirs in zip(model(IDS, output_attentions=True).attentions, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_attention_that_always_gets_a_mask_keeps_its_own() -> None:
+    """BigBird-Pegasus says that its self-attention is not causal, and leaves that to masks."""
+    torch.manual_seed(3)
+    config = transformers.BigBirdPegasusConfig(
+        vocab_size=97, d_model=64, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=96,
+        max_position_embeddings=128, init_std=0.3, pad_token_id=0, is_decoder=True,
+    )  # fmt: skip
+    model = transformers.BigBirdPegasusForCausalLM(config).eval()
+    ids = torch.arange(3, 43).view(2, 20)
+    expected = model(ids, use_cache=False).logits
+    accelerate(model, "fp32")
+    for given in ({"use_cache": False}, {"past_key_values": CarambaCache(model, "fp32")}):
+        torch.testing.assert_close(model(ids, **given).logits, expected, atol=1e-4, rtol=1e-4)

@@ -24,7 +24,6 @@ from support.hf_matrix import (
     STEPS,
     VOCABULARY,
     greedy,
-    longrope,
     new_model,
     new_tokens,
     stock,
@@ -36,7 +35,7 @@ from caramba_fast.cache import AttentionLimits, LayerShape, ModelKVCache
 from caramba_fast.config import cache_configs
 from caramba_fast.hf import HuggingFaceModel
 from caramba_fast.hf.row_layout import LeftPadded
-from caramba_fast.infer import Generator, SpeculativeConfig, SpeculativeGenerator
+from caramba_fast.infer import Generator
 from caramba_fast.infer.inferencer import CausalInferencer, GreedySampling
 from caramba_fast.infer.kv_cache import QuantizedKVCache
 from caramba_fast.models import LanguageModel, demo_path, load_demo, registry
@@ -404,6 +403,43 @@ def test_models_whose_positions_count_padding_refuse_ragged_rows() -> None:
     assert alone.generate([ROWS[0], ROWS[0]]).shape == (2, len(ROWS[0]) + STEPS)
 
 
+def small(name: str, **settings: Any) -> PreTrainedModel:
+    """A random causal model of a config class of transformers."""
+    ids = dict(bos_token_id=1, eos_token_id=None, pad_token_id=PAD)
+    torch.manual_seed(3)
+    config = getattr(transformers, name)(vocab_size=VOCABULARY, **{**SMALL, **ids, **settings})
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.skipif(IS_OLD, reason="its masks are made otherwise there")
+def test_models_whose_masks_count_an_image_refuse_ragged_rows() -> None:
+    """GIT puts columns in front of the mask of a step, so that padding is seen there, though not in the prompt."""
+    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    model = small("GitConfig", vision_config=vision)
+    made = greedy(model, ignore_eos=True)
+    with pytest.raises(ValueError, match="masks count padding; give it one row at a time"):
+        made.generate(ROWS)
+    assert new_tokens(made.generate([ROWS[0], ROWS[0][::-1]])) == stock(
+        model, [ROWS[0], ROWS[0][::-1]]
+    )
+
+
+@pytest.mark.skipif(IS_OLD, reason="a Moshi is not on the attention interface there")
+def test_a_window_that_no_mask_has_is_not_crossed() -> None:
+    """The caches of a Moshi drop tokens which its masks would show."""
+    model = small("MoshiConfig", head_dim=16, sliding_window=8, ffn_dim=96)
+    made = greedy(model, ignore_eos=True)
+    assert new_tokens(made.generate([ROWS[1]], max_new_tokens=5), 5) == stock(model, ROWS[1:2], 5)
+    assert made.report["cache_reads"] == "packed"
+    for ids in ([ROWS[0]], ROWS[1:2]):
+        made.reset()
+        with pytest.raises(ValueError, match="MoshiForCausalLM has a window of 8 in its caches"):
+            made.generate(ids)
+    assert HuggingFaceModel(model).why_not_ragged is not None
+    masked = new_model("mistral")  # has the same window, in its masks
+    assert new_tokens(greedy(masked).generate(ROWS)) == stock(masked, ROWS)
+
+
 def test_models_that_count_their_own_positions_are_told_them() -> None:
     config = transformers.RobertaConfig(
         vocab_size=VOCABULARY, **SMALL, is_decoder=True, pad_token_id=PAD, eos_token_id=None
@@ -427,6 +463,13 @@ def unservable(name: str) -> PreTrainedModel:
         return transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, state_size=4))
     if name == "headless":
         return transformers.LlamaModel(transformers.LlamaConfig(vocab_size=50, **SMALL))
+    if name == "images":
+        config = transformers.MllamaTextConfig(
+            vocab_size=50, **GROUPED, cross_attention_layers=[1], pad_token_id=PAD
+        )
+        return transformers.MllamaForCausalLM(config)
+    if name == "float64":
+        return new_model("llama").double()
     if name == "cross":
         config = transformers.GPT2Config(**GPT, vocab_size=50, add_cross_attention=True)
         return transformers.GPT2LMHeadModel(config)
@@ -449,6 +492,8 @@ def unservable(name: str) -> PreTrainedModel:
         ("mamba", "no keys and values"),
         ("headless", "no language-model head"),
         ("cross", "cross-attention"),
+        ("float64", "weights are float64: model.float()"),
+        ("images", "attend to images alone"),
         ("hybrid", "recurrent or hybrid"),
         ("convolutions", "recurrent or hybrid"),
     ],
@@ -590,77 +635,3 @@ def test_what_a_context_model_needs() -> None:
     for name in ("q_chunk", "local_window"):
         with pytest.raises(ValueError, match=f"{name} is 0"):
             ContextModel(Contextual(), **{name: 0})
-
-
-def test_a_rope_that_turns_all_keys_otherwise_is_not_crossed() -> None:
-    """Phi-3 reads its text anew there; keys of the cache would have the frequencies of a shorter text."""
-    model = longrope(32)
-    short, long = torch.arange(3, 31)[None], torch.arange(3, 43)[None]
-    made = Generator(model, cache="fp32", temperature=0.0, ignore_eos=True)
-    with pytest.raises(ValueError, match="more than 32 tokens, and the 32 in the cache"):
-        made.generate(short, max_new_tokens=24)
-    made.reset()
-    made.prefill(long)
-    made.rollback(7)  # 33 are left
-    with pytest.raises(ValueError, match="turned as for 33: 25 of them cannot stay"):
-        made.rollback(8)
-    assert len(made.tokens[0]) == 33
-    for ids, count in ((short, 4), (long, 24)):
-        made.reset()
-        wanted = model.generate(ids, max_new_tokens=count, do_sample=False)[:, ids.shape[1] :]
-        assert torch.equal(made.generate(ids, max_new_tokens=count)[:, -count:], wanted)
-
-
-@pytest.mark.skipif(IS_OLD, reason="layers are described otherwise in this transformers")
-def test_attention_that_is_scaled_by_the_longest_row_takes_equal_rows_alone() -> None:
-    config = transformers.Llama4TextConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=96, intermediate_size_mlp=96, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=2,
-        attention_chunk_size=64, no_rope_layers=[1, 0],
-        layer_types=["chunked_attention", "full_attention"], floor_scale=16, attn_scale=2.0,
-        attn_temperature_tuning=True, tie_word_embeddings=False, initializer_range=0.3, pad_token_id=0,
-        bos_token_id=1, eos_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.Llama4ForCausalLM(config).eval()
-    long, short, brief = list(range(3, 43)), list(range(50, 60)), list(range(60, 65))
-    made = Generator(model, cache="fp32")
-    with pytest.raises(ValueError, match="attn_temperature_tuning"):
-        made.prefill([long, short])
-    rows = {}
-    for prompts in ([short, brief], [short], [brief], [long, long[::-1]], [long]):
-        made.reset()
-        made.prefill(prompts)
-        rows[len(rows)] = made.decode_step([5] * len(prompts))
-    torch.testing.assert_close(rows[0], torch.cat([rows[1], rows[2]]), rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(rows[3][:1], rows[4], rtol=1e-3, atol=1e-4)
-    alone = stock(
-        model, [long, long[::-1]], 9
-    )  # of rows of equal length one may end before the other
-    ended = next(token for token in alone[0] if token not in alone[1])
-    found = greedy(model, max_new_tokens=9).generate([long, long[::-1]], eos_token_id=ended)
-    assert found[1, -9:].tolist() == alone[1]
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_a_rope_that_changes_with_the_length_takes_no_pass_that_would_depend_on_it(
-    kind: str,
-) -> None:
-    factors = dict(short_factor=[1.0] * 8, long_factor=[3.0] * 8) if kind == "longrope" else {}
-    rope = dict(rope_type=kind, factor=2.0, rope_theta=1e4, original_max_position_embeddings=32)
-    model = new_model("llama", rope_parameters={**rope, **factors}, max_position_embeddings=32)
-    long, short = torch.arange(3, 33).tolist(), [40, 41, 42]
-    made = Generator(model, cache="fp32", temperature=0.0, max_new_tokens=12)
-    with pytest.raises(ValueError, match="by the longest row from 32 tokens on"):
-        made.generate([long, short])
-    draft = SpeculativeConfig(spec_k=4, cache="fp32", temperature=0.0, max_new_tokens=12)
-    with pytest.raises(ValueError, match=r"by the newest token from 32 .* without a draft"):
-        SpeculativeGenerator(model, config=draft).generate([long])
-    with pytest.raises(ValueError, match="prefill_chunk=None"):
-        Generator(model, cache="fp32", prefill_chunk=12).generate([[*long, *long]])
-    made.reset()  # rows of equal length, of which one ends before the other
-    alone = stock(model, [long, long[::-1]], 12)
-    ended = alone[0][4]
-    assert ended not in alone[1]
-    found = made.generate([long, long[::-1]], eos_token_id=ended)[:, -12:].tolist()
-    assert found[1] == alone[1]

@@ -112,6 +112,21 @@ def test_compiled_passes_take_starts_of_rows_from_their_masks(family: str) -> No
         assert plain_loop(model, forward, cache) == expected
 
 
+@pytest.mark.parametrize("kind", ["fp32", "q4"])
+@pytest.mark.parametrize("prefill", ["exact", "stored"])
+def test_compiled_prompts_of_generate_know_where_rows_start(kind: str, prefill: Any) -> None:
+    """`generate` makes their masks outside of what is compiled."""
+    model, ids = accelerate(tiny("llama"), kind, prefill=prefill), torch.cat([PROMPTS[1]] * 2)
+    mask = torch.ones_like(ids)
+    mask[1, :7], ids[1, :7] = 0, PAD
+    options: dict[str, Any] = dict(attention_mask=mask, max_new_tokens=9, do_sample=False)
+    options |= {"cache_implementation": "static", "disable_compile": True}
+    expected = model.generate(ids, **options)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert torch.equal(model.generate(ids, **options), expected)
+    assert torch.equal(model.generate(ids, **options), expected)
+
+
 def test_padding_between_tokens_raises_in_a_compiled_pass_too() -> None:
     model = accelerate(tiny("llama"), "fp32")
     cache = CarambaStaticCache(model, "fp32", max_cache_len=32)
