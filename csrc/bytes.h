@@ -33,12 +33,6 @@ inline Words first_words(int count) { return static_cast<Words>((1u << count) - 
 inline Raw load_words(Words words, const char* from) {
   return _mm512_maskz_loadu_epi32(words, from);
 }
-inline Raw permuted(const std::int32_t* order, Raw v) {
-  return _mm512_permutexvar_epi32(_mm512_load_si512(order), v);
-}
-inline Floats permuted(const std::int32_t* order, Floats v) {
-  return _mm512_permutexvar_ps(_mm512_load_si512(order), v);
-}
 inline Floats wide(__m256 low) { return _mm512_castps256_ps512(low); }  // any upper half
 inline Floats in_all_lanes(__m128 lane) { return _mm512_broadcast_f32x4(lane); }
 inline Raw in_all_lanes(__m128i lane) { return _mm512_broadcast_i32x4(lane); }
@@ -71,12 +65,6 @@ inline Words first_words(int count) {
 }
 inline Raw load_words(Words words, const char* from) {
   return _mm256_maskload_epi32(reinterpret_cast<const int*>(from), reinterpret_cast<Raw>(words));
-}
-inline Raw permuted(const std::int32_t* order, Raw v) {
-  return _mm256_permutevar8x32_epi32(v, load_as<Raw>(order));
-}
-inline Floats permuted(const std::int32_t* order, Floats v) {
-  return _mm256_permutevar8x32_ps(v, load_as<Raw>(order));
 }
 inline Floats wide(__m256 low) { return low; }
 inline Floats in_all_lanes(__m128 lane) { return _mm256_set_m128(lane, lane); }
@@ -112,8 +100,8 @@ inline void in_register(Raw& v) {
 //                         columns of a unit, which it holds: 8 * 2 * 15 * 128 < 2^15.
 //   all else              words, two at a time. Sums of two products of bytes would not fit a word:
 //                         2 * 255 * 127 > 2^15. Those of words fit a dword unless all four are
-//                         -2^15, which no operand here is: levels and integers end at +-32767. With
-//                         AVX-VNNI, too: 16 registers are few for two sums of bytes.
+//                         -2^15, which codes and levels never are. With AVX-VNNI, too: 16 registers
+//                         are few for two sums of bytes.
 
 // sum + products of unsigned bytes u with signed ones s, in each dword; without VNNI two of them
 // have to fit a word.

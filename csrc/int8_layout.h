@@ -3,9 +3,9 @@
 // dwords; scales are applied after the sums.
 //
 // A token's bytes are taken in units of a vector, a unit in lanes of 16; a block's bytes never
-// share a lane with another's. Scales and weights of values lie in groups of as many blocks as a
-// unit has lanes, a block in each lane; the blocks of a unit are all of one group. Compiled once
-// for each instruction set that has such products, in that set's namespace.
+// share a lane with another's. The scales of values lie in groups of as many blocks as a vector has
+// lanes, a block in each lane. Compiled once for each instruction set that has such products, in
+// that set's namespace.
 #pragma once
 
 #include <algorithm>
@@ -24,8 +24,7 @@ inline constexpr int kUnit = 4 * kLanes, kUnitLanes = kLanes / 4, kLaneBytes = 1
 inline constexpr int kMostUnits = 256 / kUnit;  // of q8_0
 inline constexpr int kMostBlocks = 8;           // 256 values in blocks of 32
 inline constexpr int kMostGroups = kMostBlocks / kUnitLanes;
-inline constexpr int kQuads = kTile / 4;                // tokens are taken by four
-inline constexpr float kSixteenBits = 127 * 256 + 127;  // what two signed bytes hold
+inline constexpr int kQuads = kTile / 4;  // tokens are taken by four
 
 // The fp16 scales of four tokens, token by token, of up to `kMostBlocks` blocks each.
 struct Halves {
@@ -76,7 +75,6 @@ struct HeadBytes {
   int bits, block, token_blocks, fold, blocks, groups, units, nibbles;
   // The block that unit u's lane reads; lanes behind the last read the last.
   int block_of[kMostUnits][kUnitLanes];
-  int group_of[kMostUnits];
   Words words[kMostUnits];  // dwords of each unit that exist
   // The value that lane's byte 4 * quarter + i holds in a nibble: value[u][quarter * nibbles +
   // nibble][lane * 4 + i]; -1 behind the last.
@@ -100,7 +98,6 @@ struct HeadBytes {
       words[u] = first_words(left);
       for (int lane = 0; lane < kUnitLanes; ++lane)
         block_of[u][lane] = std::min((u * kUnit + lane * kLaneBytes) / per_block, blocks - 1);
-      group_of[u] = block_of[u][0] / kUnitLanes;
       for (int vector = 0; vector < 4 * nibbles; ++vector)
         for (int i = 0; i < kUnitLanes * 4; ++i) {
           const int byte = u * kUnit + i / 4 * kLaneBytes + vector / nibbles * 4 + i % 4;

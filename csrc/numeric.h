@@ -48,35 +48,30 @@ inline float greatest_of(Floats v) {
 }
 #endif
 
-#if CARAMBA_FAST_VECTOR_BITS == 512
-template <bool SUM>
-inline __m512 pair(__m512 a, __m512 b) {
-  return SUM ? _mm512_add_ps(a, b) : _mm512_max_ps(a, b);
-}
-
-// Of four vectors the sums, or the largest entries.
-template <bool SUM>
-inline __m128 reduced(const __m512 (&v)[4]) {
-  const __m512 a = pair<SUM>(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
-  const __m512 b = pair<SUM>(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
-  const __m512 lanes = pair<SUM>(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
-  const __m512 half = pair<SUM>(lanes, _mm512_shuffle_f32x4(lanes, lanes, 0x4e));
-  return _mm512_castps512_ps128(pair<SUM>(half, _mm512_shuffle_f32x4(half, half, 0xb1)));
-}
-#elif CARAMBA_FAST_VECTOR_BITS == 256
+#if CARAMBA_FAST_VECTOR_BITS
 template <bool SUM, class V>
 inline V pair(V a, V b) {
   return SUM ? a + b : (a > b ? a : b);
 }
+
+// Of four vectors the sums, or the largest entries. Halves first: a tile may begin with any token,
+// and what lanes hold turned by some places gives the same bits so.
 template <bool SUM>
-inline __m128 reduced(const __m256 (&v)[4]) {
-  const __m256 a = pair<SUM>(_mm256_unpacklo_ps(v[0], v[1]), _mm256_unpackhi_ps(v[0], v[1]));
-  const __m256 b = pair<SUM>(_mm256_unpacklo_ps(v[2], v[3]), _mm256_unpackhi_ps(v[2], v[3]));
-  const __m256 lanes = pair<SUM>(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
-  return pair<SUM>(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
-}
+inline __m128 reduced(const Floats (&v)[4]) {
+  __m128 lane[4];
+  CARAMBA_FAST_UNROLL
+  for (int i = 0; i < 4; ++i) {
+#if CARAMBA_FAST_VECTOR_BITS == 512
+    const __m256 half = pair<SUM>(_mm512_castps512_ps256(v[i]), _mm512_extractf32x8_ps(v[i], 1));
+#else
+    const __m256 half = v[i];
 #endif
-#if CARAMBA_FAST_VECTOR_BITS
+    lane[i] = pair<SUM>(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  }
+  const __m128 a = pair<SUM>(_mm_unpacklo_ps(lane[0], lane[1]), _mm_unpackhi_ps(lane[0], lane[1]));
+  const __m128 b = pair<SUM>(_mm_unpacklo_ps(lane[2], lane[3]), _mm_unpackhi_ps(lane[2], lane[3]));
+  return pair<SUM>(_mm_movelh_ps(a, b), _mm_movehl_ps(b, a));
+}
 template <bool SUM>
 inline void reduce(const Floats (&v)[4], float (&to)[4]) {
   _mm_storeu_ps(to, reduced<SUM>({v[0], v[1], v[2], v[3]}));

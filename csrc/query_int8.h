@@ -12,6 +12,8 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
+inline constexpr float kSixteenBits = 127 * 256 + 127;  // what two signed bytes hold
+
 // One unit of one query row: bytes by column of dwords and nibble, each dword four times, for the
 // four tokens that meet it; what undoes the integers, and what the codes' offset takes away.
 struct alignas(64) QueryUnit {

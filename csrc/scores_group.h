@@ -18,21 +18,23 @@
 #include "half.h"
 #include "int8_layout.h"
 #include "numeric.h"
+#include "prefetch.h"
 #include "turn_codes.h"
 
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-// The bytes of an integer: up to three, or a word.
+// Whether integers are words; else bytes, up to three.
 inline constexpr bool kWordRows = !CARAMBA_FAST_BYTE_SUMS;
-inline constexpr int kMostBytes = kWordRows ? 1 : 3;
+inline constexpr int kMostBytes = 3;
 // How large integers of so many bytes get; the most is what the mantissa of a float holds.
-inline constexpr float kIntegers[4] = {0, 127, 32600, 4.1e6f};
+inline constexpr float kIntegers[kMostBytes + 1] = {0, 127, 32600, 4.1e6f};
 
-// How large words get: no sum over a head may leave its dword. A byte of 4-bit codes counts up to
-// 63 * 16 + 192 where its channels divide it (channel.h).
+// How large words get: no sum over a head may leave its dword, and rounding makes those of what the
+// first words leave 0.2% larger. A byte of 4-bit codes counts up to 63 * 16 + 192 where its
+// channels divide it (channel.h).
 inline float most_word(int bits, std::int64_t width) {
-  const float most = 2.147e9f / (bits == 4 ? 600 : 255) / static_cast<float>(width);
+  const float most = 2.14e9f / (bits == 4 ? 600 : 255) / static_cast<float>(width);
   return std::min(most, kIntegers[2]);
 }
 
@@ -128,8 +130,8 @@ struct ScaleSigns {
 
 inline constexpr float kEndless = std::numeric_limits<float>::infinity();
 
-// How many bytes each row takes, and its step, by the largest magnitude of its products. That
-// depends on the query and the group alone, so that a token's result does not depend on those
+// How many bytes or words each row takes, and its step, by the largest magnitude of its products.
+// That depends on the query and the group alone, so that a token's result does not depend on those
 // beside it.
 inline void choose_integers(__m128 base, __m128 largest, float allowed, float most,
                             FoldedRows& rows) {

@@ -114,8 +114,8 @@ inline TileData decoded(const TileData& data, const HeadStream& head, int count,
 }
 
 #if CARAMBA_FAST_VECTOR_BITS
-// Whether a tile can be taken in integer products. Where tokens are taken in pairs, the one behind
-// an odd number of them has to be there.
+// Whether keys of a tile can be taken in integer products. Where tokens are taken in pairs, the one
+// behind an odd number of them has to be there.
 inline bool takes_bytes(const Lane& lane, const HeadStream& head, const Tile& tile) {
   if (tile.source != Source::codes || head.bytes == nullptr) return false;
   const std::int64_t slots = lane.job.slots;

@@ -20,12 +20,13 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-// The largest integers of weights; of nf4 levels are integers, too, and the sums of a tile's
-// products stay in a dword.
-template <Format F>
-inline constexpr int kMostWeight = F == Format::nf4 ? 8191 : 32767;
-inline constexpr int kMostLevel = 4095;
-static_assert(kTile * kMostWeight<Format::nf4> * kMostLevel < 0x7fffffff);
+inline constexpr int kMostWeight = 32764;
+// Levels of nf4 are integers, too. So that the sums of a tile's products stay in a dword, weights
+// are halved where their sum is more than this, and once more where it is more than twice that: the
+// largest without rounding.
+inline constexpr int kMostLevel = 4095, kMostWeights = 524000;
+static_assert((kTile * kMostWeight / 4 + kTile) * kMostLevel < 0x7fffffff &&
+              (kMostWeights + kTile) * kMostLevel < 0x7fffffff);
 inline constexpr int kWeightRows = 8;  // query rows whose weights are packed at a time
 
 inline constexpr int kRun = 8;  // tokens whose words fill a lane
@@ -68,8 +69,19 @@ void pack_weights(const float* weights, const TileScales& scales, int group, Wei
     most[quad % 2] = greater(floats(bits(products[quad]) & kMagnitude), most[quad % 2]);
   }
   const Floats largest = largest_of_lane(greater(most[0], most[1]));
-  const Floats inverse =
-      largest > splat(1e-30f) ? splat(static_cast<float>(kMostWeight<F>)) / largest : Floats{};
+  const Floats range = splat(static_cast<float>(kMostWeight));
+  Floats inverse = largest > splat(1e-30f) ? range / largest : Floats{}, share = splat(1.0f);
+  if constexpr (F == Format::nf4) {
+    Raw size{};  // a sum of integers: it depends on no order
+    CARAMBA_FAST_UNROLL
+    for (const Floats& product : products)
+      size = CARAMBA_FAST_MM(add_epi32)(
+          size, CARAMBA_FAST_MM(abs_epi32)(CARAMBA_FAST_MM(cvtps_epi32)(product * inverse)));
+    const Ints whole = reinterpret_cast<Ints>(sum_of_lane(size));
+    share = whole > splat(kMostWeights) ? splat(0.5f) : share;
+    share = whole > splat(2 * kMostWeights) ? splat(0.25f) : share;
+    inverse *= share;
+  }
   Raw sum[2] = {};
   CARAMBA_FAST_UNROLL
   for (int quad = 0; quad < kQuads; quad += 2) {
@@ -85,7 +97,7 @@ void pack_weights(const float* weights, const TileScales& scales, int group, Wei
   const Raw all = sum_of_lane(CARAMBA_FAST_MM(add_epi32)(sum[0], sum[1]));
   store_as(F == Format::q4_0 ? CARAMBA_FAST_MM(slli_epi32)(all, 3) : Raw{}, to.offset);
   constexpr float kUnit = F == Format::nf4 ? 1.0f / kMostLevel : 1.0f;
-  store_as(largest * (kUnit / kMostWeight<F>), to.step);
+  store_as(largest * (kUnit / kMostWeight) / share, to.step);
 }
 
 // What 16 bytes of 4-bit codes hold, and 32 of 8-bit ones.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -154,16 +155,39 @@ def test_tokens_beside_one_whose_weight_is_all_keep_their_bits(kind, logit, size
     assert cases.relative_l2(attend(case)[0], case.expected()[0]) <= allowed
 
 
-@pytest.mark.parametrize("tokens", [3000, 30000])
+@pytest.mark.parametrize(
+    ("tokens", "logit"), [(30000, 6.28), *((3000, x) for x in (0, 4, 6.28, 8, 9.75, 12))]
+)
 @pytest.mark.parametrize("kind", ALLOWED)
-def test_small_weights_that_are_many_are_not_lost(kind, tokens):
-    """One token of 64 weighs 500 times what each of the others does."""
+def test_small_weights_that_are_many_are_not_lost(kind, tokens, logit):
+    """One token of 64 weighs up to 160,000 times what each of the others does, which weigh something together."""
     logits = torch.zeros(tokens)
-    logits[::64] = 6.28
+    logits[::64] = logit
     case = drawn_to(logits, kind)
     with use_backend("reference"):
         case.append(append_)
-    assert cases.relative_l2(attend(case)[0], case.expected()[0]) <= ALLOWED[kind]
+    assert cases.relative_l2(attend(case)[0], case.expected()[0]) <= 1.2e-3
+
+
+@pytest.mark.parametrize(
+    "kinds", [("fp32", "fp32"), ("q8_0", "fp32"), ("fp32", "q8_0"), ("q8_channel", "nf4")]
+)
+def test_a_window_that_begins_within_a_vector_changes_no_bit(kinds):
+    """Of four queries each sees other tokens; alone its tiles begin elsewhere than beside the others."""
+    for seed in range(12):
+        torch.manual_seed(seed)
+        with use_backend("reference"):
+            case = cases.build(
+                ["window"], dims={"k": 64, "v": 64}, kinds=kinds, lengths=(60,), slots=128, tokens=4, heads=2,
+                kv_heads=1,
+            )  # fmt: skip
+            case.append(append_)
+        together = attend(case, num_splits=1)
+        for token in range(4):
+            queries = {"k": case.queries["k"][:, :, token : token + 1].contiguous()}
+            alone = attend(replace(case, queries=queries, lengths=[57 + token]), num_splits=1)
+            for one, all_four in zip(alone, together, strict=True):
+                assert torch.equal(one, all_four[:, :, token : token + 1]), (seed, token)
 
 
 #: Kinds of keys and values, and values of a head, that take the same integers with VNNI and without, and sum what
