@@ -319,7 +319,8 @@ clean:
 # brings numpy along; the one torch was made for stays in use.
 HF_VERSIONS := 4.57 5.0
 HF_TESTS    := tests/hf/test_generate.py tests/hf/test_rotary.py tests/hf/test_cache.py tests/hf/test_static_cache.py tests/hf/test_packed_reads.py \
-               tests/hf/test_stock_caches.py tests/hf/test_accelerate.py tests/hf/test_masks.py tests/hf/test_padding.py tests/hf/test_threads.py tests/hf/test_pickles.py
+               tests/hf/test_stock_caches.py tests/hf/test_accelerate.py tests/hf/test_masks.py tests/hf/test_padding.py tests/hf/test_threads.py tests/hf/test_pickles.py \
+               tests/hf/test_changing_rope.py
 .PHONY: test-hf-oldest
 
 build/hf-%/.done: constraints-hf-%.txt $(VENV)/.torch

@@ -152,10 +152,11 @@ class Capabilities:
 
     @cached_property
     def _forgets(self) -> bool:
-        return makes_no_windows(self.model, self.configs)
+        # Masks that are not made for the attention interface cannot be asked.
+        return not self.configs or makes_no_windows(self.model, self.configs)
 
     def forgets_beyond(self, tokens: int = sys.maxsize) -> int | None:
-        """Tokens behind which its own caches drop others that its masks would show (Moshi), if below ``tokens``."""
+        """Tokens behind which its own caches drop others that its masks may show (Moshi), if below ``tokens``."""
         window = min(self._windows, default=tokens)
         return window if window < tokens and self._forgets else None
 
@@ -165,8 +166,8 @@ class Capabilities:
         if window is not None:
             raise ValueError(
                 f"a row would have {tokens} tokens; {type(self.model).__name__} has a window of {window} in its caches "
-                "alone, not in its masks, so that a token sees more or fewer others by how many come at once: up to "
-                f"{window} tokens can be served, and more by model.generate() of an accelerated model"
+                "and none in its masks that is known, so that a token may see more or fewer others by how many come at "
+                f"once: up to {window} tokens can be served, and more by model.generate() of an accelerated model"
             )
 
     def check_padding(self) -> None:

@@ -256,7 +256,7 @@ class StepwiseGenerator:
         if known is not None and is_step and known.unchanged():
             return
         self._adapters = AdaptersInUse(self.model)
-        if known is not None and self._session.rows and known != self._adapters:
+        if known is not None and self._session.rows and not known.same_as(self._adapters):
             warnings.warn(
                 "the model uses other adapters than those that the tokens of this conversation were read with: they "
                 "stay in its cache as they are; reset(), and give the text again, for what the model says now",

@@ -98,13 +98,10 @@ class AdaptersInUse:
         self._layers = [m for m in modules if hasattr(type(m), name) or name in vars(m)]
         self._states = self._now()
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AdaptersInUse) and (
-            list(map(id, self._layers)) == list(map(id, other._layers))
-            and self._states == other._states
-        )
-
-    __hash__ = None  # type: ignore[assignment]
+    def same_as(self, other: AdaptersInUse) -> bool:
+        """Whether both found the same layers in the same state."""
+        layers = [list(map(id, found._layers)) for found in (self, other)]
+        return layers[0] == layers[1] and self._states == other._states
 
     def _now(self) -> list[tuple[Any, ...] | None]:
         return list(map(adapter_state, self._layers))

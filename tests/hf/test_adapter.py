@@ -30,6 +30,7 @@ from support.hf_matrix import (
 )
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from caramba_fast.cache import AttentionLimits, LayerShape, ModelKVCache
 from caramba_fast.config import cache_configs
@@ -411,26 +412,31 @@ def small(name: str, **settings: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.skipif(IS_OLD, reason="its masks are made otherwise there")
 def test_models_whose_masks_count_an_image_refuse_ragged_rows() -> None:
-    """GIT puts columns in front of the mask of a step, so that padding is seen there, though not in the prompt."""
+    """GIT puts columns in front of the mask of a step, so that padding is seen there, though not in the prompt.
+
+    Some versions of transformers do not: there rows are what they are alone.
+    """
     vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     model = small("GitConfig", vision_config=vision)
     made = greedy(model, ignore_eos=True)
-    with pytest.raises(ValueError, match="masks count padding; give it one row at a time"):
-        made.generate(ROWS)
-    assert new_tokens(made.generate([ROWS[0], ROWS[0][::-1]])) == stock(
-        model, [ROWS[0], ROWS[0][::-1]]
-    )
+    try:
+        found = new_tokens(made.generate(ROWS))
+    except ValueError as error:
+        assert "masks count padding; give it one row at a time" in str(error)
+        made.reset()
+        equal = [ROWS[0], ROWS[0][::-1]]
+        assert new_tokens(made.generate(equal)) == stock(model, equal)
+    else:
+        assert IS_OLD and found == [stock(model, [row])[0] for row in ROWS]
 
 
-@pytest.mark.skipif(IS_OLD, reason="a Moshi is not on the attention interface there")
 def test_a_window_that_no_mask_has_is_not_crossed() -> None:
     """The caches of a Moshi drop tokens which its masks would show."""
     model = small("MoshiConfig", head_dim=16, sliding_window=8, ffn_dim=96)
     made = greedy(model, ignore_eos=True)
     assert new_tokens(made.generate([ROWS[1]], max_new_tokens=5), 5) == stock(model, ROWS[1:2], 5)
-    assert made.report["cache_reads"] == "packed"
+    assert IS_OLD or made.report["cache_reads"] == "packed"
     for ids in ([ROWS[0]], ROWS[1:2]):
         made.reset()
         with pytest.raises(ValueError, match="MoshiForCausalLM has a window of 8 in its caches"):
@@ -464,7 +470,7 @@ def unservable(name: str) -> PreTrainedModel:
     if name == "headless":
         return transformers.LlamaModel(transformers.LlamaConfig(vocab_size=50, **SMALL))
     if name == "images":
-        config = transformers.MllamaTextConfig(
+        config = MllamaTextConfig(
             vocab_size=50, **GROUPED, cross_attention_layers=[1], pad_token_id=PAD
         )
         return transformers.MllamaForCausalLM(config)

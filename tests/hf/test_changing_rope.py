@@ -37,7 +37,6 @@ def test_a_rope_that_turns_all_keys_otherwise_is_not_crossed() -> None:
         assert torch.equal(made.generate(ids, max_new_tokens=count)[:, -count:], wanted)
 
 
-@pytest.mark.skipif(IS_OLD, reason="layers are described otherwise in this transformers")
 def test_attention_that_is_scaled_by_the_longest_row_takes_equal_rows_alone() -> None:
     config = transformers.Llama4TextConfig(
         vocab_size=97, hidden_size=64, intermediate_size=96, intermediate_size_mlp=96, num_hidden_layers=2,
@@ -89,6 +88,9 @@ def test_a_rope_that_changes_with_the_length_takes_no_pass_that_would_depend_on_
         Generator(model, cache="fp32", prefill_chunk=12).generate([[*long, *long]])
     made.reset()  # rows of equal length, of which one ends before the other
     alone = stock(model, [long, long[::-1]], 12)
+    if stock(model, [long, long[::-1]], 12) != alone:
+        assert IS_OLD
+        pytest.skip("this transformers never takes back the frequencies of a longer text")
     ended = alone[0][4]
     assert ended not in alone[1]
     found = made.generate([long, long[::-1]], eos_token_id=ended)[:, -12:].tolist()
