@@ -83,7 +83,7 @@ test: $(VENV)/.test $(OLDEST)/.done
 # Without what takes most of the time: compilers, other processes, trained models, long runs of interrupts.
 SLOW := tests/bench tests/distributed tests/quality tests/hf/test_compile.py tests/hf/test_static_cache.py \
 	tests/hf/test_tensor_parallel.py tests/hf/test_upstream.py tests/infer/test_interrupts.py tests/infer/test_speculative.py tests/infer/test_speculative_sampling.py \
-	tests/models/test_demo_model.py tests/ops/test_extension.py tests/ops/test_strided.py tests/serve/test_interrupts.py \
+	tests/models/test_demo_model.py tests/ops/test_extension.py tests/ops/test_instruction_sets.py tests/ops/test_strided.py tests/serve/test_interrupts.py \
 	tests/serve/test_schedules.py tests/test_hostile_files.py tests/cli/test_quality.py tests/policy/test_plan_file.py \
 	tests/ops/test_fake_steps.py $(wildcard tests/ops/test_cpp_*.py tests/ops/test_triton_*.py)
 test-quick: $(VENV)/.test
@@ -98,7 +98,7 @@ $(SANE): $(VENV)/.test $(BUILD)
 	CARAMBA_FAST_SANITIZE=1 $(BIN)/python setup.py -q build_ext --build-lib build/sanitize --build-temp build/sanitize/temp
 
 # A process that loads the extension has to load the checks before everything else. They report to stderr and end the
-# process, so pytest must not hold stderr back. Left out: what is slow for torch's part, and runs of other sets.
+# process, so pytest must not hold stderr back. Left out: what is slow for torch's part, and what runs no C++.
 sanitize: export CARAMBA_FAST_EXTENSION = $(CURDIR)/$(SANE)
 sanitize: export ASAN_OPTIONS = detect_leaks=0:halt_on_error=1
 sanitize: export UBSAN_OPTIONS = halt_on_error=1:print_stacktrace=1
@@ -109,7 +109,7 @@ sanitize: $(SANE)
 		'from support.isas import expected_isas; print(*expected_isas())') && \
 	printf '%s\n' $$sets | xargs -P 2 -I SET env CARAMBA_FAST_CPU_ISA=SET LD_PRELOAD="$$checks" \
 		$(BIN)/python -m pytest -q --capture=sys -p no:cacheprovider \
-		-k 'not (every_instruction_set or hundred_thousand or far_apart or opcheck or triton or gigabytes)' \
+		-k 'not (hundred_thousand or far_apart or opcheck or triton or gigabytes or on_amd or compiles_whole or unknown)' \
 		tests/ops/test_extension.py tests/ops/test_cpp_attention.py tests/ops/test_cpp_bounds.py tests/ops/test_append.py \
 		tests/ops/test_by_channel.py tests/ops/test_causal_attention.py tests/ops/test_rotary.py tests/ops/test_rotary_append.py
 

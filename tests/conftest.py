@@ -5,12 +5,14 @@ On the CPU the Triton kernels run interpreted; the variable has to be set before
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
 from collections.abc import Iterator
 
 import pytest
 import torch
+from support.interpreter import patch_the_language_once
 
 KINDS = ("fp32", "fp16", "bf16", "q8_0", "q4_0", "nf4")
 
@@ -29,6 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "device: compares ops with the oracle on --device")
     if config.getoption("--device") == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
+        if importlib.util.find_spec("triton"):
+            patch_the_language_once()
 
 
 @pytest.fixture(scope="session")

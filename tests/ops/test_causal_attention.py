@@ -1,10 +1,8 @@
 """causal_attention: a prompt's tokens to themselves, in every instruction set."""
 
-import os
 
 import pytest
 import torch
-from support.isas import ISA_VARIABLE, expected_isas, in_subprocess
 from torch.autograd import forward_ad
 
 from caramba_fast.ops import use_backend
@@ -73,14 +71,3 @@ def test_prompts_are_served_where_that_is_faster_and_no_gradient_is_asked_for(ba
         assert serves_prompts(x, learned) == (backend == "cpp")
         with forward_ad.dual_level():
             assert not serves_prompts(x, forward_ad.make_dual(x, x))
-
-
-@pytest.mark.skipif(ISA_VARIABLE in os.environ, reason="this run is about one instruction set")
-@pytest.mark.parametrize("isa", expected_isas()[:-1])
-def test_every_instruction_set(isa, backend):
-    """This file once more, with the instruction set forced; the widest is the one used unforced."""
-    if backend == "cpp":
-        result = in_subprocess(
-            isa, "-m", "pytest", "-q", "-k", "cpp", "-p", "no:cacheprovider", __file__
-        )
-        assert result.returncode == 0, result.stdout + result.stderr

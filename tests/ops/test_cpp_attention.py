@@ -7,7 +7,6 @@ is written down in `ALLOWED`; everything else is held to fp32.
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -20,9 +19,6 @@ from support import cases
 from support.cases import OPTIONS, Case
 from support.cpp import ALLOWED, DBA, EVERYTHING, appending, attend, build, check
 from support.isas import (
-    ISA_VARIABLE,
-    expected_isas,
-    in_subprocess,
     multiplies_integers,
     torch_threads,
 )
@@ -595,14 +591,3 @@ def test_any_shape_kind_and_options(data):
         tokens=tokens, lengths=lengths, slots=256, ring=48,
     )  # fmt: skip
     check(case, num_splits=draw(st.sampled_from((0, 0, 1, 3))))
-
-
-# -- the other instruction sets -----------------------------------------------------------------
-
-
-@pytest.mark.skipif(ISA_VARIABLE in os.environ, reason="this run is about one instruction set")
-@pytest.mark.parametrize("isa", expected_isas()[:-1])
-def test_every_instruction_set(isa):
-    """This file once more, with the instruction set forced; the widest is the one used unforced."""
-    result = in_subprocess(isa, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__)
-    assert result.returncode == 0, result.stdout + result.stderr

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import random
 import sys
 from typing import Any
@@ -17,7 +16,6 @@ import pytest
 import torch
 from support import cases
 from support.cpp import DBA, EVERYTHING, build
-from support.isas import ISA_VARIABLE, expected_isas, in_subprocess
 from torch import Tensor
 
 from caramba_fast.ops import registry
@@ -126,11 +124,3 @@ def test_lengths_paddings_and_tables_of_any_content_stay_inside(seed, at_end):
         keywords["num_splits"] = draw.choice((0, 1, 3))
         call(attention, args, keywords, at_end)
         call(append, new, kept, at_end)
-
-
-@pytest.mark.skipif(ISA_VARIABLE in os.environ, reason="this run is about one instruction set")
-@pytest.mark.parametrize("isa", expected_isas()[:-1])
-def test_every_instruction_set(isa):
-    """This file once more, with the instruction set forced; the widest is the one used unforced."""
-    result = in_subprocess(isa, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__)
-    assert result.returncode == 0, result.stdout + result.stderr

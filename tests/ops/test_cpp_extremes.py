@@ -218,11 +218,3 @@ def test_integers_are_the_same_without_vnni(monkeypatch):
     runs = [in_subprocess(isa, "-c", DIGEST) for isa in ("avx512", "avx512_vnni")]
     assert all(run.returncode == 0 for run in runs), runs[0].stderr + runs[1].stderr
     assert runs[0].stdout == runs[1].stdout
-
-
-@pytest.mark.skipif(ISA_VARIABLE in os.environ, reason="this run is about one instruction set")
-@pytest.mark.parametrize("isa", expected_isas()[:-1])
-def test_every_instruction_set(isa):
-    """This file once more, with the instruction set forced; the widest is the one used unforced."""
-    result = in_subprocess(isa, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__)
-    assert result.returncode == 0, result.stdout + result.stderr
