@@ -449,19 +449,21 @@ def test_a_long_generation_keeps_nothing_but_its_tokens() -> None:
     import gc
     import tracemalloc
 
-    generator = ours(max_new_tokens=2000, max_seq_len=2048)
+    generator = ours(max_new_tokens=3000, max_seq_len=3072)
     steps = generator.generate_iter(PROMPTS[0])
     for _ in range(500):
         next(steps)
     gc.collect()
     tensors = sum(isinstance(x, Tensor) for x in gc.get_objects())
-    tracemalloc.start()
-    for _ in range(1000):
-        next(steps)
-    gc.collect()
-    grown = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    assert grown < 1000 * 100  # arrays grow in pieces, and reads are described once per 128 tokens
+    grown = []
+    for _ in range(2):  # what other threads of the process allocate is in one of them at most
+        tracemalloc.start()
+        for _ in range(1000):
+            next(steps)
+        gc.collect()
+        grown.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+    assert min(grown) < 1000 * 100  # arrays grow in pieces; reads are described once per 128 tokens
     assert sum(isinstance(x, Tensor) for x in gc.get_objects()) - tensors < 10
 
 

@@ -10,8 +10,8 @@ from typing import Any
 def patch_the_language_once() -> None:
     """Within a launch, functions that a kernel calls find the language replaced already.
 
-    When a launch starts, the interpreter replaces the functions of `triton.language` by its own. For every function that
-    a kernel calls it looks through all of them again and finds nothing to replace: 40% of the time of a launch.
+    When a launch starts, the interpreter replaces the functions of `triton.language` by its own. For every function
+    that a kernel calls it looks through all of them again and finds nothing to replace: 40% of the time of a launch.
     """
     from triton.runtime import interpreter
 
