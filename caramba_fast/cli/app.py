@@ -14,12 +14,12 @@ from caramba_fast.cli.bench import bench
 
 app = typer.Typer(
     name="caramba-fast",
-    help="Decode from quantized KV caches that are read as they are stored.",
+    help="Text generation with quantized KV caches, read as they are stored.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
-#: Of a folder of prefixes, unless another is given.
+#: Default limit of a prefix store.
 STORE_SIZE = "4GiB"
 
 
@@ -34,30 +34,30 @@ def options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_show_version, is_eager=True, help="The version, and stop."
+            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:
-    """Of no command."""
+    """Options without a command."""
 
 
 @app.command()
 def demo(
     tokens: Annotated[
-        int, typer.Option(help="Tokens of held-out text to measure quality on.", min=512)
+        int, typer.Option(help="Tokens of held-out text for the quality measurement.", min=512)
     ] = 8192,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to write with each cache.", min=2)] = 48,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate per cache.", min=2)] = 48,
     long_context: Annotated[
         bool,
         typer.Option(
-            help="Show transformers at 8k and 32k tokens too, with its own cache and with ours."
+            help="Also compare transformers at 8k and 32k tokens, with its own cache and with ours."
         ),
     ] = True,
     plot: Annotated[
-        Path | None, typer.Option(help="A .png or .svg file: speed and bytes against context.")
+        Path | None, typer.Option(help="Plot speed and bytes by context: a .png or .svg file.")
     ] = None,
 ) -> None:
-    """A trained model writes from fp16, q8, q4 and nf4 caches: what each saves and costs."""
+    """Compare fp16, q8, q4 and nf4 caches on a trained demo model: speed, bytes, quality."""
     with o.one_line_errors():
         from caramba_fast.cli.demo import run_demo  # noqa: PLC0415
 
@@ -67,10 +67,10 @@ def demo(
 @app.command()
 def doctor(
     report: Annotated[
-        bool, typer.Option("--report", help="Plain text to paste into a bug report.")
+        bool, typer.Option("--report", help="Print plain text for a bug report.")
     ] = False,
 ) -> None:
-    """Versions, device, and which backend serves which op, with the reason why others do not."""
+    """Show versions, the device, and which backend runs each op, and why others do not."""
     with o.one_line_errors():
         if report:
             from caramba_fast.cli import report as bug  # noqa: PLC0415
@@ -110,12 +110,12 @@ def generate(
     session: Annotated[
         Path | None,
         typer.Option(
-            help="A file that keeps the conversation: PROMPT follows what is in it, and it is saved again.",
+            help="Session file: continue the conversation in it, if it exists, and save it again.",
             rich_help_panel=o.CACHE,
         ),
     ] = None,
 ) -> None:
-    """Continues PROMPT, token by token."""
+    """Generate text that continues PROMPT."""
     settings = dict(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, no_repeat_ngram_size=no_repeat_ngram_size,
@@ -135,22 +135,22 @@ def serve(
     model: Annotated[
         str,
         typer.Argument(
-            help="A Hugging Face checkpoint folder, a .gguf file, an id on the Hub, 'demo', or 'demo:dba'."
+            help="A Hugging Face checkpoint folder, a .gguf file, a Hub id, 'demo', or 'demo:dba'."
         ),
     ] = "demo",
     device: o.Device = "cpu",
     dtype: o.Dtype = "float32",
     revision: o.Revision = None,
-    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            help="A key that clients need; repeat for several.", envvar="CARAMBA_FAST_API_KEY"
+            help="API key for clients; repeat for several.", envvar="CARAMBA_FAST_API_KEY"
         ),
     ] = None,
     allow_no_key: Annotated[
-        bool, typer.Option("--allow-no-key", help="Listen beyond this machine without a key.")
+        bool, typer.Option("--allow-no-key", help="Allow remote clients without an API key.")
     ] = False,
     name: o.ServedName = None,
     cache: o.ServedCache = "q8",
@@ -158,21 +158,21 @@ def serve(
     max_seq_len: o.ServedRoom = 4096,
     max_batch_size: o.ServedBatch = 16,
     max_waiting: Annotated[
-        int, typer.Option(help="Requests that may wait; more are told to come again.", min=1)
+        int, typer.Option(help="Queue limit; further requests get status 429.", min=1)
     ] = 256,
     share_prefixes: Annotated[
         bool,
-        typer.Option("--share-prefixes", help="Requests of different keys may share beginnings."),
+        typer.Option("--share-prefixes", help="Share cached prefixes between API keys."),
     ] = False,
     prefix_store: Annotated[
         Path | None,
-        typer.Option(help="A folder that keeps beginnings of requests beyond a restart."),
+        typer.Option(help="Folder that keeps cached prefixes across restarts."),
     ] = None,
     prefix_store_size: Annotated[
-        str, typer.Option(help="Most it may hold; what was used longest ago goes.")
+        str, typer.Option(help="Its size limit; least recently used prefixes are deleted.")
     ] = STORE_SIZE,
 ) -> None:
-    """Answers MODEL's clients over HTTP, as OpenAI's API does: /v1/chat/completions, /v1/completions, /v1/models."""
+    """Serve MODEL over an OpenAI-compatible HTTP API: /v1/chat/completions, /v1/completions, /v1/models."""
     settings = dict(
         cache=cache, max_seq_len=max_seq_len, max_batch_size=max_batch_size, max_waiting=max_waiting
     )  # fmt: skip
@@ -204,7 +204,7 @@ def chat(
     compile: o.Compile = False,
     stats: o.Stats = False,
     system: Annotated[
-        str, typer.Option(help="A first message, for models with a chat template.")
+        str, typer.Option(help="System prompt, for models with a chat template.")
     ] = "",
     cache: o.Cache = "q8",
     budget_mb: o.Budget = None,
@@ -220,11 +220,11 @@ def chat(
     draft: o.DraftModel = None,
     spec_k: o.DraftLength = None,
 ) -> None:
-    """A conversation in the terminal; its cache grows with it, and only what is new is read.
+    """Chat in the terminal; the cache is kept between turns, so only new text is read.
 
-    /reset begins anew, /undo takes the last turn back, /stats shows
-    figures, /session save FILE and /session load FILE keep it, /quit or
-    Ctrl-D ends. Ctrl-C stops an answer; what it said stays.
+    /reset starts over, /undo takes back the last turn, /stats shows
+    figures, /session save FILE and /session load FILE save and load the
+    chat, /quit or Ctrl-D ends it. Ctrl-C stops an answer and keeps its text.
     """
     settings = dict(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
@@ -242,17 +242,17 @@ def chat(
 def run(
     manifest: Annotated[Path, typer.Argument(help="A YAML file, such as examples/manifest.yml.")],
     only: Annotated[
-        str | None, typer.Option(help="The one target, run or TARGET/RUN to do.")
+        str | None, typer.Option(help="Run only this target, run or TARGET/RUN.")
     ] = None,
     prompt: Annotated[
-        str | None, typer.Option(help="Continue this instead of the manifest's prompts.")
+        str | None, typer.Option(help="Use this prompt instead of the manifest's.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Check everything, list the runs, and stop.")
+        bool, typer.Option("--check", help="Validate the manifest, list its runs, and exit.")
     ] = False,
     force: o.Force = False,
 ) -> None:
-    """Does what a manifest says: generations, and benchmarks whose metrics go to JSON."""
+    """Run a YAML manifest of generations, and of benchmarks that write metrics as JSON."""
     with o.one_line_errors():
         from caramba_fast.cli.manifest import run_file  # noqa: PLC0415
 
@@ -261,7 +261,7 @@ def run(
 
 @app.command(hidden=True, context_settings={"ignore_unknown_options": True})
 def calibrate(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:  # noqa: ARG001
-    """Gone: says so."""
+    """Removed; prints why."""
     raise typer.BadParameter(
         "'calibrate' is gone: keys by channel ('q8', 'q4' and 'nf4' store them so) need no constants, and no command "
         "takes --calibration any more"
@@ -273,36 +273,34 @@ def quality(
     model: Annotated[
         str,
         typer.Argument(
-            help="A Hugging Face checkpoint folder, a .gguf file, an id on the Hub, demo:gqa, demo:dba, or a hard "
+            help="A Hugging Face checkpoint folder, a .gguf file, a Hub id, demo:gqa, demo:dba, or a hard "
             "variant such as demo:gqa/outliers-8."
         ),
     ] = "demo:gqa",
     text: Annotated[
         str | None,
-        typer.Option(
-            help="A text file to measure on, or 'demo', which demo models need not be told."
-        ),
+        typer.Option(help="Text file to measure on, or 'demo' (the default for demo models)."),
     ] = None,
     cache: Annotated[
         list[str] | None,
-        typer.Option(help="A cache to measure, as in q4 or q8/q4; repeat for several."),
+        typer.Option(help="Cache to measure, such as q4 or q8/q4; repeat for several."),
     ] = None,
-    baseline: Annotated[str, typer.Option(help="The cache to compare with.")] = "fp16",
+    baseline: Annotated[str, typer.Option(help="Cache to compare with.")] = "fp16",
     context: Annotated[
         list[int] | None,
-        typer.Option(help="Tokens of a text window; repeat for several. Default: 1024."),
+        typer.Option(help="Context length in tokens; repeat for several. Default: 1024."),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of text at each context.")] = 16384,
-    needles: Annotated[int, typer.Option(help="Needles at each context; 0 for none.")] = 1024,
+    tokens: Annotated[int, typer.Option(help="Tokens of text per context length.")] = 16384,
+    needles: Annotated[int, typer.Option(help="Needles per context length; 0 for none.")] = 1024,
     device: o.Device = "cpu",
     dtype: o.Dtype = "float32",
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for the table, the plot, and parts to resume from."),
+        typer.Option(help="Folder for the table, the plot, and partial results to resume from."),
     ] = None,
     force: o.Force = False,
 ) -> None:
-    """What each cache costs a model: loss, KL, top token, acceptance, needles, with intervals."""
+    """Measure what each cache costs in quality: loss, KL, top token, acceptance, needles, with intervals."""
     with o.one_line_errors():
         from caramba_fast.cli.quality import run_quality  # noqa: PLC0415
 
@@ -317,64 +315,64 @@ def plan(
     model: Annotated[
         str,
         typer.Argument(
-            help="A Hugging Face checkpoint folder, a .gguf file, an id on the Hub, demo, demo:dba, or a hard variant "
+            help="A Hugging Face checkpoint folder, a .gguf file, a Hub id, demo, demo:dba, or a hard variant "
             "such as demo:gqa/outliers-8."
         ),
     ] = "demo",
     budget_mb: Annotated[float | None, typer.Option(help=o.BUDGET)] = None,
     max_delta_nll: Annotated[
-        float | None, typer.Option(help="Most nats a token may become less likely.")
+        float | None, typer.Option(help="Largest mean increase in NLL, nats per token.")
     ] = None,
     max_ppl_ratio: Annotated[float | None, typer.Option(help="Largest perplexity ratio.")] = None,
     max_mean_kl: Annotated[
         float | None, typer.Option(help="Largest mean KL(fp16 ‖ candidate), nats.")
     ] = None,
     min_needle: Annotated[
-        float | None, typer.Option(help="Smallest share of needles found, relative to fp16.")
+        float | None, typer.Option(help="Smallest needle retrieval relative to fp16.")
     ] = None,
-    max_seq_len: Annotated[int, typer.Option(help="Tokens a row of the cache can hold.")] = 2048,
-    batch: Annotated[int, typer.Option(help="Rows of the cache.")] = 1,
-    prefill: Annotated[str, typer.Option(help="exact or stored.")] = "exact",
+    max_seq_len: Annotated[int, typer.Option(help="Tokens per row of the cache.")] = 2048,
+    batch: Annotated[int, typer.Option(help="Batch size: rows of the cache.")] = 1,
+    prefill: Annotated[str, typer.Option(help="Prompt attention: exact or stored.")] = "exact",
     text: Annotated[
         str | None,
         typer.Option(
-            help="A text file to measure on. Default: held-out text for demo models; others write it "
-            "themselves."
+            help="Text file to measure on. Default: held-out text for demo models; others generate "
+            "their own."
         ),
     ] = None,
     candidate: Annotated[
-        list[str] | None, typer.Option(help="A cache to consider, as in q8/q4; repeat for several.")
+        list[str] | None, typer.Option(help="Candidate cache, such as q8/q4; repeat for several.")
     ] = None,
     prompt_len: Annotated[
-        int | None, typer.Option(help="Tokens prefilled in each window. Default: 64.")
+        int | None, typer.Option(help="Tokens prefilled per quality window. Default: 64.")
     ] = None,
     decode_steps: Annotated[
-        int | None, typer.Option(help="Tokens then fed through the cache. Default: 4.")
+        int | None, typer.Option(help="Tokens then decoded through the cache. Default: 4.")
     ] = None,
     bench_prompt_len: Annotated[
-        int | None, typer.Option(help="Tokens cached when steps are timed. Default: 64.")
+        int | None, typer.Option(help="Cached tokens when steps are timed. Default: 64.")
     ] = None,
     bench_steps: Annotated[
-        int | None, typer.Option(help="Decode steps of a timed round. Default: 8.")
+        int | None, typer.Option(help="Decode steps per timed round. Default: 8.")
     ] = None,
     best: Annotated[
-        bool, typer.Option("--best", help="If nothing passes the gates, take what loses least.")
+        bool, typer.Option("--best", help="If nothing passes the gates, take the lowest KL.")
     ] = False,
     plan_path: Annotated[
-        Path | None, typer.Option(help="JSON file to keep the plan in, and to find it again.")
+        Path | None, typer.Option(help="JSON file to save the plan in and reuse it from.")
     ] = None,
     probe_sec: Annotated[
-        float | None, typer.Option(help="Check a kept plan again when it is this old.")
+        float | None, typer.Option(help="Recheck a saved plan after this many seconds.")
     ] = None,
     device: o.Device = "cpu",
     dtype: o.Dtype = "float32",
     plot: Annotated[
-        Path | None, typer.Option(help="A .png or .svg file: quality against bytes.")
+        Path | None, typer.Option(help="Plot quality against bytes: a .png or .svg file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     force: o.Force = False,
 ) -> None:
-    """Which cache "auto" takes here: every candidate, its figures, and why it was rejected."""
+    """Show which cache "auto" chooses here: all candidates, their figures, why they were rejected."""
     settings = dict(
         cache_budget_mb=budget_mb, cache_quality_max_delta_nll=max_delta_nll,
         cache_quality_max_ppl_ratio=max_ppl_ratio, cache_quality_max_mean_kl=max_mean_kl,

@@ -11,23 +11,23 @@ import typer
 from caramba_fast.cli.options import Force, one_line_errors
 
 bench = typer.Typer(
-    help="Times the ops, a whole model, generation, speculation and serving on this machine.",
+    help="Benchmark ops, a whole model, generation, speculation and serving on this machine.",
     no_args_is_help=True,
 )
 PACKAGE = "caramba_fast.bench"
-#: Options of a benchmark's own go to it as they are.
+#: A benchmark parses its own options.
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 Out = Annotated[Path | None, typer.Option(help="CSV file to write.")]
 OutWithDetails = Annotated[
     Path | None,
     typer.Option(
-        help="CSV file to write, and a JSON file beside it, which is not replaced if another command wrote it."
+        help="CSV file to write, and a JSON file beside it, not replaced if another command wrote it."
     ),
 ]
-Threads = Annotated[int, typer.Option(help="Of the CPU; 0 for torch's choice.", min=0)]
+Threads = Annotated[int, typer.Option(help="CPU threads; 0 for torch's default.", min=0)]
 TimeLimit = Annotated[
-    float | None, typer.Option(help="Start nothing more after so many seconds.", min=0)
+    float | None, typer.Option(help="Start no new measurement after this many seconds.", min=0)
 ]
 
 
@@ -36,7 +36,7 @@ def ops(
     quick: Annotated[bool, typer.Option("--quick", help="A small grid, about a minute.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     grid: Annotated[
-        str | None, typer.Option(help="tiny, quick, cpu, core, …; by default cpu, or core on cuda.")
+        str | None, typer.Option(help="tiny, quick, cpu, core, …; default: cpu, or core on cuda.")
     ] = None,
     backend: Annotated[str, typer.Option(help="auto, or one backend for every op.")] = "auto",
     threads: Threads = 0,
@@ -44,7 +44,7 @@ def ops(
     out: OutWithDetails = None,
     force: Force = False,
 ) -> None:
-    """Each op beside what torch has: predicted, verified, then timed, in share of the bandwidth."""
+    """Compare each op with torch: predicted, verified, timed, as a share of memory bandwidth."""
     _run("kernels.run", _words(
         device=device, backend=backend, threads=threads, quick=quick, grid=grid, time_limit=time_limit,
         out=out, force=force,
@@ -53,20 +53,23 @@ def ops(
 
 @bench.command()
 def model(
-    quick: Annotated[bool, typer.Option("--quick", help="One small setting, seconds.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One small configuration, a few seconds.")
+    ] = False,
     context: Annotated[
         list[int] | None, typer.Option(help="Cached tokens; repeat for several.")
     ] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Rows; repeat for several.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Batch size; repeat for several.")] = None,
     cache: Annotated[
-        list[str] | None, typer.Option(help="Caches, compared with the first; repeat for several.")
+        list[str] | None,
+        typer.Option(help="Cache to time; repeat for several. Compared with the first."),
     ] = None,
     threads: Threads = 0,
     time_limit: TimeLimit = None,
     out: Out = None,
     force: Force = False,
 ) -> None:
-    """Decode steps of a whole model (random weights) by cache kind, in turn (CPU)."""
+    """Time decode steps of a whole model (random weights, CPU) with each cache in turn."""
     small: dict[str, int] = {}
     if quick:
         small, context, batch = dict(head_dims=64, rounds=3), context or [1024], batch or [1]
@@ -78,19 +81,19 @@ def model(
 
 @bench.command(context_settings=PASSED_ON, add_help_option=False)
 def generation(context: typer.Context) -> None:
-    """Generation with and without a cache, by length and cache kind. --help lists its options."""
+    """Time generation with and without a cache, by length and kind. --help lists its options."""
     _run("generation.generation", context.args)
 
 
 @bench.command(context_settings=PASSED_ON, add_help_option=False)
 def speculation(context: typer.Context) -> None:
-    """Acceptance, tokens a pass and speed-up of drafts. --help lists its options."""
+    """Measure acceptance, tokens per pass and speedup of drafts. --help lists its options."""
     _run("generation.speculation", context.args)
 
 
 @bench.command(context_settings=PASSED_ON, add_help_option=False)
 def serve(context: typer.Context) -> None:
-    """A fixed load through the engine, static batches and transformers. --help lists its options."""
+    """Compare the engine with static batches and transformers on a fixed load. --help lists its options."""
     _run("serving.serve", context.args)
 
 

@@ -13,12 +13,10 @@ USER_ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError, Memory
 
 SAMPLING, ENDING, CACHE, SPECULATION = "Sampling", "Ending", "Cache", "Speculation"
 
-#: Said of options that stand in a panel with some commands, and among all others with one.
-BUDGET = "Most MiB of the whole cache, everything included."
+#: Help of an option that has a panel with some commands, and none with others.
+BUDGET = "Memory limit of the whole cache, in MiB."
 
-Force = Annotated[
-    bool, typer.Option("--force", help="Replace files of other kinds that are in the way.")
-]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite files of another kind, too.")]
 
 
 @contextlib.contextmanager
@@ -52,22 +50,20 @@ def show_error(error: BaseException) -> None:
 Model = Annotated[
     str,
     typer.Option(
-        help="A Hugging Face checkpoint folder, a .gguf file, an id on the Hub, 'demo', or 'demo:dba'."
+        help="A Hugging Face checkpoint folder, a .gguf file, a Hub id, 'demo', or 'demo:dba'."
     ),
 ]
-Revision = Annotated[
-    str | None, typer.Option(help="Of a model on the Hub: a branch, a tag or a commit.")
-]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or mps.")]
 Dtype = Annotated[
     str,
     typer.Option(
-        help="Of the weights: float32, float16, bfloat16, or auto for what the checkpoint has."
+        help="Dtype of the weights: float32, float16, bfloat16, or auto (as in the checkpoint)."
     ),
 ]
-Stats = Annotated[bool, typer.Option(help="Print the run's figures to stderr.")]
+Stats = Annotated[bool, typer.Option(help="Print speed and cache figures to stderr.")]
 
-#: What a cache may be named, with every command.
+#: The names of caches, in every command.
 KINDS = "fp32, fp16, bf16, q8, q4, nf4; K/V as in q8/q4; options as in q4:plain"
 Cache = Annotated[
     str,
@@ -76,14 +72,14 @@ Cache = Annotated[
 GeneratedCache = Annotated[
     str | None,
     typer.Option(
-        help=f"{KINDS}; auto measures and chooses; by default fp16, or what the session has.",
+        help=f"{KINDS}; auto measures and chooses; default: fp16, or the session's.",
         rich_help_panel=CACHE,
     ),
 ]
 ServedCache = Annotated[
     str,
     typer.Option(
-        help=f"{KINDS}; caramba-fast plan says which auto would take.", rich_help_panel=CACHE
+        help=f"{KINDS}; see caramba-fast plan for what auto would choose.", rich_help_panel=CACHE
     ),
 ]
 Budget = Annotated[
@@ -94,21 +90,21 @@ Compile = Annotated[
     bool,
     typer.Option(
         "--compile",
-        help="Compile the decode step (CPU; takes a C++ compiler, and about a minute the first time).",
+        help="Compile the decode step (CPU; needs a C++ compiler, and about a minute the first time).",
     ),
 ]
 Room = Annotated[int, typer.Option(help="Tokens the cache can hold.", rich_help_panel=CACHE)]
 GeneratedRoom = Annotated[
     int | None,
     typer.Option(
-        help="Tokens the cache can hold; by default 2048, or twice what the session has.",
+        help="Tokens the cache can hold; default: 2048, or twice the session's tokens.",
         rich_help_panel=CACHE,
     ),
 ]
 CacheMemory = Annotated[
     str | None,
     typer.Option(
-        help="Memory of the cache, as in 2GiB; by default what all requests may need.",
+        help="Memory of the cache, such as 2GiB; default: room for --max-batch-size requests of full length.",
         rich_help_panel=CACHE,
     ),
 ]
@@ -116,50 +112,59 @@ ServedName = Annotated[
     str | None,
     typer.Option(
         "--name", "--served-model-name",
-        help="What clients call the model; by default as it is given here.",
+        help="Model name in the API; default: MODEL.",
     ),
 ]  # fmt: skip
 ServedBatch = Annotated[
     int,
-    typer.Option("--max-batch-size", "--max-num-seqs", help="Requests worked on at once.", min=1),
+    typer.Option("--max-batch-size", "--max-num-seqs", help="Requests that run at once.", min=1),
 ]
 ServedRoom = Annotated[
     int,
     typer.Option(
-        "--max-seq-len", "--max-model-len", help="Tokens of a request, prompt and answer.",
+        "--max-seq-len", "--max-model-len", help="Tokens per request, prompt and answer together.",
         rich_help_panel=CACHE,
     ),
 ]  # fmt: skip
 
-NewTokens = Annotated[int, typer.Option(help="Tokens to write at most.", rich_help_panel=ENDING)]
+NewTokens = Annotated[
+    int, typer.Option(help="Maximum number of tokens to generate.", rich_help_panel=ENDING)
+]
 Stop = Annotated[
     list[str] | None,
-    typer.Option(help="A text that ends the answer; repeat for several.", rich_help_panel=ENDING),
+    typer.Option(help="Stop string; repeat for several.", rich_help_panel=ENDING),
 ]
 
-Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)]
+Temperature = Annotated[
+    float, typer.Option(help="Sampling temperature; 0 is greedy.", rich_help_panel=SAMPLING)
+]
 TopK = Annotated[
-    int | None, typer.Option(help="Keep the k likeliest tokens.", rich_help_panel=SAMPLING)
+    int | None, typer.Option(help="Sample from the k likeliest tokens.", rich_help_panel=SAMPLING)
 ]
 TopP = Annotated[
-    float | None, typer.Option(help="Keep this much probability.", rich_help_panel=SAMPLING)
+    float | None,
+    typer.Option(
+        help="Sample from the likeliest tokens with this total probability.",
+        rich_help_panel=SAMPLING,
+    ),
 ]
 MinP = Annotated[
     float | None,
     typer.Option(
-        help="Keep tokens at least this times as likely as the likeliest.", rich_help_panel=SAMPLING
+        help="Drop tokens below this fraction of the likeliest token's probability.",
+        rich_help_panel=SAMPLING,
     ),
 ]
 Penalty = Annotated[
     float | None,
     typer.Option(
-        help="Above 1 makes tokens that are in the text already less likely.",
+        help="Above 1, tokens already in the text become less likely.",
         rich_help_panel=SAMPLING,
     ),
 ]
 NGram = Annotated[
     int | None,
-    typer.Option(help="No run of so many tokens occurs twice.", rich_help_panel=SAMPLING),
+    typer.Option(help="No n-gram of this length may repeat.", rich_help_panel=SAMPLING),
 ]
 Seed = Annotated[
     int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=SAMPLING)
@@ -167,22 +172,24 @@ Seed = Annotated[
 Beams = Annotated[
     int | None,
     typer.Option(
-        help="Beams to search with, instead of sampling; 1 for none.", rich_help_panel=SAMPLING
+        help="Beam search with this many beams, instead of sampling; 1 for none.",
+        rich_help_panel=SAMPLING,
     ),
 ]
 Answers = Annotated[
-    int | None, typer.Option(help="Answers to write, each whole.", rich_help_panel=SAMPLING)
+    int | None,
+    typer.Option(help="Number of answers, each printed once complete.", rich_help_panel=SAMPLING),
 ]
 
 DraftModel = Annotated[
     str | None,
     typer.Option(
         "--draft",
-        help="'lookup' drafts from the text itself; a folder or 'demo:dba' with a smaller model.",
+        help="Speculative decoding: 'lookup' (prompt lookup), or a draft model (folder or 'demo:dba').",
         rich_help_panel=SPECULATION,
     ),
 ]
 DraftLength = Annotated[
     int | None,
-    typer.Option(help="Tokens to draft per step. Default: 4.", rich_help_panel=SPECULATION),
+    typer.Option(help="Draft tokens per step. Default: 4.", rich_help_panel=SPECULATION),
 ]
