@@ -84,8 +84,12 @@ class LookupDraft:
         ]
         return Drafted(found, None)
 
-    def follow(self, rows: Sequence[TokenSequence], agreed: Sequence[int]) -> None:  # noqa: ARG002
-        """Nothing is kept of a draft; a row that has lost tokens is read anew."""
+    def follow(self, rows: Sequence[TokenSequence], agreed: Sequence[int]) -> None:
+        """Keeps nothing of a draft; reads a row that has lost tokens again.
+
+        Feeds the rows first: after `load` or `prefill` nothing was drafted yet.
+        """
+        self.feed(rows)
         self._rows = [
             NGramIndex(*self._sizes) if index.read > length else index
             for index, length in zip(self._rows, agreed, strict=True)

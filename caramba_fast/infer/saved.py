@@ -34,6 +34,7 @@ from caramba_fast.infer.saved_part import (
     random_problem,
 )
 from caramba_fast.infer.stepwise import StepwiseGenerator
+from caramba_fast.models.identity import AdaptersInUse
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -215,9 +216,16 @@ class SavableGenerator(StepwiseGenerator):
     def _opened_draft(self, saved: SavedSession) -> Callable[[], None]:
         """What puts the draft of a file in place of this one's; without one it begins anew."""
         part, generator = saved.about.draft, self._draft_generator
-        if part is None or generator is None:
+        if generator is None:
             return self._draft.reset if self._draft is not None else lambda: None
         draft = cast(ModelDraft, self._draft)
+        if part is None:
+
+            def begin() -> None:
+                draft.reset()
+                draft.rng = generator._seeded(generator.config)
+
+            return begin
         cache, rows = opened(generator, part, "draft", saved.tensors)
         rng = draft.rng
         if part.random is not None and self.config.seed in (None, saved.about.seed):
@@ -242,6 +250,7 @@ class SavableGenerator(StepwiseGenerator):
         self._run_state = None
         self._session.go_back(cache, rows)
         self._expanded, self._rng = about.expanded, rng
+        self._adapters = AdaptersInUse(self.model)
 
 
 #: What is no setting among the options of `SavableGenerator.load`.

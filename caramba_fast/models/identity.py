@@ -46,19 +46,20 @@ def model_digest(model: Any) -> str:
     for name, x in named:
         found.update(f"{name} {tuple(x.shape)} {x.dtype} {values[_identity(x)]}\n".encode())
     found.update(settings_of(model).encode())
-    for name, module in (pair for m in modules for pair in m.named_modules()):
-        state = adapter_state(module)
-        if state is not None:  # the digest of a model without any stays what it was
-            found.update(f"\n{name} {state}".encode())
     return found.hexdigest()
 
 
 def settings_of(model: object) -> str:
-    """What the configurations of a model, its modules and theirs say, as far as caches depend on it."""
+    """What the configurations of a model, its modules and theirs say, as far as caches depend on it.
+
+    So do the adapters in use, where layers have any.
+    """
     modules = list(modules_of(model))
     children = [child for module in modules for child in module.children()]
     parts = (model, *modules, *children)
-    return "".join(json.dumps(_settings(part), sort_keys=True, default=str) for part in parts)
+    said = [json.dumps(_settings(part), sort_keys=True, default=str) for part in parts]
+    named = ((n, adapter_state(m)) for module in modules for n, m in module.named_modules())
+    return "".join((*said, *(f"\n{name} {state}" for name, state in named if state is not None)))
 
 
 def modules_of(model: object) -> Iterable[nn.Module]:
@@ -93,9 +94,7 @@ class AdaptersInUse:
     """
 
     def __init__(self, model: object) -> None:
-        modules = (module for top in modules_of(model) for module in top.modules())
-        name = "_active_adapter"
-        self._layers = [m for m in modules if hasattr(type(m), name) or name in vars(m)]
+        self._layers = list(_layers_with_adapters(model))
         self._states = self._now()
 
     def same_as(self, other: AdaptersInUse) -> bool:
@@ -109,6 +108,24 @@ class AdaptersInUse:
     def unchanged(self) -> bool:
         """Whether these layers use what they did; others are not looked for, which takes longer."""
         return not self._layers or self._now() == self._states
+
+
+def _layers_with_adapters(model: object) -> Iterable[nn.Module]:
+    """Engines look while requests wait, so this is a plain loop, faster than `Module.modules`."""
+    name = "_active_adapter"
+    kinds: dict[type, bool] = {}
+    left: list[nn.Module | None] = [*modules_of(model)]
+    while left:
+        module = left.pop()
+        if module is None:
+            continue
+        kind = type(module)
+        if kind not in kinds:
+            kinds[kind] = hasattr(kind, name)
+        if kinds[kind] or name in module.__dict__:
+            yield module
+        if module._modules:
+            left.extend(module._modules.values())
 
 
 def _identity(x: Tensor) -> tuple[Any, ...]:

@@ -177,12 +177,17 @@ class AsyncEngine:
         raise EngineStoppedError("the request's events ended before it did")
 
     async def cancel(self, request_id: str) -> None:
-        """Ends a request; its stream gets the event that says so.
+        """Ends a request, under way or waiting for a place; its stream gets the event that says so.
 
         Raises:
-            KeyError: no such request is under way.
+            KeyError: there is no such request.
         """
-        self.engine.cancel(request_id)
+        mine = (x for x in self._waiting.items() if x[1].request_id == request_id)
+        taken, prepared = next(mine, (None, None))
+        if taken is None or prepared is None or self.engine.is_under_way(request_id):
+            self.engine.cancel(request_id)
+        else:
+            self._waiting[taken] = replace(prepared, is_cancelled=True)
         self._wake.set()
 
     async def prepared(

@@ -267,9 +267,10 @@ class Engine(EngineRequests):
             raise EngineFullError(
                 f"max_waiting={self.settings.max_waiting} requests wait already; add this one again later"
             )
-        self._outputs.enter(
-            self.inputs.request(prepared, name, next(self._numbers)), prepared.deadline
-        )
+        request = self.inputs.request(prepared, name, next(self._numbers))
+        self._outputs.enter(request, prepared.deadline)
+        if prepared.is_cancelled:
+            self._outputs.cancelling.append(request)
         return name
 
     def _name(self, request_id: str | None) -> str:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Sequence
 
 import torch
 
 from caramba_fast.infer.output import percentiles
+from caramba_fast.models.identity import AdaptersInUse
 from caramba_fast.serve.block_manager import StorageError
 from caramba_fast.serve.metrics import EngineMetrics
 from caramba_fast.serve.model_runner import Choice, ModelRunner
@@ -33,6 +35,7 @@ class EngineCore:
         self.runner, self.outputs = runner, outputs
         self.scheduler, self.counters = outputs.scheduler, outputs.counters
         self._process: int | None = None
+        self._adapters = AdaptersInUse(runner.model)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -43,6 +46,7 @@ class EngineCore:
             RuntimeError: the process was forked from the one that used the engine, and torch would hang.
         """
         self._check_process()
+        self._check_adapters()
         began = time.monotonic()
         events = self.outputs.end_early(began)
         works, failed = self._scheduled()
@@ -69,6 +73,24 @@ class EngineCore:
                 "gone and would be waited for. Call torch.set_num_threads(1) here, or start the process with 'spawn'"
             )
         self._process = here
+
+    def _check_adapters(self) -> None:
+        """Where the model uses other adapters than before, nobody finds what pages hold by now any more.
+
+        All modules are looked through while sequences wait, which alone look for pages.
+        """
+        if not self.scheduler.waiting and self._adapters.unchanged():
+            return
+        found = AdaptersInUse(self.runner.model)
+        if not found.same_as(self._adapters):
+            self.scheduler.blocks.pages.forget_all()
+            if any(sequence.cached for sequence in self.scheduler.sequences):
+                warnings.warn(
+                    "the model uses other adapters than those that requests under way were read with so far: what is "
+                    "cached of them stays as it is; cancel them, and add them again, for what the model says now",
+                    stacklevel=2,
+                )
+        self._adapters = found
 
     def _scheduled(self) -> tuple[list[Work], list[Event]]:
         """What the next forward pass reads, and the ends of those whose pages could not be moved for it."""

@@ -60,12 +60,13 @@ class Prepared:
     times: RequestTimes
     scope: str | None
     grammar: Grammar | None = None
+    is_cancelled: bool = False
 
     @property
     def due(self) -> float:
-        """When (``time.monotonic``) it must have ended: its deadline or max_time; infinite without either."""
-        limits = self.deadline or torch.inf, self.config.max_time or torch.inf
-        return self.times.arrived + min(limits)
+        """When (``time.monotonic``) it must have ended: its deadline or max_time; at once if it was cancelled."""
+        limit = min(self.deadline or torch.inf, self.config.max_time or torch.inf)
+        return -torch.inf if self.is_cancelled else self.times.arrived + limit
 
     @property
     def is_late(self) -> bool:
@@ -294,8 +295,7 @@ def _as_ids(prompt: Any, most: int) -> Tensor:
             raise ValueError(f"{wrong}: {error}") from error
     if not ids.numel():
         raise ValueError("the prompt is empty; it needs at least one token")
-    if ids.ndim == 2 and len(ids) == 1:
-        ids = ids[0]
+    ids = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
     whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
     if ids.ndim != 1 or not len(ids) or not whole:
         raise ValueError(

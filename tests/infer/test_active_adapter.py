@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,12 @@ from support.recorded_models import generator, new_model, prompt
 from support.recorder import Recorder
 from torch import Tensor, nn
 
+from caramba_fast.infer import Generator
 from caramba_fast.infer.cuda_graph import ModelTensors
 from caramba_fast.models.identity import adapter_state, model_digest
+from caramba_fast.policy.plan import config_digest
+from caramba_fast.quality import cached_forward
+from caramba_fast.serve import Engine
 
 
 class Adapted(nn.Module):
@@ -75,11 +80,14 @@ CHANGES = [other, both, off, merged, stronger]
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_step_sees_which_adapter_is_used(change: Callable[[Adapted], None]) -> None:
     model, layer = adapted()
-    tensors, digest = ModelTensors(model), model_digest(model)
+    tensors, digest, settings = ModelTensors(model), model_digest(model), config_digest(model)
     assert tensors.unchanged() and model_digest(model) == digest
+    assert cached_forward(model).config_digest == config_digest(model) == settings
     change(layer)
     assert not tensors.unchanged() and ModelTensors(model).unchanged()
     assert model_digest(model) != digest
+    # What plans and kept measurements are known by.
+    assert cached_forward(model).config_digest == config_digest(model) != settings
 
 
 def test_one_adapter_may_be_named_by_itself_or_in_a_list() -> None:
@@ -151,3 +159,41 @@ def test_adapters_that_are_added_within_a_conversation_are_noticed() -> None:
     mlp.up_proj = Adapted(mlp.up_proj)
     with pytest.warns(UserWarning, match="uses other adapters"):
         made.generate([[7, 8]])
+
+
+def test_who_goes_on_from_a_file_is_told_of_other_adapters(tmp_path: Path) -> None:
+    model, layer = adapted()
+    made = generator(model, cache_kind="fp32", max_new_tokens=2)
+    made.generate(prompt(20, 1))
+    made.save(tmp_path / "session")
+    again = Generator.load(tmp_path / "session", model, temperature=0.0)
+    other(layer)
+    with pytest.warns(UserWarning, match="uses other adapters"):
+        again.generate([[7, 8]], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_engine_shares_no_pages_that_another_adapter_has_read(
+    change: Callable[[Adapted], None],
+) -> None:
+    model, layer = adapted()
+    settings: dict[str, Any] = dict(cache_kind="fp32", page_size=32, max_seq_len=128)
+    serving = Engine(model, **settings, cache_salt="all", ignore_eos=True, temperature=0.0)
+    text = prompt(70, 1)[0].tolist()
+    before = serving.generate_batch([text], max_new_tokens=9)[0].generated_tokens
+    serving.generate_batch([text], max_new_tokens=2)
+    hits = serving.metrics.prefix_hit_tokens
+    running = serving.add_request(text[:40], max_new_tokens=9)
+    serving.step()
+    change(layer)
+    with pytest.warns(UserWarning, match="uses other adapters than those that requests under way"):
+        found = {event.request_id for event in serving if event.output is not None}
+    assert found == {running} and hits and serving.problems() == []
+    hits = serving.metrics.prefix_hit_tokens
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (output,) = serving.generate_batch([text], max_new_tokens=9)
+    fresh = Engine(model, **settings, ignore_eos=True, temperature=0.0)
+    (expected,) = fresh.generate_batch([text], max_new_tokens=9)
+    assert output.generated_tokens == expected.generated_tokens != before
+    assert serving.metrics.prefix_hit_tokens == hits

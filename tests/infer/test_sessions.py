@@ -84,6 +84,30 @@ def test_drafts_go_on_too(kind: str, draft: str, how: dict[str, Any], tmp_path: 
     goes_on_alike(first, tmp_path / "session")
 
 
+@pytest.mark.parametrize("draft", ["lookup", "model"])
+def test_tokens_may_go_before_anything_was_drafted(draft: str, tmp_path: Path) -> None:
+    model = None if draft == "lookup" else small_model(num_hidden_layers=1)
+    first = generator(draft_model=model)
+    first.prefill(THREE)
+    first.save(tmp_path / "session")
+    second = SpeculativeGenerator.load(tmp_path / "session", first.model, draft_model=model)
+    for each in (first, second):
+        each.rollback([2, 0, 1])
+        assert each.tokens == [THREE[0][:-2], THREE[1], THREE[2][:-1]]
+    goes_on_alike(first, tmp_path / "session")
+
+
+def test_a_draft_begins_anew_where_the_file_has_none(tmp_path: Path) -> None:
+    draft = small_model(num_hidden_layers=1)
+    first, used = (generator(draft_model=draft, **SEEDED) for _ in range(2))
+    first.prefill(THREE)
+    first.save(tmp_path / "session")
+    used.generate(ONE)
+    used.resume(tmp_path / "session")
+    more = [[5], [6], [7]]
+    assert used.generate(more).tolist() == first.generate(more).tolist()
+
+
 @pytest.mark.parametrize(("before", "after"), [(16, 4), (20, 12), (4, 20), (12, 31), (16, None)])
 @pytest.mark.parametrize("draft", ["lookup", "model"])
 @pytest.mark.parametrize("kind", ["fp16", "q8", "q4", "nf4:plain,residual_len=40"])

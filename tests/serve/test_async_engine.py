@@ -338,3 +338,27 @@ def test_one_driver_at_a_time() -> None:
 def test_a_buffer_has_room_for_something() -> None:
     with pytest.raises(ValueError, match="stream_buffer is 0"):
         AsyncEngine(engine(), stream_buffer=0)
+
+
+def test_who_waits_for_a_place_can_be_cancelled() -> None:
+    async def serve() -> None:
+        async with AsyncEngine(engine(max_waiting=1, max_batch_size=1)) as server:
+            given = dict(max_new_tokens=200, ignore_eos=True)
+            calls = [
+                asyncio.create_task(server.generate([1, 2], request_id=name, **given))
+                for name in "abcd"
+            ]
+            while len(server._waiting) < 2 or not server.engine.is_under_way("a"):
+                await asyncio.sleep(0)
+            await server.cancel("d")
+            assert (await calls[3]).finish_reasons == ["cancelled"]
+            with pytest.raises(KeyError):
+                await server.cancel("d")
+            assert not calls[2].done()
+            for name in "abc":
+                await server.cancel(name)
+            for output in await asyncio.gather(*calls[:3]):
+                assert output.finish_reasons == ["cancelled"]
+            assert not server.engine.under_way and server.engine.problems() == []
+
+    asyncio.run(serve())

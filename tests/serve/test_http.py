@@ -85,6 +85,7 @@ def test_a_completion_is_what_the_engine_says(client, direct, sampling):
     assert "".join(c.choices[0].text for c in chunks if c.choices) == wanted.texts[0]
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
     assert chunks[-1].usage.completion_tokens == 12 and len(chunks) > 5
+    assert all("usage" in c.model_fields_set and c.usage is None for c in chunks[:-1])
 
 
 def test_one_prompt_may_stand_in_a_list(client, direct):

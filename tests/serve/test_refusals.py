@@ -10,7 +10,7 @@ from support.engines import VOCABULARY, engine, small_model
 from torch import nn
 
 from caramba_fast.infer import GenerateConfig, Generator
-from caramba_fast.models import demo_tokenizer
+from caramba_fast.models import demo_tokenizer, load_demo
 from caramba_fast.serve import Engine, EngineFullError
 
 
@@ -166,3 +166,9 @@ def test_more_answers_than_the_memory_has_places_for_are_refused() -> None:
         [[5, 6, 7]], num_return_sequences=2, temperature=1.0, max_new_tokens=4
     )
     assert len(output.answers) == 2 and output.error is None
+
+
+def test_weights_in_float64_are_refused_at_once() -> None:
+    for kind in (Engine, Generator):
+        with pytest.raises(TypeError, match=r"the model's weights are float64; .*model\.float\(\)"):
+            kind(load_demo().double())

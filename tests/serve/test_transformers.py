@@ -123,3 +123,36 @@ def test_a_checkpoint_is_served_alike_natively_and_by_transformers(kind: str) ->
     ]
     same = sum(a.generated_tokens == b.generated_tokens for a, b in zip(*found, strict=True))
     assert same >= len(given) - 1
+
+
+def test_a_model_that_makes_a_mask_of_its_own_is_served() -> None:
+    """BioGPT's has the tokens of the pass, whatever is cached."""
+    from transformers import AutoModelForCausalLM, BioGptConfig
+
+    config = BioGptConfig(
+        vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96,
+        max_position_embeddings=256, initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    serving = Engine(model, cache_kind="fp32", max_seq_len=128, ignore_eos=True)
+    outputs = serving.generate_batch(prompts(97), max_new_tokens=NEW, temperature=0.0)
+    assert [o.generated_tokens for o in outputs] == [stock(model, p) for p in prompts(97)]
+
+
+@pytest.mark.parametrize(
+    ("logits", "said"),
+    [
+        (lambda found: found.flip(0), "a trial of it gave other logits"),
+        (lambda found: found[:, 0, 0, 0], "a trial of it failed"),
+    ],
+)
+def test_a_model_that_reads_requests_wrongly_side_by_side_is_refused(
+    logits: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from caramba_fast.hf import HuggingFaceModel
+
+    own = HuggingFaceModel.forward_ragged
+    monkeypatch.setattr(HuggingFaceModel, "forward_ragged", lambda *given: logits(own(*given)))
+    with pytest.raises(TypeError, match=f"cannot be served by an Engine: {said}"):
+        Engine(tiny("llama"), max_seq_len=128)

@@ -273,6 +273,7 @@ async def _lines(
 ) -> AsyncIterator[str]:
     """Server-sent events; leaving them cancels the request."""
     trimmers = _trimmers(config)
+    no_usage = {"usage": None} if body.usage_in_stream else {}
     try:
         async with aclosing(events):
             async for event in events:
@@ -283,7 +284,8 @@ async def _lines(
                 answer.logprobs.put(event.answer, event.logprobs)
                 text = trimmers[event.answer].take(event)
                 if text or event.finish_reason is not None:
-                    yield _event(answer.chunk(event.answer, text, event.finish_reason))
+                    chunk = answer.chunk(event.answer, text, event.finish_reason)
+                    yield _event(chunk | no_usage)
                 if event.output is not None:
                     _check_ended_well(event.output)
                     if body.usage_in_stream:
