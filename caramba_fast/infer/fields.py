@@ -108,7 +108,7 @@ class SamplingFields(Fields):
             top_k (arXiv:1904.09751); None for all.
         min_p: keep tokens at least min_p times as likely as the likeliest (arXiv:2407.01082).
         typical_p: keep the tokens whose surprise is nearest the entropy, until their probability reaches
-            typical_p (arXiv:2202.00666).
+            typical_p, and those as near as the last of them (arXiv:2202.00666).
         seed: makes sampling repeatable; None draws from torch's global generator.
     """
 
@@ -141,7 +141,8 @@ class EditFields(Fields):
         logit_bias: token id -> what is added to its logit; -inf bans it.
         sequence_bias: (tokens, bias) pairs; the bias is added to the last token where the row ends in those
             before it. A mapping from tuples of ids is taken as well.
-        bad_words_ids: runs of tokens that are never completed.
+        bad_words_ids: token sequences that are never completed; an end-of-sequence token alone is ignored, as in
+            transformers.
         suppress_tokens: ids that are never generated.
     """
 

@@ -59,7 +59,10 @@ class LogitsProcessors:
         self._bias = self._dense(config.logit_bias or {})
         self._banned = self._dense(dict.fromkeys(config.suppress_tokens, -torch.inf))
         self._sequences = tuple(config.sequence_bias)
-        self._bad = tuple((words, -torch.inf) for words in config.bad_words_ids)
+        bad = [
+            words for words in config.bad_words_ids if not (len(words) == 1 and words[0] in eos_ids)
+        ]
+        self._bad = tuple((words, -torch.inf) for words in bad)
         self._min_new = config.min_new_tokens if endings else 0
 
     def _dense(self, biases: dict[int, float]) -> Tensor | None:

@@ -111,11 +111,12 @@ def _typical(scores: Tensor, typical_p: float) -> Tensor:
     log_p = scores.log_softmax(-1)
     p = log_p.exp()
     entropy = -(p * log_p).nansum(-1, keepdim=True)
-    order = (-log_p - entropy).abs().argsort(-1)  # removed tokens are infinitely surprising: last
+    distance = (-log_p - entropy).abs()
+    nearest, order = distance.sort(-1)  # removed tokens are infinitely surprising: last
     ordered = p.gather(-1, order)
-    drop = torch.zeros_like(scores, dtype=torch.bool)
-    drop.scatter_(-1, order, _beyond(ordered.cumsum(-1) - ordered, typical_p))
-    return scores.masked_fill(drop, -torch.inf)
+    kept = ~_beyond(ordered.cumsum(-1) - ordered, typical_p)
+    last = nearest.gather(-1, kept.sum(-1, keepdim=True) - 1)
+    return scores.masked_fill(distance > last, -torch.inf)  # ties with the last one stay
 
 
 #: Filters behind top_k and top_p, in their order, by the setting that turns them on.

@@ -56,6 +56,7 @@ EDITS: list[dict[str, Any]] = [
     {"no_repeat_ngram_size": 1},
     {"no_repeat_ngram_size": 3},
     {"bad_words_ids": [[9], [3, 14], [7, 9, 3]]},
+    {"bad_words_ids": [[9], [22], [3, 41]], "eos_token_id": [9, 41]},
     {"suppress_tokens": [1, 5, 9, 22]},
     {"sequence_bias": {(9,): -4.0, (3, 14): 5.0}},
     {"min_new_tokens": 7, "eos_token_id": [3, 9, 22, 41]},

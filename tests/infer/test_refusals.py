@@ -166,7 +166,8 @@ def test_decode_step_before_prefill_is_refused(model: Transformer) -> None:
 
 
 def test_weights_in_float64_are_refused_by_name() -> None:
-    made = Generator(new_model(torch.device("cpu")).double())
+    made = Generator(model := new_model(torch.device("cpu")))
+    model.double()
     with pytest.raises(TypeError, match=r"weights are float64; .* are allowed: model.float\(\)"):
         made.prefill([A])
     assert made.cache is None

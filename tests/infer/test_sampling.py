@@ -11,7 +11,12 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from caramba_fast.infer import GenerateConfig
 from caramba_fast.infer.sampling import draw, filtered_logits, sample, sample_marked
@@ -121,6 +126,14 @@ def test_top_k_keeps_what_is_as_likely_as_the_last(size: int, ties: int) -> None
         assert kept(filtered_logits(logits, settings)) == expected
         drawn = sample(logits.expand(DRAWS // 2, -1), settings, torch.Generator().manual_seed(1))
         assert set(drawn.tolist()) == expected[0]
+
+
+@pytest.mark.parametrize("typical_p", [1e-6, 0.2, 0.5, 0.9])
+@pytest.mark.parametrize("size", [2, 40, 1000])
+def test_typical_p_keeps_what_is_as_near_as_the_last(size: int, typical_p: float) -> None:
+    logits = torch.randn(20, size, generator=torch.Generator().manual_seed(1)).mul(2).round() / 2
+    expected = kept(TypicalLogitsWarper(typical_p)(None, logits.clone()))
+    assert kept(filtered_logits(logits, config(typical_p=typical_p))) == expected
 
 
 @pytest.mark.parametrize("top_p", [1e-30, 1e-6, 0.2])
