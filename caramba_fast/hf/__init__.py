@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from caramba_fast.hf.integration import accelerate, register, restore
 from caramba_fast.hf.adapter import HuggingFaceModel
+from caramba_fast.hf.capabilities import is_adapted, without_wrapper
 from caramba_fast.hf.loading import load_pretrained, load_tokenizer
 from caramba_fast.hf.packed_cache import CarambaCache
 from caramba_fast.hf.static_cache import CarambaStaticCache
@@ -20,6 +21,7 @@ from caramba_fast.models.registry import (
 
 register()
 register_adapter(lambda model: isinstance(model, PreTrainedModel), HuggingFaceModel)
+register_adapter(is_adapted, lambda model: HuggingFaceModel(without_wrapper(model)))
 register_loader(load_pretrained)
 register_tokenizer_loader(load_tokenizer)
 

@@ -31,7 +31,7 @@ from caramba_fast.hf.changing_rope import (
     rope_limit,
 )
 from caramba_fast.hf.layers import DropoutActiveError, TensorsNeededError
-from caramba_fast.hf.packed_trial import COMPILED, is_compiled
+from caramba_fast.hf.packed_trial import COMPILED, is_compiled, why_not_beside
 from caramba_fast.hf.row_layout import LeftPadded, RightPadded, RowLayout
 from caramba_fast.hf.scope import INSTEAD, dense_pass, once, our_attention
 from caramba_fast.hf.step_cache import DenseCache, RaggedCache, StepCache
@@ -233,7 +233,7 @@ class HuggingFaceModel(ModelFacts):
 
     @property
     def why_not_ragged(self) -> str | None:
-        """Why the serving engine cannot run tokens of many requests side by side; None if it can."""
+        """Why the serving engine cannot run tokens of many requests side by side, tried out; None if it can."""
         if self.why_dense is not None:
             return self.why_dense
         if self._capabilities.chunks:
@@ -244,7 +244,7 @@ class HuggingFaceModel(ModelFacts):
             self.model.config.get_text_config(decoder=True), "attn_temperature_tuning", False
         ):
             return "it counts positions over all tokens of a pass (attn_temperature_tuning)"
-        return None
+        return why_not_beside(self.model, self.cache_layout, self.forward_ragged)
 
     @property
     def ragged_limit(self) -> int | None:

@@ -294,6 +294,22 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
+def is_adapted(model: Any) -> bool:
+    """Whether it is what PEFT makes of a model of transformers."""
+    return hasattr(model, "get_base_model") and isinstance(unwrapped(model), PreTrainedModel)
+
+
+def without_wrapper(model: Any) -> Any:
+    """The model inside of what PEFT made, whose layers have the adapters.
+
+    Raises:
+        TypeError: it learned a prompt, which the model inside does not have.
+    """
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise cannot_be_served(model, "its learned prompt is not in the model inside")
+    return unwrapped(model)
+
+
 def _wrapped(model: Any) -> str | None:
     """How to get at the transformers model that ``model`` wraps; None if it wraps none."""
     inside = unwrapped(model)

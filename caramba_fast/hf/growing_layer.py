@@ -10,8 +10,8 @@ from torch import Tensor
 from caramba_fast.cache import LayerKVCache, Rope
 from caramba_fast.hf.compat import query_length, tokens_to_remove
 from caramba_fast.hf.layers import PackedLayer, StoringLayer
-from caramba_fast.hf.lazy_tensors import PackedStates
-from caramba_fast.hf.scope import inside, once
+from caramba_fast.hf.lazy_tensors import PackedStates, values_of
+from caramba_fast.hf.scope import NAME, implementation, inside, once
 
 #: Tokens a row has room for at first, where nobody says how many are to come, and how it grows then.
 FIRST_ROOM, GROWTH = 256, 1.5
@@ -101,7 +101,23 @@ class CarambaLayer(StoringLayer, PackedLayer):
 
     def get_mask_sizes(self, given: Any, *_: Any) -> tuple[int, int]:
         """Tokens `update` will return for so many queries, and the first one's slot."""
-        return self.length + query_length(given), 0
+        first = self._first_given()
+        return self.length + query_length(given) - first, first
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As `PackedLayer.update`; a model's own attention gets what a stock layer gives it."""
+        first = self._first_given()
+        k, v = super().update(key_states, value_states, *args, **kwargs)
+        return (values_of(k)[:, :, first:], values_of(v)[:, :, first:]) if first else (k, v)
+
+    def _first_given(self) -> int:
+        """The first token of what `update` returns: not every model's own masks have the window of its caches."""
+        common, window = self.common, self.sliding_window
+        if window is None or (common.on_interface and implementation(common.config) == NAME):
+            return 0
+        return max(self.length - window + 1, 0)
 
     # -- growing ------------------------------------------------------------------------
 

@@ -265,7 +265,9 @@ def caramba_mask(**given: Any) -> Tensor | None:
     if cache.is_compileable:
         _start_static(cache, call)
         return call.dense()
-    leftpad, regular = starts(call.padding, call.keys)
+    leftpad, regular = starts(
+        call.padding if getattr(cache, "has_padding", True) else None, call.keys
+    )
     pattern = pattern_of(call.function)
     known = cache.rows_start_at(leftpad if regular else None)
     forgotten = _forgotten(call, pattern)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -15,7 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from caramba_fast.cache import AnyLayerShape, LayerShape, ModelKVCache
+from caramba_fast.cache import (
+    AnyLayerShape,
+    LayerShape,
+    ModelKVCache,
+    PagePool,
+    RaggedBatch,
+    Stretch,
+)
 from caramba_fast.config import KVCacheKind, KVCacheTensorConfig
 from caramba_fast.hf.compat import stock_layers
 from caramba_fast.hf.growing_layer import CarambaLayer
@@ -137,20 +145,59 @@ def why_not_packed(
         return "it is spread over several devices, and a cache is on one"
     if not all(isinstance(shape, LayerShape) for shape in shapes.values()):
         return "its layers store something else than K and V"
-    return _why_trial_fails(model, configs, shapes, lenders)
+    plain = KVCacheTensorConfig(kind=KVCacheKind.FP32)
+    cache = ModelKVCache(
+        list(shapes.values()), len(TRIAL), 64, plain, plain, _device(model), prefill="stored"
+    )
+
+    def read(rows: list[list[int]], new: list[int]) -> list[Tensor]:
+        with our_attention(configs):
+            return _packed(model, cache, rows, new, list(shapes), lenders)
+
+    return _why_trial_fails(model, read)
+
+
+def why_not_beside(
+    model: PreTrainedModel, layout: Sequence[AnyLayerShape], forward: Callable[..., Tensor]
+) -> str | None:
+    """Why the tokens of many requests cannot be read side by side; None if they can.
+
+    Args:
+        layout: what each layer that caches stores.
+        forward: as `HuggingFaceModel.forward_ragged`.
+    """
+    plain = KVCacheTensorConfig(kind=KVCacheKind.FP32)
+    pool = PagePool(layout, 32, len(TRIAL), 32, _device(model), k_cfg=plain, v_cfg=plain)
+    held = [0] * len(TRIAL)
+
+    def read(rows: list[list[int]], new: list[int]) -> list[Tensor]:
+        stretches = [Stretch(held[b], count, [b]) for b, count in enumerate(new)]
+        parts = [row[s.start : s.start + s.tokens] for row, s in zip(rows, stretches, strict=True)]
+        ids = torch.tensor([*chain(*parts)], device=pool.device)
+        ends = torch.tensor([*accumulate(new)], device=pool.device) - 1
+        held[:] = [s.start + s.tokens for s in stretches]
+        return list(forward(ids, RaggedBatch(stretches, pool), ends).float())
+
+    return _why_trial_fails(model, read)
+
+
+def _device(model: PreTrainedModel) -> torch.device:
+    embeddings: Any = model.get_input_embeddings()
+    device: torch.device = embeddings.weight.device
+    return device
 
 
 @torch.no_grad()
 def _why_trial_fails(
-    model: PreTrainedModel,
-    configs: list[Any],
-    shapes: dict[int, AnyLayerShape],
-    lenders: Collection[int],
+    model: PreTrainedModel, read: Callable[[list[list[int]], list[int]], list[Tensor]]
 ) -> str | None:
     """Why packed reads do not work; None if they do.
 
     Rows of different lengths, a prompt and a chunk behind it, must ask for no tensors, and say of every row what the
     model says of it alone.
+
+    Args:
+        read: takes all rows, and how many of the next tokens of each to read; logits (V,) behind the last of each.
     """
     embeddings: Any = model.get_input_embeddings()
     device, most = embeddings.weight.device, len(embeddings.weight)
@@ -158,17 +205,12 @@ def _why_trial_fails(
         [(11 + 7 * i + 3 * b) % most for i in range(n + m)]
         for b, (n, m) in enumerate(zip(*TRIAL, strict=True))
     ]
-    plain = KVCacheTensorConfig(kind=KVCacheKind.FP32)
-    cache = ModelKVCache(
-        list(shapes.values()), len(rows), 64, plain, plain, device, prefill="stored"
-    )
     try:
         with evaluating(model), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             wanted = [_alone(model, torch.tensor([row], device=device)) for row in rows]
             for new in TRIAL:
-                with our_attention(configs):
-                    found = _packed(model, cache, rows, new, list(shapes), lenders)
+                found = read(rows, new)
     except torch.OutOfMemoryError:
         raise
     except (

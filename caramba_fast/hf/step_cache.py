@@ -211,6 +211,8 @@ class RaggedCache(PackedCache):
         places: as of `StepCache`.
     """
 
+    has_padding = False  # what a model makes for itself is of no meaning (BioGPT)
+
     def __init__(self, batch: RaggedBatch, places: Sequence[int]) -> None:
         layers = [RaggedStepLayer(layer, batch.longest) for layer in batch.layers]
         super().__init__(layers=_layers_at(places, layers))

@@ -25,7 +25,7 @@ from caramba_fast.models.hub import ID as HUB_ID
 from caramba_fast.models.hub import local_path
 from caramba_fast.models.merged import merge_projections
 from caramba_fast.models.protocol import LanguageModel
-from caramba_fast.models.transformer import Transformer
+from caramba_fast.models.transformer import Transformer, check_dtype
 
 NEEDED = ("forward", "eos_token_id", "pad_token_id", "vocab_size", "device", "cache_layout")
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
@@ -38,7 +38,7 @@ _ADAPTERS: list[tuple[Predicate, Wrap]] = [(takes_context, ContextModel)]
 _LOADERS: list[Loader] = []
 _TOKENIZERS: list[Callable[[Path], Any]] = []
 #: Library -> the layer that registers an adapter for its objects when it is imported.
-_LAZY = {"transformers": "caramba_fast.hf"}
+_LAZY = {"transformers": "caramba_fast.hf", "peft": "caramba_fast.hf"}
 
 
 def register_adapter(predicate: Predicate, wrap: Wrap) -> None:
@@ -63,6 +63,8 @@ def as_language_model(model: Any) -> LanguageModel:
         TypeError: there is none for it, or the adapter cannot serve it; the message lists what is missing.
     """
     if not missing_names(model) and not isinstance(model, type):
+        if isinstance(model, Transformer):
+            check_dtype(model.lm_head.weight.dtype)
         return model
     for base in type(model).__mro__:
         library = (base.__module__ or "").partition(".")[0]

@@ -80,6 +80,14 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
 
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raises TypeError for weights of a dtype that the ops do not take."""
+    if dtype == torch.float64:
+        raise TypeError(
+            "the model's weights are float64; float32, float16 and bfloat16 are allowed: model.float()"
+        )
+
+
 class Transformer(nn.Module):
     """The native language model; satisfies `caramba_fast.models.LanguageModel`."""
 
@@ -185,10 +193,7 @@ class Transformer(nn.Module):
 
     def _phases(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of positions (B, T), made once for all layers."""
-        if dtype == torch.float64:
-            raise TypeError(
-                "the model's weights are float64; float32, float16 and bfloat16 are allowed: model.float()"
-            )
+        check_dtype(dtype)
         cos, sin = self.rope(positions)
         return cos.to(dtype), sin.to(dtype)
 

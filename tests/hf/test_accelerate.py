@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from caramba_fast.hf import CarambaCache, CarambaStaticCache, accelerate, attention, restore
+from caramba_fast.infer import Generator
 from caramba_fast.ops.extend_attention import causal_attention
 
 IDS = torch.tensor([[5, 9, 17, 8, 21, 5], [3, 4, 4, 80, 11, 60]])
@@ -241,6 +242,17 @@ def test_what_wraps_a_model_is_accelerated_inside(wrap: Any) -> None:
     assert model.config._attn_implementation == own and restore(model) is None
 
 
+def test_a_generator_takes_the_model_inside_of_what_peft_makes() -> None:
+    outer = Wrapper(model := tiny("llama"))
+    given: dict[str, Any] = dict(max_new_tokens=3, eos_token_id=5)
+    made = Generator(outer, cache="fp32", temperature=0.0, max_seq_len=64, pad_token_id=0, **given)
+    stock = model.generate(IDS, **given, do_sample=False, pad_token_id=0)
+    assert made.generate(IDS).tolist() == stock.tolist()
+    outer.active_peft_config = SimpleNamespace(is_prompt_learning=True)  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="its learned prompt is not in the model inside"):
+        Generator(outer)
+
+
 @torch.no_grad()
 def test_a_model_that_was_compiled_before_reads_packed_afterwards() -> None:
     model = tiny("llama")
@@ -433,3 +445,24 @@ def test_attention_that_always_gets_a_mask_keeps_its_own() -> None:
     accelerate(model, "fp32")
     for given in ({"use_cache": False}, {"past_key_values": CarambaCache(model, "fp32")}):
         torch.testing.assert_close(model(ids, **given).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["GPTJConfig", "BloomConfig", "LlamaConfig"])
+@torch.no_grad()
+def test_a_window_of_the_caches_alone_is_kept_by_attention_that_is_not_ours(name: str) -> None:
+    """A stray setting: stock caches drop tokens that no mask hides."""
+    config = getattr(transformers, name)(
+        **SMALL | dict(rotary_dim=8, intermediate_size=96, sliding_window=4)
+    )
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(3, 97, (2, 16), generator=torch.Generator().manual_seed(1))
+
+    def logits(cache: Any) -> Tensor:
+        parts = [(0, 3), (3, 4), (4, 9), *((i, i + 1) for i in range(9, 16))]
+        found = [model(ids[:, a:b], past_key_values=cache, use_cache=True).logits for a, b in parts]
+        return torch.cat(found, dim=1)
+
+    expected = logits(DynamicCache(config=model.config))
+    found = logits(CarambaCache(model, "fp32"))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
