@@ -31,8 +31,12 @@ inline RowPlan plan_row(const AttentionJob& a, std::int64_t length, std::int64_t
   // Whole groups that the last query reads from codes, and where the first one's tail begins.
   const std::int64_t encoded = std::max<std::int64_t>(length - a.residual, 0) / a.group * a.group;
   const std::int64_t end = std::min(encoded, capacity);
-  if (near > begin) add(Source::codes, begin, std::min({pad + a.kept, near, end}));
-  add(Source::codes, near, end);
+  // Where what is kept and the window share a tile they are one stretch: each tile is taken once,
+  // so that a query's bits do not depend on where the windows of others begin.
+  const std::int64_t kept = std::min({pad + a.kept, near, end});
+  const bool apart = near > begin && near / a.tile * a.tile >= kept;
+  if (apart) add(Source::codes, begin, kept);
+  add(Source::codes, apart || kept <= begin ? near : begin, end);
   if (a.has_tail()) {
     const std::int64_t behind = std::max<std::int64_t>(first - a.residual + 1, 0);
     const std::int64_t oldest = std::max(begin, behind / a.group * a.group);

@@ -65,9 +65,10 @@ CARAMBA_FAST_NOINLINE void add_scores_int8(const Lane& lane, const HeadQuery& qu
 CARAMBA_FAST_NOINLINE inline void add_scores(const Lane& lane, const HeadQuery& query,
                                              const Tile& tile, const Visibility& visibility,
                                              const TileScratch& scratch, float* scores) {
-  const TileData data = data_of(lane, query.key, tile, scratch);
+  TileData data = data_of(lane, query.key, tile, scratch);
 #if CARAMBA_FAST_VECTOR_BITS
-  if (takes_bytes(lane, query.key, tile)) {
+  if (takes_bytes(query.key, tile)) {
+    complete_pairs(lane, query.key, tile, scratch, data);
     const ScaleSteps scales =
         scratch.scales->steps(data.scales, data.scales_stride, *query.key.bytes, tile.count);
     if (data.format == Format::q8_0)

@@ -114,12 +114,23 @@ inline TileData decoded(const TileData& data, const HeadStream& head, int count,
 }
 
 #if CARAMBA_FAST_VECTOR_BITS
-// Whether keys of a tile can be taken in integer products. Where tokens are taken in pairs, the one
-// behind an odd number of them has to be there.
-inline bool takes_bytes(const Lane& lane, const HeadStream& head, const Tile& tile) {
-  if (tile.source != Source::codes || head.bytes == nullptr) return false;
+// Whether keys of a tile can be taken in integer products.
+inline bool takes_bytes(const HeadStream& head, const Tile& tile) {
+  return tile.source == Source::codes && head.bytes != nullptr;
+}
+
+// Where tokens are taken in pairs, the one behind an odd number of them has to be there: behind the
+// last slot it is put into `scratch`, with the others.
+inline void complete_pairs(const Lane& lane, const HeadStream& head, const Tile& tile,
+                           const TileScratch& scratch, TileData& data) {
   const std::int64_t slots = lane.job.slots;
-  return head.bytes->fold == 1 || tile.count % 2 == 0 || tile.start % slots + tile.count < slots;
+  if (head.bytes->fold == 1 || tile.count % 2 == 0) return;
+  if (tile.start % slots + tile.count < slots) return;
+  char* to = reinterpret_cast<char*>(scratch.decoded);
+  const auto token = static_cast<std::size_t>(data.stride);
+  std::memcpy(to, data.values, static_cast<std::size_t>(tile.count) * token);
+  std::memset(to + static_cast<std::size_t>(tile.count) * token, 0, token);
+  data.values = to;
 }
 #endif
 

@@ -85,7 +85,7 @@ class LayerCache(LayerRows):
             for name in known.keys() & streams.keys():
                 streams[name].set_query_rms(known[name])
         self.attended_again = False
-        self._front = 0  # slots that hold the longest row, of a contiguous cache
+        self._front = SLOT_MULTIPLE  # slots that hold the longest row, of a contiguous cache
 
     # -- what it holds ------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 """causal_attention: a prompt's tokens to themselves, in every instruction set."""
 
-
 import pytest
 import torch
 from torch.autograd import forward_ad

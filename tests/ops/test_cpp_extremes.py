@@ -169,25 +169,40 @@ def test_small_weights_that_are_many_are_not_lost(kind, tokens, logit):
     assert cases.relative_l2(attend(case)[0], case.expected()[0]) <= 1.2e-3
 
 
+#: Windows of which all or some of four queries see the first tokens, which may be kept, and one behind the last slot.
+WINDOWS = {
+    "(9, 0)": ({"window_size": (9, 0)}, 60, 128),
+    "(57, 0) and a sink": ({"window_size": (57, 0), "num_sink_tokens": 1}, 60, 128),
+    "(48, 0) and ten sinks": ({"window_size": (48, 0), "num_sink_tokens": 10}, 60, 128),
+    "up to the last slot": ({"window_size": (55, 0)}, 64, 64),
+}
+
+
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(
-    "kinds", [("fp32", "fp32"), ("q8_0", "fp32"), ("fp32", "q8_0"), ("q8_channel", "nf4")]
-)
-def test_a_window_that_begins_within_a_vector_changes_no_bit(kinds):
-    """Of four queries each sees other tokens; alone its tiles begin elsewhere than beside the others."""
+    ("kinds", "dim"),
+    [
+        (("fp32", "fp32"), 64), (("q8_0", "fp32"), 64), (("fp32", "q8_0"), 64), (("q8_channel", "nf4"), 64),
+        (("q8_0", "fp32"), 32), (("nf4", "fp32"), 32), (("q4_0", "q4_0"), 64),
+    ],
+)  # fmt: skip
+def test_a_window_that_begins_within_a_vector_changes_no_bit(kinds, dim, window):
+    """Of four queries each sees other tokens; alone its tiles begin and end elsewhere than beside the others."""
+    options, length, slots = WINDOWS[window]
     for seed in range(12):
         torch.manual_seed(seed)
         with use_backend("reference"):
             case = cases.build(
-                ["window"], dims={"k": 64, "v": 64}, kinds=kinds, lengths=(60,), slots=128, tokens=4, heads=2,
-                kv_heads=1,
+                dims={"k": dim, "v": dim}, kinds=kinds, lengths=(length,), slots=slots, tokens=4, heads=2, kv_heads=1,
             )  # fmt: skip
             case.append(append_)
-        together = attend(case, num_splits=1)
+        together = attend(case, num_splits=1, **options)
         for token in range(4):
             queries = {"k": case.queries["k"][:, :, token : token + 1].contiguous()}
-            alone = attend(replace(case, queries=queries, lengths=[57 + token]), num_splits=1)
-            for one, all_four in zip(alone, together, strict=True):
-                assert torch.equal(one, all_four[:, :, token : token + 1]), (seed, token)
+            one = replace(case, queries=queries, lengths=[length - 3 + token])
+            alone = attend(one, num_splits=1, **options)
+            for mine, all_four in zip(alone, together, strict=True):
+                assert torch.equal(mine, all_four[:, :, token : token + 1]), (seed, token)
 
 
 #: Kinds of keys and values, and values of a head, that take the same integers with VNNI and without, and sum what

@@ -184,6 +184,12 @@ class LayerCacheContract:
             self.expected(cache, setup, q, query_lens=[0, 4]),
         )
 
+    def test_rows_that_never_held_a_token_can_be_attended_from(self, setup):
+        cache, q = self.make(setup), self.queries(3)
+        cache.append(*self.tokens(3), [0, 0])
+        out, lse = cache.attend(*q, return_softmax_lse=True)
+        assert not out.any() and (lse == -torch.inf).all()
+
     def test_nbytes_are_the_bytes_allocated(self, setup):
         cache = self.make(setup)
         buffers = [x for stream in cache.streams.values() for x in stream.buffers]
