@@ -83,7 +83,7 @@ test: $(VENV)/.test $(OLDEST)/.done
 # Without what takes most of the time: compilers, other processes, trained models, long runs of interrupts.
 SLOW := tests/bench tests/distributed tests/quality tests/hf/test_compile.py tests/hf/test_static_cache.py \
 	tests/hf/test_tensor_parallel.py tests/hf/test_upstream.py tests/infer/test_interrupts.py tests/infer/test_speculative.py tests/infer/test_speculative_sampling.py \
-	tests/models/test_demo_model.py tests/ops/test_extension.py tests/ops/test_instruction_sets.py tests/ops/test_strided.py tests/serve/test_interrupts.py \
+	tests/models/test_demo_model.py tests/ops/test_extension.py tests/ops/test_strided.py tests/serve/test_interrupts.py \
 	tests/serve/test_schedules.py tests/test_hostile_files.py tests/cli/test_quality.py tests/policy/test_plan_file.py \
 	tests/ops/test_fake_steps.py $(wildcard tests/ops/test_cpp_*.py tests/ops/test_triton_*.py)
 test-quick: $(VENV)/.test

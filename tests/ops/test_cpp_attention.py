@@ -7,8 +7,10 @@ is written down in `ALLOWED`; everything else is held to fp32.
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,9 @@ from support import cases
 from support.cases import OPTIONS, Case
 from support.cpp import ALLOWED, DBA, EVERYTHING, appending, attend, build, check
 from support.isas import (
+    ISA_VARIABLE,
+    expected_isas,
+    in_subprocess,
     multiplies_integers,
     torch_threads,
 )
@@ -591,3 +596,28 @@ def test_any_shape_kind_and_options(data):
         tokens=tokens, lengths=lengths, slots=256, ring=48,
     )  # fmt: skip
     check(case, num_splits=draw(st.sampled_from((0, 0, 1, 3))))
+
+
+# -- the other instruction sets -----------------------------------------------------------------
+
+FILES = (
+    "extension",
+    "cpp_attention",
+    "cpp_bounds",
+    "cpp_extremes",
+    "causal_attention",
+    "by_channel",
+)
+
+
+@pytest.mark.skipif(ISA_VARIABLE in os.environ, reason="this run is about one instruction set")
+@pytest.mark.parametrize("isa", expected_isas()[:-1])
+def test_every_instruction_set(isa):
+    """The tests of the C++ kernels with every narrower instruction set; the widest is used unforced.
+
+    They are here since files with many tests are started first.
+    """
+    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in FILES]
+    options = ("-q", "-p", "no:cacheprovider", "-k", "extension or cpp")
+    result = in_subprocess(isa, "-m", "pytest", *options, *files)
+    assert result.returncode == 0, result.stdout + result.stderr
