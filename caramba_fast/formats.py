@@ -1,7 +1,7 @@
-"""The storage formats, bit by bit: one table that every kernel and cache reads.
+"""The storage formats, bit by bit: one table for all kernels and caches.
 
-A quantized tensor is cut into blocks of 32, 64 or 128 neighbouring values; a block has one fp16
-scale ``d``. What is stored and what comes back:
+A quantized tensor is divided into blocks of 32, 64 or 128 neighbouring values; each block has one fp16
+scale ``d``. What is stored, and what it decodes to:
 
     q8_0   int8 code in [-127, 127], d = amax / 127            value = code * d
     q4_0   4-bit code, d = (element of largest magnitude) / -8   value = (code - 8) * d
@@ -11,18 +11,17 @@ q8_0 and q4_0 are GGML's (``ggml-quants.c``), bit for bit; nf4 is the 4-bit Norm
 (arXiv:2305.14314, appendix E). Two 4-bit codes share a byte: byte ``j`` of a block of ``n`` values
 holds value ``j`` in its low nibble and value ``j + n/2`` in its high one.
 
-Kinds by channel are what keys want (KIVI, arXiv:2402.02750); values may have them too. A group is 32, 64 or 128
-consecutive tokens that start at a multiple of their number; each channel of a group has an fp16 scale and an fp16 zero
-of its own:
+Per-channel kinds suit keys (KIVI, arXiv:2402.02750); values may use them, too. A group is 32, 64 or 128 consecutive
+tokens, aligned to a multiple of its size; each channel of a group has its own fp16 scale and fp16 zero:
 
     q8_channel   8-bit code   value = zero + scale * code
     q4_channel   4-bit code   zero = the channel's least value, scale = (its largest - zero) / largest code
 
-Codes are packed token by token, as those of q8_0 and of q4_0 in blocks of 32 are. The scales of a group lie in one
-row, all scales first, then all zeros. In q4_channel the two channels of a byte divide its bits for each group: one
-whose stored scale is negative lends one bit, or two if the last bit of that scale is 1. The first channel has the low
-bits, and a code of them counts ``|scale|``; the other has those above, and each byte without its low bits counts
-``|scale| / 16``.
+Codes are packed token by token, like those of q8_0, and of q4_0 in blocks of 32. The scales of a group are in one row:
+all scales, then all zeros. In q4_channel the two channels of a byte divide its bits, per group: a channel whose stored
+scale is negative lends the other one bit, or two if the last bit of that scale is 1. The first channel has the low
+bits, as a code in units of ``|scale|``. The other has the bits above; its code is the byte with the low bits cleared,
+in units of ``|scale| / 16``.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ __all__ = [
     "resolve",
 ]
 
-#: q4_channel: a channel takes one bit of the one it shares bytes with, and two, where its range times the root mean
-#: square of its queries is more than so many times the other's: the sum of squares of steps times queries, which is the
-#: error of scores, is then least.
+#: q4_channel: thresholds for taking one bit, and two bits, from the channel that shares the byte: how many times larger
+#: this channel's range times the root mean square of its queries must be than the other's. They minimize the sum of
+#: squares of steps times queries, which is the error of scores.
 WIDER = (2.1875, 10.75)
 
 #: The 16 quantiles of QLoRA's NormalFloat, ascending, exact in float32.
@@ -73,7 +72,7 @@ NF4_LEVELS: tuple[float, ...] = (
 
 BLOCK_SIZES: tuple[int, ...] = (32, 64, 128)
 SCALE_DTYPE = torch.float16
-#: Values whose nibbles are packed together in kinds by channel.
+#: Values whose nibbles are packed together in per-channel kinds.
 PACKED_TOGETHER = 32
 
 
@@ -82,13 +81,13 @@ class Format:
     """One row of the table.
 
     Attributes:
-        name: canonical kind name, as ops and files spell it.
-        index: the number kernels switch on (``FORMAT`` in Triton, ``Format`` in C++).
+        name: canonical kind name, as used by ops and in files.
+        index: the number that kernels switch on (``FORMAT`` in Triton, ``Format`` in C++).
         bits: bits of one stored code.
         dtype: dtype of the codes tensor.
         quantized: whether blocks have scales; if not, the codes are the values.
-        by_channel: whether a scale and a zero are of one channel of a group of tokens, not of a block of channels of
-            one token.
+        by_channel: whether there is a scale and a zero per channel of a group of tokens, instead of a scale per block
+            of channels of one token.
     """
 
     name: str
@@ -107,12 +106,12 @@ class Format:
         return code_width * 8 // self.bits if self.quantized else code_width
 
     def bytes_per_vector(self, dim: int, block: int) -> int:
-        """Bytes stored for ``dim`` values of one token, its share of scales and zeros included."""
+        """Bytes stored for ``dim`` values of one token, including its share of scales and zeros."""
         scales = self.scales_width(dim, block) * SCALE_DTYPE.itemsize if self.quantized else 0
         return dim * self.bits // 8 + scales // (block if self.by_channel else 1)
 
     def scales_width(self, dim: int, block: int) -> int:
-        """Elements of a row of the scales tensor: of one token, or by channel of one group."""
+        """Elements of a row of the scales tensor: of one token, or of one group for per-channel kinds."""
         return 2 * dim if self.by_channel else dim // block
 
 
@@ -132,11 +131,11 @@ FORMATS: dict[str, Format] = {
 
 ALIASES: dict[str, str] = {"q8": "q8_0", "q4": "q4_0"}
 KIND_NAMES: tuple[str, ...] = (*FORMATS, *ALIASES)
-#: Kinds with a scale for each block of a token's values.
+#: Kinds with a scale per block of a token's values.
 QUANTIZED_KINDS: tuple[str, ...] = tuple(
     name for name, row in FORMATS.items() if row.quantized and not row.by_channel
 )
-#: Kinds with a scale and a zero for each channel of a group of tokens.
+#: Kinds with a scale and a zero per channel of a group of tokens.
 CHANNEL_KINDS: tuple[str, ...] = tuple(name for name, row in FORMATS.items() if row.by_channel)
 
 

@@ -1,4 +1,4 @@
-"""Caches: what a model has seen, stored in any kind, grown, cropped and attended to."""
+"""KV caches of any storage kind: append, crop, reorder and attend, contiguous or paged."""
 
 from caramba_fast.cache.decode_batch import DecodeBatch
 from caramba_fast.cache.interface import AttentionLimits, Rope

@@ -1,7 +1,7 @@
-"""DecodeBatch: one token of each of some sequences, in tensors that stay where they are.
+"""DecodeBatch: one token of each of several sequences, in tensors with fixed addresses.
 
-A step over it can be recorded once and replayed for other sequences: what differs is numbers in one tensor, and rows
-without a sequence store and see nothing. It is to models what `RaggedBatch` is.
+A step over it can be captured once (CUDA graph) and replayed for other sequences: only the contents of one tensor
+differ, and rows without a sequence (padding rows) store and see nothing. Models use it like a `RaggedBatch`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 from caramba_fast.cache.pool import PagePool
 from caramba_fast.cache.ragged import RaggedLayer, Stretch
 
-#: Numbers of a row before its pages: token, tokens stored before it and with it, whether there is a sequence, its ring,
-#: and which row's new token goes into that ring.
+#: Numbers of a row before its pages: the token id, stored tokens without and with it, whether the row has a sequence,
+#: the sequence's ring, and the row whose new token goes into that ring.
 NUMBERS = 6
 NO_PAGE = -1
 
 
 class _Rows:
-    """What a layer asks of the one call of its ops: R rows of one token.
+    """The single op call of a layer: R rows of one token; same interface as `ragged._Group`.
 
     Args:
         given: (NUMBERS + pages, R or more) int32.
@@ -52,7 +52,7 @@ class _Rows:
 class _Rings:
     """The rings of the rows' sequences, as `ragged._Rings`.
 
-    A row without a sequence gives back what the first row has, to where that gives it.
+    A padding row writes back the same values to the same place as the first row.
     """
 
     def __init__(self, rows: _Rows, size: int) -> None:
@@ -61,7 +61,7 @@ class _Rings:
         self._places = self._slots % size
 
     def taken(self, tail: Tensor) -> Tensor:
-        """(R, lanes, 2 * size, lane_dim): what each row's sequence has in ``tail`` (rings, …), in one kernel."""
+        """(R, lanes, 2 * size, lane_dim): each row's sequence ring in ``tail`` (rings, …), gathered by one kernel."""
         twice = tail.unsqueeze(2).expand(-1, -1, 2, -1, -1)
         return twice.index_select(0, self.rows.owners).flatten(2, 3)
 
@@ -74,21 +74,21 @@ class DecodeBatch:
     """One token of each of up to ``rows`` sequences.
 
     Args:
-        rows: R, with those that have no sequence.
-        pool: whose pages they are in.
+        rows: R, padding rows included.
+        pool: the pool that holds the pages.
 
     Attributes:
-        tokens: R; at first none of them has a sequence.
-        positions: (R,) int64, the place of each token in its sequence; of `unpack`.
-        layers: a `RaggedLayer` for each of the model's; of `unpack`.
+        tokens: R; initially all are padding rows.
+        positions: (R,) int64, the position of each token in its sequence; set by `unpack`.
+        layers: a `RaggedLayer` for each of the model's layers; set by `unpack`.
     """
 
     prefill = "stored"
 
     def __init__(self, rows: int, pool: PagePool) -> None:
         self.tokens, self._pool = rows, pool
-        # A number of all rows is one line, so that lines that are not in use need no copy; lines begin where a GPU
-        # reads 16 bytes at once, for Triton compiles other kernels for those that do not.
+        # Each number has one line for all rows, so that unused lines need no copy. Lines are 16-byte aligned, because
+        # Triton specializes kernels on that alignment.
         shape = (NUMBERS + pool.pages_per_row, -(-rows // 4) * 4)
         self._host = torch.zeros(shape, dtype=torch.int32)
         self._host[NUMBERS:] = NO_PAGE
@@ -101,7 +101,7 @@ class DecodeBatch:
 
     @staticmethod
     def why_not(stretches: Sequence[Stretch], pool: PagePool) -> str | None:
-        """None where these can be rows of such a batch, else the reason they cannot."""
+        """Why these stretches cannot be rows of such a batch; None if they can."""
         if any(stretch.tokens > 1 for stretch in stretches):
             return "a sequence has more than one new token"
         if any(stretch.start < pool.sink_len for stretch in stretches):
@@ -109,10 +109,10 @@ class DecodeBatch:
         return None
 
     def fill(self, tokens: Sequence[int], stretches: Sequence[Stretch]) -> None:
-        """Puts a token of each sequence into the first rows, and nothing into the others.
+        """Puts a token of each sequence into the first rows and makes the others padding rows.
 
         Raises:
-            ValueError: no sequences, more than rows, or one that `why_not` names.
+            ValueError: no sequences, more sequences than rows, or one that `why_not` rejects.
         """
         if not 0 < len(stretches) == len(tokens) <= self.tokens:
             raise ValueError(
@@ -132,11 +132,11 @@ class DecodeBatch:
             self._put_pages(row, stretches[row].pages if row < len(stretches) else ())
         used = NUMBERS + max(map(len, self._pages))
         changed, self._used = max(used, self._used), used
-        # The copy is waited for: the next call writes into what is copied from.
+        # A blocking copy: the next call overwrites its source.
         self._given[:changed].copy_(self._host[:changed])
 
     def _put_pages(self, row: int, pages: Sequence[int]) -> None:
-        """Notes the pages of a row; most have those of the step before."""
+        """Updates the pages of a row if they differ from those of the previous step; most do not."""
         pages = list(pages[: self._pool.pages_per_row])
         if pages != self._pages[row]:
             column, self._pages[row] = self._lines[NUMBERS:, row], pages
@@ -144,10 +144,10 @@ class DecodeBatch:
             column[len(pages) :] = NO_PAGE
 
     def unpack(self) -> Tensor:
-        """Makes of the numbers what a model asks for, by ops alone: part of what is recorded.
+        """Derives what a model needs from the packed numbers, using only tensor ops: it is part of the captured graph.
 
         Returns:
-            (R,) int64, the tokens.
+            (R,) int64, the token ids.
         """
         rows = _Rows(self._given, self.tokens)
         rings = _Rings(rows, self._pool.group) if self._pool.group > 1 else None

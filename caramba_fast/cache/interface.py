@@ -1,7 +1,7 @@
-"""What models and generators ask of the cache of one layer, wherever its tokens are kept.
+"""The interface of a layer's cache that models and generators use, wherever its tokens are stored.
 
-`LayerCache` keeps them in one place, `caramba_fast.distributed` over several ranks. `CachedRows` is what both offer for
-rows; `KeysAndValues` and `DecoupledKeysAndValues` are the two ways to call them.
+`LayerCache` stores them in one place, `caramba_fast.distributed` across several ranks. `CachedRows` is the part about
+rows; `KeysAndValues` and `DecoupledKeysAndValues` add append and attend for the two kinds of attention.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class AttentionLimits(NamedTuple):
     """Limits of every read of a cache, on top of the model's own.
 
     Attributes:
-        q_chunk: query tokens `ops.extend_attention` takes at a time, which bounds its scratch and changes no
-            result; None for the op's default.
-        local_window: tokens a query reaches back, itself included, where the model reaches no less far;
-            None for no limit. **It changes results.**
-        bucket: which part of a decode plan it came from, for reports.
+        q_chunk: query tokens that `ops.extend_attention` processes at a time; bounds its scratch memory and does not
+            change results. None for the op's default.
+        local_window: most tokens a query sees, itself included, if the model's own window is not smaller; None for no
+            limit. **It changes results.**
+        bucket: the bucket of the decode plan that set the limits, for reports.
     """
 
     q_chunk: int | None = None
@@ -53,7 +53,7 @@ class AttentionLimits(NamedTuple):
         ]
 
     def window(self, options: Mapping[str, Any]) -> tuple[int, int]:
-        """``window_size`` of a read: the narrower of the call's own and ``local_window``."""
+        """``window_size`` of a read: the narrower of the call's own window and ``local_window``."""
         left, right = options.get("window_size") or (-1, -1)
         if self.local_window is None:
             return left, right
@@ -63,16 +63,16 @@ class AttentionLimits(NamedTuple):
 
 @dataclass(slots=True)
 class Rope:
-    """RoPE as a part of an append (`ops.append_`): the queries of its tokens, and the angles of these tokens.
+    """RoPE fused into an append (`ops.append_`): the queries of the new tokens and their angles.
 
     Attributes:
-        q: (B, H_q, T, D), of the dtype of the keys.
-        cos, sin: (B or 1, T, D) or (B or 1, T, D / 2), of the same dtype.
-        out: the turned queries, as q and contiguous, once the append is done. No gradient flows.
+        q: (B, H_q, T, D), same dtype as the keys.
+        cos, sin: (B or 1, T, D) or (B or 1, T, D / 2), same dtype.
+        out: the rotated queries after the append: shape and dtype of q, contiguous. No gradient flows.
     """
 
-    #: Kinds of devices where this takes less time than `ops.apply_rotary_emb` and an append behind it: it saves a
-    #: launch. On a CPU there is none, and an op with four more tensors takes longer to call.
+    #: Device types where this is faster than `ops.apply_rotary_emb` followed by an append, because it saves a kernel
+    #: launch. A CPU has no launches to save, and an op with four more tensors takes longer to call.
     FASTER_ON: ClassVar[tuple[str, ...]] = ("cuda",)
 
     q: Tensor
@@ -81,13 +81,13 @@ class Rope:
     out: Any = field(default=None, init=False)
 
     def options(self) -> dict[str, Tensor]:
-        """As the ops take it, with a place for the turned queries."""
+        """Keyword arguments for the ops, with a new buffer for the rotated queries."""
         self.out = self.q.new_empty(self.q.shape)
         found = (self.q, self.cos, self.sin, self.out)
         return dict(zip(ROTARY, found, strict=True))
 
     def turn(self, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Turns the queries, and the last stream of keys of ``new``, in a call of its own; returns ``new`` with them.
+        """Rotates the queries and the last key stream of ``new`` in a separate call; returns ``new`` with these keys.
 
         Raises:
             TypeError, ValueError: as `ops.apply_rotary_emb`.
@@ -98,18 +98,18 @@ class Rope:
 
 
 class CachedRows(ABC):
-    """Rows of one layer: how long they are, how they get shorter and change places.
+    """Rows of one layer: their lengths, and how to shorten and reorder them.
 
     Attributes:
         batch_size: rows.
-        max_seq_len: tokens a row can hold.
+        max_seq_len: capacity of a row in tokens.
         n_kv_heads: kv heads.
-        device: where the buffers are.
+        device: device of the buffers.
         lengths: tokens each row holds.
-        residual_len: keys less than this many tokens behind a query are read in fp16; 0 for none.
-        ring_len: newest tokens kept in fp16 for such reads, and for groups by channel that are not full; 0 for none.
-        reach: limits of every read, as a decode plan sets them (`ModelKVCache.reach`).
-        reads_all_slots: attend to all slots by name, whatever is held: a recorded read then serves every length.
+        residual_len: keys at a distance of less than this many tokens before a query are read in fp16; 0 for none.
+        ring_len: newest tokens kept in fp16 for such reads, and for incomplete per-channel groups; 0 for none.
+        reach: limits of every read, set by a decode plan (`ModelKVCache.reach`).
+        reads_all_slots: pass all slots to attention whatever the lengths, so that a captured read serves every length.
     """
 
     batch_size: int
@@ -145,7 +145,7 @@ class CachedRows(ABC):
     @property
     @abstractmethod
     def bytes_per_token(self) -> float:
-        """Bytes of codes and scales that one token of one row takes."""
+        """Bytes of codes and scales per token of one row."""
 
     # -- growing and reading --------------------------------------------------------------
 
@@ -158,11 +158,11 @@ class CachedRows(ABC):
         will_attend: bool,
         rope: Rope | None = None,
     ) -> None:
-        """`KeysAndValues.append` of the streams by name."""
+        """`KeysAndValues.append`, with the streams by name."""
 
     @abstractmethod
     def attend_from(self, queries: tuple[Tensor, ...], before: int, options: dict[str, Any]) -> Any:
-        """`KeysAndValues.attend` with the queries of each key stream."""
+        """`KeysAndValues.attend`, with the queries of each key stream."""
 
     # -- shrinking and moving -------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class CachedRows(ABC):
         self.set_lengths([a - b for a, b in zip(self.lengths.host, counts, strict=True)])
 
     def truncate(self, new_pos: int) -> None:
-        """Keeps the first ``new_pos`` tokens of every row; rows that are shorter stay as they are.
+        """Keeps the first ``new_pos`` tokens of every row; shorter rows are unchanged.
 
         Raises:
             ValueError: ``new_pos`` is negative or beyond the longest row.
@@ -190,31 +190,31 @@ class CachedRows(ABC):
 
     @abstractmethod
     def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Shortens rows to ``lengths``, none longer than it is."""
+        """Shortens rows to ``lengths``, none of which may exceed the current length."""
 
     @abstractmethod
     def reorder(self, beam_idx: Tensor) -> None:
-        """Row b becomes what row ``beam_idx[b]`` was (beam search)."""
+        """Reorders rows: new row b is old row ``beam_idx[b]`` (beam search)."""
 
     @abstractmethod
     def select_rows(self, rows: Sequence[int]) -> Self:
-        """A new cache whose row b holds what row ``rows[b]`` holds here; this one stays as it is."""
+        """A new cache whose row b is row ``rows[b]`` of this one, which is unchanged."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forgets everything; the memory stays allocated."""
+        """Removes all tokens; the memory stays allocated."""
 
     @abstractmethod
     def tail_state(self) -> tuple[list[Tensor], list[int]]:
-        """Copies of the fp16 rings, for `restore_tail`: what they hold now cannot be had from the codes again."""
+        """Copies of the fp16 rings, for `restore_tail`: the codes do not preserve their exact values."""
 
     @abstractmethod
     def restore_tail(self, state: tuple[list[Tensor], list[int]]) -> None:
-        """Puts rings back, after the rows have got the lengths they had then."""
+        """Restores the rings; call it after the rows have their former lengths again."""
 
 
 class KeysAndValues(CachedRows):
-    """How a layer of standard attention is called."""
+    """append and attend of a layer of standard attention."""
 
     def append(
         self,
@@ -226,23 +226,23 @@ class KeysAndValues(CachedRows):
         will_attend: bool = True,
         rope: Rope | None = None,
     ) -> None:
-        """Quantizes and stores T tokens a row.
+        """Quantizes and stores T tokens per row.
 
         Args:
             k: (B, H_kv, T, D_k), or flat (B, T, k_dim); float32, float16 or bfloat16.
             v: (B, H_kv, T, D_v), or flat (B, T, v_dim).
-            new_lens: of the T tokens of row b the first ``new_lens[b]`` count, the rest is padding and
-                is not stored; by default all count.
-            cache_leftpad: (B,) int32, leading slots that hold padding. Sinks begin behind them: where there are some,
-                it goes with the first append and every `attend`, or with none.
-            will_attend: whether `attend` follows with the queries of all T tokens. With a tail, more than
-                tail_slack of them need memory until then; False saves it.
-            rope: turns k by RoPE on its way, and the queries of the same tokens, which are in ``rope.out`` then.
+            new_lens: the number of real tokens of each row; the rest of the T tokens is right padding and is not
+                stored. By default all are real.
+            cache_leftpad: (B,) int32, leading slots that hold padding. Sinks begin after them: with sinks, pass it to
+                the first append and to every `attend`, or to none of them.
+            will_attend: whether `attend` follows with the queries of all T tokens. With a tail, more than tail_slack
+                tokens need extra memory until then, which False saves.
+            rope: applies RoPE to k as it is stored, and to the queries of the same tokens, returned in ``rope.out``.
 
         Raises:
-            ValueError: a wrong shape, or a row that would exceed max_seq_len.
-            OutOfPagesError: the pool of a paged cache is too small.
-            TypeError: a wrong dtype. The cache is unchanged in every case.
+            ValueError: a wrong shape, or a row would exceed max_seq_len.
+            OutOfPagesError: the pool of a paged cache has too few free pages.
+            TypeError: a wrong dtype. After any of these errors the cache is unchanged.
         """
         self.append_streams({"k": k, "v": v}, new_lens, cache_leftpad, will_attend, rope)
 
@@ -250,19 +250,18 @@ class KeysAndValues(CachedRows):
         """Attention of the T newest tokens over everything cached, as `ops.decode_attention`.
 
         Args:
-            q: (B, H_q, T, D_k), queries of the T tokens appended last; more than 32 go through
-                `ops.extend_attention`.
-            before: how many of the newest tokens of every row come after these T; they are not seen.
+            q: (B, H_q, T, D_k), queries of the T tokens appended last; more than 32 use `ops.extend_attention`.
+            before: how many of the newest tokens of every row follow these T; they are not visible to the queries.
             options: softmax_scale, window_size, softcap, … of `ops.decode_attention`.
 
         Raises:
-            ValueError: more queries than tokens cached, or an option that does not fit.
+            ValueError: more queries than cached tokens, or an invalid option.
         """
         return self.attend_from((q,), before, {**options})
 
 
 class DecoupledKeysAndValues(CachedRows):
-    """How a layer of decoupled attention is called."""
+    """append and attend of a layer of decoupled attention."""
 
     def append(
         self,
@@ -275,9 +274,9 @@ class DecoupledKeysAndValues(CachedRows):
         will_attend: bool = True,
         rope: Rope | None = None,
     ) -> None:
-        """Quantizes and stores T tokens a row: (B, H_kv, T, D) each, or flat (B, T, dim).
+        """Quantizes and stores T tokens per row: (B, H_kv, T, D) each, or flat (B, T, dim).
 
-        Arguments and errors as in `LayerKVCache.append`; ``rope`` turns k_geo.
+        Arguments and errors as in `LayerKVCache.append`; ``rope`` is applied to k_geo.
         """
         new = {"k_sem": k_sem, "k_geo": k_geo, "v": v}
         self.append_streams(new, new_lens, cache_leftpad, will_attend, rope)
@@ -294,7 +293,7 @@ class DecoupledKeysAndValues(CachedRows):
 
         Args:
             q_sem: (B, H_q, T, D_sem); q_geo: (B, H_q, T, D_geo).
-            before: how many of the newest tokens of every row come after these T; they are not seen.
+            before: how many of the newest tokens of every row follow these T; they are not visible to the queries.
             options: sem_scale, geo_scale, window_size, … of the op.
         """
         return self.attend_from((q_sem, q_geo), before, {**options})

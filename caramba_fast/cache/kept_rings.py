@@ -1,7 +1,7 @@
-"""KeptRings: the fp16 rings of some rows as they were, for rows that are fed tokens which are taken back.
+"""KeptRings: a snapshot of the fp16 rings of some rows, for tokens that are appended and rolled back later.
 
-A ring forgets what is `tail_slack` tokens or more behind what it needs. Where more tokens than that come and go again,
-only a copy has what it held.
+A ring overwrites its oldest slots, so it can undo only up to `tail_slack` tokens by itself. For longer rollbacks the
+overwritten values exist only in a copy.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class KeptRings:
     """Copies of the rings of some rows.
 
     Args:
-        cache: has the rows.
-        lengths: of each of these rows, how many of its tokens stay; it may hold one more by now.
+        cache: the cache with the rows.
+        lengths: row -> the number of its tokens to keep; the row may already hold one more.
     """
 
     def __init__(self, cache: ModelKVCache, lengths: Mapping[int, int]) -> None:
@@ -43,9 +43,9 @@ class KeptRings:
         return _LayerRings(rings, [held[row] for row in self.lengths])
 
     def put_back(self, cache: ModelKVCache) -> None:
-        """These rows are what they were, but for rows that are shorter by now, which stay as they are.
+        """Restores these rows, except rows that have become shorter, which are left unchanged.
 
-        Where it is interrupted, it may be done again.
+        If it is interrupted, it may be called again.
         """
         for layer, kept in zip(cache, self._layers, strict=True):
             host = layer.lengths.host

@@ -1,6 +1,6 @@
-"""LayerKVCache and DecoupledLayerKVCache: what one attention layer has seen, appended to and attended from.
+"""LayerKVCache and DecoupledLayerKVCache: the cache of one attention layer.
 
-Both are names over `LayerCache`, which says how tokens come in and are read; how rows shrink, grow and move is
+Both add stream names to `LayerCache`, which appends and attends. Cropping, growing and reordering rows is in
 `LayerRows`.
 """
 
@@ -34,19 +34,20 @@ class LayerCache(LayerRows):
 
     Args:
         batch_size: rows.
-        max_seq_len: tokens a row can hold.
+        max_seq_len: capacity of a row in tokens.
         dims: width of each stream over all kv heads.
         configs: storage of each stream, same keys.
-        device: where the buffers live.
+        device: device of the buffers.
         n_kv_heads: kv heads; every width is a multiple of it.
-        page_size: None for a contiguous cache (memory for max_seq_len tokens a row, rounded up to 128),
-            else tokens of a page, a multiple of 32.
+        page_size: None for a contiguous cache (memory for max_seq_len tokens per row, rounded up to 128), else tokens
+            per page, a multiple of 32.
         num_pages: pages of the pool; by default enough for every row to reach max_seq_len.
-        query_rms: what `LayerShape.query_rms` is; asked where a stream of keys divides its bytes (q4_channel with
-            fit "mse"). None for channels whose errors count the same.
+        query_rms: as `LayerShape.query_rms`; called if a key stream splits its bytes between channels (q4_channel with
+            fit "mse"). None to weight the errors of all channels equally.
 
     Attributes:
-        attended_again: later layers attend to what is stored here as well: the tails stay wide until the next change.
+        attended_again: whether later layers also attend to this cache; widened tails are then kept until the next
+            change.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class LayerCache(LayerRows):
         heads = {name: dim // n_kv_heads for name, dim in dims.items()}
         lanes = Lanes.of(n_kv_heads, *heads.values())
         blocks, pages = (batch_size, capacity(max_seq_len)), None
-        with torch.inference_mode(False):  # buffers made under it could not be written outside it
+        with torch.inference_mode(False):  # else buffers are read-only outside of it
             if page_size is not None:
                 per_row = -(-max_seq_len // page_size)
                 blocks = (num_pages or batch_size * per_row, page_size)
@@ -98,13 +99,13 @@ class LayerCache(LayerRows):
     ) -> tuple[Tensor, ...]:
         """Every stream dequantized, in the model's basis: (B, H_kv, pos, D); 0 past a row's length.
 
-        The codes are read, not the fp16 tail or sinks, but for tokens that by channel have no codes.
+        Reads the codes, not the fp16 tail or sinks, except for tokens of per-channel kinds that have no codes yet.
 
         Args:
-            dtype: of the tensors.
-            cache_leftpad: (B,) int32, leading slots that hold padding, as they were given to `append`.
-            as_read: with tail and sinks as attention of the newest token reads them. A tail reaches residual_len tokens
-                back from each query: of several new ones the earlier would read more in fp16.
+            dtype: dtype of the tensors.
+            cache_leftpad: (B,) int32, leading slots that hold padding, as given to `append`.
+            as_read: use the tail and sinks as attention of the newest token does. A tail reaches residual_len tokens
+                back from each query, so earlier queries of a multi-token step would read more in fp16.
         """
         self.narrow_tails()
         position = torch.arange(self.pos, device=self.device)
@@ -131,13 +132,13 @@ class LayerCache(LayerRows):
         will_attend: bool,
         rope: Rope | None = None,
     ) -> None:
-        """`KeysAndValues.append` of the streams by name."""
+        """`KeysAndValues.append`, with the streams by name."""
         if self._widened:
             self.narrow_tails()
         if new_lens is not None or not self.append_again((*new.values(),), cache_leftpad, rope):
             self._append_anew(new, new_lens, cache_leftpad, will_attend, rope)
 
-    @torch.no_grad()  # a cache holds numbers, not a graph
+    @torch.no_grad()  # a cache holds no autograd graph
     def _append_anew(
         self,
         new: dict[str, Tensor],
@@ -170,7 +171,7 @@ class LayerCache(LayerRows):
         try:
             self.plans.append(tuple(new.values()), self.seq_lens, options)
         except BaseException:
-            if self.pages is not None:  # nothing was written: the pages reserved for it go back
+            if self.pages is not None:  # nothing was written: free the reserved pages
                 self.pages.shrink(self.lengths.host)
             self.narrow_tails()
             raise
@@ -182,7 +183,7 @@ class LayerCache(LayerRows):
         cache_leftpad: Tensor | None = None,
         rope: Rope | None = None,
     ) -> bool:
-        """A step like an earlier one, in a contiguous cache: whether it was one, and is done; else nothing is.
+        """Fast path for a step like an earlier one in a contiguous cache; otherwise returns False, changing nothing.
 
         Args:
             new: (B, H_kv, T, D) of each stream.
@@ -207,7 +208,7 @@ class LayerCache(LayerRows):
         return True
 
     def _grown(self, tokens: int) -> None:
-        """The host takes note that each row holds ``tokens`` more."""
+        """Updates the host's lengths: each row holds ``tokens`` more."""
         lengths = self.lengths
         lengths.host = [length + tokens for length in lengths.host]
         lengths.newest, lengths.query_lens = tokens, None
@@ -219,12 +220,12 @@ class LayerCache(LayerRows):
             moved = self.pages.reserve(self.lengths.host, added)
             try:
                 self.copy_pages(moved)
-            except BaseException:  # no memory, or an interrupt: rows read what they read before
+            except BaseException:  # out of memory, or an interrupt: restore the old pages
                 self.pages.take_back(moved, self.lengths.host)
                 raise
 
     def before_replay(self) -> None:
-        """The host's part of an append of one token a row whose device work was recorded: makes room.
+        """The host's part of a captured append of one token per row: makes room.
 
         Raises:
             ValueError, OutOfPagesError: as `append`.
@@ -233,24 +234,24 @@ class LayerCache(LayerRows):
         self._make_room(1, [1] * self.batch_size)
 
     def after_replay(self) -> None:
-        """The host takes note of the token that the recorded append has written to each row."""
+        """Updates the host's lengths after a captured append wrote one token to each row."""
         self._grown(1)
 
     # -- reading ------------------------------------------------------------------------
 
     @property
     def attendable(self) -> int:
-        """Most newest tokens that can be attended from at once, where there is a tail."""
+        """Most of the newest tokens that can be queries at once, if there is a tail."""
         return max(self.tail_slack, self._widened)
 
     def attend_from(self, queries: tuple[Tensor, ...], before: int, options: dict[str, Any]) -> Any:
-        """`KeysAndValues.attend` with the queries of each key stream."""
+        """`KeysAndValues.attend`, with the queries of each key stream."""
         slots, lengths = None, self.lengths
         longest = max(lengths.host)
         self._check_tokens(queries[0], before, longest)
         pad = options.get("cache_leftpad")
         fits = self._begun_padded is None or self._begun_padded == (pad is not None)
-        if not fits and (pad is None or isinstance(pad, Tensor)):  # a list is refused as one
+        if not fits and (pad is None or isinstance(pad, Tensor)):  # other types are refused later
             raise ValueError(
                 "cache_leftpad says where the sinks of a row begin: it goes with the first append and with every call "
                 "of attend, or with none of them"
@@ -278,7 +279,7 @@ class LayerCache(LayerRows):
         return (out, lse) if with_lse else out
 
     def _check_tokens(self, q: Tensor, before: int, longest: int) -> None:
-        """Raises ValueError unless so many of the newest tokens can be attended from."""
+        """Raises ValueError unless this many of the newest tokens can be queries."""
         tokens = q.shape[2] + before if q.ndim == 4 and before >= 0 else 0
         lengths = self.lengths
         if not 1 <= tokens <= max(longest, lengths.newest):
@@ -303,15 +304,15 @@ class LayerKVCache(LayerCache, KeysAndValues):
 
     Args:
         batch_size: rows.
-        max_seq_len: tokens a row can hold.
+        max_seq_len: capacity of a row in tokens.
         k_dim, v_dim: width of K and of V over all kv heads, ``n_kv_heads * head_dim`` each.
         k_cfg, v_cfg: how each is stored; by default fp16.
-        device: where the buffers live.
+        device: device of the buffers.
         n_kv_heads: kv heads; both widths must be multiples of it.
-        page_size, num_pages: a paged cache; see `LayerCache`, as for query_rms.
+        page_size, num_pages, query_rms: see `LayerCache`; the first two make a paged cache.
 
     Raises:
-        ValueError: a size that is not positive or does not divide, a block that does not fit.
+        ValueError: a size that is not positive or does not divide, or a block size that does not fit.
     """
 
     k: CacheTensor

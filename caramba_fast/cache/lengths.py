@@ -1,7 +1,7 @@
-"""How many tokens each row of a cache holds, and which of them the fp16 rings have.
+"""Row lengths of a cache, and which tokens its fp16 rings hold.
 
-Every decision is taken on a host mirror of the lengths; the device is written to and never read back, so no step waits
-for the GPU.
+All decisions use a host copy of the lengths. The device copy is only written, never read back, so no step waits for the
+GPU.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class RowLengths:
     Attributes:
         host: list of B ints.
         seq_lens: (B,) int32 on the device, updated in place, equal to ``host``.
-        newest: tokens of the last append, padding included; 0 after anything else.
-        query_lens: (B,) int32, how many of them are real in each row, or None for all.
+        newest: tokens of the last append, padding included; 0 after any other change.
+        query_lens: (B,) int32, how many of these are real in each row; None for all.
     """
 
     def __init__(self, batch_size: int, device: torch.device) -> None:
@@ -38,7 +38,7 @@ class RowLengths:
     def check_room(
         self, tokens: int, added: Sequence[int], max_seq_len: int, where: str = ""
     ) -> None:
-        """Raises ValueError unless row b can take ``added[b]`` of ``tokens``; ``where`` says what holds its own."""
+        """Raises ValueError unless row b can take ``added[b]`` of ``tokens``; ``where`` goes into the message."""
         for row, (length, count) in enumerate(zip(self.host, added, strict=True)):
             if not 0 <= count <= tokens:
                 raise ValueError(f"new_lens[{row}] is {count}; 0 to T={tokens} is allowed")
@@ -49,11 +49,11 @@ class RowLengths:
                 )
 
     def on_device(self, counts: Sequence[int]) -> Tensor:
-        """(B,) int32 beside ``seq_lens``."""
+        """``counts`` as a (B,) int32 tensor on the device of ``seq_lens``."""
         return torch.tensor(counts, dtype=torch.int32).to(self.seq_lens.device, non_blocking=True)
 
     def advance(self, tokens: int, added: Sequence[int], query_lens: Tensor | None) -> None:
-        """Row b grows by ``added[b]`` of the ``tokens`` appended; ``query_lens`` says so on the device."""
+        """Row b grows by ``added[b]`` of ``tokens``; ``query_lens`` is ``added`` on the device, or None for all."""
         self.host = [length + count for length, count in zip(self.host, added, strict=True)]
         self.seq_lens.add_(tokens if query_lens is None else query_lens)
         self.newest, self.query_lens = tokens, query_lens
@@ -65,7 +65,7 @@ class RowLengths:
         self.newest, self.query_lens = 0, None
 
     def select_rows(self, rows: Sequence[int]) -> RowLengths:
-        """Lengths of a cache whose row b is what row ``rows[b]`` is here."""
+        """Lengths of a cache whose row b is row ``rows[b]`` of this one."""
         other = RowLengths(len(rows), self.seq_lens.device)
         other.set([self.host[row] for row in rows])
         return other
@@ -98,19 +98,19 @@ class RowLengths:
 
 
 class TailKeeper:
-    """Per row, the lowest position whose fp16 values are in the ring.
+    """Tracks, per row, the lowest position whose fp16 values are in the ring.
 
-    A row that grows overwrites the oldest slots. That follows from its length, so an append tells nothing here.
+    A growing row overwrites the oldest slots, which follows from its length, so appends are not reported here.
 
-    Cropping up to tail_slack tokens loses nothing. A deeper crop needs positions whose slots were overwritten: those
-    are put back from their codes, so that every read stays correct, at the codes' precision.
+    Cropping up to tail_slack tokens loses nothing. A deeper crop needs positions whose slots were overwritten; these
+    are restored from their codes, so that every read stays correct, at the codes' precision.
 
     Args:
         batch_size: rows.
         size: slots of the ring; 0 for no ring.
 
     Attributes:
-        lowest: as it was when a row was last shortened or moved; see `held_from`.
+        lowest: the lowest positions when rows were last shortened or reordered; see `held_from`.
     """
 
     def __init__(self, batch_size: int, size: int) -> None:
@@ -124,7 +124,7 @@ class TailKeeper:
         return [max(low, n - self.size) for low, n in zip(self.lowest, lengths, strict=True)]
 
     def lost(self, before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int, int]]:
-        """(row, start, stop) of what the ring lacks when rows go from ``before`` to ``after`` tokens."""
+        """(row, start, stop) of positions missing from the ring when rows go from ``before`` to ``after`` tokens."""
         found = []
         held = zip(before, after, self.held_from(before), strict=True)
         for row, (old, new, low) in enumerate(held):
@@ -134,26 +134,26 @@ class TailKeeper:
         return found
 
     def shortened(self, before: Sequence[int], after: Sequence[int]) -> None:
-        """Rows went from ``before`` to ``after`` tokens, and what was `lost` has been put back."""
+        """Records that rows shrank from ``before`` to ``after`` tokens and that `lost` positions were restored."""
         held = zip(before, after, self.held_from(before), strict=True)
         for row, (old, new, low) in enumerate(held):
             if new < old:
                 self.lowest[row] = min(low, self._needed(new))
 
     def _needed(self, length: int) -> int:
-        """The lowest position of a row that may be read again: its newest tokens may be removed and come back."""
+        """The lowest position that may be read from the ring again, even if newest tokens are cropped and replaced."""
         return max(0, length - self.size + 1)
 
     def select_rows(self, rows: Sequence[int]) -> TailKeeper:
-        """The keeper of a cache whose row b is what row ``rows[b]`` is here."""
+        """The keeper of a cache whose row b is row ``rows[b]`` of this one."""
         other = TailKeeper(len(rows), self.size)
         other.lowest = [self.lowest[row] for row in rows]
         return other
 
     def reordered_unknown(self) -> None:
-        """Rows were permuted by an order the host does not know: assume the worst for each."""
+        """Records a permutation unknown to the host: assumes the worst case for every row."""
         self.lowest = [max(self.lowest)] * len(self.lowest)
 
     def reordered(self, rows: Sequence[int]) -> None:
-        """Row b is now what row ``rows[b]`` was."""
+        """Records that row b is now the former row ``rows[b]``."""
         self.lowest = [self.lowest[row] for row in rows]

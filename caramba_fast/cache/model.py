@@ -1,4 +1,4 @@
-"""ModelKVCache: the caches of all layers of a model, moved together."""
+"""ModelKVCache: the caches of all layers of a model, changed together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PrefillMode = Literal["exact", "stored"]
 
 
 class StreamConfigs(TypedDict, total=False):
-    """How each stream of a cache is stored: K and V, or both keys of decoupled attention and V."""
+    """Storage of each stream of a cache: K and V, or both key streams of decoupled attention and V."""
 
     k_sem_cfg: KVCacheTensorConfig | None
     k_geo_cfg: KVCacheTensorConfig | None
@@ -30,7 +30,7 @@ class StreamConfigs(TypedDict, total=False):
 
 
 class SpreadCacheOptions(TypedDict, total=False):
-    """Options of a `ModelKVCache` whose pages another argument describes."""
+    """Options of a `ModelKVCache` whose page size is determined by another argument."""
 
     device: torch.device | str
     prefill: PrefillMode
@@ -52,8 +52,8 @@ class ModelCacheOptions(StreamConfigs, total=False):
 class LayerShape:
     """What one layer caches: widths of K and V over all kv heads.
 
-    ``query_rms``, if known, gives the root mean square of the queries that meet each channel of a stream of keys,
-    (H_kv, D) float32, by the stream's name; it is called when a cache is made that needs it (`LayerKVCache`).
+    ``query_rms``, if known, returns for each key stream, by name, the root mean square of the queries per key channel,
+    (H_kv, D) float32. It is called when a cache that needs it is made (`LayerKVCache`).
     """
 
     k_dim: int
@@ -68,7 +68,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class DecoupledLayerShape:
-    """What one layer of decoupled attention caches: widths of its streams over all kv heads; as `LayerShape`."""
+    """What one layer of decoupled attention caches: widths of its streams over all kv heads. See `LayerShape`."""
 
     k_sem_dim: int
     k_geo_dim: int
@@ -86,7 +86,7 @@ AnyLayerShape = LayerShape | DecoupledLayerShape
 
 
 class ModelKVCache:
-    """One cache a layer, all of the same length.
+    """One cache per layer, all of the same length.
 
     Args:
         layers: shapes of the model's layers (a model's ``cache_layout``).
@@ -95,11 +95,11 @@ class ModelKVCache:
         prefill: "exact": a prompt on an empty cache attends to its exact K and V while they are
             quantized; "stored": it attends to what the cache will return.
         k_sem_cfg, k_geo_cfg: storage of the keys of decoupled layers; by default ``k_cfg``.
-        page_size: tokens of a page for paged caches; None for contiguous ones.
-        num_pages: pages of each layer's pool.
+        page_size: tokens per page (block size) of a paged cache; None for a contiguous one.
+        num_pages: pages in each layer's pool.
 
     Raises:
-        ValueError: what `LayerKVCache` raises.
+        ValueError: as `LayerKVCache`.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class ModelKVCache:
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens a row can hold."""
+        """Capacity of a row in tokens."""
         return self.layers[0].max_seq_len
 
     @property
@@ -179,23 +179,24 @@ class ModelKVCache:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of codes and scales that one cached token of one row takes, over all layers."""
+        """Bytes of codes and scales per cached token of one row, over all layers."""
         return sum(layer.bytes_per_token for layer in self.layers)
 
     def restore(self, row_lengths: list[int]) -> None:
-        """Goes back to lengths that held before, in layers that have moved on and those that have not.
+        """Rolls all layers back to earlier lengths after a forward pass that failed half way.
 
-        For a forward pass that failed half way; ``row_lengths`` is what the property said before.
+        Args:
+            row_lengths: the property's value from before the pass.
         """
         for layer in self.layers:
             layer.set_lengths(row_lengths)
 
     @contextmanager
     def unchanged_by_errors(self, tokens: int) -> Iterator[None]:
-        """What fails within it leaves the cache as it was, the fp16 rings included, however far it came.
+        """Context that restores the cache, fp16 rings included, if its body raises.
 
         Args:
-            tokens: most that it adds to a row; rings that have slack for them are not copied.
+            tokens: most tokens that the body appends to a row; rings with enough slack for them are not copied.
         """
         before = self.row_lengths
         kept = {layer: layer.tail_state() for layer in self if tokens > layer.tail_slack}
@@ -209,12 +210,13 @@ class ModelKVCache:
 
     @property
     def reach(self) -> AttentionLimits:
-        """Limits of every read of the cache, in all layers; a decode plan sets them.
+        """Limits of every read of the cache, in all layers, set by a decode plan.
 
-        A prompt on an empty cache with ``prefill="exact"`` does not read the cache: it is not limited.
+        They do not apply to a prompt on an empty cache with ``prefill="exact"``, which does not read the cache.
+        Setting an equal value keeps the current object.
 
         Raises:
-            ValueError: (when set) a limit below 1. The object stays while what is set is equal to it.
+            ValueError: (when set) a limit below 1.
         """
         return self.layers[0].reach
 
@@ -228,7 +230,7 @@ class ModelKVCache:
 
     @contextmanager
     def reading_all_slots(self) -> Iterator[None]:
-        """Within it, attention names all slots: what is recorded there serves every length."""
+        """Context in which attention is passed all slots, so that a CUDA graph captured there serves every length."""
         for layer in self.layers:
             layer.reads_all_slots = True
         try:
@@ -238,10 +240,10 @@ class ModelKVCache:
                 layer.reads_all_slots = False
 
     def replay(self, run: Callable[[], None]) -> None:
-        """Runs a recorded forward pass of one token a row: ``run`` is the device's part of it.
+        """Replays a captured forward pass of one token per row; ``run`` launches its device work.
 
         Raises:
-            ValueError, OutOfPagesError: there is no room; call `restore` after it.
+            ValueError, OutOfPagesError: there is no room; call `restore` afterwards.
         """
         for layer in self.layers:
             layer.before_replay()
@@ -250,7 +252,7 @@ class ModelKVCache:
             layer.after_replay()
 
     def crop(self, n: Counts) -> None:
-        """Removes the newest ``n`` tokens (int, or one count a row) in every layer."""
+        """Removes the newest ``n`` tokens (an int, or one count per row) in every layer."""
         for layer in self.layers:
             layer.crop(n)
 
@@ -265,12 +267,12 @@ class ModelKVCache:
             layer.reorder(beam_idx)
 
     def select_rows(self, rows: Sequence[int]) -> ModelKVCache:
-        """A new cache whose row b holds what row ``rows[b]`` holds here (`LayerCache.select_rows`)."""
+        """A new cache whose row b is row ``rows[b]`` of this one (`LayerCache.select_rows`)."""
         other = copy.copy(self)
         other.layers = [layer.select_rows(rows) for layer in self.layers]
         return other
 
     def reset(self) -> None:
-        """Forgets everything; the memory stays allocated."""
+        """Removes all tokens; the memory stays allocated."""
         for layer in self.layers:
             layer.reset()

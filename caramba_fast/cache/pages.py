@@ -1,7 +1,7 @@
-"""Pages: fixed-size pieces of a pool that rows take as they grow, share, and give back.
+"""Pages (blocks): fixed-size units of a pool that rows allocate as they grow, share, and free.
 
-A page has a reference count. Rows that continue from the same tokens share pages; a shared page is copied
-before a row writes into it.
+Pages are reference-counted. Rows with the same prefix share pages; a shared page is copied before a row writes to it
+(copy-on-write).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class PageAllocator:
 
     @property
     def free(self) -> int:
-        """Pages nobody holds."""
+        """Number of free pages."""
         return len(self._free)
 
     def take(self) -> int:
-        """A free page, held once; raises OutOfPagesError when there is none."""
+        """Allocates a page with one reference; raises OutOfPagesError if none is free."""
         if not self._free:
             raise OutOfPagesError(f"all {len(self.references)} pages are in use")
         page = self._free.pop()
@@ -40,13 +40,13 @@ class PageAllocator:
         return page
 
     def share(self, page: int) -> int:
-        """One more holder of a page that is held."""
+        """Adds a reference to a page in use; returns the page."""
         self._check_held(page, "shared")
         self.references[page] += 1
         return page
 
     def release(self, page: int) -> None:
-        """One holder less; the last one frees the page."""
+        """Drops a reference; the last one frees the page."""
         self._check_held(page, "released")
         self.references[page] -= 1
         if not self.references[page]:
@@ -62,14 +62,14 @@ class PageAllocator:
 
 
 class PageTable:
-    """Which pages hold which row, on the host and as the (B, pages) int32 tensor kernels read.
+    """The block table: pages of each row, on the host and as the (B, pages) int32 tensor that kernels read.
 
     Args:
         batch_size: rows.
         pages_per_row: most pages of one row.
-        page_size: tokens of a page.
+        page_size: tokens per page.
         allocator: the pool.
-        device: where the tensor lives; -1 stands where a row has no page.
+        device: device of the tensor, which holds -1 where a row has no page.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class PageTable:
         self.tensor = torch.full((batch_size, pages_per_row), -1, dtype=torch.int32, device=device)
 
     def reserve(self, held: Sequence[int], added: Sequence[int]) -> list[tuple[int, int]]:
-        """Makes room for ``added[b]`` tokens behind the ``held[b]`` of each row.
+        """Makes room for ``added[b]`` tokens after the ``held[b]`` of each row.
 
         Returns:
-            (from, to) pages whose content has to be copied before writing: they were shared.
+            (from, to) pages whose contents must be copied before writing, because they were shared.
 
         Raises:
-            OutOfPagesError: before anything has changed.
+            OutOfPagesError: too few free pages; nothing has changed then.
         """
         growing = [row for row, count in enumerate(added) if count]
         new = {
@@ -127,7 +127,7 @@ class PageTable:
         return moved
 
     def take_back(self, moved: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
-        """Undoes `reserve`, which returned ``moved``, of rows that hold ``lengths``: nothing was copied."""
+        """Undoes a `reserve` that returned ``moved``, for rows that hold ``lengths``, if the copies failed."""
         shared = {copy: old for old, copy in moved}
         for row in self.rows:
             for place, page in enumerate(row):
@@ -138,7 +138,7 @@ class PageTable:
         self._publish()
 
     def shrink(self, lengths: Sequence[int]) -> None:
-        """Gives back the pages past each row's length."""
+        """Frees the pages past each row's length."""
         changed = False
         for row, length in enumerate(lengths):
             keep = -(-length // self.page_size)
@@ -150,7 +150,7 @@ class PageTable:
             self._publish()
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Row b takes the pages of row ``order[b]``, shared, not copied."""
+        """Row b gets the pages of row ``order[b]``, shared, not copied."""
         rows = [[self.allocator.share(page) for page in self.rows[row]] for row in order]
         for row in self.rows:
             for page in row:
@@ -159,7 +159,7 @@ class PageTable:
         self._publish()
 
     def select_rows(self, rows: Sequence[int]) -> PageTable:
-        """A table whose row b shares the pages of row ``rows[b]``, from the same pool."""
+        """A table over the same pool whose row b shares the pages of row ``rows[b]``."""
         other = PageTable(
             len(rows), self._width, self.page_size, self.allocator, self.tensor.device
         )

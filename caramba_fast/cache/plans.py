@@ -1,7 +1,7 @@
-"""LayerPlans: the calls of the ops that one layer makes, each checked and made flat once (`ops.plan`).
+"""LayerPlans: cached op calls of one layer, each checked and flattened once (`ops.plan`).
 
-A plan holds for the streams it was made of. A tail that is widened and buffers that grow or move give a
-stream another view; with the first call that sees it all plans of the old ones are dropped.
+Plans are valid for the buffers they were made with. Widened tails and buffers that grow or move give a stream a new
+view; the first call that sees it drops all plans of the old views.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from caramba_fast.ops.extend_attention import decoupled_extend_op, extend_op, wi
 from caramba_fast.ops.plan import CallPlan
 from caramba_fast.ops.registry import Op
 
-#: Plans a layer keeps; a server's batches have many sizes, and come back to them.
+#: Most plans that a layer keeps: a server's batches have many recurring sizes.
 MOST_PLANS = 64
 
-#: By stream, the ``tail`` and the ``sink`` of a view, where other rows than the streams' have them.
+#: Stream name -> the ``tail`` and ``sink`` to use instead of the stream's own, for calls on other rows.
 Sides = Mapping[str, Mapping[str, Tensor]]
 
 
 class LayerOps(NamedTuple):
-    """The ops of a kind of layer."""
+    """The ops of standard or decoupled layers."""
 
     append: Op
     decode: Op
@@ -46,7 +46,7 @@ OPS = {
 
 
 class LayerPlans:
-    """Calls of the ops on the streams of one layer; lengths and pages are the caller's.
+    """Op calls on the streams of one layer; the caller provides lengths and pages.
 
     Args:
         streams: by name, v last.
@@ -70,10 +70,10 @@ class LayerPlans:
         options: Mapping[str, Any],
         sides: Sides | None = None,
     ) -> None:
-        """Writes (B, H_kv, T, D) of each stream behind ``start`` (B,); options as of `ops.append_`, without None.
+        """Writes (B, H_kv, T, D) of each stream after ``start`` (B,); options as in `ops.append_`, without None.
 
         Args:
-            sides: rings and sinks of these rows in place of the streams' own.
+            sides: rings and sinks of these rows, instead of the streams' own.
         """
         tensors, lent = (*new, start), _lent(sides) if sides else {}
         if self.append_as_before(tensors, {**options, **lent} if lent else options):
@@ -83,7 +83,7 @@ class LayerPlans:
         self._first(self.ops.append, plan, tensors, options, lent, None)
 
     def append_as_before(self, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> bool:
-        """Whether an append differs from an earlier one in numbers alone; it is done then."""
+        """Runs the append and returns True if it differs from an earlier one only in tensor contents; else False."""
         plan = self._find(self.ops.append, tensors, options, None)
         if plan is None:
             return False
@@ -101,10 +101,10 @@ class LayerPlans:
         slots: int | None = None,
         sides: Sides | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """out and lse over what is stored, or its first ``slots``; any number of query tokens.
+        """out and lse over all slots, or the first ``slots``, for any number of query tokens.
 
-        Arguments and options as of `ops.decode_attention`; of `ops.extend_attention` for more than 32 queries.
-        ``sides`` are rings and sinks of these rows in place of the streams' own.
+        Arguments and options as in `ops.decode_attention`, or `ops.extend_attention` for more than 32 queries.
+        ``sides`` are rings and sinks of these rows, instead of the streams' own.
         """
         extends = queries[0].shape[2] > MAX_QUERY_TOKENS
         op = self.ops.extend if extends else self.ops.decode
@@ -129,7 +129,7 @@ class LayerPlans:
         return found
 
     def _again(self, plan: CallPlan, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
-        """Another call that a plan serves, straight to the extension where that keeps it and nobody watches."""
+        """Repeats a planned call, directly in the C++ extension if that keeps the call and nothing observes ops."""
         direct, op = plan.replay.direct, plan.op
         if direct is None or op.call is not op.overload or torch._C._len_torch_dispatch_stack():
             return plan.again(tensors, options)
@@ -149,7 +149,7 @@ class LayerPlans:
         lent: Mapping[str, Tensor],
         slots: int | None,
     ) -> Any:
-        """Runs a plan and keeps it; what is ``lent`` changes from call to call like an option."""
+        """Runs a new plan and keeps it; ``lent`` tensors may change from call to call, like options."""
         plan.stated = {name: value for name, value in plan.stated.items() if name not in lent}
         given = {**options, **lent}
         found = plan.rehearse(tensors, given)
@@ -158,7 +158,7 @@ class LayerPlans:
 
     def _current(self, slots: int | None = None) -> list[KVView]:
         """The views of the streams, or of their first ``slots``; the same objects while none is replaced."""
-        if torch.compiler.is_compiling():  # what is made while tracing is of the trace
+        if torch.compiler.is_compiling():  # objects made while tracing belong to the trace
             views = [stream.view for stream in self.streams.values()]
             return views if slots is None else [view.slice(slots) for view in views]
         if not self._is_current():
@@ -209,7 +209,7 @@ class LayerPlans:
 
 
 def _lent(sides: Sides) -> dict[str, Tensor]:
-    """Rings and sinks of other rows, as the ops name them."""
+    """Rings and sinks of other rows, under the names of the ops' arguments."""
     return {f"{name}_{part}": x for name, side in sides.items() for part, x in side.items()}
 
 
@@ -228,9 +228,9 @@ def _with(sides: Sides | None, views: list[KVView], names: Iterable[str]) -> lis
 def _signature(
     op: Op, tensors: Sequence[Tensor], options: Mapping[str, Any], slots: int | None
 ) -> tuple[Any, ...]:
-    """Op, slots, and whatever else a call shares with those that one plan serves: all but numbers in tensors.
+    """Key of a plan: the op, the slots, and everything about the arguments except the contents of tensors.
 
-    Loops, not generators: it runs twice a layer and step.
+    Plain loops instead of generators, because it runs twice per layer and step.
     """
     found: list[Any] = [op.name, slots]
     for x in tensors:

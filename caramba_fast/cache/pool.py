@@ -1,7 +1,7 @@
-"""PagePool: the pages of all layers of a model, which whoever schedules hands out to sequences.
+"""PagePool: the storage of the pages of all layers of a model, which a scheduler assigns to sequences.
 
-A page has the same number in every layer. Which sequence holds which page, and what stands in it, is known to the
-caller alone (`caramba_fast.serve`); here are the bytes.
+A page has the same number in every layer. The pool holds only bytes: which sequence owns which page, and what it
+contains, is tracked by the caller (`caramba_fast.serve`).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class PagePool:
 
     Args:
         layers: the model's ``cache_layout``.
-        page_size: tokens of a page, a multiple of 32.
-        num_pages: pages.
+        page_size: tokens per page, a multiple of 32.
+        num_pages: number of pages.
         max_seq_len: most tokens of a sequence.
-        device: where.
-        rings: sequences that are worked on at once: by channel each has a ring for its group that is not full, and
-            sinks of its own where the storage has them.
-        num_splits: of reads over several sequences, as in `ops.decode_attention`.
+        device: device of the buffers.
+        rings: most sequences that run at once. For per-channel kinds each needs a ring for its incomplete group, and
+            its own sinks if the storage has them.
+        num_splits: for reads over several sequences, as in `ops.decode_attention`.
         configs: `KVCacheTensorConfig` of the streams, keyword arguments of `ModelKVCache`.
 
     Raises:
-        ValueError: a storage with tails, which belong to one sequence, or more sinks than a page has tokens; or
-            what `ModelKVCache` raises.
+        ValueError: storage with a tail (``residual_len``), which belongs to one sequence; more sinks than a page has
+            tokens; or as `ModelKVCache`.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class PagePool:
         self.layers: list[LayerCache] = stored.layers
         self.group, self.rings = self.layers[0].group, rings
         self.sink_len = max(config.sink_len for config in storage.values()) if storage else 0
-        #: Whether sequences have something of their own beside their pages.
+        #: Whether sequences have rings or sinks of their own in addition to their pages.
         self.has_rings = bool(self._sides)
-        with torch.inference_mode(False):  # buffers made under it could not be written outside it
+        with torch.inference_mode(False):  # else buffers are read-only outside of it
             for stream in (stream for layer in self.layers for stream in layer.streams.values()):
-                # A group and no more: tokens are not taken back across groups.
+                # One group is enough: tokens are not rolled back across groups.
                 if stream.tail is not None:
                     stream.tail = stream.tail[:, :, : self.group].clone()
                 if stream.sink is not None:
                     stream.sink = stream.sink.new_empty(self.sink_rows, *stream.sink.shape[1:])
 
     def places(self, most: int) -> int:
-        """How many of ``most`` sequences may run at once: where the storage has rings, no more than there are."""
+        """How many of ``most`` sequences may run at once: at most the number of rings, if the storage has rings."""
         return min(most, self.rings) if self.has_rings else most
 
     @property
@@ -92,18 +92,18 @@ class PagePool:
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of the ring and the sinks of one sequence over all layers; 0 where the storage has none."""
+        """Bytes of the ring and the sinks of one sequence over all layers; 0 if the storage has none."""
         tails = sum(side.nbytes for side in self._sides) - self.sink_rows * self.sink_bytes
         return tails // self.rings + self.sink_bytes
 
     @property
     def sink_bytes(self) -> int:
-        """Bytes of the sinks of one sequence over all layers; 0 where the storage has none."""
+        """Bytes of the sinks of one sequence over all layers; 0 if the storage has none."""
         return sum(sink.nbytes for sink in self.sinks) // self.sink_rows
 
     @property
     def sink_rows(self) -> int:
-        """Sinks there is room for: of every ring, and behind them of first pages that sequences may find again."""
+        """Rows of sinks: first one per ring, then rows for cached first pages that later sequences may reuse."""
         return 2 * self.rings + self.num_pages // 16
 
     @property
@@ -125,7 +125,7 @@ class PagePool:
 
     @property
     def _sides(self) -> list[Tensor]:
-        """Rings and sinks, of which every sequence has a row."""
+        """Buffers of rings and sinks, with a row per sequence."""
         streams = (stream for layer in self.layers for stream in layer.streams.values())
         return [*(stream.tail for stream in streams if stream.tail is not None), *self.sinks]
 
@@ -137,47 +137,47 @@ class PagePool:
 
     @torch.no_grad()
     def read_ring(self, ring: int) -> PageBytes:
-        """What a ring holds, and the sinks beside it, on the CPU."""
+        """The contents of a ring and its sinks, copied to the CPU."""
         return [side[ring].to("cpu", copy=True) for side in self._sides]
 
     @torch.no_grad()
     def write_ring(self, ring: int, content: PageBytes) -> None:
-        """Puts what `read_ring` gave into another ring."""
+        """Writes the result of `read_ring` into a ring."""
         for side, part in zip(self._sides, content, strict=True):
             side[ring] = part.to(self.device)
 
     @torch.no_grad()
     def copy_sinks(self, source: int, target: int) -> None:
-        """Copies sinks to other ones; places are 0 to ``sink_rows`` - 1, those of the rings first."""
+        """Copies a row of sinks to another; rows are 0 to ``sink_rows`` - 1, those of the rings first."""
         for sink in self.sinks:
             sink[target] = sink[source]
 
     @torch.no_grad()
     def read_sinks(self, place: int) -> PageBytes:
-        """What sinks at a place hold, on the CPU; nothing where the storage has none."""
+        """The contents of a row of sinks, copied to the CPU; empty if the storage has none."""
         return [sink[place].to("cpu", copy=True) for sink in self.sinks]
 
     @torch.no_grad()
     def write_sinks(self, place: int, content: PageBytes) -> None:
-        """Puts what `read_sinks` gave into another place."""
+        """Writes the result of `read_sinks` into a row of sinks."""
         for sink, part in zip(self.sinks, content, strict=True):
             sink[place] = part.to(self.device)
 
     @torch.no_grad()
     def copy(self, moved: Sequence[tuple[int, int]]) -> None:
-        """Copies pages to others: (from, to)."""
+        """Copies pages, given as (from, to)."""
         for layer in self.layers:
             layer.copy_pages(moved)
 
     @torch.no_grad()
     def read(self, pages: Sequence[int]) -> PageBytes:
-        """What stands in ``pages``, as packed bytes on the CPU."""
+        """The contents of ``pages``, packed, copied to the CPU."""
         index = torch.tensor(list(pages), device=self.device)
         return [buffer.index_select(0, index).cpu() for buffer in self.page_buffers]
 
     @torch.no_grad()
     def write(self, pages: Sequence[int], content: PageBytes) -> None:
-        """Puts what `read` gave into other ``pages``."""
+        """Writes the result of `read` into ``pages``."""
         index = torch.tensor(list(pages), device=self.device)
         for buffer, part in zip(self.page_buffers, content, strict=True):
             buffer.index_copy_(0, index, part.to(self.device))
@@ -186,18 +186,18 @@ class PagePool:
     def sizes(
         layers: Sequence[AnyLayerShape], page_size: int, **configs: Unpack[StreamConfigs]
     ) -> tuple[int, int, int]:
-        """`page_bytes`, `ring_bytes` and `sink_bytes`, before anything is allocated."""
+        """`page_bytes`, `ring_bytes` and `sink_bytes`, computed without allocating anything."""
         one = PagePool(layers, page_size, 1, page_size, "meta", **configs)
         return one.page_bytes, one.ring_bytes, one.sink_bytes
 
 
 def without_slack(configs: Mapping[str, KVCacheTensorConfig]) -> dict[str, Any]:
-    """The storage with rings as short as they can be."""
+    """The storage with the shortest possible rings (``tail_slack=1``)."""
     return {name: config.model_copy(update={"tail_slack": 1}) for name, config in configs.items()}
 
 
 def check_shareable(configs: Mapping[str, KVCacheTensorConfig], page_size: int) -> None:
-    """Raises ValueError where pages, and sinks beside the first, would not hold all there is of a token."""
+    """Raises ValueError if pages, with the sinks of the first one, would not hold everything stored of a token."""
     for name, config in configs.items():
         if config.residual_len:
             raise ValueError(

@@ -1,15 +1,15 @@
-"""RaggedBatch: new tokens of many sequences side by side, without padding, over pages of a pool.
+"""RaggedBatch: new tokens of many sequences, concatenated without padding (varlen batch), over pages of a pool.
 
-A model's linear layers see N tokens and no rows. Attention takes those that came alone as one call of T = 1, and
-the stretches of prompts and drafts as another, cut into pieces of at most 32 queries; both are the ordinary ops
-over a block table, on whatever backend serves them. Sequences differ in length, so calls of several rows ask for a
-balanced schedule (``num_splits`` of `ops.decode_attention`) unless the pool says otherwise: no token waits for the
-longest sequence to be read by few.
+A model's linear layers see N tokens and no rows. Attention handles single decode tokens in one call with T = 1, and the
+stretches of prompts and drafts in another, cut into pieces of at most 32 queries. Both are the ordinary ops with a
+block table, on any backend. As sequences differ in length, calls with several rows use a balanced schedule
+(``num_splits`` of `ops.decode_attention`) unless the pool says otherwise, so that the longest sequence does not delay
+the step.
 
-By channel the tokens of a group that is not full are in the fp16 ring of their sequence. Stretches are cut where groups
-begin, so that each piece needs one group: it gets a ring of its own for the length of a layer, with what its sequence
-has of the first group, and what came goes back to the ring of the sequence. Sinks, where the storage has them, lie
-beside the ring of their sequence and are lent to the pieces in the same way.
+With per-channel kinds, the tokens of an incomplete group are in the fp16 ring of their sequence. Stretches are cut at
+group boundaries, so that each piece touches one group. For the duration of a layer, a piece gets a ring of its own,
+filled with its sequence's tokens of that group; new tokens are then written back to the sequence's ring. Sinks, if the
+storage has them, are stored with the ring of their sequence and lent to pieces in the same way.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Stretch(NamedTuple):
     """New tokens of one sequence.
 
     Attributes:
-        start: tokens it has in the pool before them.
-        tokens: how many come, 1 or more.
-        pages: its pages, in order, with room for them.
-        ring: its ring in the pool; of no meaning where the storage has none.
+        start: tokens of the sequence already in the pool.
+        tokens: number of new tokens, 1 or more.
+        pages: the sequence's pages, in order, with room for the new tokens.
+        ring: the sequence's ring in the pool; ignored if the storage has no rings.
     """
 
     start: int
@@ -46,14 +46,14 @@ class Stretch(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of a stretch that is one row of a call.
+    """A part of a stretch that is one row of an op call.
 
     Attributes:
-        first: its first token, of the N.
+        first: index of its first token among the N.
         start: tokens before it in its sequence.
-        length: how many.
-        pages: the sequence's.
-        row: which of the rings of this pass it uses.
+        length: number of tokens.
+        pages: pages of the sequence.
+        row: its ring among the rings of this pass.
         ring: the ring of its sequence in the pool.
     """
 
@@ -66,11 +66,11 @@ class Piece(NamedTuple):
 
 
 class _Group:
-    """Stretches, or pieces of some, that one call of an op takes: R rows of at most W tokens.
+    """The pieces of one op call: R rows of at most W tokens.
 
     Args:
-        pieces: one for each row.
-        pool: whose pages they are in.
+        pieces: one per row.
+        pool: the pool that holds their pages.
     """
 
     def __init__(self, pieces: Sequence[Piece], pool: PagePool) -> None:
@@ -88,13 +88,13 @@ class _Group:
         self.ends = integers([piece.start + piece.length for piece in pieces])
         rings = [piece.row for piece in pieces]
         ordered = rings == list(range(rings[0], rings[0] + self.rows))
-        #: Which rings of this pass the rows have; a slice wherever it can be, which needs no copy.
+        #: The rings of this pass that the rows use; a slice if possible, which needs no copy.
         self.rings: slice | Tensor = (
             slice(rings[0], rings[0] + self.rows) if ordered else integers(rings, torch.int64)
         )
         self.owners = integers([piece.ring for piece in pieces], torch.int64)
-        self.shared: dict[Any, Any] = {}  # what layers derive of these lengths (`sharing`)
-        #: Row, ring and place of every sink that is written: first tokens of sequences.
+        self.shared: dict[Any, Any] = {}  # what layers derive from these lengths (`sharing`)
+        #: Row, ring and position of each new token that is also written to a sink (first tokens of sequences).
         early = [
             (row, p.ring, place)
             for row, p in enumerate(pieces)
@@ -130,16 +130,16 @@ class _Group:
 
 
 class _Rings:
-    """The rings of one pass: one for each piece, filled from those of the sequences and given back.
+    """The rings of one pass: one per piece, filled from the sequences' rings and written back.
 
-    A sequence's ring has a group's tokens. A piece's has twice as many slots, as ops ask for whose queries may stand in
-    two groups; a piece's own stand in one.
+    A sequence's ring holds one group. A piece's ring has twice as many slots, because the ops require room for queries
+    in two groups, although those of a piece are in one.
 
     Args:
-        pieces: of all stretches, each within a group.
-        ends: where the stretch of each piece ends in its sequence.
-        size: tokens of a group.
-        device: where.
+        pieces: pieces of all stretches, each within one group.
+        ends: per piece, where its stretch ends in its sequence.
+        size: tokens per group.
+        device: device of index tensors.
     """
 
     def __init__(
@@ -159,11 +159,11 @@ class _Rings:
         self.size = size
 
     def taken(self, tail: Tensor) -> Tensor:
-        """(pieces, lanes, 2 * size, lane_dim): what each piece's sequence has in ``tail`` (rings, …)."""
+        """(pieces, lanes, 2 * size, lane_dim): the contents of each piece's sequence ring in ``tail`` (rings, …)."""
         return tail.index_select(0, self.of_rows).repeat(1, 1, 2, 1)
 
     def give_back(self, pieces: Tensor, tail: Tensor) -> None:
-        """Writes what the pieces have got into the rings of their sequences."""
+        """Writes the new tokens of the pieces back into the rings of their sequences."""
         tail[self.ring, :, self.slot % self.size] = pieces[self.row, :, self.slot]
 
 
@@ -171,14 +171,14 @@ class RaggedBatch:
     """What one forward pass appends and attends to.
 
     Args:
-        stretches: those of a single token before all others.
-        pool: whose pages they are in.
+        stretches: stretches of a single token must come before all others.
+        pool: the pool that holds their pages.
 
     Attributes:
         tokens: N.
         longest: tokens of the longest sequence, new ones included.
-        positions: (N,) int64 on the pool's device, the place of each token in its sequence.
-        layers: a `RaggedLayer` for each of the model's.
+        positions: (N,) int64 on the pool's device, the position of each token in its sequence.
+        layers: a `RaggedLayer` for each of the model's layers.
 
     Raises:
         ValueError: no stretches, an empty one, one without room, or a single token behind a longer stretch.
@@ -221,9 +221,9 @@ class RaggedBatch:
         return self.layers[index]
 
     def narrowed(self, rows: Tensor) -> RaggedLayer:
-        """The last layer, which stores all N tokens and attends from those of ``rows`` (M,) alone.
+        """The last layer, which stores all N tokens but attends only from those with indices ``rows`` (M,).
 
-        No layer follows: what the others would have seen nobody asks for.
+        No layer follows, so the outputs of the other tokens are not needed.
         """
         single = list[Piece]()
         firsts = [piece.first for piece in self._pieces]
@@ -237,7 +237,7 @@ class RaggedBatch:
 
 
 def _cut(start: int, tokens: int, group: int) -> list[tuple[int, int]]:
-    """Pieces (first, count) of a stretch: within a group by channel, else of at most 32 tokens."""
+    """Cuts a stretch into pieces (first, count): within one group for per-channel kinds, else of at most 32 tokens."""
     found, at = list[tuple[int, int]](), 0
     while at < tokens:
         most = group - (start + at) % group if group > 1 else MAX_QUERY_TOKENS
@@ -247,7 +247,7 @@ def _cut(start: int, tokens: int, group: int) -> list[tuple[int, int]]:
 
 
 def _halved(piece: Piece) -> list[Piece]:
-    """A piece of a large group as some of at most 32 queries."""
+    """Cuts a piece in a large group into pieces of at most 32 queries."""
     return [
         piece._replace(
             first=piece.first + at,
@@ -259,7 +259,7 @@ def _halved(piece: Piece) -> list[Piece]:
 
 
 class RaggedLayer:
-    """One layer of a batch: the part of `LayerKVCache` that a model's attention calls, for N tokens."""
+    """One layer of a batch: the part of the `LayerKVCache` interface that a model's attention uses, for N tokens."""
 
     is_empty = False
 
@@ -278,7 +278,7 @@ class RaggedLayer:
 
     @torch.no_grad()
     def append_tokens(self, *new: Tensor, rope: Rope | None = None) -> None:
-        """Stores N tokens: (N, H_kv, D) of each stream; ``rope`` as of `append`."""
+        """Stores N tokens: (N, H_kv, D) of each stream; ``rope`` as in `append`."""
         streams, rings = self.stored.streams, self.rings
         turning: dict[str, Tensor] = {}
         if rope is not None and len(self.groups) == 1 and self.groups[0].index is None:
@@ -296,16 +296,16 @@ class RaggedLayer:
             sides = self._sides(group)
             self.stored.plans.append(rows, group.starts, options, sides)
             self._keep_sinks(group, sides)
-            if group.early is None:  # else sinks of one row are another's as well
+            if group.early is None:  # else lent copies of sinks are out of date
                 self._lent[group] = sides
         if rings is not None:
             for name, stream in streams.items():
                 rings.give_back(self._tails[name], tail_of(stream))
 
     def attend_tokens(self, *queries: Tensor, **options: Any) -> Tensor:
-        """(N, H_q, D) each, or those of the rows that are wanted -> (N, H_q, D_v).
+        """(N, H_q, D) of each key stream, or only of the selected rows -> (N, H_q, D_v).
 
-        A token sees those of its sequence up to itself.
+        A token sees the tokens of its sequence up to itself.
         """
         found = []
         for group in self.queries:
@@ -325,11 +325,11 @@ class RaggedLayer:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def release(self) -> None:
-        """Lets go of what rows were lent, when a model has done with the layer: the next one has room in its place."""
+        """Frees the rings and sinks lent to rows; called when a model is done with the layer, for the next to reuse."""
         self._tails, self._lent = {}, {}
 
     def _sides(self, group: _Group) -> dict[str, dict[str, Tensor]]:
-        """Rings of a group's rows, and the sinks of their sequences; nothing where the storage has neither."""
+        """Rings of a group's rows and sinks of their sequences; empty if the storage has neither."""
         found: dict[str, dict[str, Tensor]] = {}
         for name, tail in self._tails.items():
             found.setdefault(name, {})["tail"] = tail[group.rings]
@@ -339,7 +339,7 @@ class RaggedLayer:
         return found
 
     def _keep_sinks(self, group: _Group, sides: dict[str, dict[str, Tensor]]) -> None:
-        """What first tokens of sequences have been written to sinks goes to those of the sequences."""
+        """Copies sinks that were written for first tokens back to the sequences' own sinks."""
         if group.early is None:
             return
         rows, rings, places = group.early
@@ -358,7 +358,7 @@ class RaggedLayer:
     ) -> None:
         """(N, H_kv, 1, D) of each stream, and None: rows of one token have no padding.
 
-        ``rope`` turns keys and queries (N, H_q, 1, D), as in `LayerKVCache.append`.
+        ``rope`` rotates keys and queries (N, H_q, 1, D), as in `LayerKVCache.append`.
         """
         *new, query_lens = args
         assert query_lens is None
@@ -370,7 +370,7 @@ class RaggedLayer:
 
 
 def tail_of(stream: CacheTensor) -> Tensor:
-    """The rings of a stream by channel."""
+    """The rings of a per-channel stream."""
     assert stream.tail is not None
     return stream.tail
 

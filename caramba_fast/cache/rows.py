@@ -1,7 +1,7 @@
-"""LayerRows: the rows of one layer, over its named streams: how they shrink, grow, change places, are saved and moved.
+"""LayerRows: cropping, growing, reordering, saving and moving the rows of one layer, over its named streams.
 
-The same for standard and decoupled attention, contiguous or paged, with or without tail and sinks. What a token is made
-of is asked of the streams; here is which tokens there are.
+The same code serves standard and decoupled attention, contiguous and paged caches, with or without tail and sinks. It
+tracks which tokens there are; how a token is stored is up to the streams.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from caramba_fast.config.kvcache import ring_size
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: Puts positions (row, start, stop) back into the rings.
+#: Restores positions (row, start, stop) in the rings.
 Refill = Callable[[int, int, int], None]
 
 
@@ -35,13 +35,13 @@ class LayerRows(CachedRows):
     Args:
         streams: by name, v last.
         batch_size, max_seq_len, n_kv_heads, device: as in `LayerCache`.
-        pages: where the rows' pages are; None for a contiguous cache.
+        pages: the block table; None for a contiguous cache.
 
     Attributes:
         tail: which positions the fp16 rings hold.
-        ring_len: tokens they hold; 0 where there are none.
-        group: tokens that are encoded together, by channel; else 1.
-        plans: the calls of the ops on these streams.
+        ring_len: tokens they hold; 0 if there are none.
+        group: tokens that per-channel kinds encode together; else 1.
+        plans: prepared op calls on these streams.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class LayerRows(CachedRows):
         self.tail = TailKeeper(batch_size, self.ring_len)
         self.plans = LayerPlans(streams, n_kv_heads)
         self.reads_all_slots, self.reach = False, AttentionLimits()
-        self._widened = 0  # tokens the tails have been given room for
-        self._begun_padded: bool | None = None  # whether sinks begin behind a leftpad, if known
+        self._widened = 0  # tokens that the tails have been widened for
+        self._begun_padded: bool | None = None  # whether sinks begin after a leftpad, if known
         vars(self).update(streams)  # each by its name
 
     # -- what they hold -------------------------------------------------------------------
@@ -77,7 +77,7 @@ class LayerRows(CachedRows):
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of codes and scales that one token of one row takes."""
+        """Bytes of codes and scales per token of one row."""
         found = 0.0
         for stream in self.streams.values():
             slots = stream.codes.shape[0] * stream.codes.shape[2]
@@ -85,9 +85,9 @@ class LayerRows(CachedRows):
         return found
 
     def stored(self, name: str, length: int, start: int = 0, rows: slice = ALL) -> Tensor:
-        """(B, H_kv, tokens, D) float32 of a stream from ``start`` to ``length``, from its codes, in the stored basis.
+        """Tokens ``start`` to ``length`` of a stream, decoded: (B, H_kv, tokens, D) float32, in the stored basis.
 
-        By channel the tokens of a group that is not full, and sinks, have no codes: anything stands there.
+        With per-channel kinds, sinks and tokens of an incomplete group have no codes; their values are arbitrary.
         """
         base, table, pages = 0, None, self.pages
         if pages is not None:
@@ -96,7 +96,7 @@ class LayerRows(CachedRows):
         return self.streams[name].values(table, length - base, start - base, rows)
 
     def copy_pages(self, moved: Sequence[tuple[int, int]]) -> None:
-        """Copies what is stored in pages of the pool to others: (from, to)."""
+        """Copies pages of the pool, given as (from, to)."""
         if not moved:
             return
         source, target = torch.tensor(moved, device=self.device).T
@@ -106,11 +106,11 @@ class LayerRows(CachedRows):
     # -- shorter --------------------------------------------------------------------------
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Shortens rows to ``lengths``, none longer than it is."""
+        """Shortens rows to ``lengths``, none of which may exceed the current length."""
         self.shorten(lengths, self.refill)
 
     def shorten(self, lengths: Sequence[int], refill: Refill) -> None:
-        """`set_lengths`, where ``refill`` knows what the rings have lost."""
+        """`set_lengths`, with ``refill`` restoring what the rings have lost."""
         self.narrow_tails()
         for place in self.tail.lost(self.lengths.host, lengths):
             refill(*place)
@@ -120,43 +120,43 @@ class LayerRows(CachedRows):
             self.pages.shrink(lengths)
 
     def refill(self, row: int, start: int, stop: int) -> None:
-        """Puts positions back into the rings from their codes."""
+        """Restores positions in the rings from their codes."""
         for name, stream in self.streams.items():
             values = self.stored(name, stop, start, slice(row, row + 1))
             stream.put_in_tail(row, start, stream.lanes.pack(values)[0])
 
     def narrow_tails(self) -> None:
-        """Gives up the room a tail was given for many tokens at once."""
+        """Undoes the temporary widening of tails."""
         if self._widened:
             for stream in self.streams.values():
                 stream.narrow_tail(self.seq_lens)
             self._widened = 0
 
     def tail_state(self) -> tuple[list[Tensor], list[int]]:
-        """Copies of the fp16 rings, for `restore_tail`: what they hold now cannot be had from the codes again."""
+        """Copies of the fp16 rings, for `restore_tail`: the codes do not preserve their exact values."""
         self.narrow_tails()
         rings = [stream.tail.clone() for stream in self.streams.values() if stream.tail is not None]
         return rings, self.tail.held_from(self.lengths.host)
 
     def restore_tail(self, state: tuple[list[Tensor], list[int]]) -> None:
-        """Puts rings back, after the rows have got the lengths they had then."""
+        """Restores the rings; call it after the rows have their former lengths again."""
         tails = [stream.tail for stream in self.streams.values() if stream.tail is not None]
         for tail, ring in zip(tails, state[0], strict=True):
             tail.copy_(ring)
         self.tail.lowest = list(state[1])
 
     def reset(self) -> None:
-        """Forgets everything; the memory stays allocated."""
+        """Removes all tokens; the memory stays allocated."""
         self.set_lengths([0] * self.batch_size)
 
     # -- other rows -----------------------------------------------------------------------
 
     def reorder(self, beam_idx: Tensor) -> None:
-        """Row b becomes what row ``beam_idx[b]`` was (beam search); a paged cache shares the pages.
+        """Reorders rows: new row b is old row ``beam_idx[b]`` (beam search). A paged cache shares pages.
 
         Args:
-            beam_idx: (B,) integer tensor; on cpu when the cache is paged or rows differ in length, since
-                nothing is ever read from a device.
+            beam_idx: (B,) integer tensor. It must be on the CPU if the cache is paged or rows differ in length,
+                because it is never read from a device.
         """
         _check_order(beam_idx, self.batch_size)
         self.narrow_tails()
@@ -178,11 +178,10 @@ class LayerRows(CachedRows):
             stream.permute(order, self.pos if self.pages is None else None)
 
     def select_rows(self, rows: Sequence[int]) -> Self:
-        """A new cache whose row b holds what row ``rows[b]`` holds here; this one stays as it is.
+        """A new cache whose row b is row ``rows[b]`` of this one, which is unchanged.
 
-        Rows may repeat or be left out, and there may be any number of them. A paged cache shares the pool and
-        the pages, which are copied when one of the rows writes; reset the one that is no longer needed, so
-        that its pages are free again.
+        Rows may repeat or be left out, and there may be any number of them. Paged caches share the pool and the pages
+        (copy-on-write); reset the cache that is no longer needed, to free its pages.
 
         Raises:
             ValueError: no rows, or one that does not exist.
@@ -196,7 +195,7 @@ class LayerRows(CachedRows):
         return self._with_streams(lambda stream: stream.select_rows(index, used), rows)
 
     def to(self, device: torch.device | str) -> Self:
-        """The cache on another device; itself where it is there already.
+        """A copy of the cache on another device; itself if it is already there.
 
         Raises:
             ValueError: a paged cache, whose pool may be shared.
@@ -215,11 +214,11 @@ class LayerRows(CachedRows):
     def _with_streams(
         self, change: Callable[[CacheTensor], CacheTensor], rows: Sequence[int]
     ) -> Self:
-        """A copy of some rows, with what ``change`` makes of each stream."""
+        """A copy of some rows, with ``change`` applied to each stream."""
         self.narrow_tails()
         other = copy.copy(self)
         other.batch_size = len(rows)
-        with torch.inference_mode(False):  # buffers made under it could not be written outside it
+        with torch.inference_mode(False):  # else buffers are read-only outside of it
             other.streams = {name: change(stream) for name, stream in self.streams.items()}
             other.lengths = self.lengths.select_rows(rows)
             other.pages = None if self.pages is None else self.pages.select_rows(rows)
@@ -231,7 +230,7 @@ class LayerRows(CachedRows):
     # -- other room -----------------------------------------------------------------------
 
     def grow(self, max_seq_len: int) -> None:
-        """Makes room for ``max_seq_len`` tokens a row, in new buffers; what is stored stays, byte by byte.
+        """Makes room for ``max_seq_len`` tokens per row, in new buffers; stored bytes are copied unchanged.
 
         Raises:
             ValueError: a paged cache.
@@ -243,16 +242,14 @@ class LayerRows(CachedRows):
             self.max_seq_len = max_seq_len
 
     def drop_front(self, count: int, max_seq_len: int) -> None:
-        """Forgets the first ``count`` tokens of every row; later tokens move to the front.
-
-        What stood in slot s stands in slot ``s - count``.
+        """Drops the first ``count`` tokens of every row; the contents of slot s move to slot ``s - count``.
 
         Args:
             count: a multiple of ``group``.
-            max_seq_len: room afterwards, for no fewer than the tokens that stay.
+            max_seq_len: capacity afterwards, at least the number of remaining tokens.
 
         Raises:
-            ValueError: a paged cache, one with sinks, rows that differ in length, or a count out of range.
+            ValueError: a paged cache, a cache with sinks, rows of different lengths, or a count out of range.
         """
         step = self.group
         if any(stream.sink is not None for stream in self.streams.values()):
@@ -271,7 +268,7 @@ class LayerRows(CachedRows):
         self.lengths.set([length - count for length in self.lengths.host])
 
     def _resize(self, slots: int, start: int, kept: int) -> None:
-        """Moves all streams to buffers of ``slots``, or where memory runs out none."""
+        """Moves all streams to buffers of ``slots``; if memory runs out, none."""
         with torch.inference_mode(False):
             found = [
                 (stream, stream.resized(slots, start, kept)) for stream in self.streams.values()
@@ -283,7 +280,7 @@ class LayerRows(CachedRows):
     # -- states ---------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the cache holds and how, as tensors, numbers and names; see `load_state_dict`.
+        """Contents and storage settings of the cache, as tensors, numbers and names; see `load_state_dict`.
 
         Raises:
             ValueError: a paged cache, whose pool may be shared.
@@ -301,12 +298,12 @@ class LayerRows(CachedRows):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the state of a cache of the same rows, streams and storage.
+        """Restores the state of a cache with the same rows, streams and storage.
 
-        Nothing is allocated on the word of a number: lengths are held against the tensors that are there.
+        Lengths are checked against the state's tensors, so a bad number cannot cause a large allocation.
 
         Raises:
-            ValueError: one that differs or contradicts itself, and in what; nothing has changed then.
+            ValueError: the state does not match or contradicts itself; the message says how. Nothing has changed then.
         """
         self.narrow_tails()
         sizes = {"batch_size": self.batch_size, "n_kv_heads": self.n_kv_heads}
@@ -321,7 +318,7 @@ class LayerRows(CachedRows):
         with torch.inference_mode(False), torch.no_grad():
             parts = {n: on_device(state_dict["streams"][n], self.device) for n in self.streams}
             buffers = {name: stream.roomy(slots) for name, stream in self.streams.items()}
-            # Whatever could fail has been done: what follows only copies.
+            # What follows only copies and cannot fail.
             self.reset()
             for name, stream in self.streams.items():
                 stream.replace_buffers(*buffers[name])

@@ -1,7 +1,7 @@
-"""Sealed files: named tensors and what they are, in safetensors, under a checksum of every byte.
+"""Sealed files: named tensors with metadata, in safetensors format, with a checksum over every byte.
 
-A sealed file is written whole or not at all, and read whole or refused: a bit that changed anywhere, header or tensors,
-is noticed before anything of it is used.
+Files are written atomically, and read completely or refused: a changed bit anywhere, in header or tensors, is detected
+before anything is used.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 
 from caramba_fast.config.files import parse_json, replacing, shown
 
-#: The one key of the metadata. Its value is JSON that begins with the checksum, so that it is found again.
+#: The only key of the metadata. Its value is JSON that begins with the checksum, so that it can be located.
 KEY = "caramba_fast"
 _BEGIN = f'{{"__metadata__":{{"{KEY}":'.encode()
 _FRONT, _EMPTY = b'\\"checksum\\":\\"', b"0" * 64
 
 
 class SealedFileError(ValueError):
-    """A file that is not what it should be, or not as it was written; the message says which and how."""
+    """A file of the wrong kind, or damaged; the message says which and how."""
 
 
 class Sealed(NamedTuple):
-    """What a sealed file holds.
+    """The contents of a sealed file.
 
     Attributes:
-        about: what was said of the tensors, as JSON has it.
+        about: metadata (JSON values).
         tensors: by name, on the CPU.
     """
 
@@ -41,17 +41,17 @@ class Sealed(NamedTuple):
 def write_sealed(
     path: str | Path, what: str, version: int, about: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:  # fmt: skip
-    """Writes a file in place of the one at ``path``, if any.
+    """Writes a file, replacing an existing one.
 
     Args:
         path: the file.
-        what: the kind of file, as a reader will ask for it.
-        version: of that kind.
-        about: what JSON can say.
-        tensors: by name, anywhere; read on the CPU.
+        what: the kind of file, which readers have to name.
+        version: format version of that kind.
+        about: metadata (JSON values).
+        tensors: by name, on any device; saved as CPU tensors.
 
     Raises:
-        OSError: it cannot be written; what was there is untouched.
+        OSError: it cannot be written; an existing file is untouched.
     """
     data = sealed(what, version, about, tensors)
     with replacing(path) as stream:
@@ -74,7 +74,7 @@ def sealed(
 
 
 def _place(data: bytes | bytearray) -> int:
-    """Where the checksum stands, among the bytes of a header that has one."""
+    """Offset of the checksum in the header; -1 if it has none."""
     place = data.find(_FRONT, 8, 8 + _header_size(data))
     return -1 if place < 0 else place + len(_FRONT)
 
@@ -84,7 +84,7 @@ def _header_size(data: bytes | bytearray) -> int:
 
 
 def _checksum(data: bytes | bytearray, place: int) -> bytes:
-    """Of all bytes, the checksum's own counted as zeros."""
+    """SHA-256 of all bytes, with the checksum itself replaced by zeros."""
     found, view = hashlib.sha256(), memoryview(data)
     for part in (view[:place], _EMPTY, view[place + len(_EMPTY) :]):
         found.update(part)
@@ -92,16 +92,15 @@ def _checksum(data: bytes | bytearray, place: int) -> bytes:
 
 
 def read_sealed(path: str | Path, what: str, version: int) -> Sealed:
-    """What a file of this kind holds.
+    """Reads a file of this kind.
 
     Args:
         path: the file.
-        what: the kind that is wanted.
-        version: the newest that is known; older ones are given as they are.
+        what: the expected kind.
+        version: the newest supported version; older ones are returned unconverted.
 
     Raises:
-        SealedFileError: another kind of file, a newer version, a file that was cut short, or one of which any bit is
-            not as it was written.
+        SealedFileError: another kind of file, a newer version, a truncated file, or any changed bit.
         OSError: it cannot be read.
     """
     data = Path(path).read_bytes()
@@ -112,7 +111,7 @@ def read_sealed(path: str | Path, what: str, version: int) -> Sealed:
 
 
 def is_sealed(path: str | Path, what: str) -> bool:
-    """Whether a file says that it is of this kind; whether it is whole was not looked at."""
+    """Whether a file claims to be of this kind; its checksum is not verified."""
     with Path(path).open("rb") as stream:
         start = stream.read(8)
         front = stream.read(min(_header_size(start), 2**20))
@@ -150,7 +149,7 @@ def _opened(data: bytes, what: str, version: int) -> Sealed:
 
 
 def _told(header: bytes) -> tuple[dict[str, Any], int]:
-    """What the metadata of a header says, and the bytes of its tensors; nothing where it says nothing of ours."""
+    """Our metadata in a header, and the byte size of its tensors; ({}, 0) if there is none."""
     try:
         entries = parse_json(header)
         found = parse_json(entries.pop("__metadata__")[KEY], finite=True)

@@ -1,4 +1,4 @@
-"""Checks of what a layer cache is made with, and of the tokens it is given."""
+"""Argument checks of layer caches: sizes, storage settings, and new tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from caramba_fast.cache.stream import CacheTensor
 from caramba_fast.config import KVCacheTensorConfig
 from caramba_fast.ops import checks
 
-#: What lengths, which are int32, can count, in whole blocks of 128.
+#: The largest length: int32, rounded down to a multiple of 128.
 MOST_TOKENS = 2**31 - 128
 
 

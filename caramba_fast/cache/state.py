@@ -1,7 +1,6 @@
-"""Whether a saved state is one of this cache: plain values and tensors, so that ``weights_only`` loads take it.
+"""Validation of saved cache states: plain values and tensors, loadable with ``weights_only=True``.
 
-A state may come from a damaged file or from somebody else. It is held against what the cache is made of before anything
-changes.
+A state may come from a damaged or untrusted file, so it is checked against the cache before anything changes.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from caramba_fast.cache.stream import CacheTensor
 from caramba_fast.config.files import shown
 from caramba_fast.config.kvcache import REMOVED, KVCacheTensorConfig, ring_size
 
-#: What is kept of a stream.
+#: Keys of a stream's state.
 _STREAM = ("head_dim", "config", "codes", "scales", "tail", "sink")
-#: What earlier versions kept besides: the basis of a stream, with constants that this one does not read.
+#: A key that earlier versions also saved: the basis of a stream, with constants that this version does not read.
 _TRANSFORM = "transform"
 
 
 def without_constants(state: Any) -> Any:
-    """A state of an earlier version as this one writes it, where it has no constants; any other as it is.
+    """Converts a state of an earlier version that has no constants to the current format; others are unchanged.
 
     Raises:
-        ValueError: a stream was stored less a mean or a bias, or divided by factors; its name and theirs are said.
+        ValueError: a stream was stored with a mean or bias subtracted, or divided by factors; the message names both.
     """
     parts = state.get("streams") if isinstance(state, dict) else None
     if not isinstance(parts, dict):
@@ -35,7 +34,7 @@ def without_constants(state: Any) -> Any:
 
 
 def _rotated_at_most(name: str, part: Any) -> Any:
-    """The state of a stream without what an earlier version said of its basis, of which `rotate` says it all."""
+    """The state of a stream without an earlier version's description of its basis, which `rotate` covers."""
     basis = part.get(_TRANSFORM) if isinstance(part, dict) else None
     if not isinstance(basis, dict) or not isinstance(part.get("config"), dict):
         return part
@@ -54,7 +53,7 @@ def _rotated_at_most(name: str, part: Any) -> Any:
 def mismatches(
     state: Any, sizes: Mapping[str, int], streams: Mapping[str, CacheTensor], *, paged: bool
 ) -> list[str]:
-    """What of a state is of another cache than one of these sizes and streams."""
+    """In what a state differs from a cache of these sizes and streams."""
     if not isinstance(state, dict):
         return [f"it is a {type(state).__name__}, not a dict"]
     keys = {"batch_size", "max_seq_len", "n_kv_heads", "lengths", "tail_lowest", "streams"}
@@ -83,7 +82,7 @@ def mismatches(
 
 
 def _equal(found: Any, mine: Any) -> bool:
-    """Whether what a state says is ``mine``; anything may stand in its place, such as a tensor."""
+    """Whether a state's value equals ``mine``; it may be anything, such as a tensor."""
     try:
         return bool(found == mine)
     except (RuntimeError, ValueError):
@@ -91,7 +90,7 @@ def _equal(found: Any, mine: Any) -> bool:
 
 
 def _as_read(part: dict[str, Any]) -> dict[str, Any]:
-    """How a stream is stored as far as reading depends on it: not on how scales were found, which may change."""
+    """The storage settings that matter for reading; ``fit``, how scales were chosen, may differ."""
     config = part["config"]
     if not isinstance(config, dict):
         return part
@@ -101,7 +100,7 @@ def _as_read(part: dict[str, Any]) -> dict[str, Any]:
 def contradictions(
     state: dict[str, Any], sizes: Mapping[str, int], streams: Mapping[str, CacheTensor]
 ) -> list[str]:
-    """What of a state for such a cache its own tensors belie."""
+    """In what a state for such a cache contradicts its own tensors."""
     rows = sizes["batch_size"]
     problems = [
         f"{key} is {shown(state[key])}; {rows} whole numbers from 0 on are needed"
@@ -157,10 +156,10 @@ def on_device(part: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def without_leftovers(state: dict[str, Any]) -> dict[str, Any]:
-    """The state with zeros where the cache holds nothing: what memory held there before is not for a file.
+    """Zeroes unused parts of a state, so that stale memory does not get into a file. Changes its tensors in place.
 
-    That is: codes and scales behind the end of a row (by channel of a group that is not full), and slots of rings that
-    no token of the row is in. Tensors of the state are changed in place.
+    Unused are codes and scales past the end of a row (for per-channel kinds also those of an incomplete group), and
+    ring slots without a token of the row.
     """
     for part in state["streams"].values():
         group = KVCacheTensorConfig(**part["config"]).group

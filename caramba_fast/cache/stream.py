@@ -1,8 +1,8 @@
 """CacheTensor: the buffers of one cached stream (K or V of a layer): codes, scales, fp16 tail and fp16 sinks.
 
-The tail is a ring of `ring_size` slots; position j is in slot j modulo that. More tokens than tail_slack
-at once (a chunk of a prompt) would overwrite what their first queries still have to read: they are written to a
-`WideRing` that lives from the append until they have been attended to.
+The tail is a ring of `ring_size` slots; position j is in slot ``j % ring_size``. More than tail_slack tokens at once (a
+prompt chunk) would overwrite values that their first queries still read, so they are written to a `WideRing` that
+lives from the append until they have been attended to.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from caramba_fast.ops import KVView
 from caramba_fast.ops.memory import empty
 from caramba_fast.ops.view import Lanes, load
 
-#: Every row.
+#: All rows.
 ALL = slice(None)
 
 
 class WideRing:
-    """A ring for ``tokens`` new tokens and those before them, in place of a stream's own.
+    """A temporary larger ring with room for ``tokens`` new tokens and the ones before them.
 
     Args:
         ring: (B, lanes, R, lane_dim), the stream's ring.
         start: (B,) integer, tokens held before the append.
         tokens: tokens appended.
-        before: tokens before them that are kept.
+        before: number of earlier tokens that are kept.
     """
 
     def __init__(self, ring: Tensor, start: Tensor, tokens: int, before: int) -> None:
@@ -42,7 +42,7 @@ class WideRing:
         _copy(ring, self.wide, self.start[:, None] - back)
 
     def narrowed(self, end: Tensor) -> Tensor:
-        """The stream's ring again, with the newest of the tokens up to ``end`` (B,) in it."""
+        """The stream's own ring, updated with the newest of the tokens up to ``end`` (B,)."""
         position = end.to(torch.int64)[:, None] - torch.arange(
             1, self.ring.shape[2] + 1, device=self.ring.device
         )
@@ -51,7 +51,7 @@ class WideRing:
 
 
 def _copy(source: Tensor, target: Tensor, position: Tensor, keep: Tensor | None = None) -> None:
-    """Moves positions (B, N) from ring to ring; where ``keep`` is false the target stays as it is."""
+    """Copies positions (B, N) from ring to ring; where ``keep`` is false the target is unchanged."""
     row = torch.arange(len(position), device=position.device)[:, None]
     slot = position % target.shape[2]
     values = source[row, :, position % source.shape[2]]
@@ -73,20 +73,20 @@ def capacity(max_seq_len: int) -> int:
 class CacheTensor:
     """Codes, scales, fp16 tail and fp16 sinks of one stream.
 
-    The buffers are uninitialised: slots at or past a row's length hold anything. What rows go through is asked of the
-    stream here, so that how tokens are stored is known to it alone.
+    The buffers are uninitialised: slots at or past a row's length hold arbitrary values. Only this class knows how
+    tokens are stored, so operations on rows are methods of it.
 
     Args:
-        batch_size: rows, which tail and sinks have each their own of.
-        blocks: (rows, slots) of a contiguous cache or (pages, slots of a page) of a paged one.
-        lanes: how kv heads are put side by side.
+        batch_size: rows of the tail and sinks.
+        blocks: (rows, slots) of a contiguous cache or (pages, slots per page) of a paged one.
+        lanes: how kv heads are concatenated.
         head_dim: values of one kv head.
         config: how the stream is stored.
-        device: where.
-        ring: slots of the fp16 ring, as `ring_size` of all streams of the layer says.
+        device: device of the buffers.
+        ring: slots of the fp16 ring, given by `ring_size` of all streams of the layer.
 
     Attributes:
-        group: tokens that are encoded together; rows lose tokens in front in multiples of it.
+        group: tokens that are encoded together; tokens can be dropped from the front only in multiples of it.
     """
 
     def __init__(
@@ -130,15 +130,15 @@ class CacheTensor:
 
     @property
     def weighs(self) -> bool:
-        """Whether `set_query_rms` makes a difference."""
+        """Whether `set_query_rms` has an effect."""
         config = self.config
         return config.divides_bytes and not config.rotate and not self.codes.is_meta
 
     def set_query_rms(self, rms: Tensor) -> None:
-        """Takes how large the queries of each channel are, (H_kv, D): by that tokens are encoded from now on.
+        """Sets the RMS of the queries per channel, (H_kv, D), which weights the encoding of tokens from now on.
 
         Raises:
-            ValueError: another shape.
+            ValueError: wrong shape.
         """
         shape = (self.lanes.n_kv_heads, self.head_dim)
         if rms.shape != shape:
@@ -149,7 +149,7 @@ class CacheTensor:
 
     @property
     def token_buffers(self) -> list[Tensor]:
-        """Codes and scales: (rows or pages, lanes, slots, width) each, by channel one slot of scales a group."""
+        """Codes and scales: (rows or pages, lanes, slots, width) each; per-channel scales have one slot per group."""
         return [x for x in (self.codes, self.scales) if x is not None]
 
     @property
@@ -164,7 +164,7 @@ class CacheTensor:
 
     @property
     def view(self) -> KVView:
-        """What the ops read and write: all slots. The same object while nothing of it is replaced."""
+        """The view that ops read and write, with all slots. The same object until a buffer is replaced."""
         known = self._view
         if known is None or known.tail is not self.tail or known.sink is not self.sink:
             config = self.config
@@ -186,8 +186,8 @@ class CacheTensor:
         """Tokens from ``start`` to ``length`` of rows, (B, H_kv, tokens, D) float32, from codes, in the stored basis.
 
         Args:
-            pages: (B, pages) int64 that cover all up to ``length``, of a paged cache and of these rows alone.
-            rows: which, of a contiguous cache.
+            pages: for a paged cache, (B, pages) int64: the pages of these rows that cover everything up to ``length``.
+            rows: for a contiguous cache, which rows.
         """
         codes, scales = self.codes, self.scales
         if pages is None:
@@ -203,11 +203,11 @@ class CacheTensor:
         return self.lanes.unpack(found[:, :, start - base : length - base])
 
     def overlay(self, values: Tensor, begin: Tensor, first: int, leftpad: Tensor | None) -> Tensor:
-        """Values (B, H_kv, N, D) of `values` with those of sinks and tail in place of what codes say.
+        """Result of `values`, (B, H_kv, N, D), with sinks and tail replacing the decoded codes.
 
         Args:
-            begin: (B,) integer, where in each row the tail is read from on.
-            first: the smallest of them that is no less than 0.
+            begin: (B,) integer, the position in each row from which the tail is read.
+            first: the smallest of them, clamped to 0.
             leftpad: (B,) integer, leading tokens that are padding.
         """
         position = torch.arange(values.shape[2], device=values.device)
@@ -230,19 +230,19 @@ class CacheTensor:
     # -- the fp16 ring --------------------------------------------------------------------
 
     def widen_tail(self, start: Tensor, tokens: int, before: int) -> None:
-        """Makes room for ``tokens`` at once behind the ``start`` (B,) held, the newest ``before`` among them, until
-        `narrow_tail`."""
+        """Makes room, until `narrow_tail`, for ``tokens`` at once after the ``start`` (B,) held, of which the newest
+        ``before`` are kept."""
         assert self.tail is not None
         self._wide = WideRing(self.tail, start, tokens, before)
         self.tail = self._wide.wide
 
     def narrow_tail(self, end: Tensor) -> None:
-        """Goes back to the ring of usual size; ``end`` (B,) are the tokens held now."""
+        """Returns to the ring of normal size; ``end`` (B,) is the number of tokens held now."""
         if self._wide is not None:
             self.tail, self._wide = self._wide.narrowed(end), None
 
     def put_in_tail(self, row: int, start: int, packed: Tensor) -> None:
-        """Writes packed (lanes, n, lane_dim) values of positions from ``start`` on into the ring of a row."""
+        """Writes packed values (lanes, n, lane_dim) of the positions from ``start`` on into a row's ring."""
         assert self.tail is not None
         position = torch.arange(start, start + packed.shape[1], device=self.tail.device)
         self.tail[row, :, position % self.tail.shape[2]] = packed.to(self.tail.dtype)
@@ -250,16 +250,16 @@ class CacheTensor:
     # -- what rows go through -------------------------------------------------------------
 
     def permute(self, order: Tensor, used: int | None) -> None:
-        """Row b becomes what row ``order[b]`` was, as far as ``used`` slots; None leaves the pages as they are."""
+        """Row b gets the contents of row ``order[b]``, its first ``used`` slots; None leaves the pages unchanged."""
         parts = [] if used is None else [x[:, :, : self._rows(x, used)] for x in self.token_buffers]
         for part in (*parts, *(x for x in (self.tail, self.sink) if x is not None)):
             part.copy_(part.index_select(0, order))
 
     def select_rows(self, rows: Tensor, used: int | None) -> CacheTensor:
-        """The stream of a cache whose row b is what row ``rows[b]`` (int64, on the device) is here.
+        """The stream of a cache whose row b is row ``rows[b]`` (int64, on the device) of this one.
 
         Args:
-            used: slots of codes and scales that are copied; None keeps them, a pool of pages, in common.
+            used: slots of codes and scales to copy; None shares them (a pool of pages).
         """
         other = self._copied(lambda x: x.index_select(0, rows))
         if used is not None:
@@ -282,7 +282,7 @@ class CacheTensor:
         return other
 
     def resized(self, slots: int, start: int, kept: int) -> tuple[Tensor, Tensor | None]:
-        """Codes and scales with room for ``slots`` tokens a row, the ``kept`` ones from ``start`` on at the front."""
+        """Codes and scales with room for ``slots`` tokens per row; the ``kept`` ones from ``start`` on come first."""
 
         def moved(x: Tensor) -> Tensor:
             return _front(x, *(self._rows(x, count) for count in (start, kept, slots)))
@@ -290,12 +290,12 @@ class CacheTensor:
         return self._changed(moved)
 
     def turn_tail(self, start: int) -> None:
-        """Puts what the ring has of position ``start`` + j where position j has its place."""
+        """Rotates the ring so that position ``start + j`` becomes position j."""
         if self.tail is not None and start % self.tail.shape[2]:
             self.tail.copy_(self.tail.roll(-start, dims=2))
 
     def roomy(self, slots: int) -> tuple[Tensor, Tensor | None]:
-        """Codes and scales with room for so many slots: the stream's own where they have it, else empty ones."""
+        """Codes and scales with room for ``slots``: the stream's own if large enough, else new uninitialised ones."""
         return self._changed(
             lambda x: (
                 x if x.shape[2] >= self._rows(x, slots) else _with_slots(x, self._rows(x, slots))
@@ -305,7 +305,7 @@ class CacheTensor:
     def with_pages(
         self, count: int, target: Tensor, source: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Codes and scales of a pool of ``count`` pages, its pages ``target`` as ``source`` are here."""
+        """Codes and scales of a new pool of ``count`` pages, with pages ``source`` of this one copied to ``target``."""
 
         def moved(buffer: Tensor) -> Tensor:
             new = empty((count, *buffer.shape[1:]), buffer.dtype, buffer.device)
@@ -315,18 +315,18 @@ class CacheTensor:
         return self._changed(moved)
 
     def replace_buffers(self, codes: Tensor, scales: Tensor | None) -> None:
-        """Takes other buffers for codes and scales."""
+        """Replaces the buffers of codes and scales."""
         self.codes, self.scales, self._view = codes, scales, None
 
     def _rows(self, buffer: Tensor, slots: int) -> int:
-        """Slots of codes or scales that so many tokens need."""
+        """Number of slots in the buffer, codes or scales, for this many tokens."""
         return slots if buffer is self.codes else -(-slots // self.group)
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:
         return change(self.codes), None if self.scales is None else change(self.scales)
 
     def state(self, used: int) -> dict[str, Any]:
-        """Copies of what is stored in the first ``used`` slots, and how, as plain values."""
+        """Copies of the first ``used`` slots, with the storage settings as plain values."""
         return {
             "head_dim": self.head_dim,
             "config": self.config.model_dump(mode="json"),
@@ -339,7 +339,7 @@ class CacheTensor:
         }
 
     def load(self, part: dict[str, Any], used: int) -> None:
-        """Copies in what `state` gave; there is room for it."""
+        """Copies in a result of `state`, for which there must be room."""
         self.codes[:, :, :used] = part["codes"]
         if self.scales is not None:
             self.scales[:, :, : self._rows(self.scales, used)] = part["scales"]
@@ -349,7 +349,7 @@ class CacheTensor:
 
 
 def _rows_of(buffer: Tensor, rows: Tensor, used: int) -> Tensor:
-    """A new buffer with the first ``used`` slots of some rows; the others hold anything."""
+    """A new buffer with the first ``used`` slots of some rows; the other slots are uninitialised."""
     new = empty((len(rows), *buffer.shape[1:]), buffer.dtype, buffer.device)
     if used:
         new[:, :, :used] = buffer[:, :, :used].index_select(0, rows)
@@ -357,7 +357,7 @@ def _rows_of(buffer: Tensor, rows: Tensor, used: int) -> Tensor:
 
 
 def _front(buffer: Tensor, start: int, kept: int, slots: int) -> Tensor:
-    """The slots from ``start`` on at the front, of the same buffer or of one of another size."""
+    """Moves the slots from ``start`` on to the front, in place or, if the size changes, into a new buffer."""
     moving = buffer[:, :, start : start + kept]
     if buffer.shape[2] == slots:
         if start:

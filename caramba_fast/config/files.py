@@ -1,7 +1,7 @@
-"""Files of the package: written whole or not at all, never in place of something else, read without trust.
+"""File access of the package: atomic writes that never overwrite unrelated files, and reads of untrusted input.
 
-Every file the package writes goes through `replacing`; every JSON file it reads through `parse_json`; what pydantic
-finds wrong in one is said in a line by `explain`.
+Every file the package writes goes through `replacing`, every JSON file it reads through `parse_json`; `explain` turns
+pydantic errors into one line.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from typing import IO, Any
 
 from pydantic import ValidationError
 
-#: Seconds after which a temporary that nobody holds was left by a writer that was killed.
+#: Age in seconds from which an unlocked temporary file counts as left by a killed writer.
 STALE = 60.0
-#: Bytes of the largest JSON file that is read: an index of a million tensors has fewer.
+#: Most bytes of a JSON file that is read; an index of a million tensors has fewer.
 LARGEST_JSON = 64 * 2**20
 
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[IO[bytes]]:
-    """A file to write that takes the place of ``path`` once it is whole.
+    """Atomic write: yields a temporary file that replaces ``path`` once it is complete.
 
-    What was there keeps its permissions, and a link keeps pointing where it does: what it points to is
-    replaced. Temporaries that killed writers of the same file left are removed.
+    Permissions of an existing file are kept. If the path is a symbolic link, its target is replaced. Temporary files
+    left by killed writers of the same file are removed.
 
     Raises:
-        OSError: the folder is missing, cannot be written to or is full, or the path is no regular file; the
-            message names the path, and what was there is untouched.
+        OSError: the folder is missing, not writable or full, or the path is not a regular file. The message names the
+            path; an existing file is untouched.
     """
     shown, target = Path(path), Path(os.path.realpath(path))
     try:
@@ -65,7 +65,7 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
 
 
 def _mode_of(target: Path) -> int | None:
-    """Permissions of the file that is replaced; None where there is none."""
+    """Permissions of the file that is replaced; None if there is none."""
     try:
         found = target.stat()
     except FileNotFoundError:
@@ -77,14 +77,14 @@ def _mode_of(target: Path) -> int | None:
 
 
 def _cannot_write(path: Path, error: OSError) -> OSError:
-    """The same kind of error, with the path in words."""
+    """The same type of error, with the path in its message."""
     return type(error)(
         error.errno, f"cannot write {path}: {error.strerror or error}; what was there is untouched"
     )
 
 
 def _hold(stream: IO[bytes]) -> None:
-    """Marks a temporary as being written, for as long as it is open and this process lives."""
+    """Locks a temporary file for as long as it is open and this process lives."""
     try:
         import fcntl  # noqa: PLC0415 - POSIX
     except ModuleNotFoundError:
@@ -93,7 +93,7 @@ def _hold(stream: IO[bytes]) -> None:
 
 
 def _remove_stale(target: Path) -> None:
-    """Removes what killed writers of ``target`` left: their temporaries are old, and no process holds them."""
+    """Removes temporary files left by killed writers of ``target``: old ones that no process holds a lock on."""
     try:
         import fcntl  # noqa: PLC0415 - POSIX
     except ModuleNotFoundError:
@@ -116,12 +116,12 @@ def _remove_stale(target: Path) -> None:
 def check_replaceable(
     path: str | Path, what: str, is_one: Callable[[Path], bool], *, force: bool = False
 ) -> None:
-    """Raises unless a file may be written at ``path``: nothing is there, an empty file, or one of the same kind.
+    """Raises unless a file may be written at ``path``: there is none, an empty one, or one of the same kind.
 
     Args:
-        what: the kind, in words.
-        is_one: whether an existing file is of it.
-        force: replace whatever file is there.
+        what: the kind, for the message.
+        is_one: whether an existing file is of that kind.
+        force: replace any existing file.
 
     Raises:
         FileExistsError: something else is there.
@@ -137,13 +137,13 @@ def check_replaceable(
 
 
 def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
-    """What JSON says.
+    """Parses JSON.
 
     Args:
-        finite: refuse NaN and Infinity, which are no JSON.
+        finite: refuse NaN and Infinity, which are not valid JSON.
 
     Raises:
-        ValueError: no JSON, no UTF-8, or nested too deeply.
+        ValueError: invalid JSON, invalid UTF-8, or nested too deeply.
     """
     try:
         if not finite:
@@ -161,7 +161,7 @@ def _finite(text: str) -> float:
 
 
 def read_json(path: str | Path) -> Any:
-    """What a JSON file says.
+    """Reads and parses a JSON file.
 
     Raises:
         OSError: it cannot be read.
@@ -174,7 +174,7 @@ def read_json(path: str | Path) -> Any:
 
 
 class _Short(reprlib.Repr):
-    """Bounded in depth, width and length, whatever the value is."""
+    """`repr` of any value, bounded in depth, width and length."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class _Short(reprlib.Repr):
 
 
 def shown(value: Any, length: int = 80) -> str:
-    """A value in a message: `repr`, cut where it is long, wide or deep."""
+    """A value for messages: its `repr`, truncated if it is long, wide or deep."""
     text = _Short(length).repr(value)
     return text if len(text) <= length else f"{text[: length - 1]}…"
 

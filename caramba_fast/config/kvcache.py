@@ -1,4 +1,4 @@
-"""What one cached tensor (K or V of a layer) is stored as."""
+"""How one cached tensor (K or V of a layer) is stored."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class KVCacheKind(str, Enum):
         return resolve(self.value)
 
 
-#: Settings of earlier versions, which took constants from a prompt, a calibration or the weights.
+#: Removed settings of earlier versions, which derived constants from a prompt, a calibration or the weights.
 REMOVED = frozenset(("center", "scale"))
 
 
 def removed(name: str) -> str:
-    """What to say of a setting that there is no more."""
+    """Error message for a removed setting."""
     return (
         f"{name!r} is no setting any more: keys by channel ('q8', 'q4' and 'nf4' store them so) hold what it was for "
         "without constants; leave it out"
@@ -57,20 +57,20 @@ class KVCacheTensorConfig(BaseModel):
 
     Attributes:
         kind: storage kind or its name.
-        qblock: values that share a scale, 32, 64 or 128; must divide the lane width. By channel the tokens of a
-            group, of which pages hold whole ones.
-        rotate: store in the basis of a Walsh-Hadamard transform over head_dim (exact, undone by
-            attention); spreads outlier channels.
-        fit: how a block's scale is chosen: "amax", GGML's and QLoRA's rule, from its largest
-            value; "mse", the one of least squared error among scales near it. Storage is the same. In q4_channel
-            the two channels of a byte divide its bits with "mse", for least squared error of scores
-            (docs/formats.md); q8_channel has one way.
-        residual_len: keys less than this many tokens behind a query are read in fp16, from a ring
-            beside the codes; the same for all tensors of a layer. 0 for none. By channel whole groups are, until
-            their last token is so far behind.
-        tail_slack: further tokens the ring holds, so that up to this many can be verified or cropped
-            at once without losing any.
-        sink_len: the first tokens of a row are read in fp16 as well; the same for all tensors of a layer.
+        qblock: values that share a scale, 32, 64 or 128; must divide the lane width. For per-channel kinds the tokens
+            per group; the page size must be a multiple of it.
+        rotate: store in the basis of a Walsh-Hadamard transform over head_dim (exact, undone by attention), which
+            spreads outlier channels.
+        fit: how a block's scale is chosen: "amax", the rule of GGML and QLoRA, from its largest value; "mse", the
+            scale of least squared error among candidates near that. The storage layout is the same. In q4_channel
+            "mse" lets the two channels of a byte divide its bits, for least squared error of scores
+            (docs/formats.md); q8_channel has only one way.
+        residual_len: keys at a distance of less than this many tokens before a query are read in fp16, from a ring
+            besides the codes; the same for all tensors of a layer. 0 for none. Per-channel kinds read whole groups in
+            fp16, until their last token is that far away.
+        tail_slack: additional tokens in the ring, so that up to this many can be verified (speculative decoding) or
+            cropped at once without loss.
+        sink_len: number of first tokens of a row that are also read in fp16; the same for all tensors of a layer.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -105,21 +105,21 @@ class KVCacheTensorConfig(BaseModel):
 
     @property
     def divides_bytes(self) -> bool:
-        """Whether two channels share the bits of a byte by what each needs."""
+        """Whether two channels divide the bits of a byte according to need (q4_channel with fit "mse")."""
         form = self.kind.storage
         return form.by_channel and form.bits == 4 and self.fit == "mse"
 
     @property
     def group(self) -> int:
-        """Tokens that are encoded together: of a group by channel, else 1."""
+        """Tokens that are encoded together: the group size of per-channel kinds, else 1."""
         return self.qblock if self.kind.storage.by_channel else 1
 
 
 def ring_size(configs: Iterable[KVCacheTensorConfig]) -> int:
-    """Tokens the fp16 rings of a layer hold; 0 where it needs none.
+    """Tokens that the fp16 rings of a layer hold; 0 if it needs none.
 
-    A ring has what the oldest of tail_slack queries reads: residual_len tokens, and by channel the rest of the group
-    that the oldest of them is in, or the tokens of the group that is not full.
+    A ring holds what the oldest of tail_slack queries reads: residual_len tokens and, for per-channel kinds, the rest
+    of the group of the oldest of these tokens, or the tokens of the incomplete group.
     """
     streams = list(configs)
     residual, slack = streams[0].residual_len, streams[0].tail_slack

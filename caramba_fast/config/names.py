@@ -1,4 +1,4 @@
-"""Names that are spelt wrong: what was probably meant, and settings that say so."""
+"""Suggestions for misspelt names, and settings classes that make them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-#: More names than this are not listed; the likeliest is still guessed.
+#: Most names that are listed; with more, only a likely match is suggested.
 MOST_LISTED = 16
 UNKNOWN = "extra_forbidden"
 
 
 def hint(name: str, allowed: Sequence[str]) -> str:
-    """What may have been meant by ``name``, or what is allowed."""
+    """A suggestion of what ``name`` was meant to be, or the allowed names."""
     near = difflib.get_close_matches(name, allowed, 1, cutoff=0.7)
     if near:
         return f"did you mean {near[0]!r}?"
@@ -30,7 +30,7 @@ def hint(name: str, allowed: Sequence[str]) -> str:
 
 
 def names_of(model: type[BaseModel]) -> list[str]:
-    """Names a model takes, other spellings included."""
+    """Names that a model accepts, aliases included."""
     names: list[Any] = list(model.model_fields)
     for field in model.model_fields.values():
         if isinstance(field.validation_alias, AliasChoices):
@@ -39,7 +39,7 @@ def names_of(model: type[BaseModel]) -> list[str]:
 
 
 class NamedFields(BaseModel):
-    """Settings that guess which field was meant by an unknown one, and refuse one given by two names."""
+    """Settings that suggest a field for an unknown name, and refuse a field given under two names."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -69,7 +69,7 @@ def _check_given_once(model: type[BaseModel], data: dict[str, Any]) -> None:
 
 
 def _line(item: Any, allowed: Sequence[str]) -> InitErrorDetails:
-    """An error as it was, or one about a name with a guess."""
+    """The error unchanged or, for an unknown name, with a suggestion."""
     kind: Any = item["type"]
     if kind == UNKNOWN:
         name = str(item["loc"][-1])[:80]

@@ -1,8 +1,8 @@
-"""How a cache is written in one word: ``"q4"``, ``"q8/q4"``, ``"q4:rotate,residual_len=32/q8:plain"``.
+"""Cache specs: a cache as a short string, such as ``"q4"``, ``"q8/q4"``, ``"q4:rotate,residual_len=32/q8:plain"``.
 
-A spec names a kind for each stream (one for all, K/V, or K_sem/K_geo/V) and, behind a colon, options of
-`KVCacheTensorConfig`. A kind alone means that kind with its defaults (`DEFAULTS`), which were chosen by
-measurement (docs/quality.md): keys are stored by channel, values rotated. ``plain`` leaves the defaults out.
+A spec names a kind for each stream (one for all, K/V, or K_sem/K_geo/V) and, after a colon, options of
+`KVCacheTensorConfig`. A kind alone means that kind with its defaults (`DEFAULTS`), which were chosen by measurement
+(docs/quality.md): keys are stored per channel, values rotated. ``plain`` drops the defaults.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from caramba_fast.formats import ALIASES, KIND_NAMES
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-#: Tokens that can be taken back without loss, in the defaults of kinds with a ring.
+#: Tokens that can be rolled back without loss, in the defaults of kinds with a ring.
 TAIL_SLACK = 12
 _RING = {"residual_len": 16, "tail_slack": TAIL_SLACK, "sink_len": 4}
 _KEYS = {"kind": KVCacheKind.Q4_CHANNEL, "fit": "mse", **_RING}
 _VALUES = {"fit": "mse", "rotate": True, **_RING}
 
-#: Settings of each kind, for keys and for values, where they differ from KVCacheTensorConfig's: chosen by the
-#: figures of docs/quality.md, on real models. "kind" says what keys are stored as in place of the kind itself.
+#: Settings of each kind, for keys and for values, that differ from KVCacheTensorConfig's defaults; chosen by the
+#: measurements of docs/quality.md on real models. "kind" is the kind that keys are stored as instead.
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "q8_0": {
         "k": {"kind": KVCacheKind.Q8_CHANNEL, "tail_slack": TAIL_SLACK},
@@ -56,7 +56,7 @@ GRAMMAR = (
 
 
 class TensorOptions(TypedDict, total=False):
-    """Fields of `KVCacheTensorConfig` but its kind; None leaves one to the kind's defaults."""
+    """Fields of `KVCacheTensorConfig` except its kind; None means the kind's default."""
 
     qblock: int | None
     rotate: bool | None
@@ -68,7 +68,7 @@ class TensorOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Part:
-    """One stream of a spec: its kind, whether defaults are left out, and the options given."""
+    """One stream of a spec: its kind, whether its defaults are dropped, and the given options."""
 
     kind: KVCacheKind
     plain: bool = False
@@ -76,7 +76,7 @@ class Part:
 
     @classmethod
     def parse(cls, text: str) -> Part:
-        """Reads ``kind[:option,...]``; raises ValueError naming what is allowed."""
+        """Parses ``kind[:option,...]``; raises ValueError naming what is allowed."""
         kind, colon, rest = text.partition(":")
         names = rest.split(",") if colon else []
         given: dict[str, Any] = {}
@@ -91,7 +91,7 @@ class Part:
         return self.named(self.kind.value)
 
     def named(self, kind: str) -> str:
-        """This part with the kind in other words."""
+        """This part as a string, with another name for the kind."""
         words = ["plain"] if self.plain else []
         for key, value in sorted(self.options.items()):
             words.append(key if value is True else f"{key}={str(value).lower()}")
@@ -115,7 +115,7 @@ def parse_spec(spec: KVCacheKind | str) -> list[Part]:
     """The parts of a spec.
 
     Raises:
-        ValueError: an unknown kind or option, or more than three parts; the message has the grammar.
+        ValueError: an unknown kind or option, or more than three parts; the message states the grammar.
     """
     text = spec.value if isinstance(spec, KVCacheKind) else spec
     if not isinstance(text, str) or text.count("/") > 2:
@@ -124,12 +124,12 @@ def parse_spec(spec: KVCacheKind | str) -> list[Part]:
 
 
 def spec_name(spec: KVCacheKind | str) -> str:
-    """The spec in canonical words: full kind names, options in order."""
+    """The spec in canonical form: full kind names, sorted options."""
     return "/".join(str(part) for part in parse_spec(spec))
 
 
 def short_name(spec: KVCacheKind | str) -> str:
-    """The spec for people: as `spec_name`, with kinds by their short names (q8, q4), as they are mostly written."""
+    """The spec for display: as `spec_name`, with the usual short names of kinds (q8, q4)."""
     return "/".join(
         part.named(SHORT.get(part.kind.value, part.kind.value)) for part in parse_spec(spec)
     )
@@ -145,12 +145,11 @@ def cache_configs(spec: KVCacheKind | str, **fields: Unpack[TensorOptions]) -> d
 
     Args:
         spec: "q4", "q8/q4" (K/V), "q4/q8/q4" (K_sem/K_geo/V of decoupled attention), with options.
-        fields: fields of `KVCacheTensorConfig` for all streams, where the spec says nothing; None leaves
-            a field to the kind's defaults.
+        fields: fields of `KVCacheTensorConfig` for all streams, unless set by the spec; None means the kind's default.
 
     Raises:
-        ValueError: a spec that is no such thing, a setting out of range, or streams that disagree on
-            what a layer shares (residual_len, tail_slack, sink_len).
+        ValueError: an invalid spec, a setting out of range, or streams that disagree on settings a layer shares
+            (residual_len, tail_slack, sink_len).
     """
     parts = parse_spec(spec)
     streams = STREAMS[len(parts)]
@@ -171,7 +170,7 @@ def cache_configs(spec: KVCacheKind | str, **fields: Unpack[TensorOptions]) -> d
 
 
 def _share(name: str, chosen: dict[str, dict[str, Any]], explicit: list[int]) -> None:
-    """One value for all streams: the one asked for, else the largest of the defaults."""
+    """Sets one value for all streams: the requested one, else the largest of the defaults."""
     if len(set(explicit)) > 1:
         raise ValueError(f"{name} must be the same for all streams of a layer, got {explicit}")
     found = explicit or [settings[name] for settings in chosen.values() if name in settings]

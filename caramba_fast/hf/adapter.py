@@ -1,8 +1,8 @@
-"""HuggingFaceModel: any causal language model of transformers as our `LanguageModel`.
+"""HuggingFaceModel: adapts any transformers causal language model to our `LanguageModel`.
 
-K and V of every layer go into our caches. Where our attention function can serve the model, it reads them as they
-are stored; elsewhere they come back dense to the model's own attention, which is right for every model that uses
-a transformers cache, at the cost of dequantizing what a step attends to.
+K and V of every layer go into our caches. If our attention function can serve the model, it reads them packed.
+Otherwise they are dequantized for the model's own attention, which is correct for every model that uses a transformers
+cache, at the cost of dequantizing everything a step attends to.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from caramba_fast.models.protocol import refuse_recording
 
 
 class ModelFacts(nn.Module):
-    """Special ids, sizes, and what layers cache, from configs and from asking the model.
+    """Special token ids, sizes, and what layers cache, from configs and from probing the model.
 
     Args:
         model: a causal language model.
@@ -52,11 +52,11 @@ class ModelFacts(nn.Module):
         super().__init__()
         self.model = model
         self._capabilities = capabilities_of(model)
-        self._capabilities.shapes  # noqa: B018 - what cannot be served is refused here
+        self._capabilities.shapes  # noqa: B018 - raises for models that cannot be served
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """All end-of-sequence ids, of the generation config first."""
+        """All end-of-sequence ids: those of the generation config, else of the model's config."""
         eos = self._special("eos_token_id")
         return (eos,) if isinstance(eos, int) else tuple(eos or ())
 
@@ -67,12 +67,12 @@ class ModelFacts(nn.Module):
 
     @property
     def pad_token_id(self) -> int | None:
-        """The padding id of the generation config, else of the model's config, or None."""
+        """The padding id: that of the generation config, else of the model's config, or None."""
         return self._special("pad_token_id")
 
     @property
     def bos_token_id(self) -> int | None:
-        """The id texts begin with, of the generation config, else of the model's config, or None."""
+        """The beginning-of-sequence id: that of the generation config, else of the model's config, or None."""
         return self._special("bos_token_id")
 
     def _special(self, name: str) -> Any:
@@ -84,19 +84,19 @@ class ModelFacts(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits; after ``resize_token_embeddings`` the model is asked again."""
+        """Width of the logits; probed again after ``resize_token_embeddings``."""
         self._capabilities = capabilities_of(self.model)
         return self._capabilities.vocab_size
 
     @property
     def device(self) -> torch.device:
-        """Where token ids go: that of the input embeddings."""
+        """Device of the input embeddings, where token ids go."""
         embeddings: Any = self.model.get_input_embeddings()
         return embeddings.weight.device
 
     @property
     def cache_layout(self) -> list[AnyLayerShape]:
-        """What each layer that caches stores, as the model itself does it."""
+        """What each caching layer stores, as found by probing the model."""
         known = self._capabilities
         return [
             replace(shape, query_rms=partial(known.keys_query_rms, index))
@@ -105,13 +105,13 @@ class ModelFacts(nn.Module):
 
     @property
     def trained_positions(self) -> int | None:
-        """Tokens of the longest text that the model was made for, where its config says so."""
+        """The longest sequence the model was trained for, in tokens; None if its config does not say."""
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return longest if isinstance(longest, int) else None
 
     @property
     def max_positions(self) -> int | None:
-        """The length of the model's table of positions; None where positions are computed."""
+        """The length of the model's table of positions; None if positions are computed."""
         return self._capabilities.max_positions
 
 
@@ -119,11 +119,11 @@ class HuggingFaceModel(ModelFacts):
     """A transformers causal language model that reads and grows a `ModelKVCache`.
 
     Args:
-        model: as `AutoModelForCausalLM` gives it; it stays usable by itself and is as it was after every call.
+        model: as loaded by `AutoModelForCausalLM`. It stays usable by itself; every call leaves it unchanged.
 
     Raises:
-        TypeError: an encoder-decoder, a recurrent or hybrid model, or one without a language-model head; the
-            message has the reason.
+        TypeError: an encoder-decoder, a recurrent or hybrid model, or one without a language-model head; the message
+            says why.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -132,8 +132,8 @@ class HuggingFaceModel(ModelFacts):
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._keeps_logits = "logits_to_keep" in accepted
-        self._needs_tensors: str | None = None  # what the trial did not show
-        self._dropout: str | None = None  # of the latest pass, in train mode
+        self._needs_tensors: str | None = None  # a reason that the trial did not reveal
+        self._dropout: str | None = None  # set if the latest pass had dropout (train mode)
         self._ropes = dynamic_ropes(model)
         self.training = model.training
 
@@ -141,19 +141,19 @@ class HuggingFaceModel(ModelFacts):
 
     @property
     def why_dense(self) -> str | None:
-        """Why keys and values are dequantized at every step; None where they are read as they are stored.
+        """Why keys and values are dequantized at every step; None if they are read packed.
 
-        The first time it is asked, the model is tried out in a few small forward passes.
+        The first access runs a few small trial forward passes.
         """
         return self._capabilities.why_dense or self._needs_tensors
 
     @property
     def cache_reads(self) -> str:
-        """ "packed", or "dense" and why."""
+        """ "packed", or "dense: " and the reason."""
         return self.reads_of(None)
 
     def reads_of(self, kv_cache: ModelKVCache | None) -> str:
-        """`cache_reads` of one cache, which may be read otherwise than most."""
+        """`cache_reads` for a particular cache, which may differ; None for caches in general."""
         reason = self.why_dense if kv_cache is None else self._why_dense(kv_cache)
         reason = reason or self._dropout
         return "packed" if reason is None else f"dense: {reason}"
@@ -179,9 +179,9 @@ class HuggingFaceModel(ModelFacts):
         """(B, T) ids -> (B, T, V) logits, or (B, 1, V) with ``logits_index``, as `LanguageModel`.
 
         Raises:
-            ValueError: more tokens in a row than the model has positions, rows of different lengths for a
-                model whose positions count padding, or no room in the cache.
-            RuntimeError: under CUDA graph recording, for the reason `why_not_recorded` gives.
+            ValueError: a row exceeds the model's positions, rows differ in length and the model's positions count
+                padding, or the cache is full.
+            RuntimeError: during CUDA graph capture; see `why_not_recorded`.
         """
         if kv_cache is None:
             logits = self._without_cache(query_token_ids)
@@ -205,7 +205,7 @@ class HuggingFaceModel(ModelFacts):
         return self._dense(query_token_ids, kv_cache, new, logits_index)
 
     def _why_tensors(self, error: TensorsNeededError) -> str:
-        """Why this pass has to read tensors; all to come have to as well, unless it is dropout."""
+        """Why this pass has to dequantize; remembered for all later passes, unless the reason is dropout."""
         if isinstance(error, DropoutActiveError):
             self._dropout = str(error)
         else:
@@ -222,7 +222,7 @@ class HuggingFaceModel(ModelFacts):
         return self.why_dense
 
     def _warn(self, reason: str) -> None:
-        """Once for each reason."""
+        """Warns once per reason."""
         once(
             self.model.config, reason,
             f"{type(self.model).__name__}: keys and values are dequantized at every step, which is right, but "
@@ -233,7 +233,7 @@ class HuggingFaceModel(ModelFacts):
 
     @property
     def why_not_ragged(self) -> str | None:
-        """Why the serving engine cannot run tokens of many requests side by side, tried out; None if it can."""
+        """Why the serving engine cannot run tokens of many requests in one ragged batch; None if it can (by trial)."""
         if self.why_dense is not None:
             return self.why_dense
         if self._capabilities.chunks:
@@ -248,16 +248,16 @@ class HuggingFaceModel(ModelFacts):
 
     @property
     def ragged_limit(self) -> int | None:
-        """Most tokens of a sequence beside others; None for no limit.
+        """Most tokens of a sequence in a ragged batch; None for no limit.
 
-        Some kinds of RoPE choose their frequencies by the longest position of a pass: beyond the length they were
-        trained for, a token's keys would depend on who else is in the batch.
+        Some RoPE types choose their frequencies by the longest position in a pass: beyond their original length, a
+        token's keys would depend on the other sequences in the batch.
         """
         return rope_limit(self.model, CHANGING_ROPE)
 
     def forward_ragged(self, ids: Tensor, batch: RaggedBatch, rows: Tensor) -> Tensor:
-        """Tokens (N,) of many sequences -> (M, V) logits behind those of ``rows`` (M,), as `Transformer`."""
-        kept = rows if len(rows) else rows.new_zeros(1)  # none at all would mean every one
+        """Tokens (N,) of many sequences -> (M, V) logits after those with indices ``rows`` (M,), as `Transformer`."""
+        kept = rows if len(rows) else rows.new_zeros(1)  # an empty logits_to_keep would mean all
         options: dict[str, Any] = {"logits_to_keep": kept} if self._keeps_logits else {}
         with our_attention(self._capabilities.configs), as_if_new(self._ropes):
             logits: Tensor = self.model(
@@ -271,7 +271,7 @@ class HuggingFaceModel(ModelFacts):
     def _packed(
         self, ids: Tensor, kv_cache: ModelKVCache, new: list[int], index: Tensor | None
     ) -> Tensor:
-        """(B, T) -> (B, T, V) or (B, 1, V), rows as they lie in the cache."""
+        """(B, T) -> (B, T, V) or (B, 1, V), with right-padded rows, as in the cache."""
         layout = RightPadded(kv_cache.row_lengths, new, self.device)
         ids = layout.without_padding(ids, 1 if self.pad_token_id == 0 else 0)
         parts = self._parts(layout, kv_cache)
@@ -286,7 +286,7 @@ class HuggingFaceModel(ModelFacts):
         return logits if index is None else _picked(logits, index)
 
     def _parts(self, layout: RightPadded, kv_cache: ModelKVCache) -> list[tuple[int, int]]:
-        """Columns that go through the model at once: of ragged rows, none enters another chunk within them."""
+        """Ranges of columns to run separately, so that no row of ragged batches enters another chunk within one."""
         chunks = self._capabilities.chunks.values()
         exact = kv_cache.prefill == "exact" and kv_cache.pos == 0
         if not chunks or exact or not layout.padded_queries or layout.total <= min(chunks):
@@ -298,7 +298,7 @@ class HuggingFaceModel(ModelFacts):
     def _dense(
         self, ids: Tensor, kv_cache: ModelKVCache, new: list[int], index: Tensor | None
     ) -> Tensor:
-        """(B, T) -> (B, T, V) or (B, 1, V), rows moved to the front."""
+        """(B, T) -> (B, T, V) or (B, 1, V), with left-padded rows."""
         window = kv_cache.reach.local_window
         if window is not None and self._capabilities.chunks:
             raise ValueError(
@@ -306,7 +306,7 @@ class HuggingFaceModel(ModelFacts):
                 f"{self.reads_of(kv_cache)}; local_window={window} of a decode plan is for packed reads there"
             )
         if window is not None and kv_cache.prefill == "exact" and kv_cache.pos == 0:
-            window = None  # such a prompt does not read the cache
+            window = None  # an exact prompt does not read the cache
         if window is not None and ids.shape[1] > 1:
             logits = self._one_by_one(ids, kv_cache, new)
             return logits if index is None else _picked(logits, index)
@@ -314,7 +314,7 @@ class HuggingFaceModel(ModelFacts):
         return self._run(ids, kv_cache, layout, index)
 
     def _without_cache(self, ids: Tensor) -> Tensor:
-        """(B, T) -> (B, T, V), attending among the tokens alone."""
+        """(B, T) -> (B, T, V), attending only to the given tokens."""
         layout = LeftPadded([0] * len(ids), [ids.shape[1]] * len(ids), self.device)
         options, _ = self._options(layout, None)
         with as_if_new(self._ropes):
@@ -323,7 +323,7 @@ class HuggingFaceModel(ModelFacts):
     def _run(
         self, ids: Tensor, kv_cache: ModelKVCache, layout: RowLayout, logits_index: Tensor | None
     ) -> Tensor:
-        """The model over ``ids`` (B, T) in a layout, and what it says where rows were before."""
+        """Runs the model on ``ids`` (B, T) in a layout; returns logits in the layout of ``ids``."""
         self._check_lengths(layout)
         index = None if logits_index is None else layout.query_column(logits_index)
         options, rows = self._options(layout, index)
@@ -358,11 +358,11 @@ class HuggingFaceModel(ModelFacts):
         check_turned_alike(self.model, layout.held, layout.new)
 
     def check_shortened(self, kv_cache: ModelKVCache, left: Sequence[int]) -> None:
-        """Raises ValueError where the rows of a cache cannot be cut to ``left`` tokens and go on."""
+        """Raises ValueError if generation cannot continue after cutting the rows of a cache to ``left`` tokens."""
         check_shortened(self.model, kv_cache, left)
 
     def _one_by_one(self, ids: Tensor, kv_cache: ModelKVCache, new: list[int]) -> Tensor:
-        """(B, T) -> (B, T, V), a column at a time: a mask of two dimensions has one window for all queries."""
+        """(B, T) -> (B, T, V), one column at a time: a two-dimensional mask has one window for all queries."""
         parts = [
             self._dense(ids[:, i : i + 1], kv_cache, [int(count > i) for count in new], None)
             for i in range(max(new))
@@ -373,7 +373,7 @@ class HuggingFaceModel(ModelFacts):
     def _options(
         self, layout: RowLayout, index: Tensor | None
     ) -> tuple[dict[str, Any], Tensor | None]:
-        """Keyword arguments of the model, and where in what it returns the logits of ``index`` are."""
+        """Keyword arguments of the model, and the positions in its output of the logits for ``index``."""
         options: dict[str, Any] = {"attention_mask": layout.attention_mask}
         if self._takes_positions:
             options["position_ids"] = layout.position_ids
@@ -385,5 +385,5 @@ class HuggingFaceModel(ModelFacts):
 
 
 def _picked(logits: Tensor, index: Tensor) -> Tensor:
-    """(B, T, V) at one place a row -> (B, 1, V)."""
+    """(B, T, V) -> (B, 1, V), at one position per row."""
     return logits[torch.arange(len(logits), device=logits.device), index.to(logits.device)][:, None]

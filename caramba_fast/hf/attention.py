@@ -1,7 +1,8 @@
-"""The attention function: over packed keys and values where the cache gives them, else over tensors.
+"""The attention function: over packed keys and values if the cache provides them, else over tensors.
 
-Over tensors it is ``sdpa``, or a few queries at a time where ``sdpa`` has not what is asked for: capped logits, sinks
-(prompts and stock caches of Gemma 2 and gpt-oss), and the weights themselves. On a CPU prompts go through our kernels.
+Over tensors it calls ``sdpa``, or computes a few queries at a time what ``sdpa`` does not support: softcapping and
+attention sinks (prompts and stock caches of Gemma 2 and gpt-oss), and returning the weights. On a CPU prompts use our
+kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from caramba_fast.hf.static_layer import attended_layer, check_no_codes
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 from caramba_fast.ops.extend_attention import causal_attention, serves_prompts
 
-#: Elements of one piece's weights.
+#: Most attention weights that `soft_attention` computes at a time.
 MOST_WEIGHTS = 2**24
 
 
@@ -40,26 +41,27 @@ def caramba_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `AttentionInterface` has under our name.
+    """The attention function that `AttentionInterface` has under our name.
 
     Args:
         module: the attention layer.
         query: (B, H_q, T, D).
-        key, value: (B, H_kv, L, D): what `CarambaLayer.update` returned, or any tensors.
+        key, value: (B, H_kv, L, D), returned by `CarambaLayer.update`, or any tensors.
         attention_mask: from `caramba_mask`, or (B, 1, T, L) bool or additive, or None for causal.
         scaling: multiplies q·k; default 1 / sqrt(D).
-        softcap, s_aux: of Gemma 2 and gpt-oss; see `ops.decode_attention`.
+        softcap, s_aux: logit softcapping and attention sinks (Gemma 2, gpt-oss); see `ops.decode_attention`.
 
     Returns:
-        (B, T, H_q, D_v), contiguous, and the weights (B, H_q, T, L) where ``output_attentions`` asks for them, else
-        None. In another thread's pass over a model that one of ours holds: what the model's own attention gives.
+        (B, T, H_q, D_v), contiguous, and the weights (B, H_q, T, L) if ``output_attentions`` asks for them, else None.
+        If another thread runs the model while one of our passes has switched its attention: the result of the model's
+        own attention.
 
     Raises:
-        ValueError: a mask of the caller's own, or ``output_attentions``, for a static cache.
-        RuntimeError: the codes of a static layer, out of turn.
+        ValueError: a custom mask, or ``output_attentions``, with a static cache.
+        RuntimeError: the codes of a static layer that did not make the last update.
     """
     query = values_of(query)
-    if type(key) is RotatedStates:  # another cache's, which keeps what it is given
+    if type(key) is RotatedStates:  # from another cache, which returns its inputs unchanged
         key = key.dense()
     if inside.queries is not None and not torch.compiler.is_compiling():
         inside.queries(getattr(module, "layer_idx", None), query, key.shape[1])
@@ -98,7 +100,7 @@ def caramba_attention(
 
 
 def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether ``output_attentions`` is asked for, in the call or by the config; said once that it is slow."""
+    """Whether ``output_attentions`` is set, by the call or the config; warns once that it is slow."""
     config = getattr(module, "config", None)
     wanted = kwargs.get("output_attentions")
     if not wanted:
@@ -116,14 +118,14 @@ def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 
 def _field(config: Any, name: str) -> Any:
-    """A flag of a config, where it is kept: the config's own way to it takes longer than a short op."""
+    """A flag of a config, read from its ``__dict__``: the config's own lookup takes longer than a short op."""
     held = getattr(config, "__dict__", {})
     kept = f"_{name}"
     return held[kept] if kept in held else getattr(config, name, False)
 
 
 def _warn_of_stock_cache(module: nn.Module, query: Tensor, key: Any) -> None:
-    """Once a model: it has our attention, and its decode steps read a cache that is not packed."""
+    """Warns once per model that it has our attention but decodes with a cache that is not packed."""
     ours, inside.dequantized = inside.dense or inside.dequantized, False
     if type(key) is Tensor and query.shape[2] < key.shape[2] and not ours:
         once(
@@ -136,7 +138,7 @@ def _warn_of_stock_cache(module: nn.Module, query: Tensor, key: Any) -> None:
 
 
 def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether no mask means that a query sees no key after its own."""
+    """Whether a missing mask means causal attention."""
     causal = kwargs.get("is_causal")
     return bool(getattr(module, "is_causal", True) if causal is None else causal)
 
@@ -153,7 +155,7 @@ def _reads_packed(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> bool:
-    """Whether the op can do what is asked, on what is stored."""
+    """Whether the op can compute this attention from the packed cache."""
     if not (isinstance(key, PackedStates) and isinstance(value, PackedStates)):
         return False
     if key.layer is not value.layer or (key.stream, value.stream) != ("k", "v"):
@@ -178,7 +180,7 @@ def _packed(
     """(B, H_q, T, D) over the layer of ``key`` -> (B, H_q, T, D_v); the mask is a `PatternMask` or None."""
     layer = key.layer
     options = _options(scaling, softcap, s_aux)
-    # A mask may leave out where rows start, if all start at the first token, where the layer knows it as zeros.
+    # If all rows start at the first token, the mask has no leftpad, while the layer may hold zeros: use the layer's.
     own = (
         layer.slots_of(mask.leftpad)
         if mask is not None and mask.leftpad is not None
@@ -196,7 +198,7 @@ def _packed(
 
 
 def _options(scaling: float | None, softcap: float | None, s_aux: Tensor | None) -> dict[str, Any]:
-    """The op's names for what a call of the interface asks for."""
+    """Arguments of the attention interface under the names of our ops."""
     options: dict[str, Any] = {}
     if scaling is not None:
         options["softmax_scale"] = float(scaling)
@@ -214,17 +216,17 @@ def attend_in_chunks(
     leftpad: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """Attention of the T newest tokens, each to its own chunk, counted from its row's first token (Llama 4).
+    """Chunked attention (Llama 4) of the T newest tokens; chunks are counted from a row's first token.
 
-    A chunk's start is one more beginning of a row, ``cache_leftpad`` of the op, so queries are taken together as
-    long as no row enters another chunk.
+    The start of a chunk is passed to the op as the start of the row (``cache_leftpad``), so a call takes query columns
+    within which no row enters another chunk.
 
     Args:
-        layer: what it reads from.
+        layer: the layer to read.
         query: (B, H_q, T, D).
-        chunk: tokens of a chunk.
+        chunk: tokens per chunk.
         leftpad: (B,), where rows start; None for slot 0.
-        options: of `LayerKVCache.attend`.
+        options: options of `LayerKVCache.attend`.
 
     Returns:
         (B, H_q, T, D_v).
@@ -247,11 +249,11 @@ def attend_in_chunks(
 def pieces(
     first: Sequence[int], counts: Sequence[int], tokens: int, chunk: int
 ) -> list[tuple[int, int]]:
-    """Stretches of ``tokens`` query columns within which no row enters another chunk.
+    """Splits ``tokens`` query columns into ranges within which no row enters another chunk.
 
     Args:
-        first: which token of its row the first column is.
-        counts: columns of each row that are no padding.
+        first: per row, the index of its token in the first column.
+        counts: per row, the number of columns that are not padding.
     """
     cuts = {0, tokens}
     for start, count in zip(first, counts, strict=True):
@@ -276,7 +278,7 @@ def _plain(
     weights: bool,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention over tensors: those given, or the values of lazy ones."""
+    """Attention over tensors; lazy ones are materialized."""
     causal = _is_causal(module, kwargs)
     queries, keys = query.shape[2], key.shape[2]
     key, value = values_of(key), values_of(value)
@@ -300,7 +302,7 @@ def _plain(
 
 
 def _is_prompt(query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool) -> bool:
-    """Whether many queries meet themselves and what is before them, and our kernels are the fastest there."""
+    """Whether this is causal attention with many queries for which our CPU kernels are fastest."""
     if query.shape[2] <= MAX_QUERY_TOKENS or not serves_prompts(query, key, value):
         return False
     if mask is None:
@@ -315,9 +317,9 @@ def _dense_mask(
 ) -> Tensor | None:
     """The mask for plain tensors.
 
-    No mask means causal, the newest query with the last key; ``sdpa`` reads it as: the first with the first.
+    A missing mask means causal, aligned at the newest query and last key; ``sdpa`` would align the first ones.
     """
-    if mask is not None:  # that of a static cache names slots its prompt does not fill
+    if mask is not None:  # a static cache's mask covers slots that its prompt does not fill
         mask = values_of(mask)
         return mask[..., :keys] if mask.shape[-1] > keys else mask
     if not causal or queries in (1, keys):
@@ -346,10 +348,10 @@ def soft_attention(
         mask: (B, 1, T, L), bool or additive; None for none.
         scaling: multiplies q·k; default 1 / sqrt(D).
         softcap: logits become ``softcap * tanh(logits / softcap)``; None or 0 for none.
-        s_aux: a logit each softmax has besides: (H_q,), or (B, H_q, T, 1) of each query.
+        s_aux: attention-sink logits, one more term of each softmax: (H_q,), or (B, H_q, T, 1) per query.
         position_bias: (B or 1, H_q, T, L), added to the logits; None for none.
-        causal: without a mask, whether a query sees no key after its own; the newest query is the last key's.
-        dropout: share of the weights that is dropped.
+        causal: whether attention is causal if there is no mask; the newest query aligns with the last key.
+        dropout: dropout probability of the weights.
         keep_weights: whether to return the weights, which are None otherwise.
     """
     batch, heads, tokens, dim = query.shape
@@ -390,7 +392,7 @@ def _masked(logits: Tensor, seen: Tensor) -> Tensor:
 
 
 def _softmax(logits: Tensor, s_aux: Tensor | None) -> Tensor:
-    """In float32, over the keys and the sinks if there are any, whose share is left out."""
+    """Softmax in float32 over the keys and, if given, the sinks, whose probability is dropped from the result."""
     if s_aux is None:
         return torch.softmax(logits, dim=-1, dtype=torch.float32)
     sinks = s_aux if s_aux.ndim == 4 else s_aux.reshape(1, -1, 1, 1)

@@ -1,7 +1,7 @@
-"""A `CarambaCache` as tensors and plain values, and back: safe under ``torch.load(weights_only=True)``.
+"""Serialization of a `CarambaCache` to tensors and plain values, safe under ``torch.load(weights_only=True)``.
 
-In hybrid models there are stock layers between ours (linear attention, convolutions). Those keep a few tensors and
-flags as attributes, named differently from version to version: all of them are taken as they are.
+Hybrid models have stock transformers layers between ours (linear attention, convolutions). These keep a few tensors
+and flags as attributes, whose names differ between versions of transformers, so all attributes are saved.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ def state_of_stock(layer: Any) -> dict[str, Any]:
     """Copies of a layer's attributes, safe under ``torch.load(weights_only=True)``.
 
     Raises:
-        ValueError: one is no tensor, number or name.
+        ValueError: an attribute is not a tensor, number or name.
     """
     fields = {name: copied(value, name, layer, None) for name, value in vars(layer).items()}
     return {"stock": type(layer).__name__, "fields": fields}
 
 
 def load_stock(layer: Any, state: dict[str, Any], device: Place) -> None:
-    """Puts a state into a layer of the same class.
+    """Restores a state into a layer of the same class.
 
     Args:
-        device: where tensors go; None for where they are.
+        device: where tensors go; None leaves them where they are.
 
     Raises:
-        ValueError: the state of another class of layer, or of another version of it.
+        ValueError: the state is of another layer class, or of another version of it.
     """
     kind, fields = state.get("stock"), state.get("fields", {})
     if kind != type(layer).__name__ or set(fields) != set(vars(layer)):
@@ -59,7 +59,7 @@ def move_stock(layer: Any, device: torch.device | str) -> None:
 
 
 def copied(value: Any, name: str, layer: Any, device: Place) -> Any:
-    """A copy, on ``device`` where one is given."""
+    """A copy, on ``device`` if one is given."""
     if isinstance(value, Tensor):
         return value.clone() if device is None else value.to(device, copy=True)
     if isinstance(value, torch.device):
@@ -76,14 +76,14 @@ def copied(value: Any, name: str, layer: Any, device: Place) -> Any:
     )
 
 
-#: What a state says it is.
+#: Format tag of a state.
 FORMAT = "caramba_fast.hf.cache.1"
-#: What keys and values of a model may be computed in.
+#: Dtypes that a model may compute keys and values in.
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 def state_of(common: Common, layers: Sequence[Any]) -> dict[str, Any]:
-    """The state of a cache: of our layers and, in a hybrid model, of the stock ones between them."""
+    """The state of a cache: our layers and, in a hybrid model, the stock layers between them."""
     return {
         "format": FORMAT,
         "leftpad": common.leftpad,
@@ -110,11 +110,11 @@ def load_state(
     state: dict[str, Any],
     device: torch.device | str | None,
 ) -> None:
-    """Puts a state into layers of the same sizes and storage.
+    """Restores a state into layers of the same sizes and storage.
 
     Raises:
-        ValueError: a state of another format, number or kind of layers, or storage, or one that contradicts its own
-            tensors; nothing has changed then.
+        ValueError: the state has another format, number or kind of layers, or storage, or its sizes contradict its
+            tensors. The layers are then unchanged.
     """
     _check(common, layers, state)
     made = []
@@ -126,14 +126,14 @@ def load_state(
             load_stock(scratch, part, device)
         made.append(scratch)
     leftpad = state["leftpad"]
-    # Whatever could fail has been done.
+    # Nothing below can fail.
     for layer, scratch in zip(layers, made, strict=True):
         vars(layer).update(vars(scratch))
     common.leftpad = leftpad if leftpad is None or device is None else leftpad.to(device)
 
 
 def _check(common: Common, layers: Sequence[Any], state: Any) -> None:
-    """Raises ValueError for what cannot be the state of such a cache, before anything is made for it."""
+    """Raises ValueError, before allocating anything, if this cannot be the state of such a cache."""
     found = state.get("format") if isinstance(state, dict) else type(state).__name__
     if found != FORMAT:
         raise ValueError(f"the state has format {shown(found)}; {FORMAT!r} is needed")
@@ -164,7 +164,7 @@ def _check(common: Common, layers: Sequence[Any], state: Any) -> None:
 
 
 def _problem(layer: CarambaLayer, part: dict[str, Any]) -> str | None:
-    """What makes a layer's state unusable; None if its store can be made, which checks the rest itself."""
+    """What makes a layer's state unusable; None if its store can be created (the store checks the rest)."""
     wanted = {"dropped", "dtype", "store"} | (
         {"states"} if isinstance(layer, HybridLayer) else set()
     )
@@ -188,7 +188,7 @@ def _problem(layer: CarambaLayer, part: dict[str, Any]) -> str | None:
         numbers = [*sizes, streams[name].get("head_dim")]
         if not all(type(x) is int and x > 0 for x in numbers):
             return f"rows, heads and head_dim of {name} are {shown(numbers)}; positive numbers are needed"
-        # two values to a byte at most: nothing larger than the tensors is made
+        # at most two values per byte, so the state cannot ask for more memory than its tensors justify
         if (
             numbers[0] != len(codes)
             or numbers[1] * numbers[2] > 2 * codes.shape[1] * codes.shape[3]

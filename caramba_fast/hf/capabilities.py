@@ -1,4 +1,4 @@
-"""What a model of transformers can do, learned by trying it, and what it cannot, said before it is silently wrong."""
+"""What a transformers model supports, found by trials, and errors for what would otherwise be silently wrong."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from caramba_fast.hf.scope import decoder_configs
 
 
 class Capabilities:
-    """What a model can do. Each trial, a few small forward passes, runs when its result is first asked for."""
+    """What a model supports. Each trial, a few small forward passes, runs when its result is first needed."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return capabilities_of, (self.model,)  # a copy of the model is asked itself
+        return capabilities_of, (self.model,)  # a copy of the model gets its own trials
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model, which is not kept alive."""
+        """The model, held by a weak reference."""
         model = self._model()
         assert model is not None
         return model
@@ -52,17 +52,17 @@ class Capabilities:
 
     @cached_property
     def configs(self) -> list[Any]:
-        """The configs whose attention can be ours."""
+        """The configs whose attention can be switched to ours."""
         return decoder_configs(self.model)
 
     @cached_property
     def lenders(self) -> frozenset[int]:
-        """Layers whose keys and values later layers attend to as well."""
+        """Layers whose keys and values later layers also attend to."""
         return lenders(self._config)
 
     @cached_property
     def chunks(self) -> dict[int, int]:
-        """Layers that attend within chunks: their index and tokens of a chunk."""
+        """Layers that attend within chunks: layer index -> tokens per chunk."""
         return {
             index: int(layer.sliding_window)
             for index, layer in enumerate(stock_layers(self._config))
@@ -72,7 +72,7 @@ class Capabilities:
 
     @cached_property
     def max_positions(self) -> int | None:
-        """The length of a table of positions (learned, or GPT-J's angles): beyond it there is none to read."""
+        """The length of the table of positions (learned embeddings, or GPT-J's angles); None if there is no table."""
         return _max_positions(self.model)
 
     @property
@@ -87,7 +87,7 @@ class Capabilities:
 
     @property
     def shapes(self) -> dict[int, AnyLayerShape]:
-        """What each layer that caches stores, by its number in the model.
+        """What each caching layer stores, by its index in the model.
 
         Raises:
             TypeError: its layers do not keep keys and values the way a transformers Cache does.
@@ -96,12 +96,12 @@ class Capabilities:
 
     @property
     def attention_shapes(self) -> dict[int, LayerShape]:
-        """Those of K and V."""
+        """The entries of `shapes` that are K and V."""
         return {i: shape for i, shape in self.shapes.items() if isinstance(shape, LayerShape)}
 
     @cached_property
     def places(self) -> list[int]:
-        """The numbers of the layers that cache."""
+        """Indices of the layers that cache."""
         return list(self.shapes)
 
     @property
@@ -111,7 +111,7 @@ class Capabilities:
 
     @cached_property
     def query_rms(self) -> dict[int, Tensor]:
-        """Root mean square of the queries that meet each channel of keys, (H_kv, D), by the layer's number."""
+        """Layer index -> root mean square of the queries per key channel, (H_kv, D)."""
         shapes, found = self.attention_shapes, query_rms(self.model, self.configs)
         return {
             i: rms
@@ -121,7 +121,7 @@ class Capabilities:
         }
 
     def keys_query_rms(self, layer: int) -> dict[str, Tensor]:
-        """Of one layer, as `LayerShape.query_rms` gives it; nothing once the model is gone and nobody has asked."""
+        """`query_rms` of one layer, for `LayerShape.query_rms`; empty if the model was freed before the trial."""
         if "query_rms" not in self.__dict__ and self._model() is None:
             return {}
         found = self.query_rms.get(layer)
@@ -131,12 +131,12 @@ class Capabilities:
 
     @cached_property
     def why_dense(self) -> str | None:
-        """Why our attention cannot read its layers as they are stored; None if it can."""
+        """Why our attention cannot read its layers packed; None if it can."""
         return why_not_packed(self.model, self.configs, self.shapes, self.lenders)
 
     @cached_property
     def dequantizations(self) -> int:
-        """How often a prompt and a step, with the attention it has, ask a `CarambaCache` for tensors.
+        """How many times a prompt and a step, with the model's current attention, dequantize a `CarambaCache`.
 
         Raises:
             TypeError: it has layers that are not packed.
@@ -152,16 +152,16 @@ class Capabilities:
 
     @cached_property
     def _forgets(self) -> bool:
-        # Masks that are not made for the attention interface cannot be asked.
+        # Masks that are not made for the attention interface cannot be examined.
         return not self.configs or makes_no_windows(self.model, self.configs)
 
     def forgets_beyond(self, tokens: int = sys.maxsize) -> int | None:
-        """Tokens behind which its own caches drop others that its masks may show (Moshi), if below ``tokens``."""
+        """Length from which its own caches drop tokens that its masks may show (Moshi), if below ``tokens``."""
         window = min(self._windows, default=tokens)
         return window if window < tokens and self._forgets else None
 
     def check_remembered(self, tokens: int) -> None:
-        """Raises ValueError for rows of ``tokens`` where what they say depends on when its caches drop tokens."""
+        """Raises ValueError if the output of rows of ``tokens`` would depend on when its caches drop tokens."""
         window = self.forgets_beyond(tokens)
         if window is not None:
             raise ValueError(
@@ -171,10 +171,10 @@ class Capabilities:
             )
 
     def check_padding(self) -> None:
-        """Raises ValueError where padding in front of a row changes what the model says of it.
+        """Raises ValueError if left padding changes a row's logits.
 
-        Some decoders count positions over padding, whatever mask and position ids say, or put columns in front of a
-        mask: ragged batches would be silently wrong.
+        Some decoders count positions over padding whatever the mask and position ids are, or prepend columns to the
+        mask; ragged batches would be silently wrong.
         """
         if self._padding_error > MOST_DIFFERENCE:
             raise ValueError(
@@ -193,7 +193,7 @@ _KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[Any], Capabilities
 
 
 def capabilities_of(model: PreTrainedModel) -> Capabilities:
-    """`Capabilities` of a model, remembered while it lives and its embeddings keep their sizes."""
+    """`Capabilities` of a model, cached while it is alive and its embeddings keep their sizes."""
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     sizes = [None if end is None else end.weight.shape for end in ends]
     known = _KNOWN.get(model)
@@ -220,7 +220,7 @@ def _max_positions(model: PreTrainedModel) -> int | None:
 
 
 def check_servable(model: Any) -> None:
-    """Raises TypeError with the reason where our caches cannot serve ``model`` through the adapter."""
+    """Raises TypeError with the reason if our caches cannot serve ``model`` through the adapter."""
     reason = _reason(model)
     if reason is None and (getattr(model, "_is_stateful", False) or not _keeps_tokens(model)):
         reason = "its state is not (only) keys and values of tokens (it is recurrent or hybrid)"
@@ -231,7 +231,7 @@ def check_servable(model: Any) -> None:
 
 
 def _keeps_tokens(model: Any) -> bool:
-    """Whether all stock layers keep keys and values of tokens and nothing else, where there are stock layers."""
+    """Whether all of the model's stock cache layers, if it has any, keep only K and V of tokens (or nothing)."""
     if not model._supports_default_dynamic_cache():
         return True
     layers = stock_layers(model.config.get_text_config(decoder=True))
@@ -239,7 +239,7 @@ def _keeps_tokens(model: Any) -> bool:
 
 
 def check_cacheable(model: Any) -> None:
-    """Raises TypeError with the reason where ``model`` has no use for a `CarambaCache`."""
+    """Raises TypeError with the reason if ``model`` cannot use a `CarambaCache`."""
     reason = _reason(model)
     if reason is None:
         layers = (
@@ -284,7 +284,7 @@ def _reason(model: Any) -> str | None:
 
 
 def unwrapped(model: Any) -> Any:
-    """The model inside of what `torch.compile` and PEFT make; any other as it is."""
+    """The model inside `torch.compile` and PEFT wrappers; any other model unchanged."""
     while not isinstance(model, PreTrainedModel):
         get = getattr(model, "get_base_model", None)
         inside = get() if callable(get) else getattr(model, "_orig_mod", None)
@@ -295,15 +295,15 @@ def unwrapped(model: Any) -> Any:
 
 
 def is_adapted(model: Any) -> bool:
-    """Whether it is what PEFT makes of a model of transformers."""
+    """Whether it is a PEFT wrapper around a transformers model."""
     return hasattr(model, "get_base_model") and isinstance(unwrapped(model), PreTrainedModel)
 
 
 def without_wrapper(model: Any) -> Any:
-    """The model inside of what PEFT made, whose layers have the adapters.
+    """The model inside a PEFT wrapper; its layers contain the adapters.
 
     Raises:
-        TypeError: it learned a prompt, which the model inside does not have.
+        TypeError: prompt learning: the inner model does not have the learned prompt.
     """
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise cannot_be_served(model, "its learned prompt is not in the model inside")
@@ -311,11 +311,11 @@ def without_wrapper(model: Any) -> Any:
 
 
 def _wrapped(model: Any) -> str | None:
-    """How to get at the transformers model that ``model`` wraps; None if it wraps none."""
+    """An expression for the transformers model that ``model`` wraps; None if it wraps none."""
     inside = unwrapped(model)
     if inside is not model and isinstance(inside, PreTrainedModel):
         return "model._orig_mod, or model.get_base_model()"
-    for name in ("module", "model"):  # what DataParallel and a pipeline call it
+    for name in ("module", "model"):  # its name in DataParallel and in pipelines
         if isinstance(getattr(model, name, None), PreTrainedModel):
             return f"model.{name}"
     return None

@@ -1,7 +1,7 @@
-"""RoPE whose frequencies change with the length of a text, and what is refused for it, or made as for a new model.
+"""RoPE whose frequencies change with the sequence length ("dynamic", "longrope"): checks and state resets.
 
-Keys in a cache stay turned as they were when they came. What such a model says depends on the passes in which its text
-came, and, with "dynamic" RoPE, on the longest text that its modules have seen.
+Cached keys keep the rotation they were stored with. The output of such a model therefore depends on how its tokens were
+split into passes and, with "dynamic" RoPE, on the longest sequence that its modules have seen.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from caramba_fast.cache import ModelKVCache
 
-#: Kinds of RoPE whose frequencies depend on the longest position there is.
+#: RoPE types whose frequencies depend on the longest position.
 CHANGING_ROPE = ("dynamic", "longrope")
-#: Tokens of the longest row of a cache that came in one pass, before all others.
+#: Cache -> tokens of its longest row in its first pass.
 FIRST_PASS: WeakKeyDictionary[ModelKVCache, int] = WeakKeyDictionary()
 
 
 def rope_limit(model: PreTrainedModel, kinds: Sequence[str]) -> int | None:
-    """Tokens up to which a RoPE of these kinds has the same frequencies; None without one."""
+    """Number of tokens up to which RoPE of these types keeps its frequencies; None if the model has no such RoPE."""
     config = model.config.get_text_config(decoder=True)
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     parts = [given, *(part for part in given.values() if isinstance(part, dict))]
@@ -38,9 +38,9 @@ def rope_limit(model: PreTrainedModel, kinds: Sequence[str]) -> int | None:
 
 
 def rereads_beyond(model: PreTrainedModel) -> int | None:
-    """Tokens of a text beyond which a model's own `generate` reads all of it again, and turns all keys otherwise.
+    """Tokens beyond which the model's own `generate` recomputes the whole cache, with other RoPE frequencies.
 
-    Phi-3 and its like do, whose longrope has other frequencies there; None for models that do not.
+    Phi-3 and similar models do this: their longrope has other frequencies there. None for models that do not.
     """
     own = getattr(type(model), "prepare_inputs_for_generation", None)
     if own is GenerationMixin.prepare_inputs_for_generation:
@@ -49,11 +49,11 @@ def rereads_beyond(model: PreTrainedModel) -> int | None:
 
 
 def check_shortened(model: PreTrainedModel, kv_cache: ModelKVCache, left: Sequence[int]) -> None:
-    """Raises ValueError where cached keys are turned otherwise than those of so short a text would be.
+    """Raises ValueError if cached keys are rotated differently from how they would be in rows of the reduced length.
 
     Args:
-        kv_cache: has the keys.
-        left: tokens of each row that are to stay.
+        kv_cache: the cache.
+        left: tokens of each row that are to be kept.
     """
     held, same, name = kv_cache.row_lengths, rereads_beyond(model), type(model).__name__
     first = FIRST_PASS.get(kv_cache, max(held))
@@ -63,7 +63,7 @@ def check_shortened(model: PreTrainedModel, kv_cache: ModelKVCache, left: Sequen
             f"as for {max(held)}: {max(left)} of them cannot stay; keep more than {same}, or begin anew with reset()"
         )
     limit = rope_limit(model, CHANGING_ROPE) if same is None else None
-    if limit is None or first <= limit:  # behind them came one token after the other
+    if limit is None or first <= limit:  # later tokens came one at a time
         return
     fewest = first if rope_limit(model, ("dynamic",)) is not None else limit + 1
     kept = min((n for n in left if n), default=fewest)
@@ -76,7 +76,7 @@ def check_shortened(model: PreTrainedModel, kv_cache: ModelKVCache, left: Sequen
 
 
 def check_turned_alike(model: PreTrainedModel, held: Sequence[int], new: Sequence[int]) -> None:
-    """Raises ValueError where what a row says would depend on other rows, or on how its text comes in passes.
+    """Raises ValueError if a row's output would depend on other rows, or on how its tokens are split into passes.
 
     Args:
         held, new: tokens of each row in the cache, and in this pass.
@@ -97,7 +97,7 @@ def check_turned_alike(model: PreTrainedModel, held: Sequence[int], new: Sequenc
                 f"{name} turns keys by the longest row from {limit} tokens on (its RoPE changes with the length): rows "
                 "of different lengths have to be shorter; give it one row at a time, or rows of equal length"
             )
-        every = rope_limit(model, ("dynamic",)) is not None  # else there are two ways alone
+        every = rope_limit(model, ("dynamic",)) is not None  # else only two sets of frequencies
         if max(new) > 1 and max(held) and (every or max(held) < limit):
             raise ValueError(
                 f"{name} turns keys by the newest token from {limit} tokens on (its RoPE changes with the length), and "
@@ -115,7 +115,7 @@ def check_turned_alike(model: PreTrainedModel, held: Sequence[int], new: Sequenc
 
 
 def dynamic_ropes(model: PreTrainedModel) -> list[nn.Module]:
-    """Modules that keep the frequencies of the longest text they have seen, until there is a short one."""
+    """Modules that keep the frequencies of the longest sequence they have seen, until there is a short one."""
     if rope_limit(model, ("dynamic",)) is None:
         return []
     return [module for module in model.modules() if hasattr(module, "max_seq_len_cached")]
@@ -123,7 +123,7 @@ def dynamic_ropes(model: PreTrainedModel) -> list[nn.Module]:
 
 @contextmanager
 def as_if_new(ropes: Sequence[nn.Module]) -> Iterator[None]:
-    """Within it, `dynamic_ropes` have seen no longer text; afterwards they are what they were."""
+    """Context in which `dynamic_ropes` have their initial state, as if they had seen no sequence; restored on exit."""
     before = [(module, *_reset(module)) for module in ropes]
     try:
         yield
@@ -135,7 +135,7 @@ def as_if_new(ropes: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _reset(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Gives a module its first frequencies; the buffers and lengths it had."""
+    """Resets a module to its initial frequencies; returns the buffers and lengths it had."""
     kinds = module.rope_type if isinstance(module.rope_type, dict) else {"": module.rope_type}
     buffers, lengths = {}, {"max_seq_len_cached": module.max_seq_len_cached}
     for layer, kind in kinds.items():

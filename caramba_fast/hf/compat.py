@@ -1,6 +1,6 @@
-"""What differs between the versions of transformers that are supported: 4.57, 5.0 and the newest 5.x.
+"""Compatibility with the supported versions of transformers: 4.57, 5.0 and the newest 5.x.
 
-Everything else of this package is written for the newest; a difference is bridged here, once.
+The rest of this package is written for the newest version; differences are bridged here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ except ImportError as error:  # pragma: no cover - the tests have it
 
 
 def check_version(found: str) -> None:
-    """Raises ImportError where transformers ``found`` is older than what is supported."""
+    """Raises ImportError if version ``found`` of transformers is older than the oldest supported one."""
     parts = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in found.split(".")[:2])
     if parts < OLDEST:
         oldest = ".".join(map(str, OLDEST))
@@ -41,15 +41,16 @@ from transformers.cache_utils import (  # noqa: E402
     DynamicSlidingWindowLayer,
 )
 
-#: Whether `Cache.crop` takes tokens to remove (0 or below); before, the length to keep (or below 0).
+#: Whether `Cache.crop` takes the tokens to remove, as a number <= 0. Older versions take the length to keep, or a
+#: negative number of tokens to remove.
 CROP_REMOVES = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
 
 
 def tokens_to_remove(count: int, length: int) -> int:
-    """How many tokens ``Cache.crop(count)`` takes off a row of ``length``.
+    """How many tokens ``Cache.crop(count)`` removes from a row of ``length``.
 
     Raises:
-        ValueError: a length to keep, where transformers takes tokens to remove.
+        ValueError: ``count`` is a length to keep, but this transformers takes tokens to remove.
     """
     if CROP_REMOVES:
         if count > 0:
@@ -62,18 +63,18 @@ def tokens_to_remove(count: int, length: int) -> int:
 
 
 def query_length(given: Any) -> int:
-    """Query tokens, from what `get_mask_sizes` is given: their number, or before 5.x their positions."""
+    """Number of query tokens, from the argument of `get_mask_sizes`: that number, or before 5.x their positions."""
     return int(given.shape[0]) if isinstance(given, Tensor) and given.ndim else int(given)
 
 
 try:
     from transformers.utils.output_capturing import _active_collector
-except ImportError:  # before 5.1 a keyword always says so
+except ImportError:  # before 5.1 the request always comes as a keyword argument
     _active_collector = None  # type: ignore[assignment]
 
 
 def weights_are_recorded() -> bool:
-    """Whether the pass that runs records what attention returns as its weights, for ``output_attentions``."""
+    """Whether the current pass records attention weights for ``output_attentions``."""
     recorded = None if _active_collector is None else _active_collector.get()
     return bool(recorded) and "attentions" in recorded
 
@@ -84,9 +85,9 @@ class MaskCall:
 
     Attributes:
         batch, queries, keys: sizes of the mask.
-        function: tells which query sees which key.
-        padding: (B, tokens) bool, False where a row has no token; None for all True.
-        given: everything, as it came.
+        function: whether a query sees a key.
+        padding: (B, tokens) bool, False for padding; None for no padding.
+        given: all arguments, unchanged.
     """
 
     batch: int
@@ -107,25 +108,25 @@ class MaskCall:
         )  # fmt: skip
 
     def dense(self, **changes: Any) -> Tensor | None:
-        """What stock ``sdpa`` gets: (B, 1, T, L) bool, or None where it needs no mask."""
+        """The mask that stock ``sdpa`` gets: (B, 1, T, L) bool, or None where it needs no mask."""
         return masking_utils.sdpa_mask(**{**self.given, **changes})
 
 
 def stock_layers(config: Any) -> list[Any]:
-    """The layers a stock `DynamicCache` has for a model of this text config, empty."""
+    """The empty layers of a stock `DynamicCache` for a model with this text config."""
     return list(DynamicCache(config=config).layers)
 
 
 def keeps_only_tokens(layer: Any) -> bool:
-    """Whether a stock layer keeps K and V of tokens and nothing else."""
+    """Whether a stock layer keeps only K and V of tokens."""
     return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
 
 
-#: Stock layers that keep nothing: their attention reads what an earlier layer keeps. There are none before 5.1.
+#: Stock layers that keep nothing: their attention reads the cache of an earlier layer. None before 5.1.
 EMPTY: tuple[Any, ...] = tuple(
     getattr(cache_utils, name) for name in ("DummyLayer",) if hasattr(cache_utils, name)
 )
-#: Stock layers that keep K and V of tokens beside a state of linear attention; there are none before 5.1.
+#: Stock layers that keep K and V of tokens and a linear-attention state. None before 5.1.
 HYBRIDS: tuple[Any, ...] = tuple(
     getattr(cache_utils, name)
     for name in (
@@ -136,12 +137,12 @@ HYBRIDS: tuple[Any, ...] = tuple(
 )
 
 
-#: What those have besides.
+#: The base class of their linear-attention part.
 LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", object)
 
 
 def is_hybrid(layer: Any) -> bool:
-    """Whether a stock layer keeps K and V of tokens beside a state."""
+    """Whether a stock layer keeps both K and V of tokens and a linear-attention state."""
     return type(layer) in HYBRIDS
 
 
@@ -155,7 +156,7 @@ def is_chunked(config: Any, index: int) -> bool:
 
 
 def lenders(config: Any) -> frozenset[int]:
-    """Layers whose keys and values later layers attend to as well (Gemma 3n), from the model's text config."""
+    """Layers whose keys and values later layers also attend to (Gemma 3n), from the model's text config."""
     borrowing = getattr(config, "num_kv_shared_layers", None) or 0
     types = getattr(config, "layer_types", None)
     if not borrowing or types is None:

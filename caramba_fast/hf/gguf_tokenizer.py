@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: as transformers reads them, and where llama.cpp reads them otherwise, as that does."""
+"""Tokenizers of GGUF files, as transformers loads them, corrected where llama.cpp behaves differently."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 from caramba_fast.models.config import CheckpointError
 from caramba_fast.models.gguf import GgufFile
 
-#: Of these a whole word that is a token is one, and a text begins with BOS unless the file says otherwise.
+#: Pre-tokenizers for which a whole word in the vocabulary is one token (merges ignored), and BOS is added unless the
+#: file says otherwise.
 _OF_LLAMA_3 = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "tekken", "midm-2.0", "lfm2", "jina-v5-nano",
 )  # fmt: skip
-#: Byte-level vocabularies whose words are cut as GPT-2's are, but each digit alone.
+#: Byte-level pre-tokenizers that split as GPT-2's does, but make each digit a word.
 _DIGITS_ALONE = ("smollm", "starcoder", "refact", "codeshell", "command-r")
-#: Kinds of tokens that are found in a text before it is cut into words.
+#: Token types that are matched before text is split into words.
 _CONTROL, _USER_DEFINED = 3, 4
 
 
@@ -23,7 +24,7 @@ def gguf_tokenizer(path: Path) -> Any:
     """The tokenizer in a GGUF file.
 
     Raises:
-        CheckpointError: there is none, or words are cut in a way that is not known (``tokenizer.ggml.pre``).
+        CheckpointError: there is none, or its pre-tokenizer is unknown (``tokenizer.ggml.pre``).
     """
     from transformers import AutoTokenizer  # noqa: PLC0415 - it is slow to import
 
@@ -68,10 +69,10 @@ def gguf_tokenizer(path: Path) -> Any:
 
 
 def _space_in_front(found: Any, wanted: bool) -> None:
-    """Makes a SentencePiece vocabulary read spaces as llama.cpp does.
+    """Makes a SentencePiece tokenizer treat spaces as llama.cpp does.
 
-    Each stretch of text between special tokens gets one more space in front, even where it begins with one; or none
-    does, and then none is taken away again when tokens become text.
+    If ``wanted``, each piece of text between special tokens gets one more leading space, even if it begins with one.
+    Otherwise none is added, and decoding strips none.
     """
     from tokenizers import decoders, normalizers  # noqa: PLC0415
 
@@ -86,10 +87,10 @@ def _space_in_front(found: Any, wanted: bool) -> None:
 
 
 def _keep_special_tokens(found: Any, file: GgufFile) -> None:
-    """Makes special tokens of a byte-level vocabulary whole that are written in other characters than its bytes.
+    """Keeps special tokens of a byte-level vocabulary whole if their spelling is not in the byte alphabet.
 
-    transformers takes them for text, and adds BOS and its like once more, behind the vocabulary of the model, as it
-    does with GPT-2's end of a text where a file has none.
+    transformers would treat them as text, and add BOS and the like a second time with ids beyond the model's
+    vocabulary; it also adds GPT-2's end-of-text token if a file has none.
     """
     from tokenizers import AddedToken, Tokenizer  # noqa: PLC0415
     from transformers.convert_slow_tokenizer import bytes_to_unicode  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""CarambaLayer: one layer of a `CarambaCache`, packed, over a store that grows."""
+"""CarambaLayer: one packed layer of a `CarambaCache`, with a store that grows."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from caramba_fast.hf.layers import PackedLayer, StoringLayer
 from caramba_fast.hf.lazy_tensors import PackedStates, values_of
 from caramba_fast.hf.scope import NAME, implementation, inside, once
 
-#: Tokens a row has room for at first, where nobody says how many are to come, and how it grows then.
+#: Initial capacity of a row in tokens, if the final length is unknown, and the factor by which it grows.
 FIRST_ROOM, GROWTH = 256, 1.5
-#: Tokens a sliding layer keeps beyond its window, so that as many can be taken off again.
+#: Tokens a sliding layer keeps beyond its window, so that as many can be rolled back.
 SLACK = 128
 
 
 class CarambaLayer(StoringLayer, PackedLayer):
-    """One layer of a `CarambaCache`: a sliding one leaves tokens behind that no query will see any more."""
+    """One layer of a `CarambaCache`. A sliding-window layer drops tokens that no query can see any more."""
 
     is_compileable = False
     packed_only = False
-    #: What `slots_of` was asked last, how many tokens were dropped then, and the answer.
+    #: Memo of the last `slots_of`: its argument, the tokens dropped at that time, the result.
     _slots: tuple[Tensor, int, Tensor] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -41,16 +41,16 @@ class CarambaLayer(StoringLayer, PackedLayer):
 
     @property
     def length(self) -> int:
-        """Tokens of a row so far, padding and what a window has left behind included."""
+        """Tokens of a row so far, including padding and tokens dropped by a sliding window."""
         return 0 if self.store is None else self.dropped + self.store.pos
 
     @property
     def leftpad(self) -> Tensor | None:
-        """(B,) int32: in which slot of what is stored rows start; None for the first."""
+        """(B,) int32: slot in the store where each row starts; None for slot 0."""
         return self.slots_of(self.common.leftpad)
 
     def slots_of(self, tokens: Tensor | None) -> Tensor | None:
-        """Places in a row (B,) -> slots of what is stored; None for the first token."""
+        """Token positions (B,) -> slots in the store; None stands for the first token."""
         if tokens is None or not self.dropped:
             return tokens
         if self._slots is None or self._slots[0] is not tokens or self._slots[1] != self.dropped:
@@ -59,7 +59,7 @@ class CarambaLayer(StoringLayer, PackedLayer):
 
     @property
     def keys(self) -> Tensor | None:
-        """Keys (B, H_kv, length, D) of all tokens, dequantized when an op asks for values; None before the first."""
+        """Keys (B, H_kv, length, D) of all tokens, dequantized on use; None before the first token."""
         return self._states("k")
 
     @keys.setter
@@ -90,7 +90,7 @@ class CarambaLayer(StoringLayer, PackedLayer):
 
     @property
     def batch_size(self) -> int:
-        """Rows; an AttributeError before the first tokens, as in transformers' own layers."""
+        """Number of rows; AttributeError before the first tokens, as in transformers' own layers."""
         if self.store is None:
             raise AttributeError("batch_size: the layer has seen no tokens")
         return self.store.batch_size
@@ -100,20 +100,20 @@ class CarambaLayer(StoringLayer, PackedLayer):
         return self.length
 
     def get_mask_sizes(self, given: Any, *_: Any) -> tuple[int, int]:
-        """Tokens `update` will return for so many queries, and the first one's slot."""
+        """Number of tokens that `update` will return for this many queries, and the slot of the first."""
         first = self._first_given()
         return self.length + query_length(given) - first, first
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As `PackedLayer.update`; a model's own attention gets what a stock layer gives it."""
+        """As `PackedLayer.update`; a model with its own attention gets the tokens a stock layer would return."""
         first = self._first_given()
         k, v = super().update(key_states, value_states, *args, **kwargs)
         return (values_of(k)[:, :, first:], values_of(v)[:, :, first:]) if first else (k, v)
 
     def _first_given(self) -> int:
-        """The first token of what `update` returns: not every model's own masks have the window of its caches."""
+        """First token that `update` returns; not every model's own masks apply the window of its caches."""
         common, window = self.common, self.sliding_window
         if window is None or (common.on_interface and implementation(common.config) == NAME):
             return 0
@@ -138,7 +138,7 @@ class CarambaLayer(StoringLayer, PackedLayer):
         return exact
 
     def _store_for(self, keys: Tensor, values: Tensor) -> LayerKVCache:
-        """The store, with room for these."""
+        """The store, created or grown to fit these keys and values."""
         self.common.check_length(self.length + keys.shape[2])
         if self.store is None:
             self.lazy_initialization(keys, values)
@@ -160,7 +160,7 @@ class CarambaLayer(StoringLayer, PackedLayer):
         return store
 
     def reserve(self, tokens: int) -> None:
-        """Makes room for rows of ``tokens``, or for as many as the layer keeps."""
+        """Makes room for rows of ``tokens``, or for as many tokens as a sliding layer keeps."""
         store = self.store
         wanted = min(tokens - self.dropped, self._room)
         if store is not None and wanted > store.max_seq_len:
@@ -170,11 +170,11 @@ class CarambaLayer(StoringLayer, PackedLayer):
 
     @property
     def _room(self) -> int:
-        """Most tokens the layer has room for while steps are short: a window and a half."""
+        """Most tokens the layer has room for while steps are short: 1.5 windows and twice `SLACK`."""
         return 2**62 if self.sliding_window is None else self.sliding_window * 3 // 2 + 2 * SLACK
 
     def _leave_behind(self, coming: int) -> None:
-        """Drops tokens no query will see any more, if there is no room for ``coming`` ones otherwise."""
+        """Drops tokens that no query can see any more, if ``coming`` new ones would not fit otherwise."""
         store = self._made()
         if self.sliding_window is None or self.record_past or store.pos + coming <= self._room:
             return
@@ -190,12 +190,12 @@ class CarambaLayer(StoringLayer, PackedLayer):
     # -- reading ------------------------------------------------------------------------
 
     def rows_for(self, tokens: int, leftpad: Tensor | None) -> tuple[list[int], list[int]]:
-        """For each row where it starts, and its token that is the first of the ``tokens`` newest columns."""
+        """Per row: where it starts, and the index of its token in the first of the ``tokens`` newest columns."""
         rows = [0] * self._made().batch_size if leftpad is None else leftpad.tolist()
         return rows, [self.length - tokens - row for row in rows]
 
     def dequantized(self, stream: str, dtype: torch.dtype, length: int) -> Tensor:
-        """The first ``length`` keys ("k") or values ("v") of every row, as a tensor; it is counted."""
+        """The first ``length`` keys ("k") or values ("v") of every row, as a tensor; counts and warns about this."""
         common = self.common
         common.dequantized += 1
         why = common.why_dequantized()
@@ -210,14 +210,14 @@ class CarambaLayer(StoringLayer, PackedLayer):
     # -- shrinking and moving -----------------------------------------------------------
 
     def activate_past_recording(self) -> None:
-        """Keeps all tokens until `crop`, also those a window has left behind."""
+        """Keeps all tokens until `crop`, including those outside the sliding window."""
         self.record_past = True
 
     def crop(self, count: int) -> None:
-        """Takes tokens off the end; ``count`` is what `Cache.crop` takes in this transformers.
+        """Removes the newest tokens; ``count`` means what it means for `Cache.crop` of the installed transformers.
 
         Raises:
-            RuntimeError: so many that tokens would be seen again which a window has left behind.
+            RuntimeError: tokens already dropped by the sliding window would become visible again.
         """
         store = self.store
         if store is None:
@@ -235,12 +235,12 @@ class CarambaLayer(StoringLayer, PackedLayer):
         self.record_past = recording
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row b becomes what row ``beam_idx[b]`` was."""
+        """Reorders rows: new row b is old row ``beam_idx[b]``."""
         if self.length:
             self._made().reorder(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row ``repeats`` times."""
+        """Repeats every row ``repeats`` times, as ``repeat_interleave``."""
         rows = 0 if self.store is None else self.store.batch_size
         self._take([row for row in range(rows) for _ in range(repeats)])
 
@@ -254,7 +254,7 @@ class CarambaLayer(StoringLayer, PackedLayer):
             self.store = self.store.select_rows(rows)
 
     def reset(self) -> None:
-        """Forgets everything; the memory stays."""
+        """Removes all tokens; the memory stays allocated."""
         if self.store is not None:
             self.store.reset()
             self.dropped = 0
@@ -265,6 +265,6 @@ class CarambaLayer(StoringLayer, PackedLayer):
             self.store = self.store.to("cpu")
 
     def prefetch(self) -> None:
-        """Moves it back to where the model's keys are."""
+        """Moves it back to the device of the model's keys."""
         if self.store is not None and self.store.device != self.device:
             self.store = self.store.to(self.device)

@@ -1,7 +1,7 @@
-"""Layers that keep K and V of tokens beside a state of linear attention (FalconH1): K and V packed, the state as it is.
+"""Layers that keep both K and V of tokens and a linear-attention state (FalconH1): packed K and V, unchanged state.
 
-transformers has them from 5.1 on, as one class of both kinds of layer; ours are of both kinds as well, since its
-`Cache` asks layers for their classes.
+transformers has them from 5.1 on, as classes that inherit from both kinds of layer. Ours do, too, because its `Cache`
+checks the classes of layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from caramba_fast.hf.compat import (
 from caramba_fast.hf.growing_layer import CarambaLayer
 from caramba_fast.hf.layers import Common
 
-#: What such a layer keeps beside K and V, by number of the state.
+#: What such a layer keeps besides K and V, by number of the state.
 STATES = (
     "conv_states", "recurrent_states", "is_conv_states_initialized", "is_recurrent_states_initialized",
     "has_previous_state", "conv_kernel_size",
@@ -32,14 +32,14 @@ TENSORS = STATES[:2]
 
 
 class HybridLayer(CarambaLayer):
-    """The part that is ours of a layer that is also a stock one of `HYBRIDS`."""
+    """Our base of the hybrid layers; the other base is a stock class of `HYBRIDS`."""
 
     def __init__(self, states: int, *args: Any) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=states)
         super().__init__(*args)
 
     def lazy_initialization(self, *tensors: Tensor, **states: Any) -> None:  # type: ignore[override]
-        """K and V come by position, states by name: transformers calls this for both."""
+        """transformers calls this for both parts: with K and V by position, with states by name."""
         if tensors:
             super().lazy_initialization(*tensors)
         else:
@@ -47,16 +47,16 @@ class HybridLayer(CarambaLayer):
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
-        """Whether the state can be put back as it was; K and V can."""
+        """Whether the state can be rolled back; K and V always can."""
         return bool(LinearAttentionLayer.is_croppable.fget(self))
 
     def crop(self, count: int) -> None:
-        """Takes tokens off the end, of the state first: it may refuse."""
+        """Removes the newest tokens; from the state first, which may refuse."""
         LinearAttentionLayer.crop(self, count)
         super().crop(count)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row b becomes what row ``beam_idx[b]`` was."""
+        """Reorders rows: new row b is old row ``beam_idx[b]``."""
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         super().reorder_cache(beam_idx)
 
@@ -68,7 +68,7 @@ class HybridLayer(CarambaLayer):
         super()._take(rows)
 
     def reset(self) -> None:
-        """Forgets everything; the memory stays."""
+        """Removes all tokens; the memory stays allocated."""
         LinearAttentionLayer.reset(self)
         super().reset()
 
@@ -78,7 +78,7 @@ class HybridLayer(CarambaLayer):
         super().offload()
 
     def prefetch(self) -> None:
-        """Moves it back to where the model's keys are."""
+        """Moves it back to the device of the model's keys."""
         LinearAttentionLayer.prefetch(self)
         super().prefetch()
 
@@ -87,11 +87,11 @@ _OURS = {stock: type(f"Caramba{stock.__name__}", (HybridLayer, stock), {}) for s
 
 
 def packed_layers(common: Common, kind: Callable[..., Any]) -> list[Any]:
-    """The layers of a cache: packed where the stock ones keep K and V of tokens, else the stock ones themselves.
+    """The layers of a cache: packed where stock layers keep K and V of tokens, else the stock layers themselves.
 
     Args:
-        common: what they share; its config is the decoder's.
-        kind: makes a layer that keeps K and V alone; arguments as of `StoringLayer`.
+        common: the shared state; its config is the decoder's.
+        kind: makes a layer that keeps only K and V; arguments as in `StoringLayer`.
     """
     config = common.config
     lending = lenders(config)

@@ -1,4 +1,4 @@
-"""accelerate and restore: plain ``model.generate()`` with our cache and attention, which `register` makes known."""
+"""accelerate, restore and register: our cache and attention in plain ``model.generate()``."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 SIZES = ("max_seq_len", "batch_size")
 MEASURING = ("calibration_ids", "recall", "seed")
-#: Options that only ``cache="auto"`` heeds.
+#: Options used only with ``cache="auto"``.
 POLICY_OPTIONS = (*SIZES, *MEASURING, *CachePolicyFields.model_fields)
 
 
 class AccelerateOptions(StorageOptions, PolicyOptions, total=False):
-    """Options of `accelerate`: of the cache, and with ``cache="auto"`` of `caramba_fast.choose_cache`."""
+    """Options of `accelerate`: those of the cache and, with ``cache="auto"``, of `caramba_fast.choose_cache`."""
 
     max_seq_len: int
     batch_size: int
@@ -50,17 +50,17 @@ class AccelerateOptions(StorageOptions, PolicyOptions, total=False):
     seed: int
 
 
-#: Options of the cache itself, which hold for what is chosen.
+#: Options of the cache itself, passed on to the chosen cache.
 KEPT = ("prefill",)
 
 
 def cache_by_policy(model: PreTrainedModel, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The spec the policy chooses, and the options that are left for the cache.
+    """The spec that the policy chooses, and the remaining options, which are for the cache.
 
     Args:
-        options: ``max_seq_len`` (by default the model's longest, at most 4096) and ``batch_size`` (1) of the
-            cache, ``calibration_ids``, ``recall`` and ``seed`` as in `policy.choose_cache`, fields of
-            `policy.CachePolicyFields`, and those of a cache.
+        options: ``max_seq_len`` (default: the model's ``max_position_embeddings``, at most 4096) and ``batch_size``
+            (default 1) of the cache; ``calibration_ids``, ``recall`` and ``seed`` as in `policy.choose_cache`; fields
+            of `policy.CachePolicyFields`; and options of a cache.
 
     Raises:
         ValueError, NoCandidateError: as `choose_cache`.
@@ -80,13 +80,13 @@ def cache_by_policy(model: PreTrainedModel, options: dict[str, Any]) -> tuple[st
 
 
 def register() -> str:
-    """Makes ``attn_implementation="caramba_fast"`` known to transformers; again changes nothing.
+    """Registers ``attn_implementation="caramba_fast"`` with transformers. Idempotent.
 
-    Without a mask function of the same name transformers would pass no masks at all, and padding and windows
-    would silently be lost: both are registered together.
+    The attention and the mask function are registered together: without a mask function of the same name,
+    transformers would pass no masks at all, and padding and windows would silently be ignored.
 
     Returns:
-        The name.
+        The registered name.
     """
     AttentionInterface.register(NAME, caramba_attention)
     AttentionMaskInterface.register(NAME, caramba_mask)
@@ -95,7 +95,7 @@ def register() -> str:
 
 ATTRIBUTE = "_caramba_fast"
 HOOK, INPUTS = "_prepare_cache_for_generation", "prepare_inputs_for_generation"
-#: What ``cache_implementation`` of a call may say for it to get our cache.
+#: Values of ``cache_implementation`` for which a call gets our cache.
 OURS_FOR = (None, "dynamic", "offloaded", "static")
 
 M = TypeVar("M")
@@ -103,12 +103,12 @@ M = TypeVar("M")
 
 @dataclass
 class Accelerated:
-    """What `accelerate` leaves on a model.
+    """State that `accelerate` attaches to a model.
 
     Attributes:
         settings: how the cache is stored.
-        implementations: the configs whose attention was changed, and what it was.
-        fused: the modules whose RoPE is one op.
+        implementations: the configs whose attention was changed, with the previous implementation.
+        fused: the modules whose RoPE was replaced by one fused op.
     """
 
     settings: CacheSettings
@@ -116,20 +116,19 @@ class Accelerated:
     fused: list[str]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a model from a pickle: its configs name our attention, which this process may not know yet."""
+        """Registers our attention: the configs of an unpickled model name it, and this process may not know it yet."""
         register()
-        vars(self).update(fused=[])  # of a pickle from before there were any
+        vars(self).update(fused=[])  # missing in old pickles
         vars(self).update(state)
 
 
 def accelerate(model: M, cache: CacheArgument = "q4", **options: Unpack[AccelerateOptions]) -> M:
-    """Gives plain ``model.generate()`` a packed cache that attention reads as it is stored.
+    """Makes plain ``model.generate()`` use a packed cache, which attention reads without dequantizing it first.
 
     Args:
-        model: a decoder-only model of transformers, or what PEFT or `torch.compile` made of one: the model inside is
-            changed in place (weights are not), and `restore` puts everything back. Again with other settings
-            replaces them.
-        cache: "q4", "q8", "q8/q4" (K/V), dict(k="q8", v="q4"), …, or "auto" for the fastest that passes the
+        model: a decoder-only transformers model, possibly wrapped by PEFT or `torch.compile`. The inner model is
+            changed in place (its weights are not); `restore` undoes that. A second call replaces the settings.
+        cache: "q4", "q8", "q8/q4" (K/V), dict(k="q8", v="q4"), …, or "auto" for the fastest one that passes the
             quality gates (`caramba_fast.policy`).
         options: prefill, and fields of `KVCacheTensorConfig`; with "auto" also those of
             `caramba_fast.choose_cache`: max_seq_len, batch_size, quality gates, ….
@@ -138,8 +137,8 @@ def accelerate(model: M, cache: CacheArgument = "q4", **options: Unpack[Accelera
         The model.
 
     Raises:
-        TypeError: a model that cannot be served (encoder-decoder, no cache, …), and why.
-        ValueError: a kind or option that does not exist. The model is as it was in every case.
+        TypeError: the model cannot be served (encoder-decoder, no cache, …); the message says why.
+        ValueError: unknown kind or option. After any error the model is unchanged.
     """
     inside: PreTrainedModel = unwrapped(model)
     check_cacheable(inside)
@@ -166,13 +165,13 @@ def accelerate(model: M, cache: CacheArgument = "q4", **options: Unpack[Accelera
     return model
 
 
-#: Accelerated models: several may share a config, which keeps our attention until the last is restored.
+#: Accelerated models. Several may share a config, which keeps our attention until the last of them is restored.
 _ACCELERATED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def _install(model: PreTrainedModel, settings: CacheSettings) -> None:
     setattr(model, ATTRIBUTE, Accelerated(settings, _implementations(model), rotary.fuse(model)))
-    # not a bound method, which pickle would look up in the model before it is there
+    # not a bound method: pickle would look that up on the model before the attribute exists
     setattr(model, HOOK, functools.partial(_prepare_cache, model))
     if rereads_beyond(model) is not None:
         setattr(model, INPUTS, functools.partial(_prepare_inputs, model))
@@ -181,10 +180,10 @@ def _install(model: PreTrainedModel, settings: CacheSettings) -> None:
 
 
 def restore(model: Any) -> CacheSettings | None:
-    """Puts back what `accelerate` changed; a model that was not accelerated stays as it is.
+    """Undoes `accelerate`; does nothing to a model that was not accelerated.
 
     Returns:
-        The settings it had, or None.
+        The settings the model had, or None if it was not accelerated.
     """
     model = unwrapped(model)
     state: Accelerated | None = vars(model).get(ATTRIBUTE)
@@ -204,7 +203,7 @@ def restore(model: Any) -> CacheSettings | None:
 
 
 def _shared_configs() -> dict[int, str]:
-    """The configs of accelerated models, by id, and the attention each had before the first of them."""
+    """Ids of the configs of accelerated models -> the attention each had before any of the models was accelerated."""
     states: list[Accelerated] = [vars(model)[ATTRIBUTE] for model in _ACCELERATED]
     return {id(config): name for state in states for config, name in state.implementations}
 
@@ -247,7 +246,7 @@ def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     state: Accelerated = getattr(model, ATTRIBUTE)
     made: CarambaCache | CarambaStaticCache
     if wanted == "static":
-        # as transformers does: a cache of another size would compile the model again
+        # as transformers does: a cache of another size would recompile the model
         longest = max(
             room,
             getattr(config, "max_cache_len", None) or 0,
@@ -261,7 +260,7 @@ def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     else:
         made = CarambaCache.of(model, state.settings, room, offloading=wanted == "offloaded")
     if getattr(config, "is_assistant", False) and hasattr(made, "activate_past_recording"):
-        made.activate_past_recording()  # what it drafts is rolled back
+        made.activate_past_recording()  # rejected draft tokens are rolled back
     model_kwargs["past_key_values"] = made
     return None
 
@@ -269,10 +268,11 @@ def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
 def _prepare_inputs(
     model: PreTrainedModel, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
 ) -> dict[str, Any]:
-    """`prepare_inputs_for_generation` of an accelerated model that reads its text again where its RoPE changes.
+    """`prepare_inputs_for_generation` of an accelerated model that recomputes its context when its RoPE changes.
 
-    It gives up the cache there, and would get a stock one: ours is filled anew. ``inputs_embeds`` is named because
-    transformers looks for it in the signature.
+    The model's own method drops the cache at that point, and transformers would make a stock one. Here our cache is
+    reset and refilled instead. ``inputs_embeds`` is a named argument because transformers looks for it in the
+    signature.
     """
     given, own = kwargs.get("past_key_values"), getattr(type(model), INPUTS)
     found: dict[str, Any] = own(model, input_ids, inputs_embeds=inputs_embeds, **kwargs)
@@ -280,13 +280,13 @@ def _prepare_inputs(
         given.reset()
         found["past_key_values"] = given
         ids = found.get("input_ids")
-        if found.get("cache_position") is not None and ids is not None:  # in earlier versions
+        if found.get("cache_position") is not None and ids is not None:  # older transformers
             found["cache_position"] = torch.arange(ids.shape[1], device=ids.device)
     return found
 
 
 def _dynamic_if_assisted(config: Any, mode: GenerationMode) -> None:
-    """Before 5.1 transformers itself replaces any cache that was named by a dynamic one, for assisted generation."""
+    """Uses a dynamic cache for assisted generation before transformers 5.1, which replaces any named cache by one."""
     assisted = mode == GenerationMode.ASSISTED_GENERATION
     if not CROP_REMOVES and assisted and config.cache_implementation == "static":
         warnings.warn(

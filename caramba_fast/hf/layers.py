@@ -1,7 +1,7 @@
-"""Layers of a transformers ``Cache`` whose keys and values attention reads as they are stored.
+"""Layers of a transformers ``Cache`` whose keys and values attention reads packed, without dequantizing them first.
 
-`PackedLayer` is what attention sees. Beneath it is a store that grows (`CarambaLayer`, of a `CarambaCache`), one of
-fixed size (`CarambaStaticLayer`), or one that serves a single forward pass (`StepLayer`, `RaggedStepLayer`).
+`PackedLayer` is the interface that attention uses. Its store grows (`CarambaLayer`, in a `CarambaCache`), has a fixed
+size (`CarambaStaticLayer`), or lives for a single forward pass (`StepLayer`, `RaggedStepLayer`).
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from caramba_fast.hf.settings import CacheSettings
 
 
 class TensorsNeededError(RuntimeError):
-    """A model's own code has asked for keys and values of a packed read as tensors."""
+    """The model's own code needs the keys or values of a packed read as tensors."""
 
 
 class DropoutActiveError(TensorsNeededError):
-    """A packed read with dropout, which a model has in train mode alone."""
+    """A packed read with dropout, which a model has only in train mode."""
 
 
 def check_no_dropout(key: Any) -> None:
-    """Raises DropoutActiveError for keys that can only be read as they are stored."""
+    """Raises DropoutActiveError for keys that can only be read packed."""
     if isinstance(key, PackedStates) and key.layer.packed_only:
         raise DropoutActiveError("dropout is active, and packed reads have none: model.eval()")
 
 
 @dataclass
 class Common:
-    """What all layers of a cache share.
+    """State shared by all layers of a cache.
 
     Attributes:
         model: the model's name, for messages.
         settings: how K and V are stored.
-        config: the decoder's, which names its attention.
-        on_interface: whether that attention can be ours.
-        room: tokens a row is to have room for from the start, if known.
+        config: the decoder's config, which names its attention implementation.
+        on_interface: whether that attention can be replaced by ours.
+        room: tokens per row to allocate from the start, if known.
         limit: most tokens of a row; None for no limit.
-        leftpad: (B,) int32, where rows start; None for slot 0. Replaced as a whole, never written into.
-        query_rms: how large the queries of each layer are, by its number (`Capabilities.query_rms`).
-        dequantized: how many times keys or values were asked for as tensors.
+        leftpad: (B,) int32, the slot of each row's first token; None for slot 0. Replaced, never modified in place.
+        query_rms: layer index -> RMS of its queries (`Capabilities.query_rms`).
+        dequantized: how many times keys or values were dequantized to tensors.
     """
 
     model: str
@@ -62,7 +62,7 @@ class Common:
     dequantized: int = 0
 
     def why_dequantized(self) -> str:
-        """Why a layer may have been asked for tensors."""
+        """Likely reason why a layer had to be dequantized."""
         if not self.on_interface:
             return f"its attention is not on the attention interface of transformers; {INSTEAD}"
         if self.config is not None and implementation(self.config) != NAME:
@@ -70,7 +70,7 @@ class Common:
         return f"its attention (or its mask) needs keys and values as tensors; {INSTEAD}"
 
     def check_length(self, tokens: int) -> None:
-        """Raises ValueError for rows of ``tokens``, if that is more than a row may have."""
+        """Raises ValueError if rows of ``tokens`` exceed `limit`."""
         if self.limit is not None and tokens > self.limit:
             raise ValueError(
                 f"{self.model}: rows of {tokens} tokens do not fit a cache with max_seq_len={self.limit}; make a "
@@ -78,9 +78,12 @@ class Common:
             )
 
     def rows_start_at(self, leftpad: Tensor | None, length: int) -> bool:
-        """Where rows start that hold ``length`` tokens, (B,) or None for 0; False where that contradicts what is known.
+        """Records where the rows start, (B,) or None for slot 0; returns False if that contradicts what is known.
 
-        A row of which nothing but padding is stored yet may start later than it seemed.
+        A row that holds only padding so far may turn out to start later than assumed.
+
+        Args:
+            length: tokens the rows hold, padding included.
         """
         known = self.leftpad
         if known is None and leftpad is None:
@@ -95,7 +98,7 @@ class Common:
         now = zeros if leftpad is None else leftpad
         if before.shape != now.shape:
             return False
-        if torch.equal(before, now):  # the known tensor stays: calls made with it can be repeated
+        if torch.equal(before, now):  # keep the same tensor: calls prepared with it can be repeated
             return True
         if not bool(((now == before) | ((before >= length) & (now >= length))).all()):
             return False
@@ -104,12 +107,12 @@ class Common:
 
 
 class PackedLayer(CacheLayerMixin):
-    """Keys and values of one attention layer, read as they are stored.
+    """Keys and values of one attention layer, read packed.
 
     Attributes:
         store: has ``attend(query, **options)`` and ``ring_len``; None before the first tokens.
-        packed_only: whether there are no tensors of it.
-        real_queries: query columns of each row that are no padding; None for all.
+        packed_only: whether the layer cannot be dequantized to tensors.
+        real_queries: per row, the number of query columns that are not padding; None for all.
     """
 
     store: Any
@@ -123,22 +126,22 @@ class PackedLayer(CacheLayerMixin):
 
     @property
     def leftpad(self) -> Tensor | None:
-        """(B,) int32: in which slot of what is stored rows start; None for the first."""
+        """(B,) int32: slot in the store where each row starts; None for slot 0."""
         return None
 
     def _append(self, keys: Tensor, values: Tensor, rope: Rope | None) -> bool:
-        """Stores (B, H_kv, T, D) keys and values; whether they are to be attended to as they came.
+        """Stores (B, H_kv, T, D) keys and values; returns whether attention should use them unquantized.
 
-        ``rope`` turns the keys on their way, and the queries beside them.
+        ``rope`` is applied to the keys as they are stored, and to the queries of the same step.
         """
         raise NotImplementedError
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores (B, H_kv, T, D) keys and values; what it returns stands for all that are stored.
+        """Stores (B, H_kv, T, D) keys and values; returns stand-ins for everything stored.
 
-        A first prompt is given back as it came, if the cache is to be exact there.
+        On an empty cache with ``prefill="exact"`` it returns the given keys and values instead.
         """
         keys, rope = to_append(key_states)
         values = value_states
@@ -152,41 +155,41 @@ class PackedLayer(CacheLayerMixin):
         return PackedStates.of(self, "k", key_states), PackedStates.of(self, "v", value_states)
 
     def get_max_length(self) -> int:
-        """No limit that a model would have to know."""
+        """-1: no limit that the model needs to know."""
         return -1
 
-    get_max_cache_shape = get_max_length  # the name it had in transformers 4
+    get_max_cache_shape = get_max_length  # its name in transformers 4
 
     def serves(self, tokens: int) -> bool:
-        """Whether the newest ``tokens`` can be attended from."""
+        """Whether the newest ``tokens`` can be queries of `store`."""
         return not self.store.ring_len or tokens <= self.store.attendable
 
     def slots_of(self, tokens: Tensor | None) -> Tensor | None:
-        """Places in a row (B,) -> slots of what is stored; None for the first token."""
+        """Token positions (B,) -> slots in the store; None stands for the first token."""
         return tokens
 
     def rows_for(self, tokens: int, leftpad: Tensor | None) -> tuple[list[int], list[int]]:
-        """For each row where it starts, and its token that is the first of the ``tokens`` newest columns."""
+        """Per row: where it starts, and the index of its token in the first of the ``tokens`` newest columns."""
         raise NotImplementedError
 
     def dequantized(self, stream: str, dtype: torch.dtype, length: int) -> Tensor:  # noqa: ARG002
         """The first ``length`` keys ("k") or values ("v") of every row, as a tensor.
 
         Raises:
-            TensorsNeededError: a layer whose masks do not fit tensors.
+            TensorsNeededError: the layer is packed-only: its masks do not fit tensors.
         """
         raise TensorsNeededError("its attention (or its mask) needs keys and values as tensors")
 
 
 class StoringLayer(CacheLayerMixin):
-    """A layer that lives as long as its cache, and makes its store when the first keys and values come.
+    """A layer that lives as long as its cache and creates its store when the first keys and values arrive.
 
     Args:
-        index: which layer of the model.
-        common: what the layers of a cache share.
-        window: tokens a query of a sliding or chunked layer reaches back at most; None for all.
+        index: index of the layer in the model.
+        common: state shared by the layers of the cache.
+        window: for sliding or chunked layers, the most tokens a query can see; None for all.
         chunked: whether the layer attends within chunks, whose starts differ by row.
-        lends: whether later layers attend to its keys and values as well.
+        lends: whether later layers also attend to its keys and values.
     """
 
     is_croppable = True
@@ -211,15 +214,15 @@ class StoringLayer(CacheLayerMixin):
         return self.store
 
     def _first_room(self) -> int:
-        """Tokens a row has room for at first."""
+        """Tokens per row to allocate at first."""
         raise NotImplementedError
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        """Makes the store for keys and values like these (B, H_kv, T, D)."""
+        """Creates the store, for keys and values of these shapes (B, H_kv, T, D)."""
         values = key_states if value_states is None else value_states
         batch, heads, tokens, dim = key_states.shape
         k_cfg, v_cfg = self.common.settings.k, self.common.settings.v
-        if self.is_sliding:  # the first tokens are the first to be left behind
+        if self.is_sliding:  # no sinks: the first tokens leave the window first
             k_cfg, v_cfg = (c.model_copy(update={"sink_len": 0}) for c in (k_cfg, v_cfg))
         with torch.inference_mode(False):
             self.store = LayerKVCache(
@@ -231,7 +234,7 @@ class StoringLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _query_rms(self, shape: tuple[int, int]) -> dict[str, Tensor]:
-        """Nothing for keys of another shape than the model's own, as of a part of its heads."""
+        """Empty for keys of another shape than the model's, for example of a subset of its heads."""
         found = self.common.query_rms.get(self.index)
         return {} if found is None or found.shape != shape else {"k": found}
 

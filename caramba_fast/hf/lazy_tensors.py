@@ -1,7 +1,7 @@
-"""Tensors without storage that stand for something else until an op asks for their values.
+"""Tensor subclasses without storage, materialized when an op needs their values.
 
-``Cache.update`` has to return tensors, and a model may do anything with them; ours name a layer of the cache (or
-a mask) that attention reads as it is. Any other op gets the values, made on the spot.
+``Cache.update`` has to return tensors, and a model may do anything with them. Ours refer to a cache layer (or a mask
+pattern), which our attention reads directly. Any other op gets the materialized values.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ T = TypeVar("T", bound=Tensor)
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor of some shape, dtype and device whose values are made when they are needed."""
+    """A tensor with a shape, dtype and device whose values are computed on demand."""
 
     _made: Tensor | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def dense(self) -> Tensor:
-        """The values, as an ordinary tensor; made once."""
+        """The values as an ordinary tensor, computed once."""
         if self._made is None:
             self._made = self._make()
         return self._made
@@ -62,17 +62,17 @@ class HasStates(Protocol):
         """Tokens of a row."""
 
     def serves(self, tokens: int) -> bool:
-        """Whether the newest ``tokens`` can be attended from."""
+        """Whether the newest ``tokens`` can be queries."""
 
     def dequantized(self, stream: str, dtype: torch.dtype, length: int) -> Tensor:
         """The first ``length`` keys ("k") or values ("v") of every row, as a tensor."""
 
 
 class PackedStates(LazyTensor):
-    """Keys or values (B, H_kv, L, D) of a layer, as they are stored.
+    """Packed keys or values of a layer, with the shape (B, H_kv, L, D) of the dequantized tensor.
 
     Attributes:
-        layer: whose.
+        layer: the layer they belong to.
         stream: "k" or "v".
     """
 
@@ -81,7 +81,7 @@ class PackedStates(LazyTensor):
 
     @classmethod
     def of(cls, layer: HasStates, stream: str, like: Tensor) -> PackedStates:
-        """All that ``layer`` holds, in the dtype of ``like`` (B, H_kv, T, D), of which the newest tokens are."""
+        """Everything ``layer`` holds, in the dtype and on the device of ``like`` (B, H_kv, T, D), its newest tokens."""
         batch, heads, _, dim = like.shape
         made = cls._empty((batch, heads, layer.length, dim), like.dtype, like.device)
         made.layer, made.stream = layer, stream
@@ -92,11 +92,11 @@ class PackedStates(LazyTensor):
 
 
 class _NoGradient(torch.autograd.Function):
-    """A tensor that was made without a graph, as if made from others: its gradient does not exist."""
+    """Ties a tensor computed without autograd to its sources, so that a backward pass through it raises."""
 
     @staticmethod
     def forward(ctx: Any, made: list[Tensor], *_: Tensor) -> Tensor:  # noqa: ARG004 - autograd's names
-        return made[0]  # in a list: what autograd takes for no input of its own
+        return made[0]  # passed in a list, so that autograd does not treat it as an input
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> NoReturn:  # noqa: ARG004
@@ -107,7 +107,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def without_gradient(made: T, *sources: Tensor) -> T:
-    """``made`` came from ``sources`` by way of the cache: a backward pass through it raises."""
+    """Marks ``made`` as computed from ``sources`` through the cache: a backward pass through it raises."""
     if not torch.is_grad_enabled():
         return made
     wanted = [x for x in sources if x.requires_grad]
@@ -116,7 +116,7 @@ def without_gradient(made: T, *sources: Tensor) -> T:
     return _as_if_made_from(wanted, made)
 
 
-@torch.compiler.disable(  # else its backward pass would be compiled with the pass, wanted or not
+@torch.compiler.disable(  # else the backward pass would be compiled along, wanted or not
     reason="no gradient flows through stored keys and values: compile under torch.no_grad()"
 )
 def _as_if_made_from(sources: list[Tensor], made: T) -> T:
@@ -125,5 +125,5 @@ def _as_if_made_from(sources: list[Tensor], made: T) -> T:
 
 
 def values_of(x: Any) -> Any:
-    """``x`` as an ordinary tensor, if it is lazy."""
+    """``x``, materialized if it is lazy."""
     return x.dense() if isinstance(x, LazyTensor) else x

@@ -1,4 +1,4 @@
-"""Checkpoint folders through transformers: local, safetensors only, no code of the checkpoint."""
+"""Loads checkpoints through transformers: local files, safetensors only, without running code from the checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from caramba_fast.models.config import CheckpointError
 from caramba_fast.models.gguf import SUFFIX as GGUF
 from caramba_fast.models.gguf import GgufFile
 
-#: Nothing is downloaded, nothing in the folder is run.
+#: Download nothing, run no code from the folder.
 _SAFE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -25,13 +25,13 @@ def load_pretrained(
     """The causal language model in ``path``, in eval mode.
 
     Args:
-        path: a folder as ``save_pretrained`` writes it, with safetensors; or a GGUF file.
-        dtype: None for what the checkpoint stores.
+        path: a folder as written by ``save_pretrained``, with safetensors; or a GGUF file.
+        dtype: dtype of the weights; None for the checkpoint's.
 
     Raises:
-        CheckpointError: a damaged folder, pickled weights, missing weights, or an architecture that
-            transformers does not have itself.
-        TypeError: a model our caches cannot serve.
+        CheckpointError: a damaged folder, pickled weights, missing weights, or an architecture that transformers
+            itself does not have.
+        TypeError: our caches cannot serve the model.
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - it is slow to import
 
@@ -60,7 +60,7 @@ def load_pretrained(
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer in ``path`` as `AutoTokenizer` gives it.
+    """The tokenizer in ``path``, as loaded by `AutoTokenizer`.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -88,7 +88,7 @@ def _check_files(folder: Path) -> None:
 def _from_gguf(
     path: Path, device: torch.device | str, dtype: torch.dtype | None
 ) -> HuggingFaceModel:
-    """A model of transformers with the weights of a GGUF file."""
+    """A transformers model with the weights of a GGUF file."""
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
     file = GgufFile(path)

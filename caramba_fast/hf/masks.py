@@ -1,8 +1,8 @@
-"""The mask function: what a mask says, in a few numbers, so that a decode step builds none.
+"""The mask function: represents masks by a few numbers, so that decode steps do not materialize them.
 
-transformers describes masks as functions of (batch, head, query, key). Those it makes for decoders say: causal,
-within a window or a chunk, from the first token of a row on. They are recognised by what they are made of; any
-other mask, and padding between tokens, is built as for ``sdpa``.
+transformers describes masks as functions of (batch, head, query, key). Those it makes for decoders are causal, within
+a sliding window or a chunk, and start at a row's first token. They are recognised by the functions they are composed
+of. Any other mask, and padding between tokens, is materialized as for ``sdpa``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from caramba_fast.hf.scope import foreign, inside, mask_function
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which keys a query sees, besides those of padding.
+    """Which keys a query sees, padding aside.
 
     Attributes:
-        causal: none after its own.
-        window: the newest so many, its own included; None for no limit.
-        chunk: those of its own chunk of so many tokens, counted from the first of the row.
+        causal: no key after the query's own.
+        window: only the newest ``window`` keys, the query's own included; None for no limit.
+        chunk: only keys in the query's own chunk of ``chunk`` tokens, counted from the row's first token; None for
+            no chunks.
     """
 
     causal: bool = False
@@ -37,13 +38,13 @@ class Pattern:
     chunk: int | None = None
 
     def hides(self, keys: int) -> bool:
-        """Whether window or chunk can hide any of ``keys`` tokens from the newest one."""
+        """Whether the window or chunk can hide any of ``keys`` tokens from the newest one."""
         reach = min(x for x in (self.window, self.chunk, keys + 1) if x is not None)
         return keys > reach
 
 
 def pattern_of(function: Callable[..., Any]) -> Pattern | None:
-    """The pattern of a mask function of transformers; None for one that is not known."""
+    """The pattern of a transformers mask function; None if it is not recognised."""
     found = _read(function)
     return found if found is not None and found.causal else None
 
@@ -82,14 +83,14 @@ def _both(a: Pattern | None, b: Pattern | None) -> Pattern | None:
 
 
 class PatternMask(LazyTensor):
-    """(B, 1, T, L) bool, True where a query sees a key.
+    """Lazy mask (B, 1, T, L) bool, True where a query sees a key.
 
-    A slice of it that keeps the newest queries is one as well: Gemma 4 drops the others before layers that share keys
-    and values.
+    A slice that keeps the newest queries is again a `PatternMask`: Gemma 4 drops the older queries before layers that
+    share keys and values.
 
     Attributes:
-        pattern: which keys, besides padding.
-        leftpad: (B,) int32, where each row starts; None for the first slot.
+        pattern: which keys a query sees, padding aside.
+        leftpad: (B,) int32, the slot of each row's first token; None for slot 0.
     """
 
     pattern: Pattern
@@ -105,7 +106,7 @@ class PatternMask(LazyTensor):
         return made
 
     def _make(self) -> Tensor:
-        """As stock ``sdpa`` would have got it; without ``vmap``, which does not run under another op."""
+        """The mask that stock ``sdpa`` would get, built without ``vmap``, which does not run inside another op."""
         queries, keys = self.shape[2:]
         key = torch.arange(keys, device=self.device)
         query = torch.arange(keys - queries, keys, device=self.device)[:, None]
@@ -122,7 +123,7 @@ class PatternMask(LazyTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs any op on the values, but for slices that keep the newest queries."""
+        """Runs ops on the materialized mask, except slices that keep the newest queries."""
         newest = _newest(func, args)
         if newest is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -132,7 +133,7 @@ class PatternMask(LazyTensor):
 
 
 def _newest(func: Any, args: tuple[Any, ...]) -> int | None:
-    """How many queries a slice of a mask keeps; None for other ops, and slices that keep anything else."""
+    """How many queries a slice of a mask keeps; None for other ops, and for slices that keep anything else."""
     if func is torch.ops.aten.alias.default:
         return int(args[0].shape[2])
     if func is not torch.ops.aten.slice.Tensor:
@@ -147,7 +148,7 @@ def _newest(func: Any, args: tuple[Any, ...]) -> int | None:
 
 
 def _place(call: MaskCall) -> torch.device:
-    """Where the mask goes, where the caller does not say (transformers before 5.x)."""
+    """Device of the mask if the caller does not name one (transformers before 5.x)."""
     position = call.given.get("cache_position")
     return position.device if isinstance(position, Tensor) else torch.device("cpu")
 
@@ -156,7 +157,7 @@ def _place(call: MaskCall) -> torch.device:
 
 
 def starts(padding: Tensor | None, keys: int) -> tuple[Tensor | None, bool]:
-    """Where each row starts, (B,) int32 or None if all do at 0, and whether no row has a gap."""
+    """Where each row starts, (B,) int32 or None if all start at 0; and whether all rows are free of gaps."""
     if padding is None:
         return None, True
     padding = padding[:, :keys].to(torch.bool)
@@ -172,28 +173,28 @@ def starts(padding: Tensor | None, keys: int) -> tuple[Tensor | None, bool]:
 
 
 class Compiling:
-    """The static cache that a compiled pass makes masks for; set and taken within one pass.
+    """The static cache for which a compiled pass makes masks; set and consumed within one pass.
 
-    No `threading.local`: guards of compiled code on one that was written before fail at once.
+    Not a `threading.local`: compiled code would guard on it, and those guards fail at once after a write.
     """
 
     cache: Any = None
 
 
-_eager = threading.local()  # the cache that a pass of this thread makes masks for, and their keys
+_eager = threading.local()  # the cache that this thread makes masks for, and their number of keys
 _compiling = Compiling()
 
 
 def expect_compiled_mask(cache: Any) -> None:
-    """As `expect_mask`, in compiled code."""
+    """`expect_mask` for compiled code."""
     _compiling.cache = cache
 
 
 def _starts_in_compiled(call: MaskCall) -> None:
-    """A static cache takes the rows' starts from the mask, by ops alone.
+    """Sets a static cache's row starts from the mask, using tensor ops only.
 
     Raises:
-        RuntimeError: as the compiled pass runs, for padding that is not in front of its row.
+        RuntimeError: for padding other than left padding, when the compiled pass runs.
     """
     cache = _compiling.cache
     if cache is None:
@@ -214,9 +215,9 @@ def _starts_in_compiled(call: MaskCall) -> None:
 
 
 def expect_mask(cache: Any, keys: int, window: int | None = None) -> None:
-    """``cache`` has said that it will return ``keys`` tokens: the next mask of that length is for it.
+    """Announces that ``cache`` will return ``keys`` tokens: the next mask of that length is for it.
 
-    ``window`` is that of the layer that was asked.
+    ``window`` is the sliding window of the layer whose mask sizes were queried.
     """
     _eager.cache, _eager.keys, _eager.window = weakref.ref(cache), keys, window
 
@@ -228,9 +229,9 @@ def _expecting(keys: int) -> Any:
 
 
 def _forgotten(call: MaskCall, pattern: Pattern | None) -> int:
-    """The first so many keys that a stock layer has dropped, where its mask does not say so.
+    """How many of the oldest keys a stock layer would have dropped although its mask shows them.
 
-    The layers of a Moshi have a window, by which their caches drop tokens, and its masks have none.
+    Moshi: its layers have a window, by which their caches drop tokens, but its masks have none.
     """
     window = _eager.window
     if window is None or pattern != Pattern(causal=True):
@@ -239,14 +240,14 @@ def _forgotten(call: MaskCall, pattern: Pattern | None) -> int:
 
 
 def caramba_mask(**given: Any) -> Tensor | None:
-    """What `AttentionMaskInterface` has under our name.
+    """The mask function that `AttentionMaskInterface` has under our name.
 
     Returns:
-        None where ``sdpa`` gets none, a `PatternMask` for our caches, else the mask of ``sdpa``. In another thread's
-        pass over a model that one of ours holds: what the model's own mask function gives.
+        None where ``sdpa`` gets none, a `PatternMask` for our caches, else the mask of ``sdpa``. If another thread runs
+        the model while one of our passes has switched its attention: the result of the model's own mask function.
 
     Raises:
-        ValueError: a mask that a static cache does not follow.
+        ValueError: a static cache cannot follow the mask.
     """
     if torch.compiler.is_compiling():
         call = MaskCall.of(**given)
@@ -291,9 +292,10 @@ def caramba_mask(**given: Any) -> Tensor | None:
 
 
 def _of_stock_cache(call: MaskCall) -> Tensor | None:
-    """What ``sdpa`` gets, where None means one thing: all keys for one query, or as many queries as keys, causally.
+    """The mask of ``sdpa``, with None only for one query that sees all keys, or as many queries as keys (causal).
 
-    For the prompt of a stock static cache None would also mean: the first query with the first of more keys.
+    For the prompt of a stock static cache, where keys outnumber queries, ``sdpa``'s None would also mean that the first
+    query aligns with the first key; there the mask is materialized.
     """
     mask = call.dense()
     if mask is None and call.queries not in (1, call.keys):
@@ -302,10 +304,10 @@ def _of_stock_cache(call: MaskCall) -> Tensor | None:
 
 
 def _start_static(cache: Any, call: MaskCall) -> None:
-    """A cache of fixed size takes the rows' starts from the prompt's mask, and keeps them.
+    """Sets a static cache's row starts from the prompt's mask; they stay fixed afterwards.
 
     Raises:
-        ValueError: the mask says something else than its layers will do.
+        ValueError: the mask differs from what the cache's layers will do.
     """
     if not cache.exact_next and pattern_of(call.function) is None:
         raise ValueError(
@@ -314,7 +316,7 @@ def _start_static(cache: Any, call: MaskCall) -> None:
         )
     leftpad, regular = None, True
     if call.padding is not None:
-        # columns of tokens to come may be there already
+        # the mask may already have columns for future tokens
         known = min(call.padding.shape[1], cache.layers[0].counted + call.queries)
         leftpad, regular = starts(call.padding[:, :known], known)
     if not regular:

@@ -1,4 +1,4 @@
-"""CarambaCache: a transformers cache whose attention layers are packed and read as they are stored."""
+"""CarambaCache: a transformers cache whose attention layers are packed and read without dequantizing."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class StoringCache(PackedCache):
-    """A cache that lives as long as a user wants it to: what `CarambaCache` and `CarambaStaticCache` share.
+    """Base of the caches that users hold, `CarambaCache` and `CarambaStaticCache`.
 
     Attributes:
-        common: what the layers share.
+        common: state shared by the layers.
     """
 
     common: Common
@@ -41,19 +41,19 @@ class StoringCache(PackedCache):
         room: int | None,
         kind: Callable[..., Any],
     ) -> None:
-        """Makes the layers, for rows of ``room`` tokens."""
+        """Creates the layers, with capacity for rows of ``room`` tokens if given."""
         check_cacheable(model)
         config = model.config.get_text_config(decoder=True)
         name, on_interface = type(model).__name__, bool(decoder_configs(model))
         self.common = Common(name, settings, config, on_interface, room)
         if (
             settings.k.divides_bytes
-        ):  # asked here, for layers are made in the midst of a forward pass
+        ):  # probed here, because stores are created in the middle of a forward pass
             self.common.query_rms = capabilities_of(model).query_rms
         Cache.__init__(self, layers=packed_layers(self.common, kind))
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Row b becomes what row ``beam_idx[b]`` was."""
+        """Reorders rows: new row b is old row ``beam_idx[b]``."""
         super().reorder_cache(beam_idx)
         self._move_starts(beam_idx)
 
@@ -63,7 +63,7 @@ class StoringCache(PackedCache):
             self.common.leftpad = leftpad[index.to(leftpad.device)]
 
     def reset(self) -> None:
-        """Forgets everything; the memory stays."""
+        """Removes all tokens; the memory stays allocated."""
         super().reset()
         self.common.leftpad = None
 
@@ -74,24 +74,24 @@ class StoringCache(PackedCache):
 
 
 class CarambaCache(StoringCache):
-    """``past_key_values`` for a model of transformers.
+    """``past_key_values`` for a transformers model.
 
-    Full, sliding and chunked attention layers are packed; layers of other kinds (linear attention, convolutions)
-    are those of a stock `DynamicCache`. Memory is allocated when the first tokens come, and grows where no
-    ``max_seq_len`` is given; `reserve` makes room ahead.
+    Full, sliding-window and chunked attention layers are packed; layers of other kinds (linear attention, convolutions)
+    are those of a stock `DynamicCache`. Memory is allocated with the first tokens, and grows unless ``max_seq_len`` is
+    given; `reserve` allocates ahead.
 
     Args:
-        model: the model it is for; it must use our attention (`accelerate`, or `register` and
+        model: the model the cache is for. It must use our attention (`accelerate`, or `register` and
             ``model.set_attn_implementation("caramba_fast")``), or every step dequantizes.
         cache: "q4", "q8/q4" (K/V), dict(k="q8", v="q4"), …
-        max_seq_len: most tokens of a row, padding included; room for all of them is there from the start. More raise
-            ValueError before anything is written. None for no limit.
-        offloading: whether layers that are not attended to wait on the CPU.
+        max_seq_len: most tokens of a row, padding included, allocated up front. Exceeding it raises ValueError before
+            anything is written. None for no limit.
+        offloading: whether layers stay on the CPU while they are not attended to.
         prefill, fields: as in `CacheSettings.of`.
 
     Raises:
-        TypeError: a model that keeps no keys and values of its own, and why.
-        ValueError: a kind or setting that does not exist.
+        TypeError: the model keeps no keys and values of its own; the message says why.
+        ValueError: unknown kind or setting.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class CarambaCache(StoringCache):
         room: int | None = None,
         offloading: bool = False,
     ) -> CarambaCache:
-        """The same without a limit, from settings that are made already, with room for rows of ``room`` tokens."""
+        """Makes a cache without a length limit from existing settings, with room for rows of ``room`` tokens."""
         made = cls.__new__(cls)
         made._make(model, settings, room, offloading)
         return made
@@ -136,7 +136,7 @@ class CarambaCache(StoringCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores keys and values of a layer; see `CarambaLayer.update`."""
+        """Stores the keys and values of a layer; see `CarambaLayer.update`."""
         if self.offloads:
             self._offload_others(layer_idx)
         found: tuple[Tensor, Tensor] = self.layers[layer_idx].update(
@@ -150,13 +150,13 @@ class CarambaCache(StoringCache):
                 layer.offload()
 
     def rows_start_at(self, leftpad: Tensor | None) -> bool:
-        """Where rows start, (B,) or None for 0; False where that contradicts what is stored."""
-        if leftpad is None and self.common.leftpad is None:  # as a rule, and every step asks
+        """Records where rows start, (B,) or None for slot 0; False if that contradicts what is stored."""
+        if leftpad is None and self.common.leftpad is None:  # fast path: every step gets here
             return True
         return self.common.rows_start_at(leftpad, self.length)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row ``repeats`` times."""
+        """Repeats every row ``repeats`` times, as ``repeat_interleave``."""
         super().batch_repeat_interleave(repeats)
         leftpad = self.common.leftpad
         if leftpad is not None:
@@ -179,7 +179,7 @@ class CarambaCache(StoringCache):
 
     @property
     def max_cache_len(self) -> int:
-        """The same as PEFT asks for it: -1 for no limit."""
+        """`max_seq_len` under the name that PEFT uses; -1 for no limit."""
         return -1 if self.common.limit is None else self.common.limit
 
     @property
@@ -189,14 +189,14 @@ class CarambaCache(StoringCache):
 
     @property
     def dequantizations(self) -> int:
-        """How many times keys or values of a layer were asked for as tensors; 0 is what is wanted."""
+        """How many times keys or values of a layer were dequantized to tensors; ideally 0."""
         return self.common.dequantized
 
     def reserve(self, tokens: int) -> None:
-        """Makes room for rows of ``tokens``, in layers that hold some and those that will.
+        """Makes room for rows of ``tokens``, also in layers that hold no tokens yet.
 
         Raises:
-            ValueError: more than ``max_seq_len``.
+            ValueError: ``tokens`` exceeds ``max_seq_len``.
         """
         self.common.check_length(tokens)
         self.common.room = max(tokens, self.common.room or 0)
@@ -204,7 +204,7 @@ class CarambaCache(StoringCache):
             layer.reserve(tokens)
 
     def to(self, device: torch.device | str) -> CarambaCache:
-        """Moves everything to a device; returns itself. Attention needs it where the model is."""
+        """Moves everything to a device; returns itself. Attention needs the cache on the model's device."""
         for layer in self.layers:
             if not isinstance(layer, CarambaLayer):
                 move_stock(layer, device)
@@ -215,22 +215,22 @@ class CarambaCache(StoringCache):
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """What is stored, as tensors, numbers and names: for ``torch.save``, and ``weights_only`` loads.
+        """The contents as tensors, numbers and names, for ``torch.save`` and loading with ``weights_only=True``.
 
-        Layers of other kinds, of a hybrid model, are saved as this version of transformers has them.
+        Non-attention layers of a hybrid model are saved as the installed version of transformers represents them.
         """
         return state_of(self.common, self.layers)
 
     def load_state_dict(
         self, state: dict[str, Any], device: torch.device | str | None = None
     ) -> CarambaCache:
-        """Takes the state of a cache of the same model and storage; returns itself.
+        """Restores the state of a cache of the same model and storage; returns itself.
 
         Args:
-            device: where it goes; by default where the state's tensors are.
+            device: target device; by default that of the state's tensors.
 
         Raises:
-            ValueError: a state of another format, number or kind of layers, or storage.
+            ValueError: the state has another format, number or kind of layers, or storage.
         """
         load_state(self.common, self.layers, state, device)
         return self

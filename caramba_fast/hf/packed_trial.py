@@ -1,6 +1,6 @@
-"""Trials: small forward passes that show what attention over a model's caches can be.
+"""Trials: small forward passes that find out how attention can read a model's caches.
 
-Configs do not say what a model's code does with padding, or with keys and values between its cache and its attention.
+Configs do not say how a model's code treats padding, or what it does to K and V between cache and attention.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from caramba_fast.hf.settings import CacheSettings
 from caramba_fast.hf.step_cache import PackedCache, StepCache
 from caramba_fast.models.query_rms import FAILURES
 
-#: Tokens of the two rows of each of two passes.
+#: New tokens of each of two rows, in each of two passes.
 TRIAL = ([3, 5], [1, 2])
-#: Relative difference of logits that rounding and padding may make; a position too many makes more.
+#: Largest relative difference of logits that rounding and padding may cause; a position off by one causes more.
 MOST_DIFFERENCE = 0.05
-#: Why a model that is compiled already is read as tensors.
+#: Why the cache of an already compiled model is dequantized.
 COMPILED = (
     "its forward is compiled by torch.compile, which cannot read layers as they are stored: give us the model as it "
     "was before"
@@ -53,9 +53,9 @@ COMPILED = (
 
 @torch.no_grad()
 def padding_error(model: PreTrainedModel) -> float:
-    """Relative difference that padding in front of a row makes to its logits, without a cache or in a step behind one.
+    """Relative difference that left padding makes to a row's logits: the larger of without a cache and a cached step.
 
-    GIT puts columns of an image in front of the mask of a step, whether there is an image or not.
+    Example of a model where it matters: GIT prepends image columns to the mask of a step, with or without an image.
     """
     embeddings: Any = model.get_input_embeddings()
     device, most = embeddings.weight.device, len(embeddings.weight)
@@ -90,10 +90,10 @@ def _difference(found: Tensor, wanted: Tensor) -> float:
 
 @torch.no_grad()
 def makes_no_windows(model: PreTrainedModel, configs: list[Any]) -> bool:
-    """Whether no mask that the model makes has a window; False where that is not known.
+    """Whether none of the masks that the model makes has a sliding window; False if unknown.
 
     Args:
-        configs: those whose masks can be ours.
+        configs: configs whose masks our mask function can make.
     """
     embeddings: Any = model.get_input_embeddings()
     ids, found = torch.zeros(1, 2, dtype=torch.int64, device=embeddings.weight.device), list[Any]()
@@ -115,7 +115,7 @@ def makes_no_windows(model: PreTrainedModel, configs: list[Any]) -> bool:
 
 
 def is_compiled(model: PreTrainedModel) -> bool:
-    """Whether a call of the model runs what ``torch.compile`` made of it."""
+    """Whether calling the model runs ``torch.compile`` output."""
     whole = getattr(model, "_compiled_call_impl", None) is not None
     return whole or hasattr(model.forward, "_torchdynamo_orig_callable")
 
@@ -126,12 +126,12 @@ def why_not_packed(
     shapes: dict[int, AnyLayerShape],
     lenders: Collection[int],
 ) -> str | None:
-    """Why our attention cannot read a model's layers as they are stored; None if it can.
+    """Why our attention cannot read the model's cache layers packed; None if it can.
 
     Args:
-        configs: those whose attention has to be ours.
-        shapes: what each layer that caches stores, by its number.
-        lenders: as of `StepCache`.
+        configs: configs that must be switched to our attention.
+        shapes: layer index -> what that layer caches.
+        lenders: as in `StepCache`.
     """
     if is_compiled(model):
         return COMPILED
@@ -160,10 +160,10 @@ def why_not_packed(
 def why_not_beside(
     model: PreTrainedModel, layout: Sequence[AnyLayerShape], forward: Callable[..., Tensor]
 ) -> str | None:
-    """Why the tokens of many requests cannot be read side by side; None if they can.
+    """Why tokens of several requests cannot be packed into one sequence (varlen batch); None if they can.
 
     Args:
-        layout: what each layer that caches stores.
+        layout: what each caching layer stores.
         forward: as `HuggingFaceModel.forward_ragged`.
     """
     plain = KVCacheTensorConfig(kind=KVCacheKind.FP32)
@@ -193,11 +193,12 @@ def _why_trial_fails(
 ) -> str | None:
     """Why packed reads do not work; None if they do.
 
-    Rows of different lengths, a prompt and a chunk behind it, must ask for no tensors, and say of every row what the
-    model says of it alone.
+    Runs rows of different lengths, a prompt and then a chunk. The model must not ask for K and V as tensors, and every
+    row must get the logits that the model gives it alone.
 
     Args:
-        read: takes all rows, and how many of the next tokens of each to read; logits (V,) behind the last of each.
+        read: takes all rows and the number of next tokens to read of each; returns the logits (V,) after each row's
+            last one.
     """
     embeddings: Any = model.get_input_embeddings()
     device, most = embeddings.weight.device, len(embeddings.weight)
@@ -233,9 +234,9 @@ def _why_trial_fails(
 
 
 def _alone(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """(1, T) -> (V,) logits behind the last token, by the model's own attention and cache.
+    """(1, T) -> (V,) logits after the last token, from the model's own attention and cache.
 
-    With a cache: models whose layers share keys and values do so only there in some transformers.
+    A cache is used because, in some versions of transformers, layers share keys and values only through it.
     """
     places = torch.arange(ids.shape[1], device=ids.device)[None]
     cache = Cache(layers=stock_layers(model.config.get_text_config(decoder=True)))
@@ -253,7 +254,7 @@ def _packed(
     places: list[int],
     lenders: Collection[int],
 ) -> list[Tensor]:
-    """The next ``new[b]`` tokens of each row through the cache; (V,) logits behind the last of each."""
+    """Runs the next ``new[b]`` tokens of each row through the cache; (V,) logits after the last of each."""
     held = cache.row_lengths
     layout = RightPadded(held, new, cache[0].device)
     ids = torch.full((len(rows), layout.tokens), rows[0][0])
@@ -268,7 +269,7 @@ def _packed(
 
 @torch.no_grad()
 def dequantizations(model: PreTrainedModel) -> int:
-    """How often a prompt and a step, with the attention a model has, ask its cache for tensors.
+    """How many times a prompt and a decode step, with the model's current attention, dequantize its cache.
 
     Raises:
         TypeError: the model has layers that are not packed.
@@ -287,7 +288,8 @@ def dequantizations(model: PreTrainedModel) -> int:
         warnings.simplefilter("ignore")
         for places in (torch.arange(2), torch.arange(2, 3)):
             given = {}
-            if takes_positions:  # else models of images take those of what they last generated, of any number of rows
+            # Without position ids vision models reuse those of their last generate(), of any batch size.
+            if takes_positions:
                 given["position_ids"] = places[None].to(ids.device)
             part = ids[:, : len(places)]
             model(input_ids=part, past_key_values=cache, use_cache=True, **given)

@@ -1,6 +1,6 @@
-"""What a model caches, and how large its queries are, found by asking it: small forward passes.
+"""Probes a model with small forward passes for what it caches and how large its queries are.
 
-Configs name sizes in many ways, and per layer in some families; the tensors a layer hands to its cache do not.
+Configs name sizes in many ways, and per layer in some model families; the tensors passed to a cache are unambiguous.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ ALLOWED = (
 
 
 def cannot_be_served(model: Any, reason: str) -> TypeError:
-    """The error to raise for a model, and why."""
+    """The TypeError for a model that is not supported, with the reason."""
     return TypeError(f"{type(model).__name__} cannot be served: {reason}; {ALLOWED} supported")
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout, and as it is written where it is compiled; leaves every module as it was."""
+    """Context in which the model runs without dropout and uncompiled; every module is restored on exit."""
     with torch.compiler.set_stance("force_eager"), without_dropout(model):
         yield
 
 
 @torch.no_grad()
 def probe(model: PreTrainedModel) -> tuple[dict[int, AnyLayerShape], int]:
-    """What each layer of the model that caches stores, by its number, and the width of the logits.
+    """What each caching layer of the model stores, by layer index, and the width of the logits.
 
     Raises:
         TypeError: its layers do not keep keys and values the way a transformers Cache does.
@@ -88,7 +88,7 @@ def probe(model: PreTrainedModel) -> tuple[dict[int, AnyLayerShape], int]:
 
 
 def _recording(model: PreTrainedModel) -> list[Any]:
-    """The layers of the model's own cache; those of keys and values take note of what comes."""
+    """The layers of the model's own cache, with those of keys and values replaced by recording ones."""
     layers = stock_layers(model.config.get_text_config(decoder=True))
     return [
         RecordingLayer()
@@ -101,45 +101,45 @@ def _recording(model: PreTrainedModel) -> list[Any]:
 
 
 class RecordingLayer(CacheLayerMixin):
-    """Keeps K and V as they come: what a model would store."""
+    """Records the K and V that a model would store."""
 
     is_sliding = False
 
     def lazy_initialization(self, *_: Any) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Takes note of them and returns them."""
+        """Records keys and values and returns them."""
         self.keys, self.values = key_states, value_states
         self.is_initialized = True
         return key_states, value_states
 
     def get_seq_length(self, *_: Any) -> int:
-        """No token precedes."""
+        """0: nothing is cached."""
         return 0
 
     def get_mask_sizes(self, given: Any, *_: Any) -> tuple[int, int]:
-        """The queries alone."""
+        """Only the new tokens."""
         return query_length(given), 0
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """-1: no limit."""
         return -1
 
-    get_max_cache_shape = get_max_length  # the name it had in transformers 4
+    get_max_cache_shape = get_max_length  # its name in transformers 4
 
 
 class _Recording(RecordingLayer):
-    """The part of `recording` that is ours."""
+    """Our base of the classes that `recording` makes."""
 
     def __init__(self, states: int) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=states)
         CacheLayerMixin.__init__(self)
 
     def lazy_initialization(self, *_: Any, **states: Any) -> None:
-        """Only the linear part of a layer has states to make room for."""
+        """Allocates states only for the linear-attention part of the layer."""
         if states:
             LinearAttentionLayer.lazy_initialization(self, **states)
 
@@ -148,27 +148,27 @@ _RECORDING = {stock: type(stock.__name__, (_Recording, stock), {}) for stock in 
 
 
 def recording(layer: Any) -> RecordingLayer:
-    """A layer that keeps K and V as they come, in place of a stock ``layer`` that `is_hybrid`."""
+    """A layer that records K and V, as a replacement for a stock ``layer`` that `is_hybrid`."""
     made: RecordingLayer = _RECORDING[type(layer)](layer.number_of_states)
     return made
 
 
 def query_rms(model: PreTrainedModel, configs: list[Any]) -> dict[int, Tensor]:
-    """How large the queries of each attention layer are, (H_kv, D) by its number: one forward pass without a cache.
+    """RMS of the queries of each attention layer, (H_kv, D) by layer index, from one forward pass without a cache.
 
     Args:
-        configs: those whose attention can be ours, which sees the queries.
+        configs: configs whose attention can be ours, which sees the queries.
 
     Returns:
-        nothing of layers with another attention, and of models whose forward pass fails without a cache, which a
-        warning says.
+        The RMS by layer; without layers that use another attention, and empty, with a warning, if the model's forward
+        pass fails without a cache.
     """
     means = SquareMeans()
     embeddings: Any = model.get_input_embeddings()
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     most = most if isinstance(most, int) else None
     ids = probing_ids(len(embeddings.weight), embeddings.weight.device, most)
-    # Leaving inference mode turns gradients on, so that they are turned off behind it.
+    # Leaving inference mode enables gradients, so no_grad() comes after it.
     with torch.inference_mode(False), torch.no_grad(), evaluating(model), our_attention(configs):
         inside.queries = means.add
         try:

@@ -1,17 +1,17 @@
-"""RoPE of accelerated models in one op (`ops.apply_rotary_emb`) instead of some sixteen.
+"""RoPE of accelerated models as one op (`ops.apply_rotary_emb`) instead of about sixteen.
 
-Most decoders of transformers call a function ``apply_rotary_pos_emb`` of their own module, and most of these are the
-same. Where one gives the bits of our op, `fuse` puts a function into its place that calls the op when no derivative is
-wanted and the arguments are those that were tried, and the model's own otherwise. Other models of the module get the
-same numbers from it; `unfuse` puts the model's own function back.
+Most transformers decoders call a function ``apply_rotary_pos_emb`` of their own module, and most of these functions are
+equal. If one is bit-identical to our op, `fuse` replaces it by a function that calls the op when no gradient is needed
+and the arguments have the tested form, and the original otherwise. Other models of the module get the same numbers from
+it; `unfuse` restores the original.
 
-Of a decode step on CUDA, whose queries and keys go to one of our layers next, not even that op runs: the function gives
-out `RotatedStates`, and the layer's append turns them on the way to the cache (`ops.append_` with ``rotary_q``).
-Whether they do is learned from the calls before, as the function does not know which cache its model has.
+In a decode step on CUDA whose queries and keys go straight to one of our layers, even that op is skipped: the function
+returns lazy `RotatedStates`, and the layer's append applies RoPE on the way to the cache (`ops.append_` with
+``rotary_q``). Whether they go there is learned from earlier calls, since the function does not know its model's cache.
 
-Where the layers of a model hold the function itself (transformers 5.0 to 5.3 at least, and with the package
-``kernels``), it stays: pickle finds functions by the name in their module, and no model of that module could be pickled
-while another function has this name.
+If the layers of a model hold the function object itself (at least transformers 5.0 to 5.3, and with the package
+``kernels``), it is not replaced: pickle finds functions by name in their module, so no model of that module could be
+pickled while another function has the name.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 from caramba_fast.ops.checks import FLOATS, tangents_go_along
 
 NAME = "apply_rotary_pos_emb"
-#: Of keys that were turned: the `Destination` of the function that did it.
+#: Attribute of rotated keys: the `Destination` of the function that rotated them.
 DESTINATION = "_caramba_destination"
-#: The functions that were replaced, by the name of their module.
+#: Replaced functions, by module name.
 _own: dict[str, Callable[..., Any]] = {}
 
 
 def fuse(model: nn.Module) -> list[str]:
-    """Replaces the rope of the modules that ``model`` is made of, where it can be; their names."""
+    """Replaces the RoPE function of the Python modules that define ``model``, where possible; returns their names."""
     modules = sorted({type(part).__module__ for part in model.modules()})
     found = []
     for name in modules:
@@ -58,12 +58,12 @@ def fuse(model: nn.Module) -> list[str]:
 
 
 def fused() -> set[str]:
-    """The modules whose rope is replaced."""
+    """Names of the modules whose RoPE function is replaced."""
     return set(_own)
 
 
 def unfuse(modules: Iterable[str]) -> None:
-    """Puts back what `fuse` replaced in ``modules``."""
+    """Restores the original functions in ``modules``."""
     for name in modules:
         own = _own.pop(name, None)
         if own is not None and name in sys.modules:
@@ -71,7 +71,7 @@ def unfuse(modules: Iterable[str]) -> None:
 
 
 def is_held(model: nn.Module, own: Callable[..., Any]) -> bool:
-    """Whether a layer of ``model`` has the function as an attribute or a part."""
+    """Whether a layer of ``model`` holds the function as an attribute or submodule."""
     return any(
         own is value
         for part in model.modules()
@@ -81,7 +81,7 @@ def is_held(model: nn.Module, own: Callable[..., Any]) -> bool:
 
 @torch.no_grad()
 def is_ours(own: Callable[..., Any]) -> bool:
-    """Whether a model's function gives the bits of our op, for queries and keys that lie as projections leave them."""
+    """Whether a model's function is bit-identical to our op, for queries and keys with the strides of projections."""
     given = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
         q, k = (
@@ -102,17 +102,17 @@ def is_ours(own: Callable[..., Any]) -> bool:
 
 @dataclass
 class Destination:
-    """Whether the keys of a model's rope go straight to a layer of ours, as far as its calls have shown."""
+    """Whether the keys that a RoPE function rotates go straight to one of our layers, as learned from its calls."""
 
     is_append: bool = False
 
 
 class Turn:
-    """Queries and keys that are to be turned to their positions: by an append, or by a call of the op.
+    """A deferred RoPE of queries and keys: applied by an append, or by calling the op.
 
     Args:
-        q, k, cos, sin: as of `ops.apply_rotary_emb`.
-        destination: is told when something else than an append asks for values.
+        q, k, cos, sin: as in `ops.apply_rotary_emb`.
+        destination: is updated when anything but an append needs the values.
     """
 
     __slots__ = ("cos", "destination", "found", "k", "q", "sin")
@@ -121,30 +121,30 @@ class Turn:
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, destination: Destination
     ) -> None:
         self.q, self.k, self.cos, self.sin, self.destination = q, k, cos, sin, destination
-        #: Queries and keys, where they are known.
+        #: Rotated queries and keys computed so far.
         self.found: dict[str, Tensor] = {}
 
     def values(self, part: str) -> Tensor:
-        """The turned queries ("q") or keys ("k")."""
+        """The rotated queries ("q") or keys ("k")."""
         if part not in self.found:
             self.destination.is_append = False
             self.found["q"], self.found["k"] = rotary_op.call(self.q, self.k, self.cos, self.sin)
         return self.found[part]
 
     def rope(self) -> Rope | None:
-        """For an append of ``k`` that turns both; None where that is done."""
+        """The RoPE arguments for an append of ``k`` that rotates both; None if they are already rotated."""
         return None if self.found else Rope(self.q, self.cos, self.sin)
 
 
 class RotatedStates(LazyTensor):
-    """Queries or keys (B, H, T, D), turned when their values are needed."""
+    """Queries or keys (B, H, T, D), rotated when their values are needed."""
 
     turn: Turn
     part: str
 
     @classmethod
     def both(cls, turn: Turn) -> tuple[RotatedStates, RotatedStates]:
-        """Queries and keys."""
+        """Lazy queries and keys."""
         dtype, device = turn.q.dtype, turn.q.device
         q, k = (cls._empty(x.shape, dtype, device) for x in (turn.q, turn.k))
         q.turn, q.part, k.turn, k.part = turn, "q", turn, "k"
@@ -155,9 +155,9 @@ class RotatedStates(LazyTensor):
 
 
 def to_append(keys: Tensor) -> tuple[Tensor, Rope | None]:
-    """What a layer of ours is to append for ``keys``: them and None, or keys as they were and the rope that is missing.
+    """What one of our layers has to append for ``keys``: themselves and None, or unrotated keys and the RoPE to apply.
 
-    `appended` comes after the append.
+    Call `appended` after the append.
     """
     if type(keys) is RotatedStates:
         rope = keys.turn.rope() if keys.part == "k" else None
@@ -168,14 +168,14 @@ def to_append(keys: Tensor) -> tuple[Tensor, Rope | None]:
 
 
 def appended(keys: Tensor, rope: Rope) -> None:
-    """An append has turned the queries of ``keys``, as `to_append` had asked for."""
+    """Records that an append has rotated the queries that belong to ``keys``, as `to_append` requested."""
     if TYPE_CHECKING:
         assert isinstance(keys, RotatedStates)
     keys.turn.found["q"] = rope.out
 
 
 def is_recorded() -> bool:
-    """Whether something records the ops that run (`torch.jit.trace`, `make_fx`): a lazy tensor comes from none."""
+    """Whether ops are being traced (`torch.jit.trace`, `make_fx`): no traced op would produce a lazy tensor."""
     return torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -197,7 +197,7 @@ def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
         fits = q.ndim == 4 and cos.ndim == 3 and dim == cos.shape[-1] == k.shape[-1]
         if not (plain and fits and dtype == k.dtype == cos.dtype == sin.dtype):
             return own(q, k, cos, sin)
-        if q.shape[2] > MAX_QUERY_TOKENS:  # of a prompt: the op is not what takes time
+        if q.shape[2] > MAX_QUERY_TOKENS:  # a prompt: the op's overhead does not matter
             return rotary_op.call(q, k, cos, sin)
         if destination.is_append and q.device.type in Rope.FASTER_ON and not is_recorded():
             return RotatedStates.both(Turn(q, k, cos, sin, destination))

@@ -1,10 +1,10 @@
-"""Two ways to lay out rows of different lengths in one pass, and the way from one to the other.
+"""Left- and right-padded layouts for rows of different lengths in one pass, and conversions between them.
 
-Our caches and callers pad rows at the end (`RightPadded`). With packed reads nothing has to move: the op knows every
-row's length, and the model gets positions. For attention over tensors rows are padded at the front (`LeftPadded`),
-which transformers models are made and tested for: the newest token of every row stands in the last column, so a
-two-dimensional mask and position ids say everything, whatever the model's attention, biases by distance and windows
-included. A row has no gap, so distances within it are what they were.
+Our caches and callers use right padding (`RightPadded`). Packed reads keep that layout: the op knows every row's
+length, and the model gets position ids. Attention over dequantized tensors uses left padding (`LeftPadded`), which
+transformers models are made and tested for: the newest token of every row is in the last column, so a two-dimensional
+mask and position ids suffice for any attention, including distance biases and sliding windows. Rows have no gaps, so
+distances within a row are preserved.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor
 
 
 class RowLayout:
-    """Rows that hold ``held[b]`` tokens and are given ``new[b]`` more.
+    """Rows that hold ``held[b]`` tokens and get ``new[b]`` more.
 
     Args:
-        held: tokens cached of each row, before this step.
-        new: real tokens of each row in this step, padding at the end not counted.
-        device: where index tensors go.
+        held: cached tokens of each row before this step.
+        new: new tokens of each row, padding not counted.
+        device: device of index tensors.
 
     Attributes:
-        tokens: query columns T', the most new tokens of a row.
+        tokens: query columns T' = the most new tokens of any row.
         total: the most tokens any row holds after the step.
-        past: total - tokens: the length before the step, as the model gets it.
-        padded_queries: whether some row has fewer new tokens than others.
+        past: total - tokens, the length before the step that is reported to the model.
+        padded_queries: whether some rows have fewer new tokens than others.
         padded_keys: whether the model sees columns in which some row has no token.
     """
 
@@ -52,11 +52,11 @@ class RowLayout:
         raise NotImplementedError
 
     def to_layout(self, x: Tensor) -> Tensor:
-        """(B, T, …) padded at the end -> (B, T', …) in this layout, without columns that are padding in every row."""
+        """(B, T, …) right-padded -> (B, T', …) in this layout, without columns that are padding in every row."""
         return x[:, : self.tokens]
 
     def from_layout(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
-        """This layout -> padded at the end along ``dim``, ``length`` long (default T'); new columns hold anything."""
+        """This layout -> right-padded along ``dim`` to ``length`` (default T'); added columns hold arbitrary values."""
         missing = 0 if length is None else length - self.tokens
         if missing <= 0:
             return x
@@ -69,7 +69,7 @@ class RowLayout:
 
 
 class RightPadded(RowLayout):
-    """Rows as our caches lay them out. What stands behind a row's end is seen by nobody, so there is no mask."""
+    """Right-padded rows, the layout of our caches. Nothing attends past a row's end, so there is no mask."""
 
     @cached_property
     def position_ids(self) -> Tensor:
@@ -79,7 +79,7 @@ class RightPadded(RowLayout):
         return (held[:, None] + columns).clamp(max=self.total - 1)
 
     def without_padding(self, ids: Tensor, other: int) -> Tensor:
-        """(B, T) ids with ``other`` behind each row's end: some models warn of padding ids without a mask."""
+        """(B, T) ids with ``other`` after each row's end: some models warn about padding ids without a mask."""
         if not self.padded_queries:
             return ids
         columns = torch.arange(ids.shape[1], device=ids.device)
@@ -88,10 +88,10 @@ class RightPadded(RowLayout):
 
 
 class LeftPadded(RowLayout):
-    """Rows whose newest tokens stand in the last column.
+    """Left-padded rows: the newest token of every row is in the last column.
 
     Args:
-        window: tokens a query reaches back, itself included, where there is one new token a row; None for all.
+        window: most tokens a query sees, itself included, for one new token per row; None for no limit.
     """
 
     def __init__(
@@ -125,18 +125,18 @@ class LeftPadded(RowLayout):
         return (columns - self._lead[:, None]).clamp(min=0)
 
     def to_layout(self, x: Tensor) -> Tensor:
-        """(B, T, …) padded at the end -> (B, T', …) padded at the front."""
+        """(B, T, …) right-padded -> (B, T', …) left-padded."""
         x = super().to_layout(x)
         return self._taken(x, 1, self._queries_moved) if self.padded_queries else x
 
     def from_layout(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
-        """Padded at the front -> padded at the end along ``dim``, there ``length`` long (default T')."""
+        """Left-padded -> right-padded along ``dim``, to ``length`` (default T')."""
         if self.padded_queries:
             x = self._taken(x, dim, self._queries_moved_back)
         return super().from_layout(x, dim, length)
 
     def keys_to_front(self, x: Tensor) -> Tensor:
-        """(B, H, total, D) padded at the end -> padded at the front."""
+        """(B, H, total, D) right-padded -> left-padded."""
         return self._taken(x, 2, self._keys_moved) if self.padded_keys else x
 
     def query_column(self, index: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class LeftPadded(RowLayout):
         return self._moved(self.tokens, -self._query_lead)
 
     def _moved(self, length: int, by: Tensor) -> Tensor:
-        """(B, length): where each place is taken from when row b goes ``by[b]`` places to the right, around."""
+        """(B, length) gather indices that rotate row b by ``by[b]`` places to the right, with wraparound."""
         return (torch.arange(length, device=self.device) - by[:, None]) % length
 
     def _taken(self, x: Tensor, dim: int, index: Tensor) -> Tensor:

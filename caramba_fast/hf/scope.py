@@ -1,13 +1,8 @@
-"""Which attention a config has while our passes hold it, and which passes are ours.
+"""Switches a model to our attention for one forward pass, safely across threads.
 
-A config is seen by every thread. While one of our passes has put our attention into it, the passes of other threads
-reach our functions too: those are to get what the config had before.
-
-Our attention in a model for the time of one forward pass, and what it had before afterwards.
-
-Which attention a model uses is written in its config, which every thread and every other user of the model sees.
-What was there before is kept once a config, however many passes run at the same time, and the last one puts it
-back. In between our functions hand the passes of others on to what they had (`caramba_fast.hf.scope`).
+A model's attention implementation is named in its config, which all threads and users of the model share. The previous
+name is saved once per config, however many of our passes run concurrently, and the last pass restores it. Meanwhile
+passes of other threads reach our functions too; these forward them to the implementation the config had before.
 """
 
 from __future__ import annotations
@@ -31,24 +26,27 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 #: For ``attn_implementation=`` and ``model.set_attn_implementation``.
 NAME = "caramba_fast"
-#: What code that asks transformers for its attention has in it.
+#: Appears in the source of layers that use transformers' attention interface.
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 
 @dataclass
 class Held:
-    """A config with our attention in it: how many passes need that, and what it had before."""
+    """A config switched to our attention: how many passes need that, and the implementation it had before."""
 
     passes: int
     before: str
 
 
 class Inside(threading.local):
-    """How many of our passes this thread is in: those that read packed, and those that read tensors of our caches.
+    """How many of our passes this thread is in.
 
-    ``dequantized`` is whether a cache of ours has given tensors since this thread's last attention over tensors.
-    ``queries``, in a pass that asks how large queries are, takes a layer's number, queries, and the number of kv heads.
-    ``masks``, in a pass that asks which masks a model makes, takes the function of each.
+    Attributes:
+        passes: passes that read packed caches.
+        dense: passes that read tensors dequantized from our caches.
+        dequantized: whether one of our caches was dequantized since this thread's last attention over tensors.
+        queries: in a probe of query sizes, called with a layer's index, its queries, and its number of KV heads.
+        masks: in a probe of a model's masks, called with the function of each mask.
     """
 
     passes = 0
@@ -60,7 +58,7 @@ class Inside(threading.local):
 
 @contextmanager
 def dense_pass() -> Iterator[None]:
-    """A pass whose attention gets tensors that come from a cache of ours."""
+    """Marks a pass whose attention gets tensors dequantized from one of our caches."""
     inside.dense += 1
     try:
         yield
@@ -71,19 +69,19 @@ def dense_pass() -> Iterator[None]:
 lock = threading.Lock()
 held: dict[int, Held] = {}
 inside = Inside()
-_said: dict[int, set[str]] = {}  # what was said of a config, by its id
+_said: dict[int, set[str]] = {}  # topics already warned about, by id of the config
 
 
-#: What to do about slow reads that nothing makes faster.
+#: Advice for slow reads that cannot be made faster.
 INSTEAD = "a stock cache is faster, where there is memory for it"
 
 
 def once(config: Any, topic: str, message: str) -> None:
-    """Warns of a topic, once for each config."""
+    """Warns about a topic once per config."""
     known = _said.get(id(config))
     if known is None:
         known = _said[id(config)] = set()
-        if config is not None:  # another may get its id
+        if config is not None:  # its id may be reused
             weakref.finalize(config, _said.pop, id(config), None)
     if topic not in known:
         known.add(topic)
@@ -91,14 +89,14 @@ def once(config: Any, topic: str, message: str) -> None:
 
 
 def implementation(config: Any) -> str:
-    """The attention of a config outside of our passes."""
+    """The attention implementation a config has outside of our passes."""
     with lock:
         current, known = config._attn_implementation, held.get(id(config))
         return str(current if known is None or current != NAME else known.before)
 
 
 def foreign(config: Any) -> str | None:
-    """What is meant in place of our functions, in a pass that is not ours; None where they are."""
+    """In a pass that is not ours, the implementation that was meant instead of our functions; None if ours is meant."""
     if inside.passes or config is None:
         return None
     name = implementation(config)
@@ -106,16 +104,16 @@ def foreign(config: Any) -> str | None:
 
 
 def mask_function(name: str) -> Callable[..., Any] | None:
-    """The mask function of an attention of transformers; None for one that gets no masks."""
+    """The mask function of a transformers attention implementation; None if it gets no masks."""
     found: Callable[..., Any] | None = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
     return found
 
 
 def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
-    """The attention of that name for an attention layer.
+    """The attention function of that name for an attention layer.
 
     Raises:
-        RuntimeError: "eager", of a model whose code has no ``eager_attention_forward``.
+        RuntimeError: it is not registered, and the model's code has no ``eager_attention_forward`` either.
     """
     found = ALL_ATTENTION_FUNCTIONS.get(name)
     if found is None:
@@ -129,9 +127,9 @@ def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
 
 
 def decoder_configs(model: PreTrainedModel) -> list[Any]:
-    """The configs whose attention can be ours: those of decoders that are on the attention interface.
+    """Configs whose attention can be switched to ours: those of decoders that use transformers' attention interface.
 
-    Others compute attention themselves, from masks of their own kind.
+    Other models compute attention themselves, from their own kinds of masks.
     """
     kinds: set[Any] = {type(module) for module in model.modules()}
     if any(_attends_itself(kind) for kind in kinds):
@@ -149,9 +147,9 @@ def decoder_configs(model: PreTrainedModel) -> list[Any]:
 
 
 def _would_see_all(module: nn.Module) -> bool:
-    """Whether attention over a cache takes no mask for none at all, as BigBird-Pegasus does, which always gets one.
+    """Whether a cached attention layer takes a missing mask to mean that every key is visible (BigBird-Pegasus).
 
-    A causal mask is left out where ``sdpa`` needs none; what `sdpa` cannot serve may not count on that.
+    Its own code always gets a mask; our mask function omits a causal mask where ``sdpa`` needs none.
     """
     return getattr(module, "layer_idx", None) is not None and (
         getattr(module, "is_causal", True) is False
@@ -160,7 +158,7 @@ def _would_see_all(module: nn.Module) -> bool:
 
 @functools.cache
 def _attends_itself(layer: type[nn.Module]) -> bool:
-    """Whether a layer computes attention over a cache itself, beside others that are on the interface (GIT)."""
+    """Whether a layer computes attention over a cache itself, next to others that use the interface (GIT)."""
     try:
         code = inspect.getsource(layer.forward)
     except (OSError, TypeError):  # not from a file
@@ -170,7 +168,7 @@ def _attends_itself(layer: type[nn.Module]) -> bool:
 
 @contextmanager
 def our_attention(configs: Sequence[Any]) -> Iterator[None]:
-    """Within it, passes of this thread over models of these configs use our attention."""
+    """Context in which this thread's passes over models with these configs use our attention."""
     with lock:
         for config in configs:
             _hold(config)
@@ -187,14 +185,14 @@ def our_attention(configs: Sequence[Any]) -> Iterator[None]:
 def _hold(config: Any) -> None:
     current = config._attn_implementation
     known = held.setdefault(id(config), Held(0, current))
-    if current != NAME:  # what a user has chosen since the first of the passes began
+    if current != NAME:  # chosen by a user since the first of the passes began
         known.before = current
     known.passes += 1
     config._attn_implementation_internal = NAME
 
 
 def _release(config: Any) -> None:
-    """Puts back what was there, unless a user has chosen another since."""
+    """Restores the previous attention after the last pass, unless a user has chosen another since."""
     known = held[id(config)]
     known.passes -= 1
     if not known.passes:
@@ -204,7 +202,7 @@ def _release(config: Any) -> None:
 
 
 def set_implementation(config: Any, name: str) -> None:
-    """Gives a config an attention; under `our_attention`, the one it will have afterwards."""
+    """Sets a config's attention; within `our_attention`, the one it will have afterwards."""
     with lock:
         known = held.get(id(config))
         if known is not None:

@@ -1,4 +1,4 @@
-"""CacheSettings: how a cache under transformers is stored, from what users write."""
+"""CacheSettings: how a transformers cache is stored, parsed from user arguments."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class CacheSettings:
 
     Attributes:
         k, v: storage of each.
-        prefill: "exact": a prompt on an empty cache attends to its own K and V; "stored": to what is stored.
-        name: what was asked for, for messages.
+        prefill: "exact": a prompt on an empty cache attends to its unquantized K and V; "stored": to the stored ones.
+        name: the requested cache, for messages.
     """
 
     k: KVCacheTensorConfig
@@ -49,14 +49,14 @@ class CacheSettings:
         prefill: PrefillMode = "exact",
         **fields: Unpack[TensorOptions],
     ) -> CacheSettings:
-        """From what a user wrote.
+        """Parses user arguments.
 
         Args:
             cache: see `CacheArgument`.
-            fields: fields of `KVCacheTensorConfig` for K and V, where the spec says nothing.
+            fields: fields of `KVCacheTensorConfig` for K and V that the spec does not set.
 
         Raises:
-            ValueError: a kind, field or mode that does not exist; the message has those that do.
+            ValueError: unknown kind, field or mode; the message lists the known ones.
         """
         for name in fields.keys() & {*REMOVED, "calibration"}:
             raise ValueError(removed(name))

@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
 
 class CarambaStaticCache(StoringCache):
-    """``past_key_values`` of fixed size: as `CarambaCache`, with nothing of a decode step on the host.
+    """``past_key_values`` of fixed size: like `CarambaCache`, but decode steps have no host-side state.
 
-    Prompts run uncompiled, as with transformers' own static cache. Another cache of the same sizes does not make
-    ``torch.compile`` compile again. It can be cropped between steps; transformers takes it for prompt lookup and
-    assistants from 5.1 on.
+    Prompts run uncompiled, as with transformers' own static cache. Another cache of the same sizes does not trigger
+    recompilation. It can be cropped between steps; transformers accepts it for prompt lookup and assisted generation
+    from 5.1 on.
 
     Args:
-        model: the model it is for, which must use our attention (`accelerate`, or `register` and
+        model: the model the cache is for. It must use our attention (`accelerate`, or `register` and
             ``model.set_attn_implementation("caramba_fast")``).
         cache: "q4", "q8/q4" (K/V), dict(k="q8", v="q4"), …
-        max_cache_len: tokens a row has room for. More raise where masks are made outside of compiled code, as in
-            `generate`; a forward pass that is compiled as a whole cannot raise, and drops them.
+        max_cache_len: capacity of a row in tokens. Exceeding it raises where masks are made outside of compiled code,
+            as in `generate`. A forward pass compiled as a whole cannot raise; it drops the excess tokens.
         options: as in `CacheSettings.of`.
 
     Raises:
-        TypeError: a model whose attention needs keys and values as tensors, or has layers of other kinds.
-        ValueError: our attention is not in use, or a kind or setting that does not exist.
+        TypeError: the model's attention needs keys and values as tensors, or it has layers of other kinds.
+        ValueError: our attention is not in use; or unknown kind or setting.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CarambaStaticCache(StoringCache):
     def of(
         cls, model: PreTrainedModel, settings: CacheSettings, max_cache_len: int
     ) -> CarambaStaticCache:
-        """The same, from settings that are made already."""
+        """Makes a cache from existing settings."""
         made = cls.__new__(cls)
         made._make(model, settings, max_cache_len)
         return made
@@ -68,10 +68,10 @@ class CarambaStaticCache(StoringCache):
         self._fill(model, settings, max_cache_len, partial(CarambaStaticLayer, max_cache_len))
 
     def initialize(self, model: PreTrainedModel, rows: int) -> None:
-        """Allocates all layers for so many rows, before the first tokens: for prompts that run compiled, too.
+        """Allocates all layers for ``rows`` rows ahead of the first tokens, so that prompts can run compiled, too.
 
         Args:
-            model: the one it is for; what its layers store is found by asking it.
+            model: the model the cache is for; it is probed for what its layers store.
         """
         embeddings: Any = model.get_input_embeddings()
         like = embeddings.weight
@@ -85,14 +85,14 @@ class CarambaStaticCache(StoringCache):
 
     @property
     def max_cache_len(self) -> int:
-        """Tokens a row has room for."""
+        """Capacity of a row in tokens."""
         return int(self.layers[0].max_cache_len)
 
     def get_mask_sizes(self, given: Any, layer_idx: int) -> tuple[int, int]:
-        """Slots a layer returns, and the first one; the mask function is called next.
+        """Number of slots a layer returns, and the first one. transformers calls the mask function next.
 
         Raises:
-            ValueError: the tokens that are coming do not fit, before any is written.
+            ValueError: the new tokens do not fit; nothing has been written then.
         """
         sizes = Cache.get_mask_sizes(self, given, layer_idx)
         if torch.compiler.is_compiling():
@@ -103,20 +103,20 @@ class CarambaStaticCache(StoringCache):
         return sizes
 
     def _check_room(self, tokens: int) -> None:
-        """Reads the length from the device, but not while a CUDA graph is recorded, which could not hold that."""
+        """Reads the length from the device, except during CUDA graph capture, which does not allow that."""
         layer = self.layers[0]
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
         layer.check_room(layer.count(), tokens)
 
     def rows_start_at(self, leftpad: Tensor | None) -> bool:
-        """Where rows start, (B,) or None for 0, as the mask says; False where that contradicts what is stored."""
+        """Records where the mask says rows start, (B,) or None for slot 0; False if that contradicts what is stored."""
         before, first = self.common.leftpad, self.layers[0]
         if not self.common.rows_start_at(leftpad, first.counted):
             return False
         if self.common.leftpad is not before:
             for layer in self.layers:
-                layer.take_starts()  # now: a prompt that runs compiled is not told of them again
+                layer.take_starts()  # now: a compiled prompt gets no other chance
         return True
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
@@ -144,7 +144,7 @@ class CarambaStaticCache(StoringCache):
         self._fixed("load_state_dict")
 
     def _fixed(self, asked: str) -> NoReturn:
-        """Raises NotImplementedError: rows, places and buffers stay what compiled steps were made for."""
+        """Raises NotImplementedError: compiled steps rely on fixed rows, device and buffers."""
         raise NotImplementedError(
             f"CarambaStaticCache has no {asked}: its rows and memory stay as they are, for compiled steps; use "
             "CarambaCache (or pickle this one, to keep it)"
@@ -152,12 +152,12 @@ class CarambaStaticCache(StoringCache):
 
     @property
     def exact_next(self) -> bool:
-        """Whether the tokens that come next attend to each other as they are, by any mask."""
+        """Whether the next tokens attend to each other unquantized; any mask is then supported."""
         return bool(self.layers[0].is_empty and self.common.settings.prefill == "exact")
 
 
 def _check_reads_packed(model: PreTrainedModel) -> None:
-    """Raises TypeError for a model whose steps ask for tensors, ValueError for one without our attention."""
+    """Raises TypeError if the model's steps need dequantized tensors, ValueError if it does not use our attention."""
     name, known = type(model).__name__, capabilities_of(model)
     if not known.configs:
         raise TypeError(

@@ -1,8 +1,8 @@
 """CarambaStaticLayer: a packed layer of fixed size whose decode step is a few ops on plain tensors.
 
-Nothing of a step depends on the host: lengths are tensors, all slots are named, so that ``torch.compile`` makes
-one graph of it, and a CUDA graph can replay it. ``update`` returns the codes; attention, which comes next, finds
-the layer they belong to in `current`.
+A step has no host-side state: lengths are tensors and all slots are always passed, so ``torch.compile`` produces one
+graph, and a CUDA graph can replay it. ``update`` returns the codes; the attention call that follows finds their layer
+in `current`.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
 
 
 class Current(threading.local):
-    """The static layer that this thread has updated last: the one whose attention comes next."""
+    """The static layer that this thread updated last, whose attention call comes next."""
 
     layer: CarambaStaticLayer | None = None
 
 
 class Traced:
-    """The same in compiled code, which cannot hold guards on a `threading.local`."""
+    """`Current` for compiled code, which cannot guard on a `threading.local`."""
 
     layer: CarambaStaticLayer | None = None
 
 
 current, traced = Current(), Traced()
-_CODES = WeakTensorKeyDictionary()  # of every static layer, to tell codes from keys
+_CODES = WeakTensorKeyDictionary()  # the codes of all static layers, to tell codes from keys
 
 
 class CarambaStaticLayer(StoringLayer, StaticLayer):
     """K and V of one attention layer, packed, for ``max_cache_len`` tokens a row.
 
     Args:
-        max_cache_len: tokens a row has room for.
-        args, kwargs: as of `StoringLayer`.
+        max_cache_len: capacity of a row in tokens.
+        args, kwargs: as in `StoringLayer`.
 
     Attributes:
-        counted: tokens the host knows of; compiled steps add some it does not see.
-        mask_is_ours: whether our mask function has made the mask of the pass that is coming.
-        sources: the newest keys and values, if gradients were to flow to them.
+        counted: tokens the host knows of; compiled steps add tokens without updating it.
+        mask_is_ours: whether our mask function made the mask of the next attention call.
+        sources: the newest keys and values while gradients are enabled.
     """
 
     is_compileable = True
@@ -89,7 +89,7 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
                 torch._dynamo.mark_static_address(tensor)
 
     def _take_views(self) -> None:
-        """Takes the buffers of the store: what compiled steps work on."""
+        """Refreshes the views of the store's buffers, which compiled steps work on."""
         store = self._made()
         self.k, self.v = store.k.view, store.v.view
         self.keys: Tensor | None = self.k.codes
@@ -104,11 +104,11 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores (B, H_kv, T, D) keys and values; returns codes, or a first prompt as it came.
+        """Stores (B, H_kv, T, D) keys and values; returns the codes, or a first prompt unquantized if it is exact.
 
         Raises:
-            ValueError: more tokens than a row has room for, before anything is written. A compiled step cannot
-                raise: what does not fit is dropped there.
+            ValueError: the tokens do not fit; nothing has been written then. A compiled step cannot raise; it drops
+                what does not fit.
         """
         tokens, eager = key_states.shape[2], not torch.compiler.is_compiling()
         if eager:
@@ -140,7 +140,7 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         if exact:
             if eager:
                 self.mask_is_ours = (
-                    False  # it was the prompt's, which is attended to by other means
+                    False  # it was the prompt's mask; an exact prompt does not read this layer
                 )
             return key_states, value_states
         if eager:
@@ -149,7 +149,7 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         return self.keys, self.values
 
     def _advance(self, tokens: int) -> None:
-        # A compiled step cannot raise where tokens do not fit; no kernel is to look for them beyond the buffers.
+        # A compiled step cannot raise if tokens do not fit; the clamp keeps kernels within the buffers.
         self.lengths.add_(tokens).clamp_(max=self.max_cache_len)
         self.cumulative_length.add_(tokens)
         self.is_empty = False
@@ -157,7 +157,7 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
             self.counted += tokens
 
     def check_room(self, held: int, tokens: int) -> None:
-        """Raises ValueError where ``tokens`` more than ``held`` do not fit."""
+        """Raises ValueError if ``tokens`` more do not fit after ``held``."""
         if held + tokens > self.max_cache_len:
             raise ValueError(
                 f"{self.common.model}: a row of the static cache has room for {self.max_cache_len} tokens, holds "
@@ -165,19 +165,19 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
             )
 
     def count(self) -> int:
-        """Tokens of a row, compiled steps included: read from the device."""
+        """Tokens of a row, compiled steps included, read from the device."""
         self.counted = int(self.cumulative_length) if self.is_initialized else 0
         return self.counted
 
     def _tell_store(self) -> None:
-        """The store takes note of tokens that were written without its knowing; reads the length from the device."""
+        """Updates the store's count of tokens, which steps do not update; reads the length from the device."""
         store = self._made()
         for _ in range(self.count() - store.pos):
             store.after_replay()
         store.set_lengths(store.lengths.host)
 
     def _first(self, keys: Tensor, values: Tensor) -> None:
-        """The first tokens, which may be attended to as they came."""
+        """Stores the first tokens, which attention may read unquantized."""
         if keys.shape[0] != self.batch_size:
             raise ValueError(
                 f"{self.common.model}: the static cache has {self.batch_size} rows, and {keys.shape[0]} came; "
@@ -191,7 +191,7 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         self._advance(keys.shape[2])
 
     def take_starts(self) -> None:
-        """Takes over where rows start, for the steps to come; once there is memory for it."""
+        """Copies the rows' starts into the buffer that steps read; does nothing before that is allocated."""
         leftpad = self.common.leftpad
         if not self.is_initialized:
             return
@@ -213,7 +213,7 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
             options["cache_leftpad"] = starts
             store = self._made()
             out = store.plans.attend([query], self.lengths, options)[0]
-            if store.attendable > store.tail_slack:  # more had come than the tails have room for
+            if store.attendable > store.tail_slack:  # the append had to widen the tails
                 store.narrow_tails()
                 self._take_views()
             return out
@@ -226,9 +226,9 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         return found
 
     def check_mask(self, mask: Tensor | None) -> None:
-        """Raises ValueError for a mask of the caller's own: a static cache reads no masks.
+        """Raises ValueError for a custom mask: a static cache reads no masks.
 
-        Masks are made before a pass; what became of them since (a copy, a slice) says nothing.
+        Masks are made before a pass and may be copied or sliced afterwards, so their origin is tracked by a flag.
         """
         if mask is not None and not self.mask_is_ours:
             raise ValueError(
@@ -258,13 +258,13 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         return self.max_cache_len, 0
 
     def get_max_length(self) -> int:
-        """Tokens a row has room for."""
+        """Capacity of a row in tokens."""
         return self.max_cache_len
 
-    get_max_cache_shape = get_max_length  # the name it had in transformers 4
+    get_max_cache_shape = get_max_length  # its name in transformers 4
 
     def reset(self) -> None:
-        """Forgets everything; the memory stays where it is."""
+        """Removes all tokens; the buffers stay at their addresses."""
         if self.is_initialized:
             self._made().reset()
             self.lengths.zero_()
@@ -274,12 +274,12 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         self.is_empty, self.counted = True, 0
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: no token is left behind."""
+        """Does nothing: a static layer drops no tokens."""
 
     def crop(self, count: int) -> None:
-        """Takes tokens off the end; ``count`` is what `Cache.crop` takes in this transformers.
+        """Removes the newest tokens; ``count`` means what it means for `Cache.crop` of the installed transformers.
 
-        Reads the length from the device: not for compiled steps.
+        Reads the length from the device, so it cannot be used in compiled steps.
         """
         if not self.is_initialized:
             return
@@ -293,7 +293,7 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         self.is_empty = not self.counted
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row b becomes what row ``beam_idx[b]`` was."""
+        """Reorders rows: new row b is old row ``beam_idx[b]``."""
         if self.is_initialized:
             index = beam_idx.to(self.lengths.device)
             for buffer in self._buffers():
@@ -301,17 +301,17 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
 
 
 def attended_layer(key: Any) -> CarambaStaticLayer | None:
-    """The static layer whose codes ``key`` is, if this thread has updated it last; once for each update."""
+    """The static layer that owns the codes ``key``, if it is the last that this thread updated; once per update."""
     for place in (traced,) if torch.compiler.is_compiling() else (current, traced):
         layer = place.layer
         if layer is not None and key is layer.keys:
-            place.layer = None  # a cache lives no longer than its owner wants
+            place.layer = None  # do not keep the cache alive
             return layer
     return None
 
 
 def check_no_codes(key: Tensor) -> None:
-    """Raises RuntimeError for the codes of a static layer that attention was not to come for."""
+    """Raises RuntimeError for codes of a static layer whose attention call was not expected now."""
     known = not torch.compiler.is_compiling() and key in _CODES
     if known or not key.is_floating_point():
         raise RuntimeError(

@@ -1,8 +1,8 @@
 """A transformers ``Cache`` over our own caches, for one forward pass.
 
-K and V go in as the model makes them. What comes back is read in one of three ways: as it is stored, of rows padded
-at the end (`StepCache`); as it is stored, of tokens of many requests side by side (`RaggedCache`); or as tensors, of
-rows padded at the front (`DenseCache`), which serves every model that calls ``cache.update``.
+There are three ways to read what is stored: packed, with right-padded rows (`StepCache`); packed, with tokens of many
+requests in one sequence without padding (`RaggedCache`, a varlen batch); or dequantized, with left-padded rows
+(`DenseCache`), which serves every model that calls ``cache.update``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class _RowsLayer(CacheLayerMixin):
 
     Args:
         store: our cache of the layer; it may hold tokens.
-        rows: how rows lie in this forward pass.
-        exact: on an empty cache, hand back K and V as they came, not as they are stored.
+        rows: the row layout of this forward pass.
+        exact: on an empty cache, return K and V unquantized instead of as stored.
     """
 
-    is_sliding = False  # windows are in the mask: all tokens are kept
+    is_sliding = False  # all tokens are kept; windows are in the mask
 
     def __init__(self, store: LayerKVCache, rows: RowLayout, exact: bool) -> None:
         CacheLayerMixin.__init__(self)
@@ -39,25 +39,25 @@ class _RowsLayer(CacheLayerMixin):
         self.is_initialized = not store.is_empty
 
     def lazy_initialization(self, *_: Any) -> None:
-        """Nothing to do: our cache has its memory already."""
+        """Does nothing: our cache is already allocated."""
 
     def get_seq_length(self, *_: Any) -> int:
         """Columns before the queries."""
         return self.rows.past
 
     def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
-        """Columns after `update`, and the first one's slot."""
+        """Number of columns after `update`, and the slot of the first."""
         return self.rows.total, 0
 
     def get_max_length(self) -> int:
-        """Tokens a row can hold."""
+        """Capacity of a row in tokens."""
         return self.store.max_seq_len
 
-    get_max_cache_shape = get_max_length  # the name it had in transformers 4
+    get_max_cache_shape = get_max_length  # its name in transformers 4
 
 
 class StepLayer(_RowsLayer, PackedLayer):
-    """A layer whose rows are read as they are stored; its masks do not fit tensors."""
+    """A layer whose rows are read packed; its masks do not fit dequantized tensors."""
 
     rows: RightPadded
 
@@ -68,7 +68,7 @@ class StepLayer(_RowsLayer, PackedLayer):
 
     @property
     def real_queries(self) -> list[int]:  # type: ignore[override]
-        """Of the query columns of each row, how many are no padding."""
+        """Per row, the number of query columns that are not padding."""
         return self.rows.new
 
     def _append(self, keys: Tensor, values: Tensor, rope: Rope | None) -> bool:
@@ -77,20 +77,20 @@ class StepLayer(_RowsLayer, PackedLayer):
         return self.exact
 
     def rows_for(self, tokens: int, leftpad: Tensor | None) -> tuple[list[int], list[int]]:
-        """For each row where it starts, and its token that is the first of the ``tokens`` newest columns."""
+        """Per row: where it starts, and the index of its token in the first of the ``tokens`` newest columns."""
         assert tokens == self.rows.tokens and leftpad is None
         return [0] * len(self.rows.held), self.rows.held
 
 
 class DenseLayer(_RowsLayer):
-    """A layer whose rows are read as tensors, which live for its attention only."""
+    """A layer whose rows are dequantized to tensors that live only for its attention call."""
 
     rows: LeftPadded
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores (B, H_kv, T', D) keys and values and returns those of all columns."""
+        """Stores (B, H_kv, T', D) keys and values; returns those of all columns, left-padded."""
         rows, store = self.rows, self.store
         new = values_of(key_states), value_states
         k, v = (rows.from_layout(x, 2).to(store.device) for x in new)
@@ -103,7 +103,7 @@ class DenseLayer(_RowsLayer):
 
 
 class _Pages:
-    """One layer of a batch with the signature of `LayerKVCache.attend`."""
+    """Adapts one layer of a ragged batch to the signature of `LayerKVCache.attend`."""
 
     ring_len = 0
 
@@ -117,10 +117,10 @@ class _Pages:
 
 
 class RaggedStepLayer(PackedLayer):
-    """A layer over the pages of many sequences, whose tokens come side by side as one row of N.
+    """A layer over the pages of many sequences, whose tokens arrive concatenated as one row of N.
 
     Args:
-        layer: its part of the batch.
+        layer: this layer of the ragged batch.
         longest: tokens of the longest sequence, new ones included.
     """
 
@@ -137,7 +137,7 @@ class RaggedStepLayer(PackedLayer):
         return self._length
 
     def lazy_initialization(self, *_: Any) -> None:
-        """Nothing to do: the pages are there."""
+        """Does nothing: the pages are already allocated."""
 
     def _append(self, keys: Tensor, values: Tensor, rope: Rope | None) -> bool:
         k, v = keys[0].transpose(0, 1), values[0].transpose(0, 1)
@@ -151,7 +151,7 @@ class RaggedStepLayer(PackedLayer):
         return False
 
     def get_seq_length(self, *_: Any) -> int:
-        """None before the batch: every token has a position of its own."""
+        """0: every token brings its own position."""
         return 0
 
     def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
@@ -160,29 +160,29 @@ class RaggedStepLayer(PackedLayer):
 
 
 class PackedCache(Cache):
-    """What our caches that are read packed have in common."""
+    """Base of our caches that are read packed."""
 
     layers: list[Any]
 
     def get_mask_sizes(self, given: Any, layer_idx: int) -> tuple[int, int]:
-        """Tokens a layer will return, and the first one's slot; the mask function is called next."""
+        """Number of tokens a layer will return, and the first one's slot; the mask function is called next."""
         sizes = super().get_mask_sizes(given, layer_idx)
         expect_mask(self, sizes[0], getattr(self.layers[layer_idx], "sliding_window", None))
         return sizes
 
     def rows_start_at(self, leftpad: Tensor | None) -> bool:
-        """Whether rows can start there, (B,) or None for the first slot, which it is here."""
+        """Whether rows can start at ``leftpad``, (B,) or None for slot 0; here only slot 0 is supported."""
         return leftpad is None
 
 
 class StepCache(PackedCache):
-    """Rows padded at the end, read as they are stored.
+    """Right-padded rows, read packed.
 
     Args:
         kv_cache: our caches, one for each of ``places``.
-        rows: how rows lie.
-        places: which of the model's layers each of our caches belongs to.
-        lenders: layers of the model whose keys and values later layers attend to as well.
+        rows: the row layout.
+        places: index of the model layer that each of our caches belongs to.
+        lenders: model layers whose keys and values later layers also attend to.
     """
 
     def __init__(
@@ -202,16 +202,16 @@ class StepCache(PackedCache):
 
 
 class RaggedCache(PackedCache):
-    """Tokens of many requests side by side: one sequence to the model, with positions of their own.
+    """Tokens of many requests, concatenated: one sequence to the model, with per-request positions (varlen batch).
 
-    Attention takes each token to the pages of its request. Nothing is padded and no mask is built.
+    Attention reads, for each token, the pages of its request. Nothing is padded and no mask is built.
 
     Args:
-        batch: where each token belongs.
-        places: as of `StepCache`.
+        batch: which sequence each token belongs to.
+        places: as in `StepCache`.
     """
 
-    has_padding = False  # what a model makes for itself is of no meaning (BioGPT)
+    has_padding = False  # ignore padding masks that a model makes itself (BioGPT)
 
     def __init__(self, batch: RaggedBatch, places: Sequence[int]) -> None:
         layers = [RaggedStepLayer(layer, batch.longest) for layer in batch.layers]
@@ -219,10 +219,10 @@ class RaggedCache(PackedCache):
 
 
 class DenseCache(Cache):
-    """Rows padded at the front, read as tensors.
+    """Left-padded rows, read as dequantized tensors.
 
     Args:
-        kv_cache, rows, places: as of `StepCache`.
+        kv_cache, rows, places: as in `StepCache`.
     """
 
     def __init__(self, kv_cache: ModelKVCache, rows: LeftPadded, places: Sequence[int]) -> None:
@@ -234,6 +234,6 @@ class DenseCache(Cache):
 
 
 def _layers_at(places: Sequence[int], layers: list[Any]) -> list[Any]:
-    """A layer for each of the model's; where it keeps no K and V of its own, one that answers about lengths."""
+    """One layer per model layer; model layers without K and V of their own get the first, which answers for lengths."""
     found = dict(zip(places, layers, strict=True))
     return [found.get(i, layers[0]) for i in range(max(places) + 1)]

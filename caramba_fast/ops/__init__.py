@@ -1,4 +1,4 @@
-"""Ops: tensors in, tensors out, no state. One file an op: schema, fake, reference, public function."""
+"""Ops: stateless functions of tensors. Each op has a file with its schema, fake, reference and public function."""
 
 from caramba_fast.ops.append import append_, decoupled_append_
 from caramba_fast.ops.apply_rotary_emb import apply_rotary_emb

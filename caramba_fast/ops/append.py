@@ -1,14 +1,14 @@
-"""append_ and decoupled_append_: turn by RoPE, rotate, quantize and write new tokens, in one launch.
+"""append_ and decoupled_append_: apply RoPE, rotate (Hadamard), quantize and write new tokens, in one launch.
 
-Tokens go behind what is cached: into the codes, and where the cache has them into the fp16 tail (a ring
-of the newest) and the fp16 sinks (the first real ones). The reference writes without data-dependent shapes.
+Tokens are written after the cached ones: into the codes and, if the cache has them, into the fp16 tail (a ring of the
+newest tokens) and the fp16 sinks (the first real tokens). The reference has no data-dependent shapes.
 
-RoPE is an option: keys then come without position, and the queries of the same tokens are turned as well, as
-`ops.apply_rotary_emb` would turn both. The pattern is flash-attention's ``rotary_cos`` and ``rotary_sin``.
+RoPE is optional, as with flash-attention's ``rotary_cos`` and ``rotary_sin``: keys are then passed unrotated, and the
+queries of the same tokens are rotated as well, as `ops.apply_rotary_emb` would do both.
 
-By channel a group of tokens is encoded when its last token arrives, from what the tail holds: the codes are the same
-however the tokens were cut into calls. Until then its tokens are in the tail alone. Padding and sinks, which are never
-read from codes, do not count for the range of a channel.
+Per-channel kinds encode a group of tokens when its last token arrives, from the contents of the tail, so the codes do
+not depend on how tokens were split into calls. Until then the group's tokens are only in the tail. Padding and sinks,
+which are never read from codes, do not count for a channel's range.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from caramba_fast.ops.view import KVView, common_problems, stored_lanes
 
 
 class Destination:
-    """Where each of T new tokens of B rows goes, the same for every stream of a layer.
+    """Where each of T new tokens of B rows is written; the same for every stream of a layer.
 
     Args:
-        start: (B,) int32, tokens each row holds already.
+        start: (B,) int32, tokens already in each row.
         tokens: T.
         query_lens: (B,) int32, how many of the T tokens are real; the rest is not written.
         leftpad: (B,) int32, leading slots that hold padding.
@@ -81,7 +81,7 @@ class Destination:
     def _place(
         self, buffer: Tensor, position: Tensor, real: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Row or page, slot in it, and whether there is one, of positions (B, N) in the slots of a buffer."""
+        """Row or page, slot in it, and whether it exists, for positions (B, N) of a buffer."""
         slots = buffer.shape[2]
         if self.block_table is None:
             row = torch.arange(position.shape[0], device=position.device)[:, None]
@@ -102,7 +102,7 @@ class Destination:
         full = group < (start + self.count[:, None]) // size
         if full.device.type == "cpu" and not torch.compiler.is_compiling() and not full.any():
             return
-        # The tokens of the first group that came before are in the tail, up to size of them.
+        # Earlier tokens of the first group, at most ``size``, are in the tail.
         before = start - size + torch.arange(size, device=start.device)
         rows = torch.arange(len(start), device=start.device)[:, None]
         held = view.tail[rows, :, before % view.tail.shape[2]].transpose(1, 2)
@@ -135,8 +135,8 @@ class Destination:
 def scatter(buffer: Tensor, values: Tensor, place: Tensor, slot: Tensor, keep: Tensor) -> None:
     """buffer[place[b, t], :, slot[b, t]] = values[b, :, t] wherever keep[b, t].
 
-    What is not kept is sent to the place of the first token that is, with that token's value, so that
-    no index list depends on data; if none is kept, the first place gets what it holds.
+    So that index shapes do not depend on data, tokens that are not kept repeat the write of the first kept one. If none
+    is kept, the first place is rewritten with its own contents.
     """
     place, slot, keep = place.reshape(-1), slot.reshape(-1), keep.reshape(-1)
     flat = values.transpose(1, 2).flatten(0, 1).to(buffer.dtype)  # (B * T, lanes, width)
@@ -148,7 +148,7 @@ def scatter(buffer: Tensor, values: Tensor, place: Tensor, slot: Tensor, keep: T
 
 
 def reference(streams: tuple[str, ...], *args: Any, **options: Any) -> None:
-    """The oracle of both ops, from the arguments of their schemas: pure torch, any device."""
+    """The reference of both ops, taking the arguments of their schemas: pure torch, any device."""
     count = len(streams)
     stored, new = args[: 2 * count], args[2 * count : 3 * count]
     start, kinds = args[3 * count], args[3 * count + 1 :]
@@ -204,14 +204,14 @@ def plan_append(
     start: Tensor,
     options: Mapping[str, Any],
 ) -> CallPlan:
-    """Checks a call of one of the two ops and makes it flat.
+    """Checks a call of one of the two ops and flattens its arguments.
 
     Args:
         op: `append_op` or `decoupled_append_op`.
         views: the streams by name, in the op's order.
         new: (B, H_kv, T, D) of each stream.
         start: (B,) int32.
-        options: block_table, cache_leftpad, query_lens, rotary_q and so on, those given.
+        options: the given ones of block_table, cache_leftpad, query_lens, rotary_q and so on.
 
     Raises:
         TypeError, ValueError: as `append_`.
@@ -247,19 +247,19 @@ def append_(
         k, v: buffers to write to.
         k_new: (B, H_kv, T, D_k) float32, float16 or bfloat16.
         v_new: (B, H_kv, T, D_v), same dtypes.
-        start: (B,) int32, tokens already cached in each row (the new ones excluded). Slots past the
-            capacity, or without a page, are dropped.
+        start: (B,) int32, tokens already cached in each row (new ones excluded). Tokens past the capacity, or without a
+            page, are dropped.
         block_table: (B, pages) int32, for paged buffers; -1 where a row has no page.
-        cache_leftpad: (B,) int32, leading slots that hold padding; sinks begin behind them.
+        cache_leftpad: (B,) int32, leading slots that hold padding; sinks begin after them.
         query_lens: (B,) int32, how many of the T tokens are real; by default all. The others are not
             written.
-        rotary_q: (B, H_q, T, D_k), the queries of these tokens: they and k_new are turned by RoPE. Of the dtype of
-            k_new, as both of the following.
-        rotary_cos, rotary_sin: (B or 1, T, D_k), or (B or 1, T, D_k / 2) where both halves of a head have the same
-            angles: those of these tokens, not of all positions.
+        rotary_q: (B, H_q, T, D_k), the queries of these tokens; RoPE is applied to them and to k_new. Same dtype as
+            k_new, as are the following two.
+        rotary_cos, rotary_sin: (B or 1, T, D_k), or (B or 1, T, D_k / 2) if both halves of a head have the same angles;
+            for these tokens, not for all positions.
 
     Returns:
-        with ``rotary_q`` the turned queries, contiguous, those of padding included; else None. No gradient flows.
+        With ``rotary_q`` the rotated queries, contiguous, those of padding included; else None. No gradient flows.
 
     Raises:
         TypeError, ValueError: naming the argument; nothing is written.
@@ -286,7 +286,7 @@ def decoupled_append_(
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
 ) -> Tensor | None:
-    """`append_` for decoupled attention: semantic keys, geometric keys and values; RoPE turns the geometric ones."""
+    """`append_` for decoupled attention: semantic keys, geometric keys, and values. RoPE applies to geometric keys."""
     options = _given(block_table, cache_leftpad, query_lens, rotary_q, rotary_cos, rotary_sin)
     new = (k_sem_new, k_geo_new, v_new)
     views = {"k_sem": k_sem, "k_geo": k_geo, "v": v}

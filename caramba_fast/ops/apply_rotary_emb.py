@@ -1,8 +1,8 @@
-"""apply_rotary_emb: queries and keys turned to their positions in one call, as Hugging Face's models turn them.
+"""apply_rotary_emb: RoPE for queries and keys in one call, as in Hugging Face models.
 
-Pairs (d, d + D / 2) are rotated against each other (RoFormer, arXiv:2104.09864, in the layout of Hugging Face's
-checkpoints). Products and sums are rounded to the dtype one by one, as torch does it: every backend gives the bits of
-the reference, which takes some sixteen ops.
+Rotates pairs (d, d + D / 2) (RoFormer, arXiv:2104.09864, in the layout of Hugging Face checkpoints). Each product and
+sum is rounded to the dtype, as in torch, so every backend is bit-identical to the reference, which takes about sixteen
+torch ops.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 from caramba_fast.ops import checks
 from caramba_fast.ops.registry import register
 
-#: RoPE as options of another op (`ops.append_`): queries, angles, and where the turned queries go.
+#: RoPE options of another op (`ops.append_`): queries, angles, and the output for the rotated queries.
 ROTARY = ("rotary_q", "rotary_cos", "rotary_sin", "rotary_out")
 
 
 def rotary_problems(options: Mapping[str, Any], keys: Tensor) -> list[str]:
-    """What is wrong with the options of ROTARY for ``keys`` (B, H_kv, T, D).
+    """Problems of the options ROTARY for ``keys`` (B, H_kv, T, D).
 
     Raises:
-        TypeError: one is no tensor of fp32, fp16 or bf16.
+        TypeError: an option is not a tensor of fp32, fp16 or bf16.
     """
     given = {name: x for name in ROTARY if (x := options.get(name)) is not None}
     for name, x in given.items():
@@ -48,7 +48,7 @@ def rotary_problems(options: Mapping[str, Any], keys: Tensor) -> list[str]:
 
 
 def _problems(heads: Mapping[str, Tensor], angles: Mapping[str, Tensor]) -> list[str]:
-    """What is wrong with the shapes of queries and keys, and of cos and sin."""
+    """Problems of the shapes of queries, keys, cos and sin."""
     (q_name, q), (k_name, k) = heads.items()
     (cos_name, cos), (sin_name, sin) = angles.items()
     if q.ndim != 4 or k.ndim != 4 or q.shape[3] % 2 or (q.shape[0], *q.shape[2:]) != (
@@ -72,7 +72,7 @@ SCHEMA = "(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor q_out, Tensor 
 
 
 def rotated_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The oracle: x (B, H, T, D), cos and sin (B or 1, T, D or D / 2) -> (B, H, T, D)."""
+    """The reference: x (B, H, T, D), cos and sin (B or 1, T, D or D / 2) -> (B, H, T, D)."""
     first, second = x.chunk(2, dim=-1)
     half = first.shape[-1]
     (cos_a, cos_b), (sin_a, sin_b) = (
@@ -102,14 +102,13 @@ def apply_rotary_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
     Args:
         q: (B, H_q, T, D), any strides; float32, float16 or bfloat16.
         k: (B, H_kv, T, D) of the same dtype.
-        cos, sin: (B or 1, T, D), or (B or 1, T, D / 2) where both halves of a head have the same angles; of the same
-            dtype.
+        cos, sin: (B or 1, T, D), or (B or 1, T, D / 2) if both halves of a head have the same angles; same dtype.
 
     Returns:
-        Both, contiguous, of their shapes and dtype. No gradient flows.
+        The rotated q and k, same shapes and dtype, contiguous. No gradient flows.
 
     Raises:
-        TypeError, ValueError: dtypes, shapes or devices that do not belong together.
+        TypeError, ValueError: dtypes, shapes or devices that do not match.
     """
     given = {"q": q, "k": k, "cos": cos, "sin": sin}
     for name, x in given.items():

@@ -1,9 +1,9 @@
 """The reference of all attention ops: standard and decoupled, contiguous and paged, any T.
 
-A row's keys are the stored ones, the fp16 tail and sinks that stand in for some of them, an optional
-null key, and an optional sink logit (``s_aux``). Each group is attended to by itself in float32 and the
-partial results are merged exactly, in the order the fast kernels use: stored, tail and sinks in the
-stored basis of V, then the basis is undone, then null and s_aux. Long inputs go in bounded pieces.
+A row's keys are the stored ones, the fp16 tail and sinks that replace some of them, an optional null key, and an
+optional sink logit (``s_aux``). Attention over each group is computed separately in float32, and the partial results
+are merged exactly, in the order of the fast kernels: stored, tail and sinks in the stored basis of V, then back to the
+model's basis, then null and s_aux. Long inputs are processed in pieces of bounded size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from caramba_fast.ops.view import KVView, group_of, load, stored_lanes
 
 State = tuple[Tensor, Tensor]
 
-#: Most score entries, and most dequantized values, of one piece (4 bytes each).
+#: Most scores, and most dequantized values, of one piece (4 bytes each).
 SCORES_PER_PIECE = 2**20
 VALUES_PER_PIECE = 2**21
 QUERIES_PER_PIECE = 256
@@ -29,12 +29,12 @@ QUERIES_PER_PIECE = 256
 
 @dataclass(frozen=True)
 class Keys:
-    """One key stream and the queries that meet it.
+    """One key stream and its queries.
 
     Attributes:
-        q: (B, H_kv, G * T, D) float32 as given, times the factor of its q·k.
-        view: what is stored.
-        null: (H_kv, D) learned key every query sees, in the model's basis.
+        q: (B, H_kv, G * T, D) float32, in the model's basis, times the scale of this stream's q·k.
+        view: the stored keys.
+        null: (H_kv, D) learned key that every query sees, in the model's basis.
     """
 
     q: Tensor
@@ -47,7 +47,7 @@ class Keys:
 
 
 class Problem:
-    """One call: who may see what, and what is stored where."""
+    """One attention call: visibility of keys, and where they are stored."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Problem:
     def source(self, key: Tensor) -> tuple[Tensor, Tensor]:
         """Whether key (B, N) is read from the sinks, (B, 1, N), and from the tail, (B, T, N).
 
-        Tokens of a group by channel are read from the tail until the last of them has left it.
+        Per-channel kinds read a whole group from the tail until the last of its tokens is out of ``residual_len``.
         """
         in_sink = ((key - self.leftpad[:, None]) < self.sink_len)[:, None]
         last = key - key % self.group + self.group - 1
@@ -124,7 +124,7 @@ class Problem:
     # -- the groups of keys ---------------------------------------------------------------
 
     def stored(self, start: int, stop: int) -> State:
-        """Slots ``start`` to ``stop`` of every row, but for those the tail or the sinks stand in for."""
+        """Slots ``start`` to ``stop`` of every row, except those replaced by the tail or the sinks."""
         key = torch.arange(start, stop, device=self.last.device).expand(self.batch, -1)
         in_sink, in_tail = self.source(key)
         seen = self.visible(key) & ~in_sink & ~in_tail
@@ -135,9 +135,9 @@ class Problem:
         )
 
     def tail(self) -> State:
-        """The newest tokens the queries read from the ring, where position j is in slot j modulo its size."""
+        """The newest tokens, which queries read from the ring; position j is in slot ``j % size``."""
         assert self.value.tail is not None
-        back = self.residual_len + self.group - 2  # the farthest that the first query may read
+        back = self.residual_len + self.group - 2  # the farthest back that the first query may read
         count = back + self.tokens
         key = self.position[:, :1] - back + torch.arange(count, device=self.last.device)
         seen = self.visible(key) & self.source(key)[1]
@@ -165,7 +165,7 @@ class Problem:
         )
 
     def null(self) -> State:
-        """The learned key and value every query sees, in the model's basis."""
+        """The learned key and value that every query sees, in the model's basis."""
         logits = sum(
             torch.matmul(k.q, k.null.float()[:, :, None]) for k in self.keys if k.null is not None
         )
@@ -174,7 +174,7 @@ class Problem:
         return out, self._capped(logits).squeeze(-1)
 
     def _attend(self, seen: Tensor, keys: list[Tensor], values: Tensor) -> State:
-        """Attention over one group; keys and values in the stored basis, values nobody sees 0."""
+        """Attention over one group; keys and values in the stored basis, with 0 for values that no query sees."""
         logits = sum(stream.logits(k) for stream, k in zip(self.keys, keys, strict=True))
         assert isinstance(logits, Tensor)
         groups = self.heads // self.n_kv_heads
@@ -195,7 +195,7 @@ class Problem:
         codes = self._slots(view.codes, start, stop)
         scales = self._slots(view.scales, start // group, stop // group)
         assert codes is not None
-        if group > 1:  # scales are of tokens that are seen and of others
+        if group > 1:  # scales are shared by visible tokens and others
             return self.lanes.unpack(
                 _zero_unused(load(codes, scales, view.kind, torch.float32), used)
             )
@@ -218,7 +218,7 @@ class Problem:
     # -- all of it ------------------------------------------------------------------------
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Stretches of slots whose scratch is bounded."""
+        """Ranges of slots whose scratch memory is bounded."""
         codes = self.keys[0].view.codes
         slots = (
             codes.shape[2]
@@ -253,7 +253,7 @@ class Problem:
         return self._settled(state)
 
     def _settled(self, state: State) -> State:
-        """Back to query heads; padding queries get 0 and -inf."""
+        """Regroups by query heads; padding queries get 0 and -inf."""
         out = state[0].unflatten(2, (-1, self.tokens)).flatten(1, 2)
         lse = state[1].unflatten(2, (-1, self.tokens)).flatten(1, 2)
         real = self.real[:, None]
@@ -262,7 +262,7 @@ class Problem:
 
 
 def _zero_unused(x: Tensor, used: Tensor | None) -> Tensor:
-    """Zeros where ``used`` (B, N) is false: slots nobody sees hold anything, and 0 * NaN is NaN."""
+    """Zeros where ``used`` (B, N) is false: slots that no query sees may hold anything, and 0 * NaN is NaN."""
     return x if used is None else torch.where(used[:, None, :, None], x, 0.0)
 
 
@@ -297,7 +297,7 @@ def solve(
     batch_invariant: bool = True,
     **options: Any,
 ) -> State:
-    """`Problem.solve`, with many query tokens taken ``q_chunk`` at a time; the bits are ``batch_invariant`` anyway."""
+    """`Problem.solve` on ``q_chunk`` query tokens at a time; always ``batch_invariant``."""
     tokens = queries[0].shape[2]
     if tokens <= q_chunk:
         return Problem(queries, keys, value, factors, nulls, cache_seqlens, **options).solve()

@@ -1,4 +1,4 @@
-"""Between the flat schemas of the attention ops and the views users hold: checks, packing, unpacking."""
+"""Converts between `KVView` arguments and the flat schemas of the attention ops, with all checks."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from caramba_fast.ops.view import (
     stream_options,
 )
 
-#: ``num_splits`` of a schedule that is balanced over all rows.
+#: ``num_splits`` for a schedule balanced over all rows.
 BALANCED = -1
 #: Most query tokens of the decode ops; longer prompts go through the extend ops.
 MAX_QUERY_TOKENS = 32
-#: Options that are tensors, beside null keys and values.
+#: Options that are tensors, besides null keys and values.
 TENSORS = ("block_table", "cache_leftpad", "query_lens", "s_aux")
-#: What the scores of each key stream are multiplied with, as the ops name it.
+#: Names of the scale option of each key stream.
 FACTORS = {STANDARD: ("softmax_scale",), DECOUPLED: ("sem_scale", "geo_scale")}
 
 
 def attention_op(name: str, streams: tuple[str, ...], extra: Sequence[str] = ()) -> Op:
-    """Registers an attention op over the streams, v last; ``extra`` are options that not all have."""
+    """Registers an attention op over the streams, v last; ``extra`` are options that only some ops have."""
     return register(
         name,
         attention_schema(streams, FACTORS[streams], extra),
@@ -43,7 +43,7 @@ def attention_op(name: str, streams: tuple[str, ...], extra: Sequence[str] = ())
 
 
 def reference(streams: tuple[str, ...], *args: Any, **options: Any) -> State:
-    """The oracle of every attention op, from the arguments of its schema: pure torch, any device."""
+    """The reference of every attention op, taking the arguments of its schema: pure torch, any device."""
     count = len(streams)
     queries, rest = args[: count - 1], args[count - 1 :]
     stored, cache_seqlens, kinds = rest[: 2 * count], rest[2 * count], rest[2 * count + 1 :]
@@ -103,7 +103,7 @@ def plan_attention(
     n_kv_heads: int,
     options: Mapping[str, Any],
 ) -> CallPlan:
-    """Checks a call of an attention op and makes it flat.
+    """Checks a call of an attention op and flattens its arguments.
 
     Args:
         op: one of the four attention ops; those without ``q_chunk`` take up to MAX_QUERY_TOKENS.

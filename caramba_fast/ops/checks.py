@@ -1,4 +1,4 @@
-"""Argument checks shared by the ops: an error names the argument, what it was, what is allowed."""
+"""Argument checks shared by the ops: errors name the argument, its value, and what is allowed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def tangents_go_along() -> bool:
-    """Whether forward-mode differentiation is under way, also under no_grad: our ops have no tangents."""
+    """Whether forward-mode differentiation is active, even under no_grad: our ops do not support it."""
     return bool(forward_ad._current_level >= 0)
 
 
@@ -35,7 +35,7 @@ def float_tensor(name: str, value: object) -> None:
 
 
 def writable(name: str, buffer: Tensor) -> None:
-    """Raises ValueError where elements of a buffer that is written share memory, as those of an expanded one do."""
+    """Raises ValueError if elements of an output buffer share memory, as in an expanded tensor."""
     if any(
         step == 0 and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True)
     ):
@@ -46,7 +46,7 @@ def writable(name: str, buffer: Tensor) -> None:
 
 
 def same_device(**tensors: Tensor | None) -> None:
-    """Raises ValueError when the named tensors lie on different devices."""
+    """Raises ValueError if the named tensors are on different devices."""
     places = {name: value.device for name, value in tensors.items() if value is not None}
     if len(set(places.values())) > 1:
         listed = ", ".join(f"{name} on {device}" for name, device in places.items())
@@ -94,7 +94,7 @@ def codes_and_scales(name: str, codes: Tensor, scales: Tensor | None, kind: obje
 
 
 def _check_groups(name: str, codes: Tensor, scales: Tensor, form: Format) -> None:
-    """Raises ValueError unless codes and scales by channel belong together."""
+    """Raises ValueError unless per-channel codes and scales match."""
     width = form.value_width(codes.shape[-1])
     fits = codes.ndim == scales.ndim >= 2 and codes.shape[:-2] == scales.shape[:-2]
     sizes = [size for size in BLOCK_SIZES if fits and codes.shape[-2] == size * scales.shape[-2]]
@@ -108,7 +108,7 @@ def _check_groups(name: str, codes: Tensor, scales: Tensor, form: Format) -> Non
 
 
 def tensors(**given: object) -> None:
-    """Raises TypeError where an argument is neither a tensor nor None."""
+    """Raises TypeError if an argument is neither a tensor nor None."""
     for name, value in given.items():
         if value is not None and not isinstance(value, Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}; a tensor is needed")

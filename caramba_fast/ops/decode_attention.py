@@ -1,12 +1,11 @@
-"""decode_attention: a few new queries over a cache that is read as it is stored.
+"""decode_attention: attention of a few new queries over a packed cache, without dequantizing it first.
 
-The new tokens are already in the cache; query ``i`` of row ``b`` stands at position
-``cache_seqlens[b] - T + i`` and sees the keys up to and including its own. What is computed is defined by
-the reference in `caramba_fast.ops.attention`.
+The new tokens are already in the cache; query ``i`` of row ``b`` is at position ``cache_seqlens[b] - T + i`` and sees
+the keys up to and including its own. The reference in `caramba_fast.ops.attention` defines the result.
 
 `decoupled_decode_attention` has two key streams and one softmax (decoupled bottleneck attention, DBA): a score is
-``q_sem · k_sem * sem_scale + q_geo · k_geo * geo_scale``. Semantic keys carry no position, geometric ones are rotated;
-each stream has its own width, format and basis, values are shared.
+``q_sem · k_sem * sem_scale + q_geo · k_geo * geo_scale``. Semantic keys carry no position, RoPE is applied to geometric
+ones. Each stream has its own width, format and basis; values are shared.
 """
 
 from __future__ import annotations
@@ -37,41 +36,40 @@ def decode_attention(
     return_softmax_lse: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of T new queries a row over what is cached.
+    """Attention of T new queries per row over the cache.
 
     Args:
         q: (B, H_q, T, D) float32, float16 or bfloat16; H_q a multiple of ``n_kv_heads``, T up to 32.
-        k, v: stored K and V with their tails and sinks. Slots at or past a row's length are
-            never read as numbers, whatever they hold. q and the null key and value are given in the
-            model's basis; the op turns rotated streams back.
+        k, v: stored K and V with their tails and sinks. Slots at or past a row's length may hold anything, including
+            NaN; they do not affect the result. q and the null key and value are in the model's basis; the op handles
+            the rotation of rotated streams.
         cache_seqlens: (B,) int32 on q's device, tokens cached **including** the new ones.
         n_kv_heads: kv heads stored (lanes may hold padding beyond them).
         return_softmax_lse: also return lse (B, H_q, T) float32, natural log.
-        block_table: (B, pages) int32 for a paged cache; entries past a row's length hold anything.
+        block_table: (B, pages) int32 for a paged cache; entries past a row's length may hold anything.
         cache_leftpad: (B,) int32, leading slots of a row that hold padding.
-        query_lens: (B,) int32, how many of a row's T queries are real; the rest, at the end, get out 0
-            and lse -inf, and cache_seqlens does not count them. By default all.
-        residual_len: keys less than this far behind a query are read from the fp16 tail.
-        null_k, null_v: (H_kv, D), (H_kv, D_v), a learned key and value every query sees.
-        s_aux: (H_q,) float, a logit each head's softmax has besides its keys', without a value
-            (gpt-oss sinks). It counts in lse, so give it to one part only when parts are merged.
+        query_lens: (B,) int32, how many of a row's T queries are real. The others, at the end, get out 0 and lse -inf,
+            and cache_seqlens does not count them. By default all are real.
+        residual_len: keys at a distance of less than this before a query are read from the fp16 tail.
+        null_k, null_v: (H_kv, D), (H_kv, D_v), a learned key and value that every query sees.
+        s_aux: (H_q,) float, attention sinks (gpt-oss): one more logit per head in the softmax, without a value. It
+            counts in lse, so pass it for only one part when parts are merged.
         softmax_scale: multiplies q·k; default 1 / sqrt(D).
         window_size: (left, right) as in flash-attn, -1 for no limit; queries see keys at
             positions ``[p - left, p]`` (never later than their own).
-        num_sink_tokens: the first real tokens that a window does not hide.
+        num_sink_tokens: number of first real tokens that stay visible outside the window.
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2); 0 for none.
-        num_splits: KV splits; 0 lets the kernel choose by shapes, so that a row's bits do not depend on what the
-            others hold. -1 is for rows of different lengths: the work of all rows is cut into equal shares, by
-            lengths that only the device reads, and a long row does not wait for itself. The result does not depend
-            on it beyond rounding; with -1 how a row is rounded depends on the other rows. Of prompts and in plain
-            torch -1 is 0, and on a CPU both are shares of all rows.
+        num_splits: KV splits (flash-decoding). 0: the kernel chooses by shapes, so that a row's bits do not depend on
+            the other rows' lengths. -1, for rows of different lengths: the work of all rows is divided into equal
+            shares by the lengths, which only the device reads, so that one long row does not determine the latency.
+            The result differs only by rounding; with -1, how a row is rounded depends on the other rows. For prompts
+            and in plain torch -1 means 0; on a CPU 0 and -1 both divide the work of all rows.
 
     Returns:
-        out (B, H_q, T, D_v) in q's dtype, and lse if asked for. A query that sees no key gets
-        out 0 and lse -inf.
+        out (B, H_q, T, D_v) in q's dtype, and lse if requested. A query that sees no key gets out 0 and lse -inf.
 
     Raises:
-        TypeError, ValueError: naming every argument that is wrong, what it was and what is allowed.
+        TypeError, ValueError: naming every wrong argument, its value and what is allowed.
     """
     out, lse = attention_call.call(
         decode_op, {"k": q}, {"k": k, "v": v}, cache_seqlens, n_kv_heads, options
@@ -99,7 +97,7 @@ def decoupled_decode_attention(
     Args:
         q_sem: (B, H_q, T, D_sem) float32, float16 or bfloat16.
         q_geo: (B, H_q, T, D_geo), same dtype.
-        k_sem, k_geo, v: the three stored streams; heads share lanes alike in all of them.
+        k_sem, k_geo, v: the three stored streams, with the same number of heads per lane.
         sem_scale, geo_scale: factors of the two products; default 1 / sqrt(D_sem), 1 / sqrt(D_geo).
         null_k_sem, null_k_geo, null_v: (H_kv, D) each, all or none.
         cache_seqlens, n_kv_heads, return_softmax_lse, options: as in `decode_attention`.

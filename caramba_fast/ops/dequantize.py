@@ -30,7 +30,7 @@ def decode(codes: Tensor, kind: str) -> Tensor:
 def reference(
     codes: Tensor, scales: Tensor, kind: str, head_dim: int, dtype: torch.dtype
 ) -> Tensor:
-    """The oracle: pure torch, any device; multiplies in float32, then casts."""
+    """The reference: pure torch, any device; multiplies in float32, then casts."""
     form = checks.quantized_kind(kind)
     if form.by_channel:
         return _by_channel(codes, scales, form).to(dtype).contiguous()
@@ -67,12 +67,12 @@ op = register("dequantize", SCHEMA, reference=reference, fake=fake)
 def dequantize(
     codes: Tensor, scales: Tensor, kind: object, head_dim: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Restores what `quantize` stored.
+    """Decodes the result of `quantize`.
 
     Args:
-        codes: (..., head_dim) int8 for q8_0, (..., head_dim / 2) uint8 for q4_0 and nf4; by channel as `quantize`
-            says.
-        scales: (..., head_dim / block) float16, block being 32, 64 or 128; by channel
+        codes: (..., head_dim) int8 for q8_0, (..., head_dim / 2) uint8 for q4_0 and nf4; for per-channel kinds see
+            `quantize`.
+        scales: (..., head_dim / block) float16 with a block of 32, 64 or 128; for per-channel kinds
             (..., tokens / block, 2 * head_dim).
         kind: the kind the codes were made with.
         head_dim: values to restore in the last dimension; checked against the codes.
@@ -82,7 +82,7 @@ def dequantize(
         (..., head_dim) of ``dtype``.
 
     Raises:
-        TypeError, ValueError: dtypes or shapes that do not belong together.
+        TypeError, ValueError: dtypes or shapes that do not match.
     """
     form = checks.quantized_kind(kind)
     checks.codes_and_scales("dequantize", codes, scales, form.name)

@@ -1,8 +1,8 @@
-"""extend_attention: a chunk of a prompt on top of what is cached, in bounded scratch.
+"""extend_attention: attention of a prompt chunk over the cache (chunked prefill), with bounded scratch memory.
 
-The same attention as `decode_attention`, for any number of query tokens. In the reference a stretch of the cache is
-dequantized, attended to by a chunk of queries, and merged into the result; the kernels dequantize a tile at a time. A
-mask of prompt × cache or a dequantized copy of the cache never exists.
+The same attention as `decode_attention`, for any number of query tokens. The reference dequantizes a range of the
+cache, attends to it from a chunk of queries, and merges the result; the kernels dequantize a tile at a time. Neither a
+prompt × cache mask nor a dequantized copy of the cache is ever materialized.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from caramba_fast.ops.options import DecoupledExtendOptions, ExtendOptions
 
 EXTRA = (f"int q_chunk={QUERIES_PER_PIECE}", "bool batch_invariant=True")
-#: Kinds whose codes are the values, by their dtype.
+#: dtype -> the unquantized kind of that dtype.
 KINDS = {row.dtype: row.name for row in FORMATS.values() if not row.quantized}
 
 extend_op = attention_call.attention_op("extend_attention", STANDARD, EXTRA)
@@ -33,7 +33,7 @@ decoupled_extend_op = attention_call.attention_op("decoupled_extend_attention", 
 
 
 def window_of(options: dict[str, Any]) -> dict[str, Any]:
-    """``local_window=w`` is another way to say ``window_size=(w - 1, 0)``."""
+    """Replaces ``local_window=w`` by ``window_size=(w - 1, 0)``."""
     window = options.pop("local_window", None)
     if window is None:
         return options
@@ -56,22 +56,22 @@ def extend_attention(
     return_softmax_lse: bool = False,
     **options: Unpack[ExtendOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of a prompt chunk over what is cached, itself included.
+    """Attention of a prompt chunk over the cache, which already includes the chunk.
 
     Args:
         q: (B, H_q, T, D), any T.
-        q_chunk: query tokens taken at a time; bounds the scratch. The Triton kernels take 2,048 where it is less: their
-            scratch is the queries' size in float32, whatever is cached.
-        batch_invariant: whether a query gets the same bits among many as among few. If not, the C++ kernels take what
-            is not quantized by faster passes for many queries, which sum up in another order.
-        local_window: tokens a query reaches back, itself included: ``window_size=(w - 1, 0)``.
+        q_chunk: query tokens processed at a time; bounds the scratch memory. The Triton kernels use at least 2,048:
+            their scratch is the size of the queries in float32, independent of the cache.
+        batch_invariant: whether a query's result is bit-identical among many queries and among few. If False, the C++
+            kernels read unquantized streams with faster passes for many queries, which sum in another order.
+        local_window: tokens a query sees, itself included; w means ``window_size=(w - 1, 0)``.
         k, v, cache_seqlens, n_kv_heads, return_softmax_lse, options: as in `decode_attention`.
 
     Returns:
-        out (B, H_q, T, D_v) in q's dtype, and lse (B, H_q, T) float32 if asked for.
+        out (B, H_q, T, D_v) in q's dtype, and lse (B, H_q, T) float32 if requested.
 
     Raises:
-        TypeError, ValueError: naming every argument that is wrong, what it was and what is allowed.
+        TypeError, ValueError: naming every wrong argument, its value and what is allowed.
     """
     out, lse = attention_call.call(
         extend_op, {"k": q}, {"k": k, "v": v}, cache_seqlens, n_kv_heads, window_of({**options})
@@ -100,10 +100,10 @@ def decoupled_extend_attention(
 
 
 def serves_prompts(*tensors: Tensor) -> bool:
-    """Whether `causal_attention` is what a prompt of these queries, keys and values takes least time with.
+    """Whether `causal_attention` is usable, and fastest, for a prompt with these queries, keys and values.
 
-    On a CPU the C++ kernels are faster than torch's ``scaled_dot_product_attention``. They have no derivatives, and
-    what ``torch.compile`` and fake tensors make of the latter is left to them.
+    On a CPU the C++ kernels are faster than torch's ``scaled_dot_product_attention``. They have no derivatives; under
+    ``torch.compile`` and with fake tensors torch's function is used.
     """
     if torch.compiler.is_compiling() or tensors[0].device.type != "cpu":
         return False
@@ -117,12 +117,12 @@ def serves_prompts(*tensors: Tensor) -> bool:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[ExtendOptions]) -> Tensor:
-    """`extend_attention` of tokens to themselves, over keys and values that no cache holds.
+    """`extend_attention` over plain keys and values without a cache.
 
     Args:
         q: (B, H_q, T, D).
         k: (B, H_kv, T, D); v: (B, H_kv, T, D_v); float32, float16 or bfloat16.
-        options: of `extend_attention`, those about a cache left out; ``batch_invariant`` is False unless given.
+        options: options of `extend_attention` that do not concern a cache; ``batch_invariant`` defaults to False.
 
     Returns:
         (B, H_q, T, D_v) in q's dtype.

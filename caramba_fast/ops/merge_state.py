@@ -1,7 +1,7 @@
-"""merge_state: two attentions over disjoint keys become the attention over both, exactly.
+"""merge_state: combines two attentions over disjoint keys into the attention over both, exactly.
 
-The rule is the online softmax's (arXiv:1805.02867), as used by split-KV decoding and cascade
-inference: outputs are averaged with weights ``exp(lse)``, computed relative to the larger one.
+This is the online softmax (arXiv:1805.02867), as in split-KV decoding and cascade inference: outputs are averaged with
+weights ``exp(lse)``, computed relative to the larger one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SCHEMA = "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor ou
 
 
 def reference(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The oracle: pure torch, any device. Both sides empty gives 0 and -inf."""
+    """The reference: pure torch, any device. Two empty sides give 0 and -inf."""
     largest = torch.maximum(lse_a, lse_b)
     base = torch.where(largest == -torch.inf, torch.zeros_like(largest), largest)
     weight_a, weight_b = (lse_a - base).exp(), (lse_b - base).exp()
@@ -40,15 +40,15 @@ def merge_state(
     """Combines two partial attentions of the same queries over disjoint sets of keys.
 
     Args:
-        out_a, out_b: (..., T, D) float32, float16 or bfloat16, of one shape and dtype.
+        out_a, out_b: (..., T, D) float32, float16 or bfloat16, same shape and dtype.
         lse_a, lse_b: (..., T) float32, natural log of the sums of exponentials; -inf for an
             empty side, whose output must be finite (0 by convention).
 
     Returns:
-        out, lse of the same shapes, contiguous; an empty pair gives 0 and -inf.
+        out and lse of the same shapes, contiguous; two empty sides give 0 and -inf.
 
     Raises:
-        TypeError, ValueError: dtypes, shapes or devices that do not belong together.
+        TypeError, ValueError: dtypes, shapes or devices that do not match.
     """
     for name, out, lse in (("a", out_a, lse_a), ("b", out_b, lse_b)):
         checks.float_tensor(f"out_{name}", out)

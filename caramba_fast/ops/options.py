@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class CommonOptions(TypedDict, total=False):
-    """What every attention op takes; explained in `decode_attention`. None is as if it were not given."""
+    """Options of every attention op, documented in `decode_attention`. None means not given."""
 
     block_table: Tensor | None
     cache_leftpad: Tensor | None
@@ -22,7 +22,7 @@ class CommonOptions(TypedDict, total=False):
 
 
 class AttentionOptions(CommonOptions, total=False):
-    """Options of `decode_attention`, where they are explained."""
+    """Options of `decode_attention`, documented there."""
 
     null_k: Tensor | None
     null_v: Tensor | None
@@ -30,7 +30,7 @@ class AttentionOptions(CommonOptions, total=False):
 
 
 class DecoupledAttentionOptions(CommonOptions, total=False):
-    """Options of `decoupled_decode_attention`, where they are explained."""
+    """Options of `decoupled_decode_attention`, documented there."""
 
     null_k_sem: Tensor | None
     null_k_geo: Tensor | None
@@ -40,7 +40,7 @@ class DecoupledAttentionOptions(CommonOptions, total=False):
 
 
 class ExtendOptions(AttentionOptions, total=False):
-    """Options of `extend_attention`, where they are explained."""
+    """Options of `extend_attention`, documented there."""
 
     q_chunk: int | None
     batch_invariant: bool | None
@@ -48,7 +48,7 @@ class ExtendOptions(AttentionOptions, total=False):
 
 
 class DecoupledExtendOptions(DecoupledAttentionOptions, total=False):
-    """Options of `decoupled_extend_attention`, where they are explained."""
+    """Options of `decoupled_extend_attention`, documented there."""
 
     q_chunk: int | None
     batch_invariant: bool | None

@@ -1,9 +1,9 @@
-"""CallPlan: a call of an op over the streams of one layer, checked and made flat once, run with other numbers.
+"""CallPlan: an op call over the streams of one layer, checked and flattened once, then run with other tensor contents.
 
-The pattern is FlashInfer's plan and run. A decode step makes the same call in every layer as the step before it, while
-checks and the making of some thirty arguments take longer than a short op. A cache keeps the plans of its layers; the
-public functions of the ops plan anew, and so check, with every call. The backend keeps its part as well: what Triton
-launched, or what the C++ extension made of its arguments.
+This is FlashInfer's plan/run pattern. A decode step makes the same calls as the step before it, and checking and
+building about thirty arguments takes longer than a short op. A cache keeps the plans of its layers; the public
+functions of the ops make a new plan, and so check, in every call. The backend keeps its part, too: Triton's launches,
+or the arguments unpacked by the C++ extension.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from caramba_fast.ops.view import KVView
 
 @dataclass(slots=True)
 class CallPlan:
-    """The flat arguments of one call that was found right.
+    """The flat arguments of one validated call.
 
-    It serves another call on the same streams whose tensors have the same shapes, dtypes and devices, with the same
-    options.
+    It serves other calls on the same streams with the same options, whose tensors have the same shapes, dtypes and
+    devices.
 
     Attributes:
-        op: what is called.
+        op: the op.
         stored: codes and scales of every stream.
         kinds: the kind of every stream.
-        stated: the options of the op that describe the streams.
-        leading: how many of the tensors that change from call to call go before what is stored.
-        replay: repeats the call as its backend keeps it; None where it keeps none.
-        backend: that was forced then, if any.
+        stated: the options that describe the streams.
+        leading: how many of the changing tensors come before the stored ones in the argument list.
+        replay: repeats the call kept by the backend; None if the backend keeps none.
+        backend: the backend that was forced at that time, if any.
     """
 
     op: Op
@@ -54,10 +54,10 @@ class CallPlan:
         return CallPlan(op, stored, tuple(view.kind for view in views), stated, leading)
 
     def run(self, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
-        """Calls the op, on the backend in force.
+        """Calls the op on the active backend.
 
         Args:
-            tensors: those that change from call to call.
+            tensors: the tensors that change from call to call.
             options: as given, without None.
         """
         n = self.leading
@@ -66,7 +66,7 @@ class CallPlan:
         )
 
     def rehearse(self, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
-        """As `run`, and keeps the call for `again` where the backend can."""
+        """As `run`; also keeps the call for `again` if the backend supports it."""
         if torch.compiler.is_compiling():
             return self.run(tensors, options)
         keeper = self.op.keeper(tensors[0].device)
@@ -100,19 +100,19 @@ class CallPlan:
     def anew(
         self, error: RuntimeError, tensors: Sequence[Tensor], options: Mapping[str, Any]
     ) -> Any:
-        """As `rehearse`, where a kept call failed as its streams lie elsewhere now; raises any other error."""
+        """Handles the error of a kept call: `rehearse` if its streams have moved in memory; else re-raises."""
         if MOVED not in str(error):
             raise error
         return self.rehearse(tensors, options)
 
 
 def _changing(tensors: Sequence[Tensor], options: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """All tensors of a call that the next one may have others for."""
+    """All tensors of a call that may be different in the next one."""
     return (*tensors, *[x for x in options.values() if isinstance(x, Tensor)])
 
 
 def _is_watched(tensors: Sequence[Tensor]) -> bool:
-    """Whether somebody has to see the op itself: a dispatch mode, or autograd."""
+    """Whether a dispatch mode or autograd has to see the op itself."""
     if torch._C._len_torch_dispatch_stack():
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

@@ -1,7 +1,7 @@
-"""Calls that the C++ extension keeps: a step that repeats one passes its number and the tensors that differ.
+"""Calls kept by the C++ extension: repeating one only passes its number and the tensors that differ.
 
-What Triton's launches are to a plan (`kernels.launch`), these are on a CPU: thirty arguments are unpacked and checked
-once.
+This is the CPU counterpart of kept Triton launches (`kernels.launch`): about thirty arguments are unpacked and checked
+only once.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 from caramba_fast.ops.apply_rotary_emb import ROTARY
 from caramba_fast.ops.registry import define, library
 
-#: What a kept call says whose streams lie elsewhere than they did (csrc/planned.h).
+#: Part of the error of a kept call whose streams have moved in memory (csrc/planned.h).
 MOVED = "other memory"
-#: Options whose tensors may change from call to call. An append has those of ROTARY as well.
+#: Options whose tensors may change from call to call. An append also has those of ROTARY.
 OPTIONS = ("block_table", "cache_leftpad", "query_lens")
 _CHANGING = ", ".join(f"Tensor? {name}=None" for name in OPTIONS)
 _TURNING = ", ".join(f"Tensor? {name}=None" for name in ROTARY[:3])
 
-# The streams they write to or read are no arguments: neither compiled graphs nor autograd get to see these ops. They
-# have names of their own: overloads of an op that has some crash torch 2.13 as it exits.
+# The streams that these ops read or write are not arguments, so compiled graphs and autograd must never see them. They
+# have their own names because, as overloads of the existing ops, they crash torch 2.13 at exit.
 _append = define(
     "append_planned",
     f"(int plan, Tensor first, Tensor second, Tensor start, {_CHANGING}, {_TURNING}, "
@@ -40,7 +40,7 @@ _attend = define(
 
 @functools.cache
 def _extension() -> ctypes.CDLL:
-    """The extension's functions that know numbers alone."""
+    """The extension's plain C functions, which take and return only numbers."""
     found = ctypes.CDLL(str(library()))
     if hasattr(found, "caramba_fast_record"):
         found.caramba_fast_recorded.restype = ctypes.c_int64
@@ -49,12 +49,12 @@ def _extension() -> ctypes.CDLL:
 
 
 class Call(NamedTuple):
-    """Which tensors of a call the next one may have others for, in their order.
+    """The tensors of a call that may differ in the next one, in order.
 
     Attributes:
         queries: how many are queries, which come first; 0 for an append.
-        tensors: how many are no options: queries, or new tokens, then the rows' lengths.
-        options: the names of the rest.
+        tensors: how many are positional: queries or new tokens, then the rows' lengths.
+        options: the names of the rest, which are options.
     """
 
     queries: int
@@ -63,24 +63,24 @@ class Call(NamedTuple):
 
 
 def is_there() -> bool:
-    """Whether the extension keeps calls; one that was built before it did does not."""
+    """Whether the extension supports keeping calls; older builds do not."""
     return hasattr(_extension(), "caramba_fast_record")
 
 
 class Recording:
-    """The one call that is made while `recording`."""
+    """The single call made within `recording`."""
 
     number = 0
 
     def replay(
         self, inputs: Sequence[Tensor], fixed: Sequence[Tensor | None], call: Call
     ) -> Replay | None:
-        """The call for other ``inputs``; None where it is not kept.
+        """Repeats the call with other ``inputs``; None if it was not kept.
 
         Args:
-            inputs: tensors that will be others in the next call.
-            fixed: those that stay.
-            call: which of them is which.
+            inputs: tensors that may differ in the next call.
+            fixed: tensors that stay the same.
+            call: describes ``inputs``.
         """
         if not self.number:
             return None
@@ -91,27 +91,27 @@ class Recording:
 
 
 class Replay:
-    """A kept call, for other tensors of the same shapes and dtypes; it is forgotten with this object.
+    """A kept call, for other tensors of the same shapes and dtypes; the extension drops it with this object.
 
     Args:
-        number: the extension's.
-        call: which of the tensors is which.
+        number: the extension's number of the call.
+        call: describes the changing tensors.
 
     Attributes:
-        direct: takes the tensors in the op's order and options by name; None where they have another order.
+        direct: takes the tensors in the op's order and options by name; None if the order is different.
     """
 
     def __init__(self, number: int, call: Call) -> None:
         weakref.finalize(self, _extension().caramba_fast_forget, number)
         self._call, self._op = call, functools.partial(_attend if call.queries else _append, number)
-        #: The name of a third stream's, which stands before the lengths.
+        #: Argument name of the tensor of a third stream, which comes before the lengths.
         self._third = None
         if call.tensors == (3 if call.queries else 4):
             self._third = "q_geo" if call.queries else "third"
         self.direct = None if self._third else self._op
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Outputs; none of an op that writes in place."""
+        """Runs the call; returns its outputs, or () for an op that writes in place."""
         own = [*inputs[: self._call.tensors]]
         named = dict(zip(self._call.options, inputs[len(own) :], strict=True))
         if self._third:
@@ -121,7 +121,7 @@ class Replay:
 
 @contextmanager
 def recording() -> Iterator[Recording]:
-    """Keeps the call that this thread makes."""
+    """Context that keeps the op call made by this thread."""
     found, extension = Recording(), _extension()
     extension.caramba_fast_record()
     try:

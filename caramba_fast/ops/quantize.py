@@ -1,18 +1,17 @@
 """quantize: values to codes and block scales (the formats of `caramba_fast.formats`).
 
-Scales are computed in float32 and used unrounded for the codes; the fp16 that is stored is their
-rounding. A block of zeros gets scale 0; a block with a NaN or an infinity gets a NaN scale, so
-that damage stays visible.
+Scales are computed in float32 and used unrounded for the codes; they are stored rounded to fp16. A block of zeros gets
+scale 0; a block with a NaN or an infinity gets a NaN scale, so that damage stays visible.
 
-``fit`` says how a scale is found. "amax" is the rule of GGML and QLoRA: from the block's largest value.
-"mse" tries the few scales of `CANDIDATES`, rounds the block by each, refits the scale to those codes by
-least squares and keeps the best; what is stored has the same layout and is read the same way. (GGML's
-importance-weighted quantizers search likewise, over more candidates.)
+``fit`` is how a scale is chosen. "amax", the rule of GGML and QLoRA, derives it from the block's largest value. "mse"
+tries the few scales of `CANDIDATES`: it rounds the block with each, refits the scale to those codes by least squares,
+and keeps the best. Storage layout and reading are the same. (GGML's importance-weighted quantizers search in the same
+way, over more candidates.)
 
-Kinds by channel take the range of each channel over a group of tokens; a narrower one made real models worse. Codes
-are of the rounded scale and zero. A channel with a NaN or an infinity gets a NaN scale and zero in that group, and the
-others stay as they are. In q4_channel two channels share a byte, and with "mse" the one that matters more may take five
-or six of its bits (`WIDER`).
+Per-channel kinds use the full range of each channel over a group of tokens; a narrower range made real models worse.
+Codes are computed with the rounded scale and zero. A channel with a NaN or an infinity gets a NaN scale and zero in
+that group; other channels are not affected. In q4_channel two channels share a byte, and with "mse" the more important
+one may take five or six of its bits (`WIDER`).
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from caramba_fast.ops.registry import register
 SCHEMA = '(Tensor x, str kind, int block, str fit="amax") -> (Tensor codes, Tensor scales)'
 FITS = ("amax", "mse")
 
-#: What "mse" tries: the largest value of a block becomes this code (q4_0: -8 is amax's) or this level.
-#: Four to five find nine tenths of what a search over twenty does. None puts that value halfway between two
-#: codes (as 7.5 would), where the last bit of the input would decide.
+#: Candidates of "mse": the code (q4_0: amax uses -8) or level that the largest value of a block maps to. Four to five
+#: achieve nine tenths of the gain of a search over twenty. None maps that value halfway between two codes (as 7.5
+#: would), where the last bit of the input would decide.
 CANDIDATES: dict[str, tuple[float, ...]] = {
     "q8_0": (127.0,),
     "q4_0": (8.0, 7.25, 8.5, 9.0, 9.5),
@@ -56,8 +55,8 @@ def _reciprocal(scale: Tensor) -> Tensor:
 
 
 def largest(blocks: Tensor, kind: str) -> Tensor:
-    """What scales are derived from, (..., 1): for q4_0 the signed value of largest magnitude, the
-    first of equals, negated; else the magnitude."""
+    """The value that scales are derived from, (..., 1): for q4_0 the negated value of largest magnitude (the
+    first of equals); else the largest magnitude."""
     if kind == "q4_0":
         return -blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     return blocks.abs().amax(-1, keepdim=True)
@@ -82,7 +81,7 @@ def nf4_levels(device: torch.device) -> Tensor:
 
 
 def code_values(codes: Tensor, kind: str) -> Tensor:
-    """Unpacked codes -> what the scale multiplies, float32."""
+    """Unpacked codes -> the float32 values that the scale multiplies."""
     if kind == "nf4":
         return nf4_levels(codes.device)[codes.to(torch.int64)]
     return codes.to(torch.float32) - (8.0 if kind == "q4_0" else 0.0)
@@ -90,7 +89,7 @@ def code_values(codes: Tensor, kind: str) -> Tensor:
 
 def encode_amax(blocks: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """blocks (..., n) fp32 -> unpacked codes (..., n) and unrounded scale (..., 1)."""
-    # By a tensor: CUDA multiplies by the reciprocal of a Python number, which rounds differently.
+    # Divide by a tensor: for a Python number CUDA multiplies by the reciprocal, which rounds differently.
     scale = largest(blocks, kind) / blocks.new_full((), CANDIDATES[kind][0])
     return round_to_codes(blocks * _reciprocal(scale), kind), scale
 
@@ -144,15 +143,15 @@ def encode_groups(
     fit: str = "amax",
     query_rms: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Groups of tokens by channel.
+    """Encodes groups of tokens per channel.
 
     Args:
         groups: (..., N, G, D) float32, D a multiple of 32.
         kind: one of `CHANNEL_KINDS`.
-        counted: (..., N, G) bool, broadcastable, the tokens whose range is stored; others get the nearest code.
-        fit: "mse" lets the two channels of a byte of 4-bit codes divide its bits.
-        query_rms: (..., D) float32, broadcastable to (..., N, D), how much an error of each channel counts; by default
-            all the same.
+        counted: (..., N, G) bool, broadcastable, the tokens that determine the range; others get the nearest code.
+        fit: "mse" lets the two channels in a byte of 4-bit codes divide its bits.
+        query_rms: (..., D) float32, broadcastable to (..., N, D), weight of the errors of each channel; by default
+            equal.
 
     Returns:
         codes (..., N, G, width) uint8 and scales (..., N, 2 * D) float16: all scales, then all zeros.
@@ -165,7 +164,7 @@ def encode_groups(
     low, high = low.amin(-2), high.amax(-2)
     none = low > high  # no token is counted
     low, high = torch.where(none, 0.0, low), torch.where(none, 0.0, high)
-    zero = low.to(SCALE_DTYPE) + 0.0  # of -0.0 and 0.0 either may be the least: 0.0 is stored
+    zero = low.to(SCALE_DTYPE) + 0.0  # either of -0.0 and 0.0 may be the minimum: store 0.0
     extent = high - zero.float() + 0.0
     most = torch.full_like(extent, 2**form.bits - 1)
     damaged = ~(zero.isfinite() & (extent / most).to(SCALE_DTYPE).isfinite())
@@ -189,13 +188,13 @@ def encode_groups(
 
 
 def _byte_mates(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(..., D) -> the low channels of 4-bit bytes, j of each 32, and the high ones, j + 16: (..., D / 32, 16) each."""
+    """(..., D) -> the channels in low nibbles, j of each 32, and in high nibbles, j + 16: (..., D / 32, 16) each."""
     low, high = x.unflatten(-1, (-1, 2, PACKED_TOGETHER // 2)).unbind(-2)
     return low, high
 
 
 def _lent(weight: Tensor, damaged: Tensor) -> Tensor:
-    """q4_channel: what channels (..., D) weigh -> bits that each leaves to the one it shares bytes with, int32."""
+    """q4_channel: weights of channels (..., D) -> bits that each lends to the channel it shares bytes with, int32."""
     low, high = _byte_mates(weight)
     sound = ~torch.logical_or(*_byte_mates(damaged))
 
@@ -207,7 +206,7 @@ def _lent(weight: Tensor, damaged: Tensor) -> Tensor:
 
 
 def _units(lent: Tensor) -> tuple[Tensor, Tensor]:
-    """q4_channel: what is lent (..., D) -> how many scales a code of 1 counts, and the largest code, float32."""
+    """q4_channel: lent bits (..., D) -> the value of code 1 in scales, and the largest code, float32."""
     low, high = _byte_mates(lent)
     size = (1 << (4 - low + high)).to(
         torch.float32
@@ -218,14 +217,14 @@ def _units(lent: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _with_lent(scale: Tensor, lent: Tensor) -> Tensor:
-    """float16 scales that say what is lent: 1 or 2 bits by the sign, and which of the two by the last bit."""
+    """Encodes lent bits in float16 scales: a negative sign means 1 or 2 bits, and the last bit tells which."""
     bits = scale.view(torch.int16)
     marked = (bits & ~1) | (lent - 1).to(torch.int16) | -0x8000
     return torch.where(lent > 0, marked, bits).view(SCALE_DTYPE)
 
 
 def low_masks(scale: Tensor) -> Tensor:
-    """q4_channel: stored scales (..., D) -> uint8 (..., D / 2), which bits of a byte are its low channel's."""
+    """q4_channel: stored scales (..., D) -> uint8 (..., D / 2), masks of the bits that belong to the low channel."""
     low, high = _byte_mates(scale.view(torch.int16).to(torch.int32))
     given = torch.where(low < 0, 8 | ((low & 1) << 2), 0)
     taken = torch.where(high < 0, 16 | ((high & 1) << 5), 0)
@@ -242,7 +241,7 @@ def _encoder(fit: str) -> Callable[[Tensor, str], tuple[Tensor, Tensor]]:
 
 
 def reference(x: Tensor, kind: str, block: int, fit: str = "amax") -> tuple[Tensor, Tensor]:
-    """The oracle: pure torch, any device."""
+    """The reference: pure torch, any device."""
     form, encode = checks.quantized_kind(kind), _encoder(fit)
     if form.by_channel:
         groups = x.to(torch.float32).unflatten(-2, (x.shape[-2] // block, block))
@@ -272,19 +271,19 @@ op = register("quantize", SCHEMA, reference=reference, fake=fake)
 
 
 def quantize(x: Tensor, kind: object, block: int = 32, fit: str = "amax") -> tuple[Tensor, Tensor]:
-    """Quantizes the last dimension of ``x`` in blocks, or by channel the one before it in groups.
+    """Quantizes ``x`` in blocks along the last dimension, or for per-channel kinds in groups along the one before.
 
     Args:
-        x: (..., dim) float32, float16 or bfloat16; ``block`` must divide dim. By channel (..., tokens, dim), where
-            ``block`` must divide the tokens and 32 dim.
+        x: (..., dim) float32, float16 or bfloat16; dim must be a multiple of ``block``. For per-channel kinds
+            (..., tokens, dim): tokens must be a multiple of ``block``, and dim of 32.
         kind: "q8_0" ("q8"), "q4_0" ("q4"), "nf4", "q8_channel", "q4_channel", or the `KVCacheKind`.
-        block: 32, 64 or 128 values to a scale, along dim or by channel along tokens.
-        fit: "amax" or "mse", how a scale is found; the same for q8_channel, and how q4_channel divides bytes.
+        block: values per scale, 32, 64 or 128, along dim, or along tokens for per-channel kinds.
+        fit: "amax" or "mse", how a scale is chosen. No effect for q8_channel; for q4_channel, how bytes are divided.
 
     Returns:
         codes (..., dim) int8 for q8_0, (..., dim / 2) uint8 for q4_0 and nf4, and scales (..., dim / block) float16.
-        By channel codes (..., tokens, dim) or (..., tokens, dim / 2) uint8, and scales (..., tokens / block, 2 * dim)
-        float16, all scales before all zeros.
+        For per-channel kinds codes (..., tokens, dim) or (..., tokens, dim / 2) uint8, and scales
+        (..., tokens / block, 2 * dim) float16, all scales before all zeros.
 
     Raises:
         TypeError: ``x`` is not a tensor of an allowed dtype.

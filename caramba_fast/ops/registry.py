@@ -1,14 +1,14 @@
-"""Which implementation serves which op on which device, and why the others do not.
+"""The op registry: which backend serves which op on which device, and why the others do not.
 
 Every op is defined once with ``torch.library``. The reference is its CompositeExplicitAutograd kernel, so it serves any
 device; the C++ extension registers for CPU and the Triton launchers for CUDA where they exist. A forced backend
-(`use_backend`, ``CARAMBA_FAST_BACKEND``) is called directly, without the dispatcher: one CPU dispatch key cannot hold
-both C++ and interpreted Triton. Options of a stream carry its name, so the schemas of standard (k, v) and decoupled
-(k_sem, k_geo, v) caches say the same things in the same words.
+(`use_backend`, ``CARAMBA_FAST_BACKEND``) is called directly, without the dispatcher, because one CPU dispatch key
+cannot hold both C++ and interpreted Triton. Options of a stream contain its name, so the schemas of standard (k, v)
+and decoupled (k_sem, k_geo, v) caches have the same form.
 
-The extension is loaded once, and why it could not be is remembered. ``CARAMBA_FAST_EXTENSION`` names another build of
-it, as ``make sanitize`` does. Whatever library it names is loaded, and its code runs: set it only to a file you would
-run, and let no user of a service set it.
+The extension is loaded once; a failure and its reason are remembered. ``CARAMBA_FAST_EXTENSION`` names another build of
+it, as in ``make sanitize``. Any library it names is loaded and its code runs: set it only to a file you would run, and
+let no user of a service set it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FOLDER = Path(__file__).resolve().parent.parent
 
 
 def library() -> Path | None:
-    """The file to load: the one the variable names, else the one this install was built with."""
+    """The file to load: the one named by the environment variable, else that of this install."""
     if named := os.environ.get(VARIABLE):
         return Path(named)
     endings = ("so", "pyd", "dylib")
@@ -39,7 +39,7 @@ def library() -> Path | None:
 
 @functools.cache
 def load_error() -> str | None:
-    """None once the extension is loaded, else the reason it is not (built, found, loadable)."""
+    """Loads the extension; None if that worked, else the reason (not built, not found, not loadable)."""
     file = library()
     if file is None:
         return f"the C++ extension is not built: no {STEM}.*.so in {FOLDER.name}/ of this install"
@@ -59,12 +59,12 @@ _ops: dict[str, Op] = {}
 #: The forced backend; None lets the dispatcher choose. Read as a plain global so that
 #: ``torch.compile(fullgraph=True)`` can guard on it.
 _forced: str | None = None
-#: With a forced backend: op -> device type -> what to call. Worked out when the backend is chosen.
+#: With a forced backend: op -> device type -> function. Filled when the backend is chosen.
 _routes: dict[str, dict[str, Callable[..., Any]]] = {}
 
 
 class BackendError(RuntimeError):
-    """A backend that was asked for and cannot run, with the reason."""
+    """A requested backend that cannot run, with the reason."""
 
 
 @dataclass
@@ -73,10 +73,10 @@ class Op:
 
     Attributes:
         name: as in ``torch.ops.caramba_fast``.
-        overload: what the dispatcher calls.
+        overload: calls torch's dispatcher.
         reference: pure torch.
-        keywords: the options it has.
-        call: what calling the op comes to while no other backend is chosen, without the way there.
+        keywords: names of its options.
+        call: same as calling the op, but without the detour through `__call__` while no backend is forced.
     """
 
     name: str
@@ -102,14 +102,14 @@ class Op:
 
     @property
     def launcher(self) -> Callable[..., Any]:
-        """The Triton launcher; triton is imported with the first use."""
+        """The Triton launcher; triton is imported on first use."""
         if self._launcher is None:
             module = importlib.import_module(self._module)
             self._launcher = getattr(module, self.name)
         return self._launcher
 
     def keeper(self, device: torch.device) -> Any:
-        """The module whose ``recording`` keeps a call so that it can be repeated; None where none does."""
+        """The module whose ``recording`` keeps calls for replay on this device; None if there is none."""
         if _forced in (None, "cpp") and device.type == "cpu":
             if self.why_not("cpp", "cpu") is not None:
                 return None
@@ -123,7 +123,7 @@ class Op:
 
     @property
     def _module(self) -> str:
-        """Where the Triton launcher is."""
+        """The module of the Triton launcher."""
         return f"{NAMESPACE}.kernels.{self.name.rstrip('_')}"
 
     def why_not(self, backend: str, device: str, *, suppose: bool = False) -> str | None:
@@ -176,7 +176,7 @@ def triton_missing() -> str | None:
 
 
 def define(name: str, schema: str) -> Callable[..., Any]:
-    """Defines ``caramba_fast::name`` and nothing else; what calls it."""
+    """Defines ``caramba_fast::name`` without implementations; returns its overload."""
     _library.define(name + schema)
     found: Callable[..., Any] = getattr(torch.ops.caramba_fast, name).default
     return found
@@ -195,8 +195,8 @@ def register(
     keywords = frozenset(arg.name for arg in overload._schema.arguments if arg.kwarg_only)
     op = Op(name, overload, reference, keywords)
     _ops[name] = op
-    # Whether there is a CUDA device is not asked: the answer would start CUDA, or remember that there is none, in a
-    # process that forks its workers.
+    # Do not query for a CUDA device here: that would initialize CUDA, or cache that there is none, in a process that
+    # may fork its workers.
     if op.why_not("triton", "cuda", suppose=True) is None:
         # The launcher is looked up at the first call: triton is not imported before.
         _library.impl(name, lambda *args, **kwargs: op.launcher(*args, **kwargs), "CUDA")  # noqa: PLW0108
@@ -204,19 +204,19 @@ def register(
 
 
 def forced_backend() -> str | None:
-    """The backend that is forced; None where the dispatcher chooses."""
+    """The forced backend; None if the dispatcher chooses."""
     return _forced
 
 
 class use_backend:  # noqa: N801 - reads as a verb: use_backend("cpp"), with use_backend("cpp"):
-    """Forces one backend for every op, until changed; as a context manager, for a block.
+    """Forces one backend for every op until changed or, as a context manager, for a block.
 
     Args:
         name: "auto" (the dispatcher chooses), "reference", "cpp" or "triton".
 
     Raises:
-        BackendError: an unknown name, or a backend that no op can run on here, with the reason.
-            An op that alone lacks the chosen backend raises when it is called.
+        BackendError: an unknown name, or a backend that no op can use here, with the reason. If only some ops lack the
+            backend, these raise when they are called.
     """
 
     def __init__(self, name: str) -> None:
@@ -260,7 +260,7 @@ def _check_choice(name: str) -> None:
 
 
 def start() -> None:
-    """Loads the C++ kernels and honours ``CARAMBA_FAST_BACKEND``, raising as `use_backend` does."""
+    """Loads the C++ kernels and applies ``CARAMBA_FAST_BACKEND``; raises as `use_backend`."""
     load_error()
     chosen = os.environ.get(ENVIRONMENT_VARIABLE)
     if chosen:
@@ -269,7 +269,7 @@ def start() -> None:
 
 @dataclass(frozen=True)
 class BackendStatus:
-    """What serves one op on one device; ``reasons`` says why each other backend does not."""
+    """The backend that serves one op on one device; ``reasons`` says why each other backend does not."""
 
     op: str
     device: str
@@ -282,9 +282,9 @@ class BackendStatus:
 
 
 def backends() -> list[BackendStatus]:
-    """For every op and device kind: the implementation that runs, and why the others do not.
+    """For every op and device type: the backend that runs, and why the others do not.
 
-    Devices are cpu and those torch can use here (cuda, mps).
+    Device types are cpu and those that torch can use here (cuda, mps).
     """
     devices = ["cpu"]
     devices += ["cuda"] if torch.cuda.is_available() else []
@@ -293,7 +293,7 @@ def backends() -> list[BackendStatus]:
 
 
 def on_cuda() -> list[BackendStatus]:
-    """What each op would run on if this machine had a supported CUDA device, and why not on others."""
+    """`backends` for CUDA, as if this machine had a supported CUDA device."""
     return [_status(op, "cuda", suppose=True) for op in _ops.values()]
 
 
@@ -326,7 +326,7 @@ DECOUPLED = ("k_sem", "k_geo", "v")
 
 
 def append_schema(streams: Sequence[str]) -> str:
-    """Buffers, and the queries that are turned, are mutated in place; nothing is returned."""
+    """Schema of an append op: mutates buffers and ``rotary_out`` in place and returns nothing."""
     alias = iter("abcdefghijklmnopqrstuvwxyz")
     parts: list[str] = []
     for stream in streams:
@@ -352,7 +352,7 @@ def append_schema(streams: Sequence[str]) -> str:
 def attention_schema(
     streams: Sequence[str], scales: Sequence[str], extra: Sequence[str] = ()
 ) -> str:
-    """``scales`` names the factor of each key stream's q·k."""
+    """Schema of an attention op; ``scales`` names the factor of each key stream's q·k."""
     keys = streams[:-1]
     parts = (
         ["Tensor q"] if len(keys) == 1 else [f"Tensor q_{key.removeprefix('k_')}" for key in keys]

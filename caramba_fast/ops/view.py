@@ -1,8 +1,7 @@
-"""KVView: one stored tensor as the attention ops read it.
+"""KVView: the buffers of one stored stream, as the ops take them.
 
-Codes are (B, lanes, S, width): a lane is ``g`` neighbouring kv heads side by side, so that
-``lane_dim = g * head_dim`` is a multiple of 32 whatever the head_dim. A (batch, lane) streams
-contiguous memory; B and lanes may have any stride.
+Codes are (B, lanes, S, width). A lane is ``g`` neighbouring kv heads, concatenated, so that ``lane_dim = g * head_dim``
+is a multiple of 32 for any head_dim. The memory of one (batch, lane) is contiguous; B and lanes may have any stride.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ LANE_MULTIPLE = 32
 
 @dataclass(frozen=True)
 class Lanes:
-    """How the kv heads of one layer are put side by side.
+    """How the kv heads of one layer are concatenated into lanes.
 
     Attributes:
         n_kv_heads: heads stored.
-        heads_per_lane: ``g``; the last lane is padded when it does not divide n_kv_heads.
+        heads_per_lane: ``g``; the last lane is padded if ``g`` does not divide n_kv_heads.
     """
 
     n_kv_heads: int
@@ -65,7 +64,7 @@ def stored_lanes(codes: Tensor, kind: str, n_kv_heads: int, head_dim: int) -> La
 
 
 def load(codes: Tensor, scales: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
-    """Codes (..., width) -> values (..., lane_dim) in ``dtype``, on the backend in force; by channel whole groups."""
+    """Codes (..., width) -> values (..., lane_dim) in ``dtype``; for per-channel kinds whole groups."""
     form = resolve(kind)
     if scales is None:
         return codes.to(dtype)
@@ -84,9 +83,9 @@ def _rows_and_slots(buffer: Tensor | None) -> tuple[int, int] | None:
 def common_problems(
     views: Mapping[str, KVView], block_table: Tensor | None, batch: int
 ) -> list[str]:
-    """What is wrong with the streams of one layer taken together.
+    """Problems of the streams of one layer taken together.
 
-    Tail and sinks are in all streams alike or in none, pages have whole tiles.
+    All streams need the same tail and sinks, or none; pages must consist of whole tiles.
     """
     problems: list[str] = []
     first = next(iter(views.values()))
@@ -112,7 +111,7 @@ def common_problems(
 
 
 def group_of(views: Iterable[KVView]) -> int:
-    """Tokens of a layer that are read from the tail together: those of a group, in every stream."""
+    """Tokens of a layer that are read from the tail together: the least common multiple of the streams' groups."""
     return math.lcm(*(view.group for view in views))
 
 
@@ -121,20 +120,19 @@ class KVView:
     """One stored stream (K or V, or one of the two keys of decoupled attention).
 
     Attributes:
-        codes: (B, lanes, S, width), or (pages, lanes, page_size, width) when paged; dtype and
-            width as the format table has them.
-        scales: codes' shape with lane_dim / block at the end, float16; by channel (B, lanes, S / G, 2 * lane_dim),
-            the scales of a group of G tokens and then their zeros; None for unquantized kinds.
+        codes: (B, lanes, S, width), or (pages, lanes, page_size, width) if paged; dtype and width as in the format
+            table.
+        scales: float16, the shape of codes with lane_dim / block as last dimension; for per-channel kinds
+            (B, lanes, S / G, 2 * lane_dim), the scales of a group of G tokens followed by the zeros. None for
+            unquantized kinds.
         kind: kind name.
-        tail: (B, lanes, R, lane_dim) float16, a ring of the newest tokens in the stored basis:
-            token j is in slot j % R. None for no tail. By channel the tokens of a group that is not full are there
-            alone.
+        tail: (B, lanes, R, lane_dim) float16, a ring of the newest tokens in the stored basis: token j is in slot
+            j % R. None for no tail. For per-channel kinds it is the only storage of an incomplete group.
         sink: (B, lanes, sink_len, lane_dim) float16, the first real tokens of each row.
         rotate: whether all of these are stored in the basis of a Walsh-Hadamard transform over head_dim.
-        fit: how append finds scales (`caramba_fast.ops.quantize`); reading does not depend on it.
-        query_rms: (lanes, lane_dim) float32, the root mean square of the queries that meet each channel of keys, in the
-            stored basis: what append with fit "mse" divides bytes by channel by. None for all the same; other kinds do
-            not read it.
+        fit: how append chooses scales (`caramba_fast.ops.quantize`); reading does not depend on it.
+        query_rms: (lanes, lane_dim) float32, the root mean square of the queries per key channel, in the stored basis:
+            how append with fit "mse" divides the bytes of q4_channel. None for equal weights; other kinds ignore it.
     """
 
     codes: Tensor
@@ -158,13 +156,13 @@ class KVView:
 
     @property
     def group(self) -> int:
-        """Tokens that share scales: of a group by channel, else 1."""
+        """Tokens that share scales: the group size of per-channel kinds, else 1."""
         if self.scales is None or not self.format.by_channel:
             return 1
         return self.codes.shape[2] // max(1, self.scales.shape[2])
 
     def check(self, name: str) -> None:
-        """Raises TypeError or ValueError naming what does not belong together."""
+        """Raises TypeError or ValueError naming what does not match."""
         if self.codes.ndim != 4:
             raise ValueError(
                 f"{name} codes have shape {tuple(self.codes.shape)}; (B, lanes, S, width) is needed"
@@ -189,12 +187,12 @@ class KVView:
             )
 
     def slice(self, length: int) -> KVView:
-        """The view of the first ``length`` slots of a contiguous cache, by channel whole groups of them; no copy."""
+        """A view of the first ``length`` slots of a contiguous cache (per-channel kinds: whole groups); no copy."""
         scales = None if self.scales is None else self.scales[:, :, : length // self.group]
         return replace(self, codes=self.codes[:, :, :length], scales=scales)
 
     def options(self, name: str) -> dict[str, Any]:
-        """The keyword options of the ops for stream ``name``, those in use."""
+        """The keyword options of the ops for stream ``name``, without unused ones."""
         found = {
             f"{name}_tail": self.tail,
             f"{name}_sink": self.sink,
@@ -206,6 +204,6 @@ class KVView:
     def of(
         cls, name: str, codes: Tensor, scales: Tensor | None, kind: str, options: dict[str, Any]
     ) -> KVView:
-        """The inverse of `options`: takes what belongs to stream ``name`` out of ``options``."""
+        """The inverse of `options`: pops the options of stream ``name`` from ``options``."""
         tail, sink = options.pop(f"{name}_tail", None), options.pop(f"{name}_sink", None)
         return cls(codes, scales, kind, tail, sink, options.pop(f"rotate_{name}", False))
