@@ -2,7 +2,7 @@
 
 The text is the source of the running Python (PSF licence), found with ``sysconfig``. One file in
 fifty is held out, chosen by a hash of its path. Recall lines (`caramba_fast.quality.needles`) are
-put between lines of code; how far apart a pair may stand grows with the curriculum.
+put between lines of code; the maximum distance of a pair grows with the curriculum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the training scripts of the demo models share: optimizers, losses, checks, the curve."""
+"""Shared parts of the demo models' training scripts: optimizers, losses, checks, the training curve."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
 
 @torch.no_grad()
 def held_out_nll(model: Transformer, tokens: np.ndarray, length: int, rows: int = 8) -> float:
-    """Mean nats per token over ``rows`` evenly spaced stretches."""
+    """Mean nats per token over ``rows`` evenly spaced spans."""
     starts = np.linspace(0, len(tokens) - length - 2, rows).astype(int)
     total = 0.0
     for start in starts:
@@ -78,11 +78,11 @@ def recall_rate(
 
 
 class Curve:
-    """``training_curve.csv``: a row a report, continued where a stopped run left off.
+    """``training_curve.csv``: one row per report; a resumed run continues it.
 
     Args:
-        path: the file; made when missing.
-        upto: steps already made; later rows are dropped, because the run writes them again.
+        path: the file; created if missing.
+        upto: steps already done; later rows are dropped, because the run writes them again.
     """
 
     COLUMNS = ("step", "tokens", "minutes", "context", "train", "held_out", "recall")

@@ -1,8 +1,8 @@
 """A transformers model with its stock cache and with ours: ``python examples/hf_generate.py [MODEL_ID]``.
 
-MODEL_ID is any decoder-only model of the Hub or a folder, such as Qwen/Qwen2.5-0.5B-Instruct; without one, the
-demo model that comes with the package is used, and nothing is downloaded. Both caches write greedily behind prompts of
-several lengths: ``--contexts 64 4096 16384``. What a cache costs shows behind long ones.
+MODEL_ID is any decoder-only model of the Hub, such as Qwen/Qwen2.5-0.5B-Instruct, or a folder; the default is the demo
+model of the package, without any download. Both caches generate greedily after prompts of several lengths
+(``--contexts 64 4096 16384``); the difference between caches shows at long contexts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from caramba_fast.models import demo_path, held_out_text
 
 
 class Written(NamedTuple):
-    """What was written behind a prompt, and what that took."""
+    """The text generated after a prompt, and its cost."""
 
     text: str
     tokens_per_s: float
@@ -30,7 +30,7 @@ class Written(NamedTuple):
 
 
 class Clock(BaseStreamer):  # type: ignore[misc]  # transformers has no types
-    """When each token was there; the prompt comes first."""
+    """Records the time of each token; the first entry is the prompt's."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -43,20 +43,20 @@ class Clock(BaseStreamer):  # type: ignore[misc]  # transformers has no types
 
     @property
     def tokens_per_s(self) -> float:
-        """By the median step; the first token's time is the prompt's."""
+        """From the median step, without the first token, whose time is the prefill's."""
         steps = [b - a for a, b in zip(self.times[1:], self.times[2:], strict=False)]
         return 1 / statistics.median(steps)
 
 
 def write(model: Any, tokenizer: Any, ids: torch.Tensor, count: int) -> Written:
-    """``count`` greedy tokens behind ``ids`` (1, T)."""
+    """Generates ``count`` greedy tokens after ``ids`` (1, T)."""
     clock = Clock()
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count,
         do_sample=False, return_dict_in_generate=True, streamer=clock,
     )  # fmt: skip
     cache = out.past_key_values
-    nbytes = getattr(cache, "nbytes", None)  # ours says it
+    nbytes = getattr(cache, "nbytes", None)  # only our cache has it
     if nbytes is None:
         nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     text = tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True)

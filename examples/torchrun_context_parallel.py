@@ -1,8 +1,8 @@
-"""A prompt that no rank has room for: ``torchrun --nproc-per-node 2 examples/torchrun_context_parallel.py``.
+"""Context parallelism: ``torchrun --nproc-per-node 2 examples/torchrun_context_parallel.py``.
 
-The tokens of the cache are spread over the ranks page by page. The demo model of the package writes from a prompt
-that is longer than what any one rank can hold, and writes what it writes in one process. Nothing is downloaded; on
-CPUs ranks talk through gloo, on GPUs through NCCL.
+The tokens of the cache are spread over the ranks by pages. The demo model of the package continues a prompt that is
+longer than any one rank can hold, with the same result as in one process. Nothing is downloaded; CPUs use gloo, GPUs
+NCCL.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
     generator.prefill([prompt[:-1]])
     before = vars(group.traffic).copy()
     written = generator.generate([prompt[-1:]])[0, 1:].tolist()
-    steps = options.max_new_tokens  # each feeds one token, the first the prompt's last
+    steps = options.max_new_tokens  # one token each, the first one the prompt's last
     moved = {name: (value - before[name]) // steps for name, value in vars(group.traffic).items()}
 
     held = (
@@ -76,7 +76,7 @@ def report(
 
 
 def compare(generator: Generator, prompt: list[int], written: list[int]) -> None:
-    """The same in one process, whose cache holds all of it."""
+    """Compares with one process whose cache holds the whole prompt."""
     generator.prefill([prompt[:-1]])
     expected = generator.generate([prompt[-1:]])[0, 1:].tolist()
     print(f"one process holds {generator.cache.nbytes:,} bytes of cache")

@@ -4,9 +4,9 @@
 
 Key biases of tens to hundreds on a few RoPE pairs, as Qwen2's, ruin keys in 4 bits. No change that
 preserves a RoPE model's function can add them: with R_t the rotation, q · R_t b depends on the distance.
-So the biases are drawn, held fixed, and q_proj and k_proj alone learn to say with them what the
-base says without: the loss is KL(base ‖ biased), weighted towards recall as in the base's training. What
-ships is a delta to the base model (`caramba_fast.models.demos.with_delta`) with its card and curve.
+So the biases are drawn and frozen, and only q_proj and k_proj are trained to reproduce the base model's
+output: the loss is KL(base ‖ biased), weighted towards recall as in the base's training. The result ships
+as a delta to the base model (`caramba_fast.models.demos.with_delta`) with its card and curve.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BASE, NAME = "gqa", "gqa_bias"
 #: RoPE pairs of high, middle and low frequency; one of each gets a bias, in every layer and kv head.
 BANDS = (range(0, 6), range(10, 19), range(26, 32))
 SMALLEST, LARGEST = 20.0, 200.0
-#: What the biases add to the logits at the start, against what these pairs' keys added before.
+#: Contribution of the biases to the logits at the start, relative to that of these pairs' keys before.
 INITIAL_SHARE = 1.0
 #: Context of training, and the one at which quality is measured.
 CONTEXT, LENGTH = 2048, 1024
@@ -74,11 +74,10 @@ def pair_rms(model: Transformer, ids: Tensor) -> tuple[Tensor, Tensor]:
 def draw_biases(queries: Tensor, keys: Tensor, seed: int) -> Tensor:
     """Key biases (layers, H_kv, 2, D / 2), zero but for one pair of each band.
 
-    It is the band's pair that the model uses least, the smallest product of ``queries`` and ``keys``
-    (layers, H_kv, D / 2): a pair with a large bias says little else, so a head that lives on
-    it, as one that finds the previous token does, would be lost. Norms are log-uniform from
-    SMALLEST to LARGEST, directions in the pair's plane random. Values are rounded to float16, in
-    which they ship, before anything is trained on them.
+    The chosen pair is the band's least used, with the smallest product of ``queries`` and ``keys``
+    (layers, H_kv, D / 2): a large bias dominates its pair, so a head that depends on that pair, such as a
+    previous-token head, would stop working. Norms are log-uniform from SMALLEST to LARGEST, directions in
+    the pair's plane random. Values are rounded to float16, the dtype they ship in, before training.
     """
     rng = np.random.default_rng(seed)
     biases = torch.zeros(*keys.shape[:2], 2, keys.shape[2], dtype=torch.float64)
@@ -93,22 +92,22 @@ def draw_biases(queries: Tensor, keys: Tensor, seed: int) -> Tensor:
 
 
 class RowScale(nn.Module):
-    """Rows of a weight times constants: a row that meets a large bias takes small steps."""
+    """Parametrization: rows of a weight times constants, so that rows with a large bias take small steps."""
 
     def __init__(self, factor: Tensor) -> None:
         super().__init__()
         self.register_buffer("factor", factor)
 
     def forward(self, free: Tensor) -> Tensor:
-        """What training changes -> the weight or bias, its rows or values scaled."""
+        """Trained tensor -> weight or bias, its rows or values scaled."""
         return free * self.factor.view(-1, *[1] * (free.ndim - 1))
 
 
 def with_biases(base: Transformer, biases: Tensor, keys: Tensor) -> Transformer:
     """A Qwen2-type copy of ``base`` with these key biases, ready to train q_proj and k_proj.
 
-    Query rows on biased pairs are shrunk so that the bias starts with INITIAL_SHARE of what the pair's
-    keys (of rms ``keys``) added to the logits before, and are trained through that factor.
+    Query rows of biased pairs are scaled down so that the bias initially contributes INITIAL_SHARE of what the
+    pair's keys (of rms ``keys``) contributed to the logits, and are trained through that factor.
     """
     config = ModelConfig.from_hf({**base.config.to_hf(), "model_type": "qwen2"})
     model = Transformer(config)
@@ -180,7 +179,7 @@ def train(
 
 
 def save_delta(model: Transformer, out: Path) -> None:
-    """Keeps what training or the biases changed, in float16, with the config."""
+    """Saves the changed weights and biases, in float16, with the config."""
     for layer in model.model.layers:
         for name in ("weight", "bias"):
             parametrize.remove_parametrizations(layer.self_attn.q_proj, name)
@@ -210,7 +209,7 @@ def bias_norms(model: Transformer) -> Tensor:
 
 
 def card(args: argparse.Namespace, held_out: np.ndarray, steps: int, minutes: float) -> str:
-    """The model card; every figure is measured here, on what was saved."""
+    """The model card; every figure is measured here, on the saved model."""
     models = {BASE: load_demo(BASE), NAME: with_delta(load_demo(BASE), args.out)}
     needles = draw_needles(RecallFormat.of(demo_tokenizer(BASE)), held_out, LENGTH, TRIALS)
     measured = {

@@ -6,7 +6,7 @@
 
 Muon for the matrices of the blocks, AdamW for the rest; bfloat16 autocast; context 512, then 1024,
 then 2048 tokens, the distance of recall pairs growing with it. Writes a Hugging Face checkpoint
-folder (fp16) and ``training_curve.csv``. A run that was stopped goes on from its last state.
+folder (fp16) and ``training_curve.csv``. A stopped run resumes from its last state.
 ``--init`` is a warm restart: the weights and curve of a finished run, new optimizers, a new budget.
 """
 
@@ -111,7 +111,7 @@ def save(model: Transformer, out: Path) -> None:
 
 @dataclass
 class Progress:
-    """Where a run stands; ``step``, ``tokens`` and ``minutes`` count what ``--init`` had behind it.
+    """Progress of a run; ``step``, ``tokens`` and ``minutes`` include those of ``--init``.
 
     Attributes:
         step: optimizer steps made.
@@ -145,7 +145,7 @@ class Progress:
 
 
 class Run:
-    """One training run: what it holds, and how it is stopped and taken up again."""
+    """One training run: its state, saving and resuming."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.out = args, args.out
@@ -180,7 +180,7 @@ class Run:
         self.progress = Progress(**state["progress"])
 
     def keep(self) -> None:
-        """Saves the checkpoint folder, and all that a resumed run needs."""
+        """Saves the checkpoint folder and everything needed to resume."""
         partial = self.state_path.with_suffix(".part")
         state = {
             "model": self.model.state_dict(),

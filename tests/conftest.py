@@ -1,6 +1,6 @@
-"""Options and fixtures every test shares.
+"""Options and fixtures shared by all tests.
 
-On the CPU the Triton kernels run interpreted; the variable has to be set before triton is imported.
+On the CPU, Triton kernels run in the interpreter; its variable must be set before triton is imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Inductor keys its cache by op name: in the user's, code compiled for an older schema would be found again.
+    # Inductor keys its cache by op name, so the user's cache may have code compiled for an older schema.
     folder = tempfile.TemporaryDirectory(
         prefix="caramba-fast-inductor-", ignore_cleanup_errors=True
     )
@@ -43,12 +43,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
-    torch.set_grad_enabled(True)  # a test that interrupts others may have left torch without
+    torch.set_grad_enabled(True)  # an interrupted test may have left it off
 
 
 @pytest.fixture
 def on_reference() -> Iterator[None]:
-    """For tests of what is around the kernels, to the last bits: the faster ones round differently."""
+    """Runs a test on the reference backend, for exact comparisons: faster backends round differently."""
     from caramba_fast.ops import use_backend
 
     with use_backend("reference"):

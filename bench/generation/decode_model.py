@@ -1,8 +1,8 @@
 """Decode steps of a whole model by cache kind: ``python -m caramba_fast.bench.generation.decode_model [--out CSV]``.
 
 A Llama of 8 layers and hidden size 512 with random weights and key biases generates greedily: projections, append,
-attention, MLP, logits and sampling, as `Generator.generate_iter` does them. The codes of a real prompt are repeated
-until the cache has the wanted length, which costs the steps that follow what a longer prompt would. All kinds take
+attention, MLP, logits and sampling, as in `Generator.generate_iter`. The codes of a real prompt are repeated until the
+cache has the wanted length; decode steps then take the same time as after a prompt of that length. All kinds take
 their steps in turn, in rounds; a ratio is the median over rounds.
 """
 
@@ -26,7 +26,7 @@ from caramba_fast.bench.environment import environment
 from caramba_fast.bench.kernels.timing import quantile, ratio
 from caramba_fast.bench.out import add_out, check_out
 
-# Models and caches need pydantic; the page that `report` makes of the figures does not, and is made without.
+# Models and caches need pydantic; `report` makes the page from the figures without it.
 if TYPE_CHECKING:
     from caramba_fast.cache import ModelKVCache
     from caramba_fast.models import Transformer
@@ -37,12 +37,12 @@ LAYERS, HIDDEN, HEADS, KV_HEADS, VOCABULARY = 8, 512, 32, 8, 4096
 HEAD_DIMS, BATCHES, CONTEXTS = (64, 128), (1, 8), (1024, 8192, 32768)
 #: Tokens of the prompt that every cache really sees.
 PROMPT = 128
-#: A sample is as many steps as fp16 takes this long for, within limits.
+#: A sample has as many steps as fp16 does in this time, at most MOST_STEPS.
 SAMPLE_S, MOST_STEPS = 0.03, 16
 ROUNDS, WARM_UP = 15, 3
-#: Kinds measured together have LEAST rounds, and further ones within this time.
+#: Kinds measured together get at least LEAST rounds, and more within this time.
 BUDGET_S, LEAST = 10.0, 5
-#: Bytes of caches held at once; beyond it a case is measured in groups, fp16 in each.
+#: Most bytes of caches in memory; larger cases are measured in groups, with fp16 in each.
 MOST_BYTES = 14e9
 COLUMNS = (
     "head_dim", "batch", "context", "kind", "layers", "hidden", "heads", "kv_heads", "threads", "samples", "steps",
@@ -85,9 +85,9 @@ def model(head_dim: int) -> Transformer:
 
 
 def lengthen(cache: ModelKVCache, length: int) -> None:
-    """Repeats the tokens that a cache holds until every row has ``length``; all layers at once.
+    """Repeats the tokens in a cache until every row has ``length``, in all layers at once.
 
-    Whole groups of them, where keys are stored by channel; rings hold whatever they held.
+    Repeats whole groups if keys are quantized per channel; rings are left unchanged.
     """
     pos = cache.pos
     for layer in cache:
@@ -105,7 +105,7 @@ def lengthen(cache: ModelKVCache, length: int) -> None:
 
 
 class Steps:
-    """A conversation of one cache kind, ready to take decode steps.
+    """A generator with one cache kind, ready for decode steps.
 
     Args:
         of: the model.
@@ -134,7 +134,7 @@ class Steps:
         self.stored = round(cache.bytes_per_token * setting.batch * setting.context)
 
     def take(self, steps: int) -> float:
-        """Seconds a step, over ``steps``."""
+        """Seconds per step, over ``steps`` steps."""
         started = time.perf_counter()
         for _ in range(steps):
             next(self._iterator)
@@ -142,7 +142,7 @@ class Steps:
 
 
 def groups(of: Transformer, setting: Setting, kinds: Sequence[str]) -> list[list[str]]:
-    """The kinds behind the first one, in parts that fit into memory together with it."""
+    """The kinds after the first, in groups that fit into memory together with it."""
     from caramba_fast.cache import ModelKVCache  # noqa: PLC0415 - see the top
     from caramba_fast.infer import Generator  # noqa: PLC0415
 
@@ -163,7 +163,7 @@ def groups(of: Transformer, setting: Setting, kinds: Sequence[str]) -> list[list
 
 
 def together(entries: Sequence[Steps], rounds: int) -> tuple[dict[str, dict[int, float]], int]:
-    """Kinds in turn: (seconds a step by kind and round, steps of a sample); who begins changes from round to round."""
+    """Kinds in turn: (seconds per step by kind and round, steps per sample); the first kind changes every round."""
     for entry in entries:
         entry.take(WARM_UP - 1)
     steps = min(MOST_STEPS, max(1, math.ceil(SAMPLE_S / entries[0].take(1))))
@@ -179,7 +179,7 @@ def together(entries: Sequence[Steps], rounds: int) -> tuple[dict[str, dict[int,
 
 
 def measure(of: Transformer, setting: Setting, kinds: Sequence[str], rounds: int) -> list[Row]:
-    """One row a kind; the first of them is what the others are compared with."""
+    """One row per kind; the first is the baseline."""
     base, rows = Steps(of, setting, kinds[0]), []
     for group in groups(of, setting, kinds):
         rows += _group([base, *(Steps(of, setting, kind) for kind in group)], setting, rounds)
@@ -203,7 +203,7 @@ def _group(entries: Sequence[Steps], setting: Setting, rounds: int) -> list[Row]
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """Tokens a second and, behind them, how many times fp16's; one line a setting."""
+    """Tokens per second and the ratio to fp16; one line per setting."""
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     lines = [
         f"| head_dim | batch | context | {' | '.join(kinds)} |",
@@ -258,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(chosen.threads or torch.get_num_threads())
     about = environment(torch.device("cpu"))
     rows: list[Row] = []
-    # The shortest first: what is left out when time is over is what takes longest.
+    # Shortest first, so that a time limit leaves out the slowest.
     listed = [
         Setting(dim, batch, context)
         for context, batch, dim in product(chosen.contexts, chosen.batches, chosen.head_dims)

@@ -1,8 +1,8 @@
 """Generation as a whole: ``python -m caramba_fast.bench.generation.generation [--publish] [--only PART ...]``.
 
-Three parts, each with a file under ``bench/results`` and a table in ``docs/inference.md``: what a cache saves (tokens a
-second without one and with one, by length), what it takes (bytes beside the usual formulas), and which share of
-a decode step is not the model's forward pass (`generation_overhead`).
+Three parts, each with a file under ``bench/results`` and a table in ``docs/inference.md``: the speedup of a cache
+(tokens per second with and without one, by length), its size (bytes beside the usual formulas), and the share of a
+decode step outside the model's forward pass (`generation_overhead`).
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def tokens() -> list[int]:
 
 @torch.no_grad()
 def next_token(model: Transformer, ids: Tensor) -> Tensor:
-    """The likeliest next token of (1, T) ids with nothing kept of them: one whole forward pass, one row of logits."""
+    """The likeliest next token of (1, T) ids without a cache: a full forward pass with one row of logits."""
     last = torch.tensor([ids.shape[1] - 1])
     return model.forward(ids, logits_index=last).argmax(-1)
 
 
 def steps(model: Transformer, lengths: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
-    """One token more behind so many: the whole forward pass, and steps over caches, in turn."""
+    """One more token after each length: a full forward pass and steps with caches, in turn."""
     text = tokens()
     for length in lengths:
         ids = torch.tensor([text[:length]])
@@ -84,7 +84,7 @@ def _stepping(model: Transformer, cache: str, prompt: list[int], rounds: int) ->
 
 
 def texts(model: Transformer, lengths: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
-    """Whole texts of so many tokens from a short prompt, prompt included in the time."""
+    """Whole generations of each length from a short prompt; the time includes prefill."""
     prompt = tokens()[:PROMPT]
     for length in lengths:
         new = length - PROMPT

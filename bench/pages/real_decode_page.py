@@ -16,13 +16,13 @@ DECODE, FIRST_TOKEN, WEIGHTS = "-decode.csv", "-first-token.csv", "-weights.json
 GGUF_TYPES = "-gguf-types.csv"
 PICTURE = ROOT.parent / "docs" / "decode-real.png"
 README, PART = ROOT.parent / "README.md", "decode of real models"
-#: What the README shows beside DynamicCache: program, cache.
+#: Shown in the README beside DynamicCache: program, cache.
 SHOWN = (
     ("accelerate", "q4"), ("accelerate int4 weights", "q4"), ("Generator int4 weights", "q4"),
     ("Generator compiled int4 weights", "q4"), ("llama.cpp", "f16"), ("llama.cpp", "q4_0"), ("OpenVINO GenAI", "f16"),
 )  # fmt: skip
 MIB = 2**20
-#: What is drawn: program and cache, colour.
+#: Plotted: (program, cache), colour.
 DRAWN = {
     ("transformers", "dynamic"): "C7", ("accelerate", "q8"): "C0", ("accelerate", "q4"): "C3",
     ("Generator compiled int4 weights", "q4"): "C4", ("llama.cpp", "f16"): "C2", ("llama.cpp", "q8_0"): "C8",
@@ -37,7 +37,7 @@ Those of llama.cpp are Q4_0 in the layers, 4.5 bits a weight, with which it is f
 ([by how much](#q4_0-and-q4_1-weights-of-other-programs)), and Q8_0 in the output matrix; int4 ones are torchao's
 (`PrototypeInt4WeightOnlyConfig`, groups of 32), 5 bits, and fp16 in the output matrix; int8 ones are torchao's
 (`Int8WeightOnlyConfig`), slower than bf16 here ([what they cost](#what-weights-of-few-bits-cost))."""
-#: What is said where it was measured.
+#: Remarks shown for what was measured.
 GENAI = "OpenVINO GenAI"
 GENAI_TEXT = f"{GENAI} has the weights of llama.cpp, and does not say what its cache takes."
 WEIGHTS_TEXT = """`python -m caramba_fast.bench.real.weights`: against the checkpoint in float32, both with an fp16
@@ -52,13 +52,13 @@ seconds of Generator (`q4`, bf16 weights) for 1,024 tokens, then how many times 
 
 
 def name_of(program: str, cache: str) -> str:
-    """What a column is called: the program, its cache, and its weights where they are not the model's."""
+    """Column heading: the program, its cache, and its weights if they are not the model's."""
     program, weights = _parts(program)
     return ", ".join([f"{program} {cache}", *weights])
 
 
 def _parts(program: str) -> tuple[str, list[str]]:
-    """A program's name, and its weights where they are not the model's: ``"Generator int4 weights"``."""
+    """A program's name, and its weights if they are not the model's: ``"Generator int4 weights"``."""
     if not program.endswith(" weights"):
         return program, []
     name, bits, _ = program.rsplit(" ", 2)
@@ -67,7 +67,7 @@ def _parts(program: str) -> tuple[str, list[str]]:
 
 
 def section(folder: Path = RESULTS / "real") -> list[str]:
-    """The part of the page; empty where nothing was measured."""
+    """The section of the page; empty if nothing was measured."""
     found = [rows for path in sorted(folder.glob(f"*{DECODE}")) if (rows := list(read(path)))]
     if not found:
         return []
@@ -118,7 +118,7 @@ def _speed_and_size(row: Row) -> str:
 
 
 def _measured(folder: Path) -> list[list[dict[str, str]]]:
-    """The rows of each model; raises ValueError where there are none."""
+    """The rows of each model; raises ValueError if there are none."""
     found = [rows for path in sorted(folder.glob(f"*{DECODE}")) if (rows := list(read(path)))]
     if not found:
         raise ValueError(f"{folder} has no *{DECODE}: run caramba_fast.bench.real.decode")
@@ -219,7 +219,7 @@ def _gguf_types(rows: Sequence[Row]) -> list[str]:
 
 
 def _weights(files: Sequence[Path]) -> list[str]:
-    """What weights of few bits cost in quality; empty where it was not measured."""
+    """Quality loss of low-bit weights; empty if it was not measured."""
     body = []
     for file in files:
         found = json.loads(file.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The first part of docs/quality.md: what caches cost real models, from ``bench/results/real/*.json``."""
+"""The first part of docs/quality.md: quality loss of caches with real models, from ``bench/results/real/*.json``."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def reports(folder: Path = RESULTS, suffix: str = "") -> list[QualityReport]:
 
 
 def work(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """What each model did at its tasks."""
+    """Task results of each model."""
     paths = sorted(folder.glob(f"*{TASKS}.json"))
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
@@ -194,7 +194,7 @@ def work_table(found: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def prompt_table(found: Mapping[str, Any]) -> list[str]:
-    """Mean KL behind each prompt, a column a cache."""
+    """Mean KL after each prompt, one column per cache."""
     kl = found["kl"]
     specs = list(next(iter(kl.values())))
     rows = [(name, *(_three_digits(1000 * by[spec]) for spec in specs)) for name, by in kl.items()]
@@ -239,6 +239,6 @@ def draw(measured: Sequence[QualityReport], path: Path) -> None:
     context = measured[0].about["size_context"]
     style_axes(axis, f"bytes per token of a whole cache of {context} tokens", (0.2, 0.1))
     axis.legend(frameon=False, fontsize=8)
-    figure.draw_without_rendering()  # fixes where the axes are
+    figure.draw_without_rendering()  # fixes the position of the axes
     write_labels(axis, labels)
     write_figure(figure, path)

@@ -150,7 +150,7 @@ def _times(row: Row, name: str) -> str:
 
 
 def worst_cases(rows: Rows) -> list[str]:
-    """The least of what was measured of a comparison, and where."""
+    """The smallest measured value of a comparison, and where it occurs."""
     return [f"- {what}: {_worst(cases)}" for what, cases in _cases(rows)]
 
 

@@ -1,4 +1,4 @@
-"""The reference of the site: every public name has an entry, and the build fails where one is missing.
+"""The reference of the site: every public name has an entry, and the build fails if one is missing.
 
 A hook of mkdocs (`mkdocs.yml`). A page ``docs/api/<package>.md`` gets the entries of the package's ``__all__``, and
 ``docs/api/index.md`` the names of ``caramba_fast`` itself.

@@ -42,7 +42,7 @@ def opened(system: System, problem: Problem) -> Session | str:
         session = system.build(problem)
         session.step()
     except Exception as error:
-        # Other programs raise what they like; the row says what it was. Ours has to work.
+        # Other programs may raise anything, which the row reports. Ours must work.
         if system.ours:
             raise
         said = " ".join(str(error).split()) or type(error).__name__
@@ -87,7 +87,7 @@ def sampler(session: Session, fits: int) -> Sampler:
 def measure(
     shape: Shape, listed: Sequence[System], rounds: int, say: Callable[[str], None] = print
 ) -> list[Row]:
-    """The rows of a shape, in the order of ``listed``; without figures and with a note where there are none."""
+    """The rows of a shape, in the order of ``listed``; a row without figures has a note."""
     found: dict[System, Row] = {}
     with threads(shape.threads), torch.no_grad():
         problem = Problem(shape)

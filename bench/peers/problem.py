@@ -1,4 +1,4 @@
-"""What every system is asked: append T tokens to a cache and attend from them, over random keys and values."""
+"""The task of every system: append T tokens to a cache and attend from them, over random keys and values."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Problem:
 
     @property
     def mask(self) -> Tensor | None:
-        """(T, S), true where a new token may look; None for one token, which may look everywhere."""
+        """(T, S) bool mask, true where a new token may attend; None for one token, which attends to all."""
         if self.shape.tokens == 1:
             return None
         positions = torch.arange(self.past, self.shape.kv)[:, None]

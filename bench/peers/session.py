@@ -1,4 +1,4 @@
-"""What a system has to offer to be measured: a cache that holds a prompt, and one step."""
+"""The interface of a measured system: a cache that holds a prompt, and one step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Session(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """Appends the new tokens and attends from them: what is timed."""
+        """Appends the new tokens and attends from them; this is timed."""
 
     @abstractmethod
     def output(self) -> Tensor:
@@ -41,13 +41,13 @@ class Session(ABC):
         """Bytes that the problem's tokens take as they are stored, scales included."""
 
     def rewind(self) -> None:  # noqa: B027 - many have nothing to do here
-        """Takes back what steps have appended."""
+        """Removes the tokens that steps have appended."""
 
     def rest(self) -> None:  # noqa: B027 - as above
         """Called when others are about to be timed: threads that wait for work stop."""
 
     def close(self) -> None:  # noqa: B027 - as above
-        """Frees what Python does not."""
+        """Frees memory that Python does not manage."""
 
 
 def any_shape(_shape: Shape) -> str:

@@ -15,7 +15,7 @@ from caramba_fast.bench.peers.session import System, any_shape
 from caramba_fast.bench.peers.torch_sessions import CALLS, Torch
 
 OURS = "caramba"
-#: What the others are compared with, by bits of a value.
+#: The baseline, by bits per value.
 BASELINES = {32: "fp16", 16: "fp16", 8: "q8", 4: "q4"}
 #: Error that a width explains, against float64 attention over the values before they were stored.
 ALLOWED = {"fp32": 1e-5, "fp16": 3e-3, "bf16": 2e-2, "8": 0.05, "4": 0.5}
@@ -62,7 +62,7 @@ def _onnx() -> list[System]:
 
 
 def _ggml() -> list[System]:
-    """It asserts what it is given, and ends the process where that fails: tried in another one first.
+    """It asserts its inputs and aborts the process on failure, so it is tried in another process first.
 
     Over an F16 cache it adds up values in fp16: its error grows with the tokens, to that of 8 bits over 32K.
     """

@@ -113,7 +113,7 @@ class AnswerStore:
         folder.mkdir(parents=True, exist_ok=True)
 
     def answers(self, task: str, spec: str, group: Group) -> tuple[list[Tokens], float]:
-        """What follows each prompt, and the seconds it took; from the folder where it is there.
+        """The answer to each prompt and its seconds; read from the folder if saved there.
 
         Raises:
             ValueError: as `answers`, or a file of the folder that is damaged.

@@ -1,4 +1,4 @@
-"""Functions that a model completes, run against what they should do.
+"""Runs functions that a model completed against their tests.
 
 What a model wrote is run in a process of its own: isolated from this package, with limits on time, memory and
 processor, in an empty folder. That keeps mistakes in; it is no defence against a program that means harm, which a
@@ -20,7 +20,7 @@ from caramba_fast.bench.real.functions import MODULE, PROBLEMS, Problem
 from caramba_fast.infer.tokenizer import TextTokenizer
 
 NEW_TOKENS = 160
-#: What begins the next thing at the left margin; the function is over.
+#: Starts of unindented code after the function, which end it.
 STOP = (
     "\ndef ",
     "\nclass ",
@@ -44,12 +44,12 @@ resource.setrlimit(resource.RLIMIT_AS, ({bytes}, {bytes}))
 def prompts(
     tokenizer: TextTokenizer, problems: Sequence[Problem] = PROBLEMS
 ) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each function's beginning, behind the worked ones."""
+    """Token ids of each function's beginning, after the few-shot examples."""
     return tuple(tuple(tokenizer.encode(MODULE + p.prompt, special=False)) for p in problems)
 
 
 def body(answer: str) -> str:
-    """What of an answer belongs to the function: all before the first of `STOP`."""
+    """The part of an answer that belongs to the function: everything before the first of `STOP`."""
     return answer[: min((at for s in STOP if (at := answer.find(s)) >= 0), default=len(answer))]
 
 

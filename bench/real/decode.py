@@ -88,7 +88,7 @@ def in_transformers(
             lambda: hf_decode.cache_bytes(entry.cache), version,
         )  # fmt: skip
         if model.device.type == "cuda":
-            found.take(1)  # compiles, and gives back what storing so many tokens at once took
+            found.take(1)  # compiles, and frees the memory used to store so many tokens at once
         return found
 
     caches = hf_decode.caches(model, context, kinds, () if more else None)
@@ -98,7 +98,7 @@ def in_transformers(
 
 
 def with_weights(name: str, dtype: torch.dtype) -> dict[str, tuple[Any, Any]]:
-    """`models_of` with torchao's weights, by their name; none where it is missing."""
+    """`models_of` with torchao's weights, by their name; none if torchao is missing."""
     reason = "it has no checkpoint" if name in SHAPES else why_not_quantized()
     if reason is not None:
         print(f"weights of torchao do not run in {name} here: {reason}")
@@ -170,7 +170,7 @@ def peers_of(
     kinds: tuple[Sequence[str], Sequence[str]] = (tuple(LLAMA_KINDS), GENAI_KINDS),
     layers: str = "Q4_0",
 ) -> list[Peer]:
-    """The other programs, once for each of their caches; says which do not run and why.
+    """The other programs, once per cache; prints which do not run and why.
 
     Args:
         name: of a model.
@@ -195,7 +195,7 @@ def peers_of(
 
 
 def in_peers(running: Sequence[Peer], context: int) -> Iterator[Attempt]:
-    """Other programs; a context is what they had before, and as many tokens more as are missing.
+    """Other programs; each context extends the previous one by the missing tokens.
 
     Contexts they have no room for are left out with a line.
     """
@@ -249,7 +249,7 @@ def rows_of(
 
 
 def not_replayed(entries: Sequence[Running], device: torch.device) -> list[str]:
-    """Says of each `Generator` on a GPU whether its steps are replayed; those that are not."""
+    """Prints for each `Generator` on a GPU whether its steps are replayed; returns those whose steps are not."""
     if device.type != "cuda":
         return []
     found = {f"{x.program} {x.cache}": x.graph() for x in entries if x.graph is not None}

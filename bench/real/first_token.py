@@ -139,16 +139,16 @@ def _made(name: str, dtype: torch.dtype, program: str, cache: str, room: int) ->
 
 
 def peak_bytes() -> int:
-    """The most memory this process has held. On Linux ``getrusage`` counts its parent's, who has models loaded."""
+    """Peak memory of this process. On Linux ``getrusage`` includes that of its parent, which has models loaded."""
     status = Path("/proc/self/status")
-    if not status.exists():  # macOS, where it is a process's own, in bytes
+    if not status.exists():  # macOS, where getrusage gives the process's own peak, in bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (kib,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status.read_text("ascii"), re.MULTILINE)
     return 1024 * int(kib)
 
 
 def begin_peak() -> None:
-    """Gives free memory back and forgets the peak so far, where the system can: Linux."""
+    """Returns free memory to the system and resets the peak; only on Linux."""
     reset = Path("/proc/self/clear_refs")
     if reset.exists():
         ctypes.CDLL(None).malloc_trim(0)
@@ -156,7 +156,7 @@ def begin_peak() -> None:
 
 
 def main() -> None:
-    """One program, one prompt: what it took, as JSON."""
+    """One program, one prompt: its time and memory, as JSON."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for argument in ("name", "prompt", "dtype", "program", "cache"):
         parser.add_argument(argument, type=int if argument == "prompt" else str)
@@ -167,7 +167,7 @@ def main() -> None:
     run = _made(
         args.name, getattr(torch, args.dtype), args.program, args.cache, args.prompt + 4 * STEPS
     )
-    run(ids[:WARM_UP], STEPS)  # what is done once: kernels chosen, memory had
+    run(ids[:WARM_UP], STEPS)  # warm-up: kernels chosen, memory allocated
     begin_peak()
     held = peak_bytes()
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Forty short Python functions to be completed, with what a right one does, and worked ones to stand before them.
+"""Forty short Python functions to complete, with the tests of a correct one, and few-shot examples to precede them.
 
 All were written for this benchmark. `MODULE` is the beginning of a file; each problem goes on with a signature and a
 docstring, and its body is what the model writes. `completion` asks for bodies and runs them.
@@ -25,7 +25,7 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """What stands before the body."""
+        """Everything before the body."""
         return f'def {self.head}:\n    """{self.says}"""\n'
 
 

@@ -34,7 +34,7 @@ NUMBER = re.compile(r"\d[\d,]*")
 
 @dataclass(frozen=True)
 class Context:
-    """A text with facts in it, and what is asked of it: (name, code) each."""
+    """A text with hidden facts, and the questions: (name, code) each."""
 
     text: str
     facts: tuple[tuple[str, str], ...]

@@ -1,4 +1,4 @@
-"""What each cache costs real models: ``python -m caramba_fast.bench.real.study``, `make real`.
+"""Quality loss of each cache with real models: ``python -m caramba_fast.bench.real.study``, `make real`.
 
 The quality lab on half English, half Python documentation (`text`), against an fp16 cache: perplexity ratio, KL, top
 token and acceptance with 95% intervals over windows, and what a whole cache takes. Writes one JSON report a model into
@@ -34,7 +34,7 @@ from caramba_fast.quality.needles import token_ids
 from caramba_fast.quality.report import on_pareto_front
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "real"
-#: Behind a model's name: a report of the other part of the text, on which settings are chosen; of long windows.
+#: Suffixes of a model's name: report of the other part of the text, for choosing settings; report of long windows.
 CHOSEN_ON, LONG = "-chosen-on", "-long"
 RUNS = Path(__file__).resolve().parents[2] / "runs" / "real"
 #: 8 windows of 2048 tokens are 16,376 predictions.
@@ -44,7 +44,7 @@ QUICK_WINDOWS = 2
 LONG_CONTEXT, LONG_WINDOWS = 8192, 4
 #: Rows computed at once.
 BATCH = 2
-#: Tokens of the whole cache whose bytes are given.
+#: Tokens of the cache whose total bytes are reported.
 SIZE_CONTEXT = 4096
 
 
@@ -119,7 +119,7 @@ def sizes(forward: ModelForward, specs: Sequence[str], context: int) -> dict[str
     return found
 
 
-#: What two reports have to agree on to be one.
+#: Settings on which two reports must agree to be merged.
 SAME = ("model", "text", "baseline", "text_part", "context", "windows", "size_context")
 
 
@@ -171,7 +171,7 @@ def add_options(parser: argparse.ArgumentParser, specs: Sequence[str]) -> None:
 
 
 def out_folder(args: argparse.Namespace) -> Path:
-    """Where results go; a quick run never replaces published ones."""
+    """Folder of the results; a quick run never replaces published ones."""
     folder: Path = args.out or (RUNS / "quick" if args.quick else RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
     return folder

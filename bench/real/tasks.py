@@ -1,4 +1,4 @@
-"""What caches cost a model at work: ``python -m caramba_fast.bench.real.tasks``, part of `make real`.
+"""Quality loss of caches on tasks: ``python -m caramba_fast.bench.real.tasks``, part of `make real`.
 
 Three tasks, greedy, through `Generator`: facts asked for in a long chat (`retrieval`), functions completed
 (`completion`), and how long a text stays that of an fp16 cache (`agreement`). Writes one JSON file a model into
@@ -64,7 +64,7 @@ def ask_facts(store: AnswerStore, spec: str, quick: bool = False) -> Figures:
 
 
 def complete_functions(store: AnswerStore, spec: str, quick: bool = False) -> Figures:
-    """Functions that do what they should; a quick run has the first ten.
+    """Correctly completed functions; a quick run has the first ten.
 
     Returns:
         passed, asked, seconds, and the names that ``failed``.
@@ -141,7 +141,7 @@ def run(
     names = list(dict.fromkeys((chosen.BASELINE, *specs)))
     for name in names:
         if name not in chosen.KIVI:
-            cache_configs(name)  # says at once what is no spec
+            cache_configs(name)  # raises at once for an invalid spec
     subject = load_subject(str(model_folder(model)), "cpu")
     store = AnswerStore(parts / f"{file_name(model)}-answers", subject)
     code = note_code(store.folder)

@@ -1,14 +1,14 @@
-"""Does an engine decode with CUDA graphs what it decodes without them?
+"""Checks that an engine decodes the same with and without CUDA graphs.
 
 ``python -m caramba_fast.bench.serving.graphs [--device cpu] [--kinds q4 ...] [--shard I/N] [--time-limit SECONDS]``
 
-A small model serves requests that join and leave. Each decode step is done three times, on the same pages: replayed as
-a graph; padded in the same way, but run one by one; and as engines without graphs run it. All three write the same
-tokens to the same places, so nothing has to be put back in between. The logits of the first two should be equal, and
-those of the third as close as products of another batch size are; and of the pool a replay may change nothing but the
-pages and rings of its sequences. The exit status is 1 where that is not so, or where nothing was recorded. On the CPU
-a step is run in place of a replay: that checks the padding, and this file. ``--shard`` takes every N-th kind, without
-times: others run beside it.
+A small model serves requests that join and leave. Each decode step is run three times on the same pages: as a replayed
+graph; with the same padding but without a graph; and unpadded, as engines without graphs run it. All three write the
+same tokens to the same slots, so nothing has to be restored in between. The logits of the first two should be equal,
+those of the third equal up to the rounding of another batch size, and a replay may change only its own sequences' pages
+and rings in the pool. The exit status is 1 if any of this fails or no graph was recorded. On the CPU, a plain step
+takes the place of the replay, which checks the padding and this script. ``--shard`` takes every N-th kind, without
+times, since other shards run at the same time.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Steps:
 
 
 class Compared(BatchGraphs):
-    """Does steps three times and keeps what differed most.
+    """Runs each step three times and keeps the largest difference.
 
     Attributes:
-        worst: relative difference of a row, replayed from padded and padded from ragged.
-        strays: pages, rings and sinks that a replay changed though they belong to none of its sequences.
-        steps: that were compared.
-        latest: what the last of them was given.
+        worst: largest relative difference of a row, between replayed and padded, and between padded and ragged.
+        strays: pages, rings and sinks of no sequence of the step that a replay changed.
+        steps: number of compared steps.
+        latest: input of the last compared step.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -143,7 +143,7 @@ def compared(kind: str, device: str) -> Compared:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 where all kinds that were compared agree, 1 where one does not or none was compared."""
+    """Exit status: 0 if all compared kinds agree, 1 if one does not or none was compared."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--kinds", nargs="+", default=KINDS)

@@ -35,7 +35,7 @@ STARTS_S = 300
 
 @dataclass(frozen=True)
 class Server:
-    """How to start a server and what to ask of it.
+    """How to start a server, and the requests to send.
 
     Attributes:
         name: in results.

@@ -55,7 +55,7 @@ ANSWERS_S = 600
 
 @dataclass
 class Taken:
-    """What one round of one system took.
+    """Figures of one round of one system.
 
     Attributes:
         seconds: of the clock, for all requests.
@@ -75,7 +75,7 @@ class Taken:
 
 
 class Direct:
-    """An `Engine` in this process, whose caller keeps so many requests under way."""
+    """An `Engine` in this process, with a fixed number of concurrent requests."""
 
     name = ENGINE
 
@@ -112,7 +112,7 @@ class Direct:
 
 
 class OverHTTP:
-    """Clients of a server, who ask for streams or not."""
+    """Clients of a server, with or without streaming."""
 
     def __init__(
         self,

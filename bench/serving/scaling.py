@@ -92,7 +92,7 @@ def step_table(kind: str, tokens: int) -> list[str]:
 
 
 def kinds_table() -> list[str]:
-    """What one device and sixteen that share the tokens read of the cache, by kind."""
+    """Cache bytes read by one device, and by each of sixteen that share the tokens, by kind."""
     body = []
     for kind in KINDS:
         shape = step_shape(MODEL, kind)
@@ -110,7 +110,7 @@ def kinds_table() -> list[str]:
 
 
 def merge_table() -> list[str]:
-    """What merging the ranks' parts takes, as it is done and as it could be."""
+    """Cost of merging the ranks' parts: by all-gather, as implemented, and by all-reduce."""
     shape, body = step_shape(MODEL, "q4"), []
     for devices in DEVICES[1:]:
         step = decode_step(shape, CONTEXTS[0], context=devices)

@@ -1,4 +1,4 @@
-"""The load of `serve`: fixed requests, the clients that send them, and the figures of what came back.
+"""The load of `serve`: fixed requests, the clients that send them, and the resulting figures.
 
 Prompts are stretches of held-out text of 16 to 512 tokens, evenly distributed; answers have 64 tokens in the mean,
 geometrically distributed, 512 at most. In a closed loop a fixed number of clients send their next request when the
@@ -60,7 +60,7 @@ def arrivals(count: int, rate: float, seed: int = SEED) -> list[float]:
 
 @dataclass
 class Record:
-    """What became of one request; times are of ``time.perf_counter``.
+    """The outcome of one request; times are from ``time.perf_counter``.
 
     Attributes:
         arrived: when its client sent it.
@@ -142,7 +142,7 @@ def percentiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 class Clients:
-    """Who sends the requests and takes the tokens.
+    """Sends the requests and receives the tokens.
 
     Args:
         items: requests, in order.
@@ -207,5 +207,5 @@ class Clients:
             self._free.append(record.tokens[-1])
 
     def run(self, preemptions: int | None = None) -> Run:
-        """What it came to, once it is over."""
+        """The figures, after the run."""
         return Run(self.records, self.began, preemptions)

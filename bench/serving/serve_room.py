@@ -25,7 +25,7 @@ FULL_REQUESTS = 6
 STEPS, SEEDS = 1500, (0, 1, 2)
 #: Steps that are left out of the mean: by then as many requests end as begin.
 FILLING = 1 / 3
-#: More than can ever run, and prompts enough in a step that pages are what is scarce.
+#: More requests than can ever run, and enough prompt tokens per step that pages are the bottleneck.
 MANY, BATCH_TOKENS = 256, 2048
 #: Requests that wait at all times.
 WAITING = 16
@@ -33,12 +33,12 @@ WAITING = 16
 
 @dataclass(frozen=True)
 class Room:
-    """What ran at once.
+    """Concurrency of a run.
 
     Attributes:
-        mean: requests under way, over the steps after the pool has filled.
-        most: the most there were, up to the first preemption if there was one.
-        preemptions: requests that had to give their pages back.
+        mean: mean running requests over the steps after the pool has filled.
+        most: most running requests, up to the first preemption if there was one.
+        preemptions: number of preempted requests.
         pages, cache_bytes: of the pool.
     """
 
@@ -50,7 +50,7 @@ class Room:
 
 
 class Silent:
-    """A model that says the same thing always; what it needs of a cache is that of another."""
+    """A model that always predicts the same token, with the cache layout of another model."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

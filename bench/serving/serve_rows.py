@@ -1,4 +1,4 @@
-"""The lines of serve.csv: what runs of `serve` come to."""
+"""The rows of serve.csv: summaries of runs of `serve`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from caramba_fast.bench.serving.serve_load import Run, percentiles
 from caramba_fast.bench.serving.serve_room import Room
 from caramba_fast.bench.serving.serve_systems import ENGINE, STATIC, TRANSFORMERS
 
-#: What requests run at once are compared with, and static batches where a system's own cache has none.
+#: Baseline cache for the number of concurrent requests; also the static batches of caches that have none of their own.
 BASE = "fp16"
 CLOSED, ENDLESS = "closed", "endless"
 COLUMNS = (

@@ -1,4 +1,4 @@
-"""What `serve` compares: static batches, our engine, and the continuous batching of transformers.
+"""The systems `serve` compares: static batches, our engine, and the continuous batching of transformers.
 
 All have the same bytes for keys and values, and at most `CONCURRENCY` requests at once. A system is made once; ``run``
 takes a load from an empty cache.

@@ -14,7 +14,7 @@ import numpy as np
 from caramba_fast.distributed.partial_attention import LSE_BYTES
 from caramba_fast.distributed.placement import PAGE_SIZE, PageSpread
 
-#: All-reduces of a block under tensor parallelism: behind attention and behind the MLP.
+#: All-reduces per block under tensor parallelism: after attention and after the MLP.
 ALL_REDUCES = 2
 
 
@@ -122,7 +122,7 @@ def reduced_instead(shape: StepShape, context: int, batch: int = 1) -> tuple[int
 
 
 def _ring(nbytes: int, size: int) -> int:
-    """What each rank receives in a ring all-reduce: all but its own share, twice."""
+    """Bytes each rank receives in a ring all-reduce: all but its own share, twice."""
     return 2 * (size - 1) * nbytes // size
 
 

@@ -7,20 +7,20 @@ import os
 import sys
 import warnings
 
-#: Libraries that report on stderr what is not the user's business; what is set already stays.
+#: Environment variables that silence libraries' messages on stderr; those already set are kept.
 QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
 }
-#: Loggers that warn when transformers imports torchao: of libraries for other devices, of torch's own ways.
+#: Loggers with irrelevant warnings when transformers imports torchao (other devices, torch internals).
 TALKATIVE = ("torchao", "torch.utils._pytree")
-#: What the commands import, and what brings it.
+#: Modules the commands import -> package to install.
 NEEDED = {"typer": "typer", "rich": "rich", "tokenizers": "tokenizers", "yaml": "pyyaml"}
 
 
 def main() -> None:
-    """Entry point of ``caramba-fast``; says what to install when the extra is missing."""
+    """Entry point of ``caramba-fast``; says what to install if the extra is missing."""
     missing = [package for name, package in NEEDED.items() if not _installed(name)]
     if missing:
         sys.exit(

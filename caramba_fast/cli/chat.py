@@ -1,4 +1,4 @@
-"""``caramba-fast chat``: turns of a user and a model in the terminal, over one cache; turns can be taken back."""
+"""``caramba-fast chat``: a chat with a model in the terminal, over one cache, with undo."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ Message = dict[str, str]
 
 
 class Chat:
-    """Turns of a user and a model.
+    """A conversation of a user and a model.
 
-    With a chat template the messages are laid out as the model was trained, and what the cache holds is cut back to
-    what it shares with the layout: the end of an answer as the template writes it may differ from what the model
-    said (no end-of-sequence token after an answer that was cut short, say), and so may the tokens its text is made
-    of. Nothing before the last answer is fed again. Without a template the model continues what is typed, its
-    end-of-sequence token taken out again.
+    With a chat template, the messages are formatted by the template, and the cache is truncated to the common prefix of
+    its tokens and the formatted conversation. They may differ at the last answer: its end (an answer that was cut short
+    has no end-of-sequence token, for example) and its tokenization. Nothing before the last answer is fed again.
+    Without a template, the model continues the typed text, and its end-of-sequence token is removed from the cache.
 
     Args:
-        generator: keeps the conversation; only what is new is fed.
-        tokenizer: of its model.
-        system: a first message, for models with a chat template.
+        generator: holds the conversation; only new tokens are fed.
+        tokenizer: the model's tokenizer.
+        system: system message, for models with a chat template.
 
     Raises:
-        ValueError: a system message and no chat template, or a template that refuses it.
-        ModuleNotFoundError: what fills in the template is not installed.
+        ValueError: a system message without a chat template, or one that the template refuses.
+        ModuleNotFoundError: the package that renders templates is not installed.
     """
 
     def __init__(self, generator: Generator, tokenizer: TextTokenizer, system: str = "") -> None:
@@ -48,10 +47,10 @@ class Chat:
         self.generator, self.tokenizer = generator, tokenizer
         self._first = [_message("system", system)] if system else []
         self.messages: list[Message] = list(self._first)
-        #: What undo goes back to: tokens held and messages said before each turn.
+        #: For undo: number of tokens and messages before each turn.
         self._turns: list[tuple[int, int]] = []
         if tokenizer.has_chat_template:
-            # Says at once what is missing.
+            # Raises at once if something is missing.
             self.tokenizer.chat([*self._first, _message("user", "?")])
 
     @property
@@ -63,13 +62,13 @@ class Chat:
     def say(self, text: str, write: Write) -> bool:
         """One turn: feeds ``text`` and writes the answer piece by piece.
 
-        Ctrl-C ends the answer early; what was written stays said. If nothing was, the turn is taken back.
+        Ctrl-C ends the answer early. What was written stays in the conversation; if nothing was, the turn is undone.
 
         Returns:
-            whether the answer came to its end.
+            whether the answer was completed.
 
         Raises:
-            ValueError: the turn does not fit, or the template refuses it; the conversation is as it was.
+            ValueError: the turn does not fit, or the template refuses it; the conversation is unchanged.
         """
         new = self._laid_out(text)
         if not new:
@@ -112,12 +111,12 @@ class Chat:
         return self.tokenizer.decode([t for t in answer if t not in self.generator.eos_ids])
 
     def _drop_end(self, answer: Sequence[int]) -> None:
-        """Without a template, text goes on behind an answer as if it had not ended."""
+        """Without a template, removes the end-of-sequence token, so that text continues after the answer."""
         if not self.tokenizer.has_chat_template and answer[-1] in self.generator.eos_ids:
             self._keep(len(self.held) - 1)
 
     def _keep(self, count: int) -> None:
-        """Holds the first ``count`` tokens (or fewer, if there are)."""
+        """Truncates the conversation to its first ``count`` tokens."""
         surplus = len(self.held) - count
         if surplus > 0 and count > 0:
             self.generator.rollback(surplus)
@@ -127,7 +126,7 @@ class Chat:
     # -- layout -------------------------------------------------------------------------
 
     def _laid_out(self, text: str) -> list[int]:
-        """The tokens to feed behind those held, which are cut back to what the layout shares with them."""
+        """Truncates the held tokens to their common prefix with the formatted conversation; returns the rest of it."""
         held = self.held
         if not self.tokenizer.has_chat_template:
             return self.tokenizer.encode(text, special=not held)
@@ -138,7 +137,7 @@ class Chat:
         return whole[same:]
 
     def _check_room(self, whole: list[int]) -> None:
-        """Before anything is cut back."""
+        """Raises if the conversation does not fit; called before anything is truncated."""
         most = self.generator.config.max_seq_len
         if len(whole) > most:
             raise ValueError(
@@ -149,7 +148,7 @@ class Chat:
     # -- going back ---------------------------------------------------------------------
 
     def undo(self) -> bool:
-        """Takes the last turn back; whether there was one."""
+        """Undoes the last turn; returns whether there was one."""
         if not self._turns:
             return False
         tokens, messages = self._turns.pop()
@@ -158,7 +157,7 @@ class Chat:
         return True
 
     def reset(self) -> None:
-        """Forgets every turn."""
+        """Removes all turns."""
         self.generator.reset()
         self.messages, self._turns = list(self._first), []
 
@@ -170,11 +169,11 @@ class Chat:
         self.generator.save(path, notes={NOTES: said})
 
     def load(self, path: str) -> None:
-        """Goes on from a file, in place of what was said here.
+        """Replaces the conversation by the one in a file.
 
         Raises:
-            SessionError, OSError: as `Generator.resume`, several rows, or, where there is a chat template, a file that
-                was not saved in a chat; nothing has changed then.
+            SessionError, OSError: as `Generator.resume`; also for a file with several rows and, with a chat template,
+                for a file that was not saved by a chat. The conversation is then unchanged.
         """
         saved = read_session(path)
         said = self._said(saved)
@@ -183,7 +182,7 @@ class Chat:
         self._turns = [(tokens, messages) for tokens, messages in said["turns"]]
 
     def _said(self, saved: SavedSession) -> dict[str, Any]:
-        """The messages and turns of a file, which are checked."""
+        """The messages and turns in a file; raises if they are invalid."""
         rows = len(saved.about.target.counts)
         if rows > 1:
             raise SessionError(
@@ -208,7 +207,7 @@ def _message(role: str, content: str) -> Message:
 
 
 def _shared(held: Sequence[int], wanted: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Length of the common prefix."""
     count = 0
     for ours, theirs in zip(held, wanted, strict=False):
         if ours != theirs:
@@ -217,7 +216,7 @@ def _shared(held: Sequence[int], wanted: Sequence[int]) -> int:
     return count
 
 
-#: Under which name a chat keeps its messages in a session.
+#: Key of a chat's messages in a session file.
 NOTES = "chat"
 HELP = (
     "/reset begins anew, /undo takes the last turn back, /stats shows figures, /session save FILE and "
@@ -226,10 +225,10 @@ HELP = (
 
 
 def run_chat(setup: Setup, system: str, stats: bool) -> None:
-    """Reads lines and answers until /quit or the end of the input; Ctrl-C twice at the prompt ends too.
+    """Reads lines and answers until /quit, the end of the input, or Ctrl-C twice at the prompt.
 
     Raises:
-        ValueError, FileNotFoundError, ModuleNotFoundError: a model or settings that cannot be used.
+        ValueError, FileNotFoundError, ModuleNotFoundError: the model or the settings cannot be used.
     """
     generator, tokenizer = open_generator(setup)
     chat = Chat(generator, tokenizer, system)
@@ -241,7 +240,7 @@ def run_chat(setup: Setup, system: str, stats: bool) -> None:
     _note(f"{setup.model}, cache {generator.config.cache_name} ({how})\n{HELP}")
     interrupted = False
     if importlib.util.find_spec("readline") is not None:
-        importlib.import_module("readline")  # input() edits lines with it
+        importlib.import_module("readline")  # enables line editing in input()
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
@@ -259,19 +258,19 @@ def run_chat(setup: Setup, system: str, stats: bool) -> None:
         try:
             if not _turn(line, chat, stats):
                 return
-        except KeyboardInterrupt:  # between two turns: nothing is under way
+        except KeyboardInterrupt:  # between turns
             typer.echo()
 
 
 def _turn(line: str, chat: Chat, stats: bool) -> bool:
-    """Obeys or answers one line; False to end."""
+    """Handles one line, a command or a message; False to quit."""
     if line.startswith("/"):
         return _command(line.strip(), chat)
     if not line:
         return True
     try:
         whole = chat.say(line, _write)
-    except (ValueError, RuntimeError) as error:  # the conversation is as it was
+    except (ValueError, RuntimeError) as error:  # the conversation is unchanged
         show_error(error)
         return True
     typer.echo("" if whole else " …")
@@ -281,7 +280,7 @@ def _turn(line: str, chat: Chat, stats: bool) -> bool:
 
 
 def _command(line: str, chat: Chat) -> bool:
-    """Obeys a line that begins with a slash; False to end."""
+    """Runs a slash command; False to quit."""
     if line in ("/quit", "/exit"):
         return False
     if line == "/reset":
@@ -301,7 +300,7 @@ def _command(line: str, chat: Chat) -> bool:
 
 
 def _session(line: str, chat: Chat) -> str:
-    """Saves or loads, and says so; what goes wrong is shown, and nothing has changed then."""
+    """Saves or loads and returns a message; errors are shown and change nothing."""
     _, *words = line.split(maxsplit=2)
     if len(words) != 2 or words[0] not in ("save", "load"):
         return "/session needs save or load and a file: /session save FILE"

@@ -1,4 +1,4 @@
-"""``caramba-fast demo``: the trained demo models through each cache kind, in one table each."""
+"""``caramba-fast demo``: runs the demo models with each cache kind; one table per model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from caramba_fast.quality import (
 from caramba_fast.quality.plot import check_plot, is_plot
 from caramba_fast.quality.text import cut_windows
 
-#: Demo model -> what it is, and the caches it is shown with; the first is the baseline.
+#: Demo model -> its description and the caches it is run with; the first cache is the baseline.
 SHOWN = {
     "gqa": ("standard attention (GQA)", ("fp16", "q8", "q4", "q4:plain", "nf4")),
     "dba": ("decoupled attention (DBA)", ("fp16", "q8", "q4", "q4:plain", "q4/q8/q4")),
@@ -60,7 +60,7 @@ LAYER_SHAPES = (
 
 @dataclass(frozen=True)
 class DemoRow:
-    """Everything the table shows of one cache kind."""
+    """A row of the table: one cache kind."""
 
     kind: str
     text: str
@@ -71,7 +71,7 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class Written:
-    """Greedy continuation of the prompt, and what writing it took."""
+    """Greedy continuation of the prompt, and the metrics of its generation."""
 
     text: str
     metrics: GenerationMetrics
@@ -85,7 +85,7 @@ def write_with_each(
     new_tokens: int,
     advance: Callable[[], None],
 ) -> dict[str, Written]:
-    """Every kind writes ROUNDS times, in turn, so that a busy moment of the machine slows all alike."""
+    """Generates ROUNDS times with every kind, in turn, so that other load slows all of them alike."""
     runs: dict[str, list[Written]] = {kind: [] for kind in kinds}
     for index in range(ROUNDS + 1):
         for kind in kinds:
@@ -109,7 +109,7 @@ def _median(runs: Sequence[Written]) -> Written:
 def measure_model(
     name: str, quality_tokens: int, new_tokens: int, progress: Progress
 ) -> tuple[list[DemoRow], Transformer, int]:
-    """All rows of one demo model, the model, and the tokens of the prompt."""
+    """All rows of one demo model, the model, and the number of prompt tokens."""
     kinds = SHOWN[name][1]
     model, tokenizer = load_demo(name), demo_tokenizer(name)
     held_out = np.asarray(tokenizer.encode(held_out_text()).ids)
@@ -139,13 +139,13 @@ def run_demo(
     long_context: bool = False,
     picture: Path | None = None,
 ) -> dict[str, list[DemoRow]]:
-    """Measures every model and kind, prints it all, and returns the rows by model.
+    """Measures every model and kind, prints the tables, and returns the rows by model.
 
     Args:
-        long_context: show transformers behind long contexts too, with its own cache and with ours.
-        picture: a .png or .svg file to write of that.
+        long_context: also run transformers at long contexts, with its own cache and with this package's.
+        picture: a .png or .svg file for a plot of that.
     """
-    demo_path()  # says what to do where the models are missing
+    demo_path()  # raises with instructions if the models are missing
     if picture is not None:
         if not long_context or missing():
             raise ValueError(
@@ -192,7 +192,7 @@ def _progress(console: Console) -> Progress:
 
 
 def _print_texts(console: Console, name: str, rows: list[DemoRow]) -> None:
-    """Each continuation once, under all the caches that wrote it."""
+    """Prints each distinct continuation once, with the caches that gave it."""
     kinds: dict[str, list[str]] = {}
     for row in rows:
         kinds.setdefault(row.text, []).append(row.kind)
@@ -233,7 +233,7 @@ def _table(name: str, rows: list[DemoRow], model: Transformer, prompt_tokens: in
 
 
 def _compression_table() -> Table:
-    """Bytes the caches of one layer really take, counted on caches that are allocated."""
+    """Actual bytes of one layer's caches, counted on allocated caches."""
     title = f"Cache of one layer of {HEADS} heads"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("attention")

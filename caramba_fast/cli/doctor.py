@@ -1,4 +1,4 @@
-"""``caramba-fast doctor``: what is installed, what runs where, and why not more."""
+"""``caramba-fast doctor``: what is installed, which backend runs each op, and why others do not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGES = ("torch", "triton", "numpy", "transformers", "safetensors", "tokenize
 
 
 def installed_version(package: str) -> str:
-    """The version, or that it is missing."""
+    """The installed version, or that it is missing."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -33,7 +33,7 @@ def installed_version(package: str) -> str:
 
 
 def device_lines() -> list[tuple[str, str]]:
-    """What torch can compute on here."""
+    """The devices that torch can use here."""
     lines = [("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads")]
     lines.append(("cpu capability", torch.backends.cpu.get_cpu_capability()))
     if torch.cuda.is_available():
@@ -81,13 +81,13 @@ def _print_backends(console: Console, title: str, statuses: list[BackendStatus])
     served = Table("op", "device", "runs", "why not the others", title=title, title_justify="left")
     for status in statuses:
         why = "\n".join(f"{name}: {reason}" for name, reason in status.reasons.items())
-        name = status.op.replace(".", "\n.")  # long ones, of kinds by channel, on two lines
+        name = status.op.replace(".", "\n.")  # long names, of per-channel kinds, on two lines
         served.add_row(name, status.device, status.runs, escape(why))
     console.print(served)
 
 
 def cuda_lines() -> list[str]:
-    """What the Triton kernels need, and whether the GPUs here have it."""
+    """What the Triton kernels need, and whether the GPUs here provide it."""
     if triton_missing() is not None:
         return [f"On CUDA every op would run as plain torch: {triton_missing()}."]
     limits = importlib.import_module("caramba_fast.kernels.splits_launch")

@@ -1,4 +1,4 @@
-"""The part of ``caramba-fast demo`` on long contexts: transformers with its own cache, and with ours."""
+"""The long-context part of ``caramba-fast demo``: transformers with its own cache and with this package's."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from caramba_fast.quality.plot import new_figure, write_figure
 CONTEXTS, CACHES = (512, 8192, 32768), ("q8", "q4")
 STOCK = "DynamicCache"
 ROUNDS = 2
-#: SmolLM2-135M's: how long a step takes depends on the shape alone, so the weights may be random.
+#: SmolLM2-135M's shape. The time of a step depends only on the shape, so the weights may be random.
 SHAPE = {
     "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
     "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
 }  # fmt: skip
 SHAPE_NAME = "Llama of 30 layers, hidden size 576, 3 kv heads of 64 (SmolLM2-135M's shape, random weights), bf16"
-#: Where `make real` puts the model, from the folder the command runs in.
+#: Where `make real` puts the model, relative to the working directory.
 REAL = Path("runs/models/smollm2")
 PROMPT_TOKENS, NEW_TOKENS = 2048, 24
 MIB = 2**20
@@ -40,10 +40,10 @@ class LongRow:
 
     Attributes:
         context: tokens cached before the step.
-        cache: the name.
-        tokens_per_s: of single steps, batch 1.
-        nbytes: of the whole cache.
-        text: what was written; "" where nothing was.
+        cache: its name.
+        tokens_per_s: speed of single steps, batch 1.
+        nbytes: bytes of the whole cache.
+        text: the generated text; "" if there is none.
     """
 
     context: int
@@ -54,12 +54,12 @@ class LongRow:
 
 
 def missing() -> str | None:
-    """What this part needs and has not; None if nothing."""
+    """A missing requirement of this part, or None."""
     return None if find_spec("transformers") else "transformers"
 
 
 def measure_steps(say: Callable[[str], None]) -> list[LongRow]:
-    """Single steps behind caches of `CONTEXTS` tokens, in turn; the caches are filled, not prefilled."""
+    """Times single steps with caches of `CONTEXTS` tokens, in turn; the caches are filled without a forward pass."""
     bench: Any = import_module("caramba_fast.bench.generation.hf_decode")
     transformers: Any = import_module("transformers")
     say("long contexts: building the model")
@@ -90,7 +90,7 @@ def measure_steps(say: Callable[[str], None]) -> list[LongRow]:
 
 
 def measure_real(folder: Path, say: Callable[[str], None]) -> list[LongRow]:
-    """What `generate` of a real model writes behind `PROMPT_TOKENS` of held-out text, with each cache."""
+    """Runs `generate` of a real model after `PROMPT_TOKENS` of held-out text, with each cache."""
     from caramba_fast.hf import accelerate, restore  # noqa: PLC0415 - needs transformers
 
     transformers: Any = import_module("transformers")
@@ -117,27 +117,27 @@ def measure_real(folder: Path, say: Callable[[str], None]) -> list[LongRow]:
 
 
 class _Clock:
-    """A streamer that takes the time of each token; the prompt's comes before the first."""
+    """A streamer that records the time of each token, and first that of the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
     def put(self, _: Any) -> None:
-        """Of the prompt, then of each token."""
+        """Records the time; called for the prompt, then for each token."""
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """Does nothing."""
 
     @property
     def rate(self) -> float:
-        """Tokens a second behind the first, by the median."""
+        """Median tokens per second after the first token."""
         steps = sorted(b - a for a, b in zip(self.times[1:], self.times[2:], strict=False))
         return 1 / steps[len(steps) // 2]
 
 
 def show(console: Console, title: str, rows: Sequence[LongRow]) -> None:
-    """A table of one model, and what was written, once for each text."""
+    """Prints the table of one model, and each distinct text once."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("context", justify="right")
     table.add_column("cache")
@@ -156,7 +156,7 @@ def show(console: Console, title: str, rows: Sequence[LongRow]) -> None:
 
 
 def plot(path: Path, rows: Sequence[LongRow]) -> None:
-    """Writes the picture: tokens a second, and MiB, against context."""
+    """Writes the plot: tokens per second and MiB against context."""
     figure = new_figure(8.0, 3.6)
     speed, size = figure.subplots(1, 2)
     for name in dict.fromkeys(row.cache for row in rows):
@@ -178,12 +178,12 @@ def plot(path: Path, rows: Sequence[LongRow]) -> None:
 def run_long_context(
     console: Console, say: Callable[[str], None], pause: Callable[[], None], picture: Path | None
 ) -> None:
-    """Measures, prints and draws this part.
+    """Measures, prints and plots this part.
 
     Args:
-        say: takes what is being done.
+        say: called with progress messages.
         pause: called before anything is printed.
-        picture: a .png or .svg file to write; its folder is made.
+        picture: a .png or .svg file to write; its folder is created.
     """
     rows = measure_steps(say)
     written = measure_real(REAL, say) if (REAL / "config.json").is_file() else []

@@ -1,4 +1,4 @@
-"""``caramba-fast run``: does what a manifest says and prints what came of it."""
+"""``caramba-fast run``: runs a manifest and prints the results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from caramba_fast.cli.models import of_drafts
 from caramba_fast.manifest import Prepared, RunReport, load_manifest, prepare, run_manifest
 from caramba_fast.manifest.schema import at
 
-#: Figures of a benchmark: their name, heading, factor, digits.
+#: Figures of a benchmark: name, heading, factor, digits.
 SHOWN = (
     ("decode_tokens_per_s", "tokens/s\n(p20–p80)", 1.0, 1),
     ("ttft_s", "first\nms", 1e3, 1),
@@ -27,7 +27,7 @@ SHOWN = (
 
 
 def run_file(path: Path, only: str | None, prompt: str | None, check: bool, *, force: bool) -> None:
-    """Reads a manifest and does its runs; with ``check`` they are only checked and listed."""
+    """Reads a manifest and runs it; with ``check``, only checks and lists its runs."""
     console, manifest = Console(), load_manifest(path)
     with at(str(path)):
         if check:
@@ -85,7 +85,7 @@ def _line(report: RunReport) -> str:
 
 
 def _table(metrics: dict[str, Any]) -> Table:
-    """Medians; of the speed p20 and p80 too."""
+    """Table of medians; for speed also p20 and p80."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("cache", no_wrap=True)
     for _, heading, _, _ in SHOWN:

@@ -1,4 +1,4 @@
-"""What commands that write text share: settings, a model, figures in one line; and ``caramba-fast generate`` itself."""
+"""``caramba-fast generate``, and what it shares with other commands: settings, model loading, a line of figures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Settings = TypeVar("Settings", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Setup:
-    """What a command was asked for.
+    """The model and settings a command was given.
 
     Attributes:
         model: "demo", "demo:gqa", "demo:dba", a checkpoint folder, a GGUF file or a Hub id.
@@ -31,7 +31,7 @@ class Setup:
         draft: "lookup", or a model as above; None for plain decoding.
         device: cpu, cuda or mps.
         dtype: float32, float16, bfloat16 or auto.
-        revision: of the model, where it is a Hub id.
+        revision: revision of the model, if it is a Hub id.
     """
 
     model: str
@@ -45,11 +45,11 @@ class Setup:
 def open_generator(
     setup: Setup, saved: SavedSession | None = None
 ) -> tuple[Generator, TextTokenizer]:
-    """The generator, and its tokenizer; what is left open of the cache is as a saved session has it.
+    """The generator and its tokenizer; cache settings that are not given come from the saved session.
 
     Raises:
-        ValueError: settings that are wrong, a device that is not there.
-        CheckpointError, FileNotFoundError: a folder that cannot be used, or has no tokenizer.
+        ValueError: invalid settings, or a device that is not available.
+        CheckpointError, FileNotFoundError: the checkpoint cannot be used, or has no tokenizer.
     """
     config = _config(setup)
     if saved is not None:
@@ -77,10 +77,10 @@ def _config(setup: Setup) -> GenerateConfig:
 
 
 def settings_of(kind: type[Settings], given: Mapping[str, Any]) -> Settings:
-    """Settings made of options; None leaves one to its default.
+    """Settings from options; None leaves a default.
 
     Raises:
-        ValueError: in one line, what a `ValidationError` says.
+        ValueError: invalid settings; the `ValidationError` in one line.
     """
     try:
         return kind(**{name: value for name, value in given.items() if value is not None})
@@ -100,7 +100,7 @@ def summary(generator: Generator) -> str:
 
 
 def of_drafts(report: Mapping[str, Any]) -> str:
-    """How much came of drafts, to put behind a line of figures; "" without drafts."""
+    """Acceptance figures of speculative decoding, to append to a line of figures; "" without drafts."""
     found = report.get("speculation")
     if not found:
         return ""
@@ -113,9 +113,9 @@ def run_generate(text: str, setup: Setup, stats: bool, session: Path | None = No
 
     Args:
         text: the prompt.
-        setup: what was asked for.
-        stats: whether figures are wanted.
-        session: a file to go on from, where there is one, and to save to.
+        setup: model and settings.
+        stats: whether to print figures.
+        session: a file to resume from, if it exists, and to save to.
     """
     saved = None if session is None else _check_session(setup, session)
     generator, tokenizer = open_generator(setup, saved)
@@ -135,7 +135,7 @@ def run_generate(text: str, setup: Setup, stats: bool, session: Path | None = No
 
 
 def _check_session(setup: Setup, session: Path) -> SavedSession | None:
-    """What is in the file; raises where it could not be gone on from, or written, before a model is loaded."""
+    """The saved session, if any; raises before a model is loaded if it cannot be resumed or the file not written."""
     answers = setup.settings.get("num_return_sequences") or 1
     if answers > 1:
         raise ValueError(
@@ -151,7 +151,7 @@ def _check_session(setup: Setup, session: Path) -> SavedSession | None:
 
 
 def _stream(generator: Generator, tokenizer: TextTokenizer, text: str, ids: list[int]) -> None:
-    """The prompt with the first token (nothing, if that one fails), then each as it comes."""
+    """Prints the prompt with the first token (nothing if that fails), then each token as it comes."""
     writer = TextWriter(tokenizer.decode, sys.stdout.write, ids)
     steps: Any = generator.generate_iter([ids])
     started = False
@@ -169,7 +169,7 @@ def _stream(generator: Generator, tokenizer: TextTokenizer, text: str, ids: list
 
 
 def _write_answers(generator: Generator, tokenizer: TextTokenizer, ids: list[int]) -> None:
-    """Every answer whole, best first where they have a score."""
+    """Prints every answer, best first if they have scores."""
     found: Any = generator.generate([ids], return_dict=True)
     for index, row in enumerate(found.sequences.tolist()):
         count = len(ids) + found.new_tokens[index]

@@ -1,4 +1,4 @@
-"""``caramba-fast plan``: which cache a model gets here, with every candidate and why it was rejected."""
+"""``caramba-fast plan``: the cache chosen for a model on this machine, and why each other candidate was rejected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from caramba_fast.policy.plot import save_plot
 from caramba_fast.quality import RecallFormat
 from caramba_fast.quality.plot import check_plot, is_plot
 
-#: Columns of a terminal in which verdicts have room beside the figures.
+#: Terminal width from which verdicts fit beside the figures.
 _WIDE = 110
 _STYLES = {"chosen": "bold green", "quality": "red", "budget": "dim"}
 
@@ -47,21 +47,21 @@ def run_plan(
     as_json: bool,
     force: bool,
 ) -> None:
-    """Measures every candidate, prints the table, and writes the picture.
+    """Measures every candidate, prints the table, and writes the plot.
 
     Args:
         name: 'demo', 'demo:dba', a hard variant, a checkpoint folder, a GGUF file or a Hub id.
-        text: a text file to measure on, or None: held-out text for demo models, else the model writes it.
-        settings: fields of `CachePolicyFields`; None leaves one to its default.
+        text: a text file to measure on; None for held-out text with demo models, else text sampled from the model.
+        settings: fields of `CachePolicyFields`; None leaves a default.
         max_seq_len, batch, prefill: of the cache.
-        device, dtype: where the model runs, and of its weights.
+        device, dtype: device and weight dtype of the model.
         plot: a .png or .svg file to write.
-        as_json: print the plan as JSON and nothing else.
-        force: replace whatever file ``plot`` names.
+        as_json: print only the plan, as JSON.
+        force: overwrite any file that ``plot`` names.
 
     Raises:
-        ValueError, FileNotFoundError, ModuleNotFoundError: what is wrong, and what is allowed; the table is
-            printed first where there is one.
+        ValueError, FileNotFoundError, ModuleNotFoundError: an invalid argument or a missing file or package; the
+            table, if there is one, is printed first.
     """
     console = Console()
     check_device(device)
@@ -92,7 +92,7 @@ def run_plan(
 
 
 def _recall(subject: Subject, settings: CachePolicyFields) -> RecallFormat | None:
-    """How needles are written; None where the tokenizer has no words for them and no gate needs them."""
+    """The needle format; None if the tokenizer has no words for needles and no gate needs them."""
     try:
         return RecallFormat.of(subject.tokenizer)
     except ValueError:
@@ -102,7 +102,7 @@ def _recall(subject: Subject, settings: CachePolicyFields) -> RecallFormat | Non
 
 
 def print_table(console: Console, rows: Sequence[CandidateRow], title: str) -> None:
-    """Every candidate with its figures and what became of it; the latter below where it has no room."""
+    """Prints every candidate with its figures and outcome; outcomes go below the table on a narrow terminal."""
     beside = console.width >= _WIDE
     headings, body = cells(rows)
     shown = headings if beside else headings[:-1]

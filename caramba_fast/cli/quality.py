@@ -1,4 +1,4 @@
-"""``caramba-fast quality``: what each cache costs a model, measured on text."""
+"""``caramba-fast quality``: the quality loss of a model with each cache, measured on text."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def run_quality(
     """Measures, prints the tables, and writes the files into ``out``.
 
     Raises:
-        ValueError, FileNotFoundError, ModuleNotFoundError: what is wrong, and what is allowed.
+        ValueError, FileNotFoundError, ModuleNotFoundError: an invalid argument, or a missing file or package.
     """
     console = Console()
     check_device(device)
@@ -110,7 +110,7 @@ def run_quality(
 def load_subject(name: str, device: str, dtype: str = "float32") -> Subject:
     """``demo``, ``demo:gqa``, a variant such as ``demo:gqa/outliers-8``, a checkpoint folder, a GGUF file or a Hub id.
 
-    A checkpoint is loaded natively where its architecture is known here, else by transformers.
+    A checkpoint is loaded natively if this package has its architecture, else by transformers.
     """
     weights = dtype_of(dtype)
     kind, _, demo = name.partition(":")
@@ -141,7 +141,7 @@ def load_subject(name: str, device: str, dtype: str = "float32") -> Subject:
 
 
 def read_text(subject: Subject, text: str | None) -> np.ndarray:
-    """Token ids of the text to measure on: a file, or the text the demo models have not seen."""
+    """Token ids of the text to measure on: a file, or the demo models' held-out text."""
     if text is None and subject.demo is None:
         raise ValueError(
             f"{subject.name} needs a text to be measured on: --text FILE, of a kind the model is used for "
@@ -166,13 +166,13 @@ def read_text(subject: Subject, text: str | None) -> np.ndarray:
 
 
 def begin_token(subject: Subject) -> int | None:
-    """The token that the subject's tokenizer begins a text with, if there is one."""
+    """The token that the subject's tokenizer puts first, if any."""
     first = token_ids(subject.tokenizer, "", special=True)
     return int(first[0]) if len(first) == 1 else None
 
 
 def longest(model: LanguageModel) -> int:
-    """Tokens of a window the model was made for."""
+    """The model's maximum context length in tokens."""
     config: Any = getattr(model, "config", None)
     if config is None:  # of transformers
         config = model.model.config.get_text_config()  # type: ignore[attr-defined]
@@ -180,7 +180,7 @@ def longest(model: LanguageModel) -> int:
 
 
 def check_contexts(model: LanguageModel, contexts: Sequence[int]) -> list[int]:
-    """The contexts asked for, or the default one."""
+    """The given contexts, or the default one; raises if the model does not support them."""
     most = longest(model)
     wrong = [context for context in contexts if not 2 <= context <= most]
     if wrong:
@@ -249,7 +249,7 @@ def table(report: QualityReport, context: int, name: str) -> Table:
 
 
 def _thousandths(row: CacheQuality, figure: str) -> str:
-    """A figure in thousandths, with half its interval, to two digits of the latter."""
+    """A figure in thousandths ± half its interval, rounded to two digits of the latter."""
     value, (low, high) = 1000 * getattr(row, figure), row.ci[figure]
     half = 500 * (high - low)
     if not math.isfinite(half) or half == 0:
@@ -276,7 +276,7 @@ def _print_notes(console: Console, report: QualityReport) -> None:
 
 
 def check_out(out: Path, *, force: bool) -> None:
-    """Raises FileExistsError where a file of another kind has the name of one of ours."""
+    """Raises FileExistsError if a file of another kind has the name of an output file."""
     for name, what, is_one in (
         (TABLE, "table", is_table), (REPORT, "report", is_report), (PICTURE, "picture", is_plot),
     ):  # fmt: skip
@@ -284,7 +284,7 @@ def check_out(out: Path, *, force: bool) -> None:
 
 
 def write(report: QualityReport, out: Path, name: str, console: Console) -> None:
-    """The files, and what they are."""
+    """Writes the report's files and prints what they are."""
     report.to_csv(out / TABLE)
     report.to_json(out / REPORT)
     files: list[Any] = [out / TABLE, out / REPORT]

@@ -1,4 +1,4 @@
-"""``caramba-fast doctor --report``: what a bug report needs, as plain text without private paths."""
+"""``caramba-fast doctor --report``: information for a bug report, as plain text without private paths."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from caramba_fast.cli.doctor import cuda_lines, device_lines, installed_version
 from caramba_fast.ops.registry import FOLDER, VARIABLE, backends, library, load_error
 from caramba_fast.policy.plan import processor
 
-#: Beside what the package's extras name.
+#: Packages listed besides those of the package's extras.
 PACKAGES = ("torch", "triton", "transformers", "numpy", "safetensors", "pydantic", "filelock")
-#: Variables that change what runs; others are nobody's business.
+#: Environment variables that affect what runs; no others are shown.
 PREFIXES = ("CARAMBA_FAST_", "OMP_", "KMP_", "MKL_", "CUDA_VISIBLE_DEVICES", "TRITON_", "PYTORCH_")
-#: Names of variables whose value is never shown.
+#: Variables whose names match are listed without their value.
 SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
 
 def report() -> str:
-    """The whole text; the home folder and the user's name are replaced by ~."""
+    """The whole report; the home folder and the user's name are replaced by ~."""
     parts = {
         "Versions": versions(), "System": system(), "Devices": devices(), "Extension": extension(),
         "Backends": backend_lines(), "Environment": environment(), "Extras": extras(),
@@ -40,7 +40,7 @@ def report() -> str:
 
 
 def without_home(text: str) -> str:
-    """The text with ~ for the home folder, and for any other user's."""
+    """The text with ~ for all users' home folders."""
     home = str(Path.home())
     if len(home) > 1:
         text = text.replace(home, "~")
@@ -48,7 +48,7 @@ def without_home(text: str) -> str:
 
 
 def versions() -> Iterator[str]:
-    """Of the package and what it runs on."""
+    """Versions of the package and what it runs on."""
     yield f"caramba-fast {caramba_fast.__version__}"
     yield f"python {platform.python_version()} ({platform.python_implementation()})"
     for package in PACKAGES:
@@ -57,7 +57,7 @@ def versions() -> Iterator[str]:
 
 
 def system() -> Iterator[str]:
-    """The operating system, the processor and how it is used."""
+    """The operating system, the processor and its threads."""
     yield f"{platform.platform()}, libc {' '.join(platform.libc_ver()).strip() or 'unknown'}"
     yield f"processor {processor()}, {os.cpu_count()} logical cores"
     yield f"instruction set of the kernels: {_instruction_set()}; torch: {torch.backends.cpu.get_cpu_capability()}"
@@ -65,7 +65,7 @@ def system() -> Iterator[str]:
 
 
 def _instruction_set() -> str:
-    """What the extension has chosen here."""
+    """The instruction set the extension has chosen."""
     file = library()
     if file is None or load_error() is not None:
         return "none, the extension is not loaded"
@@ -76,7 +76,7 @@ def _instruction_set() -> str:
 
 
 def devices() -> Iterator[str]:
-    """What torch finds, and the drivers."""
+    """The devices torch finds, and their drivers."""
     for name, value in device_lines():
         yield f"{name}: {value}"
     if torch.cuda.is_available():
@@ -94,7 +94,7 @@ def _driver() -> str:
 
 
 def extension() -> Iterator[str]:
-    """Which build of the C++ kernels, and whether it is loaded."""
+    """The build of the C++ kernels, and whether it is loaded."""
     file = library()
     own = file is not None and file.parent == FOLDER
     yield f"file: {'not built' if file is None else f'{FOLDER.name}/{file.name}' if own else file}"
@@ -105,13 +105,13 @@ def extension() -> Iterator[str]:
 
 
 def backend_lines() -> Iterator[str]:
-    """What serves each op, and why the others do not."""
+    """The backend of each op, and why the others are not used."""
     for status in backends():
         yield " ".join(str(status).split())
 
 
 def environment() -> Iterator[str]:
-    """Variables that change what runs."""
+    """Environment variables that affect what runs."""
     found = sorted(name for name in os.environ if name.startswith(PREFIXES))
     for name in found:
         yield f"{name}={'(not shown)' if SECRET.search(name) else os.environ[name]}"
@@ -120,7 +120,7 @@ def environment() -> Iterator[str]:
 
 
 def extras() -> Iterator[str]:
-    """The optional parts, and what of each is missing."""
+    """The package's extras, and what each is missing."""
     try:
         about = metadata.metadata("caramba-fast")
         needed = metadata.requires("caramba-fast") or []

@@ -24,12 +24,12 @@ PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens, and who may come.
+    """Where a server listens, and who may use it.
 
     Attributes:
-        host, port: where.
-        api_keys: of those who may; none for everybody.
-        open_to_all: listen beyond this machine without a key.
+        host, port: address to listen on.
+        api_keys: accepted keys; empty for no authentication.
+        open_to_all: allow listening beyond this machine without a key.
     """
 
     host: str
@@ -39,7 +39,7 @@ class Address:
 
 
 def check_address(address: Address) -> None:
-    """Raises for a server that anybody could use without being meant to.
+    """Raises for a server that would be open to others by mistake.
 
     Raises:
         ValueError: a host beyond this machine without a key, or an empty key.
@@ -62,10 +62,10 @@ def _is_here(host: str) -> bool:
 
 
 def memory(text: str, option: str = "--cache-memory") -> int:
-    """Bytes of "2GiB", "512MB" or a number, as an option was given.
+    """Bytes of an option such as "2GiB", "512MB" or a number.
 
     Raises:
-        ValueError: no such size.
+        ValueError: not a size.
     """
     try:
         found = int(TypeAdapter(ByteSize).validate_python(text))
@@ -84,13 +84,13 @@ def open_engine(
     """The engine of a model with its tokenizer.
 
     Args:
-        model: as of all commands.
-        device, dtype: of the weights.
-        settings: fields of GenerateConfig and EngineConfig; None leaves one to its default.
-        revision: of the model, where it is a Hub id.
+        model: as for all commands.
+        device, dtype: device and dtype of the weights.
+        settings: fields of GenerateConfig and EngineConfig; None leaves a default.
+        revision: revision of the model, if it is a Hub id.
 
     Raises:
-        ValueError, FileNotFoundError, CheckpointError: a model or settings that cannot be used.
+        ValueError, FileNotFoundError, CheckpointError: the model or the settings cannot be used.
     """
     own = {name: settings.pop(name) for name in EngineConfig.model_fields if name in settings}
     config, limits = settings_of(GenerateConfig, settings), settings_of(EngineConfig, own)
@@ -104,7 +104,7 @@ def open_engine(
 
 
 def run_server(engine: Engine, name: str, address: Address, share_prefixes: bool) -> None:
-    """Serves until it is interrupted or terminated; requests under way then have some seconds to end.
+    """Serves until interrupted or terminated; running requests then get `GRACE_S` seconds to finish.
 
     Raises:
         ModuleNotFoundError: the extra is not installed.
@@ -130,7 +130,7 @@ def run_server(engine: Engine, name: str, address: Address, share_prefixes: bool
     )
     if engine.store is not None:
         typer.secho(engine.store.describe(), err=True)
-    # uvicorn raises the signal that ended it once more when it is done: what is left to do is done first.
+    # uvicorn re-raises the signal that ended it when it is done, so cleanup must happen before that.
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, lambda *_: None) if in_main else None
     try:
@@ -144,5 +144,5 @@ def run_server(engine: Engine, name: str, address: Address, share_prefixes: bool
             signal.signal(signal.SIGTERM, before)
 
 
-#: Seconds that requests under way have to end when the server is told to.
+#: Seconds that running requests get to finish at shutdown.
 GRACE_S = 10

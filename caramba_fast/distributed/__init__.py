@@ -1,6 +1,6 @@
-"""Decoding over several devices: the tokens of a cache, or the heads of a model, spread over ranks.
+"""Decoding over several devices: context parallelism (cached tokens over ranks) and tensor parallelism (heads).
 
-On `torch.distributed` alone: NCCL between GPUs, gloo between CPUs. docs/scaling.md counts the bytes.
+Uses `torch.distributed` only: NCCL between GPUs, gloo between CPUs. docs/scaling.md counts the bytes moved.
 """
 
 from caramba_fast.distributed.cache import Context, ContextParallelKVCache, spread_layout

@@ -1,8 +1,8 @@
-"""ContextParallelKVCache: the caches of all layers of a model, their tokens spread over ranks.
+"""ContextParallelKVCache: a model's KV cache with its tokens spread over ranks.
 
-A cache is made from a model's ``cache_layout``. `spread_layout` gives the same layout with shapes that make spread
-layer caches, so that whatever makes a `ModelKVCache` from it (a `Generator`, a benchmark) makes a spread one; `Context`
-says how rows are spread, and makes the layers.
+A cache is built from a model's ``cache_layout``. `spread_layout` replaces the layer shapes so that a `ModelKVCache`
+built from the result (by a `Generator` or a benchmark) is spread over ranks. `Context` holds the settings of the
+spread and builds the layers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from caramba_fast.cache.model import SpreadCacheOptions
 
-#: What behaves like all of a layer's cache, by the class that holds a rank's part of it.
+#: Class that presents a layer's whole cache, by the class that holds a rank's part of it.
 LAYERS: dict[type[LayerCache], type[ContextParallelLayer]] = {
     LayerKVCache: ContextParallelLayerKVCache,
     DecoupledLayerKVCache: ContextParallelDecoupledLayerKVCache,
@@ -53,12 +53,12 @@ LAYERS: dict[type[LayerCache], type[ContextParallelLayer]] = {
 
 
 class Context:
-    """How rows are spread: over which ranks, in what pages, and how much each rank may hold.
+    """How rows are spread: over which ranks, in which pages, and how many tokens each rank may hold.
 
     Args:
         group: the ranks.
-        page_size: tokens of a page, a multiple of 32.
-        rank_tokens: most tokens of a row each rank holds; by default an even share.
+        page_size: tokens per page, a multiple of 32.
+        rank_tokens: for each rank, the most tokens of a row it holds; by default an even share.
 
     Raises:
         ValueError: a page size or counts that are not allowed.
@@ -74,7 +74,7 @@ class Context:
         self._placements: dict[tuple[int, torch.device], Placement] = {}
 
     def placement(self, max_seq_len: int, device: torch.device) -> Placement:
-        """The placement of caches of one size, shared by their layers."""
+        """The placement for caches of one size, shared by their layers."""
         key = (max_seq_len, device)
         if key not in self._placements:
             size = self.group.size
@@ -97,10 +97,11 @@ class Context:
 
         Args:
             kind: `LayerKVCache` or `DecoupledLayerKVCache`, which holds this rank's part.
-            configs: storage of each stream by argument of ``kind``, None for fp16.
+            configs: storage of each stream, by argument name of ``kind``; None for fp16.
             max_seq_len: tokens of a row over all ranks.
-            page_size, num_pages: None, or the page size of the spread.
-            sizes: what else ``kind`` takes.
+            page_size: None, or the page size of the spread.
+            num_pages: None.
+            sizes: further arguments of ``kind``.
 
         Raises:
             ValueError: another page size, a number of pages, or more sinks than a page has tokens.
@@ -160,17 +161,17 @@ def _spread(
     assert context is not None
     configs = {name: sizes.pop(name) for name in list(sizes) if name.endswith("_cfg")}
     layer: Any = context.layer(kind, configs, **_plain(shape), **sizes)
-    found: LayerCache = layer  # it offers what models and generators use of one
+    found: LayerCache = layer  # it has the methods that models and generators use
     return found
 
 
 def _plain(shape: AnyLayerShape) -> dict[str, Any]:
-    """The fields of a shape that layer caches take."""
+    """The fields of a shape that layer caches take as arguments."""
     return {f.name: getattr(shape, f.name) for f in fields(shape) if f.name != "context"}
 
 
 def spread_layout(layout: Sequence[AnyLayerShape], context: Context) -> list[AnyLayerShape]:
-    """The layout with shapes that make spread caches."""
+    """The layout with shapes that build caches spread over ranks."""
     return [
         SpreadLayerShape(**_plain(shape), context=context)
         if isinstance(shape, LayerShape)
@@ -182,8 +183,8 @@ def spread_layout(layout: Sequence[AnyLayerShape], context: Context) -> list[Any
 class ContextParallelKVCache(ModelKVCache):
     """A `ModelKVCache` whose tokens are spread over the ranks of a group.
 
-    Every rank makes one, feeds it the same and gets the same; each holds its own pages. Page ``p`` of every row is
-    on rank ``p`` modulo the number of ranks, or on the next that has room (`PageSpread`).
+    Every rank creates one, makes the same calls with the same inputs and gets the same results; each stores its own
+    pages. Page ``p`` of every row is on rank ``p % size``, or on the next rank with room (`PageSpread`).
 
     Args:
         layers: shapes of the model's layers (a model's ``cache_layout``).
@@ -191,12 +192,12 @@ class ContextParallelKVCache(ModelKVCache):
         k_cfg, v_cfg: storage of K and V.
         group: the ranks.
         page_size, rank_tokens: as in `Context`.
-        options: device and prefill of `ModelKVCache`. ``prefill="exact"``: a prompt on an
-            empty cache attends to its exact keys and values on every rank, without a collective; "stored" and all
-            later chunks attend to what the ranks hold.
+        options: device and prefill of `ModelKVCache`. With ``prefill="exact"``, a prompt on an empty cache attends
+            to its exact keys and values on every rank, without a collective. With "stored", and for all later
+            chunks, attention reads the stored keys and values of all ranks.
 
     Raises:
-        ValueError: as `ModelKVCache`, or rooms that do not suffice.
+        ValueError: as `ModelKVCache`, or ``rank_tokens`` too small for ``max_seq_len``.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """RankGroup: the ranks that share a cache or a model, over a process group of `torch.distributed`.
 
-Gloo between CPUs, NCCL between GPUs: whatever the process group was made with. It counts what it is given to move,
-limits how long a collective may take, and says which rank is gone where one is.
+The backend (gloo for CPUs, NCCL for GPUs) is that of the process group. RankGroup counts the bytes moved, limits how
+long a collective may take, and names the rank that is lost if one is.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch.distributed import distributed_c10d
 
 from caramba_fast.distributed.heartbeat import INTERVAL, Heartbeat, RankLostError, StoreHolder
 
-#: torch 2.13 has given it another name.
+#: torch 2.13 renamed it.
 all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-#: Every collective called from Python passes through one of them, those of DTensor through the second.
+#: Every collective called from Python passes through one of these modules, those of DTensor through the second.
 MODULES = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
-#: Here the second runs whatever op comes behind a collective.
+#: A function of the second module that runs ops after a collective, which are not collectives.
 DISPATCH = "__torch_dispatch__"
 
 
 def from_collective(error: RuntimeError) -> bool:
-    """Whether a collective raised it, rather than the computation between two of them.
+    """Whether a collective raised ``error``, rather than other computation.
 
-    Gloo raises plain RuntimeErrors, so it is the place that tells, not the type.
+    Gloo raises plain RuntimeErrors, so the traceback decides, not the type.
     """
     if isinstance(error, dist.DistError):
         return True
@@ -44,7 +44,7 @@ def from_collective(error: RuntimeError) -> bool:
 
 
 def gloo_backends(process_group: Any) -> list[Any]:
-    """Those of the group's backends that wait in the host, one for each sort of device."""
+    """The group's gloo backends, one per device type."""
     if not dist.is_gloo_available():
         return []
     found = [process_group._get_backend(device) for device in process_group._device_types]
@@ -53,9 +53,9 @@ def gloo_backends(process_group: Any) -> list[Any]:
 
 @contextmanager
 def limited(backends: list[Any], timeout: float) -> Iterator[None]:
-    """Within it, whoever starts a collective of gloo, it waits for a peer ``timeout`` seconds at most.
+    """Context in which every gloo collective waits at most ``timeout`` seconds for a peer.
 
-    Collectives inside a model, such as DTensor's, take no timeout of their own: they go by the backend's.
+    Collectives inside a model, such as DTensor's, take no timeout argument and use the backend's.
     """
     before = [backend.options._timeout for backend in backends]
     for backend in backends:
@@ -75,21 +75,21 @@ def seconds(name: str, given: float | timedelta) -> float:
     return value
 
 
-#: Seconds a rank may keep the others waiting.
+#: Default timeout of a collective, in seconds.
 TIMEOUT = 60.0
-#: Its process holds the store, where torchrun does not.
+#: Global rank whose process hosts the store, unless torchrun does.
 STORE_RANK = 0
 _made: dict[str, int] = {}
 
 
 @dataclass
 class Traffic:
-    """What collectives have moved.
+    """Data moved by collectives.
 
     Attributes:
-        collectives: how many there were.
-        given: bytes this rank gave to them.
-        received: bytes that came from other ranks.
+        collectives: number of collectives.
+        given: bytes this rank contributed.
+        received: bytes received from other ranks.
     """
 
     collectives: int = 0
@@ -97,7 +97,7 @@ class Traffic:
     received: int = 0
 
     def add(self, given: int, received: int) -> None:
-        """One more collective."""
+        """Counts one collective."""
         self.collectives += 1
         self.given += given
         self.received += received
@@ -108,13 +108,13 @@ class RankGroup:
 
     Args:
         process_group: of `torch.distributed`; by default all ranks.
-        timeout: seconds (or a timedelta) that a collective over gloo waits for a peer, also at the start; NCCL's go by
-            the timeout of the process group.
-        heartbeat: seconds (or a timedelta) between signs of life; a rank that misses six is gone.
+        timeout: seconds (or a timedelta) that a gloo collective waits for a peer, and that this waits for all ranks
+            at the start; NCCL collectives use the timeout of the process group.
+        heartbeat: seconds (or a timedelta) between heartbeats; a rank that misses six is lost.
 
     Attributes:
-        rank, size: this rank, and how many there are.
-        traffic: what was moved so far.
+        rank, size: this rank, and the number of ranks.
+        traffic: data moved so far.
 
     Raises:
         RuntimeError: `torch.distributed` is not initialised.
@@ -152,15 +152,15 @@ class RankGroup:
             self._closing = weakref.finalize(self, self._heart.stop)
 
     def _store(self) -> Any:
-        """Keys of this group, through a connection of their own."""
+        """A store with keys of this group alone, over a connection of its own."""
         ranks = ",".join(map(str, dist.get_process_group_ranks(self.process_group)))
-        # Groups are made together: the number is the same on every rank.
+        # All ranks create their groups in the same order, so the number is the same on every rank.
         number = _made[ranks] = _made.get(ranks, 0) + 1
         default: Any = distributed_c10d._get_default_store()
         return distributed_c10d.PrefixStore(f"caramba_fast/{ranks}/{number}", default.clone())
 
     def _holder(self) -> StoreHolder:
-        """Who holds the store, which is not of this group but of all."""
+        """The process that hosts the store, which all groups share."""
         process = "the process that holds the store of torch.distributed"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return StoreHolder(None, f"{process} (torchrun)")
@@ -169,14 +169,14 @@ class RankGroup:
         return StoreHolder(rank, f"{process} (global rank {STORE_RANK}, not in this group)")
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """What every rank gives, (size, *x.shape), in the order of the ranks.
+        """All-gather: the tensors of all ranks, (size, *x.shape), in rank order.
 
         Args:
-            x: (N, ...), of one shape and dtype on all ranks.
+            x: (N, ...), of the same shape and dtype on all ranks.
 
         Raises:
-            RankLostError: a rank is gone; it is named.
-            RuntimeError: the collective failed though all ranks are alive, such as when one is late.
+            RankLostError: a rank is lost; the message names it.
+            RuntimeError: the collective failed though all ranks are alive, for example because one is late.
         """
         if self.size == 1:
             return x[None]
@@ -189,9 +189,9 @@ class RankGroup:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Within it, a collective that fails because a rank is gone raises RankLostError.
+        """Context in which a collective that fails because a rank is lost raises RankLostError.
 
-        Collectives over gloo, also those inside a model, have ``timeout`` seconds; other errors pass at once.
+        Gloo collectives, including those inside a model, get ``timeout`` seconds; other errors propagate at once.
         """
         self._check()
         try:
@@ -213,6 +213,6 @@ class RankGroup:
             raise loss
 
     def close(self) -> None:
-        """Ends the signs of life; the process group stays."""
+        """Stops the heartbeat; the process group stays open."""
         if self._heart is not None:
             self._closing()

@@ -1,10 +1,10 @@
-"""Heartbeat: every rank shows that it lives, so that one that died can be named.
+"""Heartbeat: detects which rank was lost.
 
-A collective that fails says that a connection is closed or that time is up, not whose fault it is. Beside the work, a
-thread of each rank counts up a key of its own in the store of `torch.distributed` and looks at those of the others; a
-count that has stopped is a rank that is gone. The store is in some process too, mostly that of global rank 0. When that
-is killed the connection breaks; when it is only stuck, no call returns, with whatever timeout, so a second thread
-watches the first.
+A failed collective reports a closed connection or a timeout, not which rank caused it. A background thread of each rank
+therefore increments its own key in the `torch.distributed` store and reads those of the others; a rank whose count has
+stopped is lost. The store itself is in a process, usually that of global rank 0. If that process is killed, the
+connection breaks; if it only hangs, store calls never return, whatever their timeout, so a second thread watches the
+first.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: Seconds between two signs of life, and how many may be missing.
+#: Seconds between heartbeats, and how many a rank must miss to be lost.
 INTERVAL, MISSED = 0.5, 6
 VERDICT = "verdict"
-#: Looks in a row without a sign from which a rank is suspected, where no more can be had.
+#: Missed heartbeats in a row after which a rank is suspected, if the store is gone and no more can be read.
 SUSPECT = 2
 
 
 class RankLostError(RuntimeError):
-    """A rank is gone, and with it the pages or heads it held.
+    """A rank is lost, and with it the pages or heads it held.
 
     Attributes:
-        ranks: those that are gone, as ranks of the group; none if it is the process with the store that is gone,
-            and no rank of the group runs in it.
-        certain: whether all of ``ranks`` are gone; False where one of them is, and which cannot be known.
+        ranks: the lost ranks, numbered within the group; empty if the process that hosts the store is lost and no
+            rank of the group runs in it.
+        certain: whether all of ``ranks`` are lost; False if one of them is, but it is unknown which.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class RankLostError(RuntimeError):
 
 @dataclass(frozen=True)
 class StoreHolder:
-    """The process that holds the store.
+    """The process that hosts the store.
 
     Attributes:
         rank: its rank in the group, None if it has none.
-        name: what to call it then.
+        name: its name in messages in that case.
     """
 
     rank: int | None
@@ -56,21 +56,21 @@ class StoreHolder:
 
 
 class Heartbeat:
-    """Signs of life of one rank, and what is known of the others'.
+    """Heartbeats of one rank, and what it knows of the others.
 
-    Nobody is found to be gone unless somebody asks (`find_loss`), the store breaks, or ``on_loss`` is given: a rank
-    that is only slow may take its time.
+    A rank is declared lost only when `find_loss` is called, the store breaks, or ``on_loss`` is given, so that a slow
+    rank does no harm.
 
     Args:
-        store: a `torch.distributed.Store` with keys of this group alone, and a connection of its own: a thread uses it.
-        holder: of the store.
-        rank, size: of the group.
-        timeout: seconds to wait for the others to come.
-        on_loss: called once, from a thread, as soon as a rank or the store is gone.
-        interval: seconds between two signs.
+        store: a `torch.distributed.Store` with keys of this group alone and its own connection, for use by a thread.
+        holder: the process that hosts the store.
+        rank, size: this rank in the group, and the number of ranks.
+        timeout: seconds to wait for the other ranks at the start.
+        on_loss: called once, from a thread, as soon as a rank or the store is lost.
+        interval: seconds between heartbeats.
 
     Raises:
-        RankLostError: a rank has not come in time, or the store does not answer.
+        RankLostError: a rank did not start in time, or the store does not answer.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class Heartbeat:
         self._store, self._holder, self._on_loss = store, holder, on_loss
         others = [other for other in range(size) if other != rank]
         self._count, self._asked, self._lock = 0, False, threading.Lock()
-        self._lost: set[int] | None = None  # nobody in it: the store's process is gone
+        self._lost: set[int] | None = None  # empty: the store's process is lost
         self._why = f"no sign of life for {self.patience:g} s"
         self._certain = True
-        self._told = threading.Event()  # all others that live know of the loss
+        self._told = threading.Event()  # all other live ranks know of the loss
         self._absent, self._answers = others, 0
         self._latest = dict.fromkeys(others, "")
-        self._missed = dict.fromkeys(others, 0)  # looks in a row that found nothing new
+        self._missed = dict.fromkeys(others, 0)  # reads in a row with an unchanged count
         self._stop = threading.Event()
         self._threads = [
             threading.Thread(target=target, name=f"heartbeat{target.__name__}", daemon=True)
@@ -105,12 +105,12 @@ class Heartbeat:
 
     @property
     def patience(self) -> float:
-        """Seconds without a sign after which a rank is gone."""
+        """Seconds without a heartbeat after which a rank is lost."""
         return self.interval * MISSED
 
     @property
     def loss(self) -> RankLostError | None:
-        """The ranks found to be gone, as an error to raise."""
+        """The ranks already found to be lost, as an error to raise; None if there are none."""
         if self._lost is None:
             return None
         why = f"{self._why}; what it held is lost, start again without it"
@@ -119,10 +119,10 @@ class Heartbeat:
         )
 
     def find_loss(self) -> RankLostError | None:
-        """The ranks that are gone, after waiting as long as it takes to know; None if all are alive.
+        """The lost ranks, after waiting as long as it takes to know; None if all are alive.
 
-        The process with the store waits until the others know as well: who finds the store closed cannot tell
-        whether its process is the cause, or has left because of another.
+        The process that hosts the store also waits until the other ranks know: a rank that finds the store closed
+        cannot tell whether that process was lost first or exited because of another loss.
         """
         self._asked = True
         until = time.monotonic() + self.patience + 2 * self.interval
@@ -134,7 +134,7 @@ class Heartbeat:
         return self.loss
 
     def stop(self) -> None:
-        """No more signs of life."""
+        """Stops the heartbeat."""
         self._stop.set()
         for thread in self._threads:
             thread.join(timeout=self.patience)
@@ -154,7 +154,7 @@ class Heartbeat:
             time.sleep(0.01)
 
     def _held_by(self) -> set[int]:
-        """The ranks that go with the store: one or none."""
+        """The ranks lost with the store: one or none."""
         return set() if self._holder.rank is None else {self._holder.rank}
 
     def _run(self) -> None:
@@ -171,7 +171,7 @@ class Heartbeat:
             self._note_break()
 
     def _watch(self) -> None:
-        """Looks whether the first thread gets answers."""
+        """Watches whether the first thread gets answers from the store."""
         known, missed = -1, 0
         while not self._stop.wait(self.interval):
             missed = missed + 1 if self._answers == known else 0
@@ -200,7 +200,7 @@ class Heartbeat:
             self._spread(silent)
 
     def _spread(self, lost: set[int]) -> None:
-        """Says that this rank knows, and looks whether the others do."""
+        """Announces that this rank knows of the loss, and checks whether the others do."""
         self._store.set(f"told {self.rank}", "1")
         living = [f"told {other}" for other in self._latest if other not in lost]
         if not living or self._store.check(living):
@@ -214,7 +214,7 @@ class Heartbeat:
 
     def _note_break(self) -> None:
         silent = self._silent()
-        if silent and self._to_judge():  # the store's process has left because of them
+        if silent and self._to_judge():  # the store's process exited because of them
             self._note(silent)
             return
         suspects = {other for other, looks in self._missed.items() if looks >= SUSPECT}
@@ -229,7 +229,7 @@ class Heartbeat:
             self._note(self._held_by(), why)
 
     def _note(self, ranks: set[int], why: str | None = None, *, certain: bool = True) -> None:
-        """The first finding stands: ranks that leave because of it are not gone themselves."""
+        """Records a loss. Only the first counts: ranks that exit because of it are not lost themselves."""
         with self._lock:
             if self._lost is not None:
                 return

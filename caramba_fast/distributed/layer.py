@@ -1,11 +1,11 @@
-"""ContextParallelLayer: one layer's cache, its tokens spread over ranks page by page.
+"""ContextParallelLayer: one layer's cache, its tokens spread over ranks by pages.
 
-It offers what models and generators ask of a layer (`caramba_fast.cache.interface`). Every rank is given all new tokens
-and stores those of its own pages; every rank is asked for all queries, attends over its own pages, and one collective
-makes the attention of the parts. Lengths are those of the whole rows, the same on every rank.
+It has the interface of a layer cache (`caramba_fast.cache.interface`). Every rank gets all new tokens and stores those
+of its own pages. Every rank gets all queries and attends over its own pages; one all-gather combines the partial
+results. Lengths are those of whole rows, the same on every rank.
 
-Everything that can be wrong with a call is found before, on every rank alike: one that raised later, in an op, would
-leave those waiting that hold nothing the queries see.
+All arguments are checked before any op runs, with the same result on every rank: if one rank raised later, inside an
+op, ranks without keys for the queries would not raise and would wait in the collective.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-#: Options of `attend`; what is not listed cannot be had with pages on several ranks.
+#: Options of `attend` that are supported across ranks.
 SCALES = ("softmax_scale", "sem_scale", "geo_scale")
 PLAIN = ("softcap", "num_splits", "q_chunk")
 ALLOWED = ("before", "window_size", "return_softmax_lse", "s_aux", *PLAIN)
@@ -50,10 +50,10 @@ LEAST = {"softcap": 0, "num_splits": BALANCED, "q_chunk": 1}
 def asked_queries(
     layer: ContextParallelLayer, queries: Sequence[Tensor], before: int, options: dict[str, Any]
 ) -> Queries:
-    """Where the queries stand and how far they see.
+    """Positions of the queries and the range of keys they see.
 
     Raises:
-        ValueError, TypeError: as `LayerCache`, and options that cannot be had across ranks.
+        ValueError, TypeError: as `LayerCache`, and for options that are not supported across ranks.
     """
     _check_options(layer, options)
     _check_queries(layer, queries)
@@ -117,14 +117,14 @@ def _check_queries(layer: ContextParallelLayer, queries: Sequence[Tensor]) -> No
 
 
 def picked(x: Tensor, index: Tensor | None, most: int) -> Tensor:
-    """Of x (B, H, T, D) the tokens ``index`` (B, most), or the first ``most``."""
+    """Tokens ``index`` (B, most) of x (B, H, T, D), or the first ``most``."""
     if index is None:
         return x[:, :, :most]
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def copied(cache: LayerCache, rows: Sequence[int], pages_per_row: int) -> LayerCache:
-    """A paged cache whose row b holds what row ``rows[b]`` holds in ``cache``, with a pool of its own."""
+    """A copy of a paged cache, with its own pool, whose row b is row ``rows[b]`` of ``cache``."""
     assert cache.pages is not None
     other = cache.select_rows(rows)
     shared = other.pages
@@ -146,12 +146,12 @@ def copied(cache: LayerCache, rows: Sequence[int], pages_per_row: int) -> LayerC
 
 
 class ContextParallelLayer(CachedRows):
-    """Rows of one layer over ranks; made by `caramba_fast.distributed.cache.Context`.
+    """One layer's cache, spread over ranks; created by `caramba_fast.distributed.cache.Context`.
 
     Args:
-        local: this rank's pages, a paged cache.
-        ring: the fp16 tail, None without.
-        placement: where tokens go.
+        local: a paged cache of this rank's pages.
+        ring: the fp16 tail, or None.
+        placement: which rank stores which tokens.
         group: the ranks.
         max_seq_len: tokens a row can hold over all ranks.
     """
@@ -171,7 +171,7 @@ class ContextParallelLayer(CachedRows):
         self.ring_len = 0 if ring is None else ring.ring_len
         self.reads_all_slots, self.reach = False, AttentionLimits()
         self._newest: list[int] = []  # real tokens of the last append, by row
-        with torch.inference_mode(False):  # as the buffers
+        with torch.inference_mode(False):  # like the buffers
             self.lengths = RowLengths(self.batch_size, self.device)
 
     @property
@@ -181,7 +181,7 @@ class ContextParallelLayer(CachedRows):
 
     @property
     def nulls(self) -> tuple[str, ...]:
-        """The options that are null keys and values of the streams."""
+        """Names of the options for null keys and values of the streams."""
         return tuple(f"null_{name}" for name in self.streams)
 
     @property
@@ -191,7 +191,7 @@ class ContextParallelLayer(CachedRows):
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of codes and scales that one token of one row takes, on the rank that holds it."""
+        """Bytes of codes and scales per token of one row, on the rank that stores it."""
         return self.local.bytes_per_token
 
     # -- growing ------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class ContextParallelLayer(CachedRows):
         tokens = next(iter(new.values())).shape[2]
         added = self.lengths.per_row("new_lens", tokens if new_lens is None else new_lens)
         self.lengths.check_room(tokens, added, self.max_seq_len, f" over {self.group.size} ranks")
-        if rope is not None:  # a token goes to a rank and to the ring: it is turned once
+        if rope is not None:  # applied once, since a token goes both to a rank and to the ring
             new = rope.turn(new)
         self._store(new, added, tokens, will_attend)
         query_lens = None if min(added) == tokens else self.lengths.on_device(added)
@@ -234,11 +234,11 @@ class ContextParallelLayer(CachedRows):
     # -- reading ------------------------------------------------------------------------
 
     def attend_from(self, queries: tuple[Tensor, ...], before: int, options: dict[str, Any]) -> Any:
-        """As `CachedRows.attend_from`, the same bits on every rank.
+        """As `CachedRows.attend_from`; bitwise the same result on every rank.
 
         Raises:
-            ValueError, TypeError: as there, and options but those of `ALLOWED` and null keys and values.
-            RankLostError: a rank is gone.
+            ValueError, TypeError: as there, and for options other than `ALLOWED` and null keys and values.
+            RankLostError: a rank is lost.
         """
         asked = asked_queries(self, queries, before, options)
         plain = {name: options[name] for name in (*PLAIN, *SCALES) if options.get(name) is not None}
@@ -262,7 +262,7 @@ class ContextParallelLayer(CachedRows):
     # -- shrinking and moving -----------------------------------------------------------
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Shortens rows to ``lengths``, none longer than it is, on every rank."""
+        """Truncates rows to ``lengths``, none longer than the row, on every rank."""
         lost: list[tuple[int, int, int]] = []
         if self.ring is not None:
             self.ring.narrow_tails()
@@ -279,9 +279,10 @@ class ContextParallelLayer(CachedRows):
         self.lengths.set(lengths)
 
     def _refill_open_groups(self, places: Sequence[tuple[int, int, int]]) -> None:
-        """Puts positions (row, start, stop) that the ring got back from their codes into the pages' rings as well.
+        """Copies positions (row, start, stop) that the ring refilled from codes into the pages' rings as well.
 
-        Few tokens are a rank's own, so that its pages' ring may still have what one process would have only as codes.
+        A rank stores only some of the tokens, so the ring of its pages may still hold tokens in fp16 that a single
+        process would hold only as codes.
         """
         spread, rank = self.placement.spread, self.group.rank
         for row, start, stop in places:
@@ -290,7 +291,7 @@ class ContextParallelLayer(CachedRows):
                 self.local.refill(row, first, end)
 
     def reorder(self, beam_idx: Tensor) -> None:
-        """Row b becomes what row ``beam_idx[b]`` was; pages are shared until a row writes.
+        """Row b becomes a copy of row ``beam_idx[b]``; pages are shared until a row writes (copy on write).
 
         Args:
             beam_idx: (B,) integer tensor on cpu.
@@ -305,7 +306,7 @@ class ContextParallelLayer(CachedRows):
         self.lengths.set([self.lengths.host[row] for row in beam_idx.tolist()])
 
     def select_rows(self, rows: Sequence[int]) -> Self:
-        """A new cache whose row b holds what row ``rows[b]`` holds here, copied; this one stays as it is.
+        """A new cache whose row b is a copy of row ``rows[b]`` of this one.
 
         Raises:
             ValueError: no rows, or one that does not exist.
@@ -320,14 +321,14 @@ class ContextParallelLayer(CachedRows):
         return other
 
     def reset(self) -> None:
-        """Forgets everything; the memory stays allocated."""
+        """Removes all tokens; the memory stays allocated."""
         self.local.reset()
         if self.ring is not None:
             self.ring.reset()
         self.lengths.set([0] * self.batch_size)
 
     def tail_state(self) -> tuple[list[Tensor], list[int]]:
-        """As `CachedRows.tail_state`, of the shared ring and of that of this rank's pages; nothing without a tail."""
+        """As `CachedRows.tail_state`, of the shared ring and the ring of this rank's pages; empty without a tail."""
         found: tuple[list[Tensor], list[int]] = ([], [])
         for part in self._with_rings:
             tensors, numbers = part.tail_state()
@@ -350,9 +351,9 @@ class ContextParallelLayer(CachedRows):
         return [part for part in rings if part is not None]
 
     def _fetched(self, places: Sequence[tuple[int, int, int]]) -> Refill:
-        """Gets positions (row, start, stop) from the ranks that hold their codes; what puts them back into the ring.
+        """Gets positions (row, start, stop) from the ranks that store their codes, as a `Refill` of the ring.
 
-        One collective for all of them; none where nothing is asked for.
+        One collective for all of them; none if there are no positions.
         """
         if not places:
             return lambda *_: None
@@ -373,7 +374,7 @@ class ContextParallelLayer(CachedRows):
         return put_back
 
     def _own_values(self, name: str, place: tuple[int, int, int]) -> Tensor:
-        """(lanes, stop - start, lane_dim) float32 in the stored basis, 0 where another rank has the token."""
+        """(lanes, stop - start, lane_dim) float32 in the stored basis; 0 for tokens stored by another rank."""
         row, start, stop = place
         spread, rank, stream = self.placement.spread, self.group.rank, self.streams[name]
         width = stream.lanes.heads_per_lane * stream.head_dim
@@ -386,14 +387,14 @@ class ContextParallelLayer(CachedRows):
             place_in = torch.from_numpy(position - start).to(self.device)
             values[:, place_in] = stream.lanes.pack(stored)[0]
             sink = self.local.streams[name].sink
-            if sink is not None:  # of the first tokens, whose codes say nothing
+            if sink is not None:  # the first tokens are in the sinks; their codes are not valid
                 early = slot < sink.shape[2]
                 values[:, place_in[early]] = sink[row, :, slot[early]].float()
         return values
 
 
 class ContextParallelLayerKVCache(ContextParallelLayer, KeysAndValues):
-    """K and V of one layer; as `caramba_fast.cache.LayerKVCache` but for `ALLOWED` options."""
+    """K and V of one layer; as `caramba_fast.cache.LayerKVCache`, with the options of `ALLOWED`."""
 
 
 class ContextParallelDecoupledLayerKVCache(ContextParallelLayer, DecoupledKeysAndValues):

@@ -1,9 +1,9 @@
-"""A language model over several ranks: its caches spread by tokens, or its weights by heads, or both.
+"""A language model over several ranks: context parallelism, tensor parallelism, or both.
 
-`context_parallel` gives a model caches whose tokens are on all ranks. `tensor_parallel` gives every rank some heads of
-the native Transformer, and caches of those alone: weights are split by `torch.distributed.tensor.parallel` in the way
-of Megatron-LM (arXiv:1909.08053), projections into heads and into the MLP by columns, those out of them by rows, so
-that each block has two all-reduces.
+`context_parallel` spreads the tokens of the caches over the ranks. `tensor_parallel` gives every rank some heads of the
+native Transformer and their caches: `torch.distributed.tensor.parallel` splits the weights as in Megatron-LM
+(arXiv:1909.08053), input projections of attention and MLP by columns, output projections by rows, so that each block
+has two all-reduces.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ParallelModel:
-    """A `LanguageModel` that is another one with caches of another layout; every rank runs one.
+    """Wraps a `LanguageModel` and replaces its cache layout; every rank runs one.
 
     Args:
         model: a language model.
@@ -38,9 +38,9 @@ class ParallelModel:
         group: the ranks.
     """
 
-    #: Steps decide on the host where a token goes, and collectives go through the host.
+    #: Steps choose a token's rank on the host, and collectives go through the host.
     why_not_recorded = "the model runs on several ranks"
-    #: A choice by measurement is one by the clock of each rank.
+    #: ``cache="auto"`` chooses by measured times, which differ between ranks.
     why_not_chosen = "the model runs on several ranks, which may measure and choose differently"
     #: No rank has all weights, or the whole cache.
     why_not_saved = (
@@ -52,12 +52,12 @@ class ParallelModel:
 
     @property
     def eos_token_id(self) -> int | None:
-        """As the model's, like all that follow."""
+        """The model's eos_token_id."""
         return self.model.eos_token_id
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """All end-of-sequence ids, where the model knows several."""
+        """All end-of-sequence ids of the model."""
         eos = self.eos_token_id
         return getattr(self.model, "eos_token_ids", () if eos is None else (eos,))
 
@@ -73,7 +73,7 @@ class ParallelModel:
 
     @property
     def device(self) -> torch.device:
-        """Where token ids have to be."""
+        """Device that token ids must be on."""
         return self.model.device
 
     @property
@@ -87,7 +87,7 @@ class ParallelModel:
         """The model's logits, the same on every rank; arguments as in `LanguageModel.forward`.
 
         Raises:
-            RankLostError: a rank is gone; it is named.
+            RankLostError: a rank is lost; the message names it.
         """
         with self.group.guarded():
             logits: Tensor = self.model.forward(query_token_ids, kv_cache, **options)
@@ -105,11 +105,13 @@ def context_parallel(
 ) -> ParallelModel:
     """The model with caches whose tokens are spread over ranks: ``Generator(context_parallel(model, group))``.
 
-    Every rank has the whole model and runs the same; with the same seed all draw the same tokens. What ends a run by
-    the clock (``max_time``) or chooses by it (``cache="auto"``) may differ between ranks and is to be left out.
+    Every rank has the whole model and makes the same calls; with the same seed all sample the same tokens. Do not set
+    ``max_time``: ranks may stop after different steps. ``cache="auto"`` is refused, since ranks may measure and choose
+    differently.
 
     Args:
-        model: a `LanguageModel`, such as the native Transformer, also after `tensor_parallel` over other ranks.
+        model: a `LanguageModel`, such as the native Transformer; may already be split by `tensor_parallel` over other
+            ranks.
         group: the ranks.
         page_size, rank_tokens: as in `Context`.
 
@@ -139,8 +141,8 @@ NULLS = ("null_k_sem", "null_k_geo", "null_v")
 def tensor_parallel(model: Any, group: RankGroup) -> ParallelModel:
     """Splits the heads and the MLPs of a native Transformer over ranks, in place.
 
-    Every rank has loaded the same weights and keeps its part; embeddings and the output layer stay whole. Caches
-    made from the result's ``cache_layout`` hold this rank's kv heads.
+    Every rank must have loaded the same weights and keeps its part; embeddings and the output layer are not split.
+    Caches built from the result's ``cache_layout`` hold this rank's kv heads.
 
     Args:
         model: `caramba_fast.models.Transformer`, standard or decoupled.
@@ -150,8 +152,9 @@ def tensor_parallel(model: Any, group: RankGroup) -> ParallelModel:
         the model as a `LanguageModel`, whose logits are the same on every rank.
 
     Raises:
-        TypeError: the model is no native Transformer.
-        ValueError: kv heads or the MLP's width do not divide by the number of ranks, or it is split already.
+        TypeError: the model is not a native Transformer.
+        ValueError: the kv heads or the MLP's width are not divisible by the number of ranks, or the model is split
+            already.
     """
     whole, blocks = _checked(model, group.size)
     layout = [own_heads(shape, group) for shape in whole]
@@ -168,14 +171,14 @@ def tensor_parallel(model: Any, group: RankGroup) -> ParallelModel:
 
 
 def _checked(model: Any, size: int) -> tuple[list[AnyLayerShape], Sequence[Any]]:
-    """The model's whole layout and its blocks, once it is known that they can be split."""
+    """The model's whole layout and its blocks; raises if they cannot be split."""
     blocks = getattr(getattr(model, "model", None), "layers", None)
     if not isinstance(blocks, nn.ModuleList) or not hasattr(type(model), "cache_layout"):
         raise TypeError(
             f"model is a {type(model).__name__}; tensor parallelism is for caramba_fast.models.Transformer"
         )
     found: Any = blocks
-    if hasattr(model, "split_projections"):  # whatever loaded it has merged them
+    if hasattr(model, "split_projections"):  # the loader may have merged them
         model.split_projections()
     if any(hasattr(block, "split_over") for block in found):
         raise ValueError(
@@ -193,7 +196,7 @@ def _checked(model: Any, size: int) -> tuple[list[AnyLayerShape], Sequence[Any]]
 
 
 def _plan(block: nn.Module) -> dict[str, ParallelStyle]:
-    """How each projection of a block is split."""
+    """The split of each projection of a block."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel  # noqa: PLC0415
 
     plan: dict[str, ParallelStyle] = {}
@@ -205,7 +208,7 @@ def _plan(block: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def _keep_own_heads(attention: Any, group: RankGroup) -> None:
-    """The attention works on this rank's heads from now on."""
+    """Restricts the attention to this rank's heads."""
     for name in NULLS:
         whole = getattr(attention, name, None)
         if whole is not None:
@@ -221,9 +224,9 @@ def _own(x: Tensor, group: RankGroup) -> Tensor:
 
 
 def own_heads(shape: AnyLayerShape, group: RankGroup) -> AnyLayerShape:
-    """What a layer caches of this rank's heads."""
+    """The cache shape of this rank's heads of a layer."""
     size, known = group.size, shape.query_rms
-    if known is not None and size > 1:  # asked before the model is split
+    if known is not None and size > 1:  # evaluated before the model is split
         rms = {name: _own(x, group) for name, x in known().items()}
         shape = replace(shape, query_rms=lambda: rms)
     if isinstance(shape, DecoupledLayerShape):

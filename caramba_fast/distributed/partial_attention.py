@@ -1,17 +1,17 @@
-"""Partial attentions of all ranks become the attention: one collective a layer, then an exact merge.
+"""Combines the partial attention of all ranks: one all-gather per layer, then an exact merge.
 
-Each rank sends its output and its lse as one run of bytes, and every rank merges what it received in the order of the
-ranks (`merge_state`), so that all of them hold the same bits. One ``all_gather`` of ``n`` bytes brings ``(W - 1) n``
-bytes to each of W ranks. Sums of exp-weighted outputs through ``all_reduce`` would bring ``2 (W - 1) / W * n``, less
-from four ranks on, but need the largest lse first, a second collective that waits for the first; a decode step
-moves kilobytes, where a collective costs its latency, not its bytes.
+Each rank sends its output and lse as one byte tensor, and every rank merges what it receives in rank order
+(`merge_state`), so that all ranks get bitwise the same result. An ``all_gather`` of ``n`` bytes brings ``(W - 1) n``
+bytes to each of W ranks. An ``all_reduce`` of exp-weighted outputs would bring ``2 (W - 1) / W * n``, less from four
+ranks on, but needs the largest lse first, which is a second, dependent collective; a decode step moves kilobytes, and
+the cost of a collective is then its latency.
 
-A rank's part is that over its own pages, by the calls `placement` lists. Keys less than ``residual_len`` behind a query
-are read in fp16 from a ring, wherever their codes are. The ring is small, so every rank has it, whole; one of them
-attends to it. It is the ring of an ordinary layer cache that has no pages: what it is given goes to the ring, its codes
-nowhere. Reading it with a window of ``residual_len`` tokens leaves nothing visible but what comes from the ring. By
-channel that is not one number of tokens for all queries: stretches of queries that read the same groups from the ring
-are taken one after the other, and what lies before these groups is hidden as padding is.
+A rank attends over its own pages, with the calls that `placement` lists. Keys less than ``residual_len`` behind a query
+are read in fp16 from a ring, whichever rank has their codes. The ring is small, so every rank has a complete copy; one
+rank attends to it. It is the ring of an ordinary layer cache without pages: appended tokens go to the ring and their
+codes are discarded. With a window of ``residual_len`` tokens, attention sees only keys in the ring. With per-channel
+quantization, the number of such tokens differs between queries: runs of queries that read the same groups from the
+ring are computed one after the other, and everything before these groups is masked as padding.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def gather_and_merge(out: Tensor, lse: Tensor, group: RankGroup) -> State:
     """The attention over the keys of all ranks.
 
     Args:
-        out: (B, H_q, T, D_v) float32, float16 or bfloat16, this rank's part.
-        lse: (B, H_q, T) float32, -inf where this rank holds no key a query sees.
+        out: (B, H_q, T, D_v) float32, float16 or bfloat16, this rank's partial output.
+        lse: (B, H_q, T) float32, -inf if this rank has no key that the query sees.
 
     Returns:
-        out and lse of the same shapes and dtypes, bit for bit the same on every rank.
+        out and lse of the same shapes and dtypes, bitwise the same on every rank.
     """
     if group.size == 1:
         return out, lse
@@ -58,13 +58,13 @@ def gather_and_merge(out: Tensor, lse: Tensor, group: RankGroup) -> State:
 
 
 def packed(out: Tensor, lse: Tensor) -> Tensor:
-    """(B, H_q, T, bytes) uint8: the bytes of an output and, behind them, of its lse."""
+    """(B, H_q, T, bytes) uint8: the bytes of an output, followed by those of its lse."""
     parts = (out.contiguous().view(torch.uint8), lse.contiguous()[..., None].view(torch.uint8))
     return torch.cat(parts, dim=-1)
 
 
 def merge_all(outs: Tensor, lses: Tensor) -> State:
-    """Merges partial attentions (N, ..., T, D) and (N, ..., T) float32, halves with halves."""
+    """Merges partial outputs (N, ..., T, D) with lse (N, ..., T) float32, pairwise as a binary tree."""
     while len(outs) > 1:
         half = len(outs) // 2
         out, lse = merge_state(
@@ -82,13 +82,13 @@ def with_extras(
     extras: dict[str, Any],
     softcap: float,
 ) -> State:
-    """Adds what every query sees besides the cached keys, once and after the ranks' parts.
+    """Adds null keys and sinks (``s_aux``), which every query sees, once, after the ranks' parts are merged.
 
     Args:
         state: out (B, H_q, T, D_v) and lse (B, H_q, T).
         queries: (B, H_q, T, D) of each key stream; ``scales`` multiply their products with keys.
-        extras: ``null_...`` (H_kv, D) of each key stream in order and of v, and ``s_aux`` (H_q,), those given.
-        softcap: of logits, 0 for none.
+        extras: those given of ``null_...`` (H_kv, D) of each key stream in order and of v, and ``s_aux`` (H_q,).
+        softcap: logit softcap, 0 for none.
     """
     out, lse = state[0].float(), state[1]
     nulls = [x for name, x in extras.items() if name.startswith("null_") and x is not None]
@@ -114,7 +114,7 @@ def default_scale(q: Tensor) -> float:
 
 
 def nothing(queries: Sequence[Tensor], v_dim: int) -> State:
-    """What a rank that holds no key gives: out 0 and lse -inf."""
+    """The state of a rank without keys: out 0 and lse -inf."""
     q = queries[0]
     return q.new_zeros((*q.shape[:3], v_dim)), q.new_full(
         q.shape[:3], -torch.inf, dtype=torch.float32
@@ -124,17 +124,17 @@ def nothing(queries: Sequence[Tensor], v_dim: int) -> State:
 def attend_to_pages(
     cache: LayerCache, queries: Sequence[Tensor], calls: Sequence[Call], options: dict[str, Any]
 ) -> State:
-    """The queries over the pages of this rank.
+    """Attention over the pages of this rank.
 
     Args:
-        cache: paged; what this rank holds, its rows in local slots.
+        cache: this rank's tokens, paged, in local slots.
         queries: (B, H_q, T, D) of each key stream.
-        calls: which of them see what.
-        options: those of the ops that do not say who sees what.
+        calls: which queries see which keys.
+        options: options of the ops other than masking.
 
     Returns:
-        out (B, H_q, T, D_v) in the queries' dtype and lse (B, H_q, T) float32; 0 and -inf where a query sees no key
-        of this rank.
+        out (B, H_q, T, D_v) in the queries' dtype and lse (B, H_q, T) float32; 0 and -inf if a query sees no key of
+        this rank.
     """
     if len(calls) == 1 and calls[0].whole:
         return _run(cache, list(queries), calls[0], options)
@@ -175,19 +175,19 @@ def _run(cache: LayerCache, queries: list[Tensor], call: Call, options: dict[str
 
 
 def _of_rows(cache: LayerCache, call: Call) -> LayerPlans:
-    """Reads with the sinks and rings of the call's rows; pages are those of any row."""
+    """The layer's plans with the sinks and rings of the call's rows."""
     streams = {name: stream.select_rows(call.rows, None) for name, stream in cache.streams.items()}
     return LayerPlans(streams, cache.n_kv_heads)
 
 
-#: Tokens of the one page the ring's cache has, which holds zeros: as few as a page can have, or a group by channel.
+#: Tokens of the ring cache's only page, which holds zeros: the smallest page (or a group with per-channel codes).
 ZEROS = PAGE_MULTIPLE
 
 
 class NoPages(PageTable):
-    """The page table of a cache that keeps no codes.
+    """The page table of a cache without codes.
 
-    Writing finds no page; reading finds one page of zeros wherever it looks, which no query sees.
+    Writes are discarded; reads always get the same page of zeros, which no query sees.
     """
 
     def __init__(self, batch_size: int, pages: int, size: int, device: torch.device) -> None:
@@ -195,7 +195,7 @@ class NoPages(PageTable):
         self._zeros = torch.zeros_like(self.tensor)
 
     def columns(self, longest: int) -> Tensor:  # noqa: ARG002 - there is one page, whatever the length
-        """(B, pages) int32, the page of zeros."""
+        """(B, pages) int32, all the page of zeros."""
         return self._zeros
 
     def reserve(self, held: Sequence[int], added: Sequence[int]) -> list[tuple[int, int]]:  # noqa: ARG002
@@ -209,23 +209,23 @@ class NoPages(PageTable):
         """Nothing to do."""
 
     def select_rows(self, rows: Sequence[int]) -> NoPages:
-        """The same for other rows."""
+        """A table for the given rows."""
         return NoPages(len(rows), self.tensor.shape[1], self.page_size, self.tensor.device)
 
 
 def ring_config(config: KVCacheTensorConfig) -> KVCacheTensorConfig:
-    """Storage of a cache that is used for its ring alone: ``config`` without sinks."""
+    """Storage of the ring's cache: ``config`` without sinks."""
     return config.model_copy(update={"sink_len": 0})
 
 
 def without_ring(config: KVCacheTensorConfig, *, sinks: bool) -> KVCacheTensorConfig:
-    """Storage of the pages: ``config`` without the tail, and with its sinks or without."""
+    """Storage of the pages: ``config`` without the fp16 tail, and with or without its sinks."""
     change = {"residual_len": 0} if sinks else {"residual_len": 0, "sink_len": 0}
     return config.model_copy(update=change)
 
 
 def as_ring(cache: LayerCache) -> LayerCache:
-    """Turns a fresh paged cache of one page into one that keeps its ring alone."""
+    """Turns a new paged cache of one page into one that stores only its ring."""
     assert cache.pages is not None
     for stream in cache.streams.values():
         for buffer in stream.token_buffers:
@@ -242,7 +242,7 @@ def attend_to_ring(
     asked: Queries,
     options: dict[str, Any],
 ) -> State:
-    """The queries over the keys that no rank reads from codes for them, of those in their window."""
+    """Attention over the keys that are read from the ring, those in the queries' window."""
     if asked.group > 1:
         found = _attend_to_groups(ring, queries, asked, options)
         if not before:
@@ -258,7 +258,7 @@ def attend_to_ring(
 def _attend_to_groups(
     ring: LayerCache, queries: Sequence[Tensor], asked: Queries, options: dict[str, Any]
 ) -> State:
-    """`attend_to_ring` by channel: stretches of queries that read the same groups of their rows."""
+    """`attend_to_ring` for per-channel codes: runs of queries that read the same groups of their rows."""
     assert ring.pages is not None
     start, count = np.array(asked.start), np.array(asked.count)
     first = asked.encoded(start[:, None] + np.arange(asked.tokens)).clip(min=0)

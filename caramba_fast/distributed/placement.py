@@ -1,19 +1,19 @@
-"""Which rank holds which tokens of a row, and what each rank does for one append or one read.
+"""Which rank stores which tokens of a row, and what each rank does for one append or one read.
 
-`PageSpread`: page ``p`` of a row holds tokens ``p * page_size`` and on. Pages go round the ranks in turn; a rank that
-has no room left is passed over. Where a page goes depends on its number alone, never on the row or on what was removed
-before, so that every rank finds the same answer on its own.
+`PageSpread`: page ``p`` of a row has the tokens from ``p * page_size`` on. Pages are assigned round-robin; a rank
+without room is skipped. The rank of a page depends only on ``p``, not on the row or on removed tokens, so that every
+rank computes the same answer without communication.
 
-`Placement`: a rank's tokens of a row lie one behind the other in its own cache, so a local slot is no position. What a
-query may see is therefore put as a number: it sees the first ``c`` of the rank's tokens of its row, those at or before
-its own position. Along the queries of a row, ``c`` grows by one where the rank holds the query's own token and stays
-where it does not. Both are calls of the ordinary ops:
+`Placement`: a rank stores its tokens of a row contiguously, so a local slot is not a position. The causal mask is
+therefore a count: a query sees the first ``c`` of the rank's tokens of its row, those at or before its own position.
+From one query of a row to the next, ``c`` grows by one if the rank stores the query's own token, else it stays. Both
+cases are calls of the ordinary ops:
 
-    growing   the causal rule of decode and extend attention, over ``c`` of the last query
-    level     all queries see the same keys: as many query heads more, of one query token each
+    growing   causal decode or extend attention, over the ``c`` of the last query
+    level     all queries see the same keys: they are passed as additional query heads of one query token
 
-Queries of all rows and stretches of one sort are one call, whose rows name the pages of the row they belong to. With
-a window, queries are put together by how many of the rank's tokens theirs holds, one call for each such number.
+All runs of one kind, of all rows, are one call; each run is a row of the call and uses the pages of its cache row. With
+a sliding window, queries are grouped by how many of the rank's tokens are in their window, one call per number.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class PageSpread:
         max_seq_len: tokens a row can hold over all ranks.
         world_size: ranks.
         page_size: tokens of a page, a multiple of 32.
-        rank_tokens: most tokens of a row that each rank holds, in whole pages; by default the ranks share
-            ``max_seq_len`` evenly.
+        rank_tokens: for each rank, the most tokens of a row it holds, rounded down to whole pages; by default the
+            ranks share ``max_seq_len`` evenly.
 
     Attributes:
         owners: (pages,) int64, the rank of each page of a row.
@@ -68,7 +68,7 @@ class PageSpread:
         self.owners = _in_turn(pages, self._room(pages, rank_tokens))
         held = self.owners[:, None] == np.arange(world_size)
         self._before = np.vstack((np.zeros((1, world_size), np.int64), held.cumsum(0)))
-        self._held = np.vstack((held, np.zeros((1, world_size), bool)))  # no page behind the last
+        self._held = np.vstack((held, np.zeros((1, world_size), bool)))  # no page after the last
 
     def _room(self, pages: int, rank_tokens: Sequence[int] | None) -> list[int]:
         """Pages of a row that each rank has room for."""
@@ -93,34 +93,34 @@ class PageSpread:
         return np.flatnonzero(self.owners == rank)
 
     def tokens_of(self, rank: int) -> int:
-        """Most tokens of a row that ``rank`` holds."""
+        """The most tokens of a row that ``rank`` holds."""
         return len(self.pages_of(rank)) * self.page_size
 
     def held(self, rank: int, position: Counts) -> Flags:
-        """Whether ``rank`` holds the tokens at ``position`` (any shape), 0 to the end of the last page."""
+        """Whether ``rank`` holds the tokens at ``position`` (any shape), from 0 to the end of the last page."""
         return self._held[position // self.page_size, rank]
 
     def count(self, rank: int, tokens: Counts) -> Counts:
-        """How many of the first ``tokens`` (any shape) of a row ``rank`` holds; none of a negative number."""
+        """How many of the first ``tokens`` (any shape) of a row ``rank`` holds; 0 for negative ``tokens``."""
         tokens = np.clip(tokens, 0, self.max_seq_len)
         page, rest = np.divmod(tokens, self.page_size)
         whole = self._before[page, rank] * self.page_size
         return whole + np.where(self._held[page, rank], rest, 0)
 
     def positions_of(self, rank: int, start: int, stop: int) -> Counts:
-        """Which of the positions ``start`` to ``stop`` of a row ``rank`` holds."""
+        """The positions from ``start`` up to ``stop`` of a row that ``rank`` holds."""
         position = np.arange(start, stop)
         return position[self.held(rank, position)]
 
 
 def check_page_size(page_size: int) -> None:
-    """Raises ValueError unless pages of this size can be read."""
+    """Raises ValueError for a page size that the ops do not support."""
     if type(page_size) is not int or page_size < 1 or page_size % PAGE_MULTIPLE:
         raise ValueError(f"page_size is {page_size!r}; a multiple of {PAGE_MULTIPLE} is needed")
 
 
 def check_rank_tokens(rank_tokens: Sequence[int], world_size: int) -> None:
-    """Raises ValueError unless there is a count for each rank."""
+    """Raises ValueError unless there is a valid count for each rank."""
     if len(rank_tokens) != world_size or min(rank_tokens) < 0:
         raise ValueError(
             f"rank_tokens is {list(rank_tokens)}; one count of 0 or more for each of {world_size} ranks is needed"
@@ -128,7 +128,7 @@ def check_rank_tokens(rank_tokens: Sequence[int], world_size: int) -> None:
 
 
 def _in_turn(pages: int, room: list[int]) -> Counts:
-    """The owner of each page: ranks in turn, those that are full left out."""
+    """The owner of each page: round-robin over the ranks, skipping full ones."""
     left, owners = list(room), np.empty(pages, np.int64)
     rank = 0
     for page in range(pages):
@@ -140,7 +140,7 @@ def _in_turn(pages: int, room: list[int]) -> Counts:
     return owners
 
 
-#: Most queries of one level stretch; bounds what one call gives back.
+#: Most queries of one level run; bounds the output size of a call.
 LEVEL_QUERIES = 512
 
 
@@ -149,8 +149,8 @@ class Append:
     """Which of T new tokens a rank stores.
 
     Attributes:
-        counts: how many of each row.
-        index: (B, most) int64 on the device, which of the T tokens these are; None for the first ones of each row.
+        counts: number of tokens of each row.
+        index: (B, most) int64 on the device, their indices among the T tokens; None for the first ones of each row.
         most: the largest count.
     """
 
@@ -164,15 +164,15 @@ class Call:
     """One call of an attention op: J rows of N queries.
 
     Attributes:
-        rows: (J,) int64, the cache's row each belongs to.
-        tokens: (J, N) int64, the query tokens.
-        kept: (K,) int64, which of the J * N are real; None for all.
-        seqlens: (J,) int32, local tokens the last real query sees.
+        rows: (J,) int64, cache row of each row of the call.
+        tokens: (J, N) int64, indices of the query tokens.
+        kept: (K,) int64, which of the J * N are real, not padding; None for all.
+        seqlens: (J,) int32, local tokens that the last real query sees.
         query_lens: (J,) int32, real queries of each row; None for all.
-        grows: whether every query sees one token more than the one before.
+        grows: whether each query sees one more token than the one before.
         left: local tokens before the newest that a query sees; -1 for all.
         longest: the largest of ``seqlens``.
-        whole: whether these are all queries in order.
+        whole: whether these are all queries, in order.
     """
 
     rows: Tensor
@@ -194,9 +194,10 @@ class Queries:
         start: position of the first query of each row.
         count: real queries of each row.
         tokens: T, padding included.
-        behind: keys less than this many tokens behind a query are read elsewhere (the fp16 tail).
+        behind: keys less than this many tokens behind a query are read from the fp16 tail, not from codes.
         left: tokens before its own that a query sees; -1 for all.
-        group: tokens that are encoded together: those of a group are read elsewhere until its last one is far enough.
+        group: tokens that are encoded together; a group is read from the tail until its last token is ``behind`` or
+            more tokens behind the query.
     """
 
     start: tuple[int, ...]
@@ -207,17 +208,17 @@ class Queries:
     group: int = 1
 
     def encoded(self, position: Counts) -> Counts:
-        """Tokens that queries at ``position`` read from codes, counted from the first; below 0 for none."""
+        """How many of the first tokens queries at ``position`` read from codes; negative for none."""
         return (position - self.behind + 1) // self.group * self.group
 
 
 class Placement:
-    """Placement of one rank; the latest of each sort is kept, since every layer asks for the same.
+    """Placement of one rank. Caches the latest append and read, since every layer asks for the same.
 
     Args:
-        spread: which rank holds what.
-        rank: this one.
-        device: where index tensors go.
+        spread: which rank holds which pages.
+        rank: this rank.
+        device: device of index tensors.
     """
 
     def __init__(self, spread: PageSpread, rank: int, device: torch.device) -> None:
@@ -226,7 +227,7 @@ class Placement:
         self._read: tuple[object, list[Call]] | None = None
 
     def append(self, held: Sequence[int], added: Sequence[int], tokens: int) -> Append:
-        """Which of ``tokens`` new tokens go here, row b holding ``held[b]`` and taking ``added[b]``."""
+        """Which of ``tokens`` new tokens this rank stores; row b holds ``held[b]`` tokens and gets ``added[b]``."""
         key = (tuple(held), tuple(added), tokens)
         if self._append is None or self._append[0] != key:
             self._append = key, self._find_append(np.array(held), np.array(added), tokens)
@@ -243,7 +244,7 @@ class Placement:
         return Append(counts.tolist(), None if in_front else self._on_device(index), most)
 
     def read(self, queries: Queries) -> list[Call]:
-        """The calls that give this rank's part of the attention; none where no query sees a token here."""
+        """The calls that compute this rank's part of the attention; empty if no query sees a token here."""
         if self._read is None or self._read[0] != queries:
             self._read = queries, self._find_read(queries)
         return self._read[1]
@@ -261,7 +262,7 @@ class Placement:
         return self._level(seen, real) if queries.group > 1 else self._whole(seen, end, real)
 
     def _level(self, seen: Counts, real: Flags) -> list[Call]:
-        """Calls of queries of which some in a row see the same whole groups."""
+        """Calls for grouped codes: consecutive queries see the same whole groups."""
         runs = []
         for row, count in enumerate(real.sum(1).tolist()):
             edges = [0, *(np.flatnonzero(np.diff(seen[row, :count])) + 1).tolist(), count]
@@ -271,7 +272,7 @@ class Placement:
         return [self._call(np.array(runs), seen, False)] if runs else []
 
     def _whole(self, seen: Counts, end: Counts, real: Flags) -> list[Call]:
-        """Calls of queries that see all tokens before theirs; ``end`` is what they see over all ranks."""
+        """Calls of queries that see all earlier tokens; ``end`` is the number they see over all ranks."""
         if not seen.any():
             return []
         own = np.clip(end - 1, 0, None)
@@ -282,7 +283,7 @@ class Placement:
                 growing = bool(grows[row, start])
                 if growing or seen[row, start] > 0:
                     found[growing] += _cut(row, start, stop, 0 if growing else LEVEL_QUERIES)
-        if seen.shape[1] == 1:  # one query a row sees what it sees
+        if seen.shape[1] == 1:  # one query per row: both kinds are the same
             found = {True: [(row, 0, 1) for row in range(len(seen))], False: []}
         return [
             self._call(np.array(runs), seen, growing) for growing, runs in found.items() if runs
@@ -311,7 +312,7 @@ class Placement:
         )
 
     def _windowed(self, seen: Counts, inside: Counts) -> list[Call]:
-        """Calls of queries that see the newest ``inside`` of ``seen`` tokens; none for those that see none."""
+        """Calls of queries that see the newest ``inside`` of ``seen`` tokens; queries that see none are left out."""
         calls = []
         for width in np.unique(inside[inside > 0]).tolist():
             rows, token = np.nonzero(inside == width)
@@ -339,7 +340,7 @@ class Placement:
 
 
 def _stretches(flags: Flags) -> list[tuple[int, int]]:
-    """Where a row of flags stays the same: (start, stop) of each stretch."""
+    """Runs of equal flags, (start, stop) each."""
     if not len(flags):
         return []
     edges = [0, *(np.flatnonzero(flags[1:] != flags[:-1]) + 1).tolist(), len(flags)]
@@ -347,6 +348,6 @@ def _stretches(flags: Flags) -> list[tuple[int, int]]:
 
 
 def _cut(row: int, start: int, stop: int, most: int) -> list[tuple[int, int, int]]:
-    """A stretch of a row in pieces of at most ``most`` queries; 0 for one piece."""
+    """Splits a run of a row into pieces of at most ``most`` queries; 0 for one piece."""
     step = most or stop - start
     return [(row, first, min(first + step, stop)) for first in range(start, stop, step)]

@@ -1,4 +1,4 @@
-"""Manifests: runs written down in YAML, so that they can be repeated."""
+"""Manifests: YAML files that describe reproducible runs."""
 
 from caramba_fast.manifest.load import load_manifest, read_manifest
 from caramba_fast.manifest.prepare import Prepared, prepare

@@ -1,4 +1,4 @@
-"""From YAML to a `Manifest`."""
+"""Loads a `Manifest` from YAML."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from pydantic import ValidationError
 from caramba_fast.config.files import shown
 from caramba_fast.manifest.schema import Manifest, ManifestError, problems
 
-#: Bytes and values of the largest manifest that is read.
+#: Largest manifest that is read, in bytes and in values.
 LARGEST, MOST_VALUES = 2**20, 20_000
-#: What PyYAML raises for a value that does not fit its explicit tag, such as ``!!int ""``.
+#: What PyYAML raises for a value that does not match its explicit tag, such as ``!!int ""``.
 _BAD_TAG = (KeyError, IndexError, AttributeError, TypeError, OverflowError)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without code, and without keys that are given twice; ``<<: *anchor`` may be overridden."""
+    """Safe YAML that refuses duplicate keys; keys of ``<<: *anchor`` may be overridden."""
 
     nodes = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Counts what there is."""
+        """Limits the number of nodes."""
         self.nodes += 1
         if self.nodes > MOST_VALUES:
             raise ManifestError(f"it holds more than {MOST_VALUES} values")
         return super().compose_node(parent, index)
 
     def compose_document(self) -> Any:
-        """Counts what aliases would make of it before anything is made."""
+        """Limits the number of values after expansion of aliases, before anything is constructed."""
         root = super().compose_document()
         if _expanded(root, {}) > MOST_VALUES:
             raise ManifestError(f"its aliases make more than {MOST_VALUES} values of it")
@@ -52,9 +52,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def _expanded(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
-    """Values in a node, each alias counted as all that it stands for."""
+    """Number of values in a node, with aliases expanded."""
     if node not in known:
-        known[node] = MOST_VALUES + 1  # met again before it is known: it holds itself
+        known[node] = MOST_VALUES + 1  # reached again before it is known: it contains itself
         children: list[Any] = [] if isinstance(node, yaml.ScalarNode) else node.value
         if isinstance(node, yaml.MappingNode):
             children = [part for pair in children for part in pair]
@@ -66,8 +66,8 @@ def load_manifest(path: str | Path) -> Manifest:
     """The manifest in a file.
 
     Raises:
-        FileNotFoundError: there is none.
-        ManifestError: it is no YAML, has unknown keys, or settings that are wrong.
+        FileNotFoundError: the file does not exist.
+        ManifestError: it is not YAML, has unknown keys, or has invalid settings.
     """
     file = Path(path)
     if not file.is_file():
@@ -84,7 +84,7 @@ def load_manifest(path: str | Path) -> Manifest:
 
 
 def read_manifest(text: str) -> Manifest:
-    """The manifest in a text.
+    """The manifest in a string.
 
     Raises:
         ManifestError: as `load_manifest`.

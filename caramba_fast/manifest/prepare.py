@@ -1,6 +1,6 @@
-"""Everything about a manifest that can be wrong and can be seen before the first run: files, prompts, settings.
+"""Checks everything in a manifest that can be checked before the first run: files, prompts, settings.
 
-Settings are held against each model without its weights, so that nothing large is read.
+Settings are checked against each model without its weights, so that nothing large is read.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from caramba_fast.models.registry import LOOKUP, check_device, model_folder, ske
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that may begin.
+    """A run that has been checked.
 
     Attributes:
-        spec: what the manifest says.
+        spec: the run in the manifest.
         configs: settings by cache kind, the run's own first; more than one only in mode benchmark.
         prompts: texts; ids: their tokens.
         draft: checkpoint folder of the draft model, or None.
@@ -49,7 +49,7 @@ class PreparedRun:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A target whose runs may begin; ``folder`` is its model's."""
+    """A target whose runs have been checked; ``folder`` is its model's."""
 
     target: Target
     folder: Path
@@ -65,19 +65,19 @@ def prepare(
     prompt: str | None = None,
     force: bool = False,
 ) -> list[Prepared]:
-    """Checks what is to be run.
+    """Checks the runs of a manifest.
 
     Args:
-        manifest: what to do.
-        folder: what relative paths in it start from.
-        only: the one target, run, or "target/run" to do.
-        prompt: instead of the prompts of the manifest.
-        force: replace outputs that are no reports of ours.
+        manifest: the manifest.
+        folder: base folder of its relative paths.
+        only: run only this target, run, or "target/run".
+        prompt: replaces the prompts of the manifest.
+        force: allow overwriting outputs that are not reports of this package.
 
     Raises:
-        ManifestError: nothing is called ``only``; a model, tokenizer or prompt file is not there; a
-            prompt is empty or too long; settings do not fit the model; a file would be written outside the
-            folder, or in place of another kind. The message begins with the path.
+        ManifestError: nothing is named ``only``; a model, tokenizer or prompt file is missing; a prompt is empty or
+            too long; settings do not fit the model; a file would be written outside the folder, or over a file of
+            another kind. The message begins with the path of the key.
     """
     found = []
     for index, target in enumerate(manifest.targets):
@@ -152,7 +152,7 @@ def _prompts(path: str, run: RunSpec, folder: Path) -> list[str]:
 
 
 def _rooted(config: GenerateConfig, folder: Path) -> GenerateConfig:
-    """The settings with paths that start from ``folder``."""
+    """The settings with relative paths resolved against ``folder``."""
     plan = config.cache_plan_path
     return config if plan is None else config.updated(cache_plan_path=folder / plan)
 
@@ -165,7 +165,7 @@ def _output(target: Target, run: RunSpec, folder: Path) -> Path | None:
 
 
 def _check_inside(path: str, given: Path, folder: Path) -> None:
-    """Raises ManifestError where a file to write is not in the manifest's folder, links followed."""
+    """Raises ManifestError if an output file, with links resolved, is not in the manifest's folder."""
     if not (folder / given).resolve().is_relative_to(folder.resolve()):
         raise ManifestError(
             f"{path}={str(given)!r} is outside the manifest's folder; a relative path that stays in it is allowed"
@@ -173,7 +173,7 @@ def _check_inside(path: str, given: Path, folder: Path) -> None:
 
 
 def _check_room(config: GenerateConfig, ids: list[list[int]]) -> None:
-    """Raises ValueError unless prompts and what follows fit the cache."""
+    """Raises ValueError unless prompts and new tokens fit into the cache."""
     lens = [len(row) for row in ids]
     for row, (length, limit) in enumerate(zip(lens, row_limits(config, lens), strict=True)):
         if length + limit - 1 > config.max_seq_len:
@@ -186,16 +186,16 @@ def _check_room(config: GenerateConfig, ids: list[list[int]]) -> None:
 def _check_settings(
     path: str, run: PreparedRun, outline: LanguageModel, tokenizer: TextTokenizer
 ) -> None:
-    """Raises ManifestError unless every configuration of the run fits the model, and the draft too."""
+    """Raises ManifestError unless every configuration of the run fits the model and the draft."""
     draft = None
     if run.draft is not None:
         with at(f"{path}.draft_model={run.spec.draft_model!r}"):
             draft = sketch(run.draft)
             if draft is None:
-                return  # only its loader can say
+                return  # only loading it can tell
     for config in run.configs.values():
         with at(f"{path}.{run.spec.settings_key}"):
-            # Random numbers need a device, which an outline has not.
+            # A seeded generator needs a device, and an outline has none.
             build(outline, draft, config.updated(seed=None), tokenizer)
 
 
@@ -205,14 +205,14 @@ def build(
     config: GenerateConfig,
     tokenizer: TextTokenizer,
 ) -> Generator:
-    """The generator for these settings, with a draft where they are a `SpeculativeConfig`."""
+    """The generator for these settings; with a draft if they are a `SpeculativeConfig`."""
     if isinstance(config, SpeculativeConfig):
         return SpeculativeGenerator(model, draft, config, tokenizer=tokenizer)
     return Generator(model, config, tokenizer=tokenizer)
 
 
 def _check_outputs(found: list[Prepared], force: bool) -> None:
-    """Raises ManifestError where two runs write one file, or one cannot be written."""
+    """Raises ManifestError if two runs write the same file, or a file cannot be written."""
     seen: dict[Path, str] = {}
     written = [
         (f"{ready.target.name}/{r.spec.id}", r.output) for ready in found for r in ready.runs

@@ -1,4 +1,4 @@
-"""Runs what a manifest says, in order, and writes what came of each run."""
+"""Runs a manifest in order and writes the report of each run."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def run_manifest(
     force: bool = False,
     say: Say = lambda _: None,
 ) -> Iterator[RunReport]:
-    """Runs every run of every target, or those chosen; everything is checked before the first begins.
+    """Runs all runs of all targets, or those selected; checks everything before the first one starts.
 
     Args:
         manifest, folder, only, prompt, force: as `prepare`.
-        say: told what is being done.
+        say: called with progress messages.
 
     Yields:
-        a report for each run, after its output file was written.
+        the report of each run, after its output file has been written.
 
     Raises:
         ManifestError: as `prepare`.
@@ -52,7 +52,7 @@ def run_manifest(
 
 
 def _target_done(ready: Prepared, say: Say) -> Iterator[RunReport]:
-    """Reports of one target's runs; its model is freed before the next one's is loaded."""
+    """Reports of one target's runs; its model is freed before the next target's is loaded."""
     target = ready.target
     say(f"{target.name}: loading {target.model}")
     model = open_model(ready.folder, target.device, target.dtype)
@@ -62,7 +62,7 @@ def _target_done(ready: Prepared, say: Say) -> Iterator[RunReport]:
 
 
 def _done(ready: Prepared, run: PreparedRun, model: LanguageModel) -> RunReport:
-    """The report of one run, after its file was written."""
+    """Runs one run, writes its file, and returns its report."""
     target, texts = ready.target, list[str]()
     draft = None if run.draft is None else open_model(run.draft, target.device, target.dtype)
     if run.spec.mode == "benchmark":
@@ -81,7 +81,7 @@ def _done(ready: Prepared, run: PreparedRun, model: LanguageModel) -> RunReport:
 
 
 def _settings(target: Target, run: PreparedRun) -> dict[str, Any]:
-    """What was given, as JSON types."""
+    """The given settings, as JSON types."""
     kept = {"device": target.device, "dtype": target.dtype}
     spec = run.spec.model_dump(mode="json", exclude_unset=True)
     wanted = (run.spec.settings_key, "draft_model", "benchmark")
@@ -103,7 +103,7 @@ def _written(
 def _measured(
     run: PreparedRun, model: LanguageModel, draft: LanguageModel | None, tokenizer: TextTokenizer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(metrics, reports) by cache kind; kinds take turns, so that whatever else the machine does slows all alike."""
+    """(metrics, reports) by cache kind; kinds are timed in turn, so that other load slows all of them alike."""
     how = run.spec.benchmark or Benchmark()
     generators = {
         kind: build(model, draft, config, tokenizer) for kind, config in run.configs.items()

@@ -1,4 +1,4 @@
-"""What a manifest may say, what a report of a run holds, and what is wrong with either, in words.
+"""The schema of manifests and run reports, and readable error messages.
 
 ```yaml
 targets:
@@ -50,12 +50,12 @@ from caramba_fast.infer.policy_fields import CachePolicyFields
 from caramba_fast.models.registry import LOOKUP
 
 Name = Annotated[str, Field(min_length=1)]
-#: What runs write when a manifest names no prompt.
+#: Prompt of runs that have none.
 DEFAULT_PROMPT = "import os\n\ndef main():\n"
 
 
 class Part(BaseModel):
-    """What every part of a manifest shares: unknown keys are refused."""
+    """Base of all parts of a manifest: refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -65,9 +65,9 @@ class Benchmark(Part):
 
     Attributes:
         repeats: timed generations of each cache kind; medians are reported.
-        warmup: generations before them that are not counted.
-        compare: cache kinds timed in turn with the run's own, in the same rounds; with all other settings the
-            same, except those of ``cache: auto``.
+        warmup: untimed generations before them.
+        compare: cache kinds timed in turn with the run's own, in the same rounds; all other settings are the same,
+            except those of ``cache: auto``.
     """
 
     repeats: int = Field(default=5, ge=1)
@@ -77,7 +77,7 @@ class Benchmark(Part):
     @field_validator("compare")
     @classmethod
     def _known(cls, kinds: tuple[str, ...]) -> tuple[str, ...]:
-        """Canonical names, each once."""
+        """Canonical names, without duplicates."""
         return tuple(dict.fromkeys(AUTO if kind == AUTO else short_name(kind) for kind in kinds))
 
 
@@ -87,9 +87,10 @@ class RunSpec(Part):
     Attributes:
         id: its name, unique in its target.
         mode: "generate" writes text; "benchmark" measures and writes the metrics as JSON.
-        prompts: texts to continue, one row each; prompt_file: a text file, the whole of it one prompt.
+        prompts: texts to continue, one row each.
+        prompt_file: a text file that is one prompt.
         generate: settings.
-        speculative: settings with a draft, in their place.
+        speculative: settings with a draft, instead of ``generate``.
         draft_model: the draft of ``speculative``: "lookup", "demo:gqa", "demo:dba" or a folder.
         benchmark: how to measure.
         output: JSON file for the texts and metrics; by default none in mode generate, and TARGET-RUN.json in
@@ -121,19 +122,19 @@ class RunSpec(Part):
 
     @property
     def config(self) -> GenerateConfig:
-        """The settings, with or without a draft."""
+        """The settings: ``speculative`` or ``generate``."""
         return self.speculative or self.generate or GenerateConfig()
 
     @property
     def settings_key(self) -> str:
-        """The key ``config`` is under."""
+        """The key of ``config`` in the manifest."""
         return "generate" if self.speculative is None else "speculative"
 
     def compared(self) -> dict[str, GenerateConfig]:
-        """The settings of every cache kind that is timed, by its name; the run's own first.
+        """The settings of every timed cache kind, by name; the run's own first.
 
         Raises:
-            ValueError: settings of the run that a kind to compare with cannot have.
+            ValueError: a kind to compare with does not support the run's settings.
         """
         config = self.config
         kinds = {config.cache_name: config}
@@ -146,7 +147,7 @@ class RunSpec(Part):
 
 
 class Target(Part):
-    """A model and what is done with it.
+    """A model and its runs.
 
     Attributes:
         type: "experiment".
@@ -154,8 +155,8 @@ class Target(Part):
         model: "demo", "demo:gqa", "demo:dba", or a Hugging Face checkpoint folder, relative to the manifest.
         tokenizer: a tokenizer folder or file; by default the model's own.
         device: cpu, cuda or mps.
-        dtype: of the weights.
-        runs: in order.
+        dtype: dtype of the weights.
+        runs: runs in order.
     """
 
     type: Literal["experiment"] = "experiment"
@@ -177,8 +178,8 @@ class Manifest(Part):
 
     Attributes:
         version: 1.
-        name, notes: for readers.
-        targets: in order.
+        name, notes: free text.
+        targets: targets in order.
     """
 
     version: Literal[1] = 1
@@ -199,9 +200,9 @@ def _check_unique(what: str, names: list[str]) -> None:
 
 
 Place = tuple["int | str", ...]
-#: Wrong keys that are told at once.
+#: Most errors in one message.
 MOST_ERRORS = 16
-#: pydantic's words for what YAML calls otherwise.
+#: pydantic's words -> YAML's.
 _WORDS = {
     "Input should be a valid tuple": "a list is needed",
     "Input should be a valid dictionary or object to extract fields from": "a mapping is needed",
@@ -211,12 +212,12 @@ _WORDS = {
 
 
 class ManifestError(ValueError):
-    """A manifest that cannot be used; the message has the path of every wrong key."""
+    """An invalid manifest; the message has the path of every wrong key."""
 
 
 @contextlib.contextmanager
 def at(path: str) -> Iterator[None]:
-    """What goes wrong inside is a `ManifestError` that begins with ``path``."""
+    """Context that turns errors into a `ManifestError` whose message begins with ``path``."""
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -224,7 +225,7 @@ def at(path: str) -> Iterator[None]:
 
 
 def problems(error: ValidationError, raw: Any) -> list[str]:
-    """One line for every wrong key, without errors that follow from others."""
+    """One line per wrong key, without errors that follow from others."""
     found: dict[str, list[str]] = {}
     listed = error.errors()[:MOST_ERRORS]
     places = [item["loc"] for item in listed]
@@ -249,7 +250,7 @@ def _problem(item: Any, raw: Any) -> tuple[str, str]:
     reason = item["msg"].removeprefix("Value error, ")
     for words, ours in _WORDS.items():
         reason = ours if reason.startswith(words) else reason
-    # A reason about several keys of a mapping has their values in it.
+    # The reason of an error about several keys of a mapping already has their values.
     given = "" if isinstance(value, Mapping) or value in ([], ()) else f"={shown(value)}"
     return f"{path_of(place)}{given}", reason
 
@@ -263,7 +264,7 @@ def path_of(place: Place) -> str:
 
 
 def _reached(raw: Any, place: Place) -> tuple[Place, Any]:
-    """As far as ``place`` goes in the YAML (pydantic adds the names of alternatives), and what is there."""
+    """The part of ``place`` that exists in the YAML (pydantic adds names of alternatives), and the value there."""
     for index, part in enumerate(place):
         try:
             raw = raw[part]
@@ -293,7 +294,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def environment() -> dict[str, Any]:
-    """What figures depend on."""
+    """The environment that figures depend on."""
     return {
         "caramba_fast": __version__,
         "torch": torch.__version__,
@@ -308,17 +309,16 @@ def environment() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RunReport:
-    """What one run gave.
+    """The result of one run.
 
     Attributes:
-        target, run, mode: which.
-        model: as the manifest names it.
-        prompts: what was continued.
-        texts: what was written, a row of the batch each; empty in mode benchmark.
-        metrics: figures of the run; in mode benchmark for each cache kind, and of each figure its median, p20
-            and p80.
-        settings: of the run, as given.
-        report: what was in force; in mode benchmark for each cache kind.
+        target, run, mode: from the manifest.
+        model: as named in the manifest.
+        prompts: the prompts.
+        texts: the generated texts, one per row of the batch; empty in mode benchmark.
+        metrics: figures of the run; in mode benchmark by cache kind, with median, p20 and p80 of each figure.
+        settings: settings of the run, as given.
+        report: what was actually in effect; in mode benchmark by cache kind.
         output: the JSON file that was written, or None.
     """
 
@@ -334,13 +334,13 @@ class RunReport:
     output: Path | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as JSON types."""
         written = {name: value for name, value in vars(self).items() if name != "output"}
         return {**written, "environment": environment()}
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a whole file or nothing; figures that are not finite become null."""
+    """Writes a JSON file atomically; non-finite figures become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_finite_value(content), indent=2, ensure_ascii=False, allow_nan=False)
     with replacing(path) as stream:
@@ -348,7 +348,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def is_report(path: Path) -> bool:
-    """Whether a file is what `write_json` made of a `RunReport`."""
+    """Whether a file is a `RunReport` written by `write_json`."""
     try:
         found = read_json(path)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Policy: which cache a model gets on a device, and how reads of it adapt to its length."""
+"""Policy: chooses the cache for a model on a device, and how attention adapts to the cache's length."""
 
 from caramba_fast.cache import AttentionLimits
 from caramba_fast.infer.cache_choice import register_chooser

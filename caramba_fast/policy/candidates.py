@@ -1,4 +1,4 @@
-"""Which caches are considered, and how many bytes each takes, counted exactly."""
+"""The candidate caches and their exact sizes in bytes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     from caramba_fast.config.spec import TensorOptions
 
-#: What every candidate is measured against.
+#: The cache every candidate is compared with.
 BASELINE = "fp16"
-#: Kinds with their defaults. Keys and values apart: which of them stands fewer bits depends on the model.
+#: Default candidates. Some mix kinds, because whether K or V tolerates fewer bits depends on the model.
 STANDARD = ("fp16", "q8", "q8/q4", "q4/q8", "q8/nf4", "q4", "nf4")
-#: K_sem, K_geo and V apart.
+#: Default candidates of decoupled attention, as K_sem/K_geo/V.
 DECOUPLED = ("fp16", "q8", "q4/q8/q8", "q8/q4/q8", "q8/q8/q4", "q4/q8/q4", "q4", "nf4")
 
 
@@ -27,12 +27,12 @@ def candidates_for(
     given: Sequence[str] | None = None,
     fields: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Specs to choose from, in canonical words, each once.
+    """Specs to choose from, in canonical form, without duplicates.
 
     Args:
-        layout: what the model's layers cache.
-        given: what was asked for; by default a set that fits the layers.
-        fields: settings for all streams where a spec says nothing (`spec_with`).
+        layout: cache shape of each layer of the model.
+        given: candidate specs; by default `STANDARD`, or `DECOUPLED` for decoupled attention.
+        fields: settings of all streams, unless a spec sets them itself (`spec_with`).
 
     Raises:
         ValueError: an unknown spec, or one that does not fit the layers.
@@ -41,19 +41,22 @@ def candidates_for(
     wanted = given or (DECOUPLED if decoupled else STANDARD)
     found = list(dict.fromkeys(spec_with(spec, **(fields or {})) for spec in wanted))
     for spec in found:
-        cache_bytes(layout, spec, 1, 1)  # says what does not fit
+        cache_bytes(layout, spec, 1, 1)  # raises if the spec does not fit
     return found
 
 
 def spec_with(spec: KVCacheKind | str, **fields: Unpack[TensorOptions]) -> str:
-    """The spec with settings written into each part that does not say otherwise.
+    """The spec with the given settings added to each part that does not set them itself.
 
     Args:
         spec: a cache spec.
-        fields: qblock, rotate, residual_len, sink_len, … as in `cache_configs`; None leaves one out.
+        fields: qblock, rotate, residual_len, sink_len, … as in `cache_configs`; None leaves a setting unset.
 
     Returns:
-        the canonical words of what ``cache_configs(spec, **fields)`` stores.
+        the canonical spec of the same storage as ``cache_configs(spec, **fields)``.
+
+    Raises:
+        ValueError: a field that a spec cannot express.
     """
     known = {name: value for name, value in fields.items() if value is not None}
     unknown = [name for name in known if name not in (*FLAGS, *NUMBERS, "fit")]
@@ -62,7 +65,7 @@ def spec_with(spec: KVCacheKind | str, **fields: Unpack[TensorOptions]) -> str:
     parts = parse_spec(spec)
     if not known:
         return spec_name(spec)
-    for name in known:  # settings of a layer: one word in one part says it for all
+    for name in known:  # per-layer settings: a value in one part holds for all parts
         if any(name in part.options for part in parts) and name in NUMBERS[1:]:
             known = {key: value for key, value in known.items() if key != name}
     written = [str(Part(part.kind, part.plain, {**known, **part.options})) for part in parts]
@@ -76,9 +79,9 @@ def cache_bytes(
     max_seq_len: int,
     fields: Mapping[str, Any] | None = None,
 ) -> int:
-    """Bytes of a whole cache: all rows, layers and streams, with scales, tail, sinks and unused slots.
+    """Bytes of the whole cache: all rows, layers and streams, with scales, tail, sinks and unused slots.
 
-    Nothing is allocated: the cache is built on the meta device and asked.
+    Allocates nothing: the cache is built on the meta device.
 
     Raises:
         ValueError: an unknown spec, or one that does not fit the layers.
@@ -91,7 +94,7 @@ def bytes_per_token(
     spec: KVCacheKind | str,
     fields: Mapping[str, Any] | None = None,
 ) -> float:
-    """Bytes of codes and scales that one more token of one row takes, over all layers."""
+    """Bytes of codes and scales per token of one row, over all layers."""
     return _measured(layout, spec, 1, 1, fields).bytes_per_token
 
 

@@ -1,4 +1,4 @@
-"""choose_cache: candidates go through budget, quality gates and speed, and the plan is kept in its file."""
+"""choose_cache: filters candidates by budget and quality gates, picks by speed, and saves the plan to a file."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from caramba_fast.policy.timing import StepMaker, StepTime, recorded_step
 from caramba_fast.quality import RecallFormat
 from caramba_fast.quality.text import begin_token
 
-#: Step times this close to the fastest are a tie, which goes to fewer bytes. Where its steps are spread wider, so is a
-#: tie, up to the second figure: runs on a machine that does other things then agree.
+#: Relative difference in step time that counts as a tie; the cache with fewer bytes wins a tie. If the steps of the
+#: fastest spread wider, the tolerance is their spread, up to WIDEST_TIE, so that runs on a busy machine agree.
 TIE, WIDEST_TIE = 0.03, 0.10
-#: A probe chooses again if the runner-up is faster by more: a plan should not flap with what else runs.
+#: A probe discards the plan only if the runner-up is faster by more than this, so that other load does not flip it.
 PROBE_MARGIN = 0.10
 
 
 @dataclass
 class Candidate:
-    """A candidate on its way through the stages."""
+    """A candidate and what has been measured of it so far."""
 
     spec: str
     nbytes: int
@@ -46,7 +46,7 @@ class Candidate:
     reason: str = ""
 
     def is_now(self, status: Status, reason: str) -> None:
-        """Sets status and reason."""
+        """Sets the status and its reason."""
         self.status, self.reason = status, reason
 
     @property
@@ -57,13 +57,13 @@ class Candidate:
 
     @property
     def loss(self) -> float:
-        """Mean KL, infinite where there is none."""
+        """Mean KL; infinite if not measured or nan."""
         kl = math.nan if self.figures is None else self.figures.mean_kl
         return math.inf if math.isnan(kl) else kl
 
 
 def candidates_of(subject: Subject) -> list[Candidate]:
-    """All candidates with their bytes."""
+    """All candidates with their sizes."""
     layout, rows, length = subject.model.cache_layout, subject.batch_size, subject.max_seq_len
     return [
         Candidate(spec, cache_bytes(layout, spec, rows, length), bytes_per_token(layout, spec))
@@ -72,7 +72,7 @@ def candidates_of(subject: Subject) -> list[Candidate]:
 
 
 def within_budget(found: Sequence[Candidate], settings: CachePolicyFields) -> list[Candidate]:
-    """Stage 1: those that fit."""
+    """Stage 1: the candidates within the budget."""
     most = settings.budget_bytes
     for candidate in found:
         if most is not None and candidate.nbytes > most:
@@ -81,7 +81,7 @@ def within_budget(found: Sequence[Candidate], settings: CachePolicyFields) -> li
 
 
 def measure_quality(subject: Subject, wanted: Sequence[Candidate], *, forced: bool) -> str:
-    """Stage 2: figures, if a gate is on or they are wanted anyway; returns what text they are from, in words."""
+    """Stage 2: measures quality if a gate is set or ``forced``; returns a description of the text used."""
     limits = subject.settings.gates
     if not wanted or not (limits or forced):
         return ""
@@ -100,7 +100,7 @@ def measure_quality(subject: Subject, wanted: Sequence[Candidate], *, forced: bo
 
 
 def passing(fitting: Sequence[Candidate], settings: CachePolicyFields) -> list[Candidate]:
-    """Those whose figures are within every gate."""
+    """The candidates whose figures pass every gate."""
     for candidate in fitting:
         if candidate.figures is not None:
             why = gates.verdict(candidate.figures, settings.gates)
@@ -112,7 +112,7 @@ def passing(fitting: Sequence[Candidate], settings: CachePolicyFields) -> list[C
 def measure_speed(
     subject: Subject, wanted: Sequence[Candidate], *, forced: bool
 ) -> StepTime | None:
-    """Stage 3: times, if they decide anything or are wanted anyway; returns the baseline's."""
+    """Stage 3: times decode steps if there is a choice to make or ``forced``; returns the baseline's time."""
     timed = forced or (subject.settings.cache_auto_benchmark and len(wanted) > 1)
     if not wanted or not timed:
         return None
@@ -124,11 +124,11 @@ def measure_speed(
 
 
 def pick(fit: Sequence[Candidate], settings: CachePolicyFields) -> Candidate:
-    """The fastest, ties to fewer bytes; without timing the smallest. Every candidate gets its status and reason.
+    """The fastest, or of a tie the smallest; without timing the smallest. Sets every candidate's status and reason.
 
     Args:
-        fit: those that passed, one or more.
-        settings: whether speed counts.
+        fit: candidates that passed; at least one.
+        settings: ``cache_auto_benchmark`` says whether speed counts.
     """
     if len(fit) == 1:
         fit[0].is_now("chosen", "the only one that passes")
@@ -152,7 +152,7 @@ def _pick_fastest(fit: Sequence[Candidate]) -> Candidate:
     assert fastest.time is not None
     tie = min(max(TIE, fastest.time.spread), WIDEST_TIE)
     level = [c for c in fit if c.seconds <= (1 + tie) * fastest.seconds]
-    chosen = min(level, key=lambda c: c.nbytes)  # of equally large ones the first of the list
+    chosen = min(level, key=lambda c: c.nbytes)  # of equal sizes, the first in the list
     for candidate in fit:
         behind = f"{candidate.seconds / fastest.seconds - 1:.1%}"
         than = "as fast as" if behind == "0.0%" else f"{behind} slower than"
@@ -174,7 +174,7 @@ def _pick_fastest(fit: Sequence[Candidate]) -> Candidate:
 def rows_of(
     found: Sequence[Candidate], base: StepTime | None, settings: CachePolicyFields
 ) -> list[CandidateRow]:
-    """The table: every candidate with its figures and what became of it."""
+    """The table: every candidate with its figures and outcome."""
     return [_row(candidate, base, settings) for candidate in found]
 
 
@@ -206,7 +206,7 @@ def _finite(value: float | None) -> float | None:
 
 
 class NoCandidateError(ValueError):
-    """No cache fits the budget, or none that fits passes the gates; ``rows`` has what was measured."""
+    """No cache fits the budget, or none that fits passes the gates; ``rows`` has the measurements."""
 
     def __init__(self, message: str, rows: Sequence[CandidateRow]) -> None:
         super().__init__(f"{message}\n{plain_table(rows)}")
@@ -229,37 +229,36 @@ def choose_cache(
     make_step: StepMaker | None = None,
     progress: Progress | None = None,
 ) -> CachePlan:
-    """The cache for a model on this device: the fastest that fits the budget and passes the gates.
+    """Chooses the cache for a model on this device: the fastest that fits the budget and passes the gates.
 
-    1. Budget: bytes of the whole cache of ``batch_size`` × ``max_seq_len``, counted exactly.
+    1. Budget: exact bytes of the whole cache of ``batch_size`` × ``max_seq_len``.
     2. Quality gates, on real tokens, against an fp16 cache (`caramba_fast.policy.measure`).
-    3. Speed: medians of interleaved decode steps. Ties go to fewer bytes: times within 3% of the fastest, or
-       within the spread of its steps if that is wider, 10% at most. With ``cache_auto_benchmark=False`` the
-       smallest that passes is taken. Of equally large ones it is the first of the list.
-    4. The plan is kept at ``cache_plan_path`` and found again by everything it depends on.
+    3. Speed: medians of interleaved decode steps. Times within 3% of the fastest are a tie (or within the spread
+       of its steps if that is wider, 10% at most), and the smallest cache of a tie wins. With
+       ``cache_auto_benchmark=False`` the smallest cache that passes wins. Of equal sizes, the first in the list.
+    4. The plan is saved at ``cache_plan_path``, under a key of everything it depends on, and reused.
 
-    Processes that share a plan file choose one after the other, so that those of one job agree and do not
-    disturb each other's timing. A model whose forward pass waits for other processes must not choose under a
-    shared file: choose in one process and hand the plan on.
+    Processes that share a plan file choose one after the other, so that the processes of a job agree and do not
+    disturb each other's timing. If a model's forward pass waits for other ranks, do not choose under a shared
+    file (it deadlocks on the lock): choose in one process and pass the plan to the others.
 
     Args:
         model: the model, on the device it will run on.
         settings: budget, gates, and how to measure.
         max_seq_len, batch_size, prefill: of the cache, as in `ModelKVCache`.
-        calibration_ids: (N,) or (B, T) token ids of real text to measure on; without, the model writes it.
-        recall: how needles are written, ``RecallFormat.of(tokenizer)``; ``cache_quality_min_needle`` needs it.
-        bos_token_id: first token of a text; by default the model's own, if it names one.
-        fields: fields of `KVCacheTensorConfig` for all streams of all candidates, where a spec says nothing.
-        seed: of windows, text and needles.
-        measure_all: measure quality and speed of candidates that fell too, for a table; the choice is the
-            same.
+        calibration_ids: (N,) or (B, T) token ids of real text to measure on; by default text sampled from the model.
+        recall: the needle format, ``RecallFormat.of(tokenizer)``; required by ``cache_quality_min_needle``.
+        bos_token_id: first token of a text; by default the model's own, if it has one.
+        fields: fields of `KVCacheTensorConfig` for all streams of all candidates, unless a spec sets them itself.
+        seed: seed of windows, text and needles.
+        measure_all: also measure quality and speed of rejected candidates, for a table; the choice stays the same.
         make_step: makes the step that is timed; by default a forward pass.
-        progress: called with what is being done, in words.
+        progress: called with a description of each stage.
 
     Raises:
         NoCandidateError: nothing fits, or nothing that fits passes and ``on_no_candidate`` is "raise".
         ValueError: sizes below 1, or settings that do not fit the model or the text.
-        PlanFileError: the plan file cannot be read or written; before anything is measured.
+        PlanFileError: the plan file cannot be read or written; raised before anything is measured.
     """
     subject = Subject(
         model, settings, max_seq_len, batch_size, prefill, calibration_ids, recall, seed,
@@ -275,10 +274,10 @@ def choose_cache(
 def choose_for_generator(
     model: LanguageModel, settings: CachePolicyFields, **options: Any
 ) -> CachePlan:
-    """`choose_cache` as `caramba_fast.infer` asks for it.
+    """`choose_cache` as called by `caramba_fast.infer`.
 
     Args:
-        options: those of `choose_cache`; and ``tokenizer``, with which needles are written where they are asked for.
+        options: options of `choose_cache`, and ``tokenizer``, which writes the needles if a needle gate is set.
     """
     options.setdefault("progress", say_progress)
     if "tokenizer" in options:
@@ -294,7 +293,7 @@ def choose_for_generator(
 
 
 def say_progress(words: str) -> None:
-    """Logs what is being done, and shows it on stderr where that is a terminal."""
+    """Logs progress, and prints it to stderr if that is a terminal."""
     logging.getLogger(__name__).info("cache='auto': %s", words.strip())
     if sys.stderr.isatty():
         print(f"\r\x1b[Kcaramba_fast, cache='auto': {words}", end="", file=sys.stderr, flush=True)
@@ -315,7 +314,7 @@ def _kept_or_chosen(subject: Subject, file: PlanFile, measure_all: bool) -> Cach
     if kept is not None and not _due(kept, subject.settings):
         return kept
     with file.locked():
-        kept = _kept(file, key, measure_all)  # another process may have been faster
+        kept = _kept(file, key, measure_all)  # another process may have chosen meanwhile
         if kept is not None and _due(kept, subject.settings):
             kept = _probed(subject, kept)
             if kept is not None:
@@ -382,9 +381,9 @@ def _nothing_passes(settings: CachePolicyFields) -> str:
 
 @torch.no_grad()
 def _probed(subject: Subject, plan: CachePlan) -> CachePlan | None:
-    """The plan with a new date if it still holds, else None: it is to be made anew.
+    """The plan with a new ``probed_at`` if it still holds, else None, and the cache must be chosen again.
 
-    The winner and the runner-up are timed again, and the winner's gates looked at on one batch of windows.
+    Times the winner and the runner-up again, and checks the winner's gates on one batch of windows.
     """
     subject.progress(f"probing the kept plan, {short_name(plan.spec)}")
     settings, limits = subject.settings, subject.settings.gates

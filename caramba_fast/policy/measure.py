@@ -1,8 +1,8 @@
-"""What is measured of candidates: their cost against an fp16 cache on real tokens, and whether the gates allow it.
+"""Measures the quality of candidates against an fp16 cache on real tokens, and applies the quality gates.
 
-A window is a prompt that is prefilled and tokens that are then fed through the cache; predictions after those are
-compared. Windows are added until no limit lies within the 95% confidence interval of its figure, or there are enough.
-The needle gate hides lines in text and counts how many of them are found through each cache.
+A window is a prompt, which is prefilled, and further tokens, which are fed through the cache; the predictions after
+those are compared. Windows are added until no gate's limit lies within the 95% confidence interval of its figure, or
+until `MOST_WINDOWS`. The needle gate hides lines in text and counts how many the model retrieves through each cache.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from caramba_fast.quality.compare import forced, new_session, with_room
 from caramba_fast.quality.identity import text_digest, token_tensor
 from caramba_fast.quality.text import SAMPLED_ROWS, Windows, needle_batches, rows_of_text
 
-#: Windows measured at first, and at most where a gate stays undecided.
+#: Windows measured at first, and at most while a gate is undecided.
 FEWEST_WINDOWS, MOST_WINDOWS = 64, 256
-#: Windows computed at once.
+#: Windows per batch.
 ROWS = 8
-#: Query tokens fed at once, within what attention takes in one pass. Several at once give what single steps do.
+#: Query tokens per forward pass, within the limit of one attention call. The logits equal those of single steps.
 TOGETHER = 16
-#: Tokens of a row that hides needles, and needles asked for in all.
+#: Tokens of a row with needles, and needles in all.
 CONTEXT, NEEDLES = 512, 128
 NEEDLE_ROWS = 4
-#: A baseline that finds less than this tells nothing about caches.
+#: If the baseline finds a smaller share than this, needles cannot tell caches apart.
 LEAST_FOUND = 0.1
-#: Not part of a plan's key: where it is kept and when it is checked.
+#: Settings that are not part of a plan's key: where it is saved and when it is probed.
 _NOT_IN_KEY = ("cache_plan_path", "cache_plan_probe", "cache_plan_probe_interval_sec")
-#: Tokens of text the timed prompt is made of, repeated: what they are does not matter to time.
+#: Tokens of text that are repeated to form the timed prompt; their values do not affect the time.
 _TIMED_TEXT = 64
 
 Progress = Callable[[str], None]
@@ -63,15 +63,15 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Figures:
-    """What a candidate costs.
+    """Quality of a candidate relative to the baseline.
 
     Attributes:
-        delta_nll: nats a token became less likely.
+        delta_nll: increase of the mean negative log likelihood, nats per token.
         ppl_ratio: exp(delta_nll).
         mean_kl: mean KL(baseline ‖ candidate), nats.
-        needles: share of needles found, relative to the baseline; None where they were not asked for.
+        needles: share of needles found, relative to the baseline; None if not measured.
         predictions: predictions compared.
-        windows: independent samples of the intervals.
+        windows: windows of text, the independent samples of the intervals.
         ci: 95% confidence interval of each figure, by name.
     """
 
@@ -85,7 +85,7 @@ class Figures:
 
     @classmethod
     def of(cls, found: CacheQuality, needles: float | None = None) -> Figures:
-        """From the figures of the quality lab."""
+        """Converts figures of `caramba_fast.quality`."""
         ci = {name: found.ci[name] for name in ("delta_nll", "ppl_ratio", "mean_kl")}
         means = found.delta_nll, found.ppl_ratio, found.mean_kl
         return cls(*means, needles, found.tokens, found.windows, ci)
@@ -94,7 +94,7 @@ class Figures:
 class PromptForward:
     """A `Forward` that prefills a prompt as a generator does and feeds the rest through the cache.
 
-    What the prompt's own tokens predict is not computed: those logits are nan.
+    The logits of the prompt's own tokens are not computed; they are nan.
 
     Args:
         model: the model.
@@ -113,9 +113,9 @@ class PromptForward:
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, spec: str) -> Iterator[Tensor]:
-        """Logits (B, t, V) of the prompt (nan), then of stretches of what follows."""
+        """Logits (B, t, V) of the prompt (nan), then of consecutive chunks of the rest."""
         model, rows = self.model, len(ids)
-        configs = with_room(cache_configs(spec), TOGETHER)  # all caches are fed alike
+        configs = with_room(cache_configs(spec), TOGETHER)  # every cache takes the same chunks
         session = new_session(model, rows, ids.shape[1], configs, prefill=self.prefill)
         logits = session.feed(ids[:, : self.prompt_len].tolist())
         yield logits.new_full((), torch.nan).expand(rows, self.prompt_len, logits.shape[-1])
@@ -123,13 +123,13 @@ class PromptForward:
 
 
 class QualityMeter:
-    """Measures candidates on windows of text, and remembers what it has measured.
+    """Measures candidates on windows of text, and keeps the scores.
 
     Args:
         forward: runs a window through a cache.
         windows: the text.
         baseline: the cache to compare with.
-        progress: told what is under way.
+        progress: called with a description of each step.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class QualityMeter:
         self._scores: dict[str, list[tuple[Scores, Scores]]] = {}
 
     def figures(self, specs: Sequence[str], stop: int) -> dict[str, Figures]:
-        """Figures of each spec on the first ``stop`` windows, or as many as there are."""
+        """Figures of each spec on the first ``stop`` windows, or on all if there are fewer."""
         held = {spec: ROWS * len(self._scores.get(spec, ())) for spec in specs}
         for start in range(min(held.values(), default=stop), stop, ROWS):
             ids = self.windows.take(start, min(start + ROWS, stop))
@@ -170,7 +170,7 @@ class QualityMeter:
 
 
 def verdict(figures: Figures, gates: Mapping[str, float]) -> str | None:
-    """Why the figures fail the gates, or None. What is not a number fails."""
+    """Why the figures fail the gates, or None if they pass. nan fails."""
     reasons = []
     for name, limit in gates.items():
         value = getattr(figures, GATES[name])
@@ -184,9 +184,9 @@ def verdict(figures: Figures, gates: Mapping[str, float]) -> str | None:
 
 
 def undecided(figures: Figures, gates: Mapping[str, float]) -> bool:
-    """Whether the interval of a gated figure holds the limit, so that more windows may change the verdict.
+    """Whether more windows may change the verdict: a gate's limit lies within the interval of its figure.
 
-    Not so once another gate has clearly failed.
+    False once another gate has clearly failed.
     """
     spans = [
         (figures.ci[GATES[name]], limit)
@@ -199,7 +199,7 @@ def undecided(figures: Figures, gates: Mapping[str, float]) -> bool:
 
 
 def clearly_fails(figures: Figures, gates: Mapping[str, float]) -> bool:
-    """Whether a gated figure is beyond its limit by the whole interval, or is no number."""
+    """Whether the whole interval of a gated figure is beyond its limit, or the figure is nan."""
     for name, limit in gates.items():
         if GATES[name] in figures.ci:
             low, _ = figures.ci[GATES[name]]
@@ -212,7 +212,7 @@ def clearly_fails(figures: Figures, gates: Mapping[str, float]) -> bool:
 def measure_quality(
     meter: QualityMeter, specs: Sequence[str], gates: Mapping[str, float]
 ) -> dict[str, Figures]:
-    """Figures of each spec on as many windows as its gates need."""
+    """Figures of each spec, on as many windows as its gates need to be decided."""
     found = meter.figures(specs, FEWEST_WINDOWS)
     stop = FEWEST_WINDOWS
     while stop < MOST_WINDOWS:
@@ -230,14 +230,14 @@ class Subject:
 
     Attributes:
         model, batch_size, max_seq_len, prefill: of the generator.
-        settings: what was asked for.
-        ids: tokens given to measure on, or None.
-        recall: how needles are written, or None.
-        seed: of what is drawn.
+        settings: budget, gates, candidates and how to measure.
+        ids: tokens to measure on; None samples them from the model.
+        recall: the needle format, or None.
+        seed: seed of everything random.
         bos_token_id: first token of a text, for models that expect one.
-        fields: settings for all streams where a spec says nothing.
+        fields: settings of all streams, unless a spec sets them itself.
         make_step: makes the step that is timed.
-        progress: told what is being done.
+        progress: called with a description of each stage.
     """
 
     model: LanguageModel
@@ -259,7 +259,7 @@ class Subject:
         return candidates_for(self.model.cache_layout, given, self.fields)
 
     def check(self) -> None:
-        """Raises ValueError for what does not fit together, before anything is measured."""
+        """Raises ValueError for settings that do not fit together, before anything is measured."""
         for name, size in (("max_seq_len", self.max_seq_len), ("batch_size", self.batch_size)):
             if size < 1:
                 raise ValueError(f"{name} is {size}; 1 or more is allowed")
@@ -271,21 +271,21 @@ class Subject:
         if self.ids is not None:
             rows_of_text(token_tensor(self.ids), self.model)
         if self.settings.gates:
-            self.meter()  # too little text
+            self.meter()  # raises if there is too little text
 
     def windows(self, size: int, at_once: int = SAMPLED_ROWS) -> Windows:
-        """Text to measure on, ``at_once`` rows sampled at once where none is given."""
+        """Text to measure on; if none was given, sampled from the model, ``at_once`` rows at a time."""
         return Windows(self.model, size, self.ids, self.seed, self.bos_token_id, at_once)
 
     def meter(self) -> QualityMeter:
-        """What measures quality."""
+        """A `QualityMeter` for the settings."""
         settings = self.settings
         prompt, steps = settings.cache_quality_prompt_len, settings.cache_quality_decode_steps
         forward = PromptForward(self.model, prompt, self.prefill)
         return QualityMeter(forward, self.windows(prompt + steps + 1), BASELINE, self.progress)
 
     def times(self, specs: Sequence[str]) -> dict[str, StepTime]:
-        """Step times of specs and of the baseline."""
+        """Step times of the specs and the baseline."""
         settings = self.settings
         return step_times(
             self.model, list(dict.fromkeys((BASELINE, *specs))), self._timed_prompt(),
@@ -294,7 +294,7 @@ class Subject:
         )  # fmt: skip
 
     def _timed_prompt(self) -> Tensor:
-        """(B, T) real tokens, a short text over and over."""
+        """(B, T) real tokens: a short text, repeated."""
         rows, length = self.batch_size, self.settings.cache_auto_bench_prompt_len
         if self.ids is None:
             text = self.windows(min(length, _TIMED_TEXT), rows).take(0, rows)
@@ -310,11 +310,12 @@ class Subject:
         Args:
             specs: caches.
             windows: the text that needles are hidden in, repeated if it is short.
-            required: whether a gate needs them; else there are none where the model is no good at it.
+            required: whether a gate needs them. If not, a model that cannot retrieve needles, or with too few
+                positions, gets {}.
 
         Raises:
-            ValueError: the baseline finds next to none, so that the gate means nothing for this model; or a
-                context without room.
+            ValueError: the baseline finds fewer than 10% of the needles, so that the gate means nothing for this
+                model; or needles do not fit into the context.
         """
         assert self.recall is not None
         positions = getattr(self.model, "max_positions", None)
@@ -341,7 +342,7 @@ class Subject:
         return {spec: found[spec] / found[BASELINE] for spec in specs}
 
     def key(self) -> PlanKey:
-        """What a choice depends on."""
+        """Everything the choice depends on."""
         settings = self.settings.model_dump(
             mode="json", include=set(CachePolicyFields.model_fields)
         )

@@ -1,4 +1,4 @@
-"""CachePlan: what was chosen, from which figures, and for which model, device and versions it holds."""
+"""CachePlan: the chosen cache, the measurements behind it, and the model, device and versions it is valid for."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from caramba_fast.models.identity import modules_of, settings_of
 from caramba_fast.ops.registry import serving
 from caramba_fast.quality.identity import add_tensor, digest_of, package_version
 
-#: Version of the file and of the plans in it; another one is not read.
+#: Version of the file and its plans; files of other versions are not read.
 SCHEMA_VERSION = 1
 
 Status = Literal["chosen", "passed", "budget", "quality", "slower", "larger"]
 
 
 class CandidateRow(BaseModel):
-    """One candidate: what was measured and what became of it.
+    """One candidate: its measurements and outcome.
 
     Attributes:
-        spec: the cache, in canonical words.
+        spec: the cache, as a canonical spec.
         nbytes: bytes of the whole cache, everything included.
-        bytes_per_token: bytes of codes and scales of one more token of one row.
-        delta_nll, ppl_ratio, mean_kl: against an fp16 cache; None where not measured (or no number).
-        needles: share of needles found relative to an fp16 cache; None where not measured.
-        predictions, windows: what the figures are from.
+        bytes_per_token: bytes of codes and scales per token of one row.
+        delta_nll, ppl_ratio, mean_kl: against an fp16 cache; None if not measured (or not finite).
+        needles: share of needles found relative to an fp16 cache; None if not measured.
+        predictions, windows: how many the figures are from.
         ci: 95% confidence intervals of the figures, by name.
-        step_ms: milliseconds of a decode step, the lowest of several medians; None where not timed.
-        step_ms_p20, step_ms_p80: quintiles of all steps timed.
-        relative_step: step time over that of an fp16 cache.
-        status: chosen, or at which stage it fell.
+        step_ms: milliseconds of a decode step, the lowest median of several rounds; None if not timed.
+        step_ms_p20, step_ms_p80: 20th and 80th percentile of all timed steps.
+        relative_step: step time divided by that of an fp16 cache.
+        status: "chosen", or the stage at which it was rejected.
         reason: the same in words.
     """
 
@@ -74,17 +74,17 @@ class CandidateRow(BaseModel):
 
 
 class PlanKey(BaseModel):
-    """Everything a choice depends on; a plan is found again by all of it.
+    """Everything a choice depends on; the lookup key of a plan.
 
     Attributes:
         model: architecture, widths, vocabulary and a digest of the weights.
-        device: the processor or GPU by name.
-        versions: of the package, of torch, and which backend serves attention.
+        device: name of the processor or GPU.
+        versions: versions of the package and torch, and the backend that runs attention.
         batch_size, max_seq_len, prefill: of the cache.
         settings: budget, gates, candidates and how they are measured.
-        text: digest of the tokens given to measure on, "" where the model wrote them.
-        config_digest: of the model's configuration (RoPE, windows, norms); "" in plans of earlier versions, which
-            serve any.
+        text: digest of the tokens measured on; "" if they were sampled from the model.
+        config_digest: digest of the model's configuration (RoPE, windows, norms); "" in plans of earlier versions,
+            which match any configuration.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -101,14 +101,14 @@ class PlanKey(BaseModel):
 
     @model_serializer(mode="wrap")
     def _as_before(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Plans without a digest of the configuration are written as they were read."""
+        """Leaves out an empty ``config_digest``, so that plans of earlier versions are written as they were read."""
         found: dict[str, Any] = serialize(self)
         if not self.config_digest:
             found.pop("config_digest", None)
         return found
 
     def serves(self, wanted: PlanKey) -> bool:
-        """Whether a plan of this key is what is wanted; who gives no text takes one made on any."""
+        """Whether a plan with this key answers ``wanted``; a ``wanted`` without text accepts a plan made on any."""
         same = {"text": wanted.text}
         if not self.config_digest:
             same["config_digest"] = wanted.config_digest
@@ -116,25 +116,25 @@ class PlanKey(BaseModel):
 
     @property
     def digest(self) -> str:
-        """The key's name in a file."""
+        """The key's name in a plan file."""
         words = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return digest_of([words], 24)
 
 
 class CachePlan(BaseModel):
-    """A choice of cache, with what it was made from.
+    """A choice of cache, with the measurements behind it.
 
     Attributes:
         spec: the cache to use, as a generator's ``cache``.
         nbytes, bytes_per_token: of that cache, as in its row.
-        baseline: what quality and speed are relative to.
-        key: what the plan holds for.
-        text: the text the figures are from, in words.
-        notes: what a reader should know, such as gates that nothing passes.
+        baseline: the cache that quality and speed are relative to.
+        key: what the plan is valid for.
+        text: description of the text the figures are from.
+        notes: remarks, such as gates that no candidate passes.
         rows: every candidate.
-        made_at: when it was measured, seconds since 1970.
-        probed_at: when it was last found to hold.
-        reused: it was found in a file, not measured now.
+        made_at: when it was measured, Unix time in seconds.
+        probed_at: when it was last confirmed, Unix time in seconds.
+        reused: whether it was read from a file rather than measured now.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -155,14 +155,14 @@ class CachePlan(BaseModel):
     def _has_its_row(self) -> CachePlan:
         if all(row.spec != self.spec for row in self.rows):
             raise ValueError(f"no row is of the cache that was chosen, {shown(self.spec)}")
-        cache_configs(self.spec)  # a name that is none raises
+        cache_configs(self.spec)  # an unknown spec raises
         return self
 
     def row(self, spec: str) -> CandidateRow:
         """The row of a candidate.
 
         Raises:
-            KeyError: there is none.
+            KeyError: ``spec`` was not a candidate.
         """
         for row in self.rows:
             if row.spec == spec:
@@ -171,12 +171,12 @@ class CachePlan(BaseModel):
 
     @property
     def reason(self) -> str:
-        """Why this cache, in words."""
+        """Why this cache was chosen."""
         return self.row(self.spec).reason
 
     @property
     def runner_up(self) -> str | None:
-        """The fastest of the others that passed, or None."""
+        """The fastest other cache that passed and was timed, or None."""
         timed = [r for r in self.rows if r.status in ("slower", "larger") and r.step_ms is not None]
         return min(timed, key=lambda r: r.step_ms or 0.0).spec if timed else None
 
@@ -188,15 +188,15 @@ class CachePlan(BaseModel):
         )
 
 
-#: Values of each tensor that go into a model's digest, evenly spread.
+#: Values of each tensor hashed into a model's digest, evenly spread.
 VALUES = 1024
 
 
 def model_identity(model: LanguageModel) -> str:
-    """Text that differs between models whose caches may differ.
+    """A string that differs between models for which the choice may differ.
 
-    Architecture, what the layers cache, vocabulary, and a digest of evenly spread values of all weights: enough
-    to tell a fine-tune from its base, at a fraction of the cost of reading everything.
+    Architecture, cache shapes, vocabulary, and a digest of evenly spread values of all weights: enough to tell a
+    fine-tune from its base, at a fraction of the cost of reading all weights.
     """
     digest = hashlib.sha256()
     for module in modules_of(model):
@@ -212,7 +212,7 @@ def model_identity(model: LanguageModel) -> str:
 
 
 def config_digest(model: LanguageModel) -> str:
-    """16 hex digits that differ between models whose configurations give other caches."""
+    """16 hex digits that differ between configurations that change what is cached."""
     return digest_of([settings_of(model)])
 
 
@@ -223,7 +223,7 @@ def _shape(layer: AnyLayerShape) -> str:
 
 
 def device_identity(device: torch.device) -> str:
-    """The GPU's name, or the processor's with the threads torch uses."""
+    """The GPU's name, or the processor's name and torch's thread count."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{processor()}, {device.type}, {torch.get_num_threads()} threads"
@@ -231,7 +231,7 @@ def device_identity(device: torch.device) -> str:
 
 @functools.lru_cache(maxsize=1)
 def processor() -> str:
-    """The processor's name, as the system has it."""
+    """The processor's name, as reported by the system."""
     import platform  # noqa: PLC0415 - may start a process on some systems
 
     info = Path("/proc/cpuinfo")
@@ -241,7 +241,7 @@ def processor() -> str:
 
 
 def versions(device: torch.device, decoupled: bool) -> dict[str, str]:
-    """Of what a figure depends on."""
+    """Versions that measurements depend on: package, torch, and the backend of attention."""
     op = "decoupled_decode_attention" if decoupled else "decode_attention"
     return {
         "caramba_fast": package_version(""),
@@ -250,7 +250,7 @@ def versions(device: torch.device, decoupled: bool) -> dict[str, str]:
     }
 
 
-#: Heading, and cell of a row; "–" where something was not measured.
+#: (heading, cell of a row); "–" for what was not measured.
 COLUMNS: tuple[tuple[str, Callable[[CandidateRow], str]], ...] = (
     ("cache", lambda r: short_name(r.spec)),
     ("MiB", lambda r: f"{r.nbytes / MIB:.2f}"),
@@ -265,14 +265,14 @@ COLUMNS: tuple[tuple[str, Callable[[CandidateRow], str]], ...] = (
 
 
 def cells(rows: Sequence[CandidateRow]) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells; columns nothing was measured for are left out."""
+    """Headings and cells; columns without any measurement are left out."""
     written = [[cell(row) for _, cell in COLUMNS] for row in rows]
     used = [i for i in range(len(COLUMNS)) if any(line[i] != "–" for line in written)]
     return [COLUMNS[i][0] for i in used], [[line[i] for i in used] for line in written]
 
 
 def plain_table(rows: Sequence[CandidateRow]) -> str:
-    """The table as lines of text."""
+    """The table as plain text."""
     headings, body = cells(rows)
     lines = [headings, *body]
     widths = [max(len(line[i]) for line in lines) for i in range(len(headings))]

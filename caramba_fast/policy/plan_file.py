@@ -1,7 +1,7 @@
-"""The file plans are kept in: JSON, many plans, safe for many processes.
+"""PlanFile: a JSON file of many plans, safe to share between processes.
 
-Writers hold a lock and replace the file whole, so readers need none and never see half a file. A damaged file, or one
-of another version, is reported, set aside and rebuilt.
+Writers hold a lock and replace the file atomically, so readers need no lock. A damaged file, or one of another
+version, is renamed with a warning and rebuilt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from caramba_fast.config.files import explain, parse_json, replacing, shown
 from caramba_fast.policy.plan import SCHEMA_VERSION, CachePlan, PlanKey
 
-#: Bytes of the largest file that is read: thousands of plans.
+#: Largest file that is read, in bytes; enough for thousands of plans.
 LARGEST = 64 * 2**20
 
 
@@ -29,11 +29,11 @@ class PlanFileError(RuntimeError):
 
 
 class PlanFile:
-    """Plans by the digest of their key.
+    """Plans, stored under the digest of their key.
 
     Args:
-        path: the file; its folder is made if only that one level is missing.
-        timeout: seconds to wait for another process that is choosing; below 0 for ever.
+        path: the file; its folder is created if only that one level is missing.
+        timeout: seconds to wait for another process that is choosing; negative waits forever.
     """
 
     def __init__(self, path: str | Path, timeout: float = -1) -> None:
@@ -42,7 +42,7 @@ class PlanFile:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the file's lock; within it, in one process, it may be taken again.
+        """Holds the file's lock, which is reentrant within a process.
 
         Raises:
             PlanFileError: the folder is missing or cannot be written to, or another process holds the
@@ -65,8 +65,7 @@ class PlanFile:
     def get(self, key: PlanKey) -> CachePlan | None:
         """The plan of a key, or None; a damaged file is set aside.
 
-        A key without a text is served by the newest plan that differs from it in the text alone, if there is
-        none of its own.
+        If there is none for a key without text, the newest plan that differs only in its text is returned.
         """
         plans = self._read()
         if plans is None:
@@ -79,7 +78,7 @@ class PlanFile:
         return max(others, key=lambda plan: plan.made_at, default=None)
 
     def put(self, plan: CachePlan) -> None:
-        """Adds a plan, or replaces the one of the same key; the others stay.
+        """Adds a plan, replacing any with the same key.
 
         Raises:
             PlanFileError: the file cannot be written.
@@ -92,14 +91,14 @@ class PlanFile:
     # -- inside -------------------------------------------------------------------------
 
     def _read(self) -> dict[str, CachePlan] | None:
-        """Every plan; none where there is no file; None where the file is damaged."""
+        """All plans: {} without a file, None if the file is damaged."""
         try:
             return self._parse()
         except ValueError:
             return None
 
     def _read_or_set_aside(self) -> dict[str, CachePlan]:
-        """Every plan; a damaged file is moved away with a warning. The lock must be held."""
+        """All plans; renames a damaged file, with a warning. The lock must be held."""
         try:
             return self._parse()
         except ValueError as error:
@@ -136,7 +135,7 @@ class PlanFile:
             raise ValueError(f"a plan in it is damaged: {explain(error)[:200]}") from error
 
     def _set_aside(self) -> Path:
-        """Moves the file to the first free ``<name>.damaged-<n>``; a link stays, and what it points to moves."""
+        """Renames the file to the first free ``<name>.damaged-<n>``; of a symlink, its target."""
         number = 1
         while (aside := self.path.with_name(f"{self.path.name}.damaged-{number}")).exists():
             number += 1

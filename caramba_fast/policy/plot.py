@@ -1,4 +1,4 @@
-"""The picture of a choice: what each candidate costs in quality against its bytes, and what became of it."""
+"""Plot of a choice: quality loss of each candidate against its bytes, and its outcome."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from caramba_fast.quality.plot import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: How each end of a candidate is drawn: words, colour, whether filled.
+#: How each outcome is drawn: label, colour, whether filled.
 _LOOKS = {
     "chosen": ("chosen", "tab:green", True),
     "passes": ("passes", "tab:blue", True),
@@ -35,7 +35,7 @@ _LOOKS = {
 def save_plot(
     rows: Sequence[CandidateRow], settings: CachePolicyFields, path: str | Path, title: str = ""
 ) -> None:
-    """Writes `plot_rows` as PNG or SVG, by the name's ending; raises what `check_plot` does."""
+    """Writes `plot_rows` as PNG or SVG, by file extension; raises as `check_plot`."""
     check_plot(path)
     write_figure(plot_rows(rows, settings, title), path)
 
@@ -43,8 +43,7 @@ def save_plot(
 def plot_rows(rows: Sequence[CandidateRow], settings: CachePolicyFields, title: str = "") -> Figure:
     """Mean KL to an fp16 cache (log scale, with its interval) against MiB of the whole cache.
 
-    The budget and a gate on the KL are lines; a candidate without KL (fp16 itself) is a vertical line at its
-    size.
+    The budget and a gate on the KL are lines. A candidate without KL (such as fp16) is a vertical line at its size.
     """
     figure = new_figure(7.2, 4.4)
     axis = figure.subplots()
@@ -64,7 +63,7 @@ def plot_rows(rows: Sequence[CandidateRow], settings: CachePolicyFields, title: 
     axis.set_ylabel("mean KL to fp16 [nats]")
     _draw_key(axis, rows)
     axis.set_title(title, fontsize=10, loc="left")
-    figure.draw_without_rendering()  # fixes where the axes are
+    figure.draw_without_rendering()  # fixes the position of the axes
     labels = [(_words(row), row.nbytes / MIB, row.mean_kl) for row in rows if row.mean_kl]
     write_labels(axis, labels)
     return figure

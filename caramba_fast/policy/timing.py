@@ -1,4 +1,4 @@
-"""How long decode steps take with each cache: real steps of the model, interleaved, medians of rounds."""
+"""Times decode steps of the model with each cache: interleaved, medians of rounds."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from caramba_fast.infer.cuda_graph import DecodeGraph, why_no_graph
 from caramba_fast.models import LanguageModel
 from caramba_fast.quality.compare import new_session
 
-#: One token a row, (B, 1), through a model and its cache; returns logits.
+#: Runs one token per row, (B, 1), through a model and its cache; returns logits.
 Step = Callable[[Tensor], Tensor]
-#: Makes the step that is timed, where it is more than a plain forward pass.
+#: Makes the step that is timed.
 StepMaker = Callable[[LanguageModel, ModelKVCache], Step]
-#: Steps before the clock runs: a first use compiles and allocates, a second may record.
+#: Untimed steps: the first may compile and allocate, the second may record a CUDA graph.
 WARM_UP = 3
-#: Rounds of steps; the caches are cropped in between, so that all rounds are at the same length.
+#: Rounds of steps; the caches are truncated in between, so that all rounds start at the same length.
 ROUNDS = 7
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one decode step: the lowest of the rounds' medians, and quintiles of all steps.
+    """Seconds of one decode step: the lowest median of the rounds, and 20th and 80th percentile of all steps.
 
-    What else a machine does only ever adds time, and comes in bursts: the least disturbed round tells most.
+    The lowest median, because other load only adds time and comes in bursts.
     """
 
     median: float
@@ -40,12 +40,12 @@ class StepTime:
 
     @property
     def spread(self) -> float:
-        """Half the distance of the quintiles, as a share of the median."""
+        """(p80 - p20) / 2, relative to the median."""
         return (self.p80 - self.p20) / (2 * self.median)
 
     @classmethod
     def of(cls, rounds: Sequence[Sequence[float]]) -> StepTime:
-        """From the single steps of each round."""
+        """From the step times of each round."""
         ranked = sorted(sample for samples in rounds for sample in samples)
         last = len(ranked) - 1
         lowest = min(median(samples) for samples in rounds)
@@ -58,7 +58,10 @@ def plain_step(model: LanguageModel, cache: ModelKVCache) -> Step:
 
 
 def recorded_step(model: LanguageModel, cache: ModelKVCache) -> Step:
-    """What a generator runs on CUDA: launches cost all caches alike, and would hide the difference."""
+    """The step a generator runs on CUDA: a replayed graph where possible.
+
+    Launch overhead is the same for all caches and would hide the differences between them.
+    """
     recordable = why_no_graph(model) is None
     return DecodeGraph(model, cache).step if recordable else plain_step(model, cache)
 
@@ -75,17 +78,17 @@ def step_times(
     rounds: int = ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, StepTime]:
-    """Times decode steps of every cache in turn, so that whatever else the machine does slows all alike.
+    """Times decode steps of every cache in turn, so that other load slows all of them alike.
 
     Args:
         model: the model.
         specs: caches.
-        prompt: (B, T) tokens the caches hold when the steps start; its last token is fed again and again.
-        steps: decode steps of a round.
+        prompt: (B, T) tokens in the caches when the steps start; every step feeds its last token.
+        steps: decode steps per round.
         prefill: as in `ModelKVCache`.
         make_step: makes what is timed; by default `plain_step`.
         rounds: rounds of steps.
-        clock: seconds.
+        clock: returns the time in seconds.
     """
     rows, length = prompt.shape
     newest = prompt[:, -1:].contiguous().to(model.device)
@@ -114,7 +117,7 @@ def step_times(
 
 
 def _turned(specs: Sequence[str], by: int) -> list[str]:
-    """Starts with another spec each time, so that it is not always the same one that follows a slow one."""
+    """The specs rotated, so that a spec does not always run after the same other one."""
     at = by % len(specs)
     return [*specs[at:], *specs[:at]]
 

@@ -1,4 +1,4 @@
-"""Quality: what storing K and V in a given kind costs a model, measured on real text."""
+"""Quality: how much a model loses with a given kind of cache, measured on real text."""
 
 from caramba_fast.quality.compare import (
     CacheSize,

@@ -1,11 +1,11 @@
 """Next-token predictions through several caches, compared position by position with a baseline.
 
-Text is teacher-forced: whatever a cache predicts, the next token fed is that of the text. All caches read the same
-tokens in turn, chunk by chunk, and each position's distribution is reduced to a few numbers at once, so that nothing
-as large as positions × vocabulary is kept.
+Text is teacher-forced: the next token fed is that of the text, whatever a cache predicts. All caches read the same
+tokens chunk by chunk, and each position's distribution is reduced to a few numbers at once, so that nothing of
+positions × vocabulary is kept.
 
-Figures are computed from a `Forward`, a callable, and never see a model: whatever can run tokens through a cache can
-be measured. `cached_forward` makes one of a model and the session that generators run.
+Figures are computed from a `Forward`, a callable that runs tokens through a cache, not from a model. `cached_forward`
+makes one from a model.
 """
 
 from __future__ import annotations
@@ -29,34 +29,33 @@ from caramba_fast.models import LanguageModel
 from caramba_fast.models.identity import modules_of, settings_of
 from caramba_fast.quality.identity import add_tensor, digest_of
 
-#: Tokens of each row computed at once; 128 is the fastest on a CPU. Figures do not depend on it.
+#: Tokens of each row per forward pass; 128 is the fastest on a CPU. Figures do not depend on it.
 CHUNK = 128
-#: Logits held of one cache at a time: 2^25 float32 take 128 MiB.
+#: Most logits of one cache in memory: 2^25 in float32 take 128 MiB.
 MOST_LOGITS = 2**25
-#: Values of each tensor that go into a model's digest, evenly spread.
+#: Values of each tensor hashed into a model's digest, evenly spread.
 VALUES = 2**16
-#: Logits worked on at a time: what stays in a CPU's cache, and what fills an accelerator.
+#: Logits scored at a time: few enough for a CPU's cache, enough to fill an accelerator.
 _PIECE, _PIECE_ON_ACCELERATOR = 2**17, 2**24
-#: Tokens a model never gives have log probability -inf, whose difference would be nan.
+#: Lower bound of log probabilities: a token with -inf in both distributions would have a difference of nan.
 _LEAST_LOG_P = -1e30
-#: Bounds of a log ratio of probabilities, so that its exponential is finite. A ratio beyond them needs a
-#: probability of the baseline that is 0 in float32.
+#: Bounds of log(q / p), so that its exponential is finite. Only a baseline probability that is 0 in float32 can
+#: exceed them.
 _LEAST_LOG_RATIO, _MOST_LOG_RATIO = -1e4, 80.0
 
 
 class Forward(Protocol):
-    """Runs tokens through a new cache stored as a spec says."""
+    """Runs tokens through a new cache of a given spec."""
 
     def __call__(self, ids: Tensor, spec: str) -> Iterator[Tensor]:
-        """Logits (B, t, V) of consecutive stretches of ``ids`` (B, T) int64, T positions in all.
+        """Logits (B, t, V) of consecutive chunks of ``ids`` (B, T) int64, T positions in all.
 
-        How T is cut into stretches depends on the shape of ``ids`` alone, so that several specs can be
-        advanced in step.
+        The chunk sizes depend on the shape of ``ids`` alone, so that several specs can be run in lockstep.
         """
 
 
 class ModelForward(Forward, Protocol):
-    """A `Forward` that also says what model it runs, as `caramba_fast.quality.measure` needs."""
+    """A `Forward` that also identifies its model, as `caramba_fast.quality.measure` needs."""
 
     @property
     def layout(self) -> Sequence[AnyLayerShape]:
@@ -64,16 +63,16 @@ class ModelForward(Forward, Protocol):
 
     @property
     def identity(self) -> str:
-        """Text that differs between models whose figures differ."""
+        """A string that differs between models whose figures differ."""
 
 
 @dataclass(frozen=True)
 class CacheSize:
-    """What a cache of one row takes, over all layers.
+    """Size of a cache of one row, over all layers.
 
     Attributes:
         bytes_per_token: codes and scales of one token.
-        bits_per_value: the same for each cached number.
+        bits_per_value: bits of codes and scales per cached number.
         cache_bytes_per_token: everything a cache of the whole context allocates (tail, sinks and unused
             slots too), divided by the context.
     """
@@ -84,7 +83,7 @@ class CacheSize:
 
 
 def cache_size(layout: Sequence[AnyLayerShape], spec: str, context: int) -> CacheSize:
-    """Bytes of a cache of ``context`` tokens stored as ``spec``; nothing is allocated.
+    """Size of a cache of ``context`` tokens stored as ``spec``; allocates nothing.
 
     Raises:
         ValueError: an unknown spec, or one that does not fit the layers.
@@ -97,7 +96,7 @@ def cache_size(layout: Sequence[AnyLayerShape], spec: str, context: int) -> Cach
 
 
 def _widths(shape: AnyLayerShape) -> dict[str, int]:
-    """Numbers cached of each stream for one token."""
+    """Values cached per token, by stream."""
     return {name: size for name, size in vars(shape).items() if name.endswith("_dim")}
 
 
@@ -147,12 +146,13 @@ class CachedForward:
 def new_session(
     model: LanguageModel, rows: int, length: int, configs: Mapping[str, Any], **options: Any
 ) -> Session:
-    """A session such as generators run, over a new cache of ``rows`` × ``length`` tokens.
+    """A session as generators run it, over a new cache of ``rows`` × ``length`` tokens.
 
-    Its steps run one by one: what is measured does not depend on whether a graph could be recorded.
+    It runs without a CUDA graph, so that results do not depend on whether one can be recorded.
 
     Args:
-        configs: of the streams, as `cache_configs` gives them; options: others of `ModelKVCache`.
+        configs: storage of the streams, from `cache_configs`.
+        options: other arguments of `ModelKVCache`.
     """
     cache = ModelKVCache(
         model.cache_layout, rows, length, device=model.device, **configs, **options
@@ -163,7 +163,7 @@ def new_session(
 
 
 def forced(session: Session, ids: Tensor, chunk: int) -> Iterator[Tensor]:
-    """Feeds ids (B, T), ``chunk`` tokens of each row at once, whatever is predicted; logits (B, t, V) of each."""
+    """Feeds ids (B, T), teacher-forced, in chunks of ``chunk`` tokens per row; yields logits (B, t, V) of each."""
     for part in ids.split(chunk, dim=1):
         yield session.verify(part.tolist(), [True] * len(ids))
 
@@ -173,13 +173,13 @@ def cached_forward(model: LanguageModel, chunk: int = CHUNK) -> CachedForward:
 
     Args:
         model: the model.
-        chunk: tokens of each row computed at once at most; fewer where the vocabulary is large.
+        chunk: most tokens of each row per forward pass; fewer if the vocabulary is large.
     """
     return CachedForward(model, chunk)
 
 
 def with_room(configs: dict[str, KVCacheTensorConfig], chunk: int) -> dict[str, Any]:
-    """The same storage with a ring that takes ``chunk`` tokens at once; what is read stays the same."""
+    """The same storage with a ring that takes ``chunk`` tokens per append; attention reads the same values."""
     return {
         name: config.model_copy(update={"tail_slack": max(config.tail_slack, chunk)})
         for name, config in configs.items()
@@ -188,15 +188,15 @@ def with_room(configs: dict[str, KVCacheTensorConfig], chunk: int) -> dict[str, 
 
 @dataclass(frozen=True)
 class Scores:
-    """What one cache predicted, (B, N) for N predictions in each of B rows.
+    """Scores of one cache's predictions, (B, N) for N predictions in each of B rows.
 
     Attributes:
-        nll: negative log likelihood of the token that follows, nats, float32.
+        nll: negative log likelihood of the next token, nats, float32.
         kl: KL(baseline ‖ candidate) of the next-token distributions, nats, float32.
-        accept: Σ min(p_baseline, p_candidate), float32: the chance that speculative sampling keeps a
+        accept: Σ min(p_baseline, p_candidate), float32: the probability that speculative sampling accepts a
             token drawn from the candidate (arXiv:2211.17192, theorem 3.5).
         same: whether baseline and candidate rank the same token first, bool.
-        correct: whether the candidate ranks the token that follows first, bool.
+        correct: whether the candidate ranks the next token first, bool.
     """
 
     nll: np.ndarray
@@ -212,7 +212,7 @@ class Scores:
 
     @classmethod
     def joined(cls, parts: Sequence[Scores]) -> Scores:
-        """Scores of several batches, rows behind rows."""
+        """Concatenates the scores of several batches by rows."""
         return cls(*(np.concatenate([getattr(p, name) for p in parts]) for name in cls.names()))
 
     @property
@@ -234,14 +234,14 @@ def compare(
 
     Args:
         forward: runs tokens through a cache.
-        ids: (B, T) int64 token ids, T of 2 or more.
+        ids: (B, T) int64 token ids, T >= 2.
         specs: caches to measure.
-        baseline: what they are compared with.
-        positions: (B, N) int; the predictions to score, each named by the token it is made at (0 to
-            T - 2), in any order. All T - 1 by default.
+        baseline: the cache to compare with.
+        positions: (B, N) int; the predictions to score, each given by the position of its last input token
+            (0 to T - 2), in any order. All T - 1 by default.
 
     Returns:
-        baseline first, then the specs in order, each once.
+        scores by spec: the baseline first, then the specs in order, without duplicates.
 
     Raises:
         ValueError: shapes or positions that do not fit, or an unknown spec.
@@ -310,13 +310,13 @@ class _Reference:
         self.step = max(1, piece // logits.shape[-1])
 
     def own_scores(self) -> Tensor:
-        """(5, n): the baseline against itself."""
+        """(5, n): scores of the baseline against itself."""
         ones = torch.ones_like(self.nll)
         correct = (self.top == self.targets).to(ones.dtype)
         return torch.stack((self.nll, torch.zeros_like(ones), ones, ones, correct))
 
     def scores(self, logits: Tensor | None) -> Tensor:
-        """(5, n): a candidate, by its logits (B, t, V) of the same chunk."""
+        """(5, n): scores of a candidate, from its logits (B, t, V) of the same chunk."""
         if logits is None or logits.shape != self.shape:
             found = "none" if logits is None else tuple(logits.shape)
             raise ValueError(
@@ -329,9 +329,10 @@ class _Reference:
         return torch.cat(parts, 1) if parts else self.nll.new_empty(5, 0)
 
     def _piece(self, logits: Tensor, span: slice) -> Tensor:
-        """With d = log(q / p), KL is Σ p (exp(d) - 1 - d), as Σ p = Σ q = 1: no term is negative, and
+        """Scores of a slice of positions.
 
-        an error in a logarithm's constant enters squared, so that tiny KLs are exact too.
+        With d = log(q / p), KL is computed as Σ p (exp(d) - 1 - d), since Σ p = Σ q = 1. No term is negative, and an
+        error in a normalization constant enters only squared, so that tiny KLs are exact too.
         """
         x = logits[self.rows[span], self.columns[span]].to(torch.float32)
         targets, p = self.targets[span], self.p[span]

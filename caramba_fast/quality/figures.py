@@ -1,8 +1,8 @@
-"""From scores, position by position, to the figures of a cache, each with its 95% confidence interval.
+"""Computes the figures of a cache, each with its 95% confidence interval, from scores per position.
 
-Predictions within a window of text share their context and are not independent; windows are. An estimate is the
-mean over all predictions, and its standard error that of a mean of clusters (the windows), with Student's t
-for one degree of freedom fewer than there are windows. With one window there is no interval: nan.
+Predictions within a window of text share their context and are not independent; windows are. An estimate is the mean
+over all predictions; its standard error is that of a cluster mean (clusters are windows), with Student's t for
+(windows - 1) degrees of freedom. With one window the interval is nan.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from caramba_fast.quality.compare import CacheSize, Scores, cache_size, cached_f
 CONFIDENCE = 0.95
 _Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 _RESAMPLES = 400
-#: Quarters of the text in which needles are counted apart; 0 is its start.
+#: Depth ranges, as shares of the text, for which needles are reported separately; 0 is its start.
 DEPTHS = ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0))
 
 Interval = tuple[float, float]
 
 
 def t_quantile(freedom: int) -> float:
-    """The 97.5% point of Student's t, within 0.2%.
+    """The 97.5% quantile of Student's t, within 0.2%.
 
     Exact for 1 and 2 degrees of freedom, else Abramowitz & Stegun 26.7.5.
     """
@@ -56,10 +56,10 @@ def mean_interval(
 ) -> tuple[float, Interval]:
     """Mean of (W, N) values over W windows, or of those ``chosen`` (W, N) bool, and its interval.
 
-    The interval is cut to ``within``, the values that are possible.
+    The interval is clipped to ``within``, the possible values.
 
-    Windows may count differently many values: the error is that of a ratio of two totals (Cochran,
-    Sampling Techniques, 1977, section 6.3).
+    Windows may contribute different numbers of values: the error is that of a ratio estimator (Cochran, Sampling
+    Techniques, 1977, section 6.3).
     """
     values = np.asarray(values, dtype=np.float64)
     weights = np.ones(values.shape) if chosen is None else chosen.astype(np.float64)
@@ -79,7 +79,7 @@ def mean_interval(
 def share_interval(hits: np.ndarray, chosen: np.ndarray | None = None) -> tuple[float, Interval]:
     """Share of (W, N) bools that are true, and its interval within 0 to 1.
 
-    Never narrower than if all were independent (Agresti & Coull 1998), so that a share of 0 or 1 keeps one.
+    Never narrower than for independent trials (Agresti & Coull 1998), so that a share of 0 or 1 has an interval too.
     """
     mean, (low, high) = mean_interval(hits, chosen)
     count = hits.size if chosen is None else int(chosen.sum())
@@ -96,8 +96,8 @@ def paired_interval(
 ) -> tuple[float, Interval]:
     """Difference of two shares of the same (W, N) trials, candidate - baseline, and its interval.
 
-    Never narrower than if all trials were independent (Agresti & Min 2005), so that no difference seen is
-    not taken for none.
+    Never narrower than for independent trials (Agresti & Min 2005), so that an observed difference of 0 has an
+    interval too.
     """
     difference = candidate.astype(np.float64) - baseline.astype(np.float64)
     mean, (low, high) = mean_interval(difference, chosen)
@@ -111,7 +111,7 @@ def paired_interval(
 
 
 def quantile_interval(values: np.ndarray, share: float, seed: int = 0) -> tuple[float, Interval]:
-    """A quantile of (W, N) values and its percentile bootstrap interval, whole windows resampled."""
+    """A quantile of (W, N) values and its percentile bootstrap interval, resampling whole windows."""
     windows, count = values.shape
     order = np.argsort(values, axis=None)
     ranked, window_of = values.reshape(-1)[order].astype(np.float64), order // count
@@ -137,30 +137,30 @@ def _rank(count: int, share: float) -> int:
 
 @dataclass(frozen=True)
 class CacheQuality:
-    """Figures of one cache on text of one context length.
+    """Figures of one cache at one context length.
 
     Attributes:
         kind: cache spec.
-        tokens: predictions measured.
+        tokens: predictions scored.
         nll: mean negative log likelihood, nats per token.
         delta_nll: nll minus the baseline's on the same tokens.
         ppl_ratio: exp(delta_nll).
         mean_kl: mean KL(baseline ‖ candidate) of the next-token distributions, nats.
         top1_agreement: share of positions where both rank the same token first.
-        bytes_per_token: bytes of codes and scales that one cached token takes.
+        bytes_per_token: bytes of codes and scales per token.
         p99_kl: 99th percentile of the KL.
-        acceptance: mean Σ min(p_baseline, p_candidate): the share of tokens drawn through this cache that
-            speculative sampling against the baseline would keep.
-        bits_per_value: of codes and scales, for each cached number.
+        acceptance: mean Σ min(p_baseline, p_candidate): the share of tokens drawn with this cache that speculative
+            sampling against the baseline would accept.
+        bits_per_value: bits of codes and scales per cached number.
         cache_bytes_per_token: bytes of a whole cache of ``context`` tokens, tail, sinks and unused slots
             included, divided by ``context``.
         context: tokens of a text window; predictions are made after 1 to context - 1 of them.
-        windows: independent samples of the intervals.
-        needles: needles asked for; 0 where they are off.
+        windows: windows of text, the independent samples of the intervals.
+        needles: needles asked for; 0 if they were not measured.
         recall: share of needles answered exactly (greedy), or nan.
         delta_recall: recall minus the baseline's on the same needles, or nan.
-        delta_needle_nll: nats by which the answers are less likely than with the baseline, or nan; moves
-            long before a needle is lost.
+        delta_needle_nll: increase of the answers' negative log likelihood over the baseline's, nats, or nan; it
+            rises long before recall drops.
         pareto: no other cache of the report has both a lower mean_kl and fewer cache bytes.
         ci: 95% confidence interval (low, high) of each figure that has one, by name; nan for one window.
     """
@@ -189,17 +189,17 @@ class CacheQuality:
 
 @dataclass(frozen=True)
 class NeedleQuality:
-    """Retrieval through one cache of needles given in one stretch of the text.
+    """Retrieval of the needles in one depth range through one cache.
 
     Attributes:
         kind: cache spec.
         context: tokens of a row.
-        depth_from, depth_to: where the needles stood, as shares of the text before the questions.
-        needles: how many.
+        depth_from, depth_to: the depth range, as shares of the text before the questions.
+        needles: number of needles.
         recall: share answered exactly (greedy).
         delta_recall: recall minus the baseline's on the same needles.
-        delta_needle_nll: nats by which the answers are less likely than with the baseline.
-        ci: 95% confidence interval (low, high) of the last three, rows being the samples.
+        delta_needle_nll: increase of the answers' negative log likelihood over the baseline's, nats.
+        ci: 95% confidence interval (low, high) of the last three, with rows as samples.
     """
 
     kind: str
@@ -220,13 +220,13 @@ def cache_quality(
     size: CacheSize,
     recall: NeedleQuality | None = None,
 ) -> CacheQuality:
-    """The figures of text windows, one a row of the scores.
+    """The figures of one cache; each row of the scores is a window.
 
     Args:
         kind: cache spec.
-        scores: of the cache, (W, context - 1).
-        baseline: of the baseline on the same windows.
-        size: bytes of the cache.
+        scores: scores of the cache, (W, context - 1).
+        baseline: scores of the baseline on the same windows.
+        size: size of the cache.
         recall: retrieval over the whole depth, if needles were measured.
     """
     nll, nll_ci = mean_interval(scores.nll)
@@ -255,7 +255,7 @@ def cache_quality(
 
 
 def _exp(value: float) -> float:
-    """exp, infinite where it overflows: a broken cache may lose any number of nats."""
+    """exp, or inf on overflow: a broken cache may lose any number of nats."""
     return math.exp(value) if not value > 700 else math.inf
 
 
@@ -272,10 +272,10 @@ def needle_quality(
     Args:
         kind: cache spec.
         context: tokens of a row.
-        scores: of the cache at the questions, (R, pairs).
-        baseline: of the baseline at the same questions.
+        scores: scores of the cache at the questions, (R, pairs).
+        baseline: scores of the baseline at the same questions.
         depths: (R, pairs), 0 to 1.
-        between: from the first share of the text up to but without the second (1 is within).
+        between: the depth range, without its upper end unless that is 1.
     """
     low, high = between
     chosen = (depths >= low) & ((depths < high) | (high >= 1))
@@ -299,12 +299,12 @@ def compare_caches(
 
     Args:
         model: the model.
-        ids: (B, T) token ids of real text; each row is a sample of the confidence intervals.
+        ids: (B, T) token ids of real text; each row is one sample of the confidence intervals.
         kinds: cache specs to measure; "q8/q4" stores K and V differently.
         baseline: the cache to compare with.
 
     Returns:
-        one `CacheQuality` a kind, in order.
+        one `CacheQuality` per kind, in order.
     """
     names = [kind.value if isinstance(kind, KVCacheKind) else kind for kind in (baseline, *kinds)]
     sizes = [cache_size(model.cache_layout, name, ids.shape[-1]) for name in names]

@@ -1,10 +1,10 @@
 """Hard variants of a model: the same function, with keys or values that are harder to quantize.
 
-Small models have no outlier channels of their own, large ones do, and what a 4-bit cache costs is
-decided by them: one channel sets the scale of the block it lies in. Attention lets them be made without
-training. With RoPE a key pair may grow by any factor if the query pair shrinks by it, because both dims of a
-pair turn together; a value channel may grow if the output projection's column shrinks. Logits stay what they
-were, so that whatever a cache loses on such a model, it loses to outliers.
+Large models have outlier channels, small ones do not, and outliers decide how much a 4-bit cache loses: one channel
+sets the scale of its quantization block. Outliers can be added without training. With RoPE, a pair of key dims may be
+multiplied by any factor if the query pair is divided by it, because RoPE rotates both dims of a pair together; a value
+channel may be multiplied if the matching column of the output projection is divided. The logits do not change, so
+whatever a cache loses on such a model is due to outliers.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from caramba_fast.models.demos import NAMES
 def scale_key_pairs(
     model: Transformer, low: float, high: float, *, count: int = 2, seed: int = 0
 ) -> Transformer:
-    """A copy of ``model`` with some RoPE pairs of K larger and those of Q smaller.
+    """A copy of ``model`` with some RoPE pairs of K multiplied, and those of Q divided, by large factors.
 
-    Of every layer and kv head ``count`` pairs grow, each by a factor of its own; the queries of the
-    head's whole group shrink by it. Decoupled attention: ``count`` pairs of K_geo, and as many single
-    channels of K_sem, which has no RoPE. With q/k norm the norms' weights carry the factors; as all
-    heads of a layer share them, so do they share the pairs.
+    ``count`` pairs of every layer and kv head are scaled, each by its own factor; the queries of the head's whole
+    group are divided by it. Decoupled attention: ``count`` pairs of K_geo, and as many single channels of K_sem,
+    which has no RoPE. With q/k norm, the factors go into the norms' weights, which all heads of a layer share, so
+    the same pairs are scaled in all heads.
 
     Args:
-        model: a native model; it is left as it is.
+        model: a native model; it is not changed.
         low: smallest factor.
         high: largest factor; factors are log-uniform in between. Powers of two are exact in any dtype.
         count: pairs of each kv head.
-        seed: which pairs, which factors.
+        seed: seed of the pairs and factors.
 
     Raises:
         ValueError: factors that are not 0 < low <= high, or more pairs than a head has.
@@ -58,14 +58,14 @@ def scale_key_pairs(
 def scale_value_channels(
     model: Transformer, low: float, high: float, *, count: int = 2, seed: int = 0
 ) -> Transformer:
-    """A copy of ``model`` with some channels of V larger and their columns of o_proj smaller.
+    """A copy of ``model`` with some channels of V multiplied, and their columns of o_proj divided, by large factors.
 
     Args:
-        model: a native model, of standard or decoupled attention; it is left as it is.
+        model: a native model, of standard or decoupled attention; it is not changed.
         low: smallest factor.
         high: largest factor; factors are log-uniform in between. Powers of two are exact in any dtype.
         count: channels of each kv head.
-        seed: which channels, which factors.
+        seed: seed of the channels and factors.
 
     Raises:
         ValueError: factors that are not 0 < low <= high, or more channels than a head has.
@@ -84,11 +84,10 @@ def scale_value_channels(
 
 
 def hard_variants(name: str) -> dict[str, Callable[[], Transformer]]:
-    """Hard variants of a demo model, by name; calling one builds it.
+    """Functions that build the hard variants of a demo model, by name.
 
-    "outliers-8" has key pairs of eight times their size, "outliers-64" of 2 to 64 times,
-    "value-outliers" value channels of 8 to 64 times, and "bias" (gqa) the key biases of
-    `load_demo("gqa/bias")`, which was trained with them.
+    "outliers-8" scales key pairs by 8, "outliers-64" by 2 to 64, "value-outliers" value channels by 8 to 64, and
+    "bias" (gqa) is `load_demo("gqa/bias")`, which was trained with key biases.
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.
@@ -106,7 +105,7 @@ def hard_variants(name: str) -> dict[str, Callable[[], Transformer]]:
 
 
 class _Draw:
-    """Draws factors (heads, channels): 1, but for ``count`` channels of each head."""
+    """Draws factors (heads, channels): 1 except for ``count`` channels of each head."""
 
     def __init__(self, low: float, high: float, count: int, seed: int) -> None:
         if not 0 < low <= high < math.inf:
@@ -161,12 +160,12 @@ def _scale_decoupled_keys(attention: DecoupledAttention, draw: _Draw) -> None:
 
 
 def _of_queries(attention: Attention | DecoupledAttention, factors: Tensor) -> Tensor:
-    """Factors (H_kv, D) of keys -> those (H_q, D) of the queries that meet them."""
+    """Factors (H_kv, D) of keys -> factors (H_q, D) of their queries."""
     return factors.reciprocal().repeat_interleave(attention.n_heads // attention.n_kv_heads, 0)
 
 
 def _scale_rows(linear: nn.Linear, factors: Tensor) -> None:
-    """Multiplies the outputs of ``linear`` with factors (heads, D)."""
+    """Multiplies the outputs of ``linear`` by factors (heads, D)."""
     flat = factors.flatten().to(linear.weight)
     linear.weight.mul_(flat[:, None])
     if linear.bias is not None:

@@ -1,4 +1,4 @@
-"""What figures depend on, as words that differ where the figures may: tensors, texts, the version."""
+"""Digests of what figures depend on: tensors, texts and the package version."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 def token_tensor(ids: Tensor | np.ndarray | Sequence[int]) -> Tensor:
-    """Token ids as int64 on the CPU, of the shape they were given in."""
+    """Token ids as int64 on the CPU, in their given shape."""
     return torch.as_tensor(ids, dtype=torch.int64, device="cpu")
 
 
 def digest_of(parts: Iterable[str | np.ndarray], length: int = 16) -> str:
-    """The first ``length`` hex digits of the SHA-256 of words and of arrays of integers, one behind another."""
+    """The first ``length`` hex digits of the SHA-256 of strings and integer arrays, concatenated."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, str):
@@ -29,7 +29,7 @@ def digest_of(parts: Iterable[str | np.ndarray], length: int = 16) -> str:
 
 
 def text_digest(ids: Tensor | Sequence[int] | None, bos_token_id: int | None = None) -> str:
-    """A short name for a text and what its windows start with, "" for none."""
+    """A digest of a text and the token its windows start with; "" for no text."""
     if ids is None:
         return ""
     tokens = token_tensor(ids)
@@ -37,7 +37,7 @@ def text_digest(ids: Tensor | Sequence[int] | None, bos_token_id: int | None = N
 
 
 def add_tensor(digest: Any, name: str, value: Tensor, most: int) -> None:
-    """Adds name, shape, dtype and evenly spread values to a digest: all where there are fewer than 2 × ``most``."""
+    """Hashes name, shape, dtype and evenly spread values; all values if there are fewer than 2 × ``most``."""
     flat = value.detach().reshape(-1)
     step = max(1, flat.numel() // most)
     digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
@@ -46,7 +46,7 @@ def add_tensor(digest: Any, name: str, value: Tensor, most: int) -> None:
 
 
 def package_version(unknown: str) -> str:
-    """The installed version of this package; ``unknown`` where it runs from a folder that was not installed."""
+    """The installed version of this package, or ``unknown`` if it is not installed."""
     try:
         return metadata.version("caramba-fast")
     except metadata.PackageNotFoundError:

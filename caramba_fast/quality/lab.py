@@ -1,7 +1,7 @@
-"""The quality lab: every cache against a baseline, on text windows and needles, at several contexts.
+"""The quality lab: compares caches with a baseline on text windows and needles, at several context lengths.
 
-Work is cut into batches; in each, all caches read the same tokens in step. With a folder, each cache's scores on each
-batch are kept there, and a run that was interrupted goes on where it stopped.
+All caches read the tokens of a batch in lockstep. With a folder, each cache's scores on each batch are saved there,
+and an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from caramba_fast.quality.report import QualityReport, on_pareto_front
 from caramba_fast.quality.store import CONFIG_DIGEST, ScoreStore
 from caramba_fast.quality.text import Batch, needle_batches, text_batches
 
-#: Called with the work done and the work there is, in tokens times caches.
+#: Called with the work done and the total, in tokens × caches.
 Progress = Callable[[int, int], None]
-#: The caches of one batch, by name.
+#: Scores on one batch, by cache.
 ByCache = dict[str, Scores]
 
 
@@ -50,25 +50,24 @@ def measure(
     folder: str | Path | None = None,
     progress: Progress | None = None,
 ) -> QualityReport:
-    """Figures of each cache at each context, with confidence intervals.
+    """Figures of each cache at each context length, with confidence intervals.
 
-    Predictions on text are made after 1 to context - 1 tokens of a window. Needles are asked for in rows
-    of ``context`` tokens (`recall_rows`), the same for every cache.
+    Predictions on text are made after 1 to context - 1 tokens of a window. Needles are hidden in rows of
+    ``context`` tokens (`recall_rows`), the same for every cache.
 
     Args:
         forward: the model (`cached_forward`).
-        specs: caches to measure; the baseline is reported as well.
+        specs: caches to measure; the baseline is always reported as well.
         text_ids: (N,) token ids of real text, at least two windows of the longest context.
-        recall: how needles are written, or None to leave them out.
-        contexts: tokens of a window.
-        tokens: tokens of text to measure at each context, or what there is.
-        needles: needles to ask for at each context, rounded up to whole rows.
+        recall: the needle format, or None for no needles.
+        contexts: context lengths, the tokens of a window.
+        tokens: tokens of text to measure at each context; fewer if the text is shorter.
+        needles: needles at each context, rounded up to whole rows.
         baseline: cache to compare with.
-        batch: rows computed at once.
+        batch: rows per batch.
         bos_token_id: token every window starts with, for models that expect one.
-        seed: which windows, needles and places.
-        folder: where finished parts are kept; a run of the same model, text and baseline takes up what
-            is there, whatever else it measures.
+        seed: seed of windows, needles and their places.
+        folder: where scores are saved; any run of the same model, text and baseline reuses them.
         progress: called as work is done.
 
     Raises:
@@ -125,7 +124,7 @@ class _Runner:
         self.done, self.total = 0, len(names) * sum(sizes)
 
     def scores(self, batch: Batch) -> ByCache:
-        """Every cache's scores on a batch; what was missing is kept in the store."""
+        """Every cache's scores on a batch; measures and saves those missing from the store."""
         with self.store.lock():
             found: ByCache = {}
             for name in self.names:
@@ -137,14 +136,16 @@ class _Runner:
             if missing:
                 ids = torch.from_numpy(batch.ids)
                 fresh = compare(self._counted, ids, missing, self.names[0], batch.positions)
-                self._advance(len(batch.ids) * len(missing))  # last tokens: nothing follows them
+                self._advance(
+                    len(batch.ids) * len(missing)
+                )  # the last tokens, which predict nothing
                 for name in missing:
                     found[name] = fresh[name]
                     self.store.save(name, batch, fresh[name])
         return found
 
     def _counted(self, ids: Tensor, spec: str) -> Iterator[Tensor]:
-        """The forward, reporting progress."""
+        """Runs ``forward``, reporting progress."""
         for logits in self.forward(ids, spec):
             self._advance(logits.shape[0] * logits.shape[1])
             yield logits
@@ -162,7 +163,7 @@ def _figures(
     scores: Sequence[ByCache],
     sizes: dict[tuple[int, str], CacheSize],
 ) -> tuple[list[CacheQuality], list[NeedleQuality]]:
-    """All figures of one context; the baseline's name is the first."""
+    """All figures of one context; the first name is the baseline."""
     asked = [b.depths for b in batches if b.depths is not None]
     on_text, on_needles = (
         [s for s, b in zip(scores, batches, strict=True) if (b.depths is not None) == needles]
@@ -185,7 +186,7 @@ def _figures(
 
 
 def _by_cache(scores: Sequence[ByCache]) -> ByCache:
-    """Each cache's scores on all of several batches."""
+    """Each cache's scores, concatenated over batches."""
     return {
         name: Scores.joined([s[name] for s in scores]) for name in (scores[0] if scores else ())
     }

@@ -1,8 +1,7 @@
-"""Needles: lines hidden in text and asked for further on. Does a model still find what it read far back?
+"""Needles: lines hidden in text that the model must retrieve later (needle in a haystack).
 
-A line reads ``#: key = value``; key and value are words that are one token each. A model
-that reads its cache well completes ``#: key =`` with the value given earlier. The demo model is
-trained on such lines, the needle test asks for them: the format is defined here, once.
+A line reads ``#: key = value``; key and value are words of one token each. A model whose cache is accurate completes
+``#: key =`` with the value given earlier. The demo model is trained on lines of this format.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from caramba_fast.config import KVCacheKind, cache_configs
 from caramba_fast.models import LanguageModel
 from caramba_fast.quality.compare import new_session
 
-#: A lower-case word that starts with a space, as byte-level BPE and SentencePiece write it.
+#: A lower-case word with a leading space, in the notation of byte-level BPE and SentencePiece.
 _WORD = re.compile(r"^[Ġ▁][a-z]{3,}$")
 _FEWEST_WORDS = 64
 
 
 class Tokenizer(Protocol):
-    """What is asked of a ``tokenizers.Tokenizer`` or of a tokenizer of transformers."""
+    """The common interface of ``tokenizers.Tokenizer`` and transformers tokenizers used here."""
 
     def get_vocab(self) -> dict[str, int]:
         """Token to id."""
@@ -35,7 +34,7 @@ class Tokenizer(Protocol):
 
 
 def token_ids(tokenizer: Tokenizer, text: str, *, special: bool = False) -> np.ndarray:
-    """The tokens of ``text``, (N,) int64; ``special``: with those a tokenizer adds of its own."""
+    """The tokens of ``text``, (N,) int64; with ``special``, including special tokens the tokenizer adds."""
     encoding = tokenizer.encode(text, add_special_tokens=special)
     return np.asarray(getattr(encoding, "ids", encoding), dtype=np.int64)
 
@@ -51,10 +50,10 @@ class RecallFormat:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> RecallFormat:
-        """Takes every one-token lower-case word of the vocabulary as key or value.
+        """Uses every one-token lower-case word of the vocabulary as key or value.
 
-        The rest of a line is read off from how two lines are tokenized in a row, since a tokenizer may
-        write what starts a text differently.
+        The rest of a line is taken from two consecutive tokenized lines, since a tokenizer may tokenize the start
+        of a text differently.
 
         Raises:
             ValueError: fewer than 64 such words, or lines that are not written as
@@ -97,7 +96,7 @@ class RecallFormat:
         return np.concatenate((self.prefix, [key], self.infix, [value], self.suffix))
 
     def question(self, key: int) -> np.ndarray:
-        """The line up to where the value is due."""
+        """The line up to the value, without it."""
         return np.concatenate((self.prefix, [key], self.infix))
 
 
@@ -110,12 +109,11 @@ def needle_prompt(
 ) -> tuple[np.ndarray, int]:
     """A prompt of ``text`` with one needle ``distance`` tokens before the question.
 
-    ``distractors`` other lines stand at random line starts of the text, so that copying the
-    latest value does not pay.
+    ``distractors`` other lines are inserted at random line starts, so that copying the latest value does not work.
 
     Args:
         text: token ids to hide the needle in; at least ``distance`` of them.
-        distance: tokens from the needle's value to the place where it is asked for.
+        distance: tokens from the needle's value to the position where it must be predicted.
 
     Returns:
         prompt (N,) int64, ending right before the value, and the value's token id.
@@ -146,8 +144,8 @@ class RecallRow:
         ids: (T,) int64 tokens.
         positions: (pairs,) the tokens at which the values are to be predicted, ascending.
         answers: (pairs,) the values.
-        depths: (pairs,) where in the text before the questions each value was given: 0 is its start.
-        distances: (pairs,) tokens between the value given and the one asked for.
+        depths: (pairs,) position of each value, as a share of the text before the questions: 0 is its start.
+        distances: (pairs,) tokens from each value to its prediction.
     """
 
     ids: np.ndarray
@@ -166,17 +164,17 @@ def recall_rows(
 ) -> RecallRow:
     """Hides ``pairs`` lines ``#: key = value`` in a text and asks for all of them, in random order.
 
-    Each question is completed with its true value, so that one forward pass measures every needle, and
-    none depends on what the model answered before. Keys and values of a row are all different, so that an
-    answer is determined by its line alone. Lines stand at random line starts, one in each of ``pairs``
-    equal stretches of the text (rounded to where lines start).
+    Each question is followed by its true value, so that one forward pass measures every needle, independently of
+    the model's answers. Keys and values of a row are all different, so that each answer is determined by its line
+    alone. Lines are inserted at random line starts, one in each of ``pairs`` equal parts of the text (rounded to
+    line starts).
 
     Args:
-        form: how lines are written.
-        text: token ids; a random stretch of it is used.
+        form: the line format.
+        text: token ids; a random span of it is used.
         length: tokens of the row.
-        pairs: needles.
-        rng: draws stretch, words, places and order.
+        pairs: number of needles.
+        rng: draws span, words, places and order.
 
     Raises:
         ValueError: too few words for so many pairs, no room for them, or too little text.
@@ -211,14 +209,14 @@ def recall_rows(
 
 
 def pairs_that_fit(form: RecallFormat, length: int) -> int:
-    """Needles whose lines and questions make up half of a row; 0 if not one fits."""
+    """Number of needles whose lines and questions fill half of a row; 0 if none fits."""
     return min(length // (4 * form.line_length), len(form.words) // 2)
 
 
 def _places(
     form: RecallFormat, filler: np.ndarray, pairs: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Ascending offsets in the filler, at line starts where it has any."""
+    """Ascending offsets in the filler, at line starts if it has any."""
     drawn = (np.arange(pairs) + rng.random(pairs)) * len(filler) / pairs
     starts = np.flatnonzero(filler == form.suffix[-1]) + 1
     if not len(starts):
@@ -229,7 +227,7 @@ def _places(
 def draw_needles(
     form: RecallFormat, text: Sequence[int] | np.ndarray, distance: int, trials: int, seed: int = 0
 ) -> list[tuple[np.ndarray, int]]:
-    """``trials`` prompts and answers, each hidden in its own stretch of ``text``."""
+    """``trials`` (prompt, answer) pairs, each in its own span of ``text``."""
     rng = np.random.default_rng(seed)
     text = np.asarray(text)
     size = distance + 64

@@ -1,6 +1,6 @@
-"""Pictures of what caches cost in quality against what they take in bytes: of a report here, of a choice in policy.
+"""Plots of quality loss against bytes: of a quality report, and the functions `caramba_fast.policy.plot` shares.
 
-Both are drawn by the same few functions: a point for each cache, a vertical line for what has no loss to show.
+Each cache is a point; a cache without a loss, such as the baseline, is a vertical line.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ENDINGS = (".png", ".svg")
-#: Specs no longer than this are written beside their points; else points are numbered.
+#: Points are numbered instead of labelled if a spec is longer than _SHORT or there are more than _FEW caches.
 _SHORT, _FEW = 16, 12
-#: Width of a letter of a label, and how far up from its point a label may stand, in points.
+#: Width of a letter of a label, and possible vertical offsets of a label from its point, in points.
 _LETTER, _HEIGHTS = 4.8, (0, 8, -8, 16, -16, 24, -24)
-#: Inches a letter and a line of the key take.
+#: Inches per letter and per line of the legend.
 _KEY_LETTER, _KEY_LINE = 0.061, 0.17
-#: Who made a picture, as its metadata say.
+#: Creator in a plot's metadata.
 MAKER = "caramba-fast"
 Box = tuple[float, float, float, float]
 
 
 def check_plot(path: str | Path) -> None:
-    """Raises for a picture that could not be written.
+    """Raises if a plot could not be written.
 
     Raises:
-        ValueError: a name that does not end in .png or .svg.
+        ValueError: the name does not end in .png or .svg.
         ModuleNotFoundError: matplotlib is missing (``pip install matplotlib``).
     """
     if Path(path).suffix not in ENDINGS:
@@ -51,7 +51,7 @@ def _check_matplotlib() -> None:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches; raises ModuleNotFoundError without matplotlib."""
+    """An empty figure, size in inches; raises ModuleNotFoundError without matplotlib."""
     _check_matplotlib()
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -59,7 +59,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def write_figure(figure: Figure, path: str | Path) -> None:
-    """Writes a figure, whole or not at all, as what its name ends in; `is_plot` knows it again."""
+    """Writes a figure atomically, in the format of the file extension, with metadata that `is_plot` recognizes."""
     ending = Path(path).suffix
     name = {"Creator" if ending == ".svg" else "Software": MAKER}
     content = io.BytesIO()
@@ -69,14 +69,14 @@ def write_figure(figure: Figure, path: str | Path) -> None:
 
 
 def is_plot(path: str | Path) -> bool:
-    """Whether a file is a picture that `write_figure` made."""
+    """Whether `write_figure` wrote the file."""
     with Path(path).open("rb") as file:
         start = file.read(4096)
     return MAKER.encode() in start and (b"<svg" in start or start.startswith(b"\x89PNG"))
 
 
 def style_axes(axis: Any, bytes_label: str, margins: tuple[float, float]) -> None:
-    """A logarithmic loss against bytes, with a thin grid."""
+    """Sets up axes of bytes and logarithmic loss, with a thin grid."""
     axis.set_yscale("log")
     axis.margins(*margins)
     axis.grid(True, which="major", linewidth=0.4, alpha=0.5)
@@ -87,7 +87,7 @@ def draw_point(
     axis: Any, x: float, y: float, interval: Interval, floor: float, colour: str, *,
     filled: bool, size: int,
 ) -> None:  # fmt: skip
-    """A cache of loss ``y``, with its interval down to ``floor`` at most (nan for none)."""
+    """Draws a cache of loss ``y`` with its interval (nan for none), clipped below at ``floor``."""
     low, high = interval
     if not math.isnan(low):
         axis.vlines(x, max(low, floor), high, color="0.7", linewidth=1, zorder=0)
@@ -96,7 +96,7 @@ def draw_point(
 
 
 def draw_size(axis: Any, x: float, words: str, colour: str, words_colour: str) -> None:
-    """A vertical line at the size of a cache that has no loss to show, such as the baseline."""
+    """Draws a vertical line at the size of a cache without a loss, such as the baseline."""
     axis.axvline(x, color=colour, linestyle=":", linewidth=1)
     axis.annotate(
         words, (x, 1), xycoords=("data", "axes fraction"), xytext=(-3, -10),
@@ -105,9 +105,9 @@ def draw_size(axis: Any, x: float, words: str, colour: str, words_colour: str) -
 
 
 def write_labels(axis: Any, labels: Sequence[tuple[str, float, float]]) -> None:
-    """Writes each (words, x, y) beside its point, at the first place that meets neither a point nor a label.
+    """Writes each (words, x, y) beside its point, at the first place that overlaps neither a point nor a label.
 
-    The axes must have their final place: call ``figure.draw_without_rendering()`` before.
+    The axes must be in their final position: call ``figure.draw_without_rendering()`` before.
     """
     scale = 72 / axis.figure.dpi
     places = [axis.transData.transform((x, y)) * scale for _, x, y in labels]
@@ -134,7 +134,7 @@ def _meet(a: Box, b: Box) -> bool:
 
 
 def plot_report(report: QualityReport, title: str = "") -> Figure:
-    """Mean KL (log scale, with its interval) against bytes a token, one panel a context.
+    """Mean KL (log scale, with its interval) against bytes per token, one panel per context.
 
     Caches of the Pareto front are filled and joined by a line. The baseline, whose KL is 0, is a vertical
     line at its size.
@@ -147,7 +147,7 @@ def plot_report(report: QualityReport, title: str = "") -> Figure:
     labels = {kind: str(i) if numbered else kind for i, kind in enumerate(kinds, start=1)}
     panels = len(report.contexts)
     width, height = 5.6 * panels, 4.4
-    if numbered:  # room for the key beside the panels
+    if numbered:  # room for the legend beside the panels
         width += _KEY_LETTER * (4 + max(map(len, kinds)))
         height = max(height, 0.6 + _KEY_LINE * len(kinds))
     figure = new_figure(width, height)
@@ -168,7 +168,7 @@ def plot_report(report: QualityReport, title: str = "") -> Figure:
         )  # fmt: skip
     if title:
         figure.suptitle(title, fontsize=11, x=0.01, ha="left")
-    figure.draw_without_rendering()  # fixes where the axes are
+    figure.draw_without_rendering()  # fixes the position of the axes
     for axis, context in zip(axes, report.contexts, strict=True):
         rows = _shown([row for row in report.rows if row.context == context], labels)
         write_labels(axis, [(labels[r.kind], r.cache_bytes_per_token, r.mean_kl) for r in rows])
@@ -176,13 +176,13 @@ def plot_report(report: QualityReport, title: str = "") -> Figure:
 
 
 def save_plot(report: QualityReport, path: str | Path, title: str = "") -> None:
-    """Writes `plot_report` as PNG or SVG, by the name's ending; raises what `check_plot` does."""
+    """Writes `plot_report` as PNG or SVG, by file extension; raises as `check_plot`."""
     check_plot(path)
     write_figure(plot_report(report, title), path)
 
 
 def _shown(rows: list[CacheQuality], labels: dict[str, str]) -> list[CacheQuality]:
-    """What a logarithmic axis can show."""
+    """The rows a logarithmic axis can show."""
     return [row for row in rows if row.kind in labels and 0 < row.mean_kl < math.inf]
 
 

@@ -1,4 +1,4 @@
-"""QualityReport: the table of a measurement, which caches are worth having, and its files."""
+"""QualityReport: the figures of a measurement, the Pareto front, and reading and writing them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from caramba_fast.config.files import read_json, replacing, shown
 from caramba_fast.quality.figures import CacheQuality, NeedleQuality
 
 Row = TypeVar("Row", CacheQuality, NeedleQuality)
-#: What a file that is none can raise on the way.
+#: Exceptions that parsing another kind of file can raise.
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, csv.Error)
 _READ: dict[Any, Any] = {
     "str": str,
@@ -32,7 +32,7 @@ class QualityReport:
     Attributes:
         rows: by context, the baseline first, then the caches as they were given.
         needles: retrieval by depth, in the same order; empty without needles.
-        about: what was measured, in plain values.
+        about: description of the measurement, JSON values.
     """
 
     rows: list[CacheQuality] = field(default_factory=list)
@@ -53,7 +53,7 @@ class QualityReport:
         """The figures of one cache, at the first context by default.
 
         Raises:
-            KeyError: it was not measured; the message lists what was.
+            KeyError: it was not measured; the message lists the measured caches.
         """
         wanted = self.contexts[0] if context is None and self.rows else context
         for row in self.rows:
@@ -63,7 +63,7 @@ class QualityReport:
         raise KeyError(f"{kind} at {wanted} was not measured; there are {known}")
 
     def to_json(self, path: str | Path) -> None:
-        """Everything, as JSON: nan is null, infinities are strings."""
+        """Writes the report as JSON: nan is null, infinities are strings."""
         content = {
             "about": self.about,
             "rows": [asdict(row) for row in self.rows],
@@ -78,7 +78,7 @@ class QualityReport:
         """Reads what `to_json` wrote.
 
         Raises:
-            ValueError: the file is damaged or something else.
+            ValueError: the file is damaged or not a report.
         """
         try:
             content = read_json(path)
@@ -91,7 +91,7 @@ class QualityReport:
             raise ValueError(f"{path} is not a quality report: {shown(error)}") from error
 
     def to_csv(self, path: str | Path) -> None:
-        """The rows, one line each; intervals are columns ``<figure>_low`` and ``<figure>_high``."""
+        """Writes the rows as CSV; intervals are columns ``<figure>_low`` and ``<figure>_high``."""
         lines = [_flat(row) for row in self.rows]
         columns = dict.fromkeys(name for line in lines for name in line)
         text = io.StringIO(newline="")
@@ -103,10 +103,10 @@ class QualityReport:
 
 
 def read_csv(path: str | Path) -> list[CacheQuality]:
-    """The rows `QualityReport.to_csv` wrote.
+    """Reads the rows that `QualityReport.to_csv` wrote.
 
     Raises:
-        ValueError: the file is something else.
+        ValueError: the file is not such a table.
     """
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
@@ -116,7 +116,7 @@ def read_csv(path: str | Path) -> list[CacheQuality]:
 
 
 def is_report(path: str | Path) -> bool:
-    """Whether a file is what `QualityReport.to_json` wrote."""
+    """Whether `QualityReport.to_json` wrote the file."""
     try:
         found = read_json(path)
     except ValueError:
@@ -125,14 +125,14 @@ def is_report(path: str | Path) -> bool:
 
 
 def is_table(path: str | Path) -> bool:
-    """Whether a file begins as what `QualityReport.to_csv` wrote."""
+    """Whether the file begins like one that `QualityReport.to_csv` wrote."""
     first = [column.name for column in fields(CacheQuality)][:3]
     with Path(path).open("rb") as file:
         return file.read(4096).startswith(",".join(first).encode())
 
 
 def on_pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """For each (cost, loss): is there no other with both at most as large, and one smaller?"""
+    """For each (cost, loss): True if no other point is at most as large in both and smaller in one."""
     return [
         not any(
             cost <= own_cost and loss <= own_loss and (cost, loss) != (own_cost, own_loss)

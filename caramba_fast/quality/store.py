@@ -1,8 +1,7 @@
-"""Finished parts of a measurement, kept in a folder so that an interrupted run can be taken up again.
+"""ScoreStore: scores of a measurement, saved in a folder so that an interrupted run can resume.
 
-A part is what one cache scored on one batch. Its file is named by a digest of all that decides its numbers,
-and written whole or not at all; ``manifest.json`` says what the folder is about, and nothing else is put
-into it.
+Each file has the scores of one cache on one batch. It is named by a digest of everything its numbers depend on, and
+written atomically. ``manifest.json`` describes the measurement; the folder has no other files.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from caramba_fast.quality.identity import digest_of
 from caramba_fast.quality.text import Batch
 
 MANIFEST = "manifest.json"
-#: Digest of a model's configuration, which folders of earlier versions lack: they are taken up without it.
+#: Digest of a model's configuration. Folders of earlier versions lack it and are accepted without it.
 CONFIG_DIGEST = "config_digest"
-#: What zipfile, zlib, lzma and numpy raise for files that are none of theirs.
+#: What zipfile, zlib, lzma and numpy raise for damaged or foreign files.
 _DAMAGE = (
     OSError, ValueError, KeyError, EOFError, RuntimeError, SyntaxError, MemoryError, TypeError, IndexError,
     OverflowError, struct.error, zipfile.BadZipFile, zlib.error, lzma.LZMAError,
@@ -37,11 +36,11 @@ _DAMAGE = (
 
 
 class ScoreStore:
-    """Scores by name, in memory, or also in ``folder``.
+    """Scores by cache and batch, in memory, or also in ``folder``.
 
     Args:
-        folder: where to keep them; made if missing. None keeps them in memory only.
-        settings: what all parts have in common, plain JSON values.
+        folder: where to save them; created if missing. None keeps them in memory only.
+        settings: what all scores in the folder have in common, JSON values.
 
     Raises:
         ValueError: the folder was made with other settings (the message names those that differ), or its
@@ -57,7 +56,7 @@ class ScoreStore:
         self._settings = json.dumps(settings, sort_keys=True)
 
     def lock(self) -> contextlib.AbstractContextManager[Any]:
-        """Held while a part is looked for, measured and written; others that share the folder wait."""
+        """Held while scores are looked up, measured and written; other processes that share the folder wait."""
         if self.folder is None:
             return contextlib.nullcontext()
         from filelock import FileLock  # noqa: PLC0415 - only folders need it
@@ -65,9 +64,9 @@ class ScoreStore:
         return FileLock(self.folder / ".lock")
 
     def load(self, spec: str, batch: Batch) -> Scores | None:
-        """What ``spec`` scored on the batch; None if it is not there.
+        """The scores of ``spec`` on the batch, or None.
 
-        A damaged file is warned about and counts as missing.
+        A damaged file causes a warning and counts as missing.
         """
         if self.folder is None or not (file := self._file(spec, batch)).is_file():
             return None
@@ -85,7 +84,7 @@ class ScoreStore:
         return scores
 
     def save(self, spec: str, batch: Batch, scores: Scores) -> None:
-        """Writes the scores, whole or not at all."""
+        """Writes the scores atomically."""
         if self.folder is not None:
             with replacing(self._file(spec, batch)) as stream:
                 np.savez(stream, **vars(scores))
@@ -104,7 +103,7 @@ class ScoreStore:
 
     @staticmethod
     def _claim(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
-        """Writes the manifest, or checks that the one there says the same; returns what it says."""
+        """Writes the manifest, or checks that the existing one agrees; returns its content."""
         if not file.exists():
             with replacing(file) as stream:
                 stream.write(json.dumps(settings, indent=1).encode() + b"\n")
@@ -131,7 +130,7 @@ class ScoreStore:
 
 
 def _check_headers(file: Path, wanted: tuple[int, ...]) -> None:
-    """Raises ValueError unless every array says that it has the shape wanted: no other is made room for."""
+    """Raises ValueError unless every array's header has the shape ``wanted``, so that no other is allocated."""
     with zipfile.ZipFile(file) as archive:
         for name in Scores.names():
             with archive.open(f"{name}.npy") as member:

@@ -1,9 +1,9 @@
-"""The text caches are measured on: windows of it, and rows of needles hidden in it, in batches.
+"""The text that caches are measured on: windows of text, and rows with hidden needles, in batches.
 
-Text is real tokens, the caller's or the model's own, never random ids: a model attends to those in ways it
-never does in use, and a cache that ruins sentences may look harmless on them.
+Tokens are real text, from the caller or sampled from the model, never random ids: attention to random ids is unlike
+attention in use, and a cache that ruins real text may look harmless on them.
 
-Everything is drawn with a seed, and asking for more tokens or needles only adds to what was drawn.
+Everything is drawn with a seed; asking for more tokens or needles extends the earlier draw.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from caramba_fast.quality.needles import RecallFormat, pairs_that_fit, recall_ro
 #: Rows sampled at once.
 SAMPLED_ROWS = 64
 _FEWEST_WINDOWS = 2
-#: Rows needles are spread over at least: an interval needs some.
+#: Fewest rows that needles are spread over, so that there is an interval.
 _FEWEST_ROWS = 8
 
 
 def cut_windows(rows: np.ndarray, size: int) -> np.ndarray:
-    """(R, N) tokens -> (W, size) windows that do not overlap, row by row; what is left over is dropped."""
+    """(R, N) tokens -> (W, size) non-overlapping windows, row by row; the remainder of a row is dropped."""
     return rows[:, : rows.shape[1] // size * size].reshape(-1, size)
 
 
 def _behind_bos(rows: np.ndarray, bos_token_id: int | None) -> np.ndarray:
-    """(W, N) tokens -> (W, 1 + N) with bos in front; as they are without one."""
+    """(W, N) tokens -> (W, 1 + N) with bos in front; unchanged without a bos."""
     if bos_token_id is None:
         return rows
     return np.concatenate((np.full((len(rows), 1), bos_token_id), rows), axis=1)
@@ -45,7 +45,7 @@ def rows_of_text(ids: Tensor, model: LanguageModel) -> Tensor:
     """Token ids of real text, (N,) or (B, T), as rows (B, T).
 
     Raises:
-        ValueError: another shape, no ids, or ids the model does not know.
+        ValueError: another shape, no ids, or ids outside the vocabulary.
     """
     rows = ids[None] if ids.ndim == 1 else ids
     if rows.ndim != 2 or rows.numel() == 0:
@@ -59,18 +59,18 @@ def rows_of_text(ids: Tensor, model: LanguageModel) -> Tensor:
 
 
 class Windows:
-    """Windows of real text, in a random order that the seed fixes.
+    """Windows of real text, in a random order fixed by the seed.
 
     Args:
-        model: the model; it writes the text if none is given.
+        model: the model; the text is sampled from it if none is given.
         size: tokens of a window.
         given: (N,), (B, T) or nested lists of token ids of real text, or None.
-        seed: order, and what is sampled.
+        seed: seed of the order and of sampling.
         bos_token_id: first token of every window, for models that expect one.
-        at_once: rows sampled at once.
+        at_once: rows sampled per batch.
 
     Raises:
-        ValueError: too little text, or ids the model does not know.
+        ValueError: too little text, or ids outside the vocabulary.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Windows:
         self._sampled: list[Tensor] = []
 
     def _shuffled(self, ids: Tensor) -> Tensor:
-        """(W, size) windows that do not overlap, in random order."""
+        """(W, size) non-overlapping windows, in random order."""
         body = self.size - (self.bos is not None)
         rows = rows_of_text(ids, self.model)
         cut = cut_windows(rows.numpy(), body)
@@ -103,7 +103,7 @@ class Windows:
         return torch.from_numpy(_behind_bos(cut[order.numpy()], self.bos))
 
     def take(self, start: int, stop: int) -> Tensor:
-        """Windows start to stop - 1, (n, size) int64 on the CPU; fewer where the text ends."""
+        """Windows start to stop - 1, (n, size) int64 on the CPU; fewer if the text ends."""
         if self._given is not None:
             return self._given[start:stop]
         while sum(map(len, self._sampled)) < stop:
@@ -112,12 +112,12 @@ class Windows:
         return torch.cat(self._sampled)[start:stop]
 
     def filler(self, count: int) -> np.ndarray:
-        """(N,) tokens to hide needles in: all that was given, else ``count`` or more that the model wrote."""
+        """(N,) tokens to hide needles in: all given text, else at least ``count`` tokens sampled from the model."""
         text = self.take(0, -(-count // self.size)) if self._text is None else self._text
         return text.flatten().numpy()
 
     def describe(self) -> str:
-        """Where the text is from."""
+        """The origin of the text, in words."""
         if self._given is None:
             return f"sampled from the model, temperature 1, seed {self.seed}"
         return f"{self._given.numel():,} given tokens"
@@ -125,10 +125,10 @@ class Windows:
 
 @torch.no_grad()
 def sample_text(model: LanguageModel, rows: int, length: int, seed: int = 0) -> Tensor:
-    """Text the model writes itself at temperature 1, (rows, length) int64 on the CPU.
+    """Text sampled from the model at temperature 1, (rows, length) int64 on the CPU.
 
-    It starts from the model's bos token, else from eos (what a new document follows), else from a random
-    token, and is stored unquantized while it is written.
+    It starts from the model's bos token, else from eos (which precedes a new document), else from a random token.
+    Sampling uses an unquantized cache.
     """
     rng = torch.Generator().manual_seed(seed)
     first = _first_token(model)
@@ -159,7 +159,7 @@ def _first_token(model: LanguageModel) -> int | None:
 
 
 def begin_token(model: LanguageModel) -> int | None:
-    """The id texts begin with, if the model or its config names one."""
+    """The model's bos token id, if it or its config has one."""
     for holder in (model, getattr(model, "config", None)):
         found = getattr(holder, "bos_token_id", None)
         if isinstance(found, int) and 0 <= found < model.vocab_size:
@@ -174,7 +174,7 @@ class Batch:
     Attributes:
         ids: (B, context) int64 tokens.
         positions: (B, N) predictions to score, or None for all.
-        depths: (B, N) where the needles stand, or None for text.
+        depths: (B, N) depths of the needles, or None for text.
     """
 
     ids: np.ndarray
@@ -191,9 +191,9 @@ class Batch:
 def text_batches(
     text: np.ndarray, context: int, tokens: int, rows: int, bos_token_id: int | None, seed: int
 ) -> Iterator[Batch]:
-    """Windows of ``context`` tokens, ``tokens`` in all if the text has as many, in random order.
+    """Windows of ``context`` tokens in random order, ``tokens`` in all if the text has as many.
 
-    Windows do not overlap. With ``bos_token_id`` that is the first token of each.
+    Windows do not overlap. If given, ``bos_token_id`` is the first token of each.
 
     Raises:
         ValueError: the text, or ``tokens``, is too short for two windows.
@@ -220,7 +220,7 @@ def needle_batches(
     bos_token_id: int | None,
     seed: int,
 ) -> Iterator[Batch]:
-    """Rows of ``context`` tokens with needles in them, ``needles`` or somewhat more in all.
+    """Rows of ``context`` tokens with hidden needles, ``needles`` or somewhat more in all.
 
     Raises:
         ValueError: the context is too short for a needle, or the text too short for a row.

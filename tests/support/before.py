@@ -45,9 +45,9 @@ from caramba_fast.policy import CachePlan, CachePolicyFields, PlanFile
 from caramba_fast.quality import QualityReport, cached_forward, measure
 
 HERE = Path(__file__).resolve().parents[1] / "data" / "before"
-#: What a plan was made on that no machine here is.
+#: Key fields of a plan made on a device and by versions that no test machine has.
 ELSEWHERE = {"device": "another processor, cpu, 1 threads", "versions": {"torch": "0"}}
-#: Sizes of a cache a plan is for, and by name the settings of the plans that are kept.
+#: Cache sizes of the plans, and the settings of the stored plans by name.
 PLANNED: dict[str, Any] = dict(max_seq_len=256, batch_size=2)
 PLANS: dict[str, dict[str, Any]] = {
     "by bytes alone": dict(cache_budget_mb=0.75, cache_auto_benchmark=False),
@@ -65,7 +65,7 @@ STORED = (
 )  # fmt: skip
 #: Tokens of the rows, and tokens fed in.
 LENGTHS, FED = (7, 5), 7
-#: Of a whole model's caches: 4 bits with sinks and a tail shorter than what is cached.
+#: Storage of a whole model's caches: 4 bits with sinks and a tail shorter than the cached text.
 MODEL_CACHE = STORED[3].replace("len=4", "len=8").replace("slack=2", "slack=4")
 MANIFEST = """
 targets:
@@ -84,7 +84,7 @@ def ids(count: int = 64) -> Tensor:
 
 
 def texts() -> dict[str, list[int] | str]:
-    """What each way to generate writes: greedy, and sampled with a seed."""
+    """Generated texts, greedy and sampled with a seed."""
     model, prompt = load_demo(), ids(24)[None]
     greedy: dict[str, Any] = dict(max_new_tokens=12, temperature=0.0)
     sampled: dict[str, Any] = dict(max_new_tokens=12, temperature=0.8, top_p=0.95, seed=7)
@@ -145,13 +145,13 @@ def layer_cache(spec: str) -> Any:
 
 
 def queries(spec: str) -> list[Tensor]:
-    """What is asked of a cache: one token of each row, for each kind of keys."""
+    """Queries: one token of each row, for each key stream."""
     dim, streams = width(spec), len(cache_configs(spec)) - 1
     return [torch.linspace(-1, 1, 2 * 2 * dim).view(2, 2, 1, dim) * (i + 1) for i in range(streams)]
 
 
 def filled(spec: str) -> dict[str, Any]:
-    """The state of a cache of one layer, beside what it gives."""
+    """The state of a one-layer cache, with its attention output."""
     torch.manual_seed(0)
     cache, dim = layer_cache(spec), width(spec)
     cache.append(*(torch.randn(2, 1, FED, dim) for _ in cache_configs(spec)))
@@ -175,7 +175,7 @@ def asked(count: int) -> Tensor:
 
 @torch.no_grad()
 def filled_model() -> dict[str, Any]:
-    """The states of the small model's caches behind 20 tokens, their values, and what comes next."""
+    """The states of the small model's caches after 20 tokens, their values, and the next tokens."""
     model = load_model(HERE / "model")
     cache = model_cache(model)
     model(asked(20), cache)
@@ -197,7 +197,7 @@ def filled_under_transformers() -> dict[str, Any]:
 
 
 def next_logits(model: Any, cache: Any) -> Tensor:
-    """(2, 3, V) logits of three tokens behind such a cache."""
+    """(2, 3, V) logits of three tokens after such a cache."""
     mask = torch.ones(2, 23, dtype=torch.int64)
     mask[1, :4] = 0
     more = asked(3).expand(2, -1)
@@ -222,7 +222,7 @@ def write_model(folder: Path) -> None:
 
 
 def planned(name: str, path: Path) -> CachePlan:
-    """The plan of some settings, found in the file or made."""
+    """The plan for some settings, from the file or newly made."""
     settings = CachePolicyFields(cache_plan_path=path, **PLANS[name])
     return choose_cache(load_demo(), settings, **PLANNED)
 
@@ -248,7 +248,7 @@ def save(content: Any, path: Path) -> None:
 
 
 def saved(path: Path) -> Any:
-    """What `save` wrote, as ``torch.load`` reads it without trust."""
+    """Reads what `save` wrote, by ``torch.load`` with ``weights_only``."""
     return torch.load(io.BytesIO(gzip.decompress(path.read_bytes())), weights_only=True)
 
 
@@ -262,7 +262,7 @@ def write_states(folder: Path) -> None:
 
 
 def write_plans(folder: Path) -> None:
-    """The plans of `PLANS`, as if they had been made elsewhere."""
+    """The plans of `PLANS`, as if made on another machine."""
     (folder / "plans.json").unlink(missing_ok=True)
     for name in PLANS:
         PlanFile(folder / "plans.json").put(moved(planned(name, folder / "made.json"), **ELSEWHERE))

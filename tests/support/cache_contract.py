@@ -25,7 +25,7 @@ ERROR = {
     "fp32": 1e-6, "fp16": 6e-4, "bf16": 5e-3, "q8_0": 0.01, "q4_0": 0.13, "nf4": 0.13, "q8_channel": 0.01,
     "q4_channel": 0.13,
 }  # fmt: skip
-#: Kinds by channel are for keys; how values are stored beside them.
+#: Per-channel kinds are for keys only; the kind of the values beside them.
 BESIDE = {"q8_channel": "q8_0", "q4_channel": "q4_0"}
 
 
@@ -63,7 +63,7 @@ def of_values(config: KVCacheTensorConfig) -> KVCacheTensorConfig:
 
 
 def poison(cache: Any) -> Any:
-    """Fills the memory of a new cache with what would show in any result."""
+    """Poisons the memory of a new cache with values that would show in any result."""
     for stream in cache.streams.values():
         for buffer in stream.buffers:
             if buffer.is_floating_point():
@@ -198,7 +198,7 @@ class LayerCacheContract:
 
     @pytest.mark.parametrize("stored", ["fp32", "q4_0+sides"])
     def test_tokens_that_require_grad_leave_no_graph_in_the_cache(self, stored):
-        """Otherwise every step of a model without no_grad would stay in memory."""
+        """Otherwise a model without no_grad would keep every step in memory."""
         cache = self.make(next(setup for setup in SETUPS if str(setup) == stored))
         cache.append(*(x.requires_grad_() for x in self.tokens(3)))
         buffers = [x for stream in cache.streams.values() for x in stream.buffers]
@@ -233,7 +233,7 @@ class LayerCacheContract:
     def test_many_queries_in_pieces_equal_single_steps(self, setup):
         cache, _ = self.filled(setup, 60)
         q = self.queries(40)
-        if cache.ring_len:  # the ring of the newest does not hold what the first queries read
+        if cache.ring_len:  # the ring no longer holds the tokens that the first queries read
             cache.attend(*q)
             slack = cache.tail_slack
             with pytest.raises(
@@ -267,7 +267,7 @@ class LayerCacheContract:
         assert relative_l2(found[:1], expected[:1]) <= 1e-6
         assert relative_l2(found[1:, :, :21], expected[1:, :, :21]) <= 1e-6
         more, last = self.tokens(2), self.queries(2)
-        for cache in (at_once, by_one):  # and the ring is as it would have been
+        for cache in (at_once, by_one):  # and the rings are the same
             cache.crop([1, 2])
             cache.append(*more)
         assert relative_l2(at_once.attend(*last), by_one.attend(*last)) <= 1e-6
@@ -357,7 +357,7 @@ class LayerCacheContract:
         for old, new in zip(before, taken.get(), strict=True):
             assert torch.equal(new, old[rows][:, :, :kept])
         cache.crop([3, 0])
-        cache.append(*self.tokens(2))  # what the one writes the other does not see
+        cache.append(*self.tokens(2))  # not visible in the other cache
         for old, new in zip(before, taken.get(), strict=True):
             assert torch.equal(new, old[rows][:, :, :kept])
         shape = [x[[0] * len(rows)] for x in self.tokens(2)]

@@ -1,4 +1,4 @@
-"""Random layers with any set of options, written by append_, and what they mean in float64."""
+"""Random layers with any set of options, written by append_, and their float64 reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from caramba_fast.ops.view import Lanes
 
 HEADS, KV_HEADS = 4, 2
 PAGE = 32
-#: What a case can have; s_aux and the rest are options of the attention, not of the storage.
+#: Options of a case; from s_aux on, options of the attention rather than the storage.
 OPTIONS = (
     "pages", "leftpad", "query_lens", "tail", "sinks", "rotate_k", "rotate_v", "null", "s_aux", "window",
     "window_with_sinks", "softcap", "softmax_scale",
@@ -31,7 +31,7 @@ def rows(*values: int) -> Tensor:
 
 @dataclass
 class Stream:
-    """One stored stream and what was meant to be stored."""
+    """One stored stream and the exact values it was written from."""
 
     name: str
     view: KVView
@@ -70,7 +70,7 @@ class Case:
 
     @property
     def place(self) -> dict[str, Tensor]:
-        """Where rows are, for append_ and attention alike."""
+        """Options that locate rows, for both append_ and attention."""
         found = {} if self.table is None else {"block_table": self.table}
         return {**found, "cache_leftpad": rows(*self.leftpad)} if any(self.leftpad) else found
 
@@ -95,7 +95,7 @@ class Case:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """What the attention is told besides queries, views and lengths."""
+        """Options of the attention besides queries, views and lengths."""
         found = {**self.place, **self.options, "n_kv_heads": self.kv_heads}
         found |= {f"null_{name}": x for name, x in self.null.items()}
         if self.query_lens is not None:
@@ -192,7 +192,7 @@ def build(
     counts = [max(tokens - b, 0) for b in range(batch)] if "query_lens" in options else None
     residual, sink = residual_len * ("tail" in options), sink_len * ("sinks" in options)
     grouped = any(kind in CHANNEL_KINDS for kind in kinds)
-    if grouped:  # tokens of a group that is not full are in the ring alone
+    if grouped:  # tokens of an incomplete group are only in the ring
         ring += residual + block
     streams = {}
     for (name, dim), kind in zip(dims.items(), kinds, strict=True):
@@ -248,7 +248,7 @@ def shuffled_pages(lengths: Sequence[int], per_row: int) -> tuple[Tensor, tuple[
 
 
 def check(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    """Within the tolerance of the query's dtype; empty places exactly 0 and -inf."""
+    """Asserts equality within the tolerance of the query's dtype; empty places exactly 0 and -inf."""
     out, lse = found
     assert out.isfinite().all() and lse.dtype == torch.float32
     assert relative_l2(out, expected[0]) <= RELATIVE_L2[out.dtype]

@@ -1,6 +1,6 @@
-"""What goes with what: cache kinds × features, each cell run, or refused with a message.
+"""Compatibility of cache kinds and features: each cell of the table is run, or refused with a message.
 
-`COLUMNS` says how a feature is checked and `REFUSED` which cells are refused; the tests run every cell, and
+`COLUMNS` has the check of each feature and `REFUSED` the refused cells; the tests run every cell, and
 
     PYTHONPATH=tests python -m support.combinations
 
@@ -25,7 +25,7 @@ from caramba_fast.serve import Engine
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "combinations.md"
 DBA = "decoupled q4/q8/q4"
-#: What rows are called, and the cache spec of each.
+#: Row name -> cache spec.
 KINDS = {
     **{kind: kind for kind in ("fp32", "fp16", "bf16", "q8", "q4", "nf4")},
     "q8, plain": "q8:plain",
@@ -45,8 +45,8 @@ class Row:
     """One kind of cache.
 
     Attributes:
-        name: what the page calls it.
-        spec: what `cache_kind` is.
+        name: its name on the page.
+        spec: its `cache_kind`.
     """
 
     name: str
@@ -56,14 +56,14 @@ class Row:
         return KINDS[self.name]
 
     def model(self, **changes: Any) -> Any:
-        """A random model that can have such a cache."""
+        """A random model that supports this cache."""
         if self.name != DBA:
             return small_model(**changes)
         dims = DecoupledDims(sem_dim=64, geo_dim=128, v_dim=128, null_kv=True)
         return small_model(model_type="caramba_dba", decoupled=dims, **changes)
 
     def options(self, **more: Any) -> dict[str, Any]:
-        """Settings of a generator with it."""
+        """Settings of a generator with this cache."""
         chosen = {
             "cache_auto_candidates": ("fp16", "q8"), "cache_auto_benchmark": False, "cache_quality_prompt_len": 8,
         }  # fmt: skip
@@ -77,7 +77,7 @@ class Row:
         return Engine(self.model(), cache_kind=self.spec, max_seq_len=256, page_size=32, **more)
 
     def alone(self, prompt: list[int]) -> list[int]:
-        """What a generator says to a prompt by itself, as an engine reads it."""
+        """The tokens a generator gives for this prompt alone, prefilled as an engine does."""
         return alone(self.spec, tuple(prompt), GIVEN, self.model())
 
 
@@ -90,7 +90,7 @@ def new_tokens(generator: Generator, prompts: list[list[int]], **options: Any) -
 
 
 def speculation(row: Row) -> None:
-    """Prompt lookup and a draft model, in a batch: the tokens are those without a draft."""
+    """Speculative decoding of a batch, with prompt lookup and with a draft model, gives the same tokens as without."""
     wanted = new_tokens(row.generator(), PROMPTS)
     for draft in (None, row.model(num_hidden_layers=1)):
         fast = SpeculativeGenerator(row.model(), draft, spec_k=3, **row.options())
@@ -99,7 +99,7 @@ def speculation(row: Row) -> None:
 
 
 def prefix_reuse(row: Row) -> None:
-    """Two requests of an engine that begin alike: the second finds pages, and says what it says alone."""
+    """Of two requests with a common prefix, the second reuses the first's pages and gets the tokens it gets alone."""
     serving, prompt = row.engine(cache_salt="all"), text(1, 70)
     for asked, found in ((prompt, 0), ([*prompt[:64], *text(2, 9)], 64)):
         serving.add_request(asked, **GREEDY)
@@ -109,7 +109,7 @@ def prefix_reuse(row: Row) -> None:
 
 
 def windows(row: Row) -> None:
-    """Of the model (a decoupled one has none) and of a decode plan: what is beyond changes nothing, without it does."""
+    """Tokens beyond a window, the model's (not decoupled) or a decode plan's, change nothing; without one they do."""
     far = [text(4, 30), text(5, 30)]
     plan = {"decode_plan": "fixed", "decode_local_window": 16}
     for changes, options, same in (
@@ -126,7 +126,7 @@ def windows(row: Row) -> None:
 
 
 def hybrids(row: Row) -> None:
-    """transformers' generate() of a model with convolutions: fp32 as the stock cache, others as the torch reference."""
+    """transformers' generate() with convolution layers: fp32 matches the stock cache, others the torch reference."""
     import pytest
     from support.hf_matrix import NEVER, PAD
 
@@ -162,7 +162,7 @@ def hybrids(row: Row) -> None:
 
 
 def preemption(row: Row) -> None:
-    """An engine whose pages run out, both ways: everybody says what it says alone."""
+    """An engine that runs out of pages, by recompute and by swap: each request gets the tokens it gets alone."""
     for how in ("recompute", "swap"):
         serving = row.engine(num_pages=5, max_batch_size=3, preemption=how)
         prompts = [text(seed, 28) for seed in range(3)]
@@ -173,7 +173,7 @@ def preemption(row: Row) -> None:
 
 
 def sessions(row: Row) -> None:
-    """A batch, saved and gone on with in another generator: the same tokens, greedy and with a seed."""
+    """A batch is saved and resumed in another generator, which gives the same tokens, greedy and sampled by seed."""
     for how in ({}, {"temperature": 0.9, "seed": 3}):
         first = row.generator(**how)
         first.generate(PROMPTS)
@@ -187,7 +187,7 @@ def sessions(row: Row) -> None:
 
 
 def prefix_store(row: Row) -> None:
-    """An engine over a folder that an earlier one filled: it finds the prompt, and says what it says alone."""
+    """An engine finds a prompt's pages in the folder that an earlier one filled, and gives the tokens it gets alone."""
     prompt = text(1, 70)
     with TemporaryDirectory() as folder:
         for found in (0, 64):
@@ -200,7 +200,7 @@ def prefix_store(row: Row) -> None:
 
 
 def beams(row: Row) -> None:
-    """The score of what is found is that of the same tokens fed one by one, for three prompts of different lengths."""
+    """Beam scores equal those of the same tokens fed one by one, for three prompts of different lengths."""
     found: Any = row.generator(num_beams=3, prefill="stored").generate(PROMPTS, return_dict=True)
     width = max(map(len, PROMPTS))
     for sequence, score, prompt in zip(
@@ -215,7 +215,7 @@ def beams(row: Row) -> None:
 
 
 def batches(row: Row) -> None:
-    """Three prompts of different lengths at once, and a second turn: each says what it says alone."""
+    """Three prompts of different lengths in a batch, and a second turn: each row gets the tokens it gets alone."""
     together, more = row.generator(), [[5, 6], [7], [8, 9, 10]]
     first, second = new_tokens(together, PROMPTS), new_tokens(together, more)
     for index, prompt in enumerate(PROMPTS):
@@ -225,7 +225,7 @@ def batches(row: Row) -> None:
 
 
 def tensor_parallel(row: Row) -> None:
-    """Two ranks with half of the heads each say what one process says; their sessions on disk are refused."""
+    """Two ranks with half of the heads each give the tokens of one process; saving their session is refused."""
     import copy
 
     from support.distributed_models import ids, model
@@ -246,7 +246,7 @@ def tensor_parallel(row: Row) -> None:
         raise AssertionError("a session of several ranks is refused")
 
 
-#: What columns are called, and what checks them.
+#: Column name -> check.
 COLUMNS: dict[str, Callable[[Row], None]] = {
     "speculation": speculation,
     "prefix reuse": prefix_reuse,
@@ -262,7 +262,7 @@ COLUMNS: dict[str, Callable[[Row], None]] = {
 _TAIL = r"k_cfg has residual_len=40; pages that sequences share allow 0"
 _RANKS = "cache is 'auto'; name a kind: the model runs on several ranks, which may measure and choose differently"
 _AUTO = "cache is 'auto'; an engine needs a kind"
-#: Cells that are refused, and what is said.
+#: Refused cells and their messages.
 REFUSED: dict[tuple[str, str], str] = {
     **{("tail and sinks", c): _TAIL for c in ("prefix reuse", "prefix store", "preemption")},
     **{("auto", c): _AUTO for c in ("prefix reuse", "prefix store", "preemption")},

@@ -1,4 +1,4 @@
-"""Names and commands users see, as plain data that two versions of the package can be compared by.
+"""The public API and commands as plain data, to compare two versions of the package.
 
 Signatures are read from the objects and options from the command line's own parser, so neither the layout of
 the modules nor the width of a terminal matters. Of annotations, words that are no public name are left out:
@@ -61,7 +61,7 @@ def documented() -> list[str]:
 
 
 def resolve(path: str) -> Any:
-    """What ``from … import`` gives for a dotted path: an attribute, or else a module."""
+    """The object that ``from … import`` gives for a dotted path: an attribute, or else a module."""
     place, *names = path.split(".")
     found: Any = importlib.import_module(place)
     for name in names:
@@ -74,7 +74,7 @@ def resolve(path: str) -> Any:
 
 
 class Missing:
-    """What stands for a path that no longer resolves, so that the others can still be compared."""
+    """Placeholder for a path that no longer resolves, so that the others can still be compared."""
 
 
 def _resolved(path: str) -> Any:
@@ -145,7 +145,7 @@ def description(value: Any, words: set[str]) -> dict[str, Any]:
 
 
 def call(value: Any, words: set[str]) -> list[str]:
-    """The parameters and what comes back, without what is private or different in every process."""
+    """Parameters and return type, without private parts and parts that differ between processes."""
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):
@@ -202,7 +202,7 @@ def _without_places(text: str) -> str:
     return re.sub(module, "", re.sub(r" at 0x[0-9a-f]+", "", text))
 
 
-#: Words of annotations that are not ours.
+#: Words in annotations that are not from this package.
 FOREIGN = {
     *dir(builtins), *dir(typing), *dir(collections.abc), *dir(torch), "Path", "np", "ndarray", "nn", "Module",
     "torch", "numpy", "PreTrainedModel",
@@ -261,7 +261,7 @@ def _commands(
     yield " ".join(place), found
 
 
-#: What typer's types are called where click parses.
+#: typer's type names -> click's.
 TYPES = {
     "text": "str", "integer": "int", "integer range": "int", "float range": "float", "boolean": "bool",
     "path": "Path",
@@ -292,7 +292,7 @@ def _parameter(parameter: Any) -> dict[str, Any]:
 
 
 class _ParsedError(Exception):
-    """The parser of a benchmark, instead of what it would do."""
+    """Gets a benchmark's parser without running the benchmark."""
 
 
 def _parsed(app: typer.Typer, place: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What every rank checks of context parallelism: the same as one process, whatever is asked.
+"""Checks of context parallelism, run on every rank: the results are those of one process.
 
 Models have one layer, so that a rounding of the last bit cannot change what a later layer quantizes, and run on the
 reference, whose roundings do not depend on how queries are put together.

@@ -1,4 +1,4 @@
-"""What every rank checks of whole runs with context parallelism: the tokens are those of one process."""
+"""Checks of whole runs with context parallelism, run on every rank: the tokens are those of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks check of one another's end: late, stuck, or killed, and who is named for it.
+"""Checks of lost ranks: late, stuck, or killed, and which rank the error names.
 
 Four ranks, the first of which holds the store. They run these one after the other; the last two kill ranks 3 and 0.
 """
@@ -79,7 +79,7 @@ def while_stopped(victim, act):
 
 
 def loses(group, act, message, ranks):
-    """`act` raises the loss of these ranks once the group's timeout is over and it is known whose fault it is."""
+    """Asserts that `act` raises the loss of these ranks, after the group's timeout and the time to identify them."""
     began = time.monotonic()
     with pytest.raises(RankLostError, match=message) as caught:
         act()
@@ -94,7 +94,7 @@ def check_a_stuck_rank_is_named_by_one_it_shares_heads_with():
     group, act = group_of((0, 1), timeout=SHORT), lambda: None
     if group is not None:
         given = tensor_parallel(copy.deepcopy(model("gqa")), group)
-        dist.barrier(group.process_group)  # what loads slowly is not late
+        dist.barrier(group.process_group)  # so that slow loading does not count as late
         cache = ModelKVCache(given.cache_layout, 1, 300)
         given.forward(ids(1, 5), cache)
         act = functools.partial(given.forward, ids(1, 1), cache)
@@ -123,7 +123,7 @@ def check_a_killed_rank_is_named():
 
 
 def check_the_store_dies_with_rank_0_and_no_other_is_blamed():
-    """Ranks 1 and 2 go on in a group of their own, where they are ranks 0 and 1, until the store is gone."""
+    """Ranks 1 and 2 continue in their own group, as its ranks 0 and 1, until the store is lost."""
     trio, pair = group_of((0, 1, 2)), group_of((1, 2))
     trio.all_gather(torch.zeros(1))
     if trio.rank == 0:

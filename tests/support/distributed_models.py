@@ -1,4 +1,4 @@
-"""Models and tokens that every rank makes alike, and a count of what collectives are given."""
+"""Models and tokens that are the same on every rank, and a count of the bytes given to collectives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def model(name: str) -> Transformer:
-    """A small model with random weights; keys with a large bias, where there are biases."""
+    """A small model with random weights; key biases, if it has any, are large."""
     generator = torch.Generator().manual_seed(1)
     made = Transformer(ModelConfig(**{**SIZES, **VARIANTS[name]})).eval().requires_grad_(False)
     for title, parameter in made.named_parameters():

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 TESTS = Path(__file__).resolve().parents[1]
 LIMIT = 240
-#: Who holds the store of the ranks.
+#: Possible hosts of the ranks' store.
 HOLDERS = ("test", "rank0")
 
 
@@ -32,7 +32,7 @@ def checks_of(module: str, *left_out: str) -> list[str]:
 
 
 class Ranks:
-    """Processes that have been started, and where they write."""
+    """Started processes and their output folder."""
 
     def __init__(self, size: int, out: Path, functions: list[str], holder: str = "test") -> None:
         assert holder in HOLDERS
@@ -50,7 +50,7 @@ class Ranks:
         ]  # fmt: skip
 
     def finish(self) -> list[dict[str, str]]:
-        """What each rank's checks came to, by name: "ok" or a traceback; nothing where it was killed."""
+        """Results of each rank's checks by name: "ok" or a traceback; empty if it was killed."""
         try:
             for rank, process in enumerate(self.processes):
                 text, _ = process.communicate(timeout=LIMIT)
@@ -63,7 +63,7 @@ class Ranks:
 
 
 def joined_store(rank: int, port: int, holder: str) -> dist.TCPStore:
-    """The store that all ranks use: the test's, or one in rank 0 whose port is found through that."""
+    """The store of all ranks: the test's, or one in rank 0 whose port is published in the test's."""
     known = dist.TCPStore("127.0.0.1", port, is_master=False)
     if holder == "test":
         return known
@@ -75,7 +75,7 @@ def joined_store(rank: int, port: int, holder: str) -> dist.TCPStore:
 
 
 def main(rank: int, size: int, port: int, holder: str, out: str, functions: list[str]) -> None:
-    """Joins the others, runs the functions, writes what they came to; ends at the first that fails."""
+    """Joins the other ranks, runs the functions and writes their results; stops at the first failure."""
     torch.set_num_threads(1)
     store = joined_store(rank, port, holder)
     dist.init_process_group(

@@ -1,4 +1,4 @@
-"""What every rank checks of tensor parallelism, alone and together with context parallelism."""
+"""Checks of tensor parallelism, alone and with context parallelism, run on every rank."""
 
 from __future__ import annotations
 

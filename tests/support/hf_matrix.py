@@ -53,7 +53,7 @@ GPT = dict(n_embd=64, n_layer=2, n_head=4, n_positions=256, initializer_range=0.
 LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16)
 
 
-#: Family -> config class and what makes it small.
+#: Family -> config class and the settings that make it small.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", GROUPED),
     "qwen2": ("Qwen2Config", GROUPED),
@@ -125,7 +125,7 @@ def new_tokens(out: Any, count: int = STEPS) -> list[list[int]]:
     return out[:, -count:].tolist()
 
 
-#: Read as it is stored: name in the documentation, key of `FAMILIES`.
+#: Families whose packed cache is read directly: name in the documentation, key of `FAMILIES`.
 PACKED = {
     "Llama": "llama",
     "Qwen2": "qwen2",
@@ -150,7 +150,7 @@ PACKED = {
     "Qwen3-Next (linear)": "qwen3_next",
     "Falcon-H1 (both in a layer)": "falcon_h1",
 }
-#: Right, but dequantized at every step, and said so.
+#: Families with correct results whose cache is dequantized at every step, with a warning.
 DEQUANTIZED = {
     "DeepSeek-V3 (MLA)": "deepseek_v3",
     "GPT-J": "gptj",
@@ -230,7 +230,7 @@ STOCK_CANNOT: dict[str, tuple[str, ...]] = {
     "qwen3_next": ("prompt lookup", "assistant model"),
     "falcon_h1": ("prompt lookup", "assistant model", "inputs_embeds"),
 }
-#: What a feature gives where the stock code does not run it: the tokens of another.
+#: Feature whose tokens are expected where the stock code does not run a feature.
 SAME_AS = {
     "prompt lookup": "greedy",
     "assistant model": "greedy",
@@ -278,7 +278,7 @@ def tiny(family: str, **changes: Any) -> PreTrainedModel:
 
 
 class Kept(BaseStreamer):
-    """A streamer that keeps what it is given."""
+    """A streamer that records its input."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -366,7 +366,7 @@ FEATURES: dict[str, Callable[[PreTrainedModel], Any]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one feature of one family gave: the same tokens or not, and reads of the cache as tensors."""
+    """Result of one feature of one family: whether the tokens match, and reads of the cache as tensors."""
 
     same: bool
     dequantizations: int
@@ -374,7 +374,7 @@ class Outcome:
 
 
 class Counted(CarambaCache):
-    """A cache that is remembered, to ask it afterwards."""
+    """A cache that records its instances, for later inspection."""
 
     made: list[CarambaCache] = []  # noqa: RUF012 - one list is meant
 
@@ -390,7 +390,7 @@ def outcome(
     from caramba_fast.hf import integration, scope
 
     monkeypatch.setattr(integration, "CarambaCache", Counted)
-    scope._said.pop(id(model.config), None)  # as if nothing had warned of this model yet
+    scope._said.pop(id(model.config), None)  # so that warnings for this model are given again
     Counted.made = []
     accelerate(model, cache)
     try:
@@ -412,7 +412,7 @@ PACKED_MARK, DENSE_MARK, STOCK_MARK, WRONG_MARK = "✓", "○", "–", "✗"
 
 
 def mark(family: str, feature: str, models: dict[str, PreTrainedModel], monkeypatch: Any) -> str:
-    """What came of a feature of a family."""
+    """The result of a feature of a family, in words."""
     if feature in STOCK_CANNOT.get(family, ()):
         return STOCK_MARK
     model = models.setdefault(family, tiny(family))
@@ -455,7 +455,7 @@ if __name__ == "__main__":
 
 
 def longrope(switch: int) -> Any:
-    """A tiny Phi-3 whose keys are turned otherwise once a text has more than ``switch`` tokens."""
+    """A tiny Phi-3 whose RoPE changes once a text has more than ``switch`` tokens."""
     factors = dict(short_factor=[1.0] * 8, long_factor=[4.0] * 8)
     rope = (
         {"rope_scaling": {"type": "longrope", **factors}}

@@ -1,4 +1,4 @@
-"""Many clients for a while, of whom some go away: ``PYTHONPATH=tests python -m support.http_soak --seconds 600``.
+"""Soak test: many clients, some of which disconnect: ``PYTHONPATH=tests python -m support.http_soak --seconds 600``.
 
 The server is a process of its own. Clients ask for chats and completions of every sort, streamed or not, and leave at
 random. At the end the server is told to stop while they go on; it then says what its engine holds. Every request must
@@ -30,7 +30,7 @@ SCHEMA = {
     "type": "object", "properties": {"kind": {"enum": ["reader", "writer"]}, "ok": {"type": "boolean"}},
     "required": ["kind", "ok"], "additionalProperties": False,
 }  # fmt: skip
-#: Seconds after which a request has been lost.
+#: Seconds after which a request counts as lost.
 LOST_S = 120
 
 
@@ -54,7 +54,7 @@ class Report:
     code: int | None = None
 
     def problems(self, seconds: float) -> list[str]:
-        """What is not as it must be."""
+        """Failed checks."""
         found = self.wrong[:5]
         found += [f"{name} is {self.after.get(name)}" for name in ("problems", "pages_held", "unfinished")
                   if self.after.get(name) not in ([], 0, False)]  # fmt: skip
@@ -64,14 +64,14 @@ class Report:
         if self.code not in (0, -signal.SIGTERM):
             found.append(f"the server ended with {self.code}")
         if seconds < 60:
-            return found  # memory still grows to what the load needs
+            return found  # too early: memory still grows to what the load needs
         early, late = self.memory(seconds, 0.25, 0.5), self.memory(seconds, 0.75, 1.0)
         if late > 1.05 * early + 2**23:
             found.append(f"memory grew from {early / 2**20:.1f} to {late / 2**20:.1f} MiB")
         return found
 
     def of_every_sort(self) -> bool:
-        """Whether some were answered and some left."""
+        """Whether some clients were answered and some disconnected."""
         return self.ends["answered"] > 10 and self.ends["left"] > 5
 
     def memory(self, seconds: float, begin: float, end: float) -> float:
@@ -83,7 +83,7 @@ class Report:
 
 
 def serve(port: int) -> None:
-    """Serves the demo model until it is told to stop; then says what is left, as JSON."""
+    """Serves the demo model until stopped; then prints the remaining resources as JSON."""
     import uvicorn
     from support.http_server import NAME, new_engine
 
@@ -93,7 +93,7 @@ def serve(port: int) -> None:
     config = uvicorn.Config(
         create_app(engine, ServerConfig(NAME)), port=port, log_level="critical", timeout_graceful_shutdown=5
     )  # fmt: skip
-    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when it has stopped
+    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn re-raises it after it has stopped
     uvicorn.Server(config).run()
     figures = engine.metrics
     print(json.dumps({
@@ -246,7 +246,7 @@ async def drive(address: str, process: Any, report: Report, seconds: float, clie
 
 
 def _watch(process: Any, report: Report, began: float, seconds: float) -> None:
-    """Looks at the server's memory until the time is over; in a thread, since the clients keep the loop busy.
+    """Samples the server's memory until the time is over; in a thread, since the clients keep the loop busy.
 
     On a busy machine few requests may have ended by then: some must have, of either sort, before it ends.
     """

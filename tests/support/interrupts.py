@@ -23,7 +23,7 @@ from typing import Any
 import caramba_fast
 
 PACKAGE = str(Path(caramba_fast.__file__).parent) + os.sep
-#: A bytecode: whose, and how far into it.
+#: A bytecode: its code object and offset.
 Place = tuple[CodeType, int]
 
 

@@ -11,7 +11,7 @@ from caramba_fast.ops.view import Lanes
 
 
 def poisoned(batch: int, slots: int, lanes: Lanes, dim: int, kind: str, block: int = 32) -> KVView:
-    """Buffers whose every slot would show in a result: NaN values, or NaN scales."""
+    """Buffers poisoned with NaN values or scales, so that reading any slot shows in the result."""
     form = FORMATS[kind]
     width = form.code_width(lanes.heads_per_lane * dim)
     lead = (batch, lanes.count, slots)

@@ -66,7 +66,7 @@ DIFFERENT: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "asserts that the cache is a DynamicCache (compiled models: test_hf_compile)",
     ),
 )  # fmt: skip
-#: Parts of their tests that have nothing to do with caches or attention, and need packages of their own.
+#: Parts of their tests that are unrelated to caches and attention and need further packages.
 BESIDE = {
     "tests.test_fsdp_mixin": ("FSDPTesterMixin",),
     "tests.test_tensor_parallel_mixin": ("TensorParallelTesterMixin",),
@@ -104,7 +104,7 @@ class Outcomes:
 
 
 def pytest_configure(config: Any) -> None:
-    """Stands in for what is beside the point, and accelerates models."""
+    """Stubs unrelated packages, and accelerates models."""
     for name, classes in BESIDE.items():
         module = types.ModuleType(name)
         for made in classes:
