@@ -97,19 +97,19 @@ class LengthFields(Fields):
 
 
 class SamplingFields(Fields):
-    """How the next token is drawn.
+    """How the next token is sampled.
 
     Attributes:
-        do_sample: False is greedy whatever the temperature; None samples unless the temperature is 0 or
-            num_beams is more than 1.
+        do_sample: False is greedy at any temperature; None samples unless the temperature is 0 or num_beams is more
+            than 1.
         temperature: 0 (or less than 1e-5) is greedy; otherwise logits are divided by it.
-        top_k: keep the k likeliest tokens, and those as likely as the last of them; None for all.
-        top_p: keep the smallest set of likeliest tokens whose probability reaches top_p, after
-            top_k (arXiv:1904.09751); None for all.
-        min_p: keep tokens at least min_p times as likely as the likeliest (arXiv:2407.01082).
-        typical_p: keep the tokens whose surprise is nearest the entropy, until their probability reaches
-            typical_p, and those as near as the last of them (arXiv:2202.00666).
-        seed: makes sampling repeatable; None draws from torch's global generator.
+        top_k: keep the k most likely tokens, and ties with the last of them; None for all.
+        top_p: after top_k, keep the smallest set of most likely tokens whose probability reaches top_p
+            (arXiv:1904.09751); None for all.
+        min_p: keep tokens at least min_p times as likely as the most likely one (arXiv:2407.01082).
+        typical_p: keep the tokens whose surprisal is nearest to the entropy until their probability reaches typical_p,
+            and ties with the last of them (arXiv:2202.00666).
+        seed: makes sampling reproducible; None samples from torch's global generator.
     """
 
     do_sample: bool | None = None
@@ -130,17 +130,17 @@ class SamplingFields(Fields):
 
 
 class EditFields(Fields):
-    """What is done to the logits before a token is drawn, greedily or not.
+    """Logits processors, applied before a token is chosen, greedily or not.
 
     Attributes:
-        repetition_penalty: logits of tokens the row holds already (its prompt included) are divided by it
-            where positive and multiplied where negative (arXiv:1909.05858); 1 does nothing.
-        presence_penalty: taken off the logit of every token that was generated in the row (OpenAI's API).
-        frequency_penalty: taken off the logit of a token for each time it was generated in the row.
-        no_repeat_ngram_size: no run of so many tokens occurs twice in a row; 0 does nothing.
-        logit_bias: token id -> what is added to its logit; -inf bans it.
-        sequence_bias: (tokens, bias) pairs; the bias is added to the last token where the row ends in those
-            before it. A mapping from tuples of ids is taken as well.
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens already in the row,
+            prompt included (arXiv:1909.05858); 1 for none.
+        presence_penalty: subtracted from the logit of every token generated in the row (OpenAI's API).
+        frequency_penalty: subtracted from the logit of a token once for each time it was generated in the row.
+        no_repeat_ngram_size: no n-gram of this many tokens occurs twice in a row of the batch; 0 for no limit.
+        logit_bias: token id -> bias added to its logit; -inf bans it.
+        sequence_bias: (tokens, bias) pairs; the bias is added to the last token if the row ends with the tokens before
+            it. A mapping from tuples of ids is accepted too.
         bad_words_ids: token sequences that are never completed; an end-of-sequence token alone is ignored, as in
             transformers.
         suppress_tokens: ids that are never generated.
@@ -160,7 +160,7 @@ class EditFields(Fields):
 
 
 class StructuredOutputs(Fields):
-    """What an answer must fit, one of these; as vLLM's ``StructuredOutputsParams``.
+    """Constraint on the output, exactly one of these; as vLLM's ``StructuredOutputsParams``.
 
     Attributes:
         json_schema: a JSON schema, as a mapping or as text (alias json).
@@ -178,7 +178,7 @@ class StructuredOutputs(Fields):
 
     @property
     def size(self) -> int:
-        """Characters of it."""
+        """Its length in characters."""
         return len(str(self.json_schema or self.regex or self.grammar or ""))
 
     @model_validator(mode="after")

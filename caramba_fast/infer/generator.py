@@ -1,4 +1,4 @@
-"""Generator: prompts in, tokens out, over a cache that outlives the call."""
+"""Generator: generates with a model and keeps its KV cache between calls."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ if TYPE_CHECKING:
 class Generator(SavableGenerator):
     """Generates with a model and keeps the conversation until `reset`.
 
-    A second `generate` continues where the first one ended: the last sampled token, which is not in
-    the cache yet, is fed first, then the new input.
+    A second `generate` continues the first: it feeds the last sampled token, which is not in the cache yet, then the
+    new input.
 
     Args:
-        model: a `LanguageModel`, such as `caramba_fast.models.Transformer`, or what
-            `caramba_fast.models.as_language_model` wraps: a causal language model of transformers, a
-            ``model(tokens, ctx=...)``.
+        model: a `LanguageModel`, such as `caramba_fast.models.Transformer`, or a model that
+            `caramba_fast.models.as_language_model` wraps: a causal language model of transformers (also in a
+            ``PeftModel``), or a ``model(tokens, ctx=...)``.
         config: settings; by default `GenerateConfig()`.
-        device: moves the model there first; by default the model stays where it is.
+        device: device to move the model to; by default it is not moved.
         tokenizer: anything with ``decode(ids) -> str``; stop strings need it.
-        calibration_ids: (N,) or (B, T) token ids of text like the model's own, on which ``cache="auto"``
-            measures quality; without, the model writes it.
+        calibration_ids: (N,) or (B, T) token ids of representative text, on which ``cache="auto"`` measures quality;
+            by default the model generates it.
         overrides: fields of GenerateConfig to change.
 
     Raises:
-        TypeError: the model lacks something of `LanguageModel`; the message lists what.
-        ValueError: settings that are wrong in themselves or for this model.
+        TypeError: the model lacks parts of `LanguageModel`; the message lists them.
+        ValueError: settings that are invalid by themselves or for this model.
         RecordingError: (from a decode step) cuda_graph=True and the model cannot be recorded, or compile=True and it
             cannot be compiled.
     """
@@ -82,15 +82,15 @@ class Generator(SavableGenerator):
                 through transformers.
             tokenizer: a tokenizer folder, a ``tokenizer.json``, or a tokenizer object; None takes the checkpoint's
                 own, and leaves `Generator.tokenizer` at None if it has none.
-            device, dtype: of the weights; dtype None for what the checkpoint stores.
-            revision: of a Hub id: a branch, a tag or a commit.
+            device, dtype: device and dtype of the weights; dtype None for that of the checkpoint.
+            revision: branch, tag or commit, if path is a Hub id.
             config, overrides: settings, as in `Generator`.
 
         Returns:
             the generator; its ``tokenizer`` is a `TextTokenizer`.
 
         Raises:
-            CheckpointError: a path or folder that cannot be used; the message says why.
+            CheckpointError: the path cannot be used; the message says why.
             FileNotFoundError, TypeError: no tokenizer at the path given for it.
             ModuleNotFoundError: a library this checkpoint needs is missing.
             ValueError: settings that are wrong.
@@ -107,27 +107,25 @@ class Generator(SavableGenerator):
         hooks: Hooks | None = None,
         **options: Unpack[RunOptions],
     ) -> Tensor | GenerateOutput:
-        """Generates for every row until it ends.
+        """Generates until every row has ended.
 
         Args:
-            input_ids: (B, T) or (T,) token ids, or ragged lists; what a tokenizer of transformers returns
-                (ids and mask); text, or several, where there is a ``tokenizer``: with what that puts in front
-                (BOS) at the begin of a conversation. Without a mask, in a batch of two rows or more, leading and
-                trailing ``pad_token_id`` are padding.
+            input_ids: (B, T) or (T,) token ids, or ragged lists; the output of a transformers tokenizer (ids and mask);
+                or, with a ``tokenizer``, a text or several, to which it adds BOS at the start of a conversation. In a
+                batch of two rows or more without a mask, leading and trailing ``pad_token_id`` are padding.
             attention_mask: (B, T), 1 for real tokens.
-            hooks: logits processors, stopping criteria, streamer; its fields may be given as ``options``.
-            options: fields of `Hooks`, and of GenerateConfig for this call alone (not those of the cache).
+            hooks: logits processors, stopping criteria, streamer; its fields may also be passed as ``options``.
+            options: fields of `Hooks`, and fields of GenerateConfig for this call only (not those of the cache).
 
         Returns:
-            (B, T + new) int64 on the model's device: this call's input, padding moved to the front,
-            then the new tokens. Rows that ended earlier hold pad_token_id (else an eos id) behind
-            their end-of-sequence token. With ``num_return_sequences`` = N, each prompt gives N rows. With
-            ``return_dict``, a `GenerateOutput`.
+            (B, T + new) int64 on the model's device: this call's input with padding moved to the front, then the new
+            tokens. Rows that ended earlier are filled with pad_token_id (else an eos id) after their end-of-sequence
+            token. With ``num_return_sequences`` = N, each prompt has N rows. With ``return_dict``, a `GenerateOutput`.
 
         Raises:
-            ValueError, TypeError: bad input or settings, or prompt + new tokens exceed max_seq_len; raised
-                before anything changes. Whatever fails later (Ctrl-C too) leaves the conversation as it was,
-                and random numbers where they were, if there is a seed.
+            ValueError, TypeError: invalid input or settings, or prompt + new tokens exceed max_seq_len; raised before
+                anything changes. After any later failure (Ctrl-C too) the conversation is as before, and with a seed
+                so is the random state.
         """
         config, hooks = self._call(hooks, {**options})
         prompts = self._read(input_ids, attention_mask, config)

@@ -1,4 +1,4 @@
-"""EngineConfig: what an engine has to work with, and how it shares it out."""
+"""EngineConfig: memory, limits and policies of an `Engine`."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from caramba_fast.infer.fields import Fields
 class EngineConfig(Fields):
     """Memory, limits and policies of an `Engine`.
 
-    How the cache is stored, and what requests get that say nothing else, is in the `GenerateConfig` beside it.
+    The `GenerateConfig` beside it says how the cache is stored and what the default settings of requests are.
 
     Attributes:
-        page_size: tokens of a page, a multiple of 32. Prefixes are shared by whole pages, and a request wastes
-            half a page on average. From 64 on, tokens are the very ones a contiguous cache gives; 4-bit kinds in
-            pages of 32 agree up to the arithmetic of the kernels.
+        page_size: tokens per page, a multiple of 32. Prefixes are shared in whole pages, and a request wastes half a
+            page on average. From 64 on, tokens are exactly those of a contiguous cache; 4-bit kinds in pages of 32
+            agree up to the arithmetic of the kernels.
         num_pages: pages of the pool; or
-        cache_bytes: bytes the pool may take, from which the pages follow. With neither, there are enough for
+        cache_bytes: bytes the pool may take, from which num_pages follows. Without either, the pool holds
             max_batch_size requests of max_seq_len tokens.
-        max_batch_size: requests that are worked on at once (vLLM's max_num_seqs), answers counted one by one.
-        max_batch_tokens: tokens of one forward pass: what is decoded, and prompts in chunks of what is left (vLLM's
-            max_num_batched_tokens).
+        max_batch_size: sequences that run at once (vLLM's max_num_seqs); each answer of a request counts.
+        max_batch_tokens: tokens of one forward pass: those of decoding sequences first, then chunks of prompts
+            (vLLM's max_num_batched_tokens).
         max_waiting: requests that may wait; more are refused with `EngineFullError`.
-        max_prompt_chars: characters a prompt of text may have; more are refused before they are tokenized. By default
-            max_seq_len times the longest token of the vocabulary: no text of more characters could fit, unless the
-            tokenizer's normalizer shortens it. Without a vocabulary to look at (``get_vocab``) there is no limit.
-        max_stop_chars: characters of all stop strings of a request, which are looked for at every token.
-        max_edit_ids: ids in the bad_words_ids and sequence_bias of a request, which are gone through at every token.
+        max_prompt_chars: longest text prompt in characters; longer ones are refused before they are tokenized. The
+            default is max_seq_len times the longest token of the vocabulary: no longer text could fit, unless the
+            tokenizer's normalizer shortens it. No limit if the tokenizer has no ``get_vocab``.
+        max_stop_chars: characters of all stop strings of a request; they are searched for at every token.
+        max_edit_ids: ids in bad_words_ids and sequence_bias of a request; they are checked at every token.
         max_ngram: largest no_repeat_ngram_size of a request.
         max_logprobs: largest logprobs of a request.
-        max_structure_chars: characters of the schema, expression or grammar of structured_outputs, which is read before
-            the request is taken on.
-        fair_tokens: tokens of a turn: an answer that has generated so many gives way where others wait for its place
-            or pages, and goes on behind them.
-        prefix_caching: keep pages of requests that have ended until their room is needed, and let others of the
-            same ``cache_salt`` begin with them.
-        cache_salt: the salt of requests that give none. With None they share with nobody; requests of one
-            `Engine.generate_batch` share with each other. What a request finds can be told from its time and its
-            metrics, so that requests of one salt can guess each other's prompts: give one to those who may.
-        prefix_store: a folder for full pages of requests that have ended, which are found again after a restart: by
-            requests of the same ``cache_salt``, for the same model, storage and tokens. It holds prompts and answers;
-            one process at a time may use it. None keeps none.
-        prefix_store_bytes: most bytes in it; pages used longest ago go.
-        preemption: when pages run out, the newest request gives its own back: "recompute" feeds its tokens
+        max_structure_chars: characters of the schema, regular expression or grammar of structured_outputs; it is
+            compiled when the request is added.
+        fair_tokens: tokens of a turn: when others wait for a place or pages, a sequence that has generated this many
+            is preempted and continues behind them.
+        prefix_caching: keep pages of finished requests until their space is needed, and reuse them for requests of
+            the same ``cache_salt`` that begin alike.
+        cache_salt: the salt of requests that give none. With None they share with nobody, except that requests of one
+            `Engine.generate_batch` share with each other. Timing and metrics reveal what a request found, so requests
+            of one salt can guess each other's prompts: give a salt only to those who may.
+        prefix_store: a folder that keeps full pages of finished requests across restarts, for requests of the same
+            ``cache_salt``, model, storage and tokens. It holds prompts and answers; only one process at a time may
+            use it. None for no folder.
+        prefix_store_bytes: most bytes of the folder; the least recently used pages are deleted.
+        preemption: how the newest request gives its pages back when pages run out: "recompute" reads its tokens
             again later, "swap" moves the packed bytes to host memory and back.
         swap_bytes: most host memory for that; what does not fit is recomputed.
-        num_splits: how attention over several sequences is cut. -1: into equal shares of all, so that a long sequence
-            does not wait for itself; how one is rounded then depends on the others. 1 or more: each sequence into so
-            many parts, by its own length alone, whatever else is in the batch. 0: by what the batch's shape makes fast.
-        lookup_tokens: tokens drafted by prompt lookup for each decoding request and step, 0 for none. Tokens are
-            those it would get without, sampled or not.
+        num_splits: split-KV of attention over several sequences. -1: equal shares of the whole batch, so that a long
+            sequence is not the slowest; its rounding then depends on the others. 1 or more: that many parts of each
+            sequence, by its own length alone (batch invariant). 0: whatever is fast for the batch's shape.
+        lookup_tokens: draft tokens by prompt lookup for each decoding sequence and step, 0 for none. The tokens of a
+            request do not change, sampled or not.
     """
 
     page_size: int = Field(default=64, ge=32, multiple_of=32)

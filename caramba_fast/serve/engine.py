@@ -1,7 +1,7 @@
-"""Engine: many requests at once over one paged cache, each answered as if it were alone.
+"""Engine: continuous batching over one paged cache; a request gets the tokens it would get alone.
 
-A step is: end what was cancelled or is late, schedule tokens, one forward pass over all of them, choose the next
-tokens, emit. Requests come and go between steps, so that none waits for the longest.
+A step ends cancelled and late requests, schedules tokens, runs one forward pass over all of them, samples, and emits
+events. Requests join and leave between steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class EngineRequests:
-    """The requests of an engine, without a step: asked after, paused, and called off."""
+    """The part of an engine that queries, pauses and cancels requests."""
 
     config: GenerateConfig
     settings: EngineConfig
@@ -54,7 +54,7 @@ class EngineRequests:
         return self._turn.pending
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request with the next step; it keeps the tokens it has.
+        """Ends a request at the next step; it keeps the tokens it has.
 
         Raises:
             KeyError: no such request is under way.
@@ -64,11 +64,11 @@ class EngineRequests:
     cancel_request = cancel
 
     def pause(self, request_id: str) -> None:
-        """Schedules nothing for a request until `resume`; it gives way only where others need its place or pages."""
+        """Schedules nothing for a request until `resume`; others may preempt it if they need its place or pages."""
         self._request(request_id).paused = True
 
     def resume(self, request_id: str) -> None:
-        """Goes on with a paused request."""
+        """Resumes a paused request."""
         self._request(request_id).paused = False
 
     def _request(self, request_id: str) -> Request:
@@ -77,7 +77,7 @@ class EngineRequests:
         return self._outputs.requests[request_id]
 
     def is_under_way(self, request_id: str) -> bool:
-        """Whether a request was added and has not ended."""
+        """Whether the request was added and has not ended."""
         return request_id in self._outputs.requests
 
     @property
@@ -87,12 +87,12 @@ class EngineRequests:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is under way."""
+        """Whether any request has not ended."""
         return bool(self._outputs.requests) or self._turn.is_open
 
     @property
     def next_due(self) -> float | None:
-        """When (``time.monotonic``) the next deadline or max_time is over; None without any."""
+        """Time (``time.monotonic``) of the next deadline or max_time; None without any."""
         return self._outputs.next_due
 
     @property
@@ -102,7 +102,7 @@ class EngineRequests:
 
     @property
     def free_places(self) -> int:
-        """How many more requests may wait; those that have begun and gave their pages back do not count."""
+        """How many more requests may wait; preempted ones do not count."""
         return max(0, self.settings.max_waiting - self._outputs.scheduler.fresh)
 
     def withdraw(self, request_id: str) -> None:
@@ -119,12 +119,12 @@ class EngineRequests:
 
     @property
     def metrics(self) -> EngineMetrics:
-        """What the engine has done, and holds now."""
+        """Counters and current state."""
         return engine_metrics(self._outputs.scheduler)
 
     @property
     def report(self) -> dict[str, Any]:
-        """What is in force: how the cache is stored, and how much of it there is."""
+        """Settings in force, storage and size of the cache."""
         return {
             **self.settings.model_dump(),
             "cache_kind": self.config.cache_name,
@@ -138,7 +138,7 @@ class EngineRequests:
         }
 
     def problems(self) -> list[str]:
-        """What is wrong with the bookkeeping of pages and requests; nothing ever should be. For tests and doctors."""
+        """Inconsistencies in the bookkeeping of pages and requests; always empty unless there is a bug."""
         return self._outputs.problems()
 
 
@@ -148,16 +148,16 @@ class Engine(EngineRequests):
     Args:
         model: the native `Transformer`, or a causal language model of transformers whose attention reads packed
             caches (`caramba_fast.hf`).
-        config: how the cache is stored, and what requests get that say nothing else. Pages are shared between
-            requests, so fp16 tails are left out (``cache_residual_len`` is 0) and prompts are read as with
-            ``prefill="stored"``. Sinks are each request's own, and kept with the first page that others find.
+        config: how the cache is stored, and the default settings of requests. Pages are shared between requests, so
+            there are no fp16 tails (``cache_residual_len`` is 0) and prompts are read as with ``prefill="stored"``.
+            Each request has its own sinks; those of a shared prefix are kept with its first page.
         settings: memory, limits and policies; by default `EngineConfig()`.
         tokenizer: a path, a `tokenizers.Tokenizer` or a transformers tokenizer; needed for text in or out.
         overrides: fields of either.
 
     Raises:
-        TypeError: a model that cannot take a ragged batch, and what it lacks.
-        ValueError: settings that are wrong in themselves, for this model, or for an engine.
+        TypeError: the model cannot run a ragged batch; the message says why.
+        ValueError: settings that are invalid by themselves, for this model, or for an engine.
     """
 
     def __init__(
@@ -205,16 +205,16 @@ class Engine(EngineRequests):
         cache_salt: str | None = None,
         **overrides: Unpack[CallOptions],
     ) -> str:
-        """Takes a request on.
+        """Adds a request.
 
         Args:
             prompt: token ids (T,), or text if there is a tokenizer.
-            config: settings of its generation; by default the engine's. Answer i of ``num_return_sequences`` is the
-                one ``seed + i`` gives alone.
-            request_id: a name; by default one is made.
-            deadline: seconds from now after which it is ended as it is.
-            cache_salt: who shares its prefixes: requests of the same salt, as in vLLM. By default that of the
-                engine, and without one nobody.
+            config: generation settings; by default the engine's. Answer i of ``num_return_sequences`` is the one that
+                ``seed + i`` gives alone.
+            request_id: a name; by default one is generated.
+            deadline: seconds from now after which it ends with the tokens it has.
+            cache_salt: requests of the same salt share prefixes, as in vLLM. By default the engine's; without one it
+                shares with nobody.
             overrides: fields of GenerateConfig to change.
 
         Returns:
@@ -231,7 +231,7 @@ class Engine(EngineRequests):
         return self._enter(prepared)
 
     def _put_back(self, mine: bool = False) -> None:
-        """Undoes a call that was interrupted; ``mine`` if it is the one that asks.
+        """Undoes an interrupted call; ``mine`` if the caller is that call.
 
         Raises:
             RuntimeError: a call is under way, in this thread or another.
@@ -248,12 +248,12 @@ class Engine(EngineRequests):
     def prepared(
         self, prompt: Any, config: Any = None, **options: Unpack[RequestOptions]
     ) -> Prepared:
-        """A request that was checked, for `take_on`; arguments and errors as in `add_request`."""
+        """A checked request, for `take_on`; arguments and errors as in `add_request`."""
         return self.inputs.prepared(prompt, config, **options)
 
     @whole
     def take_on(self, prepared: Prepared) -> str:
-        """Takes a prepared request on; its id. One that is late needs no place: it ends with the next step.
+        """Adds a prepared request; returns its id. A late one needs no place: it ends at the next step.
 
         Raises:
             ValueError: its id is in use.
@@ -286,15 +286,14 @@ class Engine(EngineRequests):
 
     @whole
     def step(self) -> list[Event]:
-        """One forward pass; what it brought, and what ended before it.
+        """Runs one forward pass; returns its events, after those of requests that ended before it.
 
-        A failure of the model fails the requests that took part, and their pages come back; the others go on.
+        If the model fails, the requests in the pass fail and their pages are freed; the others continue.
 
-        A step that is interrupted (Ctrl-C, or anything else that comes out of it) has not happened: requests, pages
-        and random numbers are as they were before, and the next step is that step, with the same tokens; only sequences
-        that had to give their pages away in it wait meanwhile. So are `add_request` (nothing is taken on), iterating
-        (the events come with the next) and `generate_batch` (its requests are cancelled; the events of others come
-        with the next step).
+        An interrupted step (Ctrl-C or any exception) has no effect: requests, pages and random numbers are as before,
+        and the next step gives the same tokens; only sequences that it preempted stay preempted. Likewise an
+        interrupted `add_request` adds nothing, interrupted iteration returns its events with the next one, and an
+        interrupted `generate_batch` cancels its requests and leaves the events of others to the next step.
 
         Raises:
             RuntimeError: a step is under way, in this thread or another.
@@ -305,7 +304,7 @@ class Engine(EngineRequests):
 
     @whole
     def _advance(self, own: Collection[str] = ()) -> list[Event]:
-        """A step that returns the events of the ``own`` requests alone; the others stay pending."""
+        """Runs a step; returns the events of the ``own`` requests and keeps the others pending."""
         events = self._core.step()
         others = (event for event in events if event.request_id not in own)
         self._left = (*self._pending, *others)
@@ -313,13 +312,13 @@ class Engine(EngineRequests):
 
     @whole
     def end_early(self) -> list[Event]:
-        """Ends what was cancelled, or is late; a step begins with it."""
+        """Ends cancelled and late requests, as every step does first."""
         return self._outputs.end_early()
 
     # -- whole runs ---------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Event]:
-        """Steps until no request is under way; requests may be added meanwhile, and whoever stops misses nothing.
+        """Steps until all requests have ended. Requests may be added meanwhile; leaving the loop early loses no event.
 
         Raises:
             RuntimeError: every request is paused.
@@ -347,17 +346,17 @@ class Engine(EngineRequests):
         config: GenerateConfig | None = None,
         **overrides: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
-        """Sequences all prompts; what else is under way goes on beside them, and its events come with the next `step`.
+        """Generates for all prompts; other requests continue meanwhile, and their events come with the next `step`.
 
         Args:
             prompts, config, overrides: as in `add_request`. Without a ``cache_salt`` they share prefixes with each
-                other, and with nobody else.
+                other only.
 
         Returns:
-            what became of each, in order.
+            the output of each prompt, in order.
 
         Raises:
-            ValueError, TypeError: a prompt or setting that `add_request` refuses; none is answered then.
+            ValueError, TypeError: a prompt or setting that `add_request` refuses; then none is generated.
         """
         if isinstance(prompts, str):
             raise TypeError("prompts is text; a list of prompts is needed")
@@ -386,7 +385,7 @@ class Engine(EngineRequests):
 
     @whole
     def _close(self, names: Iterable[str], scope: str) -> None:
-        """A batch is over, or given up: nobody wants to hear of its requests, or asks for its pages."""
+        """Cancels what is left of a batch and drops its prefixes."""
         for name in names:
             if name in self._outputs.requests:
                 self._outputs.end(self._outputs.requests[name], "cancelled")
@@ -396,5 +395,5 @@ class Engine(EngineRequests):
 
     @whole
     def clear_prefixes(self) -> None:
-        """Forgets what kept pages hold; for a model whose weights have changed."""
+        """Drops all cached prefixes; call it after the model's weights have changed."""
         self._outputs.scheduler.blocks.pages.forget_all()
