@@ -1,11 +1,11 @@
 """ContextParallelLayer: one layer's cache, its tokens spread over ranks by pages.
 
-It has the interface of a layer cache (`caramba_fast.cache.interface`). Every rank gets all new tokens and stores those
-of its own pages. Every rank gets all queries and attends over its own pages; one all-gather combines the partial
-results. Lengths are those of whole rows, the same on every rank.
+It has the interface of a layer cache (`caramba_fast.cache.interface`). Every rank gets all new tokens and queries,
+stores the tokens of its own pages and attends over these; one all-gather combines the partial results. Lengths are
+those of whole rows, the same on every rank.
 
-All arguments are checked before any op runs, with the same result on every rank: if one rank raised later, inside an
-op, ranks without keys for the queries would not raise and would wait in the collective.
+Arguments are checked before any op runs, alike on every rank: a rank that raised inside an op would leave the others
+waiting in the collective.
 """
 
 from __future__ import annotations
@@ -351,10 +351,7 @@ class ContextParallelLayer(CachedRows):
         return [part for part in rings if part is not None]
 
     def _fetched(self, places: Sequence[tuple[int, int, int]]) -> Refill:
-        """Gets positions (row, start, stop) from the ranks that store their codes, as a `Refill` of the ring.
-
-        One collective for all of them; none if there are no positions.
-        """
+        """Gets positions (row, start, stop) from the ranks that store their codes, in one collective if any."""
         if not places:
             return lambda *_: None
         found = {n: [self._own_values(n, place) for place in places] for n in self.streams}

@@ -1,8 +1,7 @@
 """The attention function: over packed keys and values if the cache provides them, else over tensors.
 
-Over tensors it calls ``sdpa``, or computes a few queries at a time what ``sdpa`` does not support: softcapping and
-attention sinks (prompts and stock caches of Gemma 2 and gpt-oss), and returning the weights. On a CPU prompts use our
-kernels.
+Over tensors it calls ``sdpa``, or computes a few queries at a time what ``sdpa`` lacks: softcapping, attention sinks
+(prompts and stock caches of Gemma 2 and gpt-oss), and returned weights. On a CPU prompts use our kernels.
 """
 
 from __future__ import annotations
