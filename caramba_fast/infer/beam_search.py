@@ -1,8 +1,7 @@
-"""Beam search: the likeliest answers to each prompt, with a length penalty.
+"""Beam search with a length penalty; the answers are those of Hugging Face's ``generate``.
 
-Each prompt has ``num_beams`` running beams. A step looks at the best continuations of all of them; those that end
-among the best ``num_beams`` are kept as answers, the best of the others run on. What is kept of a row and when it
-is closed are those of Hugging Face's ``generate``, so that the answers are the same.
+Each prompt has ``num_beams`` running beams. A step takes the best continuations of all of them: those that end among
+the best ``num_beams`` are kept as answers, and the best of the others run on.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from caramba_fast.infer.run import Run, blank_ended
 from caramba_fast.infer.sampling import filtered_logits, why_nothing
 from caramba_fast.infer.sequence import FinishReason
 
-#: The score of a beam that must not be chosen before any real one.
+#: Score of placeholder beams, which rank below any real one.
 UNLIKELY = -1e9
 
 
@@ -32,7 +31,7 @@ class Hypothesis(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A running beam and the token that may follow."""
+    """A continuation: a running beam, its next token, and why it would end."""
 
     score: float
     beam: int
@@ -45,9 +44,9 @@ class BeamResult:
     """The answers, best first for each prompt.
 
     Attributes:
-        tokens: (B * num_return_sequences, new) int64, padded behind the end.
+        tokens: (B * num_return_sequences, new) int64, right-padded.
         scores: (B * num_return_sequences,) float32.
-        beam_indices: like tokens, the beam each token was added to, -1 behind the end.
+        beam_indices: like tokens, the beam each token was added to, -1 after the end.
     """
 
     tokens: Tensor
@@ -73,7 +72,7 @@ class BeamRow:
         self.paths = [[] for _ in range(self.width)]
 
     def normalised(self, score: float, length: int) -> float:
-        """A sum of log-probabilities over ``length`` new tokens as the score of an answer."""
+        """Score of an answer: a sum of log-probabilities over ``length`` new tokens, with length penalty."""
         return score / length**self.length_penalty
 
     def finish(self, answers: list[Hypothesis]) -> None:
@@ -81,7 +80,7 @@ class BeamRow:
         self.answers = sorted([*self.answers, *answers], key=lambda a: -a.score)[: self.width]
 
     def close_if_done(self, length: int, all_ended: bool) -> None:
-        """Closes the row when no running beam is to be waited for."""
+        """Closes the row if no running beam can become one of its answers, or need not be waited for."""
         full = len(self.answers) == self.width
         best = self.limit if self.early_stopping == "never" and self.length_penalty > 0 else length
         hopeless = full and self.normalised(self.scores[0], best) <= self.answers[-1].score
@@ -89,11 +88,7 @@ class BeamRow:
 
 
 class BeamSearch:
-    """The beams of all prompts of a run.
-
-    Args:
-        run: the run, its session holding the prompts alone.
-    """
+    """The beams of all prompts of a run, whose session holds the prompts alone."""
 
     def __init__(self, run: Run) -> None:
         config = run.config
@@ -108,7 +103,7 @@ class BeamSearch:
         run.watch.resume()
 
     def search(self, logits: Tensor, wanted: int) -> BeamResult:
-        """From the logits (B, V) behind the prompts of a run that has just begun to ``wanted`` answers each."""
+        """Searches from the logits (B, V) after the prompts; returns ``wanted`` answers each."""
         self.session.select_rows([row for row in range(self.prompts) for _ in range(self.width)])
         logits = logits.repeat_interleave(self.width, 0)
         while True:
@@ -120,7 +115,7 @@ class BeamSearch:
         return self.result(wanted)
 
     def advance(self, logits: Tensor) -> tuple[list[int], list[bool]]:
-        """Chooses the next token of every beam, moving the beams; tokens, and which beams go on."""
+        """Chooses the next token of every beam and reorders the beams; returns tokens and which beams go on."""
         self.length += 1
         picked = self._candidates(logits)
         order = list(range(len(self.session.rows)))
@@ -139,7 +134,7 @@ class BeamSearch:
         return tokens, alive
 
     def _candidates(self, logits: Tensor) -> list[list[tuple[float, int, int]]]:
-        """For every prompt the best (score, beam, token), best first."""
+        """The best (score, beam, token) of every prompt, best first."""
         run, config = self.run, self.run.config
         log_p = logits.to(torch.float32).log_softmax(-1)
         log_p = self._without_closed(log_p)
@@ -182,11 +177,11 @@ class BeamSearch:
         ]
 
     def _without_closed(self, scores: Tensor) -> Tensor:
-        """Scores (B * beams, V) with zeros where a prompt's beams have ended: there they may be anything."""
+        """Scores (B * beams, V) with zeros for closed prompts, whose scores may be anything."""
         return blank_ended(scores, [not row.closed for row in self.rows for _ in range(self.width)])
 
     def _filtered(self, scores: Tensor) -> Tensor:
-        """As drawn from; some tokens of every beam stay, so that beams can go on where others end."""
+        """Filtered scores; some tokens of every beam stay, so that beams can go on where others end."""
         config, fewest = self.run.config, 1 + max(1, len(self.run.stopping.endings))
         likeliest = scores.topk(min(fewest, scores.shape[-1])).indices
         kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, likeliest, True)
@@ -194,7 +189,7 @@ class BeamSearch:
         return torch.where(kept, scores / config.temperature, filtered)
 
     def _judged(self, index: int, picked: list[tuple[float, int, int]]) -> list[Candidate]:
-        """The candidates of a prompt with why each ends, if it does."""
+        """The candidates of a prompt, each with why it ends, if it does."""
         stopping, first = self.run.stopping, index * self.width
         late = stopping.out_of_time
         found = []
@@ -215,7 +210,7 @@ class BeamSearch:
         ]
 
     def _select(self, index: int, candidates: list[Candidate]) -> list[Candidate]:
-        """Keeps the answers among the candidates, and returns those that run on."""
+        """Keeps answers among the candidates; returns those that run on."""
         row = self.rows[index]
         all_ended = all(c.reason is not None for c in candidates)
         row.finish(
@@ -242,7 +237,7 @@ class BeamSearch:
         return self.session.rows[index * self.width + beam].new_tokens
 
     def result(self, wanted: int) -> BeamResult:
-        """The best ``wanted`` answers to each prompt; the session holds them, to be fed with what comes next."""
+        """The best ``wanted`` answers to each prompt; they become the rows of the session."""
         run = self.run
         answers = [answer for row in self.rows for answer in row.answers[:wanted]]
         origin = [index for index in range(self.prompts) for _ in range(wanted)]

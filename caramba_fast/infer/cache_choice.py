@@ -1,4 +1,4 @@
-"""CacheChoice: the caches a generator uses, of a kind chosen by the policy where it is "auto".
+"""CacheChoice: makes the caches of a generator, of a kind chosen by the policy if it is "auto".
 
 The policy measures generations, so it lies above this package and registers itself when it is imported.
 """
@@ -19,37 +19,32 @@ from caramba_fast.models import LanguageModel
 
 
 class ChosenCache(Protocol):
-    """What a policy chose; `caramba_fast.policy.CachePlan` is one.
-
-    Attributes:
-        spec: the cache spec, such as "q4".
-        reason: why, in words.
-    """
+    """The choice of a policy, such as a `caramba_fast.policy.CachePlan`."""
 
     @property
     def spec(self) -> str:
-        """The cache spec."""
+        """The cache spec, such as "q4"."""
 
     @property
     def reason(self) -> str:
-        """Why, in words."""
+        """The reason, as text."""
 
 
 _CHOOSERS: list[Callable[..., ChosenCache]] = []
 
 
 def register_chooser(chooser: Callable[..., ChosenCache]) -> None:
-    """``chooser(model, settings, **options)`` answers `chosen_cache` from now on."""
+    """Makes `chosen_cache` call ``chooser(model, settings, **options)``."""
     _CHOOSERS[:] = [chooser]
 
 
 def chosen_cache(model: LanguageModel, settings: CachePolicyFields, **options: Any) -> ChosenCache:
-    """The cache the policy chooses for a model; options and errors as in `caramba_fast.policy.choose_cache`.
+    """The cache the policy chooses for a model; errors are those of `caramba_fast.policy.choose_cache`.
 
     Args:
-        model: what the cache is for.
-        settings: budget, gates, and how to measure.
-        options: those of `choose_cache`; and ``tokenizer``, which needles are written with.
+        model: the model the cache is for.
+        settings: budget, quality gates, and how to measure.
+        options: those of `choose_cache`, and ``tokenizer`` for the needle test.
     """
     if not _CHOOSERS:
         importlib.import_module("caramba_fast.policy")
@@ -57,16 +52,15 @@ def chosen_cache(model: LanguageModel, settings: CachePolicyFields, **options: A
 
 
 class CacheChoice:
-    """See the module.
+    """Makes caches of the configured kind, or the one chosen by the policy, within the budget.
 
     Args:
-        model: what the cache is for.
-        config: settings; ``cache`` and the fields of the policy.
-        calibration_ids: text that quality is measured on.
-        tokenizer: of the model; needles are written with it.
+        model, config: the model the caches are for, and the settings.
+        calibration_ids: token ids that quality is measured on.
+        tokenizer: the model's, for the needle test.
 
     Attributes:
-        row_factor: rows that the next cache is to have in the end for each row it begins with.
+        row_factor: how many rows each row of the next cache will become.
         cache_bytes, bytes_per_token: of the latest cache.
     """
 
@@ -91,11 +85,7 @@ class CacheChoice:
         self.row_factor, self.cache_bytes, self.bytes_per_token = 1, 0, 0.0
 
     def new_cache(self, rows: int) -> ModelKVCache:
-        """An empty cache for so many rows.
-
-        Raises:
-            ValueError: it takes more than ``cache_budget_mb``, or no kind does not.
-        """
+        """An empty cache; raises ValueError if it, or every kind for "auto", exceeds ``cache_budget_mb``."""
         most, self.row_factor = rows * self.row_factor, 1
         kind, config = self.kind(most), self._config
         self.check_budget(most)
@@ -111,11 +101,7 @@ class CacheChoice:
         return cache
 
     def expect_rows(self, cache: ModelKVCache | None, factor: int) -> None:
-        """The next cache, or the one there is, will have ``factor`` rows for each row of now.
-
-        Raises:
-            ValueError: the one there is would then take more than ``cache_budget_mb``.
-        """
+        """Prepares for ``factor`` times the rows; ValueError if the current cache would then exceed the budget."""
         if cache is None:
             self.row_factor = factor
         elif factor > 1:
@@ -123,10 +109,9 @@ class CacheChoice:
             self._config.check_budget(factor * cache.nbytes, f"a cache of {rows} rows")
 
     def kind(self, rows: int) -> KVCacheKind | str:
-        """The kind for a batch of ``rows``; measured the first time it is asked for.
+        """The cache spec for ``rows`` rows; "auto" is measured at the first call.
 
-        Raises:
-            NoCandidateError: nothing fits the budget, or passes the gates.
+        Raises NoCandidateError if nothing fits the budget or passes the gates.
         """
         config = self._config
         if config.cache != AUTO:
@@ -146,7 +131,7 @@ class CacheChoice:
         return self.latest.spec
 
     def check_budget(self, rows: int) -> None:
-        """Raises ValueError where a fixed kind takes more than ``cache_budget_mb`` for so many rows."""
+        """Raises ValueError if a cache of a fixed kind exceeds ``cache_budget_mb``."""
         config = self._config
         if config.cache != AUTO and config.cache_budget_mb is not None:
             cache = ModelKVCache(

@@ -1,8 +1,8 @@
-"""CompiledStep: a decode step on a CPU, traced once and compiled by torch's Inductor.
+"""CompiledStep: the decode step of a model on a CPU, traced once and compiled with torch's Inductor.
 
-A step of a small model is some forty calls a layer, and each costs the host more than the work it is asked for. Traced,
-they are one graph, as CUDA graphs are on a GPU; Inductor makes C++ of it, norms and activations as one loop each. Every
-tensor that the step reads goes in as an input, so that another cache of the same sizes takes no second compilation.
+An eager decode step of a small model makes some forty calls per layer, whose host overhead exceeds the work they do.
+Traced, they are one graph, which Inductor compiles to C++ with fused norms and activations. Every tensor the step
+reads is a graph input, so another cache of the same sizes reuses the compiled program.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from caramba_fast.cache import ModelKVCache
 from caramba_fast.infer.cuda_graph import DecodeGraph, DecodeGraphs, ModelTensors, RecordingError
 from caramba_fast.models import LanguageModel
 
-#: How far logits of a compiled step may be from those of the step as it is, as a share of their norm. Inductor rounds
-#: less between operations, and layers make more of it.
+#: Largest difference between compiled and eager logits, relative to their norm. Inductor rounds less between
+#: operations, and each layer amplifies the difference.
 ALLOWED = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.3}
 
 Compiled = dict[Hashable, "Program"]
 
 
 class Program(NamedTuple):
-    """What was made of a step.
+    """A compiled decode step.
 
     Attributes:
-        run: takes all tensors of the step, gives the logits (B, V).
-        inputs: these tensors; an int for one that the conversation has its own of, by its place in `_own`.
-        shapes: of the tensors, with strides and dtypes.
-        tensors: of the model then.
+        run: takes all input tensors, returns logits (B, V).
+        inputs: the input tensors; an int is an index into `_own`, for tensors that each cache has its own of.
+        shapes: shapes, strides and dtypes of the tensors among ``inputs``.
+        tensors: the model's parameters and buffers at compile time.
     """
 
     run: Callable[..., Any]
@@ -44,20 +44,16 @@ class Program(NamedTuple):
     tensors: ModelTensors
 
     def holds(self) -> bool:
-        """Whether the model has the tensors it had, and they are as they were."""
+        """Whether the model still has the tensors the step was compiled with."""
         shapes = [_shape(x) for x in self.inputs if isinstance(x, Tensor)]
         return self.shapes == shapes and self.tensors.unchanged()
 
 
 class CompiledStep(DecodeGraph):
-    """The decode step of a model on one cache, compiled.
+    """A `DecodeGraph` that compiles the step instead of recording it.
 
-    The first step runs as it is. With the second it is traced and compiled, or a program of an earlier cache of the
-    same sizes is taken, and what it gives is compared with the step as it is.
-
-    Args:
-        model, cache: as in `DecodeGraph`.
-        programs: those there are, by sizes and limits; new ones are added.
+    The first step runs eagerly. The second is compiled, or reuses one of ``programs``, which were compiled for caches
+    of the same sizes; its logits are compared with those of the eager step.
     """
 
     def __init__(self, model: LanguageModel, cache: ModelKVCache, programs: Compiled) -> None:
@@ -79,7 +75,7 @@ class CompiledStep(DecodeGraph):
                     self._programs[key] = self._compiled(own)
             wanted = self._logits
             for layer, lengths in zip(self.cache.layers, before, strict=True):
-                layer.lengths.seq_lens.copy_(lengths)  # the same token again, now by the program
+                layer.lengths.seq_lens.copy_(lengths)  # the program processes the same token again
             program = self._programs[key]
             inputs = [own[x] if isinstance(x, int) else x for x in program.inputs]
 
@@ -96,7 +92,7 @@ class CompiledStep(DecodeGraph):
         self._replay = replay
 
     def _own(self) -> list[Tensor]:
-        """The tensors that another conversation has others of."""
+        """The input tensors that each cache has its own of."""
         found = [self._tokens]
         for layer in self.cache.layers:
             found.append(layer.lengths.seq_lens)
@@ -106,7 +102,7 @@ class CompiledStep(DecodeGraph):
         return found
 
     def _compiled(self, own: list[Tensor]) -> Program:
-        """Takes the step, which leaves its logits, and makes a program of it."""
+        """Traces and compiles the step; tracing runs it and leaves its logits."""
 
         def step(tokens: Tensor) -> Tensor:
             self._logits = self.model.forward(tokens, self.cache)[:, -1]
@@ -134,7 +130,7 @@ class CompiledStep(DecodeGraph):
 
 
 class _Eager:
-    """A recorder that runs steps as they are."""
+    """A `Recorder` that runs steps eagerly."""
 
     def warm_up(self, step: Callable[[], None]) -> None:
         step()
@@ -144,7 +140,7 @@ class _Eager:
 
 
 def why_not_compiled(model: LanguageModel) -> str | None:
-    """None where a decode step can be compiled, else the reason it cannot."""
+    """Why a decode step cannot be compiled; None if it can."""
     if model.device.type != "cpu":
         return f"it is for models on a CPU; this one is on {model.device.type}, see cuda_graph"
     own: str | None = getattr(model, "why_not_recorded", None)
@@ -153,15 +149,12 @@ def why_not_compiled(model: LanguageModel) -> str | None:
 
 @contextlib.contextmanager
 def _inductor() -> Iterator[None]:
-    """Settings under which a step is compiled, those of them that this torch has.
+    """Inductor settings for compiling a step; those that this torch version lacks are left out.
 
-    Inputs are always the same tensors, whose sizes need no checks. Calls between loops are C++, too: from Python they
-    take longer, and much longer where CPython maps new memory for the frame of each. They are built by themselves, for
-    optimizing them with the loops takes minutes.
-
-    Inductor keeps programs on disk for other processes, under a digest of the graph and of these settings. It does so
-    for graphs whose sizes it could guard, so it is told that none of them varies. Loops are made for a number of
-    threads, which not every torch counts among the settings.
+    Inputs are always the same tensors, so their sizes are not checked. A C++ wrapper makes the calls between loops
+    faster; it is built separately because optimizing it together with the loops takes minutes. Inductor caches
+    programs on disk only if there is a ShapeEnv, so it gets one in which all sizes are static. The loops depend on the
+    thread count, which not every torch version has in the cache key.
     """
     import torch._inductor.config as settings  # noqa: PLC0415 - takes a second, and only compilation needs it
     from torch._guards import TracingContext, tracing  # noqa: PLC0415 - as above
@@ -183,7 +176,7 @@ def _where(x: Tensor) -> tuple[Any, ...]:
 
 
 def _lift(traced: fx.GraphModule) -> list[Tensor]:
-    """Makes inputs of the tensors that a traced graph holds; returns them in order."""
+    """Turns the tensors that a traced graph holds into inputs; returns them in order."""
     graph, found, inputs = traced.graph, list[Tensor](), dict[int, fx.Node]()
     (newest,) = graph.find_nodes(op="placeholder")
     for node in graph.find_nodes(op="get_attr"):
@@ -196,14 +189,13 @@ def _lift(traced: fx.GraphModule) -> list[Tensor]:
         graph.erase_node(node)
     for name in {**dict(traced.named_parameters()), **dict(traced.named_buffers())}:
         delattr(traced, name)
-    for node in graph.nodes:  # Inductor finds out by itself
+    for node in graph.nodes:  # Inductor recomputes it
         node.meta.clear()
     traced.recompile()
     return found
 
 
 def _written(traced: fx.GraphModule) -> set[int]:
-    """Which inputs a graph writes to."""
     order = {node: index for index, node in enumerate(traced.graph.find_nodes(op="placeholder"))}
     found = set()
     for node in traced.graph.nodes:
@@ -219,7 +211,7 @@ def _written(traced: fx.GraphModule) -> set[int]:
 
 
 def _check_equal(wanted: Tensor, found: Tensor) -> None:
-    """Raises RecordingError where a program gives other logits than the step it was made of."""
+    """Raises RecordingError if compiled and eager logits differ by more than `ALLOWED`."""
     sound = wanted.isfinite()
     same = bool((sound == found.isfinite()).all())
     a, b = wanted[sound].float(), found[sound].float() if same else None
@@ -231,14 +223,7 @@ def _check_equal(wanted: Tensor, found: Tensor) -> None:
 
 
 class CompiledSteps(DecodeGraphs):
-    """The `CompiledStep` of whichever cache a generator has at the time.
-
-    Args:
-        model: what is compiled.
-
-    Raises:
-        ValueError: its steps cannot be compiled.
-    """
+    """The `CompiledStep` of a generator's current cache; raises ValueError if the model cannot be compiled."""
 
     def __init__(self, model: LanguageModel) -> None:
         reason = why_not_compiled(model)
@@ -252,12 +237,12 @@ class CompiledSteps(DecodeGraphs):
         return CompiledStep(self._model, cache, self._programs)
 
     def give_up(self, reason: str) -> None:
-        """Raises RecordingError: compiled steps are always a must."""
+        """Raises RecordingError: ``compile=True`` has no fallback."""
         self.forget()
         raise RecordingError(f"compile is True and cannot be: {reason}")
 
     def state(self, cache: ModelKVCache | None) -> str:
-        """In words, for users."""
+        """The state as text for users."""
         if self._graph is not None and self._graph.cache is cache and self._graph.recorded:
             return "compiled"
         return "will be compiled with the second decode step of a conversation"

@@ -1,7 +1,7 @@
-"""GenerateConfig: every setting of a generation, checked when it is made; and SpeculativeConfig on top of it.
+"""GenerateConfig: every setting of a generation, validated when it is made; SpeculativeConfig adds speculation.
 
-Names are those of Hugging Face's generation config where it has the setting, and its other spellings
-(``stop_strings``, ``return_dict_in_generate``) are taken as well.
+Names are those of Hugging Face's generation config where it has the setting. Its aliases (``stop_strings``,
+``return_dict_in_generate``) are accepted too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from caramba_fast.infer.policy_fields import CachePolicyFields, DecodePlanFields
 
 Self = TypeVar("Self", bound="GenerateConfig")
 AUTO = "auto"
-#: Other spellings of a field.
+#: Alias -> field.
 ALIASES = {
     "cache_kind": "cache",
     "stop_strings": "stop",
@@ -40,7 +40,7 @@ ALIASES = {
     "num_assistant_tokens": "spec_k",
     "prompt_lookup_num_tokens": "spec_k",
 }
-#: Fields of which one call gives one, whatever the config has.
+#: Field given for one call -> fields of the config that it replaces.
 OPPOSITES = {
     "max_length": ("max_new_tokens",),
     "max_new_tokens": ("max_length",),
@@ -63,12 +63,12 @@ class GenerateConfig(
 ):
     """Settings of `Generator` and `generate`.
 
-    The fields are explained by theme: `LengthFields`, `SamplingFields`, `EditFields`, `BeamFields`, `OutputFields`,
-    `CacheFields`, `CachePolicyFields` and `DecodePlanFields`.
+    The fields are documented in `LengthFields`, `SamplingFields`, `EditFields`, `StructureFields`, `BeamFields`,
+    `OutputFields`, `CacheFields`, `CachePolicyFields` and `DecodePlanFields`.
 
     Raises:
-        ValidationError: an unknown field, a value out of its range, or two that contradict each other;
-            the message names the field, the value and what is allowed.
+        ValidationError: an unknown field, a value out of range, or two that contradict each other; the message names
+            the field, the value and what is allowed.
     """
 
     @field_validator("cache", mode="before")
@@ -96,11 +96,7 @@ class GenerateConfig(
         return self
 
     def stream_configs(self, kind: KVCacheKind | str | None = None) -> dict[str, Any]:
-        """How each stream is stored, as keyword arguments of `ModelKVCache`.
-
-        Args:
-            kind: what to store it as instead of ``cache``: what the policy chose for "auto".
-        """
+        """How each stream is stored, as keyword arguments of `ModelKVCache`; ``kind`` replaces ``cache`` if given."""
         return cache_configs(kind or self.cache, **self.stream_fields)
 
     @property
@@ -111,12 +107,12 @@ class GenerateConfig(
 
     @property
     def cache_name(self) -> str:
-        """``cache`` as text, kinds by their short names."""
+        """``cache`` as text, with the short names of kinds."""
         return AUTO if self.cache == AUTO else short_name(self.cache)
 
     @property
     def cache_kind(self) -> KVCacheKind | str:
-        """``cache``, by its other name."""
+        """Alias of ``cache``."""
         return self.cache
 
     @cached_property
@@ -143,7 +139,7 @@ class GenerateConfig(
         return self
 
     def updated(self: Self, **changes: Any) -> Self:
-        """A copy with some fields changed, checked like a new one; what a change contradicts goes."""
+        """A validated copy with some fields changed; settings that a change contradicts are dropped."""
         base = self.model_dump(exclude_unset=True)
         for name, value in changes.items():
             says_something = value is not None and value is not False
@@ -155,53 +151,48 @@ class GenerateConfig(
         return type(self)(**{**base, **changes})
 
 
-#: Drafts are verified with the token before them in one pass of at most 32 query tokens.
+#: Most drafted tokens: a draft and the token before it are verified in one pass of at most 32 query tokens.
 MOST_DRAFTED = 31
-#: Turns the seed of a target into that of its draft.
+#: XORed with the target's seed to get the draft model's.
 DRAFT_SEED = 0x5BD1E995
 
 
 def _with_slack(fields: dict[str, Any], drafted: int) -> dict[str, Any]:
-    """Fields of streams whose ring takes back a draft of so many tokens and the one before it."""
+    """Stream fields with the ``tail_slack`` that a draft of ``drafted`` tokens and the token before it need."""
     return {"tail_slack": drafted + 1, **fields} if drafted >= TAIL_SLACK else fields
 
 
 class DraftConfig(GenerateConfig):
-    """What a draft model runs with.
-
-    Attributes:
-        longest_draft: most tokens drafted at once.
-    """
+    """Settings of a draft model; ``longest_draft`` is the most tokens drafted at once."""
 
     longest_draft: int = Field(default=1, ge=1, le=MOST_DRAFTED)
 
     @property
     def stream_fields(self) -> dict[str, Any]:
-        """As of `GenerateConfig`, with rings that take the longest draft back."""
+        """As in `GenerateConfig`, with enough ``tail_slack`` for the longest draft."""
         return _with_slack(super().stream_fields, self.longest_draft)
 
 
 class SpeculativeConfig(GenerateConfig):
-    """Settings of `SpeculativeGenerator`; those of `GenerateConfig` and these.
+    """Settings of `SpeculativeGenerator`: those of `GenerateConfig` and these.
 
     Attributes:
-        spec_k: tokens to draft per step (at first, where K adapts); aliases num_assistant_tokens and
+        spec_k: tokens to draft per step (at first, if K adapts); aliases num_assistant_tokens and
             prompt_lookup_num_tokens.
-        spec_k_adaptive: move K by the acceptance.
-        spec_k_min, spec_k_max: where K moves.
-        spec_target_acceptance: K grows while the acceptance of an interval reaches it and shrinks while not.
+        spec_k_adaptive: adapt K to the acceptance rate.
+        spec_k_min, spec_k_max: the range of K.
+        spec_target_acceptance: after each interval K grows if its acceptance rate reaches this, else it shrinks.
         spec_k_interval: rounds of an interval.
-        spec_method: "reject_sampling" accepts a drafted token with probability min(1, p/q) and draws a rejected
-            one again from max(0, p - q) (arXiv:2211.17192): most tokens per pass. "sample_match" draws
-            from the target and accepts while the draft drew the same: fewer tokens per pass, but one row with a
-            seed gets the very tokens it would get without a draft. Both keep the target's distribution.
-        spec_extra_token: after a draft that was accepted whole, take the token the same pass gives for free.
-        spec_disable_below_accept: once an interval is over and the acceptance so far is below this, the rest
-            of the run is decoded plainly; 0 never.
-        spec_draft_cache_kind: how the draft model's cache is stored; None as the target's, or fp16 where
-            that is "auto".
-        lookup_max_ngram, lookup_min_ngram: without a draft model, drafts are what followed the newest tokens
-            where they occurred last; runs of at most and at least so many tokens are looked up.
+        spec_method: "reject_sampling" accepts a drafted token with probability min(1, p/q) and resamples a rejected
+            one from max(0, p - q) (arXiv:2211.17192): most tokens per pass. "sample_match" samples from the target
+            and accepts while the draft is the same: fewer tokens per pass, but one row with a seed gets the same
+            tokens as without a draft. Both keep the target's distribution.
+        spec_extra_token: after a fully accepted draft, also take the next token, which the same pass gives.
+        spec_disable_below_accept: if the acceptance rate of the run is below this at the end of an interval, the
+            rest of the run is decoded without speculation; 0 never.
+        spec_draft_cache_kind: cache spec of the draft model; None for the target's, or fp16 if that is "auto".
+        lookup_max_ngram, lookup_min_ngram: without a draft model, the longest and shortest n-gram at the end of a
+            row whose latest earlier occurrence is looked up (prompt lookup).
     """
 
     spec_k: int = Field(
@@ -251,7 +242,7 @@ class SpeculativeConfig(GenerateConfig):
 
     @property
     def stream_fields(self) -> dict[str, Any]:
-        """As of `GenerateConfig`, with rings that take the longest draft back."""
+        """As in `GenerateConfig`, with enough ``tail_slack`` for the longest draft."""
         return _with_slack(super().stream_fields, self.longest_draft)
 
     def plain(self, **changes: Any) -> GenerateConfig:
@@ -260,13 +251,13 @@ class SpeculativeConfig(GenerateConfig):
         return GenerateConfig(**{**given, **changes})
 
     def for_draft(self) -> DraftConfig:
-        """The draft model's: its own cache, and nothing of where a run ends or what it returns."""
+        """Settings of the draft model: its own cache, and no policy, output or structure fields and no ``stop``."""
         kind = self.spec_draft_cache_kind or ("fp16" if self.cache == AUTO else self.cache)
         others = (CachePolicyFields, OutputFields, StructureFields)
         left_out = {name for part in others for name in part.model_fields} | {"stop"}
         kept = set(GenerateConfig.model_fields) - left_out
         given = self.model_dump(exclude_unset=True, include=kept)
         if self.seed is not None:
-            # With the target's numbers a draft would depend on the text before it.
+            # With the target's seed, drafts would be correlated with the text sampled so far.
             given["seed"] = self.seed ^ DRAFT_SEED
         return DraftConfig(**{**given, "cache": kind, "longest_draft": self.longest_draft})

@@ -1,8 +1,8 @@
 """DecodeGraph and BatchGraph: a decode step as one CUDA graph, recorded once and replayed while caches grow.
 
-A step of a small model is a few hundred launches, whose host time is longer than the kernels'. Recorded, it is
-one. That works because nothing of a step depends on a length the host knows: the kernels read lengths from
-the device, the cache is named whole, and how work is split follows from its capacity.
+A step of a small model is a few hundred kernel launches, which take the host longer than the kernels run; as a graph
+it is one launch. No step depends on a length the host knows: kernels read lengths from the device, get the whole
+cache, and split their work by its capacity.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from caramba_fast.ops.registry import serving
 
 
 class Recorder(Protocol):
-    """What records the device's work."""
+    """Records the work of a step."""
 
     def warm_up(self, step: Callable[[], None]) -> None:
-        """Runs ``step`` once, so that whatever is made at a first use exists."""
+        """Runs ``step`` once, so that everything made at first use exists."""
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Notes what ``step`` gives the device to do, without doing it; returns what does it."""
+        """Records the device work of ``step`` without running it; returns a function that runs it."""
 
 
 class CudaRecorder:
-    """Records on a stream of its own, as torch asks for; its graphs share memory, and run one after the other."""
+    """Records on its own stream, as torch requires; its graphs share memory and run one after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._memory = torch.cuda.graph_pool_handle()
 
     def warm_up(self, step: Callable[[], None]) -> None:
-        """Runs ``step`` on the stream that will record."""
+        """Runs ``step`` on the recording stream."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             step()
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """One CUDA graph."""
+        """Records one CUDA graph."""
         graph, way = torch.cuda.CUDAGraph(), "thread_local"
         with torch.cuda.graph(
             graph, pool=self._memory, stream=self._stream, capture_error_mode=way
@@ -57,17 +57,15 @@ class CudaRecorder:
 
 
 class RecordingError(RuntimeError):
-    """A step that cannot be recorded, with the reason; the cache may have lengths that do not hold."""
+    """A step cannot be recorded; the message says why. The cache's lengths may be wrong afterwards."""
 
 
 class ModelTensors:
-    """The parameters and buffers of a model at one time, to see whether they are still where they were.
+    """The parameters and buffers of a model at one time, to detect replaced ones.
 
-    A recorded step reads memory. Values that change in place it sees; tensors that were replaced (a cast, weights
-    assigned or quantized, a module put in place of another, another adapter made the active one) it does not.
-
-    Args:
-        model: a module, or what holds some as attributes; of another kind nothing is known.
+    A recorded step sees values that change in place, but not tensors that were replaced (a cast, weights assigned or
+    quantized, a replaced module, another active adapter). If ``model`` is neither a module nor holds any as
+    attributes, nothing is tracked.
     """
 
     def __init__(self, model: Any) -> None:
@@ -75,7 +73,7 @@ class ModelTensors:
         modules = [module for top in modules_of(model) for module in top.modules()]
         for module in modules:
             for part in (module._modules, module._parameters, module._buffers):
-                if isinstance(part, dict):  # those of TorchScript are none
+                if isinstance(part, dict):  # TorchScript's are not
                     held += [(part, name, x) for name, x in part.items()]
         self._parts = [part for part, _, _ in held]
         self._names, self._values = [name for _, name, _ in held], [x for _, _, x in held]
@@ -86,9 +84,9 @@ class ModelTensors:
         self._adapters = list(map(adapter_state, self._adapted))
 
     def unchanged(self) -> bool:
-        """Whether all of them are the same tensors in the same memory, and the same adapters are used."""
+        """Whether all tensors are the same and in the same memory, with the same active adapters."""
         get: Any = dict.get
-        now = map(get, self._parts, self._names)  # by C alone: it is asked at every step
+        now = map(get, self._parts, self._names)  # runs in C: it is called at every step
         same = all(map(operator.is_, now, self._values))
         same = same and list(map(Tensor.data_ptr, self._plain)) == self._places
         return same and list(map(adapter_state, self._adapted)) == self._adapters
@@ -97,12 +95,8 @@ class ModelTensors:
 class DecodeGraph:
     """The decode step of a model on one cache.
 
-    The first step runs as it is, the second is recorded, later ones are replayed; another reach of the cache, or other
-    weights of the model, start this anew.
-
-    Args:
-        model, cache: what is run; both keep their tensors.
-        recorder: what records; by default CUDA graphs.
+    The first step runs eagerly, the second is recorded (by default as a CUDA graph), later ones are replayed.
+    Changed attention limits or weights start over.
     """
 
     def __init__(
@@ -114,19 +108,19 @@ class DecodeGraph:
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=model.device)
         self._logits: Tensor | None = None
         self._replay: Callable[[], None] | None = None
-        self._warm: AttentionLimits | None = None  # the reach the step has run with
+        self._warm: AttentionLimits | None = None  # the limits the step has run with
         self._tensors: ModelTensors | None = None  # of the model when the step was recorded
 
     @property
     def recorded(self) -> bool:
-        """Whether the next step is a replay, if the reach stays."""
+        """Whether the next step is a replay, unless the attention limits change."""
         return self._replay is not None
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Feeds one token a row, (B, 1) int64, to a cache that is not empty; logits (B, V).
+        """Feeds one token per row, (B, 1) int64, to a cache that is not empty; returns logits (B, V).
 
         Raises:
-            RecordingError: the model does something a graph cannot hold.
+            RecordingError: the model cannot be recorded.
             ValueError, OutOfPagesError: there is no room. Call the cache's `restore` after each.
         """
         self._tokens.copy_(tokens)
@@ -144,7 +138,7 @@ class DecodeGraph:
         return self._logits.clone()
 
     def _record(self) -> None:
-        """Recording moves the host's lengths and not the device's: the first replay makes that good."""
+        """Recording advances the host's lengths but not the device's: the first replay makes up for that."""
         try:
             with self.cache.reading_all_slots():
                 replay = self._recorder.record(self._run)
@@ -158,15 +152,9 @@ class DecodeGraph:
 
 
 class BatchGraph:
-    """The decode step of an engine for up to so many sequences.
+    """The decode step of an engine for up to ``rows`` sequences, for a model that takes ragged batches.
 
-    The first step runs as it is, the second is recorded, later ones are replayed.
-
-    Args:
-        model: takes ragged batches.
-        rows: of a step, with those that have no sequence.
-        pool: where keys and values are.
-        recorder: what records.
+    The first step runs eagerly, the second is recorded, later ones are replayed.
     """
 
     def __init__(self, model: Any, rows: int, pool: PagePool, recorder: Recorder) -> None:
@@ -183,10 +171,9 @@ class BatchGraph:
         return self._replay is not None
 
     def step(self, tokens: Sequence[int], stretches: Sequence[Stretch]) -> Tensor:
-        """A token of each of some sequences; logits (N, V), which hold until the next step.
+        """Feeds a token to each of N sequences; logits (N, V), which hold until the next step.
 
-        Raises:
-            RecordingError: the model does something a graph cannot hold; nothing was stored.
+        Raises RecordingError if the model cannot be recorded; nothing was stored then.
         """
         self.batch.fill(tokens, stretches)
         if self._tensors is not None and not self._tensors.unchanged():
@@ -211,14 +198,9 @@ class BatchGraph:
 
 
 class DecodeGraphs:
-    """The `DecodeGraph` of whichever cache a generator has at the time.
+    """The `DecodeGraph` of a generator's current cache.
 
-    Args:
-        model: what is recorded.
-        wanted: `GenerateConfig.cuda_graph`.
-
-    Raises:
-        ValueError: a graph was asked for where there cannot be one.
+    ``wanted`` is `GenerateConfig.cuda_graph`; raises ValueError if it is True and there can be no graph.
     """
 
     def __init__(self, model: LanguageModel, wanted: bool | None) -> None:
@@ -241,11 +223,11 @@ class DecodeGraphs:
         return CudaRecorder(self._model.device)
 
     def forget(self) -> None:
-        """Lets go of a cache that is no longer used."""
+        """Releases a cache that is no longer used."""
         self._graph = None
 
     def give_up(self, reason: str) -> None:
-        """Later steps run one by one; warns, or raises RecordingError where a graph is a must."""
+        """Runs later steps eagerly and warns; raises RecordingError if a graph is required."""
         self.forget()
         self.reason = f"recording failed: {reason}"
         if self._wanted:
@@ -253,7 +235,7 @@ class DecodeGraphs:
         warnings.warn(f"decode steps are not replayed as a CUDA graph: {reason}", stacklevel=2)
 
     def state(self, cache: ModelKVCache | None) -> str:
-        """In words, for users."""
+        """The state as text for users."""
         if self.reason is not None:
             return f"not used: {self.reason}"
         if self._graph is not None and self._graph.cache is cache and self._graph.recorded:
@@ -262,18 +244,10 @@ class DecodeGraphs:
 
 
 class BatchGraphs(DecodeGraphs):
-    """The `BatchGraph` of an engine for each number of rows: 1, 2, 4, …, and the most it has.
-
-    Args:
-        model, pool: as in `BatchGraph`.
-        wanted: `GenerateConfig.cuda_graph` of the engine.
-        most: sequences of a step.
+    """The `BatchGraph` of an engine for each number of rows: 1, 2, 4, … and ``most``; errors as in `DecodeGraphs`.
 
     Attributes:
-        eager: how often a step was to be run one by one, by the reason; also of steps that failed and were undone.
-
-    Raises:
-        ValueError: a graph was asked for where there cannot be one.
+        eager: number of steps that could not use a graph, by reason; failed steps count too.
     """
 
     def __init__(self, model: Any, pool: PagePool, wanted: bool | None, most: int) -> None:
@@ -284,7 +258,7 @@ class BatchGraphs(DecodeGraphs):
         self.eager = Counter[str]()
 
     def logits(self, tokens: Sequence[int], stretches: Sequence[Stretch]) -> Tensor | None:
-        """`BatchGraph.step`; None where the step is to be run one by one, and nothing was done."""
+        """`BatchGraph.step`; None if the step must run eagerly, and nothing was done."""
         reason = self.reason or self._why_not(stretches)
         if reason is not None:
             self.eager[reason] += 1
@@ -307,15 +281,15 @@ class BatchGraphs(DecodeGraphs):
 
     @property
     def report(self) -> dict[str, Any]:
-        """What an engine says of its graphs."""
+        """The state of the graphs, for the engine's report."""
         return {"decode_graph": self.state(), "eager_steps": dict(self.eager)}
 
     def forget(self) -> None:
-        """Lets go of all recorded steps."""
+        """Releases all recorded steps."""
         self._made, self._shared = {}, None
 
     def state(self, *_: object) -> str:
-        """In words, for users."""
+        """The state as text for users."""
         if self.reason is not None:
             return f"not used: {self.reason}"
         done = [str(rows) for rows, graph in sorted(self._made.items()) if graph.recorded]
@@ -323,10 +297,7 @@ class BatchGraphs(DecodeGraphs):
 
 
 def why_no_graph(model: LanguageModel) -> str | None:
-    """None where a decode step can be recorded, else the reason it cannot.
-
-    A model may say so itself, as ``why_not_recorded``.
-    """
+    """Why a decode step cannot be recorded (a model may say so as ``why_not_recorded``); None if it can."""
     device = model.device
     if device.type != "cuda":
         return f"CUDA graphs need a model on cuda; this one is on {device.type}"

@@ -1,6 +1,6 @@
-"""The decode plan: which part of a cache is read, and in what pieces, by how much it holds.
+"""DecodePlan: the attention limits (window and query chunk) of a read, by the length of the cache.
 
-Sits on `caramba_fast.cache.AttentionLimits`, which every read of a cache honours; a plan only picks one.
+It picks one of a few `caramba_fast.cache.AttentionLimits`, which every read of a cache honours.
 """
 
 from __future__ import annotations
@@ -10,25 +10,22 @@ import sys
 from caramba_fast.cache import AttentionLimits
 from caramba_fast.infer.policy_fields import DecodePlanFields
 
-#: Query tokens taken at a time by "auto" where none are set. Scores of a piece are q_chunk times what is
-#: cached, so the chunk shrinks as the cache grows; 256 is what the op does by itself.
+#: Query chunks of "auto" where none are set. The score matrix is q_chunk times the cached length, so the chunk shrinks
+#: as the cache grows; 256 is the op's default.
 DEFAULT_Q_CHUNKS = {"short": 256, "mid": 256, "long": 128}
 _SUFFIXES = {"short": "", "mid": "_mid", "long": "_long"}
 
 
 class DecodePlan:
-    """The plan of one run, resolved from its settings.
+    """The plan of one run.
 
-    "auto" never narrows what is attended to by itself: a window changes the answer, so there is one only in
-    a bucket for which one was set, or where the model has one of its own.
-
-    Args:
-        settings: what was asked for.
+    "auto" adds no window by itself, because a window changes results: only buckets with a window set, or models with
+    one of their own, have one.
     """
 
     def __init__(self, settings: DecodePlanFields) -> None:
         self.settings = settings
-        #: One object a bucket, so that a recorded step sees by identity that nothing changed.
+        #: One object per bucket, so that a recorded step detects a change by identity.
         self._reaches = {name: self._reach(name) for name in self._names()}
 
     def _names(self) -> tuple[str, ...]:
@@ -55,19 +52,16 @@ class DecodePlan:
         return "mid" if length <= settings.decode_bucket_mid else "long"
 
     def plan_for(self, length: int) -> AttentionLimits:
-        """What holds for a read of ``length`` tokens, new ones included; rows of a batch: the longest.
+        """The limits of a read of ``length`` tokens, new ones included (in a batch, of the longest row).
 
-        Returns the same object whenever the bucket is the same.
-
-        Raises:
-            ValueError: a negative length.
+        Returns the same object for every length of a bucket. Raises ValueError for a negative length.
         """
         if length < 0:
             raise ValueError(f"length is {length}; 0 or more is allowed")
         return self._reaches[self.bucket(length)]
 
     def lengths_like(self, length: int) -> range:
-        """The lengths around ``length`` for which `plan_for` says the same."""
+        """The lengths around ``length`` for which `plan_for` returns the same."""
         settings = self.settings
         bounds: tuple[int, ...] = ()
         if settings.decode_plan == "auto":
@@ -77,7 +71,7 @@ class DecodePlan:
         return range(start, stop)
 
     def describe(self) -> dict[str, object]:
-        """The plan in force, for the report of a run: JSON types."""
+        """The plan as JSON types, for the report of a run."""
         settings = self.settings
         found: dict[str, object] = {"decode_plan": settings.decode_plan}
         if settings.decode_plan == "auto":
@@ -91,7 +85,6 @@ class DecodePlan:
         return {**found, "reach": limits} if limits else found
 
     def __str__(self) -> str:
-        """The plan in one line."""
         if self.settings.decode_plan == "none":
             return "decode_plan none: the layers' defaults"
         parts = []
@@ -103,5 +96,5 @@ class DecodePlan:
 
 
 def plan_for(settings: DecodePlanFields, length: int) -> AttentionLimits:
-    """`DecodePlan.plan_for`, for a single question."""
+    """`DecodePlan.plan_for` for one length."""
     return DecodePlan(settings).plan_for(length)

@@ -1,8 +1,8 @@
-"""Drafts of a smaller model, which of their tokens the target accepts, and how many are worth drafting.
+"""Drafts of a smaller model, which drafted tokens the target accepts, and how many to draft.
 
 Speculative sampling (arXiv:2211.17192, arXiv:2302.01318): with p the target's and q the draft's distribution, both
-after every filter, a drafted token stands with probability min(1, p/q); the first that does not is drawn again from
-max(0, p - q), normalised. What comes out is distributed as p.
+after all filters, a drafted token is accepted with probability min(1, p/q); the first rejected one is resampled from
+max(0, p - q), normalised. The result is distributed as p.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Drafted(NamedTuple):
     """Drafts of all rows.
 
     Attributes:
-        tokens: for each row its draft, which may be empty.
-        probability: (B, K, V) float32 what they were drawn from, or None where each token was certain.
+        tokens: the draft of each row, which may be empty.
+        probability: (B, K, V) float32 distributions they were drawn from, or None if they were not drawn.
     """
 
     tokens: list[list[int]]
@@ -44,48 +44,42 @@ class Drafted(NamedTuple):
 
 
 class Draft(Protocol):
-    """What guesses. Rows are those of the target, which alone say what the tokens are."""
+    """Proposes tokens for the target's rows."""
 
     def feed(self, rows: Sequence[TokenSequence]) -> None:
-        """The rows have got prompts."""
+        """Processes the prompts of the rows."""
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Row b is now what row ``rows[b]`` was."""
+        """Row b becomes what row ``rows[b]`` was."""
 
     def propose(self, rows: Sequence[TokenSequence], counts: Sequence[int]) -> Drafted:
-        """At most ``counts[b]`` tokens behind row b."""
+        """Drafts at most ``counts[b]`` tokens for row b."""
 
     def follow(self, rows: Sequence[TokenSequence], agreed: Sequence[int]) -> None:
-        """The rows have moved on; their first ``agreed[b]`` tokens are those of row b and its draft."""
+        """Follows the rows, whose first ``agreed[b]`` tokens are those of row b and the accepted part of its draft."""
 
     def reset(self) -> None:
         """Forgets every row."""
 
     def snapshot(self, *, tails: bool = False) -> Any:
-        """What `restore` goes back to; ``tails`` as in `Session.snapshot`."""
+        """State for `restore`; ``tails`` as in `Session.snapshot`."""
 
     def restore(self, before: Any) -> None:
-        """Goes back to a snapshot."""
+        """Restores a snapshot."""
 
 
 class ModelDraft:
-    """Drafts of a second, smaller model with a cache of its own.
-
-    Args:
-        session: the draft model's.
-        config: settings; its temperature and filters are the draft's too.
-        rng: what tokens are drawn with.
-    """
+    """Drafts of a smaller model, in a session of its own; temperature and filters of ``config`` apply to it too."""
 
     def __init__(
         self, session: Session, config: GenerateConfig, rng: torch.Generator | None
     ) -> None:
         self.session, self.config, self.rng = session, config, rng
         self.processors: LogitsProcessors | None = None
-        self.endings: frozenset[int] = frozenset()  # ids behind which nothing is drafted
+        self.endings: frozenset[int] = frozenset()  # ids after which nothing is drafted
 
     def feed(self, rows: Sequence[TokenSequence]) -> None:
-        """Reads what it lacks of the rows; all of them anew, where they are not those it knows."""
+        """Feeds the tokens it lacks; starts over if the number of rows differs."""
         if len(self.session.rows) != len(rows):
             self.session.reset()
         known = [len(own) for own in self.session.rows] or [0] * len(rows)
@@ -94,11 +88,11 @@ class ModelDraft:
             self.session.feed(missing)
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Moves the cache too."""
+        """Row b becomes what row ``rows[b]`` was, in the cache too."""
         self.session.select_rows(rows)
 
     def propose(self, rows: Sequence[TokenSequence], counts: Sequence[int]) -> Drafted:
-        """Draws token after token; each pass of the draft model gives one for every row."""
+        """Drafts token by token, all rows in one pass of the draft model."""
         own, drafts = self.session.rows, [list[int]() for _ in rows]
         stuck = [False] * len(own)
         self._catch_up(rows)
@@ -126,7 +120,7 @@ class ModelDraft:
         return Drafted(drafts, torch.stack(drawn_from, dim=1) if drawn_from else None)
 
     def _draw(self, logits: Tensor, wanted: Sequence[bool]) -> tuple[list[int], Tensor | None]:
-        """A token of each row, and what it was drawn from; `NOTHING` where the settings remove every token."""
+        """A token of each row and the distribution it was drawn from; `NOTHING` if the settings remove every token."""
         logits = scores = blank_ended(logits, wanted)
         if self.processors:
             scores = self.processors.scores(scores, self.session.rows, alive=wanted)
@@ -137,20 +131,20 @@ class ModelDraft:
         else:
             probability, tokens = None, likeliest(scores).tolist()
         if NOTHING in tokens:
-            # A guess may run into a dead end that the text does not: only broken logits are an error.
+            # A draft may reach a dead end that the text does not; only logits that are not finite are an error.
             broken = likeliest(logits).tolist()
             new = [row.new for row in self.session.rows]
             check_chosen(broken, logits, logits, new, "draft model")
         return tokens, probability
 
     def _catch_up(self, rows: Sequence[TokenSequence]) -> None:
-        """Tokens the target got while nothing was drafted."""
+        """Adds the tokens the target got while nothing was drafted."""
         for own, row in zip(self.session.rows, rows, strict=True):
             own.extend(row.tokens[len(own) :])
             own.start = row.start
 
     def follow(self, rows: Sequence[TokenSequence], agreed: Sequence[int]) -> None:
-        """Takes back what was rejected; the tokens the target added are fed with the next draft."""
+        """Drops rejected tokens; the tokens the target added are fed with the next draft."""
         if self.session.cache is None:
             return
         self.session.drop_padding()
@@ -165,12 +159,12 @@ class ModelDraft:
         self.session.reset()
 
     def snapshot(self, *, tails: bool = False) -> Any:
-        """That of the session, and what the call under way has set."""
+        """State of the session, and of what the current call has set."""
         set_by_call = (self.config, self.processors, self.endings, self.rng)
         return self.session.snapshot(tails=tails), set_by_call, random_state(self.rng)
 
     def restore(self, before: Any) -> None:
-        """Goes back to a snapshot."""
+        """Restores a snapshot."""
         self.session.restore(before[0])
         self.config, self.processors, self.endings, self.rng = before[1]
         set_random_state(self.rng, before[2])
@@ -183,17 +177,16 @@ def accept(
     method: str,
     rng: torch.Generator | None,
 ) -> tuple[list[int], list[int]]:
-    """How many tokens of each draft stand, and the token behind them.
+    """How many tokens of each draft are accepted, and the token after them.
 
     Args:
-        scores: (B, K + 1, V), the target's processed logits before each drafted token and behind the last.
+        scores: (B, K + 1, V), the target's processed logits before each drafted token and after the last.
         drafted: the drafts, each of at most K tokens.
         config: temperature and filters.
         method: "reject_sampling" or "sample_match"; the same when greedy.
-        rng: what random numbers come from.
 
     Returns:
-        (B,) accepted counts and (B,) next tokens, `NOTHING` where none can be chosen.
+        (B,) accepted counts and (B,) next tokens, `NOTHING` if none can be chosen.
     """
     lengths = [len(tokens) for tokens in drafted.tokens]
     if not config.samples:
@@ -206,7 +199,7 @@ def accept(
 
 
 def _matching(chosen: list[list[int]], drafts: Sequence[list[int]]) -> tuple[list[int], list[int]]:
-    """Drafted tokens stand while they are what the target chose."""
+    """Accepts drafted tokens while they are what the target chose."""
     counts = []
     for picked, draft in zip(chosen, drafts, strict=True):
         count = 0
@@ -222,7 +215,7 @@ def _drawn_alike(
     config: GenerateConfig,
     rng: torch.Generator | None,
 ) -> tuple[list[int], list[int]]:
-    """Draws from the target, position by position, as plain decoding would, while any draft drew the same."""
+    """Samples from the target position by position, as without a draft, while any draft has the same token."""
     counts, tokens = [0] * len(drafts), [0] * len(drafts)
     running = [True] * len(drafts)
     place = 0
@@ -240,7 +233,7 @@ def _drawn_alike(
 def _accepted(
     p: Tensor, drafted: Drafted, lengths: Sequence[int], rng: torch.Generator | None
 ) -> list[int]:
-    """How many tokens of each draft stand before the first that does not."""
+    """How many tokens of each draft precede the first rejected one."""
     width = max(lengths)
     if width == 0:
         return [0] * len(lengths)
@@ -263,7 +256,7 @@ def _next(
     counts: Sequence[int],
     rng: torch.Generator | None,
 ) -> list[int]:
-    """The token behind what stands: from what the draft missed of p, or from p where nothing was rejected."""
+    """The next token: from max(0, p - q) after a rejection, else from p."""
     rows = torch.arange(len(counts), device=p.device)
     place = torch.tensor(counts, device=p.device)
     here = p[rows, place]
@@ -280,22 +273,22 @@ def _next(
     else:
         guess = q[rows, place.clamp(max=q.shape[1] - 1)]
     missed = (here - guess).clamp(min=0.0)
-    # Where p and q agree but for rounding nothing is left of the difference: then p itself is as good.
+    # If p and q differ only by rounding, nothing is left of the difference: then use p.
     missed = torch.where(missed.sum(-1, keepdim=True) > 0, missed, here)
     return draw_marked(torch.where(rejected, missed, here), rng).tolist()
 
 
 @dataclass
 class SpeculationStats:
-    """What speculation has done in a run.
+    """Statistics of speculation in one run.
 
     Attributes:
         drafted, accepted: tokens over all rows.
         passes: passes of the target after the prompt.
-        new_tokens: tokens these passes gave, over all rows.
-        row_passes: passes times the rows that were alive in each.
-        spec_k: tokens drafted per step at the end.
-        disabled: why the run went on plainly, or None.
+        new_tokens: tokens from these passes, over all rows.
+        row_passes: sum of the live rows over all passes.
+        spec_k: tokens to draft per step.
+        disabled: why speculation was turned off, or None.
     """
 
     drafted: int = 0
@@ -313,7 +306,7 @@ class SpeculationStats:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens a row gets from one pass of the target; nan before the first."""
+        """Tokens per row and pass of the target; nan before the first."""
         return self.new_tokens / self.row_passes if self.row_passes else float("nan")
 
     def as_dict(self) -> dict[str, float | str | None]:
@@ -326,11 +319,7 @@ class SpeculationStats:
 
 
 class DraftLength:
-    """K, moved by the acceptance of each interval.
-
-    Args:
-        config: settings.
-    """
+    """The number of tokens to draft, K, adapted to the acceptance rate of each interval."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
@@ -339,11 +328,11 @@ class DraftLength:
 
     @property
     def k(self) -> int:
-        """Tokens to draft next; 0 once speculation does not pay."""
+        """Tokens to draft next; 0 once speculation is disabled."""
         return 0 if self.stats.disabled else self.stats.spec_k
 
     def saw(self, drafted: int, accepted: int, new: int, rows: int) -> None:
-        """One pass of the target verified ``drafted`` tokens of ``rows`` rows."""
+        """Records a pass of the target that verified ``drafted`` tokens of ``rows`` rows and gave ``new`` tokens."""
         stats = self.stats
         stats.drafted += drafted
         stats.accepted += accepted

@@ -1,4 +1,4 @@
-"""The settings of a generation by theme; `GenerateConfig` is their sum."""
+"""The settings of a generation by theme; `GenerateConfig` combines them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from caramba_fast.config.kvcache import removed
 from caramba_fast.config.names import NamedFields
 
 TokenId = Annotated[int, Field(ge=0, strict=True)]
-#: What is added to a logit, which is float32: -inf bans the token, NaN and what overflows are refused.
+#: Bias added to a float32 logit: -inf bans the token; NaN and values that overflow are rejected.
 Bias = Annotated[float, Field(le=3e38)]
 Words = tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], ...]
 
-#: Temperatures below this are greedy: the quotient would overflow long before it made a difference.
+#: Temperatures below this are greedy: dividing by them would overflow long before it made a difference.
 GREEDY_BELOW = 1e-5
 
 
 def _tuple_of(value: object) -> object:
-    """A single item where several may stand."""
+    """Wraps a single item in a tuple."""
     return (value,) if isinstance(value, (str, int)) and not isinstance(value, bool) else value
 
 
 class Fields(NamedFields):
-    """What all settings share: unknown names are refused, values do not change."""
+    """Base of all settings: unknown names are rejected, instances are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
@@ -41,16 +41,15 @@ class LengthFields(Fields):
     """When a row ends.
 
     Attributes:
-        max_new_tokens: tokens to generate at most, per call.
-        max_length: tokens of a row at most, its prompt and the conversation before it included; instead of
-            max_new_tokens.
-        min_new_tokens: no end-of-sequence id and nothing of ``stop`` ends a row before so many, as in vLLM.
+        max_new_tokens: most tokens to generate per call.
+        max_length: most tokens of a row, with its prompt and the earlier conversation; replaces max_new_tokens.
+        min_new_tokens: before this many, neither an end-of-sequence id nor ``stop`` ends a row, as in vLLM.
         max_time: seconds after which no further step begins.
-        eos_token_id: ids that end a row; None takes the model's own.
-        ignore_eos: never stop at one.
-        stop: strings and ids that end a row as well (alias stop_strings). A string is looked for in the text
-            of the new tokens and needs `Generator(tokenizer=...)`.
-        pad_token_id: fills rows that ended; None takes the model's own, else an eos id.
+        eos_token_id: ids that end a row; None for the model's.
+        ignore_eos: do not stop at end-of-sequence ids.
+        stop: strings and ids that also end a row (alias stop_strings). Strings are looked for in the text of the new
+            tokens and need `Generator(tokenizer=...)`.
+        pad_token_id: fills rows that ended; None for the model's, else an eos id.
     """
 
     max_new_tokens: int = Field(default=64, ge=1)
@@ -160,7 +159,7 @@ class EditFields(Fields):
 
 
 class StructuredOutputs(Fields):
-    """Constraint on the output, exactly one of these; as vLLM's ``StructuredOutputsParams``.
+    """A constraint on the output: exactly one of these, as in vLLM's ``StructuredOutputsParams``.
 
     Attributes:
         json_schema: a JSON schema, as a mapping or as text (alias json).
@@ -195,12 +194,12 @@ class StructuredOutputs(Fields):
 
 
 class StructureFields(Fields):
-    """What vLLM's ``SamplingParams`` have besides.
+    """Further fields of vLLM's ``SamplingParams``.
 
     Attributes:
-        logprobs: keep the log-probability of every new token, and of so many likeliest in its place: of the model's
-            own distribution, before penalties, temperature and filters. None keeps none.
-        structured_outputs: what an answer must fit; needs a tokenizer, and llguidance (extra ``serve``).
+        logprobs: return the log-probability of every new token and of this many most likely ones in its place, from
+            the model's distribution before penalties, temperature and filters. None for none.
+        structured_outputs: a constraint on the answer; needs a tokenizer, and llguidance (extra ``serve``).
     """
 
     logprobs: int | None = Field(default=None, ge=0)
@@ -208,15 +207,15 @@ class StructureFields(Fields):
 
 
 class BeamFields(Fields):
-    """Beams and several answers to one prompt.
+    """Beam search, and several answers to one prompt.
 
     Attributes:
         num_beams: beams of each row; 1 for none.
-        num_return_sequences: rows returned for each prompt, which are the rows of the conversation then.
-        length_penalty: the sum of log-probabilities of a finished beam is divided by its number of new tokens to
-            this power; above 0 favours longer answers.
-        early_stopping: True ends a row once num_beams beams have finished; False when no beam is likely to do
-            better; "never" when none can.
+        num_return_sequences: rows returned for each prompt; the conversation then has all of these rows.
+        length_penalty: the sum of log-probabilities of a finished beam is divided by its number of new tokens to this
+            power; above 0 favours longer answers.
+        early_stopping: True ends a row once num_beams beams have finished; False when no beam is likely to do better;
+            "never" when none can.
     """
 
     num_beams: int = Field(default=1, ge=1)
@@ -243,9 +242,9 @@ class OutputFields(Fields):
     """What a call returns.
 
     Attributes:
-        return_dict: a `GenerateOutput` instead of the tokens alone (alias return_dict_in_generate).
-        output_scores: keep the processed logits of every step in it.
-        output_logits: keep the model's own logits of every step in it.
+        return_dict: return a `GenerateOutput` instead of the tokens alone (alias return_dict_in_generate).
+        output_scores: include the processed logits of every step.
+        output_logits: include the model's own logits of every step.
     """
 
     return_dict: bool = Field(
@@ -269,27 +268,24 @@ class CacheFields(Fields):
 
     Attributes:
         max_seq_len: tokens a row of the cache can hold.
-        cache: how the cache is stored (alias cache_kind): fp32, fp16, bf16, q8 (q8_0), q4 (q4_0) or nf4, each with
-            the defaults measured to be good for it; "q8/q4" stores K and V differently,
-            "q4/q8/q4" K_sem, K_geo and V of decoupled attention; options follow a colon,
-            "q4:plain,rotate" (`caramba_fast.config.spec`). "auto" measures and chooses
-            (`caramba_fast.policy`).
-        cache_qblock: values that share a scale: 32, 64 or 128. None leaves this and the next three to the
-            kind's defaults.
+        cache: cache spec (alias cache_kind): fp32, fp16, bf16, q8 (q8_0), q4 (q4_0) or nf4, each with the defaults
+            that measured best; "q8/q4" stores K and V differently, "q4/q8/q4" K_sem, K_geo and V of decoupled
+            attention; options follow a colon, as in "q4:plain,rotate" (`caramba_fast.config.spec`). "auto" measures
+            and chooses (`caramba_fast.policy`).
+        cache_qblock: values per scale: 32, 64 or 128. None leaves this and the next three to the kind's defaults.
         cache_rotate: store K and V in a rotated basis (`KVCacheTensorConfig.rotate`).
         cache_residual_len: keys less than this many tokens back are read in fp16.
         cache_sink_len: the first tokens of a row are read in fp16 as well.
-        prefill: "exact": a first prompt attends to its exact K and V; "stored": to what the cache
-            returns, which makes results independent of how a prompt is cut into chunks.
-        prefill_chunk: most prompt tokens of one forward pass, which bounds memory; None for no limit.
-            With prefill="exact" only the first chunk attends to exact K and V, so that a chunked
-            prompt differs from a whole one by quantization noise.
-        cuda_graph: record the decode step as one CUDA graph and replay it. None does so where the model is
-            on CUDA, the Triton kernels serve it and recording succeeds, and `Generator.decode_graph` says
-            what came of it; True raises where that is not so; False never does.
-        compile: of a model on a CPU, trace the decode step and compile it with torch's Inductor, which takes a C++
-            compiler and up to a minute, once for each batch size of a generator. Logits then differ from
-            those of single operations by roundings. Raises where that cannot be.
+        prefill: "exact": a first prompt attends to its exact K and V; "stored": to K and V as the cache returns them,
+            which makes results independent of chunking.
+        prefill_chunk: most prompt tokens per forward pass, which bounds memory; None for no limit. With
+            prefill="exact" only the first chunk attends to exact K and V, so chunking adds quantization noise.
+        cuda_graph: record the decode step as one CUDA graph and replay it. None does so if the model is on CUDA, the
+            Triton kernels serve it and recording succeeds (`Generator.decode_graph` tells); True raises if that is not
+            so; False never does.
+        compile: compile the decode step of a model on a CPU with torch's Inductor, which takes a C++ compiler and up
+            to a minute per batch size of a generator. Logits then differ from eager ones by rounding. Raises if it
+            cannot be compiled.
     """
 
     max_seq_len: int = Field(default=2048, ge=1)

@@ -152,13 +152,11 @@ class Generator(SavableGenerator):
     ) -> Iterator[int] | Iterator[Tensor]:
         """Like `generate`, one step at a time.
 
-        However it ends (to its end, left early, by an error or Ctrl-C), the conversation then holds the prompt and
-        what has been yielded; where nothing has been, it is as it was. An interrupt in the very hand-over of a
-        token may leave that token in the conversation.
+        If it ends early (left, an error, Ctrl-C), the conversation holds the prompt and the tokens yielded so far; if
+        there are none, it is as before. An interrupt while a token is handed over may leave that token in it.
 
         Yields:
-            an int for a single row, else a (B,) int64 tensor on the CPU, in which rows that ended
-            hold the padding id.
+            an int for a single row, else a (B,) int64 tensor on the CPU, with the padding id for rows that ended.
         """
         config, hooks = self._call(hooks, {**options})
         if config.num_beams > 1:
@@ -193,7 +191,7 @@ class Generator(SavableGenerator):
                 self._keep(run, given)
 
     def _keep(self, run: Run, given: int) -> None:
-        """Rows end where the consumer stopped: behind the tokens of ``given`` steps."""
+        """Truncates rows to the tokens of the ``given`` steps that were yielded."""
         self._session.keep([min(len(row), row.start + given) for row in run.rows])
 
     def _steps(self, run: Run, logits: Tensor, hooks: Hooks) -> Iterator[list[int]]:
@@ -233,7 +231,7 @@ class Generator(SavableGenerator):
             self._check_call(config)
         self._reseed = "seed" in options
         hooks = hooks or Hooks(**given)
-        _ = hooks.processors, hooks.criteria  # says at once what cannot be called
+        _ = hooks.processors, hooks.criteria  # raises if one is not callable
         if config.num_beams > 1 and hooks.streamer is not None:
             raise ValueError(
                 f"a streamer is given and num_beams is {config.num_beams}; 1 is allowed, since beams are "
@@ -243,12 +241,12 @@ class Generator(SavableGenerator):
 
     @property
     def _of_the_generator(self) -> set[str]:
-        """Settings that one call cannot change: of the cache, and how it was chosen and is read."""
+        """Settings that one call cannot change: those of the cache, its policy and its decode plan."""
         parts = (CacheFields, CachePolicyFields, DecodePlanFields)
         return {name for part in parts for name in names_of(part)}
 
     def _rooms(self, config: GenerateConfig) -> dict[str, int | None]:
-        """How many tokens of a row there is room for, by what limits them."""
+        """Limits in tokens of a row, by name."""
         positions = getattr(self.model, "max_positions", None)
         return {
             f"max_seq_len={config.max_seq_len}": config.max_seq_len,
@@ -256,7 +254,7 @@ class Generator(SavableGenerator):
         }
 
     def _check_run(self, prompts: Prompts, config: GenerateConfig) -> list[int]:
-        """Raises ValueError unless prompts and what follows fit; most new tokens of each row."""
+        """Most new tokens of each row; raises ValueError if prompts and new tokens do not fit."""
         held = [len(row) for row in self._session.rows] or [0] * len(prompts.rows)
         whole = [n + new for n, new in zip(held, prompts.lens, strict=True)]
         limits = row_limits(config, whole)
@@ -267,7 +265,7 @@ class Generator(SavableGenerator):
         return limits
 
     def _begin(self, prompts: Prompts, config: GenerateConfig, hooks: Hooks) -> tuple[Run, Tensor]:
-        """Feeds the prompts; the run, and the logits (B, V) its first tokens follow from."""
+        """Processes the prompts; returns the run and the logits (B, V) of the first new tokens."""
         watch = Stopwatch()
         limits = self._check_run(prompts, config)
         copies = 1 if self._expanded or config.num_beams > 1 else config.num_return_sequences
@@ -275,7 +273,7 @@ class Generator(SavableGenerator):
         self._choice.expect_rows(self._session.cache, factor)
         self._session.fill = self._fill(config)
         with torch.no_grad():
-            # Choosing a cache by measuring is not a part of the first step.
+            # Measuring to choose a cache is not part of the first step.
             logits = self._session.feed(prompts.rows, ready=watch.resume)
         if copies > 1:
             self._session.select_rows(
@@ -348,7 +346,7 @@ def generate(
     tokenizer: Decoder | None = None,
     **overrides: Unpack[OnceOptions],
 ) -> Tensor | GenerateOutput:
-    """Generates once, from nothing: `Generator.generate` without the conversation.
+    """Generates once: `Generator.generate` without a conversation.
 
     Args:
         model, input_ids, attention_mask, hooks, tokenizer: as in `Generator`.

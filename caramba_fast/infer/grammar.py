@@ -1,6 +1,6 @@
-"""Structured output: a JSON schema, a regular expression or a grammar that the new tokens of a row must fit.
+"""Structured output: new tokens must match a JSON schema, a regular expression or a grammar.
 
-What may come next is worked out by llguidance, which refuses a schema it cannot keep to, by the name of the keyword.
+llguidance computes which tokens may follow. It rejects a schema it cannot enforce, naming the keyword.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import Tensor
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.sequence import TokenSequence
 
-#: Blanks between the parts of JSON: enough to indent, and never so many that a model writes nothing else.
+#: Whitespace between the parts of JSON: enough to indent, and limited so that a model cannot write it forever.
 BLANKS = r"[ \n\t]{1,32}"
-#: llguidance's own form of a tokenizer, which takes a moment to make: by tokenizer, then by vocabulary and eos ids.
+#: llguidance's tokenizers, which are slow to make: by tokenizer, then by vocabulary size and eos ids.
 _TOKENIZERS: WeakKeyDictionary[Any, dict[tuple[int, frozenset[int]], Any]] = WeakKeyDictionary()
 
 
 class Grammar:
-    """What the new tokens of a row must fit; `mask` keeps track of each row.
+    """A constraint on the new tokens of each row.
 
     Args:
-        source: the grammar in llguidance's words.
+        source: the grammar in llguidance's format.
         tokenizer: llguidance's.
-        vocab_size: ids a logit exists for.
+        vocab_size: number of logits.
 
     Raises:
-        ValueError: no grammar, or one that cannot be kept to; the message says why.
+        ValueError: an invalid grammar, or one that nothing matches; the message says why.
     """
 
     def __init__(self, source: str, tokenizer: Any, vocab_size: int) -> None:
@@ -41,21 +41,20 @@ class Grammar:
 
         self._vocab = vocab_size
         self._rows: dict[int, _Row] = {}
-        # Compiled once, which may take a second; each row goes on from a copy.
+        # Compiled once, which may take a second; each row has a copy.
         self._first: Any = llguidance.LLMatcher(tokenizer, source, log_level=0)
         if not self._new_row().allowed(array("q"), vocab_size).any():
             raise ValueError("structured_outputs: nothing fits it")
 
     def mask(self, scores: Tensor, row: TokenSequence, index: int) -> None:
-        """Sets scores (V,) of ids that may not follow to -inf.
+        """Sets scores (V,) of ids that may not follow to -inf, in place.
 
         Args:
-            scores: changed in place.
-            row: its tokens; those behind ``row.start`` are held against the grammar.
-            index: which of the rows it is: what was read of its tokens is not read again.
+            row: its tokens after ``row.start`` must match the grammar.
+            index: index of the row; tokens matched in earlier calls are not matched again.
 
         Raises:
-            ValueError: its tokens do not fit the grammar, or it is too complex.
+            ValueError: the tokens do not match, or the grammar is too complex.
         """
         if index not in self._rows:
             self._rows[index] = self._new_row()
@@ -67,14 +66,14 @@ class Grammar:
 
 
 class _Row:
-    """Where one row stands in the grammar."""
+    """The state of one row in the grammar."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher, self._read = matcher, array("q")
         self._check()
 
     def allowed(self, tokens: array[int], vocab_size: int) -> np.ndarray:
-        """(V,) bool: what may follow; tokens that were taken back since the last call are forgotten."""
+        """(V,) bool: which ids may follow; tokens removed since the last call are rolled back."""
         same = len(self._read)
         while self._read[:same] != tokens[:same]:
             same -= 1
@@ -83,7 +82,7 @@ class _Row:
             del self._read[same:]
         for token in tokens[same:]:
             if self._matcher.is_stopped():
-                break  # complete: nothing but an end may follow
+                break  # complete: only an eos id may follow
             self._matcher.consume_token(token)
             self._check()
             self._read.append(token)
@@ -101,16 +100,16 @@ class _Row:
 def grammar_of(
     config: GenerateConfig, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]
 ) -> Grammar | None:
-    """The grammar that a config asks for, or None.
+    """The grammar of a config, or None.
 
     Args:
-        tokenizer: that of the model, as `TextTokenizer` takes it; None for none.
-        vocab_size: ids a logit exists for.
-        eos_ids: ids that end a row; they may follow where the grammar is complete.
+        tokenizer: the model's, as `TextTokenizer` takes it, or None.
+        vocab_size: number of logits.
+        eos_ids: ids that end a row; they may follow once the grammar is complete.
 
     Raises:
-        ValueError: no grammar, a keyword of a schema that cannot be kept to, no id that could end a row, or a
-            tokenizer whose vocabulary cannot be read.
+        ValueError: an invalid grammar, a schema keyword that cannot be enforced, no eos id, or a tokenizer whose
+            vocabulary cannot be read.
         ModuleNotFoundError: llguidance is missing.
     """
     asked = config.structured_outputs

@@ -1,7 +1,7 @@
-"""The inferencer protocols over our caches: whole or chunk-wise prefill, and decoding.
+"""Inferencers: the `Inferencer` protocol over our caches, with whole or chunked prefill, and decoding.
 
-Rows of a batch move together here, as the protocols have it: one number of tokens for all of them. Ragged batches,
-conversations and metrics are the `Generator`'s.
+All rows of a batch have the same number of tokens, as the protocols require. `Generator` has ragged batches,
+conversations and metrics.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _GREEDY = GenerateConfig(temperature=0.0)
 
 
 class GreedySampling:
-    """The likeliest token."""
+    """Picks the most likely token."""
 
     def sample(self, logits: Tensor) -> Tensor:
-        """(B, V) -> (B,) int64; raises ValueError where a row's logits are not finite."""
+        """(B, V) -> (B,) int64; raises ValueError if a row's logits are not finite."""
         return sample(logits, _GREEDY, None)
 
 
 class RandomSampling:
-    """A token by its probability, after temperature and filters.
+    """Samples after temperature and filters.
 
     Args:
-        temperature, top_k, top_p, min_p: as in `GenerateConfig`, which checks them; temperature 0 is greedy.
-        generator: draws; None takes torch's global one.
+        temperature, top_k, top_p, min_p: as in `GenerateConfig`; temperature 0 is greedy.
+        generator: random generator; None for torch's global one.
 
     Raises:
         ValueError: a setting out of range.
@@ -63,15 +63,15 @@ class RandomSampling:
         self.generator = generator
 
     def sample(self, logits: Tensor) -> Tensor:
-        """(B, V) -> (B,) int64; raises ValueError where a row's logits are not finite."""
+        """(B, V) -> (B,) int64; raises ValueError if a row's logits are not finite."""
         return sample(logits, self.config, self.generator)
 
 
 class CausalInferencer:
-    """An `Inferencer` that hands the tokens to a language model.
+    """An `Inferencer` over a language model.
 
     Args:
-        model: a `LanguageModel`, or what `as_language_model` makes one of.
+        model: a `LanguageModel`, or what `as_language_model` wraps.
 
     Raises:
         TypeError: it is neither; the message lists what is missing.
@@ -91,9 +91,8 @@ class CausalInferencer:
         """Processes the query in parallel and samples the token that follows it.
 
         Args:
-            query_token_ids: (B, T) integers, the tokens the cache lacks.
-            kv_cache: a `QuantizedKVCache` (or its ModelKVCache) that holds what precedes them, and is extended
-                by them.
+            query_token_ids: (B, T) integers, the tokens that are not in the cache.
+            kv_cache: a `QuantizedKVCache` (or its ModelKVCache) with the tokens before them; it is extended.
             sample_strategy: picks the next token from the last logits.
 
         Returns:
@@ -115,20 +114,20 @@ class CausalInferencer:
         max_new_tokens: int,
         sample_strategy: SampleStrategy,
     ) -> DecodeOutput:
-        """Generates behind the query until ``max_new_tokens`` or the end of every row.
+        """Generates after the query until ``max_new_tokens``, or until every row has ended.
 
-        The last token generated is not in the cache: it is the next call's query. Rows that ended
-        before others hold the model's pad id (else the EOS id), and are fed it.
+        The last token generated is not in the cache: it is the next call's query. Rows that end before others are
+        filled with the model's pad id (else the EOS id), which is also fed.
 
         Args:
-            query_token_ids: (B, 1) integers, the last token of each row (more, if the cache lacks more).
+            query_token_ids: (B, 1) integers, the last token of each row (more, if more are not in the cache).
             max_new_tokens: 1 or more.
 
         Returns:
             ids (B, N) and the logits (B, N, V) they were sampled from, N ≤ max_new_tokens.
 
         Raises:
-            TypeError, ValueError: as `prefill`; an error on the way leaves the cache as it was before.
+            TypeError, ValueError: as `prefill`. After any error the cache is as it was.
         """
         if type(max_new_tokens) is not int or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens!r}; 1 or more is needed")
@@ -144,9 +143,7 @@ class CausalInferencer:
         tokens, scores = list[Tensor](), list[Tensor]()
         for _ in range(limit):
             scores.append(self._forward(ids, cache)[:, -1])
-            live = scores[-1].masked_fill(
-                ended[:, None], 0.0
-            )  # behind its end a row may be anything
+            live = scores[-1].masked_fill(ended[:, None], 0.0)  # an ended row may hold anything
             new = strategy.sample(live).masked_fill(ended, self._fill)
             tokens.append(new)
             ended |= torch.isin(new, eos)
@@ -156,7 +153,7 @@ class CausalInferencer:
         return DecodeOutput(torch.stack(tokens, dim=1), torch.stack(scores, dim=1))
 
     def _forward(self, ids: Tensor, cache: ModelKVCache) -> Tensor:
-        """(B, T) -> (B, T, V); who calls it takes care of a cache where it fails."""
+        """(B, T) -> (B, T, V); callers restore the cache if it fails."""
         return self.model.forward(ids, cache)
 
     @property
@@ -188,13 +185,10 @@ class CausalInferencer:
 
 
 class ChunkwiseInferencer(CausalInferencer):
-    """A `CausalInferencer` whose prefill feeds at most ``chunk_size`` tokens at a time.
+    """A `CausalInferencer` that prefills at most ``chunk_size`` tokens at a time, which bounds memory.
 
-    It bounds what a long prompt needs beside the cache. With a cache of ``prefill="stored"``, or one of
-    kind fp32, chunks do not change the result; with "exact", only the first chunk attends to exact K and V.
-
-    Raises:
-        ValueError: chunk_size is not positive.
+    With a cache of ``prefill="stored"`` or kind fp32, chunks do not change the result; with "exact", only the first
+    chunk attends to exact K and V. Raises ValueError if chunk_size is not positive.
     """
 
     def __init__(self, model: Any, chunk_size: int = 512) -> None:

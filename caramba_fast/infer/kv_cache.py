@@ -1,7 +1,6 @@
-"""The protocols of the inferencer guide, and QuantizedKVCache: its `KVCache` over our caches, in any kind.
+"""The protocols of the inferencer guide, and QuantizedKVCache: its `KVCache` over our caches of any kind.
 
-Code written against these names works with any engine that has them; ours are in `caramba_fast.infer.inferencer`. The
-model's own protocol is `caramba_fast.models.LanguageModel`.
+Our inferencers are in `caramba_fast.infer.inferencer`; the model's protocol is `caramba_fast.models.LanguageModel`.
 """
 
 from __future__ import annotations
@@ -69,24 +68,24 @@ class SampleStrategy(Protocol):
 
 @runtime_checkable
 class KVCache(Protocol):
-    """Keys and values of all layers, of which every row holds the same number of tokens."""
+    """Keys and values of all layers; every row has the same number of tokens."""
 
     def update(self, kv_states: Sequence[KVState]) -> None:
-        """Appends new keys and values, one state a layer, all of the same number of tokens."""
+        """Appends keys and values, one state per layer, all of the same number of tokens."""
 
     def crop(self, num_tokens_crop: int) -> None:
         """Removes the latest ``num_tokens_crop`` tokens: 0 to `get_num_tokens`."""
 
     def get_num_tokens(self) -> int:
-        """Tokens stored."""
+        """Number of tokens stored."""
 
     def get_kv_states(self) -> list[KVState]:
-        """What is stored, one state a layer; an empty list when nothing ever was."""
+        """The stored states, one per layer; empty if nothing was ever stored."""
 
 
 @runtime_checkable
 class Inferencer(Protocol):
-    """Processes query tokens behind what a `KVCache` holds, and generates."""
+    """Processes query tokens after those of a `KVCache`, and generates."""
 
     def prefill(
         self, query_token_ids: Tensor, kv_cache: KVCache, sample_strategy: SampleStrategy
@@ -100,17 +99,17 @@ class Inferencer(Protocol):
         max_new_tokens: int,
         sample_strategy: SampleStrategy,
     ) -> DecodeOutput:
-        """Processes the tokens the cache lacks, then generates until ``max_new_tokens`` or EOS."""
+        """Processes the tokens that are not in the cache, then generates until ``max_new_tokens`` or EOS."""
 
 
 class QuantizedKVCache:
-    """A `KVCache` that stores what it is given in any kind, over a `ModelKVCache`.
+    """A `KVCache` of any kind, over a `ModelKVCache`.
 
     For decoupled attention, keys are the semantic ones followed by the geometric ones.
 
     Args:
         model_cache: the caches of all layers; the model's forward pass extends it directly.
-        dtype: of what `get_kv_states` returns.
+        dtype: dtype of `get_kv_states`.
     """
 
     def __init__(self, model_cache: ModelKVCache, dtype: torch.dtype = torch.float32) -> None:
@@ -135,17 +134,17 @@ class QuantizedKVCache:
             options: prefill, page_size, num_pages, … of `ModelKVCache`.
 
         Raises:
-            ValueError: an unknown kind, sizes that are not positive.
+            ValueError: an unknown kind, or sizes that are not positive.
         """
         model = as_language_model(model)
         settings = {"device": model.device, **cache_configs(kind), **options}
         return cls(ModelKVCache(model.cache_layout, batch_size, max_seq_len, **settings), dtype)
 
     def update(self, kv_states: Sequence[KVState]) -> None:
-        """Stores (B, H_kv, T, D) keys and values behind what each layer holds.
+        """Stores (B, H_kv, T, D) keys and values after those of each layer.
 
         Raises:
-            ValueError: not one state a layer, shapes that do not fit, or no room; nothing was stored.
+            ValueError: a wrong number of states, shapes that do not fit, or no room; nothing was stored.
         """
         layers = self.model_cache.layers
         if len(kv_states) != len(layers):
@@ -180,11 +179,11 @@ class QuantizedKVCache:
         self.model_cache.crop(num_tokens_crop)
 
     def get_num_tokens(self) -> int:
-        """Tokens stored in every row."""
+        """Number of tokens in every row."""
         return self.model_cache.pos
 
     def get_kv_states(self) -> list[KVState]:
-        """Dequantized K and V of every layer; an empty list when nothing was ever stored."""
+        """Dequantized K and V of every layer; empty if nothing was ever stored."""
         if not self._has_stored and not self.get_num_tokens():
             return []
         states = []

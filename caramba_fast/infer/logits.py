@@ -1,7 +1,7 @@
-"""What changes logits before a token is chosen: penalties, biases, banned and allowed tokens.
+"""Logits processors: penalties, biases, banned and allowed tokens.
 
-The order is that of Hugging Face's ``generate``: the built-in ones first, then the caller's processors, then
-(in `caramba_fast.infer.sampling`) temperature and the filters.
+The order is that of Hugging Face's ``generate``: the built-in ones, the caller's processors, then temperature and
+filters (`caramba_fast.infer.sampling`).
 """
 
 from __future__ import annotations
@@ -22,18 +22,14 @@ AllowedTokens = Callable[[int, Tensor], Sequence[int]]
 
 
 class LogitsProcessors:
-    """The logits processors a config and a caller ask for.
+    """All logits processors of a config and a caller.
 
     Args:
-        config: settings.
-        vocab_size: ids a logit exists for.
-        eos_ids: ids that end a row; they and ``stop`` ids are not chosen before ``min_new_tokens``.
-        device: where the logits are.
-        processors: the caller's, called in turn with all tokens of the rows, padded at the front with
-            ``fill``.
-        allowed: the caller's ids that may follow.
-        fill: the padding id.
-        grammar: what the new tokens must fit, or None.
+        vocab_size: number of logits.
+        eos_ids: ids that end a row; they and ``stop`` ids are banned before ``min_new_tokens``.
+        processors: the caller's, called in turn with all tokens, left-padded with ``fill``.
+        allowed: the caller's ``prefix_allowed_tokens_fn``.
+        grammar: constraint on the new tokens, or None.
 
     Raises:
         ValueError: an id outside the vocabulary; the message names the field.
@@ -74,7 +70,7 @@ class LogitsProcessors:
 
     @property
     def per_row(self) -> bool:
-        """Whether rows are edited by what they hold."""
+        """Whether processing depends on the tokens of a row."""
         config = self._config
         return bool(
             config.repetition_penalty != 1.0 or config.no_repeat_ngram_size
@@ -94,12 +90,12 @@ class LogitsProcessors:
         which: Sequence[int] | None = None,
         alive: Sequence[bool] | None = None,
     ) -> Tensor:
-        """Logits (B, V) -> scores (B, V) float32, or the logits themselves where nothing is edited.
+        """Logits (B, V) -> scores (B, V) float32, or the logits themselves if there is nothing to do.
 
         Args:
             rows: the tokens of each row, prompt included.
-            which: the prompt each row belongs to, for ``prefix_allowed_tokens_fn``; by default its own.
-            alive: rows that go on; the others are not edited by what they hold. By default all.
+            which: the prompt of each row, for ``prefix_allowed_tokens_fn``; by default its own index.
+            alive: rows that go on; per-row processing skips the others. By default all.
         """
         if not self:
             return logits
@@ -117,7 +113,7 @@ class LogitsProcessors:
     def _processed(
         self, scores: Tensor, rows: Sequence[TokenSequence], alive: Sequence[bool] | None
     ) -> Tensor:
-        """Scores after the caller's processors, which see each row as in a batch where none is further."""
+        """Scores after the caller's processors, which see each row as if no other had more new tokens."""
         going = [place for place in range(len(rows)) if alive is None or alive[place]]
         found = scores.clone()
         for new in {rows[place].new for place in going}:
@@ -130,7 +126,7 @@ class LogitsProcessors:
         return found
 
     def _edit(self, scores: Tensor, row: TokenSequence, index: int) -> None:
-        """Edits the scores (V,) of one row in place."""
+        """Processes the scores (V,) of one row in place."""
         config = self._config
         for words, bias in self._sequences:
             if row.ends_with(words[:-1]):
@@ -153,7 +149,6 @@ class LogitsProcessors:
             self._grammar.mask(scores, row, index)
 
     def _penalize(self, scores: Tensor, row: TokenSequence) -> None:
-        """Takes off what generated tokens cost, once and for each time."""
         new = torch.tensor(row.new_tokens, dtype=torch.int64, device=scores.device)
         cost = torch.full(new.shape, self._config.frequency_penalty, device=scores.device)
         scores.index_add_(0, new, cost, alpha=-1)
@@ -179,10 +174,9 @@ class LogitsProcessors:
 def padded(
     rows: Sequence[TokenSequence], fill: int, device: torch.device, new: int | None = None
 ) -> Tensor:
-    """(B, L) int64: what precedes the new tokens padded at the front, the new ones padded at the end.
+    """(B, L) int64: prompts left-padded, new tokens right-padded, so that all first new tokens are in one column.
 
-    So the first new token of every row is in one column, whichever rows have ended. ``new`` of them are shown, by
-    default all of the row that has most.
+    ``new`` of them are shown, by default as many as the longest row has.
     """
     first = max(row.start for row in rows)
     new = max(row.new for row in rows) if new is None else new

@@ -1,4 +1,4 @@
-"""Log-probabilities of generated tokens, as vLLM and OpenAI's API have them."""
+"""Log-probabilities of generated tokens, as in vLLM and OpenAI's API."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from torch import Tensor
 
 
 class TokenLogprobs(NamedTuple):
-    """How likely one generated token was.
-
-    Of the model's own distribution: before penalties, biases, temperature and filters.
+    """Log-probability of a generated token in the model's distribution, before penalties, temperature and filters.
 
     Attributes:
         token: its id.
         logprob: the natural logarithm of its probability.
-        top: ids and log-probabilities of the likeliest tokens in its place, likeliest first.
+        top: (id, log-probability) of the most likely tokens in its place, most likely first.
     """
 
     token: int
@@ -26,12 +24,12 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
-    """What was chosen from each row of logits, and the ``count`` likeliest there.
+    """Log-probabilities of the chosen tokens, and of the most likely ones.
 
     Args:
         logits: (R, V), the model's own.
-        tokens: (R,), the ids chosen.
-        count: of the likeliest, all where there are fewer.
+        tokens: (R,), the chosen ids.
+        count: how many of the most likely tokens to return; at most V are.
     """
     scores = logits.to(torch.float32).log_softmax(-1)
     ids = torch.tensor(tokens, dtype=torch.int64, device=scores.device)

@@ -1,6 +1,6 @@
-"""Prompt lookup: drafts from what followed the newest tokens where they occurred last (prompt-lookup decoding).
+"""Prompt-lookup decoding: the draft is what followed the latest earlier occurrence of a row's last n-gram.
 
-No model is needed: answers that quote their prompt, code that repeats itself and lists are drafted from the row itself.
+Needs no model; suits answers that quote their prompt, repetitive code and lists.
 """
 
 from __future__ import annotations
@@ -12,20 +12,16 @@ from caramba_fast.infer.sequence import TokenSequence
 
 
 class NGramIndex:
-    """For runs of a row's tokens, where the token behind their latest occurrence stands.
-
-    Args:
-        longest, shortest: sizes of the runs.
-    """
+    """Maps each n-gram of a row, of ``shortest`` to ``longest`` tokens, to the position after its latest occurrence."""
 
     def __init__(self, longest: int, shortest: int) -> None:
         self.sizes = range(longest, shortest - 1, -1)
         self._behind: dict[tuple[int, ...], int] = {}
-        self.read = 0  #: Tokens of the row it knows.
+        self.read = 0  #: Tokens indexed.
         self._last = -1
 
     def draft(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Up to ``count`` tokens that followed the newest ones, the longest run first."""
+        """Up to ``count`` tokens that followed the longest n-gram at the end of the row."""
         self._catch_up(tokens)
         for size in self.sizes:
             if size <= len(tokens):
@@ -35,12 +31,12 @@ class NGramIndex:
         return []
 
     def _follow(self, tokens: Sequence[int], start: int, count: int) -> list[int]:
-        """The tokens from ``start`` on; what would lie behind the row repeats its end."""
+        """``count`` tokens from ``start`` on; past the end of the row they repeat."""
         period = len(tokens) - start
         return [tokens[start + index % period] for index in range(count)]
 
     def _catch_up(self, tokens: Sequence[int]) -> None:
-        """Notes what came since; a row that has lost tokens or is another one is read anew."""
+        """Indexes new tokens; starts over if the row has lost tokens or is another one."""
         length = len(tokens)
         if length < self.read or (self.read and tokens[self.read - 1] != self._last):
             self._behind.clear()
@@ -53,18 +49,14 @@ class NGramIndex:
 
 
 class LookupDraft:
-    """Drafts for every row from the row itself.
-
-    Args:
-        longest, shortest: sizes of the runs that are looked up.
-    """
+    """Drafts for each row by prompt lookup, with n-grams of ``shortest`` to ``longest`` tokens."""
 
     def __init__(self, longest: int, shortest: int) -> None:
         self._sizes = longest, shortest
         self._rows: list[NGramIndex] = []
 
     def feed(self, rows: Sequence[TokenSequence]) -> None:
-        """Prompts have arrived."""
+        """Starts over if the number of rows has changed."""
         if len(self._rows) != len(rows):
             self._rows = [NGramIndex(*self._sizes) for _ in rows]
 
@@ -77,7 +69,7 @@ class LookupDraft:
         rows: Sequence[TokenSequence],
         counts: Sequence[int],
     ) -> Drafted:
-        """Up to ``counts[b]`` tokens behind row b; each was certain when it was drafted."""
+        """Up to ``counts[b]`` tokens for row b, each drafted with probability 1."""
         found = [
             index.draft(row.tokens, count) if count else []
             for index, row, count in zip(self._rows, rows, counts, strict=True)
@@ -85,10 +77,7 @@ class LookupDraft:
         return Drafted(found, None)
 
     def follow(self, rows: Sequence[TokenSequence], agreed: Sequence[int]) -> None:
-        """Keeps nothing of a draft; reads a row that has lost tokens again.
-
-        Feeds the rows first: after `load` or `prefill` nothing was drafted yet.
-        """
+        """Drops the index of rows that have lost tokens; after `load` or `prefill` rows may be new."""
         self.feed(rows)
         self._rows = [
             NGramIndex(*self._sizes) if index.read > length else index
@@ -100,9 +89,9 @@ class LookupDraft:
         self._rows = []
 
     def snapshot(self, *, tails: bool = False) -> int:  # noqa: ARG002 - it has none
-        """What `restore` goes back to: the number of rows."""
+        """State for `restore`: the number of rows."""
         return len(self._rows)
 
     def restore(self, before: int) -> None:
-        """Goes back to a snapshot; rows are read anew, since reading may have been interrupted half way."""
+        """Restores a snapshot; rows are indexed again, since an interrupt may have left an index incomplete."""
         self._rows = [NGramIndex(*self._sizes) for _ in range(before)]

@@ -1,4 +1,4 @@
-"""The settings of a generation as keyword arguments, for editors and type checkers; `config` explains the fields."""
+"""The settings of a generation as TypedDicts, for editors and type checkers; `config` documents the fields."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PolicyOptions(TypedDict, total=False):
 
 
 class OtherOptions(TypedDict, total=False):
-    """Fields of `GenerateConfig` that one call may change, but those of `CallOptions`; other spellings included."""
+    """Fields of `GenerateConfig` that one call may change, except those of `CallOptions`; aliases included."""
 
     max_length: int | None
     min_new_tokens: int
@@ -74,7 +74,7 @@ class OtherOptions(TypedDict, total=False):
 
 
 class CallOptions(OtherOptions, total=False):
-    """Fields of `GenerateConfig` that one call may change; other spellings of them included."""
+    """Fields of `GenerateConfig` that one call may change, aliases included."""
 
     max_new_tokens: int
     temperature: float
@@ -82,7 +82,7 @@ class CallOptions(OtherOptions, total=False):
 
 
 class CacheOptions(PolicyOptions, total=False):
-    """Fields of `GenerateConfig` that belong to a generator's cache; other spellings of them included."""
+    """Fields of `GenerateConfig` that belong to a generator's cache, aliases included."""
 
     cache: KVCacheKind | str
     cache_kind: KVCacheKind | str
@@ -107,11 +107,11 @@ class CacheOptions(PolicyOptions, total=False):
 
 
 class GenerateOptions(CallOptions, CacheOptions, total=False):
-    """Fields of `GenerateConfig`, other spellings of them included."""
+    """Fields of `GenerateConfig`, aliases included."""
 
 
 class SpeculationOptions(TypedDict, total=False):
-    """Fields that `SpeculativeConfig` adds, other spellings of them included."""
+    """Fields that `SpeculativeConfig` adds, aliases included."""
 
     spec_k: int
     num_assistant_tokens: int
@@ -130,7 +130,7 @@ class SpeculationOptions(TypedDict, total=False):
 
 
 class SpeculativeOptions(GenerateOptions, SpeculationOptions, total=False):
-    """Fields of `SpeculativeConfig`, other spellings of them included."""
+    """Fields of `SpeculativeConfig`, aliases included."""
 
 
 class HookOptions(TypedDict, total=False):
@@ -143,7 +143,7 @@ class HookOptions(TypedDict, total=False):
 
 
 class RunOptions(CallOptions, SpeculationOptions, HookOptions, total=False):
-    """What one call of a generator may be given: settings of the call, and hooks."""
+    """Options of one call of a generator: settings of the call, and hooks."""
 
 
 class TextOptions(OtherOptions, CacheOptions, total=False):

@@ -1,7 +1,4 @@
-"""What a generation returns when more than tokens is asked for.
-
-What a run took: time to first token, time between tokens, and the cache's bytes.
-"""
+"""GenerateOutput and GenerationMetrics: what a generation returns besides tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ NAN = float("nan")
 
 
 def percentiles(seconds: Iterable[float]) -> tuple[float, float]:
-    """The median and the 99th percentile; nan for none."""
+    """The median and the 99th percentile; nan if empty."""
     values = np.fromiter(seconds, dtype=float)
     if not len(values):
         return NAN, NAN
@@ -29,10 +26,10 @@ def percentiles(seconds: Iterable[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class GenerationMetrics:
-    """Figures of one call of `Generator.generate`.
+    """Metrics of one call of `Generator.generate`.
 
     Attributes:
-        prompt_tokens, new_tokens: real tokens read and tokens generated, over all rows.
+        prompt_tokens, new_tokens: prompt tokens (without padding) and generated tokens, over all rows.
         ttft_s: seconds from the call to the first token (prefill and first sample).
         inter_token_p50_s, inter_token_p99_s: seconds between steps, nan with fewer than two.
         total_s: seconds of the whole call.
@@ -65,14 +62,14 @@ class GenerateOutput:
     Attributes:
         sequences: (B, T + new) int64, what the call returns without ``return_dict``.
         finish_reasons: why each row ended: eos, stop, length, time or criteria.
-        new_tokens: how many were generated in each row.
-        metrics: figures of the run.
+        new_tokens: tokens generated in each row.
+        metrics: of the call.
         report: what was in force: cache kind, bytes, decode plan, CUDA graph, speculation.
-        scores: for each step the processed logits (B, V) float32, with ``output_scores``.
-        logits: for each step the model's logits (B, V), with ``output_logits``.
+        scores: processed logits (B, V) float32 of each step, with ``output_scores``.
+        logits: the model's logits (B, V) of each step, with ``output_logits``.
         sequences_scores: (B,) the final score of each row, with beams.
-        logprobs: for each row those of its new tokens, with ``logprobs``.
-        beam_indices: (B, new) the beam each token was added to, -1 behind the end, with beams.
+        logprobs: log-probabilities of the new tokens of each row, with ``logprobs``.
+        beam_indices: (B, new) the beam each token was added to, -1 after the end, with beams.
     """
 
     sequences: Tensor

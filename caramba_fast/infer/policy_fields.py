@@ -1,6 +1,6 @@
-"""Settings of the cache policy and of the decode plan, as mixins of a generation's settings.
+"""Settings of the cache policy and of the decode plan, as mixins of `GenerateConfig`.
 
-Both are complete models of their own, so that a plan can be made and tested without a generator.
+Each also works alone, so that a plan can be made without a generator.
 """
 
 from __future__ import annotations
@@ -15,41 +15,37 @@ from caramba_fast.config.names import NamedFields
 from caramba_fast.config.spec import spec_name
 
 MIB = 2**20
-#: Gates, each with the figure of a candidate that it limits.
+#: Quality gates -> the metric of a candidate that each limits.
 GATES = {
     "cache_quality_max_delta_nll": "delta_nll",
     "cache_quality_max_ppl_ratio": "ppl_ratio",
     "cache_quality_max_mean_kl": "mean_kl",
     "cache_quality_min_needle": "needles",
 }
-#: Fields that are of use with a fixed cache kind too.
+#: Fields that also apply to a fixed cache kind.
 WITH_ANY_KIND = ("cache_budget_mb",)
 
 
 class CachePolicyFields(NamedFields):
-    """What ``cache="auto"`` goes by: budget, quality gates, speed, and where plans are kept.
+    """Settings of ``cache="auto"``: budget, quality gates, benchmark, and where plans are kept.
 
     Attributes:
-        cache_budget_mb: most bytes of the whole cache, all rows, layers and streams, tail and unused slots
-            included, in MiB (2**20 bytes); None for no limit. With a fixed kind a cache that is larger is an
-            error.
-        cache_quality_max_delta_nll: most nats a token may become less likely, against an fp16 cache on the
-            same tokens.
+        cache_budget_mb: most MiB (2**20 bytes) of the whole cache: all rows, layers and streams, fp16 tail and unused
+            slots included; None for no limit. A fixed kind that takes more is an error.
+        cache_quality_max_delta_nll: most nats by which a token may become less likely than with an fp16 cache.
         cache_quality_max_ppl_ratio: largest perplexity ratio, exp(delta_nll); 1 or more.
-        cache_quality_max_mean_kl: largest mean KL(fp16 ‖ candidate) of the next-token distributions, nats.
+        cache_quality_max_mean_kl: largest mean KL(fp16 ‖ candidate) of the next-token distributions, in nats.
         cache_quality_min_needle: smallest share of needles found, relative to an fp16 cache; None is off.
-        cache_quality_prompt_len: tokens of each window that are prefilled.
-        cache_quality_decode_steps: tokens of each window that are then fed through the cache, and after each of
-            which a prediction is compared.
-        cache_auto_benchmark: time the candidates that pass; without, the smallest of them is taken.
+        cache_quality_prompt_len: tokens of each text window that are prefilled.
+        cache_quality_decode_steps: tokens of each window that are then decoded, comparing the prediction after each.
+        cache_auto_benchmark: time the candidates that pass; otherwise the smallest of them is taken.
         cache_auto_bench_steps: decode steps of one timed round.
-        cache_auto_bench_prompt_len: tokens the cache holds when they start.
+        cache_auto_bench_prompt_len: cached tokens when the timing starts.
         cache_auto_candidates: cache specs to choose from; None for a set that fits the model.
-        cache_plan_path: JSON file in which plans are kept and found again; None keeps none.
-        cache_plan_probe: check a kept plan again after a while.
-        cache_plan_probe_interval_sec: how long a plan is trusted without a check.
-        on_no_candidate: "raise" if nothing passes the gates, or take the "best", the one of the lowest mean KL
-            among those that fit the budget.
+        cache_plan_path: JSON file in which plans are stored and looked up; None for none.
+        cache_plan_probe: check a stored plan again once it is older than the interval.
+        cache_plan_probe_interval_sec: seconds for which a plan is trusted without a check.
+        on_no_candidate: if nothing passes the gates, "raise", or take the "best": lowest mean KL within the budget.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -73,7 +69,6 @@ class CachePolicyFields(NamedFields):
     @field_validator("cache_auto_candidates")
     @classmethod
     def _candidates_by_name(cls, given: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        """Canonical words, each once."""
         return None if given is None else tuple(dict.fromkeys(map(spec_name, given)))
 
     @model_validator(mode="after")
@@ -93,17 +88,17 @@ class CachePolicyFields(NamedFields):
 
     @property
     def budget_bytes(self) -> int | None:
-        """The budget in bytes."""
+        """``cache_budget_mb`` in bytes."""
         return None if self.cache_budget_mb is None else int(self.cache_budget_mb * MIB)
 
     @property
     def gates(self) -> dict[str, float]:
-        """The gates that are on, by field name."""
+        """The gates in use, by field name."""
         limits = {name: getattr(self, name) for name in GATES}
         return {name: limit for name, limit in limits.items() if limit is not None}
 
     def given_policy_fields(self) -> list[str]:
-        """Fields given that only ``cache="auto"`` heeds: what a fixed kind has to refuse."""
+        """Fields that were given and apply only to ``cache="auto"``."""
         names = CachePolicyFields.model_fields
         given = self.model_fields_set
         return [
@@ -113,15 +108,7 @@ class CachePolicyFields(NamedFields):
         ]
 
     def check_budget(self, nbytes: int, what: str) -> None:
-        """Refuses a cache that is larger than the budget.
-
-        Args:
-            nbytes: bytes of the whole cache (`caramba_fast.policy.cache_bytes`).
-            what: which cache, for the message.
-
-        Raises:
-            ValueError: it does not fit; the message has both sizes.
-        """
+        """Raises ValueError if a cache of ``nbytes`` bytes exceeds the budget; ``what`` names it in the message."""
         most = self.budget_bytes
         if most is not None and nbytes > most:
             raise ValueError(
@@ -131,18 +118,18 @@ class CachePolicyFields(NamedFields):
 
 
 class DecodePlanFields(NamedFields):
-    """How reads of the cache adapt to its length.
+    """Attention limits that depend on the length of the cache.
 
     Attributes:
-        decode_plan: "auto" goes by the bucket of the length, "fixed" takes one setting for every length,
-            "none" leaves the layers' defaults.
+        decode_plan: "auto" uses the settings for the bucket of the length, "fixed" one setting for every length,
+            "none" the layers' defaults.
         decode_bucket_short: most cached tokens of the short bucket.
         decode_bucket_mid: most cached tokens of the mid bucket; more are long.
-        decode_q_chunk: query tokens of a prompt on a cached prefix that are taken at a time: for every length
-            with "fixed", in the short bucket with "auto". Bounds memory, changes no result.
+        decode_q_chunk: query tokens processed at a time when a prompt follows a cached prefix: for every length with
+            "fixed", in the short bucket with "auto". Bounds memory, changes no result.
         decode_q_chunk_mid, decode_q_chunk_long: the same in the other buckets; None chooses.
-        decode_local_window: tokens a query reaches back in the cache, itself included: for every length with
-            "fixed", in the short bucket with "auto". **Changes results**; None does not narrow anything.
+        decode_local_window: sliding window: tokens a query attends to in the cache, itself included; for every length
+            with "fixed", in the short bucket with "auto". **Changes results**; None for no window.
         decode_local_window_mid, decode_local_window_long: the same in the other buckets.
     """
 
@@ -183,7 +170,7 @@ class DecodePlanFields(NamedFields):
 
 
 def _refuse(model: BaseModel, names: Iterable[str], why: str) -> None:
-    """Raises for settings that were given another value than their default, and have no effect."""
+    """Raises ValueError for settings that differ from their default and have no effect."""
     fields = type(model).model_fields
     for name in names:
         value = getattr(model, name)

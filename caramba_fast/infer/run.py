@@ -1,4 +1,4 @@
-"""Run: one call of `Generator.generate` under way, and what the caller hangs into it."""
+"""Run: the state of one call of `Generator.generate`, and the caller's hooks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Streamer(Protocol):
         """Takes (B, T) prompt ids, then (B,) tokens, on the CPU."""
 
     def end(self) -> None:
-        """No more will come."""
+        """Called after the last step."""
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the caller of one run hangs into it.
+    """The caller's callbacks for one run.
 
     Attributes:
         logits_processor: callables (input_ids (B, L), scores (B, V)) -> scores, as Hugging Face's; one or several.
@@ -57,7 +57,7 @@ class Hooks:
 
     @property
     def processors(self) -> Sequence[LogitsProcessor]:
-        """The processors as a sequence: Hugging Face's lists of them can be called, but one by one is as good."""
+        """The processors as a sequence."""
         return _several("logits_processor", self.logits_processor)
 
     @property
@@ -75,7 +75,7 @@ def _several(name: str, given: Any) -> Sequence[Any]:
 
 
 class Stopwatch:
-    """Collects what steps of a run took; what a consumer does between two of them does not count."""
+    """Times the steps of a run, without the consumer's time between them."""
 
     def __init__(self) -> None:
         self.steps = array("d")  # 8 bytes a step, however long the text
@@ -84,18 +84,18 @@ class Stopwatch:
         self.resume()
 
     def resume(self) -> None:
-        """Work on the next step begins."""
+        """Starts the time of the next step."""
         self._began = time.perf_counter()
 
     def step(self, new_tokens: int) -> None:
-        """One step is done and gave ``new_tokens`` tokens over all rows."""
+        """Ends a step that gave ``new_tokens`` tokens over all rows."""
         self.steps.append(time.perf_counter() - self._began)
         self.new_tokens += new_tokens
 
     def report(
         self, rows: int, prompt_tokens: int, cache_bytes: int, bytes_per_token: float
     ) -> GenerationMetrics:
-        """The figures so far; at least one step must have been taken."""
+        """The metrics so far; there must be at least one step."""
         total = sum(self.steps)
         gaps = np.asarray(self.steps[1:])
         p50, p99 = percentiles(gaps)
@@ -116,12 +116,11 @@ class Stopwatch:
 
 @dataclass
 class Run:
-    """Which rows still write, why the others ended, and what has been kept.
+    """The state of one generation: its rows, their limits, and the outputs that are kept.
 
     Attributes:
-        session: what it writes into.
         limits: most new tokens of each row.
-        may_be_left: the consumer gets it step by step, and may leave between two of them.
+        may_be_left: whether the consumer iterates, and may stop between two steps.
     """
 
     session: Session
@@ -158,19 +157,18 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether no row goes on."""
+        """Whether every row has ended."""
         return not any(self.alive)
 
     @property
     def new(self) -> list[int]:
-        """Tokens generated in each row."""
+        """Number of new tokens of each row."""
         return [row.new for row in self.rows]
 
     def choose(self, logits: Tensor) -> list[int]:
-        """The next token of each row, noted in the conversation; the padding id where a row has ended.
+        """Chooses and appends the next token of each row; returns the padding id where a row has ended.
 
-        Raises:
-            ValueError: nothing can be chosen for a row.
+        Raises ValueError if no token can be chosen for a row.
         """
         alive = self.alive
         logits = blank_ended(logits, alive)
@@ -196,13 +194,13 @@ class Run:
         return chosen
 
     def processed(self, scores: Tensor) -> Tensor:
-        """Scores as they are kept: float32, filtered where tokens are drawn."""
+        """Scores as returned: float32, filtered if sampling."""
         if self.config.samples:
             return filtered_logits(scores, self.config)
         return scores.to(torch.float32, copy=True)
 
     def give(self, index: int, tokens: Sequence[int], scores: Tensor, logits: Tensor) -> int:
-        """Adds tokens to one row up to where it ends; how many it took.
+        """Appends tokens to one row until it ends; returns how many.
 
         ``scores`` and ``logits``, (T, V), are what each of them was chosen from.
         """
@@ -229,12 +227,12 @@ class Run:
 
     @property
     def complete_columns(self) -> int:
-        """New tokens that every row has, or has ended before."""
+        """Number of new tokens that every row has, unless it ended before."""
         counts = [n for n, alive in zip(self.new, self.alive, strict=True) if alive]
         return min(counts) if counts else max(self.new)
 
     def column(self, place: int) -> list[int]:
-        """The new token of every row at ``place``, the padding id behind a row's end."""
+        """The new token of every row at index ``place``; the padding id after a row's end."""
         return [
             row.tokens[row.start + place] if place < row.new else self.session.fill
             for row in self.rows
@@ -242,22 +240,22 @@ class Run:
 
     @property
     def kept_scores(self) -> tuple[Tensor, ...] | None:
-        """For each step the scores (B, V); None unless asked for."""
+        """Scores (B, V) of each step; None unless requested."""
         return _columns(self.scores, self.row_scores) if self.config.output_scores else None
 
     @property
     def kept_logits(self) -> tuple[Tensor, ...] | None:
-        """For each step the logits (B, V); None unless asked for."""
+        """Logits (B, V) of each step; None unless requested."""
         return _columns(self.logits, self.row_logits) if self.config.output_logits else None
 
     def continuations(self) -> Tensor:
-        """(B, longest) int64 on the CPU: the new tokens, with the padding id behind each row's end."""
+        """(B, longest) int64 on the CPU: the new tokens, right-padded."""
         longest, fill = max(self.new), self.session.fill
         return torch.tensor([row.new_tokens + [fill] * (longest - row.new) for row in self.rows])
 
 
 def blank_ended(logits: Tensor, alive: Sequence[bool]) -> Tensor:
-    """(B, ..., V) with zeros where a row has ended: there it may be anything, NaN too."""
+    """(B, ..., V) with zeros for rows that have ended, whose logits may be anything, even NaN."""
     if all(alive):
         return logits
     ended = torch.tensor([not goes_on for goes_on in alive], device=logits.device)
@@ -265,7 +263,7 @@ def blank_ended(logits: Tensor, alive: Sequence[bool]) -> Tensor:
 
 
 def _columns(steps: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
-    """Steps of all rows, and behind them those kept row by row; zeros behind a row's end."""
+    """Steps of all rows, then those kept row by row; zeros after a row's end."""
     longest = max((len(row) for row in rows), default=0)
     blank = torch.zeros_like(steps[0][0]) if steps else None
     return (

@@ -1,4 +1,4 @@
-"""From logits to the next token: greedy, temperature, top-k, top-p, min-p, typical."""
+"""Sampling: from logits to the next token. Greedy, temperature, top-k, top-p, min-p, typical."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 from caramba_fast.infer.config import GenerateConfig
 from caramba_fast.infer.fields import GREEDY_BELOW
 
-#: Tokens a nucleus is looked for in before everything is sorted.
+#: Most likely tokens that filters try before they sort the whole vocabulary.
 FIRST_FEW = 256
-#: Stands for a token where none can be chosen; it is read back with the others, so that looking costs no sync.
+#: Token id where none can be chosen. It is read back with the others, so that checking costs no extra sync.
 NOTHING = -1
-#: Where random numbers come from: a generator, None for torch's own, or (B,) float64 in [0, 1), one a row.
+#: Source of random numbers: a generator, None for torch's global one, or (B,) float64 in [0, 1), one per row.
 Randomness = torch.Generator | Tensor | None
 
 
 class RandomStream:
-    """The random numbers of one sequence, in the order in which a run of its own would draw them.
+    """The random numbers of one sequence, in the order in which it would draw them alone.
 
     Attributes:
-        taken: how many it has used.
+        taken: how many are used up.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -30,7 +30,7 @@ class RandomStream:
         self.rewind(0)
 
     def ahead(self, count: int) -> list[float]:
-        """The next ``count`` numbers; they come again until they are `used`."""
+        """The next ``count`` numbers; they are the same until marked as `used`."""
         exact = torch.float32 if self._device.type == "mps" else torch.float64
         while len(self._drawn) < count:
             one = torch.rand((1, 1), generator=self._rng, dtype=exact, device=self._device)
@@ -38,7 +38,7 @@ class RandomStream:
         return self._drawn[:count]
 
     def rewind(self, taken: int) -> None:
-        """Back to where so many were used, from the seed on."""
+        """Goes back to the state after ``taken`` numbers."""
         self._rng = torch.Generator(device=self._device).manual_seed(self._seed)
         self._drawn: list[float] = []
         self.ahead(taken)
@@ -46,27 +46,24 @@ class RandomStream:
         self.taken = taken
 
     def used(self, count: int) -> None:
-        """The first ``count`` of those ahead are gone."""
+        """Marks the next ``count`` numbers as used."""
         del self._drawn[:count]
         self.taken += count
 
 
 def random_state(generator: torch.Generator | None) -> Tensor | None:
-    """Where a generator is in its sequence; None for torch's own, which belongs to everybody."""
+    """State of a generator; None for torch's global one, which is left alone."""
     return None if generator is None else generator.get_state()
 
 
 def set_random_state(generator: torch.Generator | None, state: Tensor | None) -> None:
-    """Goes back to what `random_state` said."""
+    """Restores a `random_state`."""
     if generator is not None and state is not None:
         generator.set_state(state)
 
 
 def filtered_logits(logits: Tensor, config: GenerateConfig) -> Tensor:
-    """Logits (..., V) float32 after temperature and the filters; removed tokens are -inf.
-
-    ``config.temperature`` must be at least GREEDY_BELOW.
-    """
+    """Logits (..., V) float32 after temperature (at least GREEDY_BELOW) and filters; removed tokens are -inf."""
     scores = logits.to(torch.float32) / config.temperature
     if config.top_k is not None and config.top_k < scores.shape[-1]:
         least = scores.topk(config.top_k, dim=-1).values[..., -1:]
@@ -81,12 +78,12 @@ def filtered_logits(logits: Tensor, config: GenerateConfig) -> Tensor:
 
 
 def _beyond(before: Tensor, most: float) -> Tensor:
-    """Which tokens go, given the probability before each: the first stays, even if ``most`` is 0 in float32."""
+    """Tokens to remove, given the probability before each; the first stays, even if ``most`` is 0 in float32."""
     return (before >= most) & (before > 0)
 
 
 def _nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Keeps the likeliest tokens up to ``top_p``; a full sort only where the first few hundred are too few."""
+    """Keeps the most likely tokens up to ``top_p``; sorts all only if the `FIRST_FEW` do not reach it."""
     probability = scores.softmax(-1)
     ordered, index = probability.topk(min(FIRST_FEW, scores.shape[-1]))
     if not bool((ordered.sum(-1) >= top_p).all()):
@@ -98,33 +95,33 @@ def _nucleus(scores: Tensor, top_p: float) -> Tensor:
 
 
 def _likely(scores: Tensor, min_p: float) -> Tensor:
-    """Keeps tokens at least ``min_p`` times as likely as the likeliest."""
+    """Keeps tokens at least ``min_p`` times as likely as the most likely one."""
     probability = scores.softmax(-1)
     least = probability.amax(-1, keepdim=True) * min_p
     return scores.masked_fill(probability < least, -torch.inf)
 
 
 def _typical(scores: Tensor, typical_p: float) -> Tensor:
-    """Keeps the tokens whose surprise is nearest to the entropy, up to ``typical_p`` (arXiv:2202.00666)."""
+    """Keeps the tokens whose surprisal is nearest to the entropy, up to ``typical_p`` (arXiv:2202.00666)."""
     if typical_p >= 1.0:
         return scores
     log_p = scores.log_softmax(-1)
     p = log_p.exp()
     entropy = -(p * log_p).nansum(-1, keepdim=True)
     distance = (-log_p - entropy).abs()
-    nearest, order = distance.sort(-1)  # removed tokens are infinitely surprising: last
+    nearest, order = distance.sort(-1)  # removed tokens have infinite surprisal: last
     ordered = p.gather(-1, order)
     kept = ~_beyond(ordered.cumsum(-1) - ordered, typical_p)
     last = nearest.gather(-1, kept.sum(-1, keepdim=True) - 1)
     return scores.masked_fill(distance > last, -torch.inf)  # ties with the last one stay
 
 
-#: Filters behind top_k and top_p, in their order, by the setting that turns them on.
+#: Filters after top_k and top_p, in order, by the setting that turns them on.
 FILTERS: dict[str, Callable[[Tensor, float], Tensor]] = {"min_p": _likely, "typical_p": _typical}
 
 
 def probabilities(scores: Tensor, config: GenerateConfig) -> Tensor:
-    """What tokens are drawn from, (..., V) float32: one-hot where the config is greedy."""
+    """The distribution tokens are drawn from, (..., V) float32; one-hot if the config is greedy."""
     if not config.samples:
         return torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).to(torch.float32)
     return filtered_logits(scores, config).softmax(-1)
@@ -142,7 +139,7 @@ def sample(logits: Tensor, config: GenerateConfig, generator: Randomness) -> Ten
 
 
 def sample_marked(logits: Tensor, config: GenerateConfig, generator: Randomness) -> Tensor:
-    """As `sample`, with `NOTHING` where it raises: for who reads the tokens next, and then `check_chosen`."""
+    """As `sample`, but `NOTHING` where it raises; the caller reads the tokens and then calls `check_chosen`."""
     if not config.samples:
         return likeliest(logits)
     return _drawn_from_few(logits, config, generator)
@@ -150,7 +147,7 @@ def sample_marked(logits: Tensor, config: GenerateConfig, generator: Randomness)
 
 def likeliest(logits: Tensor) -> Tensor:
     """Ids (...) int64 of the largest of logits (..., V); `NOTHING` where that is NaN or infinite."""
-    if logits.device.type == "cpu":  # where argmax of halves takes longer
+    if logits.device.type == "cpu":  # argmax of half precision is slower there
         logits = logits.float()
     index = logits.argmax(-1)
     largest = logits.gather(-1, index[..., None])[..., 0]
@@ -164,13 +161,13 @@ def check_chosen(
     new: Sequence[int] | None = None,
     model: str = "model",
 ) -> None:
-    """Raises ValueError where a row's token is `NOTHING`, naming the row, the step and the cause.
+    """Raises ValueError if a row's token is `NOTHING`, naming the row, the step and the cause.
 
     Args:
-        tokens: (B,), what was chosen.
-        logits: (B, V) of the model; scores: (B, V), what came of them before a token was chosen.
-        new: tokens each row has generated before this one, where that is known.
-        model: whose logits they are, in words.
+        tokens: (B,), the chosen tokens.
+        logits, scores: (B, V), the model's logits, and those after processing.
+        new: tokens each row had generated before, if known.
+        model: name of the model for the message.
     """
     if NOTHING in tokens:
         row = list(tokens).index(NOTHING)
@@ -180,7 +177,7 @@ def check_chosen(
 
 
 def why_nothing(logits: Tensor, scores: Tensor, model: str = "model") -> str:
-    """Why no token follows from logits and scores (V,); both may lie (N, V) side by side."""
+    """Why no token can be chosen from logits and scores, (V,) or (N, V)."""
     unsound = int((logits.isnan() | logits.isposinf()).sum())
     if unsound:
         return f"the {model}'s logits are not finite: {unsound} of {logits.numel()} are NaN or +inf"
@@ -195,10 +192,10 @@ def why_nothing(logits: Tensor, scores: Tensor, model: str = "model") -> str:
 
 
 def _drawn_from_few(logits: Tensor, config: GenerateConfig, generator: Randomness) -> Tensor:
-    """As drawing from the filtered distribution; where a few hundred tokens hold all of it, from those alone.
+    """Draws from the filtered distribution; from the `FIRST_FEW` most likely tokens alone if they hold all of it.
 
-    A random number means another token where it is looked up among all of them, in their order, than among a few, the
-    likeliest first: which is done depends on the row alone, whatever stands beside it.
+    A random number gives another token there than in the whole vocabulary, so which is used depends on the row alone
+    and never on the rest of the batch.
     """
     few = min(FIRST_FEW, logits.shape[-1])
     unlimited = config.top_k is None and config.top_p is None
@@ -207,12 +204,12 @@ def _drawn_from_few(logits: Tensor, config: GenerateConfig, generator: Randomnes
         return draw_marked(filtered_logits(logits, config).softmax(-1), generator)
     scores = logits.to(torch.float32) / config.temperature
     values, index = scores.topk(few)
-    if config.top_k is not None:  # and what is equal to the last of them, as in `filtered_logits`
+    if config.top_k is not None:  # and ties with the k-th, as in `filtered_logits`
         values = values.masked_fill(values < values[..., config.top_k - 1, None], -torch.inf)
     whole = scores if config.top_k is None else values
     probability = (values - whole.logsumexp(-1, keepdim=True)).exp()
     points = _points(logits, generator)
-    # Of top_k: nothing beyond the few is as likely as the last of them.
+    # With top_k: whether no token beyond the few ties with the k-th.
     enough = values[..., -1].isneginf()
     if config.top_p is not None:
         if config.top_k is None:
@@ -230,9 +227,9 @@ def _drawn_from_few(logits: Tensor, config: GenerateConfig, generator: Randomnes
 def draw_again(
     logits: Tensor, generator: torch.Generator | None, start: Tensor | None, count: int
 ) -> None:
-    """Leaves a generator where ``count`` steps from ``start`` leave it, whose logits are like these (..., V).
+    """Sets a generator to its state after ``count`` steps from ``start``, with logits like these (..., V).
 
-    Numbers drawn for tokens that nobody got are those of the next tokens.
+    Numbers drawn for tokens that were dropped are so used for the next ones.
     """
     set_random_state(generator, start)
     for _ in range(count if start is not None else 0):
@@ -250,8 +247,8 @@ def _points(logits: Tensor, generator: Randomness) -> Tensor:
 def draw(probability: Tensor, generator: Randomness) -> Tensor:
     """Ids (...) int64 drawn from probabilities (..., V), which need not add up to 1.
 
-    By inverting the cumulated sum: one random number a row, and several times faster than
-    ``torch.multinomial`` for a few rows on a CPU.
+    Inverts the cumulative sum: one random number per row, and several times faster than ``torch.multinomial`` for a
+    few rows on a CPU.
 
     Raises:
         ValueError: the probabilities of a row are NaN, or all 0.
@@ -269,7 +266,7 @@ def draw_marked(probability: Tensor, generator: Randomness) -> Tensor:
     reached = flat.cumsum(-1, dtype=exact)
     total = reached[:, -1:]
     point = _points(probability, generator).to(total).view(total.shape) * total
-    # Of the steps of the sum the first that passes the point; what has no probability makes none.
+    # The first step of the cumulative sum beyond the point; tokens without probability make no step.
     below = torch.nextafter(total, torch.zeros_like(total))
     drawn = torch.searchsorted(reached, torch.minimum(point, below), right=True)
     drawn = drawn.masked_fill(~((total > 0.0) & total.isfinite()), NOTHING)

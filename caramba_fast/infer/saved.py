@@ -1,11 +1,11 @@
-"""Sessions on disk: what a generator holds goes to one file, and a generator goes on from it with the very same tokens.
+"""Saved sessions: the state of a generator in one file, from which a generator continues with the same tokens.
 
-A file has the tokens, the stored bytes of the cache in use, where the random numbers are, and what all of that
-depends on: the model's digest, the layout of its cache, how it is stored and read. Nothing is encoded again, and a
-file that does not fit is refused before anything changes.
+The file holds the tokens, the used part of the cache as stored, the random state, and what these depend on: a digest
+of
+the model, the layout of its cache, and how it is stored and read. Nothing is quantized again, and a file that does not
+fit is rejected before anything changes.
 
-The cache and random numbers of a draft model are saved beside the target's, so that it guesses what it would have
-guessed. A file without them is good as well: the draft reads the tokens anew.
+The cache and random state of a draft model are saved too. Without them the draft model processes the tokens again.
 """
 
 from __future__ import annotations
@@ -41,28 +41,20 @@ if TYPE_CHECKING:
 
     from caramba_fast.infer.options import LoadOptions
 
-#: Version 2 may have bytes of q4_channel that two channels divide; 1 has nibbles, which read alike.
+#: Version 2 may divide the bits of a q4_channel byte unevenly between its two channels; 1 (4 bits each) is read alike.
 WHAT, VERSION = "session", 2
-#: Settings that a session is begun and continued with, unless others are given.
+#: Settings that are taken from a session unless others are given.
 KEPT = {*CacheFields.model_fields, *DecodePlanFields.model_fields} - {
     "compile",
     "cuda_graph",
     "max_seq_len",
 }
-#: Of these the ones that may not be others: they say what of the cache is read.
+#: Those that must match the session, since they decide which part of the cache is read.
 FIXED = [name for name in sorted(DecodePlanFields.model_fields) if "q_chunk" not in name]
 
 
 class _About(BaseModel):
-    """What a file says of its tensors.
-
-    Attributes:
-        settings: of the cache, and how it is read.
-        seed: what random numbers began with.
-        expanded: whether a call for several answers has multiplied the rows.
-        target, draft: what the models hold.
-        notes: of whoever saved it.
-    """
+    """Metadata of a session file; ``expanded``: whether num_return_sequences has multiplied the rows."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -75,7 +67,7 @@ class _About(BaseModel):
 
 
 class SavedSession(NamedTuple):
-    """A file that was read, and is whole."""
+    """A session file that was read and verified."""
 
     path: Path
     about: _About
@@ -83,10 +75,10 @@ class SavedSession(NamedTuple):
 
 
 def read_session(path: str | Path) -> SavedSession:
-    """What a file holds.
+    """Reads and verifies a session file.
 
     Raises:
-        SessionError: no session, one of a newer format, or not as it was written.
+        SessionError: not a session, damaged, or of a newer format.
         OSError: it cannot be read.
     """
     try:
@@ -99,7 +91,7 @@ def read_session(path: str | Path) -> SavedSession:
 
 
 class SavableGenerator(StepwiseGenerator):
-    """A `StepwiseGenerator` whose conversation can be put into a file, and gone on with."""
+    """A `StepwiseGenerator` whose conversation can be saved to a file and resumed."""
 
     _draft: Draft | None = None
     _draft_generator: SavableGenerator | None = None
@@ -111,21 +103,21 @@ class SavableGenerator(StepwiseGenerator):
         notes: Mapping[str, Any] | None = None,
         force: bool = False,
     ) -> None:
-        """Writes the conversation to a file, whole or not at all.
+        """Writes the conversation to a file atomically.
 
-        The file has the tokens, the cache as it is stored (bytes in use alone), the state of random numbers that
-        were given a ``seed``, and a checksum; it is not encrypted.
+        The file holds the tokens, the used part of the cache as stored, the random state if there is a ``seed``, and a
+        checksum. It is not encrypted.
 
         Args:
             path: the file; an earlier session there is replaced.
-            notes: whatever JSON can say; `resume` returns it.
-            force: replace whatever file is there.
+            notes: JSON data; `resume` returns it.
+            force: replace a file of any kind.
 
         Raises:
-            RuntimeError: there is no conversation yet, or a `generate_iter` is under way.
-            TypeError: a model that cannot be told from another, such as one of several ranks; notes that are no JSON.
+            RuntimeError: there is no conversation yet, or a `generate_iter` is running.
+            TypeError: the model has no digest, such as one of several ranks, or notes are not JSON.
             FileExistsError: a file of another kind is there.
-            OSError: it cannot be written; what was there is untouched.
+            OSError: it cannot be written; the old file is untouched.
         """
         if self._run_state is not None:
             raise RuntimeError("a generation is under way; end or close its iterator, then save")
@@ -156,21 +148,21 @@ class SavableGenerator(StepwiseGenerator):
         config: GenerateConfig | None = None,
         **options: Unpack[LoadOptions],
     ) -> Self:
-        """A generator that goes on where a saved one stood: with the tokens that one would have given.
+        """A generator that continues a saved session, with the tokens the saved one would have generated.
 
         Args:
             path: a file that `save` wrote.
             model: the model it was saved with.
-            config: settings; what they leave open of the cache is as in the file, and so are random numbers without a
-                ``seed``. What they give must agree with it; ``max_seq_len`` may be any that has room, and is by
-                default 2048, or twice the tokens in the file.
+            config: settings. Cache settings it leaves open are those of the file, as is the random state without a
+                ``seed``; those it gives must agree with the file. ``max_seq_len`` may be any that has room, by default
+                2048 or twice the tokens in the file, whichever is more.
             options: fields of the config, and arguments of the class such as ``tokenizer`` or ``draft_model``.
 
         Raises:
-            SessionError: the file is damaged, cut short, of a newer format, or of another model, cache or setting;
+            SessionError: the file is damaged, truncated, of a newer format, or of another model, cache or setting;
                 the message names it.
             OSError: it cannot be read.
-            ValueError, TypeError: as the class raises for settings.
+            ValueError, TypeError: invalid settings.
         """
         saved = read_session(path)
         base = config or (SpeculativeConfig() if cls._speculates else GenerateConfig())
@@ -182,29 +174,22 @@ class SavableGenerator(StepwiseGenerator):
         return made
 
     def resume(self, path: str | Path | SavedSession) -> dict[str, Any]:
-        """Goes on from a file in place of the conversation so far; the notes it was saved with.
+        """Replaces the conversation by a saved one; returns the notes saved with it.
 
-        Args:
-            path: the file, or what `read_session` found in it.
-
-        Raises:
-            SessionError, OSError: as `load`; nothing has changed then.
+        Takes a file or the result of `read_session`. Raises as `load`; nothing has changed then.
         """
         saved = path if isinstance(path, SavedSession) else read_session(path)
         self._take(saved)
         return saved.about.notes
 
-    # -- inside ---------------------------------------------------------------------------
-
     def _saved_draft(self, tensors: dict[str, Tensor]) -> SavedPart | None:
-        """What a draft model holds, with its tensors added; None where there is nothing."""
+        """State of the draft model, whose tensors are added to ``tensors``; None if it has none."""
         generator = self._draft_generator
         if generator is None or generator.cache is None:
             return None
         return part_of(generator, "draft", cast(ModelDraft, self._draft).rng, tensors)
 
     def _check_draft(self, saved: SavedSession) -> list[str]:
-        """What of the draft in a file does not fit."""
         part, generator = saved.about.draft, self._draft_generator
         if part is None or generator is None:
             return []
@@ -214,7 +199,7 @@ class SavableGenerator(StepwiseGenerator):
         return found
 
     def _opened_draft(self, saved: SavedSession) -> Callable[[], None]:
-        """What puts the draft of a file in place of this one's; without one it begins anew."""
+        """A function that installs the saved draft state, or resets the draft if the file has none."""
         part, generator = saved.about.draft, self._draft_generator
         if generator is None:
             return self._draft.reset if self._draft is not None else lambda: None
@@ -245,7 +230,7 @@ class SavableGenerator(StepwiseGenerator):
         take_draft, rng = self._opened_draft(saved), self._rng
         if about.target.random is not None and self.config.seed in (None, about.seed):
             rng = random_of(self, about.target, saved.tensors["target.random"])
-        # Whatever could fail has been done.
+        # Nothing below can fail.
         take_draft()
         self._run_state = None
         self._session.go_back(cache, rows)
@@ -253,19 +238,15 @@ class SavableGenerator(StepwiseGenerator):
         self._adapters = AdaptersInUse(self.model)
 
 
-#: What is no setting among the options of `SavableGenerator.load`.
+#: Options of `SavableGenerator.load` that are not settings.
 ARGUMENTS = ("device", "tokenizer", "calibration_ids", "draft_model")
 
 
 def filled(config: GenerateConfig, saved: SavedSession) -> GenerateConfig:
-    """The settings, with those of the file where they leave it open.
-
-    Raises:
-        SessionError: the file names settings that there are not.
-    """
+    """The settings, with those left open taken from the file; raises SessionError if they are invalid together."""
     kept = {**saved.about.settings, "seed": saved.about.seed}
     open_ = {name: kept[name] for name in (*KEPT, "seed") if name in kept}
-    # Room is made for the tokens that are there, never on the word of a number.
+    # Sized by the tokens in the file; a stored number is not trusted.
     tokens = saved.tensors.get("target.tokens")
     default = GenerateConfig.model_fields["max_seq_len"].default
     open_["max_seq_len"] = max(default, 2 * (0 if tokens is None else tokens.numel()))
@@ -284,7 +265,7 @@ def filled(config: GenerateConfig, saved: SavedSession) -> GenerateConfig:
 
 
 def _problems(generator: SavableGenerator, saved: SavedSession) -> list[str]:
-    """Why a generator cannot go on from a file, by name; nothing has changed."""
+    """Why a generator cannot continue from a file; changes nothing."""
     about, config = saved.about, generator.config
     kind = about.settings.get("cache")
     if config.cache == AUTO:

@@ -1,7 +1,4 @@
-"""SavedPart: what one model of a saved session holds, and whether a generator can go on from it.
-
-A session is that of one model, and of a draft beside it where there is one: rows of tokens, a cache, random numbers.
-"""
+"""SavedPart: the state of one model (target or draft) in a saved session: tokens, cache and random state."""
 
 from __future__ import annotations
 
@@ -21,26 +18,26 @@ from caramba_fast.infer.sequence import TokenSequence
 from caramba_fast.infer.stepwise import StepwiseGenerator
 from caramba_fast.models.identity import model_digest
 
-#: Settings of a stream that may be others: codes are read alike, and rings are given the length that is wanted.
+#: Stream settings that may differ from the file's: codes are read alike, and rings are resized.
 ANY = {"fit", "tail_slack"}
 #: Tensors of a stream.
 BUFFERS = ("codes", "scales", "tail", "sink")
 
 
 class SessionError(ValueError):
-    """A file that no session can go on from, or not this one; the message names what does not fit."""
+    """A file that is not a session, or does not fit this generator; the message says why."""
 
 
 class SavedPart(BaseModel):
-    """What one model holds: the target, or a draft.
+    """The state of one model: the target or a draft.
 
     Attributes:
-        model, model_name: its digest, and a name for people.
-        layout: what each of its layers caches.
+        model, model_name: its digest and class name.
+        layout: what each layer caches.
         storage: how each stream is stored.
         counts: tokens of each row.
         layers: the state of each layer's cache, without tensors.
-        random: the kind of device its random numbers are drawn on; None for torch's own.
+        random: device type of the random state; None for torch's global generator.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -57,7 +54,7 @@ class SavedPart(BaseModel):
 def part_of(
     generator: StepwiseGenerator, prefix: str, rng: torch.Generator | None, tensors: dict[str, Tensor]
 ) -> SavedPart:  # fmt: skip
-    """What a generator holds; its tensors are added under the prefix."""
+    """The state of a generator; its tensors are added to ``tensors`` under ``prefix``."""
     model, session = model_digest(generator.model), generator._session
     session.drop_padding()
     assert session.cache is not None
@@ -99,10 +96,7 @@ def part_problems(
     name: str,
     kind: str | None = None,
 ) -> list[str]:
-    """What of a part is of another model or another cache than the generator's, or contradicts itself.
-
-    ``kind`` is what the file calls its storage.
-    """
+    """Why a part does not fit the generator's model or cache, or is inconsistent; ``kind`` is the file's cache spec."""
     mine = _layout(generator)
     if part.layout != mine:
         theirs = f"{len(part.layout)} layers of {shown(part.layout[:1])}"
@@ -158,7 +152,7 @@ def _token_problems(generator: StepwiseGenerator, part: SavedPart, ids: Tensor |
 def random_problem(
     generator: StepwiseGenerator, part: SavedPart, state: Tensor | None
 ) -> list[str]:  # fmt: skip
-    """Why random numbers cannot go on where they were."""
+    """Why the random state cannot be restored."""
     device = generator.model.device.type
     if part.random != device:
         return [
@@ -171,11 +165,7 @@ def random_problem(
 
 
 def random_of(generator: StepwiseGenerator, part: SavedPart, state: Tensor) -> torch.Generator:
-    """Random numbers that go on where those of a part were.
-
-    Raises:
-        SessionError: torch does not take the state.
-    """
+    """The restored random generator; raises SessionError if torch rejects the state."""
     made = torch.Generator(generator.model.device)
     try:
         made.set_state(state)
@@ -187,11 +177,7 @@ def random_of(generator: StepwiseGenerator, part: SavedPart, state: Tensor) -> t
 def opened(
     generator: StepwiseGenerator, part: SavedPart, name: str, tensors: Mapping[str, Tensor]
 ) -> tuple[ModelKVCache, list[TokenSequence]]:
-    """The cache and the rows of a part, made anew.
-
-    Raises:
-        SessionError: the state of a layer does not fit, or contradicts itself.
-    """
+    """A new cache and rows with the state of a part; raises SessionError if it does not fit or is inconsistent."""
     cache = generator._choice.new_cache(len(part.counts))
     for index, (layer, told) in enumerate(zip(cache, part.layers, strict=True)):
         try:
@@ -208,7 +194,7 @@ def opened(
 def _with_tensors(
     told: dict[str, Any], prefix: str, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """The state of a layer as `LayerCache.load_state_dict` takes it."""
+    """The state of a layer in the form of `LayerCache.load_state_dict`."""
     streams = {
         name: {**stream, **{key: tensors.get(f"{prefix}.{name}.{key}") for key in BUFFERS}}
         for name, stream in told["streams"].items()
@@ -217,10 +203,9 @@ def _with_tensors(
 
 
 def _with_slack(state: dict[str, Any], slack: int) -> dict[str, Any]:
-    """The state of a layer with rings of another tail_slack: the newest tokens that both have room for.
+    """The state of a layer with fp16 rings of another tail_slack, which keep the newest tokens that fit.
 
-    Raises:
-        ValueError: a ring that is not of the size its settings say.
+    Raises ValueError if the size of a ring does not match its settings.
     """
     configs = {x: KVCacheTensorConfig(**part["config"]) for x, part in state["streams"].items()}
     changed = {x: y.model_copy(update={"tail_slack": slack}) for x, y in configs.items()}

@@ -1,7 +1,7 @@
-"""TokenSequence: the tokens of one row and where its generation stands; and how prompts are read.
+"""TokenSequence: the tokens and generation state of one row. read_prompts: token ids as callers give them.
 
-Inside, a batch is ragged: rows are padded at the end and the cache counts only real tokens, so no attention mask is
-needed. Outside, rows come back padded at the front, so that new tokens follow the prompt directly.
+Inside, a batch is ragged: rows are right-padded and the cache counts only real tokens, so no attention mask is needed.
+Results are left-padded, so that new tokens follow the prompt directly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FinishReason = Literal[
 
 
 class Mark(NamedTuple):
-    """Where a sequence stood."""
+    """State of a `TokenSequence`, for `TokenSequence.restore`."""
 
     length: int
     start: int
@@ -32,20 +32,16 @@ class Mark(NamedTuple):
 
 
 class TokenSequence:
-    """The tokens of one row: the prompt, and what was generated behind it.
+    """The tokens of one row: the prompt and what was generated after it.
 
-    Tokens are pushed and popped one by one, so that a speculative draft can be walked through and taken back, and
-    what penalties need to know of the tokens costs no more than the tokens a step adds.
-
-    Args:
-        tokens: ids it holds at first.
-        limit: most new tokens.
+    Tokens are pushed and popped one by one, so that a draft can be tried and taken back, and penalties are updated
+    incrementally.
 
     Attributes:
         tokens: array of int64 ids.
-        start: tokens before the first generated one.
-        limit: most new tokens of the generation under way.
-        finish_reason: why the generation ended; None while it goes on.
+        start: number of tokens before the first generated one.
+        limit: most new tokens of the current generation.
+        finish_reason: why the generation ended; None while it runs.
     """
 
     def __init__(self, tokens: Iterable[int] = (), limit: int = 0) -> None:
@@ -60,24 +56,24 @@ class TokenSequence:
 
     @property
     def new(self) -> int:
-        """Tokens generated."""
+        """Number of generated tokens."""
         return len(self.tokens) - self.start
 
     @property
     def new_tokens(self) -> list[int]:
-        """The tokens generated."""
+        """The generated tokens."""
         return list(self.tokens[self.start :])
 
     def begin(self, limit: int) -> None:
-        """A generation of at most ``limit`` tokens begins behind what it holds."""
+        """Starts a generation of at most ``limit`` tokens."""
         self.start, self.limit, self.finish_reason = len(self.tokens), limit, None
 
     def mark(self) -> Mark:
-        """What `restore` goes back to."""
+        """State for `restore`."""
         return Mark(len(self.tokens), self.start, self.limit, self.finish_reason)
 
     def restore(self, mark: Mark) -> None:
-        """Goes back to a mark, even where a push or a pop was interrupted half way."""
+        """Restores a mark, even after an interrupted push or pop."""
         self.cut(mark.length)
         self.start, self.limit, self.finish_reason = mark[1:]
 
@@ -90,7 +86,7 @@ class TokenSequence:
             self._ngrams.push(self.tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Adds several."""
+        """Adds tokens."""
         for token in tokens:
             self.push(token)
 
@@ -104,15 +100,12 @@ class TokenSequence:
                 self._seen.pop(token)
 
     def cut(self, length: int) -> None:
-        """Keeps the first ``length`` tokens, even where a push or a pop was interrupted half way.
-
-        What is kept of the tokens beside them is made anew when it is asked for.
-        """
+        """Keeps the first ``length`` tokens, even after an interrupted push or pop; the rest is rebuilt on demand."""
         self._seen = self._ngrams = None
         del self.tokens[length:]
 
     def copy(self) -> TokenSequence:
-        """One that grows apart from this."""
+        """An independent copy."""
         other = TokenSequence(self.tokens, self.limit)
         other.start, other.finish_reason = self.start, self.finish_reason
         other._seen = None if self._seen is None else self._seen.copy()
@@ -120,7 +113,7 @@ class TokenSequence:
         return other
 
     def with_token(self, token: int) -> TokenSequence:
-        """The tokens of this and one more."""
+        """A copy with one more token."""
         other = TokenSequence(self.tokens, self.limit)
         other.start = self.start
         other.push(token)
@@ -132,13 +125,13 @@ class TokenSequence:
         return count == 0 or (count <= len(self) and list(self.tokens[-count:]) == list(tokens))
 
     def seen(self, vocab_size: int, device: torch.device) -> Tensor:
-        """(V,) bool on ``device``: which ids it holds. Kept up to date from the first call on."""
+        """(V,) bool on ``device``: which ids it holds; kept up to date from the first call on."""
         if self._seen is None or self._seen.mask.device != device:
             self._seen = _Seen(self.tokens, vocab_size, device)
         return self._seen.mask
 
     def repeats(self, size: int) -> Sequence[int]:
-        """The ids that would complete a run of ``size`` tokens that it holds already."""
+        """The ids that would repeat an n-gram of ``size`` tokens."""
         if self._ngrams is None or self._ngrams.size != size:
             self._ngrams = _NGrams(self.tokens, size)
         return self._ngrams.next_of(self.tokens)
@@ -170,7 +163,7 @@ class _Seen:
 
 
 class _NGrams:
-    """For every run of size - 1 tokens in a row, the tokens that followed it."""
+    """For every (size - 1)-gram in a row, the tokens that followed it."""
 
     def __init__(self, tokens: Sequence[int], size: int) -> None:
         self.size = size
@@ -191,7 +184,7 @@ class _NGrams:
             self._add(tokens[-self.size :])
 
     def pop(self, tokens: Sequence[int]) -> None:
-        """``tokens`` still end with the token that goes."""
+        """``tokens`` still end with the token to remove."""
         if len(tokens) >= self.size:
             self.followers[tuple(tokens[-self.size : -1])].pop()
 
@@ -202,7 +195,7 @@ class _NGrams:
         return self.followers.get(tuple(tokens[len(tokens) - kept :]), ())
 
 
-#: Prompts as callers give them; text where there is a tokenizer.
+#: Prompts as callers give them; text needs a tokenizer.
 TokenIds = (
     Tensor | np.ndarray | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Any]
     | str | Sequence[str]
@@ -211,11 +204,11 @@ TokenIds = (
 
 @dataclass(frozen=True)
 class Prompts:
-    """B rows of token ids, none empty.
+    """B non-empty rows of token ids.
 
     Attributes:
-        rows: the real tokens of each row.
-        width: columns of what the caller gave (its padding included).
+        rows: the tokens of each row, without padding.
+        width: columns of the caller's input, padding included.
     """
 
     rows: list[list[int]]
@@ -223,11 +216,11 @@ class Prompts:
 
     @property
     def lens(self) -> list[int]:
-        """Real tokens in each row."""
+        """Tokens of each row, without padding."""
         return [len(row) for row in self.rows]
 
     def padded_front(self, fill: int, device: torch.device) -> Tensor:
-        """(B, width) int64, padded at the front: the input part of what is returned."""
+        """(B, width) int64, left-padded: the input part of what is returned."""
         return torch.tensor(
             [[fill] * (self.width - len(row)) + row for row in self.rows], device=device
         )
@@ -239,18 +232,18 @@ def read_prompts(
     pad_token_id: int | None,
     vocab_size: int,
 ) -> Prompts:
-    """Reads token ids with or without a mask.
+    """Reads token ids with or without an attention mask.
 
     Args:
-        input_ids: (B, T) or (T,) integer tensor or array, a list of ids, or ragged lists of ids; or what a
-            tokenizer of transformers returns, which has them and a mask.
-        attention_mask: (B, T), 1 for real tokens; each row one unbroken run of them.
-        pad_token_id: without a mask, in a tensor of two rows or more, leading and trailing ids equal
-            to it are padding. Lists need no padding: all of their ids are real.
+        input_ids: (B, T) or (T,) integer tensor or array, a list of ids, ragged lists, or the output of a transformers
+            tokenizer (ids and mask).
+        attention_mask: (B, T), 1 for real tokens, which must be contiguous in each row.
+        pad_token_id: without a mask, in a tensor of two rows or more, leading and trailing ids equal to it are
+            padding. In lists all ids are real.
         vocab_size: ids must be below it.
 
     Raises:
-        TypeError, ValueError: wrong types, empty rows, ids outside the vocabulary, broken masks.
+        TypeError, ValueError: wrong types, empty rows, ids outside the vocabulary, invalid masks.
     """
     if isinstance(input_ids, Mapping) and "input_ids" in input_ids:
         if attention_mask is None:

@@ -1,7 +1,7 @@
 """Session: a model, its cache, and the tokens of each row.
 
-The newest tokens of a row may not be in the cache yet: what was sampled last is fed with whatever comes
-next. Whatever fails leaves the session as it was.
+The newest tokens of a row may be pending: the token sampled last enters the cache with the next input. A failed call
+leaves the session as it was.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from caramba_fast.models import LanguageModel
 
 
 class Snapshot(NamedTuple):
-    """What a session was."""
+    """State of a session, for `Session.restore`."""
 
     cache: ModelKVCache | None
     lengths: list[int]
@@ -33,12 +33,11 @@ class Snapshot(NamedTuple):
 
 
 class _Padded(NamedTuple):
-    """What belongs to rows where decode steps have fed padding to some that had ended.
+    """The tokens that are not padding, after decode steps that fed padding to rows that had ended.
 
     Attributes:
-        lengths: how many cached tokens belong to each row. Not counts to take off: that may be interrupted and done
-            again.
-        kept: the rings of rows that hold more padding than a token, as they were before.
+        lengths: cached tokens of each row, without padding; absolute, so that an interrupted removal can be repeated.
+        kept: fp16 rings of rows with more than one padding token, as they were before.
     """
 
     lengths: list[int]
@@ -46,23 +45,22 @@ class _Padded(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """The cache whose limits were set, and for which lengths they hold."""
+    """The cache whose attention limits were set, and the lengths they hold for."""
 
     cache: ModelKVCache | None
     lengths: range
 
 
 class Session:
-    """See the module.
+    """Feeds tokens to a model and keeps its cache.
 
     Args:
-        model: what reads and grows the cache.
-        new_cache: makes one for so many rows.
+        new_cache: makes a cache of a given number of rows.
         graphs: replays decode steps where it can.
-        fill: id that pads rows of a batch.
+        fill: padding id.
         max_seq_len: tokens a row of the cache can hold.
-        prefill_chunk: most tokens of one forward pass.
-        plan: how far back a read of so many tokens goes, and in what pieces; None for no limits.
+        prefill_chunk: most tokens of a row in one forward pass.
+        plan: attention limits by cache length; None for no limits.
     """
 
     def __init__(
@@ -80,24 +78,22 @@ class Session:
         self._plan, self._planned = plan, _Planned(None, range(0))
         self.cache: ModelKVCache | None = None
         self.rows: list[TokenSequence] = []
-        self._padded: _Padded | None = None  # None where all cached tokens belong to their rows
-
-    # -- what it holds ------------------------------------------------------------------
+        self._padded: _Padded | None = None  # None if no row holds padding
 
     @property
     def cached(self) -> list[int]:
-        """Tokens of each row that are in the cache and belong there."""
+        """Cached tokens of each row, without padding."""
         if self.cache is None:
             return [0] * len(self.rows)
         return self.cache.row_lengths if self._padded is None else list(self._padded.lengths)
 
     @property
     def pending(self) -> list[list[int]]:
-        """The newest tokens of each row, which are not in the cache."""
+        """The newest tokens of each row, not in the cache yet."""
         return [list(row.tokens[n:]) for row, n in zip(self.rows, self.cached, strict=True)]
 
     def check_rows(self, count: int) -> None:
-        """Raises ValueError unless input of ``count`` rows can follow."""
+        """Raises ValueError if the conversation has another number of rows."""
         if self.cache is not None and len(self.rows) != count:
             raise ValueError(
                 f"the conversation has {len(self.rows)} rows and this input "
@@ -105,7 +101,7 @@ class Session:
             )
 
     def check_room(self, new: Sequence[int], room: Sequence[int]) -> None:
-        """Raises ValueError unless ``new[b]`` tokens of input and ``room[b]`` more fit the cache."""
+        """Raises ValueError if ``new[b]`` input tokens and ``room[b]`` more exceed max_seq_len."""
         held = [len(row) for row in self.rows] or [0] * len(new)
         for row, (length, count, more) in enumerate(zip(held, new, room, strict=True)):
             if length + count + more > self._max_seq_len:
@@ -114,12 +110,10 @@ class Session:
                     f"input, {more} generated), more than max_seq_len={self._max_seq_len}"
                 )
 
-    # -- growing ------------------------------------------------------------------------
-
     def feed(
         self, rows: Sequence[Sequence[int]], ready: Callable[[], None] = lambda: None
     ) -> Tensor:
-        """Pending tokens and these through the model; logits (B, V) after each row's last token.
+        """Feeds pending tokens and ``rows``; returns logits (B, V) after each row's last token.
 
         ``ready`` is called once there is a cache.
         """
@@ -138,7 +132,7 @@ class Session:
             raise
 
     def _in_pieces(self, rows: Sequence[list[int]]) -> Tensor:
-        """The rows through the model, in as many pieces as the cache asks for."""
+        """Feeds the rows in chunks of at most ``prefill_chunk`` tokens."""
         device = self.model.device
         longest = max(map(len, rows))
         step = min(longest, self._prefill_chunk or longest)
@@ -154,23 +148,23 @@ class Session:
         return logits
 
     def _batch(self, rows: Sequence[list[int]]) -> tuple[Tensor, list[int] | None]:
-        """(B, longest) ids padded at the end, and the length of each row where they differ."""
+        """(B, longest) right-padded ids, and the row lengths if they differ."""
         lens = [len(row) for row in rows]
         width = max(lens)
         ids = [row + [self.fill] * (width - len(row)) for row in rows]
         return torch.tensor(ids, device=self.model.device), None if min(lens) == width else lens
 
     def note(self, tokens: Sequence[int], alive: Sequence[bool]) -> None:
-        """Adds a sampled token to every row that is ``alive``; it is fed with the next step."""
+        """Adds a sampled token to every ``alive`` row; it is fed with the next step."""
         for row, token, goes_on in zip(self.rows, tokens, alive, strict=True):
             if goes_on:
                 row.push(token)
 
     def step(self, tokens: Sequence[int], alive: Sequence[bool]) -> Tensor:
-        """Feeds the one pending token of each row; logits (B, V), which mean nothing where a row is not alive.
+        """Feeds the one pending token of each row; returns logits (B, V), meaningless for rows that are not alive.
 
-        Rows that are not ``alive`` are fed nothing; in a replayed graph, which has no such choice, they are fed
-        their token as padding, and `drop_padding` takes it out again.
+        Rows that are not ``alive`` are fed nothing. A replayed graph cannot leave them out: it feeds them padding,
+        which `drop_padding` removes.
         """
         assert self.cache is not None
         fed = torch.tensor(tokens, device=self.model.device)[:, None]
@@ -179,7 +173,7 @@ class Session:
             full = max(n for n, a in zip(self.cache.row_lengths, alive, strict=True) if not a)
             if self._graphs.reason is not None or full == self._max_seq_len:
                 lens, pads = [int(goes_on) for goes_on in alive], False
-        if pads or self._padded is not None:  # rows that were fed padding before still hold it
+        if pads or self._padded is not None:  # rows keep the padding of earlier steps
             own = [n + goes_on for n, goes_on in zip(self.cached, alive, strict=True)]
             padded = _Padded(own, self._kept(alive, more=pads))
         logits = self._forward(fed, lens)[:, -1]
@@ -187,7 +181,7 @@ class Session:
         return logits
 
     def _kept(self, alive: Sequence[bool], *, more: bool) -> tuple[KeptRings, ...]:
-        """Rings of rows that hold padding, or are about to get ``more``; for one token a ring has room."""
+        """Copies of fp16 rings, which have room for one padding token, of rows about to get ``more`` than that."""
         assert self.cache is not None
         known = () if self._padded is None else self._padded.kept
         if not more:
@@ -198,10 +192,10 @@ class Session:
         return (*known, KeptRings(self.cache, new)) if new else known
 
     def verify(self, drafts: Sequence[Sequence[int]], alive: Sequence[bool]) -> Tensor:
-        """The pending tokens of each row and a draft behind them in one pass; logits (B, T, V).
+        """Feeds the pending tokens and a draft of each row in one pass; logits (B, T, V), one after each token fed.
 
-        The drafts are cached but do not belong to the rows: `keep_cached` says which of them stay. Rows that are
-        not alive are fed nothing. Logits of row b at position i follow its i-th token fed.
+        The draft is cached but does not belong to the rows: `keep_cached` says how much stays. Rows that are not alive
+        are fed nothing.
         """
         rows = [
             [*waiting, *draft] if goes_on else []
@@ -210,7 +204,7 @@ class Session:
         return self._forward(*self._batch(rows))
 
     def next_logits(self, alive: Sequence[bool]) -> Tensor:
-        """The pending tokens of each row that is alive through the model; logits (B, V) behind them."""
+        """Feeds the pending tokens of live rows; returns logits (B, V)."""
         rows = [
             waiting if goes_on else [] for waiting, goes_on in zip(self.pending, alive, strict=True)
         ]
@@ -223,7 +217,7 @@ class Session:
         self.cache.restore(list(lengths))
 
     def _forward(self, tokens: Tensor, query_lens: list[int] | None, **options: Any) -> Tensor:
-        """One forward pass, (B, T, V) or (B, 1, V) logits; if it fails, the cache is as it was."""
+        """One forward pass; logits (B, T, V) or (B, 1, V). If it fails, the cache is as it was."""
         cache = self.cache
         assert cache is not None
         before, count = list(cache.layers[0].lengths.host), tokens.shape[1]
@@ -244,14 +238,12 @@ class Session:
             raise
 
     def _limit(self, cache: ModelKVCache, length: int) -> None:
-        """Sets the limits of reads of ``length`` tokens, which hold for the lengths around it as well."""
+        """Sets the attention limits for ``length`` tokens, and notes for which lengths they hold."""
         if self._plan is None:
             self._planned = _Planned(cache, range(sys.maxsize))
             return
         cache.reach = self._plan.plan_for(length)
         self._planned = _Planned(cache, self._plan.lengths_like(length))
-
-    # -- shrinking and moving -----------------------------------------------------------
 
     def rollback(self, n: Counts) -> None:
         """Removes the newest ``n`` tokens of every row, or ``n[b]`` of row b, cached or not."""
@@ -270,7 +262,7 @@ class Session:
         self.keep(left)
 
     def keep(self, lengths: Sequence[int]) -> None:
-        """Row b keeps its first ``lengths[b]`` tokens, cached or not, whatever was under way."""
+        """Row b keeps its first ``lengths[b]`` tokens, cached or not, even in the middle of a run."""
         if self.cache is not None:
             own = [min(n, length) for n, length in zip(self.cached, lengths, strict=True)]
             self._padded = _Padded(own, () if self._padded is None else self._padded.kept)
@@ -279,7 +271,7 @@ class Session:
         self.drop_padding()
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Row b becomes what row ``rows[b]`` is; there may be more or fewer of them."""
+        """Row b becomes a copy of row ``rows[b]``; the number of rows may change."""
         assert self.cache is not None
         self.drop_padding()
         self.cache = self.cache.select_rows(rows)
@@ -287,7 +279,7 @@ class Session:
         self.rows = [self.rows[row].copy() for row in rows]
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Row b becomes what row ``order[b]`` is, in the same cache."""
+        """Row b becomes a copy of row ``order[b]``, in the same cache."""
         if list(order) == list(range(len(self.rows))):
             return
         assert self.cache is not None
@@ -296,12 +288,12 @@ class Session:
         self.rows = [self.rows[row].copy() for row in order]
 
     def go_back(self, cache: ModelKVCache | None, rows: list[TokenSequence]) -> None:
-        """Goes on from a cache and rows that were left behind by `select_rows`."""
+        """Takes over a cache and rows: those before `select_rows`, or loaded ones."""
         self._graphs.forget()
         self.cache, self.rows, self._padded = cache, rows, None
 
     def drop_padding(self) -> None:
-        """Removes what was fed to rows that had ended: they are what they were when they ended."""
+        """Removes the padding fed to rows that had ended."""
         if self.cache is not None and self._padded is not None:
             for kept in self._padded.kept:
                 kept.put_back(self.cache)
@@ -309,10 +301,9 @@ class Session:
         self._padded = None
 
     def snapshot(self, *, tails: bool = False) -> Snapshot:
-        """What `restore` goes back to.
+        """State for `restore`.
 
-        Args:
-            tails: copy the fp16 rings of the cache as well, where more tokens may follow than they have slack for.
+        ``tails``: also copy the cache's fp16 rings, for when more tokens may follow than they can drop.
         """
         self.drop_padding()
         cache = self.cache
@@ -325,7 +316,7 @@ class Session:
         )
 
     def restore(self, before: Snapshot) -> None:
-        """Goes back to a snapshot, from wherever an error or an interrupt left the conversation."""
+        """Restores a snapshot, even after an error or an interrupt."""
         self._graphs.forget()
         self.cache, self.rows, self._padded = before.cache, before.rows, None
         for row, mark in zip(self.rows, before.marks, strict=True):
@@ -336,6 +327,6 @@ class Session:
                 layer.restore_tail(tail)
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Drops the cache and all rows."""
         self._graphs.forget()
         self.cache, self.rows, self._padded = None, [], None

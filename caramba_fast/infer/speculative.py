@@ -1,10 +1,10 @@
-"""SpeculativeGenerator: a draft guesses several tokens, one pass of the target says which of them stand.
+"""SpeculativeGenerator: speculative decoding; a draft proposes tokens and one pass of the target verifies them.
 
 A round:
-1. the draft proposes up to K tokens behind each row (a smaller model, or what followed the newest tokens before);
-2. one multi-token pass of the target reads the pending token and the draft of every row;
-3. each row accepts on its own, and gets one more token: what was rejected drawn again, or the next one;
-4. both caches forget what was rejected, row by row.
+1. the draft (a smaller model or prompt lookup) proposes up to K tokens for each row;
+2. one multi-token pass of the target processes the pending token and the draft of every row;
+3. each row accepts a prefix of its draft and gets one more token: the rejected one resampled, or the next one;
+4. both caches drop the rejected tokens, row by row.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 class SpeculativeGenerator(Generator):
     """Generates what `Generator` would, in fewer passes of the target model.
 
-    Greedy tokens are the same for any draft; sampled ones have the same distribution, all settings of both models
-    considered. Rows of a batch accept each on their own.
+    Greedy tokens are the same for any draft; sampled ones have the same distribution. Rows of a batch accept
+    independently.
 
     Args:
-        target_model: the model whose tokens are wanted.
-        draft_model: a smaller one with the same vocabulary; None drafts by prompt lookup.
+        target_model: the model to generate with.
+        draft_model: a smaller model with the same vocabulary; None drafts by prompt lookup.
         config: settings; by default `SpeculativeConfig()`.
-        device, tokenizer, overrides: as in `Generator`.
+        device, tokenizer, calibration_ids, overrides: as in `Generator`.
 
     Raises:
         ValueError: the vocabularies differ, or what `Generator` raises.
@@ -96,7 +96,7 @@ class SpeculativeGenerator(Generator):
             self._check_tail(config.longest_draft, self.config.for_draft())
 
     def _check_tail(self, longest: int, cached: SpeculativeConfig | DraftConfig) -> None:
-        """Raises ValueError where the fp16 tail of a cache with these settings cannot take a draft back."""
+        """Raises ValueError if the cache's fp16 tail cannot drop a draft of ``longest`` tokens."""
         slacks = [max(TAIL_SLACK, cached.longest_draft + 1)]  # of candidates, with AUTO
         if cached.cache != AUTO:
             streams = cached.stream_configs().values()
@@ -120,14 +120,12 @@ class SpeculativeGenerator(Generator):
                 "speculation needs the same one"
             )
         self._draft_generator = generator
-        # A stream of its own: how often the draft draws must not move the target's.
+        # Its own generator: draws of the draft must not advance the target's.
         return ModelDraft(generator._session, own, generator._rng)
-
-    # -- figures ------------------------------------------------------------------------
 
     @property
     def stats(self) -> SpeculationStats:
-        """What speculation did in the last run."""
+        """Statistics of the last run."""
         return self._length.stats
 
     @property
@@ -137,7 +135,7 @@ class SpeculativeGenerator(Generator):
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens a row got from one pass of the target in the last run."""
+        """Tokens per row and pass of the target in the last run."""
         return self.stats.tokens_per_pass
 
     @property
@@ -147,10 +145,8 @@ class SpeculativeGenerator(Generator):
 
     @property
     def report(self) -> dict[str, Any]:
-        """As `Generator.report`, with what speculation did."""
+        """`Generator.report` with the statistics of speculation."""
         return {**super().report, "speculation": self.stats.as_dict()}
-
-    # -- the run ------------------------------------------------------------------------
 
     def _begin(self, prompts: Prompts, config: GenerateConfig, hooks: Hooks) -> tuple[Run, Tensor]:
         rows = len(self._session.rows) or len(prompts.rows)
@@ -171,11 +167,11 @@ class SpeculativeGenerator(Generator):
 
     def _rooms(self, config: GenerateConfig) -> dict[str, int | None]:
         positions = getattr(self.draft_model, "max_positions", None)
-        most = None if positions is None else positions - 1  # it reads one token further
+        most = None if positions is None else positions - 1  # the draft reads one token further
         return {**super()._rooms(config), "the draft model": most}
 
     def _steps(self, run: Run, logits: Tensor, hooks: Hooks) -> Iterator[list[int]]:
-        """Yields columns of tokens: the n-th new token of every row once all have one or have ended."""
+        """Yields the n-th new token of every row once every row has one or has ended."""
         given, self._start = 0, random_state(run.rng)  # before the first draw
         with torch.no_grad():
             run.choose(logits)
@@ -196,14 +192,14 @@ class SpeculativeGenerator(Generator):
             hooks.streamer.end()
 
     def _keep(self, run: Run, given: int) -> None:
-        """As `Generator._keep`: tokens that were accepted and never yielded go, from the draft's cache too."""
+        """Also drops accepted tokens that were never yielded, from the draft's cache too."""
         super()._keep(run, given)
         rows = self._session.rows
         _draw_as_plain(run, self._start, given)
         self._draft.follow(rows, [len(row) for row in rows])
 
     def _round(self, run: Run) -> None:
-        """Draft, verify, accept: every row that is alive, and not too far ahead, gets at least one token."""
+        """Drafts, verifies, accepts; every live row that is not too far ahead gets at least one token."""
         session, most = self._session, _allowed(run)
         alive = [count is not None for count in most]
         before = session.snapshot(), self._draft.snapshot()
@@ -233,19 +229,19 @@ class SpeculativeGenerator(Generator):
         run.stopping.end_late(run.rows)
 
     def _counts(self, run: Run, allowed: Sequence[int | None]) -> list[int]:
-        """Tokens to draft for each row: K, but not past a row's limit, nor more than ``allowed``."""
+        """Tokens to draft for each row: K, limited by the row's length limit and ``allowed``."""
         most = self._length.k
         longest = max(self._session.cached)
         now = self._plan.plan_for(longest + 1).local_window
         while most and self._plan.plan_for(longest + 1 + most).local_window != now:
-            most -= 1  # one pass has one window
+            most -= 1  # all tokens of a pass share one window
         return [
             0 if more is None else max(0, min(most, more, row.limit - row.new - 1))
             for row, more in zip(run.rows, allowed, strict=True)
         ]
 
     def _verified(self, drafted: Drafted, alive: list[bool]) -> Tensor:
-        """(B, K + 1, V) logits of the target before each drafted token and behind the last."""
+        """Target logits (B, K + 1, V): before each drafted token and after the last."""
         session = self._session
         if any(drafted.tokens):
             logits = session.verify(drafted.tokens, alive)
@@ -254,7 +250,7 @@ class SpeculativeGenerator(Generator):
         return blank_ended(logits, alive)
 
     def _scores(self, run: Run, logits: Tensor, drafted: Drafted, alive: list[bool]) -> Tensor:
-        """The logits, edited; each position as its row would be if the draft before it stood."""
+        """Processed logits; each position as if the draft before it were accepted."""
         if not run.processors:
             return logits
         scores = logits.to(torch.float32, copy=True)
@@ -270,7 +266,7 @@ class SpeculativeGenerator(Generator):
                     token = draft[place]
                     rows[index].push(token)
                     steps[index] += 1
-                    # Behind an end, or a token that cannot stand, there is nothing to judge.
+                    # Nothing to verify after an end, or after a token that cannot be accepted.
                     if token in run.stopping.endings or edited[index, token] == -torch.inf:
                         walking[index] = False
                         del draft[place + 1 :]
@@ -288,7 +284,7 @@ class SpeculativeGenerator(Generator):
         logits: Tensor,
         alive: list[bool],
     ) -> list[int]:
-        """Gives each row what it accepted and the token behind it, up to where it ends; how many each took."""
+        """Gives each row its accepted tokens and the next one, until it ends; returns how many each got."""
         extra = cast(SpeculativeConfig, run.config).spec_extra_token
         given = [0] * len(kept)
         for row, goes_on in enumerate(alive):
@@ -300,10 +296,7 @@ class SpeculativeGenerator(Generator):
         return given
 
     def _crop(self, kept: list[int], lengths: list[int], alive: list[bool]) -> None:
-        """Both caches forget what was rejected; the newest token of a row waits for the next pass.
-
-        A row that had ended, or waits, was fed nothing: its cache is as it was.
-        """
+        """Drops rejected tokens from both caches; rows that had ended or wait were fed nothing."""
         rows, held = self._session.rows, self._session.cached
         agreed = [length + count for length, count in zip(lengths, kept, strict=True)]
         cached = [
@@ -312,8 +305,6 @@ class SpeculativeGenerator(Generator):
         ]
         self._session.keep_cached(cached)
         self._draft.follow(rows, agreed)
-
-    # -- both caches ---------------------------------------------------------------------
 
     def reset(self) -> None:
         """As `Generator.reset`; the draft's cache too."""
@@ -335,10 +326,10 @@ class SpeculativeGenerator(Generator):
 
 
 def _allowed(run: Run) -> list[int | None]:
-    """Tokens that may be drafted for each row; None for rows that get none of this pass.
+    """Most tokens to draft for each row; None for rows left out of this pass.
 
-    Where the run may be left between two columns, rows wait for the slowest one before they are further ahead than
-    their rings can take back.
+    If the consumer may stop between two columns, rows that are as far ahead as their fp16 rings can drop wait for the
+    slowest one.
     """
     cache, least = run.session.cache, run.complete_columns
     ring = cache[0] if cache is not None and run.may_be_left else None
@@ -353,7 +344,7 @@ def _allowed(run: Run) -> list[int | None]:
 def _check_behind(
     run: Run, kept: list[int], behind: list[int], scores: Tensor, logits: Tensor
 ) -> None:
-    """Raises ValueError where nothing can be chosen behind what stands of a row's draft."""
+    """Raises ValueError if no token can be chosen after the accepted part of a draft."""
     if NOTHING in behind:
         rows = torch.arange(len(kept), device=scores.device)
         place = torch.tensor(kept, device=scores.device)
@@ -362,7 +353,7 @@ def _check_behind(
 
 
 def _draw_as_plain(run: Run, start: Tensor | None, count: int) -> None:
-    """Of one row and "sample_match": random numbers are where ``count`` tokens leave them without a draft."""
+    """For one row and "sample_match": sets the random state to that after ``count`` tokens without a draft."""
     config = cast(SpeculativeConfig, run.config)
     if len(run.rows) == 1 and config.samples and config.spec_method == "sample_match":
         like = torch.empty(1, 1, device=run.session.model.device)

@@ -1,4 +1,4 @@
-"""StepwiseGenerator: a model, its settings and one conversation with it, fed a prompt or a token at a time."""
+"""StepwiseGenerator: a model, its settings and one conversation, fed a prompt or a token at a time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Mask = Tensor | Sequence[Sequence[int]] | None
 
 
 class StepwiseGenerator:
-    """What `Generator` is between two calls of `generate`; arguments and errors are those of `Generator`."""
+    """`Generator` without `generate`: prefill, decode steps, rollback. Arguments and errors as in `Generator`."""
 
     _speculates = False
 
@@ -61,10 +61,10 @@ class StepwiseGenerator:
         self.config = (config or GenerateConfig()).updated(**overrides)
         self.eos_ids = eos_ids(self.config, self.model)
         self._run_state: Run | None = None
-        self._adapters: AdaptersInUse | None = None  # of the model when it last read something
+        self._adapters: AdaptersInUse | None = None  # when the model last processed tokens
         self._measured: tuple[Stopwatch, int, int] | None = None
         self._expanded = False  # num_return_sequences has multiplied the rows
-        self._reseed = False  # the call under way was given a seed of its own
+        self._reseed = False  # the current call has a seed of its own
         self._choice = CacheChoice(self.model, self.config, calibration_ids, tokenizer)
         self._choice.check_budget(1)
         self._graphs = (
@@ -97,7 +97,7 @@ class StepwiseGenerator:
         return pad if pad is not None and 0 <= pad < self.model.vocab_size else None
 
     def _fill(self, config: GenerateConfig) -> int:
-        """What stands behind the end of a row: the padding id, else an eos id."""
+        """The id after the end of a row: the padding id, else an eos id."""
         pad = self._pad(config)
         return pad if pad is not None else min(eos_ids(config, self.model), default=0)
 
@@ -113,12 +113,12 @@ class StepwiseGenerator:
 
     @property
     def decode_graph(self) -> str:
-        """Whether decode steps are replays of one CUDA graph, or compiled, or why they are not."""
+        """Whether decode steps are replayed as a CUDA graph or compiled, or why not."""
         return self._graphs.state(self.cache)
 
     @property
     def metrics(self) -> GenerationMetrics | None:
-        """Figures of the last run, so far; None before the first."""
+        """Metrics of the last run so far; None before the first."""
         if self._measured is None or not self._measured[0].steps:
             return None
         watch, rows, prompt_tokens = self._measured
@@ -128,7 +128,7 @@ class StepwiseGenerator:
 
     @property
     def report(self) -> dict[str, Any]:
-        """What is in force: how the cache is stored, what it takes, how decode steps run."""
+        """How the cache is stored, its size, and how decode steps run."""
         plan = self.cache_plan
         return {
             "cache_kind": self.config.cache_name if plan is None else short_name(plan.spec),
@@ -142,27 +142,27 @@ class StepwiseGenerator:
 
     @property
     def cache_plan(self) -> ChosenCache | None:
-        """What ``cache="auto"`` chose for the conversation's batch size, and from which figures."""
+        """The choice of ``cache="auto"`` for the conversation's batch size."""
         return self._choice.latest
 
     @torch.no_grad()
     def prefill(self, input_ids: TokenIds, attention_mask: Mask = None) -> Tensor:
-        """Feeds prompts behind what the cache holds.
+        """Feeds prompts to the model, after what the cache holds.
 
         Args:
-            input_ids, attention_mask: as of `Generator.generate`.
+            input_ids, attention_mask: as in `Generator.generate`.
 
         Returns:
             logits (B, V) of the token that follows each row's last one.
 
         Raises:
-            ValueError, TypeError: bad input, or more than max_seq_len tokens; nothing has changed.
+            ValueError, TypeError: invalid input, or more than max_seq_len tokens; nothing has changed.
         """
         return self._session.feed(self._read(input_ids, attention_mask).rows)
 
     @torch.no_grad()
     def decode_step(self, token_ids: Tensor | Sequence[int]) -> Tensor:
-        """Feeds one token a row, (B,), and returns the logits (B, V) of the next."""
+        """Feeds one token per row, (B,); returns the logits (B, V) of the next. RuntimeError before any prefill."""
         ids = torch.as_tensor(token_ids)
         self._end_run()
         if self.cache is None:
@@ -187,12 +187,12 @@ class StepwiseGenerator:
     def rollback(self, n: Counts) -> None:
         """Removes the newest ``n`` tokens of every row (or ``n[b]`` of row b) from the conversation.
 
-        A token that was sampled last and is not in the cache yet counts as one.
+        A pending token, sampled last and not in the cache yet, counts too.
 
         Raises:
             RuntimeError: there is no conversation.
-            ValueError: more tokens than there are, or a model whose longrope has turned the keys of a longer text;
-                nothing has changed then.
+            ValueError: more tokens than there are, or the keys were rotated for longrope's long text; nothing has
+                changed.
         """
         self._end_run()
         if self.cache is None:
@@ -200,16 +200,13 @@ class StepwiseGenerator:
         self._session.rollback(n)
 
     def reset(self) -> None:
-        """Ends the conversation; the next prompt starts a new one and may have another batch size.
-
-        Sampling goes on from where the seed has brought it.
-        """
+        """Ends the conversation; the next prompt starts a new one of any batch size. The random state is kept."""
         self._run_state = None
         self._expanded = False
         self._session.reset()
 
     def _check_call(self, config: GenerateConfig) -> None:
-        """What can be said of settings before there is a prompt."""
+        """Checks settings that do not depend on a prompt."""
         if config.stop_strings and self.tokenizer is None:
             raise ValueError(
                 f"stop holds the string {config.stop_strings[0]!r}, which needs Generator(tokenizer=...); "
@@ -224,7 +221,7 @@ class StepwiseGenerator:
         LogitsProcessors(config, self.model.vocab_size, eos, torch.device("cpu"))
 
     def _end_run(self) -> None:
-        """Ends a run that is under way: what was fed to rows that had ended is removed again."""
+        """Ends a run that is under way and removes the padding fed to ended rows."""
         self._run_state = None
         self._session.drop_padding()
 
@@ -251,7 +248,7 @@ class StepwiseGenerator:
         return prompts
 
     def _check_adapters(self, *, is_step: bool) -> None:
-        """Warns once where the tokens of the conversation were read with other adapters than are in use now."""
+        """Warns if the active adapters are not those the conversation was processed with."""
         known = self._adapters
         if known is not None and is_step and known.unchanged():
             return

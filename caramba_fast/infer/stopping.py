@@ -1,4 +1,4 @@
-"""When rows end: an end-of-sequence id, a stop string, a length, a time, or what the caller says."""
+"""Stopping: when a row ends: eos ids, stop strings and ids, length and time limits, the caller's criteria."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from caramba_fast.infer.sequence import FinishReason, TokenSequence
 
 #: As Hugging Face's ``StoppingCriteria``: (input_ids (B, L), scores) -> bool or (B,) bools.
 StoppingCriterion = Callable[..., "Tensor | bool"]
-#: Tokens that give no text of their own (bytes of one character) are looked at with so many more.
+#: Extra tokens decoded when looking for stop strings, since a token may hold only part of a character.
 SLACK = 8
 
 
 class Decoder(Protocol):
-    """What turns token ids into text: a `tokenizers.Tokenizer`, a Hugging Face tokenizer."""
+    """Turns token ids into text: a `tokenizers.Tokenizer` or a transformers tokenizer."""
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids."""
@@ -32,11 +32,8 @@ class Stopping:
     """Decides after each token whether its row has ended.
 
     Args:
-        config: settings.
-        eos_ids: ids that end a row.
-        tokenizer: decodes tokens, for stop strings.
-        criteria: the caller's, called with all tokens of the rows, padded at the front with ``fill``, and the
-            scores kept so far, or None.
+        config, eos_ids, tokenizer: settings, ids that end a row, and the decoder for stop strings.
+        criteria: the caller's; called with all tokens, left-padded with ``fill``, and the scores kept so far or None.
         began: when the call began (``time.monotonic``), from which max_time counts; by default now.
     """
 
@@ -58,7 +55,7 @@ class Stopping:
         self._deadline = None if config.max_time is None else began + config.max_time
 
     def after(self, row: TokenSequence) -> FinishReason | None:
-        """Why a row ends with its newest token, which was generated; None if it goes on."""
+        """Why a row ends with its newest token; None if it goes on."""
         token = row.tokens[-1]
         if token in self._eos:
             return "eos"
@@ -71,10 +68,9 @@ class Stopping:
     def end(
         self, rows: Sequence[TokenSequence], alive: Sequence[bool], scores: Sequence[Tensor] | None
     ) -> None:
-        """Notes in every row why it ends, if it does: those ``alive`` have just got a token.
+        """Sets the finish reason of every row that ends; rows ``alive`` have just got a token.
 
-        Args:
-            scores: those kept so far, (B, V) a step, for the caller's criteria.
+        ``scores`` are those kept so far, (B, V) per step, for the caller's criteria.
         """
         for row, goes_on in zip(rows, alive, strict=True):
             if goes_on:
@@ -95,12 +91,12 @@ class Stopping:
         count = min(row.new, self._window)
         newest, before = row.tokens[-count:], row.tokens[-count - SLACK : -count]
         text, early = self._text(before, newest), self._min_new - (row.new - count)
-        # What ends within the least length ends nothing.
+        # A stop string that ends within min_new_tokens does not count.
         held = len(self._text(before, newest[:early])) if early > 0 else 0
         return any(text.find(s, max(0, held - len(s) + 1)) >= 0 for s in self._strings)
 
     def _text(self, before: Sequence[int], ids: Sequence[int]) -> str:
-        """What ``ids`` say behind ``before``: decoded alone, a first token may lose the space it begins with."""
+        """Text of ``ids`` after ``before``; decoded alone, the first token may lose its leading space."""
         assert self._decode is not None
         head, whole = self._decode(list(before)), self._decode([*before, *ids])
         return whole[len(head) :] if whole.startswith(head) else self._decode(list(ids))
@@ -112,7 +108,7 @@ class Stopping:
 
     @property
     def has_criteria(self) -> bool:
-        """Whether the caller has a say."""
+        """Whether the caller gave criteria."""
         return bool(self._criteria)
 
     @property
@@ -126,7 +122,7 @@ class Stopping:
         scores: tuple[Tensor, ...] | None,
         new: int | None = None,
     ) -> list[bool]:
-        """Which rows the caller's criteria end, shown no more than ``new`` new tokens (`padded`)."""
+        """Which rows the caller's criteria end; they see at most ``new`` new tokens (`padded`)."""
         ended = [False] * len(rows)
         ids = padded(rows, self._fill, torch.device("cpu"), new)
         for criterion in self._criteria:
@@ -147,7 +143,7 @@ def _end(rows: Sequence[TokenSequence], which: Sequence[bool], reason: FinishRea
 
 
 def _decoding(tokenizer: Decoder) -> Callable[[list[int]], str]:
-    """Decodes special tokens too, where the tokenizer can: a stop string may be one."""
+    """A decode function that keeps special tokens if it can, since a stop string may be one."""
     decode: Callable[..., str] = tokenizer.decode
     try:
         decode([], skip_special_tokens=False)
@@ -159,8 +155,7 @@ def _decoding(tokenizer: Decoder) -> Callable[[list[int]], str]:
 def eos_ids(config: GenerateConfig, model: Any) -> frozenset[int]:
     """The ids that end a row: those of the settings, else the model's own.
 
-    Raises:
-        ValueError: one of them, or the padding id, is beyond the vocabulary.
+    Raises ValueError if one of them, or the padding id, is outside the vocabulary.
     """
     given = config.eos_token_id
     if given is None and not config.ignore_eos:
@@ -175,16 +170,15 @@ def eos_ids(config: GenerateConfig, model: Any) -> frozenset[int]:
 
 
 def ids_that_end(model: Any) -> tuple[int, ...]:
-    """The end-of-sequence ids of a model, in its order; none where it has none."""
+    """The end-of-sequence ids of a model, in its order; empty if it has none."""
     found = getattr(model, "eos_token_ids", None) or model.eos_token_id
     return (found,) if isinstance(found, int) else tuple(found or ())
 
 
 def row_limits(config: GenerateConfig, held: Sequence[int]) -> list[int]:
-    """Most new tokens of each row that holds ``held`` tokens, prompt included.
+    """Most new tokens of each row, which holds ``held`` tokens with its prompt.
 
-    Raises:
-        ValueError: a row has reached max_length already.
+    Raises ValueError if a row has already reached max_length.
     """
     if config.max_length is None:
         return [config.max_new_tokens] * len(held)
@@ -198,7 +192,7 @@ def row_limits(config: GenerateConfig, held: Sequence[int]) -> list[int]:
 
 
 def warn_past_positions(model: object, needed: int) -> None:
-    """Warns where a row may need more tokens than the positions a model was made for."""
+    """Warns if a row may exceed the number of positions the model was trained for."""
     most = getattr(model, "trained_positions", None)
     if most is not None and needed > most:
         warnings.warn(
@@ -211,15 +205,14 @@ def warn_past_positions(model: object, needed: int) -> None:
 def check_fits(
     rooms: Mapping[str, int | None], prompt: int, new: int, *, held: int = 0, row: int | None = None
 ) -> None:
-    """Raises ValueError where a row and its new tokens need more room than there is.
+    """Raises ValueError if a row and its new tokens need more room than there is.
 
-    The last token that is generated is not fed, so it needs none.
+    The last generated token is not fed, so it needs no room.
 
     Args:
-        rooms: what allows how many tokens, by name; None for no limit.
-        prompt, new: tokens of input, and most new ones.
-        held: tokens of earlier calls.
-        row: which row, for the message.
+        rooms: limits in tokens by name; None for no limit.
+        prompt, new, held: prompt tokens, most new ones, and tokens of earlier calls.
+        row: index for the message.
     """
     needed = held + prompt + new - 1
     for what, most in rooms.items():

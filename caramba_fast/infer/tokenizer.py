@@ -1,4 +1,4 @@
-"""Text and tokens: one face for the tokenizers there are, and text written as tokens arrive."""
+"""TextTokenizer: one interface for all tokenizers, with chat templates and streaming detokenization."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class TokenizerError(RuntimeError):
-    """A tokenizer failed with something that is no `Exception`, as native ones do when they panic."""
+    """A tokenizer panicked: it raised something that is not an `Exception`, as native code may."""
 
 
 class TextWriter:
-    """Writes text as tokens arrive.
+    """Detokenizes a stream of tokens.
 
-    A token is decoded together with those before it, since decoders drop the space before a first word,
-    and bytes that are not a whole character yet are held back.
+    Tokens are decoded together with those before them, since decoders drop the space before a first word. Bytes of an
+    incomplete character are held back.
 
     Args:
-        decode: tokens to text.
-        write: takes each new piece of text.
-        context: tokens before the first one put, already written.
+        decode: token ids to text.
+        write: called with each new piece of text.
+        context: the tokens before the first one, already written.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class TextWriter:
 
     @property
     def state(self) -> tuple[list[int], list[int]]:
-        """What it goes on from; may be put back."""
+        """The state between two tokens; can be set."""
         return list(self._written), list(self._waiting)
 
     @state.setter
@@ -52,8 +52,8 @@ class TextWriter:
         self._written, self._waiting = list(state[0]), list(state[1])
 
     def put(self, token: int) -> None:
-        """Takes one token."""
-        while len(self._written) < len(self._context):  # it may begin within a character
+        """Adds one token."""
+        while len(self._written) < len(self._context):  # the window may begin inside a character
             if not self._decode(self._written).startswith("\ufffd"):
                 break
             self._written = self._context[-len(self._written) - 1 :]
@@ -66,24 +66,24 @@ class TextWriter:
         return self._decode(self._written + self._waiting)[len(self._decode(self._written)) :]
 
     def close(self) -> None:
-        """Writes what is left, whole character or not."""
+        """Writes the remaining text, even an incomplete character."""
         if self._waiting:
             text = self._new_text()
-            # A token without text leaves those before it to what follows.
+            # Tokens without text stay in the window, as context of the next ones.
             kept = self._waiting if text else [*self._written, *self._waiting][-32:]
             self._written, self._waiting = kept, []
             self._write(text)
 
 
 class TextTokenizer:
-    """Encodes, decodes, streams, and lays out chats.
+    """Encodes, decodes and streams text, and applies chat templates.
 
     Args:
-        tokenizer: a `tokenizers.Tokenizer`, or a tokenizer of transformers.
-        folder: where it came from; a chat template is looked for there.
+        tokenizer: a `tokenizers.Tokenizer` or a transformers tokenizer.
+        folder: where it was loaded from; searched for a chat template.
 
     Raises:
-        TypeError: ``tokenizer`` has no encode and decode.
+        TypeError: ``tokenizer`` has no encode or decode.
     """
 
     def __init__(self, tokenizer: Any, folder: Path | None = None) -> None:
@@ -95,17 +95,15 @@ class TextTokenizer:
                 "transformers tokenizer is needed"
             )
         self.tokenizer, self.folder = tokenizer, folder
-        self._templated: Any = (
-            None  # the folder's tokenizer as transformers has it, once it was needed
-        )
+        self._templated: Any = None  # the folder's transformers tokenizer, once it was needed
 
     @classmethod
     def of(cls, tokenizer: Any) -> TextTokenizer:
-        """From a folder, a ``tokenizer.json`` or a GGUF file, or around a tokenizer object.
+        """Loads a folder, a ``tokenizer.json`` or a GGUF file, or wraps a tokenizer object.
 
         Raises:
-            FileNotFoundError, CheckpointError, TypeError: nothing there, damaged, or no tokenizer.
-            ModuleNotFoundError: what reads it is not installed.
+            FileNotFoundError, CheckpointError, TypeError: nothing there, damaged, or not a tokenizer.
+            ModuleNotFoundError: the library that reads it is not installed.
         """
         if isinstance(tokenizer, TextTokenizer):
             return tokenizer
@@ -123,7 +121,7 @@ class TextTokenizer:
         return cls(load_tokenizer(folder) if fast else load_hub_tokenizer(folder), folder)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of ``text``, with those the tokenizer adds (such as BOS) unless ``special`` is False."""
+        """Token ids of ``text``, with special tokens such as BOS unless ``special`` is False."""
         found = _called(self.tokenizer.encode, text, add_special_tokens=special)
         return list(getattr(found, "ids", found))
 
@@ -134,7 +132,7 @@ class TextTokenizer:
         return text
 
     def stream(self, tokens: Iterable[int], context: Sequence[int] = ()) -> Iterator[str]:
-        """Pieces of text as tokens arrive, never half a character; ``context`` is what precedes them."""
+        """Yields text in whole characters as tokens arrive; ``context`` holds the tokens before them."""
         pieces: list[str] = []
         writer = TextWriter(self.decode, pieces.append, context)
         for token in tokens:
@@ -144,11 +142,9 @@ class TextTokenizer:
         writer.close()
         yield from filter(None, pieces)
 
-    # -- chats --------------------------------------------------------------------------
-
     @property
     def has_chat_template(self) -> bool:
-        """Whether `chat` can lay out messages."""
+        """Whether `chat` can be used."""
         return bool(getattr(self.tokenizer, "chat_template", None)) or self._folder_has_template
 
     @property
@@ -170,16 +166,16 @@ class TextTokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, laid out as the model was trained.
+        """Token ids of a conversation, formatted with the chat template.
 
         Args:
-            messages: ``{"role": "user", "content": "…"}`` each.
-            add_generation_prompt: end where the model is to answer.
-            tools: JSON schemas of functions, given to the template as they are.
+            messages: mappings such as ``{"role": "user", "content": "…"}``.
+            add_generation_prompt: append the start of the assistant's turn.
+            tools: JSON schemas of functions, passed to the template.
 
         Raises:
-            ValueError: the tokenizer has no chat template, or the template refuses the messages.
-            ImportError: transformers or jinja2, which fill templates in, is not installed.
+            ValueError: there is no chat template, or it rejects the messages.
+            ImportError: transformers or jinja2 is not installed.
         """
         tokenizer = self._with_template()
         try:
@@ -218,12 +214,7 @@ class TextTokenizer:
 
 
 def _called(method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """What a tokenizer answers.
-
-    Raises:
-        TokenizerError: it panicked. Panics of Rust (pyo3's PanicException) are no `Exception`, and would be taken for
-            an interrupt.
-    """
+    """Calls a tokenizer; raises TokenizerError for a Rust panic, which is not an `Exception`."""
     try:
         return method(*args, **options)
     except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -233,11 +224,7 @@ def _called(method: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def find_tokenizer(folder: Path, tokenizer: Any = None) -> TextTokenizer | None:
-    """The tokenizer asked for, else the folder's own, else None.
-
-    Raises:
-        FileNotFoundError, CheckpointError, TypeError, ModuleNotFoundError: as `TextTokenizer.of`.
-    """
+    """``tokenizer`` if given, else that of the folder or GGUF file, else None; errors as `TextTokenizer.of`."""
     if tokenizer is not None:
         return TextTokenizer.of(tokenizer)
     names = (

@@ -1,7 +1,4 @@
-"""Generator with text in and out; ``python -m caramba_fast.inference.generate`` shows it.
-
-Everything is computed by `caramba_fast.infer`; this adds the tokenizer and nothing else.
-"""
+"""Generates text with a checkpoint and its tokenizer, on top of `caramba_fast.infer`."""
 
 from __future__ import annotations
 
@@ -25,28 +22,26 @@ if TYPE_CHECKING:
     from caramba_fast.infer.options import TextOptions
 
 RULE = "-" * 30
-#: What each call has of its own.
+#: Settings that are arguments of each call.
 OF_A_CALL = ("max_new_tokens", "temperature", "top_p")
-#: What would give other things than one text a prompt.
+#: Settings with which a prompt would not give exactly one text.
 NO_TEXT = ("return_dict", "return_dict_in_generate", "num_return_sequences")
 
 
 class Generator:
-    """Writes text with the model and tokenizer of a checkpoint folder; every call starts anew.
+    """Generates text with the model and tokenizer of a checkpoint folder; calls are independent.
 
     Args:
-        checkpoint_path: a Hugging Face checkpoint folder (config.json and safetensors).
-        tokenizer_path: a tokenizer folder, a ``tokenizer.json`` or a tokenizer object; None takes the
-            checkpoint's own.
-        device: where to compute.
-        dtype: of the weights; None for what the checkpoint stores.
-        log: takes a line of text at each step of loading.
-        settings: fields of `GenerateConfig` for every call, such as ``cache="q8"`` or ``seed=0``; not those that every
-            call has of its own (`OF_A_CALL`), nor what gives other things than one text a prompt (`NO_TEXT`).
+        checkpoint_path: a Hugging Face checkpoint folder (config.json and safetensors), a GGUF file or a Hub id.
+        tokenizer_path: a tokenizer folder, a ``tokenizer.json`` or a tokenizer object; None for the checkpoint's own.
+        device, dtype: of the weights; dtype None for the checkpoint's own.
+        log: called with a line of text at each step of loading.
+        settings: fields of `GenerateConfig` for every call, such as ``cache="q8"`` or ``seed=0``, except `OF_A_CALL`
+            and `NO_TEXT`.
 
     Raises:
         CheckpointError: the path is a pickle, missing or damaged; the message says what to do.
-        ValueError: a wrong setting, or a checkpoint without tokenizer and none given.
+        ValueError: an invalid setting, or there is no tokenizer.
     """
 
     def __init__(
@@ -66,7 +61,7 @@ class Generator:
                 f"{given[0]} is given with each call: generate(prompt, {given[0]}={self.settings[given[0]]!r})"
             )
         _check_text(self.settings)
-        GenerateConfig(**self.settings)  # says at once what is wrong
+        GenerateConfig(**self.settings)  # raises early for invalid settings
         folder = checkpoint_folder(checkpoint_path)
         log(f"Loading Tokenizer from {folder if tokenizer_path is None else tokenizer_path}...")
         tokenizer = find_tokenizer(folder, tokenizer_path)
@@ -85,12 +80,13 @@ class Generator:
         top_p: float | None = 0.9,
         **settings: Unpack[TextOptions],
     ) -> str:
-        """The prompt and what the model writes behind it.
+        """The prompt and the generated text after it.
 
         Args:
-            prompt: at least one token of text.
+            prompt: text of at least one token.
+            max_new_tokens: most tokens to generate.
             temperature: 0 is greedy.
-            top_p: nucleus; 1 or None for all tokens.
+            top_p: nucleus sampling; 1 or None for all tokens.
             settings: further fields of `GenerateConfig` for this call.
 
         Raises:
@@ -99,7 +95,7 @@ class Generator:
         return self.generate_batch([prompt], 1, max_new_tokens, temperature, top_p, **settings)[0]
 
     def generate_text(self, prompt: str, *args: Any, **settings: Unpack[TextOptions]) -> str:
-        """`generate` by another name."""
+        """Alias of `generate`."""
         return self.generate(prompt, *args, **settings)
 
     def generate_stream(
@@ -110,7 +106,7 @@ class Generator:
         top_p: float | None = 0.9,
         **settings: Unpack[TextOptions],
     ) -> Iterator[str]:
-        """Yields the new text in pieces, as it is written; the prompt is not among them."""
+        """Yields the new text, without the prompt, in pieces as it is generated."""
         given = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
         ids = self._encode(prompt)
         generator = self._generator([ids], {**given, **settings})
@@ -127,11 +123,11 @@ class Generator:
         top_p: float | None = 0.9,
         **settings: Unpack[TextOptions],
     ) -> list[str]:
-        """What `generate` returns, for several prompts, ``batch_size`` of them at a time.
+        """`generate` for several prompts, ``batch_size`` of them at a time.
 
         Raises:
             TypeError: prompts is one string.
-            ValueError: batch_size below 1, and as `generate`.
+            ValueError: batch_size below 1, or as `generate`.
         """
         if isinstance(prompts, str):
             raise TypeError("prompts is one string; a list of them is needed")
@@ -143,8 +139,6 @@ class Generator:
         for start in range(0, len(rows), batch_size):
             texts += self._texts(rows[start : start + batch_size], {**given, **settings})
         return texts
-
-    # -- inside -------------------------------------------------------------------------
 
     def _texts(self, rows: list[list[int]], settings: dict[str, Any]) -> list[str]:
         generator = self._generator(rows, settings)
@@ -172,7 +166,7 @@ class Generator:
 
     @staticmethod
     def _without_eos(generator: TokenGenerator, tokens: Iterator[int]) -> Iterator[int]:
-        """Tokens up to the one that ends the text, which is none of it."""
+        """Tokens up to the one that ends the text, without it."""
         for token in tokens:
             if token in generator.eos_ids:
                 return
@@ -180,7 +174,7 @@ class Generator:
 
 
 def _check_text(settings: dict[str, Any]) -> None:
-    """Raises ValueError for settings with which a prompt would not give one text, or that contradict each call's."""
+    """Raises ValueError for settings with which a prompt would not give exactly one text."""
     if settings.get("max_length") is not None:
         raise ValueError(
             f"max_length is {settings['max_length']!r}; here max_new_tokens says how long a text gets"
@@ -194,7 +188,7 @@ def _check_text(settings: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Loads, prompts, prints."""
+    """The command line: loads a checkpoint, generates, prints."""
     parser = argparse.ArgumentParser(
         "python -m caramba_fast.inference.generate", description=__doc__, allow_abbrev=False
     )

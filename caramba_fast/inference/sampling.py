@@ -1,4 +1,4 @@
-"""Temperature and nucleus sampling as functions of tensors."""
+"""Temperature and nucleus sampling of tensors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Logits (..., V) divided by ``temperature``, of which less than 1e-5 counts as 1e-5.
+    """Logits (..., V) divided by ``temperature``, at least 1e-5.
 
     Raises:
-        ValueError: the temperature is negative or no number.
+        ValueError: the temperature is negative or NaN.
     """
     if not temperature >= 0:
         raise ValueError(f"temperature is {temperature}; 0 or more is allowed")
@@ -18,12 +18,10 @@ def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
 
 
 def sample_top_p(probs: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:
-    """Draws from the smallest set of likeliest tokens whose probability reaches ``p`` (arXiv:1904.09751).
-
-    Each row is normalized by its own sum, so that a batch draws as its rows would alone.
+    """Samples from the smallest set of most likely tokens whose probability reaches ``p`` (arXiv:1904.09751).
 
     Args:
-        probs: (..., V), 0 or more; rows need not add up to 1. It is not changed.
+        probs: (..., V), 0 or more; each row is normalized by its sum. It is not changed.
         p: above 0, 1 for all tokens.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Models: what generation asks of one, the native Transformer, and the demo weights."""
+"""Models: the LanguageModel protocol, the native Transformer, loaders, and the demo models."""
 
 from caramba_fast.models.checkpoint import load_model
 from caramba_fast.models.config import CheckpointError, ModelConfig, RopeParameters

@@ -1,9 +1,9 @@
-"""Attention layers of the native model: grouped queries, and decoupled bottleneck attention (DBA).
+"""Attention layers of the native model: grouped-query attention, and decoupled bottleneck attention (DBA).
 
-A score of DBA is the sum of a semantic product (keys without position) and a geometric one (keys with RoPE), each with
-its own narrow width and scale; values have a width of their own. The cache of a token is ``sem_dim + geo_dim + v_dim``
-values instead of two full widths. An optional learned null key and value lets a head attend to nothing. Prompts attend
-to their exact K and V.
+A DBA score is the sum of a semantic product (keys without position) and a geometric one (keys with RoPE), each with
+its own small width and scale; values have their own width. A cached token takes ``sem_dim + geo_dim + v_dim`` values
+(fewer with grouped heads) instead of two full widths. An optional learned null key and value lets a head attend to
+nothing. Prompts attend to their exact K and V.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ def dense_attention(
     scale: float | None = None,
     nulls: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Attention of T tokens to themselves and those before them: on a CPU by our kernels, else by torch's SDPA.
+    """Causal attention among T tokens: by our kernels on a CPU, else by torch's SDPA.
 
-    What is not finite stays visible: torch's causal SDPA answers a query, or a key, of NaN with finite
-    numbers on some devices; here all that such a one reaches is NaN.
+    Queries that are not finite, or reach a key that is not, give NaN; torch's causal SDPA hides them on some devices.
 
     Args:
         q: (B, H_q, T, D).
         k, v: (B, H_kv, T, D) and (..., D_v), H_q a multiple of H_kv.
-        window: tokens a query reaches back, itself included; None for all.
+        window: sliding window in tokens, the query's own included; None for all.
         scale: of the scores; by default D ** -0.5.
-        nulls: a key (H_kv, D) and a value (H_kv, D_v) that every query sees besides; with a window there are none.
+        nulls: a key (H_kv, D) and a value (H_kv, D_v) that every query also attends to; not with a window.
 
     Returns:
         (B, H_q, T, D_v).
@@ -59,12 +58,12 @@ def dense_attention(
             for null, x in zip(nulls, (k, v), strict=True)
         )
     missing = v.shape[-1] - q.shape[-1]
-    if missing > 0:  # equal widths keep SDPA on its flash kernel
+    if missing > 0:  # with equal widths SDPA uses its flash kernel
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         q, k = F.pad(q, (0, missing)), F.pad(k, (0, missing))
     groups, length = q.shape[1] // k.shape[1], q.shape[2]
     spoilt = _spoilt(q, k, window, leading, groups)
-    if groups > 1:  # SDPA's own enable_gqa leaves the flash kernel on CPU
+    if groups > 1:  # SDPA's enable_gqa does not use the flash kernel on a CPU
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     mask = None
     if window is not None and length > window:
@@ -89,12 +88,12 @@ def _spoilt(q: Tensor, k: Tensor, window: int | None, leading: int, groups: int)
 
 
 def _adds_up(x: Tensor) -> bool:
-    """Whether the sum of x is finite: where something in x is not, it is not."""
+    """Whether the sum of x is finite, which implies that all of x is."""
     return bool(x.sum(dtype=torch.float32 if x.dtype == torch.float16 else None).isfinite())
 
 
 def _unsound(x: Tensor) -> Tensor:
-    """(...) bool for x (..., D): NaN or infinity among its values; a sum is one pass, looking at each is four."""
+    """(...) bool for x (..., D): whether the sum is not finite; one pass, where checking each value takes four."""
     return ~x.sum(-1, dtype=torch.float32).isfinite()
 
 
@@ -102,10 +101,10 @@ class Step(NamedTuple):
     """One forward pass.
 
     Attributes:
-        phases: cos and sin (B, T, D / 2) of the query positions, in the dtype of the model.
-        exact: it is a prompt on an empty cache, and attends to its exact K and V.
-        query_lens: real tokens of each row, or None when no row is padded.
-        rows: (M,) int64, the rows whose result is wanted, in a layer that none follows; None for all.
+        phases: cos and sin (B, T, D / 2) of the query positions, in the model's dtype.
+        exact: a prompt on an empty cache, which attends to its exact K and V.
+        query_lens: real tokens of each row; None if no row is padded.
+        rows: (M,) int64, the rows whose result is needed, in the last layer; None for all.
     """
 
     phases: tuple[Tensor, Tensor]
@@ -114,20 +113,20 @@ class Step(NamedTuple):
     rows: Tensor | None = None
 
     def wanted(self, x: Tensor) -> Tensor:
-        """The rows of x (N, ...) whose result is wanted."""
+        """The rows of x (N, ...) whose result is needed."""
         return x if self.rows is None else x[self.rows]
 
     def rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q of the rows that are wanted and k of all, (B, H, T, D), at their positions."""
+        """RoPE applied to q of the needed rows and k of all, (B, H, T, D)."""
         if self.rows is None:
             return rotate_both(q, k, *self.phases)
         cos, sin = (x[:, None] for x in self.phases)
         return rotate(q, self.wanted(cos), self.wanted(sin)), rotate(k, cos, sin)
 
     def rope(self, q: Tensor) -> Rope | None:
-        """RoPE of q (B, H, T, D) and its keys as a part of their append; None where it cannot be.
+        """RoPE of q (B, H, T, D) and its keys, to be fused into the append; None if it cannot be, or is slower.
 
-        A prompt attends to its exact keys, and needs them turned; so does a gradient. On some devices it takes longer.
+        A prompt attends to its exact keys, and needs them rotated; so does a gradient.
         """
         if q.device.type not in Rope.FASTER_ON:
             return None
@@ -162,7 +161,7 @@ class DecoupledAttention(nn.Module):
         self.has_null = dims.null_kv
 
     def forward(self, x: Tensor, step: Step, cache: DecoupledLayerKVCache | None) -> Tensor:
-        """x (B, T, hidden) -> (B, T, hidden), of the rows that are wanted."""
+        """x (B, T, hidden) -> (B, T, hidden) of the needed rows."""
         wanted = step.wanted(x)
         q_sem = self._heads(self.q_sem_proj(wanted), self.sem_head)
         k_sem = self._heads(self.k_sem_proj(x), self.sem_head)
@@ -194,7 +193,7 @@ class DecoupledAttention(nn.Module):
     def _self_attend(
         self, q_sem: Tensor, q_geo: Tensor, k_sem: Tensor, k_geo: Tensor, v: Tensor
     ) -> Tensor:
-        """Both products as one: queries and keys side by side, the scales folded into the queries."""
+        """One product for both scores: queries and keys side by side, the scales folded into the queries."""
         q = torch.cat((q_sem * self.sem_head**-0.5, q_geo * self.geo_head**-0.5), dim=-1)
         k = torch.cat((k_sem, k_geo), dim=-1)
         nulls = None
@@ -206,7 +205,7 @@ class DecoupledAttention(nn.Module):
 class Attention(Projecting):
     """Grouped-query attention with optional biases, q/k norm and a sliding window."""
 
-    qkv_proj: MergedLinear  # in the place of q_proj, k_proj and v_proj, where they were merged
+    qkv_proj: MergedLinear  # replaces q_proj, k_proj and v_proj if they were merged
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -224,7 +223,7 @@ class Attention(Projecting):
         )
 
     def forward(self, x: Tensor, step: Step, cache: LayerKVCache | None) -> Tensor:
-        """x (B, T, hidden) -> (B, T, hidden), of the rows that are wanted."""
+        """x (B, T, hidden) -> (B, T, hidden) of the needed rows."""
         if "qkv_proj" in self._modules:
             q, k, v = self.qkv_proj(x).split(self.widths, dim=-1)
             q = step.wanted(q)

@@ -1,6 +1,6 @@
-"""Loads a Hugging Face checkpoint folder: config.json and safetensors, nothing executable.
+"""Loads a Hugging Face checkpoint folder: config.json and safetensors.
 
-``pytorch_model.bin`` is refused: safetensors cannot run code when it is opened.
+Pickles such as ``pytorch_model.bin`` are refused, because opening one can run code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from caramba_fast.models.hub import local_path
 from caramba_fast.models.transformer import Transformer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-#: Dtypes of weights, as safetensors writes them.
+#: Dtypes of weights, as safetensors names them.
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -30,19 +30,20 @@ def load_model(
     device: torch.device | str = "cpu",
     revision: str | None = None,
 ) -> Transformer:
-    """The model in ``path``, in eval mode.
+    """Loads a model in eval mode.
 
     Args:
-        path: a folder as ``save_pretrained`` writes it, a GGUF file, or an id on the Hub (``organisation/name``),
-            which is downloaded where there is no such path.
-        dtype: float32, float16, bfloat16, or None for what the checkpoint stores; of GGUF that is float32 where all
-            weights are, else bfloat16 or float16.
-        device: where to put the weights.
-        revision: of a Hub id: a branch, a tag or a commit.
+        path: a folder as ``save_pretrained`` writes it, a GGUF file, or a Hub id (``organisation/name``), which is
+            downloaded if there is no such path.
+        dtype: float32, float16, bfloat16, or None for the checkpoint's own; for GGUF that is float32 if all weights
+            are, else bfloat16 or float16.
+        device: device of the weights.
+        revision: branch, tag or commit of a Hub id.
 
     Raises:
-        CheckpointError: the folder is missing, damaged, unsafe or of an unsupported family; the
-            message names the file and lists what is missing or unexpected.
+        TypeError: another dtype.
+        CheckpointError: the folder is missing, damaged, unsafe or of an unsupported family; the message names the file
+            and lists what is missing or unexpected.
     """
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"dtype is {dtype}; allowed are float32, float16, bfloat16, None")
@@ -69,15 +70,15 @@ def assembled(
     dtype: torch.dtype | None,
     device: torch.device | str,
 ) -> Transformer:
-    """A model made of its weights, in eval mode.
+    """A model in eval mode made of its weights.
 
     Args:
-        state: by Hugging Face's names.
+        state: weights by Hugging Face's names.
         source: where they are from, for messages.
-        dtype, device: as of `load_model`.
+        dtype, device: as in `load_model`.
 
     Raises:
-        CheckpointError: weights that are missing, unexpected, or of another shape.
+        CheckpointError: weights are missing, unexpected, or of another shape.
     """
     config = _tied_as_stored(config, state, source)
     with torch.device("meta"):
@@ -98,7 +99,7 @@ def assembled(
 
 
 def _tied_as_stored(config: ModelConfig, state: dict[str, Tensor], source: Path) -> ModelConfig:
-    """Takes an output matrix of its own, where a checkpoint has one, whatever its config says; as transformers does."""
+    """Uses a separate output matrix if the checkpoint has one, whatever its config says, as transformers does."""
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if not config.tie_word_embeddings or head not in state:
         return config
@@ -115,7 +116,7 @@ def _tied_as_stored(config: ModelConfig, state: dict[str, Tensor], source: Path)
 
 
 def _with_generation_ids(config: ModelConfig, folder: Path) -> ModelConfig:
-    """Takes eos and pad ids from generation_config.json, where chat models keep the fuller list."""
+    """Takes eos and pad ids from generation_config.json, which has the longer list for chat models."""
     file = folder / "generation_config.json"
     if not file.is_file():
         return config
@@ -132,18 +133,14 @@ def _with_generation_ids(config: ModelConfig, folder: Path) -> ModelConfig:
 
 
 class WeightFiles:
-    """The safetensors files of a folder: what they say they hold, before anything of it is believed or read.
-
-    Args:
-        folder: with ``model.safetensors``, or shards and their index.
+    """The safetensors files of a folder; headers are checked before weights are read.
 
     Attributes:
-        shapes: of every tensor.
-        dtypes: of every tensor, as safetensors writes them ("F32").
+        shapes, dtypes: of every tensor; dtypes as safetensors names them ("F32").
 
     Raises:
-        CheckpointError: a file is missing or damaged, a tensor is in two shards or not in the one the index
-            names, or is no floating-point tensor.
+        CheckpointError: a file is missing or damaged, a tensor is in two shards or not in the one the index names, or
+            is not a floating-point tensor.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -190,7 +187,7 @@ class WeightFiles:
             ) from error
 
     def check(self, config: ModelConfig) -> None:
-        """Raises CheckpointError where sizes of ``config`` are larger than the weights: nothing is made of them."""
+        """Raises CheckpointError if ``config`` has larger sizes than the weights, before anything is allocated."""
         stated = {
             "num_hidden_layers": (config.num_hidden_layers, self._layers()),
             "vocab_size": (config.vocab_size, self._size("embed_tokens.weight")),
@@ -217,13 +214,13 @@ class WeightFiles:
         return len(found)
 
     def _size(self, ending: str) -> int:
-        """The largest size of tensors of that name; where there are none it is not known, and all is allowed."""
+        """The largest dimension of tensors with that name; no limit if there are none."""
         return max(
             (max(s, default=0) for n, s in self.shapes.items() if n.endswith(ending)), default=2**31
         )
 
     def load(self) -> dict[str, Tensor]:
-        """Every tensor."""
+        """Reads every tensor, by name."""
         state: dict[str, Tensor] = {}
         for file in sorted(set(self._files.values())):
             try:
@@ -238,7 +235,7 @@ class WeightFiles:
 
 
 def _weight_map(folder: Path) -> dict[str, Path] | None:
-    """The shard of each tensor; None where there is one file."""
+    """The shard of each tensor; None if there is a single file."""
     if (folder / SINGLE).is_file():
         return None
     index = folder / INDEX
@@ -265,7 +262,7 @@ def _weight_map(folder: Path) -> dict[str, Path] | None:
 
 
 def _check_names(model: Transformer, state: dict[str, Tensor], folder: Path) -> None:
-    """Every parameter once, in the right shape, and nothing else."""
+    """Raises CheckpointError unless there is every parameter in the right shape, and nothing else."""
     wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         wanted.pop("lm_head.weight", None)

@@ -1,7 +1,6 @@
-"""Hyper-parameters of the native Transformer, read from a Hugging Face ``config.json``.
+"""ModelConfig: hyper-parameters of the native Transformer, read from a Hugging Face ``config.json``.
 
-Field names are Hugging Face's, so that a checkpoint folder written by transformers
-needs no translation and one written here loads in ``AutoModelForCausalLM``.
+Field names are Hugging Face's, so transformers' folders load as they are, and one written here loads in transformers.
 """
 
 from __future__ import annotations
@@ -13,25 +12,25 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from caramba_fast.config.files import explain, read_json, shown
 
-#: Families of Hugging Face checkpoints, and the native one that has decoupled attention.
+#: Families of Hugging Face checkpoints, and the native one with decoupled attention.
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "caramba_dba")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
-#: A size: weights and kernels count in 32 bits.
+#: A size; weights and kernels use 32-bit indices.
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint folder that cannot be used, and why."""
+    """A checkpoint cannot be used; the message says why."""
 
 
 class UnsupportedCheckpointError(CheckpointError):
-    """A checkpoint that asks for something the native model does not have; transformers may have it."""
+    """The native model does not support a checkpoint; transformers may."""
 
 
 class RopeParameters(BaseModel):
-    """Rotary frequencies: ``rope_type`` and what it needs (names as in transformers)."""
+    """Parameters of RoPE, named as in transformers."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
@@ -50,13 +49,13 @@ class RopeParameters(BaseModel):
 
 
 class DecoupledDims(BaseModel):
-    """Widths of decoupled bottleneck attention, over all query heads.
+    """Widths of decoupled bottleneck attention, summed over all query heads.
 
     Attributes:
         sem_dim: semantic queries and keys, without position.
         geo_dim: geometric queries and keys, with RoPE.
         v_dim: values.
-        null_kv: a learned key and value of each kv head that every query sees.
+        null_kv: each kv head has a learned key and value that every query attends to.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -68,10 +67,9 @@ class DecoupledDims(BaseModel):
 
 
 class ModelConfig(BaseModel):
-    """A Llama-family decoder.
+    """Configuration of a Llama-family decoder, with the fields of transformers' configurations.
 
-    Attributes follow transformers' ``LlamaConfig`` / ``Qwen2Config`` / ``Qwen3Config`` /
-    ``MistralConfig``; ``qkv_bias`` and ``qk_norm`` are what tells the families apart.
+    ``qkv_bias`` and ``qk_norm`` tell the families apart.
     """
 
     model_config = ConfigDict(
@@ -130,7 +128,7 @@ class ModelConfig(BaseModel):
 
     @property
     def rope_dim(self) -> int:
-        """Values of a head that RoPE turns."""
+        """Values of a head that RoPE rotates."""
         if self.decoupled is None:
             return self.head_dim
         return self.decoupled.geo_dim // self.num_attention_heads
@@ -173,7 +171,7 @@ class ModelConfig(BaseModel):
 
     @classmethod
     def from_file(cls, path: str | Path) -> ModelConfig:
-        """Reads ``config.json``; raises CheckpointError naming the file when it is damaged."""
+        """Reads ``config.json``; raises CheckpointError, naming the file, if it is missing or damaged."""
         try:
             raw = read_json(path)
         except FileNotFoundError as error:
@@ -206,7 +204,7 @@ class ModelConfig(BaseModel):
             "dtype": "float16",
             "torch_dtype": "float16",
             "use_cache": True,
-            # None is written out: for these fields transformers has defaults that are not None.
+            # None is written out, because transformers has other defaults for these fields.
             **self.model_dump(mode="json", exclude=own),
         }
         if self.model_type in ("qwen2", "qwen3"):
@@ -218,7 +216,7 @@ class ModelConfig(BaseModel):
 
 
 _ROPE_BASE = {"rope_type", "rope_theta"}
-#: What transformers expects to find for each rule.
+#: Fields that transformers expects for each RoPE type.
 _ROPE_FIELDS = {
     "default": _ROPE_BASE,
     "linear": _ROPE_BASE | {"factor"},
@@ -261,9 +259,8 @@ def _rope_from_hf(raw: dict[str, Any]) -> RopeParameters:
     found["rope_type"] = rope_type
     trained = raw.get("original_max_position_embeddings")
     if trained is not None and rope_type in ("llama3", "yarn"):
-        found["original_max_position_embeddings"] = (
-            trained  # as in transformers, above what the object says
-        )
+        # As in transformers, this takes precedence over the value in the object.
+        found["original_max_position_embeddings"] = trained
     longest = raw.get("max_position_embeddings") or 2048
     defaults = {
         "rope_theta": raw.get("rope_theta") or 10000.0,
@@ -288,18 +285,18 @@ def _rope_from_hf(raw: dict[str, Any]) -> RopeParameters:
 
 
 def _uniform_window(raw: dict[str, Any], family: str) -> int | None:
-    """The sliding window all layers share, or None; a mix of layers is refused."""
+    """The sliding window all layers share, or None; raises if layers differ."""
     uses = {"llama": False, "caramba_dba": True, "mistral": True}.get(
         family, bool(raw.get("use_sliding_window", False))
     )
     if family == "mistral" and "sliding_window" not in raw:
-        return 4096  # what transformers takes where nothing is said
+        return 4096  # transformers' default
     if "sliding_window" not in raw and uses and family in ("qwen2", "qwen3"):
-        raw = {**raw, "sliding_window": 4096}  # as above; which layers have it is to be seen
+        raw = {**raw, "sliding_window": 4096}  # transformers' default; layer_types is checked below
     if raw.get("sliding_window") is None or not uses:
         return None
     if family == "caramba_dba":
-        return _integer(raw, "sliding_window")  # refused with the other settings
+        return _integer(raw, "sliding_window")  # rejected by ModelConfig
     window, layers = _integer(raw, "sliding_window"), _integer(raw, "num_hidden_layers")
     kinds = raw.get("layer_types")
     known = isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)
@@ -308,7 +305,7 @@ def _uniform_window(raw: dict[str, Any], family: str) -> int | None:
             f"layer_types is {shown(kinds)}; a list with one entry a layer is needed"
         )
     if family == "mistral":
-        return window  # all of its layers are alike, whatever layer_types says
+        return window  # all its layers are alike, whatever layer_types says
     if kinds is None:
         first = raw.get("max_window_layers", 28)
         if type(first) is not int:

@@ -1,7 +1,6 @@
-"""Models in the style ``model(tokens, ctx=InferContext)``, as language models.
+"""ContextModel: models called as ``model(tokens, ctx=InferContext)``, as language models.
 
-Such a model is given, beside the tokens, what it needs to read and grow the caches. `InferContext.attend` does
-what most of their attention layers want in one call.
+The context gives such a model the caches; `InferContext.attend` stores K and V and attends in one call.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class InferContext:
-    """One forward pass of a model in this style.
+    """Context of one forward pass.
 
     Attributes:
-        caches: one a layer, or None to attend among the tokens alone.
-        positions: (B, T) int64, where in its row each token stands.
-        pos_offset: tokens the longest row holds already.
-        query_lens: real tokens of each row, the rest is padding at the end; None when all are.
+        caches: one per layer, or None to attend among the tokens alone.
+        positions: (B, T) int64 position of each token in its row.
+        pos_offset: cached tokens of the longest row.
+        query_lens: real tokens of each row, the rest is padding at the end; None if all are real.
         exact: a prompt on an empty cache attends to its exact K and V.
-        q_chunk: query tokens attention takes at a time; None leaves it to the op.
-        local_window: tokens a query reaches back, itself included; None for all.
+        q_chunk: query tokens that attention processes at a time; None for the op's default.
+        local_window: sliding window in tokens, the query's own included; None for all.
     """
 
     caches: Sequence[LayerCache] | None
@@ -51,11 +50,11 @@ class InferContext:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttendOptions]
     ) -> Tensor:
-        """Stores K and V in the layer's cache and attends over all of it.
+        """Appends K and V to the layer's cache and attends over all of it.
 
         Args:
-            layer: its index in ``caches``.
-            q: (B, H_q, T, D); k, v: (B, H_kv, T, D), positions applied.
+            layer: index of the layer in ``caches``.
+            q: (B, H_q, T, D); k, v: (B, H_kv, T, D), with positions applied.
             options: of `LayerKVCache.attend`, such as softmax_scale.
 
         Returns:
@@ -83,17 +82,17 @@ class InferContext:
 class ContextModel(nn.Module):
     """A model called as ``model(tokens, ctx=InferContext)``, as a `LanguageModel`.
 
-    What is not given is taken from attributes of the same name, of the model or its ``config``.
+    Arguments left out are taken from attributes of the same name of the model or its ``config``.
 
     Args:
-        model: tokens (B, T) and a context to logits (B, T, V).
-        cache_layout: shapes of its layers' caches.
-        vocab_size: token ids it knows.
+        model: maps tokens (B, T) and a context to logits (B, T, V).
+        cache_layout: cache shapes of its layers.
+        vocab_size: number of token ids.
         eos_token_id, pad_token_id: ids, or None.
-        q_chunk, local_window: see `InferContext`.
+        q_chunk, local_window: as in `InferContext`.
 
     Raises:
-        TypeError: it takes no ``ctx``, or cache_layout or vocab_size is nowhere to be found.
+        TypeError: it takes no ``ctx``, or cache_layout or vocab_size is missing.
         ValueError: q_chunk or local_window below 1.
     """
 
@@ -131,12 +130,12 @@ class ContextModel(nn.Module):
 
     @property
     def cache_layout(self) -> list[AnyLayerShape]:
-        """What each layer caches."""
+        """Shape of each layer's cache."""
         return with_query_rms(self, self._layout)
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are, else what the model says, else the CPU."""
+        """Device of the weights, else the model's ``device``, else the CPU."""
         weight = next(self.parameters(), None)
         given = weight.device if weight is not None else _found(self.model, "device")
         return torch.device(given or "cpu")
@@ -154,7 +153,7 @@ class ContextModel(nn.Module):
         query_lens: Sequence[int] | None = None,
         logits_index: Tensor | None = None,
     ) -> Tensor:
-        """(B, T) ids -> (B, T, V) logits, or (B, 1, V) with ``logits_index``, as `LanguageModel`."""
+        """(B, T) ids -> (B, T, V) logits, or (B, 1, V) with ``logits_index``, as in `LanguageModel`."""
         batch, length = query_token_ids.shape
         steps = torch.arange(length, device=query_token_ids.device).expand(batch, length)
         refuse_recording(self.device, self.why_not_recorded)

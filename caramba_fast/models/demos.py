@@ -1,8 +1,7 @@
-"""The trained demo models: offline, real text, real quality figures. A source tree has them; a release has them in a
-distribution of its own, caramba-fast-demo, which puts them into the same folder.
+"""The trained demo models, for offline use. They are in a source tree, or in the distribution caramba-fast-demo.
 
-`HARD_NAMES` are variants on which cache quantization is judged. They ship as what differs from the
-model they were made from (``delta.safetensors``), so they are composed when they are loaded.
+`HARD_NAMES` are variants that are hard to quantize. They ship as the difference to their base model
+(``delta.safetensors``), which is applied when they are loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 NAMES = ("gqa", "dba")
-#: Hard variant -> the demo model whose weights its delta goes on top of.
+#: Hard variant -> the demo model its delta is applied to.
 _BASES = {"gqa_bias": "gqa"}
 HARD_NAMES = tuple(_BASES)
 DELTA = "delta.safetensors"
@@ -32,12 +31,11 @@ def demo_path(name: str = "gqa") -> Path:
     """The Hugging Face checkpoint folder of a demo model.
 
     Args:
-        name: "gqa" or "dba"; "demo:gqa", as commands have it, is the same.
+        name: "gqa" or "dba", also written "demo:gqa".
 
     Raises:
         FileNotFoundError: the demo models are not installed; the message says what to do.
-        ValueError: an unknown name, or a hard variant, which has no full checkpoint in the
-            package (`save_demo` writes one); the message lists the known names.
+        ValueError: an unknown name, or a hard variant, for which `save_demo` writes a checkpoint.
     """
     known = _canonical(name)
     if known in HARD_NAMES:
@@ -52,7 +50,7 @@ def load_demo(name: str = "gqa", *, device: torch.device | str = "cpu") -> Trans
     """A demo model or a hard variant in float32 (weights are stored in float16).
 
     Args:
-        name: "gqa", "dba" or "gqa/bias"; "demo:gqa/bias", as commands have it, is the same.
+        name: "gqa", "dba" or "gqa/bias", also written "demo:gqa/bias".
 
     Raises:
         FileNotFoundError: the demo models are not installed; the message says what to do.
@@ -84,15 +82,14 @@ def save_demo(name: str, folder: str | Path) -> None:
 
 
 def with_delta(base: Transformer, folder: Path) -> Transformer:
-    """``base`` with the tensors and config of a delta folder in place of its own.
+    """A copy of ``base`` with the tensors and config of a delta folder.
 
     Args:
-        base: the model the delta was made from; tensors the delta leaves alone are shared with it.
+        base: the model the delta was made from; unchanged tensors are shared with it.
         folder: holds ``config.json`` and ``delta.safetensors`` (any dtype; cast to the base's).
 
     Raises:
-        CheckpointError: the folder is damaged, or base and delta together are not the tensors that
-            config.json asks for.
+        CheckpointError: the folder is damaged, or does not fit the base.
     """
     from safetensors import SafetensorError  # noqa: PLC0415 - only loading needs it
     from safetensors.torch import load_file  # noqa: PLC0415
@@ -117,11 +114,7 @@ def with_delta(base: Transformer, folder: Path) -> Transformer:
 
 
 def _canonical(name: str) -> str:
-    """A name as it is written for commands ("demo", "demo:gqa", "gqa/bias") -> the folder's.
-
-    Raises:
-        ValueError: an unknown name; the message lists the known ones.
-    """
+    """Folder name of a demo model given as in commands ("demo", "demo:gqa", "gqa/bias"); ValueError if unknown."""
     known = {"demo": "gqa"} | {each.replace("_", "/"): each for each in (*NAMES, *HARD_NAMES)}
     short = name.removeprefix("demo:")
     found = known.get(short.replace("_", "/"))
@@ -166,11 +159,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise
     except (
         BaseException
-    ) as error:  # nothing more specific is raised, and a panic of Rust is no Exception
+    ) as error:  # nothing more specific is raised, and a Rust panic is not an Exception
         raise CheckpointError(
             f"{file} cannot be read as a tokenizer: {str(error)[:300]}"
         ) from error
-    found.no_truncation()  # a file may have both, of what it was trained with: texts are read whole
+    found.no_truncation()  # the file may have settings of the training
     found.no_padding()
     return found
 
@@ -181,5 +174,5 @@ def demo_tokenizer(name: str = "gqa") -> Tokenizer:
 
 
 def held_out_text() -> str:
-    """Python source the demo models have not seen (PSF licence)."""
+    """Python source that the demo models were not trained on (PSF licence)."""
     return _installed(_FOLDER / "held_out.txt").read_text(encoding="utf-8")

@@ -1,9 +1,9 @@
-"""GGUF files, as llama.cpp has them: what their metadata says of a model, and its weights, dequantized.
+"""GgufFile: model configuration and dequantized weights from a GGUF file, as llama.cpp writes it.
 
-Weights are had from the ``gguf`` package. What is read here is all that changes the result: rotary scaling (in the
-metadata, or as factors in ``rope_freqs.weight``), windows, tied embeddings, the rows of Llama's queries and keys,
-which llama.cpp interleaves, and the norms of Gemma, to which it adds 1. What is not known is refused by name.
-Names of fields and tensors: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+Weights are read with the ``gguf`` package. All that changes the result is converted: RoPE scaling (in the metadata, or
+as factors in ``rope_freqs.weight``), sliding windows, tied embeddings, the rows of Llama's queries and keys, which
+llama.cpp interleaves, and Gemma's norms, to which it adds 1. Anything unknown is rejected by name. Names of fields and
+tensors: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 from caramba_fast.models.config import CheckpointError
 
 SUFFIX = ".gguf"
-#: Architecture of a file -> model_type of Hugging Face. Mistral's files say "llama".
+#: Architecture of a file -> Hugging Face's model_type. Mistral's files say "llama".
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
-#: Tensors of a file, less ``.weight`` or ``.bias``, and what Hugging Face calls them.
+#: Tensor of a file without ``.weight`` or ``.bias`` -> Hugging Face's name.
 WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 BLOCK = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -36,37 +36,34 @@ GEMMA_BLOCK = {
     **BLOCK, "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
-#: The lists of a vocabulary, which are long and are the tokenizer's.
+#: The lists of the vocabulary, which are long.
 LISTS = {f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores", "token_type")}
-#: Those of them that are kept.
+#: Those that are read.
 LISTED = ("tokens", "token_type")
-#: Tokens that end an answer whatever ids the metadata names: llama.cpp knows them by their text, and many files rely
-#: on that. Gemma's and Llama's say only where a document ends, Qwen's only where a turn does.
+#: Tokens that end an answer whatever ids the metadata has: like llama.cpp, they are known by their text, since many
+#: files name only the end of a document (Gemma, Llama) or of a turn (Qwen).
 ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<EOT>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )  # fmt: skip
-#: Factors of Llama 3's rotary frequencies.
+#: Factors of Llama 3's RoPE frequencies.
 ROPE_FACTORS = "rope_freqs.weight"
-#: Low and high frequency factors and the context of every Llama 3 that has them; a file has the result alone.
+#: low_freq_factor, high_freq_factor and original context of every Llama 3; a file only has the resulting factors.
 LLAMA3 = (1.0, 4.0, 8192)
-#: Layers of the one Gemma 3 whose queries are not scaled by the size of a head, and what they are scaled by.
+#: Number of layers of the one Gemma 3 whose query scale is not the head size, and its scale.
 GEMMA_27B = (62, 168)
 
 
 class GgufFile:
-    """What a file says of a model, in Hugging Face's words.
-
-    Args:
-        path: of the file.
+    """Configuration and weights of a file, in Hugging Face's terms.
 
     Attributes:
-        config: as a ``config.json`` would have it.
-        tokens: texts of the vocabulary, as the file spells them; empty if it has none.
-        token_types: of each token, as llama.cpp numbers them: 3 is control, 4 is user-defined; empty if it has none.
+        config: as in a ``config.json``.
+        tokens: texts of the vocabulary, as in the file; empty if it has none.
+        token_types: llama.cpp's type of each token (3 is control, 4 user-defined); empty if it has none.
 
     Raises:
-        CheckpointError: a damaged file, an unknown architecture, or settings that are not supported; by name.
+        CheckpointError: a damaged file, an unknown architecture, or unsupported settings; the message names them.
         ModuleNotFoundError: the gguf package is missing.
     """
 
@@ -96,22 +93,19 @@ class GgufFile:
 
     @property
     def tokenizer(self) -> tuple[str | None, str | None, bool | None]:
-        """Of which kind its tokenizer is, how that cuts text into words, and whether a text begins with BOS."""
+        """Kind of the tokenizer, its pre-tokenizer, and whether it adds BOS."""
         names = ("model", "pre", "add_bos_token")
         kind, cut, begins = (self._said.get(f"tokenizer.ggml.{name}") for name in names)
         return kind, cut, begins
 
     @property
     def prefixes_space(self) -> bool:
-        """Whether a text of a SentencePiece vocabulary gets a space in front, as it does where nothing is said."""
+        """Whether a SentencePiece tokenizer adds a space in front of a text, which is the default."""
         return self._said.get("tokenizer.ggml.add_space_prefix") is not False
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the weights, where no other is asked for.
-
-        What Gemma adds up passes the largest number of float16.
-        """
+        """The default dtype of the weights; Gemma's activations exceed the range of float16."""
         kinds = {tensor.tensor_type.name for tensor in self._tensors.values()}
         if kinds == {"F32"}:
             return torch.float32
@@ -129,8 +123,6 @@ class GgufFile:
 
     def _wrong(self, said: str) -> CheckpointError:
         return CheckpointError(f"{self.path.name}: {said}")
-
-    # -- metadata ---------------------------------------------------------------------------
 
     def _get(self, name: str, default: Any = None) -> Any:
         return self._said.get(f"{self.architecture}.{name}", default)
@@ -187,19 +179,18 @@ class GgufFile:
         return self._said.get(f"tokenizer.ggml.{name}_token_id")
 
     def _ends(self) -> list[int]:
-        """Tokens an answer ends with: those that are named, EOS first, and those known by their text."""
+        """Tokens that end an answer: those in the metadata, EOS first, and those known by their text."""
         known = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
         ids = [*map(self._id, ("eos", "eot", "eom")), *map(known.get, ENDS)]
-        rows = int(
-            self._tensors["token_embd.weight"].shape[1]
-        )  # some files name ids that there are none of
+        # Some files have ids outside the vocabulary.
+        rows = int(self._tensors["token_embd.weight"].shape[1])
         return [end for end in dict.fromkeys(ids) if end is not None and 0 <= end < rows]
 
     def _rope(self, config: dict[str, Any]) -> dict[str, Any]:
-        """``rope_parameters``; raises CheckpointError for a scaling that is not known."""
+        """``rope_parameters``; raises CheckpointError for an unknown scaling."""
         base = float(self._get("rope.freq_base", 10000.0))
         factor = self._get("rope.scaling.factor", self._get("rope.scale_linear"))
-        # llama.cpp takes a scaling without a type for linear, and 0 for no scaling.
+        # In llama.cpp a scaling without a type is linear, and 0 is none.
         kind = self._get("rope.scaling.type", "none" if factor in (None, 0.0, 1.0) else "linear")
         if ROPE_FACTORS in self._tensors:
             if kind != "none":
@@ -227,7 +218,7 @@ class GgufFile:
         return found
 
     def _llama3(self, base: float, head: int) -> dict[str, Any]:
-        """The rule behind factors of frequencies, if it is that of Llama 3."""
+        """Llama 3's RoPE parameters, recovered from the frequency factors; CheckpointError for other factors."""
         given = np.asarray(self._tensors[ROPE_FACTORS].data, dtype=np.float64).ravel()
         factor, (low, high, trained) = float(given.max()), LLAMA3
         waves = 2 * np.pi * base ** (np.arange(0, head, 2) / head)
@@ -244,7 +235,7 @@ class GgufFile:
         }  # fmt: skip
 
     def _gemma(self, config: dict[str, Any]) -> dict[str, Any]:
-        """What a Gemma 3 has besides: two kinds of layers with a rotation each, and a scale of queries."""
+        """Further fields of Gemma 3: two kinds of layers with their own RoPE, and a scale of queries."""
         layers, head = config["num_hidden_layers"], config["head_dim"]
         scaled_by = GEMMA_27B[1] if layers == GEMMA_27B[0] else head
         every = self._get("attention.sliding_window_pattern", 6)
@@ -265,14 +256,8 @@ class GgufFile:
             "attn_logit_softcapping": self._get("attn_logit_softcapping"),
         }  # fmt: skip
 
-    # -- weights ----------------------------------------------------------------------------
-
     def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Every weight by Hugging Face's name, dequantized.
-
-        Raises:
-            CheckpointError: a tensor whose place is not known; the message names it.
-        """
+        """Every weight by Hugging Face's name, dequantized; raises CheckpointError for an unknown tensor."""
         return dict(self._weights(dtype))
 
     def _weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -294,7 +279,7 @@ class GgufFile:
         return f"{found}.{ending}"
 
     def _plain(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Values as Hugging Face has them."""
+        """Values as in Hugging Face's checkpoints."""
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         if self.architecture == "gemma3" and name.endswith("norm.weight"):
             return values - 1
@@ -307,6 +292,6 @@ class GgufFile:
 
 
 def _parts(reader: Any, name: str) -> list[np.ndarray]:
-    """What a list of a file consists of; `contents` of a field takes several times as long."""
+    """The parts of a list in a file; `contents` of a field is several times slower."""
     field = reader.fields.get(name)
     return [] if field is None else [field.parts[index] for index in field.data]

@@ -1,4 +1,4 @@
-"""Checkpoints by their id on the Hugging Face Hub: downloaded when a path does not exist and reads like one."""
+"""Checkpoints by their id on the Hugging Face Hub, downloaded if there is no such path."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pathlib import Path
 
 from caramba_fast.models.config import CheckpointError
 
-#: ``organisation/name``, as the Hub allows it.
+#: ``organisation/name``, as allowed by the Hub.
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-#: What is downloaded: weights as safetensors, settings and tokenizers; no code, no pickles, nothing of subfolders.
+#: Files to download: safetensors, settings and tokenizers; no code, no pickles, no subfolders.
 FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 LEFT_OUT = ("*/*", "consolidated*")
 LATEST = "main"
 
 
 def local_path(name: str | Path, revision: str | None = None) -> Path:
-    """The path of a checkpoint, which is downloaded if ``name`` is no path that exists and reads like a Hub id.
+    """The path of a checkpoint; it is downloaded if ``name`` is no existing path and looks like a Hub id.
 
     Args:
         name: a path, or ``organisation/name``.
-        revision: a branch, a tag or a commit on the Hub; None for the newest.
+        revision: a branch, tag or commit on the Hub; None for the newest.
 
     Raises:
-        CheckpointError: it could not be downloaded, or a revision of a path.
+        CheckpointError: the download failed, or a revision was given for a path.
         ModuleNotFoundError: huggingface_hub is missing.
     """
     path, text = Path(name), str(name)

@@ -1,4 +1,4 @@
-"""Which model a cache was filled by: a digest of all of its weights, and of the settings its answers depend on."""
+"""Identity of a model: a digest of its weights and of the settings that its caches depend on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Settings that say where a model came from, how it is run, or how text ends: none changes what is cached.
+#: Settings that do not change what is cached: origin, dtype, output, token ids.
 UNRELATED = frozenset((
     "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "return_dict", "output_attentions",
     "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
@@ -22,12 +22,11 @@ UNRELATED = frozenset((
 def model_digest(model: Any) -> str:
     """64 hex digits that differ between models whose caches differ.
 
-    SHA-256 of every value of every weight, with its name, shape and dtype, of the model's configuration (RoPE,
-    windows, norms), and of which adapters are used, where layers have any. Everything is read, on the CPU: a model of
-    a gigabyte takes about half a second a core.
+    SHA-256 of every weight with its name, shape and dtype, of the model's configuration (RoPE, windows, norms), and of
+    the active adapters. It takes about half a second per gigabyte and core.
 
     Raises:
-        TypeError: there are no weights to tell the model by, or it is one of several ranks that have them together.
+        TypeError: the model has no weights, or is one of several ranks that share them.
     """
     reason = getattr(model, "why_not_saved", None)
     if reason:
@@ -38,7 +37,7 @@ def model_digest(model: Any) -> str:
         raise TypeError(
             f"{type(model).__name__} cannot be told from another: it has no weights, as a torch.nn.Module has them"
         )
-    # Weights that are tied are one tensor under two names, and are read once.
+    # Tied weights are one tensor under two names, and are read once.
     distinct = {_identity(x): x for _, x in named}
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
         values = dict(zip(distinct, pool.map(_values, distinct.values()), strict=True))
@@ -50,10 +49,7 @@ def model_digest(model: Any) -> str:
 
 
 def settings_of(model: object) -> str:
-    """What the configurations of a model, its modules and theirs say, as far as caches depend on it.
-
-    So do the adapters in use, where layers have any.
-    """
+    """The configurations of a model and its modules, as far as caches depend on them, and the active adapters."""
     modules = list(modules_of(model))
     children = [child for module in modules for child in module.children()]
     parts = (model, *modules, *children)
@@ -63,17 +59,14 @@ def settings_of(model: object) -> str:
 
 
 def modules_of(model: object) -> Iterable[nn.Module]:
-    """The model, or, for an adapter that is no module itself, the modules it holds."""
+    """The model, or the modules that an adapter around one holds."""
     if isinstance(model, nn.Module):
         return [model]
     return [x for x in getattr(model, "__dict__", {}).values() if isinstance(x, nn.Module)]
 
 
 def adapter_state(module: nn.Module) -> tuple[Any, ...] | None:
-    """Which adapters a layer uses and how strongly, as peft's layers have it; None of a layer that has none.
-
-    Switching between adapters, or off, changes no tensor.
-    """
+    """Active adapters of a layer and their scales, as in peft, which no tensor shows; None without adapters."""
     active = getattr(module, "_active_adapter", None)
     if active is None:
         return None
@@ -87,11 +80,7 @@ def adapter_state(module: nn.Module) -> tuple[Any, ...] | None:
 
 
 class AdaptersInUse:
-    """Which adapters the layers of a model use at one time.
-
-    Args:
-        model: as of `modules_of`.
-    """
+    """The active adapters of a model's layers at one time."""
 
     def __init__(self, model: object) -> None:
         self._layers = list(_layers_with_adapters(model))
@@ -106,12 +95,12 @@ class AdaptersInUse:
         return list(map(adapter_state, self._layers))
 
     def unchanged(self) -> bool:
-        """Whether these layers use what they did; others are not looked for, which takes longer."""
+        """Whether these layers use the same adapters still; new layers are not looked for, which takes longer."""
         return not self._layers or self._now() == self._states
 
 
 def _layers_with_adapters(model: object) -> Iterable[nn.Module]:
-    """Engines look while requests wait, so this is a plain loop, faster than `Module.modules`."""
+    """A plain loop, faster than `Module.modules`, since engines call it while requests wait."""
     name = "_active_adapter"
     kinds: dict[type, bool] = {}
     left: list[nn.Module | None] = [*modules_of(model)]
@@ -138,7 +127,7 @@ def _values(x: Tensor) -> str:
 
 
 def _settings(module: Any) -> Any:
-    """What the configuration of a module says, and a window of its own."""
+    """The related settings of a module's configuration, and its own window."""
     config = getattr(module, "config", None)
     for name, options in (("model_dump", {"mode": "json"}), ("to_dict", {})):
         if callable(getattr(config, name, None)):

@@ -1,7 +1,7 @@
-"""Projections of one input as one product: q, k and v, and an MLP's gate and up.
+"""Merged projections: q, k and v, and an MLP's gate and up, as vLLM's ``qkv_proj`` and ``gate_up_proj``.
 
-They are vLLM's ``qkv_proj`` and ``gate_up_proj``. In a decode step of a small model a product is as much call as bytes,
-so one costs less than three. State dicts keep the names and the order that the projections have by themselves.
+In a decode step of a small model the overhead of a matrix product is as large as its memory traffic, so one costs less
+than three. State dicts keep the names and the order of the separate projections.
 """
 
 from __future__ import annotations
@@ -12,20 +12,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-#: What is merged, and into what.
+#: Merged layer -> the layers it replaces.
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 M = TypeVar("M", bound=nn.Module)
 
 
 class MergedLinear(nn.Linear):
-    """Linear layers of one input, their outputs side by side.
-
-    Args:
-        into: its name in the module that has it.
-        names: of the layers, in that module.
-        parts: the layers.
-    """
+    """Linear layers ``names`` of one input as one layer, named ``into``, with their outputs side by side."""
 
     def __init__(self, into: str, names: Sequence[str], parts: Sequence[nn.Linear]) -> None:
         self.into, self.names = into, tuple(names)
@@ -38,20 +32,20 @@ class MergedLinear(nn.Linear):
             setattr(self, kind, nn.Parameter(whole, requires_grad=given[0].requires_grad))
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and value of every parameter of the layers, in their order; views."""
+        """Name and value (a view) of every parameter of the original layers, in their order."""
         split = {name: x.split(self.widths) for name, x in self.named_parameters()}
         for index, name in enumerate(self.names):
             yield from ((f"{name}.{kind}", parts[index]) for kind, parts in split.items())
 
     def gather(self, state: dict[str, Any], prefix: str) -> None:
-        """Puts what a state dict has of the layers together, in place; ``prefix`` is that of the module around it."""
+        """Merges the original layers' entries of a state dict in place; ``prefix`` is that of the parent module."""
         for kind, _ in self.named_parameters():
             names = [f"{prefix}{name}.{kind}" for name in self.names]
             if all(name in state for name in names):
                 state[f"{prefix}{self.into}.{kind}"] = torch.cat([state.pop(n) for n in names])
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if not is_plain(self):  # quantized weights are not cut
+        if not is_plain(self):  # quantized weights are not split
             return super()._save_to_state_dict(destination, prefix, keep_vars)
         around = prefix.removesuffix(f"{self.into}.")
         for name, value in self.pieces():
@@ -60,7 +54,7 @@ class MergedLinear(nn.Linear):
 
 
 class Projecting(nn.Module):
-    """A module whose projections may be merged: reads state dicts of either layout."""
+    """A module whose projections may be merged; loads state dicts of either layout."""
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for child in self._modules.values():
@@ -70,18 +64,15 @@ class Projecting(nn.Module):
 
 
 def is_plain(linear: nn.Linear) -> bool:
-    """Whether weights are numbers as they are, not quantized or spread over devices."""
+    """Whether the weights are plain tensors, not quantized or spread over devices."""
     return all(type(x.data) is Tensor for x in linear.parameters())
 
 
 def merge_projections(model: M) -> M:
     """Merges q, k and v, and gate and up, of a native model in place, for inference.
 
-    Call it before weights are quantized. `caramba_fast.models.load` has done so. `split_projections` undoes it;
-    hooks and parametrizations of the layers are lost.
-
-    Args:
-        model: a `caramba_fast.models.Transformer`; of others nothing changes, nor of decoupled attention.
+    Call it before weights are quantized; `caramba_fast.models.load` already does. `split_projections` undoes it. Hooks
+    and parametrizations of the layers are lost. Other models and decoupled attention are left as they are.
 
     Raises:
         TypeError: weights are quantized or spread over devices.
@@ -100,7 +91,7 @@ def merge_projections(model: M) -> M:
 
 
 def split_projections(model: M) -> M:
-    """The inverse of `merge_projections`: each projection is a linear layer of its own again.
+    """Undoes `merge_projections`: each projection is a linear layer of its own again.
 
     Raises:
         TypeError: weights are quantized or spread over devices.
@@ -127,7 +118,7 @@ def split_projections(model: M) -> M:
 
 
 def _replace(module: nn.Module, names: Sequence[str], new: dict[str, nn.Module]) -> None:
-    """Puts ``new`` where the first of ``names`` is among the children, for their order is that of state dicts."""
+    """Replaces children ``names`` by ``new``, in the same place, since state dicts follow the order of children."""
     children = dict(module._modules)
     for name in children:
         delattr(module, name)

@@ -1,7 +1,4 @@
-"""What generation asks of a model.
-
-Models whose forward pass depends on lengths the host knows must not be recorded.
-"""
+"""LanguageModel: the protocol of models that can generate."""
 
 from __future__ import annotations
 
@@ -16,15 +13,15 @@ from caramba_fast.cache import AnyLayerShape, ModelKVCache
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """A decoder that reads and grows a `ModelKVCache`."""
+    """A decoder that reads and extends a `ModelKVCache`."""
 
     @property
     def eos_token_id(self) -> int | None:
-        """Id that ends a text, or None."""
+        """End-of-sequence id, or None."""
 
     @property
     def pad_token_id(self) -> int | None:
-        """Id that fills up short rows of a batch, or None."""
+        """Id that pads short rows of a batch, or None."""
 
     @property
     def vocab_size(self) -> int:
@@ -32,11 +29,11 @@ class LanguageModel(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where token ids have to be."""
+        """The device of the token ids."""
 
     @property
     def cache_layout(self) -> list[AnyLayerShape]:
-        """What each layer caches."""
+        """Shape of each layer's cache."""
 
     def forward(
         self,
@@ -48,12 +45,12 @@ class LanguageModel(Protocol):
     ) -> Tensor:
         """(B, T) token ids -> (B, T, V) logits, or (B, 1, V) with ``logits_index`` (B,).
 
-        The cache holds what precedes the query tokens and is extended by them. ``query_lens``
-        says how many of the T tokens of each row are real; the rest is padding at the end.
+        The cache holds the tokens before the query tokens and is extended by them. ``query_lens`` is how many of the T
+        tokens of each row are real; the rest is padding at the end.
         """
 
 
 def refuse_recording(device: torch.device, reason: str) -> None:
-    """Raises RuntimeError with ``reason`` while a CUDA graph is recorded on this thread's stream."""
+    """Raises RuntimeError(``reason``) while a CUDA graph is recorded; for models that use lengths on the host."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(reason)

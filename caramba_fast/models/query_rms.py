@@ -1,8 +1,8 @@
-"""How large a model's queries are, channel by channel: 4-bit keys divide their bytes by it (docs/formats.md).
+"""Root mean square of a model's queries per channel, by which 4-bit keys divide their bits (docs/formats.md).
 
-The error of a score is the sum of what each channel of a key is off times the query there, so that a channel whose
-queries are large is worth more bits. Which ones those are is a matter of the weights far more than of the text: tokens
-picked from all over the vocabulary tell it as well as text does (docs/formats.md).
+The error of a score is the sum over channels of a key's error times the query, so channels with large queries deserve
+more bits. Which ones these are depends on the weights far more than on the text, so tokens from all over the
+vocabulary measure it as well as text does.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch import Tensor, nn
 
 from caramba_fast.cache import AnyLayerShape, DecoupledLayerShape, ModelKVCache
 
-#: Tokens that are looked at, and how far their ids are apart.
+#: Number of tokens in the forward pass, and the distance between their ids.
 TOKENS, STEP = 64, 7919
-#: What a model may say of a forward pass it was not made for.
+#: Errors of models that do not support such a forward pass.
 FAILURES = (RuntimeError, ValueError, AttributeError, TypeError, LookupError, AssertionError)
 
 
 def probing_ids(vocab_size: int, device: torch.device, most: int | None = None) -> Tensor:
-    """(1, T) int64 ids from all over a vocabulary, no more than ``most``."""
+    """(1, T) int64 ids from all over the vocabulary, at most ``most``."""
     count = TOKENS if most is None else min(TOKENS, most)
     return (torch.arange(1, count + 1, device=device) * STEP % vocab_size)[None]
 
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """In eval mode; leaves every module as it was."""
+    """Context in eval mode; restores the mode of every module."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -45,33 +45,33 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 class SquareMeans:
-    """Sums up the squares of queries, a stream of keys at a time."""
+    """Accumulates squares of queries, per stream of keys."""
 
     def __init__(self) -> None:
         self._sums: dict[Any, Tensor] = {}
         self._counts: dict[Any, int] = {}
 
     def add(self, name: Any, q: Tensor, n_kv_heads: int) -> None:
-        """Takes queries (B, H_q, T, D) that meet keys of so many heads."""
+        """Adds queries (B, H_q, T, D) for keys of ``n_kv_heads`` heads."""
         squares = q.detach().float().square().unflatten(1, (n_kv_heads, -1)).sum((0, 2, 3))
         self._sums[name] = self._sums.get(name, 0) + squares
         self._counts[name] = self._counts.get(name, 0) + q.numel() // squares.numel()
 
     def roots(self) -> dict[Any, Tensor]:
-        """(H_kv, D) float32 of each stream; those without a finite value in each channel are left out."""
+        """Root mean squares (H_kv, D) float32 of each stream; streams with values that are not finite are left out."""
         found = {name: (x / self._counts[name]).sqrt() for name, x in self._sums.items()}
         return {name: x for name, x in found.items() if bool(x.isfinite().all())}
 
 
 class _Measured:
-    """What was found of a model, once a cache has asked for it; the model is not kept alive."""
+    """The result for a model, computed on first use; does not keep the model alive."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._found: list[dict[str, Tensor]] | None = None
 
     def layer(self, layout: Sequence[AnyLayerShape], index: int) -> Mapping[str, Tensor]:
-        """(H_kv, D) of each stream of keys of a layer; nothing of a model that is gone or cannot take the tokens."""
+        """(H_kv, D) of each key stream of a layer; empty if the model is gone or the forward pass failed."""
         if self._found is None:
             model = self._model()
             if model is None:
@@ -94,7 +94,7 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, _Measured] = weakref.WeakKeyDiction
 
 
 def with_query_rms(model: nn.Module, layout: Sequence[AnyLayerShape]) -> list[AnyLayerShape]:
-    """A model's layout whose shapes can say how large its queries are: one forward pass, when that is first asked."""
+    """A model's layout with shapes that know ``query_rms``, measured by one forward pass on first use."""
     known = _KNOWN.get(model)
     if known is None:
         known = _KNOWN[model] = _Measured(model)
@@ -105,7 +105,7 @@ def with_query_rms(model: nn.Module, layout: Sequence[AnyLayerShape]) -> list[An
 
 
 def _measure(model: Any, layout: Sequence[AnyLayerShape]) -> list[dict[str, Tensor]]:
-    """One forward pass of a `LanguageModel` over a cache that listens."""
+    """Runs a `LanguageModel` over a cache that records its queries."""
     with torch.inference_mode(False), torch.no_grad(), without_dropout(model):
         ids = probing_ids(model.vocab_size, model.device, getattr(model, "max_positions", None))
         cache = ModelKVCache(layout, 1, ids.shape[1], device=model.device, prefill="stored")
@@ -126,7 +126,7 @@ def _listen(
     before: int,
     options: dict[str, Any],
 ) -> Any:
-    """`CachedRows.attend_from`, which takes note of the queries."""
+    """`CachedRows.attend_from`, recording the queries."""
     for name, q in zip(names, queries, strict=True):
         means.add(name, q, n_kv_heads)
     return attend(queries, before, options)

@@ -1,9 +1,7 @@
-"""From what users have to a `LanguageModel`: adapters, and loaders of checkpoint folders.
+"""Turns what users have into a `LanguageModel`: adapters for models, loaders for checkpoint folders.
 
-Layers above register what they can wrap, so nothing here imports them; a library whose adapter is not loaded
-yet is found by the module its objects come from.
-
-Models and devices by the names that manifests and commands give them.
+Layers above register what they can wrap, so nothing here imports them; the adapter of a library is imported when one
+of its objects is seen. Also models, dtypes and devices by the names that manifests and commands use.
 """
 
 from __future__ import annotations
@@ -37,22 +35,22 @@ Loader = Callable[[Path, torch.device | str, torch.dtype | None], LanguageModel]
 _ADAPTERS: list[tuple[Predicate, Wrap]] = [(takes_context, ContextModel)]
 _LOADERS: list[Loader] = []
 _TOKENIZERS: list[Callable[[Path], Any]] = []
-#: Library -> the layer that registers an adapter for its objects when it is imported.
+#: Library -> the package that registers an adapter for its objects when imported.
 _LAZY = {"transformers": "caramba_fast.hf", "peft": "caramba_fast.hf"}
 
 
 def register_adapter(predicate: Predicate, wrap: Wrap) -> None:
-    """Objects for which ``predicate`` holds become language models through ``wrap``; the newest is asked first."""
+    """Wraps objects for which ``predicate`` is true with ``wrap``; the newest adapter is asked first."""
     _ADAPTERS.insert(0, (predicate, wrap))
 
 
 def register_loader(loader: Loader) -> None:
-    """``loader(folder, device, dtype)`` loads checkpoint folders the native model does not support."""
+    """Makes ``loader(folder, device, dtype)`` load checkpoint folders that the native model does not support."""
     _LOADERS.insert(0, loader)
 
 
 def register_tokenizer_loader(loader: Callable[[Path], Any]) -> None:
-    """``loader(folder)`` loads tokenizers that have no ``tokenizer.json``, or a chat template."""
+    """Makes ``loader(folder)`` load tokenizers without a ``tokenizer.json``, or with a chat template."""
     _TOKENIZERS.insert(0, loader)
 
 
@@ -60,7 +58,7 @@ def as_language_model(model: Any) -> LanguageModel:
     """``model`` if it is a `LanguageModel`, else an adapter around it.
 
     Raises:
-        TypeError: there is none for it, or the adapter cannot serve it; the message lists what is missing.
+        TypeError: there is no adapter, or it cannot serve the model; the message lists what is missing.
     """
     if not missing_names(model) and not isinstance(model, type):
         if isinstance(model, Transformer):
@@ -91,20 +89,21 @@ def load(
     dtype: torch.dtype | None = torch.float32,
     revision: str | None = None,
 ) -> LanguageModel:
-    """The language model in a Hugging Face checkpoint folder, in a GGUF file, or on the Hub.
+    """Loads the language model in a Hugging Face checkpoint folder, in a GGUF file, or on the Hub.
 
-    Natively for the families the native model supports, through transformers for others; of folders only
-    safetensors, and no code of the checkpoint is run.
+    Families that the native model does not support are loaded with transformers. Of folders only safetensors are read,
+    and no code of the checkpoint is run.
 
     Args:
-        path: a folder, a ``.gguf`` file, or an id (``organisation/name``), which is downloaded where there is no
-            such path.
-        revision: of a Hub id: a branch, a tag or a commit.
-        dtype: float32, float16, bfloat16, or None for what the checkpoint stores.
+        path: a folder, a ``.gguf`` file, or a Hub id (``organisation/name``), which is downloaded if there is no such
+            path.
+        device: device of the weights.
+        dtype: float32, float16, bfloat16, or None for the checkpoint's own.
+        revision: branch, tag or commit of a Hub id.
 
     Raises:
-        CheckpointError: the path is missing, a pickle or damaged, or neither way supports the model; the
-            message says why each does not.
+        CheckpointError: the path is missing, a pickle or damaged, or neither way supports the model; the message gives
+            both reasons.
     """
     folder = checkpoint_folder(path, revision)
     try:
@@ -118,11 +117,7 @@ def load(
 
 
 def load_hub_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a folder as transformers has it, chat template included.
-
-    Raises:
-        ModuleNotFoundError: transformers is missing.
-    """
+    """The transformers tokenizer of a folder, with chat template; ModuleNotFoundError without transformers."""
     if not _TOKENIZERS:
         _import_lazy()
     if not _TOKENIZERS:
@@ -133,14 +128,14 @@ def load_hub_tokenizer(folder: Path) -> Any:
 
 
 def checkpoint_folder(path: str | Path, revision: str | None = None) -> Path:
-    """``path`` as a folder with a config.json, or as a GGUF file.
+    """The folder with a config.json, or the GGUF file, of a path or Hub id.
 
     Args:
-        path: it, or an id on the Hub (``organisation/name``), which is downloaded where there is no such path.
-        revision: of a Hub id: a branch, a tag or a commit.
+        path: a path, or a Hub id (``organisation/name``), which is downloaded if there is no such path.
+        revision: branch, tag or commit of a Hub id.
 
     Raises:
-        CheckpointError: it is a pickle, another file, missing, or has no config.json; or it could not be downloaded.
+        CheckpointError: it is missing, a pickle or another file, has no config.json, or could not be downloaded.
     """
     folder = local_path(path, revision)
     if folder.suffix == GGUF and folder.is_file():
@@ -173,7 +168,7 @@ def _import_lazy() -> None:
             importlib.import_module(layer)
 
 
-#: The draft that needs no model.
+#: Name of the draft that needs no model: prompt lookup.
 LOOKUP = "lookup"
 DEMO = "demo"
 DTYPES = ("float32", "float16", "bfloat16")
@@ -181,11 +176,11 @@ AUTO = "auto"
 
 
 def model_folder(name: str, base: Path = Path(), revision: str | None = None) -> Path:
-    """The checkpoint folder of "demo", "demo:NAME", a path relative to ``base``, or a Hub id at a ``revision``.
+    """The checkpoint folder of "demo", "demo:NAME", a path relative to ``base``, or a Hub id.
 
     Raises:
         ValueError: an unknown demo model; the message lists the known ones.
-        CheckpointError: a path that is no checkpoint folder.
+        CheckpointError: the path is not a checkpoint folder.
     """
     head, _, which = name.partition(":")
     if head == DEMO:
@@ -197,30 +192,26 @@ def model_folder(name: str, base: Path = Path(), revision: str | None = None) ->
 
 
 def open_model(folder: Path, device: str, dtype: str) -> LanguageModel:
-    """The model in a checkpoint folder; of "auto" weights keep the dtype they are stored in.
+    """Loads the model of a checkpoint folder; dtype "auto" keeps the stored one.
 
     Raises:
-        ValueError: a dtype that is neither "auto" nor one of `DTYPES`, or a folder that cannot be used.
+        ValueError: an unknown dtype, or a folder that cannot be used.
     """
     return load(folder, device, dtype_of(dtype))
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """The dtype of a name; None of "auto", what the checkpoint stores.
-
-    Raises:
-        ValueError: an unknown name; the message lists the known ones.
-    """
+    """The dtype of a name, None for "auto"; raises ValueError for an unknown name."""
     if name not in (AUTO, *DTYPES):
         raise ValueError(f"dtype is {name!r}; allowed are {', '.join((AUTO, *DTYPES))}")
     return None if name == AUTO else getattr(torch, name)
 
 
 def sketch(folder: Path) -> LanguageModel | None:
-    """The model without its weights, to check settings against; None where only its loader knows it, and of GGUF.
+    """The model on the meta device, to check settings against; None for GGUF or if only transformers supports it.
 
     Raises:
-        CheckpointError: a config.json that is damaged, wrong, or larger than the weights beside it.
+        CheckpointError: config.json is damaged, invalid, or has larger sizes than the weights.
     """
     if folder.suffix == GGUF:
         return None
@@ -234,7 +225,7 @@ def sketch(folder: Path) -> LanguageModel | None:
 
 
 def check_device(name: str) -> None:
-    """Raises ValueError unless torch can compute on ``name`` here."""
+    """Raises ValueError unless torch has the device ``name`` here."""
     available = {
         "cpu": True,
         "cuda": torch.cuda.is_available(),

@@ -1,8 +1,7 @@
 """Rotary position embedding: frequencies, tables, rotation.
 
-Sources: RoFormer (arXiv:2104.09864); linear interpolation (arXiv:2306.15595); YaRN
-(arXiv:2309.00071); the llama3 rule of the Llama 3.1 release. Halves are rotated against each
-other (the "half-split" layout of Hugging Face checkpoints), not even against odd lanes.
+Sources: RoFormer (arXiv:2104.09864); linear interpolation (arXiv:2306.15595); YaRN (arXiv:2309.00071); the llama3 rule
+of the Llama 3.1 release. Pairs are (i, i + D/2), the "half-split" layout of Hugging Face checkpoints.
 """
 
 from __future__ import annotations
@@ -18,11 +17,7 @@ from caramba_fast.ops.apply_rotary_emb import rotary_op
 
 
 def frequencies(rope: RopeParameters, head_dim: int) -> tuple[Tensor, float]:
-    """Inverse frequencies and the factor cos and sin are multiplied with.
-
-    Returns:
-        ``inv_freq`` (head_dim / 2,) float64 in radians per token, and the attention factor.
-    """
+    """Inverse frequencies (head_dim / 2,) float64 in radians per token, and the factor of cos and sin."""
     values, factor = _frequencies(rope, head_dim)
     return torch.tensor(values.tolist(), dtype=torch.float64), factor
 
@@ -43,7 +38,7 @@ def _trained_length(rope: RopeParameters) -> int:
 
 
 def _llama3(rope: RopeParameters, plain: np.ndarray) -> np.ndarray:
-    """Low frequencies are slowed by ``factor``, high ones kept, a linear ramp between."""
+    """Scales low frequencies by 1 / ``factor``, keeps high ones, with a linear ramp between."""
     turns = _trained_length(rope) * plain / (2 * math.pi)
     ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     keep = ramp.clip(0, 1)
@@ -51,7 +46,7 @@ def _llama3(rope: RopeParameters, plain: np.ndarray) -> np.ndarray:
 
 
 def _yarn(rope: RopeParameters, plain: np.ndarray, head_dim: int) -> tuple[np.ndarray, float]:
-    """NTK-by-parts: the ramp runs over dimensions, between beta_fast and beta_slow turns."""
+    """NTK-by-parts: a ramp over dimensions, between beta_fast and beta_slow turns."""
 
     def dimension_of(turns: float) -> float:
         length = _trained_length(rope)
@@ -79,10 +74,9 @@ def _yarn_attention_factor(rope: RopeParameters) -> float:
 
 
 class RopeTable(torch.nn.Module):
-    """cos and sin for any position, computed from float32 angles as transformers does.
+    """cos and sin for any position, from float32 angles as in transformers.
 
-    The table lives outside ``state_dict`` and stays float32
-    when the model is cast.
+    It is not in the ``state_dict`` and stays float32 when the model is cast.
     """
 
     def __init__(self, rope: RopeParameters, head_dim: int) -> None:
@@ -106,10 +100,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """`rotate` of queries and keys (B, H, T, D) of the same tokens, in one call where no gradient is wanted.
-
-    cos and sin are (B, T, D / 2).
-    """
+    """`rotate` of queries and keys (B, H, T, D); cos and sin are (B, T, D / 2). One fused call without gradients."""
     if torch.is_grad_enabled():
         return rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
     cos, sin = cos.to(q.dtype), sin.to(q.dtype)

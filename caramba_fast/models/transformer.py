@@ -1,8 +1,7 @@
-"""A small Llama-family decoder whose attention reads caramba_fast caches.
+"""Transformer: a small Llama-family decoder whose attention reads caramba_fast caches.
 
-Parameter names are Hugging Face's (``model.layers.0.self_attn.q_proj.weight``), so a
-``LlamaForCausalLM``, ``MistralForCausalLM``, ``Qwen2ForCausalLM`` or ``Qwen3ForCausalLM``
-checkpoint loads as it is. It sits on `caramba_fast.cache`; nothing here knows a storage format.
+Parameter names are Hugging Face's (``model.layers.0.self_attn.q_proj.weight``), so checkpoints of Llama, Mistral,
+Qwen2 and Qwen3 load as they are. Nothing here depends on a storage format.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from caramba_fast.models.rope import RopeTable
 class MLP(Projecting):
     """SwiGLU (arXiv:2002.05202)."""
 
-    gate_up_proj: MergedLinear  # in the place of gate_proj and up_proj, where they were merged
+    gate_up_proj: MergedLinear  # replaces gate_proj and up_proj if they were merged
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -49,7 +48,7 @@ class MLP(Projecting):
             gate, up = self.gate_proj(x), self.up_proj(x)
         if torch.is_grad_enabled():
             return self.down_proj(F.silu(gate) * up)
-        return self.down_proj(F.silu(gate, inplace=True).mul_(up))  # in memory that is there
+        return self.down_proj(F.silu(gate, inplace=True).mul_(up))  # without new memory
 
 
 class Block(nn.Module):
@@ -65,13 +64,13 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, step: Step, cache: LayerCache | None) -> Tensor:
-        """x (B, T, hidden) -> (B, T, hidden), of the rows that are wanted."""
+        """x (B, T, hidden) -> (B, T, hidden) of the needed rows."""
         x = step.wanted(x) + self.self_attn(self.input_layernorm(x), step, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, final norm: what Hugging Face calls ``model``."""
+    """Embedding, blocks and final norm; Hugging Face's ``model``."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -81,7 +80,7 @@ class Decoder(nn.Module):
 
 
 def check_dtype(dtype: torch.dtype) -> None:
-    """Raises TypeError for weights of a dtype that the ops do not take."""
+    """Raises TypeError for weights of a dtype that the ops do not support."""
     if dtype == torch.float64:
         raise TypeError(
             "the model's weights are float64; float32, float16 and bfloat16 are allowed: model.float()"
@@ -108,12 +107,12 @@ class Transformer(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def split_projections(self) -> None:
-        """As `caramba_fast.models.split_projections`, for layers below that may not import this one."""
+        """As `caramba_fast.models.split_projections`, for lower layers that must not import it."""
         split_projections(self)
 
     @property
     def eos_token_id(self) -> int | None:
-        """End-of-sequence id (the first, where the checkpoint names several)."""
+        """End-of-sequence id, the first if there are several."""
         return next(iter(self.eos_token_ids), None)
 
     @property
@@ -129,22 +128,22 @@ class Transformer(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens the model knows."""
+        """Number of token ids."""
         return self.config.vocab_size
 
     @property
     def trained_positions(self) -> int:
-        """Tokens of the longest text that the model was made for."""
+        """Longest text, in tokens, that the model was trained for."""
         return self.config.max_position_embeddings
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.lm_head.weight.device
 
     @property
     def cache_layout(self) -> list[AnyLayerShape]:
-        """What each layer caches."""
+        """Shape of each layer's cache."""
         config, heads = self.config, self.config.num_key_value_heads
         if config.decoupled is not None:
             dims, group = config.decoupled, config.num_attention_heads // heads
@@ -162,15 +161,14 @@ class Transformer(nn.Module):
         query_lens: Sequence[int] | None = None,
         logits_index: Tensor | None = None,
     ) -> Tensor:
-        """Logits after each query token; the cache, if given, grows by T tokens a row.
+        """Logits after each query token; the cache, if given, grows by T tokens per row.
 
         Args:
-            query_token_ids: (B, T) int64, the tokens that follow what ``kv_cache`` holds.
+            query_token_ids: (B, T) int64, the tokens after those in ``kv_cache``.
             kv_cache: caches of all layers, or None to attend among the query tokens alone.
-            query_lens: of the T tokens of row b the first ``query_lens[b]`` count and the rest is
-                padding, whose logits mean nothing; by default all count.
-            logits_index: (B,) int64; compute logits at this one position of each row, so that
-                a long prompt does not pay for T × vocabulary logits.
+            query_lens: number of real tokens of each row; the rest is padding, whose logits are meaningless. By
+                default all are real.
+            logits_index: (B,) int64; compute logits at this position of each row only, instead of T × vocabulary.
 
         Returns:
             (B, T, V) logits, or (B, 1, V) with ``logits_index``.
@@ -192,18 +190,18 @@ class Transformer(nn.Module):
         return self.lm_head(self.model.norm(x))
 
     def _phases(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions (B, T), made once for all layers."""
+        """cos and sin of positions (B, T), computed once for all layers."""
         check_dtype(dtype)
         cos, sin = self.rope(positions)
         return cos.to(dtype), sin.to(dtype)
 
     def forward_ragged(self, ids: Tensor, batch: RaggedBatch | DecodeBatch, rows: Tensor) -> Tensor:
-        """Tokens of many sequences side by side, which the pages of ``batch`` grow by.
+        """Processes tokens of many sequences and appends them to the pages of ``batch``.
 
         Args:
             ids: (N,) int64.
-            batch: where each token belongs.
-            rows: (M,) int64, the tokens behind which logits are wanted.
+            batch: the sequence and position of each token.
+            rows: (M,) int64, the tokens after which logits are needed.
 
         Returns:
             (M, V) logits.

@@ -1,7 +1,7 @@
 """AsyncEngine: an `Engine` for asyncio, whose steps run in a thread of their own.
 
-Requests are added and cancelled between steps. Whoever reads a stream slowly is waited for: its request is
-paused while its buffer is full, so that nothing piles up, and the others go on.
+Requests are added and cancelled between steps. A request whose event buffer is full is paused until its reader has
+caught up; the others go on.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ Result = TypeVar("Result")
 
 
 class EngineStoppedError(RuntimeError):
-    """The engine was closed, or broke, before the request had ended."""
+    """The engine was closed, or failed, before the request had ended."""
 
 
 class _Stream:
-    """The events of one request that nobody has read yet."""
+    """The unread events of one request."""
 
     def __init__(self) -> None:
         self.events: asyncio.Queue[Event | None] = asyncio.Queue()
         self.paused = False
 
 
-#: Where the id and stream of a request are put once it is taken on.
+#: Gets the id and stream of a request once it is added to the engine.
 _Taken: TypeAlias = "asyncio.Future[tuple[str, _Stream]]"
 
 
@@ -50,11 +50,8 @@ class AsyncEngine:
     """Runs an engine in the background, within ``async with``.
 
     Args:
-        engine: it; nobody else may step it or add to it meanwhile.
-        stream_buffer: events of one request that may wait for their reader.
-
-    Raises:
-        ValueError: a buffer of less than 1.
+        engine: the engine; nothing else may step it or add to it meanwhile.
+        stream_buffer: events of one request that may wait for their reader; 1 or more, else ValueError.
     """
 
     def __init__(self, engine: Engine, *, stream_buffer: int = 64) -> None:
@@ -62,18 +59,14 @@ class AsyncEngine:
             raise ValueError(f"stream_buffer is {stream_buffer}; 1 or more is allowed")
         self.engine, self.stream_buffer = engine, stream_buffer
         self._streams: dict[str, _Stream] = {}
-        #: Those who wait to be taken on, in order of arrival.
+        #: Requests that wait to be added, in order of arrival.
         self._waiting: dict[_Taken, Prepared] = {}
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self._error: BaseException | None = None
 
     async def __aenter__(self) -> Self:
-        """Begins.
-
-        Raises:
-            RuntimeError: the engine runs already, in this one or another.
-        """
+        """Starts; raises RuntimeError if this or another AsyncEngine runs the engine already."""
         other = self.engine.driver
         if other is not None:
             if other.is_running:
@@ -90,29 +83,28 @@ class AsyncEngine:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Lets the step under way end, cancels what is left, and stops."""
+        """Waits for the current step, cancels the remaining requests, and stops."""
         assert self._task is not None
         self._closing = True
         self._wake.set()
         try:
             await asyncio.gather(self._task, return_exceptions=True)
-        finally:  # cancelled itself, it stops all the same
+        finally:  # even if it is cancelled itself
             self._end()
 
     @property
     def is_full(self) -> bool:
-        """Whether a request that came now would wait for a place among those who wait."""
+        """Whether a new request would have to wait for a place in the engine's queue."""
         return len(self._waiting) >= self.engine.free_places
 
     def check_text(self, text: str) -> None:
-        """Raises ValueError for text that is too long to be tokenized (`EngineConfig.max_prompt_chars`)."""
+        """Raises ValueError for text too long to be tokenized (`EngineConfig.max_prompt_chars`)."""
         self.engine.inputs.check_text(text)
 
     async def read(self, call: Callable[[], Result]) -> Result:
-        """What a call gives that is made in the thread of inputs, one at a time: for tokenizers.
+        """Runs a call (of a tokenizer) in the thread for inputs, one at a time; returns its result.
 
-        Raises:
-            EngineStoppedError: the engine does not run; and whatever the call raises.
+        Raises EngineStoppedError if the engine does not run, and whatever the call raises.
         """
         if not self.is_running or self._closing:
             raise self._stopped("the request was not taken on")
@@ -120,12 +112,12 @@ class AsyncEngine:
 
     @property
     def is_running(self) -> bool:
-        """Whether steps are taken."""
+        """Whether the engine takes steps."""
         task = self._task
         return task is not None and not task.done() and not task.get_loop().is_closed()
 
     def _end(self) -> None:
-        """Waits for the step under way, and ends what is left; may be done twice."""
+        """Waits for the current step and ends the remaining requests; may be called twice."""
         self._reader.shutdown(wait=False)
         self._thread.shutdown()
         for name in list(self._streams):
@@ -134,22 +126,20 @@ class AsyncEngine:
         self._turn_away()
         self.engine.driver = None
 
-    # -- requests -----------------------------------------------------------------------
-
     async def stream(
         self, prompt: Any, config: Any = None, **options: Unpack[RequestOptions]
     ) -> AsyncGenerator[Event, None]:
-        """The events of one request as they come; leaving the loop cancels it.
+        """Yields the events of one request as they come; leaving the loop cancels it.
 
-        A generator that is left and kept in a variable goes on until it is closed: ``contextlib.aclosing`` does that.
+        A generator that is left but kept in a variable runs on until it is closed, as by ``contextlib.aclosing``.
 
         Args:
-            prompt, config, options: as in `Engine.add_request`; or what `prepared` gave, alone. Where ``max_waiting``
-                requests wait, this one waits for its place among them, and ends there by its deadline or max_time.
+            prompt, config, options: as in `Engine.add_request`, or a request from `prepared` alone. While
+                ``max_waiting`` requests wait, this one waits for a place among them, until its deadline or max_time.
 
         Raises:
-            ValueError, TypeError: what `Engine.add_request` refuses.
-            EngineStoppedError: the engine was closed or broke before the request ended.
+            ValueError, TypeError: as `Engine.add_request`.
+            EngineStoppedError: the engine was closed or failed before the request ended.
         """
         if not isinstance(prompt, Prepared):
             prompt = await self.prepared(prompt, config, **options)
@@ -169,7 +159,7 @@ class AsyncEngine:
     async def generate(
         self, prompt: Any, config: Any = None, **options: Unpack[RequestOptions]
     ) -> RequestOutput:
-        """One request from beginning to end; arguments and errors as in `stream`."""
+        """Runs one request to its end; arguments and errors as in `stream`."""
         async with aclosing(self.stream(prompt, config, **options)) as events:
             async for event in events:
                 if event.output is not None:
@@ -177,11 +167,7 @@ class AsyncEngine:
         raise EngineStoppedError("the request's events ended before it did")
 
     async def cancel(self, request_id: str) -> None:
-        """Ends a request, under way or waiting for a place; its stream gets the event that says so.
-
-        Raises:
-            KeyError: there is no such request.
-        """
+        """Ends a request, even one waiting for a place; its stream gets the final event. KeyError if there is none."""
         mine = (x for x in self._waiting.items() if x[1].request_id == request_id)
         taken, prepared = next(mine, (None, None))
         if taken is None or prepared is None or self.engine.is_under_way(request_id):
@@ -193,16 +179,16 @@ class AsyncEngine:
     async def prepared(
         self, prompt: Any, config: Any = None, **options: Unpack[RequestOptions]
     ) -> Prepared:
-        """A checked request; text is tokenized in a thread of its own, in order, while the loop goes on.
+        """A checked request; text is tokenized in a thread, in order of arrival.
 
-        Arguments and errors are those of `stream`. The request has arrived now, however long it waits for the thread.
+        Arguments and errors as in `stream`. The request arrives now, however long it waits for the thread.
         """
         times = RequestTimes()
         found = await self.read(partial(self.engine.prepared, prompt, config, **options))
         return replace(found, times=times)
 
     async def _add(self, prepared: Prepared) -> tuple[str, _Stream]:
-        """Takes a request on between two steps, once there is a place for it, in order of arrival."""
+        """Adds a request between two steps, once there is a place for it, in order of arrival."""
         if not self.is_running or self._closing:
             raise self._stopped("the request was not taken on")
         taken: _Taken = asyncio.get_running_loop().create_future()
@@ -210,9 +196,7 @@ class AsyncEngine:
         self._wake.set()
         try:
             return await taken
-        except (
-            BaseException
-        ):  # whoever leaves in the turn in which it is taken on takes nothing with it
+        except BaseException:  # if it is cancelled just when it was added, do not leave it running
             if not taken.cancel() and not taken.cancelled() and taken.exception() is None:
                 self._leave(*taken.result())
             raise
@@ -220,7 +204,7 @@ class AsyncEngine:
             self._waiting.pop(taken, None)
 
     def _leave(self, name: str, stream: _Stream, ended: bool = False) -> None:
-        """Nobody reads a request's events any more."""
+        """Drops the stream of a request, and cancels the request unless it has ended."""
         if self._streams.get(name) is not stream:
             return  # it has ended, and another request has its id by now
         del self._streams[name]
@@ -233,8 +217,6 @@ class AsyncEngine:
         found = EngineStoppedError(f"{what}: {why if self._error is None else repr(self._error)}")
         found.__cause__ = self._error
         return found
-
-    # -- in the background --------------------------------------------------------------
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -254,7 +236,7 @@ class AsyncEngine:
             self._turn_away()
 
     async def _something_to_do(self) -> None:
-        """Waits until something is added, goes on, is cancelled, or late."""
+        """Waits until a request is added, resumed, cancelled, or late."""
         due = min((prepared.due for prepared in self._waiting.values()), default=math.inf)
         if self.engine.next_due is not None:
             due = min(due, self.engine.next_due)
@@ -263,7 +245,7 @@ class AsyncEngine:
             await asyncio.wait_for(self._wake.wait(), limit)
 
     def _take_on(self) -> None:
-        """Takes on as many of those who wait as there are places, and who is late; between two steps."""
+        """Adds waiting requests, as many as there are places, and late ones; called between steps."""
         for taken, prepared in list(self._waiting.items()):
             if taken.done() or not (self.engine.free_places or prepared.is_late):
                 continue
@@ -290,7 +272,7 @@ class AsyncEngine:
                 self.engine.set_paused(event.request_id, True)
 
     def _go_on(self, name: str, stream: _Stream) -> None:
-        """Half of the buffer is read: the request continues."""
+        """Resumes a paused request once half of its buffer is read."""
         mine = self._streams.get(name) is stream
         if mine and stream.paused and stream.events.qsize() <= self.stream_buffer // 2:
             stream.paused = False
@@ -298,7 +280,7 @@ class AsyncEngine:
             self._wake.set()
 
     def _turn_away(self) -> None:
-        """Nothing goes on: whoever waits, or reads a stream, is told so."""
+        """Fails the waiting requests and ends all streams."""
         for taken in self._waiting:
             if not taken.done():
                 taken.set_exception(self._stopped("the request was not taken on"))

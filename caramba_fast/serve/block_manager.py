@@ -1,6 +1,6 @@
-"""BlockManager: which pages a sequence holds, copies, swaps and gives back, and what is known of them.
+"""BlockManager: allocates, shares, copies, swaps and frees the pages of sequences.
 
-Bytes are moved first and noted afterwards, so that a move that fails leaves the bookkeeping as it was.
+Bytes are moved first and recorded afterwards, so that a move that fails leaves the bookkeeping as it was.
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ from caramba_fast.serve.request import PagedSequence, SwappedOut
 
 
 class StorageError(RuntimeError):
-    """Bytes of a sequence's pages could not be moved; the bookkeeping is as it was before.
-
-    Attributes:
-        sequence: whose.
-        cause: why.
-    """
+    """Bytes of a sequence's pages could not be moved; the bookkeeping is as it was before."""
 
     def __init__(self, sequence: PagedSequence, cause: Exception) -> None:
         super().__init__(f"pages could not be moved: {type(cause).__name__}: {cause}")
@@ -31,7 +26,7 @@ class StorageError(RuntimeError):
 
 @contextmanager
 def _moving(sequence: PagedSequence) -> Iterator[None]:
-    """Bytes of a sequence are moved; what fails is a `StorageError`."""
+    """Turns an error while moving bytes of a sequence into a `StorageError`."""
     try:
         yield
     except Exception as error:
@@ -39,13 +34,7 @@ def _moving(sequence: PagedSequence) -> Iterator[None]:
 
 
 class BlockManager:
-    """The pages of all sequences.
-
-    Args:
-        settings: limits and policies.
-        pool: where the bytes are.
-        counters: what is counted.
-    """
+    """The pages of all sequences in a pool."""
 
     def __init__(self, settings: EngineConfig, pool: PagePool, counters: Counters) -> None:
         self.settings, self.pool, self.counters = settings, pool, counters
@@ -53,7 +42,7 @@ class BlockManager:
         self.free_rings = self._all_rings
         self._sinks = KeptSinks(range(pool.rings, pool.sink_rows), self.pages)
         self.swapped_bytes = 0
-        #: Keeps pages beyond the life of this process, where there is one.
+        #: The prefix store on disk, if there is one.
         self.store: PrefixStore | None = None
 
     @property
@@ -61,17 +50,16 @@ class BlockManager:
         return list(range(self.pool.rings if self.pool.has_rings else 0))
 
     def _take_ring(self, sequence: PagedSequence) -> None:
-        """Gives a sequence that runs from now on a ring, where the storage has rings: there is one for each."""
+        """Gives a sequence that begins to run an fp16 ring, if the storage has rings: there is one for each."""
         if self.pool.has_rings and sequence.ring < 0:
             sequence.ring = self.free_rings.pop()
 
     def most(self, sequence: PagedSequence, count: int) -> int:
         """How many of ``count`` tokens a sequence may be fed at once.
 
-        Tokens of a group that is not full are in its ring alone, which has room for one group. A step that is
-        interrupted is taken again, and a draft may be refused, so none may overwrite what it started from: from within
-        a group, no more than the rest of that group. A part of a prompt ends with a group where it can, or the next
-        one would have that rest alone.
+        Tokens of an incomplete group are only in the sequence's fp16 ring, which has room for one group. An
+        interrupted step is repeated and a draft may be rejected, so neither may overwrite the tokens it started from:
+        from within a group, at most the rest of that group is fed. A chunk of a prompt ends with a group if it can.
         """
         group = self.pool.group
         begun = sequence.cached % group
@@ -86,9 +74,9 @@ class BlockManager:
         return self.pool.places(self.settings.max_batch_size)
 
     def take_up(self, sequence: PagedSequence) -> int:
-        """Gives a sequence that begins the pages in which others have its first tokens; pages the rest needs.
+        """Gives a starting sequence the cached pages of its prefix; returns how many pages the rest needs.
 
-        The last token is read again in any case: what follows it is wanted.
+        The last token is always processed again, since its logits are needed.
         """
         tokens, size = sequence.tokens, self.pages.page_size
         if sequence.epoch != self.pages.epoch:
@@ -102,7 +90,7 @@ class BlockManager:
             brought = self._bring_back(self.store, sequence)
             sinks = brought if sinks is None else sinks
         cached = min(len(hit) * size, len(tokens) - 1)
-        # By channel what it goes on from must be whole groups: no ring has the others.
+        # With quantization by channel the cached tokens must be whole groups: no ring has the rest.
         sequence.cached = cached - cached % self.pool.group
         self._take_ring(sequence)
         if sinks is not None:
@@ -110,14 +98,14 @@ class BlockManager:
                 self.pool.copy_sinks(sinks, sequence.ring)
         needed = self.missing(sequence, sequence.pending)
         if needed > self.pages.available and self.fixed(sequence) is not None:
-            # Rather than copy the last page to write one token into it, read its tokens again.
+            # Recompute the tokens of the last page rather than copy it to write one token.
             self.pages.release(sequence.pages.pop())
             sequence.cached = len(sequence.pages) * size
             needed = self.missing(sequence, sequence.pending)
         return needed
 
     def _bring_back(self, store: PrefixStore, sequence: PagedSequence) -> int | None:
-        """Adds pages from disk to those found in memory; where their sinks are kept, if the first is one of them."""
+        """Adds pages from disk to those found in memory; returns where their sinks are kept, if the first is one."""
         before, contents = len(sequence.pages), self.contents(sequence)
         with _moving(sequence):
             sinks = bring_back(store, self.pages, sequence, contents, self._sinks.keep)
@@ -126,7 +114,7 @@ class BlockManager:
         return sinks
 
     def fork(self, sequence: PagedSequence, other: PagedSequence) -> None:
-        """``other`` goes on from what ``sequence`` has in its pages, which both hold then."""
+        """``other`` continues from the pages of ``sequence``, which both then hold."""
         self.pages.hold(sequence.pages)
         other.pages, other.cached, other.keys = (
             list(sequence.pages),
@@ -139,10 +127,9 @@ class BlockManager:
             self.pool.copy_ring(sequence.ring, other.ring)
 
     def swap_in(self, sequence: PagedSequence, count: int, spare: int) -> bool:
-        """Brings its pages back, with room for ``count`` more tokens, if ``spare`` pages are left then.
+        """Swaps pages in, with room for ``count`` more tokens; False unless ``spare`` pages are left then.
 
-        Raises:
-            StorageError: the bytes could not be moved.
+        Raises StorageError if the bytes could not be moved.
         """
         assert sequence.swapped is not None
         held = -(-sequence.cached // self.pages.page_size)
@@ -165,10 +152,9 @@ class BlockManager:
         return self.reserve(sequence, count)
 
     def give_back(self, sequence: PagedSequence) -> None:
-        """Takes its pages; what was in them is in host memory, or will be worked out again.
+        """Takes its pages back; they are swapped to host memory, or their tokens are recomputed later.
 
-        Raises:
-            StorageError: the bytes could not be moved.
+        Raises StorageError if the bytes could not be moved.
         """
         swapped, cached = self.swapped_out(sequence), sequence.cached
         self.release(sequence)
@@ -180,12 +166,12 @@ class BlockManager:
             sequence.ring = -1
 
     def _swap_size(self, sequence: PagedSequence) -> int:
-        """Bytes of what a sequence has stored."""
+        """Bytes of a sequence's pages and ring."""
         held = -(-sequence.cached // self.pages.page_size)
         return held * self.pool.page_bytes + self.pool.ring_bytes
 
     def swapped_out(self, sequence: PagedSequence) -> SwappedOut | None:
-        """What its pages hold, if that is to go to host memory and there is room; it is counted."""
+        """Copies its pages to host memory, if they are to be swapped and there is room."""
         held = -(-sequence.cached // self.pages.page_size)
         size = self._swap_size(sequence)
         if self.settings.preemption != "swap" or not held:
@@ -200,13 +186,13 @@ class BlockManager:
         return found
 
     def drop_swapped(self, sequence: PagedSequence) -> None:
-        """What it had in host memory is there no more."""
+        """Drops what it has in host memory."""
         if sequence.swapped is not None:
             self.swapped_bytes -= self._swap_size(sequence)
             sequence.swapped = None
 
     def ended(self, sequence: PagedSequence) -> None:
-        """Its full pages go to disk, if they may; what nobody else may find, or holds, is not worth keeping."""
+        """Stores its full pages on disk, and forgets the content of pages that no other request may find."""
         if self.store is not None:
             put_away(self.store, self.pages, sequence)
         if sequence.request.is_private:
@@ -215,19 +201,19 @@ class BlockManager:
                     self.pages.forget(page)
 
     def release(self, sequence: PagedSequence) -> None:
-        """Its pages and its ring go back, and what was cached with them."""
+        """Frees its pages and its ring."""
         self.pages.release_all(sequence.pages)
         self._release_ring(sequence)
         sequence.pages, sequence.keys, sequence.cached = [], [], 0
 
     def missing(self, sequence: PagedSequence, count: int) -> int:
-        """Pages ``count`` more tokens of a sequence need, the copy of one it must not write into included."""
+        """Pages that ``count`` more tokens need, with the copy of one it must not write to."""
         size = self.pages.page_size
         more = max(0, -(-(sequence.cached + count) // size) - len(sequence.pages))
         return more + (self.fixed(sequence) is not None)
 
     def fixed(self, sequence: PagedSequence) -> int | None:
-        """Which of its pages its next token goes into and must not: others read it."""
+        """Index of the page its next token goes into, if it must not write to that page."""
         place = sequence.cached // self.pages.page_size
         if place < len(sequence.pages) and self.pages.is_fixed(sequence.pages[place]):
             return place
@@ -253,7 +239,7 @@ class BlockManager:
         return True
 
     def contents(self, sequence: PagedSequence) -> list[Content]:
-        """What full pages of its tokens contain; worked out once."""
+        """Content of the full pages of its tokens, computed once."""
         pages, size, tokens = self.pages, self.pages.page_size, sequence.tokens
         scope = pages.scope_of(sequence.request.scope, sequence.epoch)
         for place in range(len(sequence.contents), len(tokens) // size):
@@ -263,12 +249,12 @@ class BlockManager:
         return sequence.contents
 
     def mark_cached(self, sequence: PagedSequence, cached: int) -> None:
-        """So many of its tokens are cached now, and stay."""
+        """Records that ``cached`` of its tokens are cached for good."""
         sequence.cached = cached
         self.learn(sequence)
 
     def learn(self, sequence: PagedSequence) -> None:
-        """Full pages get to be known by what they hold."""
+        """Records the content of its new full pages."""
         pages, size, tokens = self.pages, self.pages.page_size, sequence.tokens
         scope = pages.scope_of(sequence.request.scope, sequence.epoch)
         while (len(sequence.keys) + 1) * size <= sequence.cached:
@@ -281,17 +267,17 @@ class BlockManager:
                 self._learn_sinks(sequence)
 
     def _learn_sinks(self, sequence: PagedSequence) -> None:
-        """Keeps the sinks that belong to its first page, which others may find."""
+        """Keeps the sinks of its first page for other sequences."""
         content, ring = sequence.keys[0], sequence.ring
         if not self.pool.sink_len or content in self._sinks:
             return
-        # What nobody else may find takes no place of what others may.
+        # A private request must not evict sinks that others may find.
         if self._sinks.have_room() or not sequence.request.is_private:
             with _moving(sequence):
                 self._sinks.keep(content, lambda place: self.pool.copy_sinks(ring, place))
 
     def rebuild(self, sequences: Sequence[PagedSequence]) -> None:
-        """Works out anew which pages are held, and how much is swapped, from all sequences there are."""
+        """Recomputes held pages, rings and swapped bytes after an interrupt, from all sequences."""
         self.pages.rebuild((sequence.pages, len(sequence.keys)) for sequence in sequences)
         held = {sequence.ring for sequence in sequences}
         self.free_rings = [ring for ring in self._all_rings if ring not in held]
@@ -299,13 +285,12 @@ class BlockManager:
         self.swapped_bytes = self._swapped(sequences)
 
     def _swapped(self, sequences: Iterable[PagedSequence]) -> int:
-        """Bytes of these sequences in host memory."""
         return sum(self._swap_size(a) for a in sequences if a.swapped is not None)
 
     def problems(
         self, running: Iterable[PagedSequence], waiting: Iterable[PagedSequence]
     ) -> list[str]:
-        """What is wrong with the pages; nothing ever should be."""
+        """Inconsistencies of the pages; empty unless there is a bug."""
         running, waiting = list(running), list(waiting)
         found = self.pages.problems(sequence.pages for sequence in [*running, *waiting])
         size = self.pages.page_size

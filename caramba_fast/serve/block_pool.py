@@ -1,12 +1,10 @@
-"""SharedPages: which pages are free, held, or kept for whoever begins with the same tokens.
+"""SharedPages: pages with reference counts, whose content is kept for prefix caching.
 
-A page is in one state:
-- held: by as many sequences as its reference count says;
-- kept: by nobody, but its content is known, and the next sequence with the same tokens takes it up again;
-- free.
+A page is held (by as many sequences as its reference count says), kept (by none, but with known content that the next
+sequence with the same tokens reuses), or free.
 
-A page is looked up by a hash of its tokens, of all before them and of the scope they are shared in, a chain as in
-vLLM's prefix caching (arXiv:2309.06180). What was found is compared: scope and tokens decide, not the hash.
+A page is looked up by a hash of its tokens, of all before them and of their scope, a chain as in vLLM's prefix caching
+(arXiv:2309.06180). Scope and tokens are then compared, so a hash collision cannot match.
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ from caramba_fast.cache import OutOfPagesError, PageAllocator
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """What stands in a full page.
+    """Content of a full page.
 
     Attributes:
-        key: what it is looked up by.
+        key: hash it is looked up by.
         scope: who may find it.
-        parent: the page before; None for the first.
+        parent: content of the page before; None for the first.
         tokens: its tokens.
     """
 
@@ -37,7 +35,7 @@ class Content:
     tokens: array[int]
 
     def is_same(self, other: Content) -> bool:
-        """Whether scope, tokens and all tokens before them are the same, whatever the keys are."""
+        """Whether scope, tokens and all tokens before them are equal, whatever the keys."""
         mine: Content | None = self
         theirs: Content | None = other
         while mine is not theirs:
@@ -50,18 +48,12 @@ class Content:
 
 
 class SharedPages(PageAllocator):
-    """A pool of pages with reference counts and a memory of what stands in them.
-
-    Args:
-        num_pages: pages.
-        page_size: tokens of a page.
-        keeps: whether pages are known by their content at all.
-    """
+    """A pool of pages with reference counts; unless ``keeps`` is False, pages are found by their content."""
 
     def __init__(self, num_pages: int, page_size: int, keeps: bool = True) -> None:
         super().__init__(num_pages)
         self.page_size, self.keeps = page_size, keeps
-        #: key -> page, and page -> what stands in it.
+        #: Key -> page, and page -> content.
         self._known: dict[bytes, int] = {}
         self._content: dict[int, Content] = {}
         self._kept: OrderedDict[int, None] = OrderedDict()
@@ -70,25 +62,21 @@ class SharedPages(PageAllocator):
 
     @property
     def available(self) -> int:
-        """Pages that can be taken: free ones, and kept ones, which are forgotten then."""
+        """Pages that can be taken: free ones, and kept ones, whose content is then forgotten."""
         return self.free + len(self._kept)
 
     @property
     def kept(self) -> int:
-        """Pages nobody holds whose content is still known."""
+        """Pages that no sequence holds and whose content is known."""
         return len(self._kept)
 
     @property
     def held(self) -> int:
-        """Pages some sequence holds."""
+        """Pages that a sequence holds."""
         return len(self.references) - self.available
 
     def take(self) -> int:
-        """A page, held once; the one kept longest is forgotten where none is free.
-
-        Raises:
-            OutOfPagesError: every page is held.
-        """
+        """Takes a page, if none is free the one kept longest; raises OutOfPagesError if every page is held."""
         if not self.free and self._kept:
             page, _ = self._kept.popitem(last=False)
             self.forget(page)
@@ -96,11 +84,7 @@ class SharedPages(PageAllocator):
         return super().take()
 
     def take_many(self, count: int) -> list[int]:
-        """Several; none if there are too few.
-
-        Raises:
-            OutOfPagesError: fewer than ``count`` can be taken; nothing has changed.
-        """
+        """Takes ``count`` pages; raises OutOfPagesError, and changes nothing, if fewer are available."""
         if count > self.available:
             raise OutOfPagesError(
                 f"{count} pages are needed and {self.available} of {len(self.references)} are available"
@@ -108,7 +92,7 @@ class SharedPages(PageAllocator):
         return [self.take() for _ in range(count)]
 
     def release(self, page: int) -> None:
-        """One holder less; what nobody holds is kept if its content is known, else free."""
+        """Drops one reference; a page without any is kept if its content is known, else free."""
         self._check_held(page, "released")
         self.references[page] -= 1
         if self.references[page]:
@@ -119,18 +103,16 @@ class SharedPages(PageAllocator):
             self._free.append(page)
 
     def release_all(self, pages: Iterable[int]) -> None:
-        """The last pages first: they are the least likely to be wanted again, and are forgotten first."""
+        """Releases the last pages first: they are the least likely to be reused, and so are evicted first."""
         for page in reversed(list(pages)):
             self.release(page)
 
-    # -- content ------------------------------------------------------------------------
-
     def is_fixed(self, page: int) -> bool:
-        """Whether nobody may write into it: others hold it, or its content is known."""
+        """Whether the page must not be written to: it is shared, or its content is known."""
         return self.references[page] > 1 or page in self._content
 
     def learn(self, page: int, content: Content) -> Content:
-        """Notes what a full page that is held contains; what is known of that, here or in another page."""
+        """Records the content of a full, held page; returns that content, or an equal one already known."""
         other = self._known.get(content.key)
         if other is not None and self._content[other].is_same(content):
             return self._content[other]
@@ -140,17 +122,17 @@ class SharedPages(PageAllocator):
         return content
 
     def forget(self, page: int) -> None:
-        """Its content is about to change."""
+        """Forgets the content of a page, which is about to change."""
         content = self._content.pop(page, None)
         if content is not None:
             del self._known[content.key]
 
     def scope_of(self, scope: str, epoch: int | None = None) -> str:
-        """What contents of a scope are called since all was forgotten last, or in another epoch."""
+        """Name of a scope in an epoch, by default the current one; a new epoch begins when all is forgotten."""
         return f"{self.epoch if epoch is None else epoch} {scope}"
 
     def forget_scope(self, scope: str) -> None:
-        """Kept pages of a scope in which nobody will ask again are free."""
+        """Frees the kept pages of a scope that no request will use again."""
         scope = self.scope_of(scope)
         for page in [page for page in self._kept if self._content[page].scope == scope]:
             del self._kept[page]
@@ -158,9 +140,9 @@ class SharedPages(PageAllocator):
             self._free.append(page)
 
     def find(self, wanted: Sequence[Content]) -> list[int]:
-        """The pages, held or kept, that contain the first of these; none is taken yet."""
+        """The pages, held or kept, with the first of these contents; they are not taken yet."""
         found: list[int] = []
-        before: Content | None = None  # what is known of the page before
+        before: Content | None = None  # content of the page before
         for content in wanted:
             page = self._known.get(content.key)
             if page is None:
@@ -174,11 +156,11 @@ class SharedPages(PageAllocator):
         return found
 
     def content(self, page: int) -> Content | None:
-        """What a page is known to contain."""
+        """The known content of a page, or None."""
         return self._content.get(page)
 
     def hold(self, pages: Iterable[int]) -> None:
-        """One more holder of each; kept pages are held again."""
+        """Adds a reference to each page; kept pages are held again."""
         for page in pages:
             if self.references[page]:
                 self.references[page] += 1
@@ -187,9 +169,9 @@ class SharedPages(PageAllocator):
                 self.references[page] = 1
 
     def forget_all(self) -> None:
-        """No content is known any more; kept pages are free.
+        """Forgets all content and frees kept pages.
 
-        What sequences that have begun go on to fill is of scopes nobody looks for.
+        Pages that running sequences fill later belong to the old epoch, which is no longer looked up.
         """
         self.epoch += 1
         self._known.clear()
@@ -198,11 +180,10 @@ class SharedPages(PageAllocator):
         self._kept.clear()
 
     def rebuild(self, tables: Iterable[tuple[Sequence[int], int]]) -> None:
-        """Works out anew who holds what, after an interrupt, from the pages of all sequences.
+        """Recomputes references and states after an interrupt, from the pages of all sequences.
 
-        Args:
-            tables: pages of each sequence, and how many of the first are full and known. What was learned of the
-                others is forgotten: they will be written again.
+        ``tables`` has the pages of each sequence, and how many of the first are full and known. The content of the
+        others is forgotten, since they will be written again.
         """
         counted, unknown = [0] * len(self.references), set[int]()
         for pages, known in tables:
@@ -216,10 +197,8 @@ class SharedPages(PageAllocator):
         self._kept = OrderedDict.fromkeys(idle)
         self._free = [p for p, count in enumerate(counted) if not count and p not in content]
 
-    # -- what has to hold ---------------------------------------------------------------
-
     def problems(self, tables: Iterable[Sequence[int]]) -> list[str]:
-        """What contradicts the tables of all sequences there are; for tests, and after a fault."""
+        """Contradictions to the pages of all sequences; for tests, and after a fault."""
         counted = [0] * len(self.references)
         for table in tables:
             for page in table:
@@ -243,12 +222,7 @@ class SharedPages(PageAllocator):
 
 
 class KeptSinks:
-    """Where in a pool the sinks of first pages are kept; the page wanted longest ago comes first.
-
-    Args:
-        places: that there are.
-        pages: which knows what stands in pages.
-    """
+    """Where a pool keeps the attention sinks of first pages, least recently used first."""
 
     def __init__(self, places: Sequence[int], pages: SharedPages) -> None:
         self._all, self._free, self._pages = places, list(places), pages
@@ -258,20 +232,20 @@ class KeptSinks:
         return content in self._places
 
     def find(self, content: Content | None) -> int | None:
-        """Where those of a page are; None where they are not kept."""
+        """Where the sinks of a page are; None if they are not kept."""
         if content is None or content not in self._places:
             return None
         self._places.move_to_end(content)
         return self._places[content]
 
     def have_room(self) -> bool:
-        """Whether a place is free; those of pages that are forgotten are from now on."""
+        """Whether a place is free, after freeing those of pages whose content was forgotten."""
         gone = [] if self._free else [x for x in self._places if not self._pages.find([x])]
         self._free += [self._places.pop(content) for content in gone]
         return bool(self._free)
 
     def keep(self, content: Content, write: Callable[[int], None]) -> int:
-        """Where the sinks of a page are kept from now on, and were written."""
+        """Writes the sinks of a page to a place, evicting the least recently used if none is free; returns it."""
         if not self.have_room():
             self._free.append(self._places.popitem(False)[1])
         place = self._free[-1]
@@ -280,17 +254,17 @@ class KeptSinks:
         return place
 
     def rebuild(self) -> None:
-        """Works out anew which places are free, after an interrupt."""
+        """Recomputes the free places after an interrupt."""
         kept = set(self._places.values())
         self._free = [place for place in self._all if place not in kept]
 
 
 def content_of(scope: str, parent: Content | None, tokens: array[int]) -> Content:
-    """What a page holds with ``tokens`` behind the page ``parent``."""
+    """Content of a page with ``tokens`` after the page ``parent``."""
     before = scope.encode(errors="surrogatepass") if parent is None else parent.key
     return Content(key_of(before + tokens.tobytes()), scope, parent, tokens)
 
 
 def key_of(what: bytes) -> bytes:
-    """A hash of 16 bytes."""
+    """A 16-byte hash."""
     return blake2b(what, digest_size=16).digest()

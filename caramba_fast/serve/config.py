@@ -36,7 +36,7 @@ class EngineConfig(Fields):
         max_structure_chars: characters of the schema, regular expression or grammar of structured_outputs; it is
             compiled when the request is added.
         fair_tokens: tokens of a turn: when others wait for a place or pages, a sequence that has generated this many
-            is preempted and continues behind them.
+            is preempted and continues after them.
         prefix_caching: keep pages of finished requests until their space is needed, and reuse them for requests of
             the same ``cache_salt`` that begin alike.
         cache_salt: the salt of requests that give none. With None they share with nobody, except that requests of one

@@ -192,8 +192,6 @@ class Engine(EngineRequests):
         #: The `AsyncEngine` whose engine it is, if any.
         self.driver: Any = None
 
-    # -- requests -----------------------------------------------------------------------
-
     @whole
     def add_request(
         self,
@@ -282,8 +280,6 @@ class Engine(EngineRequests):
             raise ValueError(f"request {request_id!r} is under way; another id is needed")
         return request_id
 
-    # -- steps ---------------------------------------------------------------------------
-
     @whole
     def step(self) -> list[Event]:
         """Runs one forward pass; returns its events, after those of requests that ended before it.
@@ -315,8 +311,6 @@ class Engine(EngineRequests):
         """Ends cancelled and late requests, as every step does first."""
         return self._outputs.end_early()
 
-    # -- whole runs ---------------------------------------------------------------------
-
     def __iter__(self) -> Iterator[Event]:
         """Steps until all requests have ended. Requests may be added meanwhile; leaving the loop early loses no event.
 
@@ -326,7 +320,6 @@ class Engine(EngineRequests):
         return self
 
     def __next__(self) -> Event:
-        """The next event."""
         while not (pending := self._pending):
             if not self.has_unfinished:
                 raise StopIteration
@@ -390,8 +383,6 @@ class Engine(EngineRequests):
             if name in self._outputs.requests:
                 self._outputs.end(self._outputs.requests[name], "cancelled")
         self._outputs.scheduler.blocks.pages.forget_scope(scope)
-
-    # -- figures ------------------------------------------------------------------------
 
     @whole
     def clear_prefixes(self) -> None:

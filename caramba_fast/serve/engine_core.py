@@ -1,7 +1,7 @@
-"""EngineCore: one step of an engine, from what is scheduled to what is emitted.
+"""EngineCore: one step of an engine, from scheduling to events.
 
-Whatever fails, fails for the requests it concerns: the model for those in the pass, bytes that cannot be moved, a
-tokenizer or logits that are no numbers for one.
+An error fails only the requests it concerns: one of the model those in the pass; bytes that cannot be moved, a
+tokenizer, or logits that are not finite a single request.
 """
 
 from __future__ import annotations
@@ -24,12 +24,7 @@ from caramba_fast.serve.scheduler import Scheduler, Work
 
 
 class EngineCore:
-    """Takes steps: what is due ends, tokens are scheduled, the model runs, and what it brought is emitted.
-
-    Args:
-        runner: runs the model.
-        outputs: the requests.
-    """
+    """Takes steps: ends due requests, schedules tokens, runs the model, and emits events."""
 
     def __init__(self, runner: ModelRunner, outputs: OutputProcessor) -> None:
         self.runner, self.outputs = runner, outputs
@@ -40,10 +35,9 @@ class EngineCore:
     @torch.inference_mode(False)
     @torch.no_grad()
     def step(self) -> list[Event]:
-        """One forward pass; what it brought, and what ended before it.
+        """Runs one forward pass; returns its events, and those of requests that ended before it.
 
-        Raises:
-            RuntimeError: the process was forked from the one that used the engine, and torch would hang.
+        Raises RuntimeError in a process forked from the one that used the engine, where torch would hang.
         """
         self._check_process()
         self._check_adapters()
@@ -65,7 +59,7 @@ class EngineCore:
         return events
 
     def _check_process(self) -> None:
-        """Threads of OpenMP do not survive a fork, and whoever waits for them waits for ever."""
+        """OpenMP threads do not survive a fork, and torch would wait for them for ever."""
         here = os.getpid()
         if self._process not in (None, here) and torch.get_num_threads() > 1:
             raise RuntimeError(
@@ -75,9 +69,9 @@ class EngineCore:
         self._process = here
 
     def _check_adapters(self) -> None:
-        """Where the model uses other adapters than before, nobody finds what pages hold by now any more.
+        """Forgets cached prefixes if the active adapters of the model have changed.
 
-        All modules are looked through while sequences wait, which alone look for pages.
+        All modules are searched while sequences wait, since only those look up pages.
         """
         if not self.scheduler.waiting and self._adapters.unchanged():
             return
@@ -93,7 +87,7 @@ class EngineCore:
         self._adapters = found
 
     def _scheduled(self) -> tuple[list[Work], list[Event]]:
-        """What the next forward pass reads, and the ends of those whose pages could not be moved for it."""
+        """The work of the next forward pass, and events of requests whose pages could not be moved for it."""
         events: list[Event] = []
         while True:
             try:
@@ -104,11 +98,11 @@ class EngineCore:
     def _advance(
         self, works: Sequence[Work], choices: dict[PagedSequence, list[Choice]], now: float
     ) -> list[Event]:
-        """Takes note of what was cached and chosen."""
+        """Records what was cached and chosen; returns the events."""
         events = []
         for work in works:
             if work.sequence.finish_reason is not None:
-                continue  # another sequence to its prompt has failed in this step
+                continue  # another sequence of its request has failed in this step
             try:
                 events += self._give(work, choices.get(work.sequence, []), now)
             except Exception as error:
@@ -116,11 +110,7 @@ class EngineCore:
         return events
 
     def _give(self, work: Work, chosen: Sequence[Choice], now: float) -> list[Event]:
-        """Takes note of what one sequence has cached and chosen.
-
-        Raises:
-            Exception: nothing can be chosen for it, or its tokenizer fails.
-        """
+        """Records what one sequence has cached and chosen; raises if no token can be chosen or its tokenizer fails."""
         sequence = work.sequence
         for choice in chosen:
             if choice.error is not None:
@@ -139,14 +129,14 @@ class EngineCore:
         return [self.outputs.emit(choice.sequence) for choice in chosen]
 
     def _fork(self, sequence: PagedSequence, cached: int, others: Sequence[PagedSequence]) -> None:
-        """The other sequences hold the prompt's pages too, before the first can end."""
+        """Lets the other sequences hold the prompt's pages too, before the first can end."""
         self.scheduler.mark_cached(sequence, cached)
         for other in others:
             sequence.request.sequences.append(other)  # a fork that fails ends with its request
             self.scheduler.fork(sequence, other)
 
     def _push(self, choice: Choice) -> None:
-        """Adds tokens up to where the sequence ends."""
+        """Adds tokens until the sequence ends."""
         sequence = choice.sequence
         for place, token in enumerate(choice.tokens):
             sequence.push(token)
@@ -160,7 +150,7 @@ class EngineCore:
 
 
 def engine_metrics(scheduler: Scheduler) -> EngineMetrics:
-    """The figures of an engine, so far."""
+    """The metrics of an engine so far."""
     counted, pool = scheduler.counters, scheduler.pool
     ttft, gaps = percentiles(counted.ttft), percentiles(counted.gaps)
     prompts = counted.prompt_tokens

@@ -1,6 +1,6 @@
-"""InputProcessor: prompts and settings of requests, checked before anything else knows of them.
+"""InputProcessor: validates prompts and settings and makes requests.
 
-What an engine is made of: a model that takes ragged batches, settings that go with pages, and the pool.
+Also prepares the parts of an engine: a model for ragged batches, settings for shared pages, and the pool.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from caramba_fast.serve.config import EngineConfig
 from caramba_fast.serve.metrics import RequestTimes
 from caramba_fast.serve.request import PagedSequence, Request, private_scope, salted_scope
 
-#: Tokens of a request at least, where memory is shared out between rings and pages.
+#: Least tokens expected of a request, when memory is divided between rings and pages.
 USUAL_TOKENS = 256
-#: Runs of tokens that prompt lookup looks for.
+#: Longest and shortest n-gram of prompt lookup.
 LOOKUP = (3, 1)
 #: Settings that belong to the engine, not to one request.
 ENGINE_FIELDS = {
@@ -50,7 +50,7 @@ ENGINE_FIELDS = {
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that was checked and is not yet taken on."""
+    """A validated request that is not in the engine yet."""
 
     tokens: list[int]
     config: GenerateConfig
@@ -64,26 +64,18 @@ class Prepared:
 
     @property
     def due(self) -> float:
-        """When (``time.monotonic``) it must have ended: its deadline or max_time; at once if it was cancelled."""
+        """Time (``time.monotonic``) of its deadline or max_time; in the past if it was cancelled."""
         limit = min(self.deadline or torch.inf, self.config.max_time or torch.inf)
         return -torch.inf if self.is_cancelled else self.times.arrived + limit
 
     @property
     def is_late(self) -> bool:
-        """Whether it must have ended by now."""
+        """Whether its deadline or max_time is over."""
         return self.due <= time.monotonic()
 
 
 class InputProcessor:
-    """Makes requests of what callers give.
-
-    Args:
-        model: the model that sequences.
-        config: what requests get that say nothing else.
-        settings: limits of the engine.
-        tokenizer: for text in and out, or None.
-        pool: where requests are stored.
-    """
+    """Makes requests from callers' input; ``config`` has the default settings of requests."""
 
     def __init__(
         self,
@@ -97,7 +89,7 @@ class InputProcessor:
         self.tokenizer, self.pool = tokenizer, pool
 
     def request(self, prepared: Prepared, name: str, number: int) -> Request:
-        """The request, with its first sequence."""
+        """The request with its first sequence."""
         config = prepared.config
         eos = eos_ids(config, self.model)
         processors = LogitsProcessors(
@@ -113,7 +105,7 @@ class InputProcessor:
         return made
 
     def branches(self, sequence: PagedSequence) -> list[PagedSequence]:
-        """The other answers to its prompt, which begin where the first one does."""
+        """New sequences for the other answers to its prompt; none unless it is the first and has no new token."""
         request = sequence.request
         if sequence.index or sequence.new:
             return []
@@ -129,7 +121,7 @@ class InputProcessor:
         cache_salt: str | None = None,
         **overrides: Any,
     ) -> Prepared:
-        """A request that was checked, for `take_on`; arguments and errors as in `add_request`."""
+        """A validated request, for `take_on`; arguments and errors as in `add_request`."""
         if request_id is not None and (not isinstance(request_id, str) or not request_id):
             raise TypeError(f"request_id is {request_id!r}; a name is needed")
         times, settings = RequestTimes(), self.config_of(config, overrides)
@@ -148,7 +140,7 @@ class InputProcessor:
         return Prepared(tokens, settings, limit, request_id, deadline, times, scope, grammar)
 
     def sequence(self, request: Request, index: int, limit: int) -> PagedSequence:
-        """One answer to a request, which has not begun; it may have ``limit`` new tokens."""
+        """A new sequence of a request, with at most ``limit`` new tokens."""
         sequence = PagedSequence(request, index, limit)
         if request.config.samples:
             seed = (request.seed + index) % 2**63
@@ -162,21 +154,21 @@ class InputProcessor:
         return sequence
 
     def tokens(self, prompt: Any) -> list[int]:
-        """The token ids of a prompt; raises TypeError or ValueError if it is none."""
+        """Token ids of a prompt; raises TypeError or ValueError if it is invalid."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise TypeError("the prompt is text; that needs Engine(tokenizer=...)")
             self.check_text(prompt)
             prompt = self.tokenizer.encode(prompt)
         tokens: list[int] = _as_ids(prompt, self.config.max_seq_len).tolist()
-        most = self.model.vocab_size - 1  # asked once: a model of transformers looks it up
+        most = self.model.vocab_size - 1  # read once: a model of transformers looks it up
         wrong = [token for token in tokens if not 0 <= token <= most]
         if wrong:
             raise ValueError(f"the prompt holds token id {wrong[0]}; 0 to {most} is allowed")
         return tokens
 
     def check_text(self, text: str) -> None:
-        """Raises ValueError for text that is too long, before it is looked at."""
+        """Raises ValueError for text that is too long to be tokenized."""
         most = self.settings.max_prompt_chars
         if most is None and self.longest_token is not None:
             most = self.config.max_seq_len * self.longest_token
@@ -187,12 +179,12 @@ class InputProcessor:
 
     @cached_property
     def longest_token(self) -> int | None:
-        """Characters of the longest token of the vocabulary; None without one to look at."""
+        """Characters of the longest token of the vocabulary; None if there is no vocabulary."""
         vocabulary = getattr(getattr(self.tokenizer, "tokenizer", None), "get_vocab", None)
         return max(map(len, vocabulary()), default=None) if callable(vocabulary) else None
 
     def config_of(self, config: GenerateConfig | None, overrides: dict[str, Any]) -> GenerateConfig:
-        """The settings of one request; raises TypeError or ValueError for what is none, or belongs to the engine."""
+        """Settings of one request; raises TypeError or ValueError if they are invalid or belong to the engine."""
         if config is not None and not isinstance(config, GenerateConfig):
             raise TypeError(f"config is a {type(config).__name__}; a GenerateConfig is needed")
         found = self.config if config is None else config
@@ -230,7 +222,7 @@ class InputProcessor:
         )
 
     def _check_cost(self, config: GenerateConfig) -> None:
-        """Raises ValueError for settings whose cost at every token, or whose size, is beyond the engine's limits."""
+        """Raises ValueError for settings whose size, or cost per token, exceeds the engine's limits."""
         words = [*config.bad_words_ids, *(words for words, _ in config.sequence_bias)]
         settings, vocabulary = self.settings, self.model.vocab_size
         asked = config.structured_outputs
@@ -250,7 +242,7 @@ class InputProcessor:
                 raise ValueError(f"{what.format(count)}; {limit} allows {allowed}")
 
     def limit(self, tokens: list[int], config: GenerateConfig) -> int:
-        """Most new tokens; raises ValueError if they cannot fit."""
+        """Most new tokens; raises ValueError if they do not fit."""
         limit = row_limits(config, [len(tokens)])[0]
         check_fits(self._rooms, len(tokens), limit)
         warn_past_positions(self.model, len(tokens) + limit - 1)
@@ -258,12 +250,12 @@ class InputProcessor:
 
     @property
     def room(self) -> int:
-        """Tokens that one request can have, its prompt included."""
+        """Most tokens of one request, prompt included."""
         return min(most for most in self._rooms.values() if most is not None)
 
     @property
     def _rooms(self) -> dict[str, int | None]:
-        """How many tokens of a request there is room for, by what limits them."""
+        """Limits in tokens of a request, by name."""
         positions = getattr(self.model, "max_positions", None)
         return {
             "max_seq_len": self.config.max_seq_len,
@@ -273,11 +265,7 @@ class InputProcessor:
 
 
 def _as_ids(prompt: Any, most: int) -> Tensor:
-    """(T,) int64, T of 1 or more.
-
-    Raises:
-        ValueError: anything else, or more than ``most`` ids, which are not looked at.
-    """
+    """A prompt as (T,) int64, T >= 1; raises ValueError for anything else, or more than ``most`` ids."""
     count = prompt.numel() if isinstance(prompt, Tensor) else getattr(prompt, "__len__", int)()
     if count > most:
         raise ValueError(f"the prompt holds {count} token ids; max_seq_len allows {most}")
@@ -305,11 +293,11 @@ def _as_ids(prompt: Any, most: int) -> Tensor:
 
 
 def servable(model: Any, max_seq_len: int) -> Any:
-    """The model, if it can take tokens of many requests side by side.
+    """The model, if it takes ragged batches.
 
     Raises:
-        TypeError: it cannot, and why.
-        ValueError: not for requests of that length, or not in train mode: its dropout is on.
+        TypeError: it does not; the message says why.
+        ValueError: max_seq_len is too long for it, or its dropout is on (train mode).
     """
     found = as_language_model(model)
     reason = getattr(found, "why_not_ragged", None)
@@ -332,11 +320,7 @@ def servable(model: Any, max_seq_len: int) -> Any:
 
 
 def shareable(config: GenerateConfig) -> GenerateConfig:
-    """Settings whose cache can be cut into pages that requests share.
-
-    Raises:
-        ValueError: one that was asked for and cannot be had.
-    """
+    """The settings, adapted to shared pages; raises ValueError for one that an engine cannot serve."""
     if config.cache_residual_len:
         raise ValueError(
             f"cache_residual_len is {config.cache_residual_len}; an engine allows 0: pages are shared between "
@@ -368,18 +352,14 @@ def shareable(config: GenerateConfig) -> GenerateConfig:
 
 
 def pool_for(model: Any, config: GenerateConfig, settings: EngineConfig) -> PagePool:
-    """The pool of pages that settings ask for.
-
-    Raises:
-        ValueError: fewer bytes than a page takes, or a storage that pages cannot have.
-    """
+    """The page pool; raises ValueError for fewer bytes than a page takes, or a storage that pages cannot have."""
     storage, layout = config.stream_configs(), model.cache_layout
     length = config.max_seq_len
     size, wanted, rings = settings.page_size, settings.num_pages, settings.max_batch_size
     if settings.cache_bytes is not None:
         page, ring, sinks = PagePool.sizes(layout, size, **storage)
-        ring += sinks  # and for every 16 pages, as `PagePool.sink_rows` has them
-        # No more rings than requests there can be that have `USUAL_TOKENS`: what rings take, pages do not have.
+        ring += sinks  # more sinks follow, for every 16 pages, as in `PagePool.sink_rows`
+        # No more rings than requests of `USUAL_TOKENS` fit, since rings take memory from pages.
         usual = max(2, USUAL_TOKENS // size) * page
         rings = max(1, min(rings, settings.cache_bytes // (ring + usual)))
         left = settings.cache_bytes - rings * ring

@@ -1,4 +1,4 @@
-"""Figures of a request, and of an engine."""
+"""Metrics of a request, and of an engine."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 from caramba_fast.infer.output import NAN, percentiles
 
-#: Gaps between tokens an engine remembers for its percentiles.
+#: Gaps between tokens an engine keeps for its percentiles.
 REMEMBERED = 10_000
 
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """What one request took.
+    """Metrics of one request.
 
     Attributes:
-        prompt_tokens, new_tokens: tokens read and generated, over all answers.
-        prefix_hit_tokens: tokens of the prompt found in pages that were there already.
-        preemptions: times an answer gave its pages back.
+        prompt_tokens, new_tokens: prompt tokens, and tokens generated over all answers.
+        prefix_hit_tokens: prompt tokens found in cached pages.
+        preemptions: times an answer was preempted.
         queue_s: seconds from arrival to its first step; nan if it had none.
         ttft_s: seconds from arrival to the first token; nan if there is none.
-        inter_token_p50_s, inter_token_p99_s: seconds between steps that brought it tokens; nan below two.
+        inter_token_p50_s, inter_token_p99_s: seconds between steps that gave it tokens; nan below two.
         total_s: seconds from arrival to the end.
         tokens_per_s: new tokens over total_s.
     """
@@ -41,12 +41,12 @@ class RequestMetrics:
     tokens_per_s: float
 
     def as_dict(self) -> dict[str, float]:
-        """The figures by name."""
+        """The metrics by name."""
         return asdict(self)
 
 
 class RequestTimes:
-    """When things happened to one request; a caller's time between two steps counts, unlike in a `Generator`."""
+    """Times of one request; unlike in a `Generator`, a caller's time between two steps counts."""
 
     def __init__(self) -> None:
         self.arrived = time.monotonic()
@@ -56,23 +56,23 @@ class RequestTimes:
         self.gaps = array("d")
 
     def scheduled(self, now: float) -> None:
-        """It is part of a step."""
+        """Records that it is part of a step."""
         if self.started is None:
             self.started = now
 
     def saved(self) -> tuple[object, ...]:
-        """What `put_back` goes back to."""
+        """State for `put_back`."""
         return self.started, self.first_token, self.latest, len(self.gaps)
 
     def put_back(self, saved: tuple[Any, ...]) -> None:
-        """Goes back to what was saved."""
+        """Restores what was saved."""
         self.started, self.first_token, self.latest, gaps = saved
         del self.gaps[gaps:]
 
     def report(
         self, *, prompt_tokens: int, new_tokens: int, prefix_hit_tokens: int, preemptions: int
     ) -> RequestMetrics:
-        """The figures so far."""
+        """The metrics so far."""
         total = time.monotonic() - self.arrived
         p50, p99 = percentiles(self.gaps)
         return RequestMetrics(
@@ -91,23 +91,23 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class EngineMetrics:
-    """What an engine has done, and holds now.
+    """Counters and state of an engine.
 
     Attributes:
-        running, waiting: answers that are worked on, and that wait (preempted ones too).
+        running, waiting: sequences that run, and that wait (preempted ones too).
         steps: forward passes.
-        graph_steps: of these, how many ran as a CUDA graph, or were the first of a size, which nothing records yet. Why
-            the others did not is in ``report["eager_steps"]`` of the engine.
-        prompt_tokens, new_tokens, step_tokens: tokens of prompts that were fed or found, tokens generated, and
-            tokens that went through the model (fed again after a preemption, and drafted ones, included).
-        prefix_hit_tokens, prefix_hit_rate: tokens of prompts found in pages, and their share.
-        prefix_store_tokens: of the tokens found in pages, those that came back from the prefix store.
-        preemptions, swaps: times an answer gave its pages back, and of these how often to host memory.
+        graph_steps: steps that ran as a CUDA graph, or were the first of a size, before it is recorded. The engine's
+            ``report["eager_steps"]`` says why the others did not.
+        prompt_tokens, new_tokens, step_tokens: prompt tokens (processed or found in cached pages), generated tokens,
+            and tokens that went through the model, recomputed and drafted ones included.
+        prefix_hit_tokens, prefix_hit_rate: prompt tokens found in cached pages, and their share.
+        prefix_store_tokens: those that came back from the prefix store.
+        preemptions, swaps: preemptions, and how many of them swapped pages to host memory.
         drafted, accepted: tokens of prompt lookup.
-        finished, cancelled, failed: requests. A client that went away has cancelled its own; past a deadline or on an
-            error one has failed.
-        pages, pages_held, pages_kept: of the pool; held by answers; held by none with content still known.
-        cache_bytes, swapped_bytes: of the pool, and on the host.
+        finished, cancelled, failed: requests. Those of clients that went away count as cancelled, those past a
+            deadline or with an error as failed.
+        pages, pages_held, pages_kept: pages of the pool; held by sequences; held by none, with known content.
+        cache_bytes, swapped_bytes: bytes of the pool, and in host memory.
         busy_s: seconds spent in steps.
         tokens_per_s: new tokens over busy_s.
         ttft_p50_s, ttft_p99_s, inter_token_p50_s, inter_token_p99_s: over the latest requests and tokens.
@@ -143,12 +143,12 @@ class EngineMetrics:
     inter_token_p99_s: float
 
     def as_dict(self) -> dict[str, float]:
-        """The figures by name."""
+        """The metrics by name."""
         return asdict(self)
 
 
 class Counters:
-    """What an engine counts as it goes."""
+    """The counters of an engine."""
 
     def __init__(self) -> None:
         self.steps = self.graph_steps = self.prompt_tokens = self.new_tokens = self.step_tokens = 0
@@ -159,7 +159,7 @@ class Counters:
         self.gaps: deque[float] = deque(maxlen=REMEMBERED)
 
     def got_token(self, times: RequestTimes, now: float) -> None:
-        """A step brought a token of a request; what several answers got of one step is one gap."""
+        """Records a token of a request; tokens of several answers in one step make one gap."""
         if times.first_token is None:
             times.first_token = now
             self.ttft.append(now - times.arrived)
@@ -169,9 +169,9 @@ class Counters:
         times.latest = now
 
     def saved(self) -> dict[str, Any]:
-        """What was counted, by the names in `EngineMetrics`; `put_back` goes back to it, times stay remembered."""
+        """The counters, by the names in `EngineMetrics`, for `put_back`; times are not saved."""
         return {name: value for name, value in vars(self).items() if not isinstance(value, deque)}
 
     def put_back(self, saved: dict[str, Any]) -> None:
-        """Goes back to what was saved."""
+        """Restores what was saved."""
         vars(self).update(saved)

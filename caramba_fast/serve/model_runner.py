@@ -1,7 +1,7 @@
-"""ModelRunner: one forward pass over everything scheduled, and the next tokens of each sequence in it.
+"""ModelRunner: one forward pass over all scheduled tokens, and sampling of the next ones.
 
-A sequence gets the token a run of its own would choose: the same logits processors, filters and random numbers.
-Sequences with the same filters are drawn together.
+A sequence gets the token it would get alone: the same logits processors, filters and random numbers. Sequences with
+the same filters are sampled together.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ FILTERS = tuple(name for name in SamplingFields.model_fields if name not in ("se
 
 @dataclass(eq=False)
 class Choice:
-    """One sequence whose next tokens are wanted.
+    """One sequence that gets next tokens.
 
     Attributes:
-        sequence: it.
-        draft: tokens that were read behind its last one.
-        first: the row of the logits behind its last token; those behind the draft follow.
-        tokens: what it chose: as much of the draft as it would have said itself, and one token more.
-        logprobs: of those tokens, where its request asks for them.
-        error: why nothing can be chosen.
+        draft: drafted tokens that were processed after its last one.
+        first: row of the logits after its last token; those after the draft follow.
+        tokens: the accepted part of the draft, and one token more.
+        logprobs: of those tokens, if its request asks for them.
+        error: why no token can be chosen.
     """
 
     sequence: PagedSequence
@@ -51,19 +50,9 @@ class Choice:
 
 
 class ModelRunner:
-    """Runs the model over ragged batches.
+    """Runs the model over ragged batches; ``inputs`` makes the further sequences of a prompt.
 
-    Args:
-        model: takes ragged batches.
-        pool: where keys and values are.
-        inputs: makes the further sequences of a prompt.
-        counters: what is counted.
-
-    Attributes:
-        graphs: decode steps that are replayed.
-
-    Raises:
-        ValueError: ``cuda_graph=True`` where there cannot be a graph.
+    Raises ValueError for ``cuda_graph=True`` if there can be no graph.
     """
 
     def __init__(
@@ -74,7 +63,7 @@ class ModelRunner:
         self.graphs = BatchGraphs(model, pool, wanted, most)
 
     def run(self, works: Sequence[Work]) -> dict[PagedSequence, list[Choice]]:
-        """The model over everything scheduled; what each sequence has chosen, and those that branch off from it."""
+        """Runs the model over all work; returns the choices of each sequence and of those that branch off from it."""
         tokens = [work.tokens for work in works]
         stretches = [
             Stretch(work.sequence.cached, len(fed), work.sequence.pages, work.sequence.ring)
@@ -101,7 +90,7 @@ class ModelRunner:
     def _logits(
         self, tokens: Sequence[int], stretches: Sequence[Stretch], rows: Sequence[int]
     ) -> Tensor:
-        """(M, V), behind the tokens of ``rows``."""
+        """Logits (M, V) after the tokens of ``rows``."""
         found = self.graphs.logits(tokens, stretches)
         if found is not None:
             self.counters.graph_steps += 1
@@ -114,11 +103,7 @@ class ModelRunner:
 
 
 def choose(logits: Tensor, choices: Sequence[Choice]) -> None:
-    """Fills in the tokens of every choice.
-
-    Args:
-        logits: (M, V), the rows of all choices.
-    """
+    """Fills in the tokens of every choice from logits (M, V), the rows of all choices."""
     chosen = _unedited(logits, [c for c in choices if not c.sequence.request.processors])
     for choice in choices:
         try:
@@ -132,7 +117,7 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> None:
 
 
 def _tell(logits: Tensor, choices: Sequence[Choice]) -> None:
-    """Log-probabilities of what was chosen, for those that ask, all at once."""
+    """Adds log-probabilities for the choices that ask for them, all at once."""
     asked = [
         (choice, count)
         for choice in choices
@@ -150,7 +135,7 @@ def _tell(logits: Tensor, choices: Sequence[Choice]) -> None:
 
 
 def _take(logits: Tensor, choice: Choice, drawn: Sequence[int]) -> None:
-    """Accepts the draft up to the first token it would not have chosen, and takes its own choice there."""
+    """Accepts the draft up to the first token that was not drawn, and takes the drawn one there."""
     for place in range(len(choice.draft) + 1):
         if place == len(drawn) or drawn[place] == NOTHING:
             row = logits[choice.first + place]
@@ -163,7 +148,7 @@ def _take(logits: Tensor, choice: Choice, drawn: Sequence[int]) -> None:
 
 
 def _unedited(logits: Tensor, choices: Sequence[Choice]) -> dict[Choice, list[int]]:
-    """The tokens of every choice, row by row, up to the first row that nothing can be drawn from."""
+    """Tokens of every choice without processors, row by row, up to the first row that gives none."""
     groups: dict[tuple[object, ...], list[Choice]] = defaultdict(list)
     ids = likeliest(logits).tolist()
     sound = [token != NOTHING for token in ids]
@@ -193,13 +178,13 @@ def _unedited(logits: Tensor, choices: Sequence[Choice]) -> dict[Choice, list[in
 
 
 def _rows(choice: Choice, sound: Sequence[bool]) -> list[int]:
-    """Its rows of the logits, up to the first that is no distribution."""
+    """Its rows of the logits, up to the first that gives no token."""
     rows = range(choice.first, choice.first + len(choice.draft) + 1)
     return list(itertools.takewhile(lambda row: sound[row], rows))
 
 
 def _drawn(logits: Tensor, config: GenerateConfig, numbers: Sequence[float]) -> list[int]:
-    """Tokens for logits (R, V), with a random number for each row if any are drawn."""
+    """Tokens for logits (R, V), with a random number for each row if they are sampled."""
     exact = torch.float32 if logits.device.type == "mps" else torch.float64
     points = torch.tensor(numbers, dtype=exact, device=logits.device) if numbers else None
     ids: list[int] = sample_marked(logits, config, points).tolist()
@@ -207,7 +192,7 @@ def _drawn(logits: Tensor, config: GenerateConfig, numbers: Sequence[float]) -> 
 
 
 def _walk(logits: Tensor, choice: Choice) -> None:
-    """Token by token: what is edited depends on the tokens before."""
+    """Chooses token by token, since the processors depend on the tokens before."""
     sequence, taken = choice.sequence, 0
     request, random = sequence.request, sequence.random
     try:

@@ -1,4 +1,4 @@
-"""The settings of an engine and of its requests as keyword arguments, for editors and type checkers."""
+"""The settings of an engine and of its requests as TypedDicts, for editors and type checkers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["CallOptions", "EngineOptions", "RequestOptions"]
 
 
 class EngineOptions(GenerateOptions, total=False):
-    """Fields of `GenerateConfig` and of `EngineConfig`, other spellings of them included."""
+    """Fields of `GenerateConfig` and of `EngineConfig`, aliases included."""
 
     page_size: int
     num_pages: int | None
@@ -37,7 +37,7 @@ class EngineOptions(GenerateOptions, total=False):
 
 
 class RequestOptions(CallOptions, total=False):
-    """What one request may be given: settings of its generation, and whose it is."""
+    """Options of one request: settings of its generation, id, deadline and salt."""
 
     request_id: str | None
     deadline: float | None

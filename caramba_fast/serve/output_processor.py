@@ -1,4 +1,4 @@
-"""OutputProcessor: which requests are under way, when they must have ended, and what is told when they do."""
+"""OutputProcessor: the live requests, their deadlines, and the events they emit."""
 
 from __future__ import annotations
 
@@ -17,15 +17,10 @@ from caramba_fast.serve.undo import Undo
 class OutputProcessor:
     """The requests of an engine.
 
-    Args:
-        scheduler: has their sequences' pages.
-        counters: what is counted.
-        undo: what a call changes is noted there first.
-
     Attributes:
-        requests: those under way, by id, oldest first.
-        cancelling: those that end with the next step.
-        due: (when it must have ended, its number, its id, why), a heap.
+        requests: live requests by id, oldest first.
+        cancelling: requests to cancel with the next step.
+        due: a heap of (deadline, request number, id, finish reason).
     """
 
     def __init__(self, scheduler: Scheduler, counters: Counters, undo: Undo) -> None:
@@ -35,7 +30,7 @@ class OutputProcessor:
         self.due: list[tuple[float, int, str, FinishReason]] = []
 
     def enter(self, request: Request, deadline: float | None) -> None:
-        """A request begins to wait; ``deadline`` is in seconds from its arrival."""
+        """Adds a request to the waiting ones; ``deadline`` is in seconds from its arrival."""
         name = request.request_id
         self.undo.added.add(request)
         self.requests[name] = request
@@ -50,12 +45,12 @@ class OutputProcessor:
 
     @property
     def next_due(self) -> float | None:
-        """When (``time.monotonic``) the next deadline or max_time is over; None without any."""
+        """Time (``time.monotonic``) of the next deadline or max_time; None without any."""
         return self.due[0][0] if self.due else None
 
     @property
     def anything_to_do(self) -> bool:
-        """Whether a request can go on, or is to end."""
+        """Whether a request can be scheduled or is to end."""
         due = self.next_due
         if self.cancelling or (due is not None and due <= time.monotonic()):
             return True
@@ -64,7 +59,7 @@ class OutputProcessor:
     def end(
         self, request: Request, reason: FinishReason, error: BaseException | None = None
     ) -> list[Event]:
-        """Ends all sequences of a request whose end was not told yet; sequences that have not begun never will."""
+        """Ends all sequences of a request whose end was not emitted; those that have not begun never will."""
         self.undo.keep(request)
         if error is not None:
             request.error = f"{type(error).__name__}: {error}"
@@ -76,7 +71,7 @@ class OutputProcessor:
         return [self.emit(sequence) for sequence in going]
 
     def end_early(self, now: float | None = None) -> list[Event]:
-        """Ends what was cancelled, or is late; a step begins with it."""
+        """Ends cancelled and late requests; the first part of every step."""
         now = time.monotonic() if now is None else now
         events: list[Event] = []
         while self.cancelling:
@@ -91,13 +86,13 @@ class OutputProcessor:
             late = self.requests.get(name)
             if late is not None and late.number == number:
                 events += self.end(late, why)
-        if len(self.due) > 64 + 4 * len(self.requests):  # of requests that ended long before
+        if len(self.due) > 64 + 4 * len(self.requests):  # mostly requests that ended long before
             numbers = {request.number for request in self.requests.values()}
             self.due = sorted(entry for entry in self.due if entry[1] in numbers)
         return events
 
     def emit(self, sequence: PagedSequence) -> Event:
-        """What is new of a sequence; with its end its pages go back, and with the last one's the request is over."""
+        """The event with a sequence's new tokens; at its end its pages are freed, and its request may be over."""
         request, output = sequence.request, None
         if sequence.finish_reason is not None:
             self.scheduler.remove(sequence)
@@ -116,7 +111,7 @@ class OutputProcessor:
         return event
 
     def _close_text(self, sequence: PagedSequence) -> None:
-        """Writes what is left of its text; a tokenizer that fails now changes nothing but the text."""
+        """Writes the rest of its text; an error of the tokenizer is noted in the request."""
         try:
             if sequence.writer is not None:
                 sequence.writer.close()
@@ -134,13 +129,13 @@ class OutputProcessor:
         return request.output()
 
     def rebuild(self, requests: Sequence[Request], running: list[PagedSequence]) -> None:
-        """Works everything out anew, after an interrupt, from the requests under way and the sequences that ran."""
+        """Recomputes everything after an interrupt, from the live requests and the sequences that ran."""
         self.requests = {request.request_id: request for request in requests}
         going = [a for request in requests for a in request.sequences if a.finish_reason is None]
         self.scheduler.rebuild(going, running)
 
     def problems(self) -> list[str]:
-        """What is wrong with pages and requests; nothing ever should be."""
+        """Inconsistencies of pages and requests; empty unless there is a bug."""
         there = {sequence.request.request_id for sequence in self.scheduler.sequences}
         found = self.scheduler.problems()
         if there != set(self.requests):

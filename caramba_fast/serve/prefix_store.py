@@ -1,9 +1,8 @@
-"""PrefixStore: full pages of prompts in a folder, found again by the same tokens after a restart.
+"""PrefixStore: full pages of prompts in a folder, found again by their tokens after a restart.
 
-A page is a file of its own: what the pool held, with the sinks where it is the first, all tokens up to its end, the
-scope they are shared in, and what model and storage they are of, under a checksum of every byte. It is looked up by a
-hash, and used only where all of that is the same, token by token. What is damaged is dropped and logged. Files are
-replaced whole, so that a process that is killed leaves none that is half written.
+Each page is a file with the stored bytes (and the sinks of a first page), all tokens up to its end, its scope, and the
+model and storage it belongs to, under a checksum. It is looked up by a hash, and used only if all of these are equal.
+Damaged files are deleted and logged. Files are replaced atomically, so a killed process leaves none half written.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ from caramba_fast.serve.config import EngineConfig
 from caramba_fast.serve.request import PagedSequence, is_salted
 
 LOG = logging.getLogger("caramba_fast.serve")
-#: Version 2 may have bytes of q4_channel that two channels divide; 1 has nibbles, which read alike.
+#: Version 2 may divide the bits of a q4_channel byte unevenly between its two channels; 1 (4 bits each) is read alike.
 WHAT, VERSION = "page of a prefix", 2
 _NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{40}\.page")
-#: Bytes of pages that may wait to be written; what comes while there are more is not kept.
+#: Bytes of pages that may wait to be written; pages beyond that are not kept.
 WAITING = 256 * 2**20
 
 
 class StoredPage(NamedTuple):
-    """A page that was read, and is what was asked for.
+    """A page that was read and verified.
 
     Attributes:
-        page: what `PagePool.write` takes.
-        sinks: what `PagePool.write_sinks` takes; nothing but for a first page.
+        page: as `PagePool.write` takes it.
+        sinks: as `PagePool.write_sinks` takes them; empty except for a first page.
     """
 
     page: PageBytes
@@ -56,18 +55,17 @@ class StoredPage(NamedTuple):
 
 
 class PrefixStore:
-    """The folder of one engine.
+    """The prefix store of one engine.
 
     Args:
-        folder: made if it is not there, for its owner alone; one process at a time may use it.
-        most: bytes of all pages; those used longest ago go.
-        model: whose pages they are.
-        pool: where pages come from and go to.
+        folder: created for its owner alone if missing; one process at a time may use it.
+        most: bytes of all pages; the least recently used are deleted.
+        model, pool: the model, and the pool that pages are copied from and to.
 
     Raises:
         ValueError: another process uses the folder.
-        OSError: it cannot be made, or read.
-        TypeError: a model that cannot be told from another.
+        OSError: it cannot be created or read.
+        TypeError: the model has no digest.
     """
 
     def __init__(self, folder: Path, most: int, model: Any, pool: PagePool) -> None:
@@ -82,7 +80,7 @@ class PrefixStore:
             ) from None
         self._epoch = -1
         self.identify()
-        #: Sizes by name; what was used longest ago comes first.
+        #: Sizes by name, least recently used first.
         self._files = self._found()
         self._writing: set[str] = set()
         self._changing = threading.Lock()
@@ -91,7 +89,7 @@ class PrefixStore:
             self._make_room(0)
 
     def identify(self, epoch: int = 0) -> None:
-        """Asks the model who it is, once in each epoch of `SharedPages`; pages of others are not found from then on."""
+        """Computes the model's digest, once per epoch of `SharedPages`; pages of other models are not found."""
         if self._epoch == epoch:
             return
         streams = self.pool.layers[0].streams.items()
@@ -105,7 +103,7 @@ class PrefixStore:
         self._mark = blake2b(repr(self._about).encode(), digest_size=8).hexdigest()
 
     def _found(self) -> OrderedDict[str, int]:
-        """The pages there are; what killed writers left is removed."""
+        """The stored pages; partial files of killed writers are removed."""
         known = []
         for entry in os.scandir(self.folder):
             if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
@@ -117,22 +115,20 @@ class PrefixStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages, also of other models."""
+        """Bytes of all pages, those of other models included."""
         with self._changing:
             return sum(self._files.values())
 
     def describe(self) -> str:
-        """What there is, in words."""
+        """What is stored, as text."""
         with self._changing:
             mine = sum(name.startswith(self._mark) for name in self._files)
             others = len(self._files) - mine
         unused = f", and {others} of other models or storage, which are not used" if others else ""
         return f"prefix store {self.folder}: {mine} pages{unused}; {self.nbytes:,} of {self.most:,} bytes"
 
-    # -- found again ----------------------------------------------------------------------
-
     def find(self, scope: str, tokens: array[int], start: int) -> Iterator[StoredPage]:
-        """The full pages of ``tokens`` from page ``start`` on, as far as there are any."""
+        """Yields the full pages of ``tokens`` from page ``start`` on, up to the first that is missing."""
         size = self.pool.page_size
         names = self._names(scope, tokens, len(tokens) // size)
         for place, name in islice(enumerate(names, 1), start, None):
@@ -144,7 +140,7 @@ class PrefixStore:
             yield page
 
     def _names(self, scope: str, tokens: array[int], count: int) -> list[str]:
-        """What the first full pages of tokens are looked up by."""
+        """File names of the first full pages of tokens."""
         size, found = self.pool.page_size, []
         key = blake2b(f"{self._mark} {_scope(scope)}".encode(), digest_size=20)
         for place in range(count):
@@ -153,12 +149,12 @@ class PrefixStore:
         return found
 
     def _read(self, name: str, scope: str, tokens: array[int]) -> StoredPage | None:
-        """A page, if it is whole and the one that is wanted; else it is dropped."""
+        """A page; if it is damaged or not the wanted one, it is deleted."""
         path = self.folder / name
         try:
             about, tensors = read_sealed(path, WHAT, VERSION)
             page = self._checked(about, tensors, scope, tokens)
-        except FileNotFoundError:  # its room was needed just now
+        except FileNotFoundError:  # it was evicted meanwhile
             return None
         except (SealedFileError, OSError) as error:
             LOG.warning("a page of the prefix store is dropped: %s: %s", path, error)
@@ -170,11 +166,7 @@ class PrefixStore:
     def _checked(
         self, about: dict[str, Any], tensors: dict[str, Tensor], scope: str, tokens: array[int]
     ) -> StoredPage:
-        """The page in a file.
-
-        Raises:
-            SealedFileError: it is of another model, storage, scope or text.
-        """
+        """The page in a file; raises SealedFileError if its model, storage, scope or tokens differ."""
         if about.get("of") != self._about:
             raise SealedFileError("it is of another model or another storage of the cache")
         if about.get("scope") != _scope(scope):
@@ -192,16 +184,14 @@ class PrefixStore:
             raise SealedFileError("it does not have the tensors of a page")
         return StoredPage([x[None] for x in parts if x is not None], [x for x in sides if x is not None])  # fmt: skip
 
-    # -- kept -----------------------------------------------------------------------------
-
     def put(self, scope: str, tokens: array[int], pages: Sequence[int], ring: int) -> None:
-        """Keeps the first full pages of a sequence; they are read now, and written in a thread.
+        """Stores the first full pages of a sequence; they are copied now and written in a thread.
 
         Args:
             scope: who may find them.
             tokens: the sequence's.
-            pages: those of the pool that have the first of them, all full.
-            ring: the ring, and the sinks, of the sequence.
+            pages: its first pages, all full.
+            ring: the place of its ring and sinks in the pool.
         """
         names = self._names(scope, tokens, len(pages))
         with self._changing:
@@ -230,7 +220,7 @@ class PrefixStore:
         content: PageBytes,
         sinks: PageBytes,
     ) -> None:
-        """Writes pages, the last first: those of a beginning stay longest."""
+        """Writes pages, the last first, so that the beginning of a prompt is evicted last."""
         for index, place in reversed(list(enumerate(missing))):
             tensors = {f"page.{i}": part[index] for i, part in enumerate(content)}
             if place == 0:
@@ -257,7 +247,7 @@ class PrefixStore:
             self._files[name] = len(data)
 
     def _make_room(self, size: int) -> bool:
-        """Removes what was used longest ago until there is room for so many bytes; whether there is."""
+        """Deletes the least recently used pages until ``size`` bytes fit; returns whether they do."""
         total = sum(self._files.values()) + size
         while total > self.most and self._files:
             name, gone = self._files.popitem(last=False)
@@ -266,7 +256,7 @@ class PrefixStore:
         return total <= self.most
 
     def _use(self, names: Sequence[str]) -> None:
-        """These were used now, the first last."""
+        """Marks pages as used now, the first as the latest."""
         for name in reversed(names):
             with self._changing:
                 if name not in self._files:
@@ -282,13 +272,13 @@ class PrefixStore:
                 (self.folder / name).unlink()
 
     def close(self) -> None:
-        """Waits until all is written, and lets go of the folder."""
+        """Waits until all pages are written, and unlocks the folder."""
         self._writer.shutdown()
         self._lock.release()
 
 
 def store_for(model: Any, pool: PagePool, settings: EngineConfig) -> PrefixStore | None:
-    """The store that settings ask for; errors as `PrefixStore`."""
+    """The store of the settings, or None; errors as in `PrefixStore`."""
     if settings.prefix_store is None:
         return None
     return PrefixStore(settings.prefix_store, settings.prefix_store_bytes, model, pool)
@@ -301,14 +291,13 @@ def bring_back(
     contents: Sequence[Content],
     keep_sinks: Callable[[Content, Callable[[int], None]], int],
 ) -> int | None:
-    """Gives a sequence pages for those of its next tokens that are on disk, as pages that were found.
+    """Loads pages with the next tokens of a sequence from disk.
 
     Args:
-        store: the folder.
-        pages: where pages come from, and are known by their content from now on.
-        sequence: has the pages that were found in memory.
-        contents: what its full pages contain.
-        keep_sinks: finds a place for the sinks of a first page, and has them written there.
+        pages: allocates the pages and records their content.
+        sequence: has the pages found in memory; those loaded are added.
+        contents: content of its full pages.
+        keep_sinks: finds a place for the sinks of a first page and has them written there.
 
     Returns:
         where its sinks are kept, if its first page came from disk.
@@ -334,17 +323,17 @@ def bring_back(
 
 
 def put_away(store: PrefixStore, pages: SharedPages, sequence: PagedSequence) -> None:
-    """Keeps the full pages of a sequence that has ended, if others may find them."""
+    """Stores the full pages of an ended sequence, if others may find them."""
     full = len(sequence.keys)
     current = sequence.epoch == pages.epoch and sequence.finish_reason != "error"
     if full and current and is_salted(sequence.request.scope):
         try:
             store.identify(pages.epoch)
             store.put(sequence.request.scope, sequence.tokens, sequence.pages[:full], sequence.ring)
-        except Exception as error:  # its answer is there all the same
+        except Exception as error:  # the answer is complete anyway
             LOG.warning("pages are not kept in the prefix store: %s", error)
 
 
 def _scope(scope: str) -> str:
-    """A scope as it is written: an API key may be part of it."""
+    """Hash of a scope, which may contain an API key."""
     return blake2b(scope.encode(errors="surrogatepass"), digest_size=32).hexdigest()

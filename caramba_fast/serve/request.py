@@ -1,4 +1,4 @@
-"""Requests, the sequences that answer them, and the events and outputs a caller gets."""
+"""Requests, their sequences, and the events and outputs a caller gets."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from caramba_fast.infer.tokenizer import TextWriter
 from caramba_fast.serve.block_pool import Content
 from caramba_fast.serve.metrics import RequestMetrics, RequestTimes
 
-#: Why an answer ended: eos, stop, length, time as in `Generator`, and what can befall a request.
+#: Reasons of answers that did not end as in a `Generator` (eos, stop, length, time).
 ENDED_BADLY = ("cancelled", "deadline", "error")
 
 
 class RequestStatus(str, Enum):
-    """Where a request is; names of transformers' continuous batching."""
+    """State of a request, named as in transformers' continuous batching."""
 
     PENDING = "pending"
     DECODING = "decoding"
@@ -34,19 +34,17 @@ class RequestStatus(str, Enum):
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A request that has ended.
+    """The result of a request.
 
     Attributes:
         request_id: its id.
         prompt_ids: the tokens of its prompt.
-        generated_tokens: the new tokens of its first answer.
-        answers: those of every answer (``num_return_sequences``).
-        texts: the text of every answer, as its events told it: behind the prompt, of which it may begin with a space.
-            Empty without a tokenizer.
+        answers: the new tokens of every answer (``num_return_sequences``).
+        texts: the text of every answer, as in its events; it may begin with a space after the prompt. Empty without a
+            tokenizer.
         finish_reasons: of every answer: eos, stop, length, time, cancelled, deadline or error.
-        error: what went wrong, or None.
-        status: finished, or failed.
-        metrics: what it took.
+        error: the error message, or None.
+        metrics: of the request.
         logprobs: of the tokens of every answer, with ``logprobs``; else empty.
     """
 
@@ -66,24 +64,23 @@ class RequestOutput:
 
     @property
     def status(self) -> RequestStatus:
-        """finished, or failed."""
+        """FINISHED or FAILED."""
         failed = any(reason in ENDED_BADLY for reason in self.finish_reasons)
         return RequestStatus.FAILED if failed else RequestStatus.FINISHED
 
 
 @dataclass(frozen=True)
 class Event:
-    """What one step brought one answer.
+    """New tokens and text of one answer, from one step.
 
     Attributes:
-        request_id: whose.
-        answer: which of the request's answers.
-        tokens: its new tokens, none where it only ended.
-        text: their text, whole characters alone; empty without a tokenizer.
-        finish_reason: why it has ended with them; None if it goes on.
-        output: the whole request, with the event that ends its last answer.
-        logprobs: of its new tokens, with ``logprobs``; else empty.
-        pieces: the text as its tokens brought it one by one; what the last of them brought may have ended the answer.
+        request_id, answer: the request, and which of its answers.
+        tokens: the new tokens, none if it only ended.
+        text: their text, in whole characters; empty without a tokenizer.
+        finish_reason: why the answer has ended; None if it goes on.
+        output: the result of the request, in the event that ends its last answer.
+        logprobs: of the new tokens, with ``logprobs``; else empty.
+        pieces: the text token by token; the last piece may contain the stop string that ended the answer.
     """
 
     request_id: str
@@ -97,40 +94,33 @@ class Event:
 
 
 class SwappedOut(NamedTuple):
-    """What a sequence has in host memory.
-
-    Attributes:
-        pages: what its pages held.
-        ring: what its ring held; empty where the storage has none.
-    """
+    """A sequence's pages and ring in host memory; ``ring`` is empty if the storage has none."""
 
     pages: PageBytes
     ring: PageBytes
 
 
 class PagedSequence(TokenSequence):
-    """One answer to a request: its tokens, its pages, and what it needs to go on.
+    """One answer to a request: its tokens, its pages, and its state of sampling and scheduling.
 
     Attributes:
-        request: whose.
-        index: which of its answers.
-        random: the random numbers it draws; None if it is greedy.
-        writer: makes text of its tokens, or None.
+        request, index: the request, and which of its answers.
+        random: the random numbers it draws; None if greedy.
+        writer: detokenizes its tokens, or None.
         drafts: for prompt lookup, or None.
-        pages: its pages, in order.
-        cached: tokens whose keys and values are in them.
-        ring: its ring in the pool while it has pages; -1 for none.
-        keys: what its full pages contain.
-        contents: what full pages of its tokens would contain.
-        epoch: when its first page was written: the pool's epoch then.
-        swapped: what its pages and its ring held, while it has given them back.
-        ticket: its place in line; taken when it begins to wait.
+        pages, cached: its pages, in order, and the number of tokens cached in them.
+        ring: its fp16 ring in the pool while it has pages; -1 for none.
+        keys: content of its full pages.
+        contents: content that the full pages of its tokens would have.
+        epoch: the pool's epoch when its first page was written.
+        swapped: its pages and ring in host memory, while it is swapped out.
+        ticket: its place in line, taken when it begins to wait.
         furthest: most tokens that were ever cached.
         turn, turn_start: tokens cached, and tokens generated, when its turn began.
-        prefix_hit: tokens of the prompt it found in pages of others.
-        preemptions: times it gave its pages back.
+        prefix_hit: prompt tokens found in cached pages.
+        preemptions: times it was preempted.
         written: pieces of its text.
-        emitted, told: tokens, and pieces of text, that were emitted.
+        emitted, told: number of tokens, and of pieces of text, that were emitted.
         is_over: whether its end was emitted.
         logprobs: of its new tokens, with ``logprobs``; else empty.
     """
@@ -154,43 +144,43 @@ class PagedSequence(TokenSequence):
         self.logprobs: list[TokenLogprobs] = []
 
     def cut(self, length: int) -> None:
-        """As of `TokenSequence`, and what was kept of the tokens that go."""
+        """As in `TokenSequence`; the log-probabilities of removed tokens go too."""
         super().cut(length)
         del self.logprobs[max(0, length - self.start) :]
 
     @property
     def age(self) -> tuple[int, int]:
-        """Smaller is older."""
+        """Sort key; smaller is older."""
         return self.ticket, self.index
 
     @property
     def turn_tokens(self) -> int:
-        """Tokens generated in its turn."""
+        """Tokens generated in the current turn."""
         return self.new - self.turn_start
 
     @property
     def pending(self) -> int:
-        """Tokens that are not cached yet."""
+        """Number of tokens not cached yet."""
         return len(self) - self.cached
 
     @property
     def left(self) -> int:
-        """Tokens it may still generate."""
+        """Number of tokens it may still generate."""
         return self.limit - self.new
 
 
 def private_scope(number: int) -> str:
-    """The scope of a request that shares with none."""
+    """Scope of a request that shares with none."""
     return f"request {number}"
 
 
 def salted_scope(salt: str) -> str:
-    """The scope of requests of one ``cache_salt``."""
+    """Scope of requests of one ``cache_salt``."""
     return f"{_SALT}{salt}"
 
 
 def is_salted(scope: str) -> bool:
-    """Whether a scope means the same in every engine; those of single requests and batches do not."""
+    """Whether a scope is valid in every engine; those of single requests and batches are not."""
     return scope.startswith(_SALT)
 
 
@@ -202,13 +192,12 @@ class Request:
     """A prompt and how it is to be answered.
 
     Attributes:
-        number: of its arrival.
-        scope: who may find its pages: requests of the same scope.
-        seed: that of its settings, or one drawn when it was made.
-        stopping: when its sequences end.
-        sequences: the answers that have begun: the first, and once the prompt is read the others.
+        number: order of arrival.
+        scope: requests of the same scope share pages.
+        seed: the one in its settings, or a drawn one.
+        sequences: the answers that have begun: the first, and the others once the prompt is processed.
         begun: whether no more answers will begin.
-        paused: nothing is scheduled for it.
+        paused: whether it is not scheduled.
     """
 
     request_id: str
@@ -232,17 +221,17 @@ class Request:
 
     @property
     def wanted(self) -> int:
-        """Answers asked for."""
+        """Number of answers requested."""
         return self.config.num_return_sequences
 
     @property
     def is_over(self) -> bool:
-        """Whether every answer has ended, and its end was emitted."""
+        """Whether every answer has ended and its end was emitted."""
         whole = self.begun or len(self.sequences) == self.wanted
         return whole and all(sequence.is_over for sequence in self.sequences)
 
     def output(self) -> RequestOutput:
-        """What there is of it; texts are those that events told."""
+        """The result so far, with the texts that were emitted."""
         sequences = self.sequences
         metrics = self.times.report(
             prompt_tokens=len(self.prompt),

@@ -1,11 +1,11 @@
-"""Scheduler: which tokens of which sequences the next forward pass reads, and who gives way when pages run out.
+"""Scheduler: which tokens of which sequences the next forward pass processes, and which sequences are preempted.
 
-Turns are in order of tickets, and last so many tokens. What decodes takes its token, prompts take what is left of the
-budget in chunks, and those that wait come in behind them. Where they cannot, whoever holds more places than one of
-them wants, or has got the ``fair_tokens`` of its turn, gives way and takes a new ticket, behind everybody. So a request
-waits for no more than the turns of those before it, however long their sequences are. A turn brings as many tokens as
-had to be read again for it, so that no more than half of the work is repeated. Who has to give its pages back
-because they have run out is the one with the newest ticket, so the oldest always gets on.
+Sequences get turns in order of their tickets. Decoding sequences get their token first, prompts get the rest of the
+budget in chunks, and waiting sequences come after them. If a waiting sequence does not fit, a running one is preempted
+and queued last, with a new ticket: one of a request that holds more places than the waiting one wants, or one that has
+got the ``fair_tokens`` of its turn. So a request waits for no more than the turns of those before it, however long
+their sequences are. A turn also gives as many tokens as had to be recomputed for it, so that at most half of the work
+is repeated. When pages run out, the sequence with the newest ticket is preempted, so the oldest always makes progress.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from caramba_fast.serve.undo import Undo
 
 @dataclass(eq=False)
 class Work:
-    """What one sequence takes part in a step with.
+    """The part of one sequence in a step.
 
     Attributes:
-        sequence: whose.
-        count: how many of its pending tokens are read.
-        draft: tokens that are read behind them, and may be thrown away.
+        count: number of its pending tokens that are processed.
+        draft: drafted tokens after them, which may be rejected.
     """
 
     sequence: PagedSequence
@@ -39,29 +38,22 @@ class Work:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens that are read."""
+        """The tokens to process."""
         start = self.sequence.cached
         return [*self.sequence.tokens[start : start + self.count], *self.draft]
 
     def order(self) -> tuple[bool, tuple[int, int]]:
-        """Single tokens first, then by age."""
+        """Sort key: single tokens first, then by age."""
         return self.count + len(self.draft) > 1, self.sequence.age
 
     @property
     def is_whole(self) -> bool:
-        """Whether a token is to be chosen behind it."""
+        """Whether all pending tokens are processed, so that a next token is chosen."""
         return self.count == self.sequence.pending
 
 
 class Scheduler:
-    """The sequences there are, and their pages.
-
-    Args:
-        settings: limits and policies.
-        pool: where the bytes are.
-        counters: what is counted.
-        undo: what a step changes is noted there first.
-    """
+    """The running and waiting sequences of an engine, and their pages."""
 
     def __init__(
         self, settings: EngineConfig, pool: PagePool, counters: Counters, undo: Undo
@@ -69,33 +61,33 @@ class Scheduler:
         self.settings, self.pool, self.counters, self.undo = settings, pool, counters, undo
         self.blocks = BlockManager(settings, pool, counters)
         self._tickets = itertools.count()
-        #: Both by age.
+        #: Both sorted by age.
         self.running: list[PagedSequence] = []
         self.waiting: list[PagedSequence] = []
-        #: Of those that wait, how many have begun and gave their pages back.
+        #: Number of waiting sequences that were preempted.
         self.returned = 0
 
     @property
     def sequences(self) -> list[PagedSequence]:
-        """All there are."""
+        """The running and the waiting ones."""
         return [*self.running, *self.waiting]
 
     def add(self, sequence: PagedSequence) -> None:
-        """It waits for its turn."""
+        """Adds a sequence to the waiting ones."""
         self.returned += sequence.preemptions > 0
         if sequence.ticket < 0:
             sequence.ticket = next(self._tickets)
         insort(self.waiting, sequence, key=lambda a: a.age)
 
     def fork(self, sequence: PagedSequence, other: PagedSequence) -> None:
-        """``other`` goes on from what ``sequence`` has in its pages, which both hold then."""
+        """``other`` continues from the pages of ``sequence``, which both then hold."""
         self.blocks.fork(sequence, other)
         other.ticket, other.furthest = sequence.ticket, sequence.furthest
         other.turn, other.turn_start = sequence.turn, sequence.turn_start
         insort(self.running, other, key=lambda a: a.age)
 
     def remove(self, sequence: PagedSequence) -> None:
-        """It has ended: its pages go back."""
+        """Removes a sequence that has ended and frees its pages."""
         for place in (self.running, self.waiting):
             if sequence in place:
                 self._leave(place, sequence)
@@ -110,21 +102,19 @@ class Scheduler:
 
     @property
     def fresh(self) -> int:
-        """Sequences that wait and have not begun."""
+        """Number of waiting sequences that have not begun."""
         return len(self.waiting) - self.returned
 
     def rebuild(self, going: Sequence[PagedSequence], running: list[PagedSequence]) -> None:
-        """Works everything out anew, after an interrupt, from all sequences that have not ended and those that ran."""
+        """Recomputes everything after an interrupt, from all live sequences and those that ran."""
         there = set(running)
         self.running = list(running)
         self.waiting = sorted((a for a in going if a not in there), key=lambda a: a.age)
         self.returned = sum(sequence.preemptions > 0 for sequence in self.waiting)
         self.blocks.rebuild(going)
 
-    # -- a step -------------------------------------------------------------------------
-
     def schedule(self) -> list[Work]:
-        """What the next forward pass reads, single tokens first; the pages for it are there."""
+        """The work of the next forward pass, single tokens first; its pages are reserved."""
         found: dict[PagedSequence, Work] = {}
         budget, before = self.settings.max_batch_tokens, self.counters.preemptions
         by_age = [sequence for sequence in self.running if not sequence.request.paused]
@@ -136,14 +126,14 @@ class Scheduler:
             if budget:
                 behind = prompts[place + 1 :] + self._next_in_line()
                 budget -= self._take_part(sequence, self._share(sequence, budget, behind), found)
-        # Who was pushed out just now would come back at once.
+        # A sequence that was just preempted would come back at once.
         if self.counters.preemptions == before:
             budget -= self._admit(budget, found)
         self._add_drafts(budget, found)
         return sorted(found.values(), key=Work.order)
 
     def _next_in_line(self) -> list[PagedSequence]:
-        """The first of those that wait, if there is a place for it."""
+        """The first waiting sequence, if there is a place for it."""
         if self.places_left < 1:
             return []
         line = (sequence for sequence in self.waiting if not sequence.request.paused)
@@ -151,7 +141,7 @@ class Scheduler:
 
     @staticmethod
     def _share(sequence: PagedSequence, budget: int, behind: Iterable[PagedSequence]) -> int:
-        """What a prompt may take of a budget: half of it is for shorter prompts behind it, if they need so much."""
+        """A prompt's share of the budget: up to half is left for shorter prompts behind it."""
         shorter = sum(other.pending for other in behind if other.pending < sequence.pending)
         return budget - min(budget // 2, shorter)
 
@@ -161,7 +151,7 @@ class Scheduler:
         return self.blocks.places - sum(self._slots(other) for other in self.running)
 
     def _push_out_paused(self) -> bool:
-        """The newest that is paused gives way to one that waits; False if none is."""
+        """Preempts the newest paused sequence; False if there is none."""
         paused = [sequence for sequence in self.running if sequence.request.paused]
         if paused:
             self.preempt(paused[-1])
@@ -170,10 +160,9 @@ class Scheduler:
     def _take_part(
         self, sequence: PagedSequence, budget: int, found: dict[PagedSequence, Work]
     ) -> int:
-        """Schedules pending tokens of a sequence that runs, pushing newer ones out for their pages.
+        """Schedules pending tokens of a running sequence, preempting newer ones for their pages.
 
-        Returns:
-            how many, less those of sequences that were scheduled already and are not any more.
+        Returns their number, less those of sequences that were scheduled and then preempted.
         """
         count, freed = self.blocks.most(sequence, min(sequence.pending, budget)), 0
         while sequence in self.running and not self.blocks.reserve(sequence, count):
@@ -188,7 +177,7 @@ class Scheduler:
         return count - freed
 
     def _add_drafts(self, budget: int, found: dict[PagedSequence, Work]) -> None:
-        """Guesses for those that decode, while neither budget nor pages are scarce."""
+        """Adds drafts to decoding sequences while budget and pages last."""
         most = self.settings.lookup_tokens
         for work in list(found.values()) if most else []:
             sequence = work.sequence
@@ -204,10 +193,8 @@ class Scheduler:
                 work.draft = draft
                 budget -= len(draft)
 
-    # -- coming in ----------------------------------------------------------------------
-
     def _admit(self, budget: int, found: dict[PagedSequence, Work]) -> int:
-        """Lets those that wait begin, in order, while there is room; tokens scheduled for them."""
+        """Starts waiting sequences in order while there is room; returns the tokens scheduled for them."""
         spent = 0
         for sequence in list(self.waiting):
             if sequence.request.paused:
@@ -239,7 +226,7 @@ class Scheduler:
         return spent
 
     def _begin_if_possible(self, sequence: PagedSequence, budget: int) -> int:
-        """Tokens to read of a sequence that has got a place and pages now; 0 if there are none."""
+        """Starts a waiting sequence if there is a place and pages; returns the tokens to process, 0 if not."""
         if self._slots(sequence) > self.places_left:
             return 0
         left = self.places_left - self._slots(sequence)
@@ -251,10 +238,10 @@ class Scheduler:
         return sum(self._slots(other) for other in self.running if other.request is request)
 
     def _who_gives_way(self, sequence: PagedSequence) -> list[PagedSequence]:
-        """Sequences that run and have to make room for one that waits, in order; none if that would not be enough.
+        """Running sequences to preempt for a waiting one, in order; none if they would not be enough.
 
-        Of requests that hold more places than it wants, the newest sequences down to so many; and whoever has had
-        its turn, the longest first.
+        The newest sequences of requests that hold more places than it wants, and those whose turn is over, longest
+        first.
         """
         wanted = self._slots(sequence)
         others = [
@@ -271,18 +258,18 @@ class Scheduler:
         return found if len(found) + self.places_left >= wanted else []
 
     def _had_its_turn(self, sequence: PagedSequence) -> bool:
-        """Whether it has got the tokens of a turn: so many, and as many as were read again for it."""
+        """Whether it got the tokens of its turn: ``fair_tokens``, and as many as were recomputed for it."""
         paid = sequence.furthest >= 2 * sequence.turn
         return paid and sequence.turn_tokens >= self.settings.fair_tokens
 
     @staticmethod
     def _slots(sequence: PagedSequence) -> int:
-        """Places it takes: the first sequence keeps those of the others that have not begun."""
+        """Places it takes: the first sequence also has those of the request's sequences that have not begun."""
         request = sequence.request
         return 1 + (request.wanted - len(request.sequences) if sequence.index == 0 else 0)
 
     def _begin(self, sequence: PagedSequence, budget: int) -> int:
-        """Gives a waiting sequence pages, its own back or those of others; tokens to read, 0 if there is no room."""
+        """Gives a waiting sequence pages, swapped in or shared; returns the tokens to process, 0 without room."""
         blocks = self.blocks
         count = blocks.most(sequence, min(sequence.pending, budget))
         if sequence.swapped is not None:
@@ -291,7 +278,7 @@ class Scheduler:
             return count if back else 0
         needed = blocks.take_up(sequence)
         count = blocks.most(sequence, min(sequence.pending, budget))
-        # All of its tokens must fit, and a page more for each that runs: else it would soon be pushed out again.
+        # All its tokens must fit, plus a page for each running sequence, or it would soon be preempted again.
         if needed + len(self.running) > blocks.pages.available or not blocks.reserve(
             sequence, count
         ):
@@ -305,10 +292,8 @@ class Scheduler:
             self.counters.prompt_tokens += len(sequence)
         return count
 
-    # -- going out ----------------------------------------------------------------------
-
     def preempt(self, sequence: PagedSequence) -> None:
-        """Takes a sequence's pages back; it waits, and goes on where it was when there is room again."""
+        """Takes a sequence's pages back; it waits until there is room again."""
         self.blocks.give_back(sequence)
         self._leave(self.running, sequence)
         sequence.preemptions += 1
@@ -316,10 +301,10 @@ class Scheduler:
         self.add(sequence)
 
     def mark_cached(self, sequence: PagedSequence, cached: int) -> None:
-        """So many of its tokens are cached now, and stay."""
+        """Records that ``cached`` of its tokens are cached for good."""
         sequence.furthest = max(sequence.furthest, cached)
         self.blocks.mark_cached(sequence, cached)
 
     def problems(self) -> list[str]:
-        """What is wrong with the pages; nothing ever should be."""
+        """Inconsistencies of the pages; empty unless there is a bug."""
         return self.blocks.problems(self.running, self.waiting)

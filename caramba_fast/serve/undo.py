@@ -1,10 +1,9 @@
-"""Undo: what a call changes, as it was before, so that an interrupt at any moment leaves nothing half done.
+"""Undo: restores an engine after an interrupted call (Ctrl-C or an error), so that nothing is half done.
 
-A call notes what it is about to change of a request, changes it, and is done with one assignment
-(`Engine`). Where it does not get there, because of Ctrl-C or a fault, the requests are put back, and all that follows
-from them (lists, counts of pages, what is known of pages) is worked out anew. What stands in pages a sequence
-kept need not be put back: the same tokens are written to the same places again. A sequence that had to give its pages
-away stays without them, since others may have written there: it goes on from host memory, or is read again.
+A call saves each request before changing it, and ends with one assignment (`Engine`). If it does not get there, the
+saved requests are restored, and all that follows from them (lists, counts and content of pages) is recomputed. The
+pages a sequence kept need no restoring, since the same tokens are written to them again. A sequence that was preempted
+stays so, since others may have written to its pages: it is swapped in or recomputed later.
 """
 
 from __future__ import annotations
@@ -23,34 +22,31 @@ from caramba_fast.infer.sequence import FinishReason
 from caramba_fast.serve.metrics import Counters
 from caramba_fast.serve.request import Event, PagedSequence, Request
 
-#: What is put back as it is.
+#: Fields of a sequence that are restored as they were.
 FIELDS = (
     "finish_reason", "prefix_hit", "emitted", "told", "is_over", "epoch", "ticket", "furthest", "turn", "turn_start",
 )  # fmt: skip
-#: What says where its tokens are stored, of which lists are copied.
+#: Fields that say where its tokens are stored; the lists are copied.
 STORED, LISTS = ("cached", "ring", "swapped", "preemptions"), ("pages", "keys")
 
 
 class Undone(Protocol):
-    """What `Undo.put_back` puts right: an `OutputProcessor`."""
+    """What `Undo.put_back` restores: an `OutputProcessor`."""
 
     requests: dict[str, Request]
     cancelling: deque[Request]
     due: list[tuple[float, int, str, FinishReason]]
 
     def rebuild(self, requests: Sequence[Request], running: list[PagedSequence]) -> None:
-        """Works everything out anew from the requests under way and the sequences that ran."""
+        """Recomputes everything from the live requests and the sequences that ran."""
 
 
 class Undo:
-    """What one call has changed.
-
-    Args:
-        counters: what is counted.
+    """The changes of one call.
 
     Attributes:
-        added: requests that were not there before.
-        cancelling: those taken off the list of what is to end.
+        added: requests that are new.
+        cancelling: requests taken off the list of those to cancel.
         due: entries taken off the heap of deadlines.
     """
 
@@ -59,7 +55,7 @@ class Undo:
         self.begin((), noted=False)
 
     def begin(self, running: Sequence[PagedSequence], noted: bool) -> None:
-        """A call begins while these sequences run; their requests are ``noted`` if it may change any of them."""
+        """Begins a call; with ``noted`` it may change any running request, and all are saved."""
         self.may_be_anything = noted
         self._requests: dict[Request, Any] = {}
         self.added: set[Request] = set()
@@ -70,7 +66,7 @@ class Undo:
             self.keep(sequence.request)
 
     def keep(self, request: Request) -> None:
-        """Notes a request before anything of it changes."""
+        """Saves a request before it changes."""
         if request not in self._requests:
             sequences = [(sequence, _saved(sequence)) for sequence in request.sequences]
             times = request.times.saved()
@@ -83,7 +79,7 @@ class Undo:
         return not (self.may_be_anything or changed)
 
     def put_back(self, outputs: Undone) -> None:
-        """Everything is as it was when the call began; may be done again if it is interrupted itself."""
+        """Restores the state before the call; can be repeated if it is interrupted itself."""
         pushed_out: list[PagedSequence] = []
         for request, (begun, error, times, sequences) in self._requests.items():
             request.begun, request.error = begun, error
@@ -113,7 +109,7 @@ def _saved(sequence: PagedSequence) -> Any:
 
 
 def _put_back(sequence: PagedSequence, saved: Any) -> bool:
-    """Puts a sequence back; whether it has given its pages away meanwhile, and stays so."""
+    """Restores a sequence; returns whether it was preempted meanwhile, and stays so."""
     fields, pages, length, written, writer, taken = saved
     pushed_out: bool = sequence.preemptions > pages["preemptions"]
     vars(sequence).update(fields)
@@ -121,7 +117,7 @@ def _put_back(sequence: PagedSequence, saved: Any) -> bool:
         setattr(sequence, name, list(value) if name in LISTS else value)
     sequence.cut(length)
     del sequence.written[written:]
-    sequence.contents = []  # what its pages would contain is worked out again, and so are drafts
+    sequence.contents = []  # recomputed on demand, as are drafts
     if sequence.writer is not None:
         sequence.writer.state = writer
     if sequence.random is not None:
@@ -135,16 +131,16 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class EngineFullError(RuntimeError):
-    """As many requests wait as may; add this one again later."""
+    """``max_waiting`` requests are waiting; add this one again later."""
 
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """Where an engine is between its calls, or in one; replaced as a whole, so that a call is done or is not.
+    """State of an engine between or in its calls; replaced as a whole, so that a call is done or is not.
 
     Attributes:
-        pending: events nobody has been given.
-        is_open: whether a call is under way, or was interrupted: what it changed is in `Undo`.
+        pending: events not returned yet.
+        is_open: whether a call is running or was interrupted; `Undo` has its changes.
     """
 
     pending: tuple[Event, ...] = ()
@@ -152,7 +148,7 @@ class Turn:
 
 
 def whole(method: Method) -> Method:
-    """A method of an engine that is done, or has changed nothing; it may change ``_left``, the events still pending."""
+    """Makes a method of an engine atomic; it may change ``_left``, the events still pending."""
     notes = method.__name__ in ("step", "_advance", "_close", "clear_prefixes")
 
     @wraps(method)
@@ -174,7 +170,7 @@ def whole(method: Method) -> Method:
 
 
 def _is_under_way(turn: Turn) -> bool:
-    """Whether the call of an open turn goes on, in any thread, or was left half done."""
+    """Whether the call of an open turn still runs, in any thread, rather than having been interrupted."""
     for newest in sys._current_frames().values():
         frame: FrameType | None = newest
         while frame is not None:

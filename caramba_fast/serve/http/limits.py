@@ -1,4 +1,4 @@
-"""Bodies that are too large are refused before they are read; requests that a stopping server cuts off are told so."""
+"""ASGI middleware: limits request bodies, and answers requests that a stopping server cuts off."""
 
 from __future__ import annotations
 
@@ -10,25 +10,20 @@ from fastapi.responses import JSONResponse
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
-    """What OpenAI's clients expect of a response that is no success."""
+    """Body of an error response, as OpenAI's clients expect it."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
 class BodyLimit:
-    """ASGI middleware: answers 413 to requests of more than ``most`` bytes, announced or not.
-
-    Args:
-        app: what it surrounds.
-        most: bytes of a body.
-    """
+    """ASGI middleware: answers 413 to requests with a body of more than ``most`` bytes, announced or not."""
 
     def __init__(self, app: Any, most: int) -> None:
         self.app, self.most = app, most
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """One connection."""
+        """Handles one connection."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -51,19 +46,16 @@ class BodyLimit:
 
 
 class CutOff:
-    """ASGI middleware: answers 503 to requests that are cancelled before their answer has begun.
+    """ASGI middleware: answers 503 to requests that are cancelled before their response has begun.
 
-    A server that is told to stop cancels what its time of grace was too short for.
-
-    Args:
-        app: what it surrounds.
+    A stopping server cancels requests that take longer than its grace period.
     """
 
     def __init__(self, app: Any) -> None:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """One connection."""
+        """Handles one connection."""
         begun = False
 
         async def noted(message: Any) -> None:

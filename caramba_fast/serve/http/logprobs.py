@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's API lays them out, for chats and for completions."""
+"""Log-probabilities in the format of OpenAI's API, for chats and for completions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from typing import Any
 from caramba_fast.infer.logprobs import TokenLogprobs
 from caramba_fast.infer.tokenizer import TextTokenizer
 
-#: What stands for tokens that are (nearly) impossible, as in OpenAI's API: JSON has no infinity.
+#: Log-probability of (nearly) impossible tokens, as in OpenAI's API: JSON has no infinity.
 LEAST = -9999.0
 
 
 class TokenTexts:
-    """The text of single tokens, their leading space included.
-
-    Args:
-        tokenizer: decoders drop a space in front, so a token is decoded behind another one.
-    """
+    """Text of single tokens: each is decoded after another one, because decoders drop a leading space."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._decode = tokenizer.decode
@@ -33,12 +29,7 @@ class TokenTexts:
 
 
 class LogprobsWriter:
-    """Keeps what is known of the tokens of one response until it is sent with their text.
-
-    Args:
-        texts: of single tokens.
-        chat: in the form of chats, else of completions.
-    """
+    """Holds the log-probabilities of a response until they are sent; ``chat`` selects the format."""
 
     def __init__(self, texts: TokenTexts, chat: bool) -> None:
         self._text, self._chat = texts.of, chat
@@ -46,11 +37,11 @@ class LogprobsWriter:
         self._offset: dict[int, int] = defaultdict(int)
 
     def put(self, answer: int, told: Sequence[TokenLogprobs]) -> None:
-        """Takes those of new tokens."""
+        """Adds those of new tokens."""
         self._held[answer] += told
 
     def take(self, answer: int) -> dict[str, Any] | None:
-        """Those not sent yet; None where there are none."""
+        """Those not sent yet; None if there are none."""
         told = self._held.pop(answer, None)
         if not told:
             return None
@@ -64,7 +55,7 @@ class LogprobsWriter:
 
     def _named(self, token: int, value: float) -> dict[str, Any]:
         text = self._text(token)
-        part = "\ufffd" in text  # of a character: its bytes are not in its text
+        part = "\ufffd" in text  # of a character: its bytes are unknown
         known = None if part else list(text.encode())
         return {"token": text, "logprob": max(value, LEAST), "bytes": known}
 

@@ -1,4 +1,4 @@
-"""An engine's figures as Prometheus reads them."""
+"""An engine's metrics in the format of Prometheus."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from caramba_fast.serve.metrics import Counters, EngineMetrics
 
 PREFIX = "caramba_fast_"
-#: Figures that only grow; the others go up and down.
+#: Metrics that are counters; the others are gauges.
 COUNTED = frozenset(Counters().saved())
 
 
@@ -34,7 +34,7 @@ class _Figures(Collector):
 
 
 def exposition(metrics: EngineMetrics) -> bytes:
-    """In the text format of Prometheus; what has not been measured yet is 0."""
+    """The metrics in Prometheus' text format; those not measured yet are 0."""
     registry = CollectorRegistry()
     registry.register(_Figures(metrics))
     return generate_latest(registry)

@@ -1,8 +1,7 @@
 """Bodies of the OpenAI API, as far as they are served: https://platform.openai.com/docs/api-reference.
 
-Fields that would change an answer and are not served are refused by name; fields that say something about the caller
-alone are taken and not looked at. ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos`` and ``cache_salt`` are
-vLLM's additions.
+Fields that would change an answer and are not served are rejected by name; fields that only describe the caller are
+ignored. ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos`` and ``cache_salt`` are vLLM's additions.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from caramba_fast.infer.fields import GREEDY_BELOW
 from caramba_fast.serve.http.logprobs import LogprobsWriter
 from caramba_fast.serve.request import Event, RequestOutput
 
-#: Most answers to one prompt, and stop strings, of a body.
+#: Most answers to one prompt, and most stop strings.
 MOST_ANSWERS, MOST_STOPS = 128, 16
-#: What an answer ended with, in OpenAI's words.
+#: Finish reasons -> OpenAI's.
 FINISHED = {"eos": "stop", "stop": "stop", "length": "length", "time": "length"}
-#: Fields of `GenerateConfig` that have other names in a body.
+#: Fields of `GenerateConfig` -> their names in a body, where they differ.
 BODY_NAMES = {
     "num_return_sequences": ("n",), "min_new_tokens": ("min_tokens",), "stop": ("stop", "stop_token_ids"),
     "logprobs": ("logprobs", "top_logprobs"), "structured_outputs": ("response_format",),
@@ -41,7 +40,7 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_not_given(cls, body: Any) -> Any:
-        """Most fields of OpenAI's API may be null, which leaves each to its default."""
+        """Fields that are null get their default, as in OpenAI's API."""
         if not isinstance(body, dict):
             return body
         return {
@@ -52,13 +51,13 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """What a stream carries beside the text."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
 
 class JsonSchema(_Body):
-    """The schema that an answer must fit; ``strict`` says nothing here, answers always do."""
+    """The schema of an answer; answers always match it, so ``strict`` has no effect."""
 
     name: Text
     json_schema: dict[str, Any] = Field(alias="schema")
@@ -67,7 +66,7 @@ class JsonSchema(_Body):
 
 
 class ResponseFormat(_Body):
-    """What an answer must be: text, any JSON object, or JSON of a schema."""
+    """The format of an answer: text, any JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -80,14 +79,14 @@ class ResponseFormat(_Body):
 
     @property
     def structured_outputs(self) -> dict[str, Any] | None:
-        """As `GenerateConfig` has it."""
+        """The value of that field of `GenerateConfig`."""
         if self.json_schema is not None:
             return {"json_schema": self.json_schema.json_schema}
         return {"json_object": True} if self.type == "json_object" else None
 
 
 class Sampling(_Body):
-    """What chat and text completions have in common."""
+    """Fields of both chat and text completions."""
 
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=1)
@@ -137,16 +136,16 @@ class Sampling(_Body):
 
     @property
     def usage_in_stream(self) -> bool:
-        """Whether the last event of a stream says how many tokens there were."""
+        """Whether the last event of a stream has the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """How many likeliest tokens are told in the place of each; None if nothing is."""
+        """How many most likely tokens to return with each token; None for no log-probabilities."""
         return None
 
     def settings(self, max_new_tokens: int) -> dict[str, Any]:
-        """As fields of `GenerateConfig`: those that the body gives, whatever the engine has for its requests."""
+        """The settings given in the body, as fields of `GenerateConfig`; others are left to the engine's defaults."""
         answer_format = self.response_format and self.response_format.structured_outputs
         top_k = None if self.top_k in (None, -1, 0) else self.top_k
         given: dict[str, Any] = dict(
@@ -160,7 +159,7 @@ class Sampling(_Body):
         said = self.model_fields_set | {"max_new_tokens"}
         for name, fields in BODY_NAMES.items():
             said |= {name} if said.intersection(fields) else set()
-        if "temperature" in said:  # which says whether tokens are drawn
+        if "temperature" in said:  # it decides whether tokens are sampled
             given["do_sample"] = None
             said |= {"do_sample"}
         return {name: value for name, value in given.items() if name in said}
@@ -178,7 +177,7 @@ class CompletionRequest(Sampling):
     @field_validator("prompt", mode="before")
     @classmethod
     def _one_prompt(cls, prompt: Any) -> Any:
-        """Text or token ids may be the one entry of a list."""
+        """The prompt may be the only entry of a list."""
         if not isinstance(prompt, list) or not any(isinstance(x, (str, list)) for x in prompt):
             return prompt
         if len(prompt) > 1:
@@ -187,21 +186,21 @@ class CompletionRequest(Sampling):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """As of `Sampling`."""
+        """As in `Sampling`."""
         return self.logprobs
 
 
 class TextPart(_Body):
-    """A piece of a message."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(BaseModel):
-    """One message of a chat; further fields (``tool_calls``, ``name``) go to the chat template.
+    """A message of a chat; further fields (``tool_calls``, ``name``) are passed to the chat template.
 
-    They go as they are, but for the arguments of calls: clients send a JSON string, and most templates write JSON.
+    Arguments of tool calls are parsed, since clients send a JSON string and most templates write JSON.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -218,7 +217,7 @@ class Message(BaseModel):
         return content
 
     def laid_out(self, parsed: bool = True) -> dict[str, Any]:
-        """As templates take it: parts of text joined, and arguments of calls ``parsed`` unless they are no JSON."""
+        """The message for a template: text parts joined, and call arguments ``parsed`` if they are JSON."""
         found = self.model_dump(exclude_none=True)
         if isinstance(self.content, list):
             found["content"] = "".join(part.text for part in self.content)
@@ -226,7 +225,7 @@ class Message(BaseModel):
         for call in calls if isinstance(calls, list) else ():
             function = call.get("function") if isinstance(call, dict) else None
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-                with suppress(ValueError, RecursionError):  # what is no JSON stays text
+                with suppress(ValueError, RecursionError):  # other text is kept as it is
                     function["arguments"] = json.loads(function["arguments"])
         return found
 
@@ -250,12 +249,12 @@ class ChatRequest(Sampling):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """As of `Sampling`."""
+        """As in `Sampling`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def given_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the template is to write."""
+        """The tools for the chat template."""
         return None if self.tool_choice == "none" else self.tools
 
 
@@ -275,13 +274,7 @@ class TokenizeRequest(_Body):
 
 
 class Answer:
-    """What one response is made of: ids, time, and how OpenAI's API wraps text.
-
-    Args:
-        model: as it is served.
-        chat: whether messages are answered, not text.
-        logprobs: where those of tokens wait to be sent.
-    """
+    """The ids, time and format of one response; ``chat`` selects that of chats or of completions."""
 
     def __init__(self, model: str, chat: bool, logprobs: LogprobsWriter) -> None:
         self.model, self.chat, self.logprobs = model, chat, logprobs
@@ -296,7 +289,7 @@ class Answer:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def chunk(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        """An event of a stream: new text of answer ``index``, and why it ended with it."""
+        """An event of a stream: new text of answer ``index``, and why the answer ended, if it did."""
         finish = None if reason is None else FINISHED[reason]
         if not self.chat:
             choice: dict[str, Any] = {"index": index, "text": text}
@@ -310,15 +303,14 @@ class Answer:
         return {**self._head(True), "choices": [choice]}
 
     def usage_chunk(self, output: RequestOutput) -> dict[str, Any]:
-        """The last event of a stream that was asked for usage."""
+        """The last event of a stream, if usage was requested."""
         return {**self._head(True), "choices": [], "usage": usage(output)}
 
     def whole(self, texts: Sequence[str], output: RequestOutput) -> dict[str, Any]:
         """A response that is not streamed."""
         choices: list[dict[str, Any]] = []
-        reasons = (
-            output.finish_reasons
-        )  # of one that ran out of time before its prompt was read, one for all
+        # A request that ran out of time before its prompt was processed has one reason for all answers.
+        reasons = output.finish_reasons
         reasons = reasons * len(texts) if len(reasons) == 1 else reasons
         for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
             said = (
@@ -334,7 +326,7 @@ class Answer:
 
 
 def usage(output: RequestOutput) -> dict[str, Any]:
-    """Tokens of a request; ``cached_tokens`` of the prompt were found in pages of earlier ones."""
+    """Token counts; ``cached_tokens`` of the prompt were found in cached pages."""
     prompt, new = len(output.prompt_ids), sum(map(len, output.answers))
     return {
         "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
@@ -343,29 +335,26 @@ def usage(output: RequestOutput) -> dict[str, Any]:
 
 
 class StopTrimmer:
-    """Text of one answer without the stop string that ended it, nor anything behind.
+    """Removes the stop string that ended an answer, and all after it, from its text.
 
-    What might be the beginning of a stop string is held back until it is clear.
-
-    Args:
-        stops: the stop strings.
+    Text that may be the beginning of a stop string is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self._held = tuple(stops), ""
 
     def take(self, event: Event) -> str:
-        """What may be told of an event's text: what its last token brought ended the answer, if anything did."""
+        """The text of an event that may be sent; only its last token can have ended the answer."""
         *before, last = event.pieces or ("",)
         told = [self.put(piece, None) for piece in before]
         return "".join(told) + self.put(last, event.finish_reason)
 
     def put(self, text: str, reason: str | None) -> str:
-        """New text, and why the answer ends with it; what may be told of it."""
+        """Adds text, and why the answer ends with it; returns what may be sent."""
         old = len(self._held)
         self._held += text
         if reason == "stop":
-            # What stood there before ended nothing: an answer may have a least length.
+            # A stop string in earlier text ended nothing: the answer may have a minimum length.
             begins = ((stop, max(0, old - len(stop) + 1)) for stop in self._stops)
             places = [
                 place for stop, begin in begins if (place := self._held.find(stop, begin)) >= 0
@@ -378,7 +367,7 @@ class StopTrimmer:
         return found
 
     def _might_stop(self) -> int:
-        """Characters at the end that a stop string could begin with."""
+        """Number of characters at the end that may begin a stop string."""
         most = min(len(self._held), max(map(len, self._stops), default=1) - 1)
         ends = (self._held[len(self._held) - count :] for count in range(most, 0, -1))
         return next((len(end) for end in ends if any(s.startswith(end) for s in self._stops)), 0)

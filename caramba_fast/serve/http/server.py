@@ -1,7 +1,7 @@
 """The HTTP server: an `AsyncEngine` behind the routes of the OpenAI API.
 
-A client that goes away cancels its request. Where as many requests wait as may, the next gets 429 and is told when to
-come again. What fails has a body as OpenAI's clients expect it: ``{"error": {"message", "type", "code"}}``.
+A client that disconnects cancels its request. If the queue is full, a request gets 429 with a Retry-After header.
+Errors have the body OpenAI's clients expect: ``{"error": {"message", "type", "code"}}``.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from caramba_fast.serve.request import ENDED_BADLY, RequestOutput
 
 LOG = logging.getLogger("caramba_fast.serve")
 Found = TypeVar("Found")
-#: Seconds after which a client that was turned away may come again.
+#: Retry-After of a rejected request, in seconds.
 RETRY_AFTER_S = 1
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What a server allows.
+    """Settings of a server.
 
     Attributes:
-        name: of the model, as clients ask for it.
-        api_keys: one of them is needed for every route but ``/health``; without any, none is.
-        share_prefixes: requests of different keys may begin with each other's pages; what one finds there can be told
-            from its time. Requests of one key, or of a server without keys, share in any case.
-        max_body_bytes: of a request.
+        name: name of the model for clients.
+        api_keys: one of them is needed for every route but ``/health``; none is needed if there are none.
+        share_prefixes: let requests of different keys share cached prefixes; timing then reveals what others have
+            cached. Requests of one key, or without keys, always share.
+        max_body_bytes: most bytes of a request body.
     """
 
     name: str
@@ -70,18 +70,18 @@ class ServerConfig:
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected."""
 
 
 def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
     """The application; it runs the engine while it is up.
 
     Args:
-        engine: with a tokenizer; nobody else may step it meanwhile.
-        config: what is allowed.
+        engine: with a tokenizer; nothing else may step it meanwhile.
+        config: names, keys and limits.
 
     Raises:
-        ValueError: an engine without a tokenizer.
+        ValueError: the engine has no tokenizer.
     """
     if engine.tokenizer is None:
         raise ValueError("the engine has no tokenizer; a server needs Engine(tokenizer=...)")
@@ -110,8 +110,6 @@ def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
 
 
 class _Served:
-    """The routes."""
-
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self.config, self.created = config, int(time.time())
         self.engine = AsyncEngine(engine)
@@ -119,10 +117,8 @@ class _Served:
         self.tokenizer: TextTokenizer = engine.tokenizer
         self.token_texts = TokenTexts(engine.tokenizer)
 
-    # -- what surrounds -------------------------------------------------------------------
-
     async def check_key(self, request: Request) -> None:
-        """Raises 401 for a wrong key; when it arrived, and the salt of its prefixes, go with the request."""
+        """Raises 401 for a wrong key; adds the arrival time and the salt for prefixes to the request."""
         request.state.times = RequestTimes()
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         keys = self.config.api_keys
@@ -137,7 +133,7 @@ class _Served:
         return Response(status_code=200 if self.engine.is_running else 503)
 
     async def metrics(self) -> Response:
-        """The engine's figures for Prometheus."""
+        """The engine's metrics for Prometheus."""
         return Response(exposition(self.engine.engine.metrics), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self) -> dict[str, Any]:
@@ -164,10 +160,8 @@ class _Served:
         if name not in (None, self.config.name):
             raise HTTPException(404, f"model is {name!r}; {self.config.name!r} is served")
 
-    # -- tokens ---------------------------------------------------------------------------
-
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
-        """Token ids of text, or of a chat as it is laid out."""
+        """Token ids of text, or of a chat after its template."""
         self._check_model(body.model)
         if body.messages is not None:
             ids = await self._laid_out(body.messages, None)
@@ -194,10 +188,8 @@ class _Served:
             self.engine.check_text("".join(str(message.laid_out(False)) for message in messages))
             return await self.engine.read(chat)
 
-    # -- answers --------------------------------------------------------------------------
-
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        """Text behind a prompt."""
+        """Completes a prompt."""
         self._check_model(body.model)
         ids = body.prompt if isinstance(body.prompt, list) else await self._read(body.prompt, True)
         return await self._answer(body, request, ids, body.max_tokens or COMPLETION_TOKENS, False)
@@ -222,8 +214,8 @@ class _Served:
         salt = request.state.salt + (f" {body.cache_salt}" if body.cache_salt else "")
         with _refused():
             prepared = await self.engine.prepared(ids, cache_salt=salt, **body.settings(most))
-        prepared = replace(prepared, times=request.state.times)  # its text was read before
-        self._check_room()  # of many that came at once the first have taken it meanwhile
+        prepared = replace(prepared, times=request.state.times)  # when its body arrived
+        self._check_room()  # requests at the same time may have taken it meanwhile
         events = self.engine.stream(prepared)
         answer = Answer(self.config.name, chat, LogprobsWriter(self.token_texts, chat))
         if body.stream:
@@ -236,18 +228,14 @@ class _Served:
 
 
 def _trimmers(config: GenerateConfig) -> list[StopTrimmer]:
-    """One for each answer of a request, whether the body says how many or the engine's defaults do."""
+    """One for each answer of a request."""
     return [StopTrimmer(config.stop_strings) for _ in range(config.num_return_sequences)]
 
 
 async def _collected(
     events: AsyncGenerator[Any, None], config: GenerateConfig
 ) -> tuple[list[str], RequestOutput]:
-    """The texts of all answers, and the output.
-
-    Raises:
-        HTTPException: the request failed; the cause is logged.
-    """
+    """The texts of all answers, and the output; raises HTTPException if the request failed."""
     trimmers = _trimmers(config)
     texts = [""] * len(trimmers)
     async with aclosing(events):
@@ -301,11 +289,7 @@ def _event(content: dict[str, Any]) -> str:
 
 
 async def _unless_gone(request: Request, work: Awaitable[Found]) -> Found:
-    """What ``work`` gives; it is cancelled when the client goes away.
-
-    Raises:
-        ClientGoneError: it did.
-    """
+    """The result of ``work``; cancels it and raises ClientGoneError if the client disconnects."""
     doing, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(request))
     try:
         await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -323,11 +307,8 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-# -- errors ---------------------------------------------------------------------------------------
-
-
 class _refused:  # noqa: N801 - reads as what it does
-    """What the engine refuses of a request, as 400 with its words."""
+    """Turns errors about a request into 400 responses with their message."""
 
     def __enter__(self) -> None:
         return
@@ -340,7 +321,7 @@ class _refused:  # noqa: N801 - reads as what it does
 
 
 def _said(wrong: Any) -> str:
-    """One error of pydantic in a body, in words for whoever wrote it."""
+    """One pydantic error of a body, as text for the client."""
     if wrong["type"] == "json_invalid":
         return f"body: no valid JSON at character {wrong['loc'][-1]}: {wrong['ctx']['error']}"
     name = ".".join(map(str, wrong["loc"][1:])) or "body"
