@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 DEVICE ?= cpu
 GRID   ?= quick
 PIP    := $(BIN)/python -m pip install -q -c constraints.txt
+# Python compiles what it imports; pip would compile all of torch and transformers, a minute in each environment.
+export PIP_COMPILE := 0
 OLDEST := build/triton-oldest
 AOT    := bench/results/aot.csv
 SANE   := build/sanitize/caramba_fast/_C.abi3.so
@@ -21,7 +23,7 @@ help:
 	@echo "make readme       every block of README.md, as a reader would run it"
 	@echo "make test-lowest  a short set of tests beside the oldest versions of what the package needs"
 	@echo "make sanitize     the C++ tests under gcc's address and undefined-behaviour checks"
-	@echo "make cross        compile the C++ for aarch64 and with clang, every warning an error"
+	@echo "make cross        compile the C++ with clang, for aarch64 and beside the oldest torch too, every warning an error"
 	@echo "make lint         formatting, lint, types, layers"
 	@echo "make wheel        an sdist, wheels of the package and of the demo models, in dist/"
 	@echo "make docs         the documentation site, in build/site"
@@ -113,14 +115,26 @@ sanitize: $(SANE)
 		tests/ops/test_extension.py tests/ops/test_cpp_attention.py tests/ops/test_cpp_bounds.py tests/ops/test_append.py \
 		tests/ops/test_by_channel.py tests/ops/test_causal_attention.py tests/ops/test_rotary.py tests/ops/test_rotary_append.py
 
-# The C++ for aarch64 and for x86-64 with clang, which the ziglang package brings.
+# The headers of the oldest torch, from its wheel for aarch64, which has no CUDA.
+OLDEST_TORCH := build/cross/torch-oldest
+$(OLDEST_TORCH)/.done: constraints-oldest.txt $(VENV)/.torch
+	rm -rf $(OLDEST_TORCH)
+	$(BIN)/python -m pip download -q -c constraints-oldest.txt --no-deps -d $(OLDEST_TORCH) --only-binary=:all: \
+		--platform manylinux_2_28_aarch64 --python-version 3.11 torch
+	cd $(OLDEST_TORCH) && $(CURDIR)/$(BIN)/python -c "import glob, zipfile; \
+		z = zipfile.ZipFile(*glob.glob('*.whl')); z.extractall(members=[n for n in z.namelist() if n.startswith('torch/include/')])"
+	rm $(OLDEST_TORCH)/*.whl
+	@touch $@
+
+# The C++ with clang, which the ziglang package brings: for x86-64 beside the torch of constraints.txt, for aarch64 beside
+# the oldest torch.
 cross: export ZIG_GLOBAL_CACHE_DIR = $(CURDIR)/build/cross
-cross: $(VENV)/.lint
-	mkdir -p build/cross
-	export torch="$$($(BIN)/python -c 'from torch.utils.cpp_extension import include_paths as i; print(*["-isystem" + p for p in i()])')" && \
-	for target in aarch64-linux-gnu x86_64-linux-gnu; do for file in csrc/*.cpp; do echo $$target $$file; done; done | \
+cross: $(VENV)/.lint $(OLDEST_TORCH)/.done
+	newest=$$($(BIN)/python -c 'import torch; print(torch.__path__[0])') && for file in csrc/*.cpp; do \
+		echo x86_64-linux-gnu $$file $$newest/include; \
+		echo aarch64-linux-gnu $$file $(OLDEST_TORCH)/torch/include; done | \
 		xargs -P 2 -L 1 sh -c '$(BIN)/python -m ziglang c++ -target $$0 -c $$1 -o build/cross/$$0-$$(basename $$1).o -std=c++17 -O0 \
-		-ffp-contract=off -Wall -Wextra -Werror -DTORCH_TARGET_VERSION=0x020a000000000000 $$torch || exit 255'
+		-ffp-contract=off -Wall -Wextra -Werror -DTORCH_TARGET_VERSION=0x020a000000000000 -isystem $$2 || exit 255'
 
 # import-linter reads an ordinary install: an editable one hides the layers behind a finder.
 lint: $(VENV)/.lint

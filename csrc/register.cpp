@@ -39,11 +39,12 @@ struct torch::stable::detail::ToImpl<caramba_fast::Text> {
     const auto handle = torch::stable::detail::to<StringHandle>(value);
     std::size_t length = 0;
     const char* data = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+    const bool read = torch_string_length(handle, &length) == AOTI_TORCH_SUCCESS &&
+                      torch_string_c_str(handle, &data) == AOTI_TORCH_SUCCESS;
     caramba_fast::Text text;
-    text.assign(data, length);
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+    if (read) text.assign(data, length);
+    if (torch_delete_string(handle) != AOTI_TORCH_SUCCESS || !read)
+      throw std::runtime_error("a string argument cannot be read");
     return text;
   }
 };
