@@ -24,6 +24,7 @@ help:
 	@echo "make test-lowest  a short set of tests beside the oldest versions of what the package needs"
 	@echo "make sanitize     the C++ tests under gcc's address and undefined-behaviour checks"
 	@echo "make cross        compile the C++ with clang, for aarch64 and beside the oldest torch too, every warning an error"
+	@echo "make test-aarch64 the C++ tests on 64-bit ARM, emulated (root, Debian's qemu-user-static; an hour)"
 	@echo "make lint         formatting, lint, types, layers"
 	@echo "make wheel        an sdist, wheels of the package and of the demo models, in dist/"
 	@echo "make docs         the documentation site, in build/site"
@@ -65,6 +66,11 @@ $(VENV)/.docs: $(VENV)/.torch $(BUILD)
 $(VENV)/.lint: $(VENV)/.test
 	CARAMBA_FAST_BUILD_CPP=0 $(PIP) -e '.[lint]' --no-build-isolation
 	@touch $@
+
+# All that .ci/run needs, in one installation.
+$(VENV)/.ci: $(VENV)/.torch $(BUILD)
+	$(PIP) --no-build-isolation -e '.[test,lint,docs]'
+	@touch $(VENV)/.test $(VENV)/.lint $(VENV)/.docs $@
 
 # The oldest Triton, for compiling only: PYTHONPATH puts it in front of the one in .venv.
 $(OLDEST)/.done: constraints-oldest.txt $(VENV)/.torch
@@ -135,6 +141,11 @@ cross: $(VENV)/.lint $(OLDEST_TORCH)/.done
 		echo aarch64-linux-gnu $$file $(OLDEST_TORCH)/torch/include; done | \
 		xargs -P 2 -L 1 sh -c '$(BIN)/python -m ziglang c++ -target $$0 -c $$1 -o build/cross/$$0-$$(basename $$1).o -std=c++17 -O0 \
 		-ffp-contract=off -Wall -Wextra -Werror -DTORCH_TARGET_VERSION=0x020a000000000000 -isystem $$2 || exit 255'
+
+# The tests of the C++ on 64-bit ARM, emulated; see the script.
+.PHONY: test-aarch64
+test-aarch64: $(VENV)/.test
+	.ci/aarch64
 
 # import-linter reads an ordinary install: an editable one hides the layers behind a finder.
 lint: $(VENV)/.lint

@@ -39,7 +39,7 @@ std::vector<const Kernels*> supported() {
 #endif
   if (avx2) tables.push_back(&avx2::kernels);
 #endif
-  tables.push_back(&portable::kernels);
+  tables.push_back(&CARAMBA_FAST_BASE::kernels);
   return tables;
 }
 

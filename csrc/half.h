@@ -34,6 +34,15 @@ inline void store_half(Floats v, std::uint16_t* to) {
   store_as(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT), to);
 }
 
+#elif CARAMBA_FAST_NEON
+
+inline Floats load_half(const std::uint16_t* from) {
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
+}
+inline void store_half(Floats v, std::uint16_t* to) {
+  vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32(v)));
+}
+
 #else
 
 inline constexpr std::int32_t kRebias = (127 - 15) << 23;    // fp16's exponent bias to fp32's

@@ -1,5 +1,7 @@
-// The kernels for any CPU, with what the compiler targets by default.
-#define CARAMBA_FAST_ISA portable
+// The kernels for any CPU, with what the compiler targets by default; on 64-bit ARM that has NEON.
+#include "kernels.h"
+
+#define CARAMBA_FAST_ISA CARAMBA_FAST_BASE
 #define CARAMBA_FAST_VECTOR_BITS 0
 #define CARAMBA_FAST_VNNI 0
 #include "isa_table.h"

@@ -11,6 +11,15 @@
 #else
 #define CARAMBA_FAST_X86 0
 #endif
+// On 64-bit ARM every CPU has NEON: what is portable elsewhere uses it there.
+#if defined(__aarch64__) && defined(__ARM_NEON)
+#define CARAMBA_FAST_NEON 1
+#define CARAMBA_FAST_BASE neon
+#include <arm_neon.h>
+#else
+#define CARAMBA_FAST_NEON 0
+#define CARAMBA_FAST_BASE portable
+#endif
 // Older compilers do not know AVX-VNNI.
 #if CARAMBA_FAST_X86 && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #define CARAMBA_FAST_AVX_VNNI 1
@@ -68,7 +77,7 @@ struct Kernels {
                        std::int64_t heads, std::int64_t dim);
 };
 
-namespace portable {
+namespace CARAMBA_FAST_BASE {
 extern const Kernels kernels;
 }
 #if CARAMBA_FAST_X86

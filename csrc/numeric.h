@@ -21,6 +21,8 @@ inline constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity
 inline Floats fused(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 #elif CARAMBA_FAST_VECTOR_BITS == 256
 inline Floats fused(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+#elif CARAMBA_FAST_NEON
+inline Floats fused(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
 #else
 inline Floats fused(Floats a, Floats b, Floats c) { return a * b + c; }
 #endif
@@ -48,12 +50,21 @@ inline float greatest_of(Floats v) {
 }
 #endif
 
-#if CARAMBA_FAST_VECTOR_BITS
+// Vectors that sum up scores at a time: as many as registers can hold, kLanes at least.
+inline constexpr int kScoreSums = kManyRegisters ? 16 : kLanes;
+
+inline void store_sums(const Floats (&sums)[kScoreSums], float* to) {
+  CARAMBA_FAST_UNROLL
+  for (int i = 0; i < kScoreSums; i += kLanes)
+    store_as(sums_of(reinterpret_cast<const Floats(&)[kLanes]>(sums[i])), to + i);
+}
+
 template <bool SUM, class V>
 inline V pair(V a, V b) {
   return SUM ? a + b : (a > b ? a : b);
 }
 
+#if CARAMBA_FAST_VECTOR_BITS
 // Of four vectors the sums, or the largest entries. Halves first: a tile may begin with any token,
 // and what lanes hold turned by some places gives the same bits so.
 template <bool SUM>
@@ -75,6 +86,13 @@ inline __m128 reduced(const Floats (&v)[4]) {
 template <bool SUM>
 inline void reduce(const Floats (&v)[4], float (&to)[4]) {
   _mm_storeu_ps(to, reduced<SUM>({v[0], v[1], v[2], v[3]}));
+}
+#elif CARAMBA_FAST_NEON
+template <bool SUM>
+inline void reduce(const Floats (&v)[4], float (&to)[4]) {
+  const Floats a = pair<SUM>(lower_halves(v[0], v[1]), upper_halves(v[0], v[1]));
+  const Floats b = pair<SUM>(lower_halves(v[2], v[3]), upper_halves(v[2], v[3]));
+  store_as(pair<SUM>(Floats(vuzp1q_f32(a, b)), Floats(vuzp2q_f32(a, b))), to);
 }
 #else
 template <bool SUM>

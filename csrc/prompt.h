@@ -17,7 +17,7 @@ namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
 // What fits into registers as sums, with a vector of each part and one of a row besides.
-inline constexpr int kPromptRows = 6, kPromptParts = kLanes == 16 ? 4 : 2;
+inline constexpr int kPromptRows = 6, kPromptParts = kManyRegisters ? 4 : 2;
 
 // a and b are two rows of a square, HALF apart: the halves of their pairs of HALF columns change
 // places.

@@ -21,7 +21,7 @@ namespace CARAMBA_FAST_ISA {
 template <int BITS, int ROWS>
 void score_codes(const float* q, const float* base, const std::int32_t* masks, std::int64_t width,
                  const char* codes, std::int64_t stride, int count, float* scores) {
-  constexpr int kTokens = kLanes / ROWS > 0 ? kLanes / ROWS : 1;
+  constexpr int kTokens = kScoreSums / ROWS > 0 ? kScoreSums / ROWS : 1;
   constexpr int kRun = BITS == 8 ? kPacked : kPacked / 2;  // values that lie one behind the other
   for (int t = 0; t < count; t += kTokens) {
     const std::uint8_t* key[kTokens];
@@ -29,7 +29,7 @@ void score_codes(const float* q, const float* base, const std::int32_t* masks, s
     for (int i = 0; i < kTokens; ++i)  // past the end the last token stands in
       key[i] = token_at<std::uint8_t>(codes, stride, t + i < count ? t + i : count - 1);
     for (int i = 0; i < kTokens; ++i) prefetch(key[i], width * BITS / 8, stride);
-    Floats sums[kLanes] = {};
+    Floats sums[kScoreSums] = {};
     const auto add = [&](std::int64_t d, const Floats(&values)[kTokens]) {
       CARAMBA_FAST_UNROLL
       for (int r = 0; r < ROWS; ++r) {
@@ -60,8 +60,8 @@ void score_codes(const float* q, const float* base, const std::int32_t* masks, s
           add(d + j + kRun, values);
         }
       }
-    float found[kLanes];
-    store_as(sums_of(sums), found);
+    float found[kScoreSums];
+    store_sums(sums, found);
     const int there = std::min(kTokens, count - t);  // what follows belongs to the next group
     for (int r = 0; r < ROWS; ++r)
       for (int i = 0; i < there; ++i)

@@ -17,7 +17,7 @@ namespace CARAMBA_FAST_ISA {
 template <Format T, int ROWS>
 void score_rows(const float* q, std::int64_t width, const void* keys, std::int64_t stride,
                 int count, float* scores) {
-  constexpr int kTokens = kLanes / ROWS > 0 ? kLanes / ROWS : 1;
+  constexpr int kTokens = kScoreSums / ROWS > 0 ? kScoreSums / ROWS : 1;
   for (int t = 0; t < count; t += kTokens) {
     const typename Values<T>::Storage* key[kTokens];
     CARAMBA_FAST_UNROLL
@@ -26,7 +26,7 @@ void score_rows(const float* q, std::int64_t width, const void* keys, std::int64
           token_at<typename Values<T>::Storage>(keys, stride, t + i < count ? t + i : count - 1);
     for (int i = 0; i < kTokens; ++i)
       prefetch(key[i], width * static_cast<std::int64_t>(sizeof *key[i]), stride);
-    Floats sums[kLanes] = {};
+    Floats sums[kScoreSums] = {};
     for (std::int64_t d = 0; d < width; d += kLanes) {
       Floats k[kTokens];
       CARAMBA_FAST_UNROLL
@@ -39,8 +39,8 @@ void score_rows(const float* q, std::int64_t width, const void* keys, std::int64
           sums[r * kTokens + i] = fused(query, k[i], sums[r * kTokens + i]);
       }
     }
-    float found[kLanes];
-    store_as(sums_of(sums), found);
+    float found[kScoreSums];
+    store_sums(sums, found);
     CARAMBA_FAST_UNROLL
     for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
     for (int i = 0; i < kTokens; ++i) scores[r * kScoreRow + t + i] += found[r * kTokens + i];

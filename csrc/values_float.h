@@ -43,7 +43,7 @@ void value_part(const float* weights, const void* values, std::int64_t stride, i
 template <Format T, int ROWS>
 void value_rows(const float* weights, const void* values, std::int64_t stride, int count,
                 float* sums, std::int64_t width) {
-  constexpr int kParts = kLanes == 16 ? 4 : 2;
+  constexpr int kParts = kManyRegisters ? 4 : 2;
   std::int64_t d = 0;
   for (; d + kParts * kLanes <= width; d += kParts * kLanes)
     value_part<T, ROWS, kParts>(weights, values, stride, count, sums, width, d);

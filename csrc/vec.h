@@ -26,6 +26,8 @@ namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
 inline constexpr int kLanes = CARAMBA_FAST_VECTOR_BITS ? CARAMBA_FAST_VECTOR_BITS / 32 : 4;
+// Whether there are 32 registers of vectors, not 16.
+inline constexpr bool kManyRegisters = CARAMBA_FAST_VECTOR_BITS == 512 || CARAMBA_FAST_NEON;
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef std::int32_t Ints __attribute__((vector_size(4 * kLanes)));
 
@@ -41,7 +43,9 @@ inline void store_as(V v, T* to) {
   std::memcpy(to, &v, sizeof v);
 }
 
-inline Floats splat(float x) { return Floats{} + x; }
+inline Floats splat(float x) {
+  return x - Floats{};
+}  // adding would make 0.0 of -0.0: an instruction
 inline Ints splat(std::int32_t x) { return Ints{} + x; }
 inline Ints bits(Floats x) { return reinterpret_cast<Ints>(x); }
 inline Floats floats(Ints x) { return reinterpret_cast<Floats>(x); }
@@ -143,6 +147,55 @@ inline Floats lookup(const float (&table)[16], Ints index) {
   const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), i);
   const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), i);
   return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));
+}
+
+#elif CARAMBA_FAST_NEON
+
+inline uint16x4_t widen_bytes(const std::uint8_t* from) {
+  std::uint32_t bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(bytes))));
+}
+inline Ints widen(const std::uint8_t* from) {
+  return reinterpret_cast<Ints>(vmovl_u16(widen_bytes(from)));
+}
+inline Ints widen(const std::int8_t* from) {
+  const Ints bytes = widen(reinterpret_cast<const std::uint8_t*>(from));
+  return bytes << 24 >> 24;
+}
+inline Ints widen(const std::uint16_t* from) {
+  return reinterpret_cast<Ints>(vmovl_u16(vld1_u16(from)));
+}
+inline void narrow(Ints v, std::uint8_t* to) {
+  const uint16x4_t words = vmovn_u32(reinterpret_cast<uint32x4_t>(v));
+  const uint8x8_t bytes = vmovn_u16(vcombine_u16(words, words));
+  const std::uint32_t four = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
+  std::memcpy(to, &four, sizeof four);
+}
+inline void narrow(Ints v, std::uint16_t* to) {
+  vst1_u16(to, vmovn_u32(reinterpret_cast<uint32x4_t>(v)));
+}
+inline std::int32_t largest_of(Ints v) { return vmaxvq_s32(reinterpret_cast<int32x4_t>(v)); }
+inline std::uint32_t signs_of(Ints v) {
+  return vaddvq_u32(reinterpret_cast<uint32x4_t>(v < 0) & uint32x4_t{1, 2, 4, 8});
+}
+// The lower halves of two vectors, and the upper ones.
+inline Floats lower_halves(Floats a, Floats b) {
+  return reinterpret_cast<Floats>(
+      vtrn1q_f64(reinterpret_cast<float64x2_t>(a), reinterpret_cast<float64x2_t>(b)));
+}
+inline Floats upper_halves(Floats a, Floats b) {
+  return reinterpret_cast<Floats>(
+      vtrn2q_f64(reinterpret_cast<float64x2_t>(a), reinterpret_cast<float64x2_t>(b)));
+}
+inline Floats sums_of(const Floats (&v)[kLanes]) {
+  return vpaddq_f32(lower_halves(v[0], v[1]) + upper_halves(v[0], v[1]),
+                    lower_halves(v[2], v[3]) + upper_halves(v[2], v[3]));
+}
+inline Floats lookup(const float (&table)[16], Ints index) {
+  const uint8x16x4_t bytes = vld1q_u8_x4(reinterpret_cast<const std::uint8_t*>(table));
+  const Ints places = index * 0x04040404 + 0x03020100;  // of the four bytes of each entry
+  return reinterpret_cast<Floats>(vqtbl4q_u8(bytes, reinterpret_cast<uint8x16_t>(places)));
 }
 
 #else

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ def isa_in_use() -> str | None:
 
 def multiplies_integers() -> bool:
     """Whether what meets a quantized stream is multiplied as integers."""
-    return isa_in_use() not in (None, "portable")
+    return isa_in_use() not in (None, "portable", "neon")
 
 
 def in_subprocess(isa: str, *command: str) -> subprocess.CompletedProcess:
@@ -48,6 +49,8 @@ def in_subprocess(isa: str, *command: str) -> subprocess.CompletedProcess:
 
 def expected_isas() -> list[str]:
     """What this CPU runs by torch's own account, narrowest first."""
+    if platform.machine() in ("aarch64", "arm64"):
+        return ["neon"]
     known = ["portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni"]
     isas = known[: {"AVX2": 3, "AVX512": 5}.get(torch.backends.cpu.get_cpu_capability(), 1)]
     cpuinfo = Path("/proc/cpuinfo")  # torch does not tell AVX-VNNI
