@@ -1,15 +1,15 @@
 """The storage formats, bit by bit: one table for all kernels and caches.
 
-A quantized tensor is divided into blocks of 32, 64 or 128 neighbouring values; each block has one fp16
-scale ``d``. What is stored, and what it decodes to:
+A quantized tensor is divided into blocks of 32, 64 or 128 neighbouring values; each block has one fp16 scale ``d``.
+What is stored, and what it decodes to:
 
     q8_0   int8 code in [-127, 127], d = amax / 127            value = code * d
     q4_0   4-bit code, d = (element of largest magnitude) / -8   value = (code - 8) * d
     nf4    4-bit index of the nearest level to x / amax          value = level[code] * d
 
-q8_0 and q4_0 are GGML's (``ggml-quants.c``), bit for bit; nf4 is the 4-bit NormalFloat of QLoRA
-(arXiv:2305.14314, appendix E). Two 4-bit codes share a byte: byte ``j`` of a block of ``n`` values
-holds value ``j`` in its low nibble and value ``j + n/2`` in its high one.
+q8_0 and q4_0 are GGML's (``ggml-quants.c``), bit for bit; nf4 is the 4-bit NormalFloat of QLoRA (arXiv:2305.14314,
+appendix E). Two 4-bit codes share a byte: byte ``j`` of a block of ``n`` values holds value ``j`` in its low nibble and
+value ``j + n/2`` in its high one.
 
 Per-channel kinds suit keys (KIVI, arXiv:2402.02750); values may use them, too. A group is 32, 64 or 128 consecutive
 tokens, aligned to a multiple of its size; each channel of a group has its own fp16 scale and fp16 zero:
@@ -45,9 +45,8 @@ __all__ = [
     "resolve",
 ]
 
-#: q4_channel: thresholds for taking one bit, and two bits, from the channel that shares the byte: how many times larger
-#: this channel's range times the root mean square of its queries must be than the other's. They minimize the sum of
-#: squares of steps times queries, which is the error of scores.
+#: q4_channel: thresholds for taking one bit, and two bits, from the channel that shares the byte: this channel's range
+#: times the root mean square of its queries, relative to the other's. They minimize the squared error of scores.
 WIDER = (2.1875, 10.75)
 
 #: The 16 quantiles of QLoRA's NormalFloat, ascending, exact in float32.
@@ -86,8 +85,8 @@ class Format:
         bits: bits of one stored code.
         dtype: dtype of the codes tensor.
         quantized: whether blocks have scales; if not, the codes are the values.
-        by_channel: whether there is a scale and a zero per channel of a group of tokens, instead of a scale per block
-            of channels of one token.
+        by_channel: whether scale and zero are per channel of a group of tokens, instead of a scale per block of a
+            token.
     """
 
     name: str
@@ -140,11 +139,7 @@ CHANNEL_KINDS: tuple[str, ...] = tuple(name for name, row in FORMATS.items() if 
 
 
 def resolve(kind: object) -> Format:
-    """The format of a kind name, an alias, or a ``KVCacheKind`` member.
-
-    Raises:
-        ValueError: an unknown kind; the message lists the known ones.
-    """
+    """The format of a kind name, alias or ``KVCacheKind`` member; raises ValueError, listing the known, for others."""
     name = getattr(kind, "value", kind)
     found = FORMATS.get(ALIASES.get(name, name)) if isinstance(name, str) else None
     if found is None:

@@ -1,7 +1,7 @@
-"""What the layers of one step can have in common: made for the first of them, found by the others.
+"""Results that the layers of one step share: computed for the first of them, reused by the others.
 
 A step's layers attend to rows of the same lengths, so what a kernel derives from lengths alone is the same for all.
-FlashInfer plans once a step for the same reason (``plan`` and ``run`` of its wrappers).
+FlashInfer plans once per step for the same reason (``plan`` and ``run`` of its wrappers).
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ _local = threading.local()
 
 @contextmanager
 def shared(results: dict[Hashable, Any]) -> Iterator[None]:
-    """Calls of this thread find in ``results`` what earlier calls left there, and leave theirs.
+    """Context in which calls of this thread read and store results in ``results``, empty at first.
 
-    Args:
-        results: kept by whoever knows that all calls under it have the same lengths, and that nobody writes into the
-            tensors which hold them; empty at first.
+    All calls under one ``results`` must have the same lengths, and nobody may write into the tensors that hold them.
     """
     before = getattr(_local, "results", None)
     _local.results = results
@@ -31,5 +29,5 @@ def shared(results: dict[Hashable, Any]) -> Iterator[None]:
 
 
 def results() -> dict[Hashable, Any] | None:
-    """What calls of this thread share now; None where they share nothing."""
+    """The results that calls of this thread share now; None if they share none."""
     return getattr(_local, "results", None)

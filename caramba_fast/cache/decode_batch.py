@@ -1,7 +1,7 @@
 """DecodeBatch: one token of each of several sequences, in tensors with fixed addresses.
 
 A step over it can be captured once (CUDA graph) and replayed for other sequences: only the contents of one tensor
-differ, and rows without a sequence (padding rows) store and see nothing. Models use it like a `RaggedBatch`.
+differ, and padding rows store and see nothing. Models use it like a `RaggedBatch`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ NO_PAGE = -1
 
 
 class _Rows:
-    """The single op call of a layer: R rows of one token; same interface as `ragged._Group`.
+    """The single op call of a layer: R rows of one token, from ``given`` (NUMBERS + pages, R or more) int32.
 
-    Args:
-        given: (NUMBERS + pages, R or more) int32.
-        rows: R.
+    Same interface as `ragged._Group`.
     """
 
     early = None
@@ -50,10 +48,7 @@ class _Rows:
 
 
 class _Rings:
-    """The rings of the rows' sequences, as `ragged._Rings`.
-
-    A padding row writes back the same values to the same place as the first row.
-    """
+    """The rings of the rows' sequences, as `ragged._Rings`; a padding row writes the same values as the first row."""
 
     def __init__(self, rows: _Rows, size: int) -> None:
         self.rows, self.size = rows, size
@@ -66,7 +61,6 @@ class _Rings:
         return twice.index_select(0, self.rows.owners).flatten(2, 3)
 
     def give_back(self, pieces: Tensor, tail: Tensor) -> None:
-        """Writes the new tokens into the rings of their sequences."""
         tail[self.rows.owners, :, self._places] = pieces[self.rows.givers, :, self._slots]
 
 
@@ -74,11 +68,11 @@ class DecodeBatch:
     """One token of each of up to ``rows`` sequences.
 
     Args:
-        rows: R, padding rows included.
+        rows: R, padding rows included; at first all are.
         pool: the pool that holds the pages.
 
     Attributes:
-        tokens: R; initially all are padding rows.
+        tokens: R.
         positions: (R,) int64, the position of each token in its sequence; set by `unpack`.
         layers: a `RaggedLayer` for each of the model's layers; set by `unpack`.
     """
@@ -87,8 +81,8 @@ class DecodeBatch:
 
     def __init__(self, rows: int, pool: PagePool) -> None:
         self.tokens, self._pool = rows, pool
-        # Each number has one line for all rows, so that unused lines need no copy. Lines are 16-byte aligned, because
-        # Triton specializes kernels on that alignment.
+        # One line per number, for all rows, so that unused lines need no copy; 16-byte aligned, on which Triton
+        # specializes.
         shape = (NUMBERS + pool.pages_per_row, -(-rows // 4) * 4)
         self._host = torch.zeros(shape, dtype=torch.int32)
         self._host[NUMBERS:] = NO_PAGE
@@ -111,8 +105,7 @@ class DecodeBatch:
     def fill(self, tokens: Sequence[int], stretches: Sequence[Stretch]) -> None:
         """Puts a token of each sequence into the first rows and makes the others padding rows.
 
-        Raises:
-            ValueError: no sequences, more sequences than rows, or one that `why_not` rejects.
+        Raises ValueError for no sequences, more sequences than rows, or one that `why_not` rejects.
         """
         if not 0 < len(stretches) == len(tokens) <= self.tokens:
             raise ValueError(
@@ -144,10 +137,9 @@ class DecodeBatch:
             column[len(pages) :] = NO_PAGE
 
     def unpack(self) -> Tensor:
-        """Derives what a model needs from the packed numbers, using only tensor ops: it is part of the captured graph.
+        """The token ids, (R,) int64; also sets `positions` and `layers`.
 
-        Returns:
-            (R,) int64, the token ids.
+        Uses only tensor ops: it is part of the captured graph.
         """
         rows = _Rows(self._given, self.tokens)
         rings = _Rings(rows, self._pool.group) if self._pool.group > 1 else None

@@ -1,7 +1,7 @@
 """The interface of a layer's cache that models and generators use, wherever its tokens are stored.
 
-`LayerCache` stores them in one place, `caramba_fast.distributed` across several ranks. `CachedRows` is the part about
-rows; `KeysAndValues` and `DecoupledKeysAndValues` add append and attend for the two kinds of attention.
+`LayerCache` stores them in one place, `caramba_fast.distributed` across several ranks. `KeysAndValues` and
+`DecoupledKeysAndValues` add append and attend to `CachedRows`.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ class Rope:
         out: the rotated queries after the append: shape and dtype of q, contiguous. No gradient flows.
     """
 
-    #: Device types where this is faster than `ops.apply_rotary_emb` followed by an append, because it saves a kernel
-    #: launch. A CPU has no launches to save, and an op with four more tensors takes longer to call.
+    #: Device types where this saves a kernel launch. A CPU has none to save, and more arguments make a call slower.
     FASTER_ON: ClassVar[tuple[str, ...]] = ("cuda",)
 
     q: Tensor
@@ -87,11 +86,7 @@ class Rope:
         return dict(zip(ROTARY, found, strict=True))
 
     def turn(self, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Rotates the queries and the last key stream of ``new`` in a separate call; returns ``new`` with these keys.
-
-        Raises:
-            TypeError, ValueError: as `ops.apply_rotary_emb`.
-        """
+        """Applies `ops.apply_rotary_emb` to q and the last key stream of ``new``; returns ``new`` with those keys."""
         name = [*new][-2]
         self.out, keys = apply_rotary_emb(self.q, new[name], self.cos, self.sin)
         return {**new, name: keys}
@@ -147,8 +142,6 @@ class CachedRows(ABC):
     def bytes_per_token(self) -> float:
         """Bytes of codes and scales per token of one row."""
 
-    # -- growing and reading --------------------------------------------------------------
-
     @abstractmethod
     def append_streams(
         self,
@@ -163,8 +156,6 @@ class CachedRows(ABC):
     @abstractmethod
     def attend_from(self, queries: tuple[Tensor, ...], before: int, options: dict[str, Any]) -> Any:
         """`KeysAndValues.attend`, with the queries of each key stream."""
-
-    # -- shrinking and moving -------------------------------------------------------------
 
     def crop(self, n: Counts) -> None:
         """Removes the newest ``n`` tokens of every row, or ``n[b]`` of row b (a CPU tensor or list).
@@ -181,8 +172,7 @@ class CachedRows(ABC):
     def truncate(self, new_pos: int) -> None:
         """Keeps the first ``new_pos`` tokens of every row; shorter rows are unchanged.
 
-        Raises:
-            ValueError: ``new_pos`` is negative or beyond the longest row.
+        Raises ValueError if ``new_pos`` is negative or beyond the longest row.
         """
         if type(new_pos) is not int or not 0 <= new_pos <= self.pos:
             raise ValueError(f"new_pos is {new_pos!r}; 0 to {self.pos} (tokens cached) is allowed")
@@ -289,11 +279,8 @@ class DecoupledKeysAndValues(CachedRows):
         before: int = 0,
         **options: Unpack[DecoupledAttendOptions],
     ) -> Any:
-        """Attention of the T newest tokens, as `ops.decoupled_decode_attention`.
+        """Attention of the T newest tokens: q_sem (B, H_q, T, D_sem), q_geo (B, H_q, T, D_geo).
 
-        Args:
-            q_sem: (B, H_q, T, D_sem); q_geo: (B, H_q, T, D_geo).
-            before: how many of the newest tokens of every row follow these T; they are not visible to the queries.
-            options: sem_scale, geo_scale, window_size, … of the op.
+        Options as in `ops.decoupled_decode_attention`; ``before`` and errors as in `KeysAndValues.attend`.
         """
         return self.attend_from((q_sem, q_geo), before, {**options})

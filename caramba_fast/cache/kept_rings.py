@@ -1,7 +1,6 @@
 """KeptRings: a snapshot of the fp16 rings of some rows, for tokens that are appended and rolled back later.
 
-A ring overwrites its oldest slots, so it can undo only up to `tail_slack` tokens by itself. For longer rollbacks the
-overwritten values exist only in a copy.
+A ring by itself can undo only up to `tail_slack` tokens; values overwritten by more exist only in a copy.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ class _LayerRings(NamedTuple):
 class KeptRings:
     """Copies of the rings of some rows.
 
-    Args:
-        cache: the cache with the rows.
-        lengths: row -> the number of its tokens to keep; the row may already hold one more.
+    ``lengths`` maps a row to the number of its tokens to keep; the row may already hold one more.
     """
 
     def __init__(self, cache: ModelKVCache, lengths: Mapping[int, int]) -> None:
@@ -43,10 +40,7 @@ class KeptRings:
         return _LayerRings(rings, [held[row] for row in self.lengths])
 
     def put_back(self, cache: ModelKVCache) -> None:
-        """Restores these rows, except rows that have become shorter, which are left unchanged.
-
-        If it is interrupted, it may be called again.
-        """
+        """Restores these rows, except those that have become shorter. May be called again if interrupted."""
         for layer, kept in zip(cache, self._layers, strict=True):
             host = layer.lengths.host
             wanted = {row: n for row, n in self.lengths.items() if host[row] >= n}

@@ -1,7 +1,6 @@
 """LayerKVCache and DecoupledLayerKVCache: the cache of one attention layer.
 
-Both add stream names to `LayerCache`, which appends and attends. Cropping, growing and reordering rows is in
-`LayerRows`.
+`LayerCache` appends and attends; `LayerRows` crops, grows and reorders rows.
 """
 
 from __future__ import annotations
@@ -88,8 +87,6 @@ class LayerCache(LayerRows):
         self.attended_again = False
         self._front = SLOT_MULTIPLE  # slots that hold the longest row, of a contiguous cache
 
-    # -- what it holds ------------------------------------------------------------------
-
     def get(
         self,
         dtype: torch.dtype = torch.float32,
@@ -97,12 +94,11 @@ class LayerCache(LayerRows):
         *,
         as_read: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Every stream dequantized, in the model's basis: (B, H_kv, pos, D); 0 past a row's length.
+        """Every stream dequantized, in the model's basis: (B, H_kv, pos, D) of ``dtype``; 0 past a row's length.
 
         Reads the codes, not the fp16 tail or sinks, except for tokens of per-channel kinds that have no codes yet.
 
         Args:
-            dtype: dtype of the tensors.
             cache_leftpad: (B,) int32, leading slots that hold padding, as given to `append`.
             as_read: use the tail and sinks as attention of the newest token does. A tail reaches residual_len tokens
                 back from each query, so earlier queries of a multi-token step would read more in fp16.
@@ -121,8 +117,6 @@ class LayerCache(LayerRows):
             x = rotated(x, stream.config.rotate)
             found.append(torch.where(held, x, torch.zeros_like(x)).to(dtype))
         return tuple(found)
-
-    # -- growing ------------------------------------------------------------------------
 
     def append_streams(
         self,
@@ -185,9 +179,7 @@ class LayerCache(LayerRows):
     ) -> bool:
         """Fast path for a step like an earlier one in a contiguous cache; otherwise returns False, changing nothing.
 
-        Args:
-            new: (B, H_kv, T, D) of each stream.
-            cache_leftpad, rope: as in `append`.
+        ``new`` is (B, H_kv, T, D) of each stream; other arguments as in `append`.
         """
         lengths = self.lengths
         longest, first = max(lengths.host), new[0]
@@ -208,13 +200,11 @@ class LayerCache(LayerRows):
         return True
 
     def _grown(self, tokens: int) -> None:
-        """Updates the host's lengths: each row holds ``tokens`` more."""
         lengths = self.lengths
         lengths.host = [length + tokens for length in lengths.host]
         lengths.newest, lengths.query_lens = tokens, None
 
     def _make_room(self, tokens: int, added: Sequence[int]) -> None:
-        """Checks that row b can take ``added[b]`` of ``tokens``, and reserves pages."""
         self.lengths.check_room(tokens, added, self.max_seq_len)
         if self.pages is not None:
             moved = self.pages.reserve(self.lengths.host, added)
@@ -225,19 +215,13 @@ class LayerCache(LayerRows):
                 raise
 
     def before_replay(self) -> None:
-        """The host's part of a captured append of one token per row: makes room.
-
-        Raises:
-            ValueError, OutOfPagesError: as `append`.
-        """
+        """The host's part of a captured append of one token per row: makes room; errors as in `append`."""
         self.narrow_tails()
         self._make_room(1, [1] * self.batch_size)
 
     def after_replay(self) -> None:
         """Updates the host's lengths after a captured append wrote one token to each row."""
         self._grown(1)
-
-    # -- reading ------------------------------------------------------------------------
 
     @property
     def attendable(self) -> int:

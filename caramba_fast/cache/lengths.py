@@ -1,7 +1,6 @@
 """Row lengths of a cache, and which tokens its fp16 rings hold.
 
-All decisions use a host copy of the lengths. The device copy is only written, never read back, so no step waits for the
-GPU.
+All decisions use the host copy; the device copy is never read back, so no step waits for the GPU.
 """
 
 from __future__ import annotations
@@ -73,9 +72,7 @@ class RowLengths:
     def per_row(self, name: str, counts: Counts) -> list[int]:
         """``counts`` as B host ints.
 
-        Raises:
-            TypeError: not an int, a sequence of ints or a CPU integer tensor.
-            ValueError: a wrong number of rows.
+        Raises TypeError unless it is an int, a sequence of ints or a CPU integer tensor; ValueError for a wrong number.
         """
         if isinstance(counts, bool) or not isinstance(counts, (int, Sequence, Tensor)):
             raise TypeError(
@@ -100,16 +97,12 @@ class RowLengths:
 class TailKeeper:
     """Tracks, per row, the lowest position whose fp16 values are in the ring.
 
-    A growing row overwrites the oldest slots, which follows from its length, so appends are not reported here.
-
     Cropping up to tail_slack tokens loses nothing. A deeper crop needs positions whose slots were overwritten; these
-    are restored from their codes, so that every read stays correct, at the codes' precision.
-
-    Args:
-        batch_size: rows.
-        size: slots of the ring; 0 for no ring.
+    are restored from their codes, so that every read stays correct, at the codes' precision. Appends are not reported
+    here: what they overwrite follows from a row's length.
 
     Attributes:
+        size: slots of the ring; 0 for no ring.
         lowest: the lowest positions when rows were last shortened or reordered; see `held_from`.
     """
 

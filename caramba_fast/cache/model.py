@@ -53,7 +53,7 @@ class LayerShape:
     """What one layer caches: widths of K and V over all kv heads.
 
     ``query_rms``, if known, returns for each key stream, by name, the root mean square of the queries per key channel,
-    (H_kv, D) float32. It is called when a cache that needs it is made (`LayerKVCache`).
+    (H_kv, D) float32. Only caches that need it call it, when they are made.
     """
 
     k_dim: int
@@ -92,8 +92,8 @@ class ModelKVCache:
         layers: shapes of the model's layers (a model's ``cache_layout``).
         batch_size, max_seq_len, device: as in `LayerKVCache`.
         k_cfg, v_cfg: storage of K and V, the same in every layer.
-        prefill: "exact": a prompt on an empty cache attends to its exact K and V while they are
-            quantized; "stored": it attends to what the cache will return.
+        prefill: "exact": a prompt on an empty cache attends to its exact K and V while they are quantized; "stored": it
+            attends to what the cache will return.
         k_sem_cfg, k_geo_cfg: storage of the keys of decoupled layers; by default ``k_cfg``.
         page_size: tokens per page (block size) of a paged cache; None for a contiguous one.
         num_pages: pages in each layer's pool.
@@ -183,11 +183,7 @@ class ModelKVCache:
         return sum(layer.bytes_per_token for layer in self.layers)
 
     def restore(self, row_lengths: list[int]) -> None:
-        """Rolls all layers back to earlier lengths after a forward pass that failed half way.
-
-        Args:
-            row_lengths: the property's value from before the pass.
-        """
+        """Rolls all layers back to `row_lengths` from before a forward pass that failed half way."""
         for layer in self.layers:
             layer.set_lengths(row_lengths)
 
@@ -195,8 +191,7 @@ class ModelKVCache:
     def unchanged_by_errors(self, tokens: int) -> Iterator[None]:
         """Context that restores the cache, fp16 rings included, if its body raises.
 
-        Args:
-            tokens: most tokens that the body appends to a row; rings with enough slack for them are not copied.
+        The body appends at most ``tokens`` to a row; rings with enough slack for them are not copied.
         """
         before = self.row_lengths
         kept = {layer: layer.tail_state() for layer in self if tokens > layer.tail_slack}
@@ -210,13 +205,10 @@ class ModelKVCache:
 
     @property
     def reach(self) -> AttentionLimits:
-        """Limits of every read of the cache, in all layers, set by a decode plan.
+        """Limits of every read of the cache, in all layers, set by a decode plan; ValueError when set to one below 1.
 
-        They do not apply to a prompt on an empty cache with ``prefill="exact"``, which does not read the cache.
-        Setting an equal value keeps the current object.
-
-        Raises:
-            ValueError: (when set) a limit below 1.
+        A prompt on an empty cache with ``prefill="exact"`` does not read the cache, so they do not apply to it. Setting
+        an equal value keeps the current object.
         """
         return self.layers[0].reach
 

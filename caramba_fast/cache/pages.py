@@ -1,7 +1,6 @@
 """Pages (blocks): fixed-size units of a pool that rows allocate as they grow, share, and free.
 
-Pages are reference-counted. Rows with the same prefix share pages; a shared page is copied before a row writes to it
-(copy-on-write).
+Pages are reference-counted. A shared page is copied before a row writes to it (copy-on-write).
 """
 
 from __future__ import annotations
@@ -64,12 +63,7 @@ class PageAllocator:
 class PageTable:
     """The block table: pages of each row, on the host and as the (B, pages) int32 tensor that kernels read.
 
-    Args:
-        batch_size: rows.
-        pages_per_row: most pages of one row.
-        page_size: tokens per page.
-        allocator: the pool.
-        device: device of the tensor, which holds -1 where a row has no page.
+    A row has at most ``pages_per_row`` pages of ``page_size`` tokens; the tensor holds -1 where it has none.
     """
 
     def __init__(
@@ -88,11 +82,8 @@ class PageTable:
     def reserve(self, held: Sequence[int], added: Sequence[int]) -> list[tuple[int, int]]:
         """Makes room for ``added[b]`` tokens after the ``held[b]`` of each row.
 
-        Returns:
-            (from, to) pages whose contents must be copied before writing, because they were shared.
-
-        Raises:
-            OutOfPagesError: too few free pages; nothing has changed then.
+        Returns (from, to) pages to copy before writing, because they were shared. Raises OutOfPagesError, changing
+        nothing, if too few pages are free.
         """
         growing = [row for row, count in enumerate(added) if count]
         new = {

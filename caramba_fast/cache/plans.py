@@ -1,7 +1,6 @@
 """LayerPlans: cached op calls of one layer, each checked and flattened once (`ops.plan`).
 
-Plans are valid for the buffers they were made with. Widened tails and buffers that grow or move give a stream a new
-view; the first call that sees it drops all plans of the old views.
+Widened tails and buffers that grow or move give a stream a new view, which invalidates the plans of the old one.
 """
 
 from __future__ import annotations
@@ -46,12 +45,7 @@ OPS = {
 
 
 class LayerPlans:
-    """Op calls on the streams of one layer; the caller provides lengths and pages.
-
-    Args:
-        streams: by name, v last.
-        n_kv_heads: kv heads stored.
-    """
+    """Op calls on the streams of one layer (by name, v last); the caller provides lengths and pages."""
 
     def __init__(self, streams: dict[str, CacheTensor], n_kv_heads: int) -> None:
         self.streams, self.n_kv_heads, self.ops = streams, n_kv_heads, OPS[len(streams)]
@@ -72,8 +66,7 @@ class LayerPlans:
     ) -> None:
         """Writes (B, H_kv, T, D) of each stream after ``start`` (B,); options as in `ops.append_`, without None.
 
-        Args:
-            sides: rings and sinks of these rows, instead of the streams' own.
+        ``sides`` are rings and sinks of these rows, instead of the streams' own.
         """
         tensors, lent = (*new, start), _lent(sides) if sides else {}
         if self.append_as_before(tensors, {**options, **lent} if lent else options):
@@ -214,7 +207,6 @@ def _lent(sides: Sides) -> dict[str, Tensor]:
 
 
 def _with(sides: Sides | None, views: list[KVView], names: Iterable[str]) -> list[KVView]:
-    """Views with other rings and sinks."""
     if not sides:
         return views
     found = []

@@ -1,7 +1,6 @@
 """PagePool: the storage of the pages of all layers of a model, which a scheduler assigns to sequences.
 
-A page has the same number in every layer. The pool holds only bytes: which sequence owns which page, and what it
-contains, is tracked by the caller (`caramba_fast.serve`).
+A page has the same number in every layer. Which sequence owns a page is tracked by the caller (`caramba_fast.serve`).
 """
 
 from __future__ import annotations
@@ -125,7 +124,6 @@ class PagePool:
 
     @property
     def _sides(self) -> list[Tensor]:
-        """Buffers of rings and sinks, with a row per sequence."""
         streams = (stream for layer in self.layers for stream in layer.streams.values())
         return [*(stream.tail for stream in streams if stream.tail is not None), *self.sinks]
 

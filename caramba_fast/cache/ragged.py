@@ -2,14 +2,13 @@
 
 A model's linear layers see N tokens and no rows. Attention handles single decode tokens in one call with T = 1, and the
 stretches of prompts and drafts in another, cut into pieces of at most 32 queries. Both are the ordinary ops with a
-block table, on any backend. As sequences differ in length, calls with several rows use a balanced schedule
-(``num_splits`` of `ops.decode_attention`) unless the pool says otherwise, so that the longest sequence does not delay
-the step.
+block table. Calls with several rows use a balanced schedule (``num_splits`` of `ops.decode_attention`) unless the pool
+says otherwise, so that the longest sequence does not delay the step.
 
 With per-channel kinds, the tokens of an incomplete group are in the fp16 ring of their sequence. Stretches are cut at
 group boundaries, so that each piece touches one group. For the duration of a layer, a piece gets a ring of its own,
-filled with its sequence's tokens of that group; new tokens are then written back to the sequence's ring. Sinks, if the
-storage has them, are stored with the ring of their sequence and lent to pieces in the same way.
+filled with its sequence's tokens of that group; new tokens are then written back to the sequence's ring. Sinks are lent
+to pieces in the same way.
 """
 
 from __future__ import annotations
@@ -66,12 +65,7 @@ class Piece(NamedTuple):
 
 
 class _Group:
-    """The pieces of one op call: R rows of at most W tokens.
-
-    Args:
-        pieces: one per row.
-        pool: the pool that holds their pages.
-    """
+    """The pieces of one op call: R rows of at most W tokens."""
 
     def __init__(self, pieces: Sequence[Piece], pool: PagePool) -> None:
         page_size, device, sink_len = pool.page_size, pool.device, pool.sink_len
@@ -139,7 +133,6 @@ class _Rings:
         pieces: pieces of all stretches, each within one group.
         ends: per piece, where its stretch ends in its sequence.
         size: tokens per group.
-        device: device of index tensors.
     """
 
     def __init__(
@@ -163,7 +156,6 @@ class _Rings:
         return tail.index_select(0, self.of_rows).repeat(1, 1, 2, 1)
 
     def give_back(self, pieces: Tensor, tail: Tensor) -> None:
-        """Writes the new tokens of the pieces back into the rings of their sequences."""
         tail[self.ring, :, self.slot % self.size] = pieces[self.row, :, self.slot]
 
 
@@ -221,10 +213,7 @@ class RaggedBatch:
         return self.layers[index]
 
     def narrowed(self, rows: Tensor) -> RaggedLayer:
-        """The last layer, which stores all N tokens but attends only from those with indices ``rows`` (M,).
-
-        No layer follows, so the outputs of the other tokens are not needed.
-        """
+        """The last layer, which stores all N tokens but attends only from those with indices ``rows`` (M,)."""
         single = list[Piece]()
         firsts = [piece.first for piece in self._pieces]
         for place, token in enumerate(rows.tolist()):
@@ -303,10 +292,7 @@ class RaggedLayer:
                 rings.give_back(self._tails[name], tail_of(stream))
 
     def attend_tokens(self, *queries: Tensor, **options: Any) -> Tensor:
-        """(N, H_q, D) of each key stream, or only of the selected rows -> (N, H_q, D_v).
-
-        A token sees the tokens of its sequence up to itself.
-        """
+        """(N, H_q, D) of each key stream, or of the selected rows only -> (N, H_q, D_v), causal within a sequence."""
         found = []
         for group in self.queries:
             rows = [group.rows_of(q) for q in queries]
@@ -329,7 +315,6 @@ class RaggedLayer:
         self._tails, self._lent = {}, {}
 
     def _sides(self, group: _Group) -> dict[str, dict[str, Tensor]]:
-        """Rings of a group's rows and sinks of their sequences; empty if the storage has neither."""
         found: dict[str, dict[str, Tensor]] = {}
         for name, tail in self._tails.items():
             found.setdefault(name, {})["tail"] = tail[group.rings]
@@ -347,8 +332,6 @@ class RaggedLayer:
             sink = self.stored.streams[name].sink
             if sink is not None:
                 sink[rings, :, places] = side["sink"][rows, :, places]
-
-    # -- as a layer of the native model calls it, with N rows of one token ----------------
 
     def append(
         self,

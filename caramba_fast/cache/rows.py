@@ -1,7 +1,7 @@
 """LayerRows: cropping, growing, reordering, saving and moving the rows of one layer, over its named streams.
 
-The same code serves standard and decoupled attention, contiguous and paged caches, with or without tail and sinks. It
-tracks which tokens there are; how a token is stored is up to the streams.
+The same code serves standard and decoupled attention, contiguous and paged caches, with or without tail and sinks; how
+a token is stored is up to the streams.
 """
 
 from __future__ import annotations
@@ -67,8 +67,6 @@ class LayerRows(CachedRows):
         self._begun_padded: bool | None = None  # whether sinks begin after a leftpad, if known
         vars(self).update(streams)  # each by its name
 
-    # -- what they hold -------------------------------------------------------------------
-
     @property
     def nbytes(self) -> int:
         """Bytes allocated: codes, scales, tails and sinks of all streams, unused slots, block table."""
@@ -102,8 +100,6 @@ class LayerRows(CachedRows):
         source, target = torch.tensor(moved, device=self.device).T
         for buffer in (x for stream in self.streams.values() for x in stream.token_buffers):
             buffer[target] = buffer[source]
-
-    # -- shorter --------------------------------------------------------------------------
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Shortens rows to ``lengths``, none of which may exceed the current length."""
@@ -149,14 +145,11 @@ class LayerRows(CachedRows):
         """Removes all tokens; the memory stays allocated."""
         self.set_lengths([0] * self.batch_size)
 
-    # -- other rows -----------------------------------------------------------------------
-
     def reorder(self, beam_idx: Tensor) -> None:
         """Reorders rows: new row b is old row ``beam_idx[b]`` (beam search). A paged cache shares pages.
 
-        Args:
-            beam_idx: (B,) integer tensor. It must be on the CPU if the cache is paged or rows differ in length,
-                because it is never read from a device.
+        ``beam_idx`` is a (B,) integer tensor, never read from a device: on the CPU if the cache is paged or rows differ
+        in length.
         """
         _check_order(beam_idx, self.batch_size)
         self.narrow_tails()
@@ -180,11 +173,8 @@ class LayerRows(CachedRows):
     def select_rows(self, rows: Sequence[int]) -> Self:
         """A new cache whose row b is row ``rows[b]`` of this one, which is unchanged.
 
-        Rows may repeat or be left out, and there may be any number of them. Paged caches share the pool and the pages
-        (copy-on-write); reset the cache that is no longer needed, to free its pages.
-
-        Raises:
-            ValueError: no rows, or one that does not exist.
+        Rows may repeat or be left out, in any number; ValueError for none, or one that does not exist. Paged caches
+        share the pool and the pages (copy-on-write); reset the cache that is no longer needed, to free its pages.
         """
         if not rows or not all(0 <= row < self.batch_size for row in rows):
             raise ValueError(
@@ -197,8 +187,7 @@ class LayerRows(CachedRows):
     def to(self, device: torch.device | str) -> Self:
         """A copy of the cache on another device; itself if it is already there.
 
-        Raises:
-            ValueError: a paged cache, whose pool may be shared.
+        Raises ValueError for a paged cache, whose pool may be shared.
         """
         target = torch.empty(0, device=device).device
         if target == self.device:
@@ -227,14 +216,8 @@ class LayerRows(CachedRows):
         vars(other).update(other.streams)
         return other
 
-    # -- other room -----------------------------------------------------------------------
-
     def grow(self, max_seq_len: int) -> None:
-        """Makes room for ``max_seq_len`` tokens per row, in new buffers; stored bytes are copied unchanged.
-
-        Raises:
-            ValueError: a paged cache.
-        """
+        """Moves the stored bytes to buffers for ``max_seq_len`` tokens per row; ValueError for a paged cache."""
         if self.pages is not None:
             raise ValueError("a paged cache does not grow; make its pool larger")
         if max_seq_len > self.max_seq_len:
@@ -242,14 +225,10 @@ class LayerRows(CachedRows):
             self.max_seq_len = max_seq_len
 
     def drop_front(self, count: int, max_seq_len: int) -> None:
-        """Drops the first ``count`` tokens of every row; the contents of slot s move to slot ``s - count``.
+        """Drops the first ``count`` tokens of every row, a multiple of ``group``; slot s moves to slot ``s - count``.
 
-        Args:
-            count: a multiple of ``group``.
-            max_seq_len: capacity afterwards, at least the number of remaining tokens.
-
-        Raises:
-            ValueError: a paged cache, a cache with sinks, rows of different lengths, or a count out of range.
+        The remaining tokens have to fit into the new ``max_seq_len``. Raises ValueError for a paged cache, a cache with
+        sinks, rows of different lengths, or a count out of range.
         """
         step = self.group
         if any(stream.sink is not None for stream in self.streams.values()):
@@ -277,13 +256,10 @@ class LayerRows(CachedRows):
                 stream.turn_tail(start)
                 stream.replace_buffers(*buffers)
 
-    # -- states ---------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Contents and storage settings of the cache, as tensors, numbers and names; see `load_state_dict`.
 
-        Raises:
-            ValueError: a paged cache, whose pool may be shared.
+        Raises ValueError for a paged cache, whose pool may be shared.
         """
         if self.pages is not None:
             raise ValueError("the state of a paged cache is not saved: its pool may be shared")
@@ -300,10 +276,8 @@ class LayerRows(CachedRows):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the state of a cache with the same rows, streams and storage.
 
-        Lengths are checked against the state's tensors, so a bad number cannot cause a large allocation.
-
-        Raises:
-            ValueError: the state does not match or contradicts itself; the message says how. Nothing has changed then.
+        Lengths are checked against the state's tensors, so a bad number cannot cause a large allocation. Raises
+        ValueError, changing nothing, if the state does not match or contradicts itself.
         """
         self.narrow_tails()
         sizes = {"batch_size": self.batch_size, "n_kv_heads": self.n_kv_heads}

@@ -1,7 +1,6 @@
 """Sealed files: named tensors with metadata, in safetensors format, with a checksum over every byte.
 
-Files are written atomically, and read completely or refused: a changed bit anywhere, in header or tensors, is detected
-before anything is used.
+Files are written atomically. Any changed bit, in header or tensors, is detected before anything is used.
 """
 
 from __future__ import annotations
@@ -27,12 +26,7 @@ class SealedFileError(ValueError):
 
 
 class Sealed(NamedTuple):
-    """The contents of a sealed file.
-
-    Attributes:
-        about: metadata (JSON values).
-        tensors: by name, on the CPU.
-    """
+    """The contents of a sealed file: metadata (JSON values), and tensors by name, on the CPU."""
 
     about: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -48,7 +42,7 @@ def write_sealed(
         what: the kind of file, which readers have to name.
         version: format version of that kind.
         about: metadata (JSON values).
-        tensors: by name, on any device; saved as CPU tensors.
+        tensors: by name, on any device.
 
     Raises:
         OSError: it cannot be written; an existing file is untouched.
@@ -92,12 +86,7 @@ def _checksum(data: bytes | bytearray, place: int) -> bytes:
 
 
 def read_sealed(path: str | Path, what: str, version: int) -> Sealed:
-    """Reads a file of this kind.
-
-    Args:
-        path: the file.
-        what: the expected kind.
-        version: the newest supported version; older ones are returned unconverted.
+    """Reads a file of the kind ``what``; ``version`` is the newest supported, older ones are returned unconverted.
 
     Raises:
         SealedFileError: another kind of file, a newer version, a truncated file, or any changed bit.

@@ -60,8 +60,7 @@ def by_heads(
 ) -> dict[str, Tensor]:
     """New tokens of every stream, (B, H_kv, T, D) or flat (B, T, dim), as (B, H_kv, T, D).
 
-    Raises:
-        TypeError, ValueError: a dtype, shape or device that does not fit, or streams that differ in T.
+    Raises TypeError or ValueError for a dtype, shape or device that does not fit, or streams that differ in T.
     """
     found = {}
     for name, x in new.items():

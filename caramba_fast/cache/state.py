@@ -1,7 +1,4 @@
-"""Validation of saved cache states: plain values and tensors, loadable with ``weights_only=True``.
-
-A state may come from a damaged or untrusted file, so it is checked against the cache before anything changes.
-"""
+"""Validation of saved cache states, which may come from damaged or untrusted files, before a cache changes."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ _TRANSFORM = "transform"
 def without_constants(state: Any) -> Any:
     """Converts a state of an earlier version that has no constants to the current format; others are unchanged.
 
-    Raises:
-        ValueError: a stream was stored with a mean or bias subtracted, or divided by factors; the message names both.
+    Raises ValueError if a stream was stored with a mean or bias subtracted, or divided by factors.
     """
     parts = state.get("streams") if isinstance(state, dict) else None
     if not isinstance(parts, dict):
@@ -82,7 +78,6 @@ def mismatches(
 
 
 def _equal(found: Any, mine: Any) -> bool:
-    """Whether a state's value equals ``mine``; it may be anything, such as a tensor."""
     try:
         return bool(found == mine)
     except (RuntimeError, ValueError):
@@ -156,7 +151,7 @@ def on_device(part: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def without_leftovers(state: dict[str, Any]) -> dict[str, Any]:
-    """Zeroes unused parts of a state, so that stale memory does not get into a file. Changes its tensors in place.
+    """Zeroes unused parts of a state, in place, so that stale memory does not get into a file.
 
     Unused are codes and scales past the end of a row (for per-channel kinds also those of an incomplete group), and
     ring slots without a token of the row.

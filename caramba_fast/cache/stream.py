@@ -1,8 +1,8 @@
 """CacheTensor: the buffers of one cached stream (K or V of a layer): codes, scales, fp16 tail and fp16 sinks.
 
-The tail is a ring of `ring_size` slots; position j is in slot ``j % ring_size``. More than tail_slack tokens at once (a
-prompt chunk) would overwrite values that their first queries still read, so they are written to a `WideRing` that
-lives from the append until they have been attended to.
+Position j of the tail is in slot ``j % ring_size`` of a ring. More than tail_slack tokens at once (a prompt chunk)
+would overwrite values that their first queries still read, so they are written to a `WideRing` that lives from the
+append until they have been attended to.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from caramba_fast.ops import KVView
 from caramba_fast.ops.memory import empty
 from caramba_fast.ops.view import Lanes, load
 
-#: All rows.
 ALL = slice(None)
 
 
@@ -73,8 +72,7 @@ def capacity(max_seq_len: int) -> int:
 class CacheTensor:
     """Codes, scales, fp16 tail and fp16 sinks of one stream.
 
-    The buffers are uninitialised: slots at or past a row's length hold arbitrary values. Only this class knows how
-    tokens are stored, so operations on rows are methods of it.
+    The buffers are uninitialised: slots at or past a row's length hold arbitrary values.
 
     Args:
         batch_size: rows of the tail and sinks.
@@ -126,8 +124,6 @@ class CacheTensor:
         self._view: KVView | None = None
         self._query_rms: Tensor | None = None
 
-    # -- what it is -----------------------------------------------------------------------
-
     @property
     def weighs(self) -> bool:
         """Whether `set_query_rms` has an effect."""
@@ -137,8 +133,7 @@ class CacheTensor:
     def set_query_rms(self, rms: Tensor) -> None:
         """Sets the RMS of the queries per channel, (H_kv, D), which weights the encoding of tokens from now on.
 
-        Raises:
-            ValueError: wrong shape.
+        Raises ValueError for a wrong shape.
         """
         shape = (self.lanes.n_kv_heads, self.head_dim)
         if rms.shape != shape:
@@ -185,9 +180,8 @@ class CacheTensor:
     ) -> Tensor:
         """Tokens from ``start`` to ``length`` of rows, (B, H_kv, tokens, D) float32, from codes, in the stored basis.
 
-        Args:
-            pages: for a paged cache, (B, pages) int64: the pages of these rows that cover everything up to ``length``.
-            rows: for a contiguous cache, which rows.
+        ``pages``, for a paged cache, is (B, pages) int64: those of these rows that cover everything up to ``length``.
+        ``rows`` selects rows of a contiguous one.
         """
         codes, scales = self.codes, self.scales
         if pages is None:
@@ -227,11 +221,8 @@ class CacheTensor:
             values = torch.where(((t >= 0) & (t < size))[:, None, :, None], held, values)
         return values
 
-    # -- the fp16 ring --------------------------------------------------------------------
-
     def widen_tail(self, start: Tensor, tokens: int, before: int) -> None:
-        """Makes room, until `narrow_tail`, for ``tokens`` at once after the ``start`` (B,) held, of which the newest
-        ``before`` are kept."""
+        """Until `narrow_tail`, makes room for ``tokens`` after ``start`` (B,) held, of which ``before`` are kept."""
         assert self.tail is not None
         self._wide = WideRing(self.tail, start, tokens, before)
         self.tail = self._wide.wide
@@ -242,12 +233,10 @@ class CacheTensor:
             self.tail, self._wide = self._wide.narrowed(end), None
 
     def put_in_tail(self, row: int, start: int, packed: Tensor) -> None:
-        """Writes packed values (lanes, n, lane_dim) of the positions from ``start`` on into a row's ring."""
+        """Writes packed values (lanes, n, lane_dim) into a row's ring, from position ``start`` on."""
         assert self.tail is not None
         position = torch.arange(start, start + packed.shape[1], device=self.tail.device)
         self.tail[row, :, position % self.tail.shape[2]] = packed.to(self.tail.dtype)
-
-    # -- what rows go through -------------------------------------------------------------
 
     def permute(self, order: Tensor, used: int | None) -> None:
         """Row b gets the contents of row ``order[b]``, its first ``used`` slots; None leaves the pages unchanged."""
@@ -258,8 +247,7 @@ class CacheTensor:
     def select_rows(self, rows: Tensor, used: int | None) -> CacheTensor:
         """The stream of a cache whose row b is row ``rows[b]`` (int64, on the device) of this one.
 
-        Args:
-            used: slots of codes and scales to copy; None shares them (a pool of pages).
+        ``used`` slots of codes and scales are copied; None shares them (a pool of pages).
         """
         other = self._copied(lambda x: x.index_select(0, rows))
         if used is not None:
@@ -274,7 +262,6 @@ class CacheTensor:
         return other
 
     def _copied(self, change: Callable[[Tensor], Tensor]) -> CacheTensor:
-        """Another stream with its own tail and sinks."""
         other = copy.copy(self)
         other._view = None
         other.tail = None if self.tail is None else change(self.tail)
@@ -319,7 +306,6 @@ class CacheTensor:
         self.codes, self.scales, self._view = codes, scales, None
 
     def _rows(self, buffer: Tensor, slots: int) -> int:
-        """Number of slots in the buffer, codes or scales, for this many tokens."""
         return slots if buffer is self.codes else -(-slots // self.group)
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:

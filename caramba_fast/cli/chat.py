@@ -24,15 +24,10 @@ Message = dict[str, str]
 class Chat:
     """A conversation of a user and a model.
 
-    With a chat template, the messages are formatted by the template, and the cache is truncated to the common prefix of
-    its tokens and the formatted conversation. They may differ at the last answer: its end (an answer that was cut short
-    has no end-of-sequence token, for example) and its tokenization. Nothing before the last answer is fed again.
-    Without a template, the model continues the typed text, and its end-of-sequence token is removed from the cache.
-
-    Args:
-        generator: holds the conversation; only new tokens are fed.
-        tokenizer: the model's tokenizer.
-        system: system message, for models with a chat template.
+    With a chat template, the cache is truncated to the common prefix of its tokens and the formatted conversation. They
+    may differ at the last answer: its end (an answer that was cut short has no end-of-sequence token, for example) and
+    its tokenization. Nothing before the last answer is fed again. Without a template, the model continues the typed
+    text, and its end-of-sequence token is removed from the cache.
 
     Raises:
         ValueError: a system message without a chat template, or one that the template refuses.
@@ -60,15 +55,10 @@ class Chat:
         return rows[0] if rows else []
 
     def say(self, text: str, write: Write) -> bool:
-        """One turn: feeds ``text`` and writes the answer piece by piece.
+        """One turn: feeds ``text`` and writes the answer piece by piece; returns whether it was completed.
 
         Ctrl-C ends the answer early. What was written stays in the conversation; if nothing was, the turn is undone.
-
-        Returns:
-            whether the answer was completed.
-
-        Raises:
-            ValueError: the turn does not fit, or the template refuses it; the conversation is unchanged.
+        Raises ValueError if the turn does not fit, or the template refuses it; the conversation is unchanged.
         """
         new = self._laid_out(text)
         if not new:
@@ -116,14 +106,11 @@ class Chat:
             self._keep(len(self.held) - 1)
 
     def _keep(self, count: int) -> None:
-        """Truncates the conversation to its first ``count`` tokens."""
         surplus = len(self.held) - count
         if surplus > 0 and count > 0:
             self.generator.rollback(surplus)
         elif surplus > 0:
             self.generator.reset()
-
-    # -- layout -------------------------------------------------------------------------
 
     def _laid_out(self, text: str) -> list[int]:
         """Truncates the held tokens to their common prefix with the formatted conversation; returns the rest of it."""
@@ -145,8 +132,6 @@ class Chat:
                 "/undo or /reset makes room"
             )
 
-    # -- going back ---------------------------------------------------------------------
-
     def undo(self) -> bool:
         """Undoes the last turn; returns whether there was one."""
         if not self._turns:
@@ -161,8 +146,6 @@ class Chat:
         self.generator.reset()
         self.messages, self._turns = list(self._first), []
 
-    # -- on disk --------------------------------------------------------------------------
-
     def save(self, path: str) -> None:
         """Writes tokens, cache and messages to a file; arguments and errors as `Generator.save`."""
         said = {"first": self._first, "messages": self.messages, "turns": self._turns}
@@ -171,9 +154,8 @@ class Chat:
     def load(self, path: str) -> None:
         """Replaces the conversation by the one in a file.
 
-        Raises:
-            SessionError, OSError: as `Generator.resume`; also for a file with several rows and, with a chat template,
-                for a file that was not saved by a chat. The conversation is then unchanged.
+        Raises SessionError or OSError as `Generator.resume`, also for a file with several rows and, with a chat
+        template, for one not saved by a chat. The conversation is then unchanged.
         """
         saved = read_session(path)
         said = self._said(saved)
@@ -207,7 +189,6 @@ def _message(role: str, content: str) -> Message:
 
 
 def _shared(held: Sequence[int], wanted: Sequence[int]) -> int:
-    """Length of the common prefix."""
     count = 0
     for ours, theirs in zip(held, wanted, strict=False):
         if ours != theirs:
@@ -227,8 +208,7 @@ HELP = (
 def run_chat(setup: Setup, system: str, stats: bool) -> None:
     """Reads lines and answers until /quit, the end of the input, or Ctrl-C twice at the prompt.
 
-    Raises:
-        ValueError, FileNotFoundError, ModuleNotFoundError: the model or the settings cannot be used.
+    Raises ValueError, FileNotFoundError or ModuleNotFoundError if the model or the settings cannot be used.
     """
     generator, tokenizer = open_generator(setup)
     chat = Chat(generator, tokenizer, system)

@@ -141,9 +141,8 @@ def run_demo(
 ) -> dict[str, list[DemoRow]]:
     """Measures every model and kind, prints the tables, and returns the rows by model.
 
-    Args:
-        long_context: also run transformers at long contexts, with its own cache and with this package's.
-        picture: a .png or .svg file for a plot of that.
+    With ``long_context`` it also runs transformers with its own cache and with this package's, and plots that to
+    ``picture`` (.png or .svg).
     """
     demo_path()  # raises with instructions if the models are missing
     if picture is not None:

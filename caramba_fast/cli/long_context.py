@@ -123,7 +123,6 @@ class _Clock:
         self.times: list[float] = []
 
     def put(self, _: Any) -> None:
-        """Records the time; called for the prompt, then for each token."""
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
@@ -178,12 +177,9 @@ def plot(path: Path, rows: Sequence[LongRow]) -> None:
 def run_long_context(
     console: Console, say: Callable[[str], None], pause: Callable[[], None], picture: Path | None
 ) -> None:
-    """Measures, prints and plots this part.
+    """Measures, prints and plots this part to ``picture`` (.png or .svg; its folder is created).
 
-    Args:
-        say: called with progress messages.
-        pause: called before anything is printed.
-        picture: a .png or .svg file to write; its folder is created.
+    ``say`` is called with progress messages, ``pause`` before anything is printed.
     """
     rows = measure_steps(say)
     written = measure_real(REAL, say) if (REAL / "config.json").is_file() else []

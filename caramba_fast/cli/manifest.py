@@ -85,7 +85,6 @@ def _line(report: RunReport) -> str:
 
 
 def _table(metrics: dict[str, Any]) -> Table:
-    """Table of medians; for speed also p20 and p80."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("cache", no_wrap=True)
     for _, heading, _, _ in SHOWN:

@@ -47,9 +47,8 @@ def open_generator(
 ) -> tuple[Generator, TextTokenizer]:
     """The generator and its tokenizer; cache settings that are not given come from the saved session.
 
-    Raises:
-        ValueError: invalid settings, or a device that is not available.
-        CheckpointError, FileNotFoundError: the checkpoint cannot be used, or has no tokenizer.
+    Raises ValueError for invalid settings or a device that is not available, CheckpointError or FileNotFoundError if
+    the checkpoint cannot be used or has no tokenizer.
     """
     config = _config(setup)
     if saved is not None:
@@ -77,11 +76,7 @@ def _config(setup: Setup) -> GenerateConfig:
 
 
 def settings_of(kind: type[Settings], given: Mapping[str, Any]) -> Settings:
-    """Settings from options; None leaves a default.
-
-    Raises:
-        ValueError: invalid settings; the `ValidationError` in one line.
-    """
+    """Settings from options; None leaves a default. Raises ValueError with the `ValidationError` in one line."""
     try:
         return kind(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
@@ -109,13 +104,9 @@ def of_drafts(report: Mapping[str, Any]) -> str:
 
 
 def run_generate(text: str, setup: Setup, stats: bool, session: Path | None = None) -> None:
-    """Writes the continuation to stdout and the figures to stderr.
+    """Writes the continuation to stdout and the figures, if ``stats``, to stderr.
 
-    Args:
-        text: the prompt.
-        setup: model and settings.
-        stats: whether to print figures.
-        session: a file to resume from, if it exists, and to save to.
+    ``session`` is a file to resume from, if it exists, and to save to.
     """
     saved = None if session is None else _check_session(setup, session)
     generator, tokenizer = open_generator(setup, saved)

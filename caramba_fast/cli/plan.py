@@ -60,8 +60,7 @@ def run_plan(
         force: overwrite any file that ``plot`` names.
 
     Raises:
-        ValueError, FileNotFoundError, ModuleNotFoundError: an invalid argument or a missing file or package; the
-            table, if there is one, is printed first.
+        ValueError, FileNotFoundError, ModuleNotFoundError: as the message says; the table, if any, is printed first.
     """
     console = Console()
     check_device(device)

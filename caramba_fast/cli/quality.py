@@ -74,8 +74,7 @@ def run_quality(
 ) -> None:
     """Measures, prints the tables, and writes the files into ``out``.
 
-    Raises:
-        ValueError, FileNotFoundError, ModuleNotFoundError: an invalid argument, or a missing file or package.
+    Raises ValueError, FileNotFoundError or ModuleNotFoundError for an invalid argument, or a missing file or package.
     """
     console = Console()
     check_device(device)

@@ -65,7 +65,6 @@ def system() -> Iterator[str]:
 
 
 def _instruction_set() -> str:
-    """The instruction set the extension has chosen."""
     file = library()
     if file is None or load_error() is not None:
         return "none, the extension is not loaded"

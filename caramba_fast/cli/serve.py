@@ -24,10 +24,9 @@ PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens, and who may use it.
+    """Where a server listens (``host``, ``port``), and who may use it.
 
     Attributes:
-        host, port: address to listen on.
         api_keys: accepted keys; empty for no authentication.
         open_to_all: allow listening beyond this machine without a key.
     """
@@ -39,11 +38,7 @@ class Address:
 
 
 def check_address(address: Address) -> None:
-    """Raises for a server that would be open to others by mistake.
-
-    Raises:
-        ValueError: a host beyond this machine without a key, or an empty key.
-    """
+    """Raises ValueError for a host beyond this machine without a key, or an empty key."""
     if any(not key.strip() for key in address.api_keys):
         raise ValueError("--api-key is empty; a key of one or more characters is needed")
     if address.api_keys or address.open_to_all or _is_here(address.host):
@@ -62,11 +57,7 @@ def _is_here(host: str) -> bool:
 
 
 def memory(text: str, option: str = "--cache-memory") -> int:
-    """Bytes of an option such as "2GiB", "512MB" or a number.
-
-    Raises:
-        ValueError: not a size.
-    """
+    """Bytes of an option such as "2GiB", "512MB" or a number; raises ValueError if it is no size."""
     try:
         found = int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError as error:
@@ -83,14 +74,8 @@ def open_engine(
 ) -> Engine:
     """The engine of a model with its tokenizer.
 
-    Args:
-        model: as for all commands.
-        device, dtype: device and dtype of the weights.
-        settings: fields of GenerateConfig and EngineConfig; None leaves a default.
-        revision: revision of the model, if it is a Hub id.
-
-    Raises:
-        ValueError, FileNotFoundError, CheckpointError: the model or the settings cannot be used.
+    ``settings`` are fields of GenerateConfig and EngineConfig; None leaves a default. Raises ValueError,
+    FileNotFoundError or CheckpointError if the model or the settings cannot be used.
     """
     own = {name: settings.pop(name) for name in EngineConfig.model_fields if name in settings}
     config, limits = settings_of(GenerateConfig, settings), settings_of(EngineConfig, own)
@@ -106,9 +91,7 @@ def open_engine(
 def run_server(engine: Engine, name: str, address: Address, share_prefixes: bool) -> None:
     """Serves until interrupted or terminated; running requests then get `GRACE_S` seconds to finish.
 
-    Raises:
-        ModuleNotFoundError: the extra is not installed.
-        ValueError: as `check_address`.
+    Raises ModuleNotFoundError if the extra is not installed, ValueError as `check_address`.
     """
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:

@@ -1,8 +1,4 @@
-"""File access of the package: atomic writes that never overwrite unrelated files, and reads of untrusted input.
-
-Every file the package writes goes through `replacing`, every JSON file it reads through `parse_json`; `explain` turns
-pydantic errors into one line.
-"""
+"""File access of the package: atomic writes that never overwrite unrelated files, and reads of untrusted input."""
 
 from __future__ import annotations
 
@@ -32,11 +28,8 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
     """Atomic write: yields a temporary file that replaces ``path`` once it is complete.
 
     Permissions of an existing file are kept. If the path is a symbolic link, its target is replaced. Temporary files
-    left by killed writers of the same file are removed.
-
-    Raises:
-        OSError: the folder is missing, not writable or full, or the path is not a regular file. The message names the
-            path; an existing file is untouched.
+    left by killed writers of the same file are removed. Raises OSError, leaving an existing file untouched, if the
+    folder is missing, not writable or full, or the path is not a regular file.
     """
     shown, target = Path(path), Path(os.path.realpath(path))
     try:
@@ -65,7 +58,6 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
 
 
 def _mode_of(target: Path) -> int | None:
-    """Permissions of the file that is replaced; None if there is none."""
     try:
         found = target.stat()
     except FileNotFoundError:
@@ -77,7 +69,6 @@ def _mode_of(target: Path) -> int | None:
 
 
 def _cannot_write(path: Path, error: OSError) -> OSError:
-    """The same type of error, with the path in its message."""
     return type(error)(
         error.errno, f"cannot write {path}: {error.strerror or error}; what was there is untouched"
     )
@@ -116,15 +107,9 @@ def _remove_stale(target: Path) -> None:
 def check_replaceable(
     path: str | Path, what: str, is_one: Callable[[Path], bool], *, force: bool = False
 ) -> None:
-    """Raises unless a file may be written at ``path``: there is none, an empty one, or one of the same kind.
+    """Raises FileExistsError unless there is no file at ``path``, an empty one, or one of the same kind (``is_one``).
 
-    Args:
-        what: the kind, for the message.
-        is_one: whether an existing file is of that kind.
-        force: replace any existing file.
-
-    Raises:
-        FileExistsError: something else is there.
+    ``what`` names the kind in the message; ``force`` allows replacing any file.
     """
     file = Path(path)
     if file.is_dir():
@@ -137,13 +122,9 @@ def check_replaceable(
 
 
 def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
-    """Parses JSON.
+    """Parses JSON; ``finite`` refuses NaN and Infinity, which are not valid JSON.
 
-    Args:
-        finite: refuse NaN and Infinity, which are not valid JSON.
-
-    Raises:
-        ValueError: invalid JSON, invalid UTF-8, or nested too deeply.
+    Raises ValueError for invalid JSON, invalid UTF-8, or JSON nested too deeply.
     """
     try:
         if not finite:

@@ -61,10 +61,10 @@ class KVCacheTensorConfig(BaseModel):
             per group; the page size must be a multiple of it.
         rotate: store in the basis of a Walsh-Hadamard transform over head_dim (exact, undone by attention), which
             spreads outlier channels.
-        fit: how a block's scale is chosen: "amax", the rule of GGML and QLoRA, from its largest value; "mse", the
-            scale of least squared error among candidates near that. The storage layout is the same. In q4_channel
-            "mse" lets the two channels of a byte divide its bits, for least squared error of scores
-            (docs/formats.md); q8_channel has only one way.
+        fit: how a block's scale is chosen: "amax", the rule of GGML and QLoRA, from its largest value; "mse", the scale
+            of least squared error among candidates near that. The storage layout is the same. In q4_channel "mse" lets
+            the two channels of a byte divide its bits, for least squared error of scores (docs/formats.md); q8_channel
+            has only one way.
         residual_len: keys at a distance of less than this many tokens before a query are read in fp16, from a ring
             besides the codes; the same for all tensors of a layer. 0 for none. Per-channel kinds read whole groups in
             fp16, until their last token is that far away.

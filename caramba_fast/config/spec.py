@@ -1,8 +1,8 @@
 """Cache specs: a cache as a short string, such as ``"q4"``, ``"q8/q4"``, ``"q4:rotate,residual_len=32/q8:plain"``.
 
 A spec names a kind for each stream (one for all, K/V, or K_sem/K_geo/V) and, after a colon, options of
-`KVCacheTensorConfig`. A kind alone means that kind with its defaults (`DEFAULTS`), which were chosen by measurement
-(docs/quality.md): keys are stored per channel, values rotated. ``plain`` drops the defaults.
+`KVCacheTensorConfig`. A kind alone has defaults (`DEFAULTS`) chosen by measurement (docs/quality.md): keys are stored
+per channel, values rotated. ``plain`` drops them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _RING = {"residual_len": 16, "tail_slack": TAIL_SLACK, "sink_len": 4}
 _KEYS = {"kind": KVCacheKind.Q4_CHANNEL, "fit": "mse", **_RING}
 _VALUES = {"fit": "mse", "rotate": True, **_RING}
 
-#: Settings of each kind, for keys and for values, that differ from KVCacheTensorConfig's defaults; chosen by the
-#: measurements of docs/quality.md on real models. "kind" is the kind that keys are stored as instead.
+#: Settings of each kind, for keys and for values, that differ from KVCacheTensorConfig's defaults (docs/quality.md).
+#: "kind" is the kind that keys are stored as instead.
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "q8_0": {
         "k": {"kind": KVCacheKind.Q8_CHANNEL, "tail_slack": TAIL_SLACK},
@@ -41,7 +41,6 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "nf4": {"k": _KEYS, "v": _VALUES},
 }
 
-#: Kinds that have a shorter name.
 SHORT = {kind: alias for alias, kind in ALIASES.items()}
 #: Settings all streams of a layer share.
 SHARED = ("residual_len", "tail_slack", "sink_len")
@@ -112,11 +111,7 @@ def _option(text: str, spec: str) -> tuple[str, Any]:
 
 
 def parse_spec(spec: KVCacheKind | str) -> list[Part]:
-    """The parts of a spec.
-
-    Raises:
-        ValueError: an unknown kind or option, or more than three parts; the message states the grammar.
-    """
+    """The parts of a spec; ValueError, stating the grammar, for an unknown kind or option, or more than three parts."""
     text = spec.value if isinstance(spec, KVCacheKind) else spec
     if not isinstance(text, str) or text.count("/") > 2:
         raise ValueError(f"cache spec is {spec!r}; {GRAMMAR}")

@@ -1,8 +1,7 @@
 """ContextParallelKVCache: a model's KV cache with its tokens spread over ranks.
 
-A cache is built from a model's ``cache_layout``. `spread_layout` replaces the layer shapes so that a `ModelKVCache`
-built from the result (by a `Generator` or a benchmark) is spread over ranks. `Context` holds the settings of the
-spread and builds the layers.
+A `ModelKVCache` built from the result of `spread_layout` (by a `Generator` or a benchmark) is spread over ranks.
+`Context` holds the settings of the spread and builds the layers.
 """
 
 from __future__ import annotations
@@ -93,18 +92,11 @@ class Context:
         num_pages: int | None,
         **sizes: Any,
     ) -> ContextParallelLayer:
-        """One layer's cache on this rank.
+        """One layer's cache on this rank, whose part is held by a ``kind`` (`LayerKVCache` or `DecoupledLayerKVCache`).
 
-        Args:
-            kind: `LayerKVCache` or `DecoupledLayerKVCache`, which holds this rank's part.
-            configs: storage of each stream, by argument name of ``kind``; None for fp16.
-            max_seq_len: tokens of a row over all ranks.
-            page_size: None, or the page size of the spread.
-            num_pages: None.
-            sizes: further arguments of ``kind``.
-
-        Raises:
-            ValueError: another page size, a number of pages, or more sinks than a page has tokens.
+        ``configs`` has the storage of each stream, by argument name of ``kind``, None for fp16; ``max_seq_len`` is over
+        all ranks; ``sizes`` are further arguments of ``kind``. Raises ValueError for another page size than that of the
+        spread, a number of pages, or more sinks than a page has tokens.
         """
         made = {name: config or KVCacheTensorConfig() for name, config in configs.items()}
         self._check(page_size, num_pages, max(config.sink_len for config in made.values()))
@@ -166,7 +158,6 @@ def _spread(
 
 
 def _plain(shape: AnyLayerShape) -> dict[str, Any]:
-    """The fields of a shape that layer caches take as arguments."""
     return {f.name: getattr(shape, f.name) for f in fields(shape) if f.name != "context"}
 
 
@@ -190,11 +181,10 @@ class ContextParallelKVCache(ModelKVCache):
         layers: shapes of the model's layers (a model's ``cache_layout``).
         batch_size, max_seq_len: rows, and tokens of a row over all ranks.
         k_cfg, v_cfg: storage of K and V.
-        group: the ranks.
-        page_size, rank_tokens: as in `Context`.
-        options: device and prefill of `ModelKVCache`. With ``prefill="exact"``, a prompt on an empty cache attends
-            to its exact keys and values on every rank, without a collective. With "stored", and for all later
-            chunks, attention reads the stored keys and values of all ranks.
+        group, page_size, rank_tokens: as in `Context`.
+        options: device and prefill of `ModelKVCache`. With ``prefill="exact"``, a prompt on an empty cache attends to
+            its exact keys and values on every rank, without a collective. With "stored", and for all later chunks,
+            attention reads the stored keys and values of all ranks.
 
     Raises:
         ValueError: as `ModelKVCache`, or ``rank_tokens`` too small for ``max_seq_len``.

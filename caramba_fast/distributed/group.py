@@ -1,7 +1,6 @@
 """RankGroup: the ranks that share a cache or a model, over a process group of `torch.distributed`.
 
-The backend (gloo for CPUs, NCCL for GPUs) is that of the process group. RankGroup counts the bytes moved, limits how
-long a collective may take, and names the rank that is lost if one is.
+It counts the bytes moved, limits how long a collective may take, and names the rank that is lost if one is.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ DISPATCH = "__torch_dispatch__"
 
 
 def from_collective(error: RuntimeError) -> bool:
-    """Whether a collective raised ``error``, rather than other computation.
-
-    Gloo raises plain RuntimeErrors, so the traceback decides, not the type.
-    """
+    """Whether a collective raised ``error``; by its traceback, because Gloo raises plain RuntimeErrors."""
     if isinstance(error, dist.DistError):
         return True
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -84,13 +80,7 @@ _made: dict[str, int] = {}
 
 @dataclass
 class Traffic:
-    """Data moved by collectives.
-
-    Attributes:
-        collectives: number of collectives.
-        given: bytes this rank contributed.
-        received: bytes received from other ranks.
-    """
+    """Data moved by collectives: their number, bytes this rank gave, and bytes received from other ranks."""
 
     collectives: int = 0
     given: int = 0
@@ -108,8 +98,8 @@ class RankGroup:
 
     Args:
         process_group: of `torch.distributed`; by default all ranks.
-        timeout: seconds (or a timedelta) that a gloo collective waits for a peer, and that this waits for all ranks
-            at the start; NCCL collectives use the timeout of the process group.
+        timeout: seconds (or a timedelta) that a gloo collective waits for a peer, and that this waits for all ranks at
+            the start; NCCL collectives use the timeout of the process group.
         heartbeat: seconds (or a timedelta) between heartbeats; a rank that misses six is lost.
 
     Attributes:
@@ -169,10 +159,7 @@ class RankGroup:
         return StoreHolder(rank, f"{process} (global rank {STORE_RANK}, not in this group)")
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All-gather: the tensors of all ranks, (size, *x.shape), in rank order.
-
-        Args:
-            x: (N, ...), of the same shape and dtype on all ranks.
+        """All-gather of x (N, ...), of the same shape and dtype on all ranks -> (size, N, ...), in rank order.
 
         Raises:
             RankLostError: a rank is lost; the message names it.

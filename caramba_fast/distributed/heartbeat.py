@@ -1,10 +1,9 @@
 """Heartbeat: detects which rank was lost.
 
-A failed collective reports a closed connection or a timeout, not which rank caused it. A background thread of each rank
-therefore increments its own key in the `torch.distributed` store and reads those of the others; a rank whose count has
-stopped is lost. The store itself is in a process, usually that of global rank 0. If that process is killed, the
-connection breaks; if it only hangs, store calls never return, whatever their timeout, so a second thread watches the
-first.
+A failed collective does not report which rank caused it. A background thread of each rank therefore increments its own
+key in the `torch.distributed` store and reads those of the others; a rank whose count has stopped is lost. The store
+itself is in a process, usually that of global rank 0. If that process is killed, the connection breaks; if it only
+hangs, store calls never return, whatever their timeout, so a second thread watches the first.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class RankLostError(RuntimeError):
     """A rank is lost, and with it the pages or heads it held.
 
     Attributes:
-        ranks: the lost ranks, numbered within the group; empty if the process that hosts the store is lost and no
-            rank of the group runs in it.
+        ranks: the lost ranks, numbered within the group; empty if the process that hosts the store is lost and no rank
+            of the group runs in it.
         certain: whether all of ``ranks`` are lost; False if one of them is, but it is unknown which.
     """
 
@@ -44,12 +43,7 @@ class RankLostError(RuntimeError):
 
 @dataclass(frozen=True)
 class StoreHolder:
-    """The process that hosts the store.
-
-    Attributes:
-        rank: its rank in the group, None if it has none.
-        name: its name in messages in that case.
-    """
+    """The process that hosts the store: its rank in the group or, if it has none (None), its name in messages."""
 
     rank: int | None
     name: str

@@ -1,11 +1,9 @@
 """ContextParallelLayer: one layer's cache, its tokens spread over ranks by pages.
 
-It has the interface of a layer cache (`caramba_fast.cache.interface`). Every rank gets all new tokens and queries,
-stores the tokens of its own pages and attends over these; one all-gather combines the partial results. Lengths are
-those of whole rows, the same on every rank.
+Every rank gets all new tokens and queries, stores the tokens of its own pages and attends over these; one all-gather
+combines the partial results. Lengths are those of whole rows, the same on every rank.
 
-Arguments are checked before any op runs, alike on every rank: a rank that raised inside an op would leave the others
-waiting in the collective.
+Arguments are checked before any op runs: a rank that raised inside an op would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -50,11 +48,7 @@ LEAST = {"softcap": 0, "num_splits": BALANCED, "q_chunk": 1}
 def asked_queries(
     layer: ContextParallelLayer, queries: Sequence[Tensor], before: int, options: dict[str, Any]
 ) -> Queries:
-    """Positions of the queries and the range of keys they see.
-
-    Raises:
-        ValueError, TypeError: as `LayerCache`, and for options that are not supported across ranks.
-    """
+    """Positions of the queries and the range of keys they see; errors as `LayerCache`, also for unsupported options."""
     _check_options(layer, options)
     _check_queries(layer, queries)
     tokens, lengths = queries[0].shape[2], layer.lengths
@@ -194,8 +188,6 @@ class ContextParallelLayer(CachedRows):
         """Bytes of codes and scales per token of one row, on the rank that stores it."""
         return self.local.bytes_per_token
 
-    # -- growing ------------------------------------------------------------------------
-
     @torch.no_grad()
     def append_streams(
         self,
@@ -231,8 +223,6 @@ class ContextParallelLayer(CachedRows):
         if self.ring is not None:
             self.ring.append_streams(new, added, None, will_attend)
 
-    # -- reading ------------------------------------------------------------------------
-
     def attend_from(self, queries: tuple[Tensor, ...], before: int, options: dict[str, Any]) -> Any:
         """As `CachedRows.attend_from`; bitwise the same result on every rank.
 
@@ -259,8 +249,6 @@ class ContextParallelLayer(CachedRows):
             out, lse = with_extras((out, lse), queries, scales, extras, plain.get("softcap", 0.0))
         return (out, lse) if options.get("return_softmax_lse") else out
 
-    # -- shrinking and moving -----------------------------------------------------------
-
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Truncates rows to ``lengths``, none longer than the row, on every rank."""
         lost: list[tuple[int, int, int]] = []
@@ -281,8 +269,8 @@ class ContextParallelLayer(CachedRows):
     def _refill_open_groups(self, places: Sequence[tuple[int, int, int]]) -> None:
         """Copies positions (row, start, stop) that the ring refilled from codes into the pages' rings as well.
 
-        A rank stores only some of the tokens, so the ring of its pages may still hold tokens in fp16 that a single
-        process would hold only as codes.
+        A rank stores only some of the tokens, so the ring of its pages may still hold in fp16 what a single process
+        would hold only as codes.
         """
         spread, rank = self.placement.spread, self.group.rank
         for row, start, stop in places:
@@ -291,11 +279,7 @@ class ContextParallelLayer(CachedRows):
                 self.local.refill(row, first, end)
 
     def reorder(self, beam_idx: Tensor) -> None:
-        """Row b becomes a copy of row ``beam_idx[b]``; pages are shared until a row writes (copy on write).
-
-        Args:
-            beam_idx: (B,) integer tensor on cpu.
-        """
+        """Row b becomes a copy of row ``beam_idx[b]`` ((B,) integers, on the CPU); shared pages are copied on write."""
         if beam_idx.device.type != "cpu":
             raise ValueError(
                 f"beam_idx is on {beam_idx.device}; cpu is needed where rows have pages"
@@ -306,11 +290,7 @@ class ContextParallelLayer(CachedRows):
         self.lengths.set([self.lengths.host[row] for row in beam_idx.tolist()])
 
     def select_rows(self, rows: Sequence[int]) -> Self:
-        """A new cache whose row b is a copy of row ``rows[b]`` of this one.
-
-        Raises:
-            ValueError: no rows, or one that does not exist.
-        """
+        """A new cache whose row b is a copy of row ``rows[b]``; ValueError for no rows, or one that does not exist."""
         other = copy.copy(self)
         pages = len(self.placement.spread.pages_of(self.group.rank))
         with torch.inference_mode(False):

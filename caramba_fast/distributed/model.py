@@ -1,9 +1,8 @@
 """A language model over several ranks: context parallelism, tensor parallelism, or both.
 
 `context_parallel` spreads the tokens of the caches over the ranks. `tensor_parallel` gives every rank some heads of the
-native Transformer and their caches: `torch.distributed.tensor.parallel` splits the weights as in Megatron-LM
-(arXiv:1909.08053), input projections of attention and MLP by columns, output projections by rows, so that each block
-has two all-reduces.
+native Transformer and their caches, with weights split as in Megatron-LM (arXiv:1909.08053): input projections of
+attention and MLP by columns, output projections by rows, so that each block has two all-reduces.
 """
 
 from __future__ import annotations
@@ -30,13 +29,7 @@ if TYPE_CHECKING:
 
 
 class ParallelModel:
-    """Wraps a `LanguageModel` and replaces its cache layout; every rank runs one.
-
-    Args:
-        model: a language model.
-        layout: what each layer caches on this rank.
-        group: the ranks.
-    """
+    """Wraps a `LanguageModel` and replaces its cache layout by what each layer caches on this rank."""
 
     #: Steps choose a token's rank on the host, and collectives go through the host.
     why_not_recorded = "the model runs on several ranks"
@@ -86,8 +79,7 @@ class ParallelModel:
     ) -> Tensor:
         """The model's logits, the same on every rank; arguments as in `LanguageModel.forward`.
 
-        Raises:
-            RankLostError: a rank is lost; the message names it.
+        Raises RankLostError, naming the rank, if one is lost.
         """
         with self.group.guarded():
             logits: Tensor = self.model.forward(query_token_ids, kv_cache, **options)
@@ -112,8 +104,7 @@ def context_parallel(
     Args:
         model: a `LanguageModel`, such as the native Transformer; may already be split by `tensor_parallel` over other
             ranks.
-        group: the ranks.
-        page_size, rank_tokens: as in `Context`.
+        group, page_size, rank_tokens: as in `Context`.
 
     Raises:
         ValueError: a page size or counts that are not allowed.
@@ -139,22 +130,17 @@ NULLS = ("null_k_sem", "null_k_geo", "null_v")
 
 
 def tensor_parallel(model: Any, group: RankGroup) -> ParallelModel:
-    """Splits the heads and the MLPs of a native Transformer over ranks, in place.
+    """Splits the heads and the MLPs of a native Transformer, standard or decoupled, over ranks, in place.
 
     Every rank must have loaded the same weights and keeps its part; embeddings and the output layer are not split.
     Caches built from the result's ``cache_layout`` hold this rank's kv heads.
-
-    Args:
-        model: `caramba_fast.models.Transformer`, standard or decoupled.
-        group: the ranks.
 
     Returns:
         the model as a `LanguageModel`, whose logits are the same on every rank.
 
     Raises:
         TypeError: the model is not a native Transformer.
-        ValueError: the kv heads or the MLP's width are not divisible by the number of ranks, or the model is split
-            already.
+        ValueError: the kv heads or the MLP's width are not divisible by the number of ranks, or it is split already.
     """
     whole, blocks = _checked(model, group.size)
     layout = [own_heads(shape, group) for shape in whole]
@@ -196,7 +182,6 @@ def _checked(model: Any, size: int) -> tuple[list[AnyLayerShape], Sequence[Any]]
 
 
 def _plan(block: nn.Module) -> dict[str, ParallelStyle]:
-    """The split of each projection of a block."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel  # noqa: PLC0415
 
     plan: dict[str, ParallelStyle] = {}
@@ -208,7 +193,6 @@ def _plan(block: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def _keep_own_heads(attention: Any, group: RankGroup) -> None:
-    """Restricts the attention to this rank's heads."""
     for name in NULLS:
         whole = getattr(attention, name, None)
         if whole is not None:

@@ -7,11 +7,11 @@ ranks on, but needs the largest lse first, which is a second, dependent collecti
 the cost of a collective is then its latency.
 
 A rank attends over its own pages, with the calls that `placement` lists. Keys less than ``residual_len`` behind a query
-are read in fp16 from a ring, whichever rank has their codes. The ring is small, so every rank has a complete copy; one
-rank attends to it. It is the ring of an ordinary layer cache without pages: appended tokens go to the ring and their
-codes are discarded. With a window of ``residual_len`` tokens, attention sees only keys in the ring. With per-channel
-quantization, the number of such tokens differs between queries: runs of queries that read the same groups from the
-ring are computed one after the other, and everything before these groups is masked as padding.
+are read in fp16 from a ring, whichever rank has their codes. Every rank has a complete copy of the small ring; one rank
+attends to it. It is the ring of an ordinary layer cache without pages, whose codes are discarded. With a window of
+``residual_len`` tokens, attention sees only keys in the ring. With per-channel quantization, the number of such tokens
+differs between queries: runs of queries that read the same groups from the ring are computed one after the other, and
+everything before these groups is masked as padding.
 """
 
 from __future__ import annotations
@@ -38,14 +38,11 @@ LSE_BYTES = 4
 
 
 def gather_and_merge(out: Tensor, lse: Tensor, group: RankGroup) -> State:
-    """The attention over the keys of all ranks.
+    """The attention over the keys of all ranks, bitwise the same on every rank, in the shapes and dtypes given.
 
     Args:
         out: (B, H_q, T, D_v) float32, float16 or bfloat16, this rank's partial output.
         lse: (B, H_q, T) float32, -inf if this rank has no key that the query sees.
-
-    Returns:
-        out and lse of the same shapes and dtypes, bitwise the same on every rank.
     """
     if group.size == 1:
         return out, lse
@@ -124,17 +121,15 @@ def nothing(queries: Sequence[Tensor], v_dim: int) -> State:
 def attend_to_pages(
     cache: LayerCache, queries: Sequence[Tensor], calls: Sequence[Call], options: dict[str, Any]
 ) -> State:
-    """Attention over the pages of this rank.
+    """Attention over the pages of this rank, ``cache``, in local slots.
 
     Args:
-        cache: this rank's tokens, paged, in local slots.
         queries: (B, H_q, T, D) of each key stream.
         calls: which queries see which keys.
         options: options of the ops other than masking.
 
     Returns:
-        out (B, H_q, T, D_v) in the queries' dtype and lse (B, H_q, T) float32; 0 and -inf if a query sees no key of
-        this rank.
+        out (B, H_q, T, D_v) in the queries' dtype and lse (B, H_q, T) float32; 0 and -inf for queries without keys.
     """
     if len(calls) == 1 and calls[0].whole:
         return _run(cache, list(queries), calls[0], options)

@@ -1,8 +1,8 @@
 """Which rank stores which tokens of a row, and what each rank does for one append or one read.
 
 `PageSpread`: page ``p`` of a row has the tokens from ``p * page_size`` on. Pages are assigned round-robin; a rank
-without room is skipped. The rank of a page depends only on ``p``, not on the row or on removed tokens, so that every
-rank computes the same answer without communication.
+without room is skipped. The rank of a page depends only on ``p``, so that every rank computes the same answer without
+communication.
 
 `Placement`: a rank stores its tokens of a row contiguously, so a local slot is not a position. The causal mask is
 therefore a count: a query sees the first ``c`` of the rank's tokens of its row, those at or before its own position.
@@ -41,8 +41,8 @@ class PageSpread:
         max_seq_len: tokens a row can hold over all ranks.
         world_size: ranks.
         page_size: tokens of a page, a multiple of 32.
-        rank_tokens: for each rank, the most tokens of a row it holds, rounded down to whole pages; by default the
-            ranks share ``max_seq_len`` evenly.
+        rank_tokens: for each rank, the most tokens of a row it holds, rounded down to whole pages; by default the ranks
+            share ``max_seq_len`` evenly.
 
     Attributes:
         owners: (pages,) int64, the rank of each page of a row.
@@ -71,7 +71,6 @@ class PageSpread:
         self._held = np.vstack((held, np.zeros((1, world_size), bool)))  # no page after the last
 
     def _room(self, pages: int, rank_tokens: Sequence[int] | None) -> list[int]:
-        """Pages of a row that each rank has room for."""
         if rank_tokens is None:
             return [pages] * self.world_size
         check_rank_tokens(rank_tokens, self.world_size)
@@ -149,9 +148,8 @@ class Append:
     """Which of T new tokens a rank stores.
 
     Attributes:
-        counts: number of tokens of each row.
+        counts, most: number of tokens of each row, and the largest.
         index: (B, most) int64 on the device, their indices among the T tokens; None for the first ones of each row.
-        most: the largest count.
     """
 
     counts: list[int]
@@ -196,8 +194,7 @@ class Queries:
         tokens: T, padding included.
         behind: keys less than this many tokens behind a query are read from the fp16 tail, not from codes.
         left: tokens before its own that a query sees; -1 for all.
-        group: tokens that are encoded together; a group is read from the tail until its last token is ``behind`` or
-            more tokens behind the query.
+        group: tokens encoded together; a group is read from the tail until its last token is ``behind`` or more behind.
     """
 
     start: tuple[int, ...]
@@ -213,13 +210,7 @@ class Queries:
 
 
 class Placement:
-    """Placement of one rank. Caches the latest append and read, since every layer asks for the same.
-
-    Args:
-        spread: which rank holds which pages.
-        rank: this rank.
-        device: device of index tensors.
-    """
+    """Placement of one rank. Caches the latest append and read, since every layer asks for the same."""
 
     def __init__(self, spread: PageSpread, rank: int, device: torch.device) -> None:
         self.spread, self.rank, self.device = spread, rank, device

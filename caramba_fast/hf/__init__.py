@@ -1,7 +1,6 @@
 """Hugging Face integration: transformers models and tokenizers for generation and serving.
 
-The only layer that imports transformers. Importing it registers its adapter and loaders with
-`caramba_fast.models.registry`, so that lower layers find them without importing this one.
+The only layer that imports transformers. Importing it registers its adapter and loaders with `models.registry`.
 """
 
 from caramba_fast.hf import compat as _compat  # noqa: F401, I001 - first: it says what is missing

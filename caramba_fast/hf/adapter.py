@@ -1,8 +1,7 @@
 """HuggingFaceModel: adapts any transformers causal language model to our `LanguageModel`.
 
-K and V of every layer go into our caches. If our attention function can serve the model, it reads them packed.
-Otherwise they are dequantized for the model's own attention, which is correct for every model that uses a transformers
-cache, at the cost of dequantizing everything a step attends to.
+K and V go into our caches. If our attention function can serve the model, it reads them packed. Otherwise each step
+dequantizes what it attends to for the model's own attention, correct for every model that uses a transformers cache.
 """
 
 from __future__ import annotations
@@ -41,11 +40,7 @@ from caramba_fast.models.protocol import refuse_recording
 class ModelFacts(nn.Module):
     """Special token ids, sizes, and what layers cache, from configs and from probing the model.
 
-    Args:
-        model: a causal language model.
-
-    Raises:
-        TypeError: its layers do not keep keys and values the way a transformers Cache does.
+    Raises TypeError if the layers do not keep keys and values the way a transformers Cache does.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -122,8 +117,7 @@ class HuggingFaceModel(ModelFacts):
         model: as loaded by `AutoModelForCausalLM`. It stays usable by itself; every call leaves it unchanged.
 
     Raises:
-        TypeError: an encoder-decoder, a recurrent or hybrid model, or one without a language-model head; the message
-            says why.
+        TypeError: an encoder-decoder, a recurrent or hybrid model, or one without a language-model head.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -136,8 +130,6 @@ class HuggingFaceModel(ModelFacts):
         self._dropout: str | None = None  # set if the latest pass had dropout (train mode)
         self._ropes = dynamic_ropes(model)
         self.training = model.training
-
-    # -- how caches are read ------------------------------------------------------------
 
     @property
     def why_dense(self) -> str | None:
@@ -165,8 +157,6 @@ class HuggingFaceModel(ModelFacts):
             f"{type(self.model).__name__} of transformers is told lengths, positions and masks by the host at "
             "every step, which a graph would keep (a native caramba_fast.models.Transformer is recorded)"
         )
-
-    # -- the forward pass ---------------------------------------------------------------
 
     def forward(
         self,
@@ -213,7 +203,6 @@ class HuggingFaceModel(ModelFacts):
         return self._needs_tensors or str(error)
 
     def _why_dense(self, kv_cache: ModelKVCache) -> str | None:
-        """Why reads of this cache are dense; None if they are not."""
         chunks, place = self._capabilities.chunks, kv_cache.seq_lens.device
         if place != self.device:
             return f"the cache is on {place} and the model on {self.device}"
@@ -222,14 +211,11 @@ class HuggingFaceModel(ModelFacts):
         return self.why_dense
 
     def _warn(self, reason: str) -> None:
-        """Warns once per reason."""
         once(
             self.model.config, reason,
             f"{type(self.model).__name__}: keys and values are dequantized at every step, which is right, but "
             f"slow: {reason}; {INSTEAD}",
         )  # fmt: skip
-
-    # -- tokens of many requests side by side ---------------------------------------------
 
     @property
     def why_not_ragged(self) -> str | None:
@@ -250,8 +236,7 @@ class HuggingFaceModel(ModelFacts):
     def ragged_limit(self) -> int | None:
         """Most tokens of a sequence in a ragged batch; None for no limit.
 
-        Some RoPE types choose their frequencies by the longest position in a pass: beyond their original length, a
-        token's keys would depend on the other sequences in the batch.
+        Beyond it some RoPE types would choose frequencies by the longest sequence of the batch.
         """
         return rope_limit(self.model, CHANGING_ROPE)
 
@@ -265,8 +250,6 @@ class HuggingFaceModel(ModelFacts):
                 past_key_values=RaggedCache(batch, self._capabilities.places), **options,
             ).logits[0]  # fmt: skip
         return logits[: len(rows)] if options else torch.index_select(logits, 0, rows)
-
-    # -- packed reads -------------------------------------------------------------------
 
     def _packed(
         self, ids: Tensor, kv_cache: ModelKVCache, new: list[int], index: Tensor | None
@@ -292,8 +275,6 @@ class HuggingFaceModel(ModelFacts):
         if not chunks or exact or not layout.padded_queries or layout.total <= min(chunks):
             return []
         return pieces(layout.held, layout.new, layout.tokens, min(chunks))
-
-    # -- dense reads --------------------------------------------------------------------
 
     def _dense(
         self, ids: Tensor, kv_cache: ModelKVCache, new: list[int], index: Tensor | None
@@ -385,5 +366,4 @@ class HuggingFaceModel(ModelFacts):
 
 
 def _picked(logits: Tensor, index: Tensor) -> Tensor:
-    """(B, T, V) -> (B, 1, V), at one position per row."""
     return logits[torch.arange(len(logits), device=logits.device), index.to(logits.device)][:, None]

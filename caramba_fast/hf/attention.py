@@ -1,7 +1,7 @@
 """The attention function: over packed keys and values if the cache provides them, else over tensors.
 
-Over tensors it calls ``sdpa``, or computes a few queries at a time what ``sdpa`` lacks: softcapping, attention sinks
-(prompts and stock caches of Gemma 2 and gpt-oss), and returned weights. On a CPU prompts use our kernels.
+Over tensors it calls ``sdpa``, or computes itself what ``sdpa`` lacks: softcapping, attention sinks (prompts and stock
+caches of Gemma 2 and gpt-oss), returned weights. On a CPU prompts use our kernels.
 """
 
 from __future__ import annotations
@@ -142,9 +142,6 @@ def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     return bool(getattr(module, "is_causal", True) if causal is None else causal)
 
 
-# -- over what is stored -----------------------------------------------------------------------
-
-
 def _reads_packed(
     module: nn.Module,
     query: Tensor,
@@ -154,7 +151,6 @@ def _reads_packed(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> bool:
-    """Whether the op can compute this attention from the packed cache."""
     if not (isinstance(key, PackedStates) and isinstance(value, PackedStates)):
         return False
     if key.layer is not value.layer or (key.stream, value.stream) != ("k", "v"):
@@ -215,20 +211,11 @@ def attend_in_chunks(
     leftpad: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """Chunked attention (Llama 4) of the T newest tokens; chunks are counted from a row's first token.
+    """Chunked attention (Llama 4): (B, H_q, T, D) of the T newest tokens -> (B, H_q, T, D_v).
 
-    The start of a chunk is passed to the op as the start of the row (``cache_leftpad``), so a call takes query columns
-    within which no row enters another chunk.
-
-    Args:
-        layer: the layer to read.
-        query: (B, H_q, T, D).
-        chunk: tokens per chunk.
-        leftpad: (B,), where rows start; None for slot 0.
-        options: options of `LayerKVCache.attend`.
-
-    Returns:
-        (B, H_q, T, D_v).
+    Chunks of ``chunk`` tokens are counted from a row's first token, at slot ``leftpad`` (B,) or 0. The start of a chunk
+    is passed to the op as the start of the row (``cache_leftpad``), so a call takes query columns within which no row
+    enters another chunk. ``options`` are those of `LayerKVCache.attend`.
     """
     store = layer.store
     tokens = query.shape[2]
@@ -250,18 +237,13 @@ def pieces(
 ) -> list[tuple[int, int]]:
     """Splits ``tokens`` query columns into ranges within which no row enters another chunk.
 
-    Args:
-        first: per row, the index of its token in the first column.
-        counts: per row, the number of columns that are not padding.
+    ``first`` has the index of each row's token in the first column, ``counts`` its columns that are not padding.
     """
     cuts = {0, tokens}
     for start, count in zip(first, counts, strict=True):
         cuts.update(range(-start % chunk, count, chunk))
     ordered = sorted(cuts)
     return list(itertools.pairwise(ordered))
-
-
-# -- over tensors ------------------------------------------------------------------------------
 
 
 def _plain(
@@ -314,9 +296,9 @@ def _is_prompt(query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: boo
 def _dense_mask(
     queries: int, keys: int, mask: Tensor | None, causal: bool, device: torch.device
 ) -> Tensor | None:
-    """The mask for plain tensors.
+    """The mask for ``sdpa``.
 
-    A missing mask means causal, aligned at the newest query and last key; ``sdpa`` would align the first ones.
+    A missing one means causal, aligned at newest query and last key; ``sdpa`` would align the first ones.
     """
     if mask is not None:  # a static cache's mask covers slots that its prompt does not fill
         mask = values_of(mask)
@@ -344,12 +326,11 @@ def soft_attention(
     """(B, H_q, T, D) over (B, H_kv, L, D) and (B, H_kv, L, D_v) -> (B, T, H_q, D_v), and the weights (B, H_q, T, L).
 
     Args:
-        mask: (B, 1, T, L), bool or additive; None for none.
+        mask: (B, 1, T, L), bool or additive; without one ``causal`` applies, newest query aligned with last key.
         scaling: multiplies q·k; default 1 / sqrt(D).
         softcap: logits become ``softcap * tanh(logits / softcap)``; None or 0 for none.
         s_aux: attention-sink logits, one more term of each softmax: (H_q,), or (B, H_q, T, 1) per query.
         position_bias: (B or 1, H_q, T, L), added to the logits; None for none.
-        causal: whether attention is causal if there is no mask; the newest query aligns with the last key.
         dropout: dropout probability of the weights.
         keep_weights: whether to return the weights, which are None otherwise.
     """

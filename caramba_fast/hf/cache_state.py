@@ -1,7 +1,7 @@
 """Serialization of a `CarambaCache` to tensors and plain values, safe under ``torch.load(weights_only=True)``.
 
-Hybrid models have stock transformers layers between ours (linear attention, convolutions). These keep a few tensors
-and flags as attributes, whose names differ between versions of transformers, so all attributes are saved.
+Of the stock layers of hybrid models (linear attention, convolutions) all attributes are saved, because their names
+differ between versions of transformers.
 """
 
 from __future__ import annotations
@@ -24,23 +24,15 @@ Place = torch.device | str | None
 
 
 def state_of_stock(layer: Any) -> dict[str, Any]:
-    """Copies of a layer's attributes, safe under ``torch.load(weights_only=True)``.
-
-    Raises:
-        ValueError: an attribute is not a tensor, number or name.
-    """
+    """Copies of a layer's attributes; raises ValueError if one is not a tensor, number or name."""
     fields = {name: copied(value, name, layer, None) for name, value in vars(layer).items()}
     return {"stock": type(layer).__name__, "fields": fields}
 
 
 def load_stock(layer: Any, state: dict[str, Any], device: Place) -> None:
-    """Restores a state into a layer of the same class.
+    """Restores a state into a layer, its tensors on ``device`` if one is given.
 
-    Args:
-        device: where tensors go; None leaves them where they are.
-
-    Raises:
-        ValueError: the state is of another layer class, or of another version of it.
+    Raises ValueError if the state is of another layer class, or of another version of it.
     """
     kind, fields = state.get("stock"), state.get("fields", {})
     if kind != type(layer).__name__ or set(fields) != set(vars(layer)):
@@ -112,9 +104,8 @@ def load_state(
 ) -> None:
     """Restores a state into layers of the same sizes and storage.
 
-    Raises:
-        ValueError: the state has another format, number or kind of layers, or storage, or its sizes contradict its
-            tensors. The layers are then unchanged.
+    Raises ValueError, with the layers unchanged, if the state has another format, number or kind of layers, or storage,
+    or its sizes contradict its tensors.
     """
     _check(common, layers, state)
     made = []

@@ -48,8 +48,6 @@ class Capabilities:
         assert model is not None
         return model
 
-    # -- what it is -----------------------------------------------------------------------
-
     @cached_property
     def configs(self) -> list[Any]:
         """The configs whose attention can be switched to ours."""
@@ -79,8 +77,6 @@ class Capabilities:
     def _config(self) -> Any:
         return self.model.config.get_text_config(decoder=True)
 
-    # -- what it caches -------------------------------------------------------------------
-
     @cached_property
     def _probed(self) -> tuple[dict[int, AnyLayerShape], int]:
         return probe(self.model)
@@ -89,8 +85,7 @@ class Capabilities:
     def shapes(self) -> dict[int, AnyLayerShape]:
         """What each caching layer stores, by its index in the model.
 
-        Raises:
-            TypeError: its layers do not keep keys and values the way a transformers Cache does.
+        Raises TypeError if the layers do not keep keys and values the way a transformers Cache does.
         """
         return self._probed[0]
 
@@ -127,8 +122,6 @@ class Capabilities:
         found = self.query_rms.get(layer)
         return {} if found is None else {"k": found}
 
-    # -- what attention over its caches can be ------------------------------------------------
-
     @cached_property
     def why_dense(self) -> str | None:
         """Why our attention cannot read its layers packed; None if it can."""
@@ -136,11 +129,7 @@ class Capabilities:
 
     @cached_property
     def dequantizations(self) -> int:
-        """How many times a prompt and a step, with the model's current attention, dequantize a `CarambaCache`.
-
-        Raises:
-            TypeError: it has layers that are not packed.
-        """
+        """How many times a prompt and a step dequantize a `CarambaCache`; TypeError if some layers are not packed."""
         check_cacheable(self.model)
         return dequantizations(self.model)
 
@@ -171,10 +160,9 @@ class Capabilities:
             )
 
     def check_padding(self) -> None:
-        """Raises ValueError if left padding changes a row's logits.
+        """Raises ValueError if left padding changes a row's logits, so that ragged batches would be silently wrong.
 
-        Some decoders count positions over padding whatever the mask and position ids are, or prepend columns to the
-        mask; ragged batches would be silently wrong.
+        Some decoders count positions over padding in any case, or prepend columns to the mask.
         """
         if self._padding_error > MOST_DIFFERENCE:
             raise ValueError(
@@ -214,9 +202,6 @@ def _max_positions(model: PreTrainedModel) -> int | None:
         if isinstance(table, Tensor) and 0 <= len(table) - longest <= 2:  # OPT keeps two in front
             return longest
     return None
-
-
-# -- what it is refused for ------------------------------------------------------------------
 
 
 def check_servable(model: Any) -> None:
@@ -302,8 +287,7 @@ def is_adapted(model: Any) -> bool:
 def without_wrapper(model: Any) -> Any:
     """The model inside a PEFT wrapper; its layers contain the adapters.
 
-    Raises:
-        TypeError: prompt learning: the inner model does not have the learned prompt.
+    Raises TypeError for prompt learning: the inner model does not have the learned prompt.
     """
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise cannot_be_served(model, "its learned prompt is not in the model inside")

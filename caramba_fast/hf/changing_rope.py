@@ -1,7 +1,7 @@
 """RoPE whose frequencies change with the sequence length ("dynamic", "longrope"): checks and state resets.
 
-Cached keys keep the rotation they were stored with. The output of such a model therefore depends on how its tokens were
-split into passes and, with "dynamic" RoPE, on the longest sequence that its modules have seen.
+Cached keys keep their rotation, so the output depends on how tokens were split into passes and, with "dynamic" RoPE, on
+the longest sequence that the modules have seen.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ def rope_limit(model: PreTrainedModel, kinds: Sequence[str]) -> int | None:
 
 
 def rereads_beyond(model: PreTrainedModel) -> int | None:
-    """Tokens beyond which the model's own `generate` recomputes the whole cache, with other RoPE frequencies.
-
-    Phi-3 and similar models do this: their longrope has other frequencies there. None for models that do not.
-    """
+    """Tokens beyond which the model's own `generate` recomputes its cache (Phi-3 and others with longrope), or None."""
     own = getattr(type(model), "prepare_inputs_for_generation", None)
     if own is GenerationMixin.prepare_inputs_for_generation:
         return None
@@ -49,12 +46,7 @@ def rereads_beyond(model: PreTrainedModel) -> int | None:
 
 
 def check_shortened(model: PreTrainedModel, kv_cache: ModelKVCache, left: Sequence[int]) -> None:
-    """Raises ValueError if cached keys are rotated differently from how they would be in rows of the reduced length.
-
-    Args:
-        kv_cache: the cache.
-        left: tokens of each row that are to be kept.
-    """
+    """Raises ValueError if cached keys are rotated differently from how they would be in rows of ``left`` tokens."""
     held, same, name = kv_cache.row_lengths, rereads_beyond(model), type(model).__name__
     first = FIRST_PASS.get(kv_cache, max(held))
     if same is not None and 0 < max(left) <= same < max(held):
@@ -78,8 +70,7 @@ def check_shortened(model: PreTrainedModel, kv_cache: ModelKVCache, left: Sequen
 def check_turned_alike(model: PreTrainedModel, held: Sequence[int], new: Sequence[int]) -> None:
     """Raises ValueError if a row's output would depend on other rows, or on how its tokens are split into passes.
 
-    Args:
-        held, new: tokens of each row in the cache, and in this pass.
+    ``held`` and ``new`` are tokens of each row in the cache, and in this pass.
     """
     lengths, name = [a + b for a, b in zip(held, new, strict=True)], type(model).__name__
     growing = {a + b for a, b in zip(held, new, strict=True) if b}

@@ -1,7 +1,4 @@
-"""Compatibility with the supported versions of transformers: 4.57, 5.0 and the newest 5.x.
-
-The rest of this package is written for the newest version; differences are bridged here.
-"""
+"""Differences between the supported versions of transformers: 4.57, 5.0 and the newest 5.x."""
 
 from __future__ import annotations
 
@@ -49,8 +46,7 @@ CROP_REMOVES = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
 def tokens_to_remove(count: int, length: int) -> int:
     """How many tokens ``Cache.crop(count)`` removes from a row of ``length``.
 
-    Raises:
-        ValueError: ``count`` is a length to keep, but this transformers takes tokens to remove.
+    Raises ValueError if ``count`` is a length to keep, but this transformers takes tokens to remove.
     """
     if CROP_REMOVES:
         if count > 0:

@@ -9,8 +9,7 @@ from typing import Any
 from caramba_fast.models.config import CheckpointError
 from caramba_fast.models.gguf import GgufFile
 
-#: Pre-tokenizers for which a whole word in the vocabulary is one token (merges ignored), and BOS is added unless the
-#: file says otherwise.
+#: Pre-tokenizers that ignore merges for whole words in the vocabulary, and add BOS unless the file says otherwise.
 _OF_LLAMA_3 = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "tekken", "midm-2.0", "lfm2", "jina-v5-nano",
 )  # fmt: skip
@@ -23,8 +22,7 @@ _CONTROL, _USER_DEFINED = 3, 4
 def gguf_tokenizer(path: Path) -> Any:
     """The tokenizer in a GGUF file.
 
-    Raises:
-        CheckpointError: there is none, or its pre-tokenizer is unknown (``tokenizer.ggml.pre``).
+    Raises CheckpointError if there is none, or its pre-tokenizer (``tokenizer.ggml.pre``) is unknown.
     """
     from transformers import AutoTokenizer  # noqa: PLC0415 - it is slow to import
 
@@ -89,8 +87,8 @@ def _space_in_front(found: Any, wanted: bool) -> None:
 def _keep_special_tokens(found: Any, file: GgufFile) -> None:
     """Keeps special tokens of a byte-level vocabulary whole if their spelling is not in the byte alphabet.
 
-    transformers would treat them as text, and add BOS and the like a second time with ids beyond the model's
-    vocabulary; it also adds GPT-2's end-of-text token if a file has none.
+    transformers would treat them as text, add BOS and the like again with ids beyond the vocabulary, and add GPT-2's
+    end-of-text token if a file has none.
     """
     from tokenizers import AddedToken, Tokenizer  # noqa: PLC0415
     from transformers.convert_slow_tokenizer import bytes_to_unicode  # noqa: PLC0415

@@ -37,8 +37,6 @@ class CarambaLayer(StoringLayer, PackedLayer):
             f"CarambaLayer({settings.k.kind.value}/{settings.v.kind.value}, {self.length} tokens)"
         )
 
-    # -- what it holds ------------------------------------------------------------------
-
     @property
     def length(self) -> int:
         """Tokens of a row so far, including padding and tokens dropped by a sliding window."""
@@ -119,8 +117,6 @@ class CarambaLayer(StoringLayer, PackedLayer):
             return 0
         return max(self.length - window + 1, 0)
 
-    # -- growing ------------------------------------------------------------------------
-
     def _first_room(self) -> int:
         return min(self._room, self.common.room or FIRST_ROOM)
 
@@ -138,7 +134,6 @@ class CarambaLayer(StoringLayer, PackedLayer):
         return exact
 
     def _store_for(self, keys: Tensor, values: Tensor) -> LayerKVCache:
-        """The store, created or grown to fit these keys and values."""
         self.common.check_length(self.length + keys.shape[2])
         if self.store is None:
             self.lazy_initialization(keys, values)
@@ -166,8 +161,6 @@ class CarambaLayer(StoringLayer, PackedLayer):
         if store is not None and wanted > store.max_seq_len:
             store.grow(wanted)
 
-    # -- windows ------------------------------------------------------------------------
-
     @property
     def _room(self) -> int:
         """Most tokens the layer has room for while steps are short: 1.5 windows and twice `SLACK`."""
@@ -187,8 +180,6 @@ class CarambaLayer(StoringLayer, PackedLayer):
             )
             self.dropped += count
 
-    # -- reading ------------------------------------------------------------------------
-
     def rows_for(self, tokens: int, leftpad: Tensor | None) -> tuple[list[int], list[int]]:
         """Per row: where it starts, and the index of its token in the first of the ``tokens`` newest columns."""
         rows = [0] * self._made().batch_size if leftpad is None else leftpad.tolist()
@@ -207,8 +198,6 @@ class CarambaLayer(StoringLayer, PackedLayer):
         left_behind = found.new_zeros(*found.shape[:2], self.dropped, found.shape[3])
         return torch.cat((left_behind, found), dim=2)[:, :, :length]
 
-    # -- shrinking and moving -----------------------------------------------------------
-
     def activate_past_recording(self) -> None:
         """Keeps all tokens until `crop`, including those outside the sliding window."""
         self.record_past = True
@@ -216,8 +205,7 @@ class CarambaLayer(StoringLayer, PackedLayer):
     def crop(self, count: int) -> None:
         """Removes the newest tokens; ``count`` means what it means for `Cache.crop` of the installed transformers.
 
-        Raises:
-            RuntimeError: tokens already dropped by the sliding window would become visible again.
+        Raises RuntimeError if tokens already dropped by the sliding window would become visible again.
         """
         store = self.store
         if store is None:

@@ -1,7 +1,6 @@
 """Layers that keep both K and V of tokens and a linear-attention state (FalconH1): packed K and V, unchanged state.
 
-transformers has them from 5.1 on, as classes that inherit from both kinds of layer. Ours do, too, because its `Cache`
-checks the classes of layers.
+As in transformers (from 5.1 on) they inherit from both kinds of layer, because its `Cache` checks classes.
 """
 
 from __future__ import annotations
@@ -89,9 +88,7 @@ _OURS = {stock: type(f"Caramba{stock.__name__}", (HybridLayer, stock), {}) for s
 def packed_layers(common: Common, kind: Callable[..., Any]) -> list[Any]:
     """The layers of a cache: packed where stock layers keep K and V of tokens, else the stock layers themselves.
 
-    Args:
-        common: the shared state; its config is the decoder's.
-        kind: makes a layer that keeps only K and V; arguments as in `StoringLayer`.
+    ``kind`` makes a layer that keeps only K and V; its arguments are those of `StoringLayer`.
     """
     config = common.config
     lending = lenders(config)

@@ -55,15 +55,10 @@ KEPT = ("prefill",)
 
 
 def cache_by_policy(model: PreTrainedModel, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The spec that the policy chooses, and the remaining options, which are for the cache.
+    """The spec that the policy chooses, and the remaining options, which are for the cache; errors as `choose_cache`.
 
-    Args:
-        options: ``max_seq_len`` (default: the model's ``max_position_embeddings``, at most 4096) and ``batch_size``
-            (default 1) of the cache; ``calibration_ids``, ``recall`` and ``seed`` as in `policy.choose_cache`; fields
-            of `policy.CachePolicyFields`; and options of a cache.
-
-    Raises:
-        ValueError, NoCandidateError: as `choose_cache`.
+    Besides options of the policy, ``max_seq_len`` defaults to the model's ``max_position_embeddings``, at most 4096,
+    and ``batch_size`` to 1.
     """
     from caramba_fast.hf.adapter import HuggingFaceModel  # noqa: PLC0415 - only this needs it
 
@@ -80,13 +75,10 @@ def cache_by_policy(model: PreTrainedModel, options: dict[str, Any]) -> tuple[st
 
 
 def register() -> str:
-    """Registers ``attn_implementation="caramba_fast"`` with transformers. Idempotent.
+    """Registers ``attn_implementation="caramba_fast"`` with transformers and returns that name. Idempotent.
 
-    The attention and the mask function are registered together: without a mask function of the same name,
-    transformers would pass no masks at all, and padding and windows would silently be ignored.
-
-    Returns:
-        The registered name.
+    The mask function is registered with the attention: without one of the same name, transformers would pass no masks,
+    and padding and windows would silently be ignored.
     """
     AttentionInterface.register(NAME, caramba_attention)
     AttentionMaskInterface.register(NAME, caramba_mask)
@@ -116,7 +108,7 @@ class Accelerated:
     fused: list[str]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Registers our attention: the configs of an unpickled model name it, and this process may not know it yet."""
+        """Registers our attention, which the configs of an unpickled model name and this process may not know yet."""
         register()
         vars(self).update(fused=[])  # missing in old pickles
         vars(self).update(state)
@@ -180,11 +172,7 @@ def _install(model: PreTrainedModel, settings: CacheSettings) -> None:
 
 
 def restore(model: Any) -> CacheSettings | None:
-    """Undoes `accelerate`; does nothing to a model that was not accelerated.
-
-    Returns:
-        The settings the model had, or None if it was not accelerated.
-    """
+    """Undoes `accelerate`; returns the settings the model had, or None if it was not accelerated."""
     model = unwrapped(model)
     state: Accelerated | None = vars(model).get(ATTRIBUTE)
     if state is None:
@@ -230,7 +218,6 @@ def _use_our_attention(model: PreTrainedModel) -> None:
 
 
 def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """`GenerationMixin._prepare_cache_for_generation` of an accelerated model."""
     original = getattr(type(model), HOOK)
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     bound.apply_defaults()
@@ -271,8 +258,7 @@ def _prepare_inputs(
     """`prepare_inputs_for_generation` of an accelerated model that recomputes its context when its RoPE changes.
 
     The model's own method drops the cache at that point, and transformers would make a stock one. Here our cache is
-    reset and refilled instead. ``inputs_embeds`` is a named argument because transformers looks for it in the
-    signature.
+    reset and refilled instead. transformers looks for ``inputs_embeds`` in the signature.
     """
     given, own = kwargs.get("past_key_values"), getattr(type(model), INPUTS)
     found: dict[str, Any] = own(model, input_ids, inputs_embeds=inputs_embeds, **kwargs)

@@ -1,7 +1,7 @@
 """Layers of a transformers ``Cache`` whose keys and values attention reads packed, without dequantizing them first.
 
-`PackedLayer` is the interface that attention uses. Its store grows (`CarambaLayer`, in a `CarambaCache`), has a fixed
-size (`CarambaStaticLayer`), or lives for a single forward pass (`StepLayer`, `RaggedStepLayer`).
+The store of a `PackedLayer` grows (`CarambaLayer`), has a fixed size (`CarambaStaticLayer`), or lives for a single
+forward pass (`StepLayer`, `RaggedStepLayer`).
 """
 
 from __future__ import annotations
@@ -80,10 +80,7 @@ class Common:
     def rows_start_at(self, leftpad: Tensor | None, length: int) -> bool:
         """Records where the rows start, (B,) or None for slot 0; returns False if that contradicts what is known.
 
-        A row that holds only padding so far may turn out to start later than assumed.
-
-        Args:
-            length: tokens the rows hold, padding included.
+        A row that holds only padding among its ``length`` tokens may turn out to start later than assumed.
         """
         known = self.leftpad
         if known is None and leftpad is None:
@@ -175,8 +172,7 @@ class PackedLayer(CacheLayerMixin):
     def dequantized(self, stream: str, dtype: torch.dtype, length: int) -> Tensor:  # noqa: ARG002
         """The first ``length`` keys ("k") or values ("v") of every row, as a tensor.
 
-        Raises:
-            TensorsNeededError: the layer is packed-only: its masks do not fit tensors.
+        Raises TensorsNeededError if the layer is packed-only: its masks do not fit tensors.
         """
         raise TensorsNeededError("its attention (or its mask) needs keys and values as tensors")
 
@@ -185,8 +181,7 @@ class StoringLayer(CacheLayerMixin):
     """A layer that lives as long as its cache and creates its store when the first keys and values arrive.
 
     Args:
-        index: index of the layer in the model.
-        common: state shared by the layers of the cache.
+        index, common: its index in the model, and the state shared by the layers of the cache.
         window: for sliding or chunked layers, the most tokens a query can see; None for all.
         chunked: whether the layer attends within chunks, whose starts differ by row.
         lends: whether later layers also attend to its keys and values.
@@ -209,12 +204,10 @@ class StoringLayer(CacheLayerMixin):
         self.store: LayerKVCache | None = None
 
     def _made(self) -> LayerKVCache:
-        """The store, once there is one."""
         assert self.store is not None
         return self.store
 
     def _first_room(self) -> int:
-        """Tokens per row to allocate at first."""
         raise NotImplementedError
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:

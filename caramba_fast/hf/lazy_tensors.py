@@ -1,7 +1,7 @@
 """Tensor subclasses without storage, materialized when an op needs their values.
 
-``Cache.update`` has to return tensors, and a model may do anything with them. Ours refer to a cache layer (or a mask
-pattern), which our attention reads directly. Any other op gets the materialized values.
+``Cache.update`` has to return tensors. Ours refer to a cache layer (or a mask pattern), which our attention reads
+directly; any other op gets the materialized values.
 """
 
 from __future__ import annotations
@@ -69,12 +69,7 @@ class HasStates(Protocol):
 
 
 class PackedStates(LazyTensor):
-    """Packed keys or values of a layer, with the shape (B, H_kv, L, D) of the dequantized tensor.
-
-    Attributes:
-        layer: the layer they belong to.
-        stream: "k" or "v".
-    """
+    """Packed keys ("k") or values ("v") of a layer, with the shape (B, H_kv, L, D) of the dequantized tensor."""
 
     layer: HasStates
     stream: str

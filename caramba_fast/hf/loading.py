@@ -29,8 +29,7 @@ def load_pretrained(
         dtype: dtype of the weights; None for the checkpoint's.
 
     Raises:
-        CheckpointError: a damaged folder, pickled weights, missing weights, or an architecture that transformers
-            itself does not have.
+        CheckpointError: a damaged folder, pickled or missing weights, or an architecture not in transformers itself.
         TypeError: our caches cannot serve the model.
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - it is slow to import
@@ -60,11 +59,7 @@ def load_pretrained(
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer in ``path``, as loaded by `AutoTokenizer`.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
+    """The tokenizer in ``path``, by `AutoTokenizer`; raises CheckpointError if there is none or it is damaged."""
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     if Path(path).suffix == GGUF:
@@ -88,7 +83,6 @@ def _check_files(folder: Path) -> None:
 def _from_gguf(
     path: Path, device: torch.device | str, dtype: torch.dtype | None
 ) -> HuggingFaceModel:
-    """A transformers model with the weights of a GGUF file."""
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
     file = GgufFile(path)

@@ -1,8 +1,8 @@
 """The mask function: represents masks by a few numbers, so that decode steps do not materialize them.
 
-transformers describes masks as functions of (batch, head, query, key). Those it makes for decoders are causal, within
-a sliding window or a chunk, and start at a row's first token. They are recognised by the functions they are composed
-of. Any other mask, and padding between tokens, is materialized as for ``sdpa``.
+Masks that transformers makes for decoders are causal, within a sliding window or a chunk, and start at a row's first
+token. They are recognised by the functions they are composed of. Any other mask, and padding between tokens, is
+materialized as for ``sdpa``.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ class Pattern:
     Attributes:
         causal: no key after the query's own.
         window: only the newest ``window`` keys, the query's own included; None for no limit.
-        chunk: only keys in the query's own chunk of ``chunk`` tokens, counted from the row's first token; None for
-            no chunks.
+        chunk: only keys in the query's chunk of this many tokens, counted from the row's first; None for no chunks.
     """
 
     causal: bool = False
@@ -86,11 +85,7 @@ class PatternMask(LazyTensor):
     """Lazy mask (B, 1, T, L) bool, True where a query sees a key.
 
     A slice that keeps the newest queries is again a `PatternMask`: Gemma 4 drops the older queries before layers that
-    share keys and values.
-
-    Attributes:
-        pattern: which keys a query sees, padding aside.
-        leftpad: (B,) int32, the slot of each row's first token; None for slot 0.
+    share keys and values. ``leftpad`` is (B,) int32, the slot of each row's first token; None for slot 0.
     """
 
     pattern: Pattern
@@ -153,9 +148,6 @@ def _place(call: MaskCall) -> torch.device:
     return position.device if isinstance(position, Tensor) else torch.device("cpu")
 
 
-# -- padding -----------------------------------------------------------------------------------
-
-
 def starts(padding: Tensor | None, keys: int) -> tuple[Tensor | None, bool]:
     """Where each row starts, (B,) int32 or None if all start at 0; and whether all rows are free of gaps."""
     if padding is None:
@@ -167,9 +159,6 @@ def starts(padding: Tensor | None, keys: int) -> tuple[Tensor | None, bool]:
     columns = torch.arange(padding.shape[1], device=padding.device)
     regular = torch.equal(padding, columns >= leftpad[:, None])
     return leftpad.to(torch.int32), regular and padding.shape[1] == keys
-
-
-# -- which cache a mask is for -----------------------------------------------------------------
 
 
 class Compiling:
@@ -193,8 +182,7 @@ def expect_compiled_mask(cache: Any) -> None:
 def _starts_in_compiled(call: MaskCall) -> None:
     """Sets a static cache's row starts from the mask, using tensor ops only.
 
-    Raises:
-        RuntimeError: for padding other than left padding, when the compiled pass runs.
+    A compiled pass raises RuntimeError when it runs with padding other than left padding.
     """
     cache = _compiling.cache
     if cache is None:
@@ -229,10 +217,7 @@ def _expecting(keys: int) -> Any:
 
 
 def _forgotten(call: MaskCall, pattern: Pattern | None) -> int:
-    """How many of the oldest keys a stock layer would have dropped although its mask shows them.
-
-    Moshi: its layers have a window, by which their caches drop tokens, but its masks have none.
-    """
+    """How many of the oldest keys a stock layer would have dropped although its mask shows them (Moshi)."""
     window = _eager.window
     if window is None or pattern != Pattern(causal=True):
         return 0
@@ -242,12 +227,9 @@ def _forgotten(call: MaskCall, pattern: Pattern | None) -> int:
 def caramba_mask(**given: Any) -> Tensor | None:
     """The mask function that `AttentionMaskInterface` has under our name.
 
-    Returns:
-        None where ``sdpa`` gets none, a `PatternMask` for our caches, else the mask of ``sdpa``. If another thread runs
-        the model while one of our passes has switched its attention: the result of the model's own mask function.
-
-    Raises:
-        ValueError: a static cache cannot follow the mask.
+    Returns None where ``sdpa`` gets none, a `PatternMask` for our caches, else the mask of ``sdpa``; raises ValueError
+    if a static cache cannot follow the mask. If another thread runs the model while one of our passes has switched its
+    attention: the result of the model's own mask function.
     """
     if torch.compiler.is_compiling():
         call = MaskCall.of(**given)
@@ -294,8 +276,7 @@ def caramba_mask(**given: Any) -> Tensor | None:
 def _of_stock_cache(call: MaskCall) -> Tensor | None:
     """The mask of ``sdpa``, with None only for one query that sees all keys, or as many queries as keys (causal).
 
-    For the prompt of a stock static cache, where keys outnumber queries, ``sdpa``'s None would also mean that the first
-    query aligns with the first key; there the mask is materialized.
+    With more keys (a prompt on a stock static cache), ``sdpa`` would align the first query with the first key.
     """
     mask = call.dense()
     if mask is None and call.queries not in (1, call.keys):
@@ -306,8 +287,7 @@ def _of_stock_cache(call: MaskCall) -> Tensor | None:
 def _start_static(cache: Any, call: MaskCall) -> None:
     """Sets a static cache's row starts from the prompt's mask; they stay fixed afterwards.
 
-    Raises:
-        ValueError: the mask differs from what the cache's layers will do.
+    Raises ValueError if the mask differs from what the cache's layers will do.
     """
     if not cache.exact_next and pattern_of(call.function) is None:
         raise ValueError(

@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 
 
 class StoringCache(PackedCache):
-    """Base of the caches that users hold, `CarambaCache` and `CarambaStaticCache`.
-
-    Attributes:
-        common: state shared by the layers.
-    """
+    """Base of `CarambaCache` and `CarambaStaticCache`; ``common`` is the state shared by the layers."""
 
     common: Common
 
@@ -41,7 +37,6 @@ class StoringCache(PackedCache):
         room: int | None,
         kind: Callable[..., Any],
     ) -> None:
-        """Creates the layers, with capacity for rows of ``room`` tokens if given."""
         check_cacheable(model)
         config = model.config.get_text_config(decoder=True)
         name, on_interface = type(model).__name__, bool(decoder_configs(model))
@@ -131,8 +126,6 @@ class CarambaCache(StoringCache):
         self._fill(model, settings, room, CarambaLayer)
         self.offloads = offloading
 
-    # -- what transformers calls --------------------------------------------------------
-
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -167,8 +160,6 @@ class CarambaCache(StoringCache):
         super().batch_select_indices(indices)
         self._move_starts(indices)
 
-    # -- ours ---------------------------------------------------------------------------
-
     def _packed(self) -> list[CarambaLayer]:
         return [layer for layer in self.layers if isinstance(layer, CarambaLayer)]
 
@@ -193,11 +184,7 @@ class CarambaCache(StoringCache):
         return self.common.dequantized
 
     def reserve(self, tokens: int) -> None:
-        """Makes room for rows of ``tokens``, also in layers that hold no tokens yet.
-
-        Raises:
-            ValueError: ``tokens`` exceeds ``max_seq_len``.
-        """
+        """Makes room for rows of ``tokens``, also in layers without tokens yet; ValueError beyond ``max_seq_len``."""
         self.common.check_length(tokens)
         self.common.room = max(tokens, self.common.room or 0)
         for layer in self._packed():
@@ -226,11 +213,8 @@ class CarambaCache(StoringCache):
     ) -> CarambaCache:
         """Restores the state of a cache of the same model and storage; returns itself.
 
-        Args:
-            device: target device; by default that of the state's tensors.
-
-        Raises:
-            ValueError: the state has another format, number or kind of layers, or storage.
+        ``device`` is by default that of the state's tensors. Raises ValueError if the state has another format, number
+        or kind of layers, or storage.
         """
         load_state(self.common, self.layers, state, device)
         return self

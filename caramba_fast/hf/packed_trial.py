@@ -1,4 +1,4 @@
-"""Trials: small forward passes that find out how attention can read a model's caches.
+"""Small forward passes that find out how attention can read a model's caches.
 
 Configs do not say how a model's code treats padding, or what it does to K and V between cache and attention.
 """
@@ -48,14 +48,11 @@ COMPILED = (
 )
 
 
-# -- padding -----------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def padding_error(model: PreTrainedModel) -> float:
     """Relative difference that left padding makes to a row's logits: the larger of without a cache and a cached step.
 
-    Example of a model where it matters: GIT prepends image columns to the mask of a step, with or without an image.
+    GIT is a model where it matters: it prepends image columns to the mask of a step, with or without an image.
     """
     embeddings: Any = model.get_input_embeddings()
     device, most = embeddings.weight.device, len(embeddings.weight)
@@ -85,16 +82,9 @@ def _difference(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
 
-# -- windows -----------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def makes_no_windows(model: PreTrainedModel, configs: list[Any]) -> bool:
-    """Whether none of the masks that the model makes has a sliding window; False if unknown.
-
-    Args:
-        configs: configs whose masks our mask function can make.
-    """
+    """Whether no mask that the model makes through ``configs`` has a sliding window; False if unknown."""
     embeddings: Any = model.get_input_embeddings()
     ids, found = torch.zeros(1, 2, dtype=torch.int64, device=embeddings.weight.device), list[Any]()
     with evaluating(model), our_attention(configs):
@@ -109,9 +99,6 @@ def makes_no_windows(model: PreTrainedModel, configs: list[Any]) -> bool:
             inside.masks = None
     patterns = [pattern_of(function) for function in found]
     return bool(patterns) and all(p is not None and p.window is None for p in patterns)
-
-
-# -- packed reads ------------------------------------------------------------------------------
 
 
 def is_compiled(model: PreTrainedModel) -> bool:
@@ -162,9 +149,7 @@ def why_not_beside(
 ) -> str | None:
     """Why tokens of several requests cannot be packed into one sequence (varlen batch); None if they can.
 
-    Args:
-        layout: what each caching layer stores.
-        forward: as `HuggingFaceModel.forward_ragged`.
+    ``layout`` is what each caching layer stores; ``forward`` is as `HuggingFaceModel.forward_ragged`.
     """
     plain = KVCacheTensorConfig(kind=KVCacheKind.FP32)
     pool = PagePool(layout, 32, len(TRIAL), 32, _device(model), k_cfg=plain, v_cfg=plain)
@@ -194,11 +179,8 @@ def _why_trial_fails(
     """Why packed reads do not work; None if they do.
 
     Runs rows of different lengths, a prompt and then a chunk. The model must not ask for K and V as tensors, and every
-    row must get the logits that the model gives it alone.
-
-    Args:
-        read: takes all rows and the number of next tokens to read of each; returns the logits (V,) after each row's
-            last one.
+    row must get the logits that the model gives it alone. ``read`` takes all rows and the number of next tokens to read
+    of each, and returns the logits (V,) after each row's last one.
     """
     embeddings: Any = model.get_input_embeddings()
     device, most = embeddings.weight.device, len(embeddings.weight)
@@ -271,8 +253,7 @@ def _packed(
 def dequantizations(model: PreTrainedModel) -> int:
     """How many times a prompt and a decode step, with the model's current attention, dequantize its cache.
 
-    Raises:
-        TypeError: the model has layers that are not packed.
+    Raises TypeError if the model has layers that are not packed.
     """
     config = model.config.get_text_config(decoder=True)
     common = Common(type(model).__name__, CacheSettings.of("fp32"), config)

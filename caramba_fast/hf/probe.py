@@ -1,6 +1,6 @@
-"""Probes a model with small forward passes for what it caches and how large its queries are.
+"""Small forward passes that find out what a model caches and how large its queries are.
 
-Configs name sizes in many ways, and per layer in some model families; the tensors passed to a cache are unambiguous.
+Configs name sizes in many ways; the tensors passed to a cache are unambiguous.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def probe(model: PreTrainedModel) -> tuple[dict[int, AnyLayerShape], int]:
     """What each caching layer of the model stores, by layer index, and the width of the logits.
 
-    Raises:
-        TypeError: its layers do not keep keys and values the way a transformers Cache does.
+    Raises TypeError if the layers do not keep keys and values the way a transformers Cache does.
     """
     cache = Cache(layers=_recording(model))
     embeddings: Any = model.get_input_embeddings()
@@ -132,8 +131,6 @@ class RecordingLayer(CacheLayerMixin):
 
 
 class _Recording(RecordingLayer):
-    """Our base of the classes that `recording` makes."""
-
     def __init__(self, states: int) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=states)
         CacheLayerMixin.__init__(self)
@@ -156,12 +153,8 @@ def recording(layer: Any) -> RecordingLayer:
 def query_rms(model: PreTrainedModel, configs: list[Any]) -> dict[int, Tensor]:
     """RMS of the queries of each attention layer, (H_kv, D) by layer index, from one forward pass without a cache.
 
-    Args:
-        configs: configs whose attention can be ours, which sees the queries.
-
-    Returns:
-        The RMS by layer; without layers that use another attention, and empty, with a warning, if the model's forward
-        pass fails without a cache.
+    ``configs`` are those whose attention can be ours, which sees the queries; other layers are left out. Empty, with a
+    warning, if the model's forward pass fails without a cache.
     """
     means = SquareMeans()
     embeddings: Any = model.get_input_embeddings()

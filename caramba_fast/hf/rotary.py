@@ -1,17 +1,15 @@
 """RoPE of accelerated models as one op (`ops.apply_rotary_emb`) instead of about sixteen.
 
-Most transformers decoders call a function ``apply_rotary_pos_emb`` of their own module, and most of these functions are
-equal. If one is bit-identical to our op, `fuse` replaces it by a function that calls the op when no gradient is needed
-and the arguments have the tested form, and the original otherwise. Other models of the module get the same numbers from
-it; `unfuse` restores the original.
+Most transformers decoders call a function ``apply_rotary_pos_emb`` of their own module. If it is bit-identical to our
+op, `fuse` replaces it by a function that calls the op when no gradient is needed and the arguments have the tested
+form, and the original otherwise. Other models of the module get the same numbers; `unfuse` restores the original.
 
 In a decode step on CUDA whose queries and keys go straight to one of our layers, even that op is skipped: the function
-returns lazy `RotatedStates`, and the layer's append applies RoPE on the way to the cache (`ops.append_` with
-``rotary_q``). Whether they go there is learned from earlier calls, since the function does not know its model's cache.
+returns lazy `RotatedStates`, and the layer's append applies RoPE (`ops.append_` with ``rotary_q``). Whether they go
+there is learned from earlier calls, since the function does not know its model's cache.
 
-If the layers of a model hold the function object itself (at least transformers 5.0 to 5.3, and with the package
-``kernels``), it is not replaced: pickle finds functions by name in their module, so no model of that module could be
-pickled while another function has the name.
+A function object that layers hold themselves (at least transformers 5.0 to 5.3, and with the package ``kernels``) is
+not replaced: pickle finds functions by name in their module, so no model of that module could be pickled meanwhile.
 """
 
 from __future__ import annotations
@@ -110,9 +108,8 @@ class Destination:
 class Turn:
     """A deferred RoPE of queries and keys: applied by an append, or by calling the op.
 
-    Args:
-        q, k, cos, sin: as in `ops.apply_rotary_emb`.
-        destination: is updated when anything but an append needs the values.
+    ``destination`` is updated when anything but an append needs the values; other arguments as in
+    `ops.apply_rotary_emb`.
     """
 
     __slots__ = ("cos", "destination", "found", "k", "q", "sin")
@@ -155,7 +152,7 @@ class RotatedStates(LazyTensor):
 
 
 def to_append(keys: Tensor) -> tuple[Tensor, Rope | None]:
-    """What one of our layers has to append for ``keys``: themselves and None, or unrotated keys and the RoPE to apply.
+    """What one of our layers appends for ``keys``: themselves and None, or unrotated keys and the RoPE to apply.
 
     Call `appended` after the append.
     """

@@ -1,10 +1,9 @@
 """Left- and right-padded layouts for rows of different lengths in one pass, and conversions between them.
 
-Our caches and callers use right padding (`RightPadded`). Packed reads keep that layout: the op knows every row's
-length, and the model gets position ids. Attention over dequantized tensors uses left padding (`LeftPadded`), which
-transformers models are made and tested for: the newest token of every row is in the last column, so a two-dimensional
-mask and position ids suffice for any attention, including distance biases and sliding windows. Rows have no gaps, so
-distances within a row are preserved.
+Our caches and callers use right padding, which packed reads keep: the op knows every row's length, and the model gets
+position ids. Attention over dequantized tensors uses left padding, which transformers models are made and tested for:
+the newest token of every row is in the last column, so a two-dimensional mask and position ids suffice for any
+attention, including distance biases and sliding windows. Rows have no gaps in either, so distances are preserved.
 """
 
 from __future__ import annotations
@@ -17,12 +16,7 @@ from torch import Tensor
 
 
 class RowLayout:
-    """Rows that hold ``held[b]`` tokens and get ``new[b]`` more.
-
-    Args:
-        held: cached tokens of each row before this step.
-        new: new tokens of each row, padding not counted.
-        device: device of index tensors.
+    """Rows that hold ``held[b]`` tokens and get ``new[b]`` more, padding not counted.
 
     Attributes:
         tokens: query columns T' = the most new tokens of any row.
@@ -90,8 +84,7 @@ class RightPadded(RowLayout):
 class LeftPadded(RowLayout):
     """Left-padded rows: the newest token of every row is in the last column.
 
-    Args:
-        window: most tokens a query sees, itself included, for one new token per row; None for no limit.
+    With ``window``, for one new token per row, a query sees at most that many tokens, itself included.
     """
 
     def __init__(

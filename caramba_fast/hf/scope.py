@@ -1,8 +1,8 @@
 """Switches a model to our attention for one forward pass, safely across threads.
 
-A model's attention implementation is named in its config, which all threads and users of the model share. The previous
-name is saved once per config, however many of our passes run concurrently, and the last pass restores it. Meanwhile
-passes of other threads reach our functions too; these forward them to the implementation the config had before.
+A model's config, shared by all its threads and users, names its attention implementation. The previous name is saved
+once per config, however many of our passes run concurrently, and the last pass restores it. Meanwhile passes of other
+threads reach our functions too; these forward them to the previous implementation.
 """
 
 from __future__ import annotations
@@ -112,8 +112,7 @@ def mask_function(name: str) -> Callable[..., Any] | None:
 def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
     """The attention function of that name for an attention layer.
 
-    Raises:
-        RuntimeError: it is not registered, and the model's code has no ``eager_attention_forward`` either.
+    Raises RuntimeError if it is not registered, and the model's code has no ``eager_attention_forward`` either.
     """
     found = ALL_ATTENTION_FUNCTIONS.get(name)
     if found is None:
@@ -127,10 +126,7 @@ def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
 
 
 def decoder_configs(model: PreTrainedModel) -> list[Any]:
-    """Configs whose attention can be switched to ours: those of decoders that use transformers' attention interface.
-
-    Other models compute attention themselves, from their own kinds of masks.
-    """
+    """Configs whose attention can be switched to ours: those of decoders that use transformers' attention interface."""
     kinds: set[Any] = {type(module) for module in model.modules()}
     if any(_attends_itself(kind) for kind in kinds):
         return []
@@ -149,7 +145,7 @@ def decoder_configs(model: PreTrainedModel) -> list[Any]:
 def _would_see_all(module: nn.Module) -> bool:
     """Whether a cached attention layer takes a missing mask to mean that every key is visible (BigBird-Pegasus).
 
-    Its own code always gets a mask; our mask function omits a causal mask where ``sdpa`` needs none.
+    Our mask function omits a causal mask where ``sdpa`` needs none.
     """
     return getattr(module, "layer_idx", None) is not None and (
         getattr(module, "is_causal", True) is False

@@ -49,14 +49,9 @@ class CacheSettings:
         prefill: PrefillMode = "exact",
         **fields: Unpack[TensorOptions],
     ) -> CacheSettings:
-        """Parses user arguments.
+        """Parses user arguments; raises ValueError for an unknown kind, field or mode, listing the known ones.
 
-        Args:
-            cache: see `CacheArgument`.
-            fields: fields of `KVCacheTensorConfig` for K and V that the spec does not set.
-
-        Raises:
-            ValueError: unknown kind, field or mode; the message lists the known ones.
+        ``fields`` are fields of `KVCacheTensorConfig` for K and V that the spec does not set.
         """
         for name in fields.keys() & {*REMOVED, "calibration"}:
             raise ValueError(removed(name))

@@ -68,11 +68,7 @@ class CarambaStaticCache(StoringCache):
         self._fill(model, settings, max_cache_len, partial(CarambaStaticLayer, max_cache_len))
 
     def initialize(self, model: PreTrainedModel, rows: int) -> None:
-        """Allocates all layers for ``rows`` rows ahead of the first tokens, so that prompts can run compiled, too.
-
-        Args:
-            model: the model the cache is for; it is probed for what its layers store.
-        """
+        """Allocates all layers for ``rows`` rows ahead of the first tokens, so that prompts can run compiled, too."""
         embeddings: Any = model.get_input_embeddings()
         like = embeddings.weight
         for index, shape in capabilities_of(model).attention_shapes.items():
@@ -89,10 +85,9 @@ class CarambaStaticCache(StoringCache):
         return int(self.layers[0].max_cache_len)
 
     def get_mask_sizes(self, given: Any, layer_idx: int) -> tuple[int, int]:
-        """Number of slots a layer returns, and the first one. transformers calls the mask function next.
+        """Number of slots a layer returns, and the first one; the mask function is called next.
 
-        Raises:
-            ValueError: the new tokens do not fit; nothing has been written then.
+        Raises ValueError, before anything is written, if the new tokens do not fit.
         """
         sizes = Cache.get_mask_sizes(self, given, layer_idx)
         if torch.compiler.is_compiling():

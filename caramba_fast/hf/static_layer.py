@@ -1,8 +1,7 @@
 """CarambaStaticLayer: a packed layer of fixed size whose decode step is a few ops on plain tensors.
 
-A step has no host-side state: lengths are tensors and all slots are always passed, so ``torch.compile`` produces one
-graph, and a CUDA graph can replay it. ``update`` returns the codes; the attention call that follows finds their layer
-in `current`.
+Lengths are tensors and all slots are always passed, so ``torch.compile`` produces one graph, and a CUDA graph can
+replay it. ``update`` returns the codes; the attention call that follows finds their layer in `current`.
 """
 
 from __future__ import annotations
@@ -42,10 +41,6 @@ _CODES = WeakTensorKeyDictionary()  # the codes of all static layers, to tell co
 class CarambaStaticLayer(StoringLayer, StaticLayer):
     """K and V of one attention layer, packed, for ``max_cache_len`` tokens a row.
 
-    Args:
-        max_cache_len: capacity of a row in tokens.
-        args, kwargs: as in `StoringLayer`.
-
     Attributes:
         counted: tokens the host knows of; compiled steps add tokens without updating it.
         mask_is_ours: whether our mask function made the mask of the next attention call.
@@ -66,8 +61,6 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
 
     def __repr__(self) -> str:
         return f"CarambaStaticLayer({self.max_cache_len} tokens)"
-
-    # -- growing ------------------------------------------------------------------------
 
     def _first_room(self) -> int:
         return self.max_cache_len
@@ -106,9 +99,7 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
     ) -> tuple[Tensor, Tensor]:
         """Stores (B, H_kv, T, D) keys and values; returns the codes, or a first prompt unquantized if it is exact.
 
-        Raises:
-            ValueError: the tokens do not fit; nothing has been written then. A compiled step cannot raise; it drops
-                what does not fit.
+        Raises ValueError, before writing, if they do not fit. A compiled step cannot raise; it drops what does not fit.
         """
         tokens, eager = key_states.shape[2], not torch.compiler.is_compiling()
         if eager:
@@ -197,8 +188,6 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
             return
         self.starts.zero_() if leftpad is None else self.starts.copy_(leftpad)
 
-    # -- reading ------------------------------------------------------------------------
-
     def attend(self, query: Tensor, **options: Any) -> Tensor:
         """Attention of the T newest tokens: (B, H_q, T, D) -> (B, H_q, T, D_v)."""
         tokens = query.shape[2]
@@ -228,7 +217,7 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
     def check_mask(self, mask: Tensor | None) -> None:
         """Raises ValueError for a custom mask: a static cache reads no masks.
 
-        Masks are made before a pass and may be copied or sliced afterwards, so their origin is tracked by a flag.
+        A flag tracks whose mask it is, because masks may be copied or sliced before they get here.
         """
         if mask is not None and not self.mask_is_ours:
             raise ValueError(
@@ -246,8 +235,6 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         newest, chunk = self.lengths - 1 - self.starts, self.sliding_window
         assert chunk is not None
         return self.starts + torch.div(newest, chunk, rounding_mode="floor") * chunk
-
-    # -- moving -------------------------------------------------------------------------
 
     def get_seq_length(self, *_: Any) -> Any:
         """Tokens cached, as a tensor on the device; 0 before the first."""

@@ -1,8 +1,8 @@
 """A transformers ``Cache`` over our own caches, for one forward pass.
 
-There are three ways to read what is stored: packed, with right-padded rows (`StepCache`); packed, with tokens of many
-requests in one sequence without padding (`RaggedCache`, a varlen batch); or dequantized, with left-padded rows
-(`DenseCache`), which serves every model that calls ``cache.update``.
+Three ways to read: packed, with right-padded rows (`StepCache`); packed, with tokens of many requests in one sequence
+(`RaggedCache`, a varlen batch); dequantized, with left-padded rows (`DenseCache`), for any model that calls
+``cache.update``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,7 @@ from caramba_fast.hf.row_layout import LeftPadded, RightPadded, RowLayout
 
 
 class _RowsLayer(CacheLayerMixin):
-    """One layer of one forward pass over rows.
-
-    Args:
-        store: our cache of the layer; it may hold tokens.
-        rows: the row layout of this forward pass.
-        exact: on an empty cache, return K and V unquantized instead of as stored.
-    """
+    """One layer of one forward pass over rows; if ``exact``, an empty cache returns K and V unquantized."""
 
     is_sliding = False  # all tokens are kept; windows are in the mask
 
@@ -42,15 +36,12 @@ class _RowsLayer(CacheLayerMixin):
         """Does nothing: our cache is already allocated."""
 
     def get_seq_length(self, *_: Any) -> int:
-        """Columns before the queries."""
         return self.rows.past
 
     def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
-        """Number of columns after `update`, and the slot of the first."""
         return self.rows.total, 0
 
     def get_max_length(self) -> int:
-        """Capacity of a row in tokens."""
         return self.store.max_seq_len
 
     get_max_cache_shape = get_max_length  # its name in transformers 4
@@ -119,9 +110,7 @@ class _Pages:
 class RaggedStepLayer(PackedLayer):
     """A layer over the pages of many sequences, whose tokens arrive concatenated as one row of N.
 
-    Args:
-        layer: this layer of the ragged batch.
-        longest: tokens of the longest sequence, new ones included.
+    ``longest`` is the number of tokens of the longest sequence, new ones included.
     """
 
     is_sliding = False
@@ -179,9 +168,8 @@ class StepCache(PackedCache):
     """Right-padded rows, read packed.
 
     Args:
-        kv_cache: our caches, one for each of ``places``.
+        kv_cache: our caches, one for each of ``places``, the model layers they belong to.
         rows: the row layout.
-        places: index of the model layer that each of our caches belongs to.
         lenders: model layers whose keys and values later layers also attend to.
     """
 
@@ -205,10 +193,6 @@ class RaggedCache(PackedCache):
     """Tokens of many requests, concatenated: one sequence to the model, with per-request positions (varlen batch).
 
     Attention reads, for each token, the pages of its request. Nothing is padded and no mask is built.
-
-    Args:
-        batch: which sequence each token belongs to.
-        places: as in `StepCache`.
     """
 
     has_padding = False  # ignore padding masks that a model makes itself (BioGPT)
@@ -219,11 +203,7 @@ class RaggedCache(PackedCache):
 
 
 class DenseCache(Cache):
-    """Left-padded rows, read as dequantized tensors.
-
-    Args:
-        kv_cache, rows, places: as in `StepCache`.
-    """
+    """Left-padded rows, read as dequantized tensors; arguments as in `StepCache`."""
 
     def __init__(self, kv_cache: ModelKVCache, rows: LeftPadded, places: Sequence[int]) -> None:
         exact = kv_cache.prefill == "exact"

@@ -84,11 +84,7 @@ def load_manifest(path: str | Path) -> Manifest:
 
 
 def read_manifest(text: str) -> Manifest:
-    """The manifest in a string.
-
-    Raises:
-        ManifestError: as `load_manifest`.
-    """
+    """The manifest in a string; raises ManifestError as `load_manifest`."""
     raw = _parsed(text)
     if raw is None:
         raise ManifestError("it is empty; a mapping with the key 'targets' is needed")

@@ -1,6 +1,6 @@
 """Checks everything in a manifest that can be checked before the first run: files, prompts, settings.
 
-Settings are checked against each model without its weights, so that nothing large is read.
+Settings are checked against each model without its weights.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def prepare(
         force: allow overwriting outputs that are not reports of this package.
 
     Raises:
-        ManifestError: nothing is named ``only``; a model, tokenizer or prompt file is missing; a prompt is empty or
-            too long; settings do not fit the model; a file would be written outside the folder, or over a file of
-            another kind. The message begins with the path of the key.
+        ManifestError: nothing is named ``only``; a model, tokenizer or prompt file is missing; a prompt is empty or too
+            long; settings do not fit the model; a file would be written outside the folder, or over a file of another
+            kind. The message begins with the path of the key.
     """
     found = []
     for index, target in enumerate(manifest.targets):
@@ -152,7 +152,6 @@ def _prompts(path: str, run: RunSpec, folder: Path) -> list[str]:
 
 
 def _rooted(config: GenerateConfig, folder: Path) -> GenerateConfig:
-    """The settings with relative paths resolved against ``folder``."""
     plan = config.cache_plan_path
     return config if plan is None else config.updated(cache_plan_path=folder / plan)
 

@@ -37,15 +37,8 @@ def run_manifest(
 ) -> Iterator[RunReport]:
     """Runs all runs of all targets, or those selected; checks everything before the first one starts.
 
-    Args:
-        manifest, folder, only, prompt, force: as `prepare`.
-        say: called with progress messages.
-
-    Yields:
-        the report of each run, after its output file has been written.
-
-    Raises:
-        ManifestError: as `prepare`.
+    Yields the report of each run, after its output file has been written. ``say`` gets progress messages; other
+    arguments and errors as in `prepare`.
     """
     for ready in prepare(manifest, folder, only=only, prompt=prompt, force=force):
         yield from _target_done(ready, say)
@@ -62,7 +55,6 @@ def _target_done(ready: Prepared, say: Say) -> Iterator[RunReport]:
 
 
 def _done(ready: Prepared, run: PreparedRun, model: LanguageModel) -> RunReport:
-    """Runs one run, writes its file, and returns its report."""
     target, texts = ready.target, list[str]()
     draft = None if run.draft is None else open_model(run.draft, target.device, target.dtype)
     if run.spec.mode == "benchmark":

@@ -133,8 +133,7 @@ class RunSpec(Part):
     def compared(self) -> dict[str, GenerateConfig]:
         """The settings of every timed cache kind, by name; the run's own first.
 
-        Raises:
-            ValueError: a kind to compare with does not support the run's settings.
+        Raises ValueError if a kind to compare with does not support the run's settings.
         """
         config = self.config
         kinds = {config.cache_name: config}
@@ -174,13 +173,7 @@ class Target(Part):
 
 
 class Manifest(Part):
-    """A whole manifest.
-
-    Attributes:
-        version: 1.
-        name, notes: free text.
-        targets: targets in order.
-    """
+    """A whole manifest: version (1), name and notes (free text), and targets in order."""
 
     version: Literal[1] = 1
     name: str = ""
@@ -274,7 +267,6 @@ def _reached(raw: Any, place: Place) -> tuple[Place, Any]:
 
 
 def _names_at(place: Place) -> list[str]:
-    """Keys allowed in the mapping at ``place``."""
     model: type[BaseModel] = Manifest
     for part in place:
         if isinstance(part, str) and part in model.model_fields:
@@ -312,9 +304,7 @@ class RunReport:
     """The result of one run.
 
     Attributes:
-        target, run, mode: from the manifest.
-        model: as named in the manifest.
-        prompts: the prompts.
+        target, run, mode, model, prompts: as in the manifest.
         texts: the generated texts, one per row of the batch; empty in mode benchmark.
         metrics: figures of the run; in mode benchmark by cache kind, with median, p20 and p80 of each figure.
         settings: settings of the run, as given.

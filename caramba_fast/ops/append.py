@@ -1,10 +1,8 @@
 """append_ and decoupled_append_: apply RoPE, rotate (Hadamard), quantize and write new tokens, in one launch.
 
 Tokens are written after the cached ones: into the codes and, if the cache has them, into the fp16 tail (a ring of the
-newest tokens) and the fp16 sinks (the first real tokens). The reference has no data-dependent shapes.
-
-RoPE is optional, as with flash-attention's ``rotary_cos`` and ``rotary_sin``: keys are then passed unrotated, and the
-queries of the same tokens are rotated as well, as `ops.apply_rotary_emb` would do both.
+newest tokens) and the fp16 sinks (the first real tokens). RoPE is optional, as with flash-attention's ``rotary_cos``
+and ``rotary_sin``: unrotated keys and the queries of the same tokens are rotated as `ops.apply_rotary_emb` would do.
 
 Per-channel kinds encode a group of tokens when its last token arrives, from the contents of the tail, so the codes do
 not depend on how tokens were split into calls. Until then the group's tokens are only in the tail. Padding and sinks,
@@ -32,15 +30,7 @@ from caramba_fast.ops.view import KVView, common_problems, stored_lanes
 
 
 class Destination:
-    """Where each of T new tokens of B rows is written; the same for every stream of a layer.
-
-    Args:
-        start: (B,) int32, tokens already in each row.
-        tokens: T.
-        query_lens: (B,) int32, how many of the T tokens are real; the rest is not written.
-        leftpad: (B,) int32, leading slots that hold padding.
-        block_table: (B, pages) int32 for paged buffers, -1 where there is no page.
-    """
+    """Where each of T new tokens of B rows is written; the same for every stream. Arguments as in `append_`."""
 
     def __init__(
         self,
@@ -135,8 +125,8 @@ class Destination:
 def scatter(buffer: Tensor, values: Tensor, place: Tensor, slot: Tensor, keep: Tensor) -> None:
     """buffer[place[b, t], :, slot[b, t]] = values[b, :, t] wherever keep[b, t].
 
-    So that index shapes do not depend on data, tokens that are not kept repeat the write of the first kept one. If none
-    is kept, the first place is rewritten with its own contents.
+    So that index shapes do not depend on data, tokens that are not kept repeat the write of the first kept one, or
+    rewrite the first place with its own contents.
     """
     place, slot, keep = place.reshape(-1), slot.reshape(-1), keep.reshape(-1)
     flat = values.transpose(1, 2).flatten(0, 1).to(buffer.dtype)  # (B * T, lanes, width)
@@ -148,7 +138,6 @@ def scatter(buffer: Tensor, values: Tensor, place: Tensor, slot: Tensor, keep: T
 
 
 def reference(streams: tuple[str, ...], *args: Any, **options: Any) -> None:
-    """The reference of both ops, taking the arguments of their schemas: pure torch, any device."""
     count = len(streams)
     stored, new = args[: 2 * count], args[2 * count : 3 * count]
     start, kinds = args[3 * count], args[3 * count + 1 :]
@@ -204,10 +193,9 @@ def plan_append(
     start: Tensor,
     options: Mapping[str, Any],
 ) -> CallPlan:
-    """Checks a call of one of the two ops and flattens its arguments.
+    """Checks a call of `append_op` or `decoupled_append_op` and flattens its arguments.
 
     Args:
-        op: `append_op` or `decoupled_append_op`.
         views: the streams by name, in the op's order.
         new: (B, H_kv, T, D) of each stream.
         start: (B,) int32.
@@ -251,8 +239,7 @@ def append_(
             page, are dropped.
         block_table: (B, pages) int32, for paged buffers; -1 where a row has no page.
         cache_leftpad: (B,) int32, leading slots that hold padding; sinks begin after them.
-        query_lens: (B,) int32, how many of the T tokens are real; by default all. The others are not
-            written.
+        query_lens: (B,) int32, how many of the T tokens are real and written; by default all.
         rotary_q: (B, H_q, T, D_k), the queries of these tokens; RoPE is applied to them and to k_new. Same dtype as
             k_new, as are the following two.
         rotary_cos, rotary_sin: (B or 1, T, D_k), or (B or 1, T, D_k / 2) if both halves of a head have the same angles;
@@ -316,7 +303,6 @@ def _check(
     query_lens: Tensor | None = None,
     **rotary: Tensor,
 ) -> None:
-    """Raises TypeError or ValueError naming everything that is wrong with a call."""
     problems: list[str] = []
     first = next(iter(new.values()))
     for name, view in views.items():

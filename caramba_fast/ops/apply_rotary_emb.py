@@ -1,8 +1,7 @@
 """apply_rotary_emb: RoPE for queries and keys in one call, as in Hugging Face models.
 
 Rotates pairs (d, d + D / 2) (RoFormer, arXiv:2104.09864, in the layout of Hugging Face checkpoints). Each product and
-sum is rounded to the dtype, as in torch, so every backend is bit-identical to the reference, which takes about sixteen
-torch ops.
+sum is rounded to the dtype, as in torch, so every backend is bit-identical to the reference of about sixteen torch ops.
 """
 
 from __future__ import annotations
@@ -21,11 +20,7 @@ ROTARY = ("rotary_q", "rotary_cos", "rotary_sin", "rotary_out")
 
 
 def rotary_problems(options: Mapping[str, Any], keys: Tensor) -> list[str]:
-    """Problems of the options ROTARY for ``keys`` (B, H_kv, T, D).
-
-    Raises:
-        TypeError: an option is not a tensor of fp32, fp16 or bf16.
-    """
+    """Problems of the options ROTARY for ``keys`` (B, H_kv, T, D); TypeError unless fp32, fp16 or bf16 tensors."""
     given = {name: x for name in ROTARY if (x := options.get(name)) is not None}
     for name, x in given.items():
         checks.float_tensor(name, x)
@@ -48,7 +43,6 @@ def rotary_problems(options: Mapping[str, Any], keys: Tensor) -> list[str]:
 
 
 def _problems(heads: Mapping[str, Tensor], angles: Mapping[str, Tensor]) -> list[str]:
-    """Problems of the shapes of queries, keys, cos and sin."""
     (q_name, q), (k_name, k) = heads.items()
     (cos_name, cos), (sin_name, sin) = angles.items()
     if q.ndim != 4 or k.ndim != 4 or q.shape[3] % 2 or (q.shape[0], *q.shape[2:]) != (
@@ -83,7 +77,6 @@ def rotated_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Pure torch, any device."""
     if problems := _problems({"q": q, "k": k}, {"cos": cos, "sin": sin}):
         raise ValueError("; ".join(problems))
     return rotated_heads(q, cos, sin), rotated_heads(k, cos, sin)

@@ -1,9 +1,9 @@
 """The reference of all attention ops: standard and decoupled, contiguous and paged, any T.
 
 A row's keys are the stored ones, the fp16 tail and sinks that replace some of them, an optional null key, and an
-optional sink logit (``s_aux``). Attention over each group is computed separately in float32, and the partial results
-are merged exactly, in the order of the fast kernels: stored, tail and sinks in the stored basis of V, then back to the
-model's basis, then null and s_aux. Long inputs are processed in pieces of bounded size.
+optional sink logit (``s_aux``). Attention over each group is computed in float32, and the partial results are merged
+exactly, in the order of the fast kernels: stored, tail and sinks in the stored basis of V, then back to the model's
+basis, then null and s_aux. Long inputs are processed in pieces of bounded size.
 """
 
 from __future__ import annotations
@@ -99,8 +99,6 @@ class Problem:
         """(B, H_q, T, …) -> (B, H_kv, G * T, …)."""
         return x.unflatten(1, (self.n_kv_heads, -1)).flatten(2, 3)
 
-    # -- who sees what --------------------------------------------------------------------
-
     def visible(self, key: Tensor) -> Tensor:
         """key (B, N) positions -> (B, T, N) bool: causal, in the window, no padding."""
         distance = self.position[:, :, None] - key[:, None]
@@ -120,8 +118,6 @@ class Problem:
         last = key - key % self.group + self.group - 1
         in_tail = self.position[:, :, None] - last[:, None] < self.residual_len
         return in_sink, in_tail & ~in_sink
-
-    # -- the groups of keys ---------------------------------------------------------------
 
     def stored(self, start: int, stop: int) -> State:
         """Slots ``start`` to ``stop`` of every row, except those replaced by the tail or the sinks."""
@@ -215,8 +211,6 @@ class Problem:
         joined = buffer[page].transpose(1, 2).flatten(2, 3)  # (B, lanes, pages * size, width)
         return joined[:, :, start - first * size : stop - first * size]
 
-    # -- all of it ------------------------------------------------------------------------
-
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Ranges of slots whose scratch memory is bounded."""
         codes = self.keys[0].view.codes
@@ -271,11 +265,9 @@ def _merged(state: State | None, other: State) -> State:
 
 
 def masked_softmax(logits: Tensor, allowed: Tensor) -> State:
-    """Softmax over the last dimension of the allowed entries.
+    """Softmax over the last dimension of the allowed entries, and the natural-log sum of their exponentials.
 
-    Returns:
-        probabilities, 0 where nothing is allowed, and the natural-log sum of exponentials, -inf
-        where nothing is allowed.
+    Where nothing is allowed they are 0 and -inf.
     """
     logits = logits.masked_fill(~allowed, -torch.inf)
     largest = logits.amax(-1, keepdim=True)

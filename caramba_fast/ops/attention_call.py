@@ -88,7 +88,6 @@ def call(
     n_kv_heads: int,
     options: Mapping[str, Any],
 ) -> State:
-    """What the public functions do: checks everything, then calls the op."""
     options = {name: value for name, value in options.items() if value is not None}
     plan = plan_attention(op, views, tuple(queries.values()), cache_seqlens, n_kv_heads, options)
     found: State = plan.run((*queries.values(), cache_seqlens), options)
@@ -109,11 +108,8 @@ def plan_attention(
         op: one of the four attention ops; those without ``q_chunk`` take up to MAX_QUERY_TOKENS.
         views: the streams by name, in the op's order, v last.
         queries: (B, H_q, T, D) of each key stream, in that order.
-        cache_seqlens, n_kv_heads: as in `decode_attention`.
+        cache_seqlens, n_kv_heads: as in `decode_attention`, like the errors raised.
         options: those given, without None.
-
-    Raises:
-        TypeError, ValueError: as `decode_attention`.
     """
     named = dict(zip(views, queries, strict=False))
     _check(op, named, views, cache_seqlens, n_kv_heads, options)
@@ -131,7 +127,6 @@ def _check(
     n_kv_heads: int,
     options: Mapping[str, Any],
 ) -> None:
-    """Raises TypeError or ValueError naming everything that is wrong with a call."""
     for name, q in queries.items():
         checks.float_tensor(f"q for {name}" if len(queries) > 1 else "q", q)
     for name, view in views.items():

@@ -115,7 +115,6 @@ def tensors(**given: object) -> None:
 
 
 def window(value: Any) -> list[str]:
-    """Problems of a ``window_size``."""
     pair = isinstance(value, (tuple, list)) and len(value) == 2
     if pair and all(isinstance(side, (int, torch.SymInt)) and side >= -1 for side in value):
         return []

@@ -4,8 +4,8 @@ The new tokens are already in the cache; query ``i`` of row ``b`` is at position
 the keys up to and including its own. The reference in `caramba_fast.ops.attention` defines the result.
 
 `decoupled_decode_attention` has two key streams and one softmax (decoupled bottleneck attention, DBA): a score is
-``q_sem · k_sem * sem_scale + q_geo · k_geo * geo_scale``. Semantic keys carry no position, RoPE is applied to geometric
-ones. Each stream has its own width, format and basis; values are shared.
+``q_sem · k_sem * sem_scale + q_geo · k_geo * geo_scale``. RoPE is applied to geometric keys only. Each stream has its
+own width, format and basis; values are shared.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ def decode_attention(
         return_softmax_lse: also return lse (B, H_q, T) float32, natural log.
         block_table: (B, pages) int32 for a paged cache; entries past a row's length may hold anything.
         cache_leftpad: (B,) int32, leading slots of a row that hold padding.
-        query_lens: (B,) int32, how many of a row's T queries are real. The others, at the end, get out 0 and lse -inf,
-            and cache_seqlens does not count them. By default all are real.
+        query_lens: (B,) int32, how many of a row's T queries are real; by default all. The others, at the end, get out
+            0 and lse -inf, and cache_seqlens does not count them.
         residual_len: keys at a distance of less than this before a query are read from the fp16 tail.
         null_k, null_v: (H_kv, D), (H_kv, D_v), a learned key and value that every query sees.
         s_aux: (H_q,) float, attention sinks (gpt-oss): one more logit per head in the softmax, without a value. It
             counts in lse, so pass it for only one part when parts are merged.
         softmax_scale: multiplies q·k; default 1 / sqrt(D).
-        window_size: (left, right) as in flash-attn, -1 for no limit; queries see keys at
-            positions ``[p - left, p]`` (never later than their own).
+        window_size: (left, right) as in flash-attn, -1 for no limit; a query at position p sees keys from p - left,
+            never later than its own.
         num_sink_tokens: number of first real tokens that stay visible outside the window.
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2); 0 for none.
         num_splits: KV splits (flash-decoding). 0: the kernel chooses by shapes, so that a row's bits do not depend on
             the other rows' lengths. -1, for rows of different lengths: the work of all rows is divided into equal
-            shares by the lengths, which only the device reads, so that one long row does not determine the latency.
-            The result differs only by rounding; with -1, how a row is rounded depends on the other rows. For prompts
-            and in plain torch -1 means 0; on a CPU 0 and -1 both divide the work of all rows.
+            shares by the lengths, which only the device reads, so that one long row does not determine the latency. The
+            result differs only by rounding, which then depends on the other rows. For prompts and in plain torch -1
+            means 0; on a CPU 0 and -1 both divide the work of all rows.
 
     Returns:
         out (B, H_q, T, D_v) in q's dtype, and lse if requested. A query that sees no key gets out 0 and lse -inf.
@@ -103,10 +103,10 @@ def decoupled_decode_attention(
         cache_seqlens, n_kv_heads, return_softmax_lse, options: as in `decode_attention`.
 
     Returns:
-        out (B, H_q, T, D_v) in q's dtype, and lse (B, H_q, T) float32 if asked for.
+        out (B, H_q, T, D_v) in q's dtype, and lse (B, H_q, T) float32 if requested.
 
     Raises:
-        TypeError, ValueError: naming every argument that is wrong, what it was and what is allowed.
+        TypeError, ValueError: naming every wrong argument, its value and what is allowed.
     """
     out, lse = attention_call.call(
         decoupled_decode_op, {"k_sem": q_sem, "k_geo": q_geo}, {"k_sem": k_sem, "k_geo": k_geo, "v": v}, cache_seqlens,

@@ -30,7 +30,6 @@ def decode(codes: Tensor, kind: str) -> Tensor:
 def reference(
     codes: Tensor, scales: Tensor, kind: str, head_dim: int, dtype: torch.dtype
 ) -> Tensor:
-    """The reference: pure torch, any device; multiplies in float32, then casts."""
     form = checks.quantized_kind(kind)
     if form.by_channel:
         return _by_channel(codes, scales, form).to(dtype).contiguous()

@@ -1,8 +1,8 @@
 """extend_attention: attention of a prompt chunk over the cache (chunked prefill), with bounded scratch memory.
 
-The same attention as `decode_attention`, for any number of query tokens. The reference dequantizes a range of the
-cache, attends to it from a chunk of queries, and merges the result; the kernels dequantize a tile at a time. Neither a
-prompt × cache mask nor a dequantized copy of the cache is ever materialized.
+The same attention as `decode_attention`, for any number of query tokens. Neither a prompt × cache mask nor a
+dequantized copy of the cache is materialized: the reference dequantizes a range of the cache at a time, the kernels a
+tile.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def decoupled_extend_attention(
 def serves_prompts(*tensors: Tensor) -> bool:
     """Whether `causal_attention` is usable, and fastest, for a prompt with these queries, keys and values.
 
-    On a CPU the C++ kernels are faster than torch's ``scaled_dot_product_attention``. They have no derivatives; under
-    ``torch.compile`` and with fake tensors torch's function is used.
+    On a CPU the C++ kernels are faster than torch's ``scaled_dot_product_attention``, but have no derivatives and do
+    not serve ``torch.compile`` and fake tensors.
     """
     if torch.compiler.is_compiling() or tensors[0].device.type != "cpu":
         return False
@@ -125,10 +125,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[ExtendOp
         options: options of `extend_attention` that do not concern a cache; ``batch_invariant`` defaults to False.
 
     Returns:
-        (B, H_q, T, D_v) in q's dtype.
-
-    Raises:
-        TypeError, ValueError: as `extend_attention`.
+        (B, H_q, T, D_v) in q's dtype; errors as in `extend_attention`.
     """
     lanes = Lanes.of(k.shape[1], k.shape[3], v.shape[3])
     keys, values = (KVView(lanes.pack(x).contiguous(), None, KINDS[x.dtype]) for x in (k, v))

@@ -1,7 +1,7 @@
 """Allocation of large CPU buffers, with huge pages if the system provides them.
 
-A decode step reads all of the cache once, from two streams at a time. With 4 KiB pages much of that time goes to TLB
-misses (measured: with 2 MiB pages q4 decodes 1.1 times and fp16 1.25 times as fast).
+A decode step reads all of the cache once; with 4 KiB pages much of that time goes to TLB misses (measured: with 2 MiB
+pages q4 decodes 1.1 times and fp16 1.25 times as fast).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """merge_state: combines two attentions over disjoint keys into the attention over both, exactly.
 
-This is the online softmax (arXiv:1805.02867), as in split-KV decoding and cascade inference: outputs are averaged with
-weights ``exp(lse)``, computed relative to the larger one.
+This is the online softmax (arXiv:1805.02867): outputs are averaged with weights ``exp(lse)``.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def merge_state(
 
     Args:
         out_a, out_b: (..., T, D) float32, float16 or bfloat16, same shape and dtype.
-        lse_a, lse_b: (..., T) float32, natural log of the sums of exponentials; -inf for an
-            empty side, whose output must be finite (0 by convention).
+        lse_a, lse_b: (..., T) float32, natural log of the sums of exponentials; -inf for an empty side, whose output
+            must be finite (0 by convention).
 
     Returns:
         out and lse of the same shapes, contiguous; two empty sides give 0 and -inf.

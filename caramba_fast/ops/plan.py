@@ -1,9 +1,8 @@
 """CallPlan: an op call over the streams of one layer, checked and flattened once, then run with other tensor contents.
 
-This is FlashInfer's plan/run pattern. A decode step makes the same calls as the step before it, and checking and
-building about thirty arguments takes longer than a short op. A cache keeps the plans of its layers; the public
-functions of the ops make a new plan, and so check, in every call. The backend keeps its part, too: Triton's launches,
-or the arguments unpacked by the C++ extension.
+FlashInfer's plan/run pattern: checking and building about thirty arguments takes longer than a short op, and a decode
+step makes the same calls as the step before. Caches keep their plans; the public functions of the ops make a new one in
+every call. The backend keeps its part, too: Triton's launches, or the arguments unpacked by the C++ extension.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from caramba_fast.ops.view import KVView
 class CallPlan:
     """The flat arguments of one validated call.
 
-    It serves other calls on the same streams with the same options, whose tensors have the same shapes, dtypes and
-    devices.
+    It serves calls with the same streams and options, and tensors of the same shapes, dtypes and devices.
 
     Attributes:
         op: the op.
@@ -54,12 +52,7 @@ class CallPlan:
         return CallPlan(op, stored, tuple(view.kind for view in views), stated, leading)
 
     def run(self, tensors: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
-        """Calls the op on the active backend.
-
-        Args:
-            tensors: the tensors that change from call to call.
-            options: as given, without None.
-        """
+        """Calls the op on the active backend with the tensors that change and the given options, without None."""
         n = self.leading
         return self.op(
             *tensors[:n], *self.stored, *tensors[n:], *self.kinds, **self.stated, **options
@@ -107,7 +100,6 @@ class CallPlan:
 
 
 def _changing(tensors: Sequence[Tensor], options: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """All tensors of a call that may be different in the next one."""
     return (*tensors, *[x for x in options.values() if isinstance(x, Tensor)])
 
 

@@ -1,7 +1,6 @@
-"""Calls kept by the C++ extension: repeating one only passes its number and the tensors that differ.
+"""Calls kept by the C++ extension: repeating one passes only its number and the tensors that differ.
 
-This is the CPU counterpart of kept Triton launches (`kernels.launch`): about thirty arguments are unpacked and checked
-only once.
+The CPU counterpart of kept Triton launches (`kernels.launch`): about thirty arguments are unpacked only once.
 """
 
 from __future__ import annotations
@@ -75,13 +74,7 @@ class Recording:
     def replay(
         self, inputs: Sequence[Tensor], fixed: Sequence[Tensor | None], call: Call
     ) -> Replay | None:
-        """Repeats the call with other ``inputs``; None if it was not kept.
-
-        Args:
-            inputs: tensors that may differ in the next call.
-            fixed: tensors that stay the same.
-            call: describes ``inputs``.
-        """
+        """What repeats the call with other ``inputs`` (see ``call``) and the same ``fixed``; None if not kept."""
         if not self.number:
             return None
         found = Replay(self.number, call)
@@ -92,10 +85,6 @@ class Recording:
 
 class Replay:
     """A kept call, for other tensors of the same shapes and dtypes; the extension drops it with this object.
-
-    Args:
-        number: the extension's number of the call.
-        call: describes the changing tensors.
 
     Attributes:
         direct: takes the tensors in the op's order and options by name; None if the order is different.

@@ -4,9 +4,8 @@ Scales are computed in float32 and used unrounded for the codes; they are stored
 scale 0; a block with a NaN or an infinity gets a NaN scale, so that damage stays visible.
 
 ``fit`` is how a scale is chosen. "amax", the rule of GGML and QLoRA, derives it from the block's largest value. "mse"
-tries the few scales of `CANDIDATES`: it rounds the block with each, refits the scale to those codes by least squares,
-and keeps the best. Storage layout and reading are the same. (GGML's importance-weighted quantizers search in the same
-way, over more candidates.)
+rounds the block with each of the `CANDIDATES`, refits the scale to those codes by least squares, and keeps the best, as
+GGML's importance-weighted quantizers do with more candidates. Storage layout and reading are the same.
 
 Per-channel kinds use the full range of each channel over a group of tokens; a narrower range made real models worse.
 Codes are computed with the rounded scale and zero. A channel with a NaN or an infinity gets a NaN scale and zero in
@@ -36,8 +35,8 @@ SCHEMA = '(Tensor x, str kind, int block, str fit="amax") -> (Tensor codes, Tens
 FITS = ("amax", "mse")
 
 #: Candidates of "mse": the code (q4_0: amax uses -8) or level that the largest value of a block maps to. Four to five
-#: achieve nine tenths of the gain of a search over twenty. None maps that value halfway between two codes (as 7.5
-#: would), where the last bit of the input would decide.
+#: achieve nine tenths of the gain of twenty. None is halfway between two codes (as 7.5 would be), where the last bit of
+#: the input would decide.
 CANDIDATES: dict[str, tuple[float, ...]] = {
     "q8_0": (127.0,),
     "q4_0": (8.0, 7.25, 8.5, 9.0, 9.5),
@@ -46,17 +45,13 @@ CANDIDATES: dict[str, tuple[float, ...]] = {
 
 
 def _reciprocal(scale: Tensor) -> Tensor:
-    """1 / scale; 0 for a scale of 0 or so small (below 3e-39) that its reciprocal overflows.
-
-    The fp16 of such a scale is 0 anyway: the block decodes to zeros.
-    """
+    """1 / scale; 0 for a scale of 0 or below 3e-39, whose reciprocal overflows and whose fp16 is 0 anyway."""
     inverse = 1.0 / scale
     return torch.where(inverse.isinf(), torch.zeros_like(scale), inverse)
 
 
 def largest(blocks: Tensor, kind: str) -> Tensor:
-    """The value that scales are derived from, (..., 1): for q4_0 the negated value of largest magnitude (the
-    first of equals); else the largest magnitude."""
+    """The value that scales derive from, (..., 1): the largest magnitude; for q4_0 the first value of it, negated."""
     if kind == "q4_0":
         return -blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     return blocks.abs().amax(-1, keepdim=True)
@@ -97,8 +92,8 @@ def encode_amax(blocks: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 def encode_mse(blocks: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """As `encode_amax`, with the scale of least squared error among the candidates.
 
-    For codes of values q the best scale is x·q / q·q and leaves the error x·x - (x·q)² / q·q: the
-    candidate of largest (x·q)² / q·q wins, the first of equals.
+    For codes of values q the best scale is x·q / q·q and leaves the error x·x - (x·q)² / q·q: the candidate of largest
+    (x·q)² / q·q wins, the first of equals.
     """
     top = largest(blocks, kind)
     best: tuple[Tensor, Tensor, Tensor] | None = None
@@ -150,8 +145,7 @@ def encode_groups(
         kind: one of `CHANNEL_KINDS`.
         counted: (..., N, G) bool, broadcastable, the tokens that determine the range; others get the nearest code.
         fit: "mse" lets the two channels in a byte of 4-bit codes divide its bits.
-        query_rms: (..., D) float32, broadcastable to (..., N, D), weight of the errors of each channel; by default
-            equal.
+        query_rms: (..., D) float32, broadcastable to (..., N, D), weight of the errors of each channel; default equal.
 
     Returns:
         codes (..., N, G, width) uint8 and scales (..., N, 2 * D) float16: all scales, then all zeros.
@@ -241,7 +235,6 @@ def _encoder(fit: str) -> Callable[[Tensor, str], tuple[Tensor, Tensor]]:
 
 
 def reference(x: Tensor, kind: str, block: int, fit: str = "amax") -> tuple[Tensor, Tensor]:
-    """The reference: pure torch, any device."""
     form, encode = checks.quantized_kind(kind), _encoder(fit)
     if form.by_channel:
         groups = x.to(torch.float32).unflatten(-2, (x.shape[-2] // block, block))

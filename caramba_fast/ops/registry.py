@@ -2,13 +2,12 @@
 
 Every op is defined once with ``torch.library``. The reference is its CompositeExplicitAutograd kernel, so it serves any
 device; the C++ extension registers for CPU and the Triton launchers for CUDA where they exist. A forced backend
-(`use_backend`, ``CARAMBA_FAST_BACKEND``) is called directly, without the dispatcher, because one CPU dispatch key
-cannot hold both C++ and interpreted Triton. Options of a stream contain its name, so the schemas of standard (k, v)
-and decoupled (k_sem, k_geo, v) caches have the same form.
+(`use_backend`, ``CARAMBA_FAST_BACKEND``) is called without the dispatcher, because one CPU dispatch key cannot hold
+both C++ and interpreted Triton. Options of a stream contain its name, so the schemas of standard (k, v) and decoupled
+(k_sem, k_geo, v) caches have the same form.
 
-The extension is loaded once; a failure and its reason are remembered. ``CARAMBA_FAST_EXTENSION`` names another build of
-it, as in ``make sanitize``. Any library it names is loaded and its code runs: set it only to a file you would run, and
-let no user of a service set it.
+``CARAMBA_FAST_EXTENSION`` names another build of the extension, as in ``make sanitize``. Any library it names is loaded
+and its code runs: set it only to a file you would run, and let no user of a service set it.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ ENVIRONMENT_VARIABLE = "CARAMBA_FAST_BACKEND"
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _ops: dict[str, Op] = {}
-#: The forced backend; None lets the dispatcher choose. Read as a plain global so that
-#: ``torch.compile(fullgraph=True)`` can guard on it.
+#: The forced backend; None lets the dispatcher choose. A plain global, on which ``torch.compile`` can guard.
 _forced: str | None = None
 #: With a forced backend: op -> device type -> function. Filled when the backend is chosen.
 _routes: dict[str, dict[str, Callable[..., Any]]] = {}
@@ -123,14 +121,10 @@ class Op:
 
     @property
     def _module(self) -> str:
-        """The module of the Triton launcher."""
         return f"{NAMESPACE}.kernels.{self.name.rstrip('_')}"
 
     def why_not(self, backend: str, device: str, *, suppose: bool = False) -> str | None:
-        """None when ``backend`` can serve this op on ``device``, else the reason it cannot.
-
-        ``suppose`` answers as if there were a CUDA device.
-        """
+        """Why ``backend`` cannot serve this op on ``device``, or None; ``suppose``: as if there were a CUDA device."""
         if backend == "reference":
             return None
         if backend == "cpp":
@@ -162,7 +156,7 @@ class Op:
 
 
 def why_not(op: str, backend: str, device: str) -> str | None:
-    """None when ``backend`` can serve ``op`` on a device type, else the reason it cannot."""
+    """Why ``backend`` cannot serve ``op`` on a device type, or None."""
     return _ops[op].why_not(backend, device)
 
 
@@ -195,8 +189,7 @@ def register(
     keywords = frozenset(arg.name for arg in overload._schema.arguments if arg.kwarg_only)
     op = Op(name, overload, reference, keywords)
     _ops[name] = op
-    # Do not query for a CUDA device here: that would initialize CUDA, or cache that there is none, in a process that
-    # may fork its workers.
+    # No query for a CUDA device: it would initialize CUDA, or cache that there is none, in a process that may fork.
     if op.why_not("triton", "cuda", suppose=True) is None:
         # The launcher is looked up at the first call: triton is not imported before.
         _library.impl(name, lambda *args, **kwargs: op.launcher(*args, **kwargs), "CUDA")  # noqa: PLW0108
@@ -282,10 +275,7 @@ class BackendStatus:
 
 
 def backends() -> list[BackendStatus]:
-    """For every op and device type: the backend that runs, and why the others do not.
-
-    Device types are cpu and those that torch can use here (cuda, mps).
-    """
+    """The backend that runs each op on cpu and the devices torch can use here (cuda, mps), and why others do not."""
     devices = ["cpu"]
     devices += ["cuda"] if torch.cuda.is_available() else []
     devices += ["mps"] if torch.backends.mps.is_available() else []

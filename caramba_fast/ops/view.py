@@ -25,9 +25,7 @@ LANE_MULTIPLE = 32
 class Lanes:
     """How the kv heads of one layer are concatenated into lanes.
 
-    Attributes:
-        n_kv_heads: heads stored.
-        heads_per_lane: ``g``; the last lane is padded if ``g`` does not divide n_kv_heads.
+    ``heads_per_lane`` is ``g``; the last lane is padded if ``g`` does not divide ``n_kv_heads``.
     """
 
     n_kv_heads: int
@@ -83,10 +81,7 @@ def _rows_and_slots(buffer: Tensor | None) -> tuple[int, int] | None:
 def common_problems(
     views: Mapping[str, KVView], block_table: Tensor | None, batch: int
 ) -> list[str]:
-    """Problems of the streams of one layer taken together.
-
-    All streams need the same tail and sinks, or none; pages must consist of whole tiles.
-    """
+    """Problems of the streams taken together: all need the same tail and sinks, or none, and pages of whole tiles."""
     problems: list[str] = []
     first = next(iter(views.values()))
     for part, wanted in (

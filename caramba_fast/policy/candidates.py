@@ -46,17 +46,10 @@ def candidates_for(
 
 
 def spec_with(spec: KVCacheKind | str, **fields: Unpack[TensorOptions]) -> str:
-    """The spec with the given settings added to each part that does not set them itself.
+    """The canonical spec of the storage ``cache_configs(spec, **fields)``; ValueError for a field no spec can express.
 
-    Args:
-        spec: a cache spec.
-        fields: qblock, rotate, residual_len, sink_len, … as in `cache_configs`; None leaves a setting unset.
-
-    Returns:
-        the canonical spec of the same storage as ``cache_configs(spec, **fields)``.
-
-    Raises:
-        ValueError: a field that a spec cannot express.
+    ``fields`` (qblock, rotate, residual_len, sink_len, …) are added to each part that does not set them itself; None
+    leaves a setting unset.
     """
     known = {name: value for name, value in fields.items() if value is not None}
     unknown = [name for name in known if name not in (*FLAGS, *NUMBERS, "fit")]
@@ -81,10 +74,8 @@ def cache_bytes(
 ) -> int:
     """Bytes of the whole cache: all rows, layers and streams, with scales, tail, sinks and unused slots.
 
-    Allocates nothing: the cache is built on the meta device.
-
-    Raises:
-        ValueError: an unknown spec, or one that does not fit the layers.
+    Allocates nothing: the cache is built on the meta device. Raises ValueError for a spec that is unknown or does not
+    fit.
     """
     return _measured(layout, spec, batch_size, max_seq_len, fields).nbytes
 

@@ -26,7 +26,7 @@ from caramba_fast.policy.timing import StepMaker, StepTime, recorded_step
 from caramba_fast.quality import RecallFormat
 from caramba_fast.quality.text import begin_token
 
-#: Relative difference in step time that counts as a tie; the cache with fewer bytes wins a tie. If the steps of the
+#: Relative difference in step time that counts as a tie, which the cache with fewer bytes wins. If the steps of the
 #: fastest spread wider, the tolerance is their spread, up to WIDEST_TIE, so that runs on a busy machine agree.
 TIE, WIDEST_TIE = 0.03, 0.10
 #: A probe discards the plan only if the runner-up is faster by more than this, so that other load does not flip it.
@@ -124,11 +124,9 @@ def measure_speed(
 
 
 def pick(fit: Sequence[Candidate], settings: CachePolicyFields) -> Candidate:
-    """The fastest, or of a tie the smallest; without timing the smallest. Sets every candidate's status and reason.
+    """The fastest of ``fit``, or of a tie the smallest; without ``cache_auto_benchmark`` the smallest.
 
-    Args:
-        fit: candidates that passed; at least one.
-        settings: ``cache_auto_benchmark`` says whether speed counts.
+    Sets every candidate's status and reason.
     """
     if len(fit) == 1:
         fit[0].is_now("chosen", "the only one that passes")
@@ -274,11 +272,7 @@ def choose_cache(
 def choose_for_generator(
     model: LanguageModel, settings: CachePolicyFields, **options: Any
 ) -> CachePlan:
-    """`choose_cache` as called by `caramba_fast.infer`.
-
-    Args:
-        options: options of `choose_cache`, and ``tokenizer``, which writes the needles if a needle gate is set.
-    """
+    """`choose_cache` as called by `caramba_fast.infer`; ``tokenizer`` writes the needles if a needle gate is set."""
     options.setdefault("progress", say_progress)
     if "tokenizer" in options:
         tokenizer = options.pop("tokenizer")

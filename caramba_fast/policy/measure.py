@@ -1,8 +1,8 @@
 """Measures the quality of candidates against an fp16 cache on real tokens, and applies the quality gates.
 
-A window is a prompt, which is prefilled, and further tokens, which are fed through the cache; the predictions after
-those are compared. Windows are added until no gate's limit lies within the 95% confidence interval of its figure, or
-until `MOST_WINDOWS`. The needle gate hides lines in text and counts how many the model retrieves through each cache.
+A window is a prompt, which is prefilled, and further tokens, which are fed through the cache and scored. Windows are
+added until no gate's limit lies within the 95% confidence interval of its figure, or until `MOST_WINDOWS`. The needle
+gate hides lines in text and counts how many the model retrieves through each cache.
 """
 
 from __future__ import annotations
@@ -92,14 +92,9 @@ class Figures:
 
 
 class PromptForward:
-    """A `Forward` that prefills a prompt as a generator does and feeds the rest through the cache.
+    """A `Forward` that prefills ``prompt_len`` tokens as a generator does and feeds the rest through the cache.
 
     The logits of the prompt's own tokens are not computed; they are nan.
-
-    Args:
-        model: the model.
-        prompt_len: tokens prefilled.
-        prefill: as in `ModelKVCache`.
     """
 
     def __init__(
@@ -123,14 +118,7 @@ class PromptForward:
 
 
 class QualityMeter:
-    """Measures candidates on windows of text, and keeps the scores.
-
-    Args:
-        forward: runs a window through a cache.
-        windows: the text.
-        baseline: the cache to compare with.
-        progress: called with a description of each step.
-    """
+    """Measures candidates on windows of text, and keeps the scores."""
 
     def __init__(
         self,
@@ -184,7 +172,7 @@ def verdict(figures: Figures, gates: Mapping[str, float]) -> str | None:
 
 
 def undecided(figures: Figures, gates: Mapping[str, float]) -> bool:
-    """Whether more windows may change the verdict: a gate's limit lies within the interval of its figure.
+    """Whether a gate's limit lies within the interval of its figure, so that more windows may change the verdict.
 
     False once another gate has clearly failed.
     """
@@ -307,15 +295,10 @@ class Subject:
     ) -> dict[str, float]:
         """Share of needles each cache finds (greedy), relative to the baseline on the same needles.
 
-        Args:
-            specs: caches.
-            windows: the text that needles are hidden in, repeated if it is short.
-            required: whether a gate needs them. If not, a model that cannot retrieve needles, or with too few
-                positions, gets {}.
-
-        Raises:
-            ValueError: the baseline finds fewer than 10% of the needles, so that the gate means nothing for this
-                model; or needles do not fit into the context.
+        ``windows`` is the text that needles are hidden in, repeated if it is short. Raises ValueError if the baseline
+        finds fewer than 10% of the needles, so that the gate means nothing for this model, or needles do not fit into
+        the context. Unless ``required`` by a gate, a model that cannot retrieve needles, or with too few positions,
+        gets {}.
         """
         assert self.recall is not None
         positions = getattr(self.model, "max_positions", None)

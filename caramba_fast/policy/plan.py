@@ -159,11 +159,7 @@ class CachePlan(BaseModel):
         return self
 
     def row(self, spec: str) -> CandidateRow:
-        """The row of a candidate.
-
-        Raises:
-            KeyError: ``spec`` was not a candidate.
-        """
+        """The row of a candidate; raises KeyError if ``spec`` was none."""
         for row in self.rows:
             if row.spec == spec:
                 return row
@@ -195,8 +191,8 @@ VALUES = 1024
 def model_identity(model: LanguageModel) -> str:
     """A string that differs between models for which the choice may differ.
 
-    Architecture, cache shapes, vocabulary, and a digest of evenly spread values of all weights: enough to tell a
-    fine-tune from its base, at a fraction of the cost of reading all weights.
+    It has architecture, cache shapes, vocabulary, and a digest of evenly spread weights: enough to tell a fine-tune
+    from its base, at a fraction of the cost of reading all.
     """
     digest = hashlib.sha256()
     for module in modules_of(model):

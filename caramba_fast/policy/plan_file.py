@@ -1,7 +1,7 @@
 """PlanFile: a JSON file of many plans, safe to share between processes.
 
-Writers hold a lock and replace the file atomically, so readers need no lock. A damaged file, or one of another
-version, is renamed with a warning and rebuilt.
+Writers hold a lock and replace the file atomically, so readers need none. A damaged file, or one of another version, is
+renamed with a warning and rebuilt.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ class PlanFile:
     def locked(self) -> Iterator[None]:
         """Holds the file's lock, which is reentrant within a process.
 
-        Raises:
-            PlanFileError: the folder is missing or cannot be written to, or another process holds the
-                lock for longer than ``timeout``.
+        Raises PlanFileError if the folder is missing or cannot be written to, or another process holds the lock for
+        longer than ``timeout``.
         """
         try:
             self.path.parent.mkdir(exist_ok=True)
@@ -63,9 +62,9 @@ class PlanFile:
             self._lock.release()
 
     def get(self, key: PlanKey) -> CachePlan | None:
-        """The plan of a key, or None; a damaged file is set aside.
+        """The plan of a key, or None; for a key without text, the newest plan that differs only in its text.
 
-        If there is none for a key without text, the newest plan that differs only in its text is returned.
+        A damaged file is set aside.
         """
         plans = self._read()
         if plans is None:
@@ -78,17 +77,11 @@ class PlanFile:
         return max(others, key=lambda plan: plan.made_at, default=None)
 
     def put(self, plan: CachePlan) -> None:
-        """Adds a plan, replacing any with the same key.
-
-        Raises:
-            PlanFileError: the file cannot be written.
-        """
+        """Adds a plan, replacing any with the same key; raises PlanFileError if the file cannot be written."""
         with self.locked():
             plans = self._read_or_set_aside()
             plans[plan.key.digest] = plan
             self._replace(plans)
-
-    # -- inside -------------------------------------------------------------------------
 
     def _read(self) -> dict[str, CachePlan] | None:
         """All plans: {} without a file, None if the file is damaged."""

@@ -58,10 +58,7 @@ def plain_step(model: LanguageModel, cache: ModelKVCache) -> Step:
 
 
 def recorded_step(model: LanguageModel, cache: ModelKVCache) -> Step:
-    """The step a generator runs on CUDA: a replayed graph where possible.
-
-    Launch overhead is the same for all caches and would hide the differences between them.
-    """
+    """The step a generator runs on CUDA: a replayed graph if possible, so that launch overhead hides no differences."""
     recordable = why_no_graph(model) is None
     return DecodeGraph(model, cache).step if recordable else plain_step(model, cache)
 
@@ -81,13 +78,11 @@ def step_times(
     """Times decode steps of every cache in turn, so that other load slows all of them alike.
 
     Args:
-        model: the model.
-        specs: caches.
+        model, specs: the model and its caches.
         prompt: (B, T) tokens in the caches when the steps start; every step feeds its last token.
-        steps: decode steps per round.
+        steps, rounds: decode steps per round, and rounds.
         prefill: as in `ModelKVCache`.
         make_step: makes what is timed; by default `plain_step`.
-        rounds: rounds of steps.
         clock: returns the time in seconds.
     """
     rows, length = prompt.shape

@@ -1,11 +1,9 @@
 """Next-token predictions through several caches, compared position by position with a baseline.
 
-Text is teacher-forced: the next token fed is that of the text, whatever a cache predicts. All caches read the same
-tokens chunk by chunk, and each position's distribution is reduced to a few numbers at once, so that nothing of
-positions × vocabulary is kept.
+Text is teacher-forced. All caches read the same tokens chunk by chunk, and each position's distribution is reduced to a
+few numbers at once, so that nothing of positions × vocabulary is kept.
 
-Figures are computed from a `Forward`, a callable that runs tokens through a cache, not from a model. `cached_forward`
-makes one from a model.
+Figures are computed from a `Forward`, a callable that runs tokens through a cache; `cached_forward` makes one.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ VALUES = 2**16
 _PIECE, _PIECE_ON_ACCELERATOR = 2**17, 2**24
 #: Lower bound of log probabilities: a token with -inf in both distributions would have a difference of nan.
 _LEAST_LOG_P = -1e30
-#: Bounds of log(q / p), so that its exponential is finite. Only a baseline probability that is 0 in float32 can
-#: exceed them.
+#: Bounds of log(q / p), so that its exponential is finite; exceeded only where p is 0 in float32.
 _LEAST_LOG_RATIO, _MOST_LOG_RATIO = -1e4, 80.0
 
 
@@ -50,7 +47,7 @@ class Forward(Protocol):
     def __call__(self, ids: Tensor, spec: str) -> Iterator[Tensor]:
         """Logits (B, t, V) of consecutive chunks of ``ids`` (B, T) int64, T positions in all.
 
-        The chunk sizes depend on the shape of ``ids`` alone, so that several specs can be run in lockstep.
+        Chunk sizes depend on the shape of ``ids`` alone, so that several specs can be run in lockstep.
         """
 
 
@@ -83,10 +80,9 @@ class CacheSize:
 
 
 def cache_size(layout: Sequence[AnyLayerShape], spec: str, context: int) -> CacheSize:
-    """Size of a cache of ``context`` tokens stored as ``spec``; allocates nothing.
+    """Size of a cache of ``context`` tokens; allocates nothing.
 
-    Raises:
-        ValueError: an unknown spec, or one that does not fit the layers.
+    ValueError for a spec that is unknown or does not fit.
     """
     configs: dict[str, Any] = cache_configs(spec)
     cache = ModelKVCache(layout, 1, context, device="meta", **configs)
@@ -96,7 +92,6 @@ def cache_size(layout: Sequence[AnyLayerShape], spec: str, context: int) -> Cach
 
 
 def _widths(shape: AnyLayerShape) -> dict[str, int]:
-    """Values cached per token, by stream."""
     return {name: size for name, size in vars(shape).items() if name.endswith("_dim")}
 
 
@@ -148,11 +143,8 @@ def new_session(
 ) -> Session:
     """A session as generators run it, over a new cache of ``rows`` × ``length`` tokens.
 
-    It runs without a CUDA graph, so that results do not depend on whether one can be recorded.
-
-    Args:
-        configs: storage of the streams, from `cache_configs`.
-        options: other arguments of `ModelKVCache`.
+    It runs without a CUDA graph, so that results do not depend on whether one can be recorded. ``options`` are other
+    arguments of `ModelKVCache`.
     """
     cache = ModelKVCache(
         model.cache_layout, rows, length, device=model.device, **configs, **options
@@ -171,9 +163,7 @@ def forced(session: Session, ids: Tensor, chunk: int) -> Iterator[Tensor]:
 def cached_forward(model: LanguageModel, chunk: int = CHUNK) -> CachedForward:
     """Runs text through a `ModelKVCache` of ``model`` with ``prefill="stored"``.
 
-    Args:
-        model: the model.
-        chunk: most tokens of each row per forward pass; fewer if the vocabulary is large.
+    ``chunk`` is the most tokens of each row per forward pass; fewer are taken if the vocabulary is large.
     """
     return CachedForward(model, chunk)
 
@@ -237,8 +227,8 @@ def compare(
         ids: (B, T) int64 token ids, T >= 2.
         specs: caches to measure.
         baseline: the cache to compare with.
-        positions: (B, N) int; the predictions to score, each given by the position of its last input token
-            (0 to T - 2), in any order. All T - 1 by default.
+        positions: (B, N) int; the predictions to score, each given by the position of its last input token (0 to T -
+            2), in any order. All T - 1 by default.
 
     Returns:
         scores by spec: the baseline first, then the specs in order, without duplicates.
@@ -290,10 +280,7 @@ def _positions(ids: Tensor, positions: np.ndarray | Tensor | None) -> Tensor:
 class _Reference:
     """The baseline's distributions at the chosen positions of one chunk, (n, V).
 
-    Args:
-        logits: (B, t, V).
-        at: row and column of each chosen position, (n,) each.
-        targets: the tokens that follow, (n,).
+    ``logits`` are (B, t, V), ``at`` row and column of each position, ``targets`` the tokens that follow, (n,) each.
     """
 
     def __init__(self, logits: Tensor, at: tuple[Tensor, Tensor], targets: Tensor) -> None:

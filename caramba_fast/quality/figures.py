@@ -1,8 +1,8 @@
 """Computes the figures of a cache, each with its 95% confidence interval, from scores per position.
 
-Predictions within a window of text share their context and are not independent; windows are. An estimate is the mean
-over all predictions; its standard error is that of a cluster mean (clusters are windows), with Student's t for
-(windows - 1) degrees of freedom. With one window the interval is nan.
+Predictions within a window of text are not independent; windows are. An estimate is the mean over all predictions; its
+standard error is that of a cluster mean (clusters are windows), with Student's t for (windows - 1) degrees of freedom.
+With one window the interval is nan.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ Interval = tuple[float, float]
 
 
 def t_quantile(freedom: int) -> float:
-    """The 97.5% quantile of Student's t, within 0.2%.
-
-    Exact for 1 and 2 degrees of freedom, else Abramowitz & Stegun 26.7.5.
-    """
+    """The 97.5% quantile of Student's t, within 0.2% (Abramowitz & Stegun 26.7.5; exact for 1 and 2 degrees)."""
     if freedom == 1:
         return math.tan(math.pi * CONFIDENCE / 2)
     if freedom == 2:
@@ -56,10 +53,8 @@ def mean_interval(
 ) -> tuple[float, Interval]:
     """Mean of (W, N) values over W windows, or of those ``chosen`` (W, N) bool, and its interval.
 
-    The interval is clipped to ``within``, the possible values.
-
-    Windows may contribute different numbers of values: the error is that of a ratio estimator (Cochran, Sampling
-    Techniques, 1977, section 6.3).
+    The interval is clipped to ``within``, the possible values. Windows may contribute different numbers of values: the
+    error is that of a ratio estimator (Cochran, Sampling Techniques, 1977, section 6.3).
     """
     values = np.asarray(values, dtype=np.float64)
     weights = np.ones(values.shape) if chosen is None else chosen.astype(np.float64)
@@ -96,8 +91,7 @@ def paired_interval(
 ) -> tuple[float, Interval]:
     """Difference of two shares of the same (W, N) trials, candidate - baseline, and its interval.
 
-    Never narrower than for independent trials (Agresti & Min 2005), so that an observed difference of 0 has an
-    interval too.
+    Never narrower than for independent trials (Agresti & Min 2005), so that a difference of 0 has an interval too.
     """
     difference = candidate.astype(np.float64) - baseline.astype(np.float64)
     mean, (low, high) = mean_interval(difference, chosen)
@@ -131,7 +125,6 @@ def quantile_interval(values: np.ndarray, share: float, seed: int = 0) -> tuple[
 
 
 def _rank(count: int, share: float) -> int:
-    """Index of the quantile among ``count`` ascending values."""
     return min(count - 1, math.ceil(share * count) - 1)
 
 
@@ -152,15 +145,15 @@ class CacheQuality:
         acceptance: mean Σ min(p_baseline, p_candidate): the share of tokens drawn with this cache that speculative
             sampling against the baseline would accept.
         bits_per_value: bits of codes and scales per cached number.
-        cache_bytes_per_token: bytes of a whole cache of ``context`` tokens, tail, sinks and unused slots
-            included, divided by ``context``.
+        cache_bytes_per_token: bytes of a whole cache of ``context`` tokens, tail, sinks and unused slots included,
+            divided by ``context``.
         context: tokens of a text window; predictions are made after 1 to context - 1 of them.
         windows: windows of text, the independent samples of the intervals.
         needles: needles asked for; 0 if they were not measured.
         recall: share of needles answered exactly (greedy), or nan.
         delta_recall: recall minus the baseline's on the same needles, or nan.
-        delta_needle_nll: increase of the answers' negative log likelihood over the baseline's, nats, or nan; it
-            rises long before recall drops.
+        delta_needle_nll: increase of the answers' negative log likelihood over the baseline's, nats, or nan; it rises
+            long before recall drops.
         pareto: no other cache of the report has both a lower mean_kl and fewer cache bytes.
         ci: 95% confidence interval (low, high) of each figure that has one, by name; nan for one window.
     """
@@ -195,10 +188,7 @@ class NeedleQuality:
         kind: cache spec.
         context: tokens of a row.
         depth_from, depth_to: the depth range, as shares of the text before the questions.
-        needles: number of needles.
-        recall: share answered exactly (greedy).
-        delta_recall: recall minus the baseline's on the same needles.
-        delta_needle_nll: increase of the answers' negative log likelihood over the baseline's, nats.
+        needles, recall, delta_recall, delta_needle_nll: as in `CacheQuality`.
         ci: 95% confidence interval (low, high) of the last three, with rows as samples.
     """
 
@@ -220,14 +210,9 @@ def cache_quality(
     size: CacheSize,
     recall: NeedleQuality | None = None,
 ) -> CacheQuality:
-    """The figures of one cache; each row of the scores is a window.
+    """The figures of one cache; each row of the scores, (W, context - 1), is a window.
 
-    Args:
-        kind: cache spec.
-        scores: scores of the cache, (W, context - 1).
-        baseline: scores of the baseline on the same windows.
-        size: size of the cache.
-        recall: retrieval over the whole depth, if needles were measured.
+    ``recall`` is retrieval over the whole depth, if needles were measured.
     """
     nll, nll_ci = mean_interval(scores.nll)
     delta, delta_ci = mean_interval(scores.nll.astype(np.float64) - baseline.nll)
@@ -267,15 +252,9 @@ def needle_quality(
     depths: np.ndarray,
     between: tuple[float, float] = (0.0, 1.0),
 ) -> NeedleQuality:
-    """Retrieval of the needles whose depth lies in ``between``.
+    """Retrieval of the needles whose depth lies in ``between``, without its upper end unless that is 1.
 
-    Args:
-        kind: cache spec.
-        context: tokens of a row.
-        scores: scores of the cache at the questions, (R, pairs).
-        baseline: scores of the baseline at the same questions.
-        depths: (R, pairs), 0 to 1.
-        between: the depth range, without its upper end unless that is 1.
+    Scores and depths (0 to 1) are (R, pairs), R rows of ``context`` tokens.
     """
     low, high = between
     chosen = (depths >= low) & ((depths < high) | (high >= 1))
@@ -295,16 +274,13 @@ def compare_caches(
     *,
     baseline: KVCacheKind | str = KVCacheKind.FP16,
 ) -> list[CacheQuality]:
-    """Measures each kind of cache against the baseline on the same tokens.
+    """Measures each kind of cache against the baseline on the same tokens; one `CacheQuality` per kind, in order.
 
     Args:
         model: the model.
         ids: (B, T) token ids of real text; each row is one sample of the confidence intervals.
         kinds: cache specs to measure; "q8/q4" stores K and V differently.
         baseline: the cache to compare with.
-
-    Returns:
-        one `CacheQuality` per kind, in order.
     """
     names = [kind.value if isinstance(kind, KVCacheKind) else kind for kind in (baseline, *kinds)]
     sizes = [cache_size(model.cache_layout, name, ids.shape[-1]) for name in names]

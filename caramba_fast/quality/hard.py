@@ -1,10 +1,10 @@
 """Hard variants of a model: the same function, with keys or values that are harder to quantize.
 
 Large models have outlier channels, small ones do not, and outliers decide how much a 4-bit cache loses: one channel
-sets the scale of its quantization block. Outliers can be added without training. With RoPE, a pair of key dims may be
+sets the scale of its quantization block. They can be added without training. With RoPE, a pair of key dims may be
 multiplied by any factor if the query pair is divided by it, because RoPE rotates both dims of a pair together; a value
-channel may be multiplied if the matching column of the output projection is divided. The logits do not change, so
-whatever a cache loses on such a model is due to outliers.
+channel, if the matching column of the output projection is divided. The logits do not change, so whatever a cache loses
+on such a model is due to outliers.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ def scale_key_pairs(
 ) -> Transformer:
     """A copy of ``model`` with some RoPE pairs of K multiplied, and those of Q divided, by large factors.
 
-    ``count`` pairs of every layer and kv head are scaled, each by its own factor; the queries of the head's whole
-    group are divided by it. Decoupled attention: ``count`` pairs of K_geo, and as many single channels of K_sem,
-    which has no RoPE. With q/k norm, the factors go into the norms' weights, which all heads of a layer share, so
-    the same pairs are scaled in all heads.
+    ``count`` pairs of every layer and kv head are scaled, each by its own factor; the queries of the head's whole group
+    are divided by it. Decoupled attention: ``count`` pairs of K_geo, and as many single channels of K_sem, which has no
+    RoPE. With q/k norm, the factors go into the norms' weights, which all heads of a layer share, so the same pairs are
+    scaled in all heads.
 
     Args:
         model: a native model; it is not changed.
-        low: smallest factor.
-        high: largest factor; factors are log-uniform in between. Powers of two are exact in any dtype.
+        low, high: smallest and largest factor; log-uniform in between. Powers of two are exact in any dtype.
         count: pairs of each kv head.
         seed: seed of the pairs and factors.
 
@@ -60,15 +59,7 @@ def scale_value_channels(
 ) -> Transformer:
     """A copy of ``model`` with some channels of V multiplied, and their columns of o_proj divided, by large factors.
 
-    Args:
-        model: a native model, of standard or decoupled attention; it is not changed.
-        low: smallest factor.
-        high: largest factor; factors are log-uniform in between. Powers of two are exact in any dtype.
-        count: channels of each kv head.
-        seed: seed of the channels and factors.
-
-    Raises:
-        ValueError: factors that are not 0 < low <= high, or more channels than a head has.
+    ``count`` channels of each kv head are scaled; other arguments and errors as in `scale_key_pairs`.
     """
     draw = _Draw(low, high, count, seed)
     changed = split_projections(copy.deepcopy(model))
@@ -84,13 +75,10 @@ def scale_value_channels(
 
 
 def hard_variants(name: str) -> dict[str, Callable[[], Transformer]]:
-    """Functions that build the hard variants of a demo model, by name.
+    """Functions that build the hard variants of a demo model, by name; ValueError for an unknown model.
 
-    "outliers-8" scales key pairs by 8, "outliers-64" by 2 to 64, "value-outliers" value channels by 8 to 64, and
-    "bias" (gqa) is `load_demo("gqa/bias")`, which was trained with key biases.
-
-    Raises:
-        ValueError: an unknown name; the message lists the known ones.
+    "outliers-8" scales key pairs by 8, "outliers-64" by 2 to 64, "value-outliers" value channels by 8 to 64, and "bias"
+    (gqa) is `load_demo("gqa/bias")`, which was trained with key biases.
     """
     if name not in NAMES:
         raise ValueError(f"unknown demo model {name!r}; known are {', '.join(NAMES)}")

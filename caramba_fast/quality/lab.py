@@ -52,8 +52,8 @@ def measure(
 ) -> QualityReport:
     """Figures of each cache at each context length, with confidence intervals.
 
-    Predictions on text are made after 1 to context - 1 tokens of a window. Needles are hidden in rows of
-    ``context`` tokens (`recall_rows`), the same for every cache.
+    Predictions on text are made after 1 to context - 1 tokens of a window. Needles are hidden in rows of ``context``
+    tokens (`recall_rows`), the same for every cache.
 
     Args:
         forward: the model (`cached_forward`).
@@ -71,8 +71,8 @@ def measure(
         progress: called as work is done.
 
     Raises:
-        ValueError: an unknown spec or one that does not fit the model, too little text, too short a
-            context, or a folder of another measurement.
+        ValueError: an unknown spec or one that does not fit the model, too little text, too short a context, or a
+            folder of another measurement.
     """
     text = np.asarray(text_ids, dtype=np.int64)
     names = list(dict.fromkeys((baseline, *specs)))
@@ -186,7 +186,6 @@ def _figures(
 
 
 def _by_cache(scores: Sequence[ByCache]) -> ByCache:
-    """Each cache's scores, concatenated over batches."""
     return {
         name: Scores.joined([s[name] for s in scores]) for name in (scores[0] if scores else ())
     }

@@ -1,7 +1,7 @@
 """Needles: lines hidden in text that the model must retrieve later (needle in a haystack).
 
-A line reads ``#: key = value``; key and value are words of one token each. A model whose cache is accurate completes
-``#: key =`` with the value given earlier. The demo model is trained on lines of this format.
+A line reads ``#: key = value``; key and value are words of one token each. The model has to complete ``#: key =`` with
+the value given earlier. The demo model is trained on lines of this format.
 """
 
 from __future__ import annotations
@@ -52,12 +52,9 @@ class RecallFormat:
     def of(cls, tokenizer: Tokenizer) -> RecallFormat:
         """Uses every one-token lower-case word of the vocabulary as key or value.
 
-        The rest of a line is taken from two consecutive tokenized lines, since a tokenizer may tokenize the start
-        of a text differently.
-
-        Raises:
-            ValueError: fewer than 64 such words, or lines that are not written as
-                ``prefix key infix value suffix``.
+        The rest of a line is taken from two consecutive tokenized lines, since a tokenizer may tokenize the start of a
+        text differently. Raises ValueError for fewer than 64 such words, or lines not of the form ``prefix key infix
+        value suffix``.
         """
         vocab = tokenizer.get_vocab()
         words = sorted((index, token) for token, index in vocab.items() if _WORD.match(token))
@@ -107,16 +104,10 @@ def needle_prompt(
     rng: np.random.Generator,
     distractors: int = 8,
 ) -> tuple[np.ndarray, int]:
-    """A prompt of ``text`` with one needle ``distance`` tokens before the question.
+    """A prompt of ``text`` with one needle ``distance`` tokens before the question, (N,) int64, and the value's id.
 
-    ``distractors`` other lines are inserted at random line starts, so that copying the latest value does not work.
-
-    Args:
-        text: token ids to hide the needle in; at least ``distance`` of them.
-        distance: tokens from the needle's value to the position where it must be predicted.
-
-    Returns:
-        prompt (N,) int64, ending right before the value, and the value's token id.
+    It ends right before the value to be predicted; ``text`` has at least ``distance`` tokens. ``distractors`` other
+    lines are inserted at random line starts, so that copying the latest value does not work.
     """
     text = np.asarray(text, dtype=np.int64)
     if len(text) < distance:
@@ -164,10 +155,9 @@ def recall_rows(
 ) -> RecallRow:
     """Hides ``pairs`` lines ``#: key = value`` in a text and asks for all of them, in random order.
 
-    Each question is followed by its true value, so that one forward pass measures every needle, independently of
-    the model's answers. Keys and values of a row are all different, so that each answer is determined by its line
-    alone. Lines are inserted at random line starts, one in each of ``pairs`` equal parts of the text (rounded to
-    line starts).
+    Each question is followed by its true value, so that one forward pass measures every needle, independently of the
+    model's answers. Keys and values of a row are all different, so that each answer is determined by its line alone.
+    Lines are inserted at random line starts, one in each of ``pairs`` equal parts of the text (rounded to line starts).
 
     Args:
         form: the line format.

@@ -107,7 +107,7 @@ def draw_size(axis: Any, x: float, words: str, colour: str, words_colour: str) -
 def write_labels(axis: Any, labels: Sequence[tuple[str, float, float]]) -> None:
     """Writes each (words, x, y) beside its point, at the first place that overlaps neither a point nor a label.
 
-    The axes must be in their final position: call ``figure.draw_without_rendering()`` before.
+    Call ``figure.draw_without_rendering()`` before: the axes must be in their final position.
     """
     scale = 72 / axis.figure.dpi
     places = [axis.transData.transform((x, y)) * scale for _, x, y in labels]
@@ -136,11 +136,8 @@ def _meet(a: Box, b: Box) -> bool:
 def plot_report(report: QualityReport, title: str = "") -> Figure:
     """Mean KL (log scale, with its interval) against bytes per token, one panel per context.
 
-    Caches of the Pareto front are filled and joined by a line. The baseline, whose KL is 0, is a vertical
-    line at its size.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is missing (``pip install matplotlib``).
+    Caches of the Pareto front are filled and joined by a line. The baseline, whose KL is 0, is a vertical line at its
+    size. Raises ModuleNotFoundError without matplotlib (``pip install matplotlib``).
     """
     kinds = list(dict.fromkeys(r.kind for r in report.rows if r.kind != report.baseline))
     numbered = len(kinds) > _FEW or any(len(kind) > _SHORT for kind in kinds)
@@ -182,7 +179,6 @@ def save_plot(report: QualityReport, path: str | Path, title: str = "") -> None:
 
 
 def _shown(rows: list[CacheQuality], labels: dict[str, str]) -> list[CacheQuality]:
-    """The rows a logarithmic axis can show."""
     return [row for row in rows if row.kind in labels and 0 < row.mean_kl < math.inf]
 
 

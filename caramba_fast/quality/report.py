@@ -50,11 +50,7 @@ class QualityReport:
         return str(self.about.get("baseline", ""))
 
     def row(self, kind: str, context: int | None = None) -> CacheQuality:
-        """The figures of one cache, at the first context by default.
-
-        Raises:
-            KeyError: it was not measured; the message lists the measured caches.
-        """
+        """The figures of one cache, at the first context by default; raises KeyError if it was not measured."""
         wanted = self.contexts[0] if context is None and self.rows else context
         for row in self.rows:
             if (row.kind, row.context) == (kind, wanted):
@@ -75,11 +71,7 @@ class QualityReport:
 
     @classmethod
     def from_json(cls, path: str | Path) -> QualityReport:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            ValueError: the file is damaged or not a report.
-        """
+        """Reads what `to_json` wrote; raises ValueError if the file is damaged or not a report."""
         try:
             content = read_json(path)
             return cls(
@@ -103,11 +95,7 @@ class QualityReport:
 
 
 def read_csv(path: str | Path) -> list[CacheQuality]:
-    """Reads the rows that `QualityReport.to_csv` wrote.
-
-    Raises:
-        ValueError: the file is not such a table.
-    """
+    """Reads the rows that `QualityReport.to_csv` wrote; raises ValueError if the file is not such a table."""
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
             return [_row(CacheQuality, _nested(line)) for line in csv.DictReader(file)]

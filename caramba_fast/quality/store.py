@@ -1,6 +1,6 @@
 """ScoreStore: scores of a measurement, saved in a folder so that an interrupted run can resume.
 
-Each file has the scores of one cache on one batch. It is named by a digest of everything its numbers depend on, and
+Each file has the scores of one cache on one batch, is named by a digest of everything its numbers depend on, and
 written atomically. ``manifest.json`` describes the measurement; the folder has no other files.
 """
 
@@ -43,8 +43,7 @@ class ScoreStore:
         settings: what all scores in the folder have in common, JSON values.
 
     Raises:
-        ValueError: the folder was made with other settings (the message names those that differ), or its
-            manifest is damaged.
+        ValueError: the folder was made with other settings, which the message names, or its manifest is damaged.
     """
 
     def __init__(self, folder: str | Path | None, settings: dict[str, Any]) -> None:
@@ -64,10 +63,7 @@ class ScoreStore:
         return FileLock(self.folder / ".lock")
 
     def load(self, spec: str, batch: Batch) -> Scores | None:
-        """The scores of ``spec`` on the batch, or None.
-
-        A damaged file causes a warning and counts as missing.
-        """
+        """The scores of ``spec`` on the batch, or None; a damaged file causes a warning and counts as missing."""
         if self.folder is None or not (file := self._file(spec, batch)).is_file():
             return None
         try:

@@ -1,9 +1,8 @@
 """The text that caches are measured on: windows of text, and rows with hidden needles, in batches.
 
 Tokens are real text, from the caller or sampled from the model, never random ids: attention to random ids is unlike
-attention in use, and a cache that ruins real text may look harmless on them.
-
-Everything is drawn with a seed; asking for more tokens or needles extends the earlier draw.
+attention in use, and a cache that ruins real text may look harmless on them. Everything is drawn with a seed; asking
+for more tokens or needles extends the earlier draw.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ def _behind_bos(rows: np.ndarray, bos_token_id: int | None) -> np.ndarray:
 def rows_of_text(ids: Tensor, model: LanguageModel) -> Tensor:
     """Token ids of real text, (N,) or (B, T), as rows (B, T).
 
-    Raises:
-        ValueError: another shape, no ids, or ids outside the vocabulary.
+    Raises ValueError for another shape, no ids, or ids outside the vocabulary.
     """
     rows = ids[None] if ids.ndim == 1 else ids
     if rows.ndim != 2 or rows.numel() == 0:
@@ -125,10 +123,9 @@ class Windows:
 
 @torch.no_grad()
 def sample_text(model: LanguageModel, rows: int, length: int, seed: int = 0) -> Tensor:
-    """Text sampled from the model at temperature 1, (rows, length) int64 on the CPU.
+    """Text sampled from the model at temperature 1, (rows, length) int64 on the CPU, with an unquantized cache.
 
     It starts from the model's bos token, else from eos (which precedes a new document), else from a random token.
-    Sampling uses an unquantized cache.
     """
     rng = torch.Generator().manual_seed(seed)
     first = _first_token(model)
@@ -193,10 +190,8 @@ def text_batches(
 ) -> Iterator[Batch]:
     """Windows of ``context`` tokens in random order, ``tokens`` in all if the text has as many.
 
-    Windows do not overlap. If given, ``bos_token_id`` is the first token of each.
-
-    Raises:
-        ValueError: the text, or ``tokens``, is too short for two windows.
+    Windows do not overlap and start with ``bos_token_id``, if given. Raises ValueError if the text, or ``tokens``, is
+    too short for two.
     """
     size = context - (bos_token_id is not None)
     there, wanted = len(text) // size, tokens // context
@@ -222,8 +217,7 @@ def needle_batches(
 ) -> Iterator[Batch]:
     """Rows of ``context`` tokens with hidden needles, ``needles`` or somewhat more in all.
 
-    Raises:
-        ValueError: the context is too short for a needle, or the text too short for a row.
+    Raises ValueError if the context is too short for a needle, or the text too short for a row.
     """
     bos = int(bos_token_id is not None)
     pairs = min(pairs_that_fit(form, context - bos), max(1, needles // _FEWEST_ROWS))
