@@ -29,6 +29,7 @@ from caramba_fast.hf.changing_rope import (
     dynamic_ropes,
     rope_limit,
 )
+from caramba_fast.hf.compat import CACHE
 from caramba_fast.hf.layers import DropoutActiveError, TensorsNeededError
 from caramba_fast.hf.packed_trial import COMPILED, is_compiled, why_not_beside
 from caramba_fast.hf.row_layout import LeftPadded, RightPadded, RowLayout
@@ -247,7 +248,7 @@ class HuggingFaceModel(ModelFacts):
         with our_attention(self._capabilities.configs), as_if_new(self._ropes):
             logits: Tensor = self.model(
                 input_ids=ids[None], position_ids=batch.positions[None], use_cache=True,
-                past_key_values=RaggedCache(batch, self._capabilities.places), **options,
+                **{CACHE: RaggedCache(batch, self._capabilities.places)}, **options,
             ).logits[0]  # fmt: skip
         return logits[: len(rows)] if options else torch.index_select(logits, 0, rows)
 
@@ -320,7 +321,7 @@ class HuggingFaceModel(ModelFacts):
             FIRST_PASS[kv_cache] = layout.total
         with attention, as_if_new(self._ropes):
             logits = self.model(
-                input_ids=layout.to_layout(ids), past_key_values=cache, use_cache=True, **options
+                input_ids=layout.to_layout(ids), use_cache=True, **{CACHE: cache}, **options
             ).logits
         if index is None:
             return layout.from_layout(logits, 1, ids.shape[1])

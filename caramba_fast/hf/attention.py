@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from caramba_fast.hf.compat import weights_are_recorded
+from caramba_fast.hf.compat import CACHE, weights_are_recorded
 from caramba_fast.hf.layers import PackedLayer, check_no_dropout
 from caramba_fast.hf.lazy_tensors import PackedStates, values_of, without_gradient
 from caramba_fast.hf.masks import PatternMask
@@ -131,7 +131,7 @@ def _warn_of_stock_cache(module: nn.Module, query: Tensor, key: Any) -> None:
             getattr(module, "config", None),
             "stock cache",
             "a model with our attention decodes with a cache of transformers, which is not packed: forward passes of "
-            "one's own need past_key_values=CarambaCache(model, ...); generate() of an accelerated model makes it, "
+            f"one's own need {CACHE}=CarambaCache(model, ...); generate() of an accelerated model makes it, "
             "though not for the second pass of guidance_scale, whose cache stays as it is",
         )
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from caramba_fast.cache import AnyLayerShape, LayerShape
 from caramba_fast.hf.compat import (
+    CACHE,
     EMPTY,
     is_chunked,
     is_hybrid,
@@ -263,8 +264,8 @@ def _reason(model: Any) -> str | None:
         return "its weights are on the meta device: load them first"
     if model.dtype == torch.float64:
         return "its weights are float64: model.float() makes them float32"
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
-        return "its forward takes no past_key_values: it keeps no keys and values"
+    if CACHE not in inspect.signature(model.forward).parameters:
+        return f"its forward takes no {CACHE}: it keeps no keys and values"
     return None
 
 

@@ -37,6 +37,14 @@ from transformers.cache_utils import (  # noqa: E402
     DynamicLayer,
     DynamicSlidingWindowLayer,
 )
+from transformers.generation import GenerationMixin  # noqa: E402
+
+#: The argument of ``forward`` and ``generate`` that holds the cache: "cache" from 5.24 on.
+CACHE = next(
+    name
+    for name in ("cache", "past_key_values")
+    if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+)
 
 #: Whether `Cache.crop` takes the tokens to remove, as a number <= 0. Older versions take the length to keep, or a
 #: negative number of tokens to remove.

@@ -20,7 +20,7 @@ from caramba_fast.hf import rotary
 from caramba_fast.hf.attention import caramba_attention
 from caramba_fast.hf.capabilities import check_cacheable, unwrapped
 from caramba_fast.hf.changing_rope import rereads_beyond
-from caramba_fast.hf.compat import CROP_REMOVES
+from caramba_fast.hf.compat import CACHE, CROP_REMOVES
 from caramba_fast.hf.masks import caramba_mask
 from caramba_fast.hf.packed_cache import CarambaCache, StoringCache
 from caramba_fast.hf.packed_trial import is_compiled
@@ -223,7 +223,7 @@ def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     bound.apply_defaults()
     config, model_kwargs = bound.arguments["generation_config"], bound.arguments["model_kwargs"]
     room = int(bound.arguments["max_cache_length"])
-    given = model_kwargs.get("past_key_values")
+    given = model_kwargs.get(CACHE)
     if isinstance(given, CarambaCache):
         given.reserve(room)
     _dynamic_if_assisted(config, bound.arguments["generation_mode"])
@@ -248,7 +248,7 @@ def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         made = CarambaCache.of(model, state.settings, room, offloading=wanted == "offloaded")
     if getattr(config, "is_assistant", False) and hasattr(made, "activate_past_recording"):
         made.activate_past_recording()  # rejected draft tokens are rolled back
-    model_kwargs["past_key_values"] = made
+    model_kwargs[CACHE] = made
     return None
 
 
@@ -260,11 +260,11 @@ def _prepare_inputs(
     The model's own method drops the cache at that point, and transformers would make a stock one. Here our cache is
     reset and refilled instead. transformers looks for ``inputs_embeds`` in the signature.
     """
-    given, own = kwargs.get("past_key_values"), getattr(type(model), INPUTS)
+    given, own = kwargs.get(CACHE), getattr(type(model), INPUTS)
     found: dict[str, Any] = own(model, input_ids, inputs_embeds=inputs_embeds, **kwargs)
-    if isinstance(given, StoringCache) and found.get("past_key_values") is None:
+    if isinstance(given, StoringCache) and found.get(CACHE) is None:
         given.reset()
-        found["past_key_values"] = given
+        found[CACHE] = given
         ids = found.get("input_ids")
         if found.get("cache_position") is not None and ids is not None:  # older transformers
             found["cache_position"] = torch.arange(ids.shape[1], device=ids.device)

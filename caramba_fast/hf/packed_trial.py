@@ -25,7 +25,7 @@ from caramba_fast.cache import (
     Stretch,
 )
 from caramba_fast.config import KVCacheKind, KVCacheTensorConfig
-from caramba_fast.hf.compat import stock_layers
+from caramba_fast.hf.compat import CACHE, stock_layers
 from caramba_fast.hf.growing_layer import CarambaLayer
 from caramba_fast.hf.hybrid_layer import packed_layers
 from caramba_fast.hf.layers import Common, TensorsNeededError
@@ -66,7 +66,7 @@ def padding_error(model: PreTrainedModel) -> float:
         first = start if cache is None or not cache.get_seq_length() else 0
         out = model(
             input_ids=ids[:, start:stop], attention_mask=mask[:, first:stop],
-            past_key_values=cache, use_cache=cache is not None, **options,
+            use_cache=cache is not None, **{CACHE: cache}, **options,
         )  # fmt: skip
         return out.logits[:, -1].float()
 
@@ -223,7 +223,7 @@ def _alone(model: PreTrainedModel, ids: Tensor) -> Tensor:
     places = torch.arange(ids.shape[1], device=ids.device)[None]
     cache = Cache(layers=stock_layers(model.config.get_text_config(decoder=True)))
     logits: Tensor = model(
-        input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True
+        input_ids=ids, position_ids=places, use_cache=True, **{CACHE: cache}
     ).logits
     return logits[0, -1].float()
 
@@ -244,7 +244,7 @@ def _packed(
         ids[b, :count] = torch.tensor(row[first : first + count])
     logits = model(
         input_ids=ids.to(layout.device), position_ids=layout.position_ids, use_cache=True,
-        past_key_values=StepCache(cache, layout, places, lenders),
+        **{CACHE: StepCache(cache, layout, places, lenders)},
     ).logits  # fmt: skip
     return [logits[b, count - 1].float() for b, count in enumerate(new)]
 
@@ -273,5 +273,5 @@ def dequantizations(model: PreTrainedModel) -> int:
             if takes_positions:
                 given["position_ids"] = places[None].to(ids.device)
             part = ids[:, : len(places)]
-            model(input_ids=part, past_key_values=cache, use_cache=True, **given)
+            model(input_ids=part, use_cache=True, **{CACHE: cache}, **given)
     return common.dequantized

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from caramba_fast.cache import AnyLayerShape, LayerShape
 from caramba_fast.hf.compat import (
+    CACHE,
     HYBRIDS,
     LinearAttentionLayer,
     is_hybrid,
@@ -61,7 +62,7 @@ def probe(model: PreTrainedModel) -> tuple[dict[int, AnyLayerShape], int]:
     ids = torch.full((1, 3), token, dtype=torch.int64, device=embeddings.weight.device)
     try:
         with evaluating(model):
-            logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+            logits = model(input_ids=ids, use_cache=True, **{CACHE: cache}).logits
     except (ValueError, AttributeError, TypeError, NotImplementedError, IndexError) as error:
         reason = f"its layers do not work with a cache of keys and values alone ({error})"
         raise cannot_be_served(model, reason) from error

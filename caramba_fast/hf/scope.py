@@ -159,7 +159,7 @@ def _attends_itself(layer: type[nn.Module]) -> bool:
         code = inspect.getsource(layer.forward)
     except (OSError, TypeError):  # not from a file
         return False
-    return bool(re.search(r"past_key_values?\.update\(", code)) and INTERFACE not in code
+    return bool(re.search(r"\b(past_key_values?|cache)\.update\(", code)) and INTERFACE not in code
 
 
 @contextmanager
