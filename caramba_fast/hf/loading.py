@@ -87,18 +87,25 @@ def _from_gguf(
 
     file = GgufFile(path)
     given = {name: value for name, value in file.config.items() if value is not None}
-    config, wanted = AutoConfig.for_model(**given), dtype or file.dtype
-    with torch.device("meta"):
-        kind: Any = type(AutoModelForCausalLM.from_config(config))
-    loaded = kind.from_pretrained(
-        None,
-        config=config,
-        state_dict=file.state(wanted),
-        dtype=wanted,
-        output_loading_info=True,
-    )
+    wanted = dtype or file.dtype
+    state = file.state(wanted)
+    try:
+        config = AutoConfig.for_model(**given)
+        with torch.device("meta"):
+            kind: Any = type(AutoModelForCausalLM.from_config(config))
+        loaded = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype=wanted,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+        )
+    except Exception as error:  # as above
+        raise CheckpointError(f"{path} cannot be loaded by transformers: {error}") from error
     model, report = loaded
-    wrong = {what: sorted(report.get(f"{what}_keys") or ()) for what in ("missing", "unexpected")}
+    kinds = ("missing", "unexpected", "mismatched")
+    wrong = {what: sorted(report.get(f"{what}_keys") or ()) for what in kinds}
     if any(wrong.values()):
         said = "; ".join(
             f"{what} {', '.join(map(str, names[:8]))}" for what, names in wrong.items() if names

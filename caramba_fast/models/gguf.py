@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from caramba_fast.config.files import shown
 from caramba_fast.models.config import CheckpointError
 
 SUFFIX = ".gguf"
@@ -88,6 +89,8 @@ class GgufFile:
             raise CheckpointError(
                 f"{path.name}: the architecture is {self.architecture!r}; allowed are {', '.join(ARCHITECTURES)}"
             )
+        if reason := _why_misread(reader, self._said.get("split.count")):
+            raise self._wrong(reason)
         self._check_types()
         self.config = self._config()
 
@@ -133,17 +136,36 @@ class GgufFile:
             raise self._wrong(f"{self.architecture}.{name} is missing")
         return found
 
+    def _size(self, name: str, default: int | None = None) -> int:
+        """A positive integer; it has to be there where there is no default."""
+        found = self._need(name) if default is None else self._get(name, default)
+        if type(found) is not int or not 0 < found < 2**31:
+            raise self._wrong(
+                f"{self.architecture}.{name} is {shown(found)}; a positive integer below 2**31 is needed"
+            )
+        return found
+
+    def _number(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0; it has to be there where there is no default."""
+        found = self._need(name) if default is None else self._get(name, default)
+        if type(found) not in (int, float) or not 0 < found < math.inf:
+            raise self._wrong(
+                f"{self.architecture}.{name} is {shown(found)}; a finite number above 0 is needed"
+            )
+        return float(found)
+
     def _config(self) -> dict[str, Any]:
         if self._get("expert_count"):
             raise self._wrong("mixtures of experts are not supported")
         if "token_embd.weight" not in self._tensors:
             raise self._wrong("token_embd.weight is missing")
-        heads = self._need("attention.head_count")
-        kv_heads = self._get("attention.head_count_kv", heads)
-        if not isinstance(heads, int) or not isinstance(kv_heads, int):
-            raise self._wrong("attention.head_count differs from layer to layer: not supported")
-        hidden = self._need("embedding_length")
-        head = self._get("attention.key_length", self._get("rope.dimension_count", hidden // heads))
+        for name in ("attention.head_count", "attention.head_count_kv"):
+            if isinstance(self._get(name), list):
+                raise self._wrong(f"{name} differs from layer to layer: not supported")
+        heads, hidden = self._size("attention.head_count"), self._size("embedding_length")
+        kv_heads = self._size("attention.head_count_kv", heads)
+        head = self._size("rope.dimension_count", hidden // heads)
+        head = self._size("attention.key_length", head)
         for name in ("attention.value_length", "rope.dimension_count"):
             if self._get(name, head) != head:
                 raise self._wrong(
@@ -153,11 +175,11 @@ class GgufFile:
         config = {
             "model_type": ARCHITECTURES[self.architecture],
             "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),
-            "hidden_size": hidden, "intermediate_size": self._need("feed_forward_length"),
-            "num_hidden_layers": self._need("block_count"), "num_attention_heads": heads,
+            "hidden_size": hidden, "intermediate_size": self._size("feed_forward_length"),
+            "num_hidden_layers": self._size("block_count"), "num_attention_heads": heads,
             "num_key_value_heads": kv_heads, "head_dim": head,
-            "max_position_embeddings": self._need("context_length"),
-            "rms_norm_eps": self._need("attention.layer_norm_rms_epsilon"),
+            "max_position_embeddings": self._size("context_length"),
+            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "bos_token_id": self._id("bos"), "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
             "pad_token_id": self._id("padding"),
@@ -187,11 +209,13 @@ class GgufFile:
         return [end for end in dict.fromkeys(ids) if end is not None and 0 <= end < rows]
 
     def _rope(self, config: dict[str, Any]) -> dict[str, Any]:
-        """``rope_parameters``; raises CheckpointError for an unknown scaling."""
-        base = float(self._get("rope.freq_base", 10000.0))
-        factor = self._get("rope.scaling.factor", self._get("rope.scale_linear"))
-        # In llama.cpp a scaling without a type is linear, and 0 is none.
-        kind = self._get("rope.scaling.type", "none" if factor in (None, 0.0, 1.0) else "linear")
+        """``rope_parameters``; raises CheckpointError for a scaling that is not known."""
+        base = self._number("rope.freq_base", 10000.0)
+        names = ("rope.scaling.factor", "rope.scale_linear")
+        given = [name for name in names if self._get(name) is not None][:1]
+        # llama.cpp takes a scaling without a type for linear, and 0 for no scaling.
+        factor = next((self._number(name) if self._get(name) else 1.0 for name in given), None)
+        kind = self._get("rope.scaling.type", "none" if factor in (None, 1.0) else "linear")
         if ROPE_FACTORS in self._tensors:
             if kind != "none":
                 raise self._wrong(f"{ROPE_FACTORS} and rope.scaling.type {kind!r} are both given")
@@ -199,22 +223,29 @@ class GgufFile:
         if kind == "none":
             return {"rope_type": "default", "rope_theta": base}
         if factor is None and kind in ("linear", "yarn"):
-            factor = self._need("rope.scaling.factor")
-        factor = factor or 1.0
+            factor = self._number("rope.scaling.factor")
         if kind == "linear":
-            return {"rope_type": "linear", "rope_theta": base, "factor": float(factor)}
-        if kind != "yarn" or self._get("rope.scaling.yarn_log_multiplier"):
+            return {"rope_type": "linear", "rope_theta": base, "factor": factor}
+        plain = {"log_multiplier": (None, 0.0), "attn_factor": (None,), "ext_factor": (None, 1.0)}
+        own = [
+            f"yarn_{n}"
+            for n, same in plain.items()
+            if self._get(f"rope.scaling.yarn_{n}") not in same
+        ]
+        if kind != "yarn" or own:
             raise self._wrong(
-                f"rope.scaling.type is {kind!r}; allowed are none, linear, and yarn without a log multiplier"
+                f"rope.scaling.type is {shown(kind)}{''.join(f' with {name}' for name in own)}; allowed are none, "
+                "linear, and yarn without a log multiplier, attn_factor or ext_factor of its own"
             )
+        factor = factor or 1.0
         found = {
-            "rope_type": "yarn", "rope_theta": base, "factor": float(factor),
-            "original_max_position_embeddings": self._need("rope.scaling.original_context_length"),
-            "attention_factor": self._get("rope.scaling.attn_factor", 1.0) * (1 + 0.1 * math.log(factor)),
+            "rope_type": "yarn", "rope_theta": base, "factor": factor,
+            "original_max_position_embeddings": self._size("rope.scaling.original_context_length"),
+            "attention_factor": self._number("rope.scaling.attn_factor", 1.0) * (1 + 0.1 * math.log(factor)),
         }  # fmt: skip
         for name in ("beta_fast", "beta_slow"):
-            if (value := self._get(f"rope.scaling.yarn_{name}")) is not None:
-                found[name] = value
+            if self._get(f"rope.scaling.yarn_{name}") is not None:
+                found[name] = self._number(f"rope.scaling.yarn_{name}")
         return found
 
     def _llama3(self, base: float, head: int) -> dict[str, Any]:
@@ -238,18 +269,18 @@ class GgufFile:
         """Further fields of Gemma 3: two kinds of layers with their own RoPE, and a scale of queries."""
         layers, head = config["num_hidden_layers"], config["head_dim"]
         scaled_by = GEMMA_27B[1] if layers == GEMMA_27B[0] else head
-        every = self._get("attention.sliding_window_pattern", 6)
-        if not isinstance(every, int):
+        if isinstance(self._get("attention.sliding_window_pattern"), list):
             raise self._wrong("attention.sliding_window_pattern is a list: not supported")
+        every = self._size("attention.sliding_window_pattern", 6)
         near = {
             "rope_type": "default",
-            "rope_theta": float(self._get("rope.freq_base_swa", 10000.0)),
+            "rope_theta": self._number("rope.freq_base_swa", 10000.0),
         }
         kinds = [
             "sliding_attention" if (n + 1) % every else "full_attention" for n in range(layers)
         ]
         return {
-            "query_pre_attn_scalar": scaled_by, "sliding_window": self._need("attention.sliding_window"),
+            "query_pre_attn_scalar": scaled_by, "sliding_window": self._size("attention.sliding_window"),
             "layer_types": kinds,
             "rope_parameters": {"full_attention": self._rope(config), "sliding_attention": near},
             "final_logit_softcapping": self._get("final_logit_softcapping"),
@@ -286,6 +317,10 @@ class GgufFile:
         role = name.split(".")[-2]
         if self.architecture == "llama" and role in heads:
             count = self.config[heads[role]]
+            if len(values) % (2 * count):
+                raise self._wrong(
+                    f"{name} has {len(values)} rows, which {count} heads do not share evenly"
+                )
             turned = values.reshape(count, -1, 2, *values.shape[1:]).swapaxes(1, 2)
             return turned.reshape(values.shape)
         return values
@@ -295,3 +330,28 @@ def _parts(reader: Any, name: str) -> list[np.ndarray]:
     """The parts of a list in a file; `contents` of a field is several times slower."""
     field = reader.fields.get(name)
     return [] if field is None else [field.parts[index] for index in field.data]
+
+
+def _why_misread(reader: Any, parts: Any) -> str | None:
+    """Why the gguf package would read a file without complaint, and wrongly; None if it would not.
+
+    Args:
+        reader: of the file.
+        parts: of how many files it says that it is one.
+    """
+    if parts not in (None, 0, 1):
+        return (
+            f"it is one of {shown(parts)} parts of a model (split.count); merge them first, with "
+            "llama-gguf-split --merge"
+        )
+    if reader.byte_order == "S":
+        return "its byte order is not this machine's; files in that order are supported"
+    start = int(reader.data_offset)
+    for tensor in reader.tensors:
+        if int(tensor.data_offset) != start:
+            return (
+                f"{shown(tensor.name)} begins at byte {tensor.data_offset}, and the tensor before it ends at {start}: "
+                "the file is damaged"
+            )
+        start += -(-int(tensor.n_bytes) // reader.alignment) * reader.alignment
+    return None

@@ -59,6 +59,12 @@ def rope_freqs(head: int) -> np.ndarray:
     return np.array(found, dtype=np.float32)
 
 
+YARN = {
+    "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32,
+}  # fmt: skip
+GEMMA = dict(
+    num_hidden_layers=7, head_dim=32, query_pre_attn_scalar=32, sliding_window=16, tie_word_embeddings=True,
+)  # fmt: skip
 CASES = {
     "llama": (tiny, ("llama",), {}, "llama", {}),
     "llama, tied, a head of its own": (tiny, ("llama",), dict(tie_word_embeddings=True, head_dim=32), "llama", {}),
@@ -84,20 +90,16 @@ CASES = {
         tiny, ("qwen2",), dict(rope_parameters={
             "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32,
         }), "qwen2", {
-            "rope.freq_base": 1e6, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
-            "rope.scaling.original_context_length": 32,
+            "rope.freq_base": 1e6, **YARN,
         },
     ),
     "qwen3, a head of its own": (tiny, ("qwen3",), dict(head_dim=32), "qwen3", {"rope.freq_base": 10000.0}),
     "gemma3": (
-        tiny, ("gemma3_text",), dict(
-            num_hidden_layers=7, head_dim=32, query_pre_attn_scalar=32, sliding_window=16, tie_word_embeddings=True,
-        ), "gemma3", {"rope.freq_base": 1e6, "attention.sliding_window": 16},
+        tiny, ("gemma3_text",), GEMMA, "gemma3", {"rope.freq_base": 1e6, "attention.sliding_window": 16},
     ),
     "gemma3, linear": (
         tiny, ("gemma3_text",), dict(
-            num_hidden_layers=7, head_dim=32, query_pre_attn_scalar=32, sliding_window=16, tie_word_embeddings=True,
-            rope_parameters={
+            **GEMMA, rope_parameters={
                 "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
             },
@@ -223,12 +225,84 @@ def test_the_tokenizer_comes_with_it(tmp_path):
         ("llama", {}, {"rope_freqs.weight": np.full(8, 3.0, np.float32)}, "not the scaling of Llama 3"),
         ("llama", {}, {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}, "'blk.0.attn_sinks.weight'"),
         ("llama", {"block_count": 3}, {}, "missing model.layers.2"),
+        ("llama", {"attention.head_count": 0}, {}, "llama.attention.head_count is 0; a positive integer"),
+        ("llama", {"attention.head_count": 1000}, {}, "64 rows, which 1000 heads do not share evenly"),
+        ("llama", {"embedding_length": "x"}, {}, "llama.embedding_length is 'x'; a positive integer"),
+        ("llama", {"rope.freq_base": "x"}, {}, "llama.rope.freq_base is 'x'; a finite number above 0"),
+        ("llama", {"rope.scale_linear": float("nan")}, {}, "llama.rope.scale_linear is nan; a finite number"),
+        ("qwen2", {**YARN, "rope.scaling.yarn_attn_factor": 1.0}, {}, "'yarn' with yarn_attn_factor; allowed"),
+        ("qwen2", {**YARN, "rope.scaling.yarn_ext_factor": 0.0}, {}, "'yarn' with yarn_ext_factor; allowed"),
     ],
 )  # fmt: skip
 def test_what_is_not_known_is_refused_by_name(tmp_path, architecture, said, extra, message):
     write_gguf(tmp_path / "m.gguf", tiny("llama"), architecture, said=said, extra=extra)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("attention.layer_norm_rms_epsilon", float("nan"), "rms_epsilon is nan; a finite number"),
+        ("rope.freq_base", 0.0, "gemma3.rope.freq_base is 0.0; a finite number"),
+        ("rope.scaling.factor", -1.0, "gemma3.rope.scaling.factor is -1.0; a finite number"),
+        ("attention.sliding_window_pattern", 0, "sliding_window_pattern is 0; a positive integer"),
+        ("block_count", "x", "gemma3.block_count is 'x'; a positive integer"),
+        ("feed_forward_length", 95, "mismatched .*mlp.down_proj.weight"),
+        ("attention.head_count", 3, "cannot be loaded by transformers"),
+    ],
+)
+def test_settings_of_gemma_that_it_cannot_have_are_refused(
+    tmp_path: Path, name: str, value: Any, message: str
+) -> None:
+    said = {"rope.freq_base": 1e6, "attention.sliding_window": 16, name: value}
+    write_gguf(tmp_path / "m.gguf", tiny("gemma3_text", **GEMMA), "gemma3", said=said)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path / "m.gguf")
+
+
+def test_a_part_of_a_model_is_no_model_with_tied_embeddings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output matrix may be in another part."""
+    import support.gguf_files as files
+
+    monkeypatch.setattr(
+        files, "_add_tokenizer", lambda writer, *_: writer.add_uint16("split.count", 2)
+    )
+    write_gguf(tmp_path / "m-00001-of-00002.gguf", tiny("llama", tie_word_embeddings=True), "llama")
+    with pytest.raises(
+        CheckpointError, match=r"one of 2 parts of a model \(split.count\); merge them"
+    ):
+        load(tmp_path / "m-00001-of-00002.gguf")
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_the_other_byte_order_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The gguf package dequantizes it as if it were this machine's."""
+    import sys
+    from functools import partial
+
+    other = "BIG" if sys.byteorder == "little" else "LITTLE"
+    writer = partial(gguf.GGUFWriter, endianess=gguf.GGUFEndian[other])
+    monkeypatch.setattr(gguf, "GGUFWriter", writer)
+    write_gguf(tmp_path / "m.gguf", tiny("llama"), "llama", kind=kind)
+    with pytest.raises(CheckpointError, match="byte order is not this machine's"):
+        load(tmp_path / "m.gguf")
+
+
+def test_a_tensor_that_begins_within_another_is_refused(tmp_path: Path) -> None:
+    """As llama.cpp does: one changed bit of an offset gives a tensor the values of others."""
+    path = tmp_path / "m.gguf"
+    write_gguf(path, tiny("llama"), "llama")
+    content, name = bytearray(path.read_bytes()), b"blk.1.ffn_up.weight"
+    offset = content.index(name) + len(name) + 4 + 2 * 8 + 4  # dimensions, their sizes, the type
+    content[offset + 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"blk.1.ffn_up.weight' begins at byte .* is damaged"):
+        load(path)
 
 
 def test_other_files_are_refused(tmp_path):
