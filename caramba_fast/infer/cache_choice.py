@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from caramba_fast.cache import ModelKVCache
-from caramba_fast.config import KVCacheKind
+from caramba_fast.config import KVCacheKind, short_name
 from caramba_fast.infer.config import AUTO, GenerateConfig
 from caramba_fast.infer.policy_fields import CachePolicyFields
 from caramba_fast.models import LanguageModel
@@ -88,7 +88,7 @@ class CacheChoice:
         """An empty cache; raises ValueError if it, or every kind for "auto", exceeds ``cache_budget_mb``."""
         most, self.row_factor = rows * self.row_factor, 1
         kind, config = self.kind(most), self._config
-        self.check_budget(most)
+        self.check_budget(most, kind)
         cache = ModelKVCache(
             self._model.cache_layout,
             rows,
@@ -130,15 +130,21 @@ class CacheChoice:
         self.latest = self._plans[rows]
         return self.latest.spec
 
-    def check_budget(self, rows: int) -> None:
-        """Raises ValueError if a cache of a fixed kind exceeds ``cache_budget_mb``."""
+    def check_budget(self, rows: int, kind: KVCacheKind | str | None = None) -> None:
+        """Raises ValueError where a cache takes more than ``cache_budget_mb`` for so many rows.
+
+        Args:
+            rows: of the cache.
+            kind: of "auto" what was chosen; before that nothing is checked.
+        """
         config = self._config
-        if config.cache != AUTO and config.cache_budget_mb is not None:
+        kind = kind or config.cache
+        if kind != AUTO and config.cache_budget_mb is not None:
             cache = ModelKVCache(
                 self._model.cache_layout, rows, config.max_seq_len, device="meta",
-                **config.stream_configs(),
+                **config.stream_configs(kind),
             )  # fmt: skip
             config.check_budget(
                 cache.nbytes,
-                f"a {config.cache_name} cache of {rows} rows of max_seq_len={config.max_seq_len}",
+                f"a {short_name(kind)} cache of {rows} rows of max_seq_len={config.max_seq_len}",
             )

@@ -153,8 +153,11 @@ class CachePlan(BaseModel):
 
     @model_validator(mode="after")
     def _has_its_row(self) -> CachePlan:
-        if all(row.spec != self.spec for row in self.rows):
-            raise ValueError(f"no row is of the cache that was chosen, {shown(self.spec)}")
+        chosen = [(row.spec, row.nbytes) for row in self.rows if row.status == "chosen"]
+        if chosen != [(self.spec, self.nbytes)]:
+            raise ValueError(
+                f"its rows do not say that {shown(self.spec)} of {self.nbytes} bytes was chosen, and no other"
+            )
         cache_configs(self.spec)  # an unknown spec raises
         return self
 

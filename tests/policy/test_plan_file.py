@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.plans import any_plan, choose, make
+from support.plans import GATED, any_plan, choose, make
 
+from caramba_fast.infer import Generator
 from caramba_fast.models import Transformer
 from caramba_fast.policy import (
     PlanFile,
@@ -253,6 +254,40 @@ def test_a_damaged_file_is_reported_set_aside_and_rebuilt(name: str, path: Path)
     assert not plan.reused and path.with_name("plans.json.damaged-2").read_bytes() == DAMAGE[name]
     assert path.with_name("plans.json.damaged-1").read_text() == "an earlier one"
     assert choose(model, path).reused
+
+
+@pytest.mark.parametrize("change", [{"spec": "fp16"}, {"nbytes": 5}])
+def test_a_plan_that_takes_what_its_rows_rejected_is_damaged(
+    change: dict[str, Any], path: Path
+) -> None:
+    """As one that was edited by hand: it would be over the budget, or fail a gate."""
+    model, settings = make(), {"max_seq_len": 256, "cache_budget_mb": 0.04}
+    choose(model, path, **settings)
+    content = json.loads(path.read_text())
+    next(iter(content["plans"].values())).update(change)
+    path.write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match="a plan in it is damaged: its rows do not say that"):
+        plan = choose(model, path, **settings)
+    assert not plan.reused and plan.nbytes <= 0.04 * 2**20
+
+
+def test_a_generator_takes_no_plan_over_its_budget(path: Path) -> None:
+    """Whatever a file says of its size."""
+    model = make()
+    settings = dict(
+        **GATED, cache="auto", max_seq_len=256, cache_budget_mb=0.04, cache_plan_path=path,
+        max_new_tokens=2, temperature=0.0,
+    )  # fmt: skip
+    Generator(model, **settings).generate([[3, 4, 5]])
+    content = json.loads(path.read_text())
+    plan = next(iter(content["plans"].values()))
+    plan.update(spec="fp16", nbytes=1)
+    for row in plan["rows"]:
+        row["status"] = "chosen" if row["spec"] == "fp16" else "slower"
+        row["nbytes"] = 1
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"cache_budget_mb=0.04: a fp16 cache of 1 rows .* takes"):
+        Generator(model, **settings).generate([[3, 4, 5]])
 
 
 def test_a_write_that_fails_leaves_the_file_as_it_was(
