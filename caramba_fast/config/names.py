@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
 from pydantic import (
     AliasChoices,
@@ -38,14 +39,47 @@ def names_of(model: type[BaseModel]) -> list[str]:
     return [name for name in dict.fromkeys(names) if isinstance(name, str)]
 
 
+def check_truth_values(model: type[BaseModel], data: Mapping[Any, Any]) -> None:
+    """Raises ValueError for True or False where a number is needed: pydantic takes them for 1 and 0."""
+    for name, value in data.items():
+        if name in _numbers_of(model) and _has_truth_value(value):
+            raise ValueError(f"{name}={value!r}: True and False are no numbers")
+
+
+@functools.cache
+def _numbers_of(model: type[BaseModel]) -> frozenset[str]:
+    """Names that a model accepts, aliases included, of fields that are numbers or hold nothing else."""
+    found: list[Any] = []
+    for name, field in model.model_fields.items():
+        kinds = field.annotation
+        if _mentions(kinds, (int, float)) and not _mentions(kinds, (bool, str, Any)):
+            alias = field.validation_alias
+            found += [name, *(alias.choices if isinstance(alias, AliasChoices) else ())]
+    return frozenset(name for name in found if isinstance(name, str))
+
+
+def _mentions(annotation: Any, kinds: tuple[Any, ...]) -> bool:
+    return annotation in kinds or any(_mentions(part, kinds) for part in get_args(annotation))
+
+
+def _has_truth_value(value: Any) -> bool:
+    if isinstance(value, (dict, list, tuple)):
+        return any(map(_has_truth_value, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, bool)
+
+
 class NamedFields(BaseModel):
-    """Settings that suggest a field for an unknown name, and refuse a field given under two names."""
+    """Settings that suggest a field for an unknown name, and refuse a field given under two names.
+
+    True and False are no numbers.
+    """
 
     @model_validator(mode="wrap")
     @classmethod
     def _names_are_known(cls, data: Any, handler: Any) -> Any:
         if isinstance(data, dict):
             _check_given_once(cls, data)
+            check_truth_values(cls, data)
         try:
             return handler(data)
         except ValidationError as error:

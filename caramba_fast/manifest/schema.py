@@ -42,7 +42,7 @@ from pydantic import (
 
 from caramba_fast import __version__
 from caramba_fast.config.files import read_json, replacing, shown
-from caramba_fast.config.names import UNKNOWN, hint, names_of
+from caramba_fast.config.names import UNKNOWN, check_truth_values, hint, names_of
 from caramba_fast.config.spec import short_name
 from caramba_fast.infer import GenerateConfig, SpeculativeConfig
 from caramba_fast.infer.config import AUTO
@@ -55,9 +55,16 @@ DEFAULT_PROMPT = "import os\n\ndef main():\n"
 
 
 class Part(BaseModel):
-    """Base of all parts of a manifest: refuses unknown keys."""
+    """Base of all parts of a manifest: refuses unknown keys, and True and False as numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_truth_values(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            check_truth_values(cls, data)
+        return data
 
 
 class Benchmark(Part):

@@ -58,6 +58,8 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "block": ({"cache_qblock": 48}, "qblock.*48.*32, 64, 128"),
     "prefill": ({"prefill": "fast"}, "prefill.*'exact' or 'stored'"),
     "negative eos": ({"eos_token_id": -1}, "eos_token_id.*0 or more"),
+    "true for k": ({"top_k": True}, "top_k=True: True and False are no numbers"),
+    "true for an id": ({"eos_token_id": (3, True)}, "eos_token_id=.*True and False are no numbers"),
     "negative eos in a list": ({"eos_token_id": [3, -1]}, "eos_token_id.*0 or more"),
     "negative pad": ({"pad_token_id": -1}, "pad_token_id.*greater than or equal to 0"),
     "negative seed": ({"seed": -1}, "seed.*greater than or equal to 0"),

@@ -178,6 +178,11 @@ WRONG: dict[str, tuple[str, str]] = {
         RUN + "mode: benchmark\n    benchmark: {compare: [q3]}", rf"^{AT}\.benchmark\.compare.*'q3'"
     ),
     "repeats": (RUN + "mode: benchmark\n    benchmark: {repeats: 0}", r"benchmark\.repeats=0: "),
+    "yes for a number": (
+        RUN + "generate: {max_new_tokens: yes}",
+        rf"^{AT}\.generate: max_new_tokens=True: True and False are no numbers$",
+    ),
+    "true repeats": (RUN + "mode: benchmark\n    benchmark: {repeats: true}", "repeats=True: True and"),
     "same run": (RUN + "mode: generate\n  - id: a", "runs have the name 'a' twice"),
     "same target": (RUN + "mode: generate\n- name: t\n  runs: [{id: b}]", "targets have the name 't'"),
     "version": (RUN + "mode: generate\nversion: 2", "version=2: Input should be 1"),

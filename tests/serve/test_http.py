@@ -453,6 +453,7 @@ def test_models_tokens_health_and_metrics(server, client):
     [
         ("completions", {"prompt": PROMPT, "model": "gpt-4"}, 404, "'demo' is served"),
         ("completions", {"prompt": [True, 5]}, 400, "prompt"),
+        ("completions", {"prompt": PROMPT, "max_tokens": True}, 400, "max_tokens=True"),
         ("completions", {"prompt": PROMPT, "temperature": 3}, 400, "temperature"),
         ("completions", {"prompt": PROMPT, "repetition_penalty": 5e-324}, 400, "repetition_penalty"),
         ("completions", {"prompt": PROMPT, "logprobs": 30}, 400, "max_logprobs allows 20"),

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 
 from caramba_fast.config.files import shown
+from caramba_fast.config.names import check_truth_values
 from caramba_fast.infer.fields import GREEDY_BELOW
 from caramba_fast.serve.http.logprobs import LogprobsWriter
 from caramba_fast.serve.request import Event, RequestOutput
@@ -43,6 +44,7 @@ class _Body(BaseModel):
         """Fields that are null get their default, as in OpenAI's API."""
         if not isinstance(body, dict):
             return body
+        check_truth_values(cls, body)
         return {
             name: value
             for name, value in body.items()
