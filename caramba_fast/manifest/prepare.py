@@ -213,9 +213,14 @@ def build(
 def _check_outputs(found: list[Prepared], force: bool) -> None:
     """Raises ManifestError if two runs write the same file, or a file cannot be written."""
     seen: dict[Path, str] = {}
-    written = [
-        (f"{ready.target.name}/{r.spec.id}", r.output) for ready in found for r in ready.runs
-    ]
+    runs = [(f"{ready.target.name}/{r.spec.id}", r) for ready in found for r in ready.runs]
+    written = [(name, run.output) for name, run in runs]
+    plans = {
+        c.cache_plan_path.resolve()
+        for _, r in runs
+        for c in r.configs.values()
+        if c.cache_plan_path
+    }
     for name, output in written:
         if output is None:
             continue
@@ -224,6 +229,10 @@ def _check_outputs(found: list[Prepared], force: bool) -> None:
         with at(name):
             check_replaceable(output, "report of a run", is_report, force=force)
         real = output.resolve()
+        if real in plans:
+            raise ManifestError(
+                f"{name}: output {output} is a cache_plan_path too; give it another name"
+            )
         if real in seen:
             raise ManifestError(
                 f"{seen[real]} and {name} both write {output}; give one another output"

@@ -237,6 +237,12 @@ LATER: dict[str, tuple[str, str]] = {
         manifest_of({"id": "a", "mode": "benchmark", "output": "x.json"}, {"id": "b", "output": "./x.json"}),
         r"^t/a and t/b both write .*x.json",
     ),
+    "plan": (
+        manifest_of(
+            {"id": "a", "generate": {"cache": "auto", "cache_plan_path": "x.json"}}, {"id": "b", "output": "./x.json"}
+        ),
+        r"^t/b: output .*x.json is a cache_plan_path too",
+    ),
     "folder": (one(output="."), r"^t/a: output .* is a folder"),
 }  # fmt: skip
 TARGETS = {
