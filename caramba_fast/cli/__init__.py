@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -26,6 +27,11 @@ def main() -> None:
         sys.exit(
             f"caramba-fast: the command line needs {', '.join(missing)}: pip install {' '.join(missing)}"
         )
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # it was closed: nothing to read, nobody to write to
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # the tokenizer says which byte is no text
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     for name in TALKATIVE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -100,7 +101,8 @@ def of_drafts(report: Mapping[str, Any]) -> str:
     if not found:
         return ""
     accepted, tokens = found["acceptance_rate"], found["tokens_per_pass"]
-    return f", {accepted:.0%} of drafts accepted, {tokens:.2f} tokens a pass"
+    share = "no drafts" if math.isnan(accepted) else f"{accepted:.0%} of drafts accepted"
+    return f", {share}, {tokens:.2f} tokens a pass"
 
 
 def run_generate(text: str, setup: Setup, stats: bool, session: Path | None = None) -> None:

@@ -121,7 +121,18 @@ class TextTokenizer:
         return cls(load_tokenizer(folder) if fast else load_hub_tokenizer(folder), folder)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of ``text``, with special tokens such as BOS unless ``special`` is False."""
+        """Token ids of ``text``, with those the tokenizer adds (such as BOS) unless ``special`` is False.
+
+        Raises:
+            ValueError: the text holds half a surrogate pair, as bytes that are no UTF-8 become one.
+        """
+        try:
+            str.encode(text)
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text is no Unicode that can be encoded: character {error.start} is {text[error.start]!r}, a byte "
+                "that is no UTF-8 or half a surrogate pair"
+            ) from None
         found = _called(self.tokenizer.encode, text, add_special_tokens=special)
         return list(getattr(found, "ids", found))
 
