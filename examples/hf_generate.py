@@ -55,7 +55,9 @@ def write(model: Any, tokenizer: Any, ids: torch.Tensor, count: int) -> Written:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count,
         do_sample=False, return_dict_in_generate=True, streamer=clock,
     )  # fmt: skip
-    cache = out.past_key_values
+    cache = out[
+        "cache" if "cache" in out else "past_key_values"
+    ]  # its name before transformers 5.24
     nbytes = getattr(cache, "nbytes", None)  # only our cache has it
     if nbytes is None:
         nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

@@ -30,6 +30,7 @@ from caramba_fast.bench.out import check_out
 from caramba_fast.bench.pages.hf_page import FILE, PAGE, PART, lines_of
 from caramba_fast.bench.pages.sections import add_targets, finish, results_at, write_csv
 from caramba_fast.hf import CarambaCache, accelerate, restore
+from caramba_fast.hf.compat import CACHE
 
 #: By name: the package itself imports it in one layer alone.
 transformers = import_module("transformers")
@@ -64,7 +65,7 @@ class Entry:
 
     Attributes:
         name: in the table.
-        cache: ``past_key_values``.
+        cache: a cache of transformers or ours.
         ours: whether the model is to be accelerated for its steps.
         rounds: seconds a step, by round.
     """
@@ -92,7 +93,7 @@ def prompt_states(model: Any, ids: Tensor | None = None) -> list[tuple[Tensor, T
     """Keys and values (1, H_kv, T, D) of every layer, of tokens ``ids`` (1, T), by default `PROMPT` random ones."""
     cache = transformers.DynamicCache(config=model.config)
     ids = torch.randint(VOCABULARY, (1, PROMPT)) if ids is None else ids
-    model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
+    model(input_ids=ids.to(model.device), use_cache=True, **{CACHE: cache})
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
@@ -153,7 +154,7 @@ def take_steps(model: Any, entry: Entry, count: int) -> list[float]:
         for _ in range(count + 1):
             started = time.perf_counter()
             # The token is read, as generate reads it: whatever runs beside Python has ended then.
-            out = model(input_ids=token, past_key_values=entry.cache, use_cache=True)
+            out = model(input_ids=token, use_cache=True, **{CACHE: entry.cache})
             out.logits.argmax(-1).item()
             taken.append(time.perf_counter() - started)
     finally:  # without memory the others go on

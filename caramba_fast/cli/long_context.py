@@ -92,6 +92,7 @@ def measure_steps(say: Callable[[str], None]) -> list[LongRow]:
 def measure_real(folder: Path, say: Callable[[str], None]) -> list[LongRow]:
     """Runs `generate` of a real model after `PROMPT_TOKENS` of held-out text, with each cache."""
     from caramba_fast.hf import accelerate, restore  # noqa: PLC0415 - needs transformers
+    from caramba_fast.hf.compat import CACHE  # noqa: PLC0415
 
     transformers: Any = import_module("transformers")
     bench: Any = import_module("caramba_fast.bench.generation.hf_decode")
@@ -110,9 +111,7 @@ def measure_real(folder: Path, say: Callable[[str], None]) -> list[LongRow]:
         )  # fmt: skip
         restore(model)
         text = tokenizer.decode(out.sequences[0, ids.shape[1] :])
-        rows.append(
-            LongRow(ids.shape[1], cache, clock.rate, bench.cache_bytes(out.past_key_values), text)
-        )
+        rows.append(LongRow(ids.shape[1], cache, clock.rate, bench.cache_bytes(out[CACHE]), text))
     return rows
 
 
