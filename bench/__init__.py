@@ -1,1 +1,1 @@
-"""What kernels compile to (`aot`), whether they agree (`parity`), how fast they are (`run`)."""
+"""Benchmarks: compiled code (`kernels.aot`), parity of backends (`kernels.parity`), speed, quality, other programs."""

@@ -1,4 +1,4 @@
-"""Where a figure comes from: device, versions, commit. Every row of a CSV carries the short form."""
+"""Environment of a figure: device, versions, commit. Every row of a CSV carries the short form."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 
 #: Packages whose version matters to a figure.
 PACKAGES = ("triton", "numpy", "transformers", "optimum-quanto", "flashinfer-python", "flash-attn")
-#: What a figure depends on, beside the package's root.
+#: Files a figure depends on, relative to the package's root.
 SOURCES = {"caramba_fast": "*.py", "kernels": "*.py", "csrc": "*.[hc]*", "bench": "*.py"}
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Columns that name the machine and the code; "" where something is unknown."""
+    """Columns that identify machine and code; "" where something is unknown."""
     return {
         "device": device_name(device),
         "torch": torch.__version__,
@@ -30,7 +30,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def details(device: torch.device) -> dict[str, object]:
-    """Everything about the machine and the versions, for the file beside a CSV."""
+    """All about the machine and the versions, for the file beside a CSV."""
     found: dict[str, object] = {
         **environment(device),
         "python": platform.python_version(),
@@ -64,11 +64,7 @@ def device_name(device: torch.device) -> str:
 
 
 def source_hash(sources: Mapping[str, str] = MappingProxyType(SOURCES)) -> str:
-    """Eight digits over the sources: the same where figures can be compared, with git or without.
-
-    Args:
-        sources: patterns of files by folder; by default all that a figure depends on.
-    """
+    """Eight hex digits hashed from the files matching ``sources`` (pattern by folder): equal for comparable figures."""
     root = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for folder, pattern in sources.items():
@@ -85,7 +81,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """The commit of the source tree this file lies in, "+" after it if the tree was changed."""
+    """The commit of the source tree this file is in, followed by "+" if the tree was changed."""
     here = Path(__file__).resolve().parent
     command = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:

@@ -1,6 +1,6 @@
-"""Where a benchmark's results go: the table that ``--out`` names, and for some a JSON file of its name beside it.
+"""Result files of a benchmark: the table that ``--out`` names, and for some a JSON file of the same name beside it.
 
-Nobody has named the JSON file. So it says which command wrote it, and takes the place of that command's own alone.
+Nobody chose the name of the JSON file, so it records its command and only ever replaces one of the same command.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BESIDE = ", and a JSON file beside it"
 
 
 def add_out(parser: argparse.ArgumentParser, what: str) -> None:
-    """The options ``--out``, which ``what`` explains, and ``--force``."""
+    """Adds the options ``--out``, explained by ``what``, and ``--force``."""
     parser.add_argument("--out", type=Path, help=what)
     parser.add_argument(
         "--force", action="store_true",
@@ -26,16 +26,11 @@ def add_out(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def check_out(tables: Iterable[Path | None], *, force: bool, command: str | None = None) -> None:
-    """Checks, before anything is measured, that results may be written.
+    """Checks before measuring that results may be written to ``tables`` (None for one that is not kept).
 
-    Args:
-        tables: CSV files; None for one that is not kept.
-        force: replace whatever is there.
-        command: which writes details beside each table; None for one that does not.
-
-    Raises:
-        FileExistsError: a file that is no table, or details that another command wrote.
-        ValueError: a table that has the name of its details.
+    ``command`` writes details beside each table; None for none. ``force`` allows replacing anything. Otherwise raises
+    FileExistsError for a file that is no table, or details of another command. Raises ValueError for a table that has
+    the name of its details.
     """
     for table in filter(None, tables):
         details = table.with_suffix(".json")
@@ -49,7 +44,7 @@ def check_out(tables: Iterable[Path | None], *, force: bool, command: str | None
 
 
 def write_details(table: Path, command: str, content: Mapping[str, Any]) -> None:
-    """What ``command`` has to say beside its table."""
+    """Writes the details of ``command`` beside its table."""
     text = json.dumps({"command": command, **content}, indent=1)
     table.with_suffix(".json").write_text(f"{text}\n", encoding="utf-8")
 
@@ -65,14 +60,14 @@ def _check(path: Path, what_not: str, is_one: Callable[[Path], bool], force: boo
 
 
 def _is_table(path: Path) -> bool:
-    """Whether a CSV file's first line has columns that every benchmark writes."""
+    """Whether a CSV file's first line has the columns that every benchmark writes."""
     with path.open("rb") as file:
         columns = file.read(4096).split(b"\n", 1)[0].strip().split(b",")
     return set(columns) >= MARKS
 
 
 def _wrote(path: Path) -> Any:
-    """The command that a JSON file says wrote it, if it does."""
+    """The command that a JSON file names, if any."""
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError):

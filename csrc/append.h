@@ -1,5 +1,5 @@
-// Writing new tokens: rotate, quantize, and store codes, scales, fp16 tail and fp16 sinks, one
-// lane at a time. Compiled once per instruction set, in that set's namespace.
+// Writing new tokens, one lane at a time: rotates, quantizes, and stores codes, scales, fp16 tail
+// and fp16 sinks. Compiled once per instruction set, in that set's namespace.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ inline void store_halves(const float* x, std::int64_t count, char* to) {
   write_row(Format::fp16, x, count, to, 0);
 }
 
-// Where a position of a row is stored: its row or page, and slot; false where there is no place.
+// Finds the row or page, and the slot, of a position; false if it is stored nowhere.
 inline bool find_place(const AppendJob& job, std::int64_t b, std::int64_t position,
                        std::int64_t& row, std::int64_t& slot) {
   row = b;
@@ -33,8 +33,8 @@ inline bool find_place(const AppendJob& job, std::int64_t b, std::int64_t positi
   return row >= 0 && row < job.pages;
 }
 
-// Groups of tokens under way of one (row, lane) of a stream by channel: those of the first one that
-// came before are in the tail, which is read before anything is written to it.
+// The incomplete group of tokens of one (row, lane) of a stream by channel. Earlier tokens of the
+// first group are read from the tail before anything is written to it.
 class OpenGroup {
  public:
   OpenGroup(const AppendStream& stream, std::int64_t b, std::int64_t lane, std::int64_t start,
@@ -51,8 +51,8 @@ class OpenGroup {
     }
   }
 
-  // Takes a token; encodes the group that it is the last of. `counted` is the first position that
-  // counts for ranges.
+  // Adds a token, and encodes its group if it is the last. Tokens from `counted` on determine the
+  // ranges.
   void take(const AppendJob& job, std::int64_t b, std::int64_t lane, std::int64_t position,
             std::int64_t counted, const float* x) {
     const StoredStream& s = stream_.stored;
@@ -81,7 +81,7 @@ class OpenGroup {
   float* values_;
 };
 
-// Token i of one (row, lane) as fp32 in the basis in which it is stored; (lane_dim).
+// Token i of one (row, lane) as fp32 in the stored basis; (lane_dim).
 inline void read_token(const AppendJob& job, const AppendStream& stream, std::int64_t b,
                        std::int64_t lane, std::int64_t i, float* x) {
   const StoredStream& s = stream.stored;
@@ -96,7 +96,7 @@ inline void read_token(const AppendJob& job, const AppendStream& stream, std::in
   }
 }
 
-// Which of a row's new tokens are real, and where they come.
+// Number and positions of a row's new tokens.
 struct NewTokens {
   std::int64_t start, pad, count;
 
@@ -106,7 +106,7 @@ struct NewTokens {
         count(job.query_lens == nullptr ? job.tokens : job.query_lens[b]) {}
 };
 
-// The fp16 sides of token i.
+// Stores token i in the fp16 tail and sinks.
 inline void store_sides(const AppendStream& stream, const NewTokens& added, std::int64_t b,
                         std::int64_t lane, std::int64_t i, const float* x) {
   const StoredStream& s = stream.stored;
@@ -117,7 +117,7 @@ inline void store_sides(const AppendStream& stream, const NewTokens& added, std:
     store_halves(x, s.lane_dim, s.sink.at(b, lane, t));
 }
 
-// Tokens [begin, end) of one (row, lane) that are stored as they are or, all of them, by channel.
+// Tokens [begin, end) of one (row, lane), stored as they are or by channel (then all of them).
 inline void append_lane(const AppendJob& job, const AppendStream& stream, std::int64_t b,
                         std::int64_t lane, std::int64_t begin, std::int64_t end) {
   Arena& arena = thread_arena();
@@ -126,7 +126,7 @@ inline void append_lane(const AppendJob& job, const AppendStream& stream, std::i
   float* x = arena.take<float>(s.lane_dim + 64);
   const NewTokens added(job, b);
   const bool by_channel = is_by_channel(s.format);
-  // What was held before is read only where one of these tokens is the last of its group.
+  // Earlier tokens are only needed if a group is completed.
   const bool ends = by_channel && added.start % s.group + added.count >= s.group;
   OpenGroup* open = ends ? new (arena.take<OpenGroup>(1))
                                OpenGroup(stream, b, lane, added.start, arena)
@@ -143,8 +143,8 @@ inline void append_lane(const AppendJob& job, const AppendStream& stream, std::i
   }
 }
 
-// Tokens [begin, end) of some lanes whose scales are of blocks of a token. Lanes are quantized
-// together, for that takes as long for a few blocks as for a vector of them.
+// Tokens [begin, end) of some lanes with scales per block of a token. Lanes are quantized together,
+// since a few blocks take as long as a vector of them.
 inline void append_blocks(const AppendJob& job, const AppendStream& stream, std::int64_t b,
                           std::int64_t first, std::int64_t last, std::int64_t begin,
                           std::int64_t end) {

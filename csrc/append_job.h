@@ -1,5 +1,4 @@
-// One call of append as plain data. Data only: shared by translation units of different instruction
-// sets.
+// One call of append as plain data, shared by translation units of different instruction sets.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +10,10 @@ namespace caramba_fast {
 
 struct AppendStream {
   StoredStream stored;
-  HeadTensor given;  // (B, H_kv, T, D)
-  QuantizeBlocks quantize =
-      nullptr;           // of fp32 values; null for formats that store values as they are
-  bool divides = false;  // bytes of q4_channel, as fit "mse" does
-  const float* query_rms = nullptr;  // (lanes, lane_dim) or null; see `ChannelRange`
+  HeadTensor given;                   // (B, H_kv, T, D)
+  QuantizeBlocks quantize = nullptr;  // of fp32 values; null for unquantized formats
+  bool divides = false;               // bytes of q4_channel, as fit "mse" does
+  const float* query_rms = nullptr;   // (lanes, lane_dim) or null; see `ChannelRange`
   std::int64_t ring = 0, sink_len = 0;
 };
 

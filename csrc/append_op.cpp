@@ -1,4 +1,4 @@
-// append_ and decoupled_append_: from torch's arguments to lanes of tokens over threads.
+// append_ and decoupled_append_: divides torch's arguments into lanes of tokens for threads.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -16,15 +16,15 @@
 namespace caramba_fast {
 namespace {
 
-// Values that are worth a thread of their own.
+// Values that justify a thread.
 constexpr std::int64_t kGrainValues = 16384;
 
-// What stays of a call: where the tokens go, and how much work they are.
+// A repeatable call: where the tokens go, and how much work they are.
 struct AppendPlan : Planned {
   AppendJob job;
-  std::int64_t values = 0;  // of all streams, a lane of a token
-  bool grouped = false;     // lanes of a stream by channel are not cut by tokens
-  bool turns = false;       // keys come without position, and queries with them
+  std::int64_t values = 0;  // of all streams, per lane of a token
+  bool grouped = false;     // streams by channel: lanes are not divided by tokens
+  bool turns = false;       // applies RoPE to keys and queries
 };
 
 struct Rotary {
@@ -45,7 +45,7 @@ void check_whole(const Rotary& rotary) {
                   "rotary_q, rotary_cos, rotary_sin and rotary_out are given together");
 }
 
-// The keys turned by RoPE, after all that is asked of its tensors.
+// Checks the tensors of RoPE and rotates the keys.
 Tensor turned_keys(const Rotary& rotary, const Tensor& keys) {
   const Tensor &q = *rotary.q, &out = *rotary.out;
   check_angles(q, *rotary.cos, *rotary.sin);
@@ -67,7 +67,7 @@ void turn_queries(const Rotary& rotary) {
   turned(*rotary.q, "rotary_q", made_contiguous(*rotary.cos), made_contiguous(*rotary.sin), &place);
 }
 
-// Null for formats that store values as they are.
+// Null for unquantized formats.
 QuantizeBlocks quantizer(Format format, int block, const std::string& fit) {
   if (!is_quantized(format) || is_by_channel(format)) return nullptr;
   return kernels()
@@ -75,7 +75,7 @@ QuantizeBlocks quantizer(Format format, int block, const std::string& fit) {
       .quantize[fit_index(fit)][block_index(block)][static_cast<int>(Format::fp32)];
 }
 
-// Where each row's tokens go; copies that are needed for it.
+// Where each row's tokens go, and copies kept for it.
 std::vector<Tensor> place(const AppendCommon& c, AppendJob& job) {
   std::vector<Tensor> held;
   if (c.block_table.has_value()) place_table(*c.block_table, job, held);
@@ -85,7 +85,7 @@ std::vector<Tensor> place(const AppendCommon& c, AppendJob& job) {
   return held;
 }
 
-// Appends over threads; items are (row, lane), cut further by tokens where a thread would get too
+// Appends with threads; items are (row, lane), divided further by tokens if a thread would get too
 // little.
 void run(const AppendJob& job, std::int64_t values, bool grouped) {
   const auto append = kernels().append;
@@ -119,7 +119,7 @@ void run(const AppendJob& job, std::int64_t values, bool grouped) {
     torch::stable::parallel_for(0, all, std::max<std::int64_t>(1, kGrainValues / values), tokens);
 }
 
-// How append finds scales of a stream.
+// The fit of a stream's scales.
 struct Fit {
   const std::string& name;
   const MaybeTensor& query_rms;

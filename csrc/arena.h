@@ -11,7 +11,7 @@
 
 #include "vec.h"
 
-// Under AddressSanitizer what is not taken is out of bounds, with a gap behind everything taken.
+// Under AddressSanitizer unused memory is out of bounds, with a gap after every allocation.
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #define CARAMBA_FAST_ARENA_GAP 64
@@ -24,11 +24,11 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-// 64-byte aligned memory, kept between calls. Where it runs out it grows by a block; `reset` makes
-// one block of them, so that the next call of that size finds everything in one place.
+// 64-byte aligned memory, kept between calls. It grows by blocks as needed; `reset` replaces them
+// by one block, so that the next call of that size is contiguous.
 class Arena {
  public:
-  // Room for `count` elements, until `reset`; not initialized.
+  // `count` elements, valid until `reset`; not initialized.
   template <class T>
   T* take(std::int64_t count) {
     const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
@@ -47,7 +47,7 @@ class Arena {
     return made;
   }
 
-  // Forgets everything taken.
+  // Releases all allocations.
   void reset() {
     if (blocks_.size() > 1) {
       const std::size_t all = total_;
@@ -75,7 +75,7 @@ class Arena {
     void operator()(char* p) const { ::operator delete(p, std::align_val_t(64)); }
   };
   static constexpr std::size_t kSmallest = 1 << 16;  // bytes of a block
-  std::vector<std::unique_ptr<char, Free>> blocks_;  // what is taken comes from the last
+  std::vector<std::unique_ptr<char, Free>> blocks_;  // allocations come from the last
   char *next_ = nullptr, *end_ = nullptr;            // of the last block
   std::size_t size_ = 0, total_ = 0;                 // bytes of the last block, of all
 };

@@ -1,5 +1,5 @@
-// Tensors of an op's arguments as the plain records of streams.h, checked: what the kernels index
-// is within what the tensors hold. Included by the op bindings alone.
+// Checks the tensors of an op's arguments and describes them by the records of streams.h, so that
+// kernels stay within the tensors. Included by the op bindings alone.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -60,7 +60,7 @@ inline ScalarType stored_type(Format format) {
   return kTypes[static_cast<int>(format)];
 }
 
-// Values of a lane of a token, by the last dimension of what is stored of it.
+// Values of a token's lane, from the last dimension of its codes.
 inline std::int64_t lane_values(const Tensor& codes, Format format) {
   const std::int64_t width = codes.dim() == 4 ? codes.size(3) : 0;
   return is_quantized(format) ? width * 8 / bits_of(format) : width;
@@ -74,7 +74,7 @@ inline void check_cpu(const Tensor& x, const std::string& name) {
   STD_TORCH_CHECK(x.is_cpu(), name, " must be a cpu tensor");
 }
 
-// A buffer that is written needs memory for each element; an expanded one has none.
+// A buffer to write needs memory of its own for each element; an expanded one has none.
 inline void check_writable(const MaybeTensor& x, const std::string& name) {
   for (std::int64_t i = 0; x.has_value() && i < x->dim(); ++i)
     STD_TORCH_CHECK(x->stride(i) != 0 || x->size(i) <= 1, name, " has elements that share memory (",
@@ -82,7 +82,7 @@ inline void check_writable(const MaybeTensor& x, const std::string& name) {
                     "); a buffer that is written needs memory for each");
 }
 
-// (B, lanes, n, width) whose slots are contiguous.
+// (B, lanes, n, width) with contiguous slots.
 inline Buffer buffer_of(const Tensor& x, const std::string& name, ScalarType type) {
   check_cpu(x, name);
   STD_TORCH_CHECK(x.scalar_type() == type, name, " has dtype ",
@@ -106,7 +106,7 @@ inline HeadTensor heads_of(const Tensor& x, const char* name) {
           x.stride(3)};
 }
 
-// The tensors that describe one stream, in the order of the schemas.
+// The tensors of one stream, in the order of the schemas.
 struct StreamTensors {
   const char* name;
   const Tensor& codes;
@@ -116,8 +116,8 @@ struct StreamTensors {
   bool rotate;
 };
 
-// One stored stream; lanes, slots and the first dimension as `lead` has them (filled by the first
-// stream).
+// Checks one stored stream; lanes, slots and the first dimension are those of `lead`, which the
+// first stream fills.
 struct Lead {
   std::int64_t rows = -1, lanes = -1, slots = -1;
 };
@@ -184,8 +184,8 @@ inline StoredStream stream_of(const StreamTensors& s, std::int64_t dim, std::int
   return stream;
 }
 
-// Where pages are listed: (B, pages) int32 with contiguous rows. Fills the three fields of a job or
-// a call.
+// The block table, (B, pages) int32 with contiguous rows: fills the three fields of a job or a
+// call.
 template <class Work>
 void place_table(const Tensor& given, Work& work, std::vector<Tensor>& held) {
   check_cpu(given, "block_table");
@@ -200,7 +200,7 @@ void place_table(const Tensor& given, Work& work, std::vector<Tensor>& held) {
   work.pages_per_row = table.size(1);
 }
 
-// (B,) int32; null for none. A copy that is needed goes to `held`, for as long as the numbers are.
+// (B,) int32; null for none. If a copy is needed, `held` keeps it alive.
 inline const std::int32_t* row_integers(const MaybeTensor& x, const std::string& name,
                                         std::int64_t batch, std::vector<Tensor>& held) {
   if (!x.has_value()) return nullptr;

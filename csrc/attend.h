@@ -1,8 +1,8 @@
 // Decode attention over some tiles of one (row, lane), and the merge of such splits. Keys and
 // values are read once for all query heads that share them. The parts:
 //
-//   lane.h        the heads and tiles of a task, where their tokens lie
-//   visibility.h  who sees what of a tile
+//   lane.h        the heads and tiles of a task, and where tokens are stored
+//   visibility.h  which tokens of a tile each query sees
 //   query.h       queries in the basis of the keys      query_int8.h   as integers
 //   tile.h        one head's part of a tile             int8_layout.h  its bytes
 //   scores.h      q . k                                 scores_float.h, scores_int8.h
@@ -35,14 +35,14 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-// Memory for `write_result`, and for one query row.
+// Scratch for `write_result` and for one query row.
 inline float* take_row(const AttentionJob& job, Arena& arena) {
   std::int64_t widest = 0;
   for (int i = 0; i < job.streams; ++i) widest = std::max(widest, job.stored[i].dim);
   return arena.take<float>(2 * widest);
 }
 
-// Everything one kv head of a lane has: its queries, and what they have summed up.
+// The state of one kv head of a lane: its queries and sums.
 struct HeadState {
   HeadQuery* queries;  // of each key stream
   Softmax softmax;
@@ -57,7 +57,7 @@ struct HeadState {
   }
 };
 
-// One task under way.
+// A task in progress.
 class LaneAttention {
  public:
   LaneAttention(const Lane& lane, Arena& arena) : lane_(lane) {
@@ -101,7 +101,7 @@ class LaneAttention {
     }
   }
 
-  // The results, or what the merge needs of them where `partial` is not negative.
+  // Writes the results, or the partial ones for the merge if `partial` is not negative.
   void finish(std::int64_t partial) {
     for (int h = 0; h < lane_.heads; ++h) {
       HeadState& state = states_[h];
@@ -134,7 +134,7 @@ inline void attend_tasks(const AttentionJob& job, const Task* tasks, std::int64_
   }
 }
 
-// Merges the splits of one (row, lane) and writes what they give.
+// Merges the splits of one (row, lane) and writes the result.
 inline void merge_partials(const AttentionJob& job, std::int64_t row, std::int64_t lane_index,
                            const std::int64_t* partials, int count) {
   const Lane lane(job, row, lane_index);

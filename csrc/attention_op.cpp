@@ -1,5 +1,5 @@
-// Attention of any number of query tokens over a cache, standard and decoupled: from torch's
-// arguments to pieces, tasks, threads, and the merge.
+// Attention of any number of query tokens over a cache, standard and decoupled: divides torch's
+// arguments into pieces, tasks and threads, and merges.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -20,10 +20,10 @@
 namespace caramba_fast {
 namespace {
 
-// Tiles times query rows that are worth a thread of their own: about 20 microseconds.
+// Tiles times query rows that justify a thread: about 20 microseconds.
 constexpr std::int64_t kGrain = 128;
 constexpr std::int64_t kWidestHead = 1024;
-// Stands for anything larger, so that positions can be added to it.
+// Replaces anything larger, so that positions can be added to it.
 constexpr std::int64_t kEndless = std::int64_t{1} << 40;
 
 // Numbers of any type as fp32.
@@ -51,7 +51,7 @@ std::vector<std::int64_t> sizes_of(const Tensor& x) {
   return {sizes.begin(), sizes.end()};
 }
 
-// What is not about one stream.
+// Arguments that are not of one stream.
 struct Common {
   const Tensor& cache_seqlens;
   std::int64_t n_kv_heads;
@@ -65,7 +65,7 @@ struct Common {
   bool prompt;
 };
 
-// What stays of a call: the streams, who sees what, and how the work is cut.
+// A repeatable call: the streams, visibility, and the division of work.
 struct AttentionPlan : Planned {
   AttentionJob work;
   std::int64_t residual_len = 0, num_sink_tokens = 0, num_splits = 0;
@@ -78,7 +78,7 @@ struct Call {
   AttentionJob work;
   Plan plan;
   std::vector<std::vector<float>> numbers;  // null keys and values, s_aux
-  std::vector<Tensor> held;                 // copies of what does not lie as it is read
+  std::vector<Tensor> held;                 // copies of tensors in another layout
 
   void place(const Common& c, const Lead& lead, const StreamTensors* streams, int count);
   void see(const Common& c);
@@ -125,7 +125,7 @@ void Call::place(const Common& c, const Lead& lead, const StreamTensors* streams
                   work.ring);
 }
 
-// Who sees what in the piece under way: its rows end where its queries do.
+// Visibility in the current piece: its rows end with its queries.
 void Call::see(const Common& c) {
   STD_TORCH_CHECK(c.window_size.size() == 2, "window_size needs two numbers");
   work.window = std::min(c.window_size[0], kEndless);
@@ -170,7 +170,7 @@ std::tuple<Tensor, Tensor> Call::run_pieces(const Common& c, const Tensor& q) {
 }
 
 void Call::run(const Common& c) {
-  std::int64_t seen = 0;  // tokens: sinks and tail are short tiles
+  std::int64_t seen = 0;  // tokens, since tiles of sinks and tail may be short
   for (const RowPlan& row : plan.rows)
     for (int i = 0; i < row.segment_count; ++i)
       seen += row.segments[i].stop - row.segments[i].start;

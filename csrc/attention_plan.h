@@ -1,4 +1,4 @@
-// Which stretches of a row its queries can see, and how the tiles of all rows and lanes are cut
+// Finds the segments of a row that its queries see, and divides the tiles of all rows and lanes
 // into tasks of equal work. Plain code for any CPU; included by attention_op.cpp alone.
 #pragma once
 
@@ -10,8 +10,7 @@
 
 namespace caramba_fast {
 
-// The visible stretches of one row; see `Segment`. Positions are slots, padding included. Whatever
-// the numbers are, no segment leaves its buffer.
+// The visible segments of one row. No segment leaves its buffer, whatever the numbers are.
 inline RowPlan plan_row(const AttentionJob& a, std::int64_t length, std::int64_t count,
                         std::int64_t pad, std::int64_t capacity) {
   RowPlan row;
@@ -28,11 +27,11 @@ inline RowPlan plan_row(const AttentionJob& a, std::int64_t length, std::int64_t
   const std::int64_t begin = pad + a.sink_len;
   const std::int64_t near = a.window >= 0 ? std::max(begin, first - a.window) : begin;
   add(Source::sinks, pad, std::min(begin, length));
-  // Whole groups that the last query reads from codes, and where the first one's tail begins.
+  // End of the whole groups that the last query reads from codes.
   const std::int64_t encoded = std::max<std::int64_t>(length - a.residual, 0) / a.group * a.group;
   const std::int64_t end = std::min(encoded, capacity);
-  // Where what is kept and the window share a tile they are one stretch: each tile is taken once,
-  // so that a query's bits do not depend on where the windows of others begin.
+  // If the kept tokens and the window share a tile, they are one segment: each tile is processed
+  // once, so that a query's bits do not depend on where the windows of others begin.
   const std::int64_t kept = std::min({pad + a.kept, near, end});
   const bool apart = near > begin && near / a.tile * a.tile >= kept;
   if (apart) add(Source::codes, begin, kept);
@@ -54,7 +53,7 @@ struct Plan {
   std::int64_t partials = 0;
 };
 
-// Splits a caller may ask for at most: each leaves partial results of all its queries.
+// The most splits, since each leaves partial results of all its queries.
 inline constexpr std::int64_t kMostSplits = 64;
 
 // Cuts a (row, lane) into `splits` tasks of equal length.
@@ -67,8 +66,8 @@ inline void split_evenly(Plan& plan, std::int64_t row, std::int64_t lane, std::i
                           splits > 1 ? plan.partials++ : -1});
 }
 
-// With `wanted` splits each (row, lane) is cut into so many; without, all tiles lie end to end and
-// are cut into `pieces` stretches, so that no thread waits for another whatever the rows' lengths.
+// Each (row, lane) becomes `wanted` splits; if 0, the tiles of all are divided into `pieces` equal
+// parts, so that threads finish together whatever the rows' lengths.
 inline void plan_tasks(Plan& plan, std::int64_t lanes, std::int64_t pieces, std::int64_t wanted) {
   const auto rows = static_cast<std::int64_t>(plan.rows.size());
   plan.tasks.clear();
@@ -83,7 +82,7 @@ inline void plan_tasks(Plan& plan, std::int64_t lanes, std::int64_t pieces, std:
     for (std::int64_t i = 1; i <= pieces; ++i) plan.cuts.push_back(tasks * i / pieces);
     return;
   }
-  std::int64_t passed = 0, piece = 0;  // units passed, piece under way
+  std::int64_t passed = 0, piece = 0;  // units passed, current piece
   const auto end_of = [&](std::int64_t i) { return total * (i + 1) / pieces; };
   for (std::int64_t row = 0; row < rows; ++row)
     for (std::int64_t lane = 0; lane < lanes; ++lane) {

@@ -1,6 +1,6 @@
-// Vectors of bytes and words, for the integer passes (int8_layout.h): what two widths call alike is
-// CARAMBA_FAST_MM(name), the rest is here, with the products of integers that each instruction set
-// has. Compiled once per instruction set, in that set's namespace.
+// Vectors of bytes and words for the integer passes (int8_layout.h). Intrinsics with the same name
+// for both widths are CARAMBA_FAST_MM(name); others, and the integer products of each instruction
+// set, are defined here. Compiled once per instruction set, in that set's namespace.
 #pragma once
 
 #include <cstdint>
@@ -17,9 +17,9 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-// Whether there are sums of four products of bytes.
+// Whether the instruction set sums four products of bytes (VNNI).
 inline constexpr bool kVnni = CARAMBA_FAST_VNNI;
-// Whether codes meet integers as words, but for those of 4 bits; see below.
+// Whether codes are multiplied as words, except those of 4 bits; see below.
 inline constexpr bool kWordCodes = !kVnni || CARAMBA_FAST_VECTOR_BITS < 512;
 
 #if CARAMBA_FAST_VECTOR_BITS == 512
@@ -27,27 +27,26 @@ inline constexpr bool kWordCodes = !kVnni || CARAMBA_FAST_VECTOR_BITS < 512;
 using Raw = __m512i;
 inline constexpr int kRegisters = 32;
 
-// The first `count` dwords of a vector, or less.
+// A mask of the first `count` dwords, at most all.
 using Words = __mmask16;
 inline Words first_words(int count) { return static_cast<Words>((1u << count) - 1); }
 inline Raw load_words(Words words, const char* from) {
   return _mm512_maskz_loadu_epi32(words, from);
 }
-inline Floats wide(__m256 low) { return _mm512_castps256_ps512(low); }  // any upper half
+inline Floats wide(__m256 low) { return _mm512_castps256_ps512(low); }  // upper half undefined
 inline Floats in_all_lanes(__m128 lane) { return _mm512_broadcast_f32x4(lane); }
 inline Raw in_all_lanes(__m128i lane) { return _mm512_broadcast_i32x4(lane); }
-// Whether a word of a is greater than that of b, signed.
+// Whether some word of a is greater than that of b, signed.
 inline bool any_greater(Raw a, Raw b) { return _mm512_cmpgt_epi16_mask(a, b) != 0; }
 
-// The sum over lanes of two vectors of four tokens.
+// The sums over lanes of two vectors of four tokens.
 inline __m256 sums_of_lanes(Floats a, Floats b) {
   const __m256 x = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
   const __m256 y = _mm256_add_ps(_mm512_castps512_ps256(b), _mm512_extractf32x8_ps(b, 1));
   return _mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
 }
 
-// The sum over the first half of the lanes, and over the second, of four pairs of tokens: eight
-// tokens.
+// The sums over each half of the lanes of four pairs of tokens: eight tokens.
 inline __m256 sums_of_pairs(Floats v) {
   const __m512 sums = _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0xb1));
   const __m128 first = _mm512_castps512_ps128(sums), second = _mm512_extractf32x4_ps(sums, 2);
@@ -83,7 +82,7 @@ inline __m256 sums_of_pairs(Floats v) {
 
 #endif
 
-// Keeps what several sums use in a register, where compilers would read it for each.
+// Keeps a vector in a register for several sums; compilers would load it for each.
 inline void in_register(Raw& v) {
 #if CARAMBA_FAST_VECTOR_BITS == 512
   asm("" : "+v"(v));
@@ -92,22 +91,22 @@ inline void in_register(Raw& v) {
 #endif
 }
 
-// Products of integers, added to sums of dwords. A dword has four values: with AVX-512 VNNI four
-// unsigned bytes meet four signed ones, without it
+// Integer products, added to sums in dwords of four values. With AVX-512 VNNI these are four
+// products of unsigned and signed bytes; without it
 //
-//   4-bit keys by token   bytes. Where there are no sums of four products (AVX-VNNI has them), they
-//                         are summed in words first. A word gets two products of each of the eight
-//                         columns of a unit, which it holds: 8 * 2 * 15 * 128 < 2^15.
-//   all else              words, two at a time. Sums of two products of bytes would not fit a word:
-//                         2 * 255 * 127 > 2^15. Those of words fit a dword unless all four are
-//                         -2^15, which codes and levels never are. With AVX-VNNI, too: 16 registers
-//                         are few for two sums of bytes.
+//   4-bit keys by token   bytes, without AVX-VNNI summed in words first. A word gets two products
+//                         of each of the eight columns of a unit, which fit:
+//                         8 * 2 * 15 * 128 < 2^15.
+//   all else              words, two at a time. Two products of bytes would not fit into a word:
+//                         2 * 255 * 127 > 2^15. Those of words fit into a dword unless all four are
+//                         -2^15, which codes and levels never are. Also with AVX-VNNI: its 16
+//                         registers are too few for two sums of bytes.
 
-// sum + products of unsigned bytes u with signed ones s, in each dword; without VNNI two of them
-// have to fit a word.
+// sum + products of unsigned bytes u with signed ones s, in each dword; without VNNI two products
+// have to fit into a word.
 inline Raw sum_of_products(Raw sum, Raw u, Raw s) {
 #if CARAMBA_FAST_VNNI
-  // Assembly because gcc 12 copies the sum of the intrinsic in front of each use.
+  // Assembly because gcc 12 copies the sum before each use of the intrinsic.
 #if CARAMBA_FAST_VECTOR_BITS == 512
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u), "vm"(s));
 #else
@@ -121,7 +120,7 @@ inline Raw sum_of_products(Raw sum, Raw u, Raw s) {
 #endif
 }
 
-// The same of codes of 4 bits, whose sums become dwords by `whole_sums`.
+// The same for codes of 4 bits; `whole_sums` turns the sums into dwords.
 inline Raw narrow_products(Raw sum, Raw u, Raw s) {
   if constexpr (kVnni) return sum_of_products(sum, u, s);
   return CARAMBA_FAST_MM(add_epi16)(sum, CARAMBA_FAST_MM(maddubs_epi16)(u, s));
@@ -131,8 +130,8 @@ inline Raw whole_sums(Raw sums) {
   return CARAMBA_FAST_MM(madd_epi16)(sums, CARAMBA_FAST_MM(set1_epi16)(1));
 }
 
-// sum + products of words, two in each dword, or 2^-8 of them, rounded down: where both sides have
-// 16 bits the sum would not fit.
+// sum + products of words, two in each dword; if LARGE, 2^-8 of them, rounded down, since sums of
+// 16-bit products on both sides would not fit.
 template <bool LARGE>
 inline Raw sum_of_words(Raw sum, Raw a, Raw b) {
 #if CARAMBA_FAST_VNNI && CARAMBA_FAST_VECTOR_BITS == 256
@@ -151,7 +150,7 @@ inline Raw sum_of_words(Raw sum, Raw a, Raw b) {
   return sum;
 }
 
-// The even bytes of words that are `low` and `high` bytes apart, and the odd ones, as words.
+// The even bytes of `low` and `high` combined to words, and the odd ones.
 inline Raw even_words(Raw low, Raw high) {
   const Raw byte = CARAMBA_FAST_MM(set1_epi16)(255);
   return (low & byte) | CARAMBA_FAST_MM(slli_epi16)(high, 8);

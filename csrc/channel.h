@@ -1,5 +1,5 @@
-// Kinds by channel: groups of tokens of which each channel has a scale and a zero of its own, value
-// = zero + scale * code. Tokens to fp32, and a group of tokens to codes, as the reference has it
+// Kinds by channel: each channel of a group of tokens has its own scale and zero, value = zero +
+// scale * code. Decodes tokens to fp32 and encodes groups, as the reference does
 // (caramba_fast/ops/quantize.py, encode_groups). Compiled once per instruction set, in that set's
 // namespace.
 #pragma once
@@ -19,11 +19,11 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-inline constexpr int kPacked = 32;  // values whose nibbles lie in 16 bytes
+inline constexpr int kPacked = 32;  // values whose nibbles share 16 bytes
 inline constexpr int kMostGroup = 128;
 
-// Which bits of a byte are its low channel's, kLanes of them, whose scales are `scales`; kPacked /
-// 2 behind them are those of the high one (caramba_fast/ops/quantize.py, low_masks).
+// The bits of a byte that belong to its low channel, for kLanes channels with scales from `scales`
+// on; the high channels' are kPacked / 2 later (caramba_fast/ops/quantize.py, low_masks).
 inline Ints low_mask(const std::uint16_t* scales) {
   const Ints low = widen(scales), high = widen(scales + kPacked / 2);
   const Ints given = -(low >> 15) & (8 | (low & 1) << 2);
@@ -31,16 +31,16 @@ inline Ints low_mask(const std::uint16_t* scales) {
   return 15 ^ given ^ taken;
 }
 
-inline constexpr float kHighUnit = 1.0f / 16;  // of a high code that stays where it is in its byte
+inline constexpr float kHighUnit = 1.0f / 16;  // of a high code that is not shifted down
 
-// What a code counts.
+// The value of a code's unit: the scale without its sign, which marks bits lent.
 inline Floats load_scale(const std::uint16_t* from) {
   return floats(bits(load_half(from)) & kMagnitude);
 }
 
-// Tokens [phase, phase + count) of consecutive groups to fp32, `width` values from one place of
-// the lane on. `scales` are those of the first group, their zeros lie `zeros` bytes behind, those
-// of the next group `scales_stride`.
+// Tokens [phase, phase + count) of consecutive groups to fp32, `width` values from `codes` on.
+// `scales` are those of the first group, with their zeros `zeros` bytes and the next group
+// `scales_stride` bytes later.
 struct GroupRows {
   const char* scales;
   std::int64_t zeros, scales_stride, group, phase;
@@ -89,16 +89,16 @@ inline Floats rounded_to_half(Floats x, std::uint16_t* halves) {
   return load_half(halves);
 }
 
-// A channel that weighs (its range times its queries) so many times what the one beside it does
-// takes one bit of it, and two; WIDER of caramba_fast/formats.py.
+// A channel that weighs (its range times its queries) this many times as much as its neighbour
+// takes one bit, or two, of their byte; WIDER of caramba_fast/formats.py.
 inline constexpr float kWider[2] = {2.1875f, 10.75f};
 
-// The ranges of kLanes channels of a group, of tokens from `counted` on.
+// The ranges of kLanes channels of a group, over tokens from `counted` on.
 struct ChannelRange {
   Floats zero, extent, weight;
-  Ints sound;  // where scale and zero are finite
+  Ints sound;  // whether scale and zero are finite
 
-  // `query_rms` of these channels says how much an error of each counts; null for all the same.
+  // `query_rms` weighs errors by channel; null for equal weights.
   ChannelRange(const float* values, std::int64_t dim, std::int64_t counted, std::int64_t group,
                float most, std::uint16_t* zeros, const float* query_rms) {
     Floats low = splat(std::numeric_limits<float>::infinity()), high = -low;
@@ -110,7 +110,7 @@ struct ChannelRange {
       high = x > high ? x : high;
     }
     if (counted >= group) low = high = splat(0.0f);
-    zero = rounded_to_half(low, zeros) + 0.0f;  // of -0.0 and 0.0 either may be the least
+    zero = rounded_to_half(low, zeros) + 0.0f;  // the least may be -0.0 or 0.0
     extent = high - zero + 0.0f;
     weight = query_rms == nullptr ? extent : extent * load_as<Floats>(query_rms);
     std::uint16_t halves[kLanes];
@@ -120,14 +120,14 @@ struct ChannelRange {
     store_half(sound ? zero : floats(splat(kNaN)), zeros);
   }
 
-  // Bits that these channels leave to those they share bytes with.
+  // Bits that these channels lend to those they share bytes with.
   Ints lent_to(const ChannelRange& other) const {
     const Ints more = other.weight > kWider[0] * weight, much = other.weight > kWider[1] * weight;
     return sound & other.sound & -(more + much);
   }
 };
 
-// What gives the codes of kLanes channels, of which each counts `unit` scales; those scales.
+// Encodes kLanes channels, whose codes count `unit` scales each, and stores the scales.
 struct ChannelCodes {
   Floats zero, inverse, most;
 
@@ -153,10 +153,10 @@ struct ChannelCodes {
   }
 };
 
-// One group: `values` are (group, lane_dim) fp32, already rounded to fp16; tokens from `counted` on
-// count for the range. Codes go to `codes`, token by token, scales and zeros to `scales`. With
-// `divides` the two channels of a byte of 4-bit codes divide its bits, by `query_rms` (lane_dim) if
-// not null.
+// Encodes one group: `values` are (group, lane_dim) fp32, already rounded to fp16; tokens from
+// `counted` on determine the range. Codes go to `codes`, token by token, scales and zeros to
+// `scales`. With `divides` the two channels of a byte of 4-bit codes divide its bits, weighed by
+// `query_rms` (lane_dim) if not null.
 inline void encode_group(const float* values, const StoredStream& s, std::int64_t counted,
                          bool divides, const float* query_rms, char* codes, std::uint16_t* scales) {
   const std::int64_t dim = s.lane_dim, group = s.group;
@@ -192,8 +192,8 @@ inline void encode_group(const float* values, const StoredStream& s, std::int64_
     }
 }
 
-// quantize: `count` groups of values of `type`, (group, lane_dim) each and one behind the other, to
-// codes and scales that lie so too. Of `s` its format, sizes and the stride of its codes count.
+// quantize: `count` groups of values of `type`, (group, lane_dim) each, contiguous as are codes and
+// scales. Of `s` only format, sizes and the stride of codes are used.
 inline void quantize_groups(const StoredStream& s, bool divides, Format type, const void* values,
                             char* codes, std::uint16_t* scales, std::int64_t count) {
   Arena& arena = thread_arena();
@@ -212,7 +212,7 @@ inline void quantize_groups(const StoredStream& s, bool divides, Format type, co
   }
 }
 
-// dequantize: the way back.
+// dequantize: the inverse.
 inline void dequantize_groups(const StoredStream& s, Format type, const char* codes,
                               const std::uint16_t* scales, void* values, std::int64_t count) {
   Arena& arena = thread_arena();

@@ -1,5 +1,5 @@
-// Codes and scales back to values: multiplied in fp32, then rounded to the output type. Compiled
-// once per instruction set, in that set's namespace.
+// Codes and scales to values: multiplied in fp32, then rounded to the output type. Compiled once
+// per instruction set, in that set's namespace.
 #pragma once
 
 #include <cstdint>

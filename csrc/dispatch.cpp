@@ -15,7 +15,7 @@ namespace {
 constexpr const char* kVariable = "CARAMBA_FAST_CPU_ISA";
 
 #if CARAMBA_FAST_AVX_VNNI
-// Compilers do not know it by name everywhere; the registers are AVX2's.
+// Some compilers do not know AVX-VNNI by name; its registers are AVX2's.
 bool has_avx_vnni() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a >> 4 & 1) != 0;

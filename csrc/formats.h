@@ -1,14 +1,14 @@
-// The storage formats, as caramba_fast/formats.py has them (tests/ops/test_extension.py compares
-// the two), and how codes lie in memory. No functions with linkage: this header is shared by
-// translation units compiled for different instruction sets.
+// The storage formats, as in caramba_fast/formats.py (tests/ops/test_extension.py compares the
+// two), and the layout of codes. No functions with linkage, since translation units of different
+// instruction sets share this header.
 #pragma once
 
 #include <cstdint>
 
 namespace caramba_fast {
 
-// The `index` column of formats.py. The first three store values as they are, so they name the
-// element types of inputs and outputs as well.
+// The `index` column of formats.py. The first three are unquantized and also name the element types
+// of inputs and outputs.
 enum class Format : int {
   fp32 = 0,
   fp16 = 1,
@@ -29,7 +29,7 @@ struct FormatRow {
   int bits;
 };
 
-// The rows whose scales are of blocks of a token, in the order of `Format`.
+// The formats with scales per block of a token, in the order of `Format`.
 inline constexpr FormatRow kQuantized[kQuantizedFormats] = {
     {"q8_0", Format::q8_0, 8},
     {"q4_0", Format::q4_0, 4},
@@ -42,12 +42,12 @@ static_assert(static_cast<int>(kQuantized[0].format) == kValueTypes &&
 inline constexpr int kBlockCount = 3;
 inline constexpr int kBlocks[kBlockCount] = {32, 64, 128};
 
-// Static, for inline functions of several instruction sets would be merged by the linker.
+// Static, since the linker would merge inline functions of several instruction sets.
 static constexpr bool is_quantized(Format format) {
   return static_cast<int>(format) >= kValueTypes;
 }
 
-// Whether scales and zeros are of channels of a group of tokens.
+// Whether scales and zeros are per channel of a group of tokens.
 static constexpr bool is_by_channel(Format format) {
   return format == Format::q8_channel || format == Format::q4_channel;
 }
@@ -59,16 +59,16 @@ static constexpr int bits_of(Format format) {
   return is_quantized(format) ? kQuantized[static_cast<int>(format) - kValueTypes].bits : 16;
 }
 
-// The place of a block size in kBlocks; -1 for another size.
+// The index of a block size in kBlocks; -1 if there is none.
 static constexpr int block_index(std::int64_t block) {
   return block == 32 ? 0 : block == 64 ? 1 : block == 128 ? 2 : -1;
 }
 
-// How a scale is found, as FITS of caramba_fast/ops/quantize.py has it.
+// How scales are fitted, as FITS of caramba_fast/ops/quantize.py.
 inline constexpr int kFitCount = 2;
 inline constexpr const char* kFits[kFitCount] = {"amax", "mse"};
 
-// The codes of one block of N values. Its scale, an fp16, lies in a tensor of its own.
+// The codes of one block of N values; its fp16 scale is in another tensor.
 //
 //   q8_0          byte j = value j, a signed int8
 //   q4_0, nf4     byte j = value j + N/2 in the high nibble, value j in the low one, j < N/2
@@ -106,7 +106,7 @@ struct Nf4Table {
                       0.5626170039176941f,
                       0.7229568362236023f,
                       1.0f};
-  // Between neighbouring levels; a value on one takes the lower level. The 16th is padding.
+  // Midpoints of neighbouring levels; a value on one takes the lower level. The 16th is padding.
   float midpoints[16] = {};
 
   constexpr Nf4Table() {

@@ -52,7 +52,7 @@ inline Floats load_half(const std::uint16_t* from) {
   const Ints half = widen(from);
   const Ints magnitude = (half & 0x7fff) << 13;
   // A subnormal gets the exponent of 2^-14 and with it an implicit one, which is then subtracted:
-  // exact, and it normalizes.
+  // exact, and normalizing.
   const Ints subnormal = bits(floats(magnitude + kLeast) - floats(splat(kLeast)));
   const Ints normal = magnitude + kRebias;
   Ints v = magnitude < splat(1 << 23) ? subnormal : normal;
@@ -62,7 +62,7 @@ inline Floats load_half(const std::uint16_t* from) {
 
 inline void store_half(Floats v, std::uint16_t* to) {
   const Ints magnitude = bits(v) & kMagnitude;
-  // Next to 0.5 floats are 2^-24 apart, as fp16 subnormals are: the addition rounds.
+  // Near 0.5 floats are 2^-24 apart, as fp16 subnormals are: the addition rounds.
   const Ints subnormal = bits(floats(magnitude) + 0.5f) - bits(splat(0.5f));
   const Ints normal = (magnitude - kRebias + 0xfff + ((magnitude >> 13) & 1)) >> 13;
   Ints half = magnitude < splat(kLeast) ? subnormal : normal;  // normal may carry into infinity
@@ -80,7 +80,7 @@ inline void store_bfloat(Floats v, std::uint16_t* to) {
   narrow((number + 0x7fff + ((number >> 16) & 1)) >> 16, to);
 }
 
-// An element type: how kLanes of its values are read and written.
+// Reads and writes kLanes values of an element type.
 template <Format T>
 struct Values;
 

@@ -1,11 +1,10 @@
-// How the integer passes (scores_int8.h, values_words.h) see a quantized tile: which bytes of a
-// token hold which values, and the tile's scales. Products of integers (bytes.h) are summed in
-// dwords; scales are applied after the sums.
+// The layout of a quantized tile for the integer passes (scores_int8.h, values_words.h): which
+// bytes of a token hold which values, and the tile's scales. Integer products (bytes.h) are summed
+// in dwords, and the sums multiplied by scales.
 //
-// A token's bytes are taken in units of a vector, a unit in lanes of 16; a block's bytes never
-// share a lane with another's. The scales of values lie in groups of as many blocks as a vector has
-// lanes, a block in each lane. Compiled once for each instruction set that has such products, in
-// that set's namespace.
+// A token's bytes are processed in units of a vector, a unit in lanes of 16 bytes; a lane holds
+// bytes of one block only. Scales of values are in groups of as many blocks as a vector has lanes.
+// Compiled once for each instruction set that has such products, in that set's namespace.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +23,7 @@ inline constexpr int kUnit = 4 * kLanes, kUnitLanes = kLanes / 4, kLaneBytes = 1
 inline constexpr int kMostUnits = 256 / kUnit;  // of q8_0
 inline constexpr int kMostBlocks = 8;           // 256 values in blocks of 32
 inline constexpr int kMostGroups = kMostBlocks / kUnitLanes;
-inline constexpr int kQuads = kTile / 4;  // tokens are taken by four
+inline constexpr int kQuads = kTile / 4;  // groups of four tokens
 
 // The fp16 scales of four tokens, token by token, of up to `kMostBlocks` blocks each.
 struct Halves {
@@ -32,10 +31,10 @@ struct Halves {
   Raw part[kParts];
 };
 
-// Which of them go to which lane and token, as fp32.
+// Permutes them to lanes and tokens, as fp32.
 class ScaleOrder {
  public:
-  // Dword `to` of the result gets half `from`.
+  // Dword `to` of the result is half `from`.
   void place(int to, int from) {
 #if CARAMBA_FAST_VECTOR_BITS == 512
     halves_[to] = static_cast<std::uint16_t>(from);
@@ -62,25 +61,24 @@ class ScaleOrder {
 #if CARAMBA_FAST_VECTOR_BITS == 512
   alignas(64) std::uint16_t halves_[32] = {};
 #else
-  alignas(64) std::uint8_t bytes_[2 * kUnit];  // of each part, of 16 bytes in each lane
+  alignas(64) std::uint8_t bytes_[2 * kUnit];  // of each part, 16 in each lane
 #endif
 };
 
-// What is stored of one head: its blocks, as bytes of a token. Worked out once for each layout
-// (`head_bytes`).
+// The layout of one head: its blocks, as bytes of a token. Computed once per layout (`head_bytes`).
 //
-// Where a token has only half a unit, and tokens lie end to end, two of them are taken as one of
-// twice the blocks: `fold` is 2 then, and `blocks`, strides and counts below are of such pairs.
+// If a contiguous token fills only half a unit, two tokens are processed as one with twice the
+// blocks: then `fold` is 2, and `blocks`, strides and counts below are of such pairs.
 struct HeadBytes {
   int bits, block, token_blocks, fold, blocks, groups, units, nibbles;
-  // The block that unit u's lane reads; lanes behind the last read the last.
+  // The block of each lane of unit u; lanes past the end repeat the last.
   int block_of[kMostUnits][kUnitLanes];
-  Words words[kMostUnits];  // dwords of each unit that exist
-  // The value that lane's byte 4 * quarter + i holds in a nibble: value[u][quarter * nibbles +
-  // nibble][lane * 4 + i]; -1 behind the last.
+  Words words[kMostUnits];  // mask of existing dwords
+  // The value in a nibble of byte 4 * quarter + i of a lane: value[u][quarter * nibbles +
+  // nibble][lane * 4 + i]; -1 past the end.
   std::int16_t value[kMostUnits][8][kUnitLanes * 4];
-  // From the scales of four tokens, token by token, to lane (block of the group; block of the unit)
-  // by token.
+  // From the scales of four tokens, token by token, to those of (lane, token), where a lane is a
+  // block of the group, or of the unit.
   ScaleOrder scale_order[kMostGroups], unit_scale_order[kMostUnits];
 
   HeadBytes(int bits, int block, int token_blocks, int fold)
@@ -132,8 +130,8 @@ inline Raw table_of(const std::uint8_t (&bytes)[16]) {
   return in_all_lanes(load_as<__m128i>(bytes));
 }
 
-// The levels of nf4 as integers of 16 bits, in two bytes: unsigned around 32768, or signed where
-// they meet as words (`kWordCodes`).
+// The levels of nf4 as 16-bit integers in two bytes: unsigned around 32768, or signed for products
+// of words (`kWordCodes`).
 struct LevelBytes {
   std::uint8_t high[16] = {}, low[16] = {};
   constexpr LevelBytes() {
@@ -147,7 +145,7 @@ struct LevelBytes {
 };
 inline constexpr LevelBytes kLevelBytes{};
 
-// Tokens t to t + 3 of a unit; behind the last the last stands in.
+// Tokens t to t + 3 of a unit; the last token is repeated past the end.
 inline void load_rows(const char* codes, std::int64_t stride, int t, int count, Words words,
                       Raw (&rows)[4]) {
   const char* from[4];
@@ -167,7 +165,7 @@ inline void load_rows(const char* codes, std::int64_t stride, int t, int count, 
   }
 }
 
-// Four tokens' dwords: columns[c] holds, in each lane, dword c of the four.
+// Transposes four tokens: columns[c] has, in each lane, dword c of the four.
 inline void columns_of(const Raw (&rows)[4], Raw (&columns)[4]) {
   const Raw a = CARAMBA_FAST_MM(unpacklo_epi32)(rows[0], rows[1]);
   const Raw b = CARAMBA_FAST_MM(unpacklo_epi32)(rows[2], rows[3]);

@@ -1,4 +1,4 @@
-// The kernels for any CPU, with what the compiler targets by default; on 64-bit ARM that has NEON.
+// The kernels for any CPU, for the compiler's default target; on 64-bit ARM that has NEON.
 #include "kernels.h"
 
 #define CARAMBA_FAST_ISA CARAMBA_FAST_BASE

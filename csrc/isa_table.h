@@ -2,8 +2,8 @@
 //   CARAMBA_FAST_ISA           the namespace, also the name users see
 //   CARAMBA_FAST_VECTOR_BITS   widest vectors that intrinsics may use: 0, 256 or 512
 //   CARAMBA_FAST_VNNI          1 with sums of products of bytes (VNNI), else 0
-// and raises the compiler's target. System headers must come before that: their inline functions,
-// compiled for a newer CPU, would otherwise be merged by the linker with everyone else's copies.
+// and raises the compiler's target. System headers must come before that: otherwise the linker
+// would merge their inline functions, compiled for a newer CPU, with everyone else's copies.
 #include "append.h"
 #include "attend.h"
 #include "channel.h"

@@ -1,5 +1,5 @@
-// What one instruction set offers: a table of functions over contiguous blocks. Every ISA fills one
-// (isa_*.cpp); dispatch.h picks the table once per process.
+// The table of functions of one instruction set, over contiguous blocks. Every isa_*.cpp fills one;
+// dispatch.h picks the table once per process.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 #else
 #define CARAMBA_FAST_X86 0
 #endif
-// On 64-bit ARM every CPU has NEON: what is portable elsewhere uses it there.
+// Every 64-bit ARM CPU has NEON, which the portable kernels use there.
 #if defined(__aarch64__) && defined(__ARM_NEON)
 #define CARAMBA_FAST_NEON 1
 #define CARAMBA_FAST_BASE neon
@@ -52,26 +52,25 @@ struct StoredStream;
 struct Kernels {
   const char* isa;
   FormatKernels formats[kQuantizedFormats];  // in the order of kQuantized
-  // values -> codes and scales of `count` groups by channel, and back; `type` is that of the
-  // values.
+  // values of `type` -> codes and scales of `count` groups by channel, and back.
   void (*quantize_groups)(const StoredStream& s, bool divides, Format type, const void* values,
                           char* codes, std::uint16_t* scales, std::int64_t count);
   void (*dequantize_groups)(const StoredStream& s, Format type, const char* codes,
                             const std::uint16_t* scales, void* values, std::int64_t count);
-  // Decode attention: runs `count` tasks; merges the partial results of one (row, lane); floats of
-  // one partial.
+  // Decode attention: runs `count` tasks; merges the partial results of one (row, lane); the number
+  // of floats of a partial result.
   void (*attend)(const AttentionJob& a, const Task* tasks, std::int64_t count);
   void (*merge)(const AttentionJob& a, std::int64_t row, std::int64_t lane,
                 const std::int64_t* partials, int count);
   std::int64_t (*partial_floats)(const AttentionJob& a);
-  // Rows of two partial attentions (out of `type`, lse) merged.
+  // Merges the rows of two partial attentions (out of `type`, lse).
   void (*merge_states)(Format type, const void* a, const float* lse_a, const void* b,
                        const float* lse_b, void* out, float* lse, std::int64_t rows,
                        std::int64_t dim);
   // Writes new tokens [begin, end) of the lanes [first, last) of one row of one stream.
   void (*append)(const AppendJob& job, const AppendStream& stream, std::int64_t row,
                  std::int64_t first, std::int64_t last, std::int64_t begin, std::int64_t end);
-  // Turns the heads of one token to its position (rotary.h).
+  // Applies RoPE to the heads of one token (rotary.h).
   void (*rotate_heads)(Format type, const void* from, std::int64_t from_head, const void* cos,
                        const void* sin, std::int64_t second, void* to, std::int64_t to_head,
                        std::int64_t heads, std::int64_t dim);

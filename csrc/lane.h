@@ -1,6 +1,6 @@
-// What one task of attention works on: a row of the batch and a lane of its kv heads. Which heads
-// those are, the tiles of their tokens, and where those lie: in rows or pages of the cache, in the
-// tail, in the sinks.
+// The work of one attention task: a row of the batch and a lane of its kv heads. Its heads, the
+// tiles of its tokens, and where those are stored: in rows or pages of the cache, in the tail, in
+// the sinks.
 // Compiled once per instruction set, in that set's namespace.
 #pragma once
 
@@ -28,20 +28,20 @@ struct Lane {
             std::min(job.heads_per_lane, job.kv_heads - lane * job.heads_per_lane))),
         query_rows(static_cast<int>(job.rows_per_head())) {}
 
-  // The kv head that is the lane's h-th.
+  // The index of the lane's h-th kv head.
   std::int64_t kv_head(int h) const { return lane * job.heads_per_lane + h; }
-  // Query row r of a kv head: its query head, and its token.
+  // The query head and the token of query row r of a kv head.
   std::int64_t query_head(int h, int r) const { return kv_head(h) * job.groups + r / job.tokens; }
   std::int64_t query_token(int r) const { return r % job.tokens; }
 
-  // Codes or scales of a position; pages that do not exist become some that do.
+  // Codes or scales of a position; pages that do not exist are replaced by existing ones.
   const char* stored_at(const Buffer& buffer, std::int64_t position) const {
     if (job.table == nullptr) return buffer.at(row, lane, position);
     const std::int64_t page = job.table[row * job.table_row + position / job.slots];
     return buffer.at(std::clamp<std::int64_t>(page, 0, job.pages - 1), lane, position % job.slots);
   }
 
-  // Scales and zeros of the group that a position is in.
+  // Scales and zeros of a position's group.
   const char* group_at(const StoredStream& s, std::int64_t position) const {
     if (job.table == nullptr) return s.scales.at(row, lane, position / s.group);
     const std::int64_t page = job.table[row * job.table_row + position / job.slots];
@@ -49,7 +49,7 @@ struct Lane {
                        position % job.slots / s.group);
   }
 
-  // A position of the tail, which is a ring, or of the sinks, which begin behind the padding.
+  // A position in the tail, which is a ring, or in the sinks, which begin after the padding.
   const char* side_at(const Buffer& buffer, Source source, std::int64_t position) const {
     const bool tail = source == Source::tail;
     return buffer.at(row, lane, tail ? position % job.ring : position - plan.pad);

@@ -1,5 +1,5 @@
-// Softmaxes over disjoint keys become the one over all of them: the splits of one row, one more
-// key, and two finished attentions. lse is the logarithm of a softmax's sum of exponentials.
+// Merges softmaxes over disjoint keys: the splits of one row, one more key, and two finished
+// attentions. lse is the logarithm of a softmax's sum of exponentials.
 // Compiled once per instruction set, in that set's namespace.
 #pragma once
 
@@ -17,8 +17,8 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-// What a split leaves: (heads of a lane, query rows, 2 + D_v) fp32, being the largest score, the
-// sum of exponentials relative to it, and the weighted values.
+// The partial result of a split: (heads of a lane, query rows, 2 + D_v) fp32, the largest score,
+// the sum of exponentials relative to it, and the weighted values.
 inline std::int64_t partial_row(const AttentionJob& job) { return 2 + job.value().dim; }
 
 inline std::int64_t partial_floats(const AttentionJob& job) {
@@ -44,7 +44,7 @@ struct Merged {
   float max, total;
 };
 
-// The splits of one query row as one; weighted values into `sums` (D_v).
+// Merges the splits of one query row; weighted values go to `sums` (D_v).
 inline Merged merge_splits(const AttentionJob& job, const std::int64_t* partials, int count, int h,
                            int r, float* sums) {
   const std::int64_t dim = job.value().dim;
@@ -54,7 +54,7 @@ inline Merged merge_splits(const AttentionJob& job, const std::int64_t* partials
   std::fill(sums, sums + dim, 0.0f);
   for (int i = 0; i < count; ++i) {
     const float* from = partial_of(job, partials[i], h, r);
-    if (from[0] == kNegativeInfinity && !(from[1] != from[1])) continue;  // a NaN has to show
+    if (from[0] == kNegativeInfinity && !(from[1] != from[1])) continue;  // NaN must propagate
     const float weight = all.max == kNegativeInfinity ? 1.0f : std::exp(from[0] - all.max);
     all.total += from[1] * weight;
     for (std::int64_t d = 0; d < dim; ++d) sums[d] += weight * from[2 + d];
@@ -62,18 +62,18 @@ inline Merged merge_splits(const AttentionJob& job, const std::int64_t* partials
   return all;
 }
 
-// One more key, of one logit and value (null for zeros), joins a finished attention: out (dim),
-// lse.
+// Merges one more key, with a logit and a value (null for zeros), into a finished attention: out
+// (dim), lse.
 inline void join_key(float* out, std::int64_t dim, float& lse, float logit, const float* value) {
   const float most = std::max(lse, logit);
-  if (lse == kNegativeInfinity && logit == kNegativeInfinity) return;  // a NaN has to show
+  if (lse == kNegativeInfinity && logit == kNegativeInfinity) return;  // NaN must propagate
   const float mine = std::exp(lse - most), other = std::exp(logit - most), sum = mine + other;
   for (std::int64_t d = 0; d < dim; ++d)
     out[d] = (out[d] * mine + (value == nullptr ? 0.0f : value[d] * other)) / sum;
   lse = most + std::log(sum);
 }
 
-// Two finished attentions, row by row: out (rows, dim) of `type`, lse (rows).
+// Merges two finished attentions, row by row: out (rows, dim) of `type`, lse (rows).
 inline void merge_states(Format type, const void* a, const float* lse_a, const void* b,
                          const float* lse_b, void* out, float* lse, std::int64_t rows,
                          std::int64_t dim) {

@@ -1,5 +1,5 @@
-// Arithmetic that attention needs on vectors: fused products, exponentials, sums, the
-// Walsh-Hadamard transform. Compiled once per instruction set, in that set's namespace.
+// Vector arithmetic for attention: fused products, exponentials, sums, the Walsh-Hadamard
+// transform. Compiled once per instruction set, in that set's namespace.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@ namespace CARAMBA_FAST_ISA {
 
 inline constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 
-// a b + c; the build forbids the compiler to fuse on its own, for codes must not depend on it.
+// a b + c. The build disables the compiler's own contraction, since codes must not depend on it.
 #if CARAMBA_FAST_VECTOR_BITS == 512
 inline Floats fused(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 #elif CARAMBA_FAST_VECTOR_BITS == 256
@@ -50,7 +50,7 @@ inline float greatest_of(Floats v) {
 }
 #endif
 
-// Vectors that sum up scores at a time: as many as registers can hold, kLanes at least.
+// Number of vectors that sum up scores, limited by registers, but at least kLanes.
 inline constexpr int kScoreSums = kManyRegisters ? 16 : kLanes;
 
 inline void store_sums(const Floats (&sums)[kScoreSums], float* to) {
@@ -65,8 +65,8 @@ inline V pair(V a, V b) {
 }
 
 #if CARAMBA_FAST_VECTOR_BITS
-// Of four vectors the sums, or the largest entries. Halves first: a tile may begin with any token,
-// and what lanes hold turned by some places gives the same bits so.
+// The sums, or the largest entries, of four vectors. Adding halves first makes the bits independent
+// of a rotation of the lanes, since a tile may begin with any token.
 template <bool SUM>
 inline __m128 reduced(const Floats (&v)[4]) {
   __m128 lane[4];
@@ -101,8 +101,8 @@ inline void reduce(const Floats (&v)[4], float (&to)[4]) {
 }
 #endif
 
-// e^r for what rounding to a power of two leaves, |r| <= log(2) / 2. The polynomial is Cephes' expf
-// (https://www.netlib.org/cephes/), in pairs, so that steps wait for fewer others.
+// e^r for a remainder |r| <= log(2) / 2. The polynomial is Cephes' expf
+// (https://www.netlib.org/cephes/), evaluated in pairs for shorter dependency chains.
 inline Floats exponential_of_rest(Floats r) {
   const Floats square = r * r;
   const Floats low = fused(splat(1.6666665459e-1f), r, splat(5.0000001201e-1f));
@@ -124,7 +124,7 @@ inline Floats exponential(Floats x) {
 #if CARAMBA_FAST_VECTOR_BITS == 512
   const Floats value = _mm512_scalef_ps(p, n);
 #else
-  // Two factors of a power of two each: n may be 128.
+  // 2^n as two factors, since n may be 128.
   const Ints whole = bits(shifted) - bits(magic);
   const Ints half = whole >> 1;
   const Floats two_to_half = floats((half + 127) << 23);
@@ -134,21 +134,21 @@ inline Floats exponential(Floats x) {
   return x < splat(-87.3f) ? splat(0.0f) : value;
 }
 
-// The same of x <= 0, to 0 below -104 through what is less than normal: softmax weights.
+// The same for x <= 0, with subnormal results, 0 below -104: softmax weights.
 inline Floats weight_of(Floats x) {
 #if CARAMBA_FAST_VECTOR_BITS == 512
   const Floats magic = splat(12582912.0f);
   const Floats bounded = _mm512_max_ps(splat(-200.0f), x);  // x where it is NaN
   const Floats shifted = fused(bounded, splat(1.44269504f), magic);
   const Floats n = shifted - magic;
-  // log(2) in one part: it is as near to an fp32 as two parts of it.
+  // log(2) as one constant, which is as accurate in fp32 as two.
   return _mm512_scalef_ps(exponential_of_rest(fused(n, splat(-0.693147182f), bounded)), n);
 #else
   return exponential(x);
 #endif
 }
 
-// The exponent of two of a positive number; 128 for infinity and NaN.
+// The binary exponent of a positive number; 128 for infinity and NaN.
 inline int exponent_of(float x) {
   std::int32_t whole;
   std::memcpy(&whole, &x, sizeof whole);
@@ -157,7 +157,7 @@ inline int exponent_of(float x) {
 
 inline Floats hyperbolic_tangent(Floats x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }
 
-// Values HALF lanes apart become their sum and their difference.
+// Replaces values HALF lanes apart by their sum and their difference.
 template <int HALF, int... LANES>
 inline Floats butterfly(Floats v, std::integer_sequence<int, LANES...>) {
   const Floats other = {v[LANES ^ HALF]...};  // one permutation
@@ -165,7 +165,7 @@ inline Floats butterfly(Floats v, std::integer_sequence<int, LANES...>) {
   return fused(v, sign, other);  // exact but for the sum's rounding
 }
 
-// All pairs that are less than a vector apart.
+// All butterflies within a vector.
 inline Floats butterflies_within(Floats v) {
   using Lanes = std::make_integer_sequence<int, kLanes>;
   v = butterfly<2>(butterfly<1>(v, Lanes{}), Lanes{});
@@ -174,7 +174,7 @@ inline Floats butterflies_within(Floats v) {
   return v;
 }
 
-// Pairs of VECTORS vectors, in registers.
+// The transform of VECTORS vectors, in registers.
 template <int VECTORS>
 inline void hadamard_vectors(float* x, float factor) {
   Floats v[VECTORS];
@@ -192,7 +192,7 @@ inline void hadamard_vectors(float* x, float factor) {
   for (int i = 0; i < VECTORS; ++i) store_as(v[i] * factor, x + i * kLanes);
 }
 
-// Of any power of two.
+// The transform of any power of two.
 inline void hadamard_power(float* x, std::int64_t size, float factor) {
   std::int64_t half = 1;
   if (size >= kLanes) {
@@ -210,9 +210,8 @@ inline void hadamard_power(float* x, std::int64_t size, float factor) {
   for (std::int64_t i = 0; i < size; ++i) x[i] *= factor;
 }
 
-// The orthonormal Walsh-Hadamard transform of x[0, width), in place; a width that is no power of
-// two is cut into its powers of two, largest first. Sums go as in a product with the matrix only to
-// rounding.
+// The orthonormal Walsh-Hadamard transform of x[0, width), in place; another width is divided into
+// powers of two, largest first. Equals the product with the matrix up to rounding.
 CARAMBA_FAST_NOINLINE inline void hadamard(float* x, std::int64_t width) {
   while (width > 0) {
     std::int64_t size = 1;

@@ -1,5 +1,5 @@
-// The ops of attention and append, as register.cpp binds them; their arguments are those of the
-// schemas in caramba_fast/ops/registry.py.
+// The ops of attention and append, as register.cpp binds them; arguments are as in the schemas of
+// caramba_fast/ops/registry.py.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace caramba_fast {
 
-// Both take any number of query tokens; what an op allows, it checks itself (register.cpp).
+// Both take any number of query tokens; register.cpp checks what each op allows.
 std::tuple<Tensor, Tensor> cached_attention(
     bool prompt, const Tensor& q, const Tensor& k_codes, const MaybeTensor& k_scales,
     const Tensor& v_codes, const MaybeTensor& v_scales, const Tensor& cache_seqlens,
@@ -63,7 +63,7 @@ void decoupled_append_(
     const MaybeTensor& rotary_q, const MaybeTensor& rotary_cos, const MaybeTensor& rotary_sin,
     MaybeTensor rotary_out);
 
-// Calls that were kept (planned.h), with other tensors of the same shapes and dtypes.
+// Repeat kept calls (planned.h) with other tensors of the same shapes and dtypes.
 void append_planned(std::int64_t number, const Tensor& first, const Tensor& second,
                     const Tensor& start, const MaybeTensor& block_table,
                     const MaybeTensor& cache_leftpad, const MaybeTensor& query_lens,
@@ -78,8 +78,7 @@ std::tuple<Tensor, Tensor> attention_planned(std::int64_t number, const Tensor& 
                                              const MaybeTensor& query_lens,
                                              const MaybeTensor& q_geo);
 
-// x (B, H, T, D) turned by RoPE, contiguous: in `out`, or where that is null in a tensor of its
-// own.
+// Applies RoPE to x (B, H, T, D), contiguous, into `out`, or a new tensor if that is null.
 Tensor turned(const Tensor& x, const char* name, const Tensor& cos, const Tensor& sin,
               Tensor* out = nullptr);
 

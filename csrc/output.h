@@ -1,5 +1,5 @@
-// Results: weighted values normalized and back in the model's basis, with the null key and the sink
-// logit, written as out and lse. Compiled once per instruction set, in that set's namespace.
+// Results: normalizes weighted values, rotates them back, adds the null key and the sink logit, and
+// writes out and lse. Compiled once per instruction set, in that set's namespace.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-// The logit of the null key; `q` is memory for one query row.
+// The logit of the null key; `q` is scratch for one query row.
 inline float null_logit(const Lane& lane, int h, int r, float* q) {
   const AttentionJob& job = lane.job;
   float logit = 0;
@@ -28,8 +28,7 @@ inline float null_logit(const Lane& lane, int h, int r, float* q) {
   return job.softcap > 0 ? job.softcap * std::tanh(logit / job.softcap) : logit;
 }
 
-// Writes the result of one query row; `row` is memory for D_v and the widest query behind each
-// other.
+// Writes the result of one query row; `row` is scratch for D_v values followed by the widest query.
 inline void write_result(const Lane& lane, int h, int r, float max, float total, const float* sums,
                          float* row) {
   const AttentionJob& job = lane.job;

@@ -1,5 +1,5 @@
-// The calls that are kept (planned.h), and how Python records one: through ctypes, since numbers
-// and nothing else go back and forth.
+// Kept calls (planned.h), and how Python records one: through ctypes, since only numbers are
+// passed.
 #include "planned.h"
 
 #include <mutex>
@@ -46,11 +46,11 @@ std::shared_ptr<const Planned> kept(std::int64_t number) {
 
 #define CARAMBA_FAST_EXPORT extern "C" __attribute__((visibility("default")))
 
-// From here on this thread's calls are recorded.
+// Starts recording this thread's calls.
 CARAMBA_FAST_EXPORT void caramba_fast_record() { caramba_fast::recording = {true, 0, nullptr}; }
 
-// Ends it: the number of the one call there was, or 0 where there was none, several, or one that
-// cannot be repeated.
+// Stops recording: the number of the call, or 0 if there was none, several, or one that cannot be
+// repeated.
 CARAMBA_FAST_EXPORT std::int64_t caramba_fast_recorded() {
   auto call = std::move(caramba_fast::recording.call);
   caramba_fast::recording = {};
@@ -61,9 +61,9 @@ CARAMBA_FAST_EXPORT std::int64_t caramba_fast_recorded() {
   return table.last;
 }
 
-// Forgets a call; its streams are let go.
+// Forgets a call and releases its streams.
 CARAMBA_FAST_EXPORT void caramba_fast_forget(std::int64_t number) {
-  std::shared_ptr<const caramba_fast::Planned> call;  // let go outside the lock
+  std::shared_ptr<const caramba_fast::Planned> call;  // released outside the lock
   auto& table = caramba_fast::table();
   const std::lock_guard<std::mutex> lock(table.mutex);
   const auto found = table.calls.find(number);

@@ -1,6 +1,6 @@
-// Calls that are repeated with other tensors of the same shapes: what was checked of the first one,
-// and where its streams lie, is kept under a number, so that a step of decoding passes only what
-// changes. A call is kept while this thread records (planned.cpp), by the op that serves it.
+// Calls repeated with other tensors of the same shapes: the checks of the first and the addresses
+// of its streams are kept under a number, so that a decode step passes only what changes. The op
+// keeps a call while this thread records (planned.cpp).
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -13,8 +13,7 @@
 
 namespace caramba_fast {
 
-// What a kept call has in common with the next; the streams are held so that they stay where they
-// are.
+// What a kept call shares with its repetitions; holds the streams, so that they stay in place.
 struct Planned {
   std::vector<Tensor> held;
   std::vector<const void*> places;  // of their data
@@ -34,7 +33,7 @@ struct Planned {
   }
 };
 
-// Raises where a tensor's memory was replaced, as Tensor.share_memory_ does. Callers look for
+// Raises if a tensor's memory was replaced, as by Tensor.share_memory_. Callers look for
 // "other memory" (planned.py).
 inline void check_places(const Planned& plan) {
   for (std::size_t i = 0; i < plan.held.size(); ++i)
@@ -42,7 +41,7 @@ inline void check_places(const Planned& plan) {
                     "a stream of a kept call has other memory than when it was made");
 }
 
-// Raises unless a call that is to repeat another has pages where that had them.
+// Raises unless a repeated call has pages if and only if the first had them.
 inline void check_paged(const Planned& plan, const MaybeTensor& block_table) {
   STD_TORCH_CHECK(block_table.has_value() == plan.paged,
                   "block_table: a kept call is repeated with one, or without, as it was made");
@@ -50,9 +49,9 @@ inline void check_paged(const Planned& plan, const MaybeTensor& block_table) {
 
 // Whether this thread records.
 bool is_recording();
-// Keeps a call of this thread; a second one while it records takes both away.
+// Keeps a call of this thread; a second one while it records discards both.
 void keep(std::shared_ptr<const Planned> call);
-// The call of a number; null where there is none.
+// The call with a number; null if there is none.
 std::shared_ptr<const Planned> kept(std::int64_t number);
 
 template <class T>

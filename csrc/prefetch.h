@@ -1,5 +1,5 @@
-// Reading a stream of tokens: where a token is, and asking for the bytes behind it in time. Strides
-// and lengths are in bytes. Compiled once per instruction set, in that set's namespace.
+// Where a token of a stream is, and prefetching. Strides and lengths are in bytes.
+// Compiled once per instruction set, in that set's namespace.
 #pragma once
 
 #include <algorithm>
@@ -15,15 +15,15 @@ inline const T* token_at(const void* data, std::int64_t stride, std::int64_t tok
   return reinterpret_cast<const T*>(static_cast<const char*>(data) + token * stride);
 }
 
-// How far ahead of what is read the next bytes of a stream are asked for: a tile, for a lane
-// changes streams with every tile, and hardware follows a stream to the end of its page only. They
-// go to the first-level cache, which holds a tile of each stream and the next one.
+// Streams are prefetched one tile ahead into the first-level cache, which holds two tiles of each
+// stream. Hardware prefetching does not suffice: a lane alternates between streams with every tile,
+// and hardware follows a stream only to the end of its page.
 inline constexpr std::int64_t kLine = 64;
 inline std::int64_t ahead_of(std::int64_t stride) {
   return std::max<std::int64_t>(kTile * stride, 4096);
 }
 
-// `bytes` of a stream of tokens `stride` apart, a tile behind `at`.
+// Prefetches `bytes` of a stream of tokens `stride` apart, one tile after `at`.
 inline void prefetch(const void* at, std::int64_t bytes, std::int64_t stride) {
   for (std::int64_t i = 0; i < bytes; i += kLine)
     __builtin_prefetch(static_cast<const char*>(at) + ahead_of(stride) + i, 0, 3);

@@ -1,6 +1,6 @@
 // Prompts: the passes over one tile for the many query rows of a long call, in fp32. Keys are
-// turned first, so that a vector has one dim of many tokens and no sum goes across a vector; values
-// become fp32. Both take long beside a few rows, and a query gets other last bits than among few
+// transposed, so that a vector has one dim of many tokens and nothing is summed across a vector;
+// values become fp32. Both pay off only with many rows, and last bits differ from those among few
 // queries (scores_float.h, values_float.h), so callers ask for them: `AttentionJob::prompt`.
 // Compiled once per instruction set, in that set's namespace.
 #pragma once
@@ -16,11 +16,10 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-// What fits into registers as sums, with a vector of each part and one of a row besides.
+// Sums that fit into registers, beside a vector of each part and one of a row.
 inline constexpr int kPromptRows = 6, kPromptParts = kManyRegisters ? 4 : 2;
 
-// a and b are two rows of a square, HALF apart: the halves of their pairs of HALF columns change
-// places.
+// A step of a transposition: rows a and b, HALF apart, exchange halves of pairs of HALF columns.
 template <int HALF, int... LANES>
 inline void exchange(Floats& a, Floats& b, std::integer_sequence<int, LANES...>) {
   const Floats low = {((LANES & HALF) != 0 ? b[LANES ^ HALF] : a[LANES])...};
@@ -40,7 +39,7 @@ inline void turn_by(Floats (&v)[kLanes]) {
   }
 }
 
-// Keys of a tile as (vector of tokens, dim, token); behind the last token it stands in.
+// Keys of a tile as (vector of tokens, dim, token); the last token is repeated past the end.
 template <Format T>
 CARAMBA_FAST_NOINLINE void turn_keys(const void* keys, std::int64_t stride, int count,
                                      std::int64_t width, float* to) {
@@ -58,7 +57,7 @@ CARAMBA_FAST_NOINLINE void turn_keys(const void* keys, std::int64_t stride, int 
     }
 }
 
-// Values of a tile in fp32, without gaps.
+// Values of a tile in fp32, contiguous.
 template <Format T>
 CARAMBA_FAST_NOINLINE void widen_values(const void* values, std::int64_t stride, int count,
                                         std::int64_t width, float* to) {
@@ -76,8 +75,8 @@ inline constexpr MovedTile kTurnKeys[kValueTypes] = {
 inline constexpr MovedTile kWidenValues[kValueTypes] = {
     widen_values<Format::fp32>, widen_values<Format::fp16>, widen_values<Format::bf16>};
 
-// to[r][i] += the sum over k of x[r][k] y[k][i], for ROWS rows and PARTS vectors. `row` is from row
-// to row of x, `step` from k to k of y, `part` from vector to vector of it.
+// to[r][i] += the sum over k of x[r][k] y[k][i], for ROWS rows and PARTS vectors. Strides: `row`
+// between rows of x, `step` between k and `part` between vectors of y.
 template <int ROWS, int PARTS>
 CARAMBA_FAST_NOINLINE void add_products(const float* x, std::int64_t row, const float* y,
                                         std::int64_t step, std::int64_t part, std::int64_t count,
@@ -102,8 +101,8 @@ CARAMBA_FAST_NOINLINE void add_products(const float* x, std::int64_t row, const 
   for (int i = 0; i < PARTS; ++i) store_as(sum[r][i], to + r * to_row + i * kLanes);
 }
 
-// Calls run(rows, vectors, first row, first vector) with constants for the first two, until all
-// rows and all vectors had their turn.
+// Calls run(rows, vectors, first row, first vector) with constants for the first two, for all rows
+// and all vectors.
 template <class Run>
 void for_each_block(int rows, std::int64_t parts, const Run& run) {
   const auto all_rows = [&](auto wide, std::int64_t i) {
@@ -129,14 +128,14 @@ inline void add_all_products(const float* x, std::int64_t row, int rows, const f
   });
 }
 
-// scores (rows, kScoreRow) += q . k of turned keys.
+// scores (rows, kScoreRow) += q . k of transposed keys.
 inline void score_prompt(const float* q, std::int64_t width, int rows, const float* turned,
                          int count, float* scores) {
   add_all_products(q, width, rows, turned, kLanes, width * kLanes, (count + kLanes - 1) / kLanes,
                    width, scores, kScoreRow);
 }
 
-// As `value_tile` (values_float.h), of values in fp32.
+// As `value_tile` (values_float.h), for values in fp32.
 inline void add_prompt_values(const float* weights, int rows, const void* values,
                               std::int64_t stride, int count, float* sums, std::int64_t width) {
   add_all_products(weights, kScoreRow, rows, static_cast<const float*>(values),

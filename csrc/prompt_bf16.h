@@ -1,7 +1,7 @@
-// The same passes where queries, keys and values are all bf16, in products of pairs of bf16 that
-// are summed in fp32; weights are rounded to bf16, as torch's attention rounds them. For processors
-// that have such products beside VNNI, which is asked for at run time. Included in
-// isa_avx512_vnni.cpp alone, in that set's namespace.
+// The same passes for queries, keys and values in bf16: products of pairs of bf16, summed in fp32;
+// weights are rounded to bf16, as in torch's attention. For processors with AVX512-BF16 beside
+// VNNI, which is checked at run time. Included in isa_avx512_vnni.cpp alone, in that set's
+// namespace.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 #include "prompt.h"
 #include "rows.h"
 
-// The target of this file and these products; what has it is called, never inlined.
+// Adds these products to the file's target; such functions are never inlined.
 #define CARAMBA_FAST_BF16                                                                          \
   __attribute__((noinline, target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2," \
                                   "fma,f16c")))
@@ -26,7 +26,8 @@ inline bool has_bf16_products() {
   return has;
 }
 
-// Whether a call's queries can take part: as the model has them, for a factor is not exact in bf16.
+// Whether queries and keys are bf16 in the model's basis. The factor is applied to the sums, since
+// it would not be exact in bf16.
 inline bool takes_bf16(const AttentionJob& job, int stream) {
   const StoredStream& s = job.stored[stream];
   return job.prompt && job.queries[0].type == Format::bf16 && s.format == Format::bf16 &&
@@ -75,8 +76,8 @@ inline void add_all_pairs(const float* x, std::int64_t row, int rows, const floa
   });
 }
 
-// scores (rows, kScoreRow) += factor times q . k; `queries` and keys in bf16. A pair of a key is
-// one dword that is turned, as a float of fp32 keys is.
+// scores (rows, kScoreRow) += factor times q . k; `queries` and keys in bf16. A pair of a key is a
+// dword, transposed like a float of fp32 keys.
 inline void score_bf16_prompt(const float* queries, std::int64_t width, int rows, float factor,
                               const void* keys, std::int64_t stride, int count, float* turned,
                               float* scores) {
@@ -86,7 +87,7 @@ inline void score_bf16_prompt(const float* queries, std::int64_t width, int rows
                 pairs, factor, scores, kScoreRow);
 }
 
-// Weights (rows, kScoreRow), with zeros behind `count` of them, as bf16: (rows, kTile / 2) pairs.
+// Weights (rows, kScoreRow) as bf16, zeros from `count` on: (rows, kTile / 2) pairs.
 CARAMBA_FAST_BF16 inline void round_weights(const float* weights, int rows, int count, float* to) {
   for (int r = 0; r < rows; ++r, weights += kScoreRow, to += kTile / 2)
     for (int t = 0; t < count; t += 16) {
@@ -95,7 +96,7 @@ CARAMBA_FAST_BF16 inline void round_weights(const float* weights, int rows, int 
     }
 }
 
-// Values of two tokens as pairs: (pair of tokens, dim); zeros for those nobody sees.
+// Values of two tokens as pairs: (pair of tokens, dim); zeros for those no query sees.
 inline void pair_values(const void* values, std::int64_t stride, int count, std::uint64_t seen,
                         std::int64_t width, float* to) {
   for (int t = 0; t < count; t += 2, to += width) {
@@ -108,7 +109,7 @@ inline void pair_values(const void* values, std::int64_t stride, int count, std:
   }
 }
 
-// sums (rows, width) += weights times values in bf16; `pairs` and `rounded` are memory for both.
+// sums (rows, width) += weights times values in bf16; `pairs` and `rounded` are scratch for both.
 inline void add_bf16_prompt(const float* weights, int rows, const void* values, std::int64_t stride,
                             int count, std::uint64_t seen, float* pairs, float* rounded,
                             float* sums, std::int64_t width) {

@@ -10,8 +10,8 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-// Bits of the largest magnitude. Non-negative floats order as their bits do, and infinity and NaN
-// come out on top, so one integer reduction tells how large a block is and whether it is finite.
+// Bits of the largest magnitude. Non-negative floats are ordered like their bits, with infinity and
+// NaN on top, so one integer reduction tells both the magnitude and whether a block is finite.
 template <Format T, int N>
 inline std::int32_t largest_magnitude(const typename Values<T>::Storage* x) {
   Ints largest = bits(Values<T>::load(x)) & kMagnitude;
@@ -25,19 +25,19 @@ template <Format T, int N>
 inline std::int32_t first_largest(const typename Values<T>::Storage* x) {
   const std::int32_t largest = largest_magnitude<T, N>(x);
   std::uint32_t sign = 0;
-  for (int j = N - kLanes; j >= 0; j -= kLanes) {  // backwards: the first match has the last word
+  for (int j = N - kLanes; j >= 0; j -= kLanes) {  // backwards, so that the first match wins
     const Ints value = bits(Values<T>::load(x + j));
     const std::uint32_t equal = signs_of((value & kMagnitude) == largest);
     const std::uint32_t first = equal & (0u - equal);
-    const std::uint32_t keep = equal == 0;  // arithmetic, for a branch here is anyone's guess
+    const std::uint32_t keep = equal == 0;  // arithmetic, since a branch would be unpredictable
     sign = (sign & keep) | ((signs_of(value) & first) != 0);
   }
   return largest | static_cast<std::int32_t>(sign << 31);
 }
 
-// How a format encodes: what it needs to know of a block, what that is divided by for an unrounded
-// scale (fit "amax" uses the first of these, fit "mse" tries all, as CANDIDATES of the reference
-// does), and the codes of values given 1 / scale.
+// How a format encodes: what it needs to know of a block; the divisors that give unrounded scales
+// (fit "amax" uses the first, fit "mse" tries all, as CANDIDATES of the reference); and the codes
+// of values given 1 / scale.
 template <Format F>
 struct Encoder;
 
@@ -49,7 +49,7 @@ struct Encoder<Format::q8_0> {
     return largest_magnitude<T, N>(x);
   }
   // Rounds half away from zero: adding the float just below 0.5 reaches the next integer from n +
-  // 0.5 on and, unlike adding 0.5, not from the float before it. |scaled| is below 127.5: no clamp.
+  // 0.5 on but, unlike adding 0.5, not from the float before it. |scaled| is below 127.5: no clamp.
   static Ints code(Floats x, float inverse) {
     const Floats scaled = x * inverse;
     const Ints sign = bits(scaled) & ~kMagnitude;
@@ -64,7 +64,7 @@ struct Encoder<Format::q4_0> {
   static std::int32_t extreme(const typename Values<T>::Storage* x) {
     return first_largest<T, N>(x);
   }
-  // x * inverse is in [-8, 8]: only the other sign's extreme, 16, is out of range.
+  // x * inverse is in [-8, 8]: only 16, from the extreme of the other sign, is out of range.
   static Ints code(Floats x, float inverse) {
     return smaller(truncated(x * inverse + 8.5f), splat(15));
   }
@@ -94,11 +94,11 @@ struct Encoder<Format::nf4> {
   }
 };
 
-// Blocks whose scales are computed together, so that a division serves a vector of blocks.
+// Scales of this many blocks are computed together, so that a division serves a vector of blocks.
 inline constexpr int kChunk = 16;
 
-// 1 / scale. A scale of 0, or below 3e-39, has no finite reciprocal; its fp16 is 0 and so are its
-// values.
+// 1 / scale; for a scale of 0, or below 3e-39, whose reciprocal is not finite, the fp16 scale and
+// all values are 0.
 inline Floats reciprocal(Floats scale) {
   const Floats inverse = 1.0f / scale;
   const Ints usable = (bits(inverse) & kMagnitude) < splat(kInfinity);
@@ -133,7 +133,7 @@ inline void encode(const typename Values<T>::Storage* x, float inverse, CodeBloc
 template <Format F, int N, Format T>
 void quantize_blocks(const void* values, void* codes, std::uint16_t* scales, std::int64_t count) {
   using Storage = typename Values<T>::Storage;
-  static constexpr Storage kZeros[N] = {};  // stands for a block that is not finite
+  static constexpr Storage kZeros[N] = {};  // replaces a block that is not finite
   const auto* from = static_cast<const Storage*>(values);
   auto* to = static_cast<CodeBlock<F, N>*>(codes);
   for (std::int64_t begin = 0; begin < count; begin += kChunk) {

@@ -1,5 +1,5 @@
-// Fit "mse" of quantize: the scale of least squared error among a few, with the arithmetic of
-// encode_mse in caramba_fast/ops/quantize.py, to the order of its sums. Compiled once per
+// Fit "mse" of quantize: the candidate scale of least squared error, with the arithmetic of
+// encode_mse in caramba_fast/ops/quantize.py, including the order of its sums. Compiled once per
 // instruction set, in that set's namespace.
 #pragma once
 
@@ -20,8 +20,8 @@ struct FitEncoder<Format::q4_0> : Encoder<Format::q4_0> {
   }
 };
 
-// kLanes partial sums of x q and of q q, q being the values of the codes of x: the second half of
-// the vectors is added to the first until one is left.
+// kLanes partial sums of x q and of q q, where q are the values of the codes of x: the second half
+// of the vectors is added to the first until one is left.
 template <Format F, int N>
 inline void partial_sums(const float* x, float inverse, Floats& product, Floats& square) {
   Floats products[N / kLanes], squares[N / kLanes];
@@ -41,7 +41,7 @@ inline void partial_sums(const float* x, float inverse, Floats& product, Floats&
 }
 
 // The best scales of up to kLanes blocks and the reciprocals that give their codes. The scale
-// refitted to codes of values q is x q / q q; it leaves the error x x - (x q)^2 / (q q), so the
+// refitted to codes of values q is x q / q q and leaves the error x x - (x q)^2 / (q q), so the
 // largest (x q)^2 / (q q) wins, the first of equals.
 template <Format F, int N>
 inline void best_scales(const float (*x)[N], int blocks, Floats extreme, Floats& inverse,
@@ -88,7 +88,7 @@ template <Format F, int N, Format T>
 void fit_blocks(const void* values, void* codes, std::uint16_t* scales, std::int64_t count) {
   const auto* from = static_cast<const typename Values<T>::Storage*>(values);
   auto* to = static_cast<CodeBlock<F, N>*>(codes);
-  float x[kLanes][N];  // widened once, for they are read once a candidate
+  float x[kLanes][N];  // widened once, since each candidate reads them
   for (std::int64_t begin = 0; begin < count; begin += kLanes) {
     const int blocks = count - begin < kLanes ? static_cast<int>(count - begin) : kLanes;
     for (int i = 0; i < blocks; ++i)

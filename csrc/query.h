@@ -1,5 +1,5 @@
-// Queries, made ready to meet the keys of one stream as they are stored: times the softmax scale,
-// in the basis of the keys, and as integers where those meet quantized keys in integer products.
+// Prepares queries for the stored keys of one stream: multiplied by the softmax scale, in the basis
+// of the keys, and as integers for integer products with quantized keys.
 // Compiled once per instruction set, in that set's namespace.
 #pragma once
 
@@ -24,7 +24,7 @@ namespace CARAMBA_FAST_ISA {
 
 struct QueryUnit;  // query_int8.h
 
-// Query row r of the lane's h-th kv head as the model has it, times its factor; (dim) of a key
+// Query row r of the lane's h-th kv head, times its factor, in the model's basis; (dim) of a key
 // stream.
 inline void read_query(const Lane& lane, int stream, int h, int r, float* to) {
   const AttentionJob& job = lane.job;
@@ -37,18 +37,18 @@ inline void read_query(const Lane& lane, int stream, int h, int r, float* to) {
 struct HeadQuery {
   HeadStream key;
   float* values;        // (query rows, key.width) fp32; zeros outside the head
-  float* folded;        // for keys by channel: memory for as many and one more a row
-  std::int32_t* masks;  // and for one a byte of 4-bit codes
+  float* folded;        // for keys by channel: scratch of the same size plus one value per row
+  std::int32_t* masks;  // and of one per byte of 4-bit codes
   // (query rows, units), null unless key.bytes: 16 bits in two bytes, and 8 bits in one; for q8_0
-  // the one is what the two leave of the query.
+  // the latter is the remainder of the former.
   QueryUnit *two_bytes, *one_byte;
   float allowed_step = 0;  // for keys by channel, see scores_group.h
-  // (query rows, key.width) bf16 as the model has them, for prompts in bf16 (prompt_bf16.h), and
-  // what their products are multiplied by; null elsewhere.
+  // (query rows, key.width) bf16 in the model's basis, for prompts in bf16 (prompt_bf16.h), and the
+  // factor of their products; null elsewhere.
   float* halves = nullptr;
   float factor = 1;
 
-  // `row` is memory for one query row.
+  // `row` is scratch for one query row.
   CARAMBA_FAST_NOINLINE HeadQuery(const Lane& lane, int stream, int h, Arena& arena, float* row)
       : key(lane.job.stored[stream], h, true),
         values(arena.zeros(lane.query_rows * key.width)),

@@ -12,25 +12,25 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-inline constexpr float kSixteenBits = 127 * 256 + 127;  // what two signed bytes hold
+inline constexpr float kSixteenBits = 127 * 256 + 127;  // the most that two signed bytes hold
 
-// One unit of one query row: bytes by column of dwords and nibble, each dword four times, for the
-// four tokens that meet it; what undoes the integers, and what the codes' offset takes away.
+// One unit of one query row: bytes by column of dwords and nibble, each dword repeated for four
+// tokens; `scale` undoes the integers, `shift` subtracts the codes' offset.
 struct alignas(64) QueryUnit {
-  // One byte is in `high`. Where words meet (`kWords`), these are the even ones of four and the odd
-  // ones, whatever bits they have.
+  // A single byte is in `high`. For products of words (`kWords`), `high` has the even ones of four
+  // and `low` the odd ones, whatever bits they have.
   std::int8_t high[8][kUnit], low[8][kUnit];
   float scale[kLanes], shift[kLanes];
 };
 
-// Whether a format's codes are taken as words (bytes.h).
+// Whether a format's codes are multiplied as words (bytes.h).
 template <Format F>
 inline constexpr bool kWords = kWordCodes && F != Format::q4_0;
 
 template <Format F>
 struct KeyCodes;
 
-// Codes are unsigned, but for levels in words; value = (u - kOffset) / kDivisor.
+// Codes are unsigned, except levels in words; value = (u - kOffset) / kDivisor.
 template <>
 struct KeyCodes<Format::q8_0> {
   static constexpr int kVectors = 4;
@@ -47,7 +47,7 @@ struct KeyCodes<Format::nf4> {
   static constexpr float kOffset = kWordCodes ? 0 : 32768, kDivisor = 32767;
 };
 
-// Four integers of a lane, for as many tokens.
+// Stores four integers of a lane, repeated for four tokens.
 template <Format F, int BYTES>
 inline void store_integers(__m128i code, int vector, int lane, QueryUnit& unit) {
   const auto store = [&](__m128i from, int bytes, std::int8_t (&to)[8][kUnit]) {
@@ -64,28 +64,28 @@ inline void store_integers(__m128i code, int vector, int lane, QueryUnit& unit) 
   }
 }
 
-// One lane of a unit: its 4 values a vector become integers relative to the largest. What they
-// leave of the values stays in `values`.
+// Quantizes one lane of a unit relative to its largest value, 4 values per vector. The remainders
+// stay in `values`.
 template <Format F, int BYTES>
 void quantize_lane(float (&values)[32], int lane, QueryUnit& unit) {
   constexpr int kValues = 4 * KeyCodes<F>::kVectors;
   constexpr float kRange = BYTES == 2 ? kSixteenBits : 127;
   Floats most{};
-  Ints damaged{};  // a NaN, which neither the maximum nor an integer would show
+  Ints damaged{};  // NaN, which shows neither in the maximum nor in an integer
   for (int i = 0; i < kValues; i += kLanes) {
     const Floats value = load_as<Floats>(values + i);
     most = greater(floats(bits(value) & kMagnitude), most);
     damaged |= value != value;
   }
   const float largest = greatest_of(most);
-  // Next to nothing counts as nothing: its inverse would be no number.
+  // Tiny values count as 0: their inverse would not be finite.
   const Floats inverse = splat(largest > 1e-30f ? kRange / largest : 0);
   const Floats step = splat(largest / kRange);
   Ints sums{};
   alignas(64) std::int32_t codes[kValues];
   for (int i = 0; i < kValues; i += kLanes) {
     const Floats value = load_as<Floats>(values + i), product = value * inverse;
-    // What is not a number counts as 0 here: the scale says so.
+    // NaN counts as 0 here and shows in the scale.
     const Floats ordered = product == product ? product : Floats{};
     const Raw code = CARAMBA_FAST_MM(cvtps_epi32)(ordered);
     sums += reinterpret_cast<Ints>(code);
@@ -107,7 +107,7 @@ void quantize_lane(float (&values)[32], int lane, QueryUnit& unit) {
   store_as(_mm_set1_ps(shift), unit.shift + 4 * lane);
 }
 
-// Units of a query, and of what their two bytes leave of it unless `rest` is null.
+// Quantizes a query and, unless `rest` is null, the remainder of its two bytes.
 template <Format F, int BYTES>
 void quantize_query(const float* q, const HeadBytes& head, QueryUnit* units, QueryUnit* rest) {
   for (int u = 0; u < head.units; ++u)

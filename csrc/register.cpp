@@ -1,5 +1,5 @@
-// Binds the ops to torch, and does quantize and dequantize: checks arguments, allocates, splits the
-// work over threads. This file, the other *_op.cpp, arguments.h and planned.h know torch, and
+// Binds the ops to torch, and implements quantize and dequantize: checks arguments, allocates,
+// divides the work over threads. This file, the other *_op.cpp, arguments.h and planned.h use torch
 // only through its stable ABI, so that one binary serves every torch from TORCH_TARGET_VERSION on.
 // Schemas are defined in Python (caramba_fast/ops).
 #include <torch/csrc/stable/library.h>
@@ -19,16 +19,16 @@
 #include "ops.h"
 
 #ifdef __GLIBC__
-// libstdc++ asks glibc 2.32 for this flag, to count references without atomics. Defined here, and
-// false, it asks nobody, and the extension runs with any glibc that torch runs with.
+// libstdc++ needs glibc 2.32 for this flag, which allows counting references without atomics.
+// Defined here as false, the extension runs with any glibc that torch runs with.
 extern "C" __attribute__((visibility("hidden"))) char __libc_single_threaded;
 char __libc_single_threaded = 0;
 #endif
 
 namespace caramba_fast {
 
-// A string argument. torch's own conversion to std::string (up to 2.13 at least) allocates one with
-// every call and never frees it; a generation makes millions of calls.
+// A string argument. torch's own conversion to std::string (up to 2.13 at least) leaks one per
+// call; a generation makes millions of calls.
 struct Text : std::string {};
 
 }  // namespace caramba_fast
@@ -52,7 +52,7 @@ struct torch::stable::detail::ToImpl<caramba_fast::Text> {
 namespace caramba_fast {
 namespace {
 
-// An op's argument as it is unboxed.
+// An unboxed argument of an op.
 template <class T>
 using Held = std::conditional_t<std::is_same_v<std::decay_t<T>, std::string>, const Text&, T>;
 
@@ -64,7 +64,7 @@ struct Boxed<op> {
   static R call(Held<Args>... args) { return op(args...); }
 };
 
-// Fewer values than this for each thread cost more to hand out than to do.
+// Below this number of values a thread costs more than it saves.
 constexpr std::int64_t kGrainValues = 32768;
 
 int quantized_index(const std::string& kind) {
@@ -284,8 +284,8 @@ using Decoupled = Attend<&decoupled_cached_attention>;
 }  // namespace
 }  // namespace caramba_fast
 
-// The name of the instruction set in use, for a test or a curious user through ctypes; null when
-// CARAMBA_FAST_CPU_ISA names none that runs here (the ops then say so).
+// The name of the instruction set in use, through ctypes; null if CARAMBA_FAST_CPU_ISA names none
+// that runs here (the ops then say so).
 extern "C" __attribute__((visibility("default"))) const char* caramba_fast_cpu_isa() {
   try {
     return caramba_fast::kernels().isa;

@@ -1,6 +1,6 @@
-// Rotary position embedding of heads: pairs (d, d + D / 2) turned by the angle of their token. Each
-// product and the sum are rounded to the element type, as torch rounds them, so that results are
-// the same to the bit. Compiled once per instruction set, in that set's namespace.
+// Rotary position embedding of heads: rotates pairs (d, d + D / 2) by the angle of their token.
+// Each product and the sum are rounded to the element type, as in torch, so that results have the
+// same bits. Compiled once per instruction set, in that set's namespace.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,7 @@ void rotate_token(const void* from, std::int64_t from_head, const void* cosines,
       rotate_lanes<T>(x + d, x + half + d, cos + d, sin + d, cos + second + d, sin + second + d,
                       out + d, out + half + d);
     if (d == half) continue;
-    S part[8][kLanes] = {};  // what is left of x, cos, sin of both halves, and of the results
+    S part[8][kLanes] = {};  // remainders of x, cos, sin of both halves, and of the results
     const std::size_t bytes = static_cast<std::size_t>(half - d) * sizeof(S);
     const S* given[6] = {x + d, x + half + d, cos + d, sin + d, cos + second + d, sin + second + d};
     for (int i = 0; i < 6; ++i) std::memcpy(part[i], given[i], bytes);
@@ -57,8 +57,8 @@ void rotate_token(const void* from, std::int64_t from_head, const void* cosines,
   }
 }
 
-// The heads of one token, `from_head` and `to_head` elements apart; the second half of a head takes
-// cos and sin from `second` elements on.
+// The heads of one token, `from_head` and `to_head` elements apart; cos and sin for the second half
+// of a head begin at element `second`.
 inline void rotate_heads(Format type, const void* from, std::int64_t from_head, const void* cos,
                          const void* sin, std::int64_t second, void* to, std::int64_t to_head,
                          std::int64_t heads, std::int64_t dim) {

@@ -1,5 +1,5 @@
-// apply_rotary_emb: queries and keys of some tokens turned to their positions, in one call. An
-// append turns its keys and queries by the same functions.
+// apply_rotary_emb: rotates queries and keys of some tokens to their positions in one call. append
+// rotates its keys and queries with the same functions.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace caramba_fast {
 namespace {
 
-// Values that are worth a thread of their own.
+// Values that justify a thread.
 constexpr std::int64_t kGrainValues = 16384;
 
 }  // namespace

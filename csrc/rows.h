@@ -1,5 +1,5 @@
-// Rows, one head's values of one token: read as fp32 and written from fp32, whatever their element
-// type is. Compiled once per instruction set, in that set's namespace.
+// Rows, one head's values of one token: read and written as fp32, whatever their element type.
+// Compiled once per instruction set, in that set's namespace.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +41,7 @@ inline void read_row(const HeadTensor& x, std::int64_t b, std::int64_t h, std::i
   for (; d < dim; ++d) to[d] = load_value(x.type, x.data, at + d * x.dim);
 }
 
-// `dim` values to element `at` and behind it.
+// Writes `dim` values from element `at` on.
 inline void write_row(Format type, const float* from, std::int64_t dim, void* out,
                       std::int64_t at) {
   std::int64_t d = 0;

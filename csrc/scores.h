@@ -1,7 +1,7 @@
-// The scores of a tile: q . k of all query rows of one kv head, for one key stream, whatever it is
-// stored in. In integer products (scores_int8.h) where the machine has them and the tile allows
-// it, else in fp32 (scores_float.h), quantized keys being decoded first. Compiled once per
-// instruction set, in that set's namespace.
+// The scores of a tile: q . k of all query rows of one kv head, for one key stream of any format.
+// In integer products (scores_int8.h) if the machine has them and the tile allows it, else in fp32
+// (scores_float.h) with quantized keys decoded first. Compiled once per instruction set, in that
+// set's namespace.
 #pragma once
 
 #include <cstdint>
@@ -22,9 +22,9 @@ namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
 #if CARAMBA_FAST_VECTOR_BITS
-// q8_0 keys meet two bytes of a query, or three; 4-bit keys meet one, or two. Which of the two is
-// each query's own matter: a tile of which it sees a part only gets the most bytes, for what others
-// see of the tile must not change its result.
+// q8_0 keys are multiplied by two or three bytes of a query, 4-bit keys by one or two. Each query
+// decides for itself, and takes the most bytes for a tile that it sees only in part, since the
+// tokens that only others see must not change its result.
 template <Format F>
 CARAMBA_FAST_NOINLINE void add_scores_int8(const Lane& lane, const HeadQuery& query,
                                            const TileData& data, const ScaleSteps& scales,
@@ -46,7 +46,7 @@ CARAMBA_FAST_NOINLINE void add_scores_int8(const Lane& lane, const HeadQuery& qu
            enough(judged + r * head.units);
   };
   if (kThird) add(TwoBytes{}, query.two_bytes, 0, lane.query_rows);
-  int first = 0;  // of a run of queries that take the same number of bytes
+  int first = 0;  // of a run of queries with the same number of bytes
   bool few = needs_few(0);
   for (int r = 1; r <= lane.query_rows; ++r) {
     const bool next = r < lane.query_rows && needs_few(r);

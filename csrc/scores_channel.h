@@ -1,6 +1,6 @@
-// The score pass over one tile of keys by channel: scales go into the queries once for each group
-// of tokens, q . k = q . zero + (q scale) . code, so that a token is a product with small integers:
-// of integers where the machine has those of many values (scores_group.h), else in fp32. Compiled
+// The score pass over one tile of keys by channel. Queries are multiplied by the scales once per
+// group, q . k = q . zero + (q scale) . code, so that a token is a product with small integers: in
+// integer products if the machine has those of many values (scores_group.h), else in fp32. Compiled
 // once per instruction set, in that set's namespace.
 #pragma once
 
@@ -16,17 +16,17 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-// scores[r][t] += base[r] + q[r] . code[t] for ROWS rows; q rows are `width` apart. `masks` are
-// the bits of each byte of 4-bit codes that the low channel has; the high one's stay in place.
+// scores[r][t] += base[r] + q[r] . code[t] for ROWS rows; q rows are `width` apart. `masks` are the
+// low channels' bits of each byte of 4-bit codes; high codes are not shifted down.
 template <int BITS, int ROWS>
 void score_codes(const float* q, const float* base, const std::int32_t* masks, std::int64_t width,
                  const char* codes, std::int64_t stride, int count, float* scores) {
   constexpr int kTokens = kScoreSums / ROWS > 0 ? kScoreSums / ROWS : 1;
-  constexpr int kRun = BITS == 8 ? kPacked : kPacked / 2;  // values that lie one behind the other
+  constexpr int kRun = BITS == 8 ? kPacked : kPacked / 2;  // contiguous values
   for (int t = 0; t < count; t += kTokens) {
     const std::uint8_t* key[kTokens];
     CARAMBA_FAST_UNROLL
-    for (int i = 0; i < kTokens; ++i)  // past the end the last token stands in
+    for (int i = 0; i < kTokens; ++i)  // the last token is repeated past the end
       key[i] = token_at<std::uint8_t>(codes, stride, t + i < count ? t + i : count - 1);
     for (int i = 0; i < kTokens; ++i) prefetch(key[i], width * BITS / 8, stride);
     Floats sums[kScoreSums] = {};
@@ -62,7 +62,7 @@ void score_codes(const float* q, const float* base, const std::int32_t* masks, s
       }
     float found[kScoreSums];
     store_sums(sums, found);
-    const int there = std::min(kTokens, count - t);  // what follows belongs to the next group
+    const int there = std::min(kTokens, count - t);  // the rest belongs to the next group
     for (int r = 0; r < ROWS; ++r)
       for (int i = 0; i < there; ++i)
         scores[r * kScoreRow + t + i] += base[r] + found[r * kTokens + i];
@@ -84,7 +84,7 @@ void score_code_rows(const float* q, const float* base, const std::int32_t* mask
   if (r < rows) run(score_codes<BITS, 1>, 1);
 }
 
-// The scales of a group go into `rows` queries.
+// Multiplies `rows` queries by the scales of a group.
 template <int BITS>
 void fold_rows(const float* queries, const std::uint16_t* scales, std::int64_t width, int rows,
                float* folded) {
@@ -96,7 +96,7 @@ void fold_rows(const float* queries, const std::uint16_t* scales, std::int64_t w
     }
 }
 
-// The bits of each byte of 4-bit codes that the low channel has.
+// The low channels' bits of each byte of 4-bit codes.
 inline void find_masks(const std::uint16_t* scales, std::int64_t width, std::int32_t* masks) {
   for (std::int64_t d = 0; d < width; d += kPacked)
     for (int j = 0; j < kPacked / 2; j += kLanes)
@@ -114,7 +114,7 @@ inline void fold_zeros(const float* queries, const std::uint16_t* zeros, std::in
   }
 }
 
-// scores (rows, kScoreRow) += q . k for the tokens of one group that a tile has.
+// scores (rows, kScoreRow) += q . k for the tokens of a tile in one group.
 template <int BITS>
 void score_group_tokens(const HeadQuery& query, int rows, const char* scales, std::int64_t zeros,
                         const char* codes, std::int64_t stride, int count,
@@ -125,7 +125,7 @@ void score_group_tokens(const HeadQuery& query, int rows, const char* scales, st
   float* base = query.folded + rows * width;
   std::int32_t* masks = query.masks;
 #if CARAMBA_FAST_VECTOR_BITS
-  for (std::int64_t i = 0; i < 2 * width; i += kLine) {  // those of the group after the next one
+  for (std::int64_t i = 0; i < 2 * width; i += kLine) {  // prefetches the group after the next one
     __builtin_prefetch(scales + 4 * zeros + i, 0, 3);
     __builtin_prefetch(scales + 5 * zeros + i, 0, 3);
   }

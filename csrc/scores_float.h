@@ -1,6 +1,6 @@
-// The score pass over one tile in fp32, for keys of any element type. Quantized keys come here
-// decoded (tile.h), where there are no integer products or where a tile holds what they cannot
-// take. Compiled once per instruction set, in that set's namespace.
+// The score pass over one tile in fp32, for keys of any element type. Quantized keys are decoded
+// first (tile.h), if there are no integer products or the tile has values these cannot represent.
+// Compiled once per instruction set, in that set's namespace.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ void score_rows(const float* q, std::int64_t width, const void* keys, std::int64
   for (int t = 0; t < count; t += kTokens) {
     const typename Values<T>::Storage* key[kTokens];
     CARAMBA_FAST_UNROLL
-    for (int i = 0; i < kTokens; ++i)  // past the end the last token stands in
+    for (int i = 0; i < kTokens; ++i)  // the last token is repeated past the end
       key[i] =
           token_at<typename Values<T>::Storage>(keys, stride, t + i < count ? t + i : count - 1);
     for (int i = 0; i < kTokens; ++i)

@@ -1,8 +1,8 @@
-// The score pass over keys by channel in products of integers. The scales of a group of tokens go
-// into a query, and what comes of that becomes integers: q . k = q . zero + step * (integers .
-// codes). Codes are turned first (turn_codes.h), so that a product leaves one sum a token. Integers
-// are bytes, with a sum for each, where the machine sums those in 512 bits, else words. Compiled
-// once for each instruction set that has such products, in that set's namespace.
+// The score pass over keys by channel in integer products. A query is multiplied by the scales of a
+// group of tokens, then rounded to integers: q . k = q . zero + step * (integers . codes). Codes
+// are transposed first (turn_codes.h), so that products are sums of one token each. Integers are
+// bytes, with a sum for each, if the machine sums those in 512 bits, else words. Compiled once for
+// each instruction set that has such products, in that set's namespace.
 #pragma once
 
 #include <algorithm>
@@ -24,30 +24,31 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-// Whether integers are words; else bytes, up to three.
+// Whether integers are words, one or two; else bytes, up to three.
 inline constexpr bool kWordRows = !CARAMBA_FAST_BYTE_SUMS;
 inline constexpr int kMostBytes = 3;
-// How large integers of so many bytes get; the most is what the mantissa of a float holds.
+// The largest integer of so many bytes; three are limited by a float's mantissa.
 inline constexpr float kIntegers[kMostBytes + 1] = {0, 127, 32600, 4.1e6f};
 
-// How large words get: no sum over a head may leave its dword, and rounding makes those of what the
-// first words leave 0.2% larger. A byte of 4-bit codes counts up to 63 * 16 + 192 where its
-// channels divide it (channel.h).
+// The largest word: sums over a head have to fit into a dword, and rounding enlarges those of the
+// second words by 0.2%. A byte of 4-bit codes counts up to 63 * 16 + 192 if its channels divide it
+// unevenly (channel.h).
 inline float most_word(int bits, std::int64_t width) {
   const float most = 2.14e9f / (bits == 4 ? 600 : 255) / static_cast<float>(width);
   return std::min(most, kIntegers[2]);
 }
 
-// What rounding a query to integers may add to a score, root mean square: bytes are left out where
-// that is enough. Of 4-bit keys, and of queries of 16 bits, it is less than fp16 rounds a weight by
-// (2^-11) and a hundredth of what 4 bits have cost; of 8-bit keys what q8_0 allows (scores_int8.h).
+// The error, root mean square, that rounding a query may add to a score; as few bytes as possible
+// are used. For 4-bit keys and 16-bit queries it is less than the rounding of a weight to fp16
+// (2^-11), and a hundredth of the error of 4 bits; for 8-bit keys it is that of q8_0
+// (scores_int8.h).
 inline constexpr float kGroupScoreError = 8e-5f, kHalfScoreError = 3e-4f;
-// How far codes usually are from the middle of theirs, root mean square.
+// The usual distance of codes from their middle, root mean square.
 inline constexpr float kUsualCode4 = 4.5f, kUsualCode8 = 75;
 
-inline constexpr int kFoldRows = 4;  // rows that meet a vector of codes while it is in a register
+inline constexpr int kFoldRows = 4;  // rows multiplied with a vector of codes in a register
 
-// The largest step of integers that is allowed where fewer bytes are taken.
+// The largest step of integers at which fewer bytes suffice.
 inline float step_allowed(int bits, std::int64_t width, Format query) {
   const float code = bits == 4 ? kUsualCode4 : kUsualCode8;
   const bool fine = query == Format::fp32 && bits == 8;
@@ -55,29 +56,29 @@ inline float step_allowed(int bits, std::int64_t width, Format query) {
   return error / (code * std::sqrt(static_cast<float>(width) / 12));
 }
 
-// Query rows folded with the scales of a group: a score is base + step * sum.
+// Query rows multiplied by the scales of a group: a score is base + step * sum.
 struct alignas(16) FoldedRows {
   float base[kFoldRows], step[kFoldRows], inverse[kFoldRows];
-  std::int32_t bytes[kFoldRows];  // or words, one or two; 0 where integers do not serve
+  std::int32_t bytes[kFoldRows];  // or words, one or two; 0 if not representable
 };
 
-inline constexpr int kTurned = 32;  // tokens that are turned at a time
+inline constexpr int kTurned = 32;  // tokens transposed at a time
 
-// Memory for one group of a head of `width` values.
+// Scratch for one group of a head of `width` values.
 struct GroupScratch {
-  std::uint8_t* columns;  // turned codes of kTurned tokens (turn_codes.h)
+  std::uint8_t* columns;  // transposed codes of kTurned tokens (turn_codes.h)
   float* folded;          // (kFoldRows, width)
-  // Integers (kFoldRows, four values, byte of the integer, value): 16 bytes for four values, of
-  // which the last four are not used. Words are those of values 0 and 2, then of 1 and 3, and
-  // behind them those of what they leave.
+  // Integers (kFoldRows, four values, byte of the integer, value): 16 bytes per four values, the
+  // last four unused. Words are those of values 0 and 2, then of 1 and 3, followed by the words of
+  // their remainders.
   std::int8_t* integers;
-  // The bits of each byte of 4-bit codes that the low channel has, and the middle of each value's
-  // codes: 15 and 7.5 unless `divided`.
+  // The low channels' bits of each byte of 4-bit codes, and the middle of each value's codes: 15
+  // and 7.5 unless `divided`.
   std::uint8_t* masks;
   float* middles;
   bool divided;
   std::int64_t width;
-  const char* next;  // what is asked for while codes meet queries, in time for the next tile
+  const char* next;  // prefetched during the products, for the next tile
 
   GroupScratch(std::int64_t width, Arena& arena)
       : columns(arena.take<std::uint8_t>(kTurned * width)),
@@ -98,7 +99,7 @@ struct GroupScratch {
     std::fill(middles, middles + width, 7.5f);
   }
 
-  // As the scales of a group of `count` channels have it.
+  // Divides bytes as the scales of a group of `count` channels say.
   void divide(const std::uint16_t* scales, std::int64_t count) {
     divided = true;
     constexpr int kHalf = kPacked / 2;
@@ -112,7 +113,8 @@ struct GroupScratch {
   }
 };
 
-// Whether all scales of a group are finite, and whether one is negative, so that bytes are divided.
+// Whether all scales of a group are finite, and whether some are negative: then bytes are divided
+// unevenly.
 struct ScaleSigns {
   bool finite, negative;
 
@@ -130,9 +132,8 @@ struct ScaleSigns {
 
 inline constexpr float kEndless = std::numeric_limits<float>::infinity();
 
-// How many bytes or words each row takes, and its step, by the largest magnitude of its products.
-// That depends on the query and the group alone, so that a token's result does not depend on those
-// beside it.
+// Bytes or words of each row, and its step, by the largest magnitude of its products. They depend
+// on the query and the group alone, so that a token's result does not depend on other tokens.
 inline void choose_integers(__m128 base, __m128 largest, float allowed, float most,
                             FoldedRows& rows) {
 #if CARAMBA_FAST_BYTE_SUMS
@@ -178,7 +179,7 @@ inline Floats larger_size(Floats size, Floats x) {
 #endif
 }
 
-// ROWS queries times scales, into `folded`, and what makes them integers.
+// ROWS queries times scales, into `folded`, and their steps and numbers of bytes.
 template <int ROWS>
 void fold_queries(const float* q, const std::uint16_t* scales, const std::uint16_t* zeros,
                   std::int64_t width, float allowed, float most, float* folded, FoldedRows& rows) {
@@ -197,7 +198,7 @@ void fold_queries(const float* q, const std::uint16_t* scales, const std::uint16
   choose_integers(reduced<true>(sum), reduced<false>(largest), allowed, most, rows);
 }
 
-// Products of kLanes values and the inverse of their step as integers, `rest` what those leave.
+// Rounds kLanes products times `inverse` to integers; `rest` are the remainders.
 template <bool SECOND>
 inline Raw integers_of(Floats folded, Floats inverse, float most, Floats& rest) {
 #if CARAMBA_FAST_BYTE_SUMS
@@ -214,15 +215,15 @@ inline Raw integers_of(Floats folded, Floats inverse, float most, Floats& rest) 
   const Raw whole = CARAMBA_FAST_MM(cvtps_epi32)(folded * inverse);
   rest = CARAMBA_FAST_MM(fmsub_ps)(folded, inverse, converted(reinterpret_cast<Ints>(whole)));
   const Raw second = SECOND ? CARAMBA_FAST_MM(cvtps_epi32)(rest * splat(2 * most)) : whole;
-  // In each lane the words of the first, then those of the second.
+  // In each lane the first words, then the second ones.
   const Raw words = CARAMBA_FAST_MM(packs_epi32)(whole, second);
   return CARAMBA_FAST_MM(shuffle_epi8)(
       words, in_all_lanes(_mm_set_epi32(0x0f0e0b0a, 0x0d0c0908, 0x07060302, 0x05040100)));
 #endif
 }
 
-// ROWS rows as integers. What an integer leaves of its product meets the middle of the codes in
-// `base`, so that only what codes are away from it is lost.
+// Rounds ROWS rows to integers. The remainders times the middle of the codes are added to `base`,
+// so that only the remainders times the codes' distance from it are lost.
 template <int BITS, int ROWS, bool SECOND>
 void quantize_folded(const GroupScratch& scratch, std::int64_t width, float most,
                      FoldedRows& rows) {
@@ -239,13 +240,13 @@ void quantize_folded(const GroupScratch& scratch, std::int64_t width, float most
     }
   }
   __m128 lost = _mm_mul_ps(reduced<true>(left), _mm_load_ps(rows.step));
-  if constexpr (SECOND)  // a second word has what the first one leaves
+  if constexpr (SECOND)  // unless a second word has the remainders
     lost = _mm_and_ps(
         lost, _mm_castsi128_ps(_mm_cmpeq_epi32(load_as<__m128i>(rows.bytes), _mm_set1_epi32(1))));
   _mm_store_ps(rows.base, _mm_add_ps(_mm_load_ps(rows.base), lost));
 }
 
-// to += sums of the first `there` tokens; a masked store is slow to read.
+// to += sums of the first `there` tokens; partial stores only there, since they are slow to reload.
 inline void add_first(Floats sums, int there, float* to) {
   if (there >= kLanes) return store_as(sums + load_as<Floats>(to), to);
 #if CARAMBA_FAST_VECTOR_BITS == 512
@@ -257,9 +258,9 @@ inline void add_first(Floats sums, int there, float* to) {
 #endif
 }
 
-// scores += base + step * sum of ROWS rows and TURNS times kLanes tokens from one on, of which
-// `there` exist; `second` is for the words of what the first ones leave. Of bytes with two codes
-// the high ones stay in place: they count 16 times as much as the low ones.
+// scores += base + step * sum for ROWS rows and TURNS times kLanes tokens, of which `there` exist;
+// `second` is for the words of remainders. High codes of a byte are not shifted down and so count
+// 16 times as much.
 template <int BITS, int BYTES, int ROWS, int TURNS>
 void score_columns(const GroupScratch& scratch, std::int64_t width, const FoldedRows& rows,
                    int first, int turn, int there, bool second, float* scores) {
@@ -272,12 +273,12 @@ void score_columns(const GroupScratch& scratch, std::int64_t width, const Folded
   const std::int64_t bytes = width * BITS / 8;
   const std::uint8_t* columns = scratch.columns + kLanes * turn * bytes;
   const char* next = scratch.next;
-  // sums[b] += codes of the tokens times integers of ROWS rows, one dword of each from one on.
+  // sums[b] += codes of the tokens times one dword of integers of each row.
   const auto meet = [&](int b, const Raw(&codes)[TURNS], const std::int8_t* from) {
     CARAMBA_FAST_UNROLL
     for (int r = 0; r < ROWS; ++r) {
       Raw query = CARAMBA_FAST_MM(set1_epi32)(load_as<std::int32_t>(from + 4 * r * width));
-      in_register(query);  // for several sums use it
+      in_register(query);  // used by several sums
       CARAMBA_FAST_UNROLL
       for (int i = 0; i < TURNS; ++i) {
         Raw& sum = sums[b][r][i];
@@ -286,7 +287,7 @@ void score_columns(const GroupScratch& scratch, std::int64_t width, const Folded
       }
     }
   };
-  // `byte` of the tokens meets value d; half 0 are low codes, 1 high ones.
+  // Multiplies `byte` of the tokens with value d; half 0 are low codes, 1 high ones.
   const auto add = [&](auto half, std::int64_t byte, std::int64_t d) {
     if constexpr (!kWordRows)
       for (int line = 0; line < BITS / 4; ++line, next += kLine) __builtin_prefetch(next, 0, 3);
@@ -383,13 +384,13 @@ struct GroupTokens {
   const std::uint16_t *scales, *zeros;
   const char* codes;
   std::int64_t stride, width;
-  std::int64_t before;  // bytes of the lane's token before those of the head
+  std::int64_t before;  // bytes of the lane's token before the head's
   int count;
   float allowed;  // see `step_allowed`
 };
 
-// scores (rows, kScoreRow) += q . k for some tokens of a group. Rows that integers do not serve, or
-// all where a scale is not finite, are left to left(row, rows).
+// scores (rows, kScoreRow) += q . k for some tokens of a group. Rows that integers cannot
+// represent, or all rows if a scale is not finite, are left to left(row, rows).
 template <int BITS, class Left>
 void score_group(const float* q, int rows, const GroupTokens& tokens, GroupScratch& scratch,
                  float* scores, const Left& left) {
@@ -401,14 +402,14 @@ void score_group(const float* q, int rows, const GroupTokens& tokens, GroupScrat
     scratch.divide_evenly();
   const std::int64_t width = tokens.width, bytes = width * BITS / 8;
   const float most = most_word(BITS, width);
-  // Of the lane's next tokens each head asks for its share.
+  // Each head prefetches its share of the lane's next tokens.
   scratch.next = tokens.codes + ahead_of(tokens.stride) + (kTurned - 1) * tokens.before;
   for (int first = 0; first < rows; first += kFoldRows) {
     const int block = std::min(rows - first, kFoldRows);
     FoldedRows folded;
     kFoldQueries[block - 1](q + first * width, tokens.scales, tokens.zeros, width, tokens.allowed,
                             most, scratch.folded, folded);
-    // Between the two, for the integers wait for the largest product.
+    // In between, since the integers depend on the largest product.
     if (first == 0)
       for (int t = 0; t < tokens.count; t += kLanes) {
         const char* codes = tokens.codes + t * tokens.stride;

@@ -1,7 +1,6 @@
-// The score pass over one quantized tile in products of integers (int8_layout.h). A query has 16
-// bits where it meets 8-bit keys; what those leave of it is a third byte, added where leaving it
-// out would show. Where it meets 4 bits it has 8 where that adds little to the scores, else 16
-// (`EnoughBits`).
+// The score pass over one quantized tile in integer products (int8_layout.h). For 8-bit keys a
+// query has 16 bits, and a third byte for the remainder if leaving it out would show. For 4-bit
+// keys it has 8 bits if that adds little error to the scores, else 16 (`EnoughBits`).
 #pragma once
 
 #include <algorithm>
@@ -13,7 +12,7 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-// Kept in a register where several sums use it: compilers fold a plain load into each of them.
+// Kept in a register for several sums: compilers fold a plain load into each of them.
 inline Raw loaded(const std::int8_t* from) {
   Raw v = load_as<Raw>(from);
 #if CARAMBA_FAST_VECTOR_BITS == 512
@@ -61,7 +60,7 @@ struct KeyGroup {
     }
   }
 
-  // The squares of values, by lane and token, in units of `kSquareUnit`: roughly.
+  // Approximate squares of values, by lane and token, in units of `kSquareUnit`.
   Raw squares() const {
     Raw sum{};
     CARAMBA_FAST_UNROLL
@@ -91,21 +90,21 @@ inline constexpr float kMostCode = F == Format::q8_0   ? 127.0f
                                                        : KeyCodes<F>::kDivisor;
 template <Format F>
 inline constexpr float kUsualCode = 0.575f * kMostCode<F>;
-// What rounding a query may add to a score, root mean square: to 16 bits for q8_0, else to 8. Twice
-// that is allowed by usual codes and the largest scales, which a few large tokens have, before the
-// keys themselves are looked at.
+// The error, root mean square, that rounding a query may add to a score: to 16 bits for q8_0, else
+// to 8. With usual codes and the largest scales, which a few large tokens have, twice that is
+// allowed before the keys themselves are examined.
 template <Format F>
 inline constexpr float kScoreError = F == Format::q8_0 ? 8e-5f : 7.5e-3f;
 template <Format F>
 inline constexpr float kUsualError = 2 * kScoreError<F>;
 
-// Whether the fewer bits of a query are enough for a tile. That is decided for each query alone, so
-// that a token's result does not depend on those beside it; never where a scale is not finite.
+// Whether the fewer bits of a query suffice for a tile. Each query decides for itself, so that its
+// results do not depend on others; never if a scale is not finite.
 //
 // Rounding a query to steps of s adds s^2 / 12 times the squared key to the mean square of a
-// score's error. Two bounds of that: by the largest codes and the largest scales of the tile (those
-// of every fourth token together); where that one is too large, but usual codes with the largest
-// scales would do, by the squared keys of a few tokens.
+// score's error. There are two bounds: by the largest codes and the largest scales of the tile
+// (those of every fourth token together); and if that is exceeded, but not with usual codes, by the
+// squared keys of a few tokens.
 template <Format F>
 class EnoughBits {
  public:
@@ -122,7 +121,7 @@ class EnoughBits {
     for (int u = 0; u < head.units; ++u) store_as(head.unit_scale_order[u](most), most_[u]);
   }
 
-  // `units` are those of one query, in as many bits.
+  // `units` are those of one query, with the fewer bits.
   bool operator()(const QueryUnit* units) {
     constexpr float kValues = 4 * KeyCodes<F>::kVectors;  // of a lane
     Floats squares{};
@@ -130,9 +129,9 @@ class EnoughBits {
       const Floats error = load_as<Floats>(most_[u]) * load_as<Floats>(units[u].scale);
       squares = fused(error, error, squares);
     }
-    const float bound = sum_of(squares) / 4 * kValues / 12;  // times codes' squares
+    const float bound = sum_of(squares) / 4 * kValues / 12;  // times squared codes
     if (bound * kMostCode<F> * kMostCode<F> <= kScoreError<F> * kScoreError<F>) return true;
-    // Also where it is NaN.
+    // Also for NaN.
     if (!(bound * kUsualCode<F> * kUsualCode<F> <= kUsualError<F> * kUsualError<F>)) return false;
     if (!sampled_) sample();
     squares = Floats{};
@@ -146,7 +145,7 @@ class EnoughBits {
  private:
   static constexpr int kSamples = 2;  // of four tokens
 
-  // The squares of the keys of some tokens, by lane and token.
+  // The squares of some tokens' keys, by lane and token.
   void sample() {
     sampled_ = true;
     const int tokens = count_ / head_.fold, quads = tokens / 4;
@@ -173,19 +172,18 @@ class EnoughBits {
   bool sampled_ = false;
 };
 
-// What UNITS units of four tokens each, GROUPS times, contribute to the scores of ROWS rows: by
-// lane and token, scales of the keys included. Chains of sums are interleaved, for each sum waits
-// for the one before it.
+// The products of UNITS units, GROUPS times four tokens each, with ROWS rows: by lane and token,
+// scales of the keys included. Sums are interleaved, since each addition waits for the last one.
 template <Format F, int BYTES, int ROWS, int UNITS, int GROUPS>
 inline __attribute__((always_inline)) void row_sums(const KeyGroup<F> (&keys)[UNITS][GROUPS],
                                                     const Floats (&by_lane)[UNITS][GROUPS],
                                                     const QueryUnit* const (&q)[ROWS],
                                                     Floats (&found)[ROWS][GROUPS]) {
   constexpr int kVectors = KeyCodes<F>::kVectors;
-  // The second sum: of the query's low bytes, or of those of nf4's levels.
+  // The second sum is of the query's low bytes, or of those of nf4's levels.
   constexpr bool kTwoQueries = BYTES == 2, kTwoKeys = F == Format::nf4;
-  // Sums of nf4 with 16 bits on both sides take more than 32: of those the products of two low
-  // bytes are left out (below 2^-16 of the sum), and the rest is put together in fp32.
+  // Sums of nf4 with 16 bits on both sides exceed 32 bits: products of two low bytes are left out
+  // (below 2^-16 of the sum), and the rest is combined in fp32.
   constexpr bool kWide = kTwoQueries && kTwoKeys;
   Raw sums[ROWS][UNITS][GROUPS], low[ROWS][UNITS][GROUPS];
   CARAMBA_FAST_UNROLL
@@ -260,7 +258,7 @@ inline __attribute__((always_inline)) void row_sums(const KeyGroup<F> (&keys)[UN
   }
 }
 
-// scores += q . k of ROWS rows and keys: UNITS units of four tokens each, GROUPS times.
+// scores += q . k for ROWS rows and UNITS units of GROUPS times four tokens.
 template <Format F, int BYTES, int ROWS, int UNITS, int GROUPS, int FOLD>
 inline __attribute__((always_inline)) void add_row_scores(const KeyGroup<F> (&keys)[UNITS][GROUPS],
                                                           const Floats (&by_lane)[UNITS][GROUPS],
@@ -290,8 +288,7 @@ inline __attribute__((always_inline)) void add_row_scores(const KeyGroup<F> (&ke
   }
 }
 
-// Groups of four tokens, and units, that a step takes: keys have as many registers as leave room
-// for the sums, half of them.
+// Groups of four tokens, and units, per step: keys take half of the registers, sums the others.
 template <Format F>
 inline constexpr int kKeyVectors = KeyGroup<F>::kVectors * KeyGroup<F>::kBytes;
 template <Format F>
@@ -299,8 +296,8 @@ inline constexpr int kKeyGroups = 2 * kKeyVectors<F> <= kRegisters / 2 ? 2 : 1;
 template <Format F>
 inline constexpr int kKeyUnits = 2 * kKeyGroups<F> * kKeyVectors<F> <= kRegisters / 2 ? 2 : 1;
 
-// All tokens of a tile, UNITS units from the first on: keys stay in registers while all rows meet
-// them, ROWS at a time.
+// All tokens of a tile, UNITS units from the first on: keys stay in registers for all rows, ROWS at
+// a time.
 template <Format F, int BYTES, int ROWS, int UNITS, int FOLD>
 void score_units(const QueryUnit* q, const HeadBytes& head, int first, int rows, const char* codes,
                  std::int64_t stride, const ScaleSteps& scales, int count, float* scores) {
@@ -345,8 +342,8 @@ void score_rows_int8(const QueryUnit* q, const HeadBytes& head, int rows, const 
     score_units<F, BYTES, ROWS, 1, 1>(q, head, u, rows, codes, stride, scales, count, scores);
 }
 
-// scores[r][t] += q[r] . k[t]; units of a row lie behind each other. Another loop for what is left
-// of the rows, not a branch in one: compilers would spill the keys around it.
+// scores[r][t] += q[r] . k[t]; units of a row are contiguous. Remaining rows have a loop of their
+// own instead of a branch, around which compilers would spill the keys.
 template <Format F, int BYTES>
 void score_int8(const QueryUnit* q, const HeadBytes& head, int rows, const char* codes,
                 std::int64_t stride, const ScaleSteps& scales, int count, float* scores) {

@@ -1,6 +1,6 @@
-// The online softmax (arXiv:1805.02867) of the query rows of one kv head: scores of one tile after
-// the other become weights relative to the largest score so far. Compiled once per instruction set,
-// in that set's namespace.
+// The online softmax (arXiv:1805.02867) of the query rows of one kv head: the scores of each tile
+// become weights relative to the largest score so far. Compiled once per instruction set, in that
+// set's namespace.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ struct Softmax {
   }
 };
 
-// `count` tokens, and what fills up their last vector.
+// `count` rounded up to whole vectors.
 inline int whole_vectors(int count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
 template <int... LANES>
@@ -48,7 +48,7 @@ inline void cap_scores(float* scores, int count, float softcap) {
   }
 }
 
-// The softcap, and -infinity for what a query does not see and behind the tile.
+// Applies the softcap, and sets scores past the tile and of invisible tokens to -infinity.
 inline void mask_scores(const Lane& lane, const Tile& tile, const Visibility& visibility,
                         float* scores) {
   const int whole = whole_vectors(tile.count);
@@ -57,7 +57,7 @@ inline void mask_scores(const Lane& lane, const Tile& tile, const Visibility& vi
     float* row = scores + r * kScoreRow;
     if (lane.job.softcap > 0) cap_scores(row, tile.count, lane.job.softcap);
     if (!visibility.whole) visibility.hide(row, lane.query_token(r), tile.count);
-    if (whole > tile.count) {  // a vector, for one that was written in parts is slow to read
+    if (whole > tile.count) {  // as a whole vector, since partial stores are slow to reload
       const int last = whole - kLanes;
       const Ints there = first_lanes() < splat(tile.count - last);
       store_as(there ? load_as<Floats>(row + last) : splat(kNegativeInfinity), row + last);
@@ -65,9 +65,9 @@ inline void mask_scores(const Lane& lane, const Tile& tile, const Visibility& vi
   }
 }
 
-inline constexpr int kSoftmaxRows = 4;  // rows that are weighed at once: each waits for itself
+inline constexpr int kSoftmaxRows = 4;  // rows processed together, to hide latency
 
-// The largest score of each of ROWS rows, -infinity for what has none.
+// The largest score of each of ROWS rows; -infinity if there is none.
 template <int ROWS>
 void largest_scores(const float* scores, int whole, float (&largest)[kSoftmaxRows]) {
   Floats most[kSoftmaxRows];
@@ -79,7 +79,7 @@ void largest_scores(const float* scores, int whole, float (&largest)[kSoftmaxRow
   reduce<false>(most, largest);
 }
 
-// Scores of ROWS rows become weights, zeros behind the tile; their sums, and the largest of each.
+// Turns scores of ROWS rows into weights, zeros past the tile; their sums and maxima.
 template <int ROWS>
 void weigh_rows(float* scores, int whole, const float* max, float (&sums)[kSoftmaxRows],
                 float (&peaks)[kSoftmaxRows]) {
@@ -106,9 +106,9 @@ inline constexpr LargestScores kLargestScores[kSoftmaxRows] = {
 inline constexpr WeighRows kWeighRows[kSoftmaxRows] = {weigh_rows<1>, weigh_rows<2>, weigh_rows<3>,
                                                        weigh_rows<4>};
 
-// Scores (query rows, kScoreRow) become weights exp(score - max), zeros where nothing is seen.
-// Where a maximum rises, rescale(r, factor) is told by what all that is summed so far shrinks.
-// False where no query has seen anything yet.
+// Turns scores (query rows, kScoreRow) into weights exp(score - max), zeros for invisible tokens.
+// When a maximum rises, rescale(r, factor) gets the factor for all earlier sums. False if no query
+// has seen anything yet.
 template <class Rescale>
 bool weigh_scores(const Lane& lane, const Tile& tile, const Visibility& visibility,
                   const Softmax& softmax, float* scores, const Rescale& rescale) {
@@ -127,7 +127,7 @@ bool weigh_scores(const Lane& lane, const Tile& tile, const Visibility& visibili
       against[r] = max == kNegativeInfinity ? 0 : max;  // without scores weights are 0 or NaN
       if (!(now > before)) continue;
       softmax.max[first + r] = now;
-      if (before == kNegativeInfinity) continue;  // nothing is summed yet
+      if (before == kNegativeInfinity) continue;  // nothing to rescale
       const float factor = std::exp(before - now);
       softmax.total[first + r] *= factor;
       rescale(first + r, factor);
@@ -136,7 +136,7 @@ bool weigh_scores(const Lane& lane, const Tile& tile, const Visibility& visibili
     for (int r = 0; r < rows; ++r) {
       softmax.total[first + r] += sums[r];
       softmax.peak[first + r] = peaks[r];
-      // Nothing is seen, or every score seen is NaN, which the total shows.
+      // Nothing is visible, or every visible score is NaN, which shows in the total.
       if (softmax.max[first + r] == kNegativeInfinity)
         std::fill_n(block + r * kScoreRow, kTile, 0.0f);
     }

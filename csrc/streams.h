@@ -1,8 +1,9 @@
-// Where the streams of a cache (keys, values) lie in memory and in which basis. Data only, no
-// functions with linkage: shared by translation units compiled for different instruction sets.
+// The streams of a cache (keys, values): memory and basis. Without functions with linkage, since
+// translation units of different instruction sets share it.
 //
-// A stored buffer is (B or pages, lanes, slots, width): a lane holds some kv heads of a token side
-// by side, so that blocks are whole. Strides of buffers are in bytes, those of tensors in elements.
+// A stored buffer is (B or pages, lanes, slots, width): a lane holds a token's values of some kv
+// heads side by side, so that blocks are whole. Strides of buffers are in bytes, those of tensors
+// in elements.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// One head's part of a stream and of its tiles: which bytes of a token are the head's, and where
-// those of a tile begin. Compiled once per instruction set, in that set's namespace.
+// One head's part of a stream and of its tiles: the head's bytes of a token, and the beginning of a
+// tile. Compiled once per instruction set, in that set's namespace.
 #pragma once
 
 #include <cstdint>
@@ -20,27 +20,27 @@ struct TileScales;    // tile_scales.h
 struct GroupScratch;  // scores_group.h
 struct ValueScratch;  // values_bytes.h, values_words.h
 
-// Memory for one tile at a time.
+// Scratch for one tile at a time.
 struct TileScratch {
   float* decoded;  // kTile tokens of one head in fp32
-  float* turned;   // as many, for prompts (prompt.h); null in short calls
+  float* turned;   // as many, transposed for prompts (prompt.h); null in short calls
   float* rounded;  // weights in bf16 (prompt_bf16.h); null where there are none
-  // Of integer products; null where there are none.
+  // For integer products; null if there are none.
   TileScales* scales;
   GroupScratch* group;
   ValueScratch* values;
 };
 
-// The part of a lane's token that holds one head: whole blocks (of 32 values where there are none),
-// so it may begin before the head and end behind it.
+// One head's part of a lane's token: whole blocks (of 32 values if unquantized), so it may begin
+// before the head and end after it.
 struct HeadStream {
   const StoredStream* stored;
-  std::int64_t first, width;  // values of the lane's token before it, values in it
-  std::int64_t inner;         // those in it before the head
+  std::int64_t first, width;  // values of the lane's token before the part, values in the part
+  std::int64_t inner;         // values of the part before the head
   int blocks;
-  const HeadBytes* bytes;  // null where there are no integer products, or they do not serve
+  const HeadBytes* bytes;  // null without integer products, or if they do not fit
 
-  // `pairs`: whether two tokens may be taken as one.
+  // `pairs`: whether two tokens may be processed as one.
   HeadStream(const StoredStream& s, int head_in_lane, bool pairs) : stored(&s) {
     const std::int64_t unit = is_quantized(s.format) ? s.block : 32;
     const std::int64_t begin = head_in_lane * s.dim, end = begin + s.dim;
@@ -62,17 +62,17 @@ struct HeadStream {
   }
 };
 
-// One head's part of the tokens of a tile; strides in bytes from token to token.
+// One head's part of the tokens of a tile; strides between tokens in bytes.
 struct TileData {
   Format format;
   const char* values;  // or codes
   std::int64_t stride;
-  const char* scales;  // of quantized formats; by channel of the group of the first token
+  const char* scales;  // of quantized formats; by channel those of the first token's group
   std::int64_t scales_stride;
   std::int64_t phase = 0;  // by channel: tokens of that group before the first
 };
 
-// Where the ring ends within a tile of the tail, its tokens are put end to end in `scratch`.
+// The data of a tile. If a tile of the tail wraps around the ring, it is copied to `scratch`.
 inline TileData data_of(const Lane& lane, const HeadStream& head, const Tile& tile,
                         const TileScratch& scratch) {
   const StoredStream& s = *head.stored;
@@ -98,7 +98,7 @@ inline TileData data_of(const Lane& lane, const HeadStream& head, const Tile& ti
   return {s.format, values, s.codes.token, scales, s.scales.token};
 }
 
-// Quantized tokens as fp32 in `to`, for `count * head.width` values; others as they are.
+// Quantized tokens as fp32 in `to`, for `count * head.width` values; others unchanged.
 inline TileData decoded(const TileData& data, const HeadStream& head, int count, float* to) {
   if (!is_quantized(data.format)) return data;
   if (is_by_channel(data.format)) {
@@ -114,13 +114,13 @@ inline TileData decoded(const TileData& data, const HeadStream& head, int count,
 }
 
 #if CARAMBA_FAST_VECTOR_BITS
-// Whether keys of a tile can be taken in integer products.
+// Whether a tile's keys allow integer products.
 inline bool takes_bytes(const HeadStream& head, const Tile& tile) {
   return tile.source == Source::codes && head.bytes != nullptr;
 }
 
-// Where tokens are taken in pairs, the one behind an odd number of them has to be there: behind the
-// last slot it is put into `scratch`, with the others.
+// Tokens processed in pairs need a token after an odd number of them: a tile that ends with the
+// last slot is copied to `scratch` with a zero token appended.
 inline void complete_pairs(const Lane& lane, const HeadStream& head, const Tile& tile,
                            const TileScratch& scratch, TileData& data) {
   const std::int64_t slots = lane.job.slots;

@@ -1,5 +1,5 @@
-// The scales of a quantized tile, as the integer passes take them (int8_layout.h). Compiled once
-// for each instruction set that has such products, in that set's namespace.
+// The scales of a quantized tile for the integer passes (int8_layout.h). Compiled once for each
+// instruction set that has such products, in that set's namespace.
 #pragma once
 
 #include <algorithm>
@@ -13,12 +13,12 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-// The fp16 scales of a tile, end to end, in steps of four tokens.
+// The fp16 scales of a tile, contiguous, in steps of four tokens.
 struct ScaleSteps {
   const char* from;
-  int step, valid;  // of halves
+  int step, valid;  // in halves
 
-  // Those of a quad of tokens; behind the last zeros, or scales of the tile's other tokens.
+  // The scales of four tokens; past the end zeros, or scales of the tile's other tokens.
   Halves quad(int i) const {
     const int there = valid - i * step;
     const char* at = from + 2 * i * step;
@@ -42,7 +42,7 @@ struct ScaleSteps {
 };
 
 struct TileScales {
-  // scale[group][quad of tokens][lane * 4 + token] as fp32 (`widen`); zeros behind the last token.
+  // scale[group][quad of tokens][lane * 4 + token] as fp32 (`widen`); zeros past the last token.
   alignas(64) float scale[kMostGroups][kQuads][kLanes];
   bool finite;
 

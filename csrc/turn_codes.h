@@ -1,4 +1,4 @@
-// Codes by channel, turned for products of integers (scores_group.h): a vector has four bytes of
+// Codes by channel, transposed for integer products (scores_group.h): a vector has four bytes of
 // each of kLanes tokens, and vectors follow the order of the bytes. Compiled once for each
 // instruction set that has such products, in that set's namespace.
 #pragma once
@@ -11,7 +11,7 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-// kLanes tokens; behind the last the last stands in.
+// kLanes tokens; the last is repeated past the end.
 struct Tokens {
   const char* from[kLanes];
 
@@ -26,7 +26,7 @@ struct Tokens {
   const char* at(int t, int byte) const { return from[t] + byte; }
 #if CARAMBA_FAST_VECTOR_BITS == 512
   __m512i whole(int t, int byte) const { return _mm512_loadu_si512(at(t, byte)); }
-  // Half a vector, or a quarter, of tokens so many apart.
+  // Halves, or quarters, of vectors of tokens `step` apart.
   __m512i halves(int t, int step, int byte) const {
     const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at(t, byte)));
     const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at(t + step, byte)));
@@ -44,13 +44,13 @@ struct Tokens {
 
 #if CARAMBA_FAST_VECTOR_BITS == 512
 
-// A dword of 16 tokens, the one at DWORD of its vectors.
+// Stores dword DWORD of 16 tokens.
 template <int DWORD>
 inline void store_column(__m512i v, std::uint8_t* columns) {
   _mm512_store_si512(columns + 64 * DWORD, v);
 }
 
-// Four parts of 16 tokens each, of the columns C of lanes that hold four dwords each.
+// From four parts of 16 tokens: the columns C of their four lanes, with four tokens each.
 template <int C>
 inline void store_columns(const __m512i (&part)[4][4], std::uint8_t* columns) {
   const __m512i a = _mm512_shuffle_i32x4(part[0][C], part[1][C], 0x88);  // lanes 0, 2
@@ -63,20 +63,20 @@ inline void store_columns(const __m512i (&part)[4][4], std::uint8_t* columns) {
   store_column<12 + C>(_mm512_shuffle_i32x4(e, f, 0xdd), columns);
 }
 
-// The same of two parts, of which each vector has two tokens.
+// The same of two parts, with two tokens in each vector.
 template <int C>
 inline void store_columns(const __m512i (&part)[2][4], std::uint8_t* columns) {
   store_column<C>(_mm512_shuffle_i32x4(part[0][C], part[1][C], 0x88), columns);
   store_column<4 + C>(_mm512_shuffle_i32x4(part[0][C], part[1][C], 0xdd), columns);
 }
 
-// And of one, of which each vector has four.
+// And of one part, with four tokens in each vector.
 template <int C>
 inline void store_columns(const __m512i (&part)[1][4], std::uint8_t* columns) {
   store_column<C>(part[0][C], columns);
 }
 
-// The bytes of 16 tokens from one on: 64, 32 or 16 of each.
+// 64, 32 or 16 bytes of each of 16 tokens, by PARTS.
 template <int PARTS>
 inline void turn_part(const Tokens& tokens, int byte, std::uint8_t* columns) {
   __m512i part[PARTS][4];

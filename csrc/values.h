@@ -1,7 +1,7 @@
-// Weights times values of a tile, summed for all query rows of one kv head, whatever values are
-// stored in. In integer products (values_bytes.h, values_words.h) where the machine has them and
-// the tile allows it, else in fp32 (values_float.h), quantized values being decoded first. Compiled
-// once per instruction set, in that set's namespace.
+// Weights times values of a tile, summed for all query rows of one kv head, for values of any
+// format. In integer products (values_bytes.h, values_words.h) if the machine has them and the tile
+// allows it, else in fp32 (values_float.h) with quantized values decoded first. Compiled once per
+// instruction set, in that set's namespace.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-// Weighted values so far.
+// Weighted sums of values so far.
 struct ValueSums {
   HeadStream value;
   int query_rows;
@@ -45,7 +45,7 @@ struct ValueSums {
   const float* of_head(int r) const { return sums + r * value.width + value.inner; }
 };
 
-// In fp32. Values nobody sees may be anything: runs of those somebody sees are added.
+// In fp32. Invisible values may be anything, so only runs of visible ones are added.
 inline void add_values_float(const ValueSums& state, const TileData& values, int count,
                              std::uint64_t seen, const float* weights, bool prompt) {
   const ValueTile add = prompt ? add_prompt_values : kValueTiles[static_cast<int>(values.format)];

@@ -1,9 +1,9 @@
-// The value pass over one quantized tile in products of bytes (values.h), where the machine sums
-// four of them in a dword of 512 bits. A vector has 16 bytes of a block of four tokens, turned so
-// that each dword is one byte of the four; it meets the four weights, times the scales of the
-// block, as one dword for all lanes. Weights are integers of 16 bits in two signed bytes, codes are
-// unsigned; sums come out in the order of the values. Included in isa_avx512_vnni.cpp alone, in
-// that set's namespace.
+// The value pass over one quantized tile in products of bytes (values.h), if the machine sums four
+// of them in a dword of 512 bits. A vector has 16 bytes of a block of four tokens, transposed so
+// that a dword is one byte of each; the other factor is a dword of the four weights, times the
+// scales of the block, in all lanes. Weights are 16-bit integers in two signed bytes, codes are
+// unsigned; sums are in the order of the values. Included in isa_avx512_vnni.cpp alone, in that
+// set's namespace.
 #pragma once
 
 #include <algorithm>
@@ -23,27 +23,26 @@
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
-inline constexpr float kMostWeight = 127 * 256;  // that rounds to two signed bytes
-// The largest integer of a block is at least so much, or weights lose too many of their bits.
+inline constexpr float kMostWeight = 127 * 256;  // the most that rounds to two signed bytes
+// The least that the largest integer of a block may be, lest weights lose too many bits.
 inline constexpr int kFewestWeight = 2048;
 
-// How the scales of a head lie in vectors, and weights with them. A vector has as many blocks of as
-// many quads of tokens as fill its lanes: four blocks of a quad, two of two quads, one of four. Of
-// more blocks there are several groups.
+// The order of scales and weights in vectors. A vector has four lanes for blocks and quads of
+// tokens: four blocks of a quad, two of two quads, or one of four. More blocks form several groups.
 struct WeightOrder {
   int blocks, lanes, groups;  // lanes: blocks of a vector
 
   explicit WeightOrder(int blocks)
       : blocks(blocks), lanes(blocks < 3 ? blocks : 4), groups((blocks + 3) / 4) {}
-  int vectors() const { return 4 * lanes; }                      // of a tile and group
-  int step() const { return groups > 1 ? kMostBlocks : lanes; }  // scales of a token, end to end
+  int vectors() const { return 4 * lanes; }                      // per tile and group
+  int step() const { return groups > 1 ? kMostBlocks : lanes; }  // of a token, padded
 };
 
-// By log2 of the step:
+// Indexed by log2 of the step.
 struct WeightPlaces {
-  // Where the weights of a quad and the group's first block are (`WeightBytes`).
+  // Offsets of the weights of a quad and the group's first block (`WeightBytes`).
   std::int32_t weights[4][kQuads] = {};
-  // Which of the halves of a vector's tokens a lane of a group takes.
+  // Permutation of a vector of scales to the lanes of a group.
   alignas(64) std::uint16_t halves[4][kMostGroups][2 * kLanes] = {};
 
   constexpr WeightPlaces() {
@@ -64,7 +63,7 @@ struct WeightPlaces {
 };
 inline constexpr WeightPlaces kWeightPlaces{};
 
-// The weights of the tokens of vector i, in each lane.
+// The weights of the tokens in vector i, by lane.
 template <int LANES>
 inline __m512 weights_at(const float* weights, int i) {
   if constexpr (LANES == 4) return _mm512_broadcast_f32x4(_mm_loadu_ps(weights + 4 * i));
@@ -73,7 +72,7 @@ inline __m512 weights_at(const float* weights, int i) {
   return _mm512_shuffle_f32x4(two, two, 0x50);
 }
 
-// The largest entry, or the sum, of all lanes of each block, everywhere in them.
+// The largest entry, or the sum, over all lanes of each block, in all of them.
 template <int LANES>
 inline __m512 largest_of_block(__m512 v) {
   v = _mm512_max_ps(v, _mm512_permute_ps(v, 0xb1));
@@ -89,21 +88,21 @@ inline __m512i sum_of_block(__m512i v) {
   return LANES > 1 ? v : _mm512_add_epi32(v, _mm512_shuffle_i32x4(v, v, 0xb1));
 }
 
-// What makes the largest number kMostWeight; 0 of nothing.
+// The factor that makes the largest number kMostWeight; 0 for 0.
 inline __m512 inverse_of(__m512 largest) {
   const __mmask16 some = _mm512_cmp_ps_mask(largest, _mm512_set1_ps(1e-30f), _CMP_GT_OQ);
   return _mm512_maskz_div_ps(some, _mm512_set1_ps(kMostWeight), largest);
 }
 
-// The scales of a tile in that order, as fp32; zeros behind the last token.
+// The scales of a tile in that order, as fp32; zeros past the last token.
 struct BlockScales {
   alignas(64) float scale[kMostGroups][kQuads][kLanes];
-  // Where scales are divided by the largest of their block: what that is in units of a weight.
+  // The divisors of divided scales, by block, in units of a weight.
   alignas(64) float unit[kMostGroups][kLanes];
   bool finite;
 
-  // With `divide` scales are divided so that times a weight of 1 they are at most kMostWeight.
-  // Tokens that are not in the mask `seen` count as zeros.
+  // With `divide` the scales of a block are divided so that the largest becomes kMostWeight. Tokens
+  // outside the mask `seen` count as zeros.
   void widen(const char* from, std::int64_t stride, const WeightOrder& order, int count,
              bool divide, std::uint64_t seen) {
     for (std::int64_t i = 0; i < stride * kTile; i += kLine)
@@ -118,7 +117,7 @@ struct BlockScales {
       from = reinterpret_cast<const char*>(tokens_);
     }
     const auto& places = kWeightPlaces.halves[WeightPlaces::of(step)];
-    const int halves = order.groups > 1 ? 32 : 16, there = count * step;  // of a vector, of all
+    const int halves = order.groups > 1 ? 32 : 16, there = count * step;  // of a vector, in all
     __m512i most = _mm512_setzero_si512();
     __m512 largest[kMostGroups];
     for (__m512& group : largest) group = _mm512_setzero_ps();
@@ -160,7 +159,7 @@ struct alignas(64) WeightBytes {
   std::int32_t high_sum[kLanes], low_sum[kLanes];
 };
 
-// The upper of two signed bytes, where the lower is signed too.
+// The upper of two signed bytes.
 inline __m512i upper_bytes(__m512i x) {
   return _mm512_srai_epi16(_mm512_add_epi16(x, _mm512_set1_epi16(128)), 8);
 }
@@ -168,15 +167,15 @@ inline __m512i of_bytes(__m512i upper, __m512i lower) {
   return _mm512_add_epi32(_mm512_slli_epi32(upper, 8), lower);
 }
 
-// Weights of a row times scales as integers: of the largest product, where 8-bit values need all 16
-// bits, else of the largest weight, `peak`, and the largest scale (`BlockScales::unit`). Where
-// those are not of one token, such as a sink's with values near 0, integers may be small: the
-// largest product it is then, too.
+// Weights of a row times scales as integers, relative to the largest product for 8-bit values,
+// which need all 16 bits, else to `peak`, the largest weight, times the largest scale
+// (`BlockScales::unit`). If those two are of different tokens, such as a sink with values near 0,
+// integers may get small; then relative to the largest product too.
 template <int LANES, bool EXACT>
 void pack_weights(const float* weights, float peak, const BlockScales& scales, int group,
                   WeightBytes& to) {
   __m512i codes[4 * LANES];
-  // `unit` undoes what the scales were divided by.
+  // `unit` is the divisor of the scales.
   const auto of_products = [&](__m512 unit) {
     __m512 product[4 * LANES], most[4];
     CARAMBA_FAST_UNROLL
@@ -199,7 +198,7 @@ void pack_weights(const float* weights, float peak, const BlockScales& scales, i
     for (int i = 0; i < 4 * LANES; ++i)
       codes[i] = _mm512_cvtps_epi32(_mm512_mul_ps(product[i], inverse));
   };
-  // Codes in bytes, and their sums; the largest of the upper bytes.
+  // Splits codes into bytes and sums them; returns the largest upper bytes.
   const auto pack = [&] {
     const __m512i ones = _mm512_set1_epi8(1), byte = _mm512_set1_epi16(255);
     __m512i high_sum = _mm512_setzero_si512(), low_sum = _mm512_setzero_si512();
@@ -235,8 +234,7 @@ void pack_weights(const float* weights, float peak, const BlockScales& scales, i
     for (int i = 0; i < 4 * LANES; ++i)
       codes[i] = _mm512_cvtps_epi32(
           _mm512_mul_ps(weights_at<LANES>(shares, i), _mm512_load_ps(scales.scale[group][i])));
-    // Which blocks, a lane of 128 bits each, have an integer that is large enough, and which have
-    // no scale but 0, or are none.
+    // Blocks with a large enough integer, as masks of lanes, and empty ones or ones with scales 0.
     const unsigned empty = _mm512_cmp_ps_mask(unit, _mm512_setzero_ps(), _CMP_EQ_OQ);
     std::uint64_t filled =
         _mm512_cmpge_epi8_mask(pack(), _mm512_set1_epi8(static_cast<char>(kFewestWeight >> 8)));
@@ -253,7 +251,7 @@ void pack_weights(const float* weights, float peak, const BlockScales& scales, i
   }
 }
 
-// 16 bytes each of four tokens; dword i is byte i of the four.
+// 16 bytes of each of four tokens; dword i has byte i of the four.
 inline __m512i turned_bytes(const char* a, const char* b, const char* c, const char* d) {
   const auto load = [](const char* at) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
@@ -268,7 +266,7 @@ inline __m512i turned_bytes(const char* a, const char* b, const char* c, const c
   return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(dwords, v), bytes);
 }
 
-// The codes of `block` values of a tile's tokens, and the weights they meet.
+// The codes of `block` values of a tile's tokens, and their weights.
 struct ValueBlock {
   const char* codes;
   std::int64_t stride, width;  // of codes in bytes, of sums
@@ -276,14 +274,14 @@ struct ValueBlock {
   const WeightOrder& order;
   const WeightBytes* weights;  // of the first row, `groups` apart
   int lane;                    // of the block
-  const char* next;            // what is asked for, a line a step
+  const char* next;            // prefetched, a line per step
 };
 
-// sums[r] += weights times 32 values of each token, for ROWS rows: of 4 bits what 16 bytes hold,
-// the low codes to `sums` and the high ones `apart` behind; of 8 bits 32 bytes.
+// sums[r] += weights times 32 values of each token, for ROWS rows: 16 bytes of 4-bit codes, with
+// low codes to `sums` and high ones `apart` later, or 32 bytes of 8-bit codes.
 template <Format F, int ROWS>
 CARAMBA_FAST_NOINLINE void add_block(const ValueBlock& block, float* sums, int apart) {
-  // Sums of both bytes of the weights; of nf4 of the high bytes, and of those of unlike size.
+  // Sums of both bytes of the weights; for nf4 of high bytes, and of mixed ones.
   __m512i high[ROWS][2], low[ROWS][2];
   CARAMBA_FAST_UNROLL
   for (int r = 0; r < ROWS; ++r) CARAMBA_FAST_UNROLL
@@ -293,7 +291,7 @@ CARAMBA_FAST_NOINLINE void add_block(const ValueBlock& block, float* sums, int a
       reinterpret_cast<const char*>(block.weights->high[0]) + block.lane * kLaneBytes;
   const char* next = block.next;
   const std::int32_t* places = kWeightPlaces.weights[WeightPlaces::of(block.order.step())];
-  // Levels of nf4 as unsigned integers of 16 bits around 32768, in two bytes.
+  // Levels of nf4 as unsigned 16-bit integers around 32768, in two bytes.
   [[maybe_unused]] const __m512i level_high = table_of(kLevelBytes.high);
   [[maybe_unused]] const __m512i level_low = table_of(kLevelBytes.low);
   const auto add = [&](int quad, const char* a, const char* b, const char* c, const char* d) {
@@ -309,7 +307,7 @@ CARAMBA_FAST_NOINLINE void add_block(const ValueBlock& block, float* sums, int a
       codes[1] = turned_bytes(a + kLaneBytes, b + kLaneBytes, c + kLaneBytes, d + kLaneBytes);
       CARAMBA_FAST_UNROLL
       for (int i = 0; i < 2; ++i) codes[i] = _mm512_xor_si512(codes[i], middle);
-    } else {  // whole bytes of q4_0 for the high codes: 16 times those and the low ones
+    } else {  // q4_0: high codes as whole bytes, 16 times them plus the low ones
       const __m512i nibble = _mm512_set1_epi8(15);
       codes[1] =
           F == Format::nf4 ? _mm512_and_si512(_mm512_srli_epi16(codes[0], 4), nibble) : codes[0];
@@ -328,7 +326,7 @@ CARAMBA_FAST_NOINLINE void add_block(const ValueBlock& block, float* sums, int a
       CARAMBA_FAST_UNROLL
       for (int i = 0; i < 2; ++i) {
         high[r][i] = sum_of_products(high[r][i], codes[i], upper);
-        // Of nf4 the product of two low bytes is left out, but for the middle of the levels'.
+        // For nf4 products of two low bytes are left out, except the middle of the levels' bytes.
         if constexpr (F == Format::nf4) low[r][i] = sum_of_products(low[r][i], lows[i], upper);
       }
       __m512i lower = _mm512_set1_epi32(load_as<std::int32_t>(from + sizeof block.weights->high));
@@ -342,7 +340,7 @@ CARAMBA_FAST_NOINLINE void add_block(const ValueBlock& block, float* sums, int a
   int t = 0;
   for (; t + 4 <= block.count; t += 4, codes += 4 * stride)
     add(t / 4, codes, codes + stride, codes + 2 * stride, codes + 3 * stride);
-  if (t < block.count) {  // behind the last token the last stands in, with no weight
+  if (t < block.count) {  // past the end the last token is repeated, with weight 0
     const char* last = codes + (block.count - 1 - t) * stride;
     add(t / 4, codes, std::min(codes + stride, last), std::min(codes + 2 * stride, last), last);
   }
@@ -382,7 +380,7 @@ CARAMBA_FAST_NOINLINE void add_block(const ValueBlock& block, float* sums, int a
   }
 }
 
-inline constexpr int kValueRows = 4;  // that meet a vector of codes while it is in a register
+inline constexpr int kValueRows = 4;  // rows multiplied with a vector of codes in a register
 
 using AddBlock = void (*)(const ValueBlock& block, float* sums, int apart);
 template <Format F>
@@ -394,14 +392,14 @@ template <bool EXACT>
 inline constexpr PackWeights kPackWeights[3] = {pack_weights<1, EXACT>, pack_weights<2, EXACT>,
                                                 pack_weights<4, EXACT>};
 
-// Memory for one tile of values and some rows.
+// Scratch for one tile of values and some rows.
 struct ValueScratch {
   BlockScales scales;
   WeightBytes weights[kValueRows * kMostGroups];
 };
 
 // sums (rows, head.width) += weights (rows, kScoreRow) times the values of a tile; `peaks` (rows)
-// are the largest weights. False, and nothing is added, where some scale is not finite.
+// are the largest weights. Returns false, adding nothing, if some scale is not finite.
 template <Format F>
 bool add_values_bytes(const Lane& lane, const HeadStream& head, const TileData& data, int count,
                       const Visibility& visibility, const float* weights, const float* peaks,
@@ -418,12 +416,13 @@ bool add_values_bytes(const Lane& lane, const HeadStream& head, const TileData& 
   const int rows = lane.query_rows;
   const PackWeights pack = kPackWeights<F == Format::q8_0>[order.lanes / 2];
   const int block = head.stored->block, bytes = block * kBits / 8;
-  // The lane's next tile, of which each head asks for its share.
+  // Each head prefetches its share of the lane's next tile.
   const char* next = data.values + ahead_of(data.stride) + (kTile - 1) * head.first * kBits / 8;
   for (int first = 0; first < rows; first += kValueRows) {
     const int some = std::min(rows - first, kValueRows);
     for (int r = 0; r < some; ++r) {
-      // What a query does not see changes none of its bits, so neither may it be the largest scale.
+      // Tokens that a query does not see must not change its bits, so they do not count for the
+      // largest scale.
       const int token = lane.query_token(first + r);
       if (kDivides && !visibility.whole && visibility.seen[token] != seen) {
         seen = visibility.seen[token];

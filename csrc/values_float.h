@@ -1,6 +1,6 @@
-// The value pass over one tile in fp32, for values of any element type. Quantized values come here
-// decoded (tile.h), where there are no integer products or where a tile holds what they cannot
-// take. Compiled once per instruction set, in that set's namespace.
+// The value pass over one tile in fp32, for values of any element type. Quantized values are
+// decoded first (tile.h), if there are no integer products or the tile has values these cannot
+// represent. Compiled once per instruction set, in that set's namespace.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
-// The value pass over one quantized tile in products of words (values.h): two tokens' codes and
-// their two weights, times the scales of a block, meet in a dword, and sums come out in the order
-// of the values. Codes become words once for several rows. Compiled for each instruction set that
-// has integer products but no sums of four bytes in 512 bits (values_bytes.h), in that set's
+// The value pass over one quantized tile in products of words (values.h): a dword has the codes of
+// two tokens, another their weights times the scales of a block; sums are in the order of the
+// values. Codes are converted to words once for several rows. Compiled for each instruction set
+// that has integer products but no sums of four bytes in 512 bits (values_bytes.h), in that set's
 // namespace.
 #pragma once
 
@@ -21,21 +21,21 @@ namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
 inline constexpr int kMostWeight = 32764;
-// Levels of nf4 are integers, too. So that the sums of a tile's products stay in a dword, weights
-// are halved where their sum is more than this, and once more where it is more than twice that: the
-// largest without rounding.
+// Levels of nf4 are integers, too. For sums of a tile's products to fit into a dword, weights whose
+// sum exceeds this are halved, and once more if it is more than twice that: the limit without
+// rounding.
 inline constexpr int kMostLevel = 4095, kMostWeights = 524000;
 static_assert((kTile * kMostWeight / 4 + kTile) * kMostLevel < 0x7fffffff &&
               (kMostWeights + kTile) * kMostLevel < 0x7fffffff);
-inline constexpr int kWeightRows = 8;  // query rows whose weights are packed at a time
+inline constexpr int kWeightRows = 8;  // query rows whose weights are packed together
 
 inline constexpr int kRun = 8;  // tokens whose words fill a lane
 
-// Weights of one row times the scales of a group of blocks, a block a lane.
+// Weights of one row times the scales of a group of blocks, one block per lane.
 struct alignas(64) WeightWords {
   std::int16_t weight[kTile / kRun][kUnitLanes][kRun];
   float step[kLanes];           // of the integers, by lane
-  std::int32_t offset[kLanes];  // what is too much in a sum, by lane
+  std::int32_t offset[kLanes];  // excess of a sum, by lane
 };
 
 // The largest entry of each lane, in all of its dwords.
@@ -44,8 +44,8 @@ inline Floats largest_of_lane(Floats v) {
   return greater(v, CARAMBA_FAST_MM(permute_ps)(v, 0x4e));
 }
 
-// The sum of each lane, in all of its dwords. Integers of what is not a number are the least there
-// is, so sums may wrap; the softmax' total shows such a row.
+// The sum of each lane, in all of its dwords. NaN becomes the least integer, so sums may wrap; such
+// a row shows in the softmax' total.
 inline Raw sum_of_lane(Raw v) {
   const auto turned = [](Raw x, auto order) {
     return reinterpret_cast<Raw>(
@@ -55,7 +55,7 @@ inline Raw sum_of_lane(Raw v) {
   return CARAMBA_FAST_MM(add_epi32)(v, turned(v, std::integral_constant<int, 0x4e>{}));
 }
 
-// `weights` are zeros behind the tile's tokens.
+// `weights` are zeros past the tile's tokens.
 template <Format F>
 void pack_weights(const float* weights, const TileScales& scales, int group, WeightWords& to) {
   const auto product = [&](int quad) {
@@ -72,7 +72,7 @@ void pack_weights(const float* weights, const TileScales& scales, int group, Wei
   const Floats range = splat(static_cast<float>(kMostWeight));
   Floats inverse = largest > splat(1e-30f) ? range / largest : Floats{}, share = splat(1.0f);
   if constexpr (F == Format::nf4) {
-    Raw size{};  // a sum of integers: it depends on no order
+    Raw size{};  // an integer sum, which does not depend on the order
     CARAMBA_FAST_UNROLL
     for (const Floats& product : products)
       size = CARAMBA_FAST_MM(add_epi32)(
@@ -93,17 +93,17 @@ void pack_weights(const float* weights, const TileScales& scales, int group, Wei
     }
     store_as(CARAMBA_FAST_MM(packs_epi32)(code[0], code[1]), to.weight[quad / 2]);
   }
-  // Codes of q4_0 are 8 above the value's.
+  // Codes of q4_0 are the values plus 8.
   const Raw all = sum_of_lane(CARAMBA_FAST_MM(add_epi32)(sum[0], sum[1]));
   store_as(F == Format::q4_0 ? CARAMBA_FAST_MM(slli_epi32)(all, 3) : Raw{}, to.offset);
   constexpr float kUnit = F == Format::nf4 ? 1.0f / kMostLevel : 1.0f;
   store_as(largest * (kUnit / kMostWeight) / share, to.step);
 }
 
-// What 16 bytes of 4-bit codes hold, and 32 of 8-bit ones.
+// The values in 16 bytes of 4-bit codes, and in 32 of 8-bit ones.
 inline constexpr int kPieceValues = 32, kPieceVectors = kPieceValues / kLanes;
 
-// Words of 16 bytes each of two tokens, by byte and token: vectors of kLanes bytes.
+// Interleaves 16 bytes of each of two tokens as words, by byte and token: vectors of kLanes bytes.
 template <bool SIGNED>
 inline void words_of(const char* a, const char* b, Raw* words) {
   const auto x = load_as<__m128i>(a), y = load_as<__m128i>(b);
@@ -132,17 +132,17 @@ struct LevelWords {
 };
 inline constexpr LevelWords kLevelWords{};
 
-// The same of the levels of 4-bit codes, low ones first.
+// The words of 4-bit codes' levels, low codes first.
 inline void level_words_of(const char* a, const char* b, Raw (&words)[kPieceVectors]) {
 #if CARAMBA_FAST_VECTOR_BITS == 512
   words_of<false>(a, b, words);
-  const Raw levels = load_as<Raw>(kLevelWords.word);  // twice: higher bits do not count
+  const Raw levels = load_as<Raw>(kLevelWords.word);  // repeated: higher index bits are ignored
   words[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words[0], 4), levels);
   words[0] = _mm512_permutexvar_epi16(words[0], levels);
 #else
   const auto x = load_as<__m128i>(a), y = load_as<__m128i>(b);
   const Raw both = _mm256_set_m128i(_mm_unpackhi_epi8(x, y), _mm_unpacklo_epi8(x, y));
-  // So that both halves of a vector below have values that lie beside each other.
+  // So that both halves of a vector below have contiguous values.
   const Raw codes = _mm256_permute4x64_epi64(both, 0xd8), nibble = _mm256_set1_epi8(15);
   CARAMBA_FAST_UNROLL
   for (int i = 0; i < 2; ++i) {
@@ -155,11 +155,11 @@ inline void level_words_of(const char* a, const char* b, Raw (&words)[kPieceVect
 #endif
 }
 
-// The codes of `kPieceValues` values of a tile's tokens as words, two tokens a dword.
+// The codes of `kPieceValues` values of a tile's tokens as words, two tokens per dword.
 struct PieceWords {
   Raw words[kTile / 2][kPieceVectors];
 
-  // With PREFETCH the lines of the next tile are asked for.
+  // With PREFETCH, prefetches the lines of the next tile.
   template <Format F, bool PREFETCH>
   void load(const char* codes, std::int64_t stride, int count) {
     Raw(*to)[kPieceVectors] = words;
@@ -170,7 +170,7 @@ struct PieceWords {
       if constexpr (PREFETCH) __builtin_prefetch(codes + stride + ahead, 0, 3);
       load_two<F>(codes, codes + stride, *to++);
     }
-    // Behind an odd last token it stands in itself, with no weight.
+    // An odd last token is paired with itself, with weight 0.
     if (codes == last) load_two<F>(codes, codes, *to);
   }
 
@@ -192,8 +192,8 @@ struct PieceWords {
   }
 };
 
-// sums[r] += weights times a piece for ROWS rows, whose weights lie `groups` apart and their sums
-// `width`; the second half of the values is `apart` behind the first.
+// sums[r] += weights times a piece for ROWS rows, with weights `groups` and sums `width` apart; the
+// second half of the values is `apart` after the first.
 template <Format F, int ROWS>
 CARAMBA_FAST_NOINLINE void add_piece(const PieceWords& piece, int count, const WeightWords* weights,
                                      int groups, int lane, float* sums, std::int64_t width,
@@ -206,7 +206,7 @@ CARAMBA_FAST_NOINLINE void add_piece(const PieceWords& piece, int count, const W
   CARAMBA_FAST_UNROLL
   for (int r = 0; r < ROWS; ++r) weight[r] = weights[r * groups].weight[0][lane];
   const Raw(*words)[kPieceVectors] = piece.words;
-  // Up to a whole run: what is behind the last token has no weight.
+  // Whole runs: past the last token weights are 0.
   for (std::int64_t at = 0; at < count * kUnitLanes; at += kRun * kUnitLanes, words += kRun / 2)
     CARAMBA_FAST_UNROLL
   for (int t = 0; t < kRun; t += 2) CARAMBA_FAST_UNROLL
@@ -241,21 +241,21 @@ void add_piece_rows(const PieceWords& piece, int count, const WeightWords* weigh
     add(piece, count, weights + r * groups, groups, lane, sums + r * width, width, apart);
     r += step;
   };
-  // As many rows as leave registers for what they meet; two and two rather than three and one.
+  // As many rows as leave registers for the codes; two and two rather than three and one.
   constexpr int kMost = kRegisters == 32 ? 4 : 3;
   while (rows - r >= kMost && rows - r != kMost + 1) run(add_piece<F, kMost>, kMost);
   while (rows - r >= 2) run(add_piece<F, 2>, 2);
   if (r < rows) run(add_piece<F, 1>, 1);
 }
 
-// Memory for one tile of values and some rows.
+// Scratch for one tile of values and some rows.
 struct ValueScratch {
   PieceWords piece;
   WeightWords weights[kWeightRows * kMostGroups];
 };
 
-// sums (rows, head.width) += weights (rows, kScoreRow) times the values of a tile. False, and
-// nothing is added, where some scale is not finite.
+// sums (rows, head.width) += weights (rows, kScoreRow) times the values of a tile. Returns false,
+// adding nothing, if some scale is not finite.
 template <Format F>
 bool add_values_words(const HeadStream& head, const TileData& data, int count, int rows,
                       const float* weights, TileScales& scales, ValueScratch& scratch,

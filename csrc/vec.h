@@ -1,32 +1,31 @@
-// Vectors of kLanes floats or ints, as wide as the instruction set has them. Arithmetic,
-// comparisons (true is -1) and selection (mask ? a : b) are the compilers' own vector extensions;
-// what they lack, or lower badly, is here. Compiled once per instruction set, in that set's
-// namespace.
+// Vectors of kLanes floats or ints, as wide as in the instruction set. Arithmetic, comparisons
+// (true is -1) and selection (mask ? a : b) are the compilers' vector extensions; operations they
+// lack, or compile badly, are here. Compiled once per instruction set, in that set's namespace.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-// In front of a loop over an array of vectors: unrolled early enough for compilers to keep the
-// array in registers. Without it gcc 12 writes every element to the stack with every step.
+// Before a loop over an array of vectors: unrolled early enough for compilers to keep the array in
+// registers. Without it gcc 12 writes every element to the stack in every step.
 #if defined(__clang__)
 #define CARAMBA_FAST_UNROLL _Pragma("unroll")
 #else
 #define CARAMBA_FAST_UNROLL _Pragma("GCC unroll 16")
 #endif
 
-// In front of a function with loops of its own that is called from one place: compilers would make
-// it a part of the caller, whose many loops then share the registers.
+// Before a function with loops that is called from one place: compilers would inline it, and all
+// loops of the caller would then share the registers.
 #define CARAMBA_FAST_NOINLINE __attribute__((noinline))
 
-// Whether the machine sums products of bytes, four to a dword, in 512 bits.
+// Whether the instruction set sums four products of bytes in a dword, in 512 bits.
 #define CARAMBA_FAST_BYTE_SUMS (CARAMBA_FAST_VNNI && CARAMBA_FAST_VECTOR_BITS == 512)
 
 namespace caramba_fast {
 namespace CARAMBA_FAST_ISA {
 
 inline constexpr int kLanes = CARAMBA_FAST_VECTOR_BITS ? CARAMBA_FAST_VECTOR_BITS / 32 : 4;
-// Whether there are 32 registers of vectors, not 16.
+// Whether there are 32 vector registers, not 16.
 inline constexpr bool kManyRegisters = CARAMBA_FAST_VECTOR_BITS == 512 || CARAMBA_FAST_NEON;
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef std::int32_t Ints __attribute__((vector_size(4 * kLanes)));
@@ -45,7 +44,7 @@ inline void store_as(V v, T* to) {
 
 inline Floats splat(float x) {
   return x - Floats{};
-}  // adding would make 0.0 of -0.0: an instruction
+}  // adding 0.0 would change -0.0, hence cost an instruction
 inline Ints splat(std::int32_t x) { return Ints{} + x; }
 inline Ints bits(Floats x) { return reinterpret_cast<Ints>(x); }
 inline Floats floats(Ints x) { return reinterpret_cast<Floats>(x); }
@@ -75,12 +74,12 @@ inline void narrow(Ints v, std::uint16_t* to) {
 inline std::int32_t largest_of(Ints v) {
   return _mm512_reduce_max_epi32(reinterpret_cast<__m512i>(v));
 }
-// One bit for each lane: its sign bit, lane 0 lowest.
+// The sign bits, lane 0 lowest.
 inline std::uint32_t signs_of(Ints v) { return _mm512_movepi32_mask(reinterpret_cast<__m512i>(v)); }
-// Lane i: the sum of v[i], its upper half added to its lower one until one value is left.
+// Lane i: the sum of v[i], adding upper halves to lower ones until one value is left.
 inline Floats sums_of(const Floats (&v)[kLanes]) {
   __m512 sum[4];
-  for (int i = 0; i < 4; ++i) {  // quarter k of sum[i] is what is left of v[i + 4 k]
+  for (int i = 0; i < 4; ++i) {  // quarter k of sum[i] has the rest of v[i + 4 k]
     const __m512 low = _mm512_add_ps(_mm512_shuffle_f32x4(v[i], v[i + 4], 0x44),
                                      _mm512_shuffle_f32x4(v[i], v[i + 4], 0xee));
     const __m512 high = _mm512_add_ps(_mm512_shuffle_f32x4(v[i + 8], v[i + 12], 0x44),
@@ -133,7 +132,7 @@ inline std::uint32_t signs_of(Ints v) {
 }
 inline Floats sums_of(const Floats (&v)[kLanes]) {
   __m256 sum[4];
-  for (int i = 0; i < 4; ++i)  // half k of sum[i] is what is left of v[i + 4 k]
+  for (int i = 0; i < 4; ++i)  // half k of sum[i] has the rest of v[i + 4 k]
     sum[i] = _mm256_add_ps(_mm256_permute2f128_ps(v[i], v[i + 4], 0x20),
                            _mm256_permute2f128_ps(v[i], v[i + 4], 0x31));
   const __m256 low = _mm256_add_ps(_mm256_shuffle_ps(sum[0], sum[1], 0x44),
@@ -228,7 +227,7 @@ inline Floats sums_of(const Floats (&v)[kLanes]) {
   return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
 }
 inline Floats lookup(const float (&table)[16], Ints index) {
-  std::int32_t i[kLanes];  // through memory: SSE2 is slow at taking lanes out of a vector
+  std::int32_t i[kLanes];  // through memory: SSE2 is slow at extracting lanes
   store_as(index, i);
   return Floats{table[i[0]], table[i[1]], table[i[2]], table[i[3]]};
 }

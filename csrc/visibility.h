@@ -1,7 +1,6 @@
-// Which tokens of a tile each query token sees: the row's length, the tail and the sinks that are
-// read in the codes' place, the window and the first tokens that it keeps. Which tiles a row has at
-// all is planned before (attention_plan.h). Compiled once per instruction set, in that set's
-// namespace.
+// The tokens of a tile that each query token sees: limited by the row's length, the window and its
+// kept first tokens, and by tail and sinks, which are read instead of codes. The tiles of a row are
+// planned before (attention_plan.h). Compiled once per instruction set, in that set's namespace.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +18,7 @@ inline std::uint64_t mask_of_first(int count) {
   return count == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << count) - 1;
 }
 
-// What the queries of one row see of one tile; `find` says so, the rest asks.
+// What the queries of one row see of one tile, computed by `find`.
 struct Visibility {
   bool whole;                        // every query sees every token: `seen` is not filled
   std::uint64_t any;                 // tokens that some query sees
@@ -42,20 +41,20 @@ struct Visibility {
     }
   }
 
-  // Whether a query token sees all of a tile, and the tile is as long as tiles are.
+  // Whether a query token sees all of a tile of full size.
   bool full(const Tile& tile, std::int64_t token, int tile_size) const {
     return tile.count == tile_size && (whole || seen[token] == mask_of_first(tile.count));
   }
 
-  // Scores of tokens that a query token does not see become -infinity.
+  // Sets the scores of invisible tokens to -infinity.
   void hide(float* scores, std::int64_t token, int count) const {
     for (int i = 0; i < count; ++i)
       if (!(seen[token] >> i & 1)) scores[i] = kNegativeInfinity;
   }
 
  private:
-  // Whether the query at one position sees the key at another, where `source` is what the key is
-  // read from: the newest `residual` come from the tail, and from there only.
+  // Whether the query at one position sees the key at another in `source`: the newest `residual`
+  // are only in the tail.
   static bool sees(const AttentionJob& job, const RowPlan& plan, std::int64_t query,
                    std::int64_t key, Source source) {
     const std::int64_t distance = query - key;
@@ -66,7 +65,7 @@ struct Visibility {
     return key - plan.pad < job.kept;
   }
 
-  // The same for all queries and all tokens of a tile, by its ends.
+  // The same for all queries and all tokens of a tile, from its ends.
   static bool sees_everything(const AttentionJob& job, const RowPlan& plan, const Tile& tile) {
     const std::int64_t first = plan.length - plan.count, last = plan.length - 1;
     const std::int64_t newest = tile.start + tile.count - 1;

@@ -1,1 +1,1 @@
-"""Whole generations: decode steps, bytes, speculation, quality and the policy's choices."""
+"""Benchmarks of whole generations: decode steps, bytes, speculation, quality and the policy's choices."""

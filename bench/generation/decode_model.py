@@ -1,9 +1,9 @@
 """Decode steps of a whole model by cache kind: ``python -m caramba_fast.bench.generation.decode_model [--out CSV]``.
 
 A Llama of 8 layers and hidden size 512 with random weights and key biases generates greedily: projections, append,
-attention, MLP, logits and sampling, as in `Generator.generate_iter`. The codes of a real prompt are repeated until the
-cache has the wanted length; decode steps then take the same time as after a prompt of that length. All kinds take
-their steps in turn, in rounds; a ratio is the median over rounds.
+attention, MLP, logits and sampling, as in `Generator.generate_iter`. The codes of a real prompt are repeated up to the
+wanted length, which takes the same time per step as a prompt of that length. All kinds take their steps in turn, in
+rounds; a ratio is the median over rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from caramba_fast.bench.environment import environment
 from caramba_fast.bench.kernels.timing import quantile, ratio
 from caramba_fast.bench.out import add_out, check_out
 
-# Models and caches need pydantic; `report` makes the page from the figures without it.
+# Models and caches need pydantic; `report` makes the page without it.
 if TYPE_CHECKING:
     from caramba_fast.cache import ModelKVCache
     from caramba_fast.models import Transformer
@@ -35,14 +35,14 @@ FILE = "decode_model.csv"
 KINDS = ("fp16", "q8", "q8:plain", "q4", "q4:plain", "nf4", "nf4:plain")
 LAYERS, HIDDEN, HEADS, KV_HEADS, VOCABULARY = 8, 512, 32, 8, 4096
 HEAD_DIMS, BATCHES, CONTEXTS = (64, 128), (1, 8), (1024, 8192, 32768)
-#: Tokens of the prompt that every cache really sees.
+#: Tokens of the prompt that is really computed.
 PROMPT = 128
 #: A sample has as many steps as fp16 does in this time, at most MOST_STEPS.
 SAMPLE_S, MOST_STEPS = 0.03, 16
 ROUNDS, WARM_UP = 15, 3
 #: Kinds measured together get at least LEAST rounds, and more within this time.
 BUDGET_S, LEAST = 10.0, 5
-#: Most bytes of caches in memory; larger cases are measured in groups, with fp16 in each.
+#: Caches of more bytes together are measured in groups, with fp16 in each.
 MOST_BYTES = 14e9
 COLUMNS = (
     "head_dim", "batch", "context", "kind", "layers", "hidden", "heads", "kv_heads", "threads", "samples", "steps",
@@ -61,12 +61,12 @@ class Setting:
 
     @property
     def max_seq_len(self) -> int:
-        """Room for every step of every round of every group."""
+        """Capacity for every step of every round of every group."""
         return self.context + len(KINDS) * (ROUNDS + WARM_UP) * MOST_STEPS
 
 
 def model(head_dim: int) -> Transformer:
-    """Random weights; the keys have biases, as Qwen2's, large on a few channels."""
+    """A model with random weights; its keys have biases, large on a few channels, as Qwen2's."""
     from caramba_fast.models import ModelConfig, Transformer  # noqa: PLC0415 - see the top
 
     config = ModelConfig(
@@ -94,7 +94,7 @@ def lengthen(cache: ModelKVCache, length: int) -> None:
         held = pos // layer.group * layer.group
         for stream in layer.streams.values():
             for buffer in (x for x in (stream.codes, stream.scales) if x is not None):
-                slots = stream.codes.shape[2] // buffer.shape[2]  # of scales one for each group
+                slots = stream.codes.shape[2] // buffer.shape[2]  # tokens per row of scales
                 size, end = held // slots, -(-length // slots)
                 for start in range(size, end, size):
                     part = buffer[:, :, start : min(start + size, end)]
@@ -105,13 +105,7 @@ def lengthen(cache: ModelKVCache, length: int) -> None:
 
 
 class Steps:
-    """A generator with one cache kind, ready for decode steps.
-
-    Args:
-        of: the model.
-        setting: batch and length.
-        kind: of the cache.
-    """
+    """A generator with one cache kind, ready for decode steps."""
 
     def __init__(self, of: Transformer, setting: Setting, kind: str) -> None:
         from caramba_fast.infer import Generator  # noqa: PLC0415 - see the top
@@ -134,7 +128,7 @@ class Steps:
         self.stored = round(cache.bytes_per_token * setting.batch * setting.context)
 
     def take(self, steps: int) -> float:
-        """Seconds per step, over ``steps`` steps."""
+        """Takes steps; seconds per step."""
         started = time.perf_counter()
         for _ in range(steps):
             next(self._iterator)
@@ -142,7 +136,7 @@ class Steps:
 
 
 def groups(of: Transformer, setting: Setting, kinds: Sequence[str]) -> list[list[str]]:
-    """The kinds after the first, in groups that fit into memory together with it."""
+    """Groups of the kinds after the first that fit into memory together with the first."""
     from caramba_fast.cache import ModelKVCache  # noqa: PLC0415 - see the top
     from caramba_fast.infer import Generator  # noqa: PLC0415
 
@@ -163,7 +157,7 @@ def groups(of: Transformer, setting: Setting, kinds: Sequence[str]) -> list[list
 
 
 def together(entries: Sequence[Steps], rounds: int) -> tuple[dict[str, dict[int, float]], int]:
-    """Kinds in turn: (seconds per step by kind and round, steps per sample); the first kind changes every round."""
+    """Takes the kinds in turn, beginning with another in each round: (seconds per step by kind and round, steps)."""
     for entry in entries:
         entry.take(WARM_UP - 1)
     steps = min(MOST_STEPS, max(1, math.ceil(SAMPLE_S / entries[0].take(1))))
@@ -179,7 +173,7 @@ def together(entries: Sequence[Steps], rounds: int) -> tuple[dict[str, dict[int,
 
 
 def measure(of: Transformer, setting: Setting, kinds: Sequence[str], rounds: int) -> list[Row]:
-    """One row per kind; the first is the baseline."""
+    """One row per kind; the first kind is the baseline."""
     base, rows = Steps(of, setting, kinds[0]), []
     for group in groups(of, setting, kinds):
         rows += _group([base, *(Steps(of, setting, kind) for kind in group)], setting, rounds)
@@ -203,7 +197,7 @@ def _group(entries: Sequence[Steps], setting: Setting, rounds: int) -> list[Row]
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """Tokens per second and the ratio to fp16; one line per setting."""
+    """One line per setting: tokens per second and the ratio to fp16."""
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     lines = [
         f"| head_dim | batch | context | {' | '.join(kinds)} |",
@@ -222,7 +216,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def section(rows: Sequence[Row]) -> list[str]:
-    """The table of the page."""
+    """The page's table."""
     if not rows:
         return []
     facts = [f"{name} {rows[0][name]}" for name in ("device", "threads", "torch", "commit")]
@@ -279,7 +273,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write(rows: Sequence[Row], path: Path) -> None:
-    """All rows so far."""
+    """Writes all rows so far."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", extrasaction="ignore")

@@ -1,4 +1,4 @@
-"""Generation as a whole: ``python -m caramba_fast.bench.generation.generation [--publish] [--only PART ...]``.
+"""Whole generations: ``python -m caramba_fast.bench.generation.generation [--publish] [--only PART ...]``.
 
 Three parts, each with a file under ``bench/results`` and a table in ``docs/inference.md``: the speedup of a cache
 (tokens per second with and without one, by length), its size (bytes beside the usual formulas), and the share of a
@@ -27,7 +27,7 @@ from caramba_fast.bench.pages.sections import add_targets, finish, results_at, w
 from caramba_fast.infer import Generator
 from caramba_fast.models import Transformer, demo_tokenizer, held_out_text, load_demo
 
-#: Whose results these are.
+#: Written into the details beside the results.
 COMMAND = "generation.generation"
 PARTS = ("steps", "bytes", "overhead")
 FILES = {"steps": "generation.csv", "bytes": "generation_bytes.csv", "overhead": "overhead.csv"}
@@ -42,19 +42,19 @@ COLUMNS = (
 
 
 def tokens() -> list[int]:
-    """Real text."""
+    """Token ids of real text."""
     return demo_tokenizer().encode(held_out_text()).ids
 
 
 @torch.no_grad()
 def next_token(model: Transformer, ids: Tensor) -> Tensor:
-    """The likeliest next token of (1, T) ids without a cache: a full forward pass with one row of logits."""
+    """The most likely token after (1, T) ids without a cache: a full forward pass with one row of logits."""
     last = torch.tensor([ids.shape[1] - 1])
     return model.forward(ids, logits_index=last).argmax(-1)
 
 
 def steps(model: Transformer, lengths: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
-    """One more token after each length: a full forward pass and steps with caches, in turn."""
+    """Rows of one more token after each length: a full forward pass and steps with caches, in turn."""
     text = tokens()
     for length in lengths:
         ids = torch.tensor([text[:length]])
@@ -84,7 +84,7 @@ def _stepping(model: Transformer, cache: str, prompt: list[int], rounds: int) ->
 
 
 def texts(model: Transformer, lengths: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
-    """Whole generations of each length from a short prompt; the time includes prefill."""
+    """Rows of whole generations of each length from a short prompt; the time includes prefill."""
     prompt = tokens()[:PROMPT]
     for length in lengths:
         new = length - PROMPT

@@ -1,7 +1,7 @@
-"""What a cache takes: the usual formulas, what the package computes, and what the process really grows by.
+"""Size of a cache: by the usual formulas, as the package computes it, and by how much the process really grows.
 
-The formulas in use are ``2 * 2 * batch * tokens * layers * d_model`` (fp16, as many key heads as query heads) and
-``2 * layers * tokens * kv_heads * head_dim * bytes``. Neither knows scales, an fp16 tail or slots rounded up.
+The usual formulas are ``2 * 2 * batch * tokens * layers * d_model`` (fp16, as many key heads as query heads) and
+``2 * layers * tokens * kv_heads * head_dim * bytes``. Neither counts scales, an fp16 tail or rounded-up slots.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from caramba_fast.models import ModelConfig, demo_path
 
 KINDS = ("fp32", "fp16", "q8", "q4", "nf4")
 BATCH, TOKENS = 16, 2048
-#: The small model that the second formula's usual example is about: layers, kv heads, head width, tokens.
+#: The small model of the second formula's usual example: layers, kv heads, head width, tokens.
 EXAMPLE = (16, 6, 64, 512)
 #: A wide layer, and the decoupled one that replaces it (semantic, geometric, values).
 WIDE, DECOUPLED = 2048, (128, 256, 256)
@@ -32,7 +32,7 @@ COLUMNS = (
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """A line for each cache: the demo model's, the example's, and one layer of each attention."""
+    """One row per cache: the demo model's, the example's, and one layer of each attention."""
     config = ModelConfig.from_file(demo_path() / "config.json")
     heads, width = config.num_key_value_heads, config.num_key_value_heads * config.head_dim
     layers = config.num_hidden_layers
@@ -51,7 +51,7 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 def _by_kv_heads(layers: int, tokens: int, width: int, kind: str) -> int:
-    """The second formula, with the bits of a code as ``sizeof``."""
+    """The second formula, with the bits of a code for ``bytes``."""
     return 2 * layers * tokens * width * resolve(kind).bits // 8
 
 
@@ -65,7 +65,7 @@ def _row(
     for layer in cache:
         for stream in layer.streams.values():
             for buffer in stream.buffers:
-                buffer.fill_(1)  # a page that was never written is not there yet
+                buffer.fill_(1)  # a page is only allocated when it is written
     grown = resident() - before
     return {
         "what": what, "kind": kind, "batch": batch, "tokens": tokens, "formula_d_model": first,
@@ -75,7 +75,7 @@ def _row(
 
 
 def resident() -> int:
-    """Bytes of this process in memory; 0 where the system does not say (outside Linux)."""
+    """Resident bytes of this process; 0 where unknown (outside Linux)."""
     file = Path("/proc/self/statm")
     if not file.exists():
         return 0
@@ -83,7 +83,7 @@ def resident() -> int:
 
 
 def _give_back() -> None:
-    """What was freed goes back to the system, or the next cache would be built in it."""
+    """Returns freed memory to the system, or the next cache would reuse it."""
     gc.collect()
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL("libc.so.6").malloc_trim(0)

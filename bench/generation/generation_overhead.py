@@ -1,7 +1,7 @@
-"""Which share of a decode step is not the model's forward pass: the Python layers, and choosing a token.
+"""Share of a decode step outside the model's forward pass: the Python layers, and choosing a token.
 
-`Generator.generate_iter` takes steps while a clock runs around ``model.forward`` and another around the drawing of
-tokens, which is arithmetic on logits rather than bookkeeping. All settings take their steps in turn.
+Clocks run around ``model.forward`` and around the drawing of tokens (arithmetic on logits, not bookkeeping) while
+`Generator.generate_iter` takes steps. All settings take their steps in turn.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ COLUMNS = (
     "share_p20", "share_p80", "share_without_drawing", "threads", "device", "torch", "commit", "source",
 )  # fmt: skip
 
-#: Where the generator looks up the function that draws tokens.
+#: The module in which the generator looks up the function that draws tokens.
 run_module: Any = _run
 
 
 class Clock:
-    """Seconds spent in a function."""
+    """Adds up the seconds spent in a function."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -60,7 +60,7 @@ class Clock:
 
 @contextmanager
 def clocks(model: Transformer) -> Iterator[tuple[Clock, Clock]]:
-    """Clocks around the forward pass and around drawing tokens, for a block."""
+    """Clocks around the forward pass and around drawing tokens, within a block."""
     forward, drawing, sample = Clock(), Clock(), run_module.sample_marked
     model.forward = forward.around(model.forward)  # type: ignore[method-assign]
     run_module.sample_marked = drawing.around(sample)
@@ -74,7 +74,7 @@ def clocks(model: Transformer) -> Iterator[tuple[Clock, Clock]]:
 def stepping(
     model: Transformer, text: Sequence[int], cache: str, batch: int, settings: dict[str, Any], steps: int
 ) -> Iterator[Any]:  # fmt: skip
-    """An iterator over decode steps behind a prompt."""
+    """An iterator over decode steps after a prompt."""
     generator = Generator(model, cache_kind=cache, max_new_tokens=steps + WARM_UP + 1, ignore_eos=True,
                           max_seq_len=PROMPT + steps + WARM_UP + 1, seed=0, **settings)  # fmt: skip
     prompts = [list(text[200 * row : 200 * row + PROMPT]) for row in range(batch)]
@@ -87,7 +87,7 @@ def stepping(
 def measure(
     model: Transformer, text: Sequence[int], rounds: int
 ) -> tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]]]:
-    """A line for each setting, and a profile of the most expensive functions for some."""
+    """A row per setting, and for some a profile of the most expensive functions."""
     listed = list(product(CACHES, BATCHES, MODES))
     iterators = {
         (c, b, m): stepping(model, text, c, b, MODES[m], rounds * STEPS) for c, b, m in listed
@@ -134,7 +134,7 @@ def _row(
 def profile(
     model: Transformer, text: Sequence[int], cache: str, batch: int, mode: str, most: int = 14
 ) -> list[dict[str, Any]]:
-    """Functions outside the forward pass by their own time, microseconds a step; cProfile's cost is in them."""
+    """Functions outside the forward pass by their own time, in microseconds a step, cProfile's overhead included."""
     iterator = stepping(model, text, cache, batch, MODES[mode], PROFILED)
     profiler = cProfile.Profile()
     profiler.enable()
@@ -142,7 +142,7 @@ def profile(
         for _ in range(PROFILED):
             next(iterator)
     profiler.disable()
-    # (file, line, name) -> primitive calls, calls, own seconds, seconds in all, {caller: the same}
+    # (file, line, name) -> primitive calls, calls, own seconds, total seconds, {caller: the same}
     found: dict[Any, Any] = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
     own: dict[Any, list[float]] = {}
     for function, (_, _, _, _, callers) in found.items():

@@ -2,10 +2,10 @@
 
 ``python -m caramba_fast.bench.generation.hf_decode [--publish] [--quick]``
 
-A Llama of 8 layers and hidden size 512 with random weights takes single tokens through its own ``forward``, as
-``generate`` does it: with transformers' DynamicCache, with its quantized caches where their packages are installed
-(``make bench-hf`` brings them), and with ours. Caches are filled with the keys and values of a real prompt, repeated
-up to the wanted length. All take their steps in turn, in rounds; a ratio is the median over rounds.
+A Llama of 8 layers and hidden size 512 with random weights takes single tokens through its own ``forward``, as in
+``generate``: with transformers' DynamicCache, with its quantized caches where their packages are installed (``make
+bench-hf`` brings them), and with ours. Caches hold the keys and values of a real prompt, repeated up to the wanted
+length. All take their steps in turn, in rounds; a ratio is the median over rounds.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from caramba_fast.bench.pages.sections import add_targets, finish, results_at, w
 from caramba_fast.hf import CarambaCache, accelerate, restore
 from caramba_fast.hf.compat import CACHE
 
-#: By name: the package itself imports it in one layer alone.
+#: Imported by name, since the package itself may import it in one layer only.
 transformers = import_module("transformers")
 
 LAYERS, HIDDEN, HEADS, VOCABULARY = 8, 512, 8, 4096
 KV_HEADS, DTYPES = (2, 8), (torch.float32, torch.bfloat16)
-#: 64 is what the other lengths are compared with: a model's own speed without a cache worth speaking of.
+#: 64 is the baseline of the other lengths: a model's own speed, with almost no cache.
 CONTEXTS = (64, 512, 2048, 8192, 32768)
 OURS = ("q8", "q4", "nf4", "bf16")
-#: Package, nbits of transformers' quantized caches.
+#: Package and nbits of transformers' quantized caches.
 THEIRS = {
     "quanto4": ("optimum.quanto", 4),
     "hqq4": ("hqq", 4),
@@ -49,7 +49,7 @@ THEIRS = {
 }
 PROMPT = 128
 ROUNDS, STEPS, BUDGET_S = 15, 4, 40.0
-#: What our caches have room for beyond the context, so that they do not grow while steps are timed.
+#: Capacity of our caches beyond the context, so that they do not grow while steps are timed.
 ROOM = (ROUNDS + 1) * (STEPS + 1)
 COLUMNS = (
     "kv_heads", "dtype", "context", "cache", "samples", "median_ms", "p20_ms", "p80_ms", "tokens_per_s",
@@ -61,13 +61,13 @@ Row = dict[str, Any]
 
 @dataclass
 class Entry:
-    """One cache, filled, and how long its steps took by round.
+    """A filled cache with its timings.
 
     Attributes:
-        name: in the table.
         cache: a cache of transformers or ours.
-        ours: whether the model is to be accelerated for its steps.
-        rounds: seconds a step, by round.
+        ours: whether the model is accelerated for its steps.
+        rounds: median seconds a step, by round.
+        steps: seconds of every step.
     """
 
     name: str
@@ -90,7 +90,7 @@ def model_of(kv_heads: int, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def prompt_states(model: Any, ids: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values (1, H_kv, T, D) of every layer, of tokens ``ids`` (1, T), by default `PROMPT` random ones."""
+    """Keys and values (1, H_kv, T, D) of every layer for tokens ``ids`` (1, T), by default `PROMPT` random ones."""
     cache = transformers.DynamicCache(config=model.config)
     ids = torch.randint(VOCABULARY, (1, PROMPT)) if ids is None else ids
     model(input_ids=ids.to(model.device), use_cache=True, **{CACHE: cache})
@@ -100,7 +100,7 @@ def prompt_states(model: Any, ids: Tensor | None = None) -> list[tuple[Tensor, T
 def caches(
     model: Any, context: int, ours: Sequence[str] = OURS, theirs: Sequence[str] | None = None
 ) -> Iterator[tuple[str, bool, Callable[[], Any]]]:
-    """Name, whether it is ours, and how it is made; ``theirs`` names some of `THEIRS`, by default all."""
+    """(name, whether it is ours, factory) of each cache; ``theirs`` names some of `THEIRS`, by default all."""
     yield "dynamic", False, lambda: transformers.DynamicCache(config=model.config)
     for kind in ours:
         yield kind, True, lambda kind=kind: CarambaCache(model, kind, max_seq_len=context + ROOM)
@@ -137,7 +137,7 @@ def filled(
 
 @torch.no_grad()
 def holding(cache: Any, states: list[tuple[Tensor, Tensor]], context: int) -> Any:
-    """The cache with ``context`` tokens: the states of a prompt, repeated."""
+    """The cache, filled with ``context`` tokens: the states of a prompt, repeated."""
     for index, pair in enumerate(states):
         k, v = (x.repeat(1, 1, -(-context // x.shape[2]), 1)[:, :, :context] for x in pair)
         cache.update(k, v, index)
@@ -146,18 +146,18 @@ def holding(cache: Any, states: list[tuple[Tensor, Tensor]], context: int) -> An
 
 @torch.no_grad()
 def take_steps(model: Any, entry: Entry, count: int) -> list[float]:
-    """Seconds of each of ``count`` steps, and one before them that is not counted."""
+    """Seconds of each of ``count`` steps, after one that is not counted."""
     if entry.ours:
         accelerate(model, entry.name)
     token, taken = torch.tensor([[5]], device=model.device), []
     try:
         for _ in range(count + 1):
             started = time.perf_counter()
-            # The token is read, as generate reads it: whatever runs beside Python has ended then.
-            out = model(input_ids=token, use_cache=True, **{CACHE: entry.cache})
+            # The token is read, as in generate, which waits for asynchronous work.
+            out = model(input_ids=token, past_key_values=entry.cache, use_cache=True)
             out.logits.argmax(-1).item()
             taken.append(time.perf_counter() - started)
-    finally:  # without memory the others go on
+    finally:  # out of memory: the others go on
         restore(model)
     return taken[1:]
 
@@ -176,7 +176,7 @@ def measure(model: Any, entries: list[Entry], rounds: int, budget_s: float) -> N
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of what is stored, scales and what is not yet quantized included."""
+    """Stored bytes, scales and not yet quantized tokens included."""
     if isinstance(cache, CarambaCache):
         return cache.nbytes
     return sum(_bytes_in(vars(layer)) for layer in cache.layers)
@@ -194,7 +194,7 @@ def _bytes_in(x: Any) -> int:
 
 
 def rows_of(kv_heads: int, dtype: torch.dtype, context: int, entries: list[Entry]) -> list[Row]:
-    """The lines of one setting."""
+    """The rows of one setting."""
     about = environment(torch.device("cpu"))
     base = entries[0]
     found = []
@@ -223,7 +223,7 @@ def rows_of(kv_heads: int, dtype: torch.dtype, context: int, entries: list[Entry
 
 
 def main() -> None:
-    """Measures every setting and writes a line as soon as it is there."""
+    """Measures every setting and writes each row at once."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     add_targets(parser, "the CSV file to write")
     parser.add_argument("--quick", action="store_true", help="two lengths, few rounds")
@@ -238,7 +238,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, path: Path) -> None:
-    """Every setting asked for, into the file."""
+    """Measures the chosen settings into the file."""
     contexts = options.contexts or ((512, 2048) if options.quick else CONTEXTS)
     rounds, budget = (5, 8.0) if options.quick else (ROUNDS, BUDGET_S)
     rows: list[Row] = []

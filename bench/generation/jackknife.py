@@ -1,4 +1,4 @@
-"""Intervals of ratios of sums, by leaving out one sample at a time: tokens of one prompt accept or fall together."""
+"""Jackknife intervals of ratios of sums, leaving out one prompt at a time: acceptances in a prompt are correlated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def ratio_interval(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Sum of the first by sum of the second, and half its 95% interval, by leaving out one prompt at a time."""
+    """Sum of the first by sum of the second, and half its 95% interval."""
     top, bottom = (sum(column) for column in zip(*pairs, strict=True))
     if not bottom:
         return float("nan"), float("nan")
@@ -24,12 +24,8 @@ def half_width(left_out: Sequence[float]) -> float:
 def points_apart(pairs: Sequence[tuple[float, ...]]) -> dict[str, float]:
     """How many points two acceptances are apart, paired by sample.
 
-    Args:
-        pairs: (accepted, drafted, accepted by the other, drafted by the other) of each sample.
-
-    Returns:
-        tokens drafted, the other's acceptance in percent as ``fp16``, the difference in points, and half its 95%
-        interval.
+    ``pairs`` has (accepted, drafted, accepted by the other, drafted by the other) of each sample. Returns tokens
+    drafted, the other's acceptance in percent as ``fp16``, the difference in points, and half its 95% interval.
     """
     sums = [sum(column) for column in zip(*pairs, strict=True)]
 

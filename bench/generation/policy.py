@@ -1,8 +1,8 @@
-"""What the cache policy chooses: ``python -m caramba_fast.bench.generation.policy [--page-only] [--cases NAME ...]``.
+"""Choices of the cache policy: ``python -m caramba_fast.bench.generation.policy [--page-only] [--cases NAME ...]``.
 
-For real models, as `make real` fetches them, in bf16 and on its texts, and for the demo models. Writes
-``bench/results/policy.json``, pictures, and the measured part of ``docs/policy.md``, of which every number is read from
-that file. Cases that are not measured stay as they were.
+For real models as `make real` fetches them, in bf16 and on its texts, and for the demo models. Writes
+``bench/results/policy.json``, from which pictures and the measured part of ``docs/policy.md`` are made. Cases that are
+not measured keep their results.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from caramba_fast.quality.needles import token_ids
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = ROOT / "results" / "policy.json", ROOT.parent / "docs"
 PAGE, START, END = DOCS / "policy.md", "<!-- measured: start -->", "<!-- measured: end -->"
-#: Of the texts that caches were not chosen on, as much as the policy's windows take.
+#: As much of the held-out texts as the policy's windows need.
 CHARACTERS = 200_000
 
 
 @dataclass(frozen=True)
 class Case:
-    """A choice to show: a demo model, or a real one of `SOURCES`; settings, tokens of a row, and words."""
+    """A choice to show: a demo model, or a real one of `SOURCES`; settings, tokens of a row, and a description."""
 
     name: str
     model: str
@@ -47,7 +47,7 @@ class Case:
 
 
 PLAIN = ("fp16", "q8", "q8/q4", "q4", "nf4", "q4:plain", "nf4:plain")
-#: Windows of some length: behind short ones no cache has done much harm yet.
+#: Windows must be long enough: after short ones no cache has lost much yet.
 REAL: dict[str, Any] = {
     "cache_quality_prompt_len": 256, "cache_quality_decode_steps": 8, "cache_auto_bench_prompt_len": 4000,
     "cache_quality_max_mean_kl": 0.005,
@@ -69,7 +69,7 @@ CASES = (
 
 
 def subject_of(case: Case) -> tuple[Any, dict[str, Any]]:
-    """The model, and what `choose_cache` is to measure it on."""
+    """The model, and the arguments of `choose_cache` for it."""
     if case.model in SOURCES:
         folder = model_folder(case.model)
         tokenizer = load_tokenizer(folder)
@@ -83,7 +83,7 @@ def subject_of(case: Case) -> tuple[Any, dict[str, Any]]:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """The plan, and how long making it and finding it again took."""
+    """The plan, and the seconds of making it and of finding it again."""
     model, given = subject_of(case)
     with tempfile.TemporaryDirectory() as folder:
         settings = CachePolicyFields(**case.settings, cache_plan_path=Path(folder) / "plans.json")
@@ -141,7 +141,7 @@ def _table(rows: tuple[CandidateRow, ...]) -> str:
 
 
 def main() -> None:
-    """Measures, unless told otherwise, and writes page and pictures."""
+    """Measures unless ``--page-only``, and writes page and pictures."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--page-only", action="store_true", help="from the results there are")
     names = [case.name for case in CASES]

@@ -1,9 +1,9 @@
 """The study behind the caches' defaults: ``python -m caramba_fast.bench.generation.quality [SUBJECT ...]``.
 
-Every setting alone and together, on both demo models and on hard variants of them, against an fp16 cache;
-then the chosen defaults with needles at two contexts. Writes ``bench/results/quality/<subject>.csv`` (the
-matrix) and ``<subject>-claims.csv`` (and .json), from which `quality_page` makes docs/quality.md. Resumable: finished
-parts are kept in ``--parts``.
+Measures every setting alone and together, on both demo models and on hard variants of them, against an fp16 cache;
+then the chosen defaults with needles at two contexts. Writes ``bench/results/quality/<subject>.csv`` (the matrix) and
+``<subject>-claims.csv`` (and .json), from which `quality_page` makes docs/quality.md. Finished parts are kept in
+``--parts``, so that a run can be resumed.
 """
 
 from __future__ import annotations
@@ -24,21 +24,19 @@ CONTEXT, TOKENS, HARD_TOKENS, CLAIM_TOKENS, NEEDLES = 1024, 16384, 8192, 32768, 
 CLAIM_CONTEXTS = (1024, 2048)
 PARTS = ("matrix", "claims")
 
-#: What keys and values have by default with 4 bits, but for the tail.
+#: The defaults of keys and values with 4 bits, except the tail.
 KEYS, VALUES = "sink_len=4", "fit=mse,rotate,sink_len=4"
 TAIL = "residual_len=16"
 
 
 def _more(options: str) -> str:
-    """Options behind others."""
     return f",{options}" if options else ""
 
 
 def matrix(streams: int) -> list[str]:
     """The settings compared: each alone, all together, and all but one.
 
-    Args:
-        streams: 2 for K and V, 3 for K_sem, K_geo and V.
+    ``streams`` is 2 for K and V, 3 for K_sem, K_geo and V.
     """
 
     def q4(keys: str, values: str = "", *, by: str = "q4_channel") -> str:
@@ -78,7 +76,7 @@ def matrix(streams: int) -> list[str]:
 
 
 def claims(streams: int, hard: bool) -> list[str]:
-    """What is promised of the defaults, next to the same kinds without them."""
+    """The defaults that the page makes promises of, next to the same kinds without them."""
     if hard:
         return ["q8", "q4", "nf4", "q4:plain"]
     mixed = ["q8/q4"] if streams == 2 else ["q4/q8/q4"]

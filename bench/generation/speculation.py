@@ -1,9 +1,9 @@
-"""What speculation does for the demo model: ``python -m caramba_fast.bench.generation.speculation [--publish]``.
+"""Speculation with the demo model: ``python -m caramba_fast.bench.generation.speculation [--publish]``.
 
-Every prompt is continued plainly and with every draft, one after the other, with every cache; a round is a few
-prompts, and a speed-up is the median over rounds of plain seconds by speculative ones. Rounds have prompts of their
-own, so that every run adds to the acceptance. How a cache moves the acceptance is computed besides on the same
-positions of one text (`speculation_forced`), where sampled texts cannot drift apart.
+Every prompt is continued plainly and with every draft, in turn, with every cache. A round has a few prompts of its own,
+so that every round adds to the acceptance; a speed-up is the median over rounds of plain by speculative seconds. The
+effect of a cache on the acceptance is also computed on the same positions of one text (`speculation_forced`), where
+sampled texts cannot diverge.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from caramba_fast.bench.pages.speculation_page import lines
 from caramba_fast.infer import Generator, SpeculativeGenerator
 from caramba_fast.models import Transformer, demo_tokenizer, load_demo
 
-#: Whose results these are.
+#: Written into the details beside the results.
 COMMAND = "generation.speculation"
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -48,7 +48,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Draft:
-    """What guesses: a model, or prompt lookup where it is None."""
+    """A draft model, or prompt lookup if ``model`` is None."""
 
     name: str
     model: Transformer | None
@@ -57,7 +57,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Result:
-    """One prompt continued: seconds after the first token, seconds in all, tokens, and what was drafted."""
+    """One continued prompt: seconds after the first token, total seconds, tokens, and counts of drafts."""
 
     decode_s: float
     total_s: float
@@ -69,7 +69,7 @@ class Result:
 
 
 def first_layers(model: Transformer, count: int) -> Transformer:
-    """The first blocks of ``model`` under its own norm and head; all weights are shared, nothing was trained."""
+    """A model of the first blocks of ``model`` with its norm and head; weights are shared, nothing is trained."""
     with torch.device("meta"):
         small = Transformer(model.config.model_copy(update={"num_hidden_layers": count}))
     own = model.state_dict()
@@ -79,7 +79,7 @@ def first_layers(model: Transformer, count: int) -> Transformer:
 
 
 def drafts(target: Transformer) -> list[Draft]:
-    """What is measured."""
+    """The drafts to measure."""
     return [
         Draft("lookup (K 4)", None, 4),
         Draft("lookup (K 8)", None, 8),
@@ -89,7 +89,7 @@ def drafts(target: Transformer) -> list[Draft]:
 
 
 def run(generator: Generator, prompt: Sequence[int], new_tokens: int) -> Result:
-    """Continues one prompt from nothing."""
+    """Continues one prompt from an empty cache."""
     generator.reset()
     out = generator.generate([prompt])
     metrics = generator.metrics
@@ -141,7 +141,7 @@ def measure(
 def rows(
     found: Runs, listed: Sequence[Draft], about: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """A line for each cache and draft."""
+    """A row for each cache and draft."""
     for cache, draft in product(CACHES, listed):
         plain, mine = found[cache, "plain"], found[cache, draft.name]
         all_plain, all_mine = ([r for turn in runs for r in turn] for runs in (plain, mine))
@@ -171,7 +171,7 @@ def rows(
 def differences(
     kept: Mapping[tuple[str, str], Runs], listed: Sequence[Draft]
 ) -> list[dict[str, Any]]:
-    """How far quantized caches move the acceptance of whole runs, pooled over prompts: points, paired by prompt."""
+    """Points by which quantized caches move the acceptance of whole runs, pooled over prompts, paired by prompt."""
     lines = []
     for mode, draft, cache in product(MODES, listed, CACHES[1:]):
         pairs: list[tuple[float, ...]] = []

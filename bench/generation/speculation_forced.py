@@ -1,8 +1,8 @@
-"""How much a cache moves the acceptance: target and draft read the same text through it, position by position.
+"""Effect of a cache on the acceptance: target and draft read the same text through it, position by position.
 
-A drafted token stands with probability sum min(p, q); greedy, where both have the same favourite. With the same text
-for every cache what differs is the cache alone. Drafts are one token long here, and prompt lookup counts where it has
-one.
+A drafted token is accepted with probability sum min(p, q); greedy, if both have the same most likely token. With the
+same text for every cache only the cache differs. Drafts are one token long here; prompt lookup counts only where it
+finds one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from caramba_fast.models import LanguageModel, demo_tokenizer, held_out_text
 from caramba_fast.quality import cached_forward
 
 WINDOWS = 8
-#: Tokens before the first position that counts; most are then read from beyond the fp16 tail.
+#: Tokens before the first scored position, so that most of the cache is beyond the fp16 tail.
 SKIPPED = 64
 
 
@@ -31,14 +31,10 @@ def forced(
     caches: Sequence[str],
     positions: int,
 ) -> list[dict[str, Any]]:
-    """Acceptance with the first cache, and how many points the others are away, with half 95% intervals.
+    """Acceptance with the first cache, and the difference of the others in points, with half 95% intervals.
 
-    Args:
-        target: the model that verifies.
-        drafts: objects with a ``name`` and a ``model``, whose cache is of the target's kind; None for lookup.
-        modes: settings of `GenerateConfig` by name.
-        caches: kinds; the first is what the others are compared with.
-        positions: tokens of each of 8 windows that count.
+    ``positions`` are scored in each of 8 windows. Drafts are objects with a ``name`` and a ``model``, whose cache is of
+    the target's kind; None for lookup. ``modes`` are settings of `GenerateConfig` by name.
     """
     ids = demo_tokenizer().encode(held_out_text()).ids
     length = SKIPPED + positions
@@ -72,13 +68,13 @@ def forced(
 
 
 def _logits(model: LanguageModel, texts: torch.Tensor, cache: str) -> torch.Tensor:
-    """(B, positions, V) behind the tokens skipped."""
+    """(B, positions, V) after the skipped tokens."""
     parts = list(cached_forward(model)(texts, cache))
     return torch.cat(parts, dim=1)[:, SKIPPED:]
 
 
 def _looked_up(texts: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """(B, positions, V) bool: the token that prompt lookup drafts there, nothing where it has none."""
+    """(B, positions, V) bool: the token that prompt lookup drafts at a position, if any."""
     settings = SpeculativeConfig()
     found = torch.zeros(len(texts), texts.shape[1] - SKIPPED, vocab_size, dtype=torch.bool)
     for row, tokens in enumerate(texts.tolist()):

@@ -12,17 +12,15 @@ from caramba_fast.quality import RecallFormat
 
 KINDS = ("code", "repeat", "recall")
 CODE_TOKENS, LINES = 256, 24
-#: Begun again so far, in characters, and how long a function to repeat may be.
+#: Characters of the repeated beginning; shortest and longest function to repeat.
 BEGUN, SHORTEST, LONGEST = 60, 300, 900
 
 
 def prompts(kind: str, tokenizer: Any, count: int) -> list[list[int]]:
     """Token ids of ``count`` different prompts.
 
-    Args:
-        kind: "code", a stretch of held-out source; "repeat", a function of it that stands in the prompt twice
-            and is begun once more, as when text is quoted or edited; "recall", key-value lines and the
-            first question.
+    ``kind`` is "code", a stretch of held-out source; "repeat", a function of it twice and its beginning once more, as
+    when text is quoted or edited; or "recall", key-value lines and the first question.
     """
     if kind == "recall":
         form = RecallFormat.of(tokenizer)

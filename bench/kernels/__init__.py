@@ -1,1 +1,1 @@
-"""The ops: what is measured and beside what, what kernels compile to, whether backends agree, tuning."""
+"""Benchmarks of the ops: timing beside other programs, parity of backends, compiled code, tuning."""

@@ -1,9 +1,8 @@
 """Runs the parity grids: ``python -m caramba_fast.bench.kernels.check [--device cuda] [--require triton]``.
 
-Prints one line for each disagreement with the reference as soon as it is found, and ends with status 1 if there is one,
-or if a required backend does not run; with `shards.LATE` if there is none and time was over. ``--shard I/N`` takes
-every N-th setting, so that N processes compile at once; with the numbers of a line it takes that setting alone, which
-computes the same as before.
+Prints a line for each disagreement with the reference as soon as it is found. Exit status: 1 if there is one or a
+required backend does not run; `shards.LATE` if there is none but time ran out. ``--shard I/N`` takes every N-th
+setting, so that N processes compile at once; with the I/N of a printed line it reruns that setting alone.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from caramba_fast.ops import use_backend
 from caramba_fast.ops.registry import BackendError
 
 BACKENDS = ("reference", "cpp", "triton")
-#: Seconds behind the time limit in which a setting may still end before it is said to hang.
+#: A setting is reported as hanging if it has not ended this many seconds after the time limit.
 GRACE_S = 10.0
 
 
@@ -48,14 +47,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 @dataclass
 class Progress:
-    """What was found so far, printed as it comes: a process that is ended has lost nothing.
+    """Counts settings and disagreements, and prints each at once, so that a killed process has lost nothing.
 
-    Attributes:
-        backend: under test.
-        count: settings to go through.
-        done: settings that were begun.
-        at: the setting under way.
-        found: disagreements.
+    ``done`` counts settings that were begun, of ``count``; ``at`` is the current one.
     """
 
     backend: str
@@ -66,27 +60,27 @@ class Progress:
     began: float = field(default_factory=time.monotonic)
 
     def say(self, text: str) -> None:
-        """One line, at once."""
+        """Prints a line at once."""
         seconds = time.monotonic() - self.began
         print(f"{self.backend} {self.done} of {self.count}, {seconds:.0f} s: {text}", flush=True)
 
     def disagreement(self, text: str) -> None:
-        """One more."""
+        """Counts and prints a disagreement."""
         self.found += 1
         self.say(f"disagreement {self.found}: {text}")
 
     def left_out(self, reason: str) -> None:
-        """The setting under way and those behind it are not run."""
+        """Reports that the current setting and the later ones are not run."""
         left = self.count - self.done + 1
         self.say(f"{self.found} disagreements, {left} settings left out: {reason}")
 
     def end(self) -> None:
-        """All were run."""
+        """Prints the totals."""
         print(f"{self.backend:<10} {self.count} settings, {self.found} disagreements", flush=True)
 
     @contextmanager
     def watched(self, limit_s: float) -> Iterator[None]:
-        """Says what hangs after so many seconds, from a thread: a kernel that never ends does not come back."""
+        """A thread reports the current setting as hanging after ``limit_s``: an endless kernel never returns."""
         watch = threading.Timer(
             min(limit_s, threading.TIMEOUT_MAX), lambda: self.say(f"hangs in {self.at}")
         )
@@ -102,7 +96,7 @@ Piece = tuple[Any, Callable[[str, torch.device, list[Any]], Iterator[str]]]
 
 
 def grid(quick: bool) -> list[Piece]:
-    """Every setting, with what finds disagreements of some."""
+    """Every setting, with the function that finds its disagreements."""
     return [
         *((x, parity.failures) for x in parity.settings(quick)),
         *((x, parity_attention.attention_failures) for x in parity_attention.settings(quick)),
@@ -110,7 +104,7 @@ def grid(quick: bool) -> list[Piece]:
 
 
 def is_lost(device: torch.device) -> bool:
-    """Whether the device answers nothing any more, as after an address out of bounds."""
+    """Whether the device no longer answers, as after an illegal address."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -122,7 +116,7 @@ def is_lost(device: torch.device) -> bool:
 def disagreements(
     backend: str, device: torch.device, quick: bool, shard: Shard, limit_s: float
 ) -> tuple[int, bool]:
-    """(Disagreements of a shard's settings, each printed; whether all settings were run)."""
+    """(Number of disagreements, each printed; whether all settings of the shard were run)."""
     whole = grid(quick)
     mine = list(shard.of(list(enumerate(whole))))
     progress, stop_at = Progress(backend, len(mine)), time.monotonic() + limit_s
@@ -143,7 +137,7 @@ def disagreements(
 
 
 def small(backend: str, device: torch.device) -> tuple[int, bool]:
-    """As `disagreements`, of every op that has a kernel, once, on small shapes."""
+    """As `disagreements`, with each op that has a kernel run once on small shapes."""
     progress = Progress(backend, len(tiny()))
     with use_backend(backend):
         for case in tiny():
@@ -154,7 +148,7 @@ def small(backend: str, device: torch.device) -> tuple[int, bool]:
             except BackendError as reason:  # no kernel for this op
                 print(f"{backend:<10} {case.name}: not run: {reason}")
                 continue
-            except Exception as error:  # what a kernel refuses, or worse; the others are run
+            except Exception as error:  # any failure is this case's result
                 results, wrong = {}, [parity.described(error)]
             else:
                 wrong = [
@@ -169,7 +163,7 @@ def small(backend: str, device: torch.device) -> tuple[int, bool]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns 1 if a backend differs from the reference, LATE if it was not seen to the end."""
+    """Returns 1 if a backend differs from the reference or a required one cannot run, LATE if time ran out."""
     chosen = _arguments(argv)
     device = torch.device(chosen.device)
     began, bad, late = time.monotonic(), False, False

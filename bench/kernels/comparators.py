@@ -1,8 +1,7 @@
 """What users would call instead: torch's attention, transformers' quantized cache, FlashInfer, flash-attn.
 
-One that cannot run here is reported with the reason, never left out silently. Masks among the new tokens
-are left away: that is a little less work for these, never more. With a window they get the part of the
-cache that it shows, as a copy-free slice.
+One that cannot run here is reported with the reason. Masks among the new tokens are left out, which gives these
+slightly less work, never more. With a window they get the visible part of the cache, as a slice without a copy.
 """
 
 from __future__ import annotations
@@ -27,13 +26,12 @@ PAGE = 16
 
 @dataclass(frozen=True)
 class Implementation:
-    """One thing that is timed.
+    """One function to time.
 
     Attributes:
-        name: of the function.
         calls: the same call on different copies of the inputs, taken in turn.
         moved: bytes a call has to move.
-        kind: format it reads, if it is one.
+        kind: format it reads, if any.
         ours: whether it goes through the package's ops.
         graph: whether a CUDA graph can record it.
     """
@@ -48,7 +46,7 @@ class Implementation:
 
 @dataclass
 class Peers:
-    """Collects them for one case."""
+    """Collects the implementations of one case."""
 
     case: Case
     q: Tensor
@@ -74,7 +72,7 @@ class Peers:
         dtype: torch.dtype | None = None,
         graph: bool = True,
     ) -> None:
-        """``call(q, k, v)`` on copies of the inputs in ``dtype``."""
+        """Adds ``call(q, k, v)`` on copies of the inputs in ``dtype``."""
         q, pairs = self._inputs(dtype or self.q.dtype)
         k, v = pairs[0]
         calls = tuple(lambda pair=pair: call(q, *pair) for pair in pairs)
@@ -83,7 +81,7 @@ class Peers:
     def try_adding(
         self, name: str, module: str, build: Callable[[Peers], Callable[..., Any]]
     ) -> None:
-        """The peer that ``build`` makes with a package that may not be there, or may not serve this."""
+        """Adds the peer that ``build`` makes with a package that may be missing or not support the case."""
         if importlib.util.find_spec(module) is None:
             self.absent[name] = f"not installed: {module}"
             return
@@ -127,17 +125,14 @@ def attention(
 ) -> tuple[list[Implementation], dict[str, str]]:
     """(peers, absent ones with the reason) of an attention case.
 
-    Args:
-        queries: (B, H_q, T, D) of each key stream; several are put side by side.
-        given: keys and values before they were stored.
-        stored: views by kind.
-        count: copies of fp16 inputs that do not fit into a cache together.
+    ``queries`` are (B, H_q, T, D) of each key stream; several are concatenated. ``given`` are keys and values before
+    they were stored, ``stored`` views by kind. ``count`` copies of fp16 inputs exceed a cache together.
     """
     reach = slice(-case.seen, None)
     keys = [x[:, :, reach] * (x.shape[3] ** -0.5 if len(queries) > 1 else 1) for x in given[:-1]]
     q = queries[0] if len(queries) == 1 else torch.cat(tuple(queries), -1)
     k = keys[0] if len(keys) == 1 else torch.cat(keys, -1)
-    # Scores of several streams are scaled one by one: undo what attention divides the sum by.
+    # Scores of several streams are scaled separately: undo attention's division of the sum.
     k = k if len(keys) == 1 else k * k.shape[3] ** 0.5
     peers = Peers(case, q, k, given[-1][:, :, reach], count)
     if q.is_cuda:
@@ -150,7 +145,6 @@ def attention(
 
 
 def _among_themselves(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`sdpa` of a prompt, causal."""
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -176,7 +170,7 @@ def _cuda(peers: Peers) -> None:
 
 
 def _restored(peers: Peers, stored: Mapping[str, Sequence[KVView]]) -> None:
-    """The stored bytes restored at every call, then torch's attention."""
+    """Dequantizes the stored bytes at every call, then torch's attention."""
     case = peers.case
     if case.key_dims or case.tokens > 32:
         return
@@ -203,7 +197,7 @@ def _flash_attn(_peers: Peers) -> Callable[..., Any]:
 
 
 def _flashinfer(peers: Peers) -> Callable[..., Any]:
-    """Its paged decode; the same random bytes, read as pages."""
+    """FlashInfer's paged decode; the same random bytes, read as pages."""
     if peers.case.tokens > 1 or peers.case.window:
         raise NotImplementedError("its decode takes one token and, here, no window")
     case, slots = peers.case, peers.k.shape[2]
@@ -226,7 +220,7 @@ def _flashinfer(peers: Peers) -> Callable[..., Any]:
 
 
 def _quantized_cache(peers: Peers) -> Callable[..., Any]:
-    """transformers' 4-bit cache of optimum-quanto: a decode step appends, restores all, and attends."""
+    """transformers' 4-bit cache of optimum-quanto: a decode step appends, dequantizes all, and attends."""
     if peers.case.key_dims or peers.case.window or peers.case.tokens > 32:
         raise NotImplementedError("one plain stream of keys and few tokens only")
     layer = importlib.import_module("transformers.cache_utils").QuantoQuantizedLayer(nbits=4)
@@ -236,6 +230,6 @@ def _quantized_cache(peers: Peers) -> Callable[..., Any]:
 
 
 def smallest_call(device: torch.device) -> Implementation:
-    """What launching anything costs."""
+    """The cost of launching anything."""
     one = torch.zeros(1, device=device)
     return Implementation("one small op", (lambda: one.add_(1),), 8)

@@ -1,9 +1,8 @@
 """Decode attention of programs that are not Python packages: ``ggml.csv`` beside the results of `run`.
 
-Such a program is built and measured by whoever has it, for 32 query heads and 8 kv heads of 128 and one query token,
-K and V in the same format. Its file has the columns of `COLUMNS` and may have ``ours_ms``: what this package took for
-the same, sampled in the same rounds. Without it the time in the results of `run` stands in, if it is of the same
-machine.
+Such a program is built and measured by hand, for 32 query heads and 8 kv heads of 128 and one query token, K and V in
+the same format. Its file has the columns of `COLUMNS` and may have ``ours_ms``: this package's time for the same,
+sampled in the same rounds. Without it the time in the results of `run` is taken, if it is of the same machine.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ FILE = "ggml.csv"
 COLUMNS = (
     "peer", "commit", "kind", "batch", "kv", "threads", "median_ms", "machine", "date"
 )  # fmt: skip
-#: What their times are of.
+#: The shape that was measured.
 SHAPE = {"heads": "32", "kv_heads": "8", "dim": "128", "tokens": "1", "window": "0"}
 HEADING = ("peer", "format", "batch", "KV", "threads", "peer, ms", "ours, ms", "times faster")
 Row = Mapping[str, Any]
 
 
 def ours_ms(peer: Row, rows: Sequence[Row]) -> float | None:
-    """What this package takes for the same, or None where that was not measured."""
+    """This package's time for the same, or None where it was not measured."""
     if peer.get("ours_ms"):
         return float(peer["ours_ms"])
     same = {**SHAPE, **{name: peer[name] for name in ("kind", "batch", "kv", "threads")}}
@@ -34,11 +33,7 @@ def ours_ms(peer: Row, rows: Sequence[Row]) -> float | None:
 
 
 def section(peers: Sequence[Row], rows: Sequence[Row]) -> list[str]:
-    """The table of the page: how many times faster than each peer, in its format.
-
-    Raises:
-        ValueError: columns are missing.
-    """
+    """The page's table: how many times faster than each peer in its format; ValueError if columns are missing."""
     if not peers:
         return []
     missing = [name for name in COLUMNS if name not in peers[0]]

@@ -1,12 +1,11 @@
-"""What a decode step costs the host: ``python -m caramba_fast.bench.kernels.host_time [--out FILE]``.
+"""Host time of a decode step: ``python -m caramba_fast.bench.kernels.host_time [--out FILE]``.
 
-Microseconds of append + attend of one token in one layer (32/8 heads of 128, bfloat16), Triton's kernels, first the way
-of a call that is made for the first time, then repeated as the layer's plan has it; and those of an empty kernel. With
-a GPU the launches are real. Without one a stand-in for Triton's driver takes every launch and does nothing: kernels are
-compiled for sm_90, all of our code and Triton's runs up to the driver, tensors are on the CPU, and a GPU's allocations
-and launches come on top. Whether both ways do the same is compared first, on two layers that were filled alike: by
-results, or without a GPU by what the driver gets. The exit status is 1 where they do not, or where nothing was kept
-that could be repeated.
+Microseconds of append + attend of one token in one layer (32/8 heads of 128, bfloat16) with Triton's kernels: first as
+a call is made for the first time, then as the layer's plan repeats it; and those of an empty kernel. With a GPU the
+launches are real. Without one a stand-in for Triton's driver takes every launch and does nothing: kernels are compiled
+for sm_90, our code and Triton's run up to the driver, tensors are on the CPU; a GPU's allocations and launches would
+come on top. First, both ways are compared on two layers that were filled alike: by results, or without a GPU by what
+the driver gets. The exit status is 1 where they differ, or where no plan kept a call to repeat.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 
 class Launcher:
-    """One compiled kernel; what it is launched with goes to `launched`."""
+    """A compiled kernel; the arguments of its launches go to `launched`."""
 
     launched: list[Any] | None = None
 
@@ -47,17 +46,16 @@ class Launcher:
         self.name = metadata.name
 
     def __call__(self, *args: Any) -> None:
-        """What a compiled kernel calls to be launched."""
+        """Called to launch the kernel."""
         if Launcher.launched is not None:
             x, y, z, _stream, _function, _packed, _metadata, _enter, _exit, *given = args
             Launcher.launched.append((self.name, (x, y, z), given))
 
 
 def described(launches: list[Any], held: dict[int, str]) -> list[Any]:
-    """Launches with tensors as what kernels are told of them.
+    """Launches, with each tensor as name, dtype and shape.
 
-    Args:
-        held: names of tensors by address; those the step made itself are numbered as they come.
+    ``held`` names tensors by address; those made by the step itself are numbered in order.
     """
     new: dict[int, int] = {}
 
@@ -74,7 +72,7 @@ def described(launches: list[Any], held: dict[int, str]) -> list[Any]:
 
 
 class StandIn(DriverBase):
-    """A driver of one GPU that is not there."""
+    """A driver of a GPU that does not exist."""
 
     def __init__(self) -> None:
         self.launcher_cls = Launcher
@@ -86,31 +84,31 @@ class StandIn(DriverBase):
 
     @classmethod
     def is_active(cls) -> bool:
-        """Chosen by hand alone."""
+        """Never chosen by Triton itself."""
         return True
 
     def map_python_to_cpp_type(self, ty: str) -> str:
-        """Nothing is compiled for the host."""
+        """Unused: nothing is compiled for the host."""
         return ty
 
     def get_current_target(self) -> GPUTarget:
-        """What kernels are compiled for."""
+        """The compilation target."""
         return TARGET
 
     def get_current_device(self) -> int:
-        """The only one."""
+        """The only device."""
         return 0
 
     def get_current_stream(self, _device: int) -> int:
-        """The default one."""
+        """The default stream."""
         return 0
 
     def get_active_torch_device(self) -> torch.device:
-        """Where tensors are."""
+        """The device of tensors."""
         return torch.device("cpu")
 
     def get_benchmarker(self) -> Any:
-        """Nothing runs."""
+        """Unused: nothing runs."""
         raise NotImplementedError
 
 
@@ -120,7 +118,7 @@ def empty_kernel(x, n: tl.constexpr):
 
 
 def microseconds(call: Callable[[], Any], count: int = 200, rounds: int = 7) -> float:
-    """Of one call: the least of medians, for what else runs only adds."""
+    """Microseconds of a call: the least of several medians, since other load only adds."""
     taken = []
     for _ in range(rounds):
         times = []
@@ -133,9 +131,9 @@ def microseconds(call: Callable[[], Any], count: int = 200, rounds: int = 7) -> 
 
 
 class Step:
-    """append + attend of one token in one layer; ``behind`` another, with which it shares what it can.
+    """append + attend of one token in one layer; ``behind`` another layer, with which it shares what it can.
 
-    What nothing was written to holds zeros: two that were filled alike can be compared whole.
+    Unwritten memory holds zeros, so that two layers filled alike can be compared as a whole.
     """
 
     def __init__(
@@ -175,7 +173,7 @@ class Step:
         self()  # makes the plans of one token
 
     def __call__(self) -> Tensor:
-        """One token more: (B, H_q, 1, D)."""
+        """Appends a token and attends: (B, H_q, 1, D)."""
         k, q, rope = self.k, self.q, None
         if self.rope == "before":
             q, k = rotary_op.call(q, k, *self.angles)
@@ -191,28 +189,28 @@ class Step:
 
     @property
     def plans(self) -> dict[str, Any]:
-        """By op."""
+        """The layer's plans by op."""
         return {name[0]: plan for name, plan in self.layer.plans._plans.items()}
 
     def launches(self) -> list[Any]:
-        """What a step gives the driver."""
+        """The launches of a step, as the driver gets them."""
         Launcher.launched = []
         self()
         found, Launcher.launched = Launcher.launched, None
         return described(found, self.held)
 
     def effect(self) -> list[Tensor]:
-        """What a step returns, and all that is stored behind it: bytes."""
+        """The output of a step and all buffers after it, as bytes."""
         out = self()
         return [x.contiguous().view(torch.uint8).cpu() for x in (out, *self.buffers)]
 
     def always_first(self) -> None:
-        """Steps from now on are done as if none had been done before."""
+        """Makes every step from now on run as a first call."""
         for plan in self.plans.values():
             plan.replay = None
 
     def calls(self) -> int:
-        """Python functions that a step calls."""
+        """Number of Python functions a step calls."""
         count = 0
 
         def note(_frame: FrameType, event: str, _: object) -> None:
@@ -225,7 +223,7 @@ class Step:
         return count
 
     def microseconds(self) -> float:
-        """Of a step; the cache is shortened now and then, which is not counted."""
+        """Microseconds of a step; shortening the cache in between is not counted."""
         least = float("inf")
         for _ in range(ROUNDS):
             self.layer.truncate(PROMPT)
@@ -236,13 +234,13 @@ class Step:
 
 
 def fresh(kind: str, device: str, **options: Any) -> Step:
-    """A step on the same numbers as any other that this made with the same arguments."""
+    """A new step; the same arguments give the same numbers."""
     torch.manual_seed(0)
     return Step(kind, device, **options)
 
 
 def differing(kind: str, device: str, **options: Any) -> list[int]:
-    """Which results of a repeated step are not those of a first one: 0 is what it returns, others the buffers."""
+    """Which results of a repeated step differ from those of a first call: 0 is the output, others the buffers."""
     repeated, first = (fresh(kind, device, **options) for _ in range(2))
     first.always_first()
     pairs = zip(repeated.effect(), first.effect(), strict=True)
@@ -250,7 +248,7 @@ def differing(kind: str, device: str, **options: Any) -> list[int]:
 
 
 def row(kind: str, device: str, **options: Any) -> dict[str, Any]:
-    """One case; launches are compared where nothing is really launched."""
+    """Figures of one case; launches are compared where none is real."""
     found: dict[str, Any] = {}
     if device != "cpu":
         wrong = differing(kind, device, **options)
@@ -278,7 +276,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def compared(cases: Sequence[str]) -> int:
-    """Prints what differs in each case; 1 if something does."""
+    """Prints the differences in each case; returns 1 if there are any."""
     wrong = {name: differing(CASES[name][0], "cuda", **CASES[name][1]) for name in cases}
     for name, found in wrong.items():
         print(f"{name}: {f'results {found} of a repeated step differ' if found else 'same'}")
@@ -286,7 +284,7 @@ def compared(cases: Sequence[str]) -> int:
 
 
 def stand_in() -> None:
-    """Makes this process take Triton's kernels for those of its CPU tensors, and launch none."""
+    """Replaces Triton's driver by the stand-in in this process."""
     triton.runtime.driver.set_active(StandIn())
     registry._forced = "triton"
     for op in registry._ops.values():

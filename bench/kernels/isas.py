@@ -1,9 +1,9 @@
-"""Decode attention by instruction set: each in a process of its own, timed in turn beside its own fp16.
+"""Decode attention by instruction set: one process each, timed in turn, beside fp16 with the same set.
 
 `python -m caramba_fast.bench.kernels.isas [--sets avx2 avx512] [--before LIBRARY] [--out FILE.csv]` writes a row for
 each shape, set and kinds of keys and values: microseconds a call on one thread (the shortest of a few, median over
-rounds), and how many times faster than fp16 in the same rounds. ``--before`` is another build of the extension, of
-which rows are written as well.
+rounds), and how many times faster than fp16 in the same rounds. ``--before`` names another build of the extension to
+measure as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 #: (query heads, kv heads, values of a head), tokens cached, query tokens.
 SHAPES = tuple(product(((32, 8, 128), (14, 2, 64)), (512, 4096, 32768), (1, 8)))
-#: Of keys and values; the first is what the others are compared with.
+#: Kinds of keys and values; the first is the baseline.
 KINDS = (
     "fp16/fp16", "q8_0/q8_0", "q4_0/q4_0", "nf4/nf4", "q8_channel/q8_0", "q4_channel/q4_0",
 )  # fmt: skip
@@ -33,7 +33,7 @@ ROUNDS, SAMPLE_S = 9, 4e-3
 
 
 def serve() -> None:
-    """Answers a line (shape, kinds) with seconds a call, until there are no more."""
+    """Reads lines (shape, kinds) until the end of input and answers each with seconds a call."""
     import torch  # noqa: PLC0415
 
     from caramba_fast.bench.kernels.registry import BLOCK  # noqa: PLC0415
@@ -65,7 +65,7 @@ def serve() -> None:
         for kinds in KINDS:
             key, value = kinds.split("/")
             pair = view(key, k, lanes), view(value, v, lanes)
-            if resolve(key).by_channel:  # which wants a place for groups that are not full
+            if resolve(key).by_channel:  # needs a ring for groups that are not full
                 tail = torch.zeros(1, lanes.count, 2 * BLOCK, lanes.heads_per_lane * dim).half()
                 pair = replace(pair[0], tail=tail), replace(pair[1], tail=tail)
             views[kinds] = pair
@@ -99,7 +99,7 @@ class Worker:
         )  # fmt: skip
 
     def seconds(self, shape: Sequence[int], kinds: str) -> float:
-        """The shortest of a few calls'."""
+        """Seconds a call, the shortest of a few."""
         assert self.process.stdin is not None and self.process.stdout is not None
         print(json.dumps([shape, kinds]), file=self.process.stdin, flush=True)
         return float(self.process.stdout.readline() or math.nan)
@@ -110,7 +110,7 @@ def measure(
 ) -> list[dict[str, object]]:
     """Rows of one shape."""
     entries = [(worker, kinds) for worker in workers for kinds in KINDS]
-    for entry in entries:  # makes what is timed
+    for entry in entries:  # builds the caches
         entry[0].seconds(shape, entry[1])
     taken = [{entry: entry[0].seconds(shape, entry[1]) for entry in entries} for _ in range(rounds)]
     rows = []
@@ -124,7 +124,7 @@ def measure(
 
 
 def main() -> None:
-    """Measures what the command line names."""
+    """Measures the sets and shapes of the command line."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--serve", action="store_true")
     parser.add_argument("--sets", nargs="+", default=["avx2", "avx512"])

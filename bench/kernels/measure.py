@@ -1,4 +1,4 @@
-"""One case from prediction to figures: predicted, verified against float64, then timed beside its peers."""
+"""Measures one case: predicts, verifies against float64, then times it beside its peers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from caramba_fast.bench.kernels.timing import PROBE, interleaved, probe, quantil
 from caramba_fast.bench.kernels.workloads import Workload, workload
 from caramba_fast.ops.registry import BackendError, backends
 
-#: What "torch's attention" is on a device, and the unquantized ones a quantized cache has to beat.
+#: Names of torch's attention on the devices, and the unquantized peers that a quantized cache has to beat.
 SDPA = ("sdpa fp32", "sdpa flash", "sdpa")
 UNQUANTIZED = (*SDPA, "sdpa bf16", "sdpa fp16", "grouped matmul bf16", "grouped matmul fp32",
                "flash-attn", "FlashInfer")  # fmt: skip
@@ -24,7 +24,7 @@ Samples = dict[Implementation, dict[int, float]]
 
 
 def serving(op: str, device: str) -> str:
-    """The backend that serves an op now: "none" where the one that is forced does not."""
+    """The backend that serves an op now; "none" if the forced one does not."""
     return next(row.runs for row in backends() if (row.op, row.device) == (op, device))
 
 
@@ -66,12 +66,12 @@ def measure(case: Case, device: torch.device, machine: Machine, rounds: int) -> 
 
 
 def _keep_those_that_run(work: Workload) -> None:
-    """Calls each peer once; one that does not run on this GPU costs the case no more than its own figures."""
+    """Calls each peer once and drops those that do not run on this GPU."""
     kept = []
     for peer in work.peers:
         try:
             peer.calls[0]()
-        except Exception as reason:  # whatever it is, it is theirs
+        except Exception as reason:  # peers may raise anything
             work.absent[peer.name] = f"does not run here: {described(reason)}"[:200]
         else:
             kept.append(peer)
@@ -79,14 +79,14 @@ def _keep_those_that_run(work: Workload) -> None:
 
 
 def _verified(error: Callable[[], tuple[float, float]]) -> Row:
-    """The error column, with a note if it is too large or there is no result."""
+    """The error column, with a note if the error is too large or there is no result."""
     try:
         found, allowed = error()
     except (BackendError, NotImplementedError) as reason:
         return {"note": f"does not run: {reason}"}
     except torch.OutOfMemoryError:
         raise
-    except Exception as reason:  # the other formats go on, the status tells
+    except Exception as reason:  # noted; the other formats are measured all the same
         return {"note": f"failed: {described(reason)}"}
     row: Row = {"error": float(f"{found:.2g}")}
     wrong = not found <= allowed  # NaN is wrong
@@ -94,11 +94,7 @@ def _verified(error: Callable[[], tuple[float, float]]) -> Row:
 
 
 def figures(samples: Samples, own: bool) -> dict[tuple[str, str], Row]:
-    """The measured columns by (implementation, kind).
-
-    Args:
-        own: whether our fp16 cache is among the unquantized ones to beat.
-    """
+    """The measured columns by (implementation, kind); ``own``: our fp16 cache is among the unquantized ones to beat."""
     medians = {entry: quantile(list(taken.values()), 0.5) for entry, taken in samples.items()}
     reader = next(entry for entry in samples if entry.name == PROBE)
     bandwidth = reader.moved / medians[reader]

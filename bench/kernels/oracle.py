@@ -1,4 +1,4 @@
-"""Decode attention in float64 on the stored bytes: what every timed kernel has to agree with first.
+"""Decode attention in float64 on the stored bytes: every kernel has to agree with it before it is timed.
 
 Shares no code with the kernels or with the reference op; only the 16 levels of NF4 are the package's.
 """
@@ -16,21 +16,21 @@ from caramba_fast.formats import NF4_LEVELS
 from caramba_fast.ops import KVView
 from caramba_fast.ops.view import group_of
 
-#: Relative L2 error allowed, by format: the rounding a kernel may add to what is stored.
+#: Relative L2 error allowed, by format: the rounding a kernel may add to the stored values.
 BY_KIND = {
     "fp32": 1e-5, "fp16": 1e-3, "bf16": 1e-3, "q8": 1e-3, "q4": 1e-2, "q8_0": 1e-4, "q4_0": 1e-2, "nf4": 1e-2,
 }  # fmt: skip
-#: ... and by the dtype of queries and output, which are rounded themselves.
+#: The same by dtype of queries and output, which are rounded themselves.
 BY_DTYPE = {torch.float32: 0.0, torch.float16: 1e-3, torch.bfloat16: 6e-3}
-#: ... and besides with keys by channel, whose scales half-precision queries take in and are rounded to fp16 with:
-#: 6.6e-4 to 1.2e-3 in all for q8, interpreted and on an H200 alike, where the reference has 2e-4.
+#: Added for keys by channel with half-precision queries: queries are multiplied by the scales, then rounded to fp16.
+#: In all 6.6e-4 to 1.2e-3 for q8, both interpreted and on an H200; the reference has 2e-4.
 FOLDED = 1e-3
 #: (row, kv head) pairs that are compared, spread evenly over all of them.
 PAIRS = 16
 
 
 def tolerance(kind: str, dtype: torch.dtype) -> float:
-    """Relative L2 error allowed."""
+    """Relative L2 error allowed for a format and a dtype."""
     folded = FOLDED if kind in LAYOUTS and dtype != torch.float32 else 0.0
     return max(BY_KIND[kind], BY_DTYPE[dtype] + folded)
 
@@ -64,7 +64,7 @@ def decoded(codes: Tensor, scales: Tensor | None, kind: str) -> Tensor:
 
 
 def _head(view: KVView, row: int, head: int, dim: int, begins: int) -> Tensor:
-    """(S, dim) float64 of one kv head; tokens from ``begins`` on as the ring has them."""
+    """(S, dim) float64 of one kv head; tokens from ``begins`` on are taken from the ring."""
     lane, place = divmod(head, view.lane_dim // dim)
     scales = None if view.scales is None else view.scales[row, lane]
     values = decoded(view.codes[row, lane], scales, view.kind)
@@ -102,9 +102,9 @@ def error(
     Args:
         queries: (B, H_q, T, D) of each key stream; scores are scaled by D^-1/2 of each and added.
         views: stored keys, then values; all slots are filled, the T newest are the queries' own.
-        window: tokens a query reaches back, itself included; 0 for all.
+        window: tokens a query sees, itself included; 0 for all.
         pairs: (row, kv head) pairs compared.
-        short: slots that are filled in every row but the first, whole groups of them by channel; 0 for all.
+        short: filled slots of every row but the first; 0 for all. A multiple of the group by channel.
     """
     share = out.shape[1] // kv_heads
     everything = [(row, head) for row in range(out.shape[0]) for head in range(kv_heads)]
@@ -130,7 +130,7 @@ def error(
 
 
 def _visible(shape: Sequence[int], window: int, device: torch.device) -> Tensor:
-    """(T, S): which key each of the T newest tokens may see."""
+    """(T, S): which keys each of the T newest tokens sees."""
     tokens, slots = shape
     positions = torch.arange(slots - tokens, slots, device=device)[:, None]
     distance = positions - torch.arange(slots, device=device)

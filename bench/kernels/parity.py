@@ -1,7 +1,7 @@
-"""Do quantize and dequantize agree with the reference, bit for bit? A grid of inputs that break kernels.
+"""Compares quantize and dequantize with the reference, bit for bit, on a grid of inputs that break kernels.
 
-The tests use it; `check` runs it, and attention's, where pytest is not installed. The reference is computed on the
-CPU whatever the device.
+Used by the tests, and by `check` (with attention's grid) where pytest is not installed. The reference is computed on
+the CPU whatever the device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from caramba_fast.ops.registry import BackendError, use_backend, why_not
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DIM = 256
-#: Letters of an exception's message that are printed.
+#: Characters of an exception's message that are printed.
 MOST_TEXT = 500
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -43,7 +43,7 @@ def same_bits(a: Tensor, b: Tensor) -> Tensor:
 
 
 def inputs(dim: int = DIM) -> dict[str, Tensor]:
-    """Named rows (rows, dim) of float32: ordinary ones, and those at the edges of each format."""
+    """Named rows (rows, dim) of float32: ordinary ones, and edge cases of each format."""
     normal = torch.randn(5, dim)
     ties = torch.randn(4, dim).clamp(-2, 2)
     ties[0, 3::32], ties[0, 20::32] = 3.0, -3.0
@@ -85,7 +85,7 @@ def inputs(dim: int = DIM) -> dict[str, Tensor]:
 
 
 def _undecided(fractions: Tensor, dim: int) -> Tensor:
-    """Blocks of 32 whose values are ``fractions`` of the largest: a last-bit error shows there."""
+    """Blocks of 32 whose values are ``fractions`` of the largest; halfway values show an error of the last bit."""
     largest = torch.rand(8, dim // 32, 1) + 0.5
     chosen = fractions[torch.randint(len(fractions), (8, dim // 32, 31))]
     return torch.cat((largest, chosen * largest), dim=-1).flatten(1)
@@ -94,7 +94,7 @@ def _undecided(fractions: Tensor, dim: int) -> Tensor:
 def undecided_scales(kind: str, block: int, rows: int, dim: int = DIM) -> Tensor:
     """(rows, dim) whose least-squares scales lie between two fp16 numbers, to the last bit of fp32.
 
-    With fit "mse" a sum added in another order shows in 5% (q4_0) to 25% (nf4) of the stored scales.
+    With fit "mse" a different order of summation changes 5% (q4_0) to 25% (nf4) of the stored scales.
     """
     x = torch.randn(rows, dim // block, block)
     codes, stored = quantize_reference(x.flatten(1), kind, block, "mse")
@@ -126,7 +126,7 @@ def quantize_failures(
     dtype: torch.dtype,
     fit: str = "amax",
 ) -> list[str]:
-    """Quantizes every input at once; returns one line for each input that differs."""
+    """Quantizes all inputs together; returns a line for each input that differs."""
     named = inputs() | {"undecided scales": undecided_scales(kind, block, rows=32)}
     x = torch.cat(list(named.values())).to(dtype)
     with use_backend(backend):
@@ -149,7 +149,7 @@ def quantize_failures(
 def dequantize_failures(
     backend: str, device: torch.device, kind: str, block: int, dtype: torch.dtype
 ) -> list[str]:
-    """Restores random bytes with scales of every bit pattern; one line if values differ."""
+    """Dequantizes random bytes with scales of every bit pattern; one line if values differ."""
     form = resolve(kind)
     codes = torch.randint(0, 256, (301, form.code_width(DIM)), dtype=torch.uint8).view(form.dtype)
     scales = torch.randint(-(2**15), 2**15, (301, DIM // block), dtype=torch.int16)
@@ -164,7 +164,7 @@ def dequantize_failures(
 def channel_failures(
     backend: str, device: torch.device, kind: str, group: int, dtype: torch.dtype
 ) -> list[str]:
-    """Both ops by channel: every input is a channel of one group, and beside it a group of random ones."""
+    """Both ops by channel: each input is a channel of a group that lies beside a group of random ones."""
     if why_not("quantize", backend, device.type) is not None:
         return []
     named = inputs()
@@ -191,7 +191,7 @@ def channel_failures(
 
 
 def _channels(wrong: Tensor, width: int) -> list[int]:
-    """Which channels columns are of: of codes two in a byte, of scales and zeros each, of values one."""
+    """The channels of differing columns: a column of codes has two channels, one of scales, zeros or values has one."""
     columns = wrong.nonzero()[:, 0]
     if len(wrong) < width:
         half = PACKED_TOGETHER // 2
@@ -211,7 +211,7 @@ def settings(quick: bool) -> list[tuple[str, int, torch.dtype]]:
 
 
 def described(error: Exception) -> str:
-    """An exception in one line, with the place it comes from; of a long message its beginning and its end."""
+    """An exception in one line, with its origin; a long message is shortened in the middle."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(str(error).split())
     text = text if len(text) <= MOST_TEXT else f"{text[:150]} [...] {text[150 - MOST_TEXT :]}"
@@ -221,11 +221,11 @@ def described(error: Exception) -> str:
 def failures(
     backend: str, device: torch.device, chosen: Iterable[tuple[str, int, torch.dtype]]
 ) -> Iterator[str]:
-    """One line a disagreement, none if all is well; a setting that does not run is one, and the others are run."""
+    """One line per disagreement; a setting that raises is one too, and the others still run."""
     for kind, block, dtype in chosen:
         try:
             yield from _failures_of(backend, device, kind, block, dtype)
-        except Exception as error:  # whatever it is, it is what this setting shows
+        except Exception as error:  # any failure is this setting's result
             yield f"{backend} {kind} block {block} {dtype}: {described(error)}"
 
 

@@ -1,7 +1,7 @@
-"""Do the backends store and attend as the reference does? Layers with every option, small and poisoned.
+"""Compares storing and attending of the backends with the reference: small layers with every option, poisoned memory.
 
-The reference runs on the CPU; the other backend appends to buffers of its own on the device, then attends to the
-reference's bytes. Sits on the ops alone, so that it runs where the caches' dependencies are not installed.
+The reference runs on the CPU; the other backend appends to its own buffers on the device, then attends to the
+reference's bytes. Uses the ops alone, so that it runs where the caches' dependencies are not installed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from caramba_fast.ops.view import Lanes
 HEADS, KV_HEADS, DIM, SLOTS, PAGE, TAIL_SLACK = 4, 2, 64, 256, 32, 32
 #: The last but one token of the first row completes a group, which by channel is then encoded from the ring.
 LENGTHS, LEFTPAD = (161, 143), (0, 9)
-#: What layers store: a format in all streams, or keys by channel with the values that caches put beside them.
+#: Storage of a layer: one format in all streams, or keys by channel with the values that caches combine them with.
 KINDS = (*(kind for kind in FORMATS if kind not in CHANNEL_KINDS), *LAYOUTS)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -45,7 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "s_aux": {"s_aux": torch.linspace(-1, 1, HEADS)},
     "null": {"null_k": torch.ones(KV_HEADS, DIM), "null_v": torch.ones(KV_HEADS, DIM)},
 }
-#: The public functions, by their names.
+#: The public functions by name.
 OPS: dict[str, Any] = {
     op.__name__: op
     for op in (
@@ -55,19 +55,19 @@ OPS: dict[str, Any] = {
         decoupled_extend_attention,
     )
 }
-#: Query tokens whose rows of a kv head a program of one warp takes.
+#: Query tokens whose rows of a kv head fit into a program of one warp.
 FEW = 3
 #: Relative L2 error between backends, by dtype of the queries.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-#: What a rotation adds: a query is rounded again after it, and a few codes are rounded the other way.
+#: For rotated values: a query is rounded again after the rotation, and a few codes are rounded the other way.
 ROTATED_ERROR, ROTATED_CODES = 3.0, 0.01
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One layer of one of `KINDS`, and one call; half as many sinks as ``tail``.
+    """A layer of one of `KINDS` and a call; it has ``tail // 2`` sinks.
 
-    ``decoupled`` takes another op, as do over 32 tokens.
+    ``decoupled`` layers use other ops, as do more than 32 tokens.
     """
 
     kind: str
@@ -81,13 +81,13 @@ class Setting:
 
     @property
     def op(self) -> str:
-        """Its attention op."""
+        """The attention op."""
         verb = "extend" if self.tokens > MAX_QUERY_TOKENS else "decode"
         return f"{'decoupled_' * self.decoupled}{verb}_attention"
 
     @property
     def append_op(self) -> str:
-        """Its append op."""
+        """The append op."""
         return "decoupled_append_" if self.decoupled else "append_"
 
     @property
@@ -97,23 +97,23 @@ class Setting:
 
     @property
     def formats(self) -> dict[str, str]:
-        """What each stream is stored as."""
+        """The storage format of each stream."""
         return dict(zip(self.dims, formats_of(self.kind, len(self.dims)), strict=True))
 
     @property
     def ring(self) -> int:
-        """Slots of the tail of every stream; by channel tokens of a group that is not full are there alone."""
+        """Slots of each stream's ring: the tail, and by channel the tokens of a group that is not full."""
         if self.kind in LAYOUTS:
             return self.tail + max(TAIL_SLACK, self.tokens) + BLOCK
         return self.tail + TAIL_SLACK if self.tail else 0
 
     @property
     def fit(self) -> str:
-        """How scales are found: as caches of the kind do it."""
+        """How scales are fitted: as caches of the kind do."""
         return "mse" if self.kind == "q4" else "amax"
 
     def why_not(self, op: str, backend: str, device: torch.device) -> str | None:
-        """Why a backend does not serve this layer with the op, or None."""
+        """Why a backend does not support this layer with the op, or None."""
         return why_not(op, backend, device.type)
 
 
@@ -136,7 +136,7 @@ def settings(quick: bool) -> list[Setting]:
 
 
 def _poisoned(setting: Setting) -> dict[str, KVView]:
-    """Buffers in which every slot that is not written would show: NaN, and codes that are not zero."""
+    """Buffers filled so that reading an unwritten slot shows: NaN, and codes that are not zero."""
     lanes, batch = Lanes.of(KV_HEADS, *setting.dims.values()), len(LENGTHS)
     blocks = (batch * SLOTS // PAGE + 2, PAGE) if setting.paged else (batch, SLOTS)
     found = {}
@@ -150,7 +150,7 @@ def _poisoned(setting: Setting) -> dict[str, KVView]:
         lead = (blocks[0], lanes.count)
         rows = blocks[1] // BLOCK if form.by_channel else blocks[1]
         scales = torch.full((*lead, rows, form.scales_width(width, BLOCK)), torch.nan)
-        # Of channels that are weighed alike two in a byte never differ enough for one to lend the other bits.
+        # With equal weights, two channels in a byte never differ enough for one to lend the other bits.
         weighed = form.by_channel and setting.fit == "mse" and not setting.rotated
         found[name] = KVView(
             torch.full(
@@ -164,7 +164,7 @@ def _poisoned(setting: Setting) -> dict[str, KVView]:
 
 
 def _moved(x: Any, device: torch.device) -> Any:
-    """A copy of tensors and views on a device; anything else as it is."""
+    """A copy of tensors and views on a device; anything else unchanged."""
     if isinstance(x, Tensor):
         return x.to(device, copy=True)
     if isinstance(x, KVView):
@@ -175,7 +175,7 @@ def _moved(x: Any, device: torch.device) -> Any:
 
 
 def _append(views: Mapping[str, KVView], new: list[Tensor], place: dict[str, Tensor]) -> None:
-    """Writes every row whole but for two tokens, then those, at the row's own place."""
+    """Writes all but the last two tokens of every row, then those two."""
     op: Any = decoupled_append_ if len(views) == 3 else append_
     lengths, most = place["lengths"], max(LENGTHS)
     where = {name: x for name, x in place.items() if name != "lengths"}
@@ -202,7 +202,7 @@ def _attend(
 
 
 def _place() -> Iterator[tuple[str, Tensor]]:
-    """Where tokens are: lengths, padding, and the pages of each row in a shuffled pool."""
+    """Positions of tokens: lengths, padding, and the pages of each row in a shuffled pool."""
     yield "lengths", torch.tensor(LENGTHS, dtype=torch.int32)
     yield "cache_leftpad", torch.tensor(LEFTPAD, dtype=torch.int32)
     pages = len(LENGTHS) * SLOTS // PAGE
@@ -214,7 +214,7 @@ def _parts(view: KVView) -> list[Tensor]:
 
 
 def _differing(mine: Tensor, its: Tensor, rounded: bool) -> Tensor:
-    """Where bits differ; floats that were ``rounded`` on the way may differ by a few ulp of the largest."""
+    """Where bits differ; floats that were ``rounded`` before may differ by a few ulp of the largest."""
     if not (rounded and its.is_floating_point()):
         return ~same_bits(mine, its)
     ulp = 8 * torch.finfo(its.dtype).eps
@@ -223,7 +223,7 @@ def _differing(mine: Tensor, its: Tensor, rounded: bool) -> Tensor:
 
 
 def _given(setting: Setting) -> tuple[dict[str, Tensor], list[Tensor], list[Tensor]]:
-    """Where tokens are, the tokens of each stream, and the queries of each key stream."""
+    """Positions, the tokens of each stream, and the queries of each key stream."""
     place = {name: x for name, x in _place() if setting.paged or name != "block_table"}
     new = [torch.randn(len(LENGTHS), KV_HEADS, max(LENGTHS), d) for d in setting.dims.values()]
     keys = [dim for name, dim in setting.dims.items() if name != "v"]
@@ -232,7 +232,7 @@ def _given(setting: Setting) -> tuple[dict[str, Tensor], list[Tensor], list[Tens
 
 
 def failures(backend: str, device: torch.device, setting: Setting) -> Iterator[str]:
-    """One line for each thing that differs: what was stored, what came out."""
+    """One line for each difference in what was stored or computed."""
     where = f"{backend} {setting}"
     place, new, queries = _given(setting)
     options = {} if setting.decoupled else OPTIONS[setting.option]
@@ -256,7 +256,7 @@ def failures(backend: str, device: torch.device, setting: Setting) -> Iterator[s
             setting, _moved(truth, device), _moved(queries, device), moved, _moved(options, device)
         )
     error = relative_l2(found[0].cpu(), out.double())
-    # The C++ kernels quantize queries, as far as the accuracy promised for a format allows.
+    # The C++ kernels quantize queries, within the accuracy promised for a format.
     kept = BY_KIND[setting.kind] if backend == "cpp" else 0.0
     most = max(kept, TOLERANCE[setting.dtype]) * (ROTATED_ERROR if setting.rotated else 1)
     if not error <= most:
@@ -266,11 +266,11 @@ def failures(backend: str, device: torch.device, setting: Setting) -> Iterator[s
 
 
 def attention_failures(backend: str, device: torch.device, chosen: list[Setting]) -> Iterator[str]:
-    """All settings; what a backend cannot run is a failure too, and the others are run all the same."""
+    """Failures of all settings; a setting that raises is one too, and the others still run."""
     for setting in chosen:
         if setting.why_not(setting.op, backend, device) is not None:
             continue
         try:
             yield from failures(backend, device, setting)
-        except Exception as error:  # whatever it is, it is what this setting shows
+        except Exception as error:  # any failure is this setting's result
             yield f"{backend} {setting}: {described(error)}"

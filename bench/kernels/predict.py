@@ -1,9 +1,9 @@
-"""What is expected of a case, so that a figure can surprise.
+"""Predicts the time of each case before it is measured.
 
 ``python -m caramba_fast.bench.kernels.predict [--check]`` writes bench/kernels/predictions.csv: the CUDA core grid on
-an H200. Decode attention reads every stored byte once (the floor) and issues so many instructions a cached token
-(bench/results/aot.csv); the slower of the two decides, plus what launching costs. The first expectations took a copy's
-bandwidth and half of the issue slots; an H200 reached more of the one and less of the other, and these follow it.
+an H200. Decode attention reads every stored byte once (the floor) and issues a counted number of instructions per
+cached token (bench/results/aot.csv); the slower of the two decides, plus the launches. The first predictions assumed a
+copy's bandwidth and half of the issue slots; an H200 reached more of the one and less of the other, as used here.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ AOT, PREDICTIONS = HERE.parent / "results" / "aot.csv", HERE / "predictions.csv"
 
 @dataclass(frozen=True)
 class Machine:
-    """What bounds a kernel.
+    """The limits of a machine.
 
     Attributes:
-        bandwidth: bytes a second of a read.
-        issue: warp instructions a second: SMs x 4 schedulers x clock; 0 where none are counted.
-        target: rows of aot.csv that are for it.
+        bandwidth: bytes read per second.
+        issue: warp instructions per second: SMs x 4 schedulers x clock; 0 where instructions are not counted.
+        target: its name in aot.csv.
     """
 
     bandwidth: float
@@ -37,26 +37,25 @@ class Machine:
     target: str = ""
 
 
-#: What a sum reads a second there, by bench/results/cuda.csv; 132 SMs at 1.98 GHz.
+#: The read bandwidth that a sum reached in bench/results/cuda.csv; 132 SMs at 1.98 GHz.
 H200 = Machine(4.58e12, 132 * 4 * 1.98e9, "sm_90")
-#: As that H200 took decode attention of 8 and 32 rows: the share of the bandwidth a kernel reaches in the middle of a
-#: row, the share of issue slots it fills (steps that wait for one another leave the others empty), and seconds that two
-#: launches of a graph, the first loads and the merge take.
+#: From decode attention of 8 and 32 rows on that H200: share of the bandwidth reached in the middle of a row; share of
+#: issue slots filled (dependent steps leave the others empty); seconds of two graph launches, first loads and merge.
 EFFICIENCY, ISSUE_SHARE, LATENCY_S = 0.95, 0.38, 7e-6
-#: The share of issue slots that programs of one warp fill, which wait for nothing but their loads; they have few rows.
+#: Share of issue slots filled by programs of one warp, which wait for loads alone; they have few rows.
 WARP_ISSUE_SHARE, WARP_ROWS, WARP_WIDTH = 0.54, 8, 128
-#: What the C++ kernels aim at, as shares of the read bandwidth: 4 bits are bound by instructions.
+#: Targets of the C++ kernels, as shares of the read bandwidth: 4 bits are bound by instructions.
 CPU_SHARE = {
     "fp16": 0.7, "bf16": 0.7, "fp32": 0.7, "q8": 0.75, "q4": 0.7, "q8_0": 0.75, "q4_0": 0.8, "nf4": 0.6,
 }  # fmt: skip
 CONVERSION_SHARE = {"cuda": 0.75, "cpu": 0.6}
-#: How aot.csv names a number of query rows, after the head size.
+#: The suffix after the head size in aot.csv, by number of query rows.
 ROWS = {8: "", 16: ", T 4", 32: ", 32 rows", 64: ", T 16"}
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The columns of a row that stand before it is measured; None where nothing is predicted."""
+    """The predicted columns of a row; None where nothing is predicted."""
 
     predicted_bytes: int
     predicted_floor_us: float
@@ -67,7 +66,7 @@ class Prediction:
 
 
 def predict(case: Case, kind: str, machine: Machine, device: str, fast: bool = True) -> Prediction:
-    """What ``kind`` should take; ``fast``: whether a kernel serves, not the reference."""
+    """Predicts ``kind``; ``fast``: a kernel serves it, not the reference."""
     moved = case.moved_bytes(kind)
     floor = moved / machine.bandwidth
     found: tuple[float, str] | None = None
@@ -76,7 +75,7 @@ def predict(case: Case, kind: str, machine: Machine, device: str, fast: bool = T
         or case.op in ("append_", "extend_attention")
         or (case.short and not case.num_splits)
     ):
-        seconds = None  # bound by launching, by arithmetic, or by the few programs that read the longest row
+        seconds = None  # bound by launches, by arithmetic, or by the few programs that read the longest row
     elif case.op in ("quantize", "dequantize"):
         seconds = floor / CONVERSION_SHARE[device]
     elif device == "cpu":
@@ -94,12 +93,12 @@ def predict(case: Case, kind: str, machine: Machine, device: str, fast: bool = T
 
 
 def tiles_tokens(case: Case) -> int:
-    """Cached tokens times the programs that read each: one a lane and 64 query rows."""
+    """Cached tokens times the programs that read each: one per lane and 64 query rows."""
     return case.lanes.count * case.read * -(-query_rows(case) // 64)
 
 
 def query_rows(case: Case) -> int:
-    """Query rows of a lane, as the matrix units pad them."""
+    """Query rows of a lane, padded for the matrix units."""
     rows = case.lanes.heads_per_lane * case.heads // case.kv_heads * case.tokens
     return max(8, 1 << (rows - 1).bit_length())
 
@@ -112,10 +111,10 @@ def of_a_warp(case: Case, kind: str) -> bool:
 
 
 def instructions(case: Case, kind: str, target: str) -> tuple[float, str] | None:
-    """(warp instructions a cached token and lane, where from).
+    """(warp instructions per cached token and lane, "counted" or "scaled").
 
-    Formats and shapes that were not compiled ahead take the count of their format at D 128, 16 rows, times
-    what the other shape costs q4_0: ``scaled``.
+    Formats and shapes that were not compiled ahead are scaled: the count of their format at D 128, 16 rows, times what
+    the other shape costs q4_0.
     """
     if case.op != "decode_attention":
         return None
@@ -137,7 +136,7 @@ def instructions(case: Case, kind: str, target: str) -> tuple[float, str] | None
 
 @functools.cache
 def _counts(target: str) -> dict[tuple[str, str], float]:
-    """(kind, options) -> instructions of the main loop a token, of the newest Triton."""
+    """(kind, options) -> instructions of the main loop per token, with the newest Triton."""
     with AOT.open(newline="", encoding="utf-8") as file:
         rows = [
             row for row in csv.DictReader(file)
@@ -153,7 +152,7 @@ def _rounded(x: float) -> float:
 
 
 def page() -> str:
-    """bench/kernels/predictions.csv."""
+    """The contents of bench/kernels/predictions.csv."""
     file = io.StringIO()
     names = ["case", "kind", *Prediction.__dataclass_fields__, "against_fp16", "goal"]
     writer = csv.DictWriter(file, names, lineterminator="\n")
@@ -171,7 +170,7 @@ def page() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns 1 if the file is not what would be written."""
+    """Returns 1 with ``--check`` if the file is out of date."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, prog="caramba_fast.bench.kernels.predict", description=__doc__
     )

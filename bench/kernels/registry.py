@@ -1,7 +1,7 @@
-"""What is measured: one row a case, an op at one shape in several formats, timed in the same rounds.
+"""The measured cases: an op at one shape in several formats, timed in the same rounds.
 
-The grids say which, in the order in which they are run when time is short. What a case's inputs are, what is called and
-what it is compared with is in `workloads` and `comparators`; what is expected of it, in `predict`.
+Grids list their cases by priority, for when time is short. `workloads` makes a case's inputs and calls, `comparators`
+what it is compared with, `predict` what is expected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from caramba_fast.ops.view import Lanes
 BLOCK = 32
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ATTENTION = ("decode_attention", "decoupled_decode_attention", "extend_attention")
-#: What caches of these names store keys and values as; every other kind stores both in itself.
+#: Formats of keys and values of caches of these names; every other kind stores both in itself.
 LAYOUTS = {"q8": ("q8_channel", "q8_0"), "q4": ("q4_channel", "q4_0")}
 
 
@@ -29,14 +29,13 @@ class Case:
     """One op at one shape.
 
     Attributes:
-        op: its registered name.
         kinds: formats, each measured; a cache stores K and V in the same, or as in `LAYOUTS`.
         batch, heads, kv_heads, dim: rows, query heads, kv heads, and values of a head.
         kv: tokens cached, the new ones included.
         tokens: new tokens: queries of attention, tokens to append.
         dtype: of the queries, or of the unquantized side.
         key_dims: values of a head of each key stream where they differ from ``dim``.
-        window: tokens a query reaches back, itself included; 0 for all.
+        window: tokens a query sees, itself included; 0 for all.
         short: tokens cached in every row but the first, for rows of different lengths; 0 for ``kv``.
         num_splits: of decode attention, as the op takes it.
         threads: CPU threads; 0 for as many as torch has.
@@ -61,7 +60,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Names the case in files, whatever its formats and its goal."""
+        """Name of the case in files; independent of its formats and its goal."""
         keys = "".join(f"{dim}+" for dim in self.key_dims)
         parts = [
             self.op, f"B{self.batch}", f"H{self.heads}/{self.kv_heads}", f"D{keys}{self.dim}",
@@ -80,21 +79,21 @@ class Case:
 
     @property
     def lanes(self) -> Lanes:
-        """How the kv heads lie side by side."""
+        """How the kv heads are arranged in lanes."""
         return Lanes.of(self.kv_heads, *self.dims)
 
     @property
     def seen(self) -> int:
-        """Cached tokens that the new ones can see."""
+        """Cached tokens visible to the new ones."""
         return min(self.kv, self.window + self.tokens - 1) if self.window else self.kv
 
     @property
     def read(self) -> int:
-        """Cached tokens of all rows that are read."""
+        """Cached tokens read, over all rows."""
         return self.seen + (self.batch - 1) * (self.short or self.seen)
 
     def token_bytes(self, kind: str) -> int:
-        """Bytes one token takes in all streams, scales included."""
+        """Bytes of one token in all streams, scales included."""
         lanes = self.lanes
         widths = [lanes.heads_per_lane * dim for dim in self.dims]
         formats = [resolve(name) for name in formats_of(kind, len(widths))]
@@ -103,7 +102,7 @@ class Case:
         )
 
     def moved_bytes(self, kind: str) -> int:
-        """Bytes the op has to move at least: attention reads what it sees, scales included."""
+        """The fewest bytes the op can move: attention reads what it sees, scales included."""
         if self.op in ATTENTION:
             return self.read * self.token_bytes(kind)
         width = DTYPES[self.dtype].itemsize * self.kv_heads
@@ -115,7 +114,7 @@ class Case:
 
 
 def formats_of(kind: str, streams: int) -> tuple[str, ...]:
-    """What each stream is stored as, keys first."""
+    """The storage format of each stream, keys first."""
     keys, values = LAYOUTS.get(kind, (kind, kind))
     return (*[keys] * (streams - 1), values)
 
@@ -126,12 +125,10 @@ def _conversions(sizes: tuple[tuple[int, int], ...], dtypes: tuple[str, ...]) ->
         yield Case(op, QUANTIZED_KINDS, batch, 8, 8, 128, kv, dtype=dtype)
 
 
-# -- CUDA ---------------------------------------------------------------------------------------
-
 CUDA_KINDS = ("fp16", "q8", "q4", "q8_0", "q4_0", "nf4")
 CUDA_HEADS = ((32, 8, 128), (64, 8, 128), (32, 32, 128), (16, 2, 64))
 CUDA_BATCHES, CUDA_LENGTHS, CUDA_TOKENS = (1, 8, 32), (1024, 4096, 16384, 32768, 131072), (1, 4, 8)
-#: (batch, KV, T, heads, goal): each goal is tested by a point of its own, the most telling first.
+#: (batch, KV, T, heads, goal): each goal is tested by a case of its own, the most telling first.
 _CORE = (
     (8, 32768, 1, 0, "fp16 >= 85% of the bandwidth, q8 >= 1.7x and q4 >= 2.8x the best fp16, at 256K tokens"),
     (1, 32768, 1, 0, "q4 >= 1.5x at batch 1"),
@@ -158,12 +155,12 @@ _CORE = (
     (1, 4096, 1, 3, "two kv heads of 64: the fewest bytes a token"),
     (32, 16384, 8, 3, "D 64, 64 query rows"),
 )  # fmt: skip
-#: KV in fp16 beyond this many bytes: its formats do not fit into memory together.
+#: Bytes of KV in fp16 above which the formats of a case do not fit into memory together.
 _TOGETHER = 40e9
 
 
 def cuda_core() -> tuple[Case, ...]:
-    """24 points of decode attention, each there for a goal."""
+    """24 cases of decode attention, each there for a goal."""
     return tuple(
         Case("decode_attention", CUDA_KINDS, batch, *CUDA_HEADS[heads], kv, tokens, goal=goal)
         for batch, kv, tokens, heads, goal in _CORE
@@ -194,8 +191,6 @@ def cuda_rest() -> Iterator[Case]:
         if case.name not in core:
             yield case
 
-
-# -- CPU ----------------------------------------------------------------------------------------
 
 CPU_KINDS = ("fp16", "bf16", "q8", "q4", "q8_0", "q4_0", "nf4")
 SOME_KINDS = ("fp16", "q8", "q4", "q8_0", "q4_0", "nf4")
@@ -228,7 +223,7 @@ def cpu() -> tuple[Case, ...]:
 
 
 def quick(device: str) -> tuple[Case, ...]:
-    """About a minute on a CPU."""
+    """A grid that takes about a minute on a CPU."""
     if device == "cuda":
         return cuda_core()[:2]
     base = Case("decode_attention", CPU_KINDS, 1, 32, 8, 128, 4096, dtype="fp32")
@@ -242,7 +237,7 @@ def quick(device: str) -> tuple[Case, ...]:
 
 
 def tiny() -> tuple[Case, ...]:
-    """One small case an op: checks the benchmark itself, interpreted kernels included."""
+    """One small case per op: checks the benchmark itself, interpreted kernels included."""
     base = Case("decode_attention", ("fp16", "q4_0"), 1, 4, 2, 32, 128, dtype="fp32")
     return (
         base,
@@ -258,7 +253,7 @@ def tiny() -> tuple[Case, ...]:
 
 
 def _split(case: Case) -> Iterator[Case]:
-    """The case, or one for each quantized format beside fp16 where they do not fit together."""
+    """The case, or one per quantized format beside fp16 where they do not fit into memory together."""
     if case.batch * case.kv * case.token_bytes("fp16") < _TOGETHER:
         yield case
         return
@@ -270,11 +265,7 @@ GRIDS = ("quick", "tiny", "core", "full", "cpu")
 
 
 def cases(grid: str, device: str) -> list[Case]:
-    """The rows of a grid, the most important first.
-
-    Raises:
-        ValueError: a grid of the other device.
-    """
+    """The cases of a grid by priority; ValueError for a grid of the other device."""
     if grid in ("core", "full") and device != "cuda":
         raise ValueError(f"grid {grid!r} is for cuda; cpu, quick and tiny run on a {device}")
     if grid == "cpu" and device != "cpu":

@@ -1,9 +1,9 @@
-"""Measures a grid of `registry` on one device: each case predicted, verified, then timed.
+"""Measures a grid of `registry` on one device: each case is predicted, verified, then timed.
 
 ``python -m caramba_fast.bench.kernels.run [--device cpu|cuda] [--grid NAME] [--out CSV]`` prints a table and writes one
-CSV row for each case, format and implementation, and what the machine is beside it as JSON. The share is of the
-bandwidth a probe measures in the same rounds. Ends with status 1 if a result is further from float64 on the same
-bytes than its format allows; such a one is not timed.
+CSV row per case, format and implementation, with details of the machine beside it as JSON. The share is of the
+bandwidth a probe measures in the same rounds. A result further from float64 than its format allows is not timed and
+makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from caramba_fast.bench.out import BESIDE, add_out, check_out
 from caramba_fast.bench.pages.report import summary
 from caramba_fast.ops.registry import BACKENDS, use_backend
 
-#: Of the quick and tiny grids.
+#: Rounds of the quick and tiny grids.
 QUICK_ROUNDS, TINY_ROUNDS = 7, 3
-#: Tokens of a case that is compiled ahead: several processes share the memory.
+#: Tokens of a case that is compiled ahead; several processes share the memory.
 MOST_TO_COMPILE = 4096
 
 
 def machine_of(device: torch.device) -> Machine:
-    """What bounds kernels here: counted for an H200, else the bandwidth a probe measures before anything else."""
+    """The limits of this machine: known for an H200, else the bandwidth a probe measures now."""
     if device.type == "cuda" and "H200" in torch.cuda.get_device_name(device):
         return H200
     reader = probe("decode_attention", device)
@@ -51,14 +51,14 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def smallest(case: Case) -> Case:
-    """A case of the same kernels that takes little memory: none is compiled for a batch or a length."""
+    """A case with the same kernels that takes little memory: kernels do not depend on batch and length."""
     return replace(case, batch=1, kv=min(case.kv, MOST_TO_COMPILE), short=0, goal="")
 
 
 def compile_kernels(listed: list[Case], device: torch.device, shard: Shard) -> None:
-    """Calls every kernel of this shard's cases once, whatever is in memory: Triton's cache then has them.
+    """Calls every kernel of this shard's cases once, on uninitialised memory, to fill Triton's cache.
 
-    What cannot be compiled is said, and shows again when it is measured.
+    Failures are printed, and appear again when the case is measured.
     """
     pairs = dict.fromkeys(
         replace(smallest(case), kinds=(kind,))
@@ -73,14 +73,14 @@ def compile_kernels(listed: list[Case], device: torch.device, shard: Shard) -> N
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
                 torch.cuda.empty_cache()
-        except Exception as error:  # the other cases go on
+        except Exception as error:  # the other cases are compiled
             print(f"compile {case.name} {case.kinds[0]}: {described(error)}", flush=True)
 
 
 def measured(
     listed: list[Case], device: torch.device, table: Table, rounds: int, stop_at: float
 ) -> tuple[list[Row], int]:
-    """(rows, cases left out because it was past ``stop_at``)."""
+    """(rows, number of cases left out because ``stop_at`` had passed)."""
     machine = machine_of(device)
     found: list[Row] = []
     for index, case in enumerate(listed):
@@ -90,7 +90,7 @@ def measured(
             rows = measure(case, device, machine, rounds)
         except torch.OutOfMemoryError:
             rows = [{"case": case.name, "op": case.op, "note": "left out: no memory"}]
-        except Exception as error:  # the other cases go on, the status tells
+        except Exception as error:  # shows in the exit status; the other cases are measured
             note = f"failed: {described(error)}"
             rows = [{"case": case.name, "op": case.op, "note": note}]
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Work on all cores: the same module in several processes, each taking every N-th piece."""
+"""Runs a module on all cores: several processes, each taking every N-th piece."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from typing import TypeVar
 T = TypeVar("T")
 #: Processes at most: each has its own CUDA context.
 MOST = 16
-#: Exit status when nothing failed, and not all was done in time; a process that stops by itself has it, too.
+#: Exit status when nothing failed but time ran out, also of a process that stops by itself.
 LATE = 3
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Number ``index`` of ``count``."""
+    """Shard ``index`` of ``count``."""
 
     index: int = 0
     count: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """ "I/N", I from 0."""
+        """Parses "I/N", I from 0."""
         index, count = map(int, text.split("/"))
         if not 0 <= index < count:
             raise ValueError(f"shard {text!r}; I/N with 0 <= I < N is needed")
         return cls(index, count)
 
     def of(self, items: Sequence[T]) -> Sequence[T]:
-        """Its part of the work."""
+        """The shard's part of the work."""
         return items[self.index :: self.count]
 
 
 def processes() -> int:
-    """One a core."""
+    """One per core, at most `MOST`."""
     return min(
         MOST,
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -46,10 +46,7 @@ def processes() -> int:
 
 
 def run(module: str, arguments: Sequence[str], flag: str, limit_s: float) -> tuple[int, int]:
-    """``python -m module arguments flag I/N`` for every I at once; returns how many failed, and had too little time.
-
-    Each has one thread: all cores are taken.
-    """
+    """``python -m module arguments flag I/N`` for all I at once, one thread each; (number failed, number late)."""
     count = processes()
     started = time.monotonic()
     command = [sys.executable, "-m", module, *arguments, flag]
@@ -73,8 +70,8 @@ def run(module: str, arguments: Sequence[str], flag: str, limit_s: float) -> tup
 def main() -> int:
     """``python -m caramba_fast.bench.kernels.shards LIMIT_S FLAG MODULE [ARGUMENTS]``.
 
-    MODULE is one of this package, or with a dot (serving.graphs) of another one beside it. Returns 1 if a process
-    failed, LATE if some only had too little time.
+    MODULE is one of this package, or with a dot (serving.graphs) of a sibling. Returns 1 if a process failed, LATE if
+    some only ran out of time.
     """
     limit, flag, module, *arguments = sys.argv[1:]
     package = (__package__ or "").rpartition(".")[0] if "." in module else __package__

@@ -1,4 +1,4 @@
-"""The CSV of a run: one line an implementation, written after each case, so that a run can be resumed."""
+"""The CSV of a run: a line per implementation, written after each case, so that a run can be resumed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from caramba_fast.bench.kernels.predict import Prediction
 from caramba_fast.bench.out import write_details
 
-#: Whose results these are.
+#: Written into the details beside the CSV.
 COMMAND = "kernels.run"
-#: Of a case; together with the kind and the implementation they name a line.
+#: Columns of a case; with kind and implementation they identify a line.
 CASE = (
     "case", "op", "batch", "heads", "kv_heads", "dim", "kv", "tokens", "dtype", "window", "threads"
 )  # fmt: skip
-#: Expected, then found: ``error`` is relL2 against float64, or the share of wrong bits; ``share`` is of the
-#: bandwidth ``probe_gb_per_s`` measured in the same rounds; ``vs_sdpa`` and ``vs_best`` say how many times
-#: faster a line is than torch's attention and than ``best``, the fastest unquantized one at hand.
+#: Predicted, then measured. ``error`` is relL2 against float64, or the share of wrong bits; ``share`` is of the
+#: bandwidth ``probe_gb_per_s`` measured in the same rounds; ``vs_sdpa`` and ``vs_best`` are speedups over torch's
+#: attention and over ``best``, the fastest unquantized implementation.
 MEASURED = (
     "error", "samples", "median_us", "p20_us", "p80_us", "gb_per_s", "probe_gb_per_s", "share", "vs_sdpa",
     "vs_best", "best", "note",
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """The rows of a result file; none if there is no file."""
+    """The rows of a result file; none if it does not exist."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
@@ -40,14 +40,14 @@ def read(path: Path) -> list[dict[str, str]]:
 
 @dataclass
 class Table:
-    """Rows of one run, kept in memory and appended to a file if there is one."""
+    """Rows of one run, kept in memory and appended to a file, if any."""
 
     path: Path | None
     environment: dict[str, str]
     rows: list[Row] = field(default_factory=list)
 
     def start(self, details: dict[str, object], resume: bool) -> set[str]:
-        """Begins the file, or goes on with one of the same source; returns the cases it already has."""
+        """Begins the file, or resumes one of the same source; returns the cases it already has."""
         if self.path is None:
             return set()
         wanted = {name: self.environment[name] for name in ("device", "source", "torch", "triton")}
@@ -64,7 +64,7 @@ class Table:
         return {row["case"] for row in earlier}
 
     def add(self, rows: list[Row]) -> None:
-        """Rows of one case; the file has them when this returns."""
+        """Adds the rows of one case and writes them to the file."""
         self.rows += rows
         if self.path is None:
             return

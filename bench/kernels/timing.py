@@ -1,4 +1,4 @@
-"""Timing that can be trusted: implementations interleaved in rounds, CUDA graphs, inputs larger than the L2 cache."""
+"""Timing: implementations interleaved in rounds, CUDA graphs, inputs larger than the L2 cache."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ import torch
 
 from caramba_fast.bench.kernels.comparators import Implementation
 
-#: A CPU sample repeats the call until it lasts this long, so that the clock does not matter.
+#: A CPU sample repeats the call until it lasts this long, so that the clock's resolution does not matter.
 SHORTEST_SAMPLE_S = 2e-3
-#: Samples of one implementation: so many if they fit into its time, and LEAST anyway.
+#: Samples of one implementation: ROUNDS if they fit into its time, but at least LEAST.
 ROUNDS, LEAST = 21, 3
 BUDGET_S = 1.0
-#: A CPU call that takes longer is not warmed up twice.
+#: A CPU call that takes longer gets one warm-up call, others two.
 SLOW_S = 0.02
 #: A sample that takes longer is taken once.
 HOPELESS_S = 4.0
-#: Calls one CUDA graph holds at least; launching it is paid once.
+#: Least number of calls in a CUDA graph, to amortise its launch.
 GRAPH_CALLS = 8
-#: Cycles a GPU waits before a sample begins, so that the graph is in its queue by then (0.2 ms).
+#: Cycles a GPU waits before a sample begins, so that the graph is queued by then (0.2 ms).
 HEAD_START = 400_000
-#: Read by the probes: far more than any cache holds.
+#: Bytes read by the probes: far more than any cache holds.
 PROBE_BYTES = {"cpu": 2**28, "cuda": 2**31}
 PROBE = "probe"
 Entry = TypeVar("Entry", bound=Hashable)
@@ -41,7 +41,7 @@ def interleaved(
     rounds: int = ROUNDS,
     budget_s: float = BUDGET_S,
 ) -> dict[Implementation, dict[int, float]]:
-    """Seconds a call by round."""
+    """Seconds a call by round, of each implementation."""
     prepare = _cuda_sampler if device.type == "cuda" else cpu_sampler
     return in_turn({entry: prepare(entry) for entry in listed}, rounds, budget_s)
 
@@ -49,7 +49,7 @@ def interleaved(
 def in_turn(
     samplers: Mapping[Entry, Sampler], rounds: int = ROUNDS, budget_s: float = BUDGET_S
 ) -> dict[Entry, dict[int, float]]:
-    """What samplers take by round; slow ones sit out rounds, evenly, so that drift hits all alike."""
+    """Seconds by round of each sampler; slow ones skip rounds, evenly, so that drift affects all alike."""
     wanted = {}
     for entry, sampler in samplers.items():
         least = 1 if sampler.seconds > HOPELESS_S else min(LEAST, rounds)
@@ -63,12 +63,12 @@ def in_turn(
 
 
 def quantile(samples: Sequence[float], share: float) -> float:
-    """The sample at ``share`` (0.5: the median), interpolated."""
+    """The interpolated quantile at ``share`` (0.5: the median)."""
     return torch.tensor(samples, dtype=torch.float64).quantile(share).item()
 
 
 def ratio(slow: dict[int, float], fast: dict[int, float]) -> float:
-    """How many times faster: median over the rounds both have, so that drift cancels."""
+    """Speedup of ``fast``: the median over the rounds both have, so that drift cancels."""
     common = slow.keys() & fast.keys()
     if len(common) < LEAST:
         return statistics.median(slow.values()) / statistics.median(fast.values())
@@ -78,8 +78,8 @@ def ratio(slow: dict[int, float], fast: dict[int, float]) -> float:
 def probe(op: str, device: torch.device) -> Implementation:
     """Reads `PROBE_BYTES`, or reads half and writes half where the op does both.
 
-    The sum of int64 is the fastest reader among torch's reductions on a CPU, where it uses all of torch's threads, and
-    on an H200. A copy in a CUDA graph is no kernel, and slower than one: sums are written there.
+    The sum of int64 reads fastest of torch's reductions on a CPU, with all of torch's threads, and on an H200. A copy
+    in a CUDA graph is not a kernel and is slower than one, so sums are written instead.
     """
     size = PROBE_BYTES[device.type]
     if op in ("quantize", "dequantize"):
@@ -97,7 +97,7 @@ def probe(op: str, device: torch.device) -> Implementation:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """torch's CPU threads for a block; 0 leaves them."""
+    """Sets torch's CPU threads within a block; 0 leaves them."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -108,7 +108,7 @@ def threads(count: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Takes one sample, in seconds a call; ``seconds``: what a sample takes."""
+    """Takes one sample, in seconds a call; a sample takes ``seconds``."""
 
     sample: Callable[[], float]
     seconds: float
@@ -161,7 +161,7 @@ def _one_by_one(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
 
 
 def recorded(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
-    """The calls in turn as a CUDA graph's replay, so that launching from Python costs nothing."""
+    """The calls in turn as a CUDA graph's replay, without the launch overhead of Python."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # compiles and allocates outside the graph

@@ -1,11 +1,11 @@
-"""Which launch settings are fastest, by format, head size and query rows: measured, not guessed.
+"""Measures the fastest launch settings by format, head size and query rows.
 
 ``python -m caramba_fast.bench.kernels.tune --out CSV`` tries tiles, warps and stages of the split-KV kernel on a cache
-of 8 x 32768 tokens, checks that each computes the same, and times all of a point in the same rounds. With the fastest
-it tries numbers of splits, and how many programs an SM gets at once under a balanced schedule. One table
-comes out: every trial with its time, what is used today (``default``) and the fastest (``chosen``; within 1%
-of the default the default stays). From the times of the splits follows what a program and what merging costs
-(`fitted`). ``CARAMBA_FAST_TUNED=CSV`` makes launches on the same GPU use what was chosen (`kernels.tuned`).
+of 8 x 32768 tokens, checks that all results agree, and times the trials of a point in the same rounds. With the fastest
+it tries numbers of splits, and numbers of programs per SM under a balanced schedule. The table has every trial with its
+time, the current settings (``default``) and the fastest (``chosen``; within 1% of the default the default stays). The
+times of the splits give the cost of a program and of merging (`fitted`). ``CARAMBA_FAST_TUNED=CSV`` makes launches on
+the same GPU use the chosen settings (`kernels.tuned`).
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from caramba_fast.ops import use_backend
 
 TILES, WARPS, STAGES = (32, 64, 128), (1, 2, 4, 8), (2, 3, 4)
 SPLITS, RESIDENT = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128), (1, 2, 3, 4, 5, 6, 8)
-#: A slower default is kept below this gain.
+#: Below this gain the default is kept.
 TIE = 0.01
 ROUNDS = 11
-#: Two settings add in different orders, in float16 operands.
+#: Relative difference allowed: settings add in different orders, with float16 operands.
 SAME = 5e-3
 
 
 @dataclass(frozen=True)
 class Point:
-    """What settings are chosen by."""
+    """The key that settings are chosen by."""
 
     kind: str
     dim: int
     rows: int
 
     def case(self, tiny: bool) -> Case:
-        """A cache that has so many query rows a kv head."""
+        """A case with a cache and this many query rows per kv head."""
         heads, tokens = {8: (32, 1), 16: (32, 4), 32: (32, 8), 64: (64, 8)}[self.rows]
         if tiny:
             return Case("decode_attention", (self.kind,), 1, heads // 8, 1, self.dim, 256, tokens)
@@ -70,13 +70,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a launch is made to use.
+    """What a launch is forced to use.
 
     Attributes:
         part: what is tried: one of `caramba_fast.kernels.tuned.PARTS`.
-        settings: of the launch; None for what it would use anyway.
+        settings: None for the default.
         num_splits: as of the op.
-        resident: programs an SM gets at once; None for what the compiled kernel says.
+        resident: programs per SM at once; None for what the compiled kernel allows.
     """
 
     part: str = "settings"
@@ -89,8 +89,8 @@ class Trial:
 class Row:
     """One trial at one point; the columns of the table.
 
-    ``streams`` are the kinds of keys and values, ``query_rows`` those of a lane, padded; overheads are in tiles
-    (`caramba_fast.kernels.splits.Overheads`).
+    ``streams`` are the kinds of keys and values, ``query_rows`` those of a lane, padded; overheads are in units of the
+    time of a tile (`caramba_fast.kernels.splits.Overheads`).
     """
 
     kind: str
@@ -117,7 +117,7 @@ class Row:
 
 
 def points(tiny: bool) -> list[Point]:
-    """The most used first."""
+    """The points to tune, the most used first."""
     if tiny:
         return [Point("q4_0", 32, 8)]
     kinds = ("q4", "q8", "q4_0", "q8_0", "nf4", "fp16")
@@ -126,7 +126,7 @@ def points(tiny: bool) -> list[Point]:
 
 
 def candidates(default: Settings, query_rows: int, tiny: bool) -> list[Settings]:
-    """The default first; query rows in one program or in several."""
+    """Settings to try, the default first; query rows are in one program or split over several."""
     rows = {max(8, default.rows // 2), default.rows, min(default.rows * 2, query_rows)}
     tried = [
         replace(default, rows=r, tile=tile, num_warps=warps, num_stages=stages, max_registers=None)
@@ -137,7 +137,7 @@ def candidates(default: Settings, query_rows: int, tiny: bool) -> list[Settings]
 
 @contextmanager
 def forced(trial: Trial, seen: list[Any] | None = None) -> Iterator[None]:
-    """Launches do as ``trial`` says, whatever was tuned before; ``seen`` gets settings, and what `plan` is given."""
+    """Forces launches to follow ``trial``, whatever was tuned; ``seen`` collects settings and arguments of `plan`."""
     settings, plan = splits_launch.settings, splits_launch.plan
     attend = workloads.OPS["decode_attention"]
 
@@ -159,7 +159,7 @@ def forced(trial: Trial, seen: list[Any] | None = None) -> Iterator[None]:
 
 
 def _attempt(call: Any, trial: Trial, expected: Tensor) -> str:
-    """Why a trial is out, or ""."""
+    """Why a trial is excluded, or ""."""
     try:
         with forced(trial):
             error = relative_l2(call(), expected.double())
@@ -168,20 +168,15 @@ def _attempt(call: Any, trial: Trial, expected: Tensor) -> str:
     return "" if error <= SAME else f"wrong: relL2 {error:.1e} from the default's"
 
 
-#: What programs on an SM may cost each other, as far as `fitted` looks.
+#: Values that `fitted` tries for the slowdown of programs that share an SM.
 TOGETHER = tuple(n / 20 for n in range(25))
 
 
 def fitted(seconds: Mapping[int, float], tiles: int, programs: int, room: Room) -> Overheads | None:
-    """What programs and merging cost, from the times of numbers of splits; None where tiles seem to cost nothing.
+    """Costs of a program and of merging, from ``seconds`` by number of splits; None where a tile seems to cost nothing.
 
-    The model is that of `splits.cheapest`, with what a tile takes: by least squares of relative errors.
-
-    Args:
-        seconds: time by number of splits.
-        tiles: of a row.
-        programs: rows times lanes.
-        room: where they run.
+    The model is that of `splits.cheapest` with the time of a tile, fitted by least squares of relative errors.
+    ``tiles`` are those of a row, ``programs`` is rows times lanes.
     """
     ones = torch.ones(len(seconds), dtype=torch.float64)
     best: tuple[float, Overheads | None] = (float("inf"), None)
@@ -229,7 +224,7 @@ class Tuning:
             )
         counts = (None, *(RESIDENT[:2] if self.tiny else RESIDENT))
         balanced, best = self._timed([Trial("resident", chosen, -1, n) for n in counts])
-        if balanced[best].resident is None:  # what the compiled kernel says needs no row
+        if balanced[best].resident is None:  # what the compiled kernel allows needs no row
             balanced[best] = replace(balanced[best], chosen=False)
         return [*found, *timed, *balanced]
 
@@ -244,7 +239,7 @@ class Tuning:
         return fitted(times, -(-tokens // tile), programs, room)
 
     def _timed(self, trials: list[Trial]) -> tuple[list[Row], int]:
-        """Rows of trials, the default first, timed in the same rounds; and which is the best."""
+        """Rows of trials, the default first, timed in the same rounds; and the index of the best."""
         notes = {x: _attempt(self.call, x, self.expected) for x in trials}
 
         def under(trial: Trial) -> Implementation:
@@ -280,7 +275,7 @@ class Tuning:
 
 
 def tune(point: Point, device: torch.device, tiny: bool, shard: Shard | None = None) -> list[Row]:
-    """All trials of a point; with ``shard`` only that part of the settings is compiled and nothing measured."""
+    """All trials of a point; with ``shard``, only compiles that part of the settings and measures nothing."""
     tuning = Tuning(point, device, tiny, fill=shard is None)
     if shard is None:
         return tuning.rows()
@@ -325,7 +320,7 @@ def main(argv: list[str] | None = None) -> int:
                 break
             try:
                 rows = tune(point, device, chosen.tiny, chosen.compile_only)
-            except Exception as error:  # the other points go on
+            except Exception as error:  # the other points are tuned
                 print(f"tune: {point} failed: {described(error)}", flush=True)
                 failed += 1
                 continue

@@ -1,8 +1,7 @@
-"""A case with its inputs made: what is called, on which bytes, and how far the result is from the truth.
+"""A case with its inputs, its calls, and the error of its results against the truth.
 
-Inputs are random (zeros would flatter), and queries are scaled so that logits have standard deviation 2. On
-CUDA an implementation has several copies of its inputs, together larger than the L2 cache, and takes them
-in turn.
+Inputs are random (zeros would flatter), and queries are scaled so that logits have standard deviation 2. On CUDA an
+implementation takes several copies of its inputs in turn, together larger than the L2 cache.
 """
 
 from __future__ import annotations
@@ -40,20 +39,21 @@ OPS: dict[str, Callable[..., Any]] = {
     "decoupled_decode_attention": decoupled_decode_attention,
     "extend_attention": extend_attention,
 }
-#: Copies of small inputs at most.
+#: Most copies of small inputs.
 MOST_COPIES = 256
 LOGIT_DEVIATION = 2.0
-#: Of the logarithm of queries' sizes by channel: half of the bytes of 4-bit keys are divided then, as in real models.
+#: Of the logarithm of queries' sizes by channel: with it half of the bytes of 4-bit keys are divided unevenly, as in
+#: real models.
 QUERY_DEVIATION = 0.82
 
 
 @dataclass
 class Workload:
-    """What a case times, in order.
+    """What a case times.
 
     Attributes:
-        ours: one entry a format, served by the backend in force.
-        errors: by format: measures (error, error allowed) of the backend in force.
+        ours: one entry per format, served by the current backend.
+        errors: by format: measures (error, error allowed) of the current backend.
         peers: what users would call instead.
         absent: peers that are not measured, with the reason.
     """
@@ -65,7 +65,7 @@ class Workload:
 
 
 def copies(moved: int, device: torch.device) -> int:
-    """Copies of ``moved`` bytes that together are four times the L2 cache; 1 on a CPU."""
+    """Number of copies of ``moved`` bytes that are four times the L2 cache; 1 on a CPU."""
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -75,7 +75,7 @@ def copies(moved: int, device: torch.device) -> int:
 def stored(
     x: Tensor, kind: str, lanes: Lanes, fill: bool = True, ring: Tensor | None = None
 ) -> KVView:
-    """x (B, H_kv, S, D) as a cache holds it; with ``fill`` false the bytes are whatever was there."""
+    """x (B, H_kv, S, D) as a cache stores it; with ``fill`` false the bytes are uninitialised."""
     form = resolve(kind)
     lead = (x.shape[0], lanes.count, x.shape[2])
     width = lanes.heads_per_lane * x.shape[3]
@@ -94,7 +94,7 @@ def stored(
 
 
 def _encoded(view: KVView, x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (1, lanes, S, lane_dim) as codes and scales of the view's kind."""
+    """Encodes x (1, lanes, S, lane_dim) as codes and scales of the view's kind."""
     if view.query_rms is None:
         return quantize(x, view.kind, BLOCK)
     groups = x.float().unflatten(-2, (-1, BLOCK))
@@ -119,7 +119,7 @@ def streams_of(
 
 
 def clone(view: KVView) -> KVView:
-    """Its own bytes."""
+    """A copy with its own memory."""
     scales, tail = (None if x is None else x.clone() for x in (view.scales, view.tail))
     return replace(view, codes=view.codes.clone(), scales=scales, tail=tail)
 
@@ -130,7 +130,7 @@ def rotated(views: Sequence[KVView], count: int) -> list[list[KVView]]:
 
 
 def _new_tokens(case: Case, dtype: torch.dtype, device: torch.device, fill: bool) -> list[Tensor]:
-    """(B, H_kv, S, D) of each stream: random, or one value in all places, which takes no memory."""
+    """(B, H_kv, S, D) of each stream: random, or one expanded value, which takes no memory."""
     shapes = [(case.batch, case.kv_heads, case.kv, dim) for dim in case.dims]
     if not fill:
         return [torch.zeros(1, dtype=dtype, device=device).expand(shape) for shape in shapes]
@@ -189,10 +189,10 @@ def _attention(case: Case, device: torch.device, fill: bool, timed: bool) -> Wor
 
 
 def _append(case: Case, device: torch.device, fill: bool, timed: bool) -> Workload:
-    """New tokens behind the others of each row; a copy in fp16 is what a cache without formats does."""
+    """Appends tokens to each row; the peer is a copy in fp16, as a cache without formats does."""
     given = _new_tokens(case, torch.float32, device, fill)
     new = [torch.randn_like(x[:, :, -case.tokens :]).to(DTYPES[case.dtype]) for x in given]
-    # In the middle of a group: one step in 32 encodes a group by channel, the others write to the ring.
+    # In the middle of a group: by channel one step in 32 encodes a group, the others write to the ring.
     at = case.kv - case.tokens - (BLOCK // 2 if case.tokens == 1 else 0)
     start = torch.full((case.batch,), at, dtype=torch.int32, device=device)
     work = Workload()
@@ -257,7 +257,7 @@ def _dequantize(case: Case, device: torch.device, _fill: bool, timed: bool) -> W
 def _conversion(
     work: Workload, case: Case, kind: str, calls: tuple[Callable[[], Any], ...]
 ) -> None:
-    """Its entry; the bits have to be the reference's."""
+    """Adds the entry; its bits have to be the reference's."""
 
     def measured() -> tuple[float, float]:
         with use_backend("reference"):
@@ -287,9 +287,8 @@ def workload(
 ) -> Workload:
     """Makes the inputs of a case.
 
-    Args:
-        fill: false leaves them uninitialised, and nothing is to be timed: enough to compile the kernels.
-        timed: false makes them once, and no peers: enough to compare results.
+    ``fill=False`` leaves them uninitialised and times nothing: enough to compile the kernels. ``timed=False`` makes one
+    copy and no peers: enough to compare results.
     """
     makers = {"append_": _append, "quantize": _quantize, "dequantize": _dequantize}
     make = _attention if case.op in ATTENTION else makers[case.op]

@@ -1,1 +1,1 @@
-"""What writes measured figures into docs/ and the README."""
+"""Writes measured figures into docs/ and the README."""

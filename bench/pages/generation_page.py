@@ -1,4 +1,4 @@
-"""The parts of the inference page on what a cache saves and takes, from the results of `generation`."""
+"""The parts of the inference page on the savings and costs of a cache, from the results of `generation`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 32
 
 
 def parts(paths: Mapping[str, Path]) -> dict[str, list[str]]:
-    """Lines of every part of the page that belongs to these results."""
+    """Lines of every part of the page for which there are results."""
     made = {"kinds": kinds()}
     for part, make in (("steps", steps), ("overhead", overhead)):
         rows = read(paths[part])
@@ -48,7 +48,7 @@ def _where(rows: Rows, path: Path) -> str:
 
 
 def steps(rows: Rows, path: Path) -> list[str]:
-    """Without a cache against with one."""
+    """Speed without a cache and with one."""
     lines = [_where(rows, path)]
     titles = {
         "step": ("one token more, behind", "Medians of single steps, in turn:"),
@@ -81,7 +81,7 @@ def steps(rows: Rows, path: Path) -> list[str]:
 
 
 def demo_bytes(rows: Rows) -> list[str]:
-    """The formulas beside what is really there."""
+    """The formulas beside the real sizes."""
     titles = {"demo": "the GQA demo model", "example": "16 layers, 6 kv heads of 64"}
     body = []
     for row in rows:
@@ -100,7 +100,7 @@ def demo_bytes(rows: Rows) -> list[str]:
 
 
 def decoupled(rows: Rows) -> list[str]:
-    """One layer of standard attention and the decoupled one in its place."""
+    """One layer of standard attention and the decoupled one that replaces it."""
     base = next(
         float(r["bytes_per_token"]) for r in rows if (r["what"], r["kind"]) == ("standard", "fp16")
     )
@@ -116,7 +116,7 @@ def decoupled(rows: Rows) -> list[str]:
 
 
 def overhead(rows: Rows, path: Path) -> list[str]:
-    """Shares of a step."""
+    """Shares of a step outside the forward pass."""
     body = []
     for row in rows:
         step, forward, drawing, rest = (

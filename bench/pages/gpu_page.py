@@ -1,7 +1,7 @@
-"""The tables of docs/gpu.md: what a GPU has measured, of the cases that are to be measured, and steps of a model.
+"""The tables of docs/gpu.md: ``python -m caramba_fast.bench.pages.gpu_page``.
 
-``python -m caramba_fast.bench.pages.gpu_page`` writes them from ``bench/results/cuda.csv``, with the cases of
-``bench/kernels/predictions.csv``, and from ``bench/results/cuda_llama-3.2-1b.csv``.
+From ``bench/results/cuda.csv``, for the cases of ``bench/kernels/predictions.csv``, and steps of a model from
+``bench/results/cuda_llama-3.2-1b.csv``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from caramba_fast.bench.pages.sections import RESULTS, ROOT, table, write_parts
 PAGE, PART, MODEL_PART = ROOT.parent / "docs" / "gpu.md", "gpu", "gpu model"
 MEASURED, MODEL = RESULTS / "cuda.csv", RESULTS / "cuda_llama-3.2-1b.csv"
 KINDS = ("fp16", "q8", "q4", "q8_0", "q4_0", "nf4")
-#: Of two key streams torch chooses how to attend.
+#: With two key streams torch chooses the kernel.
 PEERS = {"sdpa flash": "", "sdpa": " (no flash)"}
 NOT_MEASURED = "not measured"
 Rows = Sequence[Mapping[str, str]]
 
 
 def lines_of(predictions: Path = PREDICTIONS, measured: Path = MEASURED) -> list[str]:
-    """The part of the page."""
+    """The table of attention."""
     expected = [(row["case"], row["kind"]) for row in read(predictions)]
     timed = [row for row in read(measured) if row["median_us"]]
     found = {(row["case"], row["kind"]): row for row in timed if row["backend"] == "triton"}

@@ -11,7 +11,7 @@ from caramba_fast.bench.pages.sections import ROOT, table
 FILE, PART = "hf_decode.csv", "hf decode"
 PAGE = ROOT.parent / "docs" / "huggingface.md"
 OURS, THEIRS = ("q8", "q4", "nf4", "bf16"), ("quanto4", "hqq4", "hqq8", "fp8")
-#: The context at which a model is at its own speed: its cache is next to nothing.
+#: The context at which a model runs at its own speed, with almost no cache.
 SHORT, LONG = "64", 8192
 MIB = 2**20
 Rows = list[Mapping[str, str]]
@@ -70,7 +70,7 @@ def _sizes(rows: Rows, found: Found, settings: list[tuple[str, str]]) -> list[st
 
 
 def worst_cases(found: Found) -> list[str]:
-    """The least of what was measured of a comparison, and where."""
+    """The smallest figure of each comparison, and where it occurs."""
     return [
         f"- {what}: at least {worst:.2f}× ({where})."
         for what, cases in _cases(found)
@@ -80,7 +80,7 @@ def worst_cases(found: Found) -> list[str]:
 
 
 def _cases(found: Found) -> Iterator[tuple[str, list[tuple[float, str]]]]:
-    """A comparison, and (figure, where) of everything it is about."""
+    """Each comparison with all its figures, as (figure, where)."""
     ratios = {key: float(row["vs_dynamic"]) for key, row in found.items()}
     packed = {key: value for key, value in ratios.items() if key[3] in ("q8", "q4")}
     yield (

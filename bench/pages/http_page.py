@@ -1,4 +1,4 @@
-"""The part of docs/serving.md on what HTTP costs."""
+"""The part of docs/serving.md on the overhead of HTTP."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 def _run(row: Mapping[str, str], first: Mapping[str, str]) -> str:
-    """Where a row is of another run than the first, which, and that it is compared with the engine of that one."""
+    """Note for a row of another run than the first: which run, and that it is compared with the engine of that run."""
     if row["commit"] == first["commit"]:
         return ""
     return f" (a run of {row['requests']} requests, beside its own engine, commit {row['commit']})"

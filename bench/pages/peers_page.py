@@ -18,13 +18,13 @@ PICTURE = ROOT.parent / "docs" / "peers.png"
 OURS = "caramba"
 SHAPE = ("batch", "heads", "kv_heads", "dim", "kv", "tokens", "threads")
 HEADINGS = ("", "bits", "ms", "times ours", "MB stored", "GB/s", "share", "error", "note")
-#: What the picture shows: one row and one token of the wide heads on one thread.
+#: The shape of the picture: one row and one token of the wide heads on one thread.
 SHOWN = {"batch": "1", "heads": "32", "dim": "128", "tokens": "1", "threads": "1"}
 PANELS = (
     ("16 or 32 bits a value", ("16", "32")), ("8 bits a value", ("8",)), ("4 bits a value", ("4",))
 )  # fmt: skip
 COLOURS = {OURS: "black", "OpenVINO": "C0", "ONNX Runtime": "C1", "ggml": "C2", "torch": "C3"}
-#: Of the kinds of a program, in the order of the table.
+#: Line styles of a program's kinds, in the order of the table.
 STYLES = ("o-", "s--", "^:", "v-.", "D-", "x--")
 Row = Mapping[str, Any]
 
@@ -58,14 +58,14 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """The table of one shape; bandwidth of the probe below it."""
+    """The table of one shape, and the probe's bandwidth."""
     lines = table(HEADINGS, [_cells(row) for row in rows])
     speed = next((row["probe_gb_per_s"] for row in rows if row.get("probe_gb_per_s")), None)
     return [*lines, *([] if speed is None else ["", f"Memory read by the probe: {speed} GB/s."])]
 
 
 def overview(rows: Sequence[Row]) -> list[str]:
-    """Of every program and kind, over all shapes: how many times as long as ours at its width a step takes."""
+    """Time of a step relative to ours of the same width, by program and kind, over all shapes."""
     times: dict[tuple[str, str, str], list[float]] = {}
     for row in rows:
         if row["system"] != OURS and row["vs_ours"]:
@@ -103,7 +103,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 def curves(rows: Sequence[Row], bits: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
-    """System and kind -> (KV, times as long as ours) by KV, of the shape in `SHOWN`."""
+    """System and kind -> (KV, time relative to ours) by KV, for the shape in `SHOWN`."""
     found: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         shown = all(str(row[name]) == value for name, value in SHOWN.items())
@@ -114,12 +114,7 @@ def curves(rows: Sequence[Row], bits: Sequence[str]) -> dict[str, list[tuple[int
 
 
 def plot(path: Path, picture: Path) -> None:
-    """Writes the picture: a panel a width, a line a system.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: nothing to plot.
-    """
+    """Writes the picture, a panel per width and a line per system; ValueError if there is nothing to plot."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:

@@ -1,7 +1,6 @@
 """docs/quality.md, real models first: ``python -m caramba_fast.bench.pages.quality_page``.
 
-Every number of the page is read from ``bench/results/real`` (`real_page`) and ``bench/results/quality``, or counted
-on a cache of no memory.
+All numbers come from ``bench/results/real`` (`real_page`), ``bench/results/quality``, or a cache on the meta device.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from caramba_fast.quality import CacheQuality, QualityReport, cache_size, read_c
 from caramba_fast.quality.plot import save_plot
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-#: (perplexity ratio, top-1, acceptance, needles lost) promised of a kind on a plain model.
+#: Promises for a kind on a plain model: (perplexity ratio, top-1, acceptance, needles lost).
 BOUNDS = {
     "q8": (1.001, 0.995, 0.99, 0.01),
     "q4": (1.01, 0.97, 0.97, 0.03),
@@ -27,7 +26,7 @@ BOUNDS = {
 }
 HARD_RATIO = 1.02
 MIXED = {2: "q8/q4", 3: "q4/q8/q4"}
-#: The layer of the guide: 16 heads, widths of standard attention and of decoupled attention.
+#: The layer of the guide: 16 heads, widths of standard and of decoupled attention.
 GUIDE = (
     ("standard: K 2048, V 2048", LayerShape(2048, 2048, 16), ("fp16", "q8", "q4")),
     (
@@ -71,13 +70,13 @@ block, where the levels of NormalFloat are far apart; `q4` has equal steps.
 
 
 def read(name: str) -> list[CacheQuality]:
-    """The rows of one table, none if it was not measured."""
+    """The rows of one table; none if it was not measured."""
     path = RESULTS / f"{name}.csv"
     return read_csv(path) if path.is_file() else []
 
 
 def subjects(demo: str) -> list[str]:
-    """The demo model and its variants, those measured."""
+    """The demo model and its variants that were measured."""
     names = (path.stem for path in sorted(RESULTS.glob(f"{demo}*.csv")))
     found = {name.removesuffix("-claims") for name in names}
     return sorted(found, key=lambda name: (name != demo, name))
@@ -91,13 +90,13 @@ def page_table(head: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1
 
 
 def between(row: CacheQuality, figure: str, show: Callable[[float], str]) -> str:
-    """A figure and its interval."""
+    """A figure with its interval."""
     low, high = row.ci[figure]
     return f"{show(getattr(row, figure))} ({show(low)}…{show(high)})"
 
 
 def claim_lines(demo: str) -> list[str]:
-    """The defaults beside the plain kinds, subject by subject."""
+    """The table of the defaults beside the plain kinds, by subject."""
     found = []
     for name in subjects(demo):
         for row in read(f"{name}-claims"):
@@ -135,7 +134,7 @@ def claim_lines(demo: str) -> list[str]:
 
 
 def verdict(row: CacheQuality, hard: bool) -> str:
-    """Whether the promises of the kind hold here; plain kinds promise nothing."""
+    """Whether the promises of the kind hold here; plain kinds have none."""
     if row.kind not in BOUNDS:
         return ""
     ratio, top1, accept, lost = BOUNDS[row.kind]
@@ -152,7 +151,7 @@ def verdict(row: CacheQuality, hard: bool) -> str:
 
 
 def matrix_lines(demo: str, streams: int) -> list[str]:
-    """KL and ratio of every setting on every subject."""
+    """The table of KL and perplexity ratio, by setting and subject."""
     names = [name for name in subjects(demo) if read(name)]
     tables = {name: {row.kind: row for row in read(name)} for name in names}
     lines = []
@@ -172,7 +171,7 @@ def matrix_lines(demo: str, streams: int) -> list[str]:
 
 
 def defaults_lines() -> list[str]:
-    """The settings each kind has by default, from the table the package reads."""
+    """The default settings of each kind, as the package has them."""
     rows = []
     for kind, roles in DEFAULTS.items():
         for role, settings in roles.items():
@@ -184,7 +183,7 @@ def defaults_lines() -> list[str]:
 
 
 def compression_lines() -> list[str]:
-    """Bytes of the guide's layer, and of the demo models with the quality measured on them."""
+    """Bytes of the guide's layer and of the demo models, with the quality measured on those."""
     rows, base = [], 0.0
     for label, shape, kinds in GUIDE:
         for kind in kinds:
@@ -225,7 +224,7 @@ def compression_lines() -> list[str]:
 
 
 def depth_lines(demo: str) -> list[str]:
-    """Needles of the model as trained, by how deep in the context they stand."""
+    """Needles found by the model as trained, by their depth in the context."""
     path = RESULTS / f"{demo}-claims.json"
     if not path.is_file():
         return []
@@ -243,7 +242,7 @@ def depth_lines(demo: str) -> list[str]:
 
 
 def picture(demo: str) -> str:
-    """Draws what is promised of the model as trained; returns the file's name."""
+    """Draws the defaults' quality on the model as trained; returns the file's name."""
     report = QualityReport(rows=read(f"{demo}-claims"), about={"baseline": "fp16"})
     save_plot(report, DOCS / f"quality-{demo}.png", f"{demo} demo model")
     return f"quality-{demo}.png"

@@ -16,7 +16,7 @@ DECODE, FIRST_TOKEN, WEIGHTS = "-decode.csv", "-first-token.csv", "-weights.json
 GGUF_TYPES = "-gguf-types.csv"
 PICTURE = ROOT.parent / "docs" / "decode-real.png"
 README, PART = ROOT.parent / "README.md", "decode of real models"
-#: Shown in the README beside DynamicCache: program, cache.
+#: (program, cache) shown in the README beside DynamicCache.
 SHOWN = (
     ("accelerate", "q4"), ("accelerate int4 weights", "q4"), ("Generator int4 weights", "q4"),
     ("Generator compiled int4 weights", "q4"), ("llama.cpp", "f16"), ("llama.cpp", "q4_0"), ("OpenVINO GenAI", "f16"),
@@ -37,7 +37,7 @@ Those of llama.cpp are Q4_0 in the layers, 4.5 bits a weight, with which it is f
 ([by how much](#q4_0-and-q4_1-weights-of-other-programs)), and Q8_0 in the output matrix; int4 ones are torchao's
 (`PrototypeInt4WeightOnlyConfig`, groups of 32), 5 bits, and fp16 in the output matrix; int8 ones are torchao's
 (`Int8WeightOnlyConfig`), slower than bf16 here ([what they cost](#what-weights-of-few-bits-cost))."""
-#: Remarks shown for what was measured.
+#: Remarks on programs and files, shown where they were measured.
 GENAI = "OpenVINO GenAI"
 GENAI_TEXT = f"{GENAI} has the weights of llama.cpp, and does not say what its cache takes."
 WEIGHTS_TEXT = """`python -m caramba_fast.bench.real.weights`: against the checkpoint in float32, both with an fp16
@@ -90,11 +90,7 @@ def section(folder: Path = RESULTS / "real") -> list[str]:
 
 
 def headline(folder: Path = RESULTS / "real") -> list[str]:
-    """The README's table: tokens/s and MiB of every model and context.
-
-    Raises:
-        ValueError: nothing was measured.
-    """
+    """The README's table, tokens/s and MiB of every model and context; ValueError if nothing was measured."""
     body = []
     shown = list[tuple[str, str]]()
     for rows in _measured(folder):
@@ -189,7 +185,7 @@ def _first_tokens(rows: Sequence[Row]) -> list[str]:
 
 
 def _gguf_types(rows: Sequence[Row]) -> list[str]:
-    """Other programs by the type of their weights."""
+    """Table of other programs by the type of their weights."""
     columns = sorted(
         {(r["program"], r["weights"]) for r in rows if not r["program"].startswith("Generator")},
         reverse=True,
@@ -247,12 +243,7 @@ def _weights(files: Sequence[Path]) -> list[str]:
 
 
 def draw(folder: Path, path: Path) -> None:
-    """Tokens/s and cache bytes against context, a row of two pictures a model.
-
-    Raises:
-        ValueError: nothing was measured.
-        ModuleNotFoundError: matplotlib is missing.
-    """
+    """Plots tokens/s and cache bytes against context, two pictures per model; ValueError if nothing was measured."""
     from caramba_fast.quality.plot import new_figure, write_figure  # noqa: PLC0415 - heavy
 
     found = _measured(folder)

@@ -48,7 +48,7 @@ constants from a prompt, so there are none that an odd one could spoil."""
 
 
 def reports(folder: Path = RESULTS, suffix: str = "") -> list[QualityReport]:
-    """What was measured of each model on the text held out; with a suffix what such files have."""
+    """Reports of all models on the held-out text, or those with a suffix."""
     paths = [path for path in sorted(folder.glob(f"*{suffix}.json")) if is_report(path)]
     others = () if suffix else (CHOSEN_ON, LONG)
     return [QualityReport.from_json(path) for path in paths if not path.stem.endswith(others)]
@@ -61,12 +61,7 @@ def work(folder: Path = RESULTS) -> list[dict[str, Any]]:
 
 
 def lines(folder: Path = RESULTS, pictures: Path | None = None) -> list[str]:
-    """Markdown of all that was measured.
-
-    Args:
-        folder: where the results are.
-        pictures: where to write the picture; None writes none.
-    """
+    """Markdown of all results in ``folder``; writes the picture to the folder ``pictures`` if there is one."""
     found = [TEXT, ""]
     measured, worked = reports(folder), work(folder)
     if not measured and not worked:
@@ -90,7 +85,7 @@ def lines(folder: Path = RESULTS, pictures: Path | None = None) -> list[str]:
 
 
 def figures(report: QualityReport) -> list[str]:
-    """Every cache of one model."""
+    """The section of one model: all its caches."""
     about = report.about
     base = report.rows[0]
     rows = []
@@ -163,7 +158,7 @@ def long_table(longer: Sequence[QualityReport], measured: Sequence[QualityReport
 
 
 def _between(row: CacheQuality, figure: str, show: Callable[[float], str]) -> str:
-    """A figure and its interval."""
+    """A figure with its interval."""
     low, high = row.ci[figure]
     return f"{show(getattr(row, figure))} ({show(low)}…{show(high)})"
 
@@ -185,7 +180,7 @@ def work_table(found: Iterable[Mapping[str, Any]]) -> list[str]:
                 _share(facts["right"], facts["asked"]) if facts else "",
                 _share(code["passed"], code["asked"]) if code else "",
                 f"{text['mean']:.0f} of {text['most']}, {text['whole']} of {text['asked']}"
-                if text and spec != BASELINE  # which is like itself
+                if text and spec != BASELINE  # identical by definition
                 else "",
             )
             if any(cells):
@@ -203,19 +198,16 @@ def prompt_table(found: Mapping[str, Any]) -> list[str]:
 
 
 def _share(hits: int, asked: int) -> str:
-    """A count and the interval of the share, each trial taken as independent."""
+    """A count and the interval of its share, trials taken as independent."""
     trials = (np.arange(asked) < hits)[:, None]
     _, (low, high) = share_interval(trials)
     return f"{hits} of {asked} ({low:.0%}…{high:.0%})"
 
 
 def draw(measured: Sequence[QualityReport], path: Path) -> None:
-    """KL (log scale) against bytes per token of a whole cache, a colour and a line a model.
+    """Plots KL (log scale) against bytes per token of a whole cache, a colour per model.
 
-    The line joins the caches that no other beats in both; they are filled.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is missing.
+    A line joins the caches that no other beats in both; their markers are filled.
     """
     figure = new_figure(8.0, 5.2)
     axis = figure.subplots()

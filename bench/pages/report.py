@@ -1,8 +1,7 @@
 """Turns the CSVs of `run` into Markdown: ``python -m caramba_fast.bench.pages.report CSV [CSV] > docs/performance.md``.
 
-What `external` and `decode_model` read lies beside them, where it was measured.
-Ratios are between implementations that were timed in turn in one run; a bare time says as much about the
-machine and the moment.
+Also reads the files of `external` and `decode_model` beside them, if any. Ratios compare implementations timed in turn
+in one run; a bare time depends on the machine and the moment.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def summary(rows: Sequence[Mapping[str, Any]], title: bool = False) -> list[str]:
-    """A table of one case: our formats, then what they are compared with."""
+    """A table of one case: our formats, then the peers."""
     table = [COLUMNS, *map(_cells, rows)]
-    # A note stands where figures would and may be longer than any.
+    # A note replaces the figures and may be longer than any.
     plain = [COLUMNS, *(_cells(row) for row in rows if not row.get("note"))]
     widths = [max(map(len, column)) for column in zip(*plain, strict=True)]
     widths[0] = max(len(cells[0]) for cells in table)
@@ -68,7 +67,7 @@ def summary(rows: Sequence[Mapping[str, Any]], title: bool = False) -> list[str]
 
 
 def behind(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names every case in which a format of ours takes longer than the fastest unquantized one of others."""
+    """Lists every case in which a format of ours is slower than the fastest unquantized peer."""
     slower: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.get("backend") and float(row.get("vs_best") or 1) < 0.995:
@@ -86,13 +85,12 @@ def behind(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _real(folder: Path) -> list[str]:
-    """The part about real models, behind an empty line."""
     part = real_decode_page.section(folder / "real")
     return ["", *part] if part else []
 
 
 def report(paths: Sequence[Path]) -> str:
-    """The whole page."""
+    """The page."""
     rows = [row for path in paths for row in read(path)]
     named = ", ".join(f"`bench/results/{path.name}`" for path in paths)
     page = ["# Performance", "", PAGE]

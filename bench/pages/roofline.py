@@ -1,7 +1,7 @@
 """Plots the share of bandwidth over the length of the cache: ``python -m caramba_fast.bench.pages.roofline CSV PNG``.
 
-One line a format and batch, of decode attention with one query token; dashes are what was predicted. Needs
-matplotlib (the extra ``plot``).
+One line per format and batch, of decode attention with one query token; predictions are dashed. Needs matplotlib (the
+extra ``plot``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from caramba_fast.bench.kernels.table import read
 
-#: Of the lines: by format, by batch.
+#: Line colours by format, widths by batch.
 COLOURS = {
     "fp16": "C7",
     "bf16": "C5",
@@ -28,12 +28,12 @@ Line = list[tuple[int, float, float | None]]
 
 
 def shape(row: dict[str, str]) -> tuple[str, ...]:
-    """What the lines of one picture have in common."""
+    """The common shape of the lines in a picture."""
     return tuple(row[name] for name in ("heads", "kv_heads", "dim", "tokens", "window", "threads"))
 
 
 def curves(rows: list[dict[str, str]]) -> dict[tuple[str, str], Line]:
-    """(kind, batch) -> (KV, share, predicted share) by KV, of the shape measured at most lengths."""
+    """(kind, batch) -> (KV, share, predicted share) by KV, for the shape measured at most lengths."""
     measured = [
         row for row in rows
         if row["op"] == "decode_attention" and row["implementation"] == "caramba" and row["share"]
@@ -55,12 +55,7 @@ def curves(rows: list[dict[str, str]]) -> dict[tuple[str, str], Line]:
 
 
 def plot(rows: list[dict[str, str]], path: Path) -> None:
-    """Writes the picture.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: nothing to plot.
-    """
+    """Writes the picture; ValueError if there is nothing to plot."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:

@@ -1,6 +1,6 @@
 """Measured parts of a page: each stands between two comments and is replaced as a whole.
 
-Benchmarks that fill a page print what they would put there; with ``--publish`` results and page are rewritten.
+Benchmarks print the parts they would write; with ``--publish`` they rewrite results and page.
 """
 
 from __future__ import annotations
@@ -21,16 +21,12 @@ RESULTS, PAGE = ROOT / "results", ROOT.parent / "docs" / "inference.md"
 
 
 def comments(name: str) -> tuple[str, str]:
-    """What a part stands between."""
+    """The comments before and after a part."""
     return f"<!-- measured: {name} -->", f"<!-- measured: end of {name} -->"
 
 
 def replaced(page: str, name: str, lines: Sequence[str]) -> str:
-    """``page`` with other lines in its part ``name``.
-
-    Raises:
-        ValueError: the comments that enclose it are missing.
-    """
+    """``page`` with new lines in its part ``name``; ValueError if the comments that enclose it are missing."""
     start, end = comments(name)
     if page.count(start) != 1 or end not in page.split(start)[1]:
         raise ValueError(f"the page needs one {start} and {end} behind it")
@@ -53,12 +49,12 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]], left: int =
 
 
 def is_absent(row: Mapping[str, Any]) -> bool:
-    """Whether the row is of a program that could not run where this was measured."""
+    """Whether the row is of a program that could not run."""
     return str(row.get("note") or "").startswith(("not installed", "does not run here"))
 
 
 def left_out(rows: Iterable[Mapping[str, Any]], name: Callable[[Any], str]) -> list[str]:
-    """The footnote that names the programs which could not run, and in how many cases where it was not in all."""
+    """A footnote on the programs that could not run, and in how many cases unless it was all."""
     rows = list(rows)
     all_of, missing = (
         Counter(name(row) for row in found) for found in (rows, filter(is_absent, rows))
@@ -73,7 +69,7 @@ def left_out(rows: Iterable[Mapping[str, Any]], name: Callable[[Any], str]) -> l
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """All rows so far."""
+    """Writes all rows so far."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n", extrasaction="ignore")
@@ -82,7 +78,7 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, An
 
 
 def add_targets(parser: argparse.ArgumentParser, out: str) -> None:
-    """The options that say where results go; ``out`` explains the one of that name."""
+    """Adds the options that say where results go; ``out`` explains ``--out``."""
     add_out(parser, f"{out}; by default nothing is kept")
     parser.add_argument(
         "--publish", action="store_true", help="write bench/results and the page they belong to"
@@ -94,7 +90,7 @@ def add_targets(parser: argparse.ArgumentParser, out: str) -> None:
 
 @contextmanager
 def results_at(given: argparse.Namespace, file: str = "") -> Iterator[Path]:
-    """Where results go: ``--out``, ``bench/results``, or a folder that is gone afterwards."""
+    """Path of the results: ``--out``, ``bench/results``, or a temporary folder."""
     if given.out is not None:
         yield given.out
     elif given.publish or given.page_only:
@@ -107,7 +103,7 @@ def results_at(given: argparse.Namespace, file: str = "") -> Iterator[Path]:
 def finish(
     given: argparse.Namespace, parts: Mapping[str, Sequence[str]], page: Path = PAGE
 ) -> None:
-    """Prints the parts, and puts them into the page where that was asked for."""
+    """Prints the parts, and writes them into the page if asked to."""
     for lines in parts.values():
         print("\n".join(["", *lines]))
     if given.publish:
@@ -122,7 +118,7 @@ def measured(
     lines_of: Callable[[Path], Sequence[str]],
     page: Path = PAGE,
 ) -> int:
-    """Measures into ``file`` unless ``--page-only``, prints the page's part and puts it there; the exit status."""
+    """Measures into ``file`` unless ``--page-only``, prints the part and puts it into the page; the exit status."""
     check_out([given.out], force=given.force)
     with results_at(given, file) as path:
         if not given.page_only:

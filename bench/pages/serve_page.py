@@ -79,7 +79,7 @@ def _closed(rows: Rows) -> list[str]:
 
 
 def _notes(rows: Rows) -> list[str]:
-    """Why some have no figures, each reason once."""
+    """Why some systems have no figures; each reason once."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         reasons.setdefault((row["system"], row["note"]), []).append(row["cache"])
@@ -162,7 +162,7 @@ def _worst(cases: list[tuple[float, str]]) -> str:
 
 
 def _cases(rows: Rows) -> Iterator[tuple[str, list[tuple[float, str]]]]:
-    """A comparison, and (figure, where) of everything it is about."""
+    """Each comparison with all its figures, as (figure, where)."""
     closed = [row for row in rows if row["load"] == CLOSED and not row["note"]]
     for system, column, what in (
         (ENGINE, "vs_static", STATIC), (ENGINE, "vs_transformers", TRANSFORMERS),

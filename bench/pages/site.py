@@ -1,4 +1,4 @@
-"""The reference of the site: every public name has an entry, and the build fails if one is missing.
+"""API reference of the site: every public name has an entry, or the build fails.
 
 A hook of mkdocs (`mkdocs.yml`). A page ``docs/api/<package>.md`` gets the entries of the package's ``__all__``, and
 ``docs/api/index.md`` the names of ``caramba_fast`` itself.
@@ -21,7 +21,7 @@ HEADINGS = {
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Adds what the page is for."""
+    """Adds the entries of the page."""
     folder, _, name = page.file.src_uri.partition("/")
     if folder != "api":
         return markdown
@@ -30,11 +30,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Compares the built reference with the public names.
-
-    Raises:
-        PluginError: a name has no entry.
-    """
+    """Compares the built reference with the public names; raises PluginError for a name without an entry."""
     from mkdocs.exceptions import PluginError  # noqa: PLC0415 - only the build has it
 
     inventory = (Path(config["site_dir"]) / "objects.inv").read_bytes().split(b"\n", 4)[4]
@@ -77,7 +73,7 @@ def _directive(path: str, level: int) -> str:
 
 
 def _themes(package: str, name: str) -> list[str]:
-    """The classes that explain fields of settings such as `GenerateConfig`, where no name of the package does."""
+    """Base classes that explain fields of settings such as `GenerateConfig`, if they have no entry in the package."""
     found = getattr(_package(package), name)
     bases = [
         base for base in getattr(found, "__bases__", ()) if getattr(base, "model_fields", None)
@@ -90,7 +86,7 @@ def _themes(package: str, name: str) -> list[str]:
 
 
 def _entry(package: str, name: str) -> str:
-    """Where a name is documented: in its package, unless a module there has the same name and hides it."""
+    """The path a name is documented at: its package, unless a module there has the same name and hides it."""
     path = f"caramba_fast.{package}.{name}"
     if path not in sys.modules:
         return path

@@ -1,4 +1,4 @@
-"""The part of the inference page that says what speculation does, from the results of `speculation`."""
+"""The part of the inference page on speculation, from the results of `speculation`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS = {
 
 
 def lines(path: Path) -> list[str]:
-    """Tables of a CSV and of the JSON beside it."""
+    """Tables from a CSV and the JSON beside it."""
     rows = read(path)
     if not rows:
         return ["Not measured."]
@@ -87,7 +87,7 @@ def _points(found: Mapping[str, Any]) -> str:
 
 
 def _verdict(about: Mapping[str, Any]) -> list[str]:
-    """What the table says of the promise that q8 stays within 1 point of fp16, and q4 within 3."""
+    """Whether the promise holds that q8 stays within 1 point of fp16, and q4 within 3."""
     said = []
     for name, what in (("forced", "on the same text"), ("runs", "in whole runs")):
         for cache, limit in CLAIMS.items():

@@ -1,1 +1,1 @@
-"""A decode step of attention in other programs' caches: OpenVINO, ONNX Runtime, ggml, torch; all in one process."""
+"""A decode step of attention with other programs' caches in one process: OpenVINO, ONNX Runtime, ggml, torch."""

@@ -1,7 +1,7 @@
-"""ggml's shared libraries through ctypes: the few functions a graph of attention takes.
+"""ggml's shared libraries through ctypes: the few functions that a graph of attention needs.
 
-``make bench-peers`` builds them from the source that the package llama-cpp-python carries, for the processor at hand
-and with ggml's own threads.
+``make bench-peers`` builds them for this processor from the source in the package llama-cpp-python, with ggml's own
+threads.
 """
 
 from __future__ import annotations
@@ -70,16 +70,14 @@ CPU_SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ggml_threadpool_free": (None, c_void_p),
     "ggml_threadpool_pause": (None, c_void_p),
 }
-#: Part of the base library, though it is about threads.
+#: In the base library, though it is about threads.
 SIGNATURES["ggml_threadpool_params_default"] = (PoolParams, c_int)
 
 
 class Ggml:
     """The functions of `SIGNATURES` and `CPU_SIGNATURES` by name.
 
-    Raises:
-        OSError: the libraries are not there or cannot be loaded.
-        AttributeError: they lack a function.
+    Raises OSError if the libraries cannot be loaded, AttributeError if a function is missing.
     """
 
     def __init__(self) -> None:
@@ -102,17 +100,13 @@ def ggml() -> Ggml:
 
 
 def missing() -> str:
-    """Why there is no ggml here, or ""."""
+    """Why ggml cannot run here, or ""."""
     absent = [path.name for path in (BASE, CPU) if not path.exists()]
     return f"not built: {', '.join(absent)} (make bench-peers builds it)" if absent else ""
 
 
 def check_types() -> None:
-    """Numbers of types are ggml's to change.
-
-    Raises:
-        RuntimeError: one is not what is expected here.
-    """
+    """Raises RuntimeError if ggml has renumbered its types."""
     expected = {F32: "f32", F16: "f16", Q4_0: "q4_0", Q8_0: "q8_0", I64: "i64"}
     for number, name in expected.items():
         found = ggml().type_name(number).decode()
@@ -121,7 +115,7 @@ def check_types() -> None:
 
 
 def version() -> str:
-    """Its version and the package its source is from, or "" where it is not built."""
+    """ggml's version and the package its source is from; "" if it is not built."""
     if missing():
         return ""
     sources = [path.name for path in FOLDER.parents[1].glob("llama_cpp_python-*") if path.is_dir()]

@@ -1,6 +1,6 @@
 """ggml's flash attention as llama.cpp calls it: ``ggml_set_rows`` into the cache, then ``ggml_flash_attn_ext``.
 
-One graph, planned once. The tokens of a kv head lie side by side, which is the kinder of the layouts llama.cpp has had.
+One graph, planned once. The tokens of a kv head are contiguous, the more favourable of the layouts llama.cpp has had.
 """
 
 from __future__ import annotations
@@ -17,17 +17,12 @@ from caramba_fast.bench.peers.problem import Problem
 from caramba_fast.bench.peers.session import Session
 
 TYPES = {"f16": F16, "q8_0": Q8_0, "q4_0": Q4_0}
-#: Bytes of the graph and of tensors' own fields.
+#: Bytes for the graph and the tensors' metadata.
 FIELDS = 2**21
 
 
 class GgmlAttention(Session):
-    """A graph over a cache.
-
-    Args:
-        problem: what is asked.
-        kind: a name of `TYPES`, of keys and of values.
-    """
+    """A graph over a cache whose keys and values are of ``kind``, a name of `TYPES`."""
 
     def __init__(self, problem: Problem, kind: str) -> None:
         super().__init__(problem)
@@ -62,7 +57,7 @@ class GgmlAttention(Session):
         return made
 
     def _cache(self, x: Tensor) -> Any:
-        """x (B, H_kv, S, D) as ggml's own function encodes it; the new tokens are left zero."""
+        """x (B, H_kv, S, D) encoded by ggml's own function; the new tokens are left zero."""
         batch, heads, tokens, dim = x.shape
         made = self._new(self.type, dim, tokens, heads, batch)
         start = ggml().get_data(made)
@@ -96,11 +91,7 @@ class GgmlAttention(Session):
         return graph, out
 
     def step(self) -> None:
-        """One computation of the graph.
-
-        Raises:
-            RuntimeError: it failed.
-        """
+        """Computes the graph; RuntimeError if that fails."""
         status = ggml().graph_compute(self.graph, ctypes.byref(self.plan))
         if status:
             raise RuntimeError(f"ggml_graph_compute returned {status}")
@@ -118,7 +109,7 @@ class GgmlAttention(Session):
         return sum(ggml().nbytes(cache) for cache in self.caches)
 
     def rest(self) -> None:
-        """Its threads stop; the next step wakes them."""
+        """Stops the threads; the next step wakes them."""
         if self.problem.shape.threads > 1:
             ggml().threadpool_pause(self.pool)
 

@@ -1,4 +1,4 @@
-"""Which systems are measured together: all of a case if they fit into memory, else those of a width beside ours."""
+"""Systems measured together: all of a case if they fit into memory, else those of each width beside ours."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from caramba_fast.bench.peers.problem import Shape
 from caramba_fast.bench.peers.session import System
 
-#: Bytes of caches held at once, with the values they are filled from.
+#: Most bytes of caches and the values they are filled from, held at once.
 MOST_BYTES = 6 * 2**30
 
 
 def needed(shape: Shape, together: Sequence[System]) -> float:
-    """Bytes that a problem and the caches of these systems take."""
+    """Bytes of a problem and the caches of these systems."""
     return 4 * shape.values + sum(system.bytes_needed(shape) for system in together)
 
 
 def width(system: System) -> int:
-    """Bits by which systems are put together; what is not quantized counts as one."""
+    """Bits by which systems are grouped; unquantized ones are all in one group."""
     return min(system.bits, 16)
 
 
 def groups(
     shape: Shape, listed: Sequence[System], most: float = MOST_BYTES
 ) -> tuple[list[list[System]], dict[System, str]]:
-    """(systems measured together, in each group ours of every width that is in it; those left out, and why)."""
+    """(groups of systems, each with ours of every width in it; those left out, and why)."""
     if needed(shape, listed) <= most:
         return [list(listed)], {}
     made: list[list[System]] = []

@@ -1,4 +1,4 @@
-"""One shape: every system's answer checked against float64, then its steps timed in turn with all others'."""
+"""Measures one shape: checks every system's answer against float64, then times steps of all in turn."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def opened(system: System, problem: Problem) -> Session | str:
-    """Its session after one step, or why there is none."""
+    """A system's session after one step, or why there is none."""
     reason = system.reason(problem.shape)
     if not reason and system.trial:
         reason = trial.outcome(system, problem.shape)
@@ -42,7 +42,7 @@ def opened(system: System, problem: Problem) -> Session | str:
         session = system.build(problem)
         session.step()
     except Exception as error:
-        # Other programs may raise anything, which the row reports. Ours must work.
+        # Other programs may raise anything; the row reports it. Ours must work.
         if system.ours:
             raise
         said = " ".join(str(error).split()) or type(error).__name__
@@ -51,12 +51,9 @@ def opened(system: System, problem: Problem) -> Session | str:
 
 
 def sampler(session: Session, fits: int) -> Sampler:
-    """Times steps of a session that has taken one; one that grows is taken back before it is too long.
+    """Times steps of a session that has taken one; a growing one is rewound after ``fits`` steps.
 
-    Fast ones take a step before the clock starts, since what was timed before has filled the processor's caches.
-
-    Args:
-        fits: steps after which it is.
+    A fast one takes a step before the clock starts, since other sessions have evicted it from the processor's caches.
     """
     taken = 1
 
@@ -126,7 +123,7 @@ def _measured(
 
 
 def _checked(system: System, session: Session) -> tuple[Row, bool]:
-    """(error, bytes and note; whether the error is one that the precision explains)."""
+    """(error, bytes and note; whether the precision explains the error)."""
     error = session.problem.error(session.output())
     row: Row = {
         "error": float(f"{error:.2g}"),

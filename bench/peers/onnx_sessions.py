@@ -1,7 +1,7 @@
 """ONNX Runtime's GroupQueryAttention over a cache that past and present share.
 
-Its quantized caches have constant scales, which a caller has to know beforehand; here they are those of least squared
-error for each channel of the very tokens that are measured, which is better than a calibration on other text can be.
+Its quantized caches have constant scales that the caller has to know beforehand. Here they minimise the squared error
+of each channel on the very tokens measured, which is better than any calibration on other text.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 from caramba_fast.bench.peers.problem import Problem, Shape
 from caramba_fast.bench.peers.session import Session
 
-#: The operator's opset, and what its CPU kernel reads.
+#: The operator's domain and opset, and the IR version its CPU kernel reads.
 DOMAIN, OPSET, IR = "com.microsoft", 21, 10
-#: Tokens, evenly spread, that the search for scales looks at, and shares of the largest value that it tries: 8 bits
-#: lose more by what is clipped elsewhere than they win.
+#: The search for scales looks at so many tokens, evenly spread, and tries these shares of the largest value; with 8
+#: bits clipping loses more than it gains.
 CALIBRATED, SHARES = 16384, {8: (1.0,), 4: tuple(x / 20 for x in range(8, 21))}
 BITS = {"int8": 8, "int4": 4}
 LEAST = {8: -128, 4: -8}
 
 
 def onnx_model(shape: Shape, kind: str, scales: list[np.ndarray]) -> bytes:
-    """The one-node model of a step."""
+    """The model of a step, with one node."""
     onnx = import_module("onnx")
     helper, types = onnx.helper, onnx.TensorProto
     active = types.FLOAT16 if kind == "fp16" else types.FLOAT
@@ -64,7 +64,7 @@ def onnx_model(shape: Shape, kind: str, scales: list[np.ndarray]) -> bytes:
 
 
 def channel_scales(x: Tensor, bits: int) -> Tensor:
-    """(H_kv, D): of least squared error over tokens of x (B, H_kv, S, D)."""
+    """(H_kv, D) scales of least squared error over tokens of x (B, H_kv, S, D)."""
     some = x[:, :, :: max(1, x.shape[0] * x.shape[2] // CALIBRATED)]
     least = LEAST[bits]
     largest = x.abs().amax((0, 2))
@@ -93,12 +93,7 @@ def cached(x: Tensor, kind: str, scale: Tensor | None) -> np.ndarray:
 
 
 class OnnxRuntime(Session):
-    """A session with everything bound.
-
-    Args:
-        problem: what is asked.
-        kind: fp32, fp16, int8 or int4.
-    """
+    """A session with bound inputs and outputs; ``kind`` is fp32, fp16, int8 or int4."""
 
     def __init__(self, problem: Problem, kind: str) -> None:
         super().__init__(problem)
@@ -111,7 +106,7 @@ class OnnxRuntime(Session):
         options = runtime.SessionOptions()
         options.intra_op_num_threads = shape.threads
         options.inter_op_num_threads = 1
-        # Its threads wait for work while it runs, and no longer: others are timed in between.
+        # Threads must not spin between runs, when other systems are timed.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         weights = [x.flatten().numpy() for x in scales if x is not None]
         self.session = runtime.InferenceSession(
@@ -122,7 +117,7 @@ class OnnxRuntime(Session):
         self.bytes = sum(x.nbytes for x in self.arrays[:2]) + sum(x.nbytes for x in weights)
 
     def _bind(self, value: Any, kind: str, scales: list[Any]) -> None:
-        """One buffer for past and present of K, one for those of V."""
+        """Binds one buffer to past and present of K, another to those of V."""
         problem, shape = self.problem, self.problem.shape
         dtype = torch.float16 if kind == "fp16" else torch.float32
 
@@ -133,7 +128,7 @@ class OnnxRuntime(Session):
             cached(x, kind, scale) for x, scale in zip((problem.k, problem.v), scales, strict=True)
         ]
         for x in self.arrays:
-            x[:, :, problem.past :] = 0  # what a step has to write
+            x[:, :, problem.past :] = 0  # written by a step
         held = [value(x) for x in self.arrays]
         inputs = {
             "q": value(flat(problem.q)), "k": value(flat(problem.new[0])), "v": value(flat(problem.new[1])),
@@ -148,7 +143,7 @@ class OnnxRuntime(Session):
             self.binding.bind_ortvalue_output(name, x)
 
     def step(self) -> None:
-        """One run."""
+        """Runs the model once."""
         self.session.run_with_iobinding(self.binding)
 
     def output(self) -> Tensor:

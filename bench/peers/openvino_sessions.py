@@ -1,7 +1,7 @@
-"""OpenVINO's stateful attention, as its models have it: ReadValue, Gather, Concat, ScaledDotProductAttention, Assign.
+"""OpenVINO's stateful attention, as in its models: ReadValue, Gather, Concat, ScaledDotProductAttention, Assign.
 
-Its CPU plugin fuses them into one node with a cache of its own (``StatefulSDPAFusion``), if query heads are brought to
-kv heads as exported models do it: Unsqueeze, Multiply by ones, Reshape. Whether it did is asked of its counters.
+Its CPU plugin fuses them into one node with a cache of its own (``StatefulSDPAFusion``), if kv heads are expanded to
+query heads as in exported models: Unsqueeze, Multiply by ones, Reshape. Its counters tell whether it did.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from caramba_fast.bench.peers.problem import Problem, Shape
 from caramba_fast.bench.peers.session import Session
 
 FUSED = "ScaledDotProductAttentionWithKVCache"
-#: Tokens of a prompt that are read at once, and the most products of a key with a query value: three minutes on a core.
+#: Tokens of a prompt read at once; most products of a key with a query value, three minutes on a core.
 CHUNK, MOST_PRODUCTS = 128, 1.2e12
 STATES = ("past_k", "past_v")
 
 
 def model(shape: Shape) -> Any:
-    """The graph of one layer, for any number of tokens; a prompt may come with a query head a kv head."""
+    """The graph of one layer for any number of tokens; prompts may have a single query head per kv head."""
     ov, ops = import_module("openvino"), import_module("openvino.opset13")
     kv = [-1, shape.kv_heads, -1, shape.dim]
 
@@ -55,7 +55,7 @@ def model(shape: Shape) -> Any:
 
 
 def compiled(shape: Shape, precision: str, compute: str, counted: bool = False) -> Any:
-    """The model on the CPU; ``counted`` has it count what its nodes do."""
+    """The model compiled for the CPU; ``counted`` enables performance counters of its nodes."""
     settings = {
         "KV_CACHE_PRECISION": precision, "INFERENCE_PRECISION_HINT": compute, "NUM_STREAMS": 1,
         "INFERENCE_NUM_THREADS": shape.threads, "PERF_COUNT": counted,
@@ -65,7 +65,7 @@ def compiled(shape: Shape, precision: str, compute: str, counted: bool = False) 
 
 @functools.lru_cache(maxsize=64)
 def how_it_runs(shape: Shape, precision: str, compute: str) -> str:
-    """Which node and kernel take a step, as its counters tell; a note where it is not the fused one."""
+    """The node and kernel of a step, from the performance counters; a note unless it is the fused one."""
     request = compiled(shape, precision, compute, counted=True).create_infer_request()
     kv = np.zeros((shape.batch, shape.kv_heads, shape.tokens, shape.dim), np.float32)
     q = np.zeros((shape.batch, shape.heads, shape.tokens, shape.dim), np.float32)
@@ -81,10 +81,7 @@ def how_it_runs(shape: Shape, precision: str, compute: str) -> str:
 class OpenVINO(Session):
     """An infer request with its state.
 
-    Args:
-        problem: what is asked.
-        precision: KV_CACHE_PRECISION.
-        compute: INFERENCE_PRECISION_HINT.
+    ``precision`` is KV_CACHE_PRECISION, ``compute`` INFERENCE_PRECISION_HINT.
     """
 
     grows = True
@@ -105,13 +102,13 @@ class OpenVINO(Session):
         self.rewind()
 
     def _give(self, **inputs: Tensor) -> None:
-        """Inputs of the calls that follow, read where they lie."""
+        """Sets inputs of later calls, without a copy."""
         for name, x in inputs.items():
             self.given[name] = np.ascontiguousarray(x.numpy())
             self.request.set_tensor(name, self.ov.Tensor(self.given[name], shared_memory=True))
 
     def step(self) -> None:
-        """One inference."""
+        """Runs one inference."""
         self.request.infer(share_outputs=True)
 
     def output(self) -> Tensor:
@@ -119,7 +116,7 @@ class OpenVINO(Session):
         return torch.from_numpy(self.request.get_output_tensor(0).data.copy())
 
     def rewind(self) -> None:
-        """Sets the state, and takes the step before the next one: the first after a set state moves the cache."""
+        """Sets the state and takes a step, since the first after setting a state moves the cache."""
         problem, tokens = self.problem, self.problem.shape.tokens
         self.request.reset_state()
         if self.precision == "u4":
@@ -135,9 +132,9 @@ class OpenVINO(Session):
         self._give(k=problem.new[0], v=problem.new[1])
 
     def _read(self, length: int) -> None:
-        """The first tokens through inference, with as few query heads as it takes.
+        """Fills the cache by inference, with as few query heads as possible.
 
-        Setting the state of a 4-bit cache, as `rewind` does with others, ends the process.
+        Setting the state of a 4-bit cache, as `rewind` does with others, kills the process.
         """
         for start in range(0, length, CHUNK):
             k, v = self.problem.tokens(start, min(start + CHUNK, length))
@@ -147,7 +144,7 @@ class OpenVINO(Session):
 
     @property
     def stored(self) -> int:
-        """Counted, since it does not say: a code a value, and for a head of a token an fp32 scale and zero."""
+        """Computed, since OpenVINO does not report it: the codes, and an fp32 scale and zero per token and head."""
         shape = self.problem.shape
         bits = {"f16": 16, "bf16": 16, "f32": 32, "u8": 8, "u4": 4}[self.precision]
         scales = 8 * shape.values // shape.dim if bits < 16 else 0
@@ -155,7 +152,7 @@ class OpenVINO(Session):
 
 
 def long_prompt(shape: Shape) -> str:
-    """Why a 4-bit cache of this shape is not filled, or ""."""
+    """Why a 4-bit cache of this shape cannot be filled in time, or ""."""
     products = shape.batch * shape.kv_heads * shape.dim * shape.kv**2
     if products <= MOST_PRODUCTS:
         return ""

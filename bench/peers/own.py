@@ -1,4 +1,4 @@
-"""This package's cache, appended to and attended from as a model does it."""
+"""This package's cache, with append and attend as in a model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,7 @@ CHUNK = 2048
 
 
 class Own(Session):
-    """A `LayerKVCache`.
-
-    Args:
-        problem: what is asked.
-        spec: the cache spec.
-    """
+    """A `LayerKVCache` with a cache spec."""
 
     grows = True
 
@@ -39,7 +34,7 @@ class Own(Session):
         self.out = torch.empty(0)
 
     def step(self) -> None:
-        """Append, attend."""
+        """Appends and attends."""
         self.cache.append(*self.new)
         self.out = self.cache.attend(self.problem.q)
 

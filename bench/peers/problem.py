@@ -20,7 +20,7 @@ LENGTHS, BATCHES, TOKENS = (512, 4096, 32768), (1, 8), (1, 8)
 
 @dataclass(frozen=True)
 class Shape:
-    """One question.
+    """The shape of a problem.
 
     Attributes:
         batch, heads, kv_heads, dim: rows, query heads, kv heads, values of a head.
@@ -39,7 +39,7 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """Names it in tables."""
+        """Name in tables."""
         heads = f"H{self.heads}/{self.kv_heads} D{self.dim}"
         return f"B{self.batch} {heads} KV{self.kv} T{self.tokens} threads{self.threads}"
 
@@ -50,19 +50,14 @@ class Shape:
 
     @property
     def slack(self) -> int:
-        """Tokens beyond ``kv`` that steps may add before a cache is taken back: 3%, or four steps."""
+        """Tokens beyond ``kv`` that steps may add before a cache is rewound: 3%, or four steps."""
         return max(4 * self.tokens, self.kv // 32)
 
 
 class Problem:
     """Queries, keys and values of a shape in fp32; queries give logits of standard deviation 2.
 
-    Args:
-        shape: of the question.
-
-    Attributes:
-        q: (B, H, T, D).
-        k, v: (B, H_kv, S, D), the new tokens last.
+    ``q`` is (B, H, T, D); ``k`` and ``v`` are (B, H_kv, S, D), the new tokens last.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -80,7 +75,7 @@ class Problem:
 
     @property
     def past(self) -> int:
-        """Tokens that are cached before the step."""
+        """Tokens cached before the step."""
         return self.shape.kv - self.shape.tokens
 
     @property
@@ -97,7 +92,7 @@ class Problem:
         return torch.arange(self.shape.kv) <= positions
 
     def error(self, out: Tensor) -> float:
-        """Relative L2 error of (B, H, T, D) against float64 attention of K and V as they were given."""
+        """Relative L2 error of (B, H, T, D) against float64 attention of the original K and V."""
         views = [KVView(x, None, "fp32") for x in (self.k, self.v)]
         return oracle.error(out, [self.q], views, kv_heads=self.shape.kv_heads)
 
@@ -124,7 +119,7 @@ def full() -> Iterator[Shape]:
 
 
 def tiny() -> tuple[Shape, ...]:
-    """Checks the tool itself."""
+    """One small shape to check the benchmark itself."""
     return (Shape(2, 4, 2, 32, 64), Shape(1, 4, 2, 32, 64, tokens=8))
 
 

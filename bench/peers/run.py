@@ -1,8 +1,8 @@
 """Measures a decode step of attention in other programs beside ours: ``python -m caramba_fast.bench.peers.run``.
 
 ``make bench-peers`` installs what it needs and writes ``bench/results/peers.csv`` and docs/peers.md; ``--quick`` takes
-a few shapes and writes neither. One process, all systems in turn. A system that cannot run has a row that says why.
-Ends with status 1 if one of them is further from float64 than its precision explains; such a one is not timed.
+a few shapes and writes neither. One process, all systems in turn. A system that cannot run has a row with the reason.
+A result further from float64 than its precision explains is not timed and makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from caramba_fast.bench.peers.measure import Row, measure
 from caramba_fast.bench.peers.problem import GRIDS
 from caramba_fast.bench.peers.systems import systems
 
-#: Whose results these are.
+#: Written into the details beside the results.
 COMMAND = "peers.run"
 COLUMNS = (
     "batch", "heads", "kv_heads", "dim", "kv", "tokens", "threads", "system", "kind", "bits", "samples", "median_us",
@@ -37,7 +37,7 @@ QUICK_ROUNDS = 7
 
 
 def versions() -> dict[str, str]:
-    """Of every program that is compared."""
+    """Versions of the compared programs."""
     found = {"ggml": ggml_library.version() or "not built"}
     for name in PACKAGES:
         try:
@@ -67,7 +67,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def run(given: argparse.Namespace, out: Path | None) -> list[Row]:
-    """Measures a grid; the file has the rows of every shape that is done."""
+    """Measures a grid, writing the rows of every finished shape."""
     started = time.monotonic()
     about = environment(torch.device("cpu"))
     wanted = set(filter(None, given.systems.split(",")))

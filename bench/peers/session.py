@@ -1,4 +1,4 @@
-"""The interface of a measured system: a cache that holds a prompt, and one step."""
+"""The interface of a measured system: a cache filled with a prompt, and one step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from caramba_fast.bench.peers.problem import Problem, Shape
 
 
 class Session(ABC):
-    """The cache of one system: it holds a problem's tokens but for the new ones, which `step` appends.
+    """The cache of one system: it holds a problem's past tokens; `step` appends the new ones.
 
     Attributes:
-        problem: what is asked.
-        grows: whether every step makes the cache longer; if not, it writes to the same slots again.
-        note: what a reader of the figures has to know.
+        grows: whether every step lengthens the cache; if not, it overwrites the same slots.
+        note: a remark for the reader of the figures.
     """
 
     grows = False
@@ -38,20 +37,20 @@ class Session(ABC):
     @property
     @abstractmethod
     def stored(self) -> int:
-        """Bytes that the problem's tokens take as they are stored, scales included."""
+        """Bytes of the problem's tokens as stored, scales included."""
 
     def rewind(self) -> None:  # noqa: B027 - many have nothing to do here
         """Removes the tokens that steps have appended."""
 
     def rest(self) -> None:  # noqa: B027 - as above
-        """Called when others are about to be timed: threads that wait for work stop."""
+        """Stops threads that wait for work, before other systems are timed."""
 
     def close(self) -> None:  # noqa: B027 - as above
         """Frees memory that Python does not manage."""
 
 
 def any_shape(_shape: Shape) -> str:
-    """No shape is refused."""
+    """Refuses no shape."""
     return ""
 
 
@@ -63,12 +62,12 @@ class System:
         name: of the program.
         kind: its name for how it stores keys and values.
         bits: of a stored value, without scales: 32, 16, 8 or 4.
-        allowed: error that its precision explains; a larger one is wrong, and not timed.
+        allowed: error that its precision explains; a result with a larger one is wrong and not timed.
         build: makes the session of a problem.
         modules: Python packages it needs.
         ours: whether it is this package.
-        trial: whether a small problem is tried in a process of its own first, since it may crash.
-        copies: how many times its stored bytes it takes at most.
+        trial: whether it may crash and so is first tried on a small problem in its own process.
+        copies: its peak memory, in multiples of the stored bytes.
         missing: why it cannot run on this machine, or "".
         refuses: why it cannot serve a shape, or "".
     """
@@ -91,12 +90,12 @@ class System:
         return f"{self.name} {self.kind}"
 
     def reason(self, shape: Shape) -> str:
-        """Why it cannot be measured, or "" as far as that is known before it is tried."""
+        """Why it cannot be measured, as far as that is known before trying, or ""."""
         absent = [module for module in self.modules if find_spec(module) is None]
         if absent:
             return f"not installed: {', '.join(absent)} (make bench-peers installs it)"
         return self.missing() or self.refuses(shape)
 
     def bytes_needed(self, shape: Shape) -> float:
-        """Bytes its cache takes at most, scales roughly."""
+        """Most bytes its cache takes, scales estimated."""
         return self.copies * shape.values * (self.bits + (0 if self.bits >= 16 else 1)) / 8

@@ -1,4 +1,4 @@
-"""The systems that are compared, in the order of the tables: this package first, then by width."""
+"""The compared systems in the order of the tables: this package first, then by program."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from caramba_fast.bench.peers.session import System, any_shape
 from caramba_fast.bench.peers.torch_sessions import CALLS, Torch
 
 OURS = "caramba"
-#: The baseline, by bits per value.
+#: Our cache that others of the same bits per value are compared with.
 BASELINES = {32: "fp16", 16: "fp16", 8: "q8", 4: "q4"}
-#: Error that a width explains, against float64 attention over the values before they were stored.
+#: Error explained by a width, against float64 attention over the original values.
 ALLOWED = {"fp32": 1e-5, "fp16": 3e-3, "bf16": 2e-2, "8": 0.05, "4": 0.5}
 OWN = (("fp16", 16), ("q8", 8), ("q4", 4), ("q4:plain", 4), ("nf4", 4))
 #: KV_CACHE_PRECISION and INFERENCE_PRECISION_HINT; the last column is the kind's name here.
@@ -39,7 +39,7 @@ def _own() -> list[System]:
 
 
 def _openvino() -> list[System]:
-    """Its cache is twice as large as it has to be when it has just grown."""
+    """Just after growing, its cache has twice the necessary size."""
     return [
         System(
             "OpenVINO", kind, bits, ALLOWED[{"f16": "fp16", "bf16": "bf16"}.get(precision, str(bits))],
@@ -62,7 +62,7 @@ def _onnx() -> list[System]:
 
 
 def _ggml() -> list[System]:
-    """It asserts its inputs and aborts the process on failure, so it is tried in another process first.
+    """ggml aborts the process if an assertion fails, so it is tried in another process first.
 
     Over an F16 cache it adds up values in fp16: its error grows with the tokens, to that of 8 bits over 32K.
     """
@@ -86,5 +86,5 @@ def _torch() -> list[System]:
 
 
 def systems() -> list[System]:
-    """All of them."""
+    """All systems."""
     return [*_own(), *_openvino(), *_onnx(), *_ggml(), *_torch()]

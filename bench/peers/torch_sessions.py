@@ -1,4 +1,4 @@
-"""torch's attention over a cache in one of its dtypes, which is what there is without this package."""
+"""torch's attention over a cache in one of its dtypes, the alternative without this package."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ CALLS = {"sdpa": sdpa, "grouped matmul": grouped}
 
 
 class Torch(Session):
-    """A static cache in ``dtype``.
-
-    Args:
-        problem: what is asked.
-        call: a name of `CALLS`.
-        dtype: of keys, values and queries.
-    """
+    """A static cache in ``dtype``, as are queries; ``call`` is a name of `CALLS`."""
 
     def __init__(self, problem: Problem, call: str, dtype: torch.dtype) -> None:
         super().__init__(problem)
@@ -31,7 +25,7 @@ class Torch(Session):
         self.out = torch.empty(0)
 
     def step(self) -> None:
-        """A copy into the cache, then attention over it."""
+        """Copies into the cache, then attends over it."""
         self.k[:, :, self.problem.past :] = self.new[0]
         self.v[:, :, self.problem.past :] = self.new[1]
         self.out = self.call(self.q, self.k, self.v, self.mask)

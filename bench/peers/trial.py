@@ -1,4 +1,4 @@
-"""One system on a small problem in a process of its own, which it may end: ``python -m …peers.trial TITLE SIZES``."""
+"""Tries a system on a small problem in a process that may crash: ``python -m …peers.trial TITLE SIZES``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from caramba_fast.bench.kernels.timing import threads
 from caramba_fast.bench.peers.problem import Problem, Shape
 from caramba_fast.bench.peers.session import System
 
-#: Tokens of the small problem, and how long it may take.
+#: Most tokens of the small problem; time limit.
 MOST_TOKENS, LIMIT_S = 256, 300.0
 
 
 def outcome(system: System, shape: Shape) -> str:
-    """Why the system does not survive a step of this shape, or ""."""
+    """Why the system fails a step of this shape, or ""."""
     return _tried(system.title, replace(shape, kv=min(shape.kv, MOST_TOKENS)))
 
 
@@ -39,7 +39,7 @@ def _tried(title: str, shape: Shape) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Fills a cache, takes steps, and fills it again."""
-    # Not above: the parent's systems need this module.
+    # Not at the top: the parent's systems need this module.
     from caramba_fast.bench.peers.systems import systems  # noqa: PLC0415
 
     title, *sizes = sys.argv[1:] if argv is None else argv

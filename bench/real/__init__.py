@@ -1,1 +1,1 @@
-"""What caches cost real models: checkpoints, text, the study and tasks; `make real` runs all of it."""
+"""Quality and speed of caches with real models: checkpoints, text, the study and tasks; `make real` runs all of it."""

@@ -1,4 +1,4 @@
-"""How long a cache's greedy text stays that of an fp16 cache: tokens until the first that differs."""
+"""How long a cache's greedy text agrees with that of an fp16 cache: tokens before the first difference."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from caramba_fast.bench.real.text import KINDS, passages
 from caramba_fast.infer.tokenizer import TextTokenizer
 
-#: Prompts, half of each text; tokens of text in each, and tokens written.
+#: Prompts, half of each text; tokens of text in each, and tokens generated.
 PROMPTS, TOKENS, NEW_TOKENS = 10, 512, 256
 ASK = "{text}\n\nExplain what this text says, in detail and in your own words."
 
@@ -24,6 +24,6 @@ def prompts(tokenizer: TextTokenizer, count: int = PROMPTS) -> tuple[tuple[int, 
 
 
 def agreement(baseline: Sequence[int], found: Sequence[int]) -> int:
-    """How many first tokens two answers have in common."""
+    """Length of the common prefix of two answers."""
     differ = (i for i, (a, b) in enumerate(zip(baseline, found, strict=False)) if a != b)
     return next(differ, min(len(baseline), len(found)))

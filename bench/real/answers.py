@@ -1,8 +1,7 @@
-"""Greedy answers of a model through a cache, kept part by part so that an interrupted run goes on.
+"""Greedy answers of a model through a cache, stored group by group so that an interrupted run can be resumed.
 
-Prompts that begin alike are computed alike: what all prompts of a group share is fed once, and every prompt goes on
-from a copy of that cache, which is what a server does with a shared prefix. Steps are those of `Generator`, so that
-the cache is read by the decode kernels.
+The common prefix of a group's prompts is fed once, and every prompt continues from a copy of that cache, as in a server
+with prefix sharing. Steps are those of `Generator`, so that the decode kernels read the cache.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from caramba_fast.quality import cached_forward
 from caramba_fast.quality.identity import digest_of
 
 Tokens = list[int]
-#: Rows decoded at once.
+#: Rows decoded together.
 ROWS = 10
 
 
 @dataclass(frozen=True)
 class Group:
-    """Prompts that are answered together and kept together.
+    """Prompts that are answered and stored together.
 
     Attributes:
         prompts: token ids.
         new_tokens: most tokens of an answer.
         stop: strings that end an answer.
-        ignore_eos: whether an answer goes on behind the end of the text.
+        ignore_eos: whether an answer continues after the end of the text.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -49,7 +48,7 @@ class Group:
 
 
 def shared(prompts: Sequence[Sequence[int]]) -> int:
-    """How many first tokens all prompts have in common; each keeps one of its own at least."""
+    """Length of the common prefix of all prompts; each keeps at least one token of its own."""
     most = min(map(len, prompts)) - 1
     first = prompts[0]
     return next(
@@ -61,14 +60,7 @@ def shared(prompts: Sequence[Sequence[int]]) -> int:
 def answers(subject: Subject, tokenizer: TextTokenizer, spec: str, group: Group) -> list[Tokens]:
     """The tokens that follow each prompt, greedily, the end of the text and stop strings included.
 
-    Args:
-        subject: the model.
-        tokenizer: its tokenizer, which stop strings need.
-        spec: how the cache is stored, or a name of `KIVI`.
-        group: the prompts.
-
-    Raises:
-        ValueError: a spec that is none, or does not fit the model.
+    ``spec`` is a cache spec or a name of `KIVI`; ValueError if it is neither, or does not fit the model.
     """
     prompts = [list(prompt) for prompt in group.prompts]
     count = shared(prompts) if len(prompts) > 1 else 0
@@ -88,7 +80,7 @@ def answers(subject: Subject, tokenizer: TextTokenizer, spec: str, group: Group)
     for start in range(0, len(prompts), ROWS):
         some = [prompt[count:] for prompt in prompts[start : start + ROWS]]
         generator.reset()
-        if count:  # rows of their own: the shared cache stays as it is
+        if count:  # copies of its rows: the shared cache is unchanged
             session.go_back(cache, rows)
             session.select_rows([0] * len(some))
         generator.generate(some)
@@ -99,12 +91,7 @@ def answers(subject: Subject, tokenizer: TextTokenizer, spec: str, group: Group)
 
 
 class AnswerStore:
-    """Answers by model, cache and group, in a folder.
-
-    Args:
-        folder: where they are kept; made if missing.
-        subject: the model, whose weights are part of a name.
-    """
+    """Answers by model (weights included), cache and group, stored in a folder, which is made if missing."""
 
     def __init__(self, folder: Path, subject: Subject) -> None:
         self.folder, self.subject = folder, subject
@@ -113,10 +100,9 @@ class AnswerStore:
         folder.mkdir(parents=True, exist_ok=True)
 
     def answers(self, task: str, spec: str, group: Group) -> tuple[list[Tokens], float]:
-        """The answer to each prompt and its seconds; read from the folder if saved there.
+        """The answer to each prompt and its seconds, from the folder if stored there.
 
-        Raises:
-            ValueError: as `answers`, or a file of the folder that is damaged.
+        Raises ValueError as `answers`, or for a damaged file.
         """
         file = self._file(task, spec, group)
         if file.is_file():
@@ -135,5 +121,5 @@ class AnswerStore:
     def _file(self, task: str, spec: str, group: Group) -> Path:
         configs = {} if spec in KIVI else cache_configs(spec)
         stored = [f"{name} {c.model_dump_json()}" for name, c in configs.items()] or [spec]
-        parts = [self._identity, str(ROWS), repr(group), *stored]  # what "q4" means may change
+        parts = [self._identity, str(ROWS), repr(group), *stored]  # the meaning of "q4" may change
         return self.folder / f"{task}-{digest_of(parts, 16)}.json"

@@ -1,4 +1,4 @@
-"""Which code made the parts of a folder: kept parts outlive the code that made them."""
+"""Records which code made the parts of a folder, since parts outlive the code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from caramba_fast.bench.environment import source_hash
 
 FILE = "code.txt"
-#: What decides what a model answers through a cache.
+#: Sources that affect a model's answers through a cache.
 COMPUTES = {
     **{
         f"caramba_fast/{name}": "*.py"
@@ -20,11 +20,7 @@ COMPUTES = {
 
 
 def note_code(folder: Path) -> list[str]:
-    """Adds this code to those that made parts in a folder, and warns where there were others.
-
-    Returns:
-        a digest of eight digits for each code, the first first.
-    """
+    """Adds this code to those that made parts in a folder, and warns if there are others; returns their digests."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / FILE
     known = file.read_text(encoding="utf-8").split() if file.is_file() else []

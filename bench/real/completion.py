@@ -1,8 +1,8 @@
 """Runs functions that a model completed against their tests.
 
-What a model wrote is run in a process of its own: isolated from this package, with limits on time, memory and
-processor, in an empty folder. That keeps mistakes in; it is no defence against a program that means harm, which a
-small model asked for ``is_even`` does not write.
+The model's code runs in its own process: isolated from this package, with limits on time, memory and processor, in an
+empty folder. That contains mistakes; it is no defence against malicious code, which a small model asked for
+``is_even`` does not write.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from caramba_fast.bench.real.functions import MODULE, PROBLEMS, Problem
 from caramba_fast.infer.tokenizer import TextTokenizer
 
 NEW_TOKENS = 160
-#: Starts of unindented code after the function, which end it.
+#: Starts of unindented code, which end a function.
 STOP = (
     "\ndef ",
     "\nclass ",
@@ -33,7 +33,7 @@ STOP = (
     "\nimport ",
     "\nfrom ",
 )
-#: Seconds and bytes one function may take.
+#: Limits of seconds and bytes for one function.
 SECONDS, BYTES = 10.0, 2**30
 LIMITS = """import resource
 resource.setrlimit(resource.RLIMIT_CPU, ({seconds}, {seconds}))
@@ -44,7 +44,7 @@ resource.setrlimit(resource.RLIMIT_AS, ({bytes}, {bytes}))
 def prompts(
     tokenizer: TextTokenizer, problems: Sequence[Problem] = PROBLEMS
 ) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each function's beginning, after the few-shot examples."""
+    """Token ids of the few-shot examples followed by each function's beginning."""
     return tuple(tuple(tokenizer.encode(MODULE + p.prompt, special=False)) for p in problems)
 
 
@@ -54,15 +54,10 @@ def body(answer: str) -> str:
 
 
 def passes(problem: Problem, answer: str, seconds: float = SECONDS) -> bool:
-    """Whether a function with this body does all that it should, within the limits.
+    """Whether a function with this body passes its checks within the limits.
 
-    A word that the program cannot know is printed behind the last check, so that a program that ends early has not
-    passed.
-
-    Args:
-        problem: the function.
-        answer: what the model wrote behind the docstring.
-        seconds: how long it may take.
+    A secret word is printed after the last check, so that a program that exits early does not pass. ``answer`` is what
+    the model wrote after the docstring.
     """
     word = secrets.token_hex(8)
     program = "\n".join(
@@ -90,7 +85,7 @@ def passes(problem: Problem, answer: str, seconds: float = SECONDS) -> bool:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a process that was started as a group of its own, and whatever it started."""
+    """Kills a process that is a group leader, with its whole group."""
     if process.poll() is None:
         if os.name == "posix":
             os.killpg(process.pid, signal.SIGKILL)

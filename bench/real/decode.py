@@ -1,21 +1,20 @@
 """Decode steps of real models, by cache and by program: ``python -m caramba_fast.bench.real.decode [MODEL ...]``.
 
-A model takes single tokens behind contexts of several lengths: in transformers with its DynamicCache and with ours
+A model takes single tokens after contexts of several lengths: in transformers with its DynamicCache and with ours
 (`accelerate`), in our `Generator`, and in llama.cpp and OpenVINO GenAI with their own caches (the packages
-llama-cpp-python and openvino-genai; they run a GGUF file of the checkpoint whose weights have 4 bits,
-`weights.four_bits`). Contexts are the states of random tokens, repeated; those two compute their own. All take their
-steps in turn, in rounds; a ratio is the median over rounds.
+llama-cpp-python and openvino-genai; they run a GGUF file of the checkpoint with 4-bit weights, `weights.four_bits`).
+Contexts are the states of random tokens, repeated; those two compute theirs. All take their steps in turn, in rounds;
+a ratio is the median over rounds.
 
-Weights of 8 and 4 bits come from torchao, where it is installed (`weights.quantize`): the model of transformers once
-more with these, with its DynamicCache and with ours, and with 4 bits ours in `Generator`. ``vs_dynamic`` of all is
-against the model as it was loaded.
+Where torchao is installed, its weights of 8 and 4 bits (`weights.quantize`) are measured as well: in transformers with
+DynamicCache and with our caches, and with 4 bits in `Generator`. ``vs_dynamic`` is always against DynamicCache with the
+model's own weights.
 
-With ``--prompts`` each of them also reads a prompt in a process of its own, which gives time to first token and the
-most memory it took.
+With ``--prompts`` each program also reads a prompt in its own process, for time to first token and peak memory.
 
-A name of `shapes.SHAPES` is a model of that shape with random weights, for machines that have no checkpoint: what a
-step takes does not depend on what weights say. ``--device cuda`` runs everything of transformers and ours there, as
-many caches at once as fit into its memory, and ends with status 1 if a `Generator` did not replay a CUDA graph.
+A name of `shapes.SHAPES` is a model of that shape with random weights, for machines without checkpoints: weights do
+not affect the time of a step. ``--device cuda`` runs transformers and ours there, with as many caches at once as fit
+into memory, and ends with status 1 if a `Generator` did not replay a CUDA graph.
 """
 
 from __future__ import annotations
@@ -53,16 +52,16 @@ from caramba_fast.bench.real.weights import quantize, why_not_quantized
 from caramba_fast.infer import Generator
 
 CONTEXTS = (64, 512, 2048, 8192, 16384)
-#: Under `accelerate`, and in `Generator`.
+#: Caches under `accelerate`, and in `Generator`.
 ACCELERATED, GENERATOR = ("bf16", "q8", "q4", "nf4"), ("bf16", "q8", "q4")
-#: Longest context that the other programs are to compute; it takes minutes for each of their caches.
+#: Longest context for the other programs, which take minutes to compute it for each of their caches.
 PEERS_MOST = 8192
 #: Tokens whose states are repeated; steps of a round; rounds, and seconds after which no more are begun.
 TEXT, STEPS, ROUNDS, BUDGET_S = 256, 4, 11, 60.0
 QUICK = (64, 2048)
-#: Under `accelerate`, of a model whose weights torchao has quantized; and those weights, on a CPU.
+#: Caches under `accelerate` with torchao's weights, and those weights, on a CPU.
 QUANTIZED, WEIGHTS = ("q4",), ("int8", "int4")
-#: Those that `Generator` takes, too, as it is and compiled.
+#: Weights that are also measured in `Generator`, both as it is and compiled.
 COMPILED = ("int4",)
 COLUMNS = (
     "model", "dtype", "context", "program", "cache", "weights", "samples", "median_ms", "p20_ms", "p80_ms",
@@ -77,7 +76,7 @@ def in_transformers(
     weights: str,
     kinds: Sequence[str] = ACCELERATED,
 ) -> Iterator[Attempt]:
-    """DynamicCache first, then ours; weights of other bits are named with the program."""
+    """DynamicCache first, then ours; torchao's weights are part of the program's name."""
     version = f"transformers {hf_decode.transformers.__version__}"
     more = f" {weights} weights" if weights in WEIGHTS else ""
 
@@ -98,7 +97,7 @@ def in_transformers(
 
 
 def with_weights(name: str, dtype: torch.dtype) -> dict[str, tuple[Any, Any]]:
-    """`models_of` with torchao's weights, by their name; none if torchao is missing."""
+    """`models_of` with torchao's weights, by name of the weights; none if torchao is missing."""
     reason = "it has no checkpoint" if name in SHAPES else why_not_quantized()
     if reason is not None:
         print(f"weights of torchao do not run in {name} here: {reason}")
@@ -135,7 +134,7 @@ def in_generator(
         cache = generator.cache
         assert cache is not None
         lengthen(cache, context)
-        if compiled or model.device.type == "cuda":  # the second step is compiled, or recorded
+        if compiled or model.device.type == "cuda":  # the second step compiles, or records a graph
             next(tokens)
             next(tokens)
 
@@ -157,7 +156,7 @@ def in_generator(
 
 
 class NotReplayedError(RuntimeError):
-    """Steps of a `Generator` on a GPU that were run one by one."""
+    """Steps of a `Generator` on a GPU were not replayed."""
 
 
 Peer = LlamaCpp | OpenVinoGenAI
@@ -172,11 +171,8 @@ def peers_of(
 ) -> list[Peer]:
     """The other programs, once per cache; prints which do not run and why.
 
-    Args:
-        name: of a model.
-        room, ids: tokens of the longest context, and those that are repeated as it.
-        kinds: caches of llama.cpp and of OpenVINO GenAI.
-        layers: what they have the matrices of layers stored as (`weights.four_bits`).
+    ``room`` is the longest context in tokens, made of ``ids``, repeated. ``kinds`` are caches of llama.cpp and of
+    OpenVINO GenAI, ``layers`` is the type of the layers' matrices (`weights.four_bits`).
     """
     if name not in SOURCES:
         print(f"neither llama.cpp nor OpenVINO GenAI runs {name} here: it has no GGUF file")
@@ -195,10 +191,7 @@ def peers_of(
 
 
 def in_peers(running: Sequence[Peer], context: int) -> Iterator[Attempt]:
-    """Other programs; each context extends the previous one by the missing tokens.
-
-    Contexts they have no room for are left out with a line.
-    """
+    """The other programs; each context extends the previous one. Prints which have too little room for a context."""
     for peer in running:
         if context > peer.room:
             print(
@@ -214,7 +207,7 @@ def _in_peer(peer: Peer, context: int) -> Running:
 
 
 def measure(entries: list[Running], rounds: int, budget_s: float) -> None:
-    """Rounds in which all take their steps; the first is a warm-up. Those that find no memory are taken out."""
+    """Rounds in which all take their steps, the first as a warm-up; removes those that run out of memory."""
     began = time.perf_counter()
     for number in range(-1, rounds):
         for entry in [*entries]:
@@ -234,7 +227,7 @@ def measure(entries: list[Running], rounds: int, budget_s: float) -> None:
 def rows_of(
     name: str, dtype: str, context: int, entries: Sequence[Running], device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """The lines of one context, beside the first of ``entries`` if that is DynamicCache."""
+    """The rows of one context, relative to the first of ``entries`` if that is DynamicCache."""
     base = next((x.rounds for x in entries[:1] if x.cache == "dynamic"), None)
     for entry in entries:
         median = quantile(entry.steps, 0.5)
@@ -249,7 +242,7 @@ def rows_of(
 
 
 def not_replayed(entries: Sequence[Running], device: torch.device) -> list[str]:
-    """Prints for each `Generator` on a GPU whether its steps are replayed; returns those whose steps are not."""
+    """Prints whether each `Generator` on a GPU replays its steps; returns those that do not."""
     if device.type != "cuda":
         return []
     found = {f"{x.program} {x.cache}": x.graph() for x in entries if x.graph is not None}
@@ -267,10 +260,9 @@ def decode(
     peers_most: int = PEERS_MOST,
     device: str = "cpu",
 ) -> Iterator[list[dict[str, Any]]]:
-    """The lines of every context of one model.
+    """The rows of every context of one model.
 
-    Raises:
-        NotReplayedError: at the end, where steps on a GPU were not replayed as a CUDA graph.
+    Raises NotReplayedError at the end if steps on a GPU were not replayed as a CUDA graph.
     """
     place = torch.device(device)
     hf, native = models_of(name, dtype, place)
@@ -304,7 +296,7 @@ def decode(
         for entries in in_groups(attempts, place):
             measure(entries, rounds, budget_s)
             eager += not_replayed(entries, place)
-            # Each group begins with the first entry of all, unless it ran out of memory: it has its row.
+            # Each group begins with the first entry of all, whose row is there already unless it ran out of memory.
             had = {(row["program"], row["cache"]) for row in rows}
             found = rows_of(name, short, context, entries, place)
             rows += [row for row in found if (row["program"], row["cache"]) not in had]
@@ -316,7 +308,7 @@ def decode(
 def compile_kernels(
     name: str, contexts: Sequence[int], dtype: torch.dtype, shard: Shard, device: str = "cuda"
 ) -> None:
-    """Takes steps with every N-th cache in a single layer of a shape, so that Triton's cache has their kernels."""
+    """Takes steps with every N-th cache in a single layer of a shape, to fill Triton's cache with their kernels."""
     place = torch.device(device)
     hf, native = models_of(name, dtype, place, layers=1)
     ids = torch.randint(hf.config.vocab_size, (1, TEXT), generator=torch.Generator().manual_seed(0))
@@ -334,12 +326,12 @@ def compile_kernels(
     for attempt in shard.of(attempts):
         try:
             attempt.make().take(1)
-        except Exception as error:  # it shows again where it is measured
+        except Exception as error:  # appears again when it is measured
             print(f"compile {attempt.name}: {described(error)}", flush=True)
 
 
 def main() -> None:
-    """Measures the models named, by default all, and writes lines as soon as they are there."""
+    """Measures the models named, by default all, and writes rows at once."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=(__doc__ or "").splitlines()[0]
     )

@@ -1,7 +1,6 @@
-"""Time to first token and memory: each program reads a prompt in a process of its own, in turn.
+"""Time to first token and memory: each program reads a prompt in its own process, in turn.
 
-Memory is what the process holds once the model is loaded and warm, and the most it holds from there on; what loading
-took does not count.
+Memory is that of the process once the model is loaded and warm, and its peak from then on, without that of loading.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from caramba_fast.bench.real.openvino_genai import KINDS as GENAI_KINDS
 from caramba_fast.bench.real.openvino_genai import OpenVinoGenAI
 from caramba_fast.bench.real.weights import four_bits
 
-#: Reads a prompt and writes so many tokens.
+#: Reads a prompt and generates so many tokens.
 Run = Callable[[list[int], int], object]
 ROUNDS, STEPS, WARM_UP = 3, 8, 64
 COLUMNS = (
@@ -47,7 +46,7 @@ PROGRAMS = (
 
 
 def first_tokens(name: str, prompts: Sequence[int], dtype: str, path: Path) -> None:
-    """Writes medians over `ROUNDS` rounds, in which every program has its turn."""
+    """Writes medians over `ROUNDS` rounds, in which the programs run in turn."""
     programs = list(PROGRAMS)
     if name in SOURCES and find_spec("llama_cpp"):
         programs += [(LlamaCpp.program, kind) for kind in LLAMA_KINDS]
@@ -139,7 +138,7 @@ def _made(name: str, dtype: torch.dtype, program: str, cache: str, room: int) ->
 
 
 def peak_bytes() -> int:
-    """Peak memory of this process. On Linux ``getrusage`` includes that of its parent, which has models loaded."""
+    """Peak memory of this process; on Linux ``getrusage`` would include the parent's, which has models loaded."""
     status = Path("/proc/self/status")
     if not status.exists():  # macOS, where getrusage gives the process's own peak, in bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -156,7 +155,7 @@ def begin_peak() -> None:
 
 
 def main() -> None:
-    """One program, one prompt: its time and memory, as JSON."""
+    """Prints time and memory of one program with one prompt, as JSON."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for argument in ("name", "prompt", "dtype", "program", "cache"):
         parser.add_argument(argument, type=int if argument == "prompt" else str)

@@ -1,4 +1,4 @@
-"""Caches that are measured together, as many as there is memory for."""
+"""Groups caches that are measured together, as many as fit into memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-#: Free memory of a GPU that steps are left: with a DynamicCache keys and values of a layer are copied at each of them,
-#: and repeated for all query heads.
+#: Free memory a GPU keeps for steps: with a DynamicCache each copies keys and values of a layer, and repeats them for
+#: all query heads.
 STEPS_BYTES = 4 * 2**30
 
 
@@ -19,11 +19,11 @@ class Running:
     """One program with one cache, ready to take steps.
 
     Attributes:
-        program, cache, weights: in the table.
+        program, cache, weights: names in the table.
         take: seconds of each of so many steps.
-        nbytes: what the cache takes now; None where the program does not say.
-        graph: whether steps are replayed as a CUDA graph, in words; None of programs that never do so.
-        rounds: seconds a step, by round; ``steps`` has all of them.
+        nbytes: current bytes of the cache; None if the program does not tell.
+        graph: whether steps are replayed as a CUDA graph, in words; None if the program never does so.
+        rounds: median seconds a step by round; ``steps`` has all.
     """
 
     program: str
@@ -39,17 +39,17 @@ class Running:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What may become a `Running`, where it runs and fits; ``name`` says what it is where it does not."""
+    """A `Running` to be made if it runs and fits; ``name`` is used in messages."""
 
     name: str
     make: Callable[[], Running]
 
 
 def in_groups(attempts: Sequence[Attempt], device: torch.device) -> Iterator[list[Running]]:
-    """All that run, in groups that fit into the device's memory; the first of all begins each group.
+    """All that run, in groups that fit into the device's memory, each beginning with the very first one.
 
-    Each group is to be measured before the next is asked for, which takes its memory. What does not fit beside the
-    first is left out with a line; of what does not run here there is a line with the reason.
+    A group has to be measured before the next is requested, which reuses its memory. Prints what does not run, and what
+    does not fit beside the first.
     """
     group: list[Running] = []
     for attempt in attempts:
@@ -68,17 +68,17 @@ def in_groups(attempts: Sequence[Attempt], device: torch.device) -> Iterator[lis
             group.append(made)
     if group:
         yield group
-        group.clear()  # whoever measured it may still hold the list
+        group.clear()  # the caller may still hold the list
 
 
 def _anew(entry: Running) -> Running:
-    """The same without what was measured."""
+    """A copy without the measurements."""
     known: dict[str, Any] = {**vars(entry), "rounds": {}, "steps": []}
     return Running(**known)
 
 
 def _fitting(attempt: Attempt, device: torch.device) -> Running | str | None:
-    """What is made, or why it does not run; None where it does not fit, and then it takes no memory."""
+    """The result, or why it does not run; None if it does not fit, with its memory freed."""
     made: Running | str | None
     try:
         made = attempt.make()
@@ -95,7 +95,7 @@ def _fitting(attempt: Attempt, device: torch.device) -> Running | str | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of a GPU that nothing holds."""
+    """Free memory of a GPU, after releasing unused allocations."""
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]

@@ -1,7 +1,7 @@
-"""Forty short Python functions to complete, with the tests of a correct one, and few-shot examples to precede them.
+"""Forty short Python functions to complete, with tests, and few-shot examples to precede them.
 
-All were written for this benchmark. `MODULE` is the beginning of a file; each problem goes on with a signature and a
-docstring, and its body is what the model writes. `completion` asks for bodies and runs them.
+All were written for this benchmark. `MODULE` is the beginning of a file; each problem adds a signature and a docstring,
+and the model writes the body. `completion` asks for bodies and runs them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Problem:
     Attributes:
         head: signature, as ``name(arguments)``.
         says: its docstring.
-        checks: expressions that are true of a right function.
+        checks: expressions that are true for a correct function.
     """
 
     head: str

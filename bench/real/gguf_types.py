@@ -1,8 +1,8 @@
-"""Which GGUF file other programs are fastest with: ``python -m caramba_fast.bench.real.gguf_types [MODEL ...]``.
+"""Speed of other programs by type of the GGUF file: ``python -m caramba_fast.bench.real.gguf_types [MODEL ...]``.
 
-llama.cpp lays out Q4_0 anew when it loads a file, for faster products, and does not do so with Q4_1. Both files, in
-llama.cpp and in OpenVINO GenAI with fp16 caches, take steps in turn with `Generator` (``q4``, int4 weights, compiled);
-then llama.cpp and Generator (bf16 weights) read a prompt in turn. Writes ``bench/results/real/<model>-gguf-types.csv``.
+llama.cpp repacks Q4_0 when it loads a file, for faster products, but not Q4_1. Both files, in llama.cpp and in OpenVINO
+GenAI with fp16 caches, take steps in turn with `Generator` (``q4``, int4 weights, compiled); then llama.cpp and
+Generator (bf16 weights) read a prompt in turn. Writes ``bench/results/real/<model>-gguf-types.csv``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COLUMNS = (
 
 
 def measure(name: str, contexts: Sequence[int] = CONTEXTS) -> Iterator[dict[str, Any]]:
-    """The lines of one model: steps behind contexts, then prompts."""
+    """The rows of one model: steps after contexts, then prompts."""
     native = merge_projections(load_model(model_folder(name), dtype=torch.bfloat16))
     few: Any = merge_projections(load_model(model_folder(name), dtype=torch.bfloat16))
     quantize(few, "int4")

@@ -1,8 +1,8 @@
-"""KIVI as its paper has it (https://arxiv.org/abs/2402.02750), for the tasks of `tasks`: what is read, not how fast.
+"""KIVI as in its paper (https://arxiv.org/abs/2402.02750), for the tasks of `tasks`: its quality, not its speed.
 
-Keys are quantized by channel over 32 tokens, values by token over 32 channels, from the least value to the largest. 128
-tokens stay as they are: of keys those behind the last multiple of 128, of values the newest. The package has no such
-format: an fp16 cache holds the values that its codes stand for.
+Keys are quantized by channel over 32 tokens, values by token over 32 channels, between the least and the largest value.
+Unquantized are keys after the last multiple of 128 tokens, and values of the newest 128. The package has no such
+format: an fp16 cache holds the dequantized values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GROUP, RESIDUAL = 32, 128
 
 
 def quantized(x: Tensor, bits: int, dim: int) -> Tensor:
-    """What codes of so many bits stand for, each group along ``dim`` with a scale and a zero in fp16."""
+    """x quantized to so many bits and dequantized, each group along ``dim`` with a scale and a zero in fp16."""
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     scale = ((high - low).float() / (2**bits - 1)).to(x.dtype).float()
     codes = (x - low).float() / scale.clamp(min=1e-30)
@@ -41,7 +41,7 @@ class KiviCache(LayerKVCache):
         will_attend: bool,
         rope: Rope | None = None,
     ) -> None:
-        """As any cache's; then what has become old enough is replaced by what its codes stand for."""
+        """Appends as any cache; then replaces values that are now old enough by their dequantized ones."""
         before = list(self.lengths.host)
         super().append_streams(new, new_lens, cache_leftpad, will_attend, rope)
         for row, (held, holds) in enumerate(zip(before, self.lengths.host, strict=True)):
@@ -67,7 +67,7 @@ class KiviShape(LayerShape):
 
 
 def with_kivi(model: Any, bits: int) -> Any:
-    """The same `LanguageModel` with fp16 caches that lose what KIVI loses."""
+    """The same `LanguageModel` with fp16 caches that have KIVI's errors."""
     layout = [
         KiviShape(shape.k_dim, shape.v_dim, shape.n_kv_heads, bits=bits)
         for shape in model.cache_layout

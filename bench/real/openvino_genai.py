@@ -1,6 +1,6 @@
-"""OpenVINO GenAI's own decode: its pipeline over the GGUF file, one for each kind of cache it has.
+"""OpenVINO GenAI's own decode: its pipeline over the GGUF file, one for each of its kinds of cache.
 
-Its pipeline keeps the blocks of earlier prompts, so a context is computed once and then found again.
+The pipeline keeps the blocks of earlier prompts, so that a context is computed only once.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ KINDS = ("f16", "u8", "u4")
 
 
 class OpenVinoGenAI:
-    """A pipeline on torch's number of threads, otherwise as it comes.
+    """A pipeline on torch's number of threads, with default settings otherwise.
 
     Args:
         gguf: the model.
         kind: of `KINDS`.
-        room: tokens of its longest context.
+        room: longest context in tokens.
         text: token ids that are repeated as its context.
-        prefixes: whether it finds the blocks of earlier prompts again.
-        layers: what the matrices of its layers are stored as (`four_bits`).
+        prefixes: whether it reuses the blocks of earlier prompts.
+        layers: type of the layers' matrices (`four_bits`).
     """
 
     program = "OpenVINO GenAI"
@@ -56,7 +56,7 @@ class OpenVinoGenAI:
         )  # fmt: skip
 
     def generate(self, ids: Sequence[int], count: int) -> list[float]:
-        """Writes ``count`` tokens behind a prompt; seconds of each but the first."""
+        """Generates ``count`` tokens after a prompt; seconds of each but the first."""
         options = self.package.GenerationConfig(
             max_new_tokens=count, do_sample=False, ignore_eos=True
         )
@@ -65,13 +65,13 @@ class OpenVinoGenAI:
         return [micros / 1e6 for micros in found.perf_metrics.raw_metrics.m_durations]
 
     def lengthen(self, context: int) -> None:
-        """Computes so many tokens of the text."""
+        """Computes a context of so many tokens of the text."""
         self._context = (self._text * (1 + context // len(self._text)))[:context]
         self.generate(self._context, 1)
 
     def take(self, count: int) -> list[float]:
-        """Seconds of each of ``count`` steps behind the context, and two before them that are not counted."""
+        """Seconds of each of ``count`` steps after the context, after two that are not counted."""
         return self.generate(self._context, count + 2)[1:]
 
     def nbytes(self) -> None:
-        """It does not say what its cache takes."""
+        """None: it does not tell the size of its cache."""

@@ -1,7 +1,7 @@
-"""Caches behind prompts that are short or odd: ``python -m caramba_fast.bench.real.prompts``, part of `make real`.
+"""Caches after short or odd prompts: ``python -m caramba_fast.bench.real.prompts``, part of `make real`.
 
-Settings that were chosen on ordinary text could fail where a prompt is one token, one token repeated, or whitespace.
-KL(fp16 ‖ cache) on text that follows each of them, mean over all positions behind the prompt. Writes
+Settings chosen on ordinary text could fail where a prompt is one token, one token repeated, or whitespace. Measures
+KL(fp16 ‖ cache) on text that follows each of them, mean over all positions after the prompt. Writes
 ``bench/results/real/<model>-prompts.json``.
 """
 
@@ -23,7 +23,7 @@ from caramba_fast.quality import cached_forward
 from caramba_fast.quality.compare import compare
 from caramba_fast.quality.needles import token_ids
 
-#: Texts behind each prompt, half of each kind, and tokens of each that are scored.
+#: Texts after each prompt, half of each kind, and scored tokens of each.
 TEXTS, TOKENS = 4, 192
 Make = Callable[[Subject, np.ndarray], np.ndarray]
 
@@ -37,7 +37,7 @@ def _random(subject: Subject, ids: np.ndarray) -> np.ndarray:
     return np.random.default_rng(int(ids[0])).integers(0, subject.model.vocab_size, 96)
 
 
-#: What each prompt is made of: the model, and the text it stands before.
+#: Makes each prompt from the model and the text that follows.
 PROMPTS: dict[str, Make] = {
     "1 token": lambda _, ids: ids[:1],
     "1 token, 64 times": lambda _, ids: np.resize(ids[:1], 64),
@@ -54,17 +54,9 @@ PROMPTS: dict[str, Make] = {
 def study(
     subject: Subject, specs: Sequence[str], count: int = TEXTS, tokens: int = TOKENS
 ) -> dict[str, dict[str, float]]:
-    """Mean KL in nats by prompt and spec.
+    """Mean KL in nats by prompt and spec, over ``count`` texts of ``tokens`` scored tokens after each prompt.
 
-    Args:
-        subject: a model and its tokenizer.
-        specs: caches.
-        count: texts behind each prompt.
-        tokens: of each text that are scored.
-
-    Raises:
-        TextError: the texts cannot be had.
-        ValueError: an unknown spec, or one that does not fit the model.
+    Raises TextError if the texts are missing, ValueError for a spec that is unknown or does not fit the model.
     """
     longest = 300 + tokens
     rows = windows(
@@ -74,7 +66,7 @@ def study(
     found = {}
     for name, make in PROMPTS.items():
         prompts = np.stack([make(subject, row) for row in rows])
-        # The first tokens of a text may be the prompt: what is scored begins behind the longest one.
+        # A prompt may be the first tokens of its text: what is scored begins after the longest one.
         ids = torch.from_numpy(np.concatenate((prompts, rows[:, 300:]), axis=1))
         scored = np.arange(prompts.shape[1], ids.shape[1] - 1)
         positions = np.tile(scored, (count, 1))

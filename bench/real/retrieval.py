@@ -1,9 +1,8 @@
 """Facts in a long context, asked for in a chat: 120 questions, answered exactly or not.
 
-A context is text of the held-out part with lines among it such as ``The access code of Martin is 48213.``; a question
-asks for one of them. Names and numbers are drawn with a seed. Several questions share a context, each from the same
-cache. What a real model finds in its cache is the point, so the questions are such that a model of 0.5B parameters
-answers most of them from an fp16 cache.
+A context is held-out text that contains lines such as ``The access code of Martin is 48213.``; a question asks for one
+of them. Names and numbers are drawn with a seed. Several questions share a context and its cache. The questions are
+easy enough for a model of 0.5B parameters to answer most of them from an fp16 cache.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ NUMBER = re.compile(r"\d[\d,]*")
 
 @dataclass(frozen=True)
 class Context:
-    """A text with hidden facts, and the questions: (name, code) each."""
+    """A text with hidden facts, each a (name, code) to ask for."""
 
     text: str
     facts: tuple[tuple[str, str], ...]
 
 
 def contexts(tokenizer: TextTokenizer, facts: int = FACTS, seed: int = 0) -> list[Context]:
-    """A context of each length of `CONTEXTS`, of English and of documentation in turn."""
+    """A context of each length of `CONTEXTS`, alternately of English and of documentation."""
     rng = random.Random(seed)
     kinds = ("English", "documentation")
     found = []
@@ -69,7 +68,7 @@ def _mixed(filler: str, lines: list[str]) -> str:
 
 
 def prompts(tokenizer: TextTokenizer, context: Context) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each question, laid out by the tokenizer's chat template."""
+    """Token ids of each question, in the tokenizer's chat template."""
     return tuple(
         tuple(
             tokenizer.chat(
@@ -81,6 +80,6 @@ def prompts(tokenizer: TextTokenizer, context: Context) -> tuple[tuple[int, ...]
 
 
 def is_right(answer: str, code: str) -> bool:
-    """Whether the first number of an answer is the one asked for."""
+    """Whether the first number of an answer is the code."""
     found = NUMBER.search(answer)
     return found is not None and found[0].replace(",", "") == code

@@ -1,4 +1,4 @@
-"""Models to take decode steps with: of checkpoints, or of known shapes with random weights."""
+"""Models for decode steps: from checkpoints, or of known shapes with random weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from caramba_fast.bench.real.models import model_folder
 from caramba_fast.models import ModelConfig, Transformer, load_model, merge_projections
 from caramba_fast.models.checkpoint import assembled
 
-#: Models as their configurations say, without their weights.
+#: Configurations of models, without weights.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 512},
@@ -27,14 +27,9 @@ POSITIONS = 2**18
 def models_of(
     name: str, dtype: torch.dtype, device: torch.device, layers: int | None = None
 ) -> tuple[Any, Transformer]:
-    """The model for transformers, and the native one for our `Generator`; weights that are not merged they share.
+    """The model for transformers, and the native one for our `Generator`; they share the weights that are not merged.
 
-    Args:
-        name: of a shape, or of a checkpoint.
-        layers: of a shape, fewer than it has.
-
-    Raises:
-        ValueError: ``layers`` of a checkpoint.
+    ``name`` is that of a shape or a checkpoint. ``layers`` limits the layers of a shape; ValueError for a checkpoint.
     """
     if layers is not None and name not in SHAPES:
         raise ValueError(

@@ -1,12 +1,12 @@
 """Quality loss of each cache with real models: ``python -m caramba_fast.bench.real.study``, `make real`.
 
 The quality lab on half English, half Python documentation (`text`), against an fp16 cache: perplexity ratio, KL, top
-token and acceptance with 95% intervals over windows, and what a whole cache takes. Writes one JSON report a model into
-``bench/results/real``, from which `real_page` makes the first part of docs/quality.md. Finished parts are kept in
-``--parts``: a run that was interrupted goes on where it stopped, and a new cache costs its own time and the baseline's.
-Parts are named by settings, not by code: a run says when other code made some of them, and their folder has to be
-removed then. ``--add`` needs no parts: it puts the caches of ``--specs`` into the report that is there. ``--long``
-measures a few caches on longer windows of the same text.
+token and acceptance with 95% intervals over windows, and the bytes of a whole cache. Writes one JSON report per model
+into ``bench/results/real``, from which `real_page` makes the first part of docs/quality.md. Finished parts are kept in
+``--parts``, so that a run can be resumed, and a new cache costs its own time and the baseline's. Parts are named by
+settings, not by code: a run warns if other code made some of them, and the folder then has to be removed. ``--add``
+needs no parts: it adds the caches of ``--specs`` to the existing report. ``--long`` measures a few caches on longer
+windows of the same text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from caramba_fast.quality.needles import token_ids
 from caramba_fast.quality.report import on_pareto_front
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "real"
-#: Suffixes of a model's name: report of the other part of the text, for choosing settings; report of long windows.
+#: Suffixes of a model's name: report of the part of the text for choosing settings; report of long windows.
 CHOSEN_ON, LONG = "-chosen-on", "-long"
 RUNS = Path(__file__).resolve().parents[2] / "runs" / "real"
 #: 8 windows of 2048 tokens are 16,376 predictions.
@@ -42,7 +42,7 @@ CONTEXT, WINDOWS = 2048, 8
 QUICK_WINDOWS = 2
 #: With ``--long``: 32,764 predictions.
 LONG_CONTEXT, LONG_WINDOWS = 8192, 4
-#: Rows computed at once.
+#: Rows computed together.
 BATCH = 2
 #: Tokens of the cache whose total bytes are reported.
 SIZE_CONTEXT = 4096
@@ -72,16 +72,12 @@ def study(
         count: windows, half of each text.
         part: of the texts (`text.PARTS`).
         parts: where finished parts are kept.
-        subject: the model, where it is loaded already.
+        subject: the model, if it is loaded already.
 
-    Returns:
-        the lab's report; its ``about`` also has ``title``, ``text_part``, ``code`` (what made the parts,
-        `note_code`), ``sizes`` (bits a value and bytes of a whole cache of `SIZE_CONTEXT` tokens, by spec),
-        ``seconds`` (of this run) and ``environment``.
-
-    Raises:
-        FetchError, TextError: the model or the text cannot be had.
-        ValueError: an unknown spec, or one that does not fit the model.
+    Returns the lab's report; its ``about`` also has ``title``, ``text_part``, ``code`` (what made the parts,
+    `note_code`), ``sizes`` (bits a value and bytes of a whole cache of `SIZE_CONTEXT` tokens, by spec), ``seconds`` (of
+    this run) and ``environment``. Raises FetchError or TextError if model or text cannot be had, ValueError for a spec
+    that is unknown or does not fit the model.
     """
     subject = subject or load_subject(str(model_folder(model)), "cpu")
     bos = begin_token(subject)
@@ -119,15 +115,14 @@ def sizes(forward: ModelForward, specs: Sequence[str], context: int) -> dict[str
     return found
 
 
-#: Settings on which two reports must agree to be merged.
+#: Settings in which two reports must agree to be merged.
 SAME = ("model", "text", "baseline", "text_part", "context", "windows", "size_context")
 
 
 def added(earlier: QualityReport, report: QualityReport) -> QualityReport:
-    """``earlier`` with the caches of ``report``, which replace their like; in the order of the study.
+    """``earlier`` with the caches of ``report`` added or replaced, in the order of the study.
 
-    Raises:
-        ValueError: they are of other models, texts or windows, or their baselines differ.
+    Raises ValueError if models, texts, windows or baselines differ.
     """
     differ = [name for name in SAME if earlier.about.get(name) != report.about.get(name)]
     if differ:
@@ -159,7 +154,7 @@ def lines(report: QualityReport) -> list[str]:
 
 
 def add_options(parser: argparse.ArgumentParser, specs: Sequence[str]) -> None:
-    """The options that the study and the tasks share."""
+    """Adds the options that the study and the tasks share."""
     parser.add_argument(
         "models", nargs="*", metavar="MODEL",
         help=f"of {', '.join(SOURCES)}; a checkpoint folder; or a Hub id (organisation/model)",

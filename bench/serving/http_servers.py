@@ -1,6 +1,6 @@
-"""The servers of `over_http`: ours, and those that a user would start instead.
+"""The servers of `over_http`: ours, and the alternatives.
 
-Each is a process of its own with the same room: `CONCURRENCY` requests of `FULL` tokens at once, passes of
+Each is its own process with the same capacity: `CONCURRENCY` requests of `FULL` tokens at once, passes of
 `BATCH_TOKENS`, and as many threads as this process computes with.
 """
 
@@ -26,9 +26,9 @@ from caramba_fast.bench.serving.serve_systems import BATCH_TOKENS, PAGE_SIZE
 from caramba_fast.infer.tokenizer import TextTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Where `make bench-http` builds llama.cpp's server.
+#: llama.cpp's server as built by `make bench-http`.
 LLAMA_SERVER = ROOT / "build" / "peers" / "llama-server" / "bin" / "llama-server"
-#: llama.cpp's names of caches like ours.
+#: llama.cpp's names of similar caches.
 LLAMA_KINDS = {"fp16": "f16", "q8": "q8_0", "q4": "q4_0"}
 STARTS_S = 300
 
@@ -38,7 +38,6 @@ class Server:
     """How to start a server, and the requests to send.
 
     Attributes:
-        name: in results.
         command: its command line, without the port.
         model: its name in requests.
         why_not: why it cannot run here; None if it can.
@@ -50,7 +49,7 @@ class Server:
     why_not: str | None = None
 
     def body(self, item: Item, salt: str, tokenizer: TextTokenizer) -> dict[str, Any]:  # noqa: ARG002
-        """A request of /v1/completions: greedy, so many tokens whatever they are, no prefix of an earlier one."""
+        """A request of /v1/completions: greedy, a fixed number of tokens, no prefix shared with earlier requests."""
         return {
             "model": self.model, "prompt": item.prompt, "max_tokens": item.new_tokens, "temperature": 0,
             "ignore_eos": True, "cache_salt": salt,
@@ -58,11 +57,7 @@ class Server:
 
     @contextmanager
     def running(self) -> Iterator[tuple[str, int]]:
-        """Its address and its process, once it answers.
-
-        Raises:
-            RuntimeError: it does not start.
-        """
+        """Starts it and gives its address and process id once it answers; RuntimeError if it does not."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -79,7 +74,7 @@ class Server:
 
 
 class LlamaServer(Server):
-    """Finds the longest common prefix in its slots whatever the salt is, unless told not to look."""
+    """Looks for common prefixes in its slots whatever the salt, unless told not to."""
 
     def body(self, item: Item, salt: str, tokenizer: TextTokenizer) -> dict[str, Any]:
         """As `Server.body`."""
@@ -87,7 +82,7 @@ class LlamaServer(Server):
 
 
 class TransformersServer(Server):
-    """Takes prompts as text alone, and an end of text from a generation config."""
+    """Takes prompts as text only, and the end of text from a generation config."""
 
     def body(self, item: Item, salt: str, tokenizer: TextTokenizer) -> dict[str, Any]:  # noqa: ARG002
         """As `Server.body`."""
@@ -128,7 +123,7 @@ def transformers_serve(folder: Path) -> Server:
 
 
 def llama_server(gguf: Path, cache: str) -> Server:
-    """llama.cpp's server over a model of 4-bit weights, with flash attention and the cache that is like ours."""
+    """llama.cpp's server with a model of 4-bit weights, flash attention and the cache most similar to ours."""
     why, threads = None, str(torch.get_num_threads())
     if not LLAMA_SERVER.exists():
         why = f"{LLAMA_SERVER.relative_to(ROOT)} is not built (make bench-http builds it)"

@@ -1,11 +1,11 @@
 """The same load through HTTP: ``python -m caramba_fast.bench.serving.over_http [--publish] [--quick] [--peers]``.
 
-`CONCURRENCY` clients send the requests of `serve_load`, each its next one when the last is answered: to an `Engine` in
-this process, and to servers in others (`http_servers`): ours, streamed and whole, and with ``--peers`` those of
-transformers and llama.cpp. All take the load in turn, in rounds; a ratio is the median over rounds. Beside tokens a
-second stands the processor time that the process of the model took for a token, clients not counted, and which share of
-the time the engine was between two steps: what HTTP and the clients cost it. Tokens a second also tell what else the
-machine does, clients included where they share its cores.
+`CONCURRENCY` clients send the requests of `serve_load`, each the next when the last is answered: to an `Engine` in this
+process, and to servers in others (`http_servers`): ours, streamed and whole, and with ``--peers`` those of transformers
+and llama.cpp. All take the load in turn, in rounds; a ratio is the median over rounds. Beside tokens a second, two
+figures show the cost of HTTP: processor time per token in the model's process, without clients, and the share of time
+the engine was between two steps. Tokens a second also depend on what else the machine does, clients included where they
+share its cores.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Taken:
     """Figures of one round of one system.
 
     Attributes:
-        seconds: of the clock, for all requests.
-        cpu_s: of the processor, of the process that computes.
-        tokens: generated.
-        ttft_s: of each request; of one that is not streamed its whole time.
+        seconds: wall time of all requests.
+        cpu_s: processor time of the process that computes.
+        tokens: number generated.
+        ttft_s: time to first token of each request; if not streamed, its whole time.
         texts: the answers.
-        busy_s: of the clock, in steps of the engine; None where nobody says.
+        busy_s: wall time in steps of the engine; None if unknown.
     """
 
     seconds: float
@@ -86,7 +86,7 @@ class Direct:
         )  # fmt: skip
 
     def run(self, items: Sequence[Item], number: int) -> Taken:
-        """The load."""
+        """Serves the load."""
         engine, left = self.engine, list(enumerate(items))[::-1]
         sent, texts = dict[str, float](), dict[str, str]()
         first, new = dict[str, float](), 0
@@ -127,7 +127,7 @@ class OverHTTP:
         self.name = f"{server.name}, {'streamed' if streamed else 'whole'}"
 
     def run(self, items: Sequence[Item], number: int) -> Taken:
-        """The load."""
+        """Serves the load."""
         return asyncio.run(self._run(items, number))
 
     async def _run(self, items: Sequence[Item], number: int) -> Taken:
@@ -155,7 +155,7 @@ class OverHTTP:
         )  # fmt: skip
 
     async def _busy(self, http: httpx.AsyncClient) -> float | None:
-        """Seconds our server has been in steps; None for another's."""
+        """Seconds our server has spent in steps; None for other servers."""
         if self.name not in OURS:
             return None
         lines = (await http.get(f"{self.address}/metrics")).text.splitlines()
@@ -165,7 +165,7 @@ class OverHTTP:
         return float(value)
 
     async def _ask(self, http: httpx.AsyncClient, item: Item, salt: str) -> tuple[str, int, float]:
-        """The text, how many tokens it has, and when the first was there."""
+        """The text, its number of tokens, and the time of the first."""
         body = self.server.body(item, salt, self.tokenizer)
         if self.streamed:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -234,7 +234,7 @@ def measure(given: argparse.Namespace, path: Path) -> None:
 
 
 def rows_of(found: dict[str, list[Taken]]) -> Iterator[dict[str, Any]]:
-    """A line for each system."""
+    """A row for each system."""
     base = found[ENGINE]
     for name, runs in found.items():
         rates = [run.tokens / run.seconds for run in runs]

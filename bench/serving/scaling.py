@@ -1,7 +1,7 @@
 """The tables of docs/scaling.md: bytes read and moved for each token, on 1 to 64 devices.
 
 ``python -m caramba_fast.bench.serving.scaling`` prints them, ``--publish`` rewrites the page. Nothing is measured: the
-figures are those of `caramba_fast.bench.serving.traffic`, which the tests hold against real ranks.
+figures are those of `caramba_fast.bench.serving.traffic`, which the tests compare with real ranks.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def size(count: float) -> str:
 
 
 def step_table(kind: str, tokens: int) -> list[str]:
-    """One line for each number of devices and way to use them."""
+    """A row for each number of devices and way to use them."""
     shape = step_shape(MODEL, kind)
     body = []
     for devices in DEVICES:
@@ -130,14 +130,14 @@ def parts() -> dict[str, Sequence[str]]:
 
 
 def published(page: str) -> str:
-    """The page with the tables of today."""
+    """The page with the current tables."""
     for name, lines in parts().items():
         page = replaced(page, name, lines)
     return page
 
 
 def main() -> None:
-    """Prints the tables, or puts them into the page."""
+    """Prints the tables, or writes them into the page."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--publish", action="store_true", help="rewrite docs/scaling.md")
     if parser.parse_args().publish:

@@ -1,9 +1,9 @@
 """Serving a fixed load: ``python -m caramba_fast.bench.serving.serve [--publish] [--quick]``.
 
-The demo model answers the requests of `serve_load` in static batches, through our engine, as a transformers model
-through our engine, and through the continuous batching of transformers (`serve_systems`), with the same bytes for
-keys and values. All systems take the same requests in turn, in rounds; a ratio is the median over rounds. How many
-requests run at once in the same bytes is counted besides (`serve_room`). Minutes, on one core.
+The demo model answers the requests of `serve_load` in static batches, in our engine, as a transformers model in our
+engine, and in the continuous batching of transformers (`serve_systems`), with the same bytes for keys and values. All
+systems take the same requests in turn, in rounds; a ratio is the median over rounds. How many requests fit into the
+same bytes is counted separately (`serve_room`). Takes minutes on one core.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from caramba_fast.models import demo_tokenizer, held_out_text, load_demo
 
 CACHES = ("fp16", "q8", "q4")
 REQUESTS, OPEN_REQUESTS, ROUNDS = 80, 40, 3
-#: Arrivals of open loops, as shares of what our engine with `OPEN_CACHES[-1]` answers in the closed one while all
-#: clients wait.
+#: Arrival rates of open loops, relative to the rate at which our engine with `OPEN_CACHES[-1]` answers in the closed
+#: loop while all clients wait.
 RATES, OPEN_CACHES = (0.5, 0.8, 1.2), ("fp16", "q4")
 
 
 def systems(
     native: Any, named: Sequence[str], caches: Sequence[str]
 ) -> tuple[list[System], list[Row]]:
-    """Those that run here, warmed up, and a line with the reason for each of the others."""
+    """The systems that run here, warmed up, and a row with the reason for each of the others."""
     found, left_out = list[System](), list[Row]()
     size = fp16_bytes(native, CONCURRENCY)
     for name in named:
@@ -86,7 +86,7 @@ def _made(name: str, cache: str, native: Any, size: int) -> System:
 
 
 def in_turn(listed: Sequence[System], rounds: int, run: Callable[[System], Run]) -> Runs:
-    """Runs of every system, one each round, another one first in each."""
+    """Runs of every system, one in each round; rounds begin with different systems."""
     found: Runs = {(system.name, system.cache): [] for system in listed}
     for number in range(rounds):
         first = number % len(listed)
@@ -98,19 +98,19 @@ def in_turn(listed: Sequence[System], rounds: int, run: Callable[[System], Run])
 
 
 class Results:
-    """The rows so far, in the file with every addition."""
+    """All rows so far, written to the file after every addition."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self.path, self.about, self.rows = path, about, list[Row]()
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Adds lines."""
+        """Adds rows."""
         self.rows += [{**row, **self.about} for row in rows]
         write_csv(self.path, COLUMNS, self.rows)
 
 
 def measure(given: argparse.Namespace, path: Path) -> None:
-    """Everything asked for."""
+    """Measures everything asked for."""
     model, text = load_demo(), demo_tokenizer().encode(held_out_text()).ids
     results = Results(path, _about())
     if given.supplies:

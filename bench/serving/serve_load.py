@@ -1,8 +1,8 @@
 """The load of `serve`: fixed requests, the clients that send them, and the resulting figures.
 
-Prompts are stretches of held-out text of 16 to 512 tokens, evenly distributed; answers have 64 tokens in the mean,
+Prompts are stretches of held-out text of 16 to 512 tokens, uniformly distributed; answers have 64 tokens on average,
 geometrically distributed, 512 at most. In a closed loop a fixed number of clients send their next request when the
-last one is answered; in an open loop requests come at random (Poisson), whether the others are answered or not.
+last one is answered; in an open loop requests arrive at random (Poisson).
 """
 
 from __future__ import annotations
@@ -20,24 +20,20 @@ SHORTEST, LONGEST = 16, 512
 MEAN_NEW, MOST_NEW = 64, 512
 CONCURRENCY = 16
 SEED = 0
-#: Tokens of the longest request there can be.
+#: Tokens of the longest possible request.
 FULL = LONGEST + MOST_NEW
 
 
 @dataclass(frozen=True)
 class Item:
-    """A request: its prompt, and how many tokens are wanted."""
+    """A request: its prompt, and the number of tokens to generate."""
 
     prompt: list[int]
     new_tokens: int
 
 
 def supply(text: Sequence[int], seed: int = SEED) -> Iterator[Item]:
-    """Requests without end, the same ones for the same seed.
-
-    Raises:
-        ValueError: the text is shorter than the longest prompt.
-    """
+    """Endless requests, the same ones for the same seed; ValueError if the text is shorter than the longest prompt."""
     if len(text) < LONGEST:
         raise ValueError(f"the text has {len(text)} tokens; {LONGEST} or more are needed")
     rng = np.random.default_rng(seed)
@@ -54,13 +50,13 @@ def load(text: Sequence[int], count: int, seed: int = SEED) -> list[Item]:
 
 
 def arrivals(count: int, rate: float, seed: int = SEED) -> list[float]:
-    """Seconds at which requests of an open loop come: Poisson, ``rate`` a second."""
+    """Arrival times of requests of an open loop in seconds: Poisson, ``rate`` a second."""
     return np.random.default_rng(seed + 1).exponential(1 / rate, count).cumsum().tolist()
 
 
 @dataclass
 class Record:
-    """The outcome of one request; times are from ``time.perf_counter``.
+    """The outcome of one request, in times of ``time.perf_counter``.
 
     Attributes:
         arrived: when its client sent it.
@@ -75,11 +71,9 @@ class Record:
 
 @dataclass
 class Run:
-    """One system with one load, once.
+    """One run of one system with one load.
 
-    Attributes:
-        began: when the first request could be sent.
-        preemptions: times a request gave its memory back; None if the system does not tell.
+    ``began`` is when the first request could be sent; ``preemptions`` is None if the system does not tell.
     """
 
     records: list[Record]
@@ -88,7 +82,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """From the beginning to the last token of all."""
+        """From the beginning to the very last token."""
         return max(record.tokens[-1] for record in self.records) - self.began
 
     @property
@@ -108,14 +102,14 @@ class Run:
 
     @property
     def full_requests_per_s(self) -> float:
-        """Requests answered a second until the last one was sent, when all clients of a closed loop wait."""
+        """Requests answered a second until the last one was sent, while all clients of a closed loop wait."""
         last = max(record.arrived for record in self.records)
         early = sum(record.tokens[-1] <= last for record in self.records)
         return early / (last - self.began) if early else self.requests_per_s
 
     @property
     def running(self) -> float:
-        """Requests under way at once, in the mean over the time."""
+        """Average number of concurrent requests."""
         held = sum(r.tokens[-1] - (r.started or r.arrived) for r in self.records)
         return held / self.seconds
 
@@ -124,7 +118,7 @@ class Run:
         return [r.tokens[0] - r.arrived for r in self.records]
 
     def queue(self) -> list[float]:
-        """Seconds each request waited before anything was done for it."""
+        """Seconds each request waited before the system began with it."""
         return [r.started - r.arrived for r in self.records if r.started is not None]
 
     def gaps(self) -> list[float]:
@@ -144,10 +138,7 @@ def percentiles(values: Sequence[float]) -> tuple[float, float]:
 class Clients:
     """Sends the requests and receives the tokens.
 
-    Args:
-        items: requests, in order.
-        times: seconds at which they come, for an open loop; None for a closed one.
-        places: clients of a closed loop.
+    ``times`` are the seconds at which ``items`` arrive in an open loop; None for a closed one with ``places`` clients.
     """
 
     def __init__(
@@ -169,14 +160,14 @@ class Clients:
 
     @property
     def next_s(self) -> float | None:
-        """Seconds until the next request of an open loop; None if no more come by themselves."""
+        """Seconds until the next request of an open loop; None if no more arrive by themselves."""
         if self._times is None or len(self.records) == len(self.items):
             return None
         due = self.began + self._times[len(self.records)]
         return max(0.0, due - time.perf_counter())
 
     def due(self) -> list[int]:
-        """Numbers of the requests that have come since the last call."""
+        """Indices of the requests that have arrived since the last call."""
         first = len(self.records)
         while len(self.records) < len(self.items):
             if self._times is None:
@@ -191,11 +182,7 @@ class Clients:
         return list(range(first, len(self.records)))
 
     def got(self, number: int, times: Sequence[float]) -> None:
-        """Tokens of a request, each with its time.
-
-        Raises:
-            RuntimeError: more tokens than were asked for.
-        """
+        """Notes tokens of a request, each with its time; RuntimeError for more than were asked for."""
         record, wanted = self.records[number], self.items[number].new_tokens
         record.tokens += times
         if len(record.tokens) > wanted:

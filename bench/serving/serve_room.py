@@ -1,9 +1,9 @@
 """How many requests of the fixed load run at once in the same bytes, by cache kind.
 
-Requests are in endless supply and the engine takes on as many as it will; nothing but pages limits it. Counted is how
-many are under way after each step: the mean once the pool has filled, and the most before a request had to give its
-pages back. Lengths are fixed and end-of-sequence ids are ignored, so that scheduling does not depend on what the model
-says: its arithmetic is left out, and many steps can be counted.
+Requests are endless and the engine is limited by pages alone. Counted are the requests running after each step: the
+mean once the pool has filled, and the most before the first preemption. Lengths are fixed and end-of-sequence ids
+ignored, so that scheduling does not depend on the model's output: its arithmetic is left out, and many steps can be
+counted.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from caramba_fast.bench.serving.serve_load import supply
 from caramba_fast.bench.serving.serve_systems import GREEDY, PAGE_SIZE
 from caramba_fast.serve import Engine
 
-#: Requests of full length that fp16 pages hold.
+#: Requests of full length that fit into the pages with fp16.
 FULL_REQUESTS = 6
 STEPS, SEEDS = 1500, (0, 1, 2)
-#: Steps that are left out of the mean: by then as many requests end as begin.
+#: Share of steps left out of the mean; after it as many requests end as begin.
 FILLING = 1 / 3
 #: More requests than can ever run, and enough prompt tokens per step that pages are the bottleneck.
 MANY, BATCH_TOKENS = 256, 2048
-#: Requests that wait at all times.
+#: Number of requests kept waiting.
 WAITING = 16
 
 
@@ -35,11 +35,8 @@ WAITING = 16
 class Room:
     """Concurrency of a run.
 
-    Attributes:
-        mean: mean running requests over the steps after the pool has filled.
-        most: most running requests, up to the first preemption if there was one.
-        preemptions: number of preempted requests.
-        pages, cache_bytes: of the pool.
+    ``mean`` is the mean of running requests after the pool has filled, ``most`` the maximum up to the first preemption,
+    if any. ``pages`` and ``cache_bytes`` are of the pool.
     """
 
     mean: float
@@ -66,7 +63,7 @@ class Silent:
 def room(
     model: Any, cache: str, cache_bytes: int, text: Sequence[int], seed: int, steps: int = STEPS
 ) -> Room:
-    """Runs an engine on an endless supply."""
+    """Runs an engine on an endless supply of requests."""
     engine = Engine(
         Silent(model), cache_kind=cache, cache_bytes=cache_bytes, page_size=PAGE_SIZE, max_batch_size=MANY,
         max_batch_tokens=BATCH_TOKENS, **GREEDY,

@@ -28,13 +28,10 @@ Runs = dict[Key, list[Run]]
 
 
 def rows_of(what: str, found: Runs, sizes: Mapping[Key, int], arriving: float = 0) -> Iterator[Row]:
-    """A line for each system.
+    """A row for each system.
 
-    Args:
-        what: the load.
-        found: by system and cache.
-        sizes: bytes of their caches.
-        arriving: requests a second of an open loop; 0 for a closed one, where those answered are told.
+    ``found`` and ``sizes`` (bytes of caches) are by system and cache. ``arriving`` is the rate of an open loop in
+    requests a second; 0 for a closed one, which reports the rate of answers.
     """
     theirs = next((runs for (name, _), runs in found.items() if name == TRANSFORMERS), None)
     for (name, cache), runs in found.items():
@@ -56,7 +53,7 @@ def rows_of(what: str, found: Runs, sizes: Mapping[Key, int], arriving: float = 
 
 
 def _ratio(runs: list[Run], base: list[Run] | None) -> float | str:
-    """How many times as many tokens a second: the median over rounds."""
+    """The ratio of tokens a second: the median over rounds."""
     if base is None:
         return ""
     return round(statistics.median(a.rate / b.rate for a, b in zip(runs, base, strict=True)), 3)
@@ -74,7 +71,7 @@ def _latencies(runs: list[Run]) -> Row:
 
 
 def room_rows(rooms: Mapping[str, list[Room]]) -> Iterator[Row]:
-    """Requests at once: a line for each cache, over all supplies."""
+    """Concurrent requests: a row for each cache, over all supplies."""
     base = rooms.get(BASE)
     for cache, found in rooms.items():
         row: Row = {

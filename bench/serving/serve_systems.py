@@ -1,7 +1,7 @@
-"""The systems `serve` compares: static batches, our engine, and the continuous batching of transformers.
+"""The systems that `serve` compares: static batches, our engine, and the continuous batching of transformers.
 
-All have the same bytes for keys and values, and at most `CONCURRENCY` requests at once. A system is made once; ``run``
-takes a load from an empty cache.
+All have the same bytes for keys and values, and at most `CONCURRENCY` requests at once. A system is made once; every
+``run`` starts with an empty cache.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from caramba_fast.serve import Engine
 PAGE_SIZE = 64
 #: Tokens of one forward pass.
 BATCH_TOKENS = 512
-#: Seconds without any answer after which a system counts as stuck.
+#: A system counts as stuck after so many seconds without an answer.
 STUCK_S = 120.0
 STATIC, ENGINE, ENGINE_HF, TRANSFORMERS = "static", "engine", "engine-hf", "transformers"
 SYSTEMS = (STATIC, ENGINE, ENGINE_HF, TRANSFORMERS)
-#: Answered by every system before anything is timed.
+#: Requests answered before anything is timed.
 WARM_UP = [Item([1], 2), Item([1, 2], 2)]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_seq_len": FULL}
 
 
 class System(Protocol):
-    """One of the compared."""
+    """A compared system."""
 
     name: str
     cache: str
@@ -42,11 +42,11 @@ class System(Protocol):
         """Bytes for keys and values."""
 
     def run(self, items: Sequence[Item], times: Sequence[float] | None = None) -> Run:
-        """A load, closed or with arrivals at ``times``."""
+        """Serves a load, closed or with arrivals at ``times``."""
 
 
 class Static:
-    """A `Generator` over batches in the order of arrival, each as long as its longest answer."""
+    """A `Generator` with batches in order of arrival, each as long as its longest answer."""
 
     name = STATIC
 
@@ -56,11 +56,11 @@ class Static:
 
     @property
     def cache_bytes(self) -> int:
-        """Of the batch under way."""
+        """Bytes of the current batch."""
         return int(self._generator.report["cache_bytes"])
 
     def run(self, items: Sequence[Item], times: Sequence[float] | None = None) -> Run:
-        """Batches of all that wait, `CONCURRENCY` at most."""
+        """Takes all waiting requests as a batch, `CONCURRENCY` at most."""
         clients, waiting = Clients(items, times), list[int]()
         while not clients.is_over:
             waiting += clients.due()
@@ -87,11 +87,7 @@ class Static:
 
 
 class Batching:
-    """Our engine.
-
-    Raises:
-        TypeError: the model cannot take ragged batches.
-    """
+    """Our engine; TypeError for a model that cannot take ragged batches."""
 
     def __init__(self, name: str, model: Any, cache: str, cache_bytes: int) -> None:
         self.name, self.cache = name, cache
@@ -102,11 +98,11 @@ class Batching:
 
     @property
     def cache_bytes(self) -> int:
-        """Of the pool."""
+        """Bytes of the pool."""
         return int(self.engine.report["cache_bytes"])
 
     def run(self, items: Sequence[Item], times: Sequence[float] | None = None) -> Run:
-        """Requests as they come; pages of earlier runs are forgotten first."""
+        """Takes requests as they arrive, after dropping pages of earlier runs."""
         engine, before = self.engine, self.engine.metrics.preemptions
         engine.clear_prefixes()
         clients, added = Clients(items, times), dict[str, float]()
@@ -137,8 +133,8 @@ class Batching:
 class Transformers:
     """``ContinuousBatchingManager`` of transformers, driven through its public methods.
 
-    Its pages hold keys and values in the model's own dtype. Every run gets a manager of its own, which has been
-    started and has answered two short requests before the clock starts.
+    Its pages hold keys and values in the model's own dtype. Every run has its own manager, which is started and answers
+    two short requests before the clock starts.
     """
 
     name = TRANSFORMERS
@@ -170,7 +166,7 @@ class Transformers:
         return manager
 
     def run(self, items: Sequence[Item], times: Sequence[float] | None = None) -> Run:
-        """Requests as they come, in its own thread."""
+        """Takes requests as they arrive, in the manager's own thread."""
         manager = self._manager()
         try:
             self._drive(manager, Clients(WARM_UP))

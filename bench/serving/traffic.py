@@ -1,8 +1,8 @@
 """Bytes one decode step reads and moves, by how many ranks share the heads and how many the tokens.
 
-The figures of docs/scaling.md are these formulas, and the tests hold them against what real ranks give to collectives.
-A step feeds one token to every row. What a rank receives is exact for the ``all_gather`` of context parallelism, every
-byte of which comes from another rank, and the least a ring needs for the ``all_reduce`` of tensor parallelism.
+These formulas give the figures of docs/scaling.md; tests compare them with what real ranks pass to collectives. A step
+feeds one token to every row. Bytes received are exact for the ``all_gather`` of context parallelism, and the least a
+ring needs for the ``all_reduce`` of tensor parallelism.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ ALL_REDUCES = 2
 
 @dataclass(frozen=True)
 class StepShape:
-    """A model and its cache, as far as bytes depend on them.
+    """The properties of a model and its cache that bytes depend on.
 
     Attributes:
-        layers, hidden, heads, kv_heads: of the model.
         v_head_dim: values of one head.
         itemsize: bytes of an activation.
         token_bytes: codes and scales of one token of one layer.
@@ -47,14 +46,10 @@ class StepShape:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """One decode step on one rank, over all layers.
+    """One decode step on one rank, over all layers; ``cache_read`` is that of the rank that holds most.
 
-    Attributes:
-        cache_read: of the rank that holds most.
-        weights_read: projections, output layer and norms.
-        given: to collectives.
-        received: from other ranks.
-        collectives: how many.
+    ``weights_read`` are projections, output layer and norms. ``given`` bytes are passed to ``collectives`` calls, and
+    ``received`` ones come from other ranks.
     """
 
     cache_read: int
@@ -75,14 +70,8 @@ def decode_step(
 ) -> StepBytes:
     """Bytes of one step over ``tensor`` * ``context`` ranks.
 
-    Args:
-        tokens: tokens a row holds, the new one included.
-        batch: rows.
-        tensor: ranks that share the heads.
-        context: ranks that share the tokens of each of those heads.
-
-    Raises:
-        ValueError: kv heads that do not divide by ``tensor``, or a count below 1.
+    ``tensor`` ranks share the heads, ``context`` ranks the tokens of each head; ``tokens`` of a row include the new
+    one. Raises ValueError for kv heads that do not divide by ``tensor``, or a count below 1.
     """
     if min(tokens, batch, tensor, context) < 1:
         raise ValueError(
@@ -109,9 +98,9 @@ def partial_bytes(heads: int, v_head_dim: int, itemsize: int, queries: int) -> i
 
 
 def reduced_instead(shape: StepShape, context: int, batch: int = 1) -> tuple[int, int]:
-    """Collectives and bytes received if ranks' parts were summed instead of gathered.
+    """Collectives and bytes received if the ranks' parts were summed instead of gathered.
 
-    An all-reduce of the largest lse, then one of the outputs and sums of exponentials weighted with it.
+    One all-reduce for the largest lse, another for outputs and sums of exponentials weighted with it.
     """
     if context == 1:
         return 0, 0

@@ -1,4 +1,4 @@
-"""What the guides' tests share."""
+"""Fixtures of the guides' tests."""
 
 from __future__ import annotations
 

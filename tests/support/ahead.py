@@ -1,8 +1,7 @@
-"""What a GPU would compile for the cases of a grid, and for those that `run --compile-only` calls in their place.
+"""Compares what a GPU would compile for the cases of a grid with what `run --compile-only` compiles ahead.
 
-Run by tests/bench/test_run.py in a process where kernels are not interpreted. Kernels are replaced by what looks for
-compiled code. Prints a line for each case: its name, how many kernels it looked for, and those that would not have been
-compiled ahead.
+Run by tests/bench/test_run.py in a process where kernels are not interpreted, but replaced by objects that look up
+compiled code. Prints for each case its name, the number of look-ups, and those that were not compiled ahead.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from caramba_fast.bench.kernels.workloads import workload
 from caramba_fast.kernels import dequantize, quantize, splits
 
 CPU = torch.device("cpu")
-#: Rows and tokens that stand for all.
+#: Limits of rows and tokens, which do not affect compilation.
 MOST_ROWS, MOST_TOKENS = 3, 8192
 
 
 def reduced(case: Case) -> Case:
-    """The case with as many rows and tokens as fit here."""
+    """The case with rows and tokens limited."""
     tokens = min(case.kv, MOST_TOKENS + case.kv % 4096)
     return replace(
         case, batch=min(case.batch, MOST_ROWS), kv=tokens, short=min(case.short, 1024), goal=""
@@ -32,7 +31,7 @@ def reduced(case: Case) -> Case:
 
 
 def keys(case: Case) -> set[str]:
-    """Kernel and key of everything that calls of a case look for."""
+    """Kernel and key of every look-up of compiled code in a case's calls."""
     noted = specializations.noted()
     for entry in workload(case, CPU, fill=False).ours:
         entry.calls[0]()
@@ -40,7 +39,6 @@ def keys(case: Case) -> set[str]:
 
 
 def main() -> None:
-    """Every case once, whatever its batch and its length are."""
     host_time.stand_in()
     splits.ASSUMED_PROCESSORS = 132
     for module, name in ((quantize, "quantize_kernel"), (dequantize, "dequantize_kernel")):

@@ -1,4 +1,4 @@
-"""Buffers of a layer full of noise, new tokens for it, and what a backend makes of an append."""
+"""Layers with buffers of noise and new tokens, and the result of an append by each backend."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def noise(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 @dataclass
 class Layer:
-    """Buffers of a layer, new tokens for it and where they go; the queries that the last append turned."""
+    """Buffers of a layer, new tokens and their positions; ``queries`` are those rotated by the last append."""
 
     views: dict[str, KVView]
     new: dict[str, Tensor]
@@ -49,7 +49,7 @@ class Layer:
             parts = {n: getattr(view, n) for n in ("codes", "scales", "tail", "sink", "query_rms")}
             parts = {n: x if x is None else x.to(device) for n, x in parts.items()}
             moved.views[name] = replace(view, **parts)
-            # deepcopy and .to() keep what strides an ordinary tensor has; others are given back
+            # deepcopy and .to() do not keep unusual strides
             moved.new[name] = placed(self.new[name], device)
         moved.start = moved.start.to(device)
         moved.place = {n: x.to(device) for n, x in moved.place.items()}
@@ -57,7 +57,6 @@ class Layer:
 
 
 def placed(x: Tensor, device: torch.device) -> Tensor:
-    """x on a device with the same strides."""
     size = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     flat = x.as_strided((size,), (1,)).clone().to(device)
     return flat.as_strided(x.shape, x.stride())
@@ -82,7 +81,7 @@ def layer(
 ) -> Layer:
     """Noise in every buffer; ``pages`` is the block table over a pool of 5 pages of 32 slots.
 
-    ``rotate`` names the streams that are rotated by their first letter.
+    ``rotate`` has the first letters of the streams that are rotated.
     """
     names = STANDARD if len(kinds) == 2 else DECOUPLED
     batch, lanes = len(start), Lanes(heads, per_lane) if per_lane else Lanes.of(heads, *dims)
@@ -111,7 +110,7 @@ def layer(
 
 
 def both(given: Layer, device: torch.device) -> tuple[Layer, Layer]:
-    """What Triton and what the reference write."""
+    """The layer after an append by Triton, and by the reference."""
     with use_backend("reference"):
         wanted = copy.deepcopy(given).append()
     there = given.to(device)
@@ -133,7 +132,7 @@ def buffers(of: Layer) -> dict[str, Tensor]:
 
 
 def differing(given: Layer, device: torch.device) -> list[str]:
-    """Names of the buffers whose bits differ; something must have been written at all."""
+    """Names of the buffers whose bits differ; asserts that something was written."""
     got, wanted = map(buffers, both(given, device))
     before = buffers(given)
     assert any(not same_bits(before[name], wanted[name]) for name in wanted)

@@ -1,12 +1,12 @@
-"""What users had from an earlier version: names, commands, texts, and the files it wrote, in ``data/before``.
+"""An earlier version of the package: names, commands, texts, and the files it wrote, in ``data/before``.
 
-`test_compatibility.py` holds the present version against it. Run from the root of the repository,
+`test_compatibility.py` compares the present version with it. Run from the root of the repository,
 
     PYTHONPATH=tests python -m support.before names commands texts
 
-writes what can be compared as text, after a change that is meant: the diff then says what users will see of
-it. With ``states``, ``plans`` or ``reports`` it writes files, too; they are what an earlier version wrote, so they are
-written anew only when a format gets another version and the old one is refused with a reason.
+writes what can be compared as text, after an intended change: the diff shows what changes for users. ``states``,
+``plans`` and ``reports`` write files of an earlier version, so they are only rewritten when a format gets a new version
+and the old one is refused with a reason.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from caramba_fast.policy import CachePlan, CachePolicyFields, PlanFile
 from caramba_fast.quality import QualityReport, cached_forward, measure
 
 HERE = Path(__file__).resolve().parents[1] / "data" / "before"
-#: Key fields of a plan made on a device and by versions that no test machine has.
+#: Key fields of a plan made on a device and with versions that no test machine has.
 ELSEWHERE = {"device": "another processor, cpu, 1 threads", "versions": {"torch": "0"}}
 #: Cache sizes of the plans, and the settings of the stored plans by name.
 PLANNED: dict[str, Any] = dict(max_seq_len=256, batch_size=2)
@@ -78,9 +78,6 @@ targets:
 def ids(count: int = 64) -> Tensor:
     """(count,) ids of held-out text."""
     return torch.tensor(demo_tokenizer().encode(held_out_text()[:4000]).ids[:count])
-
-
-# -- texts ----------------------------------------------------------------------------------
 
 
 def texts() -> dict[str, list[int] | str]:
@@ -126,16 +123,12 @@ def loaded(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-# -- caches ---------------------------------------------------------------------------------
-
-
 def width(spec: str) -> int:
-    """Of a head: whole blocks."""
+    """Width of a head, in whole blocks."""
     return 64 if "qblock=64" in spec else 32
 
 
 def layer_cache(spec: str) -> Any:
-    """An empty cache of one layer."""
     kinds = cache_configs(spec)
     sizes: dict[str, Any] = dict(batch_size=len(LENGTHS), max_seq_len=32)
     dim = width(spec)
@@ -164,7 +157,6 @@ def filled(spec: str) -> dict[str, Any]:
 
 
 def model_cache(model: Any) -> ModelKVCache:
-    """An empty cache of the small model's layers."""
     return ModelKVCache(model.cache_layout, 1, 64, **cache_configs(MODEL_CACHE))
 
 
@@ -186,7 +178,7 @@ def filled_model() -> dict[str, Any]:
 
 @torch.no_grad()
 def filled_under_transformers() -> dict[str, Any]:
-    """The state of a `CarambaCache` of the same model behind a padded and a whole row, and what comes next."""
+    """The state of a `CarambaCache` of the same model after a padded and a whole row, and the next logits."""
     model = accelerate(loaded(HERE / "model"), MODEL_CACHE)
     cache = CarambaCache(model, MODEL_CACHE)
     mask = torch.ones(2, 20, dtype=torch.int64)
@@ -205,7 +197,6 @@ def next_logits(model: Any, cache: Any) -> Tensor:
 
 
 def write_model(folder: Path) -> None:
-    """A small model with random weights, as transformers saves it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -218,9 +209,6 @@ def write_model(folder: Path) -> None:
     (folder / "generation_config.json").unlink(missing_ok=True)
 
 
-# -- files ----------------------------------------------------------------------------------
-
-
 def planned(name: str, path: Path) -> CachePlan:
     """The plan for some settings, from the file or newly made."""
     settings = CachePolicyFields(cache_plan_path=path, **PLANS[name])
@@ -228,12 +216,12 @@ def planned(name: str, path: Path) -> CachePlan:
 
 
 def moved(plan: CachePlan, **where: Any) -> CachePlan:
-    """The plan as it would have been made on another device or by other versions."""
+    """The plan as if made on another device or by other versions."""
     return plan.model_copy(update={"key": plan.key.model_copy(update=where)})
 
 
 def measured(folder: Path | None) -> QualityReport:
-    """Figures of two caches on a little text, with the finished parts in a folder."""
+    """Figures of two caches on a little text; finished parts go to ``folder``."""
     return measure(
         cached_forward(load_demo()), ["q8", "q4"], text_ids=ids(256).numpy(), contexts=(32,), tokens=96,
         needles=0, batch=2, folder=folder,
@@ -241,19 +229,19 @@ def measured(folder: Path | None) -> QualityReport:
 
 
 def save(content: Any, path: Path) -> None:
-    """``torch.save``, packed: most of such a small file is zeros."""
+    """``torch.save``, compressed: most of such a small file is zeros."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     path.write_bytes(gzip.compress(buffer.getvalue(), mtime=0))
 
 
 def saved(path: Path) -> Any:
-    """Reads what `save` wrote, by ``torch.load`` with ``weights_only``."""
+    """Reads a file of `save` with ``torch.load(weights_only=True)``."""
     return torch.load(io.BytesIO(gzip.decompress(path.read_bytes())), weights_only=True)
 
 
 def write_states(folder: Path) -> None:
-    """A small model, and what caches hold."""
+    """Writes a small model, and the states of its caches."""
     shutil.rmtree(folder / "model", ignore_errors=True)
     write_model(folder / "model")
     save({spec: filled(spec) for spec in STORED}, folder / "layers.pt.gz")
@@ -262,7 +250,6 @@ def write_states(folder: Path) -> None:
 
 
 def write_plans(folder: Path) -> None:
-    """The plans of `PLANS`, as if made on another machine."""
     (folder / "plans.json").unlink(missing_ok=True)
     for name in PLANS:
         PlanFile(folder / "plans.json").put(moved(planned(name, folder / "made.json"), **ELSEWHERE))
@@ -271,7 +258,7 @@ def write_plans(folder: Path) -> None:
 
 
 def write_reports(folder: Path) -> None:
-    """Figures of caches with their parts, and what a run says."""
+    """Writes figures of caches with their parts, and the results of a run."""
     shutil.rmtree(folder / "quality", ignore_errors=True)
     report = measured(folder / "quality")
     report.to_json(folder / "quality.json")
@@ -281,7 +268,6 @@ def write_reports(folder: Path) -> None:
 
 
 def write_json(content: Any, path: Path) -> None:
-    """As text whose diff can be read."""
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

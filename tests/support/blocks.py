@@ -1,4 +1,4 @@
-"""Blocks that go wrong easily, and a comparison of bits: shared by the tests of every backend."""
+"""Blocks of edge cases, and a comparison of bits, for the tests of all backends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What every cache of a layer must do, whatever its type and storage.
+"""The contract of every layer cache, whatever its type and storage.
 
-A test module derives from `LayerCacheContract` and provides ``build``; pytest then runs all of it, for
-every storage in `SETUPS`.
+A test module derives from `LayerCacheContract` and provides ``build``; pytest then runs all tests for every storage in
+`SETUPS`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ ERROR = {
     "fp32": 1e-6, "fp16": 6e-4, "bf16": 5e-3, "q8_0": 0.01, "q4_0": 0.13, "nf4": 0.13, "q8_channel": 0.01,
     "q4_channel": 0.13,
 }  # fmt: skip
-#: Per-channel kinds are for keys only; the kind of the values beside them.
+#: The kind of values beside keys of a per-channel kind.
 BESIDE = {"q8_channel": "q8_0", "q4_channel": "q4_0"}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How the streams of a cache are stored: kind, and any of rotate, sides."""
+    """Storage of the streams of a cache: kind, and any of rotate, sides."""
 
     kind: str
     extras: tuple[str, ...] = ()
@@ -56,14 +56,14 @@ SETUPS = (
 
 
 def of_values(config: KVCacheTensorConfig) -> KVCacheTensorConfig:
-    """How values are stored beside keys that are stored so."""
+    """The storage of values beside such keys."""
     return config.model_copy(
         update={"kind": KVCacheKind(BESIDE.get(config.kind.value, config.kind))}
     )
 
 
 def poison(cache: Any) -> Any:
-    """Poisons the memory of a new cache with values that would show in any result."""
+    """Fills the memory of a new cache with values that would show in any result."""
     for stream in cache.streams.values():
         for buffer in stream.buffers:
             if buffer.is_floating_point():
@@ -83,14 +83,10 @@ class LayerCacheContract:
         """A new empty cache of BATCH rows and KV_HEADS heads."""
         raise AssertionError("the deriving test provides this")
 
-    # -- helpers ----------------------------------------------------------------------------
-
     def make(self, setup: Setup, max_seq_len: int = CAPACITY) -> Any:
-        """A poisoned cache."""
         return poison(self.build(max_seq_len, setup.config))
 
     def tokens(self, count: int, batch: int = BATCH) -> list[Tensor]:
-        """New tokens of every stream."""
         return [torch.randn(batch, KV_HEADS, count, dim) for dim in self.dims.values()]
 
     def queries(self, count: int) -> list[Tensor]:
@@ -128,8 +124,6 @@ class LayerCacheContract:
             sink_len=0 if first.sink is None else first.sink.shape[2],
         )
         return case.expected(**options)
-
-    # -- content ----------------------------------------------------------------------------
 
     def test_a_new_cache_is_empty(self, setup):
         cache = self.make(setup)
@@ -203,8 +197,6 @@ class LayerCacheContract:
         cache.append(*(x.requires_grad_() for x in self.tokens(3)))
         buffers = [x for stream in cache.streams.values() for x in stream.buffers]
         assert not any(buffer.requires_grad for buffer in buffers)
-
-    # -- attention --------------------------------------------------------------------------
 
     @pytest.mark.parametrize("queries", [1, 5])
     @pytest.mark.parametrize("window", [(-1, -1), (3, 0)])
@@ -305,8 +297,6 @@ class LayerCacheContract:
         expected, _ = self.expected(cache, setup, [x[:, :, :8] for x in q], query_lens=[8, 0])
         assert relative_l2(found[:1, :, :8], expected[:1]) <= RELATIVE_L2[torch.float32]
 
-    # -- shrinking and moving -----------------------------------------------------------------
-
     @pytest.mark.parametrize("drop", [4, [4, 9], torch.tensor([4, 9])], ids=str)
     def test_crop_then_append_equals_never_having_appended(self, setup, drop):
         cache, new = self.filled(setup, 45)
@@ -395,8 +385,6 @@ class LayerCacheContract:
         cache.append(*new)
         assert all(map(torch.equal, cache.get(), first))
 
-    # -- refusing -----------------------------------------------------------------------------
-
     def test_overflow_is_refused_before_anything_is_written(self, setup):
         cache, _ = self.filled(setup, 90)
         before = [x.clone() for x in cache.get()]
@@ -409,9 +397,7 @@ class LayerCacheContract:
             cache.append(*self.tokens(7))
         cache.append(*self.tokens(6))
         assert cache.seq_lens.tolist() == [91, 96]
-        kept = (
-            85 // cache.group * cache.group
-        )  # a group that has become full is read from its codes
+        kept = 85 // cache.group * cache.group  # a full group is read from its codes
         assert torch.equal(cache.get()[0][:, :, :kept], before[0][:, :, :kept])
 
     @pytest.mark.parametrize(

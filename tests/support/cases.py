@@ -44,7 +44,7 @@ class Stream:
 
 @dataclass
 class Case:
-    """A layer that has been written, queries for it, and options of the attention."""
+    """A written layer, queries for it, and options of the attention."""
 
     streams: dict[str, Stream]
     queries: dict[str, Tensor]
@@ -57,8 +57,6 @@ class Case:
     sink_len: int
     options: dict[str, Any] = field(default_factory=dict)
     null: dict[str, Tensor] = field(default_factory=dict)
-
-    # -- in the package's words -----------------------------------------------------------
 
     @property
     def kv_heads(self) -> int:
@@ -75,7 +73,7 @@ class Case:
         return {**found, "cache_leftpad": rows(*self.leftpad)} if any(self.leftpad) else found
 
     def append(self, op: Callable[..., None]) -> Case:
-        """Writes every row whole, in one call that is longer than the shorter ones."""
+        """Writes all rows in one call; shorter ones are padded."""
         views = [stream.view for stream in self.streams.values()]
         longest = max(self.lengths)
         given = [stream.given[:, :, :longest] for stream in self.streams.values()]
@@ -83,7 +81,6 @@ class Case:
         return self
 
     def attend(self, op: Callable[..., Any], **more: Any) -> tuple[Tensor, Tensor]:
-        """out and lse of the package."""
         views = {name: stream.view for name, stream in self.streams.items()}
         return op(
             *self.queries.values(),
@@ -123,8 +120,6 @@ class Case:
         start, kinds = torch.zeros_like(self.seqlens), args[-len(self.streams) :]
         return [*stored, *new, start, *kinds], {**kept, **self.place, "query_lens": self.seqlens}
 
-    # -- in float64 -----------------------------------------------------------------------
-
     def meaning(self, stream: Stream) -> dict[str, Tensor]:
         """The model's keys or values as read from the codes, the tail and the sinks."""
         view = stream.view
@@ -142,7 +137,7 @@ class Case:
         }
 
     def expected(self, **more: Any) -> tuple[Tensor, Tensor]:
-        """out and lse of dense attention; two key streams as one, side by side."""
+        """out and lse of dense attention; two key streams are concatenated."""
         options = {**self.options, **more}
         keys = [stream for name, stream in self.streams.items() if name != "v"]
         default = {s.name: s.dim**-0.5 for s in keys}

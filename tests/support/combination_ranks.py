@@ -1,4 +1,4 @@
-"""The cells of `combinations` that need several ranks: a check for each kind of cache, as `Ranks` takes them."""
+"""The cells of `combinations` that need several ranks: a check for each kind of cache, for `Ranks`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ COLUMN = "tensor parallel"
 
 
 def name_of(kind: str) -> str:
-    """What the check of a kind is called."""
     return "check_" + "".join(letter if letter.isalnum() else "_" for letter in kind)
 
 
 def run(kind: str, column: str = COLUMN) -> None:
-    """One cell: it works, or is refused with its words."""
+    """Checks one cell: it works, or is refused with its message."""
     if (kind, column) not in REFUSED:
         COLUMNS[column](Row(kind))
         return

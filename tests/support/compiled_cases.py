@@ -1,7 +1,6 @@
-"""Kernels as they are compiled for sm_80, run by `ptx_driver` on small tensors: ``python -m support.compiled_cases``.
+"""Runs kernels compiled for sm_80 with `ptx_driver` on small tensors: ``python -m support.compiled_cases [NAME ...]``.
 
-A process of its own, for that of the tests interprets kernels. Prints what each case found wrong, as JSON. With names
-after it only those cases run.
+A process of its own, since the tests' process interprets kernels. Prints the faults of each case as JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ LSE_OF_HALVES = 2e-3
 
 
 def both(op: Callable[..., Any], *given: Any, change: Change, **options: Any) -> None:
-    """The same bits from the compiled kernels as from the reference, and no byte of them left out."""
+    """Asserts that compiled kernels give the reference's bits and leave no byte unwritten."""
     with use_backend("reference"):
         wanted = op(*given, **options)
     with use_backend("triton"), ptx_driver.emulated(change) as emulator:
@@ -69,7 +68,7 @@ def rotated(dtype: torch.dtype, *, change: Change) -> None:
 
 
 def merged(dtype: torch.dtype, *, change: Change) -> None:
-    """Two partial results of which some have seen nothing, against the reference's."""
+    """Two partial results, some of which saw nothing, against the reference's."""
     parts = [(torch.randn(3, 5, 2, 80).to(dtype), torch.randn(3, 5, 2)) for _ in range(2)]
     parts[0][1][0] = parts[1][1][1] = parts[0][1][2, 0] = parts[1][1][2, 0] = -torch.inf
     given = [x for part in parts for x in part]
@@ -90,10 +89,10 @@ def appended(
     dtype: torch.dtype = torch.float32,
     change: Change,
 ) -> None:
-    """Call after call; buffers are compared whole, with what was in them before.
+    """Several calls; buffers are compared whole, with their earlier contents.
 
-    What is rotated is summed in another order than the reference's: there values are compared, and kinds must be plain.
-    With ``rope`` keys and queries are turned.
+    Rotated values are summed in another order than the reference's: then values are compared, and kinds must be plain.
+    ``rope`` rotates keys and queries.
     """
     dims = {"k": 64, "v": 64}
     case = cases.build(options, kinds=kinds, dims=dims, lengths=(sum(counts),) * 2, slots=96)
@@ -123,7 +122,7 @@ def appended(
 
 
 def _rotary(keys: Tensor) -> dict[str, Tensor]:
-    """Queries of the tokens of ``keys``, and angles."""
+    """Queries at the positions of ``keys``, and angles."""
     batch, heads, tokens, dim = keys.shape
     q = torch.randn(batch, tokens, 9 * heads, dim).to(keys.dtype).transpose(1, 2)
     cos, sin = torch.randn(2, 1, tokens, dim).to(keys.dtype)
@@ -223,11 +222,8 @@ CASES: dict[str, Callable[..., None]] = {
 }  # fmt: skip
 
 
-# -- what has to be found ------------------------------------------------------------------------
-
-
 def edited(kernel: str, pattern: str, by: str, which: int = 0) -> Change:
-    """A change of one place of a kernel's text: where ``pattern`` is found for the ``which``-th time."""
+    """Replaces the ``which``-th match of ``pattern`` in a kernel's text."""
 
     def change(name: str, text: str) -> str:
         if name != kernel:
@@ -240,11 +236,11 @@ def edited(kernel: str, pattern: str, by: str, which: int = 0) -> Change:
 
 QUANTIZE, PARTIALS = "quantize_kernel", "partials_kernel"
 SMALL, LOOP = "quantize q4_0 fp16", "decode fp16, a long loop"
-#: name: a sound case, what is done to it, what must be said of it.
+#: Faults that have to be found: name -> (a correct case, a change of it, part of the message).
 DAMAGED: dict[str, tuple[str, Change, str]] = {
     **{
         f"barrier {n} of the attention is gone": (LOOP, edited(PARTIALS, r"bar\.sync\s+0;", "", n), "race")
-        for n in (0, 1, 3, 4, 5)  # Triton 3.6 sets one more than is needed
+        for n in (0, 1, 3, 4, 5)  # Triton 3.6 has one more than necessary
     },
     "a barrier of the merge is gone": (LOOP, edited("merge_kernel", r"bar\.sync\s+0;", "", 1), "race"),
     "a barrier of a warp is gone": (
@@ -272,7 +268,7 @@ DAMAGED: dict[str, tuple[str, Change, str]] = {
 
 
 def found_wrong(name: str) -> str:
-    """What a case finds; nothing where all is well."""
+    """The fault found in a case; "" if there is none."""
     sound, change, _ = DAMAGED.get(name, (name, lambda _, text: text, ""))
     torch.manual_seed(0)
     try:

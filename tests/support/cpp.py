@@ -1,4 +1,4 @@
-"""Layers for the tests of the C++ kernels, and how far these may be from the reference."""
+"""Layers for the tests of the C++ kernels, and allowed differences from the reference."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ EVERYTHING = [option for option in OPTIONS if option != "window"]
 DBA = {"k_sem": 8, "k_geo": 16, "v": 32}
 
 
-#: kind of a stream -> relative L2 error that integers may add where they meet it (for nf4, integers of its levels as
-#: well, and of a product of four the smallest is left out); and the error of the lse, absolute and relative. Where
-#: 4 bits are met queries have 8 bits.
+#: By kind of a stream: relative L2 error that integer arithmetic may add (for nf4, its levels are integers too, and the
+#: smallest of four partial products is dropped), and the error of the lse, absolute and relative. With 4-bit streams
+#: queries have 8 bits.
 ALLOWED = {"q8_0": 2e-4, "q4_0": 1e-2, "nf4": 1e-2}
 
 
@@ -36,7 +36,6 @@ ALLOWED_LSE = {"q8_0": 1e-3, "q4_0": 2e-2, "nf4": 2e-2}
 
 
 def build(options: Collection[str] = (), *, decoupled: bool = False, **changes: Any) -> Case:
-    """A layer written by the reference."""
     if decoupled:
         changes = {"dims": DBA, "kinds": ("q8_0", "q4_0", "nf4"), **changes}
     with use_backend("reference"):

@@ -1,8 +1,8 @@
-"""Attention written out densely in float64, independent of the package: the second opinion.
+"""Dense attention in float64, independent of the package.
 
-It shares no code with the reference op: positions, windows, padding and the places keys are read from
-are loops over tokens; a stored tensor is decoded, and its basis undone, from the description of the
-formats. Only the 16 levels of NF4 are the package's, whose tests compare them with QLoRA's.
+Shares no code with the reference op: positions, windows, padding and the sources of keys are loops over tokens; a
+stored tensor is decoded and rotated back from the description of the formats. Only the 16 levels of NF4 are the
+package's, whose tests compare them with QLoRA's.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from torch import Tensor
 
 from caramba_fast.formats import NF4_LEVELS
 
-# -- attention ----------------------------------------------------------------------------------
-
 
 @dataclass
 class Sides:
-    """Keys and values that are read from somewhere else than the codes, by position.
+    """Keys and values that are read from elsewhere than the codes, by position.
 
     Attributes:
         residual_len: a query at p reads key j from the tail if and only if p - j < residual_len.
         group: tokens that are encoded together; then j is the last token of the key's group.
-        sink_len: key j is read from the sinks if and only if j - leftpad < sink_len; sinks first.
-        tail, sink: (k, v) of the model's basis, (B, H_kv, S, D) each; read nowhere else.
+        sink_len: key j is read from the sinks if and only if j - leftpad < sink_len; sinks have precedence.
+        tail, sink: (k, v) in the model's basis, (B, H_kv, S, D) each; read nowhere else.
     """
 
     residual_len: int = 0
@@ -107,13 +105,9 @@ def attend(
 def visible(
     position: int, key: int, window: tuple[int, int], leftpad: int, num_sink_tokens: int = 0
 ) -> bool:
-    """Whether a query at ``position`` may see ``key``."""
     if key > position or key < leftpad:
         return False
     return window[0] < 0 or position - key <= window[0] or key - leftpad < num_sink_tokens
-
-
-# -- what is stored -----------------------------------------------------------------------------
 
 
 def decoded(codes: Tensor, scales: Tensor | None, kind: str) -> Tensor:
@@ -153,13 +147,13 @@ def _decoded_by_channel(codes: Tensor, scales: Tensor, kind: str) -> Tensor:
 
 
 def _divided(bytes_: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """What two channels have of their bytes, in scales, by what those say that either lends."""
+    """Codes of two channels that share bytes, in units of their scales, which say how many bits each lends."""
     unit = 2 ** (4 - _lent(low) + _lent(high))
     return bytes_ % unit, bytes_ // unit * unit / 16
 
 
 def _lent(scale: Tensor) -> Tensor:
-    """One bit for a negative scale, two if its last bit is set."""
+    """Bits a channel lends: one for a negative scale, two if its last bit is set too."""
     odd = scale.view(torch.int16).long() % 2
     return torch.where(torch.signbit(scale), 1 + odd, 0)
 
@@ -206,9 +200,6 @@ def from_leftpad(sink: Tensor, leftpad: Sequence[int], slots: int) -> Tensor:
     return rows
 
 
-# -- the basis it is stored in ------------------------------------------------------------------
-
-
 def hadamard_matrix(width: int) -> Tensor:
     """(width, width) orthonormal float64, one block for each power of two, largest first."""
     blocks, left = [], width
@@ -228,5 +219,5 @@ def sylvester(size: int) -> Tensor:
 
 
 def turned(x: Tensor, rotate: bool) -> Tensor:
-    """x (…, D) in float64, in the stored basis or back: the rotation is its own inverse."""
+    """x (…, D) in float64, rotated or rotated back: the rotation is its own inverse."""
     return x.double() @ hadamard_matrix(x.shape[-1]) if rotate else x.double()

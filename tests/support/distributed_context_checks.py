@@ -1,7 +1,7 @@
-"""Checks of context parallelism, run on every rank: the results are those of one process.
+"""Checks of context parallelism, run on every rank: the results equal those of one process.
 
-Models have one layer, so that a rounding of the last bit cannot change what a later layer quantizes, and run on the
-reference, whose roundings do not depend on how queries are put together.
+Models have one layer, so that rounding in the last bit cannot change what a later layer quantizes, and run on the
+reference, whose rounding does not depend on how queries are grouped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def group():
 
 
 def pair(name, rows, length, spec, prefill="stored", **options):
-    """The cache of one process, and the one that is spread."""
+    """The cache of one process, and the distributed one."""
     settings = {**cache_configs(spec), "prefill": prefill}
     layout = model(name).cache_layout
     alone = ModelKVCache(layout, rows, length, **settings)
@@ -40,7 +40,7 @@ def pair(name, rows, length, spec, prefill="stored", **options):
 
 @torch.no_grad()
 def feed(name, caches, tokens, atol=1e-5, **options):
-    """Tokens through the model with either cache; logits agree wherever they mean something."""
+    """Feeds tokens to the model with either cache; logits agree where they are defined."""
     alone, spread = (model(name).forward(tokens, cache, **options) for cache in caches)
     for row, n in enumerate(options.get("query_lens") or [tokens.shape[1]] * len(tokens)):
         torch.testing.assert_close(spread[row, :n], alone[row, :n], atol=atol, rtol=0)
@@ -48,7 +48,7 @@ def feed(name, caches, tokens, atol=1e-5, **options):
 
 
 def play(name, spec, prefill="stored", atol=1e-5, **options):
-    """Chunks of all sorts, decode steps, crops within and beyond the tail, rows of different lengths."""
+    """Chunks of various lengths, decode steps, crops within and beyond the tail, rows of different lengths."""
     caches = pair(name, 2, 700, spec, prefill, **options)
     whole, seen = ids(2, 700), 0
     for count in (300, 1, 20, 170, 1, 1):
@@ -69,7 +69,7 @@ def play(name, spec, prefill="stored", atol=1e-5, **options):
 
 
 def check_every_kind_and_attention():
-    """All of them on two ranks; on four, kinds and attentions one at a time."""
+    """All combinations on two ranks; on four, kinds and attentions one at a time."""
     few = [*(("gqa", spec) for spec in KINDS[1:]), ("window", "q4"), ("dba", "q4")]
     more = [("gqa", "fp32"), ("window", "fp16"), ("dba", "q8")]
     with use_backend("reference"):
@@ -105,7 +105,7 @@ def check_pages_hold_the_bytes_of_one_process():
                 pages = [p for p in spread.placement.spread.pages_of(rank) if p * PAGE < 500]
                 assert len(held) == len(pages)
                 for mine, page in zip(held, pages, strict=True):
-                    # Groups by channel that are not full have no codes yet.
+                    # Incomplete groups by channel have no codes yet.
                     n = min(PAGE, 500 - page * PAGE) // stream.group * stream.group
                     for one, other, per in (
                         (stream.codes, own.codes, 1), (stream.scales, own.scales, stream.group)

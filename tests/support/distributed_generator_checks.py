@@ -1,4 +1,4 @@
-"""Checks of whole runs with context parallelism, run on every rank: the tokens are those of one process."""
+"""Checks of generation with context parallelism, run on every rank: the tokens equal those of one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_the_generator_writes_the_same_tokens():
         rooms = [cache[0].placement.spread.tokens_of(rank) for rank in range(group().size)]
         assert max(rooms) < len(prompt), "longer than the room of any rank"
         whole = ModelKVCache(demo.cache_layout, 1, 640, **cache_configs(spec)).nbytes
-        # By channel a rank has a second ring, of its own group that is not full.
+        # By channel a rank has a second ring for its own incomplete group.
         rings = [x.tail for layer in cache.layers for x in layer.local.streams.values()]
         second = sum(ring.nbytes for ring in rings if ring is not None)
         assert second <= 0.3 * whole

@@ -1,6 +1,6 @@
 """Checks of lost ranks: late, stuck, or killed, and which rank the error names.
 
-Four ranks, the first of which holds the store. They run these one after the other; the last two kill ranks 3 and 0.
+Run in turn by four ranks, the first of which holds the store; the last two checks kill ranks 3 and 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support.distributed_models import ids, model
 from caramba_fast.cache import ModelKVCache
 from caramba_fast.distributed import RankGroup, RankLostError, context_parallel, tensor_parallel
 
-#: Seconds of groups that a test is to wait for, and of others; `torch.distributed` itself waits for 60.
+#: Timeouts in seconds of groups that a test waits for, and of others; `torch.distributed` itself waits for 60.
 SHORT, TIMEOUT = 3.0, 20.0
 BEAT = 0.2
 PATIENCE = r"no sign of life for 1\.2 s"
@@ -28,7 +28,7 @@ PATIENCE = r"no sign of life for 1\.2 s"
 
 @functools.cache
 def group_of(ranks, timeout=TIMEOUT, heartbeat=BEAT):
-    """Made by all ranks at once, as torch wants it; None for those that are not in it."""
+    """A group, which all ranks have to make together; None on ranks that are not in it."""
     made = dist.new_group(list(ranks))
     return (
         RankGroup(made, timeout=timeout, heartbeat=heartbeat) if dist.get_rank() in ranks else None
@@ -61,7 +61,7 @@ def check_other_errors_are_not_delayed():
 
 
 def while_stopped(victim, act):
-    """All others `act` while the victim is stuck; then it goes on."""
+    """All others `act` while the victim is stopped; then it resumes."""
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(pids, torch.tensor([os.getpid()]))
     others = dist.new_group([rank for rank in range(len(pids)) if rank != victim])
@@ -85,7 +85,7 @@ def loses(group, act, message, ranks):
         act()
     assert caught.value.ranks == ranks
     assert time.monotonic() - began < group.timeout + 5
-    with pytest.raises(RankLostError, match=message):  # from now on without waiting
+    with pytest.raises(RankLostError, match=message):  # now without waiting
         group.all_gather(torch.zeros(1))
 
 
@@ -110,7 +110,7 @@ def check_a_stuck_rank_is_named_though_it_holds_the_store():
 
 @torch.no_grad()
 def check_a_killed_rank_is_named():
-    """Those next to it find the connection closed; the one opposite waits for the timeout."""
+    """Its neighbours find the connection closed; the opposite rank waits for the timeout."""
     group = group_of((0, 1, 2, 3), timeout=SHORT + 1)
     given = context_parallel(model("gqa"), group)
     cache = ModelKVCache(given.cache_layout, 1, 300)

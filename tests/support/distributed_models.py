@@ -1,4 +1,4 @@
-"""Models and tokens that are the same on every rank, and a count of the bytes given to collectives."""
+"""Models and tokens that are the same on every rank, and a count of the bytes passed to collectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES: dict[str, Any] = dict(
     num_key_value_heads=2, head_dim=32, max_position_embeddings=4096,
 )  # fmt: skip
 WIDTHS = DecoupledDims(sem_dim=32, geo_dim=64, v_dim=64, null_kv=True)
-#: Semantic heads that fill a block each, so that no block holds values of several heads.
+#: Each semantic head fills a block, so that no block holds values of several heads.
 WIDE = DecoupledDims(sem_dim=128, geo_dim=128, v_dim=128, null_kv=True)
 VARIANTS: dict[str, dict[str, Any]] = {
     "gqa": dict(model_type="qwen2", qkv_bias=True),
@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def model(name: str) -> Transformer:
-    """A small model with random weights; key biases, if it has any, are large."""
+    """A small model with random weights; key biases, if any, are large."""
     generator = torch.Generator().manual_seed(1)
     made = Transformer(ModelConfig(**{**SIZES, **VARIANTS[name]})).eval().requires_grad_(False)
     for title, parameter in made.named_parameters():
@@ -48,17 +48,15 @@ def model(name: str) -> Transformer:
 
 
 def ids(rows: int, tokens: int, seed: int = 5) -> Tensor:
-    """(rows, tokens) random token ids of the small models."""
     return torch.randint(97, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 def demo_ids(count: int, start: int = 0) -> list[int]:
-    """Token ids of real text, for the demo models."""
     return demo_tokenizer().encode(held_out_text()[:40_000]).ids[start : start + count]
 
 
 class _Counting(TorchDispatchMode):
-    """Notes the bytes of the tensors that collectives take in, whoever calls them."""
+    """Records the bytes of the input tensors of all collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +73,7 @@ class _Counting(TorchDispatchMode):
 
 @contextmanager
 def bytes_given() -> Iterator[list[int]]:
-    """The bytes this rank gives to each collective within."""
+    """The bytes this rank passes to each collective in the block."""
     mode = _Counting()
     with mode:
         yield mode.found

@@ -1,7 +1,7 @@
-"""Real ranks for tests: processes of this file, joined through a store that the test itself holds, or rank 0.
+"""Real ranks for tests: processes of this file, joined through a store held by the test itself, or by rank 0.
 
-``python distributed_ranks.py RANK SIZE PORT HOLDER OUT MODULE.FUNCTION...`` runs the functions one after the other
-and writes what each of them came to.
+``python distributed_ranks.py RANK SIZE PORT HOLDER OUT MODULE.FUNCTION...`` runs the functions in turn and writes the
+outcome of each.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ HOLDERS = ("test", "rank0")
 
 
 def checks_of(module: str, *left_out: str) -> list[str]:
-    """Every ``check_`` function of a module, as `Ranks` takes them."""
+    """Names of the ``check_`` functions of a module, for `Ranks`."""
     names = vars(importlib.import_module(module))
     return [f"{module}.{n}" for n in names if n.startswith("check_") and n not in left_out]
 
 
 class Ranks:
-    """Started processes and their output folder."""
-
     def __init__(self, size: int, out: Path, functions: list[str], holder: str = "test") -> None:
         assert holder in HOLDERS
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -95,7 +93,7 @@ def main(rank: int, size: int, port: int, holder: str, out: str, functions: list
         print(f"{name} {time.perf_counter() - began:.1f} s", flush=True)
         if found[name] != "ok":
             break
-    os._exit(0)  # peers may be gone, and then leaving in good order would wait for them
+    os._exit(0)  # an orderly exit would wait for peers, which may be gone
 
 
 if __name__ == "__main__":

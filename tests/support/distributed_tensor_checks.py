@@ -30,7 +30,7 @@ def split(name):
 
 @torch.no_grad()
 def logits(given, spec, prefill):
-    """Of a ragged prompt, a chunk and a decode step."""
+    """Logits of a ragged prompt, a chunk and a decode step."""
     cache = ModelKVCache(given.cache_layout, 2, 300, prefill=prefill, **cache_configs(spec))
     out = [given.forward(ids(2, 70), cache, query_lens=[70, 41])[:, :41]]
     out += [given.forward(ids(2, n, 6), cache) for n in (20, 1, 1)]
@@ -117,7 +117,7 @@ def check_what_cannot_be_split_is_refused():
 
 
 def check_heads_and_tokens_at_once():
-    """Four ranks: two share the heads, and for each of those two share the tokens."""
+    """Four ranks: pairs share the heads, and the two ranks with the same heads share the tokens."""
     rank = dist.get_rank()
     groups = {pair: dist.new_group(list(pair)) for pair in ((0, 1), (2, 3), (0, 2), (1, 3))}
     heads, tokens = (

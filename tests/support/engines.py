@@ -1,4 +1,4 @@
-"""What the tests of the serving engine share: a steady model, and what a request gets alone."""
+"""A model with reproducible rounding, and the tokens of a request alone, for the tests of the serving engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCABULARY = 61
 
 
 class SteadyLinear(nn.Linear):
-    """A product in float64, rounded: the same whatever else is in the batch, where float32 depends on its size."""
+    """Products in float64, rounded: independent of the rest of the batch, unlike float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.double()
@@ -25,7 +25,7 @@ class SteadyLinear(nn.Linear):
 
 
 def steady(model: Transformer) -> Transformer:
-    """The model with steady products, so that tokens can be compared without margins."""
+    """Makes a model's products independent of the batch, so that tokens can be compared exactly."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = SteadyLinear
@@ -34,7 +34,7 @@ def steady(model: Transformer) -> Transformer:
 
 @cache
 def small_model(**changes: Any) -> Transformer:
-    """A random model whose answers depend on everything before them."""
+    """A random model whose predictions depend on all earlier tokens."""
     torch.manual_seed(7)
     settings = dict(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
@@ -45,7 +45,6 @@ def small_model(**changes: Any) -> Transformer:
 
 
 def engine(**options: Any) -> Engine:
-    """A small engine that serves the small model."""
     return Engine(small_model(), **{"cache_kind": "q4", "max_seq_len": 256, **options})
 
 
@@ -53,7 +52,6 @@ def engine(**options: Any) -> Engine:
 def alone(
     kind: str, prompt: tuple[int, ...], settings: tuple[tuple[str, Any], ...], model: Any = None
 ) -> list[int]:
-    """The new tokens a Generator gives one prompt."""
     config = GenerateConfig(
         cache_kind=kind, cache_residual_len=0, prefill="stored", max_seq_len=512,
         return_dict=True, **dict(settings),
@@ -63,7 +61,7 @@ def alone(
 
 
 def text(seed: int, length: int) -> list[int]:
-    """Tokens with repetitions, so that there is something to look up; none of them ends a text."""
+    """Tokens with repetitions for prompt lookup; none is an end of text."""
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(4, VOCABULARY, (5, 4), generator=generator)
     picks = torch.randint(5, (length // 4 + 1,), generator=generator)

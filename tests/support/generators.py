@@ -1,4 +1,4 @@
-"""What the tests of `Generator` share: a small model, three prompts, and what it says without a cache."""
+"""A small model, three prompts, and its tokens without a cache, for the tests of `Generator`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def greedy(model: Transformer, **settings: Any) -> Generator:
 
 @torch.no_grad()
 def uncached(model: Transformer, ids: Sequence[int], steps: int = 6) -> list[int]:
-    """Greedy tokens from whole forward passes."""
+    """Greedy tokens from full forward passes."""
     row = list(ids)
     for _ in range(steps):
         row.append(int(model(torch.tensor([row], device=model.device))[0, -1].argmax()))
@@ -56,7 +56,7 @@ def new_tokens(out: Tensor, count: int) -> list[list[int]]:
 
 
 def an_eos_for(model: Transformer, first: list[int], others: list[list[int]], steps: int) -> int:
-    """A token ``first`` reaches early and the others not at all."""
+    """A token that ``first`` reaches early and the others never."""
     taken = {token for row in others for token in uncached(model, row, steps)}
     path = uncached(model, first, steps)
     eos = next(token for token in path[1:] if token not in taken)

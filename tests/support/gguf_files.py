@@ -1,4 +1,4 @@
-"""Writes models of transformers as GGUF files, in the way llama.cpp's converter does."""
+"""Writes models of transformers as GGUF files, as llama.cpp's converter does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import transformers
 
 from caramba_fast.models import demo_path, demo_tokenizer
 
-#: Hugging Face's names within a layer, and llama.cpp's.
+#: Names within a layer in Hugging Face's models and in llama.cpp.
 NAMES = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
@@ -27,7 +27,7 @@ TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head
 
 
 def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of queries or keys as llama.cpp turns them: `LlamaModel.permute` of its convert_hf_to_gguf.py."""
+    """Rows of queries or keys in llama.cpp's order: `LlamaModel.permute` of its convert_hf_to_gguf.py."""
     shape = weights.shape
     return (
         weights.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
@@ -39,16 +39,10 @@ def write_gguf(
     said: dict[str, Any] | None = None, extra: dict[str, np.ndarray] | None = None, tokenizer: Any = None,
     pre: str | None = None,
 ) -> None:  # fmt: skip
-    """Writes a file.
+    """Writes a causal language model of transformers to a file.
 
-    Args:
-        model: a causal language model of transformers.
-        architecture: of the file.
-        kind: of the matrices, as in Q8_0.
-        said: further metadata, without the architecture in front.
-        extra: further tensors.
-        tokenizer: a byte-level `tokenizers.Tokenizer`.
-        pre: how it cuts text into words.
+    ``kind`` is the type of the matrices, as in Q8_0. ``said`` is further metadata, without the architecture's prefix;
+    ``extra`` are further tensors. ``tokenizer`` is a byte-level `tokenizers.Tokenizer`, ``pre`` its pre-tokenizer.
     """
     config, writer = model.config, gguf.GGUFWriter(path, architecture)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -82,7 +76,6 @@ def write_gguf(
 
 
 def write_demo(path: Path, **options: Any) -> None:
-    """The demo model with its tokenizer; options as of `write_gguf`."""
     model = transformers.AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32)
     theta = float(model.config.rope_parameters["rope_theta"])
     options = {"said": {"rope.freq_base": theta}, "pre": "gpt-2", **options}
@@ -131,7 +124,7 @@ def _add(writer: Any, name: str, values: np.ndarray, kind: str) -> None:
 
 
 def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """(B, T, V) of a whole sequence, of ours or of transformers'."""
+    """(B, T, V) logits of a sequence, of our models or transformers'."""
     with torch.no_grad():
         found = model(ids)
     return getattr(found, "logits", found)

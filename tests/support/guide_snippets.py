@@ -10,7 +10,7 @@ import torch
 from caramba_fast.infer import GenerateConfig, SpeculativeConfig
 from caramba_fast.models import demo_path, load_demo
 
-#: What a snippet says -> what it means here.
+#: Part of a snippet -> its replacement here.
 SUBSTITUTIONS = {
     'torch.device("mps")': "device",
     'device="mps"': "device=device",
@@ -21,7 +21,7 @@ SUBSTITUTIONS = {
     'tokenizer_path="Tokenizer/BPE"': "tokenizer_path=demo_path()",
     "in generate_stream(prompt)": 'in generator.generate_iter(tokenizer.encode(prompt, return_tensors="pt"))',
 }
-#: What earlier snippets of a guide have imported, and what the substitutions name.
+#: Names imported by earlier snippets of a guide or needed by the substitutions.
 KNOWN = {
     "torch": torch, "load_demo": load_demo, "demo_path": demo_path, "GenerateConfig": GenerateConfig,
     "SpeculativeConfig": SpeculativeConfig,
@@ -304,7 +304,7 @@ targets:
           cache_budget_mb: 1024
 """
 
-#: Of the guide to small inference modules, whose generator reads and writes text.
+#: From the guide to small inference modules, whose generator reads and writes text.
 TEXT_GENERATION = """
 from caramba_fast.inference.generate import Generator
 
@@ -336,13 +336,13 @@ prompts = ["Hello", "How are", "The cat"]
 outputs = gen.generate_batch(prompts, batch_size=3)
 """
 
-#: What a loop over new tokens does with each.
+#: Body of a loop over new tokens.
 EARLY_STOPPING = """
 if next_token.item() == tokenizer.eos_token_id:
     break  # Stop generation
 """
 
-#: Advice: assignments whose values are settings.
+#: Recommendations: assignments whose values are settings.
 ADVICE = (
     "temperature = 0.9  # Increase\ntop_p = 0.95       # Increase\n",
     "temperature = 0.7  # Decrease\n",

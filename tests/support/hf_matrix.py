@@ -1,6 +1,6 @@
 """The support matrix of ``accelerate``: families × features of ``generate``, each run with the stock cache and ours.
 
-The tests go through it, and ``python tests/support/hf_matrix.py`` writes what came of it into docs/huggingface.md.
+Used by the tests; ``python tests/support/hf_matrix.py`` writes the results into docs/huggingface.md.
 """
 
 from __future__ import annotations
@@ -220,25 +220,25 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-#: transformers 4.57 and 5.0: models that were not on the attention interface yet (or made masks of their own),
-#: one that brought its own cache, and one that expanded its latents before it stored them.
+#: In transformers 4.57 and 5.0: models not yet on the attention interface (or with masks of their own), one with its
+#: own cache, and one that expanded its latents before it stored them.
 IS_OLD = parse(transformers.__version__) < parse("5.1")
 OLD_DEQUANTIZED, OLD_PACKED = ("opt", "stablelm"), ("deepseek_v3",)
 OLD_REFUSED = ("qwen3_next", "falcon_h1")
-#: Features a family's own (stock) code does not run.
+#: Features that a family's stock code cannot run.
 STOCK_CANNOT: dict[str, tuple[str, ...]] = {
     "qwen3_next": ("prompt lookup", "assistant model"),
     "falcon_h1": ("prompt lookup", "assistant model", "inputs_embeds"),
 }
-#: Feature whose tokens are expected where the stock code does not run a feature.
+#: Feature with the expected tokens of one that the stock code cannot run.
 SAME_AS = {
     "prompt lookup": "greedy",
     "assistant model": "greedy",
     "prefill chunks": "left padding",
 }
-#: ``sdpa`` has no capped logits: the stock model computes them in torch.
+#: ``sdpa`` has no softcap: the stock model computes it eagerly.
 STOCK_ATTENTION = {"gemma2": "eager"}
-#: An end of sequence that never comes; transformers 4.57 and 5.0 want one for prompt lookup.
+#: A token id that never occurs; transformers 4.57 and 5.0 need an end of sequence for prompt lookup.
 NEVER = 10_000
 NEW = 9
 ROW = [5, 9, 17, 8, 21, 5, 9, 17, 8, 33, 40, 5, 9]
@@ -246,7 +246,7 @@ SHORT = [77, 5, 3, 22, 61, 30]
 
 
 def served(family: str) -> str:
-    """How a family is served under this transformers: "packed", "dequantized" or "refused"."""
+    """How this transformers serves a family: "packed", "dequantized" or "refused"."""
     if IS_OLD and family in OLD_REFUSED:
         return "refused"
     if family in PACKED.values():
@@ -255,7 +255,6 @@ def served(family: str) -> str:
 
 
 def exists(family: str) -> bool:
-    """Whether this transformers has the family."""
     return hasattr(transformers, {**FAMILIES, **MORE}[family][0])
 
 
@@ -274,12 +273,7 @@ def tiny(family: str, **changes: Any) -> PreTrainedModel:
     return model
 
 
-# -- features ----------------------------------------------------------------------------------
-
-
 class Kept(BaseStreamer):
-    """A streamer that records its input."""
-
     def __init__(self) -> None:
         self.tokens: list[int] = []
 
@@ -343,7 +337,7 @@ def _embedded(model: PreTrainedModel) -> Any:
     return _run(model, inputs_embeds=embeddings(_ids()).detach())
 
 
-#: What is run, by its name in the documentation.
+#: The features by their name in the documentation.
 FEATURES: dict[str, Callable[[PreTrainedModel], Any]] = {
     "greedy": lambda m: _run(m, _ids()),
     "sampling, 3 sequences": _sampled,
@@ -361,12 +355,9 @@ FEATURES: dict[str, Callable[[PreTrainedModel], Any]] = {
 }
 
 
-# -- running it --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one feature of one family: whether the tokens match, and reads of the cache as tensors."""
+    """Result of one feature of one family: whether the tokens match, and how often the cache was dequantized."""
 
     same: bool
     dequantizations: int
@@ -374,8 +365,6 @@ class Outcome:
 
 
 class Counted(CarambaCache):
-    """A cache that records its instances, for later inspection."""
-
     made: list[CarambaCache] = []  # noqa: RUF012 - one list is meant
 
     def _make(self, *args: Any, **kwargs: Any) -> None:
@@ -386,7 +375,6 @@ class Counted(CarambaCache):
 def outcome(
     model: PreTrainedModel, feature: str, expected: Any, monkeypatch: Any, cache: Any = "fp32"
 ) -> Outcome:
-    """Runs a feature on the accelerated model."""
     from caramba_fast.hf import integration, scope
 
     monkeypatch.setattr(integration, "CarambaCache", Counted)
@@ -403,8 +391,6 @@ def outcome(
     told = [str(w.message) for w in caught if "dequantized" in str(w.message)]
     return Outcome(found == expected, sum(c.dequantizations for c in Counted.made), told)
 
-
-# -- the page ----------------------------------------------------------------------------------
 
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 BEGIN, END = "<!-- matrix: python tests/support/hf_matrix.py -->", "<!-- end of matrix -->"
@@ -425,7 +411,7 @@ def mark(family: str, feature: str, models: dict[str, PreTrainedModel], monkeypa
 
 
 def matrix() -> str:
-    """The table of the page, from running everything."""
+    """The page's table; runs everything."""
 
     names, models = list(FEATURES), {}
     lines = [
@@ -455,7 +441,7 @@ if __name__ == "__main__":
 
 
 def longrope(switch: int) -> Any:
-    """A tiny Phi-3 whose RoPE changes once a text has more than ``switch`` tokens."""
+    """A tiny Phi-3 whose RoPE changes when a text exceeds ``switch`` tokens."""
     factors = dict(short_factor=[1.0] * 8, long_factor=[4.0] * 8)
     rope = (
         {"rope_scaling": {"type": "longrope", **factors}}

@@ -1,6 +1,6 @@
 """One rank of a tensor-parallel Llama of transformers, under torchrun: arguments are WAY FOLDER OUT.
 
-Writes which tokens the stock cache, ours and our generator give, and what ours stores.
+Writes the tokens of the stock cache, of ours and of our generator, and what ours stores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NEW = 9
 
 
 def by_transformers(folder: str) -> Any:
-    """``from_pretrained`` shards."""
+    """Sharded by ``from_pretrained``."""
     auto = transformers.AutoModelForCausalLM
     if hasattr(transformers, "DistributedConfig"):
         config = transformers.DistributedConfig(tp_plan="auto")
@@ -37,7 +37,7 @@ def by_transformers(folder: str) -> Any:
 
 
 def by_torch(folder: str) -> Any:
-    """torch shards the layers of a whole model."""
+    """The layers of a whole model sharded by torch."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     columns = (
         "self_attn.q_proj",

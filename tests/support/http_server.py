@@ -1,4 +1,4 @@
-"""A server in a thread, on a port of its own, over the demo model."""
+"""A server with the demo model in a thread, on its own port."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def new_engine(**options: Any) -> Engine:
 
 @contextmanager
 def serving(engine: Engine, grace_s: int = 5, **config: Any) -> Iterator[str]:
-    """The address of a server that is up; it has been told to stop, and has stopped, when the block is left."""
+    """The address of a running server, which is shut down at the end of the block."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -70,7 +70,6 @@ def serving(engine: Engine, grace_s: int = 5, **config: Any) -> Iterator[str]:
 
 
 def until(holds: Any, what: str, seconds: float = 20) -> None:
-    """Waits until something holds."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, what

@@ -1,8 +1,8 @@
 """Soak test: many clients, some of which disconnect: ``PYTHONPATH=tests python -m support.http_soak --seconds 600``.
 
-The server is a process of its own. Clients ask for chats and completions of every sort, streamed or not, and leave at
-random. At the end the server is told to stop while they go on; it then says what its engine holds. Every request must
-come to an end that its client understands, no page may be left behind, and memory must stay where it is.
+The server has its own process. Clients request chats and completions of every sort, streamed or not, and some leave at
+random. At the end the server gets SIGTERM under load and prints what its engine still holds. Every request must end in
+a way its client understands, no page may leak, and memory must not grow.
 """
 
 from __future__ import annotations
@@ -36,14 +36,11 @@ LOST_S = 120
 
 @dataclass
 class Report:
-    """What came of it.
+    """The results: bytes of the server's memory by seconds (``resident``), its output after it stopped (``after``).
 
     Attributes:
-        ends: how requests ended, counted: answered, left, told to come again, stopped; anything else is a fault.
-        wrong: what clients did not understand.
-        resident: (seconds, bytes) of the server's memory.
-        after: what the server said when it had stopped.
-        code: its exit status.
+        ends: number of requests by outcome: answered, left, told to come again, stopped; anything else is a fault.
+        wrong: responses that clients did not understand.
     """
 
     ends: Counter[str] = field(default_factory=Counter)
@@ -54,7 +51,6 @@ class Report:
     code: int | None = None
 
     def problems(self, seconds: float) -> list[str]:
-        """Failed checks."""
         found = self.wrong[:5]
         found += [f"{name} is {self.after.get(name)}" for name in ("problems", "pages_held", "unfinished")
                   if self.after.get(name) not in ([], 0, False)]  # fmt: skip
@@ -64,22 +60,18 @@ class Report:
         if self.code not in (0, -signal.SIGTERM):
             found.append(f"the server ended with {self.code}")
         if seconds < 60:
-            return found  # too early: memory still grows to what the load needs
+            return found  # too early: memory is still growing to what the load needs
         early, late = self.memory(seconds, 0.25, 0.5), self.memory(seconds, 0.75, 1.0)
         if late > 1.05 * early + 2**23:
             found.append(f"memory grew from {early / 2**20:.1f} to {late / 2**20:.1f} MiB")
         return found
 
     def of_every_sort(self) -> bool:
-        """Whether some clients were answered and some disconnected."""
         return self.ends["answered"] > 10 and self.ends["left"] > 5
 
     def memory(self, seconds: float, begin: float, end: float) -> float:
-        """Mean bytes in a part of the time."""
+        """Mean bytes within a fraction of the time."""
         return fmean(b for at, b in self.resident if begin * seconds <= at <= end * seconds)
-
-
-# -- the server -----------------------------------------------------------------------------------
 
 
 def serve(port: int) -> None:
@@ -104,11 +96,8 @@ def serve(port: int) -> None:
     }), flush=True)  # fmt: skip
 
 
-# -- the clients ----------------------------------------------------------------------------------
-
-
 def body(dice: random.Random) -> tuple[str, dict[str, Any]]:
-    """A route, and what is asked of it."""
+    """A route, and the body of a request to it."""
     shared = "def read(path):\n    return open(path).read()\n\n\n" * dice.choice((0, 2, 6))
     asked: dict[str, Any] = {
         "max_tokens": dice.choice((1, 4, 16, 48)),
@@ -132,14 +121,13 @@ def body(dice: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 class Load:
-    """Clients that ask until they are told to stop."""
+    """Clients that send requests until they are told to stop."""
 
     def __init__(self, address: str, report: Report) -> None:
         self.address, self.report, self.stopping = address, report, False
         self.over = asyncio.Event()
 
     async def client(self, number: int) -> None:
-        """One client."""
         dice = random.Random(number)
         async with httpx.AsyncClient(timeout=LOST_S) as http:
             while not self.over.is_set():
@@ -226,7 +214,7 @@ class Load:
 
 
 async def drive(address: str, process: Any, report: Report, seconds: float, clients: int) -> None:
-    """The load, then SIGTERM while it goes on."""
+    """Runs the clients, then sends SIGTERM under load."""
     load = Load(address, report)
     began = time.monotonic()
     tasks = [asyncio.create_task(load.client(number)) for number in range(clients)]
@@ -246,10 +234,7 @@ async def drive(address: str, process: Any, report: Report, seconds: float, clie
 
 
 def _watch(process: Any, report: Report, began: float, seconds: float) -> None:
-    """Samples the server's memory until the time is over; in a thread, since the clients keep the loop busy.
-
-    On a busy machine few requests may have ended by then: some must have, of either sort, before it ends.
-    """
+    """Samples the server's memory in a thread until time is over and some requests were answered and some left."""
     while (at := time.monotonic() - began) < seconds or (
         at < LOST_S and not report.of_every_sort()
     ):
@@ -259,7 +244,6 @@ def _watch(process: Any, report: Report, began: float, seconds: float) -> None:
 
 
 def soak(seconds: float, clients: int = 64) -> Report:
-    """Runs a server and its clients."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -289,7 +273,7 @@ def soak(seconds: float, clients: int = 64) -> Report:
 
 
 def main() -> None:
-    """By hand; exit status 1 if anything is not as it must be."""
+    """Runs by hand; exit status 1 if a check fails."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--clients", type=int, default=64)

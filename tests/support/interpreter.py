@@ -1,4 +1,4 @@
-"""Triton's interpreter without the work it repeats: it is what most time of the Triton tests goes into."""
+"""Removes repeated work from Triton's interpreter, which takes most of the time of the Triton tests."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def patch_the_language_once() -> None:
-    """Within a launch, functions that a kernel calls find the language replaced already.
+    """Within a launch, patches `triton.language` only once.
 
-    When a launch starts, the interpreter replaces the functions of `triton.language` by its own. For every function
-    that a kernel calls it looks through all of them again and finds nothing to replace: 40% of the time of a launch.
+    At a launch the interpreter replaces functions of `triton.language`, and does so again, without effect, for every
+    function that a kernel calls: 40% of the time of a launch.
     """
     from triton.runtime import interpreter
 

@@ -1,9 +1,9 @@
-"""Interrupts at any bytecode: what Ctrl-C can do to code of this package, one position after another.
+"""Interrupts at any bytecode: what Ctrl-C can do to code of this package, at one position after another.
 
-`places_of` runs a call and lists the bytecodes it came by; `interrupted_at` runs it again and raises before one of
-them. The return and the yield of a value are left out: no interpreter looks for signals between a value and its
-return. Tests that draw positions at random go through `repeat`, which is bounded in time:
-``CARAMBA_FAST_STRESS_SECONDS`` makes it longer, ``CARAMBA_FAST_STRESS_SEED`` does one round again.
+`places_of` runs a call and lists the bytecodes it executes; `interrupted_at` runs it again and raises before one of
+them. Return and yield are left out: no interpreter checks for signals between a value and its return. Tests with
+random positions use `repeat`, which is bounded in time: ``CARAMBA_FAST_STRESS_SECONDS`` makes it longer,
+``CARAMBA_FAST_STRESS_SEED`` repeats one round.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Place = tuple[CodeType, int]
 
 
 class Interrupter:
-    """Within ``with``, counts the bytecodes of some files, and raises before one of them, once.
+    """A context manager that counts bytecodes of some files, and raises before one of them, once.
 
     Args:
-        position: which one, from 0; None counts only.
+        position: index of the bytecode to raise at; None only counts.
         files: a prefix of the files' names.
         error: what is raised.
-        threads: count those of threads that begin meanwhile, rather than those of this one.
+        threads: count in threads that start meanwhile, instead of this one.
 
     Attributes:
-        places: what it came by, in order.
+        places: the bytecodes executed, in order.
         where: file, line and bytecode of the interrupt; None if there was none.
     """
 
@@ -84,23 +84,18 @@ class Interrupter:
 
 
 def places_of(call: Callable[[], object], files: str = PACKAGE) -> list[Place]:
-    """The bytecodes a call comes by, in order."""
+    """The bytecodes a call executes, in order."""
     with Interrupter(None, files) as seen:
         call()
     return seen.places
 
 
 def count_positions(call: Callable[[], object], files: str = PACKAGE) -> int:
-    """How many positions `interrupted_at` has for a call."""
     return len(places_of(call, files))
 
 
 def interrupted_at(position: int, call: Callable[[], object], files: str = PACKAGE) -> bool:
-    """Runs a call up to a position, and raises KeyboardInterrupt there; whether it got so far.
-
-    Raises:
-        AssertionError: it was raised, and did not come out of the call.
-    """
+    """Raises KeyboardInterrupt at a position of a call; whether it got there; AssertionError if it swallowed it."""
     at = Interrupter(position, files)
     try:
         with at:
@@ -112,7 +107,7 @@ def interrupted_at(position: int, call: Callable[[], object], files: str = PACKA
 
 
 def pick(dice: Random, places: Sequence[Place]) -> int:
-    """A position, rare bytecodes as likely as those of inner loops."""
+    """A random position; rare bytecodes are as likely as those of inner loops."""
     found: dict[Place, list[int]] = defaultdict(list)
     for position, place in enumerate(places):
         found[place].append(position)
@@ -120,7 +115,7 @@ def pick(dice: Random, places: Sequence[Place]) -> int:
 
 
 def repeat(check: Callable[[Random], object], seconds: float = 3.0) -> None:
-    """Checks with one seed after another until the time is over; the seed of a failure is printed."""
+    """Runs a check with one seed after another until time is over; prints the seed of a failure."""
     seconds = float(os.environ.get("CARAMBA_FAST_STRESS_SECONDS", seconds))
     only = os.environ.get("CARAMBA_FAST_STRESS_SEED")
     seed, end = int(only or 0), time.monotonic() + seconds

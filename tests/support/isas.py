@@ -1,4 +1,4 @@
-"""Instruction sets of the C++ extension: which there are, and runs under another."""
+"""Instruction sets of the C++ extension: which are available, and runs under another."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def isa_in_use() -> str | None:
 
 
 def multiplies_integers() -> bool:
-    """Whether what meets a quantized stream is multiplied as integers."""
+    """Whether products with a quantized stream are computed with integers."""
     return isa_in_use() not in (None, "portable", "neon")
 
 
@@ -48,12 +48,12 @@ def in_subprocess(isa: str, *command: str) -> subprocess.CompletedProcess:
 
 
 def expected_isas() -> list[str]:
-    """What this CPU runs by torch's own account, narrowest first."""
+    """The sets this CPU supports according to torch, narrowest first."""
     if platform.machine() in ("aarch64", "arm64"):
         return ["neon"]
     known = ["portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni"]
     isas = known[: {"AVX2": 3, "AVX512": 5}.get(torch.backends.cpu.get_cpu_capability(), 1)]
-    cpuinfo = Path("/proc/cpuinfo")  # torch does not tell AVX-VNNI
+    cpuinfo = Path("/proc/cpuinfo")  # torch does not report AVX-VNNI
     lacking = set() if torch.cpu._is_vnni_supported() else {"avx512_vnni"}
     if not cpuinfo.exists() or "avx_vnni" not in cpuinfo.read_text().split():
         lacking.add("avx2_vnni")

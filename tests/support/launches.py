@@ -1,4 +1,4 @@
-"""What stands in for Triton kernels where only their launches matter."""
+"""Stand-in for Triton kernels where only their launches matter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Launches:
-    """Stands in for the kernels: notes grids and arguments, runs nothing."""
+    """Stands in for the kernels: records grids and arguments, runs nothing."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []

@@ -1,4 +1,4 @@
-"""Cache plans for tests: of a tiny model that counts its passes, and made up ones."""
+"""Cache plans for tests: of a tiny model that counts its passes, and invented ones."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ GATED: dict[str, Any] = dict(
 
 
 class Counting(Transformer):
-    """A model that counts how often it runs."""
-
     forwards = 0
 
     def forward(self, *args: Any, **options: Any) -> Tensor:

@@ -1,9 +1,8 @@
 """Runs a compiled kernel's PTX, one CTA after another, all threads of a CTA at once.
 
-Threads that are furthest behind go first, so branches meet again where they can. What a GPU would leave to chance, or
-stop at, is a `FaultError`: see `ptx_memory`. An instruction that is not known is an error before anything runs.
-
-What it is not: a clock, several CTAs at a time, or rounding inside of tensor cores and approximations.
+Threads furthest behind run first, so that branches rejoin where they can. Undefined behaviour and traps of a GPU raise
+`FaultError`: see `ptx_memory`. An unknown instruction is an error before anything runs. Not modelled: time, concurrent
+CTAs, and the rounding inside tensor cores and approximations.
 """
 
 from __future__ import annotations
@@ -54,10 +53,8 @@ class Cta:
         self.copies: list[tuple[Array, Array, Array, Array]] = []
         self.groups = np.zeros(self.count, np.int64)
 
-    # -- memory ---------------------------------------------------------------------------
-
     def address(self, text: str, space: str, at: Array, size: int) -> Array:
-        """Of the threads ``at``; a multiple of ``size``, which is how many bytes are accessed."""
+        """Addresses of the threads ``at``; multiples of ``size``, the number of bytes accessed."""
         found = ADDRESS.fullmatch(text)
         if found is None:
             raise NotImplementedError(f"address {text}")
@@ -68,7 +65,7 @@ class Cta:
         return addresses
 
     def places(self, space: str, addresses: Array, at: Array) -> list[tuple[Array, ...] | Any]:
-        """For each tensor, or for shared memory: which of ``at``, its bytes, where in them, and who touches them."""
+        """For each tensor, or for shared memory: which of ``at``, its bytes, offsets in them, and owners."""
         if space == "shared":
             here = addresses.astype(np.int64) - SHARED_BASE
             return [(np.arange(len(at)), self.shared, here, at)]
@@ -102,10 +99,8 @@ class Cta:
         )
         self.registers.put(i.operands[0], np.repeat(value, len(at)), at)
 
-    # -- copies in the background -------------------------------------------------------------
-
     def copy(self, i: Instruction, at: Array) -> None:
-        """cp.async: the first bytes are read, as many as the last operand says, and the others become 0."""
+        """cp.async: reads as many bytes as the last operand says, and sets the others to 0."""
         size = int(i.operands[2], 0)
         target = self.address(i.operands[0], "shared", at, size).astype(np.int64) - SHARED_BASE
         source = self.address(i.operands[1], "global", at, size)
@@ -121,7 +116,7 @@ class Cta:
         self.groups[at] += 1
 
     def wait(self, i: Instruction, at: Array) -> None:
-        """cp.async.wait_group: at most so many of the latest groups are still on their way."""
+        """cp.async.wait_group: at most so many of the latest groups remain in flight."""
         left, self.copies = self.copies, []
         for who, group, target, data in left:
             done = np.isin(who, at) & (group < self.groups[who] - int(i.operands[0]))
@@ -129,10 +124,8 @@ class Cta:
             if not done.all():
                 self.copies.append((who[~done], group[~done], target[~done], data[~done]))
 
-    # -- warps ------------------------------------------------------------------------------
-
     def warps(self, at: Array, mask: str = "-1") -> int:
-        """How many there are in ``at``: whole ones, of which ``mask`` names all lanes."""
+        """Number of warps in ``at``: whole ones, of which ``mask`` names all lanes."""
         if (self.registers.get(mask, "u32")[at] != 0xFFFFFFFF).any():
             raise NotImplementedError("some lanes of a warp")
         if len(at) % 32 or (at.reshape(-1, 32) != at[::32, None] + LANE).any():
@@ -187,8 +180,6 @@ class Cta:
         self.warps(at, i.operands[0])
         self.shared.warp_barrier(np.unique(at // 32))
 
-    # -- registers ----------------------------------------------------------------------------
-
     def compute(self, i: Instruction, at: Array, what: Pure) -> None:
         operands = zip(i.operands[1:], what[2], strict=True)
         self.registers.put(i.operands[0], what[0](*(self.registers.get(*x) for x in operands)), at)
@@ -217,7 +208,7 @@ NAMED: dict[str, Callable[[Cta, Instruction, Array], None]] = {
 
 
 def step(i: Instruction) -> Callable[[Cta, Instruction, Array], None] | None:
-    """What an instruction does, an error if that is not known; None for one that decides what comes next."""
+    """The function of an instruction, an error if it is unknown; None for control flow."""
     if i.name in ("bra", "bra.uni", "ret") or (i.name, i.operands) == ("bar.sync", ["0"]):
         return None
     if found := ACCESS.fullmatch(i.name):
@@ -238,17 +229,11 @@ def step(i: Instruction) -> Callable[[Cta, Instruction, Array], None] | None:
 
 
 class Kernel:
-    """A program that is ready to run."""
-
     def __init__(self, program: Program) -> None:
         self.program, self.steps = program, [step(i) for i in program.instructions]
 
     def run(self, cta: Cta) -> None:
-        """Every thread to its end.
-
-        Raises:
-            FaultError: where and what.
-        """
+        """Runs every thread to its end; FaultError with the place if that goes wrong."""
         at, waits = np.zeros(cta.count, np.int64), np.zeros(cta.count, bool)
         for _ in range(MOST_STEPS):
             ready = np.where(waits, END, at)
@@ -269,7 +254,7 @@ class Kernel:
     def _straight(
         self, cta: Cta, at: Array, waits: Array, now: int, active: Array, last: int
     ) -> None:
-        """From ``now`` on until something else than the next instruction may come next."""
+        """Runs from ``now`` on as long as the next instruction follows for sure."""
         while now < last:
             i, run, chosen = self.program.instructions[now], self.steps[now], active
             now += 1

@@ -1,6 +1,6 @@
-"""A stand-in for Triton's driver whose GPU is `ptx_cta`: kernels are compiled for sm_80, and their PTX is run here.
+"""A stand-in for Triton's driver with `ptx_cta` as its GPU: kernels are compiled for sm_80, and their PTX is run here.
 
-Our launchers, Triton's specialization and its compiler are the real ones. Not for a process that interprets kernels.
+Launchers, Triton's specialization and its compiler are real. Not for a process that interprets kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from caramba_fast.bench.kernels import host_time
 from caramba_fast.ops import registry
 
 EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided")
-#: What is done to a kernel's text (its name, its PTX) before it runs.
+#: Changes a kernel's text before it runs: (name, PTX) -> PTX.
 Change = Callable[[str, str], str]
 _running: list[Emulator] = []
 
@@ -37,7 +37,7 @@ def _kernel(text: str) -> Kernel:
 
 
 class Emulator(TorchDispatchMode):
-    """Runs the kernels that are launched inside of it; notes what torch allocates and does not fill."""
+    """Runs the kernels launched inside of it, and tracks memory that torch allocates without filling it."""
 
     def __init__(self, change: Change) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Emulator(TorchDispatchMode):
         return found
 
     def missing(self, x: Tensor) -> int:
-        """How many bytes of a contiguous x nobody has written."""
+        """Number of bytes of a contiguous x that were never written."""
         return int((~self.device.part(x).written).sum())
 
     def launch(
@@ -63,7 +63,7 @@ class Emulator(TorchDispatchMode):
         """Runs all CTAs of a grid, x first; ``given`` are type and value of each parameter."""
         kernel = _kernel(self.change(name, text))
         program = kernel.program
-        given += [("*i8", None)] * (len(program.params) - len(given))  # scratch that nobody uses
+        given += [("*i8", None)] * (len(program.params) - len(given))  # unused scratch memory
         sizes = zip(program.params.items(), given, strict=True)
         params = {param: self._bits(kind, x, size) for (param, size), (kind, x) in sizes}
         self.device.begin()
@@ -81,7 +81,7 @@ class Emulator(TorchDispatchMode):
 
 
 def flattened(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
-    """Type and value of what a kernel is really given: no constants, tuples by their parts."""
+    """Type and value of a kernel's actual arguments: without constants, tuples by their parts."""
     if isinstance(kind, tuple):
         for one, x in zip(kind, value, strict=True):
             yield from flattened(one, x)
@@ -90,8 +90,6 @@ def flattened(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 class Launcher:
-    """One compiled kernel."""
-
     def __init__(self, src: Any, metadata: Any) -> None:
         self.name, self.shared = metadata.name, metadata.shared
         self.types = tuple(src.signature.values())
@@ -105,19 +103,18 @@ class Launcher:
 
 
 class Driver(host_time.StandIn):
-    """An sm_80 that is not there."""
+    """A driver of an sm_80 that does not exist."""
 
     def __init__(self) -> None:
         super().__init__()
         self.launcher_cls = Launcher
 
     def get_current_target(self) -> GPUTarget:
-        """What kernels are compiled for."""
         return GPUTarget("cuda", 80, 32)
 
 
 def install() -> None:
-    """Makes this process run compiled kernels on CPU tensors, wherever the backend "triton" is asked for."""
+    """Makes this process run compiled kernels on CPU tensors for the backend "triton"."""
     assert not triton.knobs.runtime.interpret, "interpreted kernels are not compiled"
     triton.runtime.driver.set_active(Driver())
     registry._check_choice = lambda _: None
@@ -126,7 +123,7 @@ def install() -> None:
 
 @contextmanager
 def emulated(change: Change = lambda _, text: text) -> Iterator[Emulator]:
-    """Kernels in this block are run by the emulator it gives."""
+    """Runs kernels in this block with the emulator it gives."""
     with Emulator(change) as emulator:
         _running.append(emulator)
         try:

@@ -1,4 +1,4 @@
-"""What the instructions compute: a table by name of those that touch nothing but registers, one function each.
+"""The instructions that compute on registers alone: a table by name, one function each.
 
 An operand is an array with one value for each thread (two, one after the other, of a pair of halves).
 """
@@ -21,7 +21,7 @@ TYPES: dict[str, type[np.generic]] = {
 BITS = {name: np.dtype(kind).itemsize * 8 for name, kind in TYPES.items()}
 BITS |= {"pred": 1, "f16x2": 32}
 LANE = np.arange(32)
-#: Row of a lane, or column of B, and the first of its two columns, in a matrix of 8 by 8.
+#: A lane's row, or column of B, and the first of its two columns, in an 8 by 8 matrix.
 ROW, PAIR = LANE // 4, LANE % 4 * 2
 WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
 
@@ -37,7 +37,7 @@ def fused(a: Array, b: Array, c: Array) -> Array:
 
 
 def _fused(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c in float64, rounded to odd where it is not exact: rounding it once more gives the nearest number."""
+    """a * b + c in float64, rounded to odd if inexact, so that rounding it again gives the nearest number."""
     product, added = a.astype(np.float64) * b, c.astype(np.float64)
     total = product + added
     rest = total - product
@@ -47,18 +47,18 @@ def _fused(a: Array, b: Array, c: Array) -> Array:
 
 
 def power(x: Array) -> Array:
-    """ex2.approx.ftz, which may be 2 units in the last place away; here it is the nearest number."""
+    """ex2.approx.ftz, here the nearest number; a GPU may be off by 2 units in the last place."""
     return flushed(np.exp2(flushed(x).astype(np.float64)).astype(np.float32))
 
 
 def rounded(run: Callable[..., Array], x: Array) -> Array:
-    """ex2.approx and lg2.approx, which may be some units in the last place away: the nearest number."""
+    """ex2.approx and lg2.approx, here the nearest number; a GPU may be off by some units in the last place."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return run(x.astype(np.float64)).astype(np.float32)
 
 
 def bits_set(x: Array) -> Array:
-    """popc: how many bits are 1."""
+    """popc: number of bits that are 1."""
     return np.unpackbits(x.view(np.uint8).reshape(-1, 4), axis=1).sum(1).astype(x.dtype)
 
 
@@ -86,19 +86,19 @@ def quotient(a: Array, b: Array) -> Array:
 
 
 def left(a: Array, by: Array) -> Array:
-    """shl: nothing is left of a after as many bits as it has."""
+    """shl: 0 after as many bits as a has."""
     return np.where(by < a.dtype.itemsize * 8, a << by.astype(a.dtype), 0).astype(a.dtype)
 
 
 def right(a: Array, by: Array) -> Array:
-    """shr: after so many bits the sign alone is left."""
+    """shr: only the sign remains after as many bits as a has."""
     most = a.dtype.itemsize * 8 - 1
     once = a >> np.minimum(by, most).astype(a.dtype)
     return np.where(by > most, once >> 1, once).astype(a.dtype)
 
 
 def bit_field(a: Array, start: Array, count: Array) -> Array:
-    """bfe of a field that lies in a: with its own sign if a has one."""
+    """bfe of a field within a: sign-extended if a is signed."""
     return right(left(a, 32 - start - count), 32 - count)
 
 
@@ -129,7 +129,7 @@ def lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
 
 
 def paired(high: Array, low: Array) -> Array:
-    """Two halves of a register: the first operand goes to the upper one."""
+    """Two halves of a register: the first operand is the upper one."""
     return np.stack([low, high], axis=1).ravel()
 
 
@@ -181,7 +181,7 @@ def distributed(rows: Array, transposed: bool) -> Array:
 def multiplied(a: Array, b: Array, c: Array) -> Array:
     """mma.m16n8: a (warps, 32, 4, n) and b (warps, 32, 2, n), n values a register; c (warps, 32, 4) -> as c, float32.
 
-    Products are summed exactly and rounded once; tensor cores round on the way, in an order that nobody tells.
+    Products are summed exactly and rounded once; tensor cores round in between, in an undocumented order.
     """
     warps, each = len(a), a.shape[3]
     left, right = np.zeros((warps, 16, 8 * each)), np.zeros((warps, 8 * each, 8))
@@ -196,14 +196,14 @@ def multiplied(a: Array, b: Array, c: Array) -> Array:
     return np.stack(result, axis=-1).astype(np.float32)
 
 
-#: By name without its type, or with it: functions of two operands of that type.
+#: By name with or without its type: functions of two operands of that type.
 BINARY: dict[str, Callable[..., Array]] = {
     "add": np.add, "add.rn": np.add, "sub": np.subtract, "sub.rn": np.subtract,
     **dict.fromkeys(("mul", "mul.rn", "mul.lo", "mul.wide"), np.multiply), "max": largest,
     "max.NaN": largest_or_nan, "min": smallest,
     **dict.fromkeys(("div.s32", "div.u32", "div.s64", "div.u64"), quotient),
     **dict.fromkeys(("rem.s32", "rem.u32", "rem.s64", "rem.u64"), np.fmod),
-    "div.rn": np.divide, "div.full.f32": np.divide,  # the latter may be 2 units in the last place away
+    "div.rn": np.divide, "div.full.f32": np.divide,  # the latter may be off by 2 units in the last place
     "mul.hi.u32": lambda a, b: (a.astype(np.uint64) * b >> np.uint64(32)).astype(np.uint32),
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
 }  # fmt: skip
@@ -250,7 +250,7 @@ def converted(mode: str, to: str, source: str) -> Pure | None:
 
 
 def pure(name: str) -> Pure | None:
-    """What an instruction computes; None for one that is not in these tables."""
+    """The function of an instruction; None if it is not in these tables."""
     stem, _, kind = name.rpartition(".")
     if name in SPECIAL or kind not in TYPES:
         return SPECIAL.get(name)

@@ -1,6 +1,6 @@
-"""Memory in which every byte is watched: is it written yet, is it ours, who touched it since the barrier?
+"""Memory that tracks every byte: whether it was written, is in bounds, and who accessed it since the last barrier.
 
-Addresses of tensors are made up, each tensor's far from all others', so that a wrong one hits nothing.
+Tensors have invented addresses far apart, so that a wrong one hits nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 Array = np.ndarray[Any, Any]
 #: Owners of a byte beside threads: none, several of several warps, all of warp w (+ w), several of w (twice that + w).
 NONE, MANY, WARP = -1, -2, 1 << 20
-#: Where shared memory begins: not at 0, so that an address without a base shows.
+#: Start of shared memory: not 0, so that an address without a base shows.
 SHARED_BASE = 1024
 WINDOW = 1 << 32
 
@@ -26,10 +26,10 @@ class Bytes:
     def __init__(self, space: str, data: Array, written: Array, owners: Array) -> None:
         self.space, self.data, self.written = space, data, written
         self.writer, self.reader = owners
-        self.awaited = np.zeros(len(data), bool)  # a copy in the background is on its way
+        self.awaited = np.zeros(len(data), bool)  # an asynchronous copy is in flight
 
     def load(self, at: Array, size: int, who: Array, used: Array) -> Array:
-        """(len(at), size) uint8; of each ``size`` bytes those ``used`` are looked at."""
+        """(len(at), size) uint8; of each ``size`` bytes only those ``used`` are checked."""
         places = self._places(at, size)
         seen, who = places[:, used].ravel(), np.repeat(who, used.sum())
         if self.awaited[seen].any():
@@ -47,27 +47,27 @@ class Bytes:
         return self.data[places]
 
     def store(self, at: Array, values: Array, who: Array) -> None:
-        """values (len(at), size) uint8; threads that hold the same may write it to one place together."""
+        """Writes values (len(at), size) uint8; threads may write equal bytes to the same place."""
         places, values = self._claim(at, values.shape[1], who), values.ravel()
         self.data[places], self.written[places] = values, True
         if (self.data[places] != values).any():
             raise FaultError(f"race: threads write different values to one place, {self.space}")
 
     def expect(self, at: Array, size: int, who: Array) -> None:
-        """A copy in the background begins: until `arrive` the bytes are no one's."""
+        """An asynchronous copy begins: its bytes may not be accessed until `arrive`."""
         self.awaited[self._claim(at, size, who)] = True
 
     def arrive(self, at: Array, values: Array, who: Array) -> None:
-        """The copy has been waited for, by the thread that began it."""
+        """The copy was waited for by the thread that began it."""
         self.awaited[self._places(at, values.shape[1])] = False
         self.store(at, values, who)
 
     def barrier(self) -> None:
-        """All threads know of everything."""
+        """Makes all accesses known to all threads."""
         self.writer[:] = self.reader[:] = NONE
 
     def warp_barrier(self, warps: Array) -> None:
-        """Threads of ``warps`` know of what their own warp did."""
+        """Makes accesses of each of ``warps`` known to its own threads."""
         for owner in (self.writer, self.reader):
             warp = np.where(owner >= 2 * WARP, owner - 2 * WARP, owner >> 5)
             mine = (owner >= 0) & (owner // WARP != 1) & np.isin(warp, warps)
@@ -95,7 +95,6 @@ class Bytes:
 
 
 def nobody(size: int) -> Array:
-    """Owners of bytes that nobody has touched."""
     return np.full((2, size), NONE, np.int32)
 
 
@@ -108,7 +107,7 @@ class Device:
         self._windows: list[tuple[Bytes, int]] = []
 
     def part(self, x: Tensor) -> Bytes:
-        """The bytes from the first of x to its last, whatever else lies between."""
+        """The bytes from the first of x to its last, gaps included."""
         storage = x.untyped_storage()
         if storage.data_ptr() not in self._stored:
             size = storage.nbytes()
@@ -123,7 +122,7 @@ class Device:
         return Bytes("global", whole.data[here], whole.written[here], owners)
 
     def address(self, x: Tensor) -> int:
-        """Where kernels find a tensor; beside it is nothing for gigabytes."""
+        """A tensor's address for kernels; nothing else is within gigabytes."""
         part = self.part(x)
         key = (x.data_ptr(), len(part.data))
         if key not in self._given:
@@ -132,12 +131,12 @@ class Device:
         return self._given[key] * WINDOW + self._windows[self._given[key] - 1][1]
 
     def begin(self) -> None:
-        """A kernel begins: CTAs of the one before are done."""
+        """A kernel begins, after all CTAs of the previous one."""
         for _, held in self._stored.values():
             held.barrier()
 
     def find(self, addresses: Array) -> list[tuple[Array, Bytes, Array]]:
-        """For each tensor that is meant: which of the addresses, its bytes, and where in them."""
+        """For each tensor addressed: which of the addresses, its bytes, and offsets in them."""
         number, found = (addresses // np.uint64(WINDOW)).astype(np.int64), []
         for one in np.unique(number):
             if not 1 <= one <= len(self._windows):

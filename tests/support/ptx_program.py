@@ -1,4 +1,4 @@
-"""The text of a compiled kernel, taken apart. Of PTX only what Triton writes is read; the rest is an error by name."""
+"""Parses the text of a compiled kernel: only the PTX that Triton writes; anything else raises an error."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class FaultError(Exception):
 
 @dataclass
 class Instruction:
-    """``guard``: the predicate it depends on, if any, or on its opposite (``unless``).
+    """``guard`` is a predicate it depends on, if any; ``unless`` negates it.
 
-    ``used``: of a load, which of its bytes anyone looks at (a mask), or None for all.
+    ``used`` is a mask of a load's bytes that are used, or None for all.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Instruction:
 
 @dataclass
 class Program:
-    """A kernel for so many threads: bytes of each parameter, bits of each register, and where labels are."""
+    """A kernel for so many threads: bytes of each parameter, bits of each register, and positions of labels."""
 
     threads: int
     params: dict[str, int]
@@ -47,7 +47,6 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Reads a PTX module of one kernel."""
     head, _, body = text.partition("\n{\n")
     params = {name: int(bits) // 8 for bits, name in PARAM.findall(head)}
     program = Program(int(re.findall(r"\.reqntid (\d+)", head)[0]), params)
@@ -66,7 +65,7 @@ def parse(text: str) -> Program:
             _declare(part, program.widths, scopes, count)
         elif found := USED.fullmatch(part):
             used = int(found[1], 0)
-        elif found := STATEMENT.fullmatch(part.replace("::cta", "")):  # what .shared means anyway
+        elif found := STATEMENT.fullmatch(part.replace("::cta", "")):  # the default of .shared
             known = {name: own for scope in scopes for name, own in scope.items()}
             renamed = re.sub(r"[%$\w]+", lambda x: known.get(x[0], x[0]), found[4])  # noqa: B023
             operands = [re.sub(r"\s", "", x) for x in OPERAND.findall(renamed)]
@@ -98,7 +97,7 @@ def _parts(body: str, start: int) -> Iterator[tuple[int, str]]:
 
 
 def _declare(part: str, widths: dict[str, int], scopes: list[dict[str, str]], count: int) -> None:
-    """Registers; those of an inner scope get a name of their own."""
+    """Declares registers; those of an inner scope get unique names."""
     kind, names = part.split(None, 2)[1:]
     for stem, number in DECLARED.findall(names + ";"):
         for name in [f"{stem}{i}" for i in range(int(number))] if number else [stem]:

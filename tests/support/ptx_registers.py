@@ -1,4 +1,4 @@
-"""The registers of a CTA: raw bits of every thread, read and written as an instruction's types say."""
+"""The registers of a CTA: raw bits of every thread, read and written with an instruction's types."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.ptx_memory import SHARED_BASE
 Array = np.ndarray[Any, Any]
 NUMBER = re.compile(r"(?:0[fF](\w{8})|(-?(?:0x[0-9A-Fa-f]+|\d+))U?)")
 
-#: What a register holds before it is written.
+#: Contents of a register before it is written.
 NOISE = 0xA5C39E7BD1F0A5C3
 
 
@@ -36,10 +36,10 @@ class Registers:
             self._constant[f"%nctaid.{axis}"] = np.full(threads, whole, np.uint32)
 
     def get(self, text: str, kind: str) -> Array:
-        """An operand: a register, a special one, a number, or the start of shared memory."""
+        """The value of an operand: a register, a special one, a number, or the start of shared memory."""
         if text not in self._widths:
             return self._constant[text] if text in self._constant else self._number(text, kind)
-        if text not in self._bits:  # a compiler may name one whose bits it does not look at
+        if text not in self._bits:  # compilers may name one whose bits are not used
             self.put(text, np.full(self._threads, NOISE, np.uint64), np.arange(self._threads))
         bits = self._bits[text]
         if kind == "pred":
@@ -59,7 +59,7 @@ class Registers:
         return self._constant[text, kind]
 
     def put(self, name: str, values: Array, at: Array) -> None:
-        """Writes a register of the threads ``at``; ``values`` is theirs alone, or everyone's."""
+        """Writes a register of the threads ``at``; ``values`` has those threads, or all."""
         if name == "_":
             return
         width, kind = self._widths[name], values.dtype.kind
@@ -68,7 +68,7 @@ class Registers:
             bits = bits.astype(bool)
         elif kind == "f":
             bits = bits.view("u4" if width == 32 else f"u{bits.dtype.itemsize}")
-        else:  # to the register's width, with its sign if it has one
+        else:  # truncated to the register's width, with its sign if it has one
             bits = bits.astype(f"{kind}{width // 8}").view(f"u{width // 8}")
         if len(at) < self._threads:
             mine = bits if len(bits) == len(at) else bits[at]

@@ -1,4 +1,4 @@
-"""Small models whose decode steps are recorded or compiled, and a generator of each."""
+"""Small models whose decode steps are recorded or compiled, and generators for them."""
 
 from __future__ import annotations
 

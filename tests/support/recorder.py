@@ -1,9 +1,8 @@
-"""What a CUDA graph does, on any device: a step's torch calls are noted, and done again on replay.
+"""CUDA graphs emulated on any device: a step's torch calls are recorded, and repeated on replay.
 
-A graph keeps addresses and numbers: a replay reads the same tensors and uses the numbers the host had while
-recording. So does `Recorder`, and like a graph it refuses what makes the host wait or hands it over fresh data.
-`Rerun` runs the step's Python again instead, and refuses whatever differs from what was recorded: where it refuses
-nothing, a graph leaves nothing out.
+A graph keeps addresses and numbers: a replay reads the same tensors and uses the host's numbers at recording. So does
+`Recorder`, and like a graph it refuses what waits for the device or gives it new host data. `Rerun` instead runs the
+step's Python again and refuses any difference from the recording: if there is none, a graph leaves nothing out.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 FORBIDDEN = {"_local_scalar_dense", "nonzero", "lift_fresh", "lift_fresh_copy", "equal"} | {
     "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount",
 }  # fmt: skip
-#: What torch's dispatcher is not asked for on the CPU.
+#: Functions that do not reach torch's dispatcher on the CPU.
 HOST = {"tolist", "cpu", "numpy", "__array__"}
-#: Ops that wait for the device where an index is a mask.
+#: Ops that wait for the device if an index is a mask.
 MASKED = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 
@@ -39,7 +38,7 @@ class _NoHost(TorchFunctionMode):
 
 
 class _Note(TorchDispatchMode):
-    """Notes calls; those that write are noted alone, unless ``does``."""
+    """Records calls; writing ones are recorded but not executed, unless ``does``."""
 
     def __init__(self, does: bool = False) -> None:
         super().__init__()
@@ -57,7 +56,7 @@ class _Note(TorchDispatchMode):
         if len(places) > 1:
             _refuse(f"{name} over {' and '.join(sorted(places))}")
         if func._schema.is_mutable and not self.does:
-            out = args[0] if func._schema.returns else None  # noted, not done
+            out = args[0] if func._schema.returns else None  # recorded, not executed
         else:
             out = func(*args, **kwargs)
         self.calls.append((func, args, kwargs, out))
@@ -70,13 +69,13 @@ def _is_mask(index: Any) -> bool:
 
 @contextmanager
 def noted(does: bool = False) -> Iterator[_Note]:
-    """The torch calls within; RuntimeError for those a graph cannot hold."""
+    """Records the torch calls of the block; RuntimeError for those a graph cannot hold."""
     with _NoHost(), _Note(does) as note:
         yield note
 
 
 class Recorder:
-    """A stand-in for `caramba_fast.infer.cuda_graph.CudaRecorder`; counts what it is asked for."""
+    """A stand-in for `caramba_fast.infer.cuda_graph.CudaRecorder` that counts its calls."""
 
     def __init__(self) -> None:
         self.warmed = self.recorded = self.replayed = 0
@@ -102,16 +101,11 @@ class Recorder:
 
 
 class Rerun(Recorder):
-    """Runs the step anew with every replay.
-
-    Raises:
-        RuntimeError: (from a replay) it does not do what it did: another op, another number of the host, another shape,
-            or another tensor from outside the step.
-    """
+    """Runs the step again at every replay; RuntimeError if an op, host number, shape or outside tensor differs."""
 
     def record(self, step: Callable[[], object]) -> Callable[[], None]:
         self.recorded += 1
-        with noted() as kept:  # with its tensors, so that no others come to lie where they are
+        with noted() as kept:  # keeps its tensors, so that their addresses are not reused
             step()
 
         def replay() -> None:
@@ -129,9 +123,7 @@ class Rerun(Recorder):
 
 
 def described(calls: list[tuple[Any, Any, Any, Any]]) -> list[Any]:
-    """Calls without what a replay may change: the ops, the numbers of the host, shapes, and where tensors are that the
-    step has not made itself.
-    """
+    """Calls without what may change at a replay: the ops, host numbers, shapes, and addresses of outside tensors."""
     made: dict[int, int] = {}
 
     def of(x: Any) -> Any:

@@ -1,6 +1,6 @@
 """One launch of each decode kernel as on an H100, with a stand-in for Triton's driver: run by test_occupancy.py.
 
-Prints how often the kernel was compiled, and how many programs its launch was planned for.
+Prints how often the kernel was compiled, and the number of programs its launch was planned for.
 """
 
 from __future__ import annotations

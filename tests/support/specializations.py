@@ -1,7 +1,7 @@
 """Counts what a GPU would compile: run by test_specializations.py where the kernels are not interpreted.
 
-Kernels are replaced by what Triton does up to the look-up of a compiled one. Prints a line for each scenario: its name,
-the kernel, and under how many keys it would have been compiled.
+Kernels are replaced by objects that do what Triton does up to the look-up of compiled code. Prints for each scenario
+its name, the kernel, and the number of keys it would have been compiled under.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KERNELS = {(module, name): getattr(module, name) for name, module in PLACES.item
 
 
 class Keys:
-    """Stands in for a kernel: notes under which key each launch looks for compiled code, runs nothing."""
+    """Stands in for a kernel: records the key under which each launch looks for compiled code, runs nothing."""
 
     def __init__(self, kernel: Any) -> None:
         self.found: set[str] = set()
@@ -59,7 +59,7 @@ def step(
     kinds: tuple[str, ...] = ("q4_0", "q8_0"),
     num_splits: int = 0,
 ) -> None:
-    """One decode step of a cache of ``slots`` slots: what is launched depends on shapes alone."""
+    """One decode step of a cache of ``slots`` slots: launches depend on shapes alone."""
     lengths = [slots - 1 - b % 7 for b in range(batch)]
     case = cases.build(
         options, dims={"k": 64, "v": 64}, kinds=kinds, lengths=[9] * batch, slots=slots, ring=32,
@@ -125,7 +125,7 @@ def main() -> None:
 
 
 def told(name: str, scenario: str, keys: dict[str, Keys]) -> None:
-    """Prints how many variants of each kernel there were."""
+    """Prints the number of variants of each kernel."""
     for kernel, found in keys.items():
         print(name, scenario, kernel, len(found.found))
         if "-v" in sys.argv:

@@ -1,4 +1,4 @@
-"""Small models that speculate, and the same ones that do not."""
+"""Small models with and without speculation."""
 
 from __future__ import annotations
 

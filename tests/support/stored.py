@@ -1,4 +1,4 @@
-"""Builds stored K and V for tests of the attention ops: poisoned first, then written."""
+"""Stored K and V for tests of the attention ops: poisoned, then written."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def poisoned(batch: int, slots: int, lanes: Lanes, dim: int, kind: str, block: i
 
 
 def fit_of(kind: str) -> str:
-    """The fit that has more to it: bytes by channel are divided."""
+    """The most general fit: by channel it divides bytes unevenly."""
     return "mse" if FORMATS[kind].by_channel else "amax"
 
 
 def spread(x: Tensor, kind: str) -> Tensor:
-    """x (..., D) as it is, or for a kind by channel so that bytes divide their bits in every way."""
+    """x (..., D), for a kind by channel scaled so that bytes are divided in every way."""
     if not FORMATS[kind].by_channel:
         return x
     return x * 2.0 ** -torch.randint(0, 5, (x.shape[-1],)).to(x.dtype)

@@ -1,4 +1,4 @@
-"""How far a result may be from float64 on the same stored bytes, by dtype of the query."""
+"""Allowed difference from float64 on the same stored bytes, by dtype of the query."""
 
 from __future__ import annotations
 

@@ -26,7 +26,6 @@ DBA = {"k_sem": 8, "k_geo": 16, "v": 32}
 
 
 def build(options: Collection[str] = (), *, decoupled: bool = False, **changes: Any) -> Case:
-    """A layer written by the reference."""
     if decoupled:
         changes = {"dims": DBA, "kinds": ("q8_0", "q4_0", "nf4"), **changes}
     with use_backend("reference"):
@@ -50,7 +49,7 @@ def check(case: Case, **more: Any) -> None:
     expected = case.expected()
     if out.dtype == torch.float32:
         cases.check(found, expected)
-    else:  # the query is rounded again after a transform: that shows in lse too
+    else:  # the query is rounded again after a transform, which shows in lse too
         assert out.isfinite().all()
         assert cases.relative_l2(out, expected[0]) <= cases.RELATIVE_L2[out.dtype]
         torch.testing.assert_close(lse.double(), expected[1], rtol=2e-3, atol=5e-3)

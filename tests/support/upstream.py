@@ -1,13 +1,13 @@
-"""transformers' own tests over accelerated models: ``make test-upstream``.
+"""transformers' own tests with accelerated models: ``make test-upstream``.
 
     python tests/support/upstream.py --source FOLDER [--cache fp32 q8] [--family llama …] [--quick]
 
 FOLDER is a checkout of transformers (its ``tests/`` are read, nothing is copied). Each family's model tests, with the
-generation and cache tests they inherit, run three times: with stock models, and with every model accelerated, cache
-fp32 and q8. What passes with stock models has to pass with ours, but for `DIFFERENT`, which says why.
+inherited generation and cache tests, run three times: with stock models, and with every model accelerated, cache fp32
+and q8. What passes with stock models has to pass with ours, except for the reasons in `DIFFERENT`.
 
 As a pytest plugin (``-p upstream``) it accelerates every model as it enters eval mode or `generate`, with the cache
-that CARAMBA_FAST_UPSTREAM names.
+in CARAMBA_FAST_UPSTREAM.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ QUICK_TESTS = (
     "(generate or cache or padding or decoding or past_key or attention_mask) and not compil"
 )
 STOCK = "stock"
-#: What may differ from stock, by test: a pattern, the caches it holds for, and why.
+#: Allowed differences from stock: a pattern of tests, the caches, and the reason.
 DIFFERENT: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         "*::test_sdpa_can_dispatch*", ("fp32", "q8"), "asserts that the model has the attention 'sdpa'",
@@ -66,7 +66,7 @@ DIFFERENT: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "asserts that the cache is a DynamicCache (compiled models: test_hf_compile)",
     ),
 )  # fmt: skip
-#: Parts of their tests that are unrelated to caches and attention and need further packages.
+#: Modules their tests import that are unrelated to caches and attention and need further packages.
 BESIDE = {
     "tests.test_fsdp_mixin": ("FSDPTesterMixin",),
     "tests.test_tensor_parallel_mixin": ("TensorParallelTesterMixin",),
@@ -79,11 +79,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 BEGIN, END = "<!-- upstream: make test-upstream -->", "<!-- end of upstream -->"
 CACHE, RESULTS = "CARAMBA_FAST_UPSTREAM", "CARAMBA_FAST_UPSTREAM_RESULTS"
 
-# -- the plugin --------------------------------------------------------------------------------
-
 
 class Outcomes:
-    """What came of every test; written when all are done."""
+    """The outcome of every test; written when all are done."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -117,12 +115,12 @@ def pytest_configure(config: Any) -> None:
 
 
 def accelerate_all(cache: str) -> None:
-    """Every model that can be is accelerated as it enters eval mode or `generate`."""
+    """Accelerates every model that can be, as it enters eval mode or `generate`."""
     from transformers import GenerationMixin, PreTrainedModel
 
     from caramba_fast.hf import accelerate
 
-    trying: set[int] = set()  # accelerate tries models out, in eval mode
+    trying: set[int] = set()  # models that accelerate is trying, in eval mode
 
     def accelerated(model: Any) -> Any:
         fresh = isinstance(model, PreTrainedModel) and "_caramba_fast" not in vars(model)
@@ -143,9 +141,6 @@ def accelerate_all(cache: str) -> None:
         return plain_generate(accelerated(self), *args, **kwargs)
 
     PreTrainedModel.eval, GenerationMixin.generate = evaluated, generated
-
-
-# -- the driver --------------------------------------------------------------------------------
 
 
 def run(source: Path, family: str, cache: str, tests: str | None) -> dict[str, dict[str, str]]:
@@ -172,7 +167,6 @@ def run(source: Path, family: str, cache: str, tests: str | None) -> dict[str, d
 
 
 def reason(test: str, cache: str) -> str | None:
-    """Why a test may differ; None if it must not."""
     for pattern, caches, why in DIFFERENT:
         if cache in caches and fnmatch.fnmatch(test, pattern):
             return why
@@ -182,7 +176,7 @@ def reason(test: str, cache: str) -> str | None:
 def compare(
     family: str, cache: str, stock: dict[str, str], ours: dict[str, dict[str, str]]
 ) -> Iterator[str]:
-    """What passes with stock models and not with ours, without a reason."""
+    """Tests that pass with stock models, but not with ours and without a reason."""
     for test, outcome in stock.items():
         if outcome != "passed" or ours["found"].get(test) == "passed":
             continue
@@ -191,7 +185,7 @@ def compare(
 
 
 def table(rows: list[tuple[str, dict[str, Counter[str]]]], caches: list[str]) -> str:
-    """Passes by family and cache, of what stock models pass."""
+    """Passes by family and cache, of the tests that stock models pass."""
     lines = [f"| | {' | '.join(caches)} |", f"|---|{'---|' * len(caches)}"]
     for family, counts in rows:
         shown = (f"{counts[c]['passed']} of {sum(counts[c].values())}" for c in caches)
@@ -200,7 +194,6 @@ def table(rows: list[tuple[str, dict[str, Counter[str]]]], caches: list[str]) ->
 
 
 def publish(rows: str) -> None:
-    """Puts the table, and why tests may differ, into the page of the documentation."""
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -212,7 +205,7 @@ def publish(rows: str) -> None:
 
 
 def main() -> None:
-    """Runs everything and prints the table; ends with 1 where ours fail and stock does not."""
+    """Runs everything and prints the table; exit status 1 if a test fails with ours only."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.partition("\n")[0])
     parser.add_argument("--source", type=Path, required=True, help="a checkout of transformers")
     parser.add_argument("--cache", nargs="+", default=["fp32", "q8"])
