@@ -72,7 +72,9 @@ def caramba_attention(
             raise ValueError(
                 "output_attentions=True: a static cache gives no weights; use CarambaCache, or restore(model)"
             )
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            static.mask_is_ours = False
+        else:
             static.check_mask(attention_mask)
         out = static.attend(query, **_options(scaling, softcap, sinks))
         return without_gradient(out, query, *static.sources).transpose(1, 2).contiguous(), None

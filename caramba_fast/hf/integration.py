@@ -223,6 +223,8 @@ def _prepare_cache(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     bound.apply_defaults()
     config, model_kwargs = bound.arguments["generation_config"], bound.arguments["model_kwargs"]
     room = int(bound.arguments["max_cache_length"])
+    if bound.arguments["generation_mode"] == GenerationMode.ASSISTED_GENERATION:
+        room += config.prompt_lookup_num_tokens or 0  # such drafts may go beyond the last token
     given = model_kwargs.get(CACHE)
     if isinstance(given, CarambaCache):
         given.reserve(room)

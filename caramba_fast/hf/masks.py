@@ -188,6 +188,8 @@ def _starts_in_compiled(call: MaskCall) -> None:
     if cache is None:
         return
     _compiling.cache = None
+    for layer in cache.layers:  # after a graph break they may run eagerly, and check it
+        layer.mask_is_ours = True
     if call.padding is None:
         return
     seen = call.padding.to(torch.bool)

@@ -495,7 +495,7 @@ def unservable(name: str) -> PreTrainedModel:
     ("name", "reason"),
     [
         ("t5", "encoder-decoder"),
-        ("mamba", "no keys and values"),
+        ("mamba", "(no keys and values|is not .only. keys and values)"),
         ("headless", "no language-model head"),
         ("cross", "cross-attention"),
         ("float64", "weights are float64: model.float()"),

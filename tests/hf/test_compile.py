@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM, PreTrainedModel
 
 from caramba_fast.hf import CarambaCache, CarambaStaticCache, accelerate
+from caramba_fast.hf.compat import CACHE
 
 PROMPTS = [torch.arange(n)[None] * 7 % 90 + 3 for n in (6, 10)]
 #: A kind that is stored as it is, and one that is quantized.
@@ -73,9 +74,9 @@ def test_compiled_passes_through_stored_keys_have_no_gradient_either(backend: st
     model = accelerate(tiny("llama"), "q8")
     for cache in (CarambaCache(model, "q8"), CarambaStaticCache(model, "q8", max_cache_len=24)):
         with torch.no_grad():
-            model(PROMPTS[0], past_key_values=cache)
+            model(PROMPTS[0], **{CACHE: cache})
         step = torch.compile(model.forward, backend=backend)
-        logits = step(input_ids=PROMPTS[0][:, :1], past_key_values=cache, use_cache=True).logits
+        logits = step(input_ids=PROMPTS[0][:, :1], **{CACHE: cache}, use_cache=True).logits
         with pytest.raises(RuntimeError, match="no gradient flows"):
             logits.sum().backward()
 
@@ -89,7 +90,7 @@ def plain_loop(model: PreTrainedModel, forward: Any, cache: Any) -> list[list[in
         for _ in range(4):
             places = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
             logits = forward(
-                input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache,
+                input_ids=ids, attention_mask=mask, position_ids=places, **{CACHE: cache},
                 use_cache=True,
             ).logits  # fmt: skip
             ids = logits[:, -1:].argmax(-1)
@@ -134,7 +135,7 @@ def test_padding_between_tokens_raises_in_a_compiled_pass_too() -> None:
     forward = torch.compile(model.forward, backend="eager", fullgraph=True)
     mask = torch.tensor([[1, 1, 0, 1, 1, 1]])
     with pytest.raises(RuntimeError, match="padding in front of rows alone"), torch.no_grad():
-        forward(input_ids=PROMPTS[0], attention_mask=mask, past_key_values=cache, use_cache=True)
+        forward(input_ids=PROMPTS[0], attention_mask=mask, **{CACHE: cache}, use_cache=True)
 
 
 def test_a_call_that_needs_fewer_slots_compiles_nothing_again() -> None:
@@ -190,8 +191,8 @@ def test_a_compiled_step_past_the_room_keeps_lengths_within_the_buffers() -> Non
     """It cannot raise; kernels that read whatever a length says would leave them."""
     model = accelerate(tiny("llama"), "q8")
     cache = CarambaStaticCache(model, "q8", max_cache_len=12)
-    model(PROMPTS[1], past_key_values=cache)
+    model(PROMPTS[1], **{CACHE: cache})
     step = torch.compile(model.forward, backend="eager", fullgraph=True)
     for place in range(10, 15):
-        step(PROMPTS[0][:, :1], past_key_values=cache, position_ids=torch.tensor([[place]]))
+        step(PROMPTS[0][:, :1], **{CACHE: cache}, position_ids=torch.tensor([[place]]))
     assert [layer.lengths.tolist() for layer in cache.layers] == [[12]] * len(cache.layers)

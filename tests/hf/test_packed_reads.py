@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM
 from caramba_fast.cache import AttentionLimits, LayerCache, ModelKVCache
 from caramba_fast.config import cache_configs
 from caramba_fast.hf import HuggingFaceModel, accelerate, restore
+from caramba_fast.hf.compat import CACHE
 from caramba_fast.hf.lazy_tensors import PackedStates
 from caramba_fast.hf.row_layout import RightPadded
 from caramba_fast.hf.scope import implementation, once, our_attention
@@ -306,7 +307,7 @@ def test_a_model_that_wants_tensors_only_later_is_read_dense_from_there(
     inner, ids = attention.forward, torch.tensor([[5, 6], [7, 8]])
 
     def curious(*args: Any, **kwargs: Any) -> Any:
-        cache = kwargs["past_key_values"]
+        cache = kwargs[CACHE]
         out = inner(*args, **kwargs)
         if isinstance(cache, StepCache):
             PackedStates.of(cache.layers[1], "k", torch.empty(2, 2, 1, 16)).sum()

@@ -134,6 +134,7 @@ PACKED = {
     "Mistral (window)": "mistral",
     "GPT-NeoX": "gpt_neox",
     "GPT-2": "gpt2",
+    "GPT-J": "gptj",
     "OPT": "opt",
     "Phi-3": "phi3",
     "Gemma 2": "gemma2",
@@ -153,7 +154,6 @@ PACKED = {
 #: Families with correct results whose cache is dequantized at every step, with a warning.
 DEQUANTIZED = {
     "DeepSeek-V3 (MLA)": "deepseek_v3",
-    "GPT-J": "gptj",
     "Bloom": "bloom",
     "Falcon": "falcon",
 }
@@ -223,7 +223,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 #: In transformers 4.57 and 5.0: models not yet on the attention interface (or with masks of their own), one with its
 #: own cache, and one that expanded its latents before it stored them.
 IS_OLD = parse(transformers.__version__) < parse("5.1")
-OLD_DEQUANTIZED, OLD_PACKED = ("opt", "stablelm"), ("deepseek_v3",)
+OLD_DEQUANTIZED, OLD_PACKED = ("gptj", "opt", "stablelm"), ("deepseek_v3",)
 OLD_REFUSED = ("qwen3_next", "falcon_h1")
 #: Features that a family's stock code cannot run.
 STOCK_CANNOT: dict[str, tuple[str, ...]] = {
