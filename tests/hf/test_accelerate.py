@@ -320,7 +320,7 @@ def test_slow_reads_are_told_once_with_what_helps() -> None:
     # and not that the cache is another one
     assert ["dequantized at every step" in message for message in told] == [True] * (not IS_OLD)
     [message] = messages(latent, None)
-    assert "past_key_values=CarambaCache" in message
+    assert f"{CACHE}=CarambaCache" in message
 
 
 # -- RoPE that turns all keys otherwise beyond a length ------------------------------------------
