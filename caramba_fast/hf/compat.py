@@ -37,7 +37,7 @@ from transformers.cache_utils import (  # noqa: E402
     DynamicLayer,
     DynamicSlidingWindowLayer,
 )
-from transformers.generation import GenerationMixin  # noqa: E402
+from transformers.generation.utils import GenerationMixin  # noqa: E402
 
 #: The argument of ``forward`` and ``generate`` that holds the cache: "cache" from 5.24 on.
 CACHE = next(
