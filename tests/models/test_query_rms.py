@@ -17,6 +17,7 @@ from caramba_fast.distributed.model import own_heads
 from caramba_fast.hf import CarambaCache, accelerate, restore
 from caramba_fast.hf.adapter import HuggingFaceModel
 from caramba_fast.hf.capabilities import capabilities_of
+from caramba_fast.hf.compat import CACHE
 from caramba_fast.models import demo_path, load_demo
 from caramba_fast.models.context import ContextModel
 from caramba_fast.models.query_rms import TOKENS, SquareMeans, probing_ids
@@ -137,10 +138,11 @@ def test_caches_that_need_none_do_not_run_a_model_of_transformers(theirs):
 def test_a_model_that_needs_a_cache_has_none_and_generates(theirs, monkeypatch):
     run = theirs.forward
 
-    def only_cached(*args, past_key_values=None, use_cache=None, **more):
-        if past_key_values is None and not use_cache:
+    def only_cached(*args, cache=None, past_key_values=None, use_cache=None, **more):
+        cache = past_key_values if cache is None else cache
+        if cache is None and not use_cache:
             raise ValueError("a cache is needed")
-        return run(*args, past_key_values=past_key_values, use_cache=use_cache, **more)
+        return run(*args, use_cache=use_cache, **{CACHE: cache}, **more)
 
     monkeypatch.setattr(theirs, "forward", only_cached)
     accelerate(theirs, cache="q4")
