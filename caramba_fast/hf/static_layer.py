@@ -129,10 +129,8 @@ class CarambaStaticLayer(StoringLayer, StaticLayer):
         place = current if eager else traced
         place.layer = None if exact else self
         if exact:
-            if eager:
-                self.mask_is_ours = (
-                    False  # it was the prompt's mask; an exact prompt does not read this layer
-                )
+            # It was the prompt's mask; an exact prompt does not read this layer.
+            self.mask_is_ours = False
             return key_states, value_states
         if eager:
             self.sources = (key_states, value_states) if torch.is_grad_enabled() else ()
