@@ -348,7 +348,9 @@ def test_who_waits_for_a_place_can_be_cancelled() -> None:
                 asyncio.create_task(server.generate([1, 2], request_id=name, **given))
                 for name in "abcd"
             ]
-            while len(server._waiting) < 2 or not server.engine.is_under_way("a"):
+            while not server.engine.is_under_way("a") or [
+                x.request_id for x in server._waiting.values()
+            ][-2:] != ["c", "d"]:
                 await asyncio.sleep(0)
             await server.cancel("d")
             assert (await calls[3]).finish_reasons == ["cancelled"]
