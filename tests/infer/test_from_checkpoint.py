@@ -194,7 +194,7 @@ def test_models_that_cannot_be_served_are_type_errors(tmp_path: Path) -> None:
         vocab_size=50, hidden_size=32, num_hidden_layers=1, state_size=4
     )
     transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(TypeError, match="(no keys and values|is not .only. keys and values)"):
+    with pytest.raises(TypeError, match=r"(no keys and values|is not .only. keys and values)"):
         load(tmp_path)
 
 
