@@ -72,10 +72,7 @@ def caramba_attention(
             raise ValueError(
                 "output_attentions=True: a static cache gives no weights; use CarambaCache, or restore(model)"
             )
-        if torch.compiler.is_compiling():
-            static.mask_is_ours = False
-        else:
-            static.check_mask(attention_mask)
+        static.check_mask(attention_mask)
         out = static.attend(query, **_options(scaling, softcap, sinks))
         return without_gradient(out, query, *static.sources).transpose(1, 2).contiguous(), None
     if not weights and _reads_packed(module, query, key, value, attention_mask, dropout, kwargs):

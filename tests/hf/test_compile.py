@@ -196,3 +196,18 @@ def test_a_compiled_step_past_the_room_keeps_lengths_within_the_buffers() -> Non
     for place in range(10, 15):
         step(PROMPTS[0][:, :1], **{CACHE: cache}, position_ids=torch.tensor([[place]]))
     assert [layer.lengths.tolist() for layer in cache.layers] == [[12]] * len(cache.layers)
+
+
+@pytest.mark.parametrize("prefill", ["exact", "stored"])
+def test_a_mask_of_ones_own_is_refused_by_a_compiled_pass_too(prefill: Any) -> None:
+    """Whatever passes came before: an exact prompt leaves no mask that could be taken for ours."""
+    model = accelerate(tiny("llama"), "q8", prefill=prefill)
+    cache = CarambaStaticCache(model, "q8", max_cache_len=24)
+    step = torch.compile(model.forward, backend="eager", fullgraph=True)
+    given: dict[str, Any] = {CACHE: cache, "use_cache": True}
+    with torch.no_grad():
+        step(input_ids=PROMPTS[0], **given)
+        step(input_ids=PROMPTS[0][:, :1], **given)
+        own = torch.ones(1, 1, 1, 24, dtype=torch.bool)
+        with pytest.raises(Exception, match="not a mask"):
+            step(input_ids=PROMPTS[0][:, :1], attention_mask=own, **given)
