@@ -5,8 +5,10 @@ BIN    := $(VENV)/bin
 DEVICE ?= cpu
 GRID   ?= quick
 PIP    := $(BIN)/python -m pip install -q -c constraints.txt
-# Python compiles what it imports; pip would compile all of torch and transformers, a minute in each environment.
+# Python compiles what it imports, once, even where the environment forbids it to keep that: the tests start many processes,
+# and each would compile torch anew. pip would compile all of torch and transformers, a minute in each environment.
 export PIP_COMPILE := 0
+unexport PYTHONDONTWRITEBYTECODE
 OLDEST := build/triton-oldest
 AOT    := bench/results/aot.csv
 SANE   := build/sanitize/caramba_fast/_C.abi3.so

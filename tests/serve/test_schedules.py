@@ -94,7 +94,7 @@ def act(engine: Engine, seen: Seen, name: str, what: Any) -> None:
 
 @given(st.sampled_from(KINDS), engines, st.lists(action, min_size=3, max_size=24))
 @settings(
-    max_examples=200,
+    max_examples=100,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
