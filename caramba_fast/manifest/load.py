@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from caramba_fast.manifest.schema import Manifest, ManifestError, problems
 
 #: Largest manifest that is read, in bytes and in values.
 LARGEST, MOST_VALUES = 2**20, 20_000
+#: Numbers in bases 8 and 60 of YAML 1.1, which later versions of YAML read as something else: ``010``, ``1:30``.
+_OLD_NUMBER = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 #: What PyYAML raises for a value that does not match its explicit tag, such as ``!!int ""``.
 _BAD_TAG = (KeyError, IndexError, AttributeError, TypeError, OverflowError)
 
@@ -36,6 +39,17 @@ class _Loader(yaml.SafeLoader):
         if _expanded(root, {}) > MOST_VALUES:
             raise ManifestError(f"its aliases make more than {MOST_VALUES} values of it")
         return root
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        """Refuses numbers that YAML 1.1 and 1.2 read differently."""
+        node = super().compose_scalar_node(anchor)
+        is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+        if is_number and _OLD_NUMBER.fullmatch(node.value):
+            raise ManifestError(
+                f"{_where(node.start_mark)}: {node.value} is one number in YAML 1.1 and another in 1.2; "
+                f"write it without leading zeros and colons, or in quotes if it is text"
+            )
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

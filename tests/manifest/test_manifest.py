@@ -23,6 +23,7 @@ from caramba_fast.manifest import (
     read_manifest,
     run_manifest,
 )
+from caramba_fast.manifest.load import _parsed
 from caramba_fast.manifest.schema import write_json
 from caramba_fast.models import Transformer, demo_path, demo_tokenizer, load_demo
 
@@ -121,6 +122,12 @@ def test_anchors_share_settings_and_may_be_overridden() -> None:
     assert {x.max_new_tokens for x in (a, b, c, d)} == {3} and c.top_k == 5
 
 
+@pytest.mark.parametrize("number", ["0", "10", "1_0", "0x1f", "-0", "0.5", "1e-3", ".5", "007.5"])
+def test_numbers_that_all_yaml_reads_alike_are_taken(number: str) -> None:
+    found = _parsed(f"x: {number}")["x"]
+    assert found == yaml.safe_load(number)
+
+
 # -- what is refused -------------------------------------------------------------------------
 
 RUN = "targets:\n- name: t\n  runs:\n  - id: a\n    "
@@ -182,6 +189,8 @@ WRONG: dict[str, tuple[str, str]] = {
         RUN + "generate: {max_new_tokens: yes}",
         rf"^{AT}\.generate: max_new_tokens=True: True and False are no numbers$",
     ),
+    "octal": (RUN + "generate: {max_new_tokens: 010}", "line 5, column 32: 010 is one number in YAML 1.1"),
+    "base 60": (RUN + "generate: {seed: 1:30}", "1:30 is one number in YAML 1.1 and another in 1.2"),
     "true repeats": (RUN + "mode: benchmark\n    benchmark: {repeats: true}", "repeats=True: True and"),
     "same run": (RUN + "mode: generate\n  - id: a", "runs have the name 'a' twice"),
     "same target": (RUN + "mode: generate\n- name: t\n  runs: [{id: b}]", "targets have the name 't'"),
