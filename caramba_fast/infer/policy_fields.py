@@ -31,7 +31,8 @@ class CachePolicyFields(NamedFields):
 
     Attributes:
         cache_budget_mb: most MiB (2**20 bytes) of the whole cache: all rows, layers and streams, fp16 tail and unused
-            slots included; None for no limit. A fixed kind that takes more is an error.
+            slots included; None for no limit. A fixed kind that takes more is an error. The cache of a draft model is
+            not counted.
         cache_quality_max_delta_nll: most nats by which a token may become less likely than with an fp16 cache.
         cache_quality_max_ppl_ratio: largest perplexity ratio, exp(delta_nll); 1 or more.
         cache_quality_max_mean_kl: largest mean KL(fp16 ‖ candidate) of the next-token distributions, in nats.
