@@ -72,7 +72,10 @@ def test_compiled_passes_of_both_caches_take_turns() -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_passes_through_stored_keys_have_no_gradient_either(backend: str) -> None:
     model = accelerate(tiny("llama"), "q8")
-    for cache in (CarambaCache(model, "q8"), CarambaStaticCache(model, "q8", max_cache_len=24)):
+    caches: list[Any] = [CarambaStaticCache(model, "q8", max_cache_len=24)]
+    if backend == "aot_eager":  # many frames, half a minute
+        caches.append(CarambaCache(model, "q8"))
+    for cache in caches:
         with torch.no_grad():
             model(PROMPTS[0], **{CACHE: cache})
         step = torch.compile(model.forward, backend=backend)
@@ -198,10 +201,9 @@ def test_a_compiled_step_past_the_room_keeps_lengths_within_the_buffers() -> Non
     assert [layer.lengths.tolist() for layer in cache.layers] == [[12]] * len(cache.layers)
 
 
-@pytest.mark.parametrize("prefill", ["exact", "stored"])
-def test_a_mask_of_ones_own_is_refused_by_a_compiled_pass_too(prefill: Any) -> None:
+def test_a_mask_of_ones_own_is_refused_by_a_compiled_pass_too() -> None:
     """Whatever passes came before: an exact prompt leaves no mask that could be taken for ours."""
-    model = accelerate(tiny("llama"), "q8", prefill=prefill)
+    model = accelerate(tiny("llama"), "q8")
     cache = CarambaStaticCache(model, "q8", max_cache_len=24)
     step = torch.compile(model.forward, backend="eager", fullgraph=True)
     given: dict[str, Any] = {CACHE: cache, "use_cache": True}
