@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from typing import Any
 
 
 def patch_the_language_once() -> None:
-    """Within a launch, patches `triton.language` only once.
+    """Within a launch, patches `triton.language` only once; and describes types and shapes once a process.
 
     At a launch the interpreter replaces functions of `triton.language`, and does so again, without effect, for every
     function that a kernel calls: 40% of the time of a launch.
@@ -17,6 +18,7 @@ def patch_the_language_once() -> None:
 
     patch = interpreter._patch_lang
     builtins = functools.cache(_builtins)
+    languages: dict[int, tuple[dict[str, Any], list[Any]]] = {}
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         for name in builtins(package):
@@ -25,14 +27,62 @@ def patch_the_language_once() -> None:
                 interpreter._patch_attr(package, name, member, builder, scope)
 
     def patch_lang(fn: Any) -> Any:
-        found = [
-            x for x in fn.__globals__.values() if x is interpreter.tl or x is interpreter.tl.core
-        ]
+        names = fn.__globals__
+        if id(names) not in languages:
+            both = (interpreter.tl, interpreter.tl.core)
+            languages[id(names)] = names, [x for x in names.values() if any(x is y for y in both)]
+        found = languages[id(names)][1]
         if found and not any(interpreter.tl.core.is_builtin(x.load) for x in found):
             return interpreter._LangPatchScope()
         return patch(fn)
 
     interpreter._patch_builtin, interpreter._patch_lang = patch_builtin, patch_lang
+    _check_no_overflow_in_vain(interpreter.interpreter_builder)
+    _describe_types_once(interpreter)
+
+
+def _check_no_overflow_in_vain(builder: Any) -> None:
+    """Integers are added in 64 bits as well, for an assertion that only a debug mode makes: half of all the time."""
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _describe_types_once(interpreter: Any) -> None:
+    """A block's type and a tensor's shape are lists of checked constants, made anew for every operation's result."""
+    core = interpreter.tl.core
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    numpy_type = interpreter._get_np_dtype
+    blocks: dict[Any, dict[str, Any]] = {}
+    numpy_types: dict[str, Any] = {}
+
+    def describe(type: Any) -> dict[str, Any]:
+        """What tensors of a type have besides their handle, kept with the type."""
+        one = core.tensor.__new__(core.tensor)
+        make_tensor(one, None, type)
+        del one.handle
+        type.of_a_tensor = one.__dict__
+        return one.__dict__
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, getattr(element_ty, "address_space", None), tuple(shape)
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            describe(self)
+            blocks[key] = dict(self.__dict__)
+        else:
+            self.__dict__.update(blocks[key])
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.__dict__.update(type.__dict__.get("of_a_tensor") or describe(type))
+        self.handle = handle
+
+    def numpy_type_of(type: Any) -> Any:
+        if type.name not in numpy_types:
+            numpy_types[type.name] = numpy_type(type)
+        return numpy_types[type.name]
+
+    core.block_type.__init__, core.tensor.__init__ = block, tensor
+    interpreter._get_np_dtype = numpy_type_of
 
 
 def _builtins(package: Any) -> list[str]:
