@@ -66,7 +66,8 @@ def parse(text: str) -> Program:
         elif found := USED.fullmatch(part):
             used = int(found[1], 0)
         elif found := STATEMENT.fullmatch(part.replace("::cta", "")):  # the default of .shared
-            known = {name: own for scope in scopes for name, own in scope.items()}
+            # Those of the outermost scope, which are thousands, keep their names.
+            known = {name: own for scope in scopes[1:] for name, own in scope.items()}
             renamed = re.sub(r"[%$\w]+", lambda x: known.get(x[0], x[0]), found[4])  # noqa: B023
             operands = [re.sub(r"\s", "", x) for x in OPERAND.findall(renamed)]
             guard = known.get(found[2], found[2] or "")
