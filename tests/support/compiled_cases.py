@@ -159,7 +159,7 @@ STORED = {
     "fp16": ("fp16", "fp16"), "q8_0": ("q8_0", "q8_0"), "q4_0": ("q4_0", "q4_0"), "nf4": ("nf4", "nf4"),
     "q4_channel": ("q4_channel", "q4_0"), "q8_channel": ("q8_channel", "q8_0"),
 }  # fmt: skip
-LONG = {"lengths": (1000,), "slots": 1024}
+LONG = {"lengths": (600,), "slots": 640}
 CASES: dict[str, Callable[..., None]] = {
     **{
         f"quantize {kind} {name}": partial(quantized, kind, dtype)
