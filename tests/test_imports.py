@@ -14,7 +14,7 @@ import pytest
 
 import caramba_fast
 
-HEAVY = ("transformers", "triton")
+HEAVY = ("transformers", "triton", "sympy")
 LAZY = (*HEAVY, "pydantic", "typer", "rich", "safetensors", "tokenizers", "filelock", "yaml")
 PACKAGES = (
     "cache", "config", "distributed", "formats", "infer", "models", "ops", "policy", "quality", "serve"
@@ -49,14 +49,14 @@ def test_the_command_line_loads_torch_with_a_command_alone() -> None:
     assert not loaded & {"torch", "numpy", "pydantic", "transformers", "tokenizers", "yaml"}
 
 
-def test_importing_the_layers_loads_neither_transformers_nor_triton(torch_alone: set[str]) -> None:
+def test_importing_the_layers_loads_nothing_heavy(torch_alone: set[str]) -> None:
     statement = "\n".join(f"import caramba_fast.{package}" for package in PACKAGES)
     loaded = loaded_by(statement)
     assert not loaded & (set(HEAVY) - torch_alone)
     assert not loaded & ({"typer", "tokenizers", "rich"} - torch_alone)
 
 
-def test_generating_loads_neither_transformers_nor_triton(torch_alone: set[str]) -> None:
+def test_generating_loads_nothing_heavy(torch_alone: set[str]) -> None:
     sizes = "vocab_size=8, hidden_size=32, intermediate_size=32, num_hidden_layers=1"
     heads = "num_attention_heads=1, num_key_value_heads=1, head_dim=32"
     statement = (

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from caramba_fast.cache import ModelKVCache
 from caramba_fast.infer.cuda_graph import DecodeGraph, DecodeGraphs, ModelTensors, RecordingError
@@ -158,6 +157,7 @@ def _inductor() -> Iterator[None]:
     """
     import torch._inductor.config as settings  # noqa: PLC0415 - takes a second, and only compilation needs it
     from torch._guards import TracingContext, tracing  # noqa: PLC0415 - as above
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: PLC0415 - as above
 
     wanted = {"size_asserts": False, "cpp_wrapper": True, "cpp_wrapper_build_separate": True}
     options: dict[str, Any] = {name: x for name, x in wanted.items() if hasattr(settings, name)}
