@@ -136,11 +136,12 @@ def disagreements(
     return progress.found, True
 
 
-def small(backend: str, device: torch.device) -> tuple[int, bool]:
+def small(backend: str, device: torch.device, shard: Shard) -> tuple[int, bool]:
     """As `disagreements`, with each op that has a kernel run once on small shapes."""
-    progress = Progress(backend, len(tiny()))
+    mine = shard.of(tiny())
+    progress = Progress(backend, len(mine))
     with use_backend(backend):
-        for case in tiny():
+        for case in mine:
             progress.done += 1
             try:
                 errors = workload(case, device, timed=False).errors
@@ -175,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
             continue
         torch.manual_seed(0)
         if chosen.small:
-            found, whole = small(backend, device)
+            found, whole = small(backend, device, chosen.shard)
         else:
             left = chosen.time_limit - (time.monotonic() - began)
             found, whole = disagreements(backend, device, chosen.quick, chosen.shard, left)

@@ -29,8 +29,8 @@ from caramba_fast.bench.out import BESIDE, add_out, check_out
 from caramba_fast.bench.pages.report import summary
 from caramba_fast.ops.registry import BACKENDS, use_backend
 
-#: Rounds of the quick and tiny grids.
-QUICK_ROUNDS, TINY_ROUNDS = 7, 3
+#: Rounds of the quick grid, and of the tiny one, of which nothing is read but that it ran.
+QUICK_ROUNDS, TINY_ROUNDS = 7, 1
 #: Tokens of a case that is compiled ahead; several processes share the memory.
 MOST_TO_COMPILE = 4096
 

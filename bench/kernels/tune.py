@@ -250,7 +250,7 @@ class Tuning:
             return replace(self.entry, name=str(trial), calls=(call,))
 
         timed = {under(x): x for x in trials if not notes[x]}
-        samples = interleaved(list(timed), self.device, 3 if self.tiny else ROUNDS)
+        samples = interleaved(list(timed), self.device, 1 if self.tiny else ROUNDS)
         median = {timed[x]: quantile(list(taken.values()), 0.5) for x, taken in samples.items()}
         best = min(median, key=median.__getitem__)
         if trials[0] in median and median[trials[0]] <= median[best] * (1 + TIE):
