@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
+#: Rounds for each victim.
+EACH = 4
 #: Forks three ranks a round; the victim ends at once, the others when they have been told of it.
 ROUNDS = """
 import os, sys, time, warnings
@@ -33,36 +34,39 @@ def rank(index, port_file, victim, delay):
         os._exit(0)
     time.sleep(0.4 + delay)  # a collective fails after the death, in one rank sooner than in another
     loss = heart.find_loss()
-    print(index, "none" if loss is None else f"{loss.ranks} {loss.certain}", flush=True)
+    print(victim, "none" if loss is None else f"{loss.ranks} {loss.certain}", flush=True)
     os._exit(0)
 
-folder, rounds, victim = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-for turn in range(rounds):
+folder, rounds = sys.argv[1], int(sys.argv[2])
+for turn, victim in ((turn, victim) for victim in range(3) for turn in range(rounds)):
     children = []
     for index in range(3):
         child = os.fork()
         if child == 0:
-            rank(index, f"{folder}/{turn}", victim, 0.5 * ((turn + index) % 3) * (index == 2))
+            rank(index, f"{folder}/{victim}-{turn}", victim, 0.5 * ((turn + index) % 3) * (index == 2))
         children.append(child)
     for child in children:
         os.waitpid(child, 0)
 """
 
 
+@pytest.fixture(scope="module")
+def rounds(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """What the others were told, a line each behind the number of the victim."""
+    command = [sys.executable, "-c", ROUNDS, tmp_path_factory.mktemp("rounds"), str(EACH)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_the_rank_that_died_is_named(victim: int, tmp_path: Path) -> None:
+def test_the_rank_that_died_is_named(victim: int, rounds: subprocess.CompletedProcess[str]) -> None:
     """The process with the store leaves once the others know, not before: they would take it for the dead one."""
-    rounds = 4
-    done = subprocess.run(
-        [sys.executable, "-c", ROUNDS, tmp_path, str(rounds), str(victim)], capture_output=True, text=True,
-        timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    told = Counter(line.split(" ", 1)[1] for line in done.stdout.splitlines())
+    assert rounds.returncode == 0, rounds.stderr
+    lines = [line.split(" ", 1) for line in rounds.stdout.splitlines()]
+    told = Counter(what for of, what in lines if of == str(victim))
     right = told[f"[{victim}] True"]
     honest = sum(n for what, n in told.items() if what.endswith("False") and str(victim) in what)
-    assert right + honest == 2 * rounds, f"{dict(told)}\\n{done.stderr[-500:]}"
-    assert right >= rounds, told
+    assert right + honest == 2 * EACH, f"{dict(told)}\n{rounds.stderr[-500:]}"
+    assert right >= EACH, told
 
 
 def test_what_cannot_be_known_is_not_claimed() -> None:

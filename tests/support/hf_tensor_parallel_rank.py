@@ -1,4 +1,4 @@
-"""One rank of a tensor-parallel Llama of transformers, under torchrun: arguments are WAY FOLDER OUT.
+"""One rank of a tensor-parallel Llama of transformers, under torchrun: arguments are FOLDER OUT WAY...
 
 Writes the tokens of the stock cache, of ours and of our generator, and what ours stores.
 """
@@ -64,9 +64,7 @@ def tokens(model: Any) -> tuple[list[list[int]], Any]:
     return out.sequences.tolist(), out.past_key_values
 
 
-def main(way: str, folder: str, out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def check(way: str, folder: str, out: str) -> None:
     model = {"transformers": by_transformers, "torch": by_torch}[way](folder).eval()
     found: dict[str, Any] = {"stock": tokens(model)[0]}
     for kind in ("fp32", "q4"):
@@ -80,7 +78,15 @@ def main(way: str, folder: str, out: str) -> None:
     )
     found["generator"] = generator.generate(torch.tensor(ROWS), max_new_tokens=NEW).tolist()
     found["reads"] = generator.report["cache_reads"]
-    Path(out, f"rank{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
+    name = f"{way}{dist.get_rank()}.json"
+    Path(out, name).write_text(json.dumps(found), encoding="utf-8")
+
+
+def main(folder: str, out: str, *ways: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for way in ways:
+        check(way, folder, out)
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
