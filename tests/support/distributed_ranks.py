@@ -1,14 +1,16 @@
 """Real ranks for tests: processes of this file, joined through a store held by the test itself, or by rank 0.
 
-``python distributed_ranks.py RANK SIZE PORT HOLDER OUT MODULE.FUNCTION...`` runs the functions in turn and writes the
-outcome of each.
+``python distributed_ranks.py SIZE PORT HOLDER OUT MODULE.FUNCTION...`` imports the modules once and forks the ranks;
+each runs the functions in turn and writes the outcome of each.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -39,23 +41,20 @@ class Ranks:
         given = os.environ.get("PYTHONPATH")
         path = os.pathsep.join(filter(None, [str(TESTS), str(TESTS.parent), given]))
         settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, __file__, str(rank), str(size), str(port), holder, str(out), *functions],
-                env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
-            for rank in range(size)
-        ]  # fmt: skip
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(size), str(port), holder, str(out), *functions],
+            env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
 
     def finish(self) -> list[dict[str, str]]:
         """Results of each rank's checks by name: "ok" or a traceback; empty if it was killed."""
         try:
-            for rank, process in enumerate(self.processes):
-                text, _ = process.communicate(timeout=LIMIT)
-                assert process.returncode in (0, -9), f"rank {rank} failed:\n{text}"
+            text, _ = self.process.communicate(timeout=LIMIT)
+            assert self.process.returncode == 0, f"a rank failed:\n{text}"
         finally:
-            for process in self.processes:
-                process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # the ranks as well
+            self.process.wait()
         files = [self.out / f"rank{rank}.json" for rank in range(self.size)]
         return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 
@@ -96,5 +95,29 @@ def main(rank: int, size: int, port: int, holder: str, out: str, functions: list
     os._exit(0)  # an orderly exit would wait for peers, which may be gone
 
 
+def fork_ranks(size: int, port: int, holder: str, out: str, functions: list[str]) -> int:
+    """Forks the ranks, which have imported everything by then; 1 if one of them failed, but for one that was killed."""
+    torch.set_num_threads(1)
+    for module in {name.rpartition(".")[0]: None for name in functions}:
+        importlib.import_module(module)
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            try:
+                main(rank, size, port, holder, out, functions)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(1)  # main() ends the process itself
+        children.append(child)
+    ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    for rank, end in enumerate(ends):
+        if end not in (0, -signal.SIGKILL):
+            print(f"rank {rank} ended with {end}")
+    return int(any(end not in (0, -signal.SIGKILL) for end in ends))
+
+
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), *sys.argv[4:6], sys.argv[6:])
+    raise SystemExit(fork_ranks(*map(int, sys.argv[1:3]), *sys.argv[3:5], sys.argv[5:]))
