@@ -84,11 +84,11 @@ demo: $(VENV)/.demo
 	$(BIN)/caramba-fast demo --plot runs/demo.png
 
 # Two workers of one thread each: most tests are Python beside small tensors. A file stays with one worker, so that what
-# it builds once is built once. With a GPU the tests share one process.
+# it builds once is built once; tests/conftest.py has the order. With a GPU the tests share one process.
 WORKERS ?= $(if $(filter cpu,$(DEVICE)),2,0)
 test test-quick: export OMP_NUM_THREADS = 1
 test: $(VENV)/.test $(OLDEST)/.done
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --device=$(DEVICE)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --device=$(DEVICE)
 
 # Without what takes most of the time: compilers, other processes, trained models, long runs of interrupts.
 SLOW := tests/bench tests/distributed tests/quality tests/hf/test_compile.py tests/hf/test_static_cache.py \

@@ -14,6 +14,12 @@ import pytest
 import torch
 from support.interpreter import patch_the_language_once
 
+#: Files that take longest, each with few tests. They come first, so that at the end no process is left with one alone.
+LONG = (
+    "bench/test_gpu_check.py", "bench/test_real_decode.py", "distributed/test_ranks.py", "hf/test_compile.py",
+    "hf/test_static_cache.py", "hf/test_upstream.py", "infer/test_compiled.py", "models/test_demo_model.py",
+    "ops/test_cpp_attention.py", "cli/test_streams.py",
+)  # fmt: skip
 KINDS = ("fp32", "fp16", "bf16", "q8_0", "q4_0", "nf4")
 
 
@@ -33,6 +39,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         if importlib.util.find_spec("triton"):
             patch_the_language_once()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
 
 
 @pytest.fixture(scope="session")

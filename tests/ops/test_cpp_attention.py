@@ -616,7 +616,6 @@ def test_every_instruction_set(isa):
     """The tests of the C++ kernels with every narrower instruction set; the widest is used unforced.
 
     A hundred thousand tokens try how a context is split, which is the same for all sets.
-    They are here since files with many tests are started first.
     """
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in FILES]
     options = ("-q", "-p", "no:cacheprovider", "-k", "(extension or cpp) and not hundred_thousand")
