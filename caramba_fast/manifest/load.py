@@ -46,8 +46,8 @@ class _Loader(yaml.SafeLoader):
         is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
         if is_number and _OLD_NUMBER.fullmatch(node.value):
             raise ManifestError(
-                f"{_where(node.start_mark)}: {node.value} is one number in YAML 1.1 and another in 1.2; "
-                f"write it without leading zeros and colons, or in quotes if it is text"
+                f"{_where(node.start_mark)}: YAML 1.1 and 1.2 read {node.value} differently; write it without "
+                "leading zeros and colons, or in quotes if it is text"
             )
         return node
 
