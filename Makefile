@@ -10,6 +10,7 @@ PIP    := $(BIN)/python -m pip install -q -c constraints.txt
 export PIP_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
 OLDEST := build/triton-oldest
+HF_VERSIONS := 4.57 5.0
 AOT    := bench/results/aot.csv
 SANE   := build/sanitize/caramba_fast/_C.abi3.so
 BUILD  := pyproject.toml setup.py $(wildcard csrc/*)
@@ -101,6 +102,10 @@ test-quick: $(VENV)/.test
 
 test-device: $(VENV)/.test
 	$(BIN)/python -m pytest --device=$(DEVICE) -m device
+
+# What the tests need beside .venv: other versions, and the extension with gcc's checks.
+.PHONY: ready
+ready: $(OLDEST)/.done $(HF_VERSIONS:%=build/hf-%/.done) $(SANE)
 
 # The C++ extension with gcc's checks, beside the ordinary one.
 $(SANE): $(VENV)/.test $(BUILD)
@@ -344,7 +349,6 @@ clean:
 
 # Older transformers, for the tests of the layer on top of it: PYTHONPATH puts one in front of the one in .venv. pip
 # brings numpy along; the one torch was made for stays in use.
-HF_VERSIONS := 4.57 5.0
 HF_TESTS    := tests/hf/test_generate.py tests/hf/test_rotary.py tests/hf/test_cache.py tests/hf/test_static_cache.py tests/hf/test_packed_reads.py \
                tests/hf/test_stock_caches.py tests/hf/test_accelerate.py tests/hf/test_masks.py tests/hf/test_padding.py tests/hf/test_threads.py tests/hf/test_pickles.py \
                tests/hf/test_changing_rope.py

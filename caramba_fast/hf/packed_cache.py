@@ -129,7 +129,9 @@ class CarambaCache(StoringCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores the keys and values of a layer; see `CarambaLayer.update`."""
+        """Stores the keys and values of a layer; see `CarambaLayer.update`. Runs uncompiled inside compiled models."""
+        if torch.compiler.is_compiling():
+            return _update(self, key_states, value_states, layer_idx, *args, **kwargs)
         if self.offloads:
             self._offload_others(layer_idx)
         found: tuple[Tensor, Tensor] = self.layers[layer_idx].update(
@@ -218,3 +220,10 @@ class CarambaCache(StoringCache):
         """
         load_state(self.common, self.layers, state, device)
         return self
+
+
+@torch.compiler.disable(
+    reason="lazy keys and values cannot be traced: each wrapper around would be, in vain"
+)
+def _update(cache: CarambaCache, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return cache.update(*args, **kwargs)
