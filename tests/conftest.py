@@ -51,8 +51,10 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def _seeded(device: torch.device) -> None:
-    if device.type == "cpu":  # torch.manual_seed would also note its caller for every absent device
+def _seeded(request: pytest.FixtureRequest) -> None:
+    if (
+        request.config.getoption("--device") == "cpu"
+    ):  # torch.manual_seed would also note its caller for every absent device
         torch.default_generator.manual_seed(0)
     else:
         torch.manual_seed(0)

@@ -245,7 +245,7 @@ def tiny() -> tuple[Case, ...]:
         replace(base, tokens=2, window=40, kinds=("q8_0", "q8", "q4")),
         replace(base, op="decoupled_decode_attention", kinds=("nf4",), heads=4, kv_heads=4, key_dims=(8, 16)),
         replace(base, op="append_", kinds=("fp16", "q4_0", "q4")),
-        replace(base, op="extend_attention", kinds=("q4_0",), kv=160, tokens=40),
+        replace(base, op="extend_attention", kinds=("q4_0",), heads=2, kv_heads=1, kv=96, tokens=33),
         replace(base, op="extend_attention", kinds=("bf16",), heads=2, kv_heads=1, kv=96, tokens=96, dtype="bf16"),
         Case("quantize", ("q4_0",), 1, 2, 2, 32, 64, dtype="fp32"),
         Case("dequantize", ("q4_0",), 1, 2, 2, 32, 64, dtype="fp32"),

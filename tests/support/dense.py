@@ -72,6 +72,7 @@ def attend(
     for b in range(batch):
         pad = (leftpad or [0] * batch)[b]
         real = queries if query_lens is None else query_lens[b]
+        row = {name: (x[0][b].double(), x[1][b].double()) for name, x in places.items() if x}
         for t in range(real):
             position = seqlens[b] - real + t
             seen = [
@@ -79,26 +80,25 @@ def attend(
                 for j in range(min(k.shape[2], position + 1))
                 if visible(position, j, window, pad, num_sink_tokens)
             ]
-            read = [(places[sides.source(position, j, pad)], j) for j in seen]
-            keys = [place[0][b, :, j].double() for place, j in read]
-            values = [place[1][b, :, j].double() for place, j in read]
+            of: dict[str, list[int]] = {name: [] for name in row}
+            for j in seen:
+                of[sides.source(position, j, pad)].append(j)
+            # (H_kv, tokens, D) and (H_kv, tokens, D_v); softmax does not ask for their order.
+            keys, values = (
+                torch.cat([row[name][i][:, at] for name, at in of.items()], dim=1) for i in (0, 1)
+            )
             if null is not None:
-                keys.append(null[0].double())
-                values.append(null[1].double())
-            for h in range(heads):
-                here = [key[h // group] for key in keys]
-                logits = (
-                    torch.stack(here) @ q[b, h, t].double() * factor if here else torch.empty(0)
-                )
-                logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-                extra = logits.new_empty(0) if s_aux is None else s_aux[h : h + 1].double()
-                every = torch.cat((logits.double(), extra.double()))
-                if not every.numel():
-                    continue
-                lse[b, h, t] = torch.logsumexp(every, 0)
-                if here:
-                    weights = (logits - lse[b, h, t]).exp()
-                    out[b, h, t] = weights @ torch.stack([value[h // group] for value in values])
+                keys = torch.cat((keys, null[0].double()[:, None]), dim=1)
+                values = torch.cat((values, null[1].double()[:, None]), dim=1)
+            asked = q[b, :, t].double().unflatten(0, (-1, group))  # (H_kv, group, D)
+            logits = (asked @ keys.transpose(1, 2) * factor).flatten(0, 1)
+            logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+            every = logits if s_aux is None else torch.cat((logits, s_aux[:, None].double()), dim=1)
+            if not every.shape[1]:
+                continue
+            lse[b, :, t] = torch.logsumexp(every, 1)
+            weights = (logits - lse[b, :, t, None]).exp().unflatten(0, (-1, group))
+            out[b, :, t] = (weights @ values).flatten(0, 1)
     return out, lse
 
 
