@@ -138,7 +138,7 @@ class ModelConfig(BaseModel):
         """Translates the dict of a Hugging Face ``config.json``.
 
         Raises:
-            CheckpointError: an unsupported family, activation or rope type, or a missing field.
+            CheckpointError: an unsupported family, activation or rope type, quantized weights, or a missing field.
         """
         family = raw.get("model_type")
         if family not in SUPPORTED_FAMILIES:
@@ -148,6 +148,10 @@ class ModelConfig(BaseModel):
         if raw.get("hidden_act", "silu") != "silu":
             raise UnsupportedCheckpointError(
                 f"hidden_act is {shown(raw['hidden_act'])}; only 'silu' is supported"
+            )
+        if quantized := raw.get("quantization_config"):
+            raise UnsupportedCheckpointError(
+                f"quantization_config is {shown(quantized)}; the native model computes with weights as they are stored"
             )
         fields = {name: raw[name] for name in cls.model_fields if raw.get(name) is not None}
         fields["num_key_value_heads"] = fields.get(

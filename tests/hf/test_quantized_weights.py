@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from caramba_fast import Generator
 from caramba_fast.hf import CarambaCache, accelerate, restore
-from caramba_fast.models import load_model
+from caramba_fast.models import load, load_model
 
 IDS = torch.tensor([[5, 9, 17, 8, 21, 5, 40, 3], [3, 4, 4, 80, 11, 60, 2, 9]])
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -88,3 +89,19 @@ def test_a_generator_takes_the_model(model: Any) -> None:
     generator = Generator(model, cache_kind="fp32", max_seq_len=64, temperature=0, ignore_eos=True)
     found = generator.generate(IDS, max_new_tokens=12)
     assert torch.equal(torch.as_tensor(found), expected)
+
+
+def test_weights_that_a_checkpoint_says_to_quantize_are_not_used_as_they_are(
+    tmp_path: Path,
+) -> None:
+    """BitNet's trained weights are floats, rounded to three values when they are loaded."""
+    tiny("llama", intermediate_size=128).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    said = {
+        "quant_method": "bitnet",
+        "linear_class": "autobitlinear",
+        "quantization_mode": "online",
+    }
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": said}))
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(IDS).logits
+    torch.testing.assert_close(load(tmp_path).forward(IDS), expected)

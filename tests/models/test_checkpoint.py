@@ -113,6 +113,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "model_type.*gpt2.*llama",
     ),
     "unsupported activation": (lambda f: set_fields(f, hidden_act="gelu"), "hidden_act.*gelu"),
+    "quantized weights": (
+        lambda f: set_fields(f, quantization_config={"quant_method": "bitnet"}),
+        "quantization_config.*bitnet",
+    ),
     "unsupported rope": (
         lambda f: set_fields(f, rope_parameters={"rope_type": "longrope"}),
         "rope_type.*longrope.*llama3",
