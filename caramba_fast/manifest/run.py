@@ -83,11 +83,13 @@ def _settings(target: Target, run: PreparedRun) -> dict[str, Any]:
 def _written(
     generator: Generator, run: PreparedRun, tokenizer: TextTokenizer
 ) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
-    """(texts, metrics, report)."""
+    """(texts, metrics, report); each text follows its prompt, with the space between them if there is one."""
     result: Any = generator.generate(run.ids)
     new = result.sequences[:, -max(result.new_tokens) :].tolist()
+    each = len(new) // len(run.ids)
     texts = [
-        tokenizer.decode(row[:count]) for row, count in zip(new, result.new_tokens, strict=True)
+        "".join(tokenizer.stream(row[:count], run.ids[index // each]))
+        for index, (row, count) in enumerate(zip(new, result.new_tokens, strict=True))
     ]
     return texts, result.metrics.as_dict(), result.report
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from caramba_fast.cli.app import app
@@ -306,6 +307,20 @@ def test_a_run_writes_what_the_generator_writes(tmp_path: Path) -> None:
     assert written["metrics"]["new_tokens"] == 24 and written["report"]["cache_kind"] == "q8"
     assert written["settings"]["generate"] == settings | {"cache": "q8_0"}
     assert written["environment"]["torch"] == torch.__version__
+
+
+def test_a_text_begins_with_the_space_after_its_prompt(tmp_path: Path) -> None:
+    """Decoded alone, an answer loses the space its first word begins with, as SentencePiece has them."""
+    words = {f"\u2581w{number}": number for number in range(2048)}
+    tokenizer = Tokenizer(models.WordLevel(words))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings = {"max_new_tokens": 3, "seed": 1, "num_return_sequences": 2}
+    text = one(prompts=["w1 w2", "w3"], generate=settings) + "  tokenizer: tokenizer.json\n"
+    (report,) = done(text, tmp_path)
+    assert len(report.texts) == 4
+    assert all(re.fullmatch(r"( w\d+){1,3}", said) for said in report.texts)
 
 
 def test_paths_are_relative_to_the_manifest(tmp_path: Path) -> None:
