@@ -170,23 +170,24 @@ def begin_token(subject: Subject) -> int | None:
     return int(first[0]) if len(first) == 1 else None
 
 
-def longest(model: LanguageModel) -> int:
-    """The model's maximum context length in tokens."""
-    config: Any = getattr(model, "config", None)
-    if config is None:  # of transformers
-        config = model.model.config.get_text_config()  # type: ignore[attr-defined]
-    return int(config.max_position_embeddings)
+def longest(model: LanguageModel) -> int | None:
+    """The model's maximum context length in tokens; None if it does not say, as models with ALiBi."""
+    found: int | None = getattr(model, "trained_positions", None)
+    return found
 
 
 def check_contexts(model: LanguageModel, contexts: Sequence[int]) -> list[int]:
     """The given contexts, or the default one; raises if the model does not support them."""
     most = longest(model)
-    wrong = [context for context in contexts if not 2 <= context <= most]
+    wrong = [
+        context for context in contexts if context < 2 or (most is not None and context > most)
+    ]
     if wrong:
-        raise ValueError(
-            f"context is {wrong[0]}; 2 to {most} (the model's max_position_embeddings) is allowed"
+        allowed = (
+            "2 or more" if most is None else f"2 to {most} (the model's max_position_embeddings)"
         )
-    return list(dict.fromkeys(contexts)) or [min(DEFAULT_CONTEXT, most)]
+        raise ValueError(f"context is {wrong[0]}; {allowed} is allowed")
+    return list(dict.fromkeys(contexts)) or [min(DEFAULT_CONTEXT, most or DEFAULT_CONTEXT)]
 
 
 def _default_caches(model: LanguageModel) -> Sequence[str]:

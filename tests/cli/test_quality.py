@@ -248,9 +248,9 @@ def test_a_folder_of_another_model_is_one_line(tmp_path: Path) -> None:
     assert_one_line_of_error(result, "holds another measurement", "model")
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox", "bloom"])
 def test_models_of_transformers_are_measured(tmp_path: Path, family: str) -> None:
-    """Checkpoints the native model does not know: windows and norms of Gemma 3, partial RoPE of GPT-NeoX."""
+    """Checkpoints the native model does not know: windows and norms of Gemma 3, partial RoPE of GPT-NeoX, ALiBi."""
     from support.hf_matrix import tiny
 
     tokenizer = bytes_and_words(WORDS, bos=True)
