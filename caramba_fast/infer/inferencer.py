@@ -159,7 +159,8 @@ class CausalInferencer:
     @property
     def _fill(self) -> int:
         pad = self.model.pad_token_id
-        return pad if pad is not None and pad >= 0 else next(iter(self.eos_token_ids), 0)
+        known = pad is not None and 0 <= pad < self.model.vocab_size
+        return pad if known else next(iter(self.eos_token_ids), 0)
 
     def _checked(
         self, ids: Tensor, kv_cache: object, strategy: object

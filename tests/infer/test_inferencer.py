@@ -444,8 +444,10 @@ def test_rows_that_ended_hold_padding_until_all_have(model: Transformer) -> None
     assert cache.get_num_tokens() == BATCH.shape[1] + 11
 
 
-def test_no_pad_id_means_the_end_of_sequence_id(model: Transformer) -> None:
-    ended = new_model(eos_token_id=(7, 8))
+@pytest.mark.parametrize("pad", [None, -1, VOCABULARY])
+def test_no_pad_id_means_the_end_of_sequence_id(pad: int | None) -> None:
+    """An id outside the vocabulary is none, as with a `Generator`."""
+    ended = new_model(eos_token_id=(7, 8), pad_token_id=pad)
     inferencer = CausalInferencer(ended)
     assert inferencer.eos_token_ids == (7, 8)
 
