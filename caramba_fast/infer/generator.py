@@ -307,6 +307,8 @@ class Generator(SavableGenerator):
             found = BeamSearch(run).search(logits, wanted)
         assert self._session.cache is not None
         self._choice.cache_bytes = self._session.cache.nbytes
+        run.watch.new_tokens = sum(run.new)  # of the answers; its steps were those of all beams
+        self._measured = (run.watch, len(run.rows), sum(prompts.lens))
         self._end_run()
         self._expanded = self._expanded or run.config.num_return_sequences > 1
         return self._result(
