@@ -294,6 +294,7 @@ def quality(
     needles: Annotated[int, typer.Option(help="Needles per context length; 0 for none.")] = 1024,
     device: o.Device = "cpu",
     dtype: o.Dtype = "float32",
+    revision: o.Revision = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for the table, the plot, and partial results to resume from."),
@@ -306,7 +307,7 @@ def quality(
 
         run_quality(
             model, text, cache or (), context or (), out, baseline=baseline, tokens=tokens,
-            needles=needles, device=device, dtype=dtype, force=force,
+            needles=needles, device=device, dtype=dtype, revision=revision, force=force,
         )  # fmt: skip
 
 
@@ -366,6 +367,7 @@ def plan(
     ] = None,
     device: o.Device = "cpu",
     dtype: o.Dtype = "float32",
+    revision: o.Revision = None,
     plot: Annotated[
         Path | None, typer.Option(help="Plot quality against bytes: a .png or .svg file.")
     ] = None,
@@ -387,5 +389,5 @@ def plan(
 
         run_plan(
             model, text, settings, max_seq_len=max_seq_len, batch=batch, prefill=prefill,
-            device=device, dtype=dtype, plot=plot, as_json=as_json, force=force,
+            device=device, dtype=dtype, revision=revision, plot=plot, as_json=as_json, force=force,
         )  # fmt: skip

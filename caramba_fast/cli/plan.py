@@ -43,6 +43,7 @@ def run_plan(
     prefill: str,
     device: str,
     dtype: str,
+    revision: str | None,
     plot: Path | None,
     as_json: bool,
     force: bool,
@@ -55,6 +56,7 @@ def run_plan(
         settings: fields of `CachePolicyFields`; None leaves a default.
         max_seq_len, batch, prefill: of the cache.
         device, dtype: device and weight dtype of the model.
+        revision: branch, tag or commit, if ``name`` is a Hub id.
         plot: a .png or .svg file to write.
         as_json: print only the plan, as JSON.
         force: overwrite any file that ``plot`` names.
@@ -68,7 +70,7 @@ def run_plan(
     if plot is not None:
         check_plot(plot)
         check_replaceable(plot, "picture", is_plot, force=force)
-    subject = load_subject(f"{DEMO}:gqa" if name == DEMO else name, device, dtype)
+    subject = load_subject(f"{DEMO}:gqa" if name == DEMO else name, device, dtype, revision)
     ids = None if text is None and subject.demo is None else read_text(subject, text)
     try:
         with Console(stderr=True).status("starting") as status:

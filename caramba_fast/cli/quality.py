@@ -70,6 +70,7 @@ def run_quality(
     needles: int,
     device: str,
     dtype: str,
+    revision: str | None,
     force: bool,
 ) -> None:
     """Measures, prints the tables, and writes the files into ``out``.
@@ -80,7 +81,7 @@ def run_quality(
     check_device(device)
     if out is not None:
         check_out(out, force=force)
-    subject = load_subject(name, device, dtype)
+    subject = load_subject(name, device, dtype, revision)
     ids = read_text(subject, text)
     form = _recall_format(subject.tokenizer) if needles else None
     with _progress(console) as progress, _warnings_to(console):
@@ -106,7 +107,9 @@ def run_quality(
         write(report, out, name, console)
 
 
-def load_subject(name: str, device: str, dtype: str = "float32") -> Subject:
+def load_subject(
+    name: str, device: str, dtype: str = "float32", revision: str | None = None
+) -> Subject:
     """``demo``, ``demo:gqa``, a variant such as ``demo:gqa/outliers-8``, a checkpoint folder, a GGUF file or a Hub id.
 
     A checkpoint is loaded natively if this package has its architecture, else by transformers.
@@ -114,7 +117,7 @@ def load_subject(name: str, device: str, dtype: str = "float32") -> Subject:
     weights = dtype_of(dtype)
     kind, _, demo = name.partition(":")
     if kind != DEMO:
-        folder = local_path(name)
+        folder = local_path(name, revision)
         if not folder.is_dir() and not (folder.suffix == GGUF and folder.is_file()):
             raise ValueError(
                 f"{name!r} is neither a checkpoint folder, a {GGUF} file nor a demo model; known are "
@@ -124,6 +127,8 @@ def load_subject(name: str, device: str, dtype: str = "float32") -> Subject:
         if text is None:
             raise FileNotFoundError(f"{folder / 'tokenizer.json'} does not exist")
         return Subject(name, load(folder, device, weights), text.tokenizer, None)
+    if revision is not None:
+        raise ValueError(f"revision is {revision!r}; demo models have none")
     demo, slash, variant = (demo or "gqa").partition("/")
     variants = hard_variants(demo)
     if not slash:

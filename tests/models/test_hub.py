@@ -79,6 +79,19 @@ def test_commands_take_an_id_and_a_revision(cached):
     assert "demo models have none" in demo.output
 
 
+@pytest.mark.usefixtures("cached")
+@pytest.mark.parametrize("command", ["plan", "quality"])
+def test_commands_that_measure_take_a_revision_too(command: str) -> None:
+    def said(model: str, revision: str) -> str:
+        asked = [command, model, "--text", "nowhere.txt", "--revision", revision]
+        return CliRunner().invoke(app, asked).output
+
+    assert "nowhere.txt is not a file" in said(NAME, "v1")
+    assert "at revision v9" in said(NAME, "v9")
+    assert "is a path; revisions are of Hub ids" in said(str(demo_path()), "v1")
+    assert "demo models have none" in said("demo", "v1")
+
+
 def test_only_weights_settings_and_tokenizers_are_downloaded(monkeypatch, tmp_path):
     asked = []
 
