@@ -18,6 +18,8 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 #: Most names that are listed; with more, only a likely match is suggested.
 MOST_LISTED = 16
 UNKNOWN = "extra_forbidden"
+#: Levels of lists in a field of numbers that are searched; no field has as many, and pydantic refuses the others.
+DEEPEST = 8
 
 
 def hint(name: str, allowed: Sequence[str]) -> str:
@@ -62,10 +64,11 @@ def _mentions(annotation: Any, kinds: tuple[Any, ...]) -> bool:
     return annotation in kinds or any(_mentions(part, kinds) for part in get_args(annotation))
 
 
-def _has_truth_value(value: Any) -> bool:
-    if isinstance(value, (dict, list, tuple)):
-        return any(map(_has_truth_value, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, bool)
+def _has_truth_value(value: Any, levels: int = DEEPEST) -> bool:
+    if not isinstance(value, (dict, list, tuple)):
+        return isinstance(value, bool)
+    parts = value.values() if isinstance(value, dict) else value
+    return levels > 0 and any(_has_truth_value(part, levels - 1) for part in parts)
 
 
 class NamedFields(BaseModel):

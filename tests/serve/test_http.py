@@ -763,11 +763,21 @@ def nested(depth: int) -> str:
         (f'{{"prompt": {nested(50_000)}}}', 400),
         ('{"prompt": "\\ud800"}', 400),
         ('{"prompt": "a", "temperature": NaN}', 400),
+        (f'{{"prompt": "a", "temperature": {nested(600)}}}', 400),
         (b"\xff\xfe", 400),
         ("", 400),
         (f'{{"prompt": "a", "max_tokens": 1, "metadata": {nested(200)}}}', 200),
     ],
-    ids=["open", "deep", "half a character", "nan", "no text", "empty", "deep and allowed"],
+    ids=[
+        "open",
+        "deep",
+        "half a character",
+        "nan",
+        "deep number",
+        "no text",
+        "empty",
+        "deep and allowed",
+    ],
 )
 def test_odd_bodies_are_answered(server, content, status):
     head = {"content-type": "application/json"}
