@@ -95,6 +95,19 @@ def test_one_prompt_may_stand_in_a_list(client, direct):
         assert found.choices[0].text == wanted.texts[0]
 
 
+def test_defaults_that_clients_send_ask_for_nothing(client, direct):
+    wanted = direct(PROMPT, max_new_tokens=12, temperature=0.0).texts[0]
+    found = client.completions.create(
+        model=NAME, prompt=PROMPT, best_of=1, echo=False, n=1, logit_bias={}, stop=[], **GREEDY
+    )
+    assert found.choices[0].text == wanted
+    options = {"include_usage": True, "include_obfuscation": False}
+    chunks = client.completions.create(
+        model=NAME, prompt=PROMPT, stream=True, stream_options=options, **GREEDY
+    )
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == wanted
+
+
 def test_ids_end_an_answer_but_not_before_its_least_length(client, direct):
     output = direct(PROMPT, max_new_tokens=12, temperature=0.0)
     (first, second, *_), *_ = output.answers

@@ -53,9 +53,10 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """Options of a stream."""
+    """Options of a stream; padding against listeners (``include_obfuscation``) has no effect, as events have none."""
 
     include_usage: bool = False
+    include_obfuscation: bool | None = None
 
 
 class JsonSchema(_Body):
@@ -185,6 +186,12 @@ class CompletionRequest(Sampling):
         if len(prompt) > 1:
             raise ValueError(f"{len(prompt)} prompts are in one body; 1 is served")
         return prompt[0]
+
+    @field_validator("best_of", mode="before")
+    @classmethod
+    def _the_best_of_one(cls, value: Any) -> Any:
+        """1 is OpenAI's default, which clients send: it asks for nothing."""
+        return None if type(value) is int and value == 1 else value
 
     @property
     def wanted_logprobs(self) -> int | None:
