@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
 import hashlib
 import json
 import math
@@ -17,12 +20,14 @@ openai = pytest.importorskip("openai")
 
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from starlette.requests import ClientDisconnect  # noqa: E402
 from support.http_server import NAME, ChattyTokenizer, new_engine, serving, until  # noqa: E402
 
 from caramba_fast.infer import grammar  # noqa: E402
 from caramba_fast.infer.logprobs import TokenLogprobs  # noqa: E402
 from caramba_fast.serve.http.logprobs import LogprobsWriter, TokenTexts  # noqa: E402
 from caramba_fast.serve.http.protocol import Message, StopTrimmer  # noqa: E402
+from caramba_fast.serve.http.server import ServerConfig, create_app  # noqa: E402
 
 PROMPT = "def main():\n    "
 CHAT = [{"role": "system", "content": "Write."}, {"role": "user", "content": "a reader"}]
@@ -597,6 +602,51 @@ def test_who_goes_away_is_not_answered_any_more():
         "caramba_fast_cancelled_total 2.0" in counted and "caramba_fast_failed_total 0.0" in counted
     )
     assert not engine.problems() and not engine.metrics.pages_held
+
+
+@pytest.mark.parametrize("version", ["2.3", "2.4"])
+def test_who_goes_away_while_text_is_sent_is_not_answered_any_more(version):
+    """Nothing is left to Python's garbage collector, which may not come by for hours."""
+    engine = new_engine(max_seq_len=2048)
+    body = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    asked = {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+    head = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": version}, "method": "POST",
+             "path": "/v1/completions", "query_string": b"", "headers": head}  # fmt: skip
+
+    async def go() -> None:
+        received, sent, gone = iter([asked]), [], asyncio.Event()
+
+        async def receive() -> Any:
+            for message in received:
+                return message
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            if len(sent) > 4:
+                gone.set()
+                if version == "2.4":
+                    raise OSError("the client is gone")
+                await asyncio.sleep(60)  # nobody reads
+
+        app = create_app(engine, ServerConfig(NAME))
+        async with app.router.lifespan_context(app):
+            with contextlib.suppress(ClientDisconnect):
+                await app(scope, receive, send)
+            for _ in range(200):
+                if not engine.has_unfinished:
+                    return
+                await asyncio.sleep(0.02)
+        raise AssertionError("the request goes on")
+
+    gc.disable()
+    try:
+        asyncio.run(go())
+    finally:
+        gc.enable()
+    assert engine.metrics.cancelled == 1 and engine.metrics.pages_held == 0
 
 
 def test_too_many_are_told_to_come_again():

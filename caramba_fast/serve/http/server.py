@@ -220,11 +220,20 @@ class _Served:
         answer = Answer(self.config.name, chat, LogprobsWriter(self.token_texts, chat))
         if body.stream:
             lines = _lines(events, answer, body, prepared.config)
-            return StreamingResponse(
+            return _Events(
                 lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
             )
         texts, output = await _unless_gone(request, _collected(events, prepared.config))
         return JSONResponse(answer.whole(texts, output))
+
+
+class _Events(StreamingResponse):
+    """A response that closes its events when it ends, even in the middle of sending one to a client that is gone."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        events: Any = self.body_iterator
+        async with aclosing(events):
+            await super().__call__(scope, receive, send)
 
 
 def _trimmers(config: GenerateConfig) -> list[StopTrimmer]:
