@@ -27,7 +27,7 @@ from caramba_fast.infer import grammar  # noqa: E402
 from caramba_fast.infer.logprobs import TokenLogprobs  # noqa: E402
 from caramba_fast.serve.http.logprobs import LogprobsWriter, TokenTexts  # noqa: E402
 from caramba_fast.serve.http.protocol import Message, StopTrimmer  # noqa: E402
-from caramba_fast.serve.http.server import ServerConfig, create_app  # noqa: E402
+from caramba_fast.serve.http.server import ServerConfig, _event, create_app  # noqa: E402
 
 PROMPT = "def main():\n    "
 CHAT = [{"role": "system", "content": "Write."}, {"role": "user", "content": "a reader"}]
@@ -580,6 +580,14 @@ def test_keys_are_asked_for_and_keep_prefixes_apart():
 
 
 # -- load, and those who go away -----------------------------------------------------------------
+
+
+def test_an_event_is_a_line_to_clients_that_split_at_every_line_end_of_unicode():
+    """As httpx' ``iter_lines`` does, and clients built on it."""
+    text = "a\u2028b\u2029c\x85d\x0be\r\nf \u6f22\U0001f60a"
+    response = httpx.Response(200, content=_event({"text": text}).encode())
+    line, *rest = response.iter_lines()
+    assert json.loads(line.removeprefix("data: ")) == {"text": text} and not any(rest)
 
 
 def test_who_goes_away_is_not_answered_any_more():

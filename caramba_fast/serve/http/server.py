@@ -294,7 +294,8 @@ async def _lines(
 
 
 def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+    """A server-sent event in ASCII: clients may split lines at any character that ends one in Unicode (U+2028)."""
+    return f"data: {json.dumps(content)}\n\n"
 
 
 async def _unless_gone(request: Request, work: Awaitable[Found]) -> Found:
