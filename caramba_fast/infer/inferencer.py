@@ -159,8 +159,9 @@ class CausalInferencer:
     @property
     def _fill(self) -> int:
         pad = self.model.pad_token_id
-        known = pad is not None and 0 <= pad < self.model.vocab_size
-        return pad if known else next(iter(self.eos_token_ids), 0)
+        if pad is not None and 0 <= pad < self.model.vocab_size:
+            return pad
+        return next(iter(self.eos_token_ids), 0)
 
     def _checked(
         self, ids: Tensor, kv_cache: object, strategy: object

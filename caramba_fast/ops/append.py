@@ -125,14 +125,11 @@ class Destination:
 def scatter(buffer: Tensor, values: Tensor, place: Tensor, slot: Tensor, keep: Tensor) -> None:
     """buffer[place[b, t], :, slot[b, t]] = values[b, :, t] wherever keep[b, t].
 
-    Tokens that are not kept repeat the write of the first kept one, or rewrite the first place with its own contents:
-    in CUDA graphs and compiled code index shapes must not depend on data. On a CPU neither is done if all are kept.
+    So that index shapes do not depend on data, tokens that are not kept repeat the write of the first kept one, or
+    rewrite the first place with its own contents.
     """
     place, slot, keep = place.reshape(-1), slot.reshape(-1), keep.reshape(-1)
     flat = values.transpose(1, 2).flatten(0, 1).to(buffer.dtype)  # (B * T, lanes, width)
-    if keep.device.type == "cpu" and not torch.compiler.is_compiling() and keep.all():
-        buffer[place, :, slot] = flat
-        return
     first = keep.to(torch.int32).argmax()[None]
     old = buffer[place[first], :, slot[first]]
     spare = torch.where(keep.any(), flat[first], old)
