@@ -291,16 +291,16 @@ def _start_static(cache: Any, call: MaskCall) -> None:
 
     Raises ValueError if the mask differs from what the cache's layers will do.
     """
-    if not cache.exact_next and pattern_of(call.function) is None:
-        raise ValueError(
-            "a static cache attends causally, within its layers' windows or chunks, and this mask says something "
-            "else; use CarambaCache"
-        )
     leftpad, regular = None, True
     if call.padding is not None:
         # the mask may already have columns for future tokens
         known = min(call.padding.shape[1], cache.layers[0].counted + call.queries)
         leftpad, regular = starts(call.padding[:, :known], known)
+    if not cache.exact_next and not _attends_alike(cache, call, leftpad):
+        raise ValueError(
+            "a static cache attends causally, within its layers' windows or chunks, and this mask says something "
+            "else; use CarambaCache"
+        )
     if not regular:
         raise ValueError(
             "a static cache takes padding in front of rows alone; use CarambaCache for padding between tokens"
@@ -312,3 +312,23 @@ def _start_static(cache: Any, call: MaskCall) -> None:
         )
     for layer in cache.layers:
         layer.mask_is_ours = True
+
+
+def _attends_alike(cache: Any, call: MaskCall, leftpad: Tensor | None) -> bool:
+    """Whether a mask shows what the layers of a static cache will attend to.
+
+    A mask of an unknown function is compared by its values: of an image's tokens that see each other, a later step sees
+    what it would see without.
+    """
+    if pattern_of(call.function) is not None:
+        return True
+    seen = call.dense(allow_is_causal_skip=False)
+    if seen is None:
+        return False
+    window, layers = _eager.window, cache.layers
+    chunked = any(layer.chunked for layer in layers if layer.sliding_window == window)
+    pattern = Pattern(True, chunk=window) if chunked else Pattern(True, window=window)
+    known = layers[0].counted + call.queries
+    shape = (call.batch, 1, call.queries, known)
+    wanted = PatternMask.of(shape, seen.device, pattern, leftpad).dense()
+    return torch.equal(seen[..., :known], wanted) and not bool(seen[..., known:].any())

@@ -94,7 +94,7 @@ class CarambaStaticCache(StoringCache):
             expect_compiled_mask(self)
         else:
             self._check_room(query_length(given))
-            expect_mask(self, sizes[0])
+            expect_mask(self, sizes[0], self.layers[layer_idx].sliding_window)
         return sizes
 
     def _check_room(self, tokens: int) -> None:

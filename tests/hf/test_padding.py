@@ -148,6 +148,30 @@ def test_a_pattern_that_is_not_causal_is_refused(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(static, dynamic, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.skipif(IS_OLD, reason="blocks of tokens are made otherwise in this transformers")
+@torch.no_grad()
+def test_steps_behind_a_block_that_sees_itself_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind an image's tokens: the function is an unknown one, and what it says is causal from there on."""
+    from transformers.models.gemma3 import modeling_gemma3
+
+    def block(make: Any) -> Any:
+        return lambda **given: make(
+            **given, or_mask_function=lambda b, h, q, k: (q > 12) & (q < 18) & (k > 12) & (k < 18)
+        )
+
+    model = accelerate(tiny("gemma3_text"), "fp32")
+    ids, mask = padded(3)
+    static, dynamic = caches(model, "fp32", "exact")
+    for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+        monkeypatch.setattr(modeling_gemma3, name, block(getattr(modeling_gemma3, name)))
+    for tokens in (20, 1, 3):
+        longer = torch.cat((mask, mask[:, -1:].expand(2, 4)), dim=1)
+        held = int(static.get_seq_length())
+        given = ids[:, :tokens], longer[:, : held + tokens]
+        found, wanted = (fed(model, cache, *given)[:, -1] for cache in (static, dynamic))
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
 # -- what is made once -------------------------------------------------------------------------
 
 
