@@ -87,12 +87,13 @@ class CarambaStaticCache(StoringCache):
     def get_mask_sizes(self, given: Any, layer_idx: int) -> tuple[int, int]:
         """Number of slots a layer returns, and the first one; the mask function is called next.
 
-        Raises ValueError, before anything is written, if the new tokens do not fit.
+        Raises ValueError, before anything is written, if the new tokens do not fit or the model has lost our attention.
         """
         sizes = Cache.get_mask_sizes(self, given, layer_idx)
         if torch.compiler.is_compiling():
             expect_compiled_mask(self)
         else:
+            _check_attention(self.common.model, self.common.config)
             self._check_room(query_length(given))
             expect_mask(self, sizes[0], self.layers[layer_idx].sliding_window)
         return sizes
@@ -159,11 +160,7 @@ def _check_reads_packed(model: PreTrainedModel) -> None:
             f"the attention of {name} is not on the attention interface of transformers, so it cannot read a static "
             "cache; use CarambaCache (cache_implementation=None), which gives it tensors"
         )
-    if implementation(model.config.get_text_config(decoder=True)) != NAME:
-        raise ValueError(
-            f"{name} does not use our attention, which a static cache needs: accelerate(model), or register() "
-            f'and model.set_attn_implementation("{NAME}")'
-        )
+    _check_attention(name, model.config.get_text_config(decoder=True))
     if known.lenders:
         raise TypeError(
             f"{name} has layers that attend to keys and values of earlier ones, which a static cache gives once; "
@@ -173,4 +170,13 @@ def _check_reads_packed(model: PreTrainedModel) -> None:
         raise TypeError(
             f"the attention of {name} needs keys and values as tensors, which a static cache does not have; "
             "use CarambaCache"
+        )
+
+
+def _check_attention(name: str, config: Any) -> None:
+    """Raises ValueError if a model with this text config does not use our attention."""
+    if implementation(config) != NAME:
+        raise ValueError(
+            f"{name} does not use our attention, which a static cache needs: accelerate(model), or register() "
+            f'and model.set_attn_implementation("{NAME}")'
         )

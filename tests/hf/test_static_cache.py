@@ -126,6 +126,18 @@ def test_models_that_cannot_have_one() -> None:
         assert "layers of other kinds" in refused(accelerate(tiny("qwen3_next")))
 
 
+@torch.no_grad()
+def test_a_model_that_is_restored_meanwhile_is_named() -> None:
+    model = accelerate(tiny("llama"), "fp32")
+    cache = CarambaStaticCache(model, "fp32", max_cache_len=40)
+    ids = torch.arange(3, 12)[None]
+    model(ids, past_key_values=cache)
+    restore(model)
+    with pytest.raises(ValueError, match=r"does not use our attention.*accelerate"):
+        model(ids[:, :1], past_key_values=cache)
+    assert int(cache.get_seq_length()) == 9
+
+
 @pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
 def test_layers_that_share_keys_and_values_are_named(family: str) -> None:
     if not exists(family):
