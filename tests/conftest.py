@@ -52,9 +52,8 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
-    if (
-        request.config.getoption("--device") == "cpu"
-    ):  # torch.manual_seed would also note its caller for every absent device
+    if request.config.getoption("--device") == "cpu":
+        # torch.manual_seed would also note its caller for every absent device.
         torch.default_generator.manual_seed(0)
     else:
         torch.manual_seed(0)
