@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import parse
-from support.hf_matrix import IS_OLD, tiny
+from support.hf_matrix import tiny
 from torch import Tensor
 
 from caramba_fast.hf import CarambaCache, CarambaStaticCache, accelerate, restore
@@ -128,7 +128,6 @@ def test_an_own_mask_behind_an_exact_prompt_is_refused_too() -> None:
             model(input_ids=ids[:, :1], attention_mask=own_mask(1, 64), past_key_values=static)
 
 
-@pytest.mark.skipif(IS_OLD, reason="blocks of tokens are made otherwise in this transformers")
 @torch.no_grad()
 def test_a_pattern_that_is_not_causal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama import modeling_llama
@@ -148,7 +147,6 @@ def test_a_pattern_that_is_not_causal_is_refused(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(static, dynamic, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.skipif(IS_OLD, reason="blocks of tokens are made otherwise in this transformers")
 @torch.no_grad()
 def test_steps_behind_a_block_that_sees_itself_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """As behind an image's tokens: the function is an unknown one, and what it says is causal from there on."""
