@@ -211,9 +211,13 @@ def test_reading_the_text_counts_towards_the_time_of_a_request(monkeypatch, rout
     engine = new_engine(max_time=0.4)
     with serving(engine) as address:
         monkeypatch.setattr(ChattyTokenizer, "encode", slowly)
-        found = httpx.post(f"{address}/v1/{route}", json=given).json()
-    assert found["choices"][0]["finish_reason"] == "length"
+        found = httpx.post(f"{address}/v1/{route}", json={**given, "n": 3}).json()
+        streamed = httpx.post(f"{address}/v1/{route}", json={**given, "n": 3, "stream": True}).text
+    assert [choice["finish_reason"] for choice in found["choices"]] == ["length"] * 3
     assert found["usage"]["completion_tokens"] == 0
+    events = [json.loads(line[6:]) for line in streamed.split("\n\n") if line.startswith("data: {")]
+    ends = [(event["choices"][0]["index"], event["choices"][0]["finish_reason"]) for event in events]
+    assert ends == [(0, "length"), (1, "length"), (2, "length")]
 
 
 def test_arguments_of_calls_are_laid_out_as_json():

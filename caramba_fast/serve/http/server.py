@@ -285,6 +285,9 @@ async def _lines(
                     yield _event(chunk | no_usage)
                 if event.output is not None:
                     _check_ended_well(event.output)
+                    for index in range(len(event.output.finish_reasons), len(trimmers)):
+                        # Its time was over before the prompt was processed, and this answer never began.
+                        yield _event(answer.chunk(index, "", event.finish_reason) | no_usage)
                     if body.usage_in_stream:
                         yield _event(answer.usage_chunk(event.output))
     except (HTTPException, EngineStoppedError) as error:
