@@ -28,6 +28,14 @@ BENCH = ("generation", "kernels", "pages", "peers", "real", "serving")
 DEMO_FILES = ("safetensors", "json", "txt", "md", "csv")
 
 
+def unsupported() -> list[tuple[str, str | None]]:
+    """Macros that leave out the instruction sets this machine lacks: checked code is only run where it is built."""
+    cpuinfo = Path("/proc/cpuinfo")
+    known = cpuinfo.read_text().split() if cpuinfo.exists() else []
+    flags = {"CARAMBA_FAST_AVX512": "avx512f", "CARAMBA_FAST_AVX_VNNI": "avx_vnni"}
+    return [(macro, "0") for macro, flag in flags.items() if flag not in known]
+
+
 def extension() -> dict[str, Any]:
     """The arguments of setup() that build ``caramba_fast/_C.abi3.so``."""
     from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: PLC0415
@@ -36,7 +44,10 @@ def extension() -> dict[str, Any]:
         "caramba_fast._C",
         sources=sorted(map(str, Path("csrc").glob("*.cpp"))),
         depends=sorted(map(str, Path("csrc").glob("*.h"))),
-        define_macros=[("TORCH_TARGET_VERSION", "0x020a000000000000")],
+        define_macros=[
+            ("TORCH_TARGET_VERSION", "0x020a000000000000"),
+            *(unsupported() if SANITIZE else ()),
+        ],
         extra_compile_args=[
             "-std=c++17",
             "-O3",

@@ -29,11 +29,13 @@ std::vector<const Kernels*> supported() {
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                     __builtin_cpu_supports("f16c");
+#if CARAMBA_FAST_AVX512
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512dq");
   if (avx512 && __builtin_cpu_supports("avx512vnni")) tables.push_back(&avx512_vnni::kernels);
   if (avx512) tables.push_back(&avx512::kernels);
+#endif
 #if CARAMBA_FAST_AVX_VNNI
   if (avx2 && has_avx_vnni()) tables.push_back(&avx2_vnni::kernels);
 #endif

@@ -12,7 +12,7 @@
 
 #include "kernels.h"
 
-#if CARAMBA_FAST_X86
+#if CARAMBA_FAST_AVX512
 #include <immintrin.h>
 
 #define CARAMBA_FAST_ISA avx512

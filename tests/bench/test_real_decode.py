@@ -30,8 +30,15 @@ from caramba_fast.models.demos import demo_path
 def rows():
     """Two contexts of the demo model."""
     pytest.importorskip("transformers")
-    found = decode.decode(str(demo_path()), (64, 256), torch.float32, rounds=3, budget_s=60)
-    return [row for part in found for row in part]
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for part in decode.decode(
+            str(demo_path()), (64, 256), torch.float32, rounds=3, budget_s=60
+        ):
+            found += part
+            patch.setattr(decode, "COMPILED", ())  # a program for every context takes half a minute
+    assert {row["context"] for row in found if "compiled" in row["program"]} == {64}
+    return found
 
 
 def test_every_program_takes_its_steps_at_every_context(rows):

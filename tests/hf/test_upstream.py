@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import upstream
@@ -56,10 +57,22 @@ def test_what_fails_with_ours_alone_ends_with_1_and_is_named(source: Path) -> No
     assert "llama, q8: LlamaTest::test_only_the_stock_cache" in done.stdout
     assert "test_fails_with_stock_models_too" not in done.stdout
     assert "CarambaCache" in done.stdout
-    done = subprocess.run(
-        [*driver, "--cache", "q8", "--tests", "test_generate"], capture_output=True, check=False
-    )
-    assert done.returncode == 0
+
+
+def test_what_fails_nowhere_ends_with_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def run(source: Path, family: str, cache: str, wanted: str | None) -> dict[str, Any]:
+        asked.append((family, cache, wanted))
+        return {"found": {"T::test_generate": "passed"}, "why": {}}
+
+    monkeypatch.setattr(upstream, "run", run)
+    options = ("--source", ".", "--family", "llama", "--cache", "q8", "--tests", "test_generate")
+    monkeypatch.setattr(sys, "argv", ["upstream", *options])
+    with pytest.raises(SystemExit) as ended:
+        upstream.main()
+    assert ended.value.code == 0
+    assert asked == [("llama", upstream.STOCK, "test_generate"), ("llama", "q8", "test_generate")]
 
 
 def test_a_family_without_tests_is_no_success(source: Path) -> None:

@@ -208,7 +208,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b)
 
 
-@pytest.mark.parametrize("shape", [(128, 32), (2, 3, 256, 160), (0, 128, 64), (2, 0, 64)])
+@pytest.mark.parametrize("shape", [(128, 32), (1, 2, 256, 160), (0, 128, 64), (2, 0, 64)])
 @pytest.mark.parametrize("fit", FITS)
 @pytest.mark.parametrize("kind", CHANNEL_KINDS)
 def test_cpp_does_what_the_reference_does_with_whole_groups(kind, fit, shape):

@@ -216,7 +216,9 @@ def test_reading_the_text_counts_towards_the_time_of_a_request(monkeypatch, rout
     assert [choice["finish_reason"] for choice in found["choices"]] == ["length"] * 3
     assert found["usage"]["completion_tokens"] == 0
     events = [json.loads(line[6:]) for line in streamed.split("\n\n") if line.startswith("data: {")]
-    ends = [(event["choices"][0]["index"], event["choices"][0]["finish_reason"]) for event in events]
+    ends = [
+        (event["choices"][0]["index"], event["choices"][0]["finish_reason"]) for event in events
+    ]
     assert ends == [(0, "length"), (1, "length"), (2, "length")]
 
 
