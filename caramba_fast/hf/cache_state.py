@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -35,13 +36,25 @@ def load_stock(layer: Any, state: dict[str, Any], device: Place) -> None:
     Raises ValueError if the state is of another layer class, or of another version of it.
     """
     kind, fields = state.get("stock"), state.get("fields", {})
-    if kind != type(layer).__name__ or set(fields) != set(vars(layer)):
+    own, more = set(vars(layer)), set(fields) - set(vars(layer))
+    if kind != type(layer).__name__ or own - set(fields) or more - _names_used(type(layer)):
         raise ValueError(
             f"the state has a {kind or 'packed layer'} of {', '.join(sorted(fields)) or 'keys and values'}; "
             f"this cache has a {type(layer).__name__} of {', '.join(sorted(vars(layer)))}"
         )
     for name, value in fields.items():
         setattr(layer, name, copied(value, name, layer, device))
+
+
+def _names_used(kind: type) -> set[str]:
+    """The attributes that methods of a class use; some set a part of them with the first token only."""
+    methods = (x for base in kind.__mro__ for x in vars(base).values())
+    return {
+        name
+        for method in methods
+        if isinstance(method, FunctionType)
+        for name in method.__code__.co_names
+    }
 
 
 def move_stock(layer: Any, device: torch.device | str) -> None:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Lfm2Config, PreTrai
 
 from caramba_fast import KVCacheKind, KVCacheTensorConfig
 from caramba_fast.hf import CarambaCache, accelerate, compat, growing_layer, register, restore
+from caramba_fast.hf.cache_state import load_stock, state_of_stock
 
 KINDS = ["fp32", "q8", "q4", "nf4:plain,sink_len=4,residual_len=8", "q8/q4:rotate"]
 
@@ -191,6 +192,31 @@ def test_what_a_layer_of_another_kind_holds_is_named() -> None:
     for move in (lambda: cache.to("cpu"), cache.state_dict):
         with pytest.raises(ValueError, match=r"\.odd is a object; a layer of .* moved"):
             move()
+
+
+class Late:
+    """A stock layer that knows its size from its first token on, as those of transformers 5.12."""
+
+    def __init__(self) -> None:
+        self.is_ready = False
+
+    def start(self, size: int) -> None:
+        self.size, self.is_ready = size, True
+
+
+def test_what_a_stock_layer_sets_late_is_restored_into_a_fresh_one() -> None:
+    used, fresh = Late(), Late()
+    used.start(4)
+    load_stock(fresh, state_of_stock(used), None)
+    assert vars(fresh) == vars(used)
+    with pytest.raises(
+        ValueError, match="a Late of is_ready; this cache has a Late of is_ready, size"
+    ):
+        load_stock(used, state_of_stock(Late()), None)
+    other = state_of_stock(used)
+    other["fields"]["odd"] = 1
+    with pytest.raises(ValueError, match="a Late of is_ready, odd, size; this cache has"):
+        load_stock(Late(), other, None)
 
 
 def test_states_of_other_hybrids_are_refused() -> None:
