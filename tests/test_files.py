@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -278,3 +279,42 @@ def test_a_manifest_writes_into_its_folder_alone(key: str, path: str, tmp_path: 
     with pytest.raises(ManifestError, match=rf"{key}=.*outside the manifest's folder"):
         prepare(read_manifest(text), folder)
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_an_interrupt_at_any_instruction_leaves_no_temporary_file(tmp_path: Path) -> None:
+    """Not even one between the creation of the file and its first use."""
+
+    def interrupted(at: int) -> bool:
+        left = at
+
+        def local(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal left
+            left -= event == "opcode"
+            if event == "opcode" and left == 0:
+                raise KeyboardInterrupt
+            return local
+
+        def enter(frame: FrameType, event: str, arg: Any) -> Any:
+            if frame.f_code.co_name != "replacing":
+                return None
+            frame.f_trace_opcodes = True
+            return local
+
+        before = sys.gettrace()
+        sys.settrace(enter)
+        try:
+            with replacing(tmp_path / "x") as stream:
+                stream.write(b"new")
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    at = 1
+    while interrupted(at):
+        left = {file.name for file in tmp_path.iterdir()}
+        assert left <= {"x"}, at
+        assert "x" not in left or (tmp_path / "x").read_bytes() == b"new"
+        at += 1
+    assert at > 50

@@ -35,14 +35,14 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
     try:
         mode = _mode_of(target)
         _remove_stale(target)
-        partial = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
-        handle = os.open(
-            partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600
-        )
     except OSError as error:
         raise _cannot_write(shown, error) from error
+    partial = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     try:
-        try:
+        try:  # an interrupt may come as soon as the file is there
+            handle = os.open(
+                partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600
+            )
             with os.fdopen(handle, "wb") as stream:
                 _hold(stream)
                 if mode is not None:
