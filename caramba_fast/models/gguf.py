@@ -154,11 +154,22 @@ class GgufFile:
             )
         return float(found)
 
+    def _cap(self, name: str) -> float | None:
+        """A bound of logits; None if there is none, which llama.cpp also writes as 0."""
+        return self._number(name) if self._get(name) else None
+
     def _config(self) -> dict[str, Any]:
         if self._get("expert_count"):
             raise self._wrong("mixtures of experts are not supported")
+        if self._get("attention.causal", True) is not True:
+            raise self._wrong(
+                f"{self.architecture}.attention.causal is {shown(self._get('attention.causal'))}: models whose tokens "
+                "see later ones are not supported"
+            )
         if "token_embd.weight" not in self._tensors:
             raise self._wrong("token_embd.weight is missing")
+        if len(self._tensors["token_embd.weight"].shape) != 2:
+            raise self._wrong("token_embd.weight is no matrix")
         for name in ("attention.head_count", "attention.head_count_kv"):
             if isinstance(self._get(name), list):
                 raise self._wrong(f"{name} differs from layer to layer: not supported")
@@ -171,6 +182,12 @@ class GgufFile:
                 raise self._wrong(
                     f"{name} is {self._get(name)}; that of a key ({head}) is supported"
                 )
+        layers = {name.split(".")[1] for name in self._tensors if name.startswith("blk.")}
+        if self._size("block_count") > len(layers):  # before a model of that many is made
+            raise self._wrong(
+                f"{self.architecture}.block_count is {self._size('block_count')}, and the weights have {len(layers)}; "
+                f"missing model.layers.{len(layers)}"
+            )
         ends = self._ends()
         config = {
             "model_type": ARCHITECTURES[self.architecture],
@@ -198,7 +215,12 @@ class GgufFile:
         return config
 
     def _id(self, name: str) -> int | None:
-        return self._said.get(f"tokenizer.ggml.{name}_token_id")
+        found = self._said.get(f"tokenizer.ggml.{name}_token_id")
+        if found is not None and type(found) is not int:
+            raise self._wrong(
+                f"tokenizer.ggml.{name}_token_id is {shown(found)}; an integer is needed"
+            )
+        return found
 
     def _ends(self) -> list[int]:
         """Tokens that end an answer: those in the metadata, EOS first, and those known by their text."""
@@ -251,7 +273,7 @@ class GgufFile:
     def _llama3(self, base: float, head: int) -> dict[str, Any]:
         """Llama 3's RoPE parameters, recovered from the frequency factors; CheckpointError for other factors."""
         given = np.asarray(self._tensors[ROPE_FACTORS].data, dtype=np.float64).ravel()
-        factor, (low, high, trained) = float(given.max()), LLAMA3
+        factor, (low, high, trained) = float(given.max(initial=0.0)) or 1.0, LLAMA3
         waves = 2 * np.pi * base ** (np.arange(0, head, 2) / head)
         smooth = np.clip((trained / waves - low) / (high - low), 0.0, 1.0)
         wanted = 1 / ((1 - smooth) / factor + smooth)
@@ -283,8 +305,8 @@ class GgufFile:
             "query_pre_attn_scalar": scaled_by, "sliding_window": self._size("attention.sliding_window"),
             "layer_types": kinds,
             "rope_parameters": {"full_attention": self._rope(config), "sliding_attention": near},
-            "final_logit_softcapping": self._get("final_logit_softcapping"),
-            "attn_logit_softcapping": self._get("attn_logit_softcapping"),
+            "final_logit_softcapping": self._cap("final_logit_softcapping"),
+            "attn_logit_softcapping": self._cap("attn_logit_softcapping"),
         }  # fmt: skip
 
     def state(self, dtype: torch.dtype) -> dict[str, Tensor]:

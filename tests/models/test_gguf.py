@@ -225,6 +225,7 @@ def test_the_tokenizer_comes_with_it(tmp_path):
         ("llama", {}, {"rope_freqs.weight": np.full(8, 3.0, np.float32)}, "not the scaling of Llama 3"),
         ("llama", {}, {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}, "'blk.0.attn_sinks.weight'"),
         ("llama", {"block_count": 3}, {}, "missing model.layers.2"),
+        ("gemma3", {"block_count": 2**30, "attention.sliding_window": 16}, {}, "weights have 2; missing"),
         ("llama", {"attention.head_count": 0}, {}, "llama.attention.head_count is 0; a positive integer"),
         ("llama", {"attention.head_count": 1000}, {}, "64 rows, which 1000 heads do not share evenly"),
         ("llama", {"embedding_length": "x"}, {}, "llama.embedding_length is 'x'; a positive integer"),
@@ -232,6 +233,8 @@ def test_the_tokenizer_comes_with_it(tmp_path):
         ("llama", {"rope.scale_linear": float("nan")}, {}, "llama.rope.scale_linear is nan; a finite number"),
         ("qwen2", {**YARN, "rope.scaling.yarn_attn_factor": 1.0}, {}, "'yarn' with yarn_attn_factor; allowed"),
         ("qwen2", {**YARN, "rope.scaling.yarn_ext_factor": 0.0}, {}, "'yarn' with yarn_ext_factor; allowed"),
+        ("llama", {"attention.causal": False}, {}, "llama.attention.causal is False"),
+        ("llama", {}, {"rope_freqs.weight": np.ones(0, np.float32)}, "not the scaling of Llama 3"),
     ],
 )  # fmt: skip
 def test_what_is_not_known_is_refused_by_name(tmp_path, architecture, said, extra, message):
@@ -250,6 +253,8 @@ def test_what_is_not_known_is_refused_by_name(tmp_path, architecture, said, extr
         ("block_count", "x", "gemma3.block_count is 'x'; a positive integer"),
         ("feed_forward_length", 95, "mismatched .*mlp.down_proj.weight"),
         ("attention.head_count", 3, "cannot be loaded by transformers"),
+        ("final_logit_softcapping", float("nan"), "softcapping is nan; a finite number"),
+        ("attn_logit_softcapping", -1.0, "attn_logit_softcapping is -1.0; a finite number"),
     ],
 )
 def test_settings_of_gemma_that_it_cannot_have_are_refused(
@@ -258,6 +263,42 @@ def test_settings_of_gemma_that_it_cannot_have_are_refused(
     said = {"rope.freq_base": 1e6, "attention.sliding_window": 16, name: value}
     write_gguf(tmp_path / "m.gguf", tiny("gemma3_text", **GEMMA), "gemma3", said=said)
     with pytest.raises(CheckpointError, match=message):
+        load(tmp_path / "m.gguf")
+
+
+def test_a_bound_of_zero_is_none(tmp_path: Path) -> None:
+    """transformers would divide by it."""
+    said = {"rope.freq_base": 1e6, "attention.sliding_window": 16, "final_logit_softcapping": 0.0}
+    write_gguf(tmp_path / "m.gguf", tiny("gemma3_text", **GEMMA), "gemma3", said=said)
+    found = load(tmp_path / "m.gguf")
+    assert torch.isfinite(logits_of(found.model, torch.arange(3, 9)[None])).all()
+
+
+@pytest.mark.parametrize("name", ["eos", "eot", "eom", "bos", "padding"])
+@pytest.mark.parametrize("value", ["2", [1, 2], 2.5, True])
+def test_ids_of_tokens_that_are_no_integers_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any
+) -> None:
+    import support.gguf_files as files
+
+    def ids(writer: Any, *_: Any) -> None:
+        add = {str: writer.add_string, list: writer.add_array, float: writer.add_float32}
+        add.get(type(value), writer.add_bool)(f"tokenizer.ggml.{name}_token_id", value)
+
+    monkeypatch.setattr(files, "_add_tokenizer", ids)
+    write_gguf(tmp_path / "m.gguf", tiny("llama"), "llama")
+    with pytest.raises(CheckpointError, match=rf"{name}_token_id is .*; an integer is needed"):
+        load(tmp_path / "m.gguf")
+
+
+def test_embeddings_that_are_no_matrix_are_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("token_embd.weight", np.ones(64, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"token_embd.weight is no matrix"):
         load(tmp_path / "m.gguf")
 
 

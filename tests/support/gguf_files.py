@@ -57,7 +57,12 @@ def write_gguf(
     for name, value in numbers.items():
         if value is None:
             continue
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add = {
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+            bool: writer.add_bool,
+        }
         add[type(value)](f"{architecture}.{name}", value)
     _add_tokenizer(writer, tokenizer, config)
     if pre is not None:
