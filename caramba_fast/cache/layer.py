@@ -93,6 +93,7 @@ class LayerCache(LayerRows):
         cache_leftpad: Tensor | None = None,
         *,
         as_read: bool = False,
+        queries: int = 1,
     ) -> tuple[Tensor, ...]:
         """Every stream dequantized, in the model's basis: (B, H_kv, pos, D) of ``dtype``; 0 past a row's length.
 
@@ -102,18 +103,23 @@ class LayerCache(LayerRows):
             cache_leftpad: (B,) int32, leading slots that hold padding, as given to `append`.
             as_read: use the tail and sinks as attention of the newest token does. A tail reaches residual_len tokens
                 back from each query, so earlier queries of a multi-token step would read more in fp16.
+            queries: with ``as_read``, how many of the newest tokens ask: all read what the oldest of them does, so that
+                none sees codes that later tokens helped to choose. As many as `attend` takes; more count as those.
         """
-        self.narrow_tails()
+        earlier = max(0, min(queries, self.attendable) - 1) if as_read else 0
+        if earlier < max(1, self.tail_slack):
+            self.narrow_tails()
         position = torch.arange(self.pos, device=self.device)
         held = (position < self.seq_lens[:, None])[:, None, :, None]
         shortest, found = min(self.lengths.host), []
+        asked, ends = self.lengths.query_lens, self.seq_lens.to(torch.int64)
+        ends = ends - (earlier if asked is None else (asked.to(torch.int64) - 1).clamp(0, earlier))
         for name, stream in self.streams.items():
             x = self.stored(name, self.pos)
             if as_read or stream.group > 1:
                 group, newest = (self.group, self.residual_len) if as_read else (stream.group, 0)
-                begin = (self.seq_lens.to(torch.int64) - newest) // group * group
-                first = max((shortest - newest) // group * group, 0)
-                x = stream.overlay(x, begin, first, cache_leftpad)
+                first = max((shortest - earlier - newest) // group * group, 0)
+                x = stream.overlay(x, (ends - newest) // group * group, first, cache_leftpad)
             x = rotated(x, stream.config.rotate)
             found.append(torch.where(held, x, torch.zeros_like(x)).to(dtype))
         return tuple(found)

@@ -194,7 +194,9 @@ class CarambaLayer(StoringLayer, PackedLayer):
         once(common.config, said, said)
         if not torch.compiler.is_compiling():
             inside.dequantized = True
-        found = self._made().get(dtype, self.leftpad, as_read=True)[0 if stream == "k" else 1]
+        store = self._made()
+        streams = store.get(dtype, self.leftpad, as_read=True, queries=store.lengths.newest)
+        found = streams[0 if stream == "k" else 1]
         left_behind = found.new_zeros(*found.shape[:2], self.dropped, found.shape[3])
         return torch.cat((left_behind, found), dim=2)[:, :, :length]
 

@@ -85,10 +85,11 @@ class DenseLayer(_RowsLayer):
         rows, store = self.rows, self.store
         new = values_of(key_states), value_states
         k, v = (rows.from_layout(x, 2).to(store.device) for x in new)
-        store.append(k, v, rows.new if rows.padded_queries else None, will_attend=False)
+        store.append(k, v, rows.new if rows.padded_queries else None, will_attend=not self.exact)
         if self.exact:
             return key_states, value_states
-        stored = store.get(key_states.dtype, as_read=True)
+        stored = store.get(key_states.dtype, as_read=True, queries=k.shape[2])
+        store.narrow_tails()
         k, v = (rows.keys_to_front(x).to(key_states.device) for x in stored)
         return k, v
 

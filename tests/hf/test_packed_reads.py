@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from caramba_fast.cache import AttentionLimits, LayerCache, ModelKVCache
 from caramba_fast.config import cache_configs
-from caramba_fast.hf import HuggingFaceModel, accelerate, restore
+from caramba_fast.hf import CarambaCache, HuggingFaceModel, accelerate, restore
 from caramba_fast.hf.compat import CACHE
 from caramba_fast.hf.lazy_tensors import PackedStates
 from caramba_fast.hf.row_layout import RightPadded
@@ -423,3 +423,22 @@ def test_rows_stay_where_they_are() -> None:
     assert frame.query_column(torch.tensor([1, 3, 0])).tolist() == [1, 2, 0]
     whole = RightPadded([4, 4], [1, 1], torch.device("cpu"))
     assert not whole.padded_queries and whole.position_ids.tolist() == [[4], [4]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["q8", "q4", "q4:residual_len=0,sink_len=0"])
+@pytest.mark.parametrize("family", ["bloom", "falcon"])
+def test_later_tokens_do_not_reach_earlier_ones_through_dense_reads(family: str, kind: str) -> None:
+    """A group that the last of several new tokens fills is encoded with it; earlier queries may not read its codes."""
+    model = accelerate(tiny(family), kind)
+    ids = torch.randint(3, 97, (1, 64), generator=torch.Generator().manual_seed(0))
+    other = ids.clone()
+    other[0, -1] = (ids[0, -1] + 9) % 90 + 3
+
+    def second_turn(tokens: torch.Tensor) -> torch.Tensor:
+        cache = CarambaCache(model, kind)
+        model(input_ids=tokens[:, :20], past_key_values=cache)
+        return model(input_ids=tokens[:, 20:], past_key_values=cache).logits[0, :-1]
+
+    assert torch.equal(second_turn(ids), second_turn(other))
+    restore(model)
