@@ -42,10 +42,10 @@ LISTS = {f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores", "to
 #: Those that are read.
 LISTED = ("tokens", "token_type")
 #: Tokens that end an answer whatever ids the metadata has: like llama.cpp, they are known by their text, since many
-#: files name only the end of a document (Gemma, Llama) or of a turn (Qwen).
+#: files name only the end of a document (Gemma, Llama) or of a turn (Qwen). The last few begin another file of code.
 ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<EOT>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|fim_pad|>", "<|repo_name|>", "<reponame>", "<|file_sep|>",
 )  # fmt: skip
 #: Factors of Llama 3's RoPE frequencies.
 ROPE_FACTORS = "rope_freqs.weight"

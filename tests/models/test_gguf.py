@@ -168,6 +168,7 @@ def test_gemma_is_not_loaded_in_float16(tmp_path: Path, kind: str, stored: str) 
         ({106: "<end_of_turn>"}, {"eos": 1}, [1, 106]),
         ({5: "<|eot_id|>", 6: "<|end_of_text|>"}, {"eos": 6}, [6, 5]),
         ({5: "<|endoftext|>", 6: "<|im_end|>"}, {"eos": 6, "eot": 6}, [6, 5]),
+        ({5: "<|im_end|>", 7: "<|file_sep|>", 8: "<|repo_name|>"}, {"eos": 5}, [5, 8, 7]),
         ({}, {"eos": 3, "eot": 7, "eom": 2}, [3, 7, 2]),
         ({9: "<|eom_id|>", 8: "<EOT>", 4: "<|end|>"}, {"eos": 3, "eom": 9}, [3, 9, 4, 8]),
         ({9: "<\uff5cend\u2581of\u2581sentence\uff5c>"}, {"eos": 9}, 9),
