@@ -182,12 +182,8 @@ class GgufFile:
                 raise self._wrong(
                     f"{name} is {self._get(name)}; that of a key ({head}) is supported"
                 )
-        layers = {name.split(".")[1] for name in self._tensors if name.startswith("blk.")}
-        if self._size("block_count") > len(layers):  # before a model of that many is made
-            raise self._wrong(
-                f"{self.architecture}.block_count is {self._size('block_count')}, and the weights have {len(layers)}; "
-                f"missing model.layers.{len(layers)}"
-            )
+        if any(name.startswith("blk.") for name in self._tensors):  # else it has a tokenizer only
+            self._check_layers()
         ends = self._ends()
         config = {
             "model_type": ARCHITECTURES[self.architecture],
@@ -213,6 +209,15 @@ class GgufFile:
                 raise self._wrong(f"attention.sliding_window is {window}: not supported for it")
             config |= {"model_type": "mistral", "sliding_window": window}
         return config
+
+    def _check_layers(self) -> None:
+        """Before lists and modules of as many layers as a damaged file says are made."""
+        said = self._size("block_count")
+        layers = len({name.split(".")[1] for name in self._tensors if name.startswith("blk.")})
+        if said > layers:
+            raise self._wrong(
+                f"{self.architecture}.block_count is {said}; the weights have {layers}; missing model.layers.{layers}"
+            )
 
     def _id(self, name: str) -> int | None:
         found = self._said.get(f"tokenizer.ggml.{name}_token_id")
@@ -310,7 +315,11 @@ class GgufFile:
         }  # fmt: skip
 
     def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Every weight by Hugging Face's name, dequantized; raises CheckpointError for an unknown tensor."""
+        """Every weight by Hugging Face's name, dequantized.
+
+        Raises CheckpointError for an unknown tensor, or fewer layers than the file says.
+        """
+        self._check_layers()
         return dict(self._weights(dtype))
 
     def _weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -226,7 +226,7 @@ def test_the_tokenizer_comes_with_it(tmp_path):
         ("llama", {}, {"rope_freqs.weight": np.full(8, 3.0, np.float32)}, "not the scaling of Llama 3"),
         ("llama", {}, {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}, "'blk.0.attn_sinks.weight'"),
         ("llama", {"block_count": 3}, {}, "missing model.layers.2"),
-        ("gemma3", {"block_count": 2**30, "attention.sliding_window": 16}, {}, "weights have 2; missing"),
+        ("gemma3", {"block_count": 2**30, "attention.sliding_window": 16}, {}, "the weights have 2; missing"),
         ("llama", {"attention.head_count": 0}, {}, "llama.attention.head_count is 0; a positive integer"),
         ("llama", {"attention.head_count": 1000}, {}, "64 rows, which 1000 heads do not share evenly"),
         ("llama", {"embedding_length": "x"}, {}, "llama.embedding_length is 'x'; a positive integer"),
