@@ -104,7 +104,7 @@ class LayerCache(LayerRows):
             as_read: use the tail and sinks as attention of the newest token does. A tail reaches residual_len tokens
                 back from each query, so earlier queries of a multi-token step would read more in fp16.
             queries: with ``as_read``, how many of the newest tokens ask: all read what the oldest of them does, so that
-                none sees codes that later tokens helped to choose. As many as `attend` takes; more count as those.
+                none sees codes that later tokens helped to choose. Numbers beyond what `attend` takes count as that.
         """
         earlier = max(0, min(queries, self.attendable) - 1) if as_read else 0
         if earlier < max(1, self.tail_slack):

@@ -211,7 +211,7 @@ class GgufFile:
         return config
 
     def _check_layers(self) -> None:
-        """Before lists and modules of as many layers as a damaged file says are made."""
+        """Refuses more layers than the weights have, before lists and modules of that many are made."""
         said = self._size("block_count")
         layers = len({name.split(".")[1] for name in self._tensors if name.startswith("blk.")})
         if said > layers:
