@@ -231,7 +231,7 @@ class Placement:
         counts = mine.sum(1)
         most = int(counts.max())
         index = np.argsort(~mine, axis=1, kind="stable")[:, :most]
-        in_front = bool((mine[:, :most].sum(1) == counts).all())
+        in_front = bool((mine == (step < counts[:, None])).all())
         return Append(counts.tolist(), None if in_front else self._on_device(index), most)
 
     def read(self, queries: Queries) -> list[Call]:

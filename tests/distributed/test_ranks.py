@@ -187,6 +187,17 @@ def test_rooms_that_do_not_suffice_are_refused() -> None:
         PageSpread(200, 2, 32, [100, 64])
 
 
+def test_a_rank_stores_its_own_tokens_whatever_other_rows_store() -> None:
+    """A row's tokens for a rank may all be among the first, as many as another row has, and yet not in front."""
+    spread, held, added, tokens = PageSpread(400, 3, 32), (0, 180), (60, 30), 60
+    for rank in range(3):
+        plan = Placement(spread, rank, torch.device("cpu")).append(held, added, tokens)
+        for row, (start, count) in enumerate(zip(held, added, strict=True)):
+            index = range(tokens) if plan.index is None else plan.index[row].tolist()
+            stored = [start + i for i in index[: plan.counts[row]]]
+            assert stored == spread.positions_of(rank, start, start + count).tolist()
+
+
 @pytest.mark.parametrize("left", [-1, 40])
 @pytest.mark.parametrize("behind", [0, 33])
 def test_plans_show_every_query_the_keys_at_or_before_it(behind: int, left: int) -> None:

@@ -281,6 +281,16 @@ def check_rows_cropped_to_a_few_tokens_keep_their_sinks():
             feed("gqa", caches, ids(1, 60, 9))
 
 
+def check_rows_of_different_lengths_are_on_their_own_pages():
+    """The second row's tokens for a rank are the last of the 60, the first row's are the first."""
+    with use_backend("reference"):
+        for spec in ("fp32", "q4"):
+            caches = pair("gqa", 2, 700, spec)
+            feed("gqa", caches, ids(2, 200), query_lens=[1, 200])
+            feed("gqa", caches, ids(2, 60, 6))
+            feed("gqa", caches, ids(2, 1, 7))
+
+
 def check_a_call_that_fails_leaves_rings_as_they_were():
     with use_backend("reference"):
         for spec in ("q4", "q8"):
