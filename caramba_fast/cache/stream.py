@@ -238,6 +238,11 @@ class CacheTensor:
         position = torch.arange(start, start + packed.shape[1], device=self.tail.device)
         self.tail[row, :, position % self.tail.shape[2]] = packed.to(self.tail.dtype)
 
+    def from_tail(self, row: int, position: Tensor) -> Tensor:
+        """The packed values (lanes, n, lane_dim) that a row's ring has of ``position`` (n,) int64."""
+        assert self.tail is not None
+        return self.tail[row][:, position % self.tail.shape[2]]
+
     def permute(self, order: Tensor, used: int | None) -> None:
         """Row b gets the contents of row ``order[b]``, its first ``used`` slots; None leaves the pages unchanged."""
         parts = [] if used is None else [x[:, :, : self._rows(x, used)] for x in self.token_buffers]

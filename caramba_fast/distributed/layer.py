@@ -251,7 +251,6 @@ class ContextParallelLayer(CachedRows):
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Truncates rows to ``lengths``, none longer than the row, on every rank."""
-        lost: list[tuple[int, int, int]] = []
         if self.ring is not None:
             self.ring.narrow_tails()
             wanted = [min(a, b) for a, b in zip(lengths, self.ring.lengths.host, strict=True)]
@@ -263,20 +262,24 @@ class ContextParallelLayer(CachedRows):
             [min(a, b) for a, b in zip(held, self.local.lengths.host, strict=True)]
         )
         if self.local.group > 1:
-            self._refill_open_groups(lost)
+            self._take_open_groups(lengths)
         self.lengths.set(lengths)
 
-    def _refill_open_groups(self, places: Sequence[tuple[int, int, int]]) -> None:
-        """Copies positions (row, start, stop) that the ring refilled from codes into the pages' rings as well.
+    def _take_open_groups(self, lengths: Sequence[int]) -> None:
+        """Copies the tokens of the incomplete groups of rows of ``lengths`` from the ring to the ring of the pages.
 
-        A rank stores only some of the tokens, so the ring of its pages may still hold in fp16 what a single process
-        would hold only as codes.
+        The ring holds what that of a single process does; that of the pages has fewer slots and only the rank's tokens.
         """
-        spread, rank = self.placement.spread, self.group.rank
-        for row, start, stop in places:
-            first, end = spread.count(rank, np.array([start, stop])).tolist()
-            if first < end:
-                self.local.refill(row, first, end)
+        assert self.ring is not None
+        spread, rank, group = self.placement.spread, self.group.rank, self.local.group
+        for row, length in enumerate(lengths):
+            position = spread.positions_of(rank, length // group * group, length)
+            if len(position):
+                first = int(spread.count(rank, position[0]))
+                index = torch.from_numpy(position).to(self.device)
+                for name, stream in self.local.streams.items():
+                    newest = self.ring.streams[name].from_tail(row, index)
+                    stream.put_in_tail(row, first, newest)
 
     def reorder(self, beam_idx: Tensor) -> None:
         """Row b becomes a copy of row ``beam_idx[b]`` ((B,) integers, on the CPU); shared pages are copied on write."""

@@ -291,6 +291,24 @@ def check_rows_of_different_lengths_are_on_their_own_pages():
             feed("gqa", caches, ids(2, 1, 7))
 
 
+def check_a_cut_group_is_encoded_as_in_one_process():
+    """Crops within the tail lose nothing; deeper ones, what one process loses."""
+    with use_backend("reference"):
+        for spec in (
+            "q4",
+            "q8",
+            "q4:residual_len=33,tail_slack=3/q4:plain,residual_len=33,tail_slack=3",
+        ):
+            caches = pair("gqa", 1, 700, spec)
+            for cut in (2, 7, 14, 26):
+                feed("gqa", caches, ids(1, 123 - caches[0].pos))
+                for cache in caches:
+                    cache.crop(cut)
+                feed("gqa", caches, ids(1, 60, cut))
+                for cache in caches:
+                    cache.truncate(90)
+
+
 def check_a_call_that_fails_leaves_rings_as_they_were():
     with use_backend("reference"):
         for spec in ("q4", "q8"):
