@@ -107,8 +107,15 @@ def context_parallel(
         group, page_size, rank_tokens: as in `Context`.
 
     Raises:
+        TypeError: a model of transformers (a model may say why not as ``why_not_spread``), or no `LanguageModel`.
         ValueError: a page size or counts that are not allowed.
     """
+    reason = getattr(model, "why_not_spread", None)
+    if reason is not None or not hasattr(model, "cache_layout"):
+        raise TypeError(
+            f"{reason or f'model is a {type(model).__name__}'}; context parallelism is for LanguageModels such as "
+            "caramba_fast.models.Transformer, which caramba_fast.models.load gives for many checkpoints"
+        )
     context = Context(group, page_size, rank_tokens)
     return ParallelModel(model, spread_layout(model.cache_layout, context), group)
 

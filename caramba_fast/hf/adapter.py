@@ -152,6 +152,11 @@ class HuggingFaceModel(ModelFacts):
         return "packed" if reason is None else f"dense: {reason}"
 
     @property
+    def why_not_spread(self) -> str:
+        """Why the tokens of its caches cannot be spread over ranks."""
+        return f"{type(self.model).__name__} of transformers reads caches that hold all tokens"
+
+    @property
     def why_not_recorded(self) -> str:
         """Why a decode step cannot be replayed as a CUDA graph."""
         return (

@@ -149,6 +149,8 @@ def test_bad_settings_are_refused(alone: RankGroup) -> None:
         ValueError, match=r"rank_tokens is \[1, 2\]; one count of 0 or more for each of 1"
     ):
         context_parallel(model("gqa"), alone, rank_tokens=[1, 2])
+    with pytest.raises(TypeError, match=r"model is a Linear; context parallelism is for Language"):
+        context_parallel(torch.nn.Linear(2, 2), alone)
     with pytest.raises(TypeError, match="pages"):
         context_parallel(model("gqa"), alone, pages=3)
     with pytest.raises(ValueError, match="8 kv heads do not divide by 3 ranks"):

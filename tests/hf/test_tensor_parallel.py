@@ -9,12 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.hf_matrix import tiny
 from support.hf_tensor_parallel_rank import tokens
+
+from caramba_fast.distributed import context_parallel
+from caramba_fast.hf import HuggingFaceModel
 
 RANK = Path(__file__).parents[1] / "support" / "hf_tensor_parallel_rank.py"
 
@@ -64,3 +68,10 @@ def test_two_ranks_give_the_tokens_of_one(way: str, run: Run) -> None:
     assert found[0]["fp32 dequantizations"] == found[0]["q4 dequantizations"] == 0
     assert found[0]["reads"] == "packed"
     assert len(found[0]["q4"][0]) == len(expected[0])
+
+
+def test_its_tokens_are_not_spread_over_ranks() -> None:
+    with pytest.raises(TypeError, match="LlamaForCausalLM of transformers reads caches that hold"):
+        context_parallel(HuggingFaceModel(tiny("llama")), Mock(size=2, rank=0))
+    with pytest.raises(TypeError, match="model is a LlamaForCausalLM; context parallelism is for"):
+        context_parallel(tiny("llama"), Mock(size=2, rank=0))
