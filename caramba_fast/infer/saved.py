@@ -176,7 +176,7 @@ class SavableGenerator(StepwiseGenerator):
     def resume(self, path: str | Path | SavedSession) -> dict[str, Any]:
         """Replaces the conversation by a saved one; returns the notes saved with it.
 
-        Takes a file or the result of `read_session`. Raises as `load`; nothing has changed then.
+        Takes a file or the result of `read_session`. Raises as `load`; nothing has changed then, nor after Ctrl-C.
         """
         saved = path if isinstance(path, SavedSession) else read_session(path)
         self._take(saved)
@@ -230,12 +230,16 @@ class SavableGenerator(StepwiseGenerator):
         take_draft, rng = self._opened_draft(saved), self._rng
         if about.target.random is not None and self.config.seed in (None, about.seed):
             rng = random_of(self, about.target, saved.tensors["target.random"])
-        # Nothing below can fail.
-        take_draft()
-        self._run_state = None
-        self._session.go_back(cache, rows)
-        self._expanded, self._rng = about.expanded, rng
-        self._adapters = AdaptersInUse(self.model)
+        adapters, own = AdaptersInUse(self.model), self._rng
+        before, expanded = self._snapshot(), self._expanded
+        try:  # nothing here can fail, but an interrupt may come
+            take_draft()
+            self._session.go_back(cache, rows)
+            self._expanded, self._rng, self._adapters = about.expanded, rng, adapters
+        except BaseException:
+            self._rng = own
+            self._restore(before, expanded)
+            raise
 
 
 #: Options of `SavableGenerator.load` that are not settings.

@@ -104,6 +104,12 @@ class TokenSequence:
         self._seen = self._ngrams = None
         del self.tokens[length:]
 
+    def first(self, length: int) -> TokenSequence:
+        """A copy of the first ``length`` tokens."""
+        other = self.copy()
+        other.cut(length)
+        return other
+
     def copy(self) -> TokenSequence:
         """An independent copy."""
         other = TokenSequence(self.tokens, self.limit)

@@ -245,8 +245,11 @@ class Session:
         cache.reach = self._plan.plan_for(length)
         self._planned = _Planned(cache, self._plan.lengths_like(length))
 
-    def rollback(self, n: Counts) -> None:
-        """Removes the newest ``n`` tokens of every row, or ``n[b]`` of row b, cached or not."""
+    def lengths_without(self, n: Counts) -> list[int]:
+        """Tokens of each row without its newest ``n`` (or ``n[b]`` of row b), cached or not.
+
+        Raises ValueError if there are fewer, or the model cannot go on from there.
+        """
         assert self.cache is not None
         counts = self.cache[0].lengths.per_row("n", n)
         for index, (count, row) in enumerate(zip(counts, self.rows, strict=True)):
@@ -259,16 +262,27 @@ class Session:
         if check is not None:
             self.drop_padding()
             check(self.cache, left)
-        self.keep(left)
+        return left
+
+    def shorten(self, lengths: Sequence[int]) -> None:
+        """`keep` between runs. If it is interrupted, the rows are as before; uncached tokens are fed again."""
+        rows = [row.first(length) for row, length in zip(self.rows, lengths, strict=True)]
+        self._keep_in_cache(lengths)
+        self.drop_padding()
+        self.rows = rows
 
     def keep(self, lengths: Sequence[int]) -> None:
         """Row b keeps its first ``lengths[b]`` tokens, cached or not, even in the middle of a run."""
-        if self.cache is not None:
-            own = [min(n, length) for n, length in zip(self.cached, lengths, strict=True)]
-            self._padded = _Padded(own, () if self._padded is None else self._padded.kept)
+        self._keep_in_cache(lengths)
         for row, length in zip(self.rows, lengths, strict=True):
             row.cut(length)
         self.drop_padding()
+
+    def _keep_in_cache(self, lengths: Sequence[int]) -> None:
+        """Notes what `drop_padding` leaves in the cache."""
+        if self.cache is not None:
+            own = [min(n, length) for n, length in zip(self.cached, lengths, strict=True)]
+            self._padded = _Padded(own, () if self._padded is None else self._padded.kept)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Row b becomes a copy of row ``rows[b]``; the number of rows may change."""

@@ -318,11 +318,14 @@ class SpeculativeGenerator(Generator):
         super()._restore(before[0], expanded)
         self._draft.restore(before[1])
 
-    def rollback(self, n: Any) -> None:
-        """As `Generator.rollback`; the draft's cache too."""
-        super().rollback(n)
-        rows = self._session.rows
-        self._draft.follow(rows, [len(row) for row in rows])
+    def _shorten(self, lengths: list[int]) -> None:
+        rows = [row.first(n) for row, n in zip(self._session.rows, lengths, strict=True)]
+        try:
+            self._draft.follow(rows, lengths)
+        except BaseException:
+            self._draft.reset()  # it reads the conversation again
+            raise
+        super()._shorten(lengths)
 
 
 def _allowed(run: Run) -> list[int | None]:

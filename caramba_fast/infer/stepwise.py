@@ -191,13 +191,17 @@ class StepwiseGenerator:
 
         Raises:
             RuntimeError: there is no conversation.
-            ValueError: more tokens than there are, or the keys were rotated for longrope's long text; nothing has
-                changed.
+            ValueError: more tokens than there are, or the keys were rotated for longrope's long text.
+
+        After an error, and after Ctrl-C, the conversation is as before.
         """
         self._end_run()
         if self.cache is None:
             raise RuntimeError("rollback before any prefill: there is nothing to remove")
-        self._session.rollback(n)
+        self._shorten(self._session.lengths_without(n))
+
+    def _shorten(self, lengths: list[int]) -> None:
+        self._session.shorten(lengths)
 
     def reset(self) -> None:
         """Ends the conversation; the next prompt starts a new one of any batch size. The random state is kept."""

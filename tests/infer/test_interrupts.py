@@ -8,15 +8,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from support.interrupts import interrupted_at, pick, places_of, repeat
+from support.interrupts import PACKAGE, interrupted_at, pick, places_of, repeat
 from torch import Tensor
 
 from caramba_fast.infer import Generator, SpeculativeGenerator
+from caramba_fast.infer.saved import read_session
 from caramba_fast.models import ModelConfig, Transformer
 
 CONFIG = ModelConfig(
@@ -28,6 +30,8 @@ FIRST, SECOND, THIRD = (
     [[27, 18, 3, 14], [28]],
     [[7], [9, 14, 15]],
 )
+#: Longer than the others' first turn, so that rows of both are not mixed up.
+OTHERS = [list(range(30, 47)), list(range(11, 22))]
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 4}
 #: Tails that a run's tokens exceed, edits that keep books of a row, rows that end at different steps.
 KEPT = {
@@ -178,6 +182,43 @@ def test_rollback_and_single_steps(way: str) -> None:
         calls[name](undisturbed)
         assert state(generator) == state(undisturbed)
         assert generator.generate(THIRD).tolist() == undisturbed.generate(THIRD).tolist()
+
+    repeat(check, 1.0)
+
+
+@pytest.mark.parametrize("way", ["sampled", "lookup", "draft", "draft, sampled"])
+@pytest.mark.parametrize(("what", "files"), [("rollback", "infer/"), ("resume", "infer/saved.py")])
+def test_a_conversation_is_changed_as_a_whole(
+    what: str, files: str, way: str, tmp_path: Path
+) -> None:
+    """Rows, cache, draft and random numbers are those from before, or, behind the last of them, the new ones."""
+
+    def begun() -> Generator:
+        generator = new_generator(way)
+        turn(generator, way, 0)
+        return generator
+
+    def change(generator: Generator) -> None:
+        generator.rollback([3, 2]) if what == "rollback" else generator.resume(other)
+
+    saved = new_generator(way)
+    for prompts in (OTHERS, SECOND):
+        saved.generate(prompts)
+    saved.save(tmp_path / "other")
+    other = read_session(tmp_path / "other")
+    wanted = []
+    for changed in (False, True):
+        generator = begun()
+        if changed:
+            change(generator)
+        wanted.append((generator.tokens, turn(generator, way, 1)))
+    undisturbed = begun()
+    places = places_of(lambda: change(undisturbed), PACKAGE + files)
+
+    def check(dice: Random) -> None:
+        generator = begun()
+        interrupted_at(pick(dice, places), lambda: change(generator), PACKAGE + files)
+        assert (generator.tokens, turn(generator, way, 1)) in wanted
 
     repeat(check, 1.0)
 
