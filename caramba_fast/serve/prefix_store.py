@@ -99,8 +99,8 @@ class PrefixStore:
             "storage": {name: stream.config.model_dump(mode="json") for name, stream in streams},
             "page_size": self.pool.page_size,
         }
-        self._epoch = epoch
         self._mark = blake2b(repr(self._about).encode(), digest_size=8).hexdigest()
+        self._epoch = epoch  # at last: an interrupted call is repeated
 
     def _found(self) -> OrderedDict[str, int]:
         """The stored pages; partial files of killed writers are removed."""
@@ -193,15 +193,17 @@ class PrefixStore:
             pages: its first pages, all full.
             ring: the place of its ring and sinks in the pool.
         """
-        names = self._names(scope, tokens, len(pages))
-        with self._changing:
-            there = self._files.keys() | self._writing
-            missing = [place for place, name in enumerate(names) if name not in there]
-            if (len(self._writing) + len(missing)) * self.pool.page_bytes > WAITING:
-                LOG.info("%d pages are not kept: the prefix store is still writing", len(missing))
-                missing = []
-            self._writing.update(names[place] for place in missing)
+        names, missing = self._names(scope, tokens, len(pages)), list[int]()
         try:
+            with self._changing:
+                there = self._files.keys() | self._writing
+                missing = [place for place, name in enumerate(names) if name not in there]
+                if (len(self._writing) + len(missing)) * self.pool.page_bytes > WAITING:
+                    LOG.info(
+                        "%d pages are not kept: the prefix store is still writing", len(missing)
+                    )
+                    missing = []
+                self._writing.update(names[place] for place in missing)
             content = self.pool.read([pages[place] for place in missing]) if missing else []
             sinks = self.pool.read_sinks(ring) if missing[:1] == [0] else []
             about = {"of": self._about, "scope": _scope(scope)}
@@ -226,10 +228,10 @@ class PrefixStore:
             if place == 0:
                 tensors |= {f"sinks.{i}": part for i, part in enumerate(sinks)}
             held = tokens[: (place + 1) * self.pool.page_size]
-            tensors["tokens"] = torch.tensor(held, dtype=torch.int32)
             try:
+                tensors["tokens"] = torch.tensor(held, dtype=torch.int32)
                 self._write(names[place], sealed(WHAT, VERSION, about, tensors))
-            except OSError as error:
+            except Exception as error:  # a full disk or memory; the others may still fit
                 LOG.warning("a page is not kept in the prefix store: %s", error)
             finally:
                 with self._changing:

@@ -10,11 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.engines import alone, small_model, text
+from support.interrupts import count_positions, interrupted_at, places_of
 
 from caramba_fast.cache.sealed import read_sealed, write_sealed
 from caramba_fast.models.config import DecoupledDims
@@ -373,6 +376,72 @@ def test_an_interrupt_while_pages_come_back_loses_none(
         (output,) = [e.output for e in events if e.output]
         assert output.generated_tokens == alone("q4", tuple(prompt), GIVEN)
         assert output.metrics.prefix_hit_tokens == 3 * PAGE and serving.problems() == []
+
+
+def test_an_interrupt_while_pages_are_put_away_loses_none_for_good(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was interrupted, the next request with these tokens stores them."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    store, tokens = servers.start().store, small_tokens(text(1, 2 * PAGE))
+    # A real interrupt never comes right before a lock is let go.
+    monkeypatch.setattr(store, "_changing", nullcontext())
+    names = store._names("salt all", tokens, 2)
+
+    def put() -> None:
+        store.put("salt all", tokens, [0, 1], 0)
+
+    def written() -> None:
+        store._writer.submit(int).result()
+        for name in names:
+            store._drop(name)
+
+    places = places_of(put, prefix_store.__file__)
+    written()
+    for position in {place: position for position, place in enumerate(places)}.values():
+        interrupted_at(position, put, prefix_store.__file__)
+        written()
+        assert store._writing == set(), position
+    put()
+    servers.stop()
+    assert {file.name for file in servers.files} == set(names)
+
+
+def test_an_interrupt_while_weights_are_looked_at_mixes_no_models(servers: Servers) -> None:
+    import copy
+
+    model, prompt = copy.deepcopy(small_model()), text(1, 80)
+    store = servers.start(model).store
+    hits(servers.running[0], prompt, model=model)
+    model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
+    before = store._mark
+    count = count_positions(partial(store.identify, 1), prefix_store.__file__)
+    epoch, after = 1, store._mark
+    assert after != before
+    for position in range(count):
+        store._mark, epoch = before, epoch + 1
+        interrupted_at(position, partial(store.identify, epoch), prefix_store.__file__)
+        store.identify(epoch)
+        assert store._mark == after, position
+
+
+def test_a_page_that_memory_has_no_room_for_is_kept_later(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving, prompt = servers.start(), text(1, 3 * PAGE + 5)
+    inner, full = prefix_store.sealed, [True]
+
+    def failing(*given: Any) -> bytearray:
+        if full and full.pop():
+            raise MemoryError("no room to write from")
+        return inner(*given)
+
+    monkeypatch.setattr(prefix_store, "sealed", failing)
+    hits(serving, prompt)
+    serving.store._writer.submit(int).result()
+    assert len(servers.files) == 2 and "no room to write from" in caplog.text
+    hits(serving, prompt)
+    assert hits(servers.start(), prompt) == 3 * PAGE
 
 
 def test_pages_that_cannot_be_moved_fail_their_request_alone(
