@@ -163,6 +163,7 @@ class ContextParallelLayer(CachedRows):
         self.n_kv_heads, self.device = local.n_kv_heads, local.device
         self.residual_len = 0 if ring is None else ring.residual_len
         self.ring_len = 0 if ring is None else ring.ring_len
+        self.tail_slack = local.tail_slack
         self.reads_all_slots, self.reach = False, AttentionLimits()
         self._newest: list[int] = []  # real tokens of the last append, by row
         with torch.inference_mode(False):  # like the buffers

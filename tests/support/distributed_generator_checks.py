@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from support.distributed_context_checks import group
-from support.distributed_models import demo_ids
+from support.distributed_models import demo_ids, ids, model
 
 from caramba_fast.cache import ModelKVCache
 from caramba_fast.config import cache_configs
 from caramba_fast.distributed import context_parallel
-from caramba_fast.infer import Generator
+from caramba_fast.infer import Generator, SpeculativeGenerator
+from caramba_fast.infer.inferencer import CausalInferencer, GreedySampling, QuantizedKVCache
 from caramba_fast.models import load_demo
 
 
@@ -55,3 +57,29 @@ def check_sampling_ragged_batches_beams_and_turns():
     more = [talk.generate([demo_ids(60, 3000)]).tolist() for talk in talks]
     assert more[0] == more[1]
     assert talks[1].decode_graph.startswith("not used")
+
+
+def check_drafts_in_a_stream_that_is_left_early():
+    rows = [ids(1, 40, 8)[0].tolist() * 4, ids(1, 150, 9)[0].tolist()]
+    for spec in ("q8", "q4_channel/q4"):
+        found = []
+        for given in (model("gqa"), context_parallel(model("gqa"), group())):
+            generator = SpeculativeGenerator(
+                given, cache=spec, max_seq_len=300, ignore_eos=True, do_sample=False
+            )
+            stream = generator.generate_iter(rows, max_new_tokens=30)
+            found.append([next(stream).tolist() for _ in range(17)])
+            stream.close()
+            found[-1] += generator.generate([[5], [6, 7]], max_new_tokens=9).tolist()
+        assert found[0] == found[1], spec
+
+
+def check_inferencers_write_the_same_tokens():
+    found = []
+    for given in (model("gqa"), context_parallel(model("gqa"), group())):
+        cache, writer = QuantizedKVCache.of(given, "q8", 2, 300), CausalInferencer(given)
+        first = writer.prefill(ids(2, 170), cache, GreedySampling())
+        found.append((first, writer.decode(first.token_ids, cache, 20, GreedySampling())))
+    for expected, written in zip(*found, strict=True):
+        assert written.token_ids.tolist() == expected.token_ids.tolist()
+        torch.testing.assert_close(written.token_logits, expected.token_logits, atol=1e-3, rtol=0)
