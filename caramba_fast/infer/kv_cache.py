@@ -145,8 +145,9 @@ class QuantizedKVCache:
 
         Raises:
             ValueError: a wrong number of states, shapes that do not fit, or no room; nothing was stored.
+            TypeError: the tokens are spread over ranks.
         """
-        layers = self.model_cache.layers
+        layers = self._with_all_tokens()
         if len(kv_states) != len(layers):
             raise ValueError(
                 f"kv_states has {len(kv_states)} entries; the cache has {len(layers)} layers"
@@ -183,14 +184,26 @@ class QuantizedKVCache:
         return self.model_cache.pos
 
     def get_kv_states(self) -> list[KVState]:
-        """Dequantized K and V of every layer; empty if nothing was ever stored."""
+        """Dequantized K and V of every layer; empty if nothing was ever stored.
+
+        Raises TypeError if the tokens are spread over ranks.
+        """
         if not self._has_stored and not self.get_num_tokens():
             return []
         states = []
-        for layer in self.model_cache:
+        for layer in self._with_all_tokens():
             *keys, values = layer.get(self.dtype)
             states.append(KVState(torch.cat(keys, dim=-1) if len(keys) > 1 else keys[0], values))
         return states
+
+    def _with_all_tokens(self) -> list[LayerCache]:
+        layers = list(self.model_cache)
+        if any(not isinstance(layer, LayerCache) for layer in layers):
+            raise TypeError(
+                "the tokens of this cache are spread over ranks; update and get_kv_states need one that holds all of "
+                "them (prefill and decode of an inferencer do not)"
+            )
+        return layers
 
 
 def _store(layer: LayerCache, state: KVState) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from support.distributed_context_checks import group
 from support.distributed_models import demo_ids, ids, model
@@ -83,3 +84,6 @@ def check_inferencers_write_the_same_tokens():
     for expected, written in zip(*found, strict=True):
         assert written.token_ids.tolist() == expected.token_ids.tolist()
         torch.testing.assert_close(written.token_logits, expected.token_logits, atol=1e-3, rtol=0)
+    for refused in (cache.get_kv_states, lambda: cache.update([(torch.zeros(2, 2, 1, 16),) * 2])):
+        with pytest.raises(TypeError, match="tokens of this cache are spread over ranks"):
+            refused()
