@@ -50,7 +50,7 @@ help:
 # torch comes first: the C++ extension is built against it, without build isolation.
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch numpy setuptools wheel ninja
+	$(PIP) torch numpy 'setuptools>=77' wheel ninja
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.torch $(BUILD)

@@ -15,6 +15,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from setuptools import __version__ as setuptools_version
 from setuptools import find_packages, setup
 
 BUILD_CPP = os.environ.get("CARAMBA_FAST_BUILD_CPP", "1") != "0"
@@ -26,6 +27,17 @@ DEMO = os.environ.get("CARAMBA_FAST_DEMO", "1") != "0"
 REPOSITORY = os.environ.get("CARAMBA_FAST_REPOSITORY", "").rstrip("/")
 BENCH = ("generation", "kernels", "pages", "peers", "real", "serving")
 DEMO_FILES = ("safetensors", "json", "txt", "md", "csv")
+
+
+def check_setuptools() -> None:
+    """Ends with a message if setuptools is too old for pyproject.toml, which pip checks in builds of its own alone."""
+    text = Path("pyproject.toml").read_text(encoding="utf-8")
+    needed = re.findall(r'^requires = .*"setuptools>=(\d+)', text, re.MULTILINE)[0]
+    if int(setuptools_version.split(".")[0]) < int(needed):
+        raise SystemExit(
+            f"setuptools is {setuptools_version} and pyproject.toml needs {needed} or newer: "
+            f"pip install 'setuptools>={needed}'"
+        )
 
 
 def unsupported() -> list[tuple[str, str | None]]:
@@ -87,6 +99,7 @@ def readme() -> str:
     return re.sub(r"(?<!!)\[([^]]*)\]\((?!https?:|#)", rf"[\1]({REPOSITORY}/blob/main/", text)
 
 
+check_setuptools()
 setup(
     packages=[
         *find_packages(include=["caramba_fast", "caramba_fast.*"]),

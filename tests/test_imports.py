@@ -132,3 +132,18 @@ def test_importing_never_asks_for_a_cuda_device() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(importlib.util.find_spec("triton") is not None)
+
+
+def test_a_setuptools_that_cannot_read_pyproject_is_named() -> None:
+    """As Python 3.10 and 3.11 put into a new environment, where some torch take it as it is."""
+    code = (
+        "import runpy, setuptools, sys; setuptools.__version__ = '65.5.0'; "
+        "sys.argv = ['setup.py', '--version']; runpy.run_path('setup.py', run_name='__main__')"
+    )
+    root = Path(__file__).parents[1]
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 1 and found.stderr.strip().endswith(
+        "setuptools is 65.5.0 and pyproject.toml needs 77 or newer: pip install 'setuptools>=77'"
+    )
