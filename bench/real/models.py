@@ -99,13 +99,13 @@ def missing(folder: Path) -> list[str]:
     return [name for name in FILES if not (folder / name).is_file()]
 
 
-def _conversion(folder: Path) -> int | None:
+def _conversion(folder: Path) -> object:
     """By which conversion a folder was made; None if not here."""
     try:
         about = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return int(about.get("conversion", 1)) if isinstance(about, dict) else None
+    return about.get("conversion", 1) if isinstance(about, dict) else None
 
 
 def model_folder(name: str, root: Path = MODELS) -> Path:
