@@ -237,8 +237,8 @@ def fetch(
             "conversion": CONVERSION,
         }
         (made / ORIGIN).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        if lacks := missing(made):
-            raise FetchError(f"the conversion of {name} wrote no {' or '.join(lacks)}")
+        if unwritten := missing(made):
+            raise FetchError(f"the conversion of {name} wrote no {' or '.join(unwritten)}")
         if folder.exists():  # of an older conversion
             folder.replace(work / "older")
         made.replace(folder)
