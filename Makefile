@@ -122,7 +122,7 @@ sanitize: $(SANE)
 	checks="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)" && \
 	sets=$$(LD_PRELOAD="$$checks" PYTHONPATH=tests $(BIN)/python -c \
 		'from support.isas import expected_isas; print(*expected_isas())') && \
-	printf '%s\n' $$sets | xargs -P 2 -I SET env CARAMBA_FAST_CPU_ISA=SET LD_PRELOAD="$$checks" \
+	printf '%s\n' $$sets | xargs -P 2 -I SET nice env CARAMBA_FAST_CPU_ISA=SET LD_PRELOAD="$$checks" \
 		$(BIN)/python -m pytest -q --capture=sys -p no:cacheprovider \
 		-k 'not (hundred_thousand or far_apart or opcheck or triton or gigabytes or on_amd or compiles_whole or unknown)' \
 		tests/ops/test_extension.py tests/ops/test_cpp_attention.py tests/ops/test_cpp_bounds.py tests/ops/test_append.py \

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,22 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from caramba_fast import Engine
-from caramba_fast.infer import Generator, SpeculativeGenerator
+from caramba_fast.infer import Generator, SpeculativeGenerator, compiled
 from caramba_fast.infer.compiled import CompiledStep, _inductor
 from caramba_fast.infer.cuda_graph import RecordingError
 from caramba_fast.models import Transformer, merge_projections
+
+
+@pytest.fixture
+def python_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops in C++ as always, but called from Python: compiling the calls too takes longer than everything else."""
+
+    @contextlib.contextmanager
+    def settings() -> Iterator[None]:
+        with _inductor(), torch._inductor.config.patch(cpp_wrapper=False):
+            yield
+
+    monkeypatch.setattr(compiled, "_inductor", settings)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +48,7 @@ def test_compiled_steps_are_the_steps_past_128_slots(name: str, cache: str) -> N
     assert made.decode_graph == "compiled"
 
 
+@pytest.mark.usefixtures("python_wrapper")
 def test_conversations_of_the_same_sizes_share_a_program_and_no_memory() -> None:
     model = new_model()
 
@@ -107,7 +122,8 @@ def test_a_step_that_waits_for_the_host_is_refused_and_changes_nothing() -> None
     assert made.cache is None
 
 
-def test_a_program_that_gives_other_logits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("python_wrapper")
+def test_a_program_that_gives_other_logits_is_refused() -> None:
     made = generator(new_model(kind=Counting), cache_kind="fp32", compile=True, max_new_tokens=4)
     made.generate(prompt(20))
     made.reset()  # the program has the factor of the second step
@@ -153,6 +169,7 @@ def test_what_cannot_be_compiled_is_refused_by_name() -> None:
         Generator(new_model().to("meta"), compile=True)
 
 
+@pytest.mark.usefixtures("python_wrapper")
 def test_drafts_are_written_by_compiled_steps() -> None:
     model = new_model()
     options: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 12, "spec_k": 3}
@@ -182,6 +199,7 @@ def replaced(model: Transformer) -> None:
     model.lm_head = torch.nn.Linear(old.in_features, old.out_features, bias=False)
 
 
+@pytest.mark.usefixtures("python_wrapper")
 @pytest.mark.parametrize("change", [flipped, halved, replaced])
 @pytest.mark.parametrize("anew", [False, True])
 def test_other_weights_are_noticed_within_a_conversation_and_before_the_next(
