@@ -74,7 +74,7 @@ class GgufFile:
         self._gguf = importlib.import_module("gguf")
         self.path = path
         try:
-            reader = self._gguf.GGUFReader(path)
+            reader = _reader(self._gguf, path)
             self._said = {
                 name: field.contents() for name, field in reader.fields.items() if name not in LISTS
             }
@@ -355,6 +355,18 @@ class GgufFile:
             turned = values.reshape(count, -1, 2, *values.shape[1:]).swapaxes(1, 2)
             return turned.reshape(values.shape)
         return values
+
+
+def _reader(gguf: Any, path: Path) -> Any:
+    """A reader that raises at the file's end, where gguf's own goes on with empty values, to any length."""
+
+    class Reader(gguf.GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, **order: Any) -> Any:
+            if len(values := super()._get(offset, dtype, count, **order)) < count:
+                raise ValueError(f"the file ends before the end of the value at byte {offset}")
+            return values
+
+    return Reader(path)
 
 
 def _parts(reader: Any, name: str) -> list[np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +354,16 @@ def test_other_files_are_refused(tmp_path):
         load(tmp_path / "cut.gguf")
     with pytest.raises(CheckpointError, match=r"none.gguf does not exist; .*\.gguf file"):
         load(tmp_path / "none.gguf")
+
+
+@pytest.mark.parametrize("items", ["bytes", "texts", "lists"])
+def test_a_list_longer_than_its_file_is_refused_at_once(tmp_path: Path, items: str) -> None:
+    kind = {"bytes": 0, "texts": 8, "lists": 9}[items]
+    start = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + struct.pack("<Q4s", 4, b"list")
+    content = start + struct.pack("<IIQ", 9, kind, 1 << 40) + bytes(64)
+    (tmp_path / "long.gguf").write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"ends before the end .* at byte {len(content)}"):
+        load(tmp_path / "long.gguf")
 
 
 def test_a_quantization_that_cannot_be_undone_is_named(tmp_path, monkeypatch):
