@@ -249,13 +249,15 @@ class PrefixStore:
             self._files[name] = len(data)
 
     def _make_room(self, size: int) -> bool:
-        """Deletes the least recently used pages until ``size`` bytes fit; returns whether they do."""
+        """Deletes the least recently used pages until ``size`` bytes fit. False, and deletes none, if they never do."""
+        if size > self.most:
+            return False
         total = sum(self._files.values()) + size
         while total > self.most and self._files:
             name, gone = self._files.popitem(last=False)
             (self.folder / name).unlink(missing_ok=True)
             total -= gone
-        return total <= self.most
+        return True
 
     def _use(self, names: Sequence[str]) -> None:
         """Marks pages as used now, the first as the latest."""

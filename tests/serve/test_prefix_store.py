@@ -267,7 +267,17 @@ def test_files_that_are_not_ours_are_left_alone(servers: Servers) -> None:
     hits(serving, text(1, 40))
     servers.stop()
     left = {file.name for file in servers.folder.iterdir()} - {".lock"}
-    assert left == {"notes.txt", "x.page"}, "of another model, but a page: its room was needed"
+    assert left == {"notes.txt", "x.page", f"{mark}.page"}, "no page of ours fits into 20 bytes"
+    hits(servers.start(), text(1, 40))
+    servers.stop()
+    page = max(file.stat().st_size for file in servers.files)
+    hits(servers.start(prefix_store_bytes=page), text(2, 40))
+    servers.stop()
+    left = {file.name for file in servers.folder.iterdir()} - {".lock"}
+    assert {"notes.txt", "x.page"} < left, "other files are left alone"
+    assert f"{mark}.page" not in left and len(left) == 3, (
+        "a page, though another model's: its room was needed"
+    )
 
 
 def test_pages_used_longest_ago_go(servers: Servers) -> None:
