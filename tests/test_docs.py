@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
+from support.hf_matrix import tiny
 from typer.testing import CliRunner
 
 from caramba_fast.cli.app import app
+from caramba_fast.hf import CarambaCache, accelerate
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "inference.md").read_text(encoding="utf-8")
@@ -174,3 +177,18 @@ def test_readme_commands():
 def test_readme_links():
     for target in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (ROOT / target).exists(), target
+
+
+def test_a_pass_measures_what_decode_steps_see():
+    page = (ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    (chapter,) = re.findall(r"^## Measuring quality\n(.*?)^## ", page, re.DOTALL | re.MULTILINE)
+    space: dict[str, Any] = {}
+    exec(blocks(chapter, "python")[0], space)
+    model = accelerate(tiny("llama", initializer_range=0.2), "q4:plain")
+    plain = model(ids := torch.randint(3, 97, (2, 90))).logits
+    found = space["logits_through"](model, ids, "q4:plain")
+    cache = CarambaCache(model, "q4:plain", prefill="stored")
+    with torch.no_grad():
+        steps = [model(part, cache=cache).logits for part in ids.split(1, dim=1)]
+    wanted = torch.cat(steps, dim=1)
+    assert (found - wanted).norm() < 0.1 * (plain - wanted).norm()
