@@ -120,5 +120,5 @@ def _as_if_made_from(sources: list[Tensor], made: T) -> T:
 
 
 def values_of(x: Any) -> Any:
-    """``x``, materialized if it is lazy."""
-    return x.dense() if isinstance(x, LazyTensor) else x
+    """``x``, materialized if it is lazy; a backward pass through what a cache stores raises then, too."""
+    return without_gradient(x.dense(), x) if isinstance(x, LazyTensor) else x

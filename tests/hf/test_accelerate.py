@@ -82,12 +82,20 @@ def test_a_pass_that_wants_no_gradient_does_not_raise() -> None:
         assert not model(IDS, past_key_values=cache).logits.requires_grad
 
 
-def test_dequantized_keys_have_no_gradient_either() -> None:
-    model = tiny("falcon")
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("falcon", {}),
+        ("llama", {"output_attentions": True}),
+        ("llama", {"attention_mask": torch.zeros(1, 1, 1, IDS.shape[1] + 1)}),
+    ],
+)
+def test_dequantized_keys_have_no_gradient_either(family: str, options: dict[str, Any]) -> None:
+    model = accelerate(tiny(family), "q8")
     cache = CarambaCache(model, "q8")
-    model(IDS, past_key_values=cache)
+    model(IDS[:1], past_key_values=cache)
     with pytest.raises(RuntimeError, match="no gradient flows"):
-        model(IDS[:, :1], past_key_values=cache).logits.sum().backward()
+        model(IDS[:1, :1], past_key_values=cache, **options).logits.sum().backward()
 
 
 def test_a_model_that_keeps_no_cache_is_said_to_need_none_of_ours() -> None:
