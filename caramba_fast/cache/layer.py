@@ -24,6 +24,7 @@ from caramba_fast.cache.stream import SLOT_MULTIPLE, CacheTensor, capacity
 from caramba_fast.config import KVCacheTensorConfig
 from caramba_fast.config.kvcache import ring_size
 from caramba_fast.ops.attention_call import MAX_QUERY_TOKENS
+from caramba_fast.ops.gradients import results_of
 from caramba_fast.ops.hadamard import rotated
 from caramba_fast.ops.view import Lanes
 
@@ -264,6 +265,9 @@ class LayerCache(LayerRows):
         with_lse = options.pop("return_softmax_lse", False)
         held = lengths.seq_lens - before if before else lengths.seq_lens
         out, lse = self.plans.attend(queries, held, options, slots)
+        if torch.is_grad_enabled():
+            given = (*queries, *options.values())
+            out, lse = results_of("attention over a packed cache", (out, lse), *given)
         if self._widened and not before and not self.attended_again:
             self.narrow_tails()
         return (out, lse) if with_lse else out

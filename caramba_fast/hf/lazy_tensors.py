@@ -6,11 +6,13 @@ directly; any other op gets the materialized values.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+
+from caramba_fast.ops.gradients import requiring, tied
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -86,37 +88,17 @@ class PackedStates(LazyTensor):
         return self.layer.dequantized(self.stream, self.dtype, self.shape[2])
 
 
-class _NoGradient(torch.autograd.Function):
-    """Ties a tensor computed without autograd to its sources, so that a backward pass through it raises."""
-
-    @staticmethod
-    def forward(ctx: Any, made: list[Tensor], *_: Tensor) -> Tensor:  # noqa: ARG004 - autograd's names
-        return made[0]  # passed in a list, so that autograd does not treat it as an input
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> NoReturn:  # noqa: ARG004
-        raise RuntimeError(
-            "attention read keys and values that a packed cache stores, through which no gradient flows; to train, "
-            "pass use_cache=False or a DynamicCache of transformers, and to evaluate, use torch.no_grad()"
-        )
-
-
 def without_gradient(made: T, *sources: Tensor) -> T:
     """Marks ``made`` as computed from ``sources`` through the cache: a backward pass through it raises."""
-    if not torch.is_grad_enabled():
-        return made
-    wanted = [x for x in sources if x.requires_grad]
-    if not wanted:
-        return made
-    return _as_if_made_from(wanted, made)
+    wanted = requiring(*sources)
+    return _tied(made, wanted) if wanted else made
 
 
 @torch.compiler.disable(  # else the backward pass would be compiled along, wanted or not
     reason="no gradient flows through stored keys and values: compile under torch.no_grad()"
 )
-def _as_if_made_from(sources: list[Tensor], made: T) -> T:
-    found: T = _NoGradient.apply([made.detach() if type(made) is Tensor else made], *sources)
-    return found
+def _tied(made: T, sources: list[Tensor]) -> T:
+    return tied(made, sources)
 
 
 def values_of(x: Any) -> Any:

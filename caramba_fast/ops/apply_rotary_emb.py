@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from caramba_fast.ops import checks
+from caramba_fast.ops.gradients import results_of
 from caramba_fast.ops.registry import register
 
 #: RoPE options of another op (`ops.append_`): queries, angles, and the output for the rotated queries.
@@ -98,7 +99,7 @@ def apply_rotary_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
         cos, sin: (B or 1, T, D), or (B or 1, T, D / 2) if both halves of a head have the same angles; same dtype.
 
     Returns:
-        The rotated q and k, same shapes and dtype, contiguous. No gradient flows.
+        The rotated q and k, same shapes and dtype, contiguous.
 
     Raises:
         TypeError, ValueError: dtypes, shapes or devices that do not match.
@@ -112,4 +113,4 @@ def apply_rotary_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
     if problems:
         raise ValueError("; ".join(problems))
     checks.same_device(**given)
-    return rotary_op(q, k, cos, sin)
+    return results_of("apply_rotary_emb", rotary_op(q, k, cos, sin), *given.values())

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from caramba_fast.ops import checks
 from caramba_fast.ops.attention import State, solve
+from caramba_fast.ops.gradients import results_of
 from caramba_fast.ops.plan import CallPlan
 from caramba_fast.ops.registry import DECOUPLED, STANDARD, Op, attention_schema, register
 from caramba_fast.ops.view import (
@@ -91,7 +92,7 @@ def call(
     options = {name: value for name, value in options.items() if value is not None}
     plan = plan_attention(op, views, tuple(queries.values()), cache_seqlens, n_kv_heads, options)
     found: State = plan.run((*queries.values(), cache_seqlens), options)
-    return found
+    return results_of(op.name, found, *queries.values(), *options.values())
 
 
 def plan_attention(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from caramba_fast.ops import checks
+from caramba_fast.ops.gradients import results_of
 from caramba_fast.ops.registry import register
 
 SCHEMA = "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)"
@@ -63,4 +64,5 @@ def merge_state(
             f"{out_b.dtype}) must agree"
         )
     checks.same_device(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    return _op(out_a, lse_a, out_b, lse_b)
+    given = (out_a, lse_a, out_b, lse_b)
+    return results_of("merge_state", _op(*given), *given)
